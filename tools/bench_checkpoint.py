@@ -85,7 +85,7 @@ def make_shards(num_params: int, hidden_size: int, control: Control) -> list[Fla
 
 
 def write_plainly(path: Path, num_bytes: int) -> None:
-    """The disk's baseline: one file, large blocks, fsync."""
+    """Write one file in large blocks with fsync: the disk's baseline."""
     block = memoryview(bytearray(os.urandom(BLOCK_BYTES)))
     with path.open("wb", buffering=0) as file:
         while num_bytes > 0:
@@ -110,7 +110,7 @@ def timed(control: Control, action: Callable[[], object]) -> float:
 
 
 def peak_of(action: Callable[[], object]) -> int:
-    """How many bytes of anonymous memory an action adds at its peak."""
+    """Measure the bytes of anonymous memory that an action adds at its peak."""
     meter = MemoryMeter(torch.device("cpu"))
     meter.start()
     action()

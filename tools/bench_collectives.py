@@ -173,7 +173,7 @@ def size_of(text: str) -> int:
 
 
 def known_machine(args: argparse.Namespace, world_size: int, group_size: int) -> Machine:
-    """This world with the links given by flags and --paro-machine; flags take precedence."""
+    """Return this world with the links of flags and --paro-machine; flags take precedence."""
     machine = Machine(
         name=args.machine_file.stem if args.machine_file else "this",
         source="",

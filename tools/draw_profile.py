@@ -60,7 +60,7 @@ _MAX_BYTES = 2**31  # a profile of many steps is large
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a rank did from the start of the first step to the end of the last; seconds."""
+    """The activities of a rank from the start of the first step to the end of the last; seconds."""
 
     rank: int
     num_steps: int

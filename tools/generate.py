@@ -96,7 +96,7 @@ def load_model(source: Source, device: torch.device, dtype: torch.dtype) -> Llam
 
 
 def add_model_args(parser: argparse.ArgumentParser) -> None:
-    """The flags that say which model a tool reads, and where and how it computes."""
+    """Add the flags that name the model, and where and how it computes."""
     add = parser.add_argument
     add("--load", required=True, type=Path, metavar="DIR", help="the model")
     add("--ckpt-step", type=int, metavar="N", help="which iteration; default: the latest one")

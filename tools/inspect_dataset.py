@@ -121,7 +121,7 @@ def describe(
 
 
 def describe_origin(prefix: str, given: Fingerprint | None) -> str:
-    """Which tokenizer made a corpus, and whether it is the given one."""
+    """Say which tokenizer made a corpus, and whether it is the given one."""
     made_with = read_fingerprint(prefix)
     if made_with is None:
         return "  made with a tokenizer that no .tokenizer file names"

@@ -86,7 +86,7 @@ def encoded_batches(
 
 @contextmanager
 def writing(prefixes: Sequence[str], plan: EncodingPlan) -> Iterator[list[IndexedDatasetWriter]]:
-    """A writer per prefix; the files are renamed to their final names at the end, all or none."""
+    """Hold a writer per prefix; at the end all files get their final names, or none."""
     dtype = dtype_for_vocab(tokenizer_of(plan.tokenizer).vocab_size)
     made_with = fingerprint_of(plan.tokenizer, with_bytes=True)
     with ExitStack() as files:

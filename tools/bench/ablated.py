@@ -41,7 +41,7 @@ def scaled(values: Tensor) -> Tensor:
 
 
 def in_parts(matrix: Tensor, config: MuonConfig, *square: Any) -> Tensor:
-    """What Newton-Schulz makes of each part of a matrix."""
+    """Return the products of Newton-Schulz over each part of a matrix."""
     rows, columns = matrix.shape
     found = []
     for part in matrix.chunk(PARTS):

@@ -90,7 +90,7 @@ class Trial:
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether the configuration keeps the whole model on every rank."""
+        """Tell whether the configuration keeps the whole model on every rank."""
         return degree_of(self.words) == 1
 
 
@@ -147,7 +147,7 @@ def without(words: Sequence[str], flags: set[str]) -> list[str]:
 
 
 def why_no_dry_run(words: Sequence[str], world_size: int) -> str | None:
-    """Why a dry run of a command line fails, or None; uses the tokenizer `STAND_IN`."""
+    """Return why a dry run of a command line fails, or None; uses the tokenizer `STAND_IN`."""
     kept = without(words, {*TOKENIZER})
     size = () if "--vocab-size" in kept else VOCABULARY
     plan = ("--dry-run", "--world-size", str(world_size))
@@ -172,7 +172,7 @@ def commit_of(checkout: Path) -> tuple[str, str]:
 
 
 def counts(trials: Sequence[Trial]) -> Iterator[str]:
-    """What came of all trials, as Markdown."""
+    """Count the outcomes of all trials, as Markdown."""
     passing = {
         "in all": trials,
         "pass a dry run as they are": [trial for trial in trials if trial.is_untouched],

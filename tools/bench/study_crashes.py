@@ -214,7 +214,7 @@ def disturb(
 
 
 def wanted_kinds(study: Study, args: argparse.Namespace, *, asynchronous: bool) -> list[bool]:
-    """Which kills are still missing: inside a save (True), or at any moment (False)."""
+    """Return the kinds of kills still missing: inside a save (True), or at any moment (False)."""
 
     def share(count: int) -> int:
         return count - count // 2 if asynchronous else count // 2

@@ -45,7 +45,7 @@ _NEAREST_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the tests say of a mutant."""
+    """The verdict of the tests on a mutant."""
 
     number: int
     status: str  # killed, survived, unreached, unfinished or gone
@@ -96,7 +96,7 @@ def draw(mutants: Iterable[Mutant], count: int, generator: random.Random) -> lis
 
 @contextmanager
 def copy_of_repository() -> Iterator[Path]:
-    """A copy of the last commit, in which files may be changed."""
+    """Make a copy of the last commit, in which files may be changed; remove it at the end."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = Path(folder) / "tree"
         subprocess.run(["git", "-C", ROOT, "worktree", "add", "--detach", "-q", tree], check=True)

@@ -95,7 +95,7 @@ def best_rate(variant: Variant, found: Found) -> float:
 
 
 def jobs_for(found: Found) -> list[Job]:
-    """What has been trained and what is to be trained next; only the former at the end."""
+    """Return the trainings that are done and those to be done next; at the end only the former."""
     jobs = [Job(variant, rate, SEEDS[0]) for rate in FIRST for variant in SWEPT]
     if any(job.name not in found for job in jobs):
         return jobs
@@ -181,7 +181,7 @@ def _beside_adamw(runs: Mapping[int, Losses], found: Found) -> list[float]:
 
 
 def _findings(found: Found) -> list[str]:
-    """How many steps Muon needs to AdamW's loss."""
+    """Compute how many steps Muon needs to AdamW's loss."""
     if not all(sweep(variant, found) for variant in SWEPT):
         return []
     base, parts = of_seeds(ADAMW, found), []

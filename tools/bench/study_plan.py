@@ -78,7 +78,7 @@ TOOLS = ROOT / "tools"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyPart:
-    """What is measured in one cluster, with one machine file."""
+    """The settings measured in one cluster, with one machine file."""
 
     nic: NicSetting
     shape: str
@@ -171,7 +171,8 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def take_settings(text: str | None, part: StudyPart) -> list[str]:
-    """Those of --settings, or all with native collectives that the part's model can train under."""
+    """Return those of --settings, or all with native collectives that the part's model can train
+    under."""
     if text is None:
         settings = [f"{name}@native" for name in legal_letters()]
         heads = training_config(part.train_flags, "gloo").model.num_query_groups

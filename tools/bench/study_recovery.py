@@ -139,7 +139,7 @@ class Disturbed:
         return node if what == "node" else rank
 
     def _bring_back(self, kind: str, where: int) -> None:
-        """A lost node returns with empty memory; without its rendezvous all start again."""
+        """Return a lost node with empty memory; without its rendezvous all nodes start again."""
         training = self.training
         agents = training.agents
         if not kind.startswith("node"):

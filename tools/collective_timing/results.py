@@ -49,14 +49,15 @@ def describe(facts: dict[str, Any]) -> str:
 
 
 def memory_line(device: Device) -> str:
-    """What a rank takes of its device before it has a model, and with each process group."""
+    """Return a line of the memory that a rank takes before it has a model, and per process
+    group."""
     group = device.communicator_bytes
     each = "none, gloo has no communicators" if group is None else size_text(group)
     return f"memory: {size_text(device.reserved_bytes)} without a model; of a communicator: {each}"
 
 
 def written_lines(path: Path, machine: Machine) -> list[str]:
-    """What a machine file holds that was just written, and which programs take it."""
+    """Describe a machine file that was just written, and the programs that take it."""
     rows, device = machine.measured, machine.device
     sizes = sorted({row.bytes for row in rows})
     ranks = ranks_text(machine.world_size, machine.group_size)

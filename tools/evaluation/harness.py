@@ -41,7 +41,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context consists of."""
+        """The token of an empty context."""
         return self._own.eod if self._own.bos is None else self._own.bos
 
     def tok_encode(

@@ -20,7 +20,7 @@ UNFINISHED = "\ufffd"  # what decode returns for the bytes of an incomplete char
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is sampled from the model's probabilities."""
+    """The way in which the next token is sampled from the model's probabilities."""
 
     temperature: float  # 0: always the most probable token
     seed: int

@@ -20,7 +20,7 @@ NOTICE_SECONDS = 10.0  # before progress is shown, and between two times
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What is known of a data set when all of it has been read; no damage was found."""
+    """The contents of a data set that was read whole; no damage was found."""
 
     least: int
     most: int

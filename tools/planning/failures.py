@@ -99,7 +99,7 @@ def _transfer_seconds(request: PlanRequest, setting: Estimate) -> float:
 
 
 def _trained_bytes(request: PlanRequest) -> int:
-    """Of all trained parameters: master and moments."""
+    """Count the bytes of all trained parameters: master and moments."""
     strategy, size = request.strategy("NNN"), request.world_size
     topology = make_topology(world_size=size, group_size=size, degrees=())
     return sum(

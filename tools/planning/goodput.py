@@ -109,7 +109,7 @@ def _best_interval(between: float, cost: float) -> float:
 
 
 def _share(between: float, work: float, cost: float, restart: float) -> float:
-    """Of the time, if `work` seconds are kept at a `cost` and failures come every `between`."""
+    """Return the share of time in which work counts, with failures every `between` seconds."""
     if (work + cost + restart) / between > _MOST:
         return 0.0
     per_work = math.expm1((work + cost) / between) * math.exp(restart / between)

@@ -107,7 +107,7 @@ def launch_lines(
 
 
 def _dry_run(args: Namespace, request: PlanRequest) -> list[str]:
-    """Of the launch, by the machine of the plan if a file has it."""
+    """Make a dry run of the launch, on the machine of the plan if a file has it."""
     words = ["--dry-run", "--world-size", str(request.world_size)]
     machine = args.paro_machine or args.machine_file
     if machine is not None:

@@ -81,7 +81,8 @@ def _why_none(request: PlanRequest, options: Sequence[ContextParallelConfig]) ->
 
 
 def _strategies(request: PlanRequest) -> Iterator[tuple[str, Strategy]]:
-    """Those of different degrees, with all their letters; `UserError` if none is possible."""
+    """Return strategies of different degrees, with all their letters; `UserError` if none is
+    possible."""
     found: dict[tuple[int, ...], list[Strategy]] = {}
     for strategy in map(request.strategy, legal_letters()):
         if request.infeasible_reason(strategy, request.materialize) is None:

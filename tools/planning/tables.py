@@ -112,7 +112,7 @@ def rows_table(request: PlanRequest, rows: Sequence[Estimate]) -> str:
 
 
 def on_bytes(request: PlanRequest) -> list[str]:
-    """What the columns of bytes leave out, if anything."""
+    """Say what the columns of bytes leave out, if anything."""
     name = request.collective
     more = f"intra GB, inter GB: axis by axis; {name} sends more of them between groups"
     return [more] if name in ("flat", "ring") else []
@@ -126,7 +126,7 @@ def misfits(request: PlanRequest, rows: Sequence[Estimate]) -> list[str]:
 
 
 def nothing_fits(request: PlanRequest, rows: Sequence[Estimate]) -> list[str]:
-    """Where no row fits: the least need, what it is for, and what would make each row fit."""
+    """Say, where no row fits, the least need, what it is for, and what would make each row fit."""
     alike = _alike(rows)
     name, least = min(alike, key=lambda row: row[1].memory_bytes)
     return [
@@ -139,7 +139,8 @@ def nothing_fits(request: PlanRequest, rows: Sequence[Estimate]) -> list[str]:
 
 
 def _changes_table(request: PlanRequest, alike: Sequence[tuple[str, Estimate]]) -> str:
-    """For each row the flag after which it fits and is fastest; rows without one at the end."""
+    """Return for each row the flag after which it fits and is fastest; rows without one at the
+    end."""
     found = []
     for name, row in alike:
         fitting = (

@@ -28,7 +28,7 @@ _FEW = 2  # answers that are found without marks around texts
 
 
 def added_by_answers(conversation: Conversation, text: str, render: Render) -> list[Span]:
-    """What each answer adds to the messages before it and the prompt for an answer.
+    """Return the text that each answer adds to the messages before it and the prompt for an answer.
 
     `text` is all of the conversation. `UserError` if the messages before one are written in another
     way when it follows.
@@ -39,7 +39,7 @@ def added_by_answers(conversation: Conversation, text: str, render: Render) -> l
 
 
 class _Places:
-    """Where messages end in a text.
+    """The offsets at which messages end in a text.
 
     That is as long as the text of these messages alone. What stands between the texts of two
     messages, such as the end of one turn and the header of the next, mostly repeats: where it is
@@ -54,7 +54,8 @@ class _Places:
         self._known: dict[tuple[bool, str, str, str], int] = {}
 
     def find(self, count: int, *, prompt: bool) -> int:
-        """Where the first `count` messages end, or the prompt for an answer that follows them."""
+        """Find where the first `count` messages end, or the prompt for an answer that follows
+        them."""
         if count == len(self._conversation.messages):
             return len(self._text)
         before, after = self._texts.get(count - 1), self._texts.get(count)
@@ -83,7 +84,7 @@ class _Places:
         )
 
     def _end_of_first_prompt(self) -> int:
-        """Where an answer begins that nothing precedes: after the prompt for one, as elsewhere."""
+        """Find where an answer begins that nothing precedes: after the prompt for one."""
         first = self._conversation.before(1)
         prompt = self._render(first, prompt=True).removeprefix(self._render(first))
         if not prompt or prompt not in self._text:

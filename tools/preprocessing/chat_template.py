@@ -42,7 +42,7 @@ class ChatTemplate:
 
     @property
     def writes_date(self) -> bool:
-        """Whether it may write the day on which it is rendered."""
+        """True if the template may write the day on which it is rendered."""
         return "strftime_now" in self.text
 
     def encode(self, conversation: Conversation) -> tuple[list[int], Marks]:
@@ -121,7 +121,7 @@ class _Renderer:
         spoken = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
 
         def count(first: int) -> int:
-            """How many parts are marked in the first messages."""
+            """Count the parts that are marked in the first messages."""
             if len(spans) == len(spoken):
                 return sum(number < first for number in spoken)
             part = conversation.before(first)
@@ -159,7 +159,7 @@ class _Renderer:
 
     @cached_property
     def _wants_text(self) -> bool:
-        """Whether the template writes JSON of a call if it gets a text, and only then."""
+        """Tell whether the template writes JSON of a call if it gets a text, and only then."""
         call = {"function": {"name": "probe", "arguments": _PROBE}}
         calls = [{"type": "function", "id": "probe0000", **call}]
         asked: Message = {"role": "user", "content": "x"}

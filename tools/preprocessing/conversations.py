@@ -29,7 +29,7 @@ class Conversation(NamedTuple):
 
     @property
     def features(self) -> list[str]:
-        """What it has that not every template writes."""
+        """The features of a conversation that not every template writes."""
         has_calls = any(CALLS in message for message in self.messages)
         return [TOOLS] * bool(self.tools) + [CALLS] * has_calls
 
@@ -41,7 +41,7 @@ class Conversation(NamedTuple):
         return message["role"] == ASSISTANT and not is_read
 
     def before(self, number: int) -> Conversation:
-        """Its messages before this one."""
+        """Return the messages before this one."""
         return self._replace(messages=self.messages[:number])
 
 
@@ -174,7 +174,7 @@ def _called(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:
-    """What the assistant may call, in OpenAI's form; None if that is nothing."""
+    """Return the tools that the assistant may call, in OpenAI's form; None without any."""
     tools = [_as_function(tool) for tool in _entries(value)]
     if None in tools:
         raise UserError(
@@ -208,7 +208,8 @@ def _as_function(value: Any) -> dict[str, Any] | None:
 
 
 def _decoded(value: Any) -> Any:
-    """What a text of JSON stands for, as in columns, whose rows have equal fields; else itself."""
+    """Decode a text of JSON, as in columns, whose rows have equal fields; return other values as
+    they are."""
     if not isinstance(value, str):
         return value
     try:

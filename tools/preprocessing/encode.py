@@ -27,7 +27,7 @@ NAMED_BAD = 3  # how many of the documents that were left out are named
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodingPlan:
-    """What a worker process needs for encoding."""
+    """The settings with which a worker process encodes."""
 
     tokenizer: TokenizerConfig
     keys: tuple[str, ...]
@@ -44,7 +44,8 @@ class EncodingPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """How much was read: documents, their bytes, the sources' bytes, bad documents, answers."""
+    """Counts of what was read: documents, their bytes, the sources' bytes, bad documents,
+    answers."""
 
     documents: int = 0
     num_bytes: int = 0
@@ -84,7 +85,7 @@ def ends_of(config: TokenizerConfig) -> tuple[int, ...]:
 
 
 def ended_answers(documents: EncodedDocuments, ends: Sequence[int]) -> tuple[int, int]:
-    """How many answers there are, each a run of answered tokens, and in how many an end is."""
+    """Count answers, each a run of answered tokens, and those with an end among their tokens."""
     assert documents.marks is not None, "conversations have marks"
     is_answered = documents.marks == ANSWERED
     begins = is_answered & ~np.concatenate([[False], is_answered[:-1]])

@@ -43,7 +43,8 @@ def describe_skipped(tally: Tally) -> list[str]:
 
 
 def describe_ends(config: TokenizerConfig, tally: Tally) -> str:
-    """How many answers a token ends that stops a generation, and what follows if it is none."""
+    """Say how many answers end with a token that stops a generation, and what follows if none
+    does."""
     names = {number: text for text, number in tokenizer_of(config).vocabulary.items()}
     ends = ", ".join(names.get(number, str(number)) for number in ends_of(config))
     told = f"{tally.ended:,} of {tally.answers:,} answers end with a token that stops a generation"

@@ -94,7 +94,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """What a rank's GPU did from the start of the first step to the end of the last."""
+    """The activities of a rank's GPU from the start of the first step to the end of the last."""
 
     rank: int
     num_steps: int

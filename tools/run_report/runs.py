@@ -59,7 +59,7 @@ class Run:
         return median(settled) if settled else None
 
     def exposed_ms(self) -> float | None:
-        """How long an iteration waits for communication; None if that was not measured."""
+        """Return how long an iteration waits for communication; None if that was not measured."""
         kinds = (self.typical(f"exposed_{kind}_ms") for kind in _EXPOSED)
         measured = [value for value in kinds if value is not None]
         return sum(measured) if measured else None

@@ -19,7 +19,7 @@ from paro.text import align
 
 @contextmanager
 def output_file(path: Path, *, is_update: bool = False) -> Iterator[Path]:
-    """A temporary path, renamed to `path` if the block succeeds; makes the folder.
+    """Give a temporary path, renamed to `path` if the block succeeds; make the folder.
 
     Other content that is there is kept in FILE.earlier_N, unless the new one is an update of it.
     """

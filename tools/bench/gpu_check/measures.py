@@ -96,7 +96,7 @@ def _memory(runner: Runner, name: str, title: str) -> Outcome:
 
 
 def memory_failure(figures: Mapping[str, int]) -> str | None:
-    """How a GPU's memory contradicts its prediction; None if it does not, and on a CPU.
+    """Return how a GPU's memory contradicts its prediction; None if it does not, and on a CPU.
 
     Too little is predicted if torch's allocator holds more than the prediction with its share for
     fragmentation (planning/device_memory.py), which covers library workspaces too. Too much is, if

@@ -19,7 +19,7 @@ UNMEASURED = "not measured"
 
 
 class _Part(TypedDict):
-    """What the page shows of a part."""
+    """A part of the check as the page shows it."""
 
     title: str
     passed: bool

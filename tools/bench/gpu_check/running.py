@@ -27,7 +27,7 @@ _TRACEBACK = re.compile(r"^\S*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a part found: whether it passed, figures for the JSON file, lines for the page."""
+    """Result of a part: whether it passed, figures for the JSON file, lines for the page."""
 
     passed: bool
     lines: tuple[str, ...]
@@ -58,7 +58,7 @@ class Ended:
 
     @property
     def problem(self) -> str | None:
-        """Why figures are missing or not to be trusted; None if all is well."""
+        """The reason why figures are missing or not to be trusted; None if all is well."""
         return self.failure or ("no figures" if self.figures is None else None)
 
     def outcome(self, key: str) -> Outcome:

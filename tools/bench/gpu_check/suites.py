@@ -57,7 +57,7 @@ def _pytest(runner: Runner, name: str, files: Sequence[str], *, rehearsed: str) 
 
 
 def outcome_of(runner: Runner, ended: Ended, report: ElementTree.Element) -> Outcome:
-    """What pytest's JUnit report says; a skip counts as a failure unless hardware is missing."""
+    """Read pytest's JUnit report; a skip counts as a failure unless hardware is missing."""
     failed: list[str] = []
     skipped: Counter[str] = Counter()
     cases = list(report.iter("testcase"))[: -1 if ended.timed_out else None]  # it was stopped there

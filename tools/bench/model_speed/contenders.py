@@ -49,7 +49,7 @@ class Task:
 
     @property
     def num_tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.batch.tokens_BS.numel() * self.num_micro_batches
 
     @property

@@ -49,7 +49,7 @@ MODES = {
 
 
 def lacks_deepspeed() -> str | None:
-    """Why DeepSpeed's contenders cannot run here, or None."""
+    """Return why DeepSpeed's contenders cannot run here, or None."""
     if importlib.util.find_spec("deepspeed") is None:
         return "DeepSpeed is not installed (pip install -r requirements-peers.txt)"
     return None

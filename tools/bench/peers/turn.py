@@ -86,7 +86,8 @@ def take_turn(task: Task, name: str, *, number: int) -> Turn:
 def process_group(
     runtime: RuntimeConfig, world: World, device: torch.device, number: int
 ) -> Iterator[None]:
-    """The default process group, set up through the launcher's store under this turn's own name."""
+    """Hold the default process group, set up through the launcher's store under a name of its
+    own."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = runtime.timeout
@@ -108,7 +109,7 @@ def backends_on(device: torch.device) -> str:
 
 
 def batches_of(task: Task, device: torch.device) -> Iterator[Batch]:
-    """This rank's micro-batches of the whole turn, on the device before the clock starts."""
+    """Load this rank's micro-batches of the whole turn to the device before the clock starts."""
     world, layout = task.run.world, task.run.context.layout
     ranges = layout.ranges(world.rank, task.run.data.seq_length)
     num_micro_batches = (task.warmup_steps + task.steps) * task.num_micro_batches

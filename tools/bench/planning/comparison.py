@@ -70,12 +70,12 @@ class Pair:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the prediction has them in the other order."""
+        """True if the prediction has the two in the other order."""
         return self.fast.predicted >= self.slow.predicted
 
     @property
     def is_clear(self) -> bool:
-        """Whether they differ enough in three of four turns, not just in the median."""
+        """True if the two differ enough in three of four turns, not just in the median."""
         return sum(ratio > MOST_ALIKE for ratio in self.ratios) >= 0.75 * len(self.ratios)
 
 

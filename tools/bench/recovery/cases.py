@@ -76,7 +76,7 @@ class Case:
         return flags
 
     def skips(self, point: str) -> int:
-        """How many calls a gate may pass over."""
+        """Return the number of calls that a gate may pass over."""
         return NUM_UNITS if point in ("update", "all-gather") else 1
 
     def agrees(self, found: Sequence[str], want: Sequence[str]) -> bool:

@@ -30,7 +30,7 @@ class Failure:
 
 @dataclass(slots=True, kw_only=True)
 class Study:
-    """What was measured so far, as its file has it."""
+    """The measurements so far, as their file has them."""
 
     path: Path
     undisturbed: dict[str, list[list[str]]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Study:
 
     @classmethod
     def read(cls, path: Path) -> Study:
-        """What a file has; nothing if it does not exist."""
+        """Read a file's measurements; none if it does not exist."""
         found = json.loads(path.read_text()) if path.exists() else {"failures": []}
         failures = [Failure(**each) for each in found.pop("failures")]
         return cls(path=path, failures=failures, **found)

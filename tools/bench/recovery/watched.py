@@ -116,7 +116,7 @@ class Watched:
         return True
 
     def lose_node(self, node: int) -> None:
-        """The node's processes and its memory are gone at once."""
+        """End the node's processes at once and clear its memory."""
         self.agents.lose(node)
         for path in self.memory.glob(f"*-{self.agents.spec.node(node)}"):
             shutil.rmtree(path)

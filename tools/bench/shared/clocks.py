@@ -50,7 +50,7 @@ def recorded(file: Path, *, rehearse: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def clocks_of(device: torch.device, file: Path | None) -> Iterator[Path | None]:
-    """The file, if it is given: another process records there. Else one for a GPU's time inside."""
+    """Return the given file, which another process writes, or a new one for a GPU's time inside."""
     if file is not None or device.type != "cuda":
         yield file
         return
@@ -85,7 +85,7 @@ def clock_of(file: Path, spans: Sequence[Span]) -> dict[str, float | None]:
 
 
 def clock_text(figures: Mapping[str, Any]) -> str:
-    """What `clock_of` found, to be added to a line."""
+    """Return the clock and power that `clock_of` found, to be added to a line."""
     if "watts" not in figures:
         return ""
     if figures["watts"] is None:

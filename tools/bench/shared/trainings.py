@@ -20,7 +20,7 @@ from tools.shared.output import write_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Losses:
-    """What a training found: pairs of iteration and loss."""
+    """Losses of a training: pairs of iteration and loss."""
 
     loss: list[tuple[int, float]]  # in training
     held_out: list[tuple[int, float]]  # of the last iteration twice, if an evaluation was due then
@@ -35,7 +35,7 @@ class Losses:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What a training differs in: flags, its part of the iterations, or the script."""
+    """A training's differences: flags, its part of the iterations, or the script."""
 
     name: str
     flags: str = ""
