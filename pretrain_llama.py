@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import NoReturn
 
 from paro.arguments.parser import parse_args
-from paro.checkpoint.claim import Claim
+from paro.checkpoint.locked_folders import LockedFolders
 from paro.config.mistakes import wrong_values
 from paro.config.record import recorded_arguments
 from paro.config.run import RunConfig, configure, take_world
@@ -30,7 +30,7 @@ from paro.training.changed_flags import order_record
 from paro.training.local_copies import LocalCopies, local_copies
 from paro.training.loop import Loop
 from paro.training.resume import check_source
-from paro.training.saving import Saver, claim_of
+from paro.training.saving import Saver, locked_folders_of
 
 
 def main() -> None:
@@ -56,19 +56,19 @@ def main() -> None:
             check_source(config.checkpoint, config.train, control)
             watchdog.begins("claiming the folder of --save", 0)
             # Before anything is read or written there.
-            with claim_of(config, control, watchdog) as claim:
+            with locked_folders_of(config, control, watchdog) as locked:
                 chosen = planned(config, control, watchdog)
                 if chosen is None:
                     return
                 log = Log(rank=world.rank, world_size=world.size)
                 with local_copies(chosen, control, log) as copies:
-                    run(chosen, control, claim, copies, watchdog)
+                    run(chosen, control, locked, copies, watchdog)
 
 
 def run(
     config: RunConfig,
     control: Control,
-    claim: Claim | None,
+    locked: LockedFolders | None,
     copies: LocalCopies | None,
     watchdog: Watchdog,
 ) -> None:
@@ -100,15 +100,15 @@ def run(
     with control.raise_on_all_ranks():
         watchdog.open_heartbeat(config.watch)
         observers = (watchdog, *reporting.profilers_of(config, log, training))
-    report, facts = reporting.start_report(config, training, state, claim, log, bytes_before)
+    report, facts = reporting.start_report(config, training, state, locked, log, bytes_before)
     if (recovery := resumed.recovery) is not None:
         report.scalars(recovery.panel(), state.iteration, state.consumed_train_samples)
     order = order_record(config, datasets)
     if copies is not None:
         copies.begin(training, order, resumed)
     saver = None
-    if claim is not None:
-        saver = Saver(config, training, log, claim, facts=facts, order=order, resumed=resumed)
+    if locked is not None:
+        saver = Saver(config, training, log, locked, facts=facts, order=order, resumed=resumed)
     loop = Loop(
         training,
         state,

@@ -28,8 +28,8 @@ import torch
 from paro.arguments.parser import parse_args
 from paro.checkpoint.agreement import with_one_folder
 from paro.checkpoint.chunks import chunked_states
-from paro.checkpoint.claim import Claim, ranks_by_folder
 from paro.checkpoint.load import load_checkpoint
+from paro.checkpoint.locked_folders import LockedFolders, ranks_by_folder
 from paro.checkpoint.save import write_states
 from paro.config.run import configure
 from paro.distributed.control import Control
@@ -184,8 +184,8 @@ def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, 
     training = build_training(config, control)
     state = start_state(config)
     source = build_sources(config, build_data(config), training, state).train
-    claim = Claim(ranks_by_folder(folder, control), None)
-    saver = Saver(config, training, Log(rank=1, world_size=2), claim)  # no output
+    locked = LockedFolders(ranks_by_folder(folder, control), None)
+    saver = Saver(config, training, Log(rank=1, world_size=2), locked)  # no output
 
     def step() -> float:
         return timed(control, lambda: train_step(training, state, source))

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import torch
 
-from paro.checkpoint.claim import Claim
-from paro.checkpoint.lease import Lease
+from paro.checkpoint.folder_lock import FolderLock
+from paro.checkpoint.locked_folders import LockedFolders
 from paro.distributed.control import Control
 from paro.distributed.groups import make_save_groups
 from paro.distributed.world import World
@@ -30,7 +30,9 @@ class Ranks:
     everyone: Control
     near: Control
     folder_ranks: Sequence[int]  # the ranks of `near` in `everyone`
-    lease: Lease | None = None  # of the folder, on its first rank; None too where none is needed
+    lock: FolderLock | None = (
+        None  # of the folder, on its first rank; None too where none is needed
+    )
 
     @property
     def share_one_folder(self) -> bool:
@@ -42,13 +44,13 @@ class Ranks:
 
     @property
     def token(self) -> str:
-        """Of the lease, for names in the folder that no other run uses; empty without one."""
-        return "" if self.lease is None else self.lease.token
+        """Of the lock, for names in the folder that no other run uses; empty without one."""
+        return "" if self.lock is None else self.lock.token
 
-    def check_lease(self) -> None:
-        """Raise `LeaseLostError` on the first rank of the folder if it is another run's by now."""
-        if self.lease is not None:
-            self.lease.check()
+    def check_lock(self) -> None:
+        """Raise `LockLostError` on the first rank of the folder if it is another run's by now."""
+        if self.lock is not None:
+            self.lock.check()
 
     def first_decides(self, action: Callable[[], T], blame: str) -> T:
         """Run `action` on the first rank of every folder; all get its result or its error."""
@@ -85,13 +87,13 @@ def one_process() -> Ranks:
     return with_one_folder(Control(World(), torch.device("cpu")))
 
 
-def with_claim(claim: Claim, control: Control, timeout: timedelta) -> Ranks:
+def ranks_that_save(locked: LockedFolders, control: Control, timeout: timedelta) -> Ranks:
     """For saves under way while the ranks train: with process groups of their own."""
     if control.world.size == 1:
-        return Ranks(control, control, range(1), claim.lease)
-    world, near = make_save_groups(claim.folders, control.world.rank, timeout)
+        return Ranks(control, control, range(1), locked.lock)
+    world, near = make_save_groups(locked.folders, control.world.rank, timeout)
     everyone = control.over(world, range(control.world.size))
-    if len(claim.folders) == 1:
-        return Ranks(everyone, everyone, range(control.world.size), claim.lease)
-    (members,) = (ranks for ranks in claim.folders if control.world.rank in ranks)
-    return Ranks(everyone, control.over(near, members), members, claim.lease)
+    if len(locked.folders) == 1:
+        return Ranks(everyone, everyone, range(control.world.size), locked.lock)
+    (members,) = (ranks for ranks in locked.folders if control.world.rank in ranks)
+    return Ranks(everyone, control.over(near, members), members, locked.lock)

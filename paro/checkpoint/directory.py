@@ -5,7 +5,7 @@
 #   iter_0000100/                        .metadata, *.distcp, common.json and manifest.json
 #   iter_0000200.TOKEN.partial/          being written; removed by the next save
 #   iter_0000100.replaced/               the old one, while a new iter_0000100 is put in place
-#   lease_7.json                         the run that owns the folder (lease.py)
+#   lease_7.json                         the run that owns the folder (folder_lock.py)
 #   earlier_1/                           a root folder too: what --start-over moved aside
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def begin_checkpoint(
     """Create an empty folder for `iteration`; remove leftovers of crashed saves.
 
     `check` raises if the folder is another run's by now. With a `token` no other run writes into
-    the new folder, not even one that has lost its lease and does not know it yet.
+    the new folder, not even one that has lost its lock and does not know it yet.
     """
     root = Path(directory_root)
     root.mkdir(parents=True, exist_ok=True)

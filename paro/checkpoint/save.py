@@ -18,7 +18,7 @@ from paro.checkpoint.directory import (
     discard_checkpoint,
     finish_checkpoint,
 )
-from paro.checkpoint.lease import LeaseLostError
+from paro.checkpoint.folder_lock import LockLostError
 from paro.checkpoint.manifest import ChunkSums
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.planners import ChunkSavePlanner
@@ -40,13 +40,13 @@ def write_states(
     Every rank passes what it holds of every state; each folder gets what the ranks that see it
     hold. `common` must be JSON; the iteration, the format and the versions are added. `log` is
     called on every rank. After an error, raised on all ranks, the previous checkpoint is unchanged.
-    Without the lease of `ranks` nothing is renamed or removed.
+    Without the lock of `ranks` nothing is renamed or removed.
     """
     blame = f"--save {directory_root}"
     place = f"{directory_root} in torch_dist format"
     log(f"saving checkpoint at iteration {iteration:7d} to {place}")
     root = Path(directory_root)
-    check, token = ranks.check_lease, ranks.token
+    check, token = ranks.check_lock, ranks.token
     folder = ranks.first_decides(
         lambda: begin_checkpoint(root, iteration, check=check, token=token), blame
     )
@@ -62,7 +62,7 @@ def write_states(
         if ranks.is_first_of_folder:
             discard_checkpoint(folder)
         is_shared = isinstance(error, (UserError, StorageError))  # raised on all ranks
-        if is_shared and not isinstance(error, LeaseLostError):
+        if is_shared and not isinstance(error, LockLostError):
             ranks.first_decides(lambda: _blame_new_owner(check), blame)
         raise
     log(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory_root}")
@@ -108,6 +108,6 @@ def _read_back(folder: Path) -> None:
 
 
 def _blame_new_owner(check: Callable[[], None]) -> None:
-    """Raise `LeaseLostError` if another run has the folder, and so removed what this one wrote."""
+    """Raise `LockLostError` if another run has the folder, and so removed what this one wrote."""
     with suppress(OSError):  # a folder that is gone is no other run's
         check()

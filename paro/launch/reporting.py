@@ -10,8 +10,8 @@ from data.waits import Wait
 from model.config import LlamaConfig
 from model.units import num_parameters
 from paro.arguments.parser import take
-from paro.checkpoint.claim import Claim
 from paro.checkpoint.config import CheckpointConfig
+from paro.checkpoint.locked_folders import LockedFolders
 from paro.config.record import precision_line, recorded_arguments
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
@@ -63,7 +63,7 @@ def start_report(
     config: RunConfig,
     training: Training,
     state: TrainState,
-    claim: Claim | None,
+    locked: LockedFolders | None,
     log: Log,
     bytes_before: int,
 ) -> tuple[Report, RunFacts]:
@@ -79,7 +79,7 @@ def start_report(
             device=training.device,
             start_iteration=state.iteration,
             arguments=recorded_arguments(config),
-            is_ours=(lambda: True) if claim is None else claim.is_ours,
+            is_ours=(lambda: True) if locked is None else locked.is_ours,
         )
     report.forecast = MemoryForecast(
         predicted_bytes=memory.allocated,

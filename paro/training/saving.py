@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paro.checkpoint.agreement import with_claim
+from paro.checkpoint.agreement import ranks_that_save
 from paro.checkpoint.background import Background, HostCopy
 from paro.checkpoint.chunks import chunked_states
-from paro.checkpoint.claim import Claim, claimed
 from paro.checkpoint.directory import newest_good, retire_checkpoint, set_aside
-from paro.checkpoint.lease import LeaseLostError
+from paro.checkpoint.folder_lock import LockLostError
+from paro.checkpoint.locked_folders import LockedFolders, lock_folders
 from paro.distributed.control import Control
 from paro.distributed.world import read_job_id
 from paro.errors import RunError, StorageError, UserError
@@ -45,7 +45,7 @@ class Saver:
         config: RunConfig,
         training: Training,
         log: Log,
-        claim: Claim,
+        locked: LockedFolders,
         *,
         facts: RunFacts | None = None,
         order: Mapping[str, Any] | None = None,
@@ -75,10 +75,10 @@ class Saver:
         self._saved = resumed.saved_iteration(config.checkpoint)
         self._whole = resumed.saved_iteration(config.checkpoint)
         control = training.control
-        self._ranks = with_claim(claim, control, config.runtime.timeout)
-        if len(claim.folders) > 1:
+        self._ranks = ranks_that_save(locked, control, config.runtime.timeout)
+        if len(locked.folders) > 1:
             log.log0(
-                f"--save {self._root} is another folder on {len(claim.folders)} sets of ranks: "
+                f"--save {self._root} is another folder on {len(locked.folders)} sets of ranks: "
                 "each saves what its ranks hold"
             )
         if config.checkpoint.start_over:
@@ -86,9 +86,9 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save in progress failed and --on-save-failure is stop, or the lease is lost."""
-        lease = self._ranks.lease
-        if lease is not None and lease.is_lost:
+        """Whether a save in progress failed and --on-save-failure is stop, or the lock is lost."""
+        lock = self._ranks.lock
+        if lock is not None and lock.is_lost:
             return True
         return self._background.failed and self._config.checkpoint.on_save_failure == "stop"
 
@@ -102,7 +102,7 @@ class Saver:
         number = max(self._ranks.everyone.gather(next_number(self._root)))
 
         def move() -> Path | None:
-            self._ranks.check_lease()
+            self._ranks.check_lock()
             return set_aside(self._root, number)
 
         earlier = self._ranks.first_decides(move, f"--save {self._root}")
@@ -164,14 +164,14 @@ class Saver:
     def settle(self) -> bool:
         """Wait for an async save in progress; False if it failed and training continues.
 
-        Raises `LeaseLostError` on all ranks if the folder is another run's by now.
+        Raises `LockLostError` on all ranks if the folder is another run's by now.
         """
         is_async = self._background.is_started
         failure = self._background.wait()
         if failure is not None and not isinstance(failure, (UserError, StorageError)):
             raise failure
         with self._ranks.raise_on_all_ranks(name_rank=False), suppress(OSError):
-            self._ranks.check_lease()  # a folder that is gone is the next save's to report
+            self._ranks.check_lock()  # a folder that is gone is the next save's to report
         if failure is None:
             self._whole = self._under_way if is_async else self._whole
             return True
@@ -204,9 +204,9 @@ class Saver:
         """Write a checkpoint, after the one before the last `good` one was removed."""
         interval = self._config.checkpoint.save_retain_interval
         if interval is not None and good is not None and self._ranks.is_first_of_folder:
-            # What could not be removed is no reason to stop; a lost lease ends the write below.
-            with suppress(OSError, UserError, LeaseLostError):
-                self._ranks.check_lease()
+            # What could not be removed is no reason to stop; a lost lock ends the write below.
+            with suppress(OSError, UserError, LockLostError):
+                self._ranks.check_lock()
                 retire_checkpoint(self._root, before=good, interval=interval)
         write()
 
@@ -232,7 +232,7 @@ class Saver:
 
     def _give_up(self, error: UserError | StorageError) -> bool:
         message = f"iteration {self._under_way} is not saved: {error}"
-        is_lost = isinstance(error, LeaseLostError)
+        is_lost = isinstance(error, LockLostError)
         if is_lost or self._config.checkpoint.on_save_failure == "stop":
             raise type(error)(message) from error
         self._log.log0(f"{message}; training continues (--on-save-failure continue)")
@@ -240,13 +240,15 @@ class Saver:
 
 
 @contextmanager
-def claim_of(config: RunConfig, control: Control, watchdog: Watchdog) -> Iterator[Claim | None]:
-    """Hold the lease of --save in the block; None for a run that does not save."""
+def locked_folders_of(
+    config: RunConfig, control: Control, watchdog: Watchdog
+) -> Iterator[LockedFolders | None]:
+    """Hold the lock of --save in the block; None for a run that does not save."""
     if config.checkpoint.save is None or config.train.skip_train:
         yield None
         return
     log = Log(rank=control.world.rank, world_size=control.world.size)
-    with claimed(
+    with lock_folders(
         Path(config.checkpoint.save), control, log.log0, progressed=watchdog.progressed
-    ) as claim:
-        yield claim
+    ) as locked:
+        yield locked

@@ -15,10 +15,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from paro.checkpoint import lease
-from paro.checkpoint.claim import claimed
+from paro.checkpoint import folder_lock
 from paro.checkpoint.directory import read_common
-from paro.checkpoint.owner import Owner
+from paro.checkpoint.lock_holder import LockHolder
+from paro.checkpoint.locked_folders import lock_folders
 from paro.report.config import run_record_path
 from tests.end_to_end.test_training import (
     RUN,
@@ -356,8 +356,8 @@ def test_a_folder_in_use_is_refused_to_runs_that_save(
 ) -> None:
     words = f"--mock-data --train-iters 4 --save {tmp_path} --load {tmp_path}"
     launch(words, "--exit-interval 2")
-    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.1)
-    with claimed(tmp_path, control_here(), print):
+    monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.1)
+    with lock_folders(tmp_path, control_here(), print):
         before = sorted(tmp_path.rglob("*"))
         where = f"process {os.getpid()} on {socket.gethostname()}"
         told = f"--save {tmp_path} is in use by {where} ... give another --save"
@@ -374,8 +374,8 @@ def test_a_run_that_lost_the_folder_stops_and_changes_nothing(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another run takes the folder over while this one writes iteration 4."""
-    other = replace(Owner.this_process(), host="node7")
-    at_the_disk(monkeypatch, 4, lambda: lease._create(tmp_path, 2, other))
+    other = replace(LockHolder.this_process(), host="node7")
+    at_the_disk(monkeypatch, 4, lambda: folder_lock._create(tmp_path, 2, other))
     words = f"--mock-data --train-iters 8 --save {tmp_path} --save-interval 2 {how}"
     retain = "--save-retain-interval 8 --on-save-failure continue"
     told = f"this run lost its lease of {tmp_path}: process {os.getpid()} on node7"

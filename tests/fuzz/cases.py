@@ -17,7 +17,7 @@ from random import Random
 from data.block_checksums import BlockSums
 from paro.arguments.megatron import RULES, Outcome
 from paro.arguments.parser import build_parser
-from paro.checkpoint import lease
+from paro.checkpoint import folder_lock
 from tests.fixtures.write import FIXTURES, MODEL
 from tests.fuzz.inputs import add_inputs
 from tests.fuzz.mutations import mutations_of, odd_flags
@@ -76,7 +76,7 @@ class Target:
 
 def wait_briefly_for_heartbeats() -> None:
     """A lease is taken over when its heartbeat has not changed for this long: 60 s otherwise."""
-    lease.STILL_SECONDS = 0.2
+    folder_lock.STILL_SECONDS = 0.2
 
 
 SAVED = "{set}/one-process/saved"

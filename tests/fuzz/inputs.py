@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from data.fingerprint import fingerprint_of
 from data.tokenizer_config import TokenizerConfig
-from paro.checkpoint.owner import Owner
+from paro.checkpoint.lock_holder import LockHolder
 from tests.data.test_tokenizer import sentencepiece_model, write_tik
 from tests.helpers.gpt2 import write_gpt2
 from tests.paro.checkpoint.convert.folders import random_tensors
@@ -19,7 +19,7 @@ from tests.paro.checkpoint.convert.test_meta import CONFIG, save_meta
 from tests.tools.test_draw_profile import write_trace
 
 # Of a run on another host, which was killed.
-OWNER = asdict(replace(Owner.this_process(), host="node7", boot_id="another boot")) | {
+OWNER = asdict(replace(LockHolder.this_process(), host="node7", boot_id="another boot")) | {
     **{"heartbeat": 5, "released": False}
 }
 

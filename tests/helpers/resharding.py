@@ -9,7 +9,7 @@ from random import Random
 
 from torch import Tensor
 
-from paro.checkpoint.claim import Claim, ranks_by_folder
+from paro.checkpoint.locked_folders import LockedFolders, ranks_by_folder
 from paro.distributed.world import World
 from paro.report.log import Log
 from paro.strategy import legal_letters
@@ -133,8 +133,8 @@ def save_and_go_on(
     for _ in range(STEPS_BEFORE):
         train_step(training, state, source)
     states = whole_states(training, replicas=True)
-    claim = Claim(ranks_by_folder(root, training.control), None)
-    saver = Saver(config, training, log, claim, resumed=resumed)
+    locked = LockedFolders(ranks_by_folder(root, training.control), None)
+    saver = Saver(config, training, log, locked, resumed=resumed)
     saver.write(state)
     num_steps, iteration = training.optimizer.num_steps, state.iteration
     losses = [train_step(training, state, source).loss for _ in range(STEPS_AFTER)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from data.batch import Batch
 from model.trainable import Trainable, TrainableKind
 from model.units import parameter_shapes
-from paro.checkpoint.claim import Claim, ranks_by_folder
+from paro.checkpoint.locked_folders import LockedFolders, ranks_by_folder
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
@@ -43,8 +43,8 @@ TINY = (
 def save_run(config: RunConfig, training: Training, resumed: Resumed = FROM_NOTHING) -> None:
     """Saves a run that has just started under --save."""
     assert config.checkpoint.save is not None, "nowhere to save"
-    claim = Claim(ranks_by_folder(Path(config.checkpoint.save), training.control), None)
-    saver = Saver(config, training, Log(rank=0, world_size=1), claim, resumed=resumed)
+    locked = LockedFolders(ranks_by_folder(Path(config.checkpoint.save), training.control), None)
+    saver = Saver(config, training, Log(rank=0, world_size=1), locked, resumed=resumed)
     saver.write(start_state(config))
     saver.settle()
 

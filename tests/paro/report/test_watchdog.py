@@ -176,7 +176,7 @@ def test_a_run_is_watched_from_its_flags_to_its_end(
     for owner, name in (
         (pretrain_llama, "parse_args"),
         (pretrain_llama, "check_source"),
-        (saving, "claimed"),
+        (saving, "lock_folders"),
         (setup, "build"),
         (loop, "train_step"),
         (Report, "close"),

@@ -1,4 +1,4 @@
-"""Several ranks claim --save together: one folder for all, or one for each node."""
+"""The ranks of a run lock --save together: one folder for all, or one for each node."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paro.checkpoint import lease
-from paro.checkpoint.agreement import with_claim
-from paro.checkpoint.claim import claimed
-from paro.checkpoint.lease import Contender, Lease, LeaseLostError
-from paro.checkpoint.owner import Owner
+from paro.checkpoint import folder_lock
+from paro.checkpoint.agreement import ranks_that_save
+from paro.checkpoint.folder_lock import FolderLock, LockLostError, LockWaiter
+from paro.checkpoint.lock_holder import LockHolder
+from paro.checkpoint.locked_folders import lock_folders
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.errors import UserError
@@ -27,35 +27,35 @@ pytestmark = pytest.mark.ranks
 NODES = ((0, 1), (2, 3))
 
 
-def elsewhere() -> Owner:
-    return replace(Owner.this_process(), host="node7", boot_id="another boot", pid=4321)
+def elsewhere() -> LockHolder:
+    return replace(LockHolder.this_process(), host="node7", boot_id="another boot", pid=4321)
 
 
 def claims(roots: Sequence[Path], lost: int | None = None) -> tuple[object, bool, str]:
-    """On this rank: the folders, whether it holds a lease, and the error, if any.
+    """On this rank: the folders, whether it holds a lock, and the error, if any.
 
-    Rank `lost` loses its lease in the block, and all check theirs.
+    Rank `lost` loses its lock in the block, and all check theirs.
     """
     rank = dist.get_rank()
     control = Control(World(rank=rank, size=dist.get_world_size()), torch.device("cpu"))
     said: list[str] = []
     try:
-        with claimed(roots[rank], control, said.append) as claim:
+        with lock_folders(roots[rank], control, said.append) as locked:
             assert not said
             if rank == lost:
-                assert lease._create(roots[rank], 2, elsewhere())
-            ranks = with_claim(claim, control, timedelta(seconds=60))
-            ranks.first_decides(ranks.check_lease, "--save")
-            return claim.folders, claim.lease is not None, ""
-    except (UserError, LeaseLostError) as error:
+                assert folder_lock._create(roots[rank], 2, elsewhere())
+            ranks = ranks_that_save(locked, control, timedelta(seconds=60))
+            ranks.first_decides(ranks.check_lock, "--save")
+            return locked.folders, locked.lock is not None, ""
+    except (UserError, LockLostError) as error:
         return None, False, f"{type(error).__name__}: {error}"
 
 
-def in_use(root: Path, monkeypatch: pytest.MonkeyPatch) -> Lease:
-    """The lease of another run, whose heart beats."""
-    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.05)
-    held = Contender(root, elsewhere()).attempt()
-    assert isinstance(held, Lease)
+def in_use(root: Path, monkeypatch: pytest.MonkeyPatch) -> FolderLock:
+    """The lock of another run, whose heart beats."""
+    monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.05)
+    held = LockWaiter(root, elsewhere()).attempt()
+    assert isinstance(held, FolderLock)
     return held
 
 
@@ -90,7 +90,7 @@ def test_a_folder_in_use_on_one_node_ends_all_ranks(
 def test_a_lease_that_one_node_loses_ends_all_ranks(tmp_path: Path) -> None:
     two = [tmp_path / "a", tmp_path / "a", tmp_path / "b", tmp_path / "b"]
     ((_, _, error),) = set(run_ranks(claims, 4, two, 2))
-    told = f"LeaseLostError: --save: rank 2: this run lost its lease of {tmp_path}/b: process 4321"
+    told = f"LockLostError: --save: rank 2: this run lost its lease of {tmp_path}/b: process 4321"
     assert error.startswith(told)
     assert released(tmp_path / "a")
     assert not released(tmp_path / "b")

@@ -1,4 +1,4 @@
-"""Claims --save for a run: one rank per folder, as ranks see it, holds its lease, or none does."""
+"""Locks --save for a run: one rank per folder, as ranks see it, holds its lock, or none does."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paro.checkpoint.directory import RANK_MARK
-from paro.checkpoint.lease import STILL_SECONDS, Contender, Lease
-from paro.checkpoint.owner import Owner
+from paro.checkpoint.folder_lock import STILL_SECONDS, FolderLock, LockWaiter
+from paro.checkpoint.lock_holder import LockHolder
 from paro.distributed.control import Control
 from paro.errors import UserError, reading, writing
 
@@ -19,34 +19,34 @@ _LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """The ranks by the folder that they see, and on the first rank of a folder its lease."""
+class LockedFolders:
+    """The ranks grouped by the folder that they see, and on the first rank of a folder its lock."""
 
     folders: tuple[tuple[int, ...], ...]
-    lease: Lease | None
+    lock: FolderLock | None
 
     def is_ours(self) -> bool:
-        """Return whether no other run may own this rank's folder yet, as far as its lease says."""
-        return self.lease is None or self.lease.is_ours()
+        """Return whether no other run may have locked this rank's folder yet."""
+        return self.lock is None or self.lock.is_ours()
 
 
 @contextmanager
-def claimed(
+def lock_folders(
     root: Path,
     control: Control,
     say: Callable[[str], None],
     *,
     progressed: Callable[[], None] = lambda: None,
-) -> Iterator[Claim]:
-    """Hold the lease of every folder in the block; collective.
+) -> Iterator[LockedFolders]:
+    """Hold the lock of every folder in the block; collective.
 
     Raises `UserError` on all ranks if another run holds one of the folders. `say` gets a line
     on every rank where the start has to wait; `progressed` is called in every turn of the wait.
     """
     folders = ranks_by_folder(root, control)
     is_first = any(control.world.rank == ranks[0] for ranks in folders)
-    contender = Contender(root, Owner.this_process()) if is_first else None
-    lease: Lease | None = None
+    waiter = LockWaiter(root, LockHolder.this_process()) if is_first else None
+    lock: FolderLock | None = None
     said = False
     try:
         # In short turns: a collective must not wait for a minute.
@@ -54,10 +54,10 @@ def claimed(
             progressed()
             holder = ""
             with control.raise_on_all_ranks(), writing(f"--save {root}"):
-                if contender is not None and lease is None:
-                    outcome = contender.attempt()
-                    if isinstance(outcome, Lease):
-                        lease = outcome
+                if waiter is not None and lock is None:
+                    outcome = waiter.attempt()
+                    if isinstance(outcome, FolderLock):
+                        lock = outcome
                     else:
                         holder = outcome
             holders = [name for name in control.gather(holder) if name]
@@ -70,10 +70,10 @@ def claimed(
                 )
                 said = True
             time.sleep(_LOOK_SECONDS)
-        yield Claim(folders, lease)
+        yield LockedFolders(folders, lock)
     finally:
-        if lease is not None:
-            lease.release()
+        if lock is not None:
+            lock.release()
 
 
 def ranks_by_folder(

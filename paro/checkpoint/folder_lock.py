@@ -1,10 +1,10 @@
-"""The lease of a save folder: one run at a time owns it, proves that it lives, and can lose it."""
+"""The lock file of a save folder: its holder proves by a heartbeat that it lives, or loses it."""
 
-# lease_7.json in the folder names the owner; only the file with the highest number counts. A new
-# owner creates the next number, which exactly one process can do, and then removes older files.
-# The owner writes its heartbeat into its own file, in place: an owner that was stopped for a
+# lease_7.json in the folder names the holder; only the file with the highest number counts. A new
+# holder creates the next number, which exactly one process can do, and then removes older files.
+# The holder writes its heartbeat into its own file, in place: a holder that was stopped for a
 # minute and wakes up writes into a file that is gone, never over that of its successor. The last
-# file stays after the end, marked as released: numbers must not start again while an owner sleeps.
+# file stays after the end, marked as released: numbers must not start again while a holder sleeps.
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paro.checkpoint.owner import Owner
+from paro.checkpoint.lock_holder import LockHolder
 from paro.errors import StorageError, UserError
 from paro.untrusted.schema import parse_json
 
@@ -31,18 +31,18 @@ _NAME = re.compile(r"lease_(\d{1,15})\.json")
 _FILE_BYTES = 2048  # constant, so that a heartbeat replaces the whole content with one write
 
 
-class LeaseLostError(StorageError):
+class LockLostError(StorageError):
     """Another run has taken the folder over: this one stops before it renames anything there."""
 
 
-class Lease:
-    """A lease that this process holds; a thread beats until `release` or until it is lost."""
+class FolderLock:
+    """A lock file that this process holds; a thread beats until `release` or until it is lost."""
 
-    def __init__(self, root: Path, number: int, owner: Owner) -> None:
+    def __init__(self, root: Path, number: int, holder: LockHolder) -> None:
         self._root = root
         self._path = _path(root, number)
         self._number = number
-        self._owner = owner
+        self._holder = holder
         self._beats = 0
         self._lost: str | None = None
         self._device = root.stat().st_dev
@@ -53,22 +53,22 @@ class Lease:
 
     @property
     def token(self) -> str:
-        return self._owner.token
+        return self._holder.token
 
     @property
     def is_lost(self) -> bool:
         return self._lost is not None
 
     def is_ours(self) -> bool:
-        """Return whether no other run may own the folder yet; reads the file only after a long
+        """Return whether no other run may hold the lock yet; reads the file only after a long
         sleep."""
         if not self.is_lost and time.monotonic() - self._checked > STILL_SECONDS / 2:
-            with suppress(OSError, LeaseLostError):  # a lost mount is the next save's to report
+            with suppress(OSError, LockLostError):  # a lost mount is the next save's to report
                 self.check()
         return not self.is_lost
 
     def check(self) -> None:
-        """Raise `LeaseLostError` unless this process holds the lease now."""
+        """Raise `LockLostError` unless this process holds the lock now."""
         with self._lock, self._own_file():
             pass
 
@@ -76,14 +76,14 @@ class Lease:
         """Show that this process lives; raises as `check` does."""
         with self._lock, self._own_file() as descriptor:
             self._beats += 1
-            _overwrite(descriptor, _content(self._owner, beats=self._beats, released=False))
+            _overwrite(descriptor, _content(self._holder, beats=self._beats, released=False))
 
     def release(self) -> None:
-        """Let the next run have the folder at once; of a lost lease nothing is written."""
+        """Let the next run have the folder at once; of a lost lock nothing is written."""
         with self._lock:
             if self._lost is None and not self._ended.is_set():
-                with suppress(OSError, LeaseLostError), self._own_file() as descriptor:
-                    _overwrite(descriptor, _content(self._owner, beats=self._beats, released=True))
+                with suppress(OSError, LockLostError), self._own_file() as descriptor:
+                    _overwrite(descriptor, _content(self._holder, beats=self._beats, released=True))
             self._lost = self._lost or "this run has ended"
             self._ended.set()
 
@@ -91,14 +91,14 @@ class Lease:
         while not self._ended.wait(BEAT_SECONDS):
             try:
                 self.beat()
-            except LeaseLostError:
+            except LockLostError:
                 return
             except OSError:
                 continue  # a full disk or a lost mount is the next save's to report
 
     @contextmanager
     def _own_file(self) -> Iterator[int]:
-        """The open lease file, which is this process's."""
+        """Open the lock file for the block; raise `LockLostError` if it is another process's."""
         if self._lost is None:
             try:
                 descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -107,7 +107,7 @@ class Lease:
                     raise
                 descriptor = self._restored()
             try:
-                found = Owner.from_json(_parsed(os.pread(descriptor, _FILE_BYTES, 0)))
+                found = LockHolder.from_json(_parsed(os.pread(descriptor, _FILE_BYTES, 0)))
                 if found is not None and found.token != self.token:
                     self._lost = f"{found.describe()}, has taken it over"
                 if self._lost is None:
@@ -116,7 +116,7 @@ class Lease:
                     return
             finally:
                 os.close(descriptor)
-        raise LeaseLostError(
+        raise LockLostError(
             f"this run lost its lease of {self._root}: {self._lost}; nothing was changed there "
             "since; if this run is the one to go on, end the other and start this one again"
         )
@@ -124,13 +124,13 @@ class Lease:
     def _restored(self) -> int:
         """Open a file that was removed: by a successor, or with the folder and no other is there.
 
-        Raises `LeaseLostError` in the first case. The folder below a mount that is gone gets none.
+        Raises `LockLostError` in the first case. The folder below a mount that is gone gets none.
         """
         if self._root.stat().st_dev != self._device:
             text = f"{self._root} is on another file system than at the start: is it still mounted?"
             raise OSError(errno.ENODEV, text)
         found = _newest(self._root)
-        if found is None and not _create(self._root, self._number, self._owner):
+        if found is None and not _create(self._root, self._number, self._holder):
             found = _newest(self._root)
         if found is not None:
             self._lost = f"{found.who}, has taken it over"
@@ -138,30 +138,30 @@ class Lease:
         return os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-class Contender:
-    """A process that wants the lease of `root`; `attempt` is called until it returns the lease.
+class LockWaiter:
+    """A process that wants the lock of `root`; `attempt` is called until it returns the lock.
 
     Clocks of machines differ, so a heartbeat is compared with nothing but itself: it must not
     change for a minute of this process's own clock.
     """
 
     def __init__(
-        self, root: Path, owner: Owner, clock: Callable[[], float] = time.monotonic
+        self, root: Path, holder: LockHolder, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._root = root
-        self._owner = owner
+        self._holder = holder
         self._clock = clock
         self._seen: _Found | None = None
         self._seen_at = 0.0
 
-    def attempt(self) -> Lease | str:
-        """Return the lease, or whom it waits for, in words; `UserError` if another run lives."""
+    def attempt(self) -> FolderLock | str:
+        """Return the lock, or whom it waits for, in words; `UserError` if another run lives."""
         found = _newest(self._root)
         if found is None or self._is_free(found):
             number = 1 if found is None else found.number + 1
             self._root.mkdir(parents=True, exist_ok=True)
-            if _create(self._root, number, self._owner):
-                return Lease(self._root, number, self._owner)
+            if _create(self._root, number, self._holder):
+                return FolderLock(self._root, number, self._holder)
             return "another run, which starts at this moment"
         if self._seen is None:
             self._seen, self._seen_at = found, self._clock()
@@ -173,9 +173,9 @@ class Contender:
         return found.who
 
     def _is_free(self, found: _Found) -> bool:
-        owner = found.owner
-        if owner is not None and (
-            found.released or owner.is_same_job(self._owner) or owner.is_dead_here()
+        holder = found.holder
+        if holder is not None and (
+            found.released or holder.is_same_job(self._holder) or holder.is_dead_here()
         ):
             return True
         return found == self._seen and self._clock() - self._seen_at >= STILL_SECONDS
@@ -183,25 +183,25 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A lease file as it was read; two are equal if nothing has moved in between."""
+    """A lock file as it was read; two are equal if nothing has moved in between."""
 
     path: Path
     number: int
     content: bytes
     modified_ns: int
-    owner: Owner | None  # None: damaged
+    holder: LockHolder | None  # None: damaged
     released: bool
 
     @property
     def who(self) -> str:
-        """The owner in words. One that lives repairs a damaged file with its next heartbeat."""
-        if self.owner is None:
+        """The holder in words. One that lives repairs a damaged file with its next heartbeat."""
+        if self.holder is None:
             return f"an unknown run ({self.path.name} is damaged)"
-        return self.owner.describe()
+        return self.holder.describe()
 
 
 def _newest(root: Path) -> _Found | None:
-    """Return the lease file that counts; None if there is none."""
+    """Return the lock file that counts; None if there is none."""
     while numbers := _numbers(root):
         path = _path(root, max(numbers))
         try:
@@ -220,9 +220,9 @@ def _newest(root: Path) -> _Found | None:
         finally:
             os.close(descriptor)
         record = _parsed(content)
-        owner = Owner.from_json(record)
+        holder = LockHolder.from_json(record)
         released = record.get("released") is True
-        return _Found(path, max(numbers), content, status.st_mtime_ns, owner, released)
+        return _Found(path, max(numbers), content, status.st_mtime_ns, holder, released)
     return None
 
 
@@ -238,11 +238,11 @@ def _path(root: Path, number: int) -> Path:
     return root / f"lease_{number}.json"
 
 
-def _create(root: Path, number: int, owner: Owner) -> bool:
-    """Create lease `number` and remove older ones; False if too late.
+def _create(root: Path, number: int, holder: LockHolder) -> bool:
+    """Create lock `number` and remove older ones; False if too late.
 
-    A slow contender may create a number that its successors have passed and removed. Where a disk
-    lets several create one, its last writer owns it, and the others lose it at their next check.
+    A slow waiter may create a number that its successors have passed and removed. Where a disk
+    lets several create one, its last writer holds it, and the others lose it at their next check.
     """
     path = _path(root, number)
     try:
@@ -250,8 +250,8 @@ def _create(root: Path, number: int, owner: Owner) -> bool:
     except FileExistsError:
         return False
     try:
-        _overwrite(descriptor, _content(owner, beats=0, released=False))
-    except OSError:  # a full disk: an empty lease would be watched for a minute
+        _overwrite(descriptor, _content(holder, beats=0, released=False))
+    except OSError:  # a full disk: an empty lock would be watched for a minute
         path.unlink(missing_ok=True)
         raise
     finally:
@@ -272,16 +272,16 @@ def _overwrite(descriptor: int, content: bytes) -> None:
     os.fsync(descriptor)
 
 
-def _content(owner: Owner, *, beats: int, released: bool) -> bytes:
-    record = {**asdict(owner), "heartbeat": beats, "released": released}
+def _content(holder: LockHolder, *, beats: int, released: bool) -> bytes:
+    record = {**asdict(holder), "heartbeat": beats, "released": released}
     text = json.dumps(record, indent=1)
     content = f"{text.ljust(_FILE_BYTES - 1)}\n".encode()
-    assert len(content) == _FILE_BYTES, "texts of an owner are short"
+    assert len(content) == _FILE_BYTES, "texts of a holder are short"
     return content
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
-    """Return the fields of a lease file; none if it is damaged."""
+    """Return the fields of a lock file; none if it is damaged."""
     try:
         record: dict[str, Any] = parse_json(content, dict[str, Any], "")
     except UserError:

@@ -1,4 +1,4 @@
-"""Who holds a lease: a process, its host and its job; whether it is known to be dead."""
+"""The holder of a lock: a process, its host and its job; whether it is known to be dead."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _TEXT_LENGTH = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
-    """Who holds a lease; `token` differs for every start."""
+class LockHolder:
+    """The process that holds a lock file; `token` differs for every start."""
 
     token: str
     host: str
@@ -48,7 +48,7 @@ class Owner:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Self | None:
-        """Return the owner in a parsed lease file, its texts fit to be printed; None if damaged."""
+        """Return the holder in a parsed lock file, its texts fit to be printed; None if damaged."""
         own = {field.name: record[field.name] for field in fields(cls) if field.name in record}
         try:
             found: Self = conform(own, cls, "")
@@ -59,7 +59,7 @@ class Owner:
         }
         return replace(found, **texts)
 
-    def is_same_job(self, other: Owner) -> bool:
+    def is_same_job(self, other: LockHolder) -> bool:
         """Return whether both are starts of one torchrun or SLURM job."""
         return any(
             mine and mine == theirs
@@ -70,7 +70,7 @@ class Owner:
         )
 
     def is_dead_here(self) -> bool:
-        """Return whether it is known to be dead, as only a process of this very host can be."""
+        """Return whether the process is known to be dead; False for one of another host."""
         if not self.boot_id or not self.pid_namespace:
             return False
         if (self.boot_id, self.pid_namespace) != (_boot_id(), _pid_namespace()):

@@ -1,4 +1,4 @@
-"""The lease of a save folder: who gets it, who is refused, and what a run that lost it may do."""
+"""The lock of a save folder: who gets it, who is refused, and what a run that lost it may do."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any
 
 import pytest
 
-from paro.checkpoint import lease as lease_module
+from paro.checkpoint import folder_lock
 from paro.checkpoint.agreement import Ranks
-from paro.checkpoint.claim import claimed
 from paro.checkpoint.directory import (
     begin_checkpoint,
     finish_checkpoint,
     iterations_in,
     latest_iteration,
 )
-from paro.checkpoint.lease import (
+from paro.checkpoint.folder_lock import (
     BEAT_SECONDS,
     STILL_SECONDS,
-    Contender,
-    Lease,
-    LeaseLostError,
+    FolderLock,
+    LockLostError,
+    LockWaiter,
 )
-from paro.checkpoint.owner import Owner
+from paro.checkpoint.lock_holder import LockHolder
+from paro.checkpoint.locked_folders import lock_folders
 from paro.checkpoint.save import write_states
 from paro.errors import is_storage_failure
 from paro.training.saving import Saver
@@ -52,19 +52,19 @@ class Clock:
 @pytest.fixture(autouse=True)
 def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the tests beat, so that they say when."""
-    monkeypatch.setattr(Lease, "_beat_on", lambda _self: None)
+    monkeypatch.setattr(FolderLock, "_beat_on", lambda _self: None)
 
 
-def owner(**changes: object) -> Owner:
+def holder(**changes: object) -> LockHolder:
     """This process outside any job, or with other fields."""
-    alone = replace(Owner.this_process(), rendezvous_id="", slurm_job="")
+    alone = replace(LockHolder.this_process(), rendezvous_id="", slurm_job="")
     return replace(alone, **changes)  # type: ignore[arg-type]
 
 
-def take(root: Path, who: Owner) -> Lease:
-    lease = Contender(root, who).attempt()
-    assert isinstance(lease, Lease), lease
-    return lease
+def take(root: Path, who: LockHolder) -> FolderLock:
+    lock = LockWaiter(root, who).attempt()
+    assert isinstance(lock, FolderLock), lock
+    return lock
 
 
 def files(root: Path) -> list[str]:
@@ -72,8 +72,8 @@ def files(root: Path) -> list[str]:
 
 
 def test_a_second_owner_is_refused_once_the_first_beats(tmp_path: Path) -> None:
-    first = take(tmp_path, owner(**ELSEWHERE, slurm_job="77", since="2026-01-02 03:04:05+00:00"))
-    second = Contender(tmp_path, owner())
+    first = take(tmp_path, holder(**ELSEWHERE, slurm_job="77", since="2026-01-02 03:04:05+00:00"))
+    second = LockWaiter(tmp_path, holder())
     before = files(tmp_path)
     told = "process 4321 on node7, SLURM job 77, since 2026-01-02 03:04:05+00:00"
     assert second.attempt() == told
@@ -86,20 +86,20 @@ def test_a_second_owner_is_refused_once_the_first_beats(tmp_path: Path) -> None:
 
 def test_a_heart_that_stands_still_for_a_minute_costs_the_lease(tmp_path: Path) -> None:
     clock = Clock()
-    first = take(tmp_path, owner(**ELSEWHERE))
-    second = Contender(tmp_path, owner(), clock)
+    first = take(tmp_path, holder(**ELSEWHERE))
+    second = LockWaiter(tmp_path, holder(), clock)
     assert isinstance(second.attempt(), str)
     clock.now += STILL_SECONDS - 0.1
     assert isinstance(second.attempt(), str)
     clock.now += 0.2
-    lease = second.attempt()
-    assert isinstance(lease, Lease)
+    lock = second.attempt()
+    assert isinstance(lock, FolderLock)
     assert files(tmp_path) == ["lease_2.json"]
     for wakes_up in (first.check, first.beat, first.check):
         refused(wakes_up, "has taken it over", status=1)
     assert first.is_lost
     first.release()
-    lease.check()
+    lock.check()
     assert files(tmp_path) == ["lease_2.json"]
     assert STILL_SECONDS > 5 * BEAT_SECONDS
 
@@ -109,14 +109,14 @@ def test_after_a_long_sleep_the_file_says_whose_the_folder_is(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr("time.monotonic", clock)
-    lease = take(tmp_path, owner(rendezvous_id="a"))
-    take(tmp_path, owner(rendezvous_id="a"))
+    lock = take(tmp_path, holder(rendezvous_id="a"))
+    take(tmp_path, holder(rendezvous_id="a"))
     clock.now += STILL_SECONDS / 2
-    assert lease.is_ours()  # not read at every step
+    assert lock.is_ours()  # not read at every step
     clock.now += 1.0
-    assert not lease.is_ours()
-    assert lease.is_lost
-    alone = take(tmp_path / "other", owner())
+    assert not lock.is_ours()
+    assert lock.is_lost
+    alone = take(tmp_path / "other", holder())
     shutil.rmtree(tmp_path / "other")
     clock.now += STILL_SECONDS
     assert alone.is_ours()  # gone, but nobody else's
@@ -132,14 +132,14 @@ def test_after_a_long_sleep_the_file_says_whose_the_folder_is(
 def test_a_restart_of_the_same_job_takes_over_at_once(
     tmp_path: Path, changes: dict[str, str]
 ) -> None:
-    first = take(tmp_path, replace(owner(**ELSEWHERE), **changes))
-    take(tmp_path, replace(owner(), **changes)).check()
-    with pytest.raises(LeaseLostError):
+    first = take(tmp_path, replace(holder(**ELSEWHERE), **changes))
+    take(tmp_path, replace(holder(), **changes)).check()
+    with pytest.raises(LockLostError):
         first.check()
 
 
 def test_only_a_process_of_this_very_host_is_known_to_be_dead(tmp_path: Path) -> None:
-    here = owner()
+    here = holder()
     assert not here.is_dead_here()
     again = replace(here, start_ticks=here.start_ticks - 1)  # the number is another process's now
     gone = replace(here, pid=2**22 + 1)  # above the largest number of a process
@@ -148,33 +148,33 @@ def test_only_a_process_of_this_very_host_is_known_to_be_dead(tmp_path: Path) ->
     for elsewhere in ({"boot_id": "before"}, {"pid_namespace": "pid:[1]"}):
         assert not replace(gone, **elsewhere).is_dead_here()
     take(tmp_path, gone)
-    take(tmp_path, owner()).check()
+    take(tmp_path, holder()).check()
     assert files(tmp_path) == ["lease_2.json"]
 
 
 def test_a_released_lease_is_free_and_its_number_is_not_used_again(tmp_path: Path) -> None:
-    first = take(tmp_path, owner(**ELSEWHERE))
+    first = take(tmp_path, holder(**ELSEWHERE))
     first.release()
     refused(first.check, "this run has ended", status=1)
     assert json.loads((tmp_path / "lease_1.json").read_text())["released"] is True
-    take(tmp_path, owner())
+    take(tmp_path, holder())
     assert files(tmp_path) == ["lease_2.json"]
 
 
 def test_of_several_that_take_over_at_once_one_wins(tmp_path: Path) -> None:
-    take(tmp_path, owner(**ELSEWHERE)).release()
-    old = lease_module._newest(tmp_path)
-    late = Contender(tmp_path, owner())
-    winner = take(tmp_path, owner())
+    take(tmp_path, holder(**ELSEWHERE)).release()
+    old = folder_lock._newest(tmp_path)
+    late = LockWaiter(tmp_path, holder())
+    winner = take(tmp_path, holder())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lease_module, "_newest", lambda _root: old)  # what it read just before
+        patch.setattr(folder_lock, "_newest", lambda _root: old)  # what it read just before
         assert late.attempt() == "another run, which starts at this moment"
     winner.check()
     # And one that is later still: its number was used and removed again.
     winner.release()
-    third = take(tmp_path, owner())
+    third = take(tmp_path, holder())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lease_module, "_newest", lambda _root: old)
+        patch.setattr(folder_lock, "_newest", lambda _root: old)
         assert isinstance(late.attempt(), str)
     third.check()
     assert files(tmp_path) == ["lease_3.json"]
@@ -182,25 +182,25 @@ def test_of_several_that_take_over_at_once_one_wins(tmp_path: Path) -> None:
 
 def test_a_folder_that_was_removed_gets_its_lease_back(tmp_path: Path) -> None:
     root = tmp_path / "ckpt"
-    lease = take(root, owner())
+    lock = take(root, holder())
     shutil.rmtree(root)
     with pytest.raises(FileNotFoundError):
-        lease.check()
+        lock.check()
     root.mkdir()
-    lease.check()
+    lock.check()
     assert files(root) == ["lease_1.json"]
     shutil.rmtree(root)
-    take(root, owner())
-    with pytest.raises(LeaseLostError):
-        lease.check()
+    take(root, holder())
+    with pytest.raises(LockLostError):
+        lock.check()
 
 
 def test_no_lease_is_restored_in_the_folder_below_a_mount_that_is_gone(tmp_path: Path) -> None:
-    lease = take(tmp_path, owner())
+    lock = take(tmp_path, holder())
     (tmp_path / "lease_1.json").unlink()
-    lease._device += 1
+    lock._device += 1
     with pytest.raises(OSError, match=r"another file system .* is it still mounted\?") as gone:
-        lease.check()
+        lock.check()
     assert is_storage_failure(gone.value)
     assert files(tmp_path) == []
 
@@ -209,17 +209,17 @@ def test_no_lease_is_restored_in_the_folder_below_a_mount_that_is_gone(tmp_path:
 def test_a_damaged_lease_is_watched_like_any_other(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "lease_9.json").write_bytes(content)
     clock = Clock()
-    contender = Contender(tmp_path, owner(), clock)
-    assert contender.attempt() == "an unknown run (lease_9.json is damaged)"
+    waiter = LockWaiter(tmp_path, holder(), clock)
+    assert waiter.attempt() == "an unknown run (lease_9.json is damaged)"
     clock.now += STILL_SECONDS
-    assert isinstance(contender.attempt(), Lease)
+    assert isinstance(waiter.attempt(), FolderLock)
     assert files(tmp_path) == ["lease_10.json"]
 
 
 def test_an_owner_that_lives_repairs_its_damaged_lease(tmp_path: Path) -> None:
-    first = take(tmp_path, owner(**ELSEWHERE))
+    first = take(tmp_path, holder(**ELSEWHERE))
     (tmp_path / "lease_1.json").write_bytes(b"{")
-    second = Contender(tmp_path, owner())
+    second = LockWaiter(tmp_path, holder())
     assert isinstance(second.attempt(), str)
     first.beat()
     refused(second.attempt, "is in use by process 4321 on node7")
@@ -229,14 +229,14 @@ def test_an_owner_that_lives_repairs_its_damaged_lease(tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir])
 def test_only_a_regular_file_is_read(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "lease_1.json")
-    refused(Contender(tmp_path, owner()).attempt, "lease_1.json is no regular file: remove it")
+    refused(LockWaiter(tmp_path, holder()).attempt, "lease_1.json is no regular file: remove it")
 
 
 def test_what_a_lease_says_is_fit_for_a_terminal(tmp_path: Path) -> None:
-    lease = take(tmp_path, owner(**ELSEWHERE | {"host": "\x1b[2J"}))
-    told = Contender(tmp_path, owner()).attempt()
+    lock = take(tmp_path, holder(**ELSEWHERE | {"host": "\x1b[2J"}))
+    told = LockWaiter(tmp_path, holder()).attempt()
     assert "on ?[2J" in told
-    lease.check()
+    lock.check()
 
 
 def test_where_a_disk_lets_two_create_a_lease_the_last_one_owns_it(
@@ -246,11 +246,11 @@ def test_where_a_disk_lets_two_create_a_lease_the_last_one_owns_it(
         return opened(path, flags & ~os.O_EXCL, mode)
 
     opened = os.open
-    first = take(tmp_path, owner(rendezvous_id="a"))
+    first = take(tmp_path, holder(rendezvous_id="a"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "open", not_exclusive)
-        patch.setattr(lease_module, "_newest", lambda _root: None)  # what it read just before
-        second = take(tmp_path, owner(rendezvous_id="b"))
+        patch.setattr(folder_lock, "_newest", lambda _root: None)  # what it read just before
+        second = take(tmp_path, holder(rendezvous_id="b"))
     refused(first.check, "torchrun's job b ... has taken it over", status=1)
     first.release()
     second.check()
@@ -259,37 +259,37 @@ def test_where_a_disk_lets_two_create_a_lease_the_last_one_owns_it(
 def test_a_lease_is_created_once_and_never_left_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take(tmp_path, owner()).check()
-    assert not lease_module._create(tmp_path, 1, owner())
+    take(tmp_path, holder()).check()
+    assert not folder_lock._create(tmp_path, 1, holder())
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
     with pytest.raises(OSError, match="No space left"):
-        lease_module._create(tmp_path, 2, owner())
+        folder_lock._create(tmp_path, 2, holder())
     assert files(tmp_path) == ["lease_1.json"]
 
 
-def alone(lease: Lease) -> Ranks:
-    return Ranks(control_here(), control_here(), range(1), lease)
+def alone(lock: FolderLock) -> Ranks:
+    return Ranks(control_here(), control_here(), range(1), lock)
 
 
 @pytest.mark.parametrize("when", [0, 1, 2], ids=["begin", "folder", "tracker"])
 def test_a_run_without_its_lease_renames_and_removes_nothing(
     tmp_path: Path, when: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lease is lost before one check after the other of the save."""
+    """The lock is lost before one check after the other of the save."""
     finish_checkpoint(begin_checkpoint(tmp_path, 10), 10, {})
-    ours = take(tmp_path, owner(rendezvous_id="a"))
+    ours = take(tmp_path, holder(rendezvous_id="a"))
     check = ours._own_file
     checks: list[list[str]] = []
 
-    def lose(_self: Lease) -> None:
+    def lose(_self: FolderLock) -> None:
         checks.append(files(tmp_path))
         if len(checks) == when + 1:
-            take(tmp_path, owner(rendezvous_id="a"))  # a restart of the same job, for example
+            take(tmp_path, holder(rendezvous_id="a"))  # a restart of the same job, for example
         with check():
             pass
 
-    monkeypatch.setattr(Lease, "check", lose)
-    with pytest.raises(LeaseLostError, match="has taken it over"):
+    monkeypatch.setattr(FolderLock, "check", lose)
+    with pytest.raises(LockLostError, match="has taken it over"):
         write_states(tmp_path, 20, {}, {}, ranks=alone(ours), log=lambda _line: None)
     assert len(checks) == when + 1, "it stops at the first check that fails"
     done = {"iter_0000010"} | ({"iter_0000020"} if when > 1 else set())
@@ -300,14 +300,14 @@ def test_a_run_without_its_lease_renames_and_removes_nothing(
 def test_a_run_without_its_lease_retires_nothing(tmp_path: Path) -> None:
     for iteration in (10, 20):
         finish_checkpoint(begin_checkpoint(tmp_path, iteration), iteration, {})
-    ours = alone(take(tmp_path, owner(rendezvous_id="a")))
+    ours = alone(take(tmp_path, holder(rendezvous_id="a")))
     checkpoint = SimpleNamespace(save_retain_interval=100)
     saver: Any = SimpleNamespace(
         _root=tmp_path, _ranks=ours, _config=SimpleNamespace(checkpoint=checkpoint)
     )
-    take(tmp_path, owner(rendezvous_id="a"))
-    with pytest.raises(LeaseLostError, match="has taken it over"):
-        Saver._retire_and_write(saver, 20, ours.check_lease)
+    take(tmp_path, holder(rendezvous_id="a"))
+    with pytest.raises(LockLostError, match="has taken it over"):
+        Saver._retire_and_write(saver, 20, ours.check_lock)
     assert iterations_in(tmp_path) == {10, 20}
 
 
@@ -325,13 +325,13 @@ def test_two_owners_never_write_into_one_partial_folder(tmp_path: Path) -> None:
 def test_the_start_says_why_it_waits_and_ends_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = take(tmp_path, owner(**ELSEWHERE))
+    first = take(tmp_path, holder(**ELSEWHERE))
     said: list[str] = []
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr("time.sleep", lambda _seconds: first.beat())
-    claim = claimed(tmp_path, control_here(), said.append)
-    refused(claim.__enter__, f"--save {tmp_path} is in use by process 4321 on node7")
+    locked = lock_folders(tmp_path, control_here(), said.append)
+    refused(locked.__enter__, f"--save {tmp_path} is in use by process 4321 on node7")
     (line,) = said
     assert line.startswith(f"--save {tmp_path} belongs to process 4321 on node7, since ")
     assert line.endswith("after 60 s without one this run takes it over")
