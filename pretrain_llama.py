@@ -27,7 +27,7 @@ from paro.report.terminal import Terminal, live_is_wanted
 from paro.report.watchdog import Watchdog
 from paro.training.assembly import build_sources, start_state
 from paro.training.changed_flags import order_record
-from paro.training.local_copies import LocalCopies, local_copies
+from paro.training.in_memory import InMemoryCheckpointer, in_memory_checkpoints
 from paro.training.loop import Loop
 from paro.training.resume import check_source
 from paro.training.saving import Saver, locked_folders_of
@@ -61,15 +61,15 @@ def main() -> None:
                 if chosen is None:
                     return
                 log = Log(rank=world.rank, world_size=world.size)
-                with local_copies(chosen, control, log) as copies:
-                    run(chosen, control, locked, copies, watchdog)
+                with in_memory_checkpoints(chosen, control, log) as snapshots:
+                    run(chosen, control, locked, snapshots, watchdog)
 
 
 def run(
     config: RunConfig,
     control: Control,
     locked: LockedFolders | None,
-    copies: LocalCopies | None,
+    snapshots: InMemoryCheckpointer | None,
     watchdog: Watchdog,
 ) -> None:
     """Build all parts of the run, logs what was built, then trains or only evaluates."""
@@ -85,7 +85,7 @@ def run(
     bytes_before = resident_bytes(control.device)
     training, placement = setup.build(config, control, log)
 
-    resumed = setup.fill(config, training, copies, log)
+    resumed = setup.fill(config, training, snapshots, log)
     state = resumed.state or start_state(config)
     config.batches.check_from(state.consumed_train_samples)
     if only_evaluate:
@@ -104,8 +104,8 @@ def run(
     if (recovery := resumed.recovery) is not None:
         report.scalars(recovery.panel(), state.iteration, state.consumed_train_samples)
     order = order_record(config, datasets)
-    if copies is not None:
-        copies.begin(training, order, resumed)
+    if snapshots is not None:
+        snapshots.begin(training, order, resumed)
     saver = None
     if locked is not None:
         saver = Saver(config, training, log, locked, facts=facts, order=order, resumed=resumed)
@@ -115,7 +115,7 @@ def run(
         sources,
         report,
         saving=saver,
-        copies=copies,
+        snapshots=snapshots,
         observers=observers,
     )
     report.is_live = is_live and not terminal.keeps_lines

@@ -101,20 +101,20 @@ def check_sizes(
 ) -> None:
     """Raise `UserError` for sizes of a batch that changes which do not divide, from --load on.
 
-    A run that may continue from local copies checks it when it knows where.
+    A run that may continue from in-memory checkpoints checks it when it knows where.
     """
-    copies = checkpoint.non_persistent_ckpt_type or sharding.needs_local_copies
+    copies = checkpoint.non_persistent_ckpt_type or sharding.needs_in_memory_checkpoints
     if batches.changes and (launch.dry_run or not copies):
         batches.check_from(resumed_samples(checkpoint))
 
 
-def check_local_copies(
+def check_in_memory(
     checkpoint: CheckpointConfig, sharding: ShardingConfig, as_given: PrecisionConfig
 ) -> None:
-    """Raise `UserError` for flags of local copies without any, or a restart that would not
+    """Raise `UserError` for flags of in-memory checkpoints without any, or a restart that would not
     continue."""
     is_local = checkpoint.non_persistent_ckpt_type == "local"
-    if not (is_local or sharding.needs_local_copies):
+    if not (is_local or sharding.needs_in_memory_checkpoints):
         for flag, value in (
             ("--non-persistent-local-ckpt-dir", checkpoint.non_persistent_local_ckpt_dir),
             ("--non-persistent-save-interval", checkpoint.non_persistent_save_interval),

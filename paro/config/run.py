@@ -14,7 +14,7 @@ from model.fusion import Fusions
 from model.trainable import Trainable
 from paro.arguments.parser import check_flags, take
 from paro.checkpoint.config import CheckpointConfig
-from paro.config.checks import CHECKS, check_load, check_local_copies, check_save, check_trackers
+from paro.config.checks import CHECKS, check_in_memory, check_load, check_save, check_trackers
 from paro.config.context_parallel import ContextParallelConfig, data_parallel_size_of
 from paro.config.fitting import fitting_batches, with_values
 from paro.config.inter_bits import take_inter_bits, take_loss_scale, take_precision
@@ -102,10 +102,10 @@ class RunConfig:
         return RankDevice.of(self.runtime.distributed_backend, None).type
 
     @property
-    def local_copies_interval(self) -> int | None:
+    def in_memory_interval(self) -> int | None:
         """Every how many iterations the states are copied to the node's memory; None: never."""
         flags = self.checkpoint
-        if flags.non_persistent_ckpt_type is None and not self.sharding.needs_local_copies:
+        if flags.non_persistent_ckpt_type is None and not self.sharding.needs_in_memory_checkpoints:
             return None
         return flags.non_persistent_save_interval or 1
 
@@ -262,7 +262,7 @@ _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
     ("profile", lambda args: take(ProfileConfig, args, profile_ranks=tuple(args.profile_ranks))),
     ("seq_length", lambda data: data.seq_length),
     ("device_type", lambda args: RankDevice.of(args.distributed_backend, None).type),
-    *((check.__name__, check) for check in (*CHECKS, check_local_copies)),
+    *((check.__name__, check) for check in (*CHECKS, check_in_memory)),
 )
 
 

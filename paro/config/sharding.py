@@ -35,8 +35,8 @@ class ShardingConfig:
             raise UserError(f"--paro-prefetch-units {self.prefetch_units} is negative; 0 is off")
 
     @property
-    def needs_local_copies(self) -> bool:
-        """Whether local copies are on without a flag of their own."""
+    def needs_in_memory_checkpoints(self) -> bool:
+        """Whether in-memory checkpoints are on without a flag of their own."""
         return self.survive > 0 or self.elastic
 
 

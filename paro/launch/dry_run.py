@@ -34,7 +34,7 @@ from paro.report.log import print_line
 from paro.report.log_line import arguments_block
 from paro.text import align, size_text
 from paro.training.assembly import build_training, run_spec_of
-from paro.training.local_copies import every_text, local_copies_bytes
+from paro.training.in_memory import every_text, in_memory_bytes
 from paro.training.resume import base_of
 from paro.training.step import Training, samples_without_codes
 
@@ -338,10 +338,10 @@ def _checkpoints(plan: RunPrediction) -> Iterator[str]:
         check_overwriting(checkpoint, plan.config.train)
 
 
-def _local_copies(plan: RunPrediction) -> Iterator[str]:
-    interval = plan.config.local_copies_interval
+def _in_memory(plan: RunPrediction) -> Iterator[str]:
+    interval = plan.config.in_memory_interval
     if interval is not None:
-        size = size_text(local_copies_bytes(plan.config.world.ranks_per_node, plan.training))
+        size = size_text(in_memory_bytes(plan.config.world.ranks_per_node, plan.training))
         yield f"> local copies {every_text(interval)}: {size} of the memory of each node"
 
 
@@ -368,5 +368,5 @@ SECTIONS: tuple[Callable[[RunPrediction], Iterable[str]], ...] = (
     _step,
     _data,
     _checkpoints,
-    _local_copies,
+    _in_memory,
 )

@@ -122,8 +122,8 @@ def _muon(config: RunConfig, training: Training) -> list[str]:
 
 
 def _after_a_failure(config: RunConfig, kept: Survival) -> list[str]:
-    """Return a line about local copies: what recovers from memory, and what from a checkpoint."""
-    if config.local_copies_interval is None:
+    """Return a line about in-memory checkpoints, and what a run recovers from them."""
+    if config.in_memory_interval is None:
         return []
     load = config.checkpoint.load
     otherwise = "starts again from nothing" if load is None else f"continues from --load {load}"

@@ -27,7 +27,7 @@ from paro.quantization.blocks import choose_kernels
 from paro.report.log import Log
 from paro.sharding.buffers import TORCH_TYPES
 from paro.training.assembly import build_data, build_training, initializer_of
-from paro.training.local_copies import LocalCopies
+from paro.training.in_memory import InMemoryCheckpointer
 from paro.training.resume import FROM_NOTHING, Resumed, load_run, tell_order
 from paro.training.step import Training, TrainState
 
@@ -62,12 +62,14 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
     return training, placement
 
 
-def fill(config: RunConfig, training: Training, copies: LocalCopies | None, log: Log) -> Resumed:
-    """Fill the run from local copies, else from --load, else with initial values.
+def fill(
+    config: RunConfig, training: Training, snapshots: InMemoryCheckpointer | None, log: Log
+) -> Resumed:
+    """Fill the run from in-memory checkpoints, else from --load, else with initial values.
 
     No initial value is drawn for what is filled.
     """
-    recovered = copies.recover(training) if copies is not None else None
+    recovered = snapshots.recover(training) if snapshots is not None else None
     if recovered is not None:
         return recovered
     draw, resumed = initializer_of(config), FROM_NOTHING

@@ -18,7 +18,7 @@ from paro.report.report import Report
 from paro.report.watchdog import Observer
 from paro.schedule.step_checks import Expectation, Verdict, reason_to_stop
 from paro.training.exit_signal import ExitSignal
-from paro.training.local_copies import LocalCopies
+from paro.training.in_memory import InMemoryCheckpointer
 from paro.training.replicas import check_replicas
 from paro.training.saving import Saver
 from paro.training.step import (
@@ -66,7 +66,7 @@ class Loop:
     report: Report
     _: KW_ONLY
     saving: Saver | None
-    copies: LocalCopies | None = None
+    snapshots: InMemoryCheckpointer | None = None
     observers: Sequence[Observer] = ()
 
     def __post_init__(self) -> None:
@@ -103,8 +103,8 @@ class Loop:
             if every is not None and self.state.iteration % every == 0:
                 check_replicas(self.training, iteration=self.state.iteration)
             self._evaluate_if_due()
-            if self.copies is not None:  # after what an evaluation changes in the state
-                self.copies.start(self.state)
+            if self.snapshots is not None:  # after what an evaluation changes in the state
+                self.snapshots.start(self.state)
             if self.saving is not None and self.saving.is_due(self.state.iteration):
                 self._begin("saving")
                 self.training.model.wait_for_updated_params()
@@ -118,8 +118,8 @@ class Loop:
         else:
             self._evaluate_at_end()
         self._end()
-        if self.copies is not None and (reason is None or self.saving is not None):
-            self.copies.discard()
+        if self.snapshots is not None and (reason is None or self.saving is not None):
+            self.snapshots.discard()
         return reason is None
 
     def _begin(self, what: str) -> None:
@@ -210,8 +210,8 @@ class Loop:
         back = "nothing is saved: there was no --save"
         if self.saving is not None:
             back = self.saving.resume_hint(state)
-        if self.copies is not None:
-            self.copies.discard()  # a restart from them would end here again
+        if self.snapshots is not None:
+            self.snapshots.discard()  # a restart from them would end here again
         raise RunError(f"{reason}{where}; {back}")
 
     def _held(self) -> dict[str, int]:
@@ -290,9 +290,9 @@ class Loop:
         return evaluate(training, self._noted(held_out.batches), number)
 
     def _reasons(self) -> Reasons:
-        if self.copies is not None:
+        if self.snapshots is not None:
             with self.training.timers.measure("non-persistent-save"):
-                self.copies.wait()  # see [Note: generations]
+                self.snapshots.wait()  # see [Note: snapshots]
         minutes = self.training.config.exit_duration_in_mins
         return Reasons(
             signalled=self._signal.name is not None,

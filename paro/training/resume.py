@@ -15,7 +15,7 @@ from model.units import BY_VOCABULARY, parameter_shapes
 from paro.checkpoint.base import as_base, stored_parameters
 from paro.checkpoint.config import CheckpointConfig, saved_fields
 from paro.checkpoint.directory import Base, TokenIds, find_checkpoint, read_common
-from paro.checkpoint.local.recovery import Recovered
+from paro.checkpoint.in_memory.recovery import Recovered
 from paro.config.record import recorded_arguments
 from paro.config.train import TrainConfig
 from paro.distributed.control import Control

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from paro.checkpoint.local import folder
+from paro.checkpoint.in_memory import folder
 from paro.strategy import legal_letters
 from tests.end_to_end.test_trackers import read_tensorboard
 from tests.end_to_end.test_training import RUN, Ended, read_metrics, run_main

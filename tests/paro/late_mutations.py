@@ -174,7 +174,7 @@ MODULES = {
         (f"context_parallel.{name}" for name in ("all_to_all", "gather", "ring")), _CONTEXT
     ),
     "distributed.comm_stream": _STREAMS,
-    "training.local_copies": _COPIES,
+    "training.in_memory": _COPIES,
 }
 ELSEWHERE = {
     "collectives.native NativeCollectives._run_by_units: after=event": _FIRST,

@@ -295,13 +295,13 @@ NO_USE = (
 # Exceptions: the field itself decides the values of others, or whether the run may start.
 DECIDES = {
     "checkpoint.exit_on_missing_checkpoint": "paro.config.checks.check_load",
-    "checkpoint.non_persistent_ckpt_type": "paro.config.run.RunConfig.local_copies_interval",
-    "checkpoint.non_persistent_save_interval": "paro.config.run.RunConfig.local_copies_interval",
+    "checkpoint.non_persistent_ckpt_type": "paro.config.run.RunConfig.in_memory_interval",
+    "checkpoint.non_persistent_save_interval": "paro.config.run.RunConfig.in_memory_interval",
     "checkpoint.use_checkpoint_args": "paro.config.resolve.with_saved",
     "checkpoint.use_checkpoint_opt_param_scheduler": "paro.config.checkpoint.saved_common",
     "sharding.context": "paro.config.run.RunConfig.context",
     "sharding.inter_bits": "paro.config.resolve.decide",
-    "sharding.elastic": "paro.config.run.RunConfig.local_copies_interval",
+    "sharding.elastic": "paro.config.run.RunConfig.in_memory_interval",
     "sharding.world": "paro.config.run.RunConfig.world",
     "launch.ranks_per_node": "paro.config.run.take_world",
     "launch.world_size": "paro.config.run.take_world",

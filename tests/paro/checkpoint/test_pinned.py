@@ -12,7 +12,7 @@ import torch
 from paro.checkpoint.background import HostCopy, pin
 from paro.checkpoint.chunks import chunked_states
 from paro.errors import RunError
-from paro.training.local_copies import _Copier
+from paro.training.in_memory import _Copier
 from tests.paro.checkpoint.toy_run import NNN, make_shards
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paro.checkpoint.chunks import ChunkedState, chunked_states, may_be_missing
-from paro.checkpoint.local.overlap import remainder
+from paro.checkpoint.in_memory.overlap import remainder
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.config.run import RunConfig
 from paro.distributed.control import PlannedControl

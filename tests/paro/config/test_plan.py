@@ -296,7 +296,7 @@ def test_an_elastic_run_adapts_to_the_nodes(
     said = [line for line in config.notices if line.startswith("--paro-elastic: ")]
     assert len(said) == bool(lines)
     assert all(part in said[0] for part in lines)
-    assert config.local_copies_interval == 1
+    assert config.in_memory_interval == 1
     if lines and not strategy.startswith("NII"):
         with pytest.raises(UserError):
             configured(flags, world)

@@ -20,7 +20,7 @@ from paro.machine.machine import Machine
 from paro.planning.estimator import Estimator
 from paro.text import size_text
 from paro.training.assembly import build_training
-from paro.training.local_copies import local_copies_bytes
+from paro.training.in_memory import in_memory_bytes
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 
@@ -292,7 +292,7 @@ def test_local_copies_take_memory_of_every_node(
     words = f"{MOCK} {local} --dry-run --world-size 8 --ranks-per-node 4"
     plan = planned(words)
     numel = sum(p.numel() for p in plan.training.model.model.parameters())
-    found = local_copies_bytes(plan.config.world.ranks_per_node, plan.training)
+    found = in_memory_bytes(plan.config.world.ranks_per_node, plan.training)
     assert found == pytest.approx(2 * bytes_of_element * numel, rel=0.02)
     line = f"> local copies every iteration: {size_text(found)} of the memory of each node"
     assert line in printed(words, capsys)

@@ -35,9 +35,9 @@ class Point(NamedTuple):
 POINTS = {
     "update": Point("paro.optim.optimizer", "UnitOptimizer.update"),
     "all-gather": Point("paro.optim.optimizer", "UnitOptimizer.write_params", after=True),
-    "local copy": Point("paro.checkpoint.local.generation", "GenerationWriter.write"),
+    "local copy": Point("paro.checkpoint.in_memory.snapshot", "SnapshotWriter.write"),
     "save": Point("paro.checkpoint.save", "write_states"),
-    "recovery": Point("paro.checkpoint.local.recovery", "_Copies.exchange"),
+    "recovery": Point("paro.checkpoint.in_memory.recovery", "_Copies.exchange"),
 }
 
 

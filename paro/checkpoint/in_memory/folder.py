@@ -1,4 +1,4 @@
-"""The folder of a job's local copies on a node: private, locked, and emptied after a good end."""
+"""The folder of a job's snapshots on a node: private, locked, and emptied after a good end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from paro.checkpoint.local.generation import DATA, RECORD
+from paro.checkpoint.in_memory.snapshot import DATA, RECORD
 from paro.checkpoint.locked_folders import ranks_by_folder
 from paro.distributed.control import Control
 from paro.distributed.world import read_job_id, read_rendezvous_id
@@ -32,7 +32,7 @@ _LOCK_SECONDS = 10.0  # a killed process with much memory ends slowly
 
 
 @dataclass(frozen=True, slots=True)
-class LocalFolder:
+class SnapshotFolder:
     """An open folder, and the ranks of its node."""
 
     path: Path
@@ -44,7 +44,7 @@ class LocalFolder:
         return self.control.world.rank == self.folder_ranks[0]
 
     def records(self) -> list[Path]:
-        """Return the records of all generations here, in the same order on all ranks of
+        """Return the records of all snapshots here, in the same order on all ranks of
         the node."""
         return sorted(self.path.glob(f"*{RECORD}"))
 
@@ -74,9 +74,9 @@ class LocalFolder:
 
 
 @contextmanager
-def local_folder(
+def snapshot_folder(
     base: Path | None, control: Control, log: Callable[[str], None]
-) -> Iterator[LocalFolder]:
+) -> Iterator[SnapshotFolder]:
     """This node's folder of the job under `base`, /dev/shm by default, locked; collective.
 
     Raises `UserError` on all ranks if another job has it or others could read it. Removes what
@@ -89,7 +89,7 @@ def local_folder(
         _make_private(path)
     near = ranks_by_folder(path, control, blame=blame)
     (mine,) = (ranks for ranks in near if control.world.rank in ranks)
-    folder = LocalFolder(path, control, mine)
+    folder = SnapshotFolder(path, control, mine)
     lock: int | None = None
     with control.raise_on_all_ranks(), writing(blame):
         if folder.is_first:
@@ -110,7 +110,7 @@ def local_folder(
             os.close(lock)
 
 
-def check_room(folder: LocalFolder, num_bytes: int) -> None:
+def check_room(folder: SnapshotFolder, num_bytes: int) -> None:
     """Raise `UserError` on all ranks unless the node has room for `num_bytes` of its ranks."""
     with folder.control.raise_on_all_ranks(), writing(f"{FLAG} {folder.path.parent}"):
         # What is there of an earlier start is removed before its room is taken.

@@ -1,6 +1,6 @@
-"""A rank's local copies: files of node memory that hold its states after one iteration each."""
+"""Snapshots of a rank: files in node memory, each with its states after one iteration."""
 
-# A rank writes its generations into two slots in turn, so that a process that dies at any instant
+# A rank writes its snapshots into two slots in turn, so that a process that dies at any instant
 # leaves one whole. A slot is a data file, allocated once and mapped, and a record: a small file
 # that is removed before the data are overwritten and renamed into place after them. The pages of a
 # file in memory survive their writer, so nothing is synced. Records and data have checksums.
@@ -69,7 +69,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class Snapshot:
     """A record that was read, and its data file, which is unverified."""
 
     path: Path  # of the data
@@ -81,8 +81,8 @@ class Generation:
         return int(self.path.name.split("-")[2].split(".")[0], 16)
 
     @classmethod
-    def read(cls, path: Path) -> Generation:
-        """Return the generation whose record is at `path`; `UserError` if it is damaged."""
+    def read(cls, path: Path) -> Snapshot:
+        """Return the snapshot whose record is at `path`; `UserError` if it is damaged."""
         checksum, _, body = read_bytes(path).partition(b"\n")
         if checksum != _sum_line(body):
             raise UserError(f"{path} is damaged: its checksum is wrong")
@@ -121,7 +121,7 @@ class _Slot(NamedTuple):
     checksums: list[int | None]
 
 
-class GenerationWriter:
+class SnapshotWriter:
     """Writes the states of one rank into two slots in turn; a slot is allocated at its first use.
 
     `states` are views of shards that keep their storage; those named in `constant` never change,
@@ -168,7 +168,7 @@ class GenerationWriter:
     def write(
         self, iteration: int, common: Mapping[str, Any], copy: Callable[[Tensor, Tensor], object]
     ) -> None:
-        """Overwrite the older generation; `copy(target, source)` returns when target is filled."""
+        """Overwrite the older snapshot; `copy(target, source)` returns when target is filled."""
         slot = self.num_written % NUM_SLOTS
         record = Path(f"{self._stem}.{slot}{RECORD}")
         held = self._slots.get(slot)
@@ -190,7 +190,7 @@ class GenerationWriter:
         self.num_written += 1
 
     def _allocate(self, path: Path) -> list[Tensor]:
-        """Return a mapped file for one generation; its chunks as tensors, pinned where CUDA is
+        """Return a mapped file for one snapshot; its chunks as tensors, pinned where CUDA is
         used."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.checkpoint.chunks import chunked_states
-from paro.checkpoint.local.folder import LocalFolder
-from paro.checkpoint.local.generation import DATA, RECORD, GenerationWriter
-from paro.checkpoint.local.overlap import overlap, remainder
-from paro.checkpoint.local.recovery import Message, Offer, Recovered, Want, assign, recover
+from paro.checkpoint.in_memory.folder import SnapshotFolder
+from paro.checkpoint.in_memory.overlap import overlap, remainder
+from paro.checkpoint.in_memory.recovery import Message, Offer, Recovered, Want, assign, recover
+from paro.checkpoint.in_memory.snapshot import DATA, RECORD, SnapshotWriter
 from paro.layout import Chunk
 from tests.helpers.ranks import run_ranks
 from tests.paro.checkpoint.toy_run import Cut, assert_true, control_here, make_shards
@@ -39,7 +39,7 @@ def write_nodes(
     is_true: bool = True,
     per_node: int = 2,
 ) -> None:
-    """The generations that all ranks of a run left, one folder for each node."""
+    """The snapshots that all ranks of a run left, one folder for each node."""
     for rank in range(cut.world_size):
         node = rank // per_node
         folder = root / f"node{node}"
@@ -47,7 +47,7 @@ def write_nodes(
         near = range(node * per_node, (node + 1) * per_node)
         states = chunked_states(make_shards(cut, rank, filled=is_true), writers=near)
         name = f"rank-{rank:05d}-{start}"
-        writer = GenerationWriter(folder, name=name, rank=rank, states=states, flags=FLAGS)
+        writer = SnapshotWriter(folder, name=name, rank=rank, states=states, flags=FLAGS)
         for iteration in iterations:
             writer.write(iteration, {"at": iteration}, Tensor.copy_)
 
@@ -74,7 +74,7 @@ def recover_on(
     lines: list[str] = []
     states = chunked_states(shards)
     found = recover(
-        LocalFolder(path, control_here(), near),
+        SnapshotFolder(path, control_here(), near),
         states,
         FLAGS if flags is None else {"seed": "2"},
         newer_than=newer_than,

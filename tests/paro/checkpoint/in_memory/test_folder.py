@@ -1,4 +1,4 @@
-"""The folder of local copies: private, of one job, without leftovers, and with room."""
+"""The folder of in-memory checkpoints: private, of one job, without leftovers, and with room."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paro.checkpoint.local import folder as module
-from paro.checkpoint.local.folder import LocalFolder, check_room, local_folder
+from paro.checkpoint.in_memory import folder as module
+from paro.checkpoint.in_memory.folder import SnapshotFolder, check_room, snapshot_folder
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from tests.helpers.refusals import refused
@@ -57,7 +57,7 @@ def test_it_is_named_by_user_job_and_node_and_closed_to_others(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
     monkeypatch.setenv("SLURM_JOB_ID", slurm)
-    with local_folder(tmp_path, control, print) as found:
+    with snapshot_folder(tmp_path, control, print) as found:
         assert found.path == path_in(tmp_path, job)
         assert found.path.stat().st_mode & 0o777 == 0o700
         assert found.folder_ranks == (0,)
@@ -68,16 +68,16 @@ def test_it_is_named_by_user_job_and_node_and_closed_to_others(
 
 
 def test_two_jobs_of_one_name_are_one_line(tmp_path: Path, control: Control) -> None:
-    with local_folder(tmp_path, control, print):
-        second = local_folder(tmp_path, control, print)
+    with snapshot_folder(tmp_path, control, print):
+        second = snapshot_folder(tmp_path, control, print)
         refused(second.__enter__, "another run with the same job ID", "--rdzv-id")
-    with local_folder(tmp_path, control, print):
+    with snapshot_folder(tmp_path, control, print):
         pass  # it has ended
 
 
 def test_a_folder_of_others_is_refused(tmp_path: Path, control: Control) -> None:
     def enter(base: Path = tmp_path) -> None:
-        with local_folder(base, control, print):
+        with snapshot_folder(base, control, print):
             pass
 
     path = path_in(tmp_path)
@@ -104,7 +104,7 @@ def test_leftovers_of_dead_jobs_are_removed_after_an_hour(tmp_path: Path, contro
         os.utime(path / "lock", (long_ago, long_ago))
         os.utime(path, (long_ago, long_ago))
     lines: list[str] = []
-    with local_folder(tmp_path, control, lines.append):
+    with snapshot_folder(tmp_path, control, lines.append):
         assert not old.exists()
         assert new.exists()
         assert running.exists()
@@ -115,7 +115,7 @@ def test_leftovers_of_dead_jobs_are_removed_after_an_hour(tmp_path: Path, contro
 def test_room_is_what_is_free_and_what_will_be(
     tmp_path: Path, control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = LocalFolder(tmp_path, control, (0,))
+    folder = SnapshotFolder(tmp_path, control, (0,))
     (tmp_path / "rank-00000-a.0.data").write_bytes(b"1" * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage(0, 0, 10**6))
     check_room(folder, 2 * 10**6)
@@ -128,7 +128,7 @@ def test_shares_of_the_ranks_of_a_node_are_all_files(tmp_path: Path) -> None:
         (tmp_path / f"rank-{rank:05d}-a.json").touch()
         (tmp_path / f"rank-{rank:05d}-b.json").touch()
     for each, left in zip(control, (4, 3), strict=True):
-        LocalFolder(tmp_path, each, (1, 3)).remove_share(lambda name: "-a." in name)
+        SnapshotFolder(tmp_path, each, (1, 3)).remove_share(lambda name: "-a." in name)
         assert len(list(tmp_path.iterdir())) == left
     assert all("-b." in path.name for path in tmp_path.iterdir())
 

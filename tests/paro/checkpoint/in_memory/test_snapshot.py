@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from paro.checkpoint.chunks import chunked_states
-from paro.checkpoint.local.generation import DATA, RECORD, Generation, GenerationWriter
+from paro.checkpoint.in_memory.snapshot import DATA, RECORD, Snapshot, SnapshotWriter
 from paro.untrusted.checksum import crc32
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.toy_run import NNN, make_shards
@@ -19,16 +19,16 @@ from tests.paro.checkpoint.toy_run import NNN, make_shards
 FLAGS = {"seed": "1"}
 
 
-def make_writer(folder: Path) -> GenerationWriter:
+def make_writer(folder: Path) -> SnapshotWriter:
     states = chunked_states(make_shards(NNN, 1, filled=True), writers=range(4))
-    return GenerationWriter(folder, name="rank-00001-a", rank=1, states=states, flags=FLAGS)
+    return SnapshotWriter(folder, name="rank-00001-a", rank=1, states=states, flags=FLAGS)
 
 
 def test_two_generations_are_kept_and_files_reused(tmp_path: Path) -> None:
     writer = make_writer(tmp_path)
     for iteration in range(1, 6):
         writer.write(iteration, {}, Tensor.copy_)
-        found = sorted(Generation.read(path).record.iteration for path in records(tmp_path))
+        found = sorted(Snapshot.read(path).record.iteration for path in records(tmp_path))
         assert found == [iteration - 1, iteration][iteration == 1 :]
     assert len(list(tmp_path.iterdir())) == 4
     assert sum(path.stat().st_size for path in tmp_path.glob(f"*{DATA}")) == 2 * writer.num_bytes
@@ -38,7 +38,7 @@ def test_two_generations_are_kept_and_files_reused(tmp_path: Path) -> None:
 def test_what_is_constant_is_copied_once_into_each(tmp_path: Path) -> None:
     states = chunked_states(make_shards(NNN, 1, filled=True), writers=range(4))
     constant = {name for name in states if name.startswith("param.")}
-    writer = GenerationWriter(
+    writer = SnapshotWriter(
         tmp_path, name="rank-00001-a", rank=1, states=states, flags=FLAGS, constant=constant
     )
     copied = 0
@@ -56,7 +56,7 @@ def test_what_is_constant_is_copied_once_into_each(tmp_path: Path) -> None:
         writer.write(iteration, {}, count)
     assert copied == 4 * num_all - 2 * num_constant
     for path in records(tmp_path):
-        Generation.read(path).check()
+        Snapshot.read(path).check()
 
 
 def test_a_write_that_ends_early_leaves_the_one_before(tmp_path: Path) -> None:
@@ -75,9 +75,9 @@ def test_a_write_that_ends_early_leaves_the_one_before(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         writer.write(3, {}, die)
     (path,) = records(tmp_path)
-    generation = Generation.read(path)
-    assert generation.record.iteration == 2
-    generation.check()
+    snapshot = Snapshot.read(path)
+    assert snapshot.record.iteration == 2
+    snapshot.check()
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
@@ -85,10 +85,10 @@ def test_damage_is_found(tmp_path: Path) -> None:
     (path,) = records(tmp_path)
     data = path.with_suffix(DATA)
     whole = {each: each.read_bytes() for each in (path, data)}
-    generation, random = Generation.read(path), Random(0)
+    snapshot, random = Snapshot.read(path), Random(0)
     held = [
         byte
-        for stored in generation.record.regions
+        for stored in snapshot.record.regions
         for byte in range(stored.offset, stored.offset + stored.num_bytes)
     ]
     for number in range(60):
@@ -97,12 +97,12 @@ def test_damage_is_found(tmp_path: Path) -> None:
         place = random.randrange(len(content)) if damaged is path else random.choice(held)
         content[place] ^= 1 << random.randrange(8)
         damaged.write_bytes(content)
-        refused(lambda: Generation.read(path).check(), str(tmp_path))
+        refused(lambda: Snapshot.read(path).check(), str(tmp_path))
         damaged.write_bytes(whole[damaged])
     os.truncate(data, len(whole[data]) // 2)
-    refused(generation.check, "truncated")
+    refused(snapshot.check, "truncated")
     data.unlink()
-    refused(generation.check, "No such file")
+    refused(snapshot.check, "No such file")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_record_with_wrong_fields_is_refused(tmp_path: Path, field: str, value
     record = json.loads(path.read_bytes().partition(b"\n")[2]) | {field: value}
     body = json.dumps(record).encode()
     path.write_bytes(f"{crc32(body):08x}\n".encode() + body)
-    refused(lambda: Generation.read(path), str(path))
+    refused(lambda: Snapshot.read(path), str(path))
 
 
 def records(folder: Path) -> list[Path]:

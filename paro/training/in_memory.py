@@ -1,9 +1,9 @@
-"""Local copies of a run: written to the node's memory beside training, and recovered from."""
+"""In-memory checkpoints of a run: written to node memory during training, and recovered from."""
 
-# [Note: generations]
+# [Note: snapshots]
 # The copy of an iteration is written while the next one computes, and is whole before its rank
 # takes part in the sum that decides about the next update. So a rank that has updated its states
-# twice knows that every rank has a whole copy of the iteration in between: with two generations
+# twice knows that every rank has a whole copy of the iteration in between: with two snapshots
 # each, all ranks have one iteration in common at any instant.
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from paro.checkpoint.background import Background
 from paro.checkpoint.chunks import chunked_states, chunks_of
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import common_of, newest_whole
-from paro.checkpoint.local.folder import LocalFolder, check_room, local_folder
-from paro.checkpoint.local.generation import NUM_SLOTS, GenerationWriter
-from paro.checkpoint.local.recovery import recover
+from paro.checkpoint.in_memory.folder import SnapshotFolder, check_room, snapshot_folder
+from paro.checkpoint.in_memory.recovery import recover
+from paro.checkpoint.in_memory.snapshot import NUM_SLOTS, SnapshotWriter
 from paro.distributed.control import Control
 from paro.errors import StorageError
 from paro.report.log import Log
@@ -43,20 +43,20 @@ _FREE_GROUPS = ("dry run", "logging", "profiling")
 _FREE = ("exit_interval", "exit_duration_in_mins", "exit_signal", "exit_signal_handler")
 
 
-class LocalCopies:
-    """The local copies of this rank; every method but `start` and `wait` is collective."""
+class InMemoryCheckpointer:
+    """The in-memory checkpoints of this rank; every method but `start` and `wait` is collective."""
 
-    def __init__(self, config: RunConfig, folder: LocalFolder, log: Log) -> None:
-        assert config.local_copies_interval is not None, "local copies are off"
+    def __init__(self, config: RunConfig, folder: SnapshotFolder, log: Log) -> None:
+        assert config.in_memory_interval is not None, "local copies are off"
         self._config = config
-        self._interval = config.local_copies_interval
+        self._interval = config.in_memory_interval
         self._folder = folder
         self._log = log
         self._background = Background()
-        # The files of an earlier start are kept until this one has a generation on all ranks.
+        # The files of an earlier start are kept until this one has a snapshot on all ranks.
         self._start = f"-{folder.control.gather(time.time_ns())[0]:x}"
         self._has_older = False
-        self._writer: GenerationWriter | None = None
+        self._writer: SnapshotWriter | None = None
         self._record: Callable[[TrainState], Mapping[str, Any]] | None = None
         self._copy = _Copier(folder.control.device)
 
@@ -98,7 +98,7 @@ class LocalCopies:
         optimizer = training.optimizer
         states = chunked_states(optimizer.flat_shards(), writers=near)
         rank = control.world.rank
-        self._writer = GenerationWriter(
+        self._writer = SnapshotWriter(
             self._folder.path,
             name=f"rank-{rank:05d}{self._start}",
             rank=rank,
@@ -123,7 +123,7 @@ class LocalCopies:
         assert self._writer is not None, "begin comes first"
         assert self._record is not None, "begin comes first"
         if self._has_older and self._writer.num_written:
-            # All ranks have taken part in a sum since they wrote a generation.
+            # All ranks have taken part in a sum since they wrote a snapshot.
             self._folder.remove_share(lambda name: self._start not in name)
             self._has_older = False
         self._copy.updated()
@@ -150,9 +150,8 @@ class LocalCopies:
             self._folder.discard()
 
 
-def local_copies_bytes(ranks_per_node: int, training: Training) -> int:
-    """Return the memory of a node that local copies take if each of its ranks copies as much as
-    this."""
+def in_memory_bytes(ranks_per_node: int, training: Training) -> int:
+    """Return the node memory of in-memory checkpoints if all ranks copy as much as this one."""
     near = range(ranks_per_node)
     states = chunked_states(training.optimizer.flat_shards(), writers=near)
     of_rank = sum(values.nbytes for values in chunks_of(states).values())
@@ -160,14 +159,16 @@ def local_copies_bytes(ranks_per_node: int, training: Training) -> int:
 
 
 @contextmanager
-def local_copies(config: RunConfig, control: Control, log: Log) -> Iterator[LocalCopies | None]:
-    """Hold the folder of local copies in the block; None for a run without them; collective."""
-    if config.local_copies_interval is None or config.train.skip_train:
+def in_memory_checkpoints(
+    config: RunConfig, control: Control, log: Log
+) -> Iterator[InMemoryCheckpointer | None]:
+    """Hold the folder of snapshots in the block; None for a run without them; collective."""
+    if config.in_memory_interval is None or config.train.skip_train:
         yield None
         return
     base = config.checkpoint.non_persistent_local_ckpt_dir
-    with local_folder(None if base is None else Path(base), control, log.log0) as folder:
-        copies = LocalCopies(config, folder, log)
+    with snapshot_folder(None if base is None else Path(base), control, log.log0) as folder:
+        copies = InMemoryCheckpointer(config, folder, log)
         try:
             yield copies
         finally:

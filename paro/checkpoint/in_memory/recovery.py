@@ -1,4 +1,4 @@
-"""Recovers the states of all ranks from the local copies of all nodes."""
+"""Recovers the states of all ranks from the in-memory checkpoints of all nodes."""
 
 # Ranks agree on the newest iteration of which every chunk that any rank needs is held by somebody,
 # parameters as sent apart, which the run that wrote may not have had.
@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.checkpoint.chunks import ChunkedState, begin_without, chunks_of, may_be_missing
-from paro.checkpoint.local.folder import LocalFolder
-from paro.checkpoint.local.generation import Generation
-from paro.checkpoint.local.overlap import overlap, remainder
+from paro.checkpoint.in_memory.folder import SnapshotFolder
+from paro.checkpoint.in_memory.overlap import overlap, remainder
+from paro.checkpoint.in_memory.snapshot import Snapshot
 from paro.errors import RunError, UserError
 from paro.layout import Chunk
 from paro.untrusted.checksum import crc32
@@ -46,16 +46,16 @@ class Offer(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A part of a want that a generation holds, in the chunk of this number."""
+    """A part of a want that a snapshot holds, in the chunk of this number."""
 
     chunk: Chunk
-    generation: Generation
+    snapshot: Snapshot
     number: int
 
     def values(self) -> Tensor:
         """Its values, verified."""
-        whole = self.generation.record.regions[self.number].chunk
-        return self.generation.values(self.number)[self.chunk.index_in(whole)]
+        whole = self.snapshot.record.regions[self.number].chunk
+        return self.snapshot.values(self.number)[self.chunk.index_in(whole)]
 
 
 class Message(NamedTuple):
@@ -87,7 +87,7 @@ class Recovered:
 
 
 def recover(
-    folder: LocalFolder,
+    folder: SnapshotFolder,
     states: Mapping[str, ChunkedState],
     flags: Mapping[str, str],
     *,
@@ -100,7 +100,7 @@ def recover(
     unchanged then. Copies of another run, whose `flags` differ, are removed. `log` is called on
     every rank.
     """
-    found, notes = _generations_here(folder, flags)
+    found, notes = _snapshots_here(folder, flags)
     everyone = folder.control.gather((sorted({_age(g) for g in found}), notes))
     for line in dict.fromkeys(line for _, lines in everyone for line in lines):
         log(line)
@@ -139,30 +139,30 @@ def recover(
     return None
 
 
-def _age(generation: Generation) -> tuple[int, int]:
-    return generation.record.iteration, generation.start
+def _age(snapshot: Snapshot) -> tuple[int, int]:
+    return snapshot.record.iteration, snapshot.start
 
 
-def _keep_only(folder: LocalFolder, generations: Sequence[Generation]) -> None:
+def _keep_only(folder: SnapshotFolder, snapshots: Sequence[Snapshot]) -> None:
     """Remove all other copies of this node, after all ranks have agreed on these."""
-    kept = {generation.path.stem for generation in generations}
+    kept = {snapshot.path.stem for snapshot in snapshots}
     if folder.is_first:
         folder.remove(lambda name: name.rsplit(".", 1)[0] not in kept)
 
 
-def _generations_here(
-    folder: LocalFolder, flags: Mapping[str, str]
-) -> tuple[list[Generation], list[str]]:
-    """Return the readable generations of this node that are this run's, and lines about
+def _snapshots_here(
+    folder: SnapshotFolder, flags: Mapping[str, str]
+) -> tuple[list[Snapshot], list[str]]:
+    """Return the readable snapshots of this node that are this run's, and lines about
     the others."""
     found, notes = [], []
     for path in folder.records():
         try:
-            generation = Generation.read(path)
+            snapshot = Snapshot.read(path)
         except UserError as error:
             notes.append(f"  passing over local copies: {error}")
             continue
-        there = generation.record.flags
+        there = snapshot.record.flags
         changed = [name for name in {**flags, **there} if flags.get(name) != there.get(name)]
         if changed:
             flag = changed[0].replace("_", "-")
@@ -170,37 +170,37 @@ def _generations_here(
                 f"local copies in {folder.path} are of a run with other flags (--{flag}): not used"
             )
         else:
-            found.append(generation)
+            found.append(snapshot)
     return found, notes
 
 
 class _Copies:
     """The verified copies of one iteration on this node, to fill `states`; collective to make.
 
-    Each rank of the node verifies, and sends from, an equal share of the generations.
+    Each rank of the node verifies, and sends from, an equal share of the snapshots.
     """
 
     def __init__(
         self,
-        folder: LocalFolder,
+        folder: SnapshotFolder,
         states: Mapping[str, ChunkedState],
-        found: Sequence[Generation],
+        found: Sequence[Snapshot],
         log: Callable[[str], None],
     ) -> None:
         near, rank = folder.folder_ranks, folder.control.world.rank
         mine, damaged = [], {}
-        for generation in found[near.index(rank) :: len(near)]:
+        for snapshot in found[near.index(rank) :: len(near)]:
             try:
-                generation.check()
+                snapshot.check()
             except UserError as error:
-                damaged[generation.path.name] = str(error)
+                damaged[snapshot.path.name] = str(error)
             else:
-                mine.append(generation)
+                mine.append(snapshot)
         everyone = folder.control.gather(damaged)
         for line in dict.fromkeys(line for one in everyone for line in one.values()):
             log(f"  passing over local copies: {line}")
         bad = {name for other in near for name in everyone[other]}
-        self.of_node = [generation for generation in found if generation.path.name not in bad]
+        self.of_node = [snapshot for snapshot in found if snapshot.path.name not in bad]
         self._folder = folder
         self._on_node = _by_state(self.of_node)
         self._of_this_rank = _by_state(mine)  # what it sends from
@@ -304,29 +304,29 @@ class _Copies:
         return end
 
 
-_ByState = Mapping[str, Sequence[tuple[Generation, int]]]
+_ByState = Mapping[str, Sequence[tuple[Snapshot, int]]]
 
 
-def _by_state(generations: Sequence[Generation]) -> _ByState:
-    found: dict[str, list[tuple[Generation, int]]] = defaultdict(list)
-    for generation in generations:
-        for index, stored in enumerate(generation.record.regions):
-            found[stored.state].append((generation, index))
+def _by_state(snapshots: Sequence[Snapshot]) -> _ByState:
+    found: dict[str, list[tuple[Snapshot, int]]] = defaultdict(list)
+    for snapshot in snapshots:
+        for index, stored in enumerate(snapshot.record.regions):
+            found[stored.state].append((snapshot, index))
     return found
 
 
 def _parts(held: _ByState, want: Want) -> Iterator[Held]:
     """Yield disjoint parts of a want; each chunk that is held twice counts once."""
     left = [want.chunk]
-    for generation, index in held.get(want.state, ()):
-        stored = generation.record.regions[index].chunk
+    for snapshot, index in held.get(want.state, ()):
+        stored = snapshot.record.regions[index].chunk
         if len(stored.offsets) != len(want.chunk.offsets):
             continue
         rest = []
         for chunk in left:
             part = overlap(chunk, stored)
             if part is not None:
-                yield Held(part, generation, index)
+                yield Held(part, snapshot, index)
             rest += [chunk] if part is None else remainder(chunk, [part])
         left = rest
 

@@ -1,0 +1,1 @@
+"""Tests of paro/checkpoint/in_memory/."""
