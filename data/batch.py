@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.answered import Marks
 from data.document_bounds import DocumentRules, bounds_of
+from data.loss_mask import LossMask
 from paro.errors import UserError, is_storage_failure, open_files_limit
 
 TokenBytes = NDArray[np.int64]  # how many bytes of text each id stands for
@@ -26,8 +26,8 @@ class Samples(Protocol):
 
     def __getitem__(self, index: int) -> NDArray[np.int64]: ...
 
-    def marks(self, index: int) -> Marks | None:
-        """Which of these tokens are answered or begin a conversation; None: all are answered."""
+    def loss_mask(self, index: int) -> LossMask | None:
+        """Return the loss mask of the tokens of a sample; None: all are trained on."""
 
     def describe(self) -> str: ...
 
@@ -91,7 +91,7 @@ def collate(
     samples: Sequence[NDArray[np.int64]],
     rules: DocumentRules | None = None,
     *,
-    marks: Sequence[Marks | None] = (),
+    loss_masks: Sequence[LossMask | None] = (),
     num_masked: int = 0,
     token_bytes: TokenBytes | None = None,
 ) -> Batch:
@@ -102,7 +102,7 @@ def collate(
     gets no table, and a sum on it would have to be brought back.
     """
     text = np.stack(samples)
-    bounds = bounds_of(text[:, :-1], rules, marks)
+    bounds = bounds_of(text[:, :-1], rules, loss_masks)
     positions, loss_mask = bounds.positions_BS, bounds.loss_mask_BS
     loss_mask[len(samples) - num_masked :] = 0.0
     text_bytes = 0.0
@@ -155,7 +155,7 @@ class Fetch(Dataset[Batch | Failure]):
             batch = collate(
                 samples,
                 self.rules,
-                marks=[self.dataset.marks(number) for number in numbers],
+                loss_masks=[self.dataset.loss_mask(number) for number in numbers],
                 num_masked=num_masked,
                 token_bytes=self.token_bytes,
             )

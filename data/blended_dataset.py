@@ -11,7 +11,6 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from data.answered import Marks
 from data.blend import SURPLUS, Blend, members_of
 from data.blend_order import (
     DATASET_DTYPE,
@@ -22,6 +21,7 @@ from data.blend_order import (
 )
 from data.gpt_dataset import GPTDataset, SplitRequest, TooFewTokensError
 from data.index_cache import CacheEntry, Expected, cached_arrays
+from data.loss_mask import LossMask
 from paro.errors import UserError
 
 
@@ -46,10 +46,10 @@ class BlendedDataset:
         member, sample = self._place(index)
         return member[sample]
 
-    def marks(self, index: int) -> Marks | None:
+    def loss_mask(self, index: int) -> LossMask | None:
         """Those of the corpus that the sample is of."""
         member, sample = self._place(index)
-        return member.marks(sample)
+        return member.loss_mask(sample)
 
     def _place(self, index: int) -> tuple[GPTDataset, int]:
         if not 0 <= index < self.num_samples:

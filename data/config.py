@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.answered import answered_paths
 from data.blend import Blend, parse_blend, read_blend, read_blend_per_split
 from data.document_bounds import DocumentRules
+from data.loss_mask import loss_mask_paths
 from data.sample_order import SPLIT_NAMES, parse_split
 from paro.errors import UserError
 
@@ -81,14 +81,16 @@ class DataConfig:
                 "leave the weights out"
             )
 
-    def check_conversations(self, prefix: str, *, has_marks: bool) -> None:
+    def check_conversations(self, prefix: str, *, has_loss_mask: bool) -> None:
         """Raise `UserError` if samples of this corpus would mix conversations, or cannot be any."""
-        if self.sft and not has_marks:
+        if self.sft and not has_loss_mask:
             raise UserError(
-                f"--sft: {prefix} has no conversations ({answered_paths(prefix)[0]} is missing): "
+                f"--sft: {prefix} has no conversations ({loss_mask_paths(prefix)[0]} is missing): "
                 "write it with tools/preprocess_data.py --apply-chat-template, or leave --sft out"
             )
-        if has_marks and not (self.sft or (self.reset_position_ids and self.reset_attention_mask)):
+        if has_loss_mask and not (
+            self.sft or (self.reset_position_ids and self.reset_attention_mask)
+        ):
             raise UserError(
                 f"{prefix} has conversations, which must not see each other: give --sft for one a "
                 "sample, or --reset-position-ids and --reset-attention-mask for as many as fit"

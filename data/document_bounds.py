@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data.answered import ANSWERED, BEGINS, Marks
+from data.loss_mask import BEGINS, TRAINED, LossMask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,18 +33,20 @@ class Bounds(NamedTuple):
 def bounds_of(
     tokens_BS: NDArray[np.int64],
     rules: DocumentRules | None,
-    marks: Sequence[Marks | None] = (),
+    loss_masks: Sequence[LossMask | None] = (),
 ) -> Bounds:
     """Compute the bounds: documents begin at the first token of a sample and after every EOD.
 
     The EOD token belongs to the document that it ends, and predicts the first token of the next
-    one unless its loss is masked. In a sample with `marks`, of its tokens and the label of the
+    one unless its loss is masked. In a sample with `loss_masks`, of its tokens and the label of the
     last, documents are conversations, and only answered tokens are predicted.
     """
     loss_mask_BS = np.ones(tokens_BS.shape, dtype=np.float32)
-    of_conversations = [(row, of_row) for row, of_row in enumerate(marks) if of_row is not None]
+    of_conversations = [
+        (row, of_row) for row, of_row in enumerate(loss_masks) if of_row is not None
+    ]
     for row, of_row in of_conversations:
-        loss_mask_BS[row] = of_row[1:] == ANSWERED
+        loss_mask_BS[row] = of_row[1:] == TRAINED
     if rules is None:
         return Bounds(loss_mask_BS, None, None)
     ends_BS = tokens_BS == rules.eod

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data.answered import BEGINS, Marks
 from data.config import DataConfig
 from data.fingerprint import Fingerprint, check_tokenizer
 from data.index_cache import CacheEntry, cached_order, checksum
 from data.indexed_dataset import IndexedDataset, Tokens, bin_path
+from data.loss_mask import BEGINS, LossMask
 from data.sample_order import (
     Bounds,
     OrderPlan,
@@ -82,16 +82,16 @@ class GPTDataset:
         _check_ids(text, self.vocab_size, self.indexed.prefix)
         return self._filled(text.astype(np.int64), "edge")
 
-    def marks(self, index: int) -> Marks | None:
-        """Which tokens of a sample are answered, and which begin a conversation."""
-        if self.indexed.answered is None:
+    def loss_mask(self, index: int) -> LossMask | None:
+        """Return the loss mask of a sample; None in a corpus without one."""
+        if self.indexed.loss_mask_file is None:
             return None
         parts = []
         for sequence, begin, length in self._places(index):
-            parts.append(self.indexed.marks(sequence, begin, length).copy())
+            parts.append(self.indexed.loss_mask(sequence, begin, length).copy())
             if begin == 0:  # no token before it is of this conversation
                 parts[-1][:1] = BEGINS
-        return self._filled(np.concatenate(parts), "constant")  # by READ
+        return self._filled(np.concatenate(parts), "constant")  # by MASKED
 
     def _places(self, index: int) -> Iterator[tuple[int, int, int | None]]:
         """Yield the sequences of a sample, where it begins in each, and how much it has of it."""
@@ -137,7 +137,7 @@ def open_checked(
     """Return a corpus and what made it; `UserError` unless the run can read it."""
     corpus, recorded = IndexedDataset(prefix), check_tokenizer(prefix, tokenizer)
     check_vocabulary(corpus, vocab_size)
-    config.check_conversations(prefix, has_marks=corpus.answered is not None)
+    config.check_conversations(prefix, has_loss_mask=corpus.loss_mask_file is not None)
     return corpus, recorded
 
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data.answered import AnsweredTokens, Marks, answered_paths, replacing_answered
 from data.atomic_file import replacing
 from data.block_checksums import BlockSums, CheckedFile, checksums_path, with_checks
 from data.fingerprint import Fingerprint, fingerprint_path, replacing_fingerprint
+from data.loss_mask import LossMask, LossMaskFile, loss_mask_paths, replacing_loss_mask
 from paro.errors import UserError, is_storage_failure, reading, writing
 from paro.untrusted.regular_file import RegularFile
 
@@ -54,7 +54,7 @@ def idx_path(prefix: str | Path) -> Path:
 
 def remove_dataset(prefix: str | Path) -> None:
     """Remove all files of a data set, those that a Megatron-LM does not know too."""
-    own = (checksums_path(prefix), fingerprint_path(prefix), *answered_paths(prefix))
+    own = (checksums_path(prefix), fingerprint_path(prefix), *loss_mask_paths(prefix))
     for path in (idx_path(prefix), bin_path(prefix), *own):
         path.unlink(missing_ok=True)
 
@@ -90,9 +90,9 @@ class IndexedDataset:
                 f"truncated, or the two files do not belong together; {REMEDY}"
             )
         self._content = with_checks(content)
-        self.answered: AnsweredTokens | None = None
-        if answered_paths(prefix)[0].exists():
-            self.answered = AnsweredTokens(prefix, self._content, self.num_tokens)
+        self.loss_mask_file: LossMaskFile | None = None
+        if loss_mask_paths(prefix)[0].exists():
+            self.loss_mask_file = LossMaskFile(prefix, self._content, self.num_tokens)
 
     def _bytes_by_index(self) -> int | None:
         """Return the size of the .bin file; None if lengths, pointers and documents are
@@ -161,10 +161,10 @@ class IndexedDataset:
         all; read-only."""
         return self.read(*self._place(index, offset, length))
 
-    def marks(self, index: int, offset: int = 0, length: int | None = None) -> Marks:
-        """Return the marks of the same tokens, of a corpus that has them."""
-        assert self.answered is not None, f"{self.prefix} has no marks"
-        return self.answered.read(*self._place(index, offset, length))
+    def loss_mask(self, index: int, offset: int = 0, length: int | None = None) -> LossMask:
+        """Return the loss mask of the tokens that `get` returns, of a corpus that has one."""
+        assert self.loss_mask_file is not None, f"{self.prefix} has no loss mask"
+        return self.loss_mask_file.read(*self._place(index, offset, length))
 
     def _place(self, index: int, offset: int, length: int | None) -> tuple[int, int]:
         """Return the first of these tokens in the .bin file, and their number."""
@@ -260,14 +260,14 @@ class EncodedDocuments(NamedTuple):
     lengths: NDArray[np.int32]
     sequences: NDArray[np.int64]
     unfinished: bool = False  # the last document's last sequence continues in the next batch
-    marks: Marks | None = None  # of all ids, for a corpus of conversations
+    loss_mask: LossMask | None = None  # of all ids, for a corpus of conversations
 
 
 class IndexedDatasetWriter:
     """Writes one prefix: all files get their final names if the block succeeds, else none.
 
     The .bin file is streamed; the .idx file is written last, by `complete` or at the end.
-    `tokenizer` is the one that made the ids, if it is known. With `has_marks` it is a corpus of
+    `tokenizer` is the one that made the ids, if it is known. With `has_loss_mask` it is a corpus of
     conversations.
     """
 
@@ -277,12 +277,12 @@ class IndexedDatasetWriter:
         dtype: np.dtype[Any],
         tokenizer: Fingerprint | None = None,
         *,
-        has_marks: bool = False,
+        has_loss_mask: bool = False,
     ) -> None:
         self.prefix = str(prefix)
         self.dtype = dtype
         self._tokenizer = tokenizer
-        self._has_marks = has_marks
+        self._has_loss_mask = has_loss_mask
         self.num_tokens = 0
         self._lengths = array("i")
         self._documents = array("q", [0])
@@ -296,7 +296,7 @@ class IndexedDatasetWriter:
         with (
             replacing(idx_path(self.prefix)) as self._idx_file,
             replacing_fingerprint(self.prefix, self._tokenizer),
-            replacing_answered(self.prefix, wanted=self._has_marks) as self.answered,
+            replacing_loss_mask(self.prefix, wanted=self._has_loss_mask) as self.loss_mask_writer,
             replacing(checksums_path(self.prefix)) as self._sums_file,
             replacing(bin_path(self.prefix)) as bin_file,
             _room_on_disk(bin_path(self.prefix)),
@@ -323,8 +323,8 @@ class IndexedDatasetWriter:
         with _room_on_disk(bin_path(self.prefix)):
             self._stream.close()
             self._sums.write(self._sums_file)
-            if self.answered is not None:
-                self.answered.complete(self._sums)
+            if self.loss_mask_writer is not None:
+                self.loss_mask_writer.complete(self._sums)
             self._write_index(self._idx_file)
 
     @property
@@ -347,9 +347,9 @@ class IndexedDatasetWriter:
             self._lengths[-1] = length
             first, lengths = first - 1, lengths[1:]
         self._write(ids)
-        if self.answered is not None:
-            assert documents.marks is not None, "a conversation says which tokens are answered"
-            self.answered.write(documents.marks)
+        if self.loss_mask_writer is not None:
+            assert documents.loss_mask is not None, "a conversation says which tokens are answered"
+            self.loss_mask_writer.write(documents.loss_mask)
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         ends = first + np.cumsum(documents.sequences)
         self._open_sequence = documents.unfinished and (self._open_sequence or ends[-1] > first)
@@ -364,16 +364,17 @@ class IndexedDatasetWriter:
                 f"{bin_path(dataset.prefix)} holds {dataset.dtype.name} and {self.prefix} is to "
                 f"hold {self.dtype.name}: only data sets of one tokenizer can be joined"
             )
-        if (dataset.answered is None) != (self.answered is None):
+        if (dataset.loss_mask_file is None) != (self.loss_mask_writer is None):
             raise UserError(
-                f"{dataset.prefix} has {'no ' if self.answered else ''}conversations (.answered), "
-                "unlike those before it: join corpora of one kind; training blends both"
+                f"{dataset.prefix} has {'no ' if self.loss_mask_writer else ''}conversations "
+                "(.answered), unlike those before it: join corpora of one kind; training blends "
+                "both"
             )
         for ids in dataset.parts():
             self._write(ids)
-        if dataset.answered is not None and self.answered is not None:
-            for marks in dataset.answered.parts():
-                self.answered.write(marks)
+        if dataset.loss_mask_file is not None and self.loss_mask_writer is not None:
+            for part in dataset.loss_mask_file.parts():
+                self.loss_mask_writer.write(part)
         lengths = dataset.sequence_lengths()
         documents = dataset.document_indices()[1:] + len(self._lengths)
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from data.answered import ANSWERED
 from data.gpt_dataset import GPTDataset, scanned
 from data.indexed_dataset import bin_path
+from data.loss_mask import TRAINED
 from paro.errors import UserError
 from paro.text import listed
 
@@ -43,9 +43,9 @@ def check_rows(corpora: Corpora, rows: int) -> None:
 
 def _has_answer(corpus: GPTDataset) -> bool:
     """Tell whether a label is answered; read up to the first conversation that has one."""
-    if corpus.indexed.answered is None:
+    if corpus.indexed.loss_mask_file is None:
         return True
     plan = corpus.plan
     end = plan.seq_length if plan.shared_tokens == 0 else None
     sequences = range(plan.bounds.first, plan.bounds.last)
-    return any((corpus.indexed.marks(each)[1:end] == ANSWERED).any() for each in sequences)
+    return any((corpus.indexed.loss_mask(each)[1:end] == TRAINED).any() for each in sequences)

@@ -42,7 +42,7 @@ class MockDataset:
         places = targets[latest_jump] + times - latest_jump
         return self.cycle[places % len(self.cycle)]
 
-    def marks(self, index: int) -> None:
+    def loss_mask(self, index: int) -> None:
         """Every token is answered."""
 
     def describe(self) -> str:

@@ -112,8 +112,10 @@ def describe(
     if dataset.num_tokens > 0:
         yield f"  token ids: {contents.least} to {contents.most}"
     yield f"  checksums: {contents.checksums}"
-    if dataset.answered is not None:
-        count = sum(int(np.count_nonzero(marks)) for marks in dataset.answered.parts())
+    if dataset.loss_mask_file is not None:
+        count = sum(
+            int(np.count_nonzero(loss_mask)) for loss_mask in dataset.loss_mask_file.parts()
+        )
         share = f" ({count / dataset.num_tokens:.1%})" if dataset.num_tokens else ""
         yield f"  conversations: {count:,} tokens{share} are answered"
     yield f"  tokens of a document: {figures(lengths)}"

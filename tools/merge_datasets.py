@@ -47,8 +47,10 @@ def merge(prefixes: Sequence[Path], output_prefix: str) -> str:
                 "another, best outside --input"
             )
     first, made_with = IndexedDataset(prefixes[0]), tokenizer_of(prefixes)
-    has_marks = first.answered is not None
-    with IndexedDatasetWriter(output_prefix, first.dtype, made_with, has_marks=has_marks) as writer:
+    has_loss_mask = first.loss_mask_file is not None
+    with IndexedDatasetWriter(
+        output_prefix, first.dtype, made_with, has_loss_mask=has_loss_mask
+    ) as writer:
         for prefix in prefixes:
             writer.add_dataset(IndexedDataset(prefix))
     return (

@@ -92,7 +92,7 @@ def writing(prefixes: Sequence[str], plan: EncodingPlan) -> Iterator[list[Indexe
     with ExitStack() as files:
         writers = [
             files.enter_context(
-                IndexedDatasetWriter(prefix, dtype, made_with, has_marks=plan.conversations)
+                IndexedDatasetWriter(prefix, dtype, made_with, has_loss_mask=plan.conversations)
             )
             for prefix in prefixes
         ]

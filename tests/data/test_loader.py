@@ -45,7 +45,7 @@ class Numbered:
             raise self.error
         return np.arange(index, index + SEQ + 1)
 
-    def marks(self, index: int) -> None:
+    def loss_mask(self, index: int) -> None:
         """All are answered."""
 
     def describe(self) -> str:

@@ -26,7 +26,7 @@ from tests.helpers.scripts import run_script
 
 # Where the files that a module reads are damaged: a target's name, or a test in one process.
 READERS = {
-    "data.answered": "tests/data/test_answered.py",
+    "data.loss_mask": "tests/data/test_loss_mask.py",
     "data.blend": "blend",
     "data.block_checksums": "checked corpus",
     "data.fingerprint": "fingerprint",

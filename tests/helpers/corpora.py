@@ -32,9 +32,9 @@ def write_conversations(
 ) -> Path:
     """Writes conversations, each as its ids and the mark of each id; returns the prefix."""
     documents = encoded([[ids] for ids, _ in conversations])
-    marks = np.array([mark for _, marks in conversations for mark in marks], dtype=np.uint8)
-    with IndexedDatasetWriter(prefix, np.dtype("<u2"), has_marks=True) as writer:
-        writer.add_documents(documents._replace(marks=marks))
+    loss_mask = np.array([mark for _, marks in conversations for mark in marks], dtype=np.uint8)
+    with IndexedDatasetWriter(prefix, np.dtype("<u2"), has_loss_mask=True) as writer:
+        writer.add_documents(documents._replace(loss_mask=loss_mask))
     return Path(prefix)
 
 

@@ -6,8 +6,8 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from data.answered import ANSWERED
 from data.loader import Samples, SplitCounts, build_datasets
+from data.loss_mask import TRAINED
 from paro.arguments.parser import build_parser
 from paro.config.run import configure
 from paro.distributed.world import World
@@ -63,8 +63,8 @@ def dump(args: Namespace, path: Path) -> str:
     with output_file(path) as temporary, temporary.open("w", encoding="ascii") as stream:
         for number in range(count):
             # The last token is only a label.
-            sample, marks = {"tokens": samples[number][:-1].tolist()}, samples.marks(number)
-            if marks is not None:
-                sample["answered"] = (marks[:-1] == ANSWERED).astype(int).tolist()
+            sample, loss_mask = {"tokens": samples[number][:-1].tolist()}, samples.loss_mask(number)
+            if loss_mask is not None:
+                sample["answered"] = (loss_mask[:-1] == TRAINED).astype(int).tolist()
             stream.write(json.dumps(sample) + "\n")
     return f"wrote {path}: {count:,} samples of {args.seq_length} tokens; {samples.describe()}"

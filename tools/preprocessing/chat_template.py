@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from data.answered import ANSWERED, READ, Marks
 from data.hugging_face_tokenizer import load_transformers_tokenizer
+from data.loss_mask import MASKED, TRAINED, LossMask
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError
 from tools.preprocessing.answers import Span, added_by_answers
@@ -45,7 +45,7 @@ class ChatTemplate:
         """True if the template may write the day on which it is rendered."""
         return "strftime_now" in self.text
 
-    def encode(self, conversation: Conversation) -> tuple[list[int], Marks]:
+    def encode(self, conversation: Conversation) -> tuple[list[int], LossMask]:
         """Return the ids of a conversation, and a mark for each; `UserError` if it has no answer.
 
         The template says what is answered by its generation marks. Without any, it is what each
@@ -59,14 +59,14 @@ class ChatTemplate:
         text, spans = renderer.answered(conversation)
         ids, places = self._tokens(text)
         begins, ends = places[:, 0], np.maximum(places[:, 1], places[:, 0] + 1)
-        marks = np.full(len(ids), READ, np.uint8)
+        loss_mask = np.full(len(ids), MASKED, np.uint8)
         for begin, end in spans:
             if begin < end:
-                marks[(begins < end) & (ends > begin)] = ANSWERED
-        marks[:1] = READ  # no token precedes it
-        if not marks.any():
+                loss_mask[(begins < end) & (ends > begin)] = TRAINED
+        loss_mask[:1] = MASKED  # no token precedes it
+        if not loss_mask.any():
             raise UserError("the assistant answers nothing in this conversation")
-        return ids, marks
+        return ids, loss_mask
 
     def prompt(self, conversation: Conversation) -> list[int]:
         """Return the ids of a conversation, and of what asks the assistant for the next answer."""

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.answered import ANSWERED
 from data.corpus import BATCH_BYTES, OnBad, RawBatch, Texts, place_of, texts_of
 from data.hugging_face_tokenizer import ends_in
 from data.indexed_dataset import EncodedDocuments, dtype_for_vocab
+from data.loss_mask import TRAINED
 from data.sources import SourceKind
 from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import TokenizerConfig
@@ -86,8 +86,8 @@ def ends_of(config: TokenizerConfig) -> tuple[int, ...]:
 
 def ended_answers(documents: EncodedDocuments, ends: Sequence[int]) -> tuple[int, int]:
     """Count answers, each a run of answered tokens, and those with an end among their tokens."""
-    assert documents.marks is not None, "conversations have marks"
-    is_answered = documents.marks == ANSWERED
+    assert documents.loss_mask is not None, "conversations have a loss mask"
+    is_answered = documents.loss_mask == TRAINED
     begins = is_answered & ~np.concatenate([[False], is_answered[:-1]])
     numbers = np.cumsum(begins)
     with_end = numbers[is_answered & np.isin(documents.ids, ends)]
@@ -154,13 +154,13 @@ def _conversations(
 ) -> EncodedDocuments:
     """Return each conversation as a document of one sequence."""
     tokenizer, template = tokenizer_of(plan.tokenizer), chat_template_of(plan.tokenizer)
-    sequences, marks = [], [np.empty(0, np.uint8)]
+    sequences, masks = [], [np.empty(0, np.uint8)]
     for document in documents:
         try:
             conversation = conversation_of(
                 plan.keys, document.by_key, from_columns=not isinstance(batch.content, bytes)
             )
-            ids, answered = template.encode(conversation)
+            ids, loss_mask = template.encode(conversation)
         except UserError as error:
             told = f"{place_of(batch.piece, document.number)}: {error}"
             if on_bad is None:
@@ -170,14 +170,14 @@ def _conversations(
         if plan.append_eod and ids[-1] != tokenizer.eod:
             ids.append(tokenizer.eod)
             is_answer = conversation.is_answer(len(conversation.messages) - 1)
-            answered = np.append(answered, np.uint8(is_answer))
+            loss_mask = np.append(loss_mask, np.uint8(is_answer))
         sequences.append(ids)
-        marks.append(answered)
+        masks.append(loss_mask)
     return EncodedDocuments(
         _ids(sequences, tokenizer.vocab_size, batch),
         np.array([len(ids) for ids in sequences], dtype=np.int32),
         np.ones(len(sequences), dtype=np.int64),
-        marks=np.concatenate(marks),
+        loss_mask=np.concatenate(masks),
     )
 
 

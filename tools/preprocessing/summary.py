@@ -31,8 +31,8 @@ def describe_written(writer: IndexedDatasetWriter) -> str:
         f"wrote {bin_path(writer.prefix)} and .idx: {writer.num_documents:,} documents, "
         f"{writer.num_tokens:,} tokens as {writer.dtype.name}"
     )
-    answered = writer.answered
-    return line if answered is None else f"{line}, {answered.num_answered:,} of them answered"
+    loss_mask = writer.loss_mask_writer
+    return line if loss_mask is None else f"{line}, {loss_mask.num_trained:,} of them answered"
 
 
 def describe_skipped(tally: Tally) -> list[str]:

@@ -1,8 +1,8 @@
-"""Which tokens of a corpus of conversations are answered: `<prefix>.answered`, beside `.bin`.
+"""The loss mask of a corpus of conversations, `<prefix>.answered`: which tokens are answers.
 
-The file has a byte for each token, 1 where it is answered and 0 where it is only read, then the
+The file has a byte for each token, 1 where it is trained on and 0 where it is only read, then the
 CRC-32 of the checksums of .bin (uint32, little-endian), so that it is not taken for another corpus.
-`<prefix>.answered.crc` holds the checksums of its blocks. A corpus without it is answered whole.
+`<prefix>.answered.crc` holds the checksums of its blocks. Without it every token is trained on.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from data.block_checksums import BlockSums, CheckedFile
 from paro.errors import UserError
 from paro.untrusted.regular_file import RegularFile
 
-READ, ANSWERED, BEGINS = 0, 1, 2  # BEGINS: read, and the first token of a conversation
+MASKED, TRAINED, BEGINS = 0, 1, 2  # BEGINS: masked, and the first token of a conversation
 _SUM_BYTES = 4
 _PART_TOKENS = 2**22
-Marks = NDArray[np.uint8]
+LossMask = NDArray[np.uint8]
 
 
-def answered_paths(prefix: str | Path) -> tuple[Path, Path]:
+def loss_mask_paths(prefix: str | Path) -> tuple[Path, Path]:
     """Return the file, and its checksums."""
     return Path(f"{prefix}.answered"), Path(f"{prefix}.answered.crc")
 
 
-class AnsweredTokens:
-    """The marks of all `size` tokens of a corpus with this .bin; `UserError` if of another one."""
+class LossMaskFile:
+    """The loss mask of a corpus of `size` tokens; `UserError` if it belongs to another .bin."""
 
     def __init__(self, prefix: str | Path, content: RegularFile | CheckedFile, size: int) -> None:
-        path, sums = answered_paths(prefix)
+        path, sums = loss_mask_paths(prefix)
         again = "write the corpus again"
         self._file = CheckedFile(RegularFile(path), RegularFile(sums), again)
         self._size = size
@@ -48,28 +48,28 @@ class AnsweredTokens:
                 "tools/preprocess_data.py, or remove it to train on every token"
             )
 
-    def read(self, begin: int, count: int) -> Marks:
-        """Return the marks of `count` tokens from the one at `begin` on."""
+    def read(self, begin: int, count: int) -> LossMask:
+        """Return the loss mask of `count` tokens from the one at `begin` on."""
         return np.frombuffer(self._file.read(begin, count), np.uint8)
 
-    def parts(self) -> Iterator[Marks]:
-        """Yield all marks, part by part."""
+    def parts(self) -> Iterator[LossMask]:
+        """Yield the loss mask of all tokens, part by part."""
         for begin in range(0, self._size, _PART_TOKENS):
             yield self.read(begin, min(_PART_TOKENS, self._size - begin))
 
 
-class AnsweredWriter:
-    """Appends marks to a file."""
+class LossMaskWriter:
+    """Appends to the loss mask of a corpus."""
 
     def __init__(self, stream: BinaryIO, sums_file: Path) -> None:
         self._stream = stream
         self._sums_file = sums_file
         self._sums = BlockSums()
-        self.num_answered = 0
+        self.num_trained = 0
 
-    def write(self, marks: Marks) -> None:
-        self.num_answered += int(np.count_nonzero(marks))
-        self._append(marks.tobytes())
+    def write(self, loss_mask: LossMask) -> None:
+        self.num_trained += int(np.count_nonzero(loss_mask))
+        self._append(loss_mask.tobytes())
 
     def _append(self, content: bytes) -> None:
         self._stream.write(content)
@@ -83,9 +83,9 @@ class AnsweredWriter:
 
 
 @contextmanager
-def replacing_answered(prefix: str | Path, *, wanted: bool) -> Iterator[AnsweredWriter | None]:
+def replacing_loss_mask(prefix: str | Path, *, wanted: bool) -> Iterator[LossMaskWriter | None]:
     """Write the two files when the block succeeds; if unwanted, remove those of before."""
-    paths = answered_paths(prefix)
+    paths = loss_mask_paths(prefix)
     if not wanted:
         yield None
         for path in paths:
@@ -94,7 +94,7 @@ def replacing_answered(prefix: str | Path, *, wanted: bool) -> Iterator[Answered
     with ExitStack() as files:
         temporary, sums_file = (files.enter_context(replacing(path)) for path in paths)
         stream = files.enter_context(temporary.open("wb"))
-        yield AnsweredWriter(stream, sums_file)
+        yield LossMaskWriter(stream, sums_file)
 
 
 def _sum_bytes(number: int) -> bytes:
