@@ -10,14 +10,13 @@ from pathlib import Path
 
 
 def temporary_beside(path: Path) -> Path:
-    """Return an unused name in the folder of `path`, so that a rename to `path` stays on
-    one disk."""
+    """Return an unused name in the folder of `path`, for a rename on one disk."""
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path, renamed to `path` if the block succeeds and removed if it fails.
+    """Give a temporary path that is renamed to `path` if the block succeeds, else removed.
 
     Several processes may write the same `path` at the same time: readers see a complete file.
     """

@@ -34,7 +34,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch of one rank; labels are the next tokens, ignored where loss_mask is 0.
+    """A micro-batch of one rank; labels are the next tokens, ignored where loss_mask is 0.
 
     A batch that was cut has some positions of each sample: tokens, labels, mask and positions are
     theirs, the other fields of whole samples.
@@ -65,7 +65,7 @@ class Batch:
         return found if self.seq_length is None else {**found, "seq_length": self.seq_length}
 
     def cut(self, ranges: tuple[range, ...]) -> Batch:
-        """These positions of each sample, with copies of their tokens alone."""
+        """Keep these positions of each sample, with copies of their tokens alone."""
 
         def own(part_BS: Tensor) -> Tensor:
             return torch.cat([part_BS[:, each.start : each.stop] for each in ranges], dim=1)
@@ -95,8 +95,7 @@ def collate(
     num_masked: int = 0,
     token_bytes: TokenBytes | None = None,
 ) -> Batch:
-    """Return a batch of tokens and labels from samples of seq_length + 1 tokens, the last ones
-    masked.
+    """Make a batch of samples of seq_length + 1 tokens; the last `num_masked` are masked.
 
     Bytes of text are counted here, where processes read ahead and labels lie in memory: a device
     gets no table, and a sum on it would have to be brought back.

@@ -86,8 +86,7 @@ def read_blend(path: str, flag: str) -> Blend:
 
 
 def read_blend_per_split(path: str, flag: str) -> dict[str, Blend]:
-    """Return the blends of train, valid and test from a JSON object: words or a list under each
-    name."""
+    """Read the blends of train, valid and test from a JSON object: words or a list under each."""
     with about(suffix=_SPLITS):
         splits: _Splits = read_json(Path(path), _Splits, f"{flag} {path}")
     return {

@@ -31,7 +31,7 @@ Counts = NDArray[np.int64]  # of every corpus, in every lane
 
 
 class BlendIndices(NamedTuple):
-    """For every sample of a blend: its corpus, and its number among that corpus's samples."""
+    """The corpus of every sample of a blend, and its number among that corpus's samples."""
 
     dataset_index: NDArray[np.int16] | StoredArray
     dataset_sample_index: NDArray[np.int64] | StoredArray
@@ -81,7 +81,7 @@ def _blend(
 
 
 def _likely_counts(shares: NDArray[np.float64], times: NDArray[np.int64]) -> Counts:
-    """For each time, integers near `shares` * time that sum to it."""
+    """Round `shares` * time to integers that sum to the time, for each time."""
     ideal = np.multiply.outer(shares, times.astype(np.float64))
     counts = np.floor(ideal).astype(np.int64)
     missing = times - counts.sum(axis=0)
@@ -95,8 +95,7 @@ def _choose(
     times: NDArray[np.int64],
     counts: Counts,
 ) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-    """Return the next sample of every lane: its corpus, and how often that corpus was chosen
-    before.
+    """Choose the next sample of every lane: its corpus, and how often that was chosen before.
 
     Updates `counts`.
     """

@@ -47,7 +47,7 @@ class BlendedDataset:
         return member[sample]
 
     def loss_mask(self, index: int) -> LossMask | None:
-        """Those of the corpus that the sample is of."""
+        """Return the loss mask of a sample; None in a corpus without one."""
         member, sample = self._place(index)
         return member.loss_mask(sample)
 
@@ -152,8 +152,7 @@ def _cached_indices(
     size: int,
     build: Callable[[], BlendIndices],
 ) -> tuple[BlendIndices, str]:
-    """Return the order of a blend, cached: it depends only on weights or sizes and on
-    its length."""
+    """Return the order of a blend, cached: it depends only on weights or sizes and length."""
     facts = {
         "class": "BlendedDataset",
         "datasets": list(blend.prefixes),

@@ -127,8 +127,7 @@ class CheckedFile:
         return int(block_bytes), int(sum_of_table)
 
     def read(self, begin: int, length: int) -> memoryview:
-        """Return the `length` bytes from byte `begin` on; `UserError` if a block of them is
-        damaged."""
+        """Read `length` bytes from byte `begin` on; `UserError` if a block of them is damaged."""
         size = self._block_bytes
         first, last = begin // size, -(-(begin + length) // size)  # the one behind the last
         start = first * size

@@ -19,7 +19,7 @@ MOST_WORKERS = 1024  # processes of one rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Which tokens to train on and how to read them."""
+    """The tokens to train on and how to read them."""
 
     seq_length: int
     data_path: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ class DataConfig:
             )
 
     def document_rules(self, eod: int) -> DocumentRules | None:
-        """What the end of a document changes; None if it changes nothing."""
+        """Return the rules for ends of documents; None if they change nothing."""
         rules = DocumentRules(
             eod=eod,
             eod_mask_loss=self.eod_mask_loss,
@@ -107,8 +107,7 @@ class DataConfig:
         return None if rules == DocumentRules(eod=eod) else rules
 
     def _sources(self) -> dict[str, bool]:
-        """Return the alternative data source flags, and whether each is given; exactly one
-        must be."""
+        """Return the flags of data sources, exactly one of which must be given, and which are."""
         per_split = {f"--{name}-data-path": words for name, words in self._words().items()}
         first_given = next((flag for flag, words in per_split.items() if words), "")
         return {
@@ -124,16 +123,16 @@ class DataConfig:
 
     @property
     def is_per_split(self) -> bool:
-        """Whether every split has its own data, instead of a part of shared data."""
+        """True if every split has its own data, instead of a part of shared data."""
         return self.per_split_data_args_path is not None or any(self._words().values())
 
     @property
     def split_in_use(self) -> str | None:
-        """How data shared by all splits are cut; None if every split has its own data."""
+        """Weights of train, valid and test data; None if every split has its own data."""
         return None if self.is_per_split else self.split or DEFAULT_SPLIT
 
     def cache_folder(self, prefix: str) -> Path:
-        """Where indices are kept; Megatron's folder next to the data unless one is given."""
+        """Return the folder of indices; Megatron's, next to the data, unless one is given."""
         return Path(self.data_cache_path or f"{prefix}/cache/GPTDataset_indices")
 
     def blends(self) -> dict[str, Blend]:

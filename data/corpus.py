@@ -42,7 +42,7 @@ class RawBatch:
 
 
 class Texts(NamedTuple):
-    """One document: the text, or the sentences, under each key; or the values as they are."""
+    """A document: the text, or the sentences, under each key; or the values as they are."""
 
     number: int  # of the line or row in its piece, starting at 1
     by_key: tuple[Any, ...]
@@ -68,7 +68,7 @@ def read_batches(
 
 @contextmanager
 def open_binary(piece: Piece) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
-    """A stream of a file's decompressed bytes, and a function for how many file bytes were read."""
+    """Open a file's decompressed bytes, with a function that counts the file's bytes read."""
     with reading(piece.path), Path(piece.path).open("rb") as raw:
         try:
             yield _decompressed(piece, raw), raw.tell
@@ -132,8 +132,7 @@ def _text(piece: Piece) -> Iterator[RawBatch]:
 
 
 def _first_bad_part(piece: Piece) -> RawBatch | None:
-    """Return the first part of a text that is not UTF-8, as a whole text; None if all parts are
-    valid."""
+    """Return the first part of a text that is not UTF-8, as a whole text; None without one."""
     for part in _text(piece):
         assert isinstance(part.content, bytes), "a text is bytes"
         try:
@@ -168,7 +167,7 @@ def _rows(piece: Piece, keys: Sequence[str]) -> Iterator[RawBatch]:
 
 
 def _parquet_rows(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[int, Rows]]:
-    """Yields, row group by row group: how many row groups this batch completes, and its rows."""
+    """Yield the number of row groups that a batch completes, and its rows."""
     source = open_parquet(piece.path)  # which says so if pyarrow is missing
     from pyarrow import ArrowException
 
@@ -307,7 +306,7 @@ def _read(
 
 
 def _way_to_lines(text: str) -> str:
-    """What to do if this line begins a list of objects, or an object of several lines; else ''."""
+    """Say how to convert a list or an object of several lines that this line begins; else ''."""
     for begun, query in (_LIST, "'.[]'"), (_OBJECT, "."):
         if begun.match(text):
             return f": one JSON object a line is wanted; jq -c {query} FILE prints that"

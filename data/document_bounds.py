@@ -14,7 +14,7 @@ from data.loss_mask import BEGINS, TRAINED, LossMask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentRules:
-    """What the end-of-document token changes; by default nothing, as in Megatron."""
+    """Effects of the end-of-document token; by default none, as in Megatron."""
 
     eod: int
     eod_mask_loss: bool = False

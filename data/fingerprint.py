@@ -78,8 +78,7 @@ def _token_bytes(tokenizer: Tokenizer) -> str | None:
 
 
 def digest_of(vocabulary: Mapping[str, int], eod: int) -> str:
-    """Return a hash of the id-to-piece mapping; it is stored with corpora, so it must
-    never change."""
+    """Hash the pieces by id; it is stored with corpora, so it must never change."""
     digest = hashlib.blake2b(digest_size=16)
     for piece, number in sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0])):
         text = piece.encode("utf-8", "surrogatepass")
@@ -104,8 +103,7 @@ def read_fingerprint(prefix: str | Path) -> Fingerprint | None:
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: TokenizerConfig | None) -> Fingerprint | None:
-    """Return the fingerprint of a corpus, if it has one; `UserError` if it is of
-    another tokenizer."""
+    """Return a corpus's fingerprint, if it has one; `UserError` if it is of another tokenizer."""
     made_with = read_fingerprint(prefix)
     given = None if made_with is None or tokenizer is None else fingerprint_of(tokenizer)
     if made_with is None or given is None or given.digest == made_with.digest:

@@ -26,8 +26,7 @@ def gpt2_tokenizer(vocab_file: str, merge_file: str) -> LibraryTokenizer:
 
 
 def read_gpt2(vocab_file: Path, merge_file: Path) -> Any:
-    """Return the two files as a tokenizer of the tokenizers library; `UserError` names a
-    bad file."""
+    """Read the two files with the tokenizers library; `UserError` names a bad file."""
     with importing("--tokenizer-type GPT2BPETokenizer needs the package tokenizers"):
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     files = (("--vocab-file", vocab_file, VOCAB_FILE), ("--merge-file", merge_file, MERGE_FILE))

@@ -40,7 +40,7 @@ class TooFewTokensError(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRequest:
-    """Which samples of which split to build, and how to open the corpora that have it."""
+    """The samples of a split to build, and how to open its corpora."""
 
     config: DataConfig
     split_name: str
@@ -116,8 +116,7 @@ class GPTDataset:
         return row
 
     def describe(self) -> str:
-        """Return one line: how much data there is, how often it is read, where the order
-        is stored."""
+        """Describe in one line the amount of data, the epochs, and the place of the order."""
         plan = self.plan
         sequences = plan.bounds.last - plan.bounds.first
         wanted = plan.total_samples if plan.num_samples is None else plan.num_samples
@@ -189,7 +188,7 @@ def build_gpt_dataset(indexed: IndexedDataset, request: SplitRequest) -> GPTData
 
 
 def plan_split(indexed: IndexedDataset, request: SplitRequest) -> OrderPlan:
-    """How many epochs and samples the order of a split will have."""
+    """Plan the epochs and samples of the order of a split."""
     config, split_name = request.config, request.split_name
     split, seq_length = config.split_in_use, config.seq_length
     share = share_of(split, split_name)

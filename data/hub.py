@@ -9,7 +9,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def how_to_fetch(path: str | Path) -> str:
-    """What to add to a refusal of a folder that may be a model's name; else nothing.
+    """Return advice for a refusal of a folder that may be a model's name; else nothing.
 
     Such a name has an owner, which is no folder here.
     """

@@ -119,7 +119,7 @@ _Extra = list[str | _Token] | dict[str, str | _Token] | None
 
 
 class _TokenizerFields(TypedDict, total=False):
-    """Which fields of tokenizer_config.json and special_tokens_map.json are read."""
+    """The fields of tokenizer_config.json and special_tokens_map.json that are read."""
 
     bos_token: _Named
     eos_token: _Named
@@ -159,8 +159,7 @@ def _load_tokenizer_json(path: Path, source: str) -> LibraryTokenizer:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return the fields of tokenizer_config.json, and of special_tokens_map.json in
-    older folders."""
+    """Read tokenizer_config.json, and in older folders special_tokens_map.json."""
     config = _read(folder / "tokenizer_config.json", _TokenizerFields)
     if "added_tokens_decoder" not in config:
         config |= _read(folder / "special_tokens_map.json", _TokenizerFields)
@@ -195,8 +194,7 @@ def _add_tokens(tokenizer: Any, folder: Path, config: Mapping[str, Any]) -> None
 
 
 def adds_tokens(folder: Path, vocabulary: Mapping[str, int], *, eos: int, bos: int | None) -> bool:
-    """Return whether a folder's files add tokens to a vocabulary, or name another end
-    or beginning."""
+    """Return whether a folder's files add tokens to a vocabulary, or name another end or begin."""
     config = _read_config(folder)
     named, extra = _special_tokens(config)
     numbered = config.get("added_tokens_decoder", {}).values()
@@ -211,8 +209,7 @@ def adds_tokens(folder: Path, vocabulary: Mapping[str, int], *, eos: int, bos: i
 
 
 def _special_tokens(config: Mapping[str, Any]) -> tuple[list[str | _Token], list[str | _Token]]:
-    """Return the tokens with a role of their own (`eos_token`, `image_token`), and the
-    extra ones."""
+    """Return the tokens with a role (`eos_token`, `image_token`), and the extra ones."""
     tokens = {f"{part}_token": config.get(f"{part}_token") for part in _NAMED}
     tokens |= {
         key: config[key]

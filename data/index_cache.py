@@ -64,8 +64,7 @@ class CacheEntry:
 def cached_order(
     entry: CacheEntry, lengths: NDArray[np.int32], plan: OrderPlan
 ) -> tuple[SampleOrder, str]:
-    """Return the order of a plan, from the cache if it is there and intact; and where it
-    came from."""
+    """Return a plan's order, from the cache if it is there and intact, and where it came from."""
     expected: Expected = {
         "document_index": ((plan.num_entries,), DOCUMENT_DTYPE),
         "sample_index": ((plan.total_samples + 1, 2), sample_index_dtype(plan, lengths)),
@@ -103,7 +102,7 @@ def cached_arrays(
 
 @contextmanager
 def _alone_on_this_machine(entry: CacheEntry) -> Iterator[None]:
-    """A lock for one entry on this machine; it is also released when its process ends.
+    """Hold the lock of an entry on this machine; the end of its process releases it too.
 
     The lock file is in the machine's local temporary folder, since not every shared folder supports
     locks. Removing it is safe: a later process finds the entry, or builds the same bytes.
@@ -167,8 +166,7 @@ def _write(entry: CacheEntry, arrays: Arrays) -> None:
 
 
 def _read(entry: CacheEntry, expected: Expected) -> StoredArrays | None:
-    """Return the stored arrays; None if a file is missing, unreadable or differs from what was
-    written."""
+    """Return the stored arrays; None if a file is missing or differs from what was written."""
     try:
         seal = read_text(entry.path("description.txt"))
         arrays = {

@@ -39,8 +39,7 @@ Tokens = NDArray[Any]
 
 
 def dtype_for_vocab(vocab_size: int) -> np.dtype[Any]:
-    """Return the dtype in which Megatron stores ids of this vocabulary: uint16, int32 from 65500
-    on."""
+    """Return Megatron's dtype of ids of this vocabulary: uint16, int32 from 65500 on."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
@@ -95,8 +94,7 @@ class IndexedDataset:
             self.loss_mask_file = LossMaskFile(prefix, self._content, self.num_tokens)
 
     def _bytes_by_index(self) -> int | None:
-        """Return the size of the .bin file; None if lengths, pointers and documents are
-        inconsistent."""
+        """Return the size of the .bin file; None if the index contradicts itself."""
         count, entries = self._num_sequences, self._num_entries
         if entries == 0 or self._documents(0, 1) != 0 or self._documents(entries - 1, 1) != count:
             return None
@@ -145,8 +143,7 @@ class IndexedDataset:
         return self._lengths(0, self._num_sequences)
 
     def document_indices(self) -> NDArray[np.int64]:
-        """Return the first sequence of every document, and the number of sequences; read at each
-        call."""
+        """Read the first sequence of every document, and the number of sequences last."""
         return self._documents(0, self._num_entries)
 
     def tokens_in(self, first: int, last: int) -> int:
@@ -157,8 +154,7 @@ class IndexedDataset:
         return self._content.size if index == len(self) else int(self._pointers(index, 1)[0])
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> Tokens:
-        """Return the ids of sequence `index` from `offset` on, `length` of them or
-        all; read-only."""
+        """Read the ids of sequence `index` from `offset` on, `length` of them or all; read-only."""
         return self.read(*self._place(index, offset, length))
 
     def loss_mask(self, index: int, offset: int = 0, length: int | None = None) -> LossMask:
@@ -183,7 +179,7 @@ class IndexedDataset:
         return first + offset, stop - offset
 
     def read(self, begin: int, count: int) -> Tokens:
-        """`count` ids of the .bin file from the id at `begin` on, whatever sequence they are of.
+        """Read `count` ids of the .bin file from the id at `begin` on, of any sequences.
 
         Their blocks are checked, where there are checksums.
         """
@@ -219,8 +215,7 @@ def _check_present(prefix: str) -> None:
 
 
 def _read_header(index: RegularFile) -> tuple[int, int, int]:
-    """Return the code of the type, the number of sequences, and that of the entries
-    of documents."""
+    """Return the code of the type, and the numbers of sequences and of entries of documents."""
     path, size = index.path, index.size
     if size < HEADER.size or index.read(0, len(MAGIC)) != MAGIC:
         raise UserError(f"{path} is not a Megatron index file (MMIDIDX): {REMEDY}")

@@ -47,7 +47,7 @@ class SplitCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datasets:
-    """One data set per split; None if a split is not requested or has no sample."""
+    """The data sets of all splits; None if a split is not requested or has no sample."""
 
     train: Samples
     valid: Samples | None
@@ -86,7 +86,7 @@ class Datasets:
     def token_bytes(
         self, samples: Samples, vocab_size: int, trained_on: Container[str] | None = None
     ) -> TokenBytes | None:
-        """How many bytes of text the ids of a set stand for; of ids above its tokenizer's, none.
+        """Count the bytes of text of every id of a set; 0 for ids above its tokenizer's.
 
         None unless all its corpora say the same, and the model was `trained_on` the fingerprints of
         their tokenizers, if it is known on which.
@@ -101,7 +101,7 @@ class Datasets:
         return np.pad(counts, (0, max(0, vocab_size - len(counts))))
 
     def train_order(self) -> list[list[int]]:
-        """How the number of training samples affects their order, to compare runs.
+        """Describe how the number of training samples affects their order, to compare runs.
 
         For each corpus: the shuffled epochs, and the samples before a separately shuffled last one.
         """
@@ -120,8 +120,7 @@ def build_datasets(
     vocab_size: int,
     tokenizer: TokenizerConfig | None = None,
 ) -> Datasets:
-    """Return the splits with at least the requested samples; `vocab_size` is the tokenizer's,
-    unpadded."""
+    """Build the splits with the samples requested; `vocab_size` is unpadded."""
     counts = {name: getattr(num_samples, name) for name in SPLIT_NAMES}
     # Training data is opened even if no sample of it is requested: a run may only evaluate.
     wanted = [name for name in SPLIT_NAMES if name == "train" or counts[name] != 0]

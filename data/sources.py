@@ -177,8 +177,7 @@ def open_parquet(path: str) -> Any:
 
 
 def share_out(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
-    """Return the same documents in the same order, cut into `parts` lists of about the
-    same size."""
+    """Cut documents, in their order, into `parts` lists of about equal size."""
     total = sum(piece.num_bytes for piece in pieces)
     shares: list[list[Piece]] = [[] for _ in range(parts)]
     passed = 0

@@ -43,7 +43,7 @@ def bytes_of_pieces(tokenizer: Any, vocab_size: int) -> list[int] | None:
 
 
 def _spelling(step: dict[str, Any]) -> tuple[str, str] | None:
-    """What a part of a decoder replaces, and by what; None if it is not as simple."""
+    """Return the text that a decoder step replaces and its replacement; None if not simple."""
     kind = step.get("type")
     if kind == "Metaspace":
         return step["replacement"], " "

@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str: ...
 
     def token_bytes(self) -> list[int] | None:
-        """How many bytes of text every id stands for, special tokens 0; None if they do not say."""
+        """Count the bytes of text that every id stands for, special tokens 0; None if unknown."""
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -87,8 +87,7 @@ def _read_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, exactly: int | None = None) -> int:
-    """Return the rows of embedding and head: `vocab_size` rounded up to
-    --make-vocab-size-divisible-by.
+    """Round `vocab_size` up to --make-vocab-size-divisible-by: rows of embedding and head.
 
     With --padded-vocab-size the number is `exactly`, and the multiple is ignored.
     """
@@ -181,7 +180,7 @@ def _load_sentencepiece(path: Path) -> Any:
 
 
 class NullTokenizer:
-    """For texts of numbers: `3 1 2` becomes the ids 3, 1, 2, all below --vocab-size.
+    """A tokenizer of numbers: `3 1 2` becomes the ids 3, 1, 2, all below --vocab-size.
 
     The EOD is the last id, --vocab-size - 1, unless --null-tokenizer-eod-id is given: as in
     Megatron since core 0.18; before, it was an extra id on top of --vocab-size.

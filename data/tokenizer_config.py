@@ -33,7 +33,7 @@ _REFUSED_TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerConfig:
-    """Which tokenizer; `vocab_size` is required for NullTokenizer and checked for the others."""
+    """A tokenizer; `vocab_size` is required for NullTokenizer and checked for the others."""
 
     tokenizer_type: str
     tokenizer_model: str | None = None

@@ -104,8 +104,7 @@ def _tokenizer(processor: Any) -> Any:
 
 
 def _beginning(piece: str, number: int) -> Any:
-    """Return the post-processor that puts a token before every text, unless special tokens
-    are off."""
+    """Return the post-processor that puts a token before every text with special tokens."""
     from tokenizers.processors import TemplateProcessing
 
     return TemplateProcessing(

@@ -13,7 +13,7 @@ NOTICE_AFTER_SECONDS = 10.0
 
 
 class Wait:
-    """One wait for `what`; the waiting loop calls `check` in every turn."""
+    """A wait for `what`; the waiting loop calls `check` in every turn."""
 
     limit_seconds: ClassVar[float] = 600.0  # of all waits; a run sets --distributed-timeout-minutes
 

@@ -36,8 +36,7 @@ def shape_text(shape: Shape) -> str:
 
 
 def decays(shape: Shape) -> bool:
-    """Return whether weight decay applies to a parameter: as in Megatron, not to norms
-    and biases."""
+    """Return whether weight decay applies: as in Megatron, not to norms and biases."""
     return len(shape) > 1
 
 
@@ -149,8 +148,7 @@ class UnitLayout:
 def make_layout(
     *slices: Sequence[ParamChunk], decayed: frozenset[str], world_size: int
 ) -> UnitLayout:
-    """Return the layout of chunks, in one slice or several, for any degree that divides
-    `world_size`.
+    """Lay chunks out in one slice or several, for any degree that divides `world_size`.
 
     Slices are padded to the longest one.
     """
@@ -187,8 +185,7 @@ def make_sliced_layout(
     world_size: int,
     half: int | None = None,
 ) -> UnitLayout:
-    """Return the layout of matrices slice by slice: the shard at degree `number` is one slice of
-    each.
+    """Lay matrices out slice by slice: the shard at degree `number` has a slice of each.
 
     `cuts` maps each name to the dim it is split along. With `half` the layout holds only the first
     (0) or second (1) half of every slice.

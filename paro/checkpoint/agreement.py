@@ -44,7 +44,7 @@ class Ranks:
 
     @property
     def token(self) -> str:
-        """Of the lock, for names in the folder that no other run uses; empty without one."""
+        """Token of the lock, for names that no other run uses in the folder; empty without one."""
         return "" if self.lock is None else self.lock.token
 
     def check_lock(self) -> None:
@@ -63,7 +63,7 @@ class Ranks:
 
     @contextmanager
     def raise_on_all_ranks(self, blame: str = "", *, name_rank: bool = True) -> Iterator[None]:
-        """As `Control.raise_on_all_ranks`, around code that reads or writes the folder.
+        """Raise an error of the block, which reads or writes the folder, on all ranks.
 
         An error of the system other than a full disk is about the folder, which the user gave.
         """
@@ -78,17 +78,17 @@ class Ranks:
 
 
 def with_one_folder(control: Control) -> Ranks:
-    """For ranks that all see the same folder."""
+    """Return the ranks of a run that all see one folder."""
     return Ranks(control, control, range(control.world.size))
 
 
 def one_process() -> Ranks:
-    """For a program of one process."""
+    """Return the ranks of a program of one process."""
     return with_one_folder(Control(World(), torch.device("cpu")))
 
 
 def ranks_that_save(locked: LockedFolders, control: Control, timeout: timedelta) -> Ranks:
-    """For saves under way while the ranks train: with process groups of their own."""
+    """Return ranks with process groups of their own, for saves while the ranks train."""
     if control.world.size == 1:
         return Ranks(control, control, range(1), locked.lock)
     world, near = make_save_groups(locked.folders, control.world.rank, timeout)

@@ -25,8 +25,7 @@ class HostCopy:
         self._room: dict[tuple[str, Shape], Tensor] = {}
 
     def take(self, states: dict[str, ChunkedState]) -> dict[str, ChunkedState]:
-        """Return a copy of the states that training does not change; overwrites the
-        previous copy."""
+        """Copy the states, so that training does not change the copy; overwrites the last one."""
         sources = chunks_of(states)
         missing = {key: values for key, values in sources.items() if key not in self._room}
         block = torch.empty(starts_of(missing.values())[-1], dtype=torch.uint8)
@@ -49,7 +48,7 @@ class HostCopy:
 
 
 def starts_of(sources: Iterable[Tensor]) -> list[int]:
-    """Where copies of the sources begin in one block, in bytes, and last the size of the block."""
+    """Return the bytes at which copies of the sources begin in a block, and its size last."""
     return [0, *accumulate(-(-values.nbytes // _ALIGN) * _ALIGN for values in sources)]
 
 
@@ -90,7 +89,7 @@ class Background:
 
     @property
     def is_started(self) -> bool:
-        """Whether there is a job that was not waited for; it may have ended."""
+        """True if there is a job that was not waited for; it may have ended."""
         return self._thread is not None
 
     @property
@@ -99,7 +98,7 @@ class Background:
 
     @property
     def failed(self) -> bool:
-        """Whether the last job has failed; False while it still runs."""
+        """True if the last job has failed; False while it still runs."""
         return self._failure is not None
 
     def _run(self, job: Callable[[], None]) -> None:

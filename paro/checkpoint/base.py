@@ -36,8 +36,7 @@ def stored_parameters(directory: Path) -> frozenset[str]:
 
 
 def open_base(named: Base | None, moved_to: str | None, blame: str) -> tuple[Path, Manifest] | None:
-    """Return the folder and manifest of the base that `blame` names; None if it is complete
-    without.
+    """Return folder and manifest of the base that `blame` names; None if it needs none.
 
     `moved_to` is the value of --base. `UserError` if the base is gone, damaged or another one.
     """

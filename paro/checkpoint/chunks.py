@@ -92,8 +92,7 @@ def begin_without(states: Mapping[str, ChunkedState], missing: Collection[str]) 
 
 
 def _items(offsets: Shape, values: Tensor, to_write: bool) -> Iterator[tuple[Shape, Tensor]]:
-    """Yield a chunk, cut by rows into items of about `MAX_ITEM_BYTES` if it is to
-    be written."""
+    """Yield a chunk; if it is to be written, in parts of about `MAX_ITEM_BYTES`, cut by rows."""
     if not to_write or values.nbytes <= MAX_ITEM_BYTES or not offsets:
         yield offsets, values
         return

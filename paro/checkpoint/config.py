@@ -92,12 +92,12 @@ class CheckpointConfig:
 
     @property
     def saves_where_it_loads(self) -> bool:
-        """Whether --save and --load are the same folder, which may not exist yet."""
+        """True if --save and --load are one folder, which may not exist yet."""
         if self.save is None or self.load is None:
             return False
         return Path(self.save).resolve() == Path(self.load).resolve()
 
     @property
     def continues(self) -> bool:
-        """Whether the run continues from the checkpoints in --save."""
+        """True if the run continues from the checkpoints in --save."""
         return self.saves_where_it_loads and not self.finetune

@@ -58,7 +58,7 @@ TokenIds = dict[str, int | list[int] | None]
 
 
 class _Common(TypedDict):
-    """Which fields of common.json are read, of a run or a conversion; older ones have fewer."""
+    """The fields of common.json that are read, of a run or a conversion; older ones have fewer."""
 
     format_version: int
     iteration: Count
@@ -88,8 +88,7 @@ def iteration_directory(root: Path, iteration: int) -> Path:
 
 
 def latest_iteration(directory_root: str | Path) -> int | None:
-    """Return the iteration in the tracker; None if nothing was saved. `DamagedError` for a bad
-    tracker."""
+    """Return the iteration in the tracker, None without one; `DamagedError` for a bad tracker."""
     root = Path(directory_root)
     path = root / TRACKER
     with reading(f"{path}"):
@@ -136,8 +135,7 @@ def iterations_in(root: Path) -> set[int]:
 
 
 def newest_good(root: Path, *, last_fine: int) -> int | None:
-    """Return the newest iteration from which a step went well, when the last such step was
-    `last_fine`.
+    """Return the newest iteration from which a step went well, the last one being `last_fine`.
 
     What that step itself left may be what is wrong, so it is named only if there is no other.
     """
@@ -147,7 +145,7 @@ def newest_good(root: Path, *, last_fine: int) -> int | None:
 
 
 def describe_saved(directory_root: str | Path) -> str | None:
-    """Which iterations a folder holds, complete or not, in words; None if there are none."""
+    """Name the iterations that a folder holds, complete or not; None if there are none."""
     root = Path(directory_root)
     iterations = sorted(iterations_in(root))
     if len(iterations) > 1:
@@ -221,8 +219,7 @@ def read_common(directory_root: str | Path, iteration: int | None = None) -> dic
 
 
 def common_of(directory: Path) -> dict[str, Any]:
-    """Return the contents of common.json in an iteration's folder; `DamagedError` if it
-    is damaged."""
+    """Read common.json of an iteration's folder; `DamagedError` if it is damaged."""
     manifest = read_manifest(directory)
     path = directory / COMMON
     with damaged(path):
@@ -329,8 +326,7 @@ def retire_checkpoint(directory_root: str | Path, *, before: int, interval: int)
 
 
 def in_files(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Yield the items file by file, each of at most `limit` bytes unless one item alone
-    has more."""
+    """Yield the items file by file, each of at most `limit` bytes, or with one larger item."""
     bunch: list[T] = []
     num_bytes = 0
     for item in items:

@@ -60,8 +60,7 @@ class FolderLock:
         return self._lost is not None
 
     def is_ours(self) -> bool:
-        """Return whether no other run may hold the lock yet; reads the file only after a long
-        sleep."""
+        """Return whether no other run may hold the lock; reads the file only after a long sleep."""
         if not self.is_lost and time.monotonic() - self._checked > STILL_SECONDS / 2:
             with suppress(OSError, LockLostError):  # a lost mount is the next save's to report
                 self.check()

@@ -33,7 +33,7 @@ State = TypeVar("State")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """Which parts of which checkpoint to load."""
+    """The checkpoint to load, and the parts of it that are loaded."""
 
     iteration: int | None = None  # None: the latest complete one
     moments: bool = True  # also load the optimizer's moments
@@ -90,8 +90,7 @@ def load_checkpoint(
 def _order(
     root: str | Path, iteration: int | None, ranks: Ranks, blame: str
 ) -> tuple[list[int], str | None]:
-    """Return the iterations that all ranks try, best first, and what is wrong with the tracker or
-    None.
+    """Return the iterations that all ranks try, best first, and the tracker's fault or None.
 
     Rank 0's order holds for all ranks: else they could resume from different iterations. Raises
     `UserError` if other ranks see checkpoints and rank 0 sees none.

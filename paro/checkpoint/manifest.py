@@ -185,8 +185,7 @@ def write_manifest(
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """Return the manifest of an iteration's folder, None for format 1; `DamagedError` if it is
-    damaged."""
+    """Read an iteration's manifest, None for format 1; `DamagedError` if it is damaged."""
     path = directory / MANIFEST
     with damaged(path):
         if not path.exists():

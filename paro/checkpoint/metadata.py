@@ -39,7 +39,7 @@ _MODULE = "torch.distributed.checkpoint.metadata"
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """DCP's metadata: which chunks are stored where; `DamagedError` if it cannot be right."""
+    """Read DCP's metadata, the place of every chunk; `DamagedError` if it cannot be right."""
     path = directory / METADATA
     try:
         metadata = _MetadataUnpickler(read_bytes(path, max_bytes=MAX_BYTES)).load()
@@ -64,7 +64,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 class _WrongError(Exception):
-    """What is wrong in the metadata."""
+    """A field of the metadata is wrong."""
 
 
 def _layout(name: object) -> Any:

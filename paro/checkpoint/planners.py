@@ -52,7 +52,7 @@ class ChunkSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """As the base class, which rejects overlaps; this one also rejects holes."""
+        """Join the plans; reject overlaps, as the base class does, and holes."""
         if not self.whole:
             plans, metadata = create_default_global_save_plan(all_plans)
             for name, state in self.state_dict.items():
@@ -78,7 +78,7 @@ class ChunkSavePlanner(DefaultSavePlanner):
 
 
 def items_to_read(name: str, state: ChunkedState, metadata: Metadata) -> list[ReadItem]:
-    """What fills every chunk of a state from any saved chunks."""
+    """List the reads that fill every chunk of a state from any saved chunks."""
     saved = metadata.state_dict_metadata.get(name)
     assert isinstance(saved, TensorStorageMetadata), f"{name} is a {type(saved)}"
     chunks = [_chunk(offsets, values) for offsets, values in state.chunks.items()]

@@ -126,7 +126,7 @@ class _SummingStream:
         return len(view)
 
     def flush(self) -> None:
-        """A no-op: nothing is buffered."""
+        """Do nothing: nothing is buffered."""
 
     def end_chunk(self) -> tuple[int, ChunkSum]:
         """End a chunk, the bytes written since the last one; return its first byte and its sum."""
@@ -140,8 +140,7 @@ class _SummingStream:
 
 
 def _alone_in_storage(values: Tensor) -> Tensor:
-    """Return the same values in a storage of exactly their size: torch.save writes
-    whole storages."""
+    """Return the values in a storage of their size: torch.save writes whole storages."""
     values = values.contiguous()
     if values.untyped_storage().nbytes() == values.nbytes:
         return values
@@ -174,7 +173,7 @@ class CheckedReader:
         self._room = bytearray()
 
     def plan(self, states: Mapping[str, ChunkedState]) -> list[Read]:
-        """What fills the states, in the order of files and offsets.
+        """List the reads that fill the states, in the order of files and offsets.
 
         `DamagedError` for a hole and for a file that is missing or truncated: before anything is
         overwritten on any rank.

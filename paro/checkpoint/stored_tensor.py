@@ -61,7 +61,7 @@ class Window(io.RawIOBase):
 
 
 class RefusedError(UserError):
-    """What was saved is no tensor."""
+    """The saved object is no tensor."""
 
 
 class _UnusualError(Exception):

@@ -18,7 +18,7 @@ MAX_BYTES = 2**28  # the largest tokenizer.json has a tenth of it
 
 @contextmanager
 def open_regular(path: str | Path, what: str = "") -> Iterator[BinaryIO]:
-    """An open regular file; `UserError` begins with `what`, or with the path.
+    """Open a regular file; `UserError` begins with `what`, or with the path.
 
     A pipe or a device, which could block or never end, is refused without a wait.
     """
@@ -70,8 +70,7 @@ class RegularFile:
             self.size = os.fstat(self._descriptor).st_size
 
     def read(self, begin: int, length: int) -> bytes:
-        """Return the `length` bytes from byte `begin` on, which lie in the file as it
-        was opened."""
+        """Return the `length` bytes from byte `begin` on, of the file as it was opened."""
         content = self._read_some(begin, length)
         while len(content) < length:  # the system reads at most 2 GiB at once
             more = self._read_some(begin + len(content), length - len(content))

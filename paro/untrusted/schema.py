@@ -68,8 +68,7 @@ def read_json(path: Path, kind: Any, what: str = "", *, max_bytes: int = MAX_BYT
 
 
 def parse_json(text: str | bytes, kind: Any, what: str, *, repeats: bool = True) -> Any:
-    """Return a JSON text as a value of type `kind`; without `repeats` no field may be
-    there twice."""
+    """Parse JSON as a value of type `kind`; without `repeats` no field may be there twice."""
     if isinstance(text, bytes):
         with reading(what):
             text = text.decode("utf-8-sig")
@@ -86,8 +85,7 @@ def parse_json(text: str | bytes, kind: Any, what: str, *, repeats: bool = True)
 
 
 def conform(value: Any, kind: Any, what: str) -> Any:
-    """Return the value as one of type `kind`; `UserError` names `what` and the fields that are
-    wrong."""
+    """Return the value as one of type `kind`; `UserError` names `what` and the wrong fields."""
     try:
         return _conform(value, kind)
     except _WrongError as error:
@@ -95,7 +93,7 @@ def conform(value: Any, kind: Any, what: str) -> Any:
 
 
 class _WrongError(Exception):
-    """What is wrong with a value and its members: pairs of a path, such as `.a[0]`, and a text."""
+    """A value or members of it are wrong: pairs of a path, such as `.a[0]`, and a text."""
 
     def __init__(self, text: str, path: str = "") -> None:
         self.found = [(path, text)]
@@ -266,7 +264,7 @@ def _record(value: Any, kind: Any) -> Any:
 
 
 def _of_fields(texts: Iterable[str], types: dict[str, Any]) -> list[tuple[str, str]]:
-    """What a record's own checks say, with the path where it begins with the name of a field."""
+    """Split the texts of a record's own checks into the path of a field and the rest."""
     parts = [text.partition(": ") for text in texts]
     return [
         (f".{name}", rest) if name in types else ("", f"{name}{colon}{rest}")

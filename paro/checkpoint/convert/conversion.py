@@ -100,8 +100,7 @@ class Conversion:
         return OPENERS[self.source_format](self.source)
 
     def _check_adapters(self, source: Source) -> None:
-        """Raise `UserError` unless flags say what becomes of adapters, and there are some if they
-        do."""
+        """Raise `UserError` if flags leave adapters out, or name adapters that are not there."""
         given = f"--input {self.source}"
         if not source.adapters:
             if self.merge or self.target_format == PEFT:
@@ -129,7 +128,7 @@ class Conversion:
 
     @property
     def writes_adapters(self) -> bool:
-        """Whether adapters are written alone."""
+        """True if adapters are written alone."""
         from_peft = self.source_format == PEFT and self.target_format == "paro"
         return self.target_format == PEFT or (from_peft and not self.merge)
 
@@ -184,8 +183,7 @@ class Conversion:
 
 
 def _num_ids(source: Source) -> int:
-    """Return the ids of a source's tokenizer; 0 if it has none or one that cannot be used as
-    it is."""
+    """Count the ids of a source's tokenizer; 0 if it has none or one that cannot be used."""
     if source.tokenizer is None:
         return 0
     try:

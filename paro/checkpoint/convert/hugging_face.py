@@ -120,8 +120,7 @@ def tokenizer_of(
 
 
 def _plain_tokenizer(companions: Mapping[str, Path], begins: bool) -> dict[str, Any] | None:
-    """Return the tokenizer of a file for SentencePiece or of GPT-2's two, without the files next to
-    it."""
+    """Return the tokenizer of SentencePiece's or GPT-2's files, without the files next to them."""
     if "tokenizer.model" in companions:
         kind = "Llama2Tokenizer" if begins else "SentencePieceTokenizer"
         return {"tokenizer_type": kind, "tokenizer_model": str(companions["tokenizer.model"])}
@@ -225,8 +224,7 @@ def _config_fields(source: Source) -> dict[str, Any]:
 
 
 def _stated_dtype(source: Source, before: Sequence[Any]) -> str:
-    """Return the dtype for config.json: the one `before` if tensors have it, else one that holds
-    all."""
+    """Return the dtype for config.json: one `before` that tensors have, else one that holds all."""
     dtypes = {tensor.dtype for tensor in source.tensors.values()}
     names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
     widest = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
@@ -243,8 +241,7 @@ def _zeros(source: Source, names: Sequence[str]) -> dict[str, LazyTensor]:
 
 
 def _special_ids(source: Source) -> TokenIds:
-    """Return the configuration's own ids, else the tokenizer's: without them transformers assumes
-    some."""
+    """Return the configuration's ids, else the tokenizer's: transformers would assume some."""
     ids: TokenIds = {"bos_token_id": None, "eos_token_id": None}
     if source.tokenizer is not None:
         try:

@@ -339,7 +339,7 @@ def _cut_out(view: Tensor, *, by_group: bool) -> LazyTensor:
 
 
 def _by_group(view: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Where the rows [start, stop) are in a view [group, row, ...]: groups, and rows in them."""
+    """Return the index of the rows [start, stop) in a view [group, row, ...]."""
     rows, size = torch.arange(start, stop), view.shape[1]
     return rows // size, rows % size
 

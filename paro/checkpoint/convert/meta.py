@@ -45,7 +45,7 @@ _MEASURED = ("layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight")
 
 
 class _Params(TypedDict):
-    """Which fields of params.json are read."""
+    """The fields of params.json that are read."""
 
     dim: Positive
     n_layers: Positive
@@ -176,8 +176,7 @@ def _config(directory: Path, params: _Params, shards: list[Mapping[str, Tensor]]
 
 
 def _positions(params: _Params) -> int:
-    """Return the maximum sequence length, which params.json does not have: inferred from RoPE
-    fields."""
+    """Infer the maximum sequence length, which params.json lacks, from its RoPE fields."""
     if params.get("use_scaled_rope"):
         return 131072
     return 8192 if params.get("rope_theta", 10000.0) > 10000.0 else 2048

@@ -181,8 +181,7 @@ def _check_supported(everything: Mapping[str, Any], fields: _Fields) -> None:
 
 
 def _adapters_in(path: Path, modules: Sequence[_Module], fields: _Fields) -> dict[str, LazyTensor]:
-    """Return the tensors of a file by this project's names; `UserError` if some are missing or
-    strange."""
+    """Return a file's tensors by this project's names; `UserError` if any is missing or strange."""
     stored = open_safetensors(path)
     names = {part(module.weight): module for part in (down_name, up_name) for module in modules}
     found = {name: stored[peft_name(name)] for name in names if peft_name(name) in stored}
@@ -203,8 +202,7 @@ def _adapters_in(path: Path, modules: Sequence[_Module], fields: _Fields) -> dic
 
 
 def _is_target(module: _Module, fields: _Fields, found: Mapping[str, LazyTensor]) -> bool:
-    """Return whether a module has adapters, by their names; where they are an expression, by the
-    file."""
+    """Return whether a module has adapters, by the names of targets; by the file for a regex."""
     targets, excluded = fields.get("target_modules"), fields.get("exclude_modules") or []
     if targets == ALL_LINEAR:
         targets = list(MODULES)

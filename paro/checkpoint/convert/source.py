@@ -52,9 +52,7 @@ class LazyTensor:
         return values
 
     def cast(self, dtype: torch.dtype | None) -> LazyTensor:
-        """Return the tensor in this type, or in its own; whoever reads a value of it that is not
-        finite gets a `UserError`.
-        """
+        """Return the tensor in a type, or its own; `UserError` where a value read is not finite."""
         wanted = dtype or self.dtype
 
         def rows(start: int, stop: int) -> Tensor:

@@ -57,7 +57,7 @@ def load_torch_file(path: Path) -> Any:
 
 @contextmanager
 def fill_torch_file(path: Path) -> Iterator[Any]:
-    """The contents of our own file; its tensors are mapped, and writes to them change the file."""
+    """Map the contents of this project's own file: writes to its tensors change the file."""
     with safe_globals([Namespace]), set_default_mmap_options(mmap.MAP_SHARED):
         yield torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 

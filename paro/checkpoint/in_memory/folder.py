@@ -44,8 +44,7 @@ class SnapshotFolder:
         return self.control.world.rank == self.folder_ranks[0]
 
     def records(self) -> list[Path]:
-        """Return the records of all snapshots here, in the same order on all ranks of
-        the node."""
+        """List the records of all snapshots here, in one order on all ranks of the node."""
         return sorted(self.path.glob(f"*{RECORD}"))
 
     def remove_share(self, unwanted: Callable[[str], bool]) -> None:
@@ -77,7 +76,7 @@ class SnapshotFolder:
 def snapshot_folder(
     base: Path | None, control: Control, log: Callable[[str], None]
 ) -> Iterator[SnapshotFolder]:
-    """This node's folder of the job under `base`, /dev/shm by default, locked; collective.
+    """Hold this node's folder of the job under `base`, /dev/shm by default; collective.
 
     Raises `UserError` on all ranks if another job has it or others could read it. Removes what
     dead jobs of the same user left there long ago. After an error the folder is kept: the same
@@ -150,8 +149,7 @@ def _make_private(path: Path) -> None:
 
 
 def _lock(path: Path, deadline: float) -> int | None:
-    """Return a descriptor that holds the lock until it is closed, as it is when its
-    process dies."""
+    """Return a descriptor that holds the lock until it is closed or its process dies."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     while True:
         try:

@@ -53,7 +53,7 @@ class Held(NamedTuple):
     number: int
 
     def values(self) -> Tensor:
-        """Its values, verified."""
+        """Return the values of the part, verified."""
         whole = self.snapshot.record.regions[self.number].chunk
         return self.snapshot.values(self.number)[self.chunk.index_in(whole)]
 
@@ -69,7 +69,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """What was recovered: the contents of common.json, and bytes of all ranks by where from."""
+    """A recovery: the contents of common.json, and bytes of all ranks by their origin."""
 
     iteration: int
     common: Mapping[str, Any]
@@ -78,7 +78,7 @@ class Recovered:
     seconds: float = 0.0  # that it took, until the run can go on
 
     def panel(self) -> dict[str, float]:
-        """For dashboards."""
+        """Return the figures for dashboards."""
         return {
             "recovery/seconds": self.seconds,
             "recovery/bytes-from-own-nodes": float(self.own_node_bytes),
@@ -153,8 +153,7 @@ def _keep_only(folder: SnapshotFolder, snapshots: Sequence[Snapshot]) -> None:
 def _snapshots_here(
     folder: SnapshotFolder, flags: Mapping[str, str]
 ) -> tuple[list[Snapshot], list[str]]:
-    """Return the readable snapshots of this node that are this run's, and lines about
-    the others."""
+    """List this run's readable snapshots on this node, and lines about the others."""
     found, notes = [], []
     for path in folder.records():
         try:
@@ -334,7 +333,7 @@ def _parts(held: _ByState, want: Want) -> Iterator[Held]:
 def assign(
     wants: Sequence[Sequence[Want]], offers: Sequence[Sequence[Offer]]
 ) -> tuple[list[Message], list[Want]]:
-    """Who sends what, each part of a want by whom sends least so far; and what nobody holds."""
+    """Assign each part of a want to the holder that sends least; return also the wants of none."""
     by_want: dict[tuple[int, int], list[tuple[int, Chunk]]] = defaultdict(list)
     for source, of_source in enumerate(offers):
         for offer in of_source:

@@ -57,7 +57,7 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What one rank held after one iteration."""
+    """The states that one rank held after one iteration."""
 
     format: Literal[1]
     iteration: Count
@@ -77,7 +77,7 @@ class Snapshot:
 
     @property
     def start(self) -> int:
-        """Which start of the run wrote it; a later one is greater."""
+        """The start of the run that wrote it; a later one is greater."""
         return int(self.path.name.split("-")[2].split(".")[0], 16)
 
     @classmethod
@@ -190,8 +190,7 @@ class SnapshotWriter:
         self.num_written += 1
 
     def _allocate(self, path: Path) -> list[Tensor]:
-        """Return a mapped file for one snapshot; its chunks as tensors, pinned where CUDA is
-        used."""
+        """Map a file for a snapshot; return its chunks as tensors, pinned where CUDA is used."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             # All pages now: a full file system is an error here, and SIGBUS in a mapped page.
