@@ -8,7 +8,6 @@ import io
 import os
 import pickle
 import sys
-import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from math import prod
@@ -16,20 +15,18 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import PyTorchFileReader
 
 from paro.errors import UserError
 from paro.untrusted.pickled import CheckedUnpickler
 
-_HEADER_BYTES = 30  # of an entry in a zip file, before its name and extra field
-_NAME_LENGTH, _EXTRA_LENGTH = slice(26, 28), slice(28, 30)
-
 
 def tensor_in(content: memoryview) -> Tensor:
     """Return the tensor on the CPU, if possible as a view of these bytes, else loaded by torch."""
-    window: Any = Window(content)  # has the methods that zipfile and torch use
+    window: Any = Window(content)  # has the methods that torch uses
     try:
         return _view_of(content, window)
-    except (zipfile.BadZipFile, pickle.UnpicklingError, _UnusualError):
+    except (RuntimeError, pickle.UnpicklingError, _UnusualError):
         window.seek(0)
         try:
             saved = torch.load(window, map_location="cpu", weights_only=True)
@@ -96,32 +93,16 @@ class _Description(CheckedUnpickler):
         return pid
 
 
-def _view_of(content: memoryview, window: io.RawIOBase) -> Tensor:
-    with zipfile.ZipFile(window) as archive:
-        entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-    for name in ("data.pkl", "byteorder"):
-        if name not in entries:
-            raise _UnusualError
-    begin, stop = _place(content, entries["byteorder"])
-    if content[begin:stop] != sys.byteorder.encode():
+def _view_of(content: memoryview, window: Any) -> Tensor:
+    archive = PyTorchFileReader(window)
+    if archive.get_record("byteorder") != sys.byteorder.encode():
         raise _UnusualError
-    begin, stop = _place(content, entries["data.pkl"])
-    stored = _Description(content[begin:stop]).load()
+    stored = _Description(archive.get_record("data.pkl")).load()
     if not isinstance(stored, _Stored) or len(stored.size) != len(stored.stride):
         raise _UnusualError
-    _, dtype, key, _, _ = stored.storage
+    _, dtype, key, _, numel = stored.storage
     if prod(stored.size) == 0:
         return torch.empty(stored.size, dtype=dtype)
-    begin, stop = _place(content, entries[f"data/{key}"])
-    flat = torch.frombuffer(content[begin:stop], dtype=dtype)
+    begin = archive.get_record_offset(f"data/{key}")  # type: ignore[attr-defined]
+    flat = torch.frombuffer(content, dtype=dtype, count=numel, offset=begin)
     return flat.as_strided(stored.size, stored.stride, stored.offset)
-
-
-def _place(content: memoryview, entry: zipfile.ZipInfo) -> tuple[int, int]:
-    """Return the range [begin, stop) of an uncompressed entry's data in `content`."""
-    header = content[entry.header_offset : entry.header_offset + _HEADER_BYTES]
-    lengths = (int.from_bytes(header[part], "little") for part in (_NAME_LENGTH, _EXTRA_LENGTH))
-    begin = entry.header_offset + _HEADER_BYTES + sum(lengths)
-    if entry.compress_type != zipfile.ZIP_STORED:
-        raise _UnusualError
-    return begin, begin + entry.file_size
