@@ -39,7 +39,6 @@ from paro.checkpoint.convert.source import (
 from paro.checkpoint.convert.torch_file import (
     fill_torch_file,
     is_weight,
-    lazy,
     load_torch_file,
 )
 from paro.checkpoint.directory import MAX_TRACKER_BYTES, TRACKER
@@ -157,11 +156,11 @@ def write_megatron(
     """Fill an empty folder with a `release` checkpoint; embedding and head have `rows` rows."""
     _check_rope_scaling(source.config)
     config = replace(source.config, vocab_size=rows)
-    writers: dict[str, list[tuple[Callable[[Tensor], Tensor], LazyTensor]]] = {}
+    parameters: dict[str, list[str]] = {}
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, shape in parameter_shapes(config).items():
         theirs, tensor = megatron_name(name), source.tensors[name]
-        writers.setdefault(theirs, []).append((_place(config, name), tensor))
+        parameters.setdefault(theirs, []).append(name)
         others, dtype = shapes.get(theirs, ((0, *shape[1:]), tensor.dtype))
         dtype = torch.promote_types(dtype, tensor.dtype)  # so that no part loses bits
         shapes[theirs] = ((others[0] + shape[0], *shape[1:]), dtype)
@@ -173,10 +172,14 @@ def write_megatron(
         torch.save(_state(source, config, room, divisible_by), path)
     del room
     with fill_torch_file(path) as saved:
-        for name, parts in writers.items():
-            for place, tensor in parts:
-                view = place(saved["model"][name])
-                _fill(view, tensor, advance)
+        for theirs, names in parameters.items():
+            fused = saved["model"][theirs]
+            for name in names:
+                index, tensor = _rows_of(config, name, len(fused)), source.tensors[name]
+                for start, stop in tensor.row_ranges():
+                    values = tensor.rows(start, stop)
+                    fused[index[start:stop]] = values.to(fused.dtype)
+                    advance(values.nbytes)
     copy_companions(source.companions, root / COMPANIONS)
     (root / TRACKER).write_text("release", encoding="utf-8")
 
@@ -194,16 +197,6 @@ def _check_rope_scaling(config: LlamaConfig) -> None:
                 f"Megatron-LM has no --{name.replace('_', '-')}: it takes {theirs}, and this model "
                 f"has {getattr(config, name)}"
             )
-
-
-def _fill(view: Tensor, tensor: LazyTensor, advance: Callable[[int], None]) -> None:
-    """Copy a parameter into its view of the mapped file; Q, K and V group by group."""
-    for start, stop in tensor.row_ranges():
-        rows = tensor.rows(start, stop)
-        by_group = view.ndim > len(tensor.shape)
-        where = _by_group(view, start, stop) if by_group else slice(start, stop)
-        view[where] = rows.to(view.dtype)
-        advance(rows.nbytes)
 
 
 def _iteration(root: Path) -> Path:
@@ -291,9 +284,8 @@ def _found(
                     f"{path}: {theirs} is {tuple(tensor.shape)}, and its arguments make it "
                     f"{fused[part]}"
                 )
-        views = [_place(of_a_rank, name)(tensor) for tensor in tensors]
-        pieces = [_cut_out(view, by_group=part in _BY_GROUP) for view in views]
-        found[name] = joined(pieces, dims.get(name))
+        parts = [_cut_out(tensor, _rows_of(of_a_rank, name, len(tensor))) for tensor in tensors]
+        found[name] = joined(parts, dims.get(name))
     return found
 
 
@@ -311,37 +303,25 @@ def _fused_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return {**qkv, "w_gate": both, "w_up": both}
 
 
-def _place(config: LlamaConfig, name: str) -> Callable[[Tensor], Tensor]:
-    """Return the function from Megatron's tensor to a parameter's view; QKV: [group, row, ...]."""
+def _rows_of(config: LlamaConfig, name: str, num_rows: int) -> Tensor:
+    """Return the rows of Megatron's tensor, of `num_rows`, that are a parameter's, in order."""
     part = name.rpartition(".")[2]
     groups, head = config.num_query_groups, config.kv_channels
-    queries = config.num_attention_heads // groups * head
-    ffn = config.ffn_hidden_size
     if part in _BY_GROUP:
-        sizes = (queries, head, head)
-        return lambda fused: fused.unflatten(0, (groups, -1)).split(sizes, 1)["qkv".index(part[1])]
-    if part in ("w_gate", "w_up"):
-        start = 0 if part == "w_gate" else ffn
-        return lambda fused: fused[start : start + ffn]
-    return lambda whole: whole
+        sizes = (config.num_attention_heads // groups * head, head, head)
+        by_group = torch.arange(groups * sum(sizes)).view(groups, -1)
+        return by_group.split(sizes, 1)["qkv".index(part[1])].flatten()
+    rows, ffn = torch.arange(num_rows), config.ffn_hidden_size
+    return {"w_gate": rows[:ffn], "w_up": rows[ffn:]}.get(part, rows)
 
 
-def _cut_out(view: Tensor, *, by_group: bool) -> LazyTensor:
-    """Return a view as a lazy tensor; with `by_group`, [group, row, ...] is flattened to rows."""
-    if not by_group:
-        return lazy(view)
-    shape = (view.shape[0] * view.shape[1], *view.shape[2:])
+def _cut_out(fused: Tensor, index: Tensor) -> LazyTensor:
+    """Return the rows of a mapped tensor that `index` has as a lazy tensor."""
     return LazyTensor(
-        shape=shape,
-        dtype=view.dtype,
-        rows=lambda start, stop: view[_by_group(view, start, stop)],
+        shape=(len(index), *fused.shape[1:]),
+        dtype=fused.dtype,
+        rows=lambda start, stop: fused[index[start:stop]],
     )
-
-
-def _by_group(view: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Return the index of the rows [start, stop) in a view [group, row, ...]."""
-    rows, size = torch.arange(start, stop), view.shape[1]
-    return rows // size, rows % size
 
 
 def _state(
