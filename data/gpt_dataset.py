@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +15,7 @@ from data.config import DataConfig
 from data.fingerprint import Fingerprint, check_tokenizer
 from data.index_cache import CacheEntry, cached_order, checksum
 from data.indexed_dataset import IndexedDataset, Tokens, bin_path
-from data.loss_mask import BEGINS, LossMask
+from data.loss_mask import BEGINS, TRAINED, LossMask
 from data.sample_order import (
     Bounds,
     OrderPlan,
@@ -25,6 +26,7 @@ from data.sample_order import (
 )
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError
+from paro.text import listed
 
 # Token ids are checked against the vocabulary when a corpus is opened: all ids of a corpus of up to
 # this many bytes, which takes a tenth of a second, and evenly spaced blocks of larger corpora.
@@ -32,6 +34,7 @@ from paro.errors import UserError
 SCAN_BYTES = 256 * 2**20
 SCAN_BLOCKS = 64
 PURPOSES = {"train": "training", "valid": "validation", "test": "test"}
+_NAMED = 3  # corpora at most in a line
 
 
 class TooFewTokensError(UserError):
@@ -234,3 +237,39 @@ def _cache_entry(prefix: str, lengths: NDArray[np.int32], request: SplitRequest)
         split_name=request.split_name,
         description=json.dumps(facts, indent=4),
     )
+
+
+def check_answers(corpora: Mapping[str, Sequence[GPTDataset]]) -> None:
+    """Raise `UserError` for a data set none of whose samples has an answered token."""
+    for name, members in corpora.items():
+        if members and not any(map(_has_answer, members)):
+            prefixes = listed([member.indexed.prefix for member in members[:_NAMED]])
+            raise UserError(
+                f"{name}: no sample of --seq-length {members[0].plan.seq_length} of {prefixes} has "
+                "an answered token, so there is no loss: raise --seq-length, give other data, or "
+                "see what is answered with tools/inspect_dataset.py"
+            )
+
+
+def check_rows(corpora: Mapping[str, Sequence[GPTDataset]], rows: int) -> None:
+    """Raise `UserError` for a token id without a row in a model whose vocabulary is frozen."""
+    for corpus in chain.from_iterable(corpora.values()):
+        most = max((int(ids.max()) for ids in scanned(corpus.indexed)), default=0)
+        if most >= rows:
+            prefix = corpus.indexed.prefix
+            raise UserError(
+                f"{bin_path(prefix)} holds token id {most}, and the model of --load has "
+                f"{rows} vocabulary rows, which are frozen, so that it would never be learnt: give "
+                "a base with a row for every id of its tokenizer (transformers: "
+                "resize_token_embeddings), or train its vocabulary rows too, without adapters"
+            )
+
+
+def _has_answer(corpus: GPTDataset) -> bool:
+    """Tell whether a label is answered; read up to the first conversation that has one."""
+    if corpus.indexed.loss_mask_file is None:
+        return True
+    plan = corpus.plan
+    end = plan.seq_length if plan.shared_tokens == 0 else None
+    sequences = range(plan.bounds.first, plan.bounds.last)
+    return any((corpus.indexed.loss_mask(each)[1:end] == TRAINED).any() for each in sequences)

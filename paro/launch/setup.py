@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from data.learnable import check_answers, check_rows
+from data.gpt_dataset import check_answers, check_rows
 from data.loader import Datasets
 from model.block_attention import check_attention
 from model.compilation import check_compiler

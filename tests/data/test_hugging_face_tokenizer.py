@@ -12,8 +12,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
-from data.hugging_face_tokenizer import hugging_face_tokenizer
-from data.token_bytes import bytes_of_pieces
+from data.hugging_face_tokenizer import bytes_of_pieces, hugging_face_tokenizer
 from tests.helpers.processes import python_apart
 from tests.helpers.refusals import refused
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from data.config import DataConfig
-from data.learnable import check_answers
+from data.gpt_dataset import check_answers
 from data.loader import Datasets, MicroBatches
 from tests.data.test_block_checksums import flip
 from tests.data.test_loader import batches_of

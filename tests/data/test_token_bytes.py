@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import decoders, models
 
 from data.fingerprint import fingerprint_of
-from data.token_bytes import bytes_of_pieces
+from data.hugging_face_tokenizer import bytes_of_pieces
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TokenizerConfig
 from data.tokenizer_json import write_tokenizer_json
