@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.config import AttentionBackend
-from model.kept import KeptAttention
+from model.recompute import SavedAttention
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -32,7 +32,7 @@ class Documents(NamedTuple):
 
 
 # Causal attention within documents, of rotated q_BSNH and k_BSKH, and v_BSKH; returns [B, S, N, H].
-Core = Callable[[Tensor, Tensor, Tensor, Documents | None, KeptAttention | None], Tensor]
+Core = Callable[[Tensor, Tensor, Tensor, Documents | None, SavedAttention | None], Tensor]
 
 
 def documents_of(

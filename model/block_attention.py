@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend
 
 from model.attention import FLASH_CAPABILITY, Documents, attend, chosen_kernel, documents_of
 from model.config import BLOCK_BACKENDS, AttentionBackend, LlamaConfig, flash_takes
-from model.kept import Attended, KeptAttention
+from model.recompute import AttentionOutput, SavedAttention
 from paro.errors import UserError
 
 Grads = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values, in their types and shapes
@@ -212,37 +212,39 @@ def causal_grads(
     return dq.view_as(q_BSNH), dk.view_as(k_BSKH), dv.view_as(v_BSKH)
 
 
-def attend_keeping(
+def attend_saving(
     backend: AttentionBackend,
     q_BSNH: Tensor,
     k_BSKH: Tensor,
     v_BSKH: Tensor,
     documents: Documents | None,
-    kept: KeptAttention | None,
+    saved: SavedAttention | None,
 ) -> Tensor:
-    """Return causal attention within each document; what it has `kept`, it does not
+    """Return causal attention within each document; what it has `saved`, it does not
     compute again."""
-    if kept is None and not _in_one_call(documents, q_BSNH, backend):
+    if saved is None and not _in_one_call(documents, q_BSNH, backend):
         return attend(q_BSNH, k_BSKH, v_BSKH, backend, documents)
-    out_BSNH: Tensor = _Keeping.apply(backend == "flash", documents, kept, q_BSNH, k_BSKH, v_BSKH)
+    out_BSNH: Tensor = _AttendSaving.apply(
+        backend == "flash", documents, saved, q_BSNH, k_BSKH, v_BSKH
+    )
     return out_BSNH
 
 
-class _Keeping(torch.autograd.Function):
+class _AttendSaving(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         flash: bool,
         documents: Documents | None,
-        kept: KeptAttention | None,
+        saved: SavedAttention | None,
         q_BSNH: Tensor,
         k_BSKH: Tensor,
         v_BSKH: Tensor,
     ) -> Tensor:
-        def attend() -> Attended:
+        def attend() -> AttentionOutput:
             return attend_causally(q_BSNH, k_BSKH, v_BSKH, documents, flash)
 
-        whole = attend() if kept is None else kept.attended(attend)
+        whole = attend() if saved is None else saved.output_of(attend)
         ctx.chosen = documents, flash
         ctx.save_for_backward(q_BSNH, k_BSKH, v_BSKH, *whole)
         return whole[0]
@@ -288,8 +290,8 @@ def check_attention(
     half = _PROBE_TOKENS // 2
     lengths = documents_of((half, half) if documents else None, 1, device)
     try:
-        kept = KeptAttention() if config.keeps_core else None
-        attend_keeping(backend, q_BSNH, k_BSKH, v_BSKH, lengths, kept).sum().backward()
+        saved = SavedAttention() if config.keeps_core else None
+        attend_saving(backend, q_BSNH, k_BSKH, v_BSKH, lengths, saved).sum().backward()
     except RuntimeError as error:
         kind = str(dtype).removeprefix("torch.")
         raise UserError(

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from model.matmul import GradSink, sink_of, store_grad
-from model.slices import Slices, add_slices
+from model.norm import Slices, add_slices
 
 
 class Embedding(nn.Module):

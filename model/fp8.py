@@ -7,6 +7,12 @@
 # does not. Sums are fp32 and results have the operands' former type, so parameters, gradients,
 # masters and messages are as without fp8. An operand that is not finite makes the scale so, and all
 # results NaN: the step is skipped, as without fp8.
+#
+# [Note: largest values]
+# The kernel that writes a tensor also finds its largest value, by which the next cast scales.
+# Autograd passes a gradient on as a view or as a new object of Python, so what is known belongs to
+# the storage, which one whole tensor fills, until its version says that something else was written.
+# The largest value of another tensor, such as a sum of gradients, is looked for in a pass over it.
 
 from __future__ import annotations
 
@@ -93,50 +99,75 @@ def _cast(tensor: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     return scaled.clamp_(limits.min, limits.max).to(kind), scale
 
 
-@dataclass(slots=True)
-class Casts:
-    """What is kept of a weight's cast by a sharding engine, which has it as the weight's `casts`.
+def remember_largest(tensor: Tensor, largest: Tensor) -> None:
+    """Keep the largest value of a contiguous tensor, if that fills its storage.
 
-    The engine forgets it before the values change.
+    Call it after writing. Kernels of Triton do not raise a tensor's version, so none may write into
+    it later.
+    """
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == tensor.nbytes:
+        storage.largest = tensor._version, largest  # type: ignore[attr-defined]
+
+
+def known_largest(tensor: Tensor) -> Tensor | None:
+    """Return what was remembered of a contiguous tensor whose values are still the same."""
+    storage = tensor.untyped_storage()
+    version, largest = getattr(storage, "largest", (None, None))
+    if storage.nbytes() != tensor.nbytes or version != tensor._version:
+        return None
+    return largest
+
+
+@dataclass(slots=True)
+class Fp8WeightCache:
+    """Cast of a weight for the matmuls of forward and backward, in its attribute `fp8_cache`.
+
+    A sharding engine sets it, and clears it before the weight's values change.
     """
 
-    keeps: bool = False  # whether the values stay until the backward of a forward that begins now
-    kept: Any = None
+    is_on: bool = False  # whether the values stay until the backward of a forward that begins now
+    cast: Any = None
 
 
-def casts_of(weight: Tensor) -> Casts | None:
-    casts: Casts | None = getattr(weight, "casts", None)
-    return casts
+def fp8_cache_of(weight: Tensor) -> Fp8WeightCache | None:
+    cache: Fp8WeightCache | None = getattr(weight, "fp8_cache", None)
+    return cache
 
 
-def kept_cast(weight: Tensor) -> tuple[Tensor, ...]:
-    """Data, transpose and scale of the weight's cast if it is kept: inputs of a compiled graph."""
-    casts = casts_of(weight)
-    return () if casts is None or casts.kept is None else casts.kept[:3]
+def cached_cast(weight: Tensor) -> tuple[Tensor, ...]:
+    """Return data, transpose and scale of a weight's cached cast: inputs of a compiled graph."""
+    cache = fp8_cache_of(weight)
+    return () if cache is None or cache.cast is None else cache.cast[:3]
 
 
-def make_kept_casts(weights: Iterable[Tensor], dtype: torch.dtype, fp8: Fp8) -> None:
-    """Cast those whose values stay until backward, before a graph that cannot keep anything."""
+def cache_casts(weights: Iterable[Tensor], dtype: torch.dtype, fp8: Fp8) -> None:
+    """Cast weights whose values stay until backward, ahead of a graph that cannot cache."""
     with torch.no_grad():
         for weight in weights:
-            casts = casts_of(weight)
-            if casts is not None and casts.keeps:
-                weight_operand(weight, dtype, fp8, casts, transposed=False)
+            cache = fp8_cache_of(weight)
+            if cache is not None and cache.is_on:
+                weight_operand(weight, dtype, fp8, cache, transposed=False)
 
 
 def weight_operand(
-    weight: Tensor, dtype: torch.dtype, fp8: Fp8 | None, casts: Casts | None, *, transposed: bool
+    weight: Tensor,
+    dtype: torch.dtype,
+    fp8: Fp8 | None,
+    cache: Fp8WeightCache | None,
+    *,
+    transposed: bool,
 ) -> Operand:
     """Return a weight of a layer that computes in `dtype`: for `outputs`, or `transposed`.
 
     Where its values stay until backward, forward casts it for both.
     """
-    kept: Operand | None = None if casts is None else casts.kept
-    if kept is not None:
-        return kept
-    keeps = fp8 is not None and casts is not None and casts.keeps and not transposed
-    made = operand(weight.to(dtype), fp8, data=not transposed, transposed=transposed or keeps)
-    if keeps:
-        assert casts is not None
-        casts.kept = made
+    if cache is not None and cache.cast is not None:
+        cached: Operand = cache.cast
+        return cached
+    caches = fp8 is not None and cache is not None and cache.is_on and not transposed
+    made = operand(weight.to(dtype), fp8, data=not transposed, transposed=transposed or caches)
+    if caches:
+        assert cache is not None
+        cache.cast = made
     return made

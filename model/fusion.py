@@ -13,8 +13,7 @@ from torch import Tensor
 
 from model.config import LlamaConfig
 from model.cross_entropy import linear_cross_entropy
-from model.fp8 import Fp8, Scaled, operand
-from model.largest import known_largest
+from model.fp8 import Fp8, Scaled, known_largest, operand
 from model.layers import gated_linear, normed_linears
 from model.norm import SharedNorm
 from model.rotary import rotate

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.largest import known_largest, remember_largest
+from model.fp8 import known_largest, remember_largest
 
 _BLOCK = 1024  # elements of a program
 _MOST_HEADS = 16  # of a program of the rotary embedding, so that a thread has several channels

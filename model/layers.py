@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from model.fp8 import Fp8, Operand, Scaled, casts_of, kept_cast, operand, weight_operand
-from model.kept import checkpointed
+from model.fp8 import Fp8, Operand, Scaled, cached_cast, fp8_cache_of, operand, weight_operand
 from model.matmul import input_grads, outputs, sink_of, weight_grad, weight_grad_to_number
 from model.norm import SharedNorm
+from model.recompute import checkpointed
 
 # Frozen weights may have another type than activations: a matmul converts one for as long as it
 # runs, and what is saved for backward is the weight as it is held.
@@ -41,12 +41,12 @@ class _NormedLinears(torch.autograd.Function):
         ctx.save_for_backward(x_BSD, scale_D, *weights)
         ctx.norm, ctx.fp8, ctx.passes_x = norm, fp8, passes_x
         ctx.sinks = [*map(sink_of, weights)]
-        ctx.casts = [*map(casts_of, weights)]
+        ctx.caches = [*map(fp8_cache_of, weights)]
         y_BSD = norm.in_forward(backward_follows=any(ctx.needs_input_grad))
         y = operand(y_BSD, fp8)
         made = (
-            outputs(y, weight_operand(weight, y_BSD.dtype, fp8, casts, transposed=False))
-            for weight, casts in zip(weights, ctx.casts, strict=True)
+            outputs(y, weight_operand(weight, y_BSD.dtype, fp8, cache, transposed=False))
+            for weight, cache in zip(weights, ctx.caches, strict=True)
         )
         return (x_BSD, *made) if passes_x else tuple(made)
 
@@ -70,8 +70,8 @@ class _NormedLinears(torch.autograd.Function):
         ]
         if needs_y:
             cast = (
-                weight_operand(weight, y_TD.dtype, ctx.fp8, casts, transposed=True)
-                for weight, casts in zip(weights, ctx.casts, strict=True)
+                weight_operand(weight, y_TD.dtype, ctx.fp8, cache, transposed=True)
+                for weight, cache in zip(weights, ctx.caches, strict=True)
             )
             ctx.norm.add_products(flat_grads, cast)
         del y, y_TD
@@ -120,14 +120,14 @@ class _GatedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(gate_BSF, up_BSF, weight_DF)
         ctx.fp8, ctx.fused = fp8, fused
-        ctx.sink, ctx.casts = sink_of(weight_DF), casts_of(weight_DF)
+        ctx.sink, ctx.cache = sink_of(weight_DF), fp8_cache_of(weight_DF)
         if fused:
             from model.kernels import swiglu
 
             hidden_BSF = swiglu(gate_BSF, up_BSF, for_cast=bool(fp8 and fp8.fused))
         else:
             hidden_BSF = F.silu(gate_BSF).mul_(up_BSF)
-        weight = weight_operand(weight_DF, gate_BSF.dtype, fp8, ctx.casts, transposed=False)
+        weight = weight_operand(weight_DF, gate_BSF.dtype, fp8, ctx.cache, transposed=False)
         return outputs(operand(hidden_BSF, fp8), weight)
 
     @staticmethod
@@ -139,7 +139,7 @@ class _GatedLinear(torch.autograd.Function):
         grad = operand(flat_TD, fp8, is_grad=True, data=needs_hidden, transposed=needs_weight)
 
         def hidden_grad() -> Tensor:
-            weight = weight_operand(weight_DF, gate_BSF.dtype, fp8, ctx.casts, transposed=True)
+            weight = weight_operand(weight_DF, gate_BSF.dtype, fp8, ctx.cache, transposed=True)
             return input_grads(grad, weight).view_as(gate_BSF)
 
         def grad_of_weight(hidden_BSF: Tensor) -> Tensor | None:
@@ -187,41 +187,41 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_BSD: Tensor, weight_ED: Tensor, fp8: Fp8 | None, *kept: Tensor
+        ctx: Any, x_BSD: Tensor, weight_ED: Tensor, fp8: Fp8 | None, *cached: Tensor
     ) -> Tensor:
-        """`kept`: what `kept_cast` says in a compiled graph, which takes no other objects."""
+        """Multiply; `cached`: `cached_cast` of the weight, in a graph, which takes only tensors."""
         needed_x = x_BSD if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(needed_x, weight_ED, *kept)
+        ctx.save_for_backward(needed_x, weight_ED, *cached)
         ctx.fp8, ctx.sink = fp8, sink_of(weight_ED)
-        ctx.casts = None if torch.compiler.is_compiling() else casts_of(weight_ED)
-        weight = _Linear.weight(ctx, x_BSD, weight_ED, kept, transposed=False)
+        ctx.cache = None if torch.compiler.is_compiling() else fp8_cache_of(weight_ED)
+        weight = _Linear.weight(ctx, x_BSD, weight_ED, cached, transposed=False)
         return outputs(operand(x_BSD, fp8, again=needed_x is not None), weight)
 
     @staticmethod
     def weight(
-        ctx: Any, x: Tensor, weight_ED: Tensor, kept: Sequence[Tensor], *, transposed: bool
+        ctx: Any, x: Tensor, weight_ED: Tensor, cached: Sequence[Tensor], *, transposed: bool
     ) -> Operand:
         """Return the weight for a matmul with `x`."""
-        if kept:
-            data, turned, scale = kept
+        if cached:
+            data, turned, scale = cached
             return Scaled(data, turned, scale, x.dtype)
-        return weight_operand(weight_ED, x.dtype, ctx.fp8, ctx.casts, transposed=transposed)
+        return weight_operand(weight_ED, x.dtype, ctx.fp8, ctx.cache, transposed=transposed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_BSD, weight_ED, *kept = ctx.saved_tensors
+        x_BSD, weight_ED, *cached = ctx.saved_tensors
         grad_BSE, fp8, needs_x = grads[0], ctx.fp8, ctx.needs_input_grad[0]
         needs_weight = x_BSD is not None
         flat_TE = grad_BSE.flatten(0, -2)
         grad = operand(flat_TE, fp8, is_grad=True, data=needs_x, transposed=needs_weight)
         grad_x = grad_weight = None
         if needs_x:
-            weight = _Linear.weight(ctx, grad_BSE, weight_ED, kept, transposed=True)
+            weight = _Linear.weight(ctx, grad_BSE, weight_ED, cached, transposed=True)
             grad_x = input_grads(grad, weight).unflatten(0, grad_BSE.shape[:-1])
         if needs_weight:
             x = operand(x_BSD.flatten(0, -2), fp8, data=False, transposed=True)
             grad_weight = weight_grad(grad, x, ctx.sink)
-        return grad_x, grad_weight, None, *(None for _ in kept)
+        return grad_x, grad_weight, None, *(None for _ in cached)
 
 
 _LEAF = torch.zeros((), device="cpu", requires_grad=True)  # see `weight_grad_to_number`
@@ -256,6 +256,6 @@ def linear(x_BSD: Tensor, weight_ED: Tensor, fp8: Fp8 | None = None) -> Tensor:
         return F.linear(x_BSD, weight_ED.to(x_BSD.dtype))
     if fp8 is None and x_BSD.dtype == weight_ED.dtype and sink_of(weight_ED) is None:
         return F.linear(x_BSD, weight_ED)
-    kept = kept_cast(weight_ED) if torch.compiler.is_compiling() else ()
-    out: Tensor = _Linear.apply(x_BSD, weight_ED, fp8, *kept)
+    cached = cached_cast(weight_ED) if torch.compiler.is_compiling() else ()
+    out: Tensor = _Linear.apply(x_BSD, weight_ED, fp8, *cached)
     return out

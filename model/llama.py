@@ -23,19 +23,18 @@ import torch
 from torch import Tensor, nn
 
 from model.attention import Core, Documents, documents_of
-from model.block_attention import attend_keeping
+from model.block_attention import attend_saving
 from model.compilation import compiled
 from model.config import LlamaConfig
 from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
 from model.embedding import Embedding
-from model.fp8 import Fp8, make_kept_casts
-from model.kept import KeptAttention, checkpointed
+from model.fp8 import Fp8, cache_casts
 from model.layers import gated, gated_linear, linear, normed_linears
 from model.lora import AdaptedBlock, DropKey
 from model.matmul import number_weights
-from model.norm import SharedNorm, rms_norm
+from model.norm import SharedNorm, Slices, add_slices_after, rms_norm
+from model.recompute import SavedAttention, checkpointed
 from model.rotary import rotate, rotations
-from model.slices import Slices, add_slices_after
 from model.units import UnitSpec, first_trained_unit, recomputed_groups, unit_specs
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of rotated q_BSNH and k_BSKH, and v_BSKH
@@ -50,7 +49,7 @@ class TokenInfo(NamedTuple):
     drops: DropKey | None = None  # of the dropout of adapters; None: nothing is dropped
     splits_documents: bool = False  # here or in other micro-batches
     core: Core | None = None  # causal attention where other tokens of the samples are elsewhere
-    kept: KeptAttention | None = None  # what attention of blocks that are recomputed keeps
+    saved: SavedAttention | None = None  # what attention of blocks that are recomputed keeps
 
 
 class Block(AdaptedBlock):
@@ -93,9 +92,9 @@ class Block(AdaptedBlock):
         number_weights(self.parameters())
         if self.fp8 is not None:
             projections = (self.wq, self.wk, self.wv, self.wo, self.w_gate, self.w_up, self.w_down)
-            make_kept_casts(projections, x_BSD.dtype, self.fp8)
+            cache_casts(projections, x_BSD.dtype, self.fp8)
         whole = not (self.recomputes_core or self.config.keeps_scores)
-        if whole and not (info.splits_documents or attend or info.core or info.kept):
+        if whole and not (info.splits_documents or attend or info.core or info.saved):
             return plain(self, x_BSD, info)
         q_BSNH, k_BSKH, v_BSKH = project(self, x_BSD, info.cos, info.sin)
         out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, info, attend)
@@ -176,11 +175,11 @@ class Block(AdaptedBlock):
     ) -> Tensor:
         if attend is not None:
             return attend(q_BSNH, k_BSKH, v_BSKH)
-        core = info.core or partial(attend_keeping, self.config.attention_backend)
+        core = info.core or partial(attend_saving, self.config.attention_backend)
         if self.recomputes_core and torch.is_grad_enabled():
             out_BSNH: Tensor = checkpointed(core, q_BSNH, k_BSKH, v_BSKH, info.documents, None)
             return out_BSNH
-        return core(q_BSNH, k_BSKH, v_BSKH, info.documents, info.kept)
+        return core(q_BSNH, k_BSKH, v_BSKH, info.documents, info.saved)
 
     def _output(self, out_BSNH: Tensor, drops: DropKey | None) -> Tensor:
         out_BSD = out_BSNH.flatten(-2)
@@ -369,10 +368,10 @@ def _recomputed(
     config: LlamaConfig, run: Callable[[Tensor, TokenInfo], Tensor], x_BSD: Tensor, info: TokenInfo
 ) -> Tensor:
     """What `run` returns; backward runs it again, maybe with what its attention has kept."""
-    kept = KeptAttention() if config.keeps_core else None
-    y_BSD: Tensor = checkpointed(run, x_BSD, info._replace(kept=kept))
-    if kept is not None:
-        kept.complete()
+    saved = SavedAttention() if config.keeps_core else None
+    y_BSD: Tensor = checkpointed(run, x_BSD, info._replace(saved=saved))
+    if saved is not None:
+        saved.end_first_run()
     return y_BSD
 
 

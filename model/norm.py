@@ -1,8 +1,8 @@
-"""RMSNorm, and a norm that several matmuls read, whose output backward makes again."""
+"""RMSNorm, and one that several matmuls or slices of weights share; backward computes it again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from model.config import LlamaConfig
 from model.fp8 import Operand
 from model.matmul import input_grads
 
@@ -86,6 +87,9 @@ def rms_norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> Tensor:
         out: Tensor = _RMSNorm.apply(x_BSD, scale_D, epsilon)
         return out
     return F.rms_norm(x_BSD, (x_BSD.shape[-1],), scale_D.to(x_BSD.dtype), epsilon)  # one kernel
+
+
+Slices = Iterable[Callable[..., Tensor]]  # of a part's weights: each computes a partial result
 
 
 class SharedInput:
@@ -209,3 +213,23 @@ class SharedNorm(SharedInput):
         if found[0] is not None and residual_BSD is not None:
             found[0].add_(residual_BSD)
         return (grad for grad in found if grad is not None)
+
+
+def add_slices(slices: Slices, *args: Any) -> Tensor:
+    """Sum the partial results of slices."""
+    total: Tensor | None = None
+    for run in slices:
+        partial_BSD = run(*args)
+        total = partial_BSD if total is None else total + partial_BSD
+    assert total is not None, "no slices"
+    return total
+
+
+def add_slices_after(
+    slices: Slices, norm_D: Tensor, config: LlamaConfig, x_BSD: Tensor, *args: Any
+) -> Tensor:
+    """Return the sum of the partial results of slices that share the norm of their input."""
+    shared = SharedNorm(x_BSD, norm_D, config.norm_epsilon, fused=config.fuses_norms)
+    out_BSD = add_slices(slices, x_BSD, *args, shared)
+    shared.release()
+    return out_BSD

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from model.attention import Core, Documents
-from model.block_attention import attend_keeping
+from model.block_attention import attend_saving
 from model.config import AttentionBackend
-from model.kept import KeptAttention
+from model.recompute import SavedAttention
 from paro.collectives.choice import AlgorithmChoice
 from paro.context_parallel.all_to_all import AllToAll, AutogradAllToAll
 from paro.context_parallel.blockwise import blockwise_attention
@@ -44,10 +44,10 @@ class ContextAttention:
         k_BTKH: Tensor,
         v_BTKH: Tensor,
         documents: Documents | None,
-        kept: KeptAttention | None,
+        saved: SavedAttention | None,
     ) -> Tensor:
         if self._all_to_all is None:
-            return self._within(q_BTNH, k_BTKH, v_BTKH, documents, kept)
+            return self._within(q_BTNH, k_BTKH, v_BTKH, documents, saved)
         for exchange in self._abandoned:
             exchange.receive()
         num_ranks = self._all_to_all.num_ranks
@@ -75,7 +75,7 @@ class ContextAttention:
             assert key is not None, "they come with the first queries"
             assert value is not None, "and so do values"
             back = AutogradAllToAll(self._all_to_all, for_heads=False)
-            out = self._within(query, key, value, documents, kept)
+            out = self._within(query, key, value, documents, saved)
             incoming.append((back, back.start(out)))
             self._abandoned.append(back)
         self._abandoned = []
@@ -100,7 +100,7 @@ def make_context_attention(
 ) -> ContextAttention:
     """Return the attention of a `layout`; its keys and values travel unless each rank has
     them all."""
-    within: Core = partial(attend_keeping, backend)
+    within: Core = partial(attend_saving, backend)
     if layout.gathers:
         within = blockwise_attention(make_gather(layout, groups, links, choice), backend)
     elif layout.ring > 1:

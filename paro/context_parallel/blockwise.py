@@ -19,7 +19,7 @@ from torch import Tensor
 from model.attention import Core, Documents, documents_of
 from model.block_attention import Partial, attend_block, attend_causally, block_grads, causal_grads
 from model.config import AttentionBackend
-from model.kept import Attended, KeptAttention
+from model.recompute import AttentionOutput, SavedAttention
 from paro.context_parallel.pieces import Bounds, bounds_of, rectangle, squares
 from paro.spec.context_layout import heads_at_first
 
@@ -60,10 +60,10 @@ def blockwise_attention(exchange: KVExchange, backend: AttentionBackend = "auto"
         k_BTKH: Tensor,
         v_BTKH: Tensor,
         documents: Documents | None,
-        kept: KeptAttention | None,
+        saved: SavedAttention | None,
     ) -> Tensor:
         mask = _Mask(documents, q_BTNH, exchange, backend)
-        out: Tensor = _BlockwiseAttention.apply(exchange, mask, kept, q_BTNH, k_BTKH, v_BTKH)
+        out: Tensor = _BlockwiseAttention.apply(exchange, mask, saved, q_BTNH, k_BTKH, v_BTKH)
         return out
 
     return attend
@@ -119,7 +119,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         ctx: Any,
         exchange: KVExchange,
         mask: _Mask,
-        kept: KeptAttention | None,
+        saved: SavedAttention | None,
         q_BTNH: Tensor,
         k_BTKH: Tensor,
         v_BTKH: Tensor,
@@ -127,10 +127,10 @@ class _BlockwiseAttention(torch.autograd.Function):
         q_BTNH = q_BTNH.contiguous()  # saved as a view, it would keep a message of exchanged heads
         own_2BTKH = torch.stack((k_BTKH, v_BTKH))
 
-        def attend() -> Attended:
+        def attend() -> AttentionOutput:
             return _attended(exchange, mask, q_BTNH, own_2BTKH)
 
-        whole = attend() if kept is None else kept.attended(attend)
+        whole = attend() if saved is None else saved.output_of(attend)
         ctx.exchange, ctx.mask = exchange, mask
         ctx.save_for_backward(q_BTNH, own_2BTKH, *whole)
         return whole[0]
@@ -175,7 +175,9 @@ class _BlockwiseAttention(torch.autograd.Function):
         return None, None, None, dq_BTNH[0].to(q_BTNH.dtype), *dkv_2BTKH
 
 
-def _attended(exchange: KVExchange, mask: _Mask, q_BTNH: Tensor, own_2BTKH: Tensor) -> Attended:
+def _attended(
+    exchange: KVExchange, mask: _Mask, q_BTNH: Tensor, own_2BTKH: Tensor
+) -> AttentionOutput:
     """Return attention to the keys of all ranks of the ring."""
     found: list[Partial] = []
 

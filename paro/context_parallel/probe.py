@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model.attention import Documents, documents_of
-from model.block_attention import TILE, attend_keeping
+from model.block_attention import TILE, attend_saving
 from model.config import AttentionBackend
 from paro.errors import RunError
 from paro.spec.context_layout import ContextLayout
@@ -49,7 +49,7 @@ def check_core(
         ranges = layout.ranges(rank, length)
         return torch.cat([x_BSNH[:, part.start : part.stop] for part in ranges], 1)
 
-    whole = partial(attend_keeping, backend)
+    whole = partial(attend_saving, backend)
     wanted = [own(each) for each in _run(whole, (q, k, v), grad, documents)]
     found = _run(core, (own(q), own(k), own(v)), own(grad), documents)
     within = _WITHIN.get(example.dtype, _WITHIN_16_BITS)

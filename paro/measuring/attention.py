@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from model.attention import documents_of
-from model.block_attention import AttentionKernels, attend_keeping, kernels_of
+from model.block_attention import AttentionKernels, attend_saving, kernels_of
 from model.config import LlamaConfig
-from model.kept import KeptAttention
+from model.recompute import SavedAttention
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.sharding.buffers import TORCH_TYPES
@@ -56,8 +56,8 @@ def attention_rates(
 
         def action() -> None:
             for _ in range(calls):
-                kept = KeptAttention() if way == "parts" else None
-                out = attend_keeping(model.attention_backend, q, k, v, documents, kept)
+                saved = SavedAttention() if way == "parts" else None
+                out = attend_saving(model.attention_backend, q, k, v, documents, saved)
                 torch.autograd.grad(out, leaves, out.detach())
 
         return calls * _FLOPS * q.numel() * length / median(action)

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from model.fp8 import Casts
+from model.fp8 import Fp8WeightCache
 from model.matmul import store_grad
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import WaitKind
@@ -61,7 +61,7 @@ class ShardedUnit(UnitShards):
         self._grad_U: ElasticBuffer | None = None
         for one in spec.collectives.get(Verb.REDUCE, ()):
             self._grad_U = self._whole(one, tally=ledger.whole_grads)
-        self._casts = [Casts() for _ in spec.layout.chunks]
+        self._fp8_caches = [Fp8WeightCache() for _ in spec.layout.chunks]
         self._grad_views: dict[str, Tensor] = {}
 
     def _whole(self, one: Collective, **settings: Any) -> ElasticBuffer:
@@ -72,10 +72,10 @@ class ShardedUnit(UnitShards):
     # Binding #
 
     def bind(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Make each parameter, and its gradient, a permanent view; it has its `Casts`."""
+        """Make each parameter, and its gradient, a permanent view; it has its `Fp8WeightCache`."""
         views = self._views(self.param_shard, self._param_U)
-        for (name, view), casts in zip(views.items(), self._casts, strict=True):
-            parameters[name].casts = casts  # type: ignore[attr-defined]
+        for (name, view), cache in zip(views.items(), self._fp8_caches, strict=True):
+            parameters[name].fp8_cache = cache  # type: ignore[attr-defined]
             # Not nn.Parameter(view): that shares the buffer's version counter, so autograd would
             # treat a later gather as an in-place change of a saved tensor.
             parameters[name].data = view
@@ -115,13 +115,13 @@ class ShardedUnit(UnitShards):
 
     def cache_fp8_weights(self) -> None:
         """Keep fp8 casts of weights from now on, for forward and backward."""
-        for casts in self._casts:
-            casts.keeps = True
+        for cache in self._fp8_caches:
+            cache.is_on = True
 
     def drop_fp8_weights(self) -> None:
         """Free the cached fp8 casts: the values of the parameters may change."""
-        for casts in self._casts:
-            casts.keeps, casts.kept = False, None
+        for cache in self._fp8_caches:
+            cache.is_on, cache.cast = False, None
 
     def release(self) -> None:
         """Free the whole parameters."""

@@ -19,7 +19,7 @@ from model.block_attention import (
     Partial,
     attend_block,
     attend_causally,
-    attend_keeping,
+    attend_saving,
     block_grads,
     causal_grads,
     check_attention,
@@ -27,7 +27,7 @@ from model.block_attention import (
     kernels_of,
 )
 from model.config import AttentionBackend
-from model.kept import KeptAttention
+from model.recompute import SavedAttention
 from tests.helpers.hopper import H100, hopper
 from tests.helpers.refusals import refused
 from tests.model.values import SMALL, all_near, attention_by_definition, normal
@@ -161,7 +161,7 @@ def test_one_call_takes_what_flash_attention_takes(
     monkeypatch.setattr(block_attention, "_flash_grads", flash_grads)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend_keeping(backend, q, k, v, documents, None)
+        return attend_saving(backend, q, k, v, documents, None)
 
     compare(run, True, dtype, groups, size)
     assert calls == (["forward", "backward"] if taken else [])
@@ -317,7 +317,7 @@ def test_what_is_kept_is_attention(
     documents = documents_of(LENGTHS, 3, CPU) if apart else None
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend_keeping(backend, q, k, v, documents, KeptAttention())
+        return attend_saving(backend, q, k, v, documents, SavedAttention())
 
     with hopper() as used:
         compare(run, apart, torch.float32, 2)

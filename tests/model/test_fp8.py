@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from model import fp8, layers
 from model.config import Fp8Format, LlamaConfig
-from model.fp8 import Fp8, Operand, operand
-from model.largest import known_largest, remember_largest
+from model.fp8 import Fp8, Operand, known_largest, operand, remember_largest
 from model.llama import Llama, TokenInfo
 from model.lora_config import LoraConfig
 from model.rotary import rotations

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
-from model.decoding import Decoder
 from model.llama import Llama
 from paro.errors import UserError
+from tools.generation.decoding import Decoder
 from tools.shared.finite import check_logits
 
 UNFINISHED = "\ufffd"  # what decode returns for the bytes of an incomplete character

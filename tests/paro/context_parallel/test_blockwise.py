@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.attention import documents_of
-from model.kept import KeptAttention, checkpointed
+from model.recompute import SavedAttention, checkpointed
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.shifts import Ring
@@ -73,24 +73,24 @@ def attended(
     core: Callable[..., Tensor],
     given: Inputs,
     own: Callable[[Tensor], Tensor] = Tensor.clone,
-    kept: KeptAttention | None = None,
+    saved: SavedAttention | None = None,
 ) -> list[Tensor]:
     """Output and gradients of a rank's own tokens: by default of all."""
     leaves = [own(part).detach().requires_grad_() for part in given[:3]]
-    out = core(*leaves, documents_of(given.lengths, SAMPLES, CPU), kept)
-    if kept is not None:
-        kept.complete()
+    out = core(*leaves, documents_of(given.lengths, SAMPLES, CPU), saved)
+    if saved is not None:
+        saved.end_first_run()
     return [out.detach(), *torch.autograd.grad(out, leaves, own(given.grad))]
 
 
 def in_blocks(
-    exchange: KVExchange, given: Inputs, kept: KeptAttention | None = None
+    exchange: KVExchange, given: Inputs, saved: SavedAttention | None = None
 ) -> list[Tensor]:
-    """With `kept` where a recomputation finds the output."""
+    """With `saved` where a recomputation finds the output."""
     core = blockwise_attention(exchange)
-    core = core if kept is None else partial(checkpointed, core)
+    core = core if saved is None else partial(checkpointed, core)
     own = partial(cut, place=exchange.ring_rank, places=exchange.ring_size)
-    return attended(core, given, own, kept)
+    return attended(core, given, own, saved)
 
 
 class Ways:
@@ -156,7 +156,7 @@ def compare(inner: int) -> None:
             if isinstance(exchange, RingKVExchange) and exchange._outer.size > 1:
                 assert sent.inter == 3 * (places // inner - 1) * block, label
             # What is kept is exchanged no more than without recomputation, and has the same bits.
-            assert all(map(torch.equal, in_blocks(exchange, given, KeptAttention()), found)), label
+            assert all(map(torch.equal, in_blocks(exchange, given, SavedAttention()), found)), label
             assert ways.traffic.take() == sent, label
     ways.close()
 
@@ -176,9 +176,9 @@ def compare_on_hopper() -> list[set[str]]:
         wanted = [cut(tensor, ways.rank, 4) for tensor in attended(attend_whole, given)]
         with hopper(tile=CHUNK) as used:
             for exchange in (*ways.rings(streams), ways.gather("native", streams)):
-                for kept in (None, KeptAttention()):
-                    for one, other in zip(in_blocks(exchange, given, kept), wanted, strict=True):
-                        assert_near(one, other, f"{packed} {exchange} {kept}")
+                for saved in (None, SavedAttention()):
+                    for one, other in zip(in_blocks(exchange, given, saved), wanted, strict=True):
+                        assert_near(one, other, f"{packed} {exchange} {saved}")
         kernels.append({kernel.name for kernel in used})
     ways.close()
     return kernels

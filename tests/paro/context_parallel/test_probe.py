@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from model.attention import Documents, attend
-from model.kept import KeptAttention
+from model.recompute import SavedAttention
 from paro.context_parallel.probe import check_core
 from paro.spec.context_layout import ContextLayout
 from tests.helpers.refusals import refused
 
 
 def attend_whole(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, _: KeptAttention | None
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, _: SavedAttention | None
 ) -> Tensor:
     return attend(q, k, v, "auto", documents)
 
 
 def alone(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, _: KeptAttention | None
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, _: SavedAttention | None
 ) -> Tensor:
     lengths = (5, q.shape[1] - 5)
     return attend_whole(q, k, v, None if documents is None else Documents(lengths), None)

@@ -43,11 +43,11 @@ def test_every_way_is_timed_by_its_kernel(
     timed: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    attend, ways = attention.attend_keeping, []
+    attend, ways = attention.attend_saving, []
 
     def noted(backend: Any, q: Tensor, *others: Any) -> Tensor:
-        *_, documents, kept = others
-        way = "parts" if kept is not None else "whole"
+        *_, documents, saved = others
+        way = "parts" if saved is not None else "whole"
         if documents is not None:
             assert documents.lengths == (q.shape[1] - 1, 1)
             way = "documents"
@@ -61,7 +61,7 @@ def test_every_way_is_timed_by_its_kernel(
         seconds.append(0.05 * (1 + len(seconds)))
         return seconds[-1]
 
-    monkeypatch.setattr(attention, "attend_keeping", noted)
+    monkeypatch.setattr(attention, "attend_saving", noted)
     monkeypatch.setattr(attention, "kernels_of", lambda *_: AttentionKernels(*kernels))
     config = training_config(f"{TINY} {flags}", "gloo")
     rates = attention_rates(config, sequence, alone(), median)

@@ -105,7 +105,7 @@ def test_nothing_is_kept_after_backward(
     tokens_BS, weights_BS = torch.zeros(1, 16, dtype=torch.int64), torch.ones(1, 16)
 
     def kept() -> int:
-        return sum(p.casts.kept is not None for p in blocks)  # type: ignore[attr-defined]
+        return sum(p.fp8_cache.cast is not None for p in blocks)  # type: ignore[attr-defined]
 
     rank.model.begin_step(num_micro_batches)
     for index in range(num_micro_batches):
@@ -150,7 +150,7 @@ def test_results_are_those_of_casts_at_every_use(
 ) -> None:
     kept = trained(more)
     for module in (fp8, layers):
-        monkeypatch.setattr(module, "casts_of", lambda _: None)
+        monkeypatch.setattr(module, "fp8_cache_of", lambda _: None)
     torch._dynamo.reset()
     for found, wanted in zip(kept, trained(more), strict=True):
         assert torch.equal(found, wanted)

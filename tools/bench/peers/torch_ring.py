@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from model.attention import Core, Documents
-from model.kept import KeptAttention
+from model.recompute import SavedAttention
 
 ROTATIONS = {"allgather": "allgather", "p2p": "alltoall"}  # torch's name, by --cp-comm-type
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -31,10 +31,10 @@ def torch_ring(group: ProcessGroup, comm_type: str) -> Core:
         k_BTKH: Tensor,
         v_BTKH: Tensor,
         documents: Documents | None,
-        kept: KeptAttention | None,
+        saved: SavedAttention | None,
     ) -> Tensor:
         assert documents is None, "torch's ring knows one document a sample"
-        assert kept is None, "and keeps no attention"
+        assert saved is None, "and keeps no attention"
         heads_first = (part.transpose(_HEADS, _TOKENS) for part in (q_BTNH, k_BTKH, v_BTKH))
         out: Tensor = _TorchRing.apply(ring, group, *heads_first)
         return out.transpose(_HEADS, _TOKENS)

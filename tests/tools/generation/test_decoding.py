@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from model.config import LlamaConfig
-from model.decoding import Decoder
 from model.llama import Llama
 from tests.model.test_llama import CONFIGS, build
 from tests.model.values import assert_near
+from tools.generation.decoding import Decoder
 
 TEXTS = [[5, 3, 9, 1, 1, 7, 100], [4], [8, 8, 2, 60, 61, 62, 63, 64, 65, 66, 67], [9, 2]]
 
