@@ -298,7 +298,7 @@ class MicroBatches:
     def sample_numbers(self) -> Iterator[range]:
         """Return the samples of micro-batch 0, 1, ...; endless."""
         # A separate generator: one that references `self`, and so its own reader, would be freed by
-        # the garbage collector, which frees the queues of the workers before these are told to end,
+        # the garbage collector, which frees the queues of the workers before these are stopped,
         # and then waits 5 seconds for each.
         first = self.data_parallel_rank * self.micro_batch_size
         return _sample_numbers(

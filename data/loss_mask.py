@@ -1,4 +1,4 @@
-"""The loss mask of a corpus of conversations, `<prefix>.answered`: which tokens are answers.
+"""Which tokens of a corpus of conversations are answered: `<prefix>.answered`, next to `.bin`.
 
 The file has a byte for each token, 1 where it is trained on and 0 where it is only read, then the
 CRC-32 of the checksums of .bin (uint32, little-endian), so that it is not taken for another corpus.

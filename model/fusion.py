@@ -25,7 +25,7 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fusions:
-    """What Triton shall compute, if it can, beside casts to fp8; Megatron's flags."""
+    """Megatron's flags of fusions: what Triton computes, if it can, in addition to casts to fp8."""
 
     bias_swiglu_fusion: bool = True
     apply_rope_fusion: bool = True

@@ -1,4 +1,4 @@
-"""LoraConfig: low-rank adapters beside the frozen weights of blocks, in the words of peft."""
+"""LoraConfig: low-rank adapters of the frozen weights of blocks, in the words of peft."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def up_name(weight: str) -> str:
 
 
 def adapted_weight(name: str) -> str:
-    """Return the name of the weight that an adapter of this name stands beside."""
+    """Return the name of the weight that an adapter of this name is added to."""
     return name.removesuffix("_lora_a").removesuffix("_lora_b")
 
 

@@ -51,7 +51,7 @@ def keeping_choice(
 ) -> tuple[Namespace, tuple[str, ...]]:
     """Return the flags with what a run that continues on as many ranks had chosen; and a log line.
 
-    --paro-machine asks to choose anew.
+    --paro-machine asks to choose again.
     """
     if AUTO not in (args.paro_strategy, args.paro_inter_bits) or args.paro_machine is not None:
         return args, ()

@@ -1,4 +1,4 @@
-"""All values that are wrong beside flags that are refused, and values that would not be."""
+"""All values that are wrong where other flags are refused, and values that would not be."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def wrong_values(args: Namespace) -> WrongValues:
-    """Return every wrong value of flags that are all given, beside flags that are refused."""
+    """Return every wrong value of flags that are all given, where other flags are refused."""
     filled, missing = with_stand_ins(args)
 
     def wrong(better: Mapping[str, object]) -> list[str]:

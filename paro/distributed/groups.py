@@ -132,7 +132,7 @@ def make_groups(topology: Topology, rank: int, spans: Spans, config: GroupConfig
     return groups
 
 
-# NCCL's own number for NVLS on an H100 (nvls.cc); more would be missing from the matmuls beside it.
+# NCCL's own number for NVLS on an H100 (nvls.cc); matmuls would miss more of them.
 _MOST_CTAS = 16
 # Those of NCCL's variables that give a communicator more blocks than `max_ctas`.
 _OVERRIDING = ("MAX_CTAS", "MIN_NCHANNELS", "MIN_NRINGS", "MIN_P2P_NCHANNELS", "SYM_CTAS")

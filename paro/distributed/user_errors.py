@@ -60,8 +60,8 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
         with printing():
             sys.stdout.flush()
     except UserError as error:
-        told = open_files_limit(error) or str(error)
-        _leave_with_line(name, told, 2, on_this_rank=error.on_this_rank)
+        text = open_files_limit(error) or str(error)
+        _leave_with_line(name, text, 2, on_this_rank=error.on_this_rank)
     except RunError as error:
         _leave_with_line(name, str(error), 1, on_this_rank=False)
     except PeerError as error:

@@ -104,7 +104,7 @@ class Device:
     cores: float | None = None  # CPU ranks: cores per rank, used by compute and communication
     communicator_bytes: int | None = None  # of one NCCL process group; None: a published figure
     fragmentation: float | None = None  # share of tensors' bytes that torch's allocator adds
-    slowed: Slowed | None = None  # computing beside the thread blocks of collectives
+    slowed: Slowed | None = None  # computing while collectives occupy thread blocks
 
     def __post_init__(self) -> None:
         refuse(self.mistakes(asdict(self)))

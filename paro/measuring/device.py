@@ -154,8 +154,7 @@ def _bytes_by_second(config: RunConfig, clock: _Clock) -> float:
 def _sustained_flops(
     config: RunConfig, micro_batch: float, bytes_by_second: float, attention_flops: float
 ) -> float:
-    """Return the FLOP/s with which the planner computes the time of a micro-batch beside
-    attention's."""
+    """Compute the FLOP/s of a micro-batch without attention, as the planner counts."""
     without_products = _computed(config, math.inf, bytes_by_second, attention_flops).micro_batch
     flops = _computed(config, 1.0, math.inf, math.inf).micro_batch
     return flops / max(micro_batch - without_products, micro_batch / 10)

@@ -195,9 +195,9 @@ class Activations:
                 "in_backward": without["in_backward"] + 2 * wide,
             }
         # Triton makes gate's and up's gradients and their product at once.
-        beside = residual + 2 * narrow + (3 if on_gpu else 2) * size * wide
-        before = max(beside + cast * wide, residual + 2 * narrow + size * wide + cast * weight)
-        product = beside + wide + size * weight
+        inputs = residual + 2 * narrow + (3 if on_gpu else 2) * size * wide
+        before = max(inputs + cast * wide, residual + 2 * narrow + size * wide + cast * weight)
+        product = inputs + wide + size * weight
         inputs = max(
             residual + 2 * narrow + 3 * size * wide,
             norm + 4 * wide,
@@ -258,7 +258,7 @@ class Activations:
         return self._with_scores(width) + self.batch.num_tokens * in_fp8
 
     def _with_scores(self, width: int) -> int:
-        """Of `width` elements per token, and of what attention and its norms keep beside them."""
+        """Of `width` elements per token, and of what attention and its norms save in addition."""
         config, batch = self.config, self.batch
         without_core = config.recompute is not None and config.recompute.core_attention
         in_fp32 = 0 if without_core else config.num_attention_heads  # log-sum-exp

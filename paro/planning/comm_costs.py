@@ -38,7 +38,7 @@ _KINDS = {
     Verb.SHIFT_BACK: ("gather", "rotate"),
     Verb.SHIFT_GRADS: ("reduce", "rotate"),
 }
-THREAD = "thread"  # the training thread, beside links and comm streams
+THREAD = "thread"  # the training thread, a resource like links and comm streams
 
 
 def busy_of(work: Iterable[Queued]) -> Mapping[Hashable, float]:
@@ -124,7 +124,7 @@ class CommCosts:
     def _add_copies(
         self, spec: ShardingSpec, queued: dict[Verb, tuple[Queued, ...]]
     ) -> dict[Verb, int]:
-        """Add what is copied beside the collectives of a trainable buffer; the bytes of codes."""
+        """Add the copies that a trainable buffer's collectives need; return the bytes of codes."""
         precision, numel = spec.precision, spec.layout.numel
         params, grads, optim = (numel // degree for degree in spec.strategy.degrees)
         wire, accumulate = BYTES_OF[precision.wire], BYTES_OF[precision.accumulate]

@@ -79,7 +79,7 @@ def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
 
 
 def _slowed(curve: Slowed) -> list[float]:
-    """How many times as long computing takes beside no collective, beside one and so on.
+    """How many times as long computing takes during no collective, during one and so on.
 
     Between points of the curve it is a line, beyond the last as there.
     """

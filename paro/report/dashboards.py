@@ -270,9 +270,9 @@ def open_dashboards(
         board = partial(TensorBoard, folder, queue_size=length, start_iteration=start_iteration)
         dashboards.open("--tensorboard-dir", board)
     if config.wandb_project is not None:
-        # Beside the checkpoints, else wandb's own files.
-        beside = arguments.get("save") or config.wandb_save_dir
-        place = None if beside is None else Path(str(beside)) / RUN_ID_FILE
+        # Next to the checkpoints, else wandb's own files.
+        save = arguments.get("save") or config.wandb_save_dir
+        place = None if save is None else Path(str(save)) / RUN_ID_FILE
         run = partial(WeightsAndBiases, config, arguments, place=place)
         dashboards.open("--wandb-project", partial(run, start_iteration=start_iteration))
     return dashboards

@@ -1,4 +1,4 @@
-"""Sets a run's measured steps beside the planner's, and says what to measure where they differ."""
+"""Compares measured steps with the planner's, and says what to measure where they differ."""
 
 from __future__ import annotations
 

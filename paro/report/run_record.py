@@ -45,7 +45,7 @@ class _Start(TypedDict):
     arguments: NotRequired[dict[str, Any]]
     facts: NotRequired[Facts]
     environment: NotRequired[dict[str, str]]
-    measured: NotRequired[dict[str, Any]]  # of steps, beside the planner's: facts["planned"]
+    measured: NotRequired[dict[str, Any]]  # of steps; the planner's are in facts["planned"]
 
 
 class _Validation(TypedDict):

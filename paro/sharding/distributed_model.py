@@ -97,7 +97,7 @@ class DistributedModel:
         self.carry_out(self.policy.end_step())
 
     def forget_grad_errors(self) -> None:
-        """Error feedback of gradients begins anew."""
+        """Reset the error feedback of gradients to zero."""
         for unit in self.trainable_units:
             if unit.grad_errors is not None:
                 unit.grad_errors.zero_()

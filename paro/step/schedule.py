@@ -33,7 +33,7 @@ class StepSchedule:
         return chain.from_iterable(chain.from_iterable(passes))
 
 
-LISTED_MICRO_BATCHES = 3  # the first, one in the middle, the last: those in the middle are alike
+LISTED_MICRO_BATCHES = 3  # the first, one in the middle, the last: those in the middle are equal
 
 
 @lru_cache(maxsize=64)

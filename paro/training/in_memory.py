@@ -1,4 +1,4 @@
-"""In-memory checkpoints of a run: written to node memory during training, and recovered from."""
+"""Local copies of a run: written to the node's memory during training, and recovered from."""
 
 # [Note: snapshots]
 # The copy of an iteration is written while the next one computes, and is whole before its rank

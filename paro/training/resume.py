@@ -1,4 +1,4 @@
-"""What a checkpoint records of a run beside tensors, and how a run resumes from one."""
+"""What a checkpoint records of a run in addition to tensors, and how a run resumes from one."""
 
 from __future__ import annotations
 

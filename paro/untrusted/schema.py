@@ -100,9 +100,9 @@ class _WrongError(Exception):
 
     def __str__(self) -> str:
         named = [(path.removeprefix("."), text) for path, text in self.found]
-        told = [f"{path}: {text}" if path else text for path, text in named[:_MOST]]
-        more = len(named) - len(told)
-        return "; ".join([*told, f"and {more} more"] if more else told)
+        shown = [f"{path}: {text}" if path else text for path, text in named[:_MOST]]
+        more = len(named) - len(shown)
+        return "; ".join([*shown, f"and {more} more"] if more else shown)
 
 
 def _raise_all(wrong: list[tuple[str, str]]) -> None:

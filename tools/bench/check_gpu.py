@@ -201,8 +201,8 @@ def _attempt(letter: str, runner: Runner) -> Outcome:
         traceback.print_exc()
         outcome = Outcome(passed=False, lines=(f"{type(error).__name__}: {describe(error)}",))
     lines = (*outcome.lines, working_clock(runner.folder / CLOCKS, begin))
-    told = (*lines, "passed" if outcome.passed else "FAILED")
-    print_line(*(f"   {letter}: {line}" for line in told))
+    shown = (*lines, "passed" if outcome.passed else "FAILED")
+    print_line(*(f"   {letter}: {line}" for line in shown))
     return replace(outcome, lines=lines)
 
 

@@ -102,8 +102,8 @@ def jobs_for(found: Found) -> list[Job]:
     for variant in SWEPT:
         tried = sweep(variant, found)
         at = RATES.index(best_rate(variant, found))
-        beside = {*tried, *RATES[max(0, at - 1) : at + 2]}
-        jobs += [Job(variant, rate, SEEDS[0]) for rate in RATES if rate in beside]
+        neighbours = {*tried, *RATES[max(0, at - 1) : at + 2]}
+        jobs += [Job(variant, rate, SEEDS[0]) for rate in RATES if rate in neighbours]
     if any(job.name not in found for job in jobs):
         return jobs
     jobs += [Job(variant, best_rate(variant, found), seed) for variant in LIKE for seed in SEEDS]

@@ -20,7 +20,7 @@ _HIDDEN = 1000  # the cost of a label over another; that of one over a marker or
 
 
 def place_labels(axes: Any, labels: dict[Point, str], lines: Sequence[Sequence[Point]]) -> None:
-    """Write labels beside their points, off all points and lines; nothing may be added after."""
+    """Write labels next to their points, off all points and lines; nothing may be added after."""
     axes.figure.canvas.draw()  # before it nothing has a place
     axes.figure.set_layout_engine("none")
     for axis in (axes.xaxis, axes.yaxis):

@@ -162,10 +162,10 @@ def _conversations(
             )
             ids, loss_mask = template.encode(conversation)
         except UserError as error:
-            told = f"{place_of(batch.piece, document.number)}: {error}"
+            message = f"{place_of(batch.piece, document.number)}: {error}"
             if on_bad is None:
-                raise UserError(told) from error
-            on_bad(told)
+                raise UserError(message) from error
+            on_bad(message)
             continue
         if plan.append_eod and ids[-1] != tokenizer.eod:
             ids.append(tokenizer.eod)

@@ -47,10 +47,12 @@ def describe_ends(config: TokenizerConfig, tally: Tally) -> str:
     does."""
     names = {number: text for text, number in tokenizer_of(config).vocabulary.items()}
     ends = ", ".join(names.get(number, str(number)) for number in ends_of(config))
-    told = f"{tally.ended:,} of {tally.answers:,} answers end with a token that stops a generation"
+    counts = (
+        f"{tally.ended:,} of {tally.answers:,} answers end with a token that stops a generation"
+    )
     if tally.ended:
-        return f"{told} ({ends})"
+        return f"{counts} ({ends})"
     return (
-        f"warning: {told} ({ends}), so the model will not learn to stop: put that token between "
+        f"warning: {counts} ({ends}), so the model will not learn to stop: put that token between "
         "{% generation %} and {% endgeneration %} in the chat template, or give --append-eod"
     )

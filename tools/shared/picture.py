@@ -96,7 +96,7 @@ def label_of(name: str) -> str:
 
 
 def name_rows(axes: Any, names: Sequence[str], colors: Mapping[str, str]) -> None:
-    """Labels rows of bars, counted downwards, and lists beside them what has which color."""
+    """Labels rows of bars, counted downwards, and lists next to them what has which color."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     for kind, color in colors.items():

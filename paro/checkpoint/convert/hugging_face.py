@@ -132,15 +132,15 @@ def _plain_tokenizer(companions: Mapping[str, Path], begins: bool) -> dict[str, 
 
 def _adds_tokens(companions: Mapping[str, Path]) -> bool:
     """Return whether the files next to a plain tokenizer add tokens to it, or name another end."""
-    beside = next((companions[name] for name in ADDING_FILES if name in companions), None)
+    adding = next((companions[name] for name in ADDING_FILES if name in companions), None)
     plain = _plain_tokenizer(companions, False)
-    if beside is None or plain is None:
+    if adding is None or plain is None:
         return False
     try:
         tokenizer = build_tokenizer(TokenizerConfig(**plain))
     except UserError:  # such as a tokenizer.model of tiktoken's, which transformers converts
         return True
-    return adds_tokens(beside.parent, tokenizer.vocabulary, eos=tokenizer.eod, bos=tokenizer.bos)
+    return adds_tokens(adding.parent, tokenizer.vocabulary, eos=tokenizer.eod, bos=tokenizer.bos)
 
 
 def begins_with_bos(companions: Mapping[str, Path]) -> bool:

@@ -49,7 +49,7 @@ _HARMLESS = {
     *("ensure_weight_tying", "inference_mode"),
     *("layers_pattern", "megatron_core", "qalora_group_size"),
 }
-# The beginnings of adapters that leave the weights beside them as they are. PiSSA, OLoRA, CorDA and
+# The beginnings of adapters that leave their base weights as they are. PiSSA, OLoRA, CorDA and
 # LoRA-GA subtract from these weights what the adapters begin with, and LoftQ quantizes them.
 _BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 _MERGED = "let peft merge these adapters, if it can (merge_and_unload), and convert its model"

@@ -121,7 +121,7 @@ def _memory_text(figures: Mapping[str, int]) -> str:
 
 
 def muon(runner: Runner) -> Outcome:
-    """Newton-Schulz of a 7B model's matrices, and Muon's step beside AdamW's."""
+    """Newton-Schulz of a 7B model's matrices, and Muon's step next to AdamW's."""
     words: list[object] = ["tools/bench/bench_newton_schulz.py"]
     words += ["--shapes", "64x64", "--rounds", 1] if runner.rehearse else []
     products = runner.measured("newton-schulz", words, alone=True).outcome("newton_schulz")
@@ -316,7 +316,7 @@ def _group_size(runner: Runner) -> int:
 
 
 def peers(runner: Runner) -> Outcome:
-    """IIG, NIG and GGG beside FSDP2, and its hybrid; IIG in other orders, and by copy engines."""
+    """IIG, NIG and GGG next to FSDP2, and its hybrid; IIG in other orders, and by copy engines."""
     contenders = "fsdp2,fsdp2-hybrid,paro:IIG,paro:NIG,paro:GGG,paro:IIG+at-once"
     contenders += ",paro:IIG+in-order,paro:IIG+in-order-at-once"
     contenders += "" if runner.rehearse else ",paro:IIG+copy-engine"  # a CPU has none
@@ -324,7 +324,7 @@ def peers(runner: Runner) -> Outcome:
 
 
 def shared_samples(runner: Runner) -> Outcome:
-    """GGG where ranks share samples in each way beside none: all must train alike."""
+    """GGG where ranks share samples in each way and in none: all must train equally."""
     ways = []
     for size in (2, 4, 8):
         nests = math.gcd(size, _group_size(runner)) == min(size, _group_size(runner))

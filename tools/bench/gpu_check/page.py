@@ -56,7 +56,7 @@ def archive(folder: Path) -> Path:
 
 
 def headline(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return the three figures that matter most beside their goals, as lines of a list."""
+    """Return the three figures that matter most, with their goals, as lines of a list."""
 
     def rows(letters: str) -> dict[str, Any]:
         return {
