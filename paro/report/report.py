@@ -1,4 +1,16 @@
-"""Turns the training loop's measurements into log lines, the metrics file and dashboards."""
+"""Report of a run: turns the training loop's measurements into log lines, files and dashboards."""
+
+# The loop (paro/training/loop.py) makes an `IterationRecord` after every optimizer step and gives
+# it to `Report.iteration` on all ranks, which never communicate here. Each output has one rank:
+#
+#     Megatron's log line             last rank, or first with a live view    log_line.py
+#     live view of the terminal       first rank                              live_view.py
+#     metrics file, run record        first rank                              metrics.py, run_record.py
+#     TensorBoard, Weights & Biases   the rank of the log line                dashboards.py
+#
+# `record.summarize` reduces the records of a logging interval to `Metrics`: the fields of the log
+# line and of a line of the metrics file. An output that fails costs one line, and is left out from
+# there on: it never stops the training.
 
 from __future__ import annotations
 
@@ -41,50 +53,57 @@ if TYPE_CHECKING:  # rich may be missing
     from paro.report.live_view import LiveView
 
 
-@dataclass(slots=True)
-class Records:
-    """The files that the first rank writes; one that fails is reported once, then not used.
+class RunFiles:
+    """Metrics file and record of a run, on the first rank; a run that was replaced writes neither.
 
-    Nothing is written for a run that another one has replaced (`is_ours`): its successor writes the
-    same files.
+    `is_ours` says whether no other run has replaced this one: its successor writes to the files.
     """
 
-    log: Log
-    metrics: MetricsFile | None
-    run: RunRecord | None
-    is_ours: Callable[[], bool] = lambda: True
+    def __init__(
+        self,
+        log: Log,
+        metrics: MetricsFile | None = None,
+        record: RunRecord | None = None,
+        is_ours: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._log = log
+        self._metrics = metrics
+        self._record = record
+        self._is_ours = is_ours
 
-    def write(self, metrics: Metrics) -> None:
-        if self.metrics is None or not self.is_ours():
-            return
-        try:
-            self.metrics.write(metrics)
-        except OSError as error:  # e.g. a full disk: this must not stop the training
-            self.log.log0(f"--metrics-file is left out from here on: {describe(error)}")
-            self.metrics = None
+    def write_metrics(self, metrics: Metrics) -> None:
+        """Append a line to the metrics file."""
+        file = self._metrics
+        if file and not self._succeeds(lambda: file.write(metrics), "--metrics-file"):
+            self._metrics = None
 
-    def add(self, write: Callable[[RunRecord], None]) -> None:
-        """Add to the run's record."""
-        if self.run is None or not self.is_ours():
-            return
+    def write_record(self, write: Callable[[RunRecord], None]) -> None:
+        """Change the run's record by `write`."""
+        record = self._record
+        if record and not self._succeeds(lambda: write(record), "the record of --metrics-file"):
+            self._record = None
+
+    def _succeeds(self, write: Callable[[], None], name: str) -> bool:
+        """Write, and print one line if that fails, for example since the disk is full."""
         try:
-            write(self.run)
+            if self._is_ours():
+                write()
         except OSError as error:
-            told = describe(error)
-            self.log.log0(f"the record of --metrics-file is left out from here on: {told}")
-            self.run = None
+            self._log.log0(f"{name} is left out from here on: {describe(error)}")
+            return False
+        return True
 
     def close(self) -> None:
-        if self.metrics is not None:
-            self.metrics.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
 
 @dataclass(eq=False)
 class Report:
-    """One per rank; takes every iteration, prints on the last rank, writes files on the first.
+    """Report of one rank, which takes every iteration of the training loop.
 
     An iteration is logged if it is a multiple of --log-interval or the first that this process
-    runs. Nothing here communicates, so ranks need not call it at the same time.
+    runs.
     """
 
     config: ReportConfig
@@ -92,23 +111,23 @@ class Report:
     log: Log
     _: KW_ONLY
     device: torch.device
-    records: Records
+    files: RunFiles
     dashboards: Dashboards
-    view: LiveView | None = None  # set on the rank that draws
-    is_live: bool = False
-    forecast: MemoryForecast | None = None  # set where memory is logged
+    view: LiveView | None = None  # on the rank that draws
+    is_live: bool = False  # whether a view replaces the log lines
+    forecast: MemoryForecast | None = None  # predicted memory, once it is known
 
     def __post_init__(self) -> None:
-        self._interval: list[IterationRecord] = []
+        self._interval: list[IterationRecord] = []  # since the last log line
         self._is_first = True
         self._doubts_speed = True
         self._time_left = TimeLeft(self.facts.train_iters)
         self._totals = {"skipped-iterations": 0, "nan-iterations": 0}
-        self._num_seen = 0
+        self._num_seen = 0  # iterations of the comparison with the plan
         self._to_compare: list[IterationRecord] = []
 
     def start(self, choices: Mapping[str, str]) -> None:
-        """Print the choices a reader needs to judge the numbers, one per line."""
+        """Print the choices that the run's numbers depend on, one per line."""
         facts = self.facts
         lines = {
             **choices,
@@ -125,11 +144,11 @@ class Report:
             self.log.log0(f"> {name}: {text}")
 
     def is_due(self, iteration: int) -> bool:
-        """Return whether the given next iteration will be logged; the same on all ranks."""
+        """Return whether `iteration`, the next one, will be logged; all ranks agree."""
         return self._is_first or iteration % self.config.log_interval == 0
 
     def iteration(self, record: IterationRecord) -> None:
-        """Record one iteration; print and write if that is due."""
+        """Add one iteration; log it if that is due."""
         self._interval.append(record)
         self._compare(record)
         due = self.is_due(record.iteration)
@@ -158,12 +177,12 @@ class Report:
         if metrics.mfu_causal > 1.0 and self._doubts_speed:
             self.log.log_last(impossible_line(metrics, self.facts))
             self._doubts_speed = False
-        self.records.write(metrics)
+        self.files.write_metrics(metrics)
         self._interval.clear()
         self._is_first = False
 
     def _compare(self, record: IterationRecord) -> None:
-        """Say once, after the first iterations, how far the planner was off."""
+        """Print once, after the first iterations, how far the planner was off."""
         planned, forecast = self.facts.planned, self.forecast
         if planned is None or forecast is None or self._num_seen == COMPARED:
             return
@@ -180,7 +199,7 @@ class Report:
             planned_bytes=forecast.bytes_before + forecast.predicted_bytes,
         ):
             self.log.log0(line)
-        self.records.add(lambda run: run.measured(measured, peak))
+        self.files.write_record(lambda run: run.measured(measured, peak))
 
     def ranks(
         self,
@@ -190,7 +209,7 @@ class Report:
         times: Sequence[RankTimes],
         iterations: int,
     ) -> None:
-        """Print what all ranks measured since the last line, as far as flags enable it."""
+        """Print timers and stragglers of all ranks since the last line, where flags enable them."""
         config = self.config
         if any(timers):
             option = config.timing_log_option
@@ -217,7 +236,7 @@ class Report:
             scalars[f"bits per byte {name}"] = found.bits_per_byte
         if scalars:
             self.scalars(scalars, found.iteration, found.consumed_samples)
-        self.records.add(lambda run: run.validation(found))
+        self.files.write_record(lambda run: run.validation(found))
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
         """Write values to the dashboards."""
@@ -231,7 +250,7 @@ class Report:
             self.log.log0(line)
 
     def interrupted(self) -> None:
-        """Keep the view and a launcher's output at a signal from overwriting each other."""
+        """Move the view below the lines that a launcher prints at a signal."""
         self._show(lambda view: view.begin_below())
 
     def close_view(self) -> None:
@@ -241,7 +260,7 @@ class Report:
     def close(self) -> None:
         """Close files and dashboards; nothing is written afterwards."""
         self.close_view()
-        self.records.close()
+        self.files.close()
         self.dashboards.close()
 
     def _show(self, change: Callable[[LiveView], None]) -> None:
@@ -276,19 +295,17 @@ def open_report(
     arguments: Mapping[str, object],
     is_ours: Callable[[], bool] = lambda: True,
 ) -> Report:
-    """Return the report of a run that resumes after `start_iteration`; 0 for a fresh run.
+    """Open the report of a run that resumes after `start_iteration`; 0 for a fresh run.
 
     `is_ours` says whether no other run has replaced this one.
     """
-    metrics_file = run_record = None
-    if log.rank == 0 and config.metrics_file is not None:
-        metrics_file = MetricsFile(
-            config.metrics_file, start_iteration=start_iteration, say=log.log0
-        )
-        place = run_record_path(config.metrics_file)
-        run_record = RunRecord(place, start_iteration=start_iteration)
-        with writing(f"--metrics-file {config.metrics_file}: {place}"):
-            run_record.start(arguments, facts, device)
+    files = RunFiles(log)
+    if log.rank == 0 and (name := config.metrics_file) is not None:
+        metrics = MetricsFile(name, start_iteration=start_iteration, say=log.log0)
+        path = run_record_path(name)
+        record = RunRecord(path, start_iteration=start_iteration)
+        with writing(f"--metrics-file {name}: {path}"):
+            record.start(arguments, facts, device)
+        files = RunFiles(log, metrics, record, is_ours)
     dashboards = open_dashboards(config, log, arguments, start_iteration=start_iteration)
-    records = Records(log, metrics_file, run_record, is_ours)
-    return Report(config, facts, log, device=device, records=records, dashboards=dashboards)
+    return Report(config, facts, log, device=device, files=files, dashboards=dashboards)

@@ -36,7 +36,7 @@ from paro.report.live_view import LiveView
 from paro.report.log import Log
 from paro.report.memory import MemoryForecast
 from paro.report.record import IterationRecord
-from paro.report.report import Records, Report
+from paro.report.report import Report, RunFiles
 from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.training.loop import Loop
 from tools.bench.shared.turns import median_ratio
@@ -121,7 +121,7 @@ def measure(rounds: int, folder: Path) -> list[dict[str, Any]]:
         # Printing is part of the cost.
         log = Log(write=lambda message: print(message, file=nowhere, flush=True))
         given = (config.report, facts, log)
-        more: dict[str, Any] = {"device": training.device, "records": Records(log, None, None)}
+        more: dict[str, Any] = {"device": training.device, "files": RunFiles(log)}
         bare = Alternating(*given, **more, dashboards=Dashboards(log))
         full = Report(*given, **more, dashboards=open_dashboards(config.report, log, {}))
         full.view = LiveView(
