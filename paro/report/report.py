@@ -3,10 +3,10 @@
 # The loop (paro/training/loop.py) makes an `IterationRecord` after every optimizer step and gives
 # it to `Report.iteration` on all ranks, which never communicate here. Each output has one rank:
 #
-#     Megatron's log line             last rank, or first with a live view    log_line.py
-#     live view of the terminal       first rank                              live_view.py
-#     metrics file, run record        first rank                              metrics.py, run_record.py
-#     TensorBoard, Weights & Biases   the rank of the log line                dashboards.py
+#     Megatron's log line           last rank, or first with a live view   log_line.py
+#     live view of the terminal     first rank                             live_view.py
+#     metrics file, run record      first rank                             metrics.py, run_record.py
+#     TensorBoard, Weights & Biases rank of the log line                   dashboards.py
 #
 # `record.summarize` reduces the records of a logging interval to `Metrics`: the fields of the log
 # line and of a line of the metrics file. An output that fails costs one line, and is left out from
