@@ -20,11 +20,10 @@ from paro.measuring.device import (
     Effort,
     PartsOfStep,
     measure_device,
-    memory_of_rank,
     parts_of_step,
     with_layers,
 )
-from paro.measuring.memory import with_communicators
+from paro.measuring.memory import memory_of_rank, with_communicators
 from paro.precision import BYTES_OF
 from paro.quantization.formats import FULL_BITS
 from paro.schedule.batch_schedule import BatchSchedule

@@ -1,4 +1,4 @@
-"""What NCCL takes of a GPU's memory: one communicator, and what the first one loads."""
+"""Memory of a rank: what it has, what it uses without a model, and what NCCL takes of a GPU's."""
 
 # A communicator is measured as training makes it: when its process group is created, and when it is
 # used for the first time, since NCCL allocates some buffers only then. The first communicator of a
@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,9 +22,29 @@ from paro.distributed.control import Control
 from paro.distributed.groups import GroupConfig, make_groups
 from paro.distributed.links import make_links
 from paro.machine.machine import Device
+from paro.report.memory import anonymous_bytes
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, StreamKind, Topology
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # identifies this machine, in any container
+_PAGES = Path("/proc/self/statm")
 _NUM_BYTES = 32 << 20  # of a collective: large enough for the protocol with the largest buffers
+
+
+def memory_of_rank(control: Control) -> int:
+    """Return a GPU's memory, or an equal share of the machine's for all ranks that run on it."""
+    if control.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(control.device).total_memory)
+    machine = BOOT_ID.read_text().strip()
+    sharing = control.gather(machine).count(machine)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // sharing
+
+
+def bytes_in_use(device: torch.device) -> int:
+    """Return bytes that a rank uses without a model: libraries, or a GPU's context."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, total - free - torch.cuda.memory_reserved(device))
+    return anonymous_bytes(_PAGES.read_text())
 
 
 class CommunicatorMemory(NamedTuple):

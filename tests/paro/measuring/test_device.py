@@ -33,7 +33,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Timing:
 
     def measure(flags: str, *seconds: float, **more: Any) -> tuple[RunConfig, Device]:
         times, config = iter(seconds), training_config(f"{TINY} {flags}", "gloo")
-        monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
+        monkeypatch.setattr(timing._StepTimer, "median", lambda *_: next(times))
         return config, measure_device(config, alone(), **{"group_size": 1, **more})
 
     monkeypatch.setattr(timing, "_cores", lambda _: 0.25)
@@ -96,19 +96,19 @@ def test_blocks_that_are_not_timed_take_as_long_as_those_that_are(timed: Timing)
     effort = Effort(num_layers=2, micro_batches=2)
     config, device = timed("--num-layers 6", *times, effort=effort)
     rates = device.sustained_flops, device.memory_bytes_per_second, device.attention_flops
-    computed = timing._computed(config, *rates)
+    computed = timing._planned(config, *rates)
     assert computed.micro_batch == pytest.approx(1.0 + 4 * (1.0 - 0.6))
     assert device.piece_seconds == 0
 
 
 def test_steps_that_count_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     took = iter([5.0, 2.0, *[1.0] * 9])
-    monkeypatch.setattr(timing._Clock, "_time", lambda *_: timing.Took(next(took), 0.5))
+    monkeypatch.setattr(timing._StepTimer, "_time", lambda *_: timing.Took(next(took), 0.5))
     for seconds, left in ((0.1, 8), (4.0, 7), (99.0, 6)):
         took = iter([5.0, 2.0, *[1.0] * 9])
         effort = Effort(warmup=2, steps=3, seconds=seconds)
-        clock = timing._Clock(control=alone(), cores=None, effort=effort)
-        assert clock.median(lambda: None) == 1.0
+        timer = timing._StepTimer(control=alone(), cores=None, effort=effort)
+        assert timer.median(lambda: None) == 1.0
         assert len(list(took)) == left
 
 
