@@ -1,28 +1,28 @@
-"""Time of a collective on a machine, and the links and cores that it keeps busy, job by job."""
+"""Cost model of collectives on a machine: their time, and the links and cores that they occupy."""
 
-# A collective is a list of phases, one after the other; a phase is a set of jobs that run at the
-# same time, each in its own communication stream. This is how collectives/ runs them:
+# A collective takes the measured time where the machine file has it (machine.py interpolates), else
+# that of a latency-bandwidth model (alpha-beta): T = steps * latency + bytes / bandwidth, by the
+# ring formulas at the head of collectives/ring.py, h_ring.py and ho_ring.py. For s ranks along an
+# axis, with a buffer of V bytes at its coarse end:
+#
+#     inside a group    (s - 1) latency + (s - 1) / s * V / a rank's link
+#     between groups    (s - 1) latency + flows * (s - 1) / s * V / a group's NICs together
+#
+# All flows of a group, one per sending rank, have one size; an axis that begins below the group
+# size has fewer flows. An all-reduce of few bytes on many ranks uses a tree of 2 log2(s) hops.
+#
+# The simulated step overlaps collectives with computing and with each other. So a collective is a
+# list of phases, one after the other, and a phase a set of jobs that run at once, each in its comm
+# stream, as collectives/ runs them:
 #
 #     native                one phase per axis: gathers outermost first, reductions innermost first
 #     flat                  one phase of one job over all axes
 #     ring, h-ring, ho-ring one phase, one job per kind of link; on GPUs ho-ring is a pipeline of
 #                           collectives/pipeline.py, otherwise messages from point to point
-#
-# Times are the measured ones where there are any. Otherwise they follow from the links, by the ring
-# formulas at the head of collectives/ring.py, h_ring.py and ho_ring.py (papers.md: T = steps *
-# latency + bytes / bandwidth). For s ranks along an axis, with a buffer of V at its coarse end:
-#
-#     inside a group    (s - 1) latency + (s - 1) / s * V / a rank's link
-#     between groups    (s - 1) latency + flows * (s - 1) / s * V / a group's NICs together
-#
-# where all flows of a group, one per sending rank, have the same size; an axis that begins below
-# the group size has fewer flows. An all-reduce of few bytes on many ranks uses a tree of 2 log2(s)
-# hops.
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,18 +38,18 @@ StreamAxes = tuple[int, ...]  # the axes that a comm stream serves
 
 
 class TimedJob(NamedTuple):
-    """Work for one comm stream. `intra`, `inter` and `cpu` are shares of its time, from 0 to 1.
+    """Work for one comm stream, with the shares of its time for which it occupies links and cores.
 
     Jobs that use one kind of link at the same time share it; compute loses the processor time that
-    jobs take on CPU ranks, and while ranks compute a job takes `slowed` times as long.
+    jobs take on CPU ranks.
     """
 
     stream: StreamAxes
-    seconds: float
-    intra: float
-    inter: float
-    cpu: float
-    slowed: float = 1.0
+    seconds: float  # alone
+    intra: float  # share of the time, from 0 to 1, on links inside groups
+    inter: float  # on links between groups
+    cpu: float  # on a rank's cores
+    slowed: float = 1.0  # times as long while ranks compute
 
 
 ParallelJobs = tuple[TimedJob, ...]
@@ -57,7 +57,7 @@ ParallelJobs = tuple[TimedJob, ...]
 
 @dataclass(frozen=True, eq=False)
 class CollectiveTimes:
-    """Times of a machine's collectives by one algorithm, or the fastest for every size (auto)."""
+    """Times of a machine's collectives by one algorithm, or by the fastest of every size: auto."""
 
     machine: Machine
     algorithm: str
@@ -83,11 +83,11 @@ class CollectiveTimes:
         )
 
     def shift(self, span: AxisSpan, num_bytes: int, in_place: bool) -> tuple[ParallelJobs, ...]:
-        """Return a shift of all slices by one place of the ring of an axis span.
+        """Return the jobs of a rotation of all slices by one rank of the ring of an axis span.
 
         A pass round the ring sends the messages of a ring all-gather, so a shift takes as long as
-        one of its steps. In place two chunks of a slice are in flight at a time, the next two after
-        those have arrived.
+        one of its steps. In place two chunks of a slice are in flight at a time, and have arrived
+        before the next two are sent.
         """
         if not span or num_bytes == 0:
             return ()
@@ -99,16 +99,15 @@ class CollectiveTimes:
         return ((job._replace(seconds=job.seconds / num_shifts * turns),),)
 
     def hop(self, span: AxisSpan, num_bytes: int) -> TimedJob:
-        """Return a message from every rank of a span to the next; one that leaves a group has one
-        NIC."""
+        """Return the job of a message from every rank of a span to the next, over one NIC each."""
         whole, size = num_bytes * _size(span), _size(span)
         job = self._whole(Op.ALL_GATHER, span, whole, self._as_ring(span), own_nics=True)
         return job._replace(seconds=job.seconds / (size - 1))
 
     def exchange(self, span: AxisSpan, num_bytes: int) -> TimedJob:
-        """Return a message of so many bytes from each of neighbouring ranks to each of the others.
+        """Return the job of an all-to-all: so many bytes from each rank of a span to each other.
 
-        It takes as long as gathers for which a rank sends as many bytes inside its group, and
+        It takes as long as all-gathers for which a rank sends as many bytes inside its group, and
         between groups, at the same time.
         """
         size, group_size = _size(span), self.machine.group_size
@@ -130,7 +129,7 @@ class CollectiveTimes:
         )
 
     def _as_ring(self, span: AxisSpan) -> str:
-        """Return the measured algorithm that sends what a ring does."""
+        """Return the measured algorithm whose messages are a ring's."""
         axes = _axes(self.machine, span)
         names = {row.algorithm for row in self.machine.measured if row.axes is axes}
         rings = [name for name in ("ring", "h-ring", "ho-ring") if name in names]
@@ -164,61 +163,56 @@ class CollectiveTimes:
         self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str, *, own_nics: bool = False
     ) -> TimedJob:
         """Return one job over all axes of a span; with `own_nics` each flow has one NIC."""
-        found, busy = self._measured(op, span, num_bytes, algorithm), 1.0
-        if found is None or _has_links(self.machine, _axes(self.machine, span)):
+        cost, busy = self._measured(op, span, num_bytes, algorithm), 1.0
+        if cost is None or _has_links(self.machine, span):
             latency, on_links = _ring(self.machine, op, span, num_bytes, own_nics=own_nics)
-            busy = 1.0 if found is None else min(1.0, on_links / found.seconds)
-            found = found or _Found(latency + on_links)
-        return self._job(span, found, busy)
+            busy = 1.0 if cost is None else min(1.0, on_links / cost.seconds)
+            cost = cost or _Cost(latency + on_links)
+        return self._job(span, cost, busy)
 
-    def _job(self, span: AxisSpan, found: _Found, busy: float) -> TimedJob:
-        """Return a job that keeps the links of a span busy for this share of its time."""
+    def _job(self, span: AxisSpan, cost: _Cost, busy: float) -> TimedJob:
+        """Return a job that occupies the links of a span for the share `busy` of its time."""
         on_nics = _uses_nics(self.machine, span)
         return TimedJob(
             stream=tuple(axis.index for axis in span),
-            seconds=found.seconds,
+            seconds=cost.seconds,
             intra=0.0 if on_nics else busy,
             inter=busy if on_nics else 0.0,
-            cpu=found.cpu,
-            slowed=found.slowed,
+            cpu=cost.cpu,
+            slowed=cost.slowed,
         )
 
     def _rings(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> ParallelJobs:
         """Return one job per kind of link, each as long as the whole, busy for its own share."""
+        machine = self.machine
         inner, outer = split_by_link(span)
         if algorithm == "ring" or not (inner and outer):
             return (self._whole(op, span, num_bytes, algorithm),)
-        within = _ring_seconds(self.machine, op, inner, num_bytes)
-        between = _ring_seconds(self.machine, op, outer, num_bytes // _size(inner))
-        found = self._measured(op, span, num_bytes, algorithm)
-        if found is None and algorithm == "h-ring":
-            found = _Found(within + between)
-        elif found is None:
-            if self.machine.is_of_gpus:
-                pieces = fastest_pieces(self.machine, op, span, num_bytes)
-                found = _Found(pipeline_seconds(self.machine, op, span, num_bytes, pieces))
-            elif _uses_nics(self.machine, inner) == _uses_nics(self.machine, outer):
-                found = _Found(within + between)
-            else:
-                last = self._last_piece(op, inner, outer, num_bytes)
-                found = _Found(max(within, between) + last)
+        within = sum(_ring(machine, op, inner, num_bytes))
+        between = sum(_ring(machine, op, outer, num_bytes // _size(inner)))
+        shares_links = _uses_nics(machine, inner) == _uses_nics(machine, outer)
+        cost = self._measured(op, span, num_bytes, algorithm)
+        if cost is None and algorithm == "ho-ring" and machine.is_of_gpus:
+            pieces = fastest_pieces(machine, op, span, num_bytes)
+            cost = _Cost(pipeline_seconds(machine, op, span, num_bytes, pieces))
+        elif cost is None and algorithm == "ho-ring" and not shares_links:
+            # After the last piece has arrived from another group it is sent on inside the group.
+            pieces = count_pieces(num_bytes // _size(inner) // _size(outer))
+            piece_bytes = num_bytes // _size(outer) // pieces
+            cost = _Cost(max(within, between) + sum(_ring(machine, op, inner, piece_bytes)))
+        elif cost is None:
+            cost = _Cost(within + between)
         return tuple(
             self._job(
                 part,
-                found._replace(cpu=found.cpu * own / (within + between)),
-                min(1.0, own / found.seconds),
+                cost._replace(cpu=cost.cpu * seconds / (within + between)),
+                min(1.0, seconds / cost.seconds),
             )
-            for part, own in ((inner, within), (outer, between))
+            for part, seconds in ((inner, within), (outer, between))
         )
 
-    def _last_piece(self, op: Op, inner: AxisSpan, outer: AxisSpan, num_bytes: int) -> float:
-        """Return the time inside a group after the last piece has arrived from another one."""
-        pieces = count_pieces(num_bytes // _size(inner) // _size(outer))
-        piece_bytes = num_bytes // _size(outer) // pieces
-        return _ring_seconds(self.machine, op, inner, piece_bytes)
-
-    def _measured(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> _Found | None:
-        """Return the time of a collective from measurements; None if the machine has none.
+    def _measured(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> _Cost | None:
+        """Return the measured cost of a collective; None if the machine has no measurement.
 
         An axis of another size than the measured one takes as long as the measured one with a
         buffer for which each rank sends as many bytes.
@@ -235,23 +229,23 @@ class CollectiveTimes:
         size = _size(span)
         if ranks == 1:
             return None
-        same = round(num_bytes * ((size - 1) / size) / ((ranks - 1) / ranks))
-        kind = machine, op, axes, algorithm, max(1, same)
-        time = seconds(*kind)
-        busy = measured_at(*kind, figure=lambda row: row.busy_seconds) or time
-        cpu = measured_at(*kind, figure=lambda row: row.cpu_seconds) or 0.0
+        equal_bytes = round(num_bytes * ((size - 1) / size) / ((ranks - 1) / ranks))
+        key = machine, op, axes, algorithm, max(1, equal_bytes)
+        time = seconds(*key)
+        busy = measured_at(*key, figure=lambda row: row.busy_seconds) or time
+        cpu = measured_at(*key, figure=lambda row: row.cpu_seconds) or 0.0
         cores = machine.device.cores if machine.device else None
         working = 0.0 if cores is None else cpu / cores
         time = max(time, working)  # below the measured sizes the extrapolation may be shorter
-        return _Found(time, working / time, max(1.0, busy / time))
+        return _Cost(time, working / time, max(1.0, busy / time))
 
 
-class _Found(NamedTuple):
-    """A collective's time alone, its share of a rank's cores, its slowdown during compute."""
+class _Cost(NamedTuple):
+    """Cost of a collective: its time alone, and what it takes of a rank's cores."""
 
     seconds: float
-    cpu: float = 0.0
-    slowed: float = 1.0
+    cpu: float = 0.0  # share of its time on a rank's cores
+    slowed: float = 1.0  # times as long while ranks compute
 
 
 def _size(span: AxisSpan) -> int:
@@ -259,7 +253,7 @@ def _size(span: AxisSpan) -> int:
 
 
 def _axes(machine: Machine, span: AxisSpan) -> Axes:
-    """Return the links that a span uses on the machine, whatever group size the strategy has."""
+    """Return the links that a span uses on the machine; a strategy may have other groups."""
     inside = [axis.outer <= machine.group_size for axis in span]
     return Axes.INTRA if all(inside) else Axes.BOTH if any(inside) else Axes.INTER
 
@@ -268,14 +262,10 @@ def _uses_nics(machine: Machine, span: AxisSpan) -> bool:
     return _axes(machine, span) is not Axes.INTRA
 
 
-def _ring_seconds(machine: Machine, op: Op, span: AxisSpan, num_bytes: float) -> float:
-    return sum(_ring(machine, op, span, num_bytes))
-
-
 def _ring(
     machine: Machine, op: Op, span: AxisSpan, num_bytes: float, *, own_nics: bool = False
 ) -> tuple[float, float]:
-    """Return a ring's total latency, and the time for which it keeps its slowest links busy.
+    """Return a ring's total latency, and the time for which it occupies its slowest links.
 
     The ranks of a group are neighbours in the ring of a span. With `own_nics` each flow of a group
     has one of its NICs at most, else all of them together.
@@ -305,16 +295,15 @@ def _ring(
 def pipeline_seconds(
     machine: Machine, op: Op, span: AxisSpan, num_bytes: int, pieces: int
 ) -> float:
-    """Return time of a pipeline inside groups and between them: each level runs its stages one by
-    one.
+    """Simulate a pipeline inside groups and between them: each level runs its stages in turn.
 
-    If both use the same links of the machine, whose groups may differ, no stages overlap.
+    If both levels use one kind of the machine's links, whose groups may differ, no stages overlap.
     """
     inner, outer = split_by_link(span)
     size = num_bytes / pieces
     stages = make_pipeline(op, pieces)
     took = {
-        (kind, level): _ring_seconds(machine, kind, part, part_size)
+        (kind, level): sum(_ring(machine, kind, part, part_size))
         for kind in {stage.op for stage in stages}
         for level, part, part_size in ((0, inner, size), (1, outer, size / _size(inner)))
     }
@@ -330,18 +319,18 @@ def pipeline_seconds(
 
 
 def fastest_pieces(machine: Machine, op: Op, span: AxisSpan, num_bytes: int) -> int:
-    """Return the number of pieces with which a pipeline takes the least time; the links must be
-    known."""
+    """Return the number of pieces with which a pipeline takes the least time on known links."""
     return min(
         range(1, MAX_PIECES + 1),
         key=lambda pieces: pipeline_seconds(machine, op, span, num_bytes, pieces),
     )
 
 
-def _has_links(machine: Machine, axes: Axes) -> bool:
-    """Return whether the speed of all links that these axes use is known."""
-    needed = [machine.intra] * (axes is not Axes.INTER) + [machine.inter] * (axes is not Axes.INTRA)
-    return None not in needed
+def _has_links(machine: Machine, span: AxisSpan) -> bool:
+    """Return whether the speed of all links that a span uses is known."""
+    axes = _axes(machine, span)
+    unknown = [link for link in Link if machine.link(link) is None]
+    return not any(axes in (Axes(link.value), Axes.BOTH) for link in unknown)
 
 
 def speed_of(machine: Machine, link: Link) -> LinkSpeed:
@@ -360,22 +349,19 @@ def algorithms_of(machine: Machine | None, *, by_nccl: bool) -> tuple[str, ...]:
     Without any, the backend's own and the fastest of this project.
     """
     names = dict.fromkeys(row.algorithm for row in machine.measured) if machine else {}
-    found = (name for name in names if not by_nccl or name in NCCL_COLLECTIVES)
-    return tuple(found) or ("native", "ho-ring")
+    allowed = (name for name in names if not by_nccl or name in NCCL_COLLECTIVES)
+    return tuple(allowed) or ("native", "ho-ring")
 
 
 def scalar_seconds(machine: Machine) -> float:
     """Return the time of an all-reduce of a few numbers over all ranks."""
-    kinds = [link for link, ranks in _ranks(machine) if ranks > 1]
-    if not kinds:
-        return 0.0
+    sizes = {Link.INTRA: machine.group_size, Link.INTER: machine.num_groups}
+    sizes = {link: ranks for link, ranks in sizes.items() if ranks > 1}
     rows = [row for row in machine.measured if row.op is Op.ALL_REDUCE]
-    if rows:  # of the widest axes: all ranks take part
+    if sizes and rows:  # of the widest axes: all ranks take part
         widest = max((row.axes for row in rows), key=list(Axes).index)
         return min(row.seconds for row in rows if row.axes is widest)
-    hops = {link: 2 * math.ceil(math.log2(ranks)) for link, ranks in _ranks(machine)}
-    return math.fsum(hops[link] * speed_of(machine, link).latency_seconds for link in kinds)
-
-
-def _ranks(machine: Machine) -> Sequence[tuple[Link, int]]:
-    return ((Link.INTRA, machine.group_size), (Link.INTER, machine.num_groups))
+    return math.fsum(
+        2 * math.ceil(math.log2(ranks)) * speed_of(machine, link).latency_seconds
+        for link, ranks in sizes.items()
+    )
