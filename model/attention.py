@@ -54,8 +54,7 @@ def attend(
     backend: AttentionBackend = "auto",
     documents: Documents | None = None,
 ) -> Tensor:
-    """Return causal scaled dot-product attention, one call for each document; returns [B, S,
-    N, H]."""
+    """Compute causal scaled dot-product attention [B, S, N, H], one call for each document."""
     if documents is not None:
         flat = (part.flatten(0, 1).split(documents.lengths) for part in (q_BSNH, k_BSKH, v_BSKH))
         parts = zip(*flat, strict=True)

@@ -89,7 +89,7 @@ class AttentionKernels(NamedTuple):
 
 
 def kernels_of(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend) -> AttentionKernels:
-    """Return the kernels that compute attention of such queries, keys and values."""
+    """Return the kernels that compute attention of queries, keys and values of these shapes."""
     whole, parts = chosen_kernel(q, k, v, backend), _block_kernel(q, k, True, backend == "flash")
     takes = backend in BLOCK_BACKENDS and flash_takes(q.itemsize, q.shape[-1])
     if parts is None or not takes or gpu_of(q.device).capability < FLASH_CAPABILITY:
@@ -104,7 +104,7 @@ class Partial(NamedTuple):
     lse_BSN: Tensor  # noqa: N815
 
     def of(self, *at: slice) -> Partial:
-        """Return the same of some samples, queries and heads, as views."""
+        """Return views of some samples, queries and heads."""
         return Partial(self.out_BSNH[at], self.lse_BSN[at])
 
     def merge_(self, other: Partial) -> None:
@@ -117,8 +117,7 @@ class Partial(NamedTuple):
 def attend_block(
     q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, causal: bool = False, flash: bool = False
 ) -> Partial:
-    """Return attention to these keys, by cuDNN unless `flash`; if `causal`, of query i to keys 0 ..
-    i."""
+    """Compute attention to a block of keys, by cuDNN unless `flash`; `causal`: i to keys 0 .. i."""
     _check_square(q_BSNH, k_BSKH, causal=causal)
     tensors = _heads_first(q_BSNH, k_BSKH, v_BSKH)
     kernel = _block_kernel(q_BSNH, k_BSKH, causal, flash)
@@ -144,8 +143,7 @@ def block_grads(
     causal: bool = False,
     flash: bool = False,
 ) -> Grads:
-    """Return a block's share of the gradients; `whole` is the queries' attention to all
-    their keys."""
+    """Compute a block's share of the gradients; `whole` is attention to all keys."""
     _check_square(q_BSNH, k_BSKH, causal=causal)
     parts, lengths = (q_BSNH, k_BSKH, v_BSKH), (None, None, q_BSNH.shape[1], k_BSKH.shape[1])
     lse_BNS, kernel = whole.lse_BSN.transpose(1, 2), _block_kernel(q_BSNH, k_BSKH, causal, flash)
@@ -172,7 +170,7 @@ def block_grads(
 def attend_causally(
     q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, documents: Documents | None, flash: bool = False
 ) -> Partial:
-    """Return causal attention within each sample or, with documents of all samples, within each."""
+    """Compute causal attention within each sample or, given documents, within each document."""
     if documents is None:
         return attend_block(q_BSNH, k_BSKH, v_BSKH, causal=True, flash=flash)
     flat = [part.flatten(0, 1) for part in (q_BSNH, k_BSKH, v_BSKH)]
@@ -195,7 +193,7 @@ def causal_grads(
     documents: Documents | None,
     flash: bool = False,
 ) -> Grads:
-    """Return the share of `attend_causally` in the gradients."""
+    """Compute the gradients of queries, keys and values of `attend_causally`."""
     if documents is None:
         return block_grads(grad_BSNH, q_BSNH, k_BSKH, v_BSKH, whole, causal=True, flash=flash)
     flat = [part.flatten(0, 1) for part in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, *whole)]
@@ -220,8 +218,7 @@ def attend_saving(
     documents: Documents | None,
     saved: SavedAttention | None,
 ) -> Tensor:
-    """Return causal attention within each document; what it has `saved`, it does not
-    compute again."""
+    """Compute causal attention within each document, or take its output from `saved`."""
     if saved is None and not _in_one_call(documents, q_BSNH, backend):
         return attend(q_BSNH, k_BSKH, v_BSKH, backend, documents)
     out_BSNH: Tensor = _AttendSaving.apply(
@@ -259,7 +256,7 @@ class _AttendSaving(torch.autograd.Function):
 def check_attention(
     config: LlamaConfig, dtype: torch.dtype, device: torch.device, *, documents: bool = False
 ) -> str:
-    """Which kernel computes attention, in words; `UserError` if the chosen one cannot.
+    """Name the kernel of attention, in words; `UserError` if the chosen one cannot compute.
 
     A short sample of the model's heads is computed forward and backward; with `documents`, two that
     are kept apart.
@@ -317,7 +314,7 @@ def _flash_grads(*args: Any) -> Grads:
 
 
 def _block_kernel(q: Tensor, k: Tensor, causal: bool, flash: bool) -> SDPBackend | None:
-    """Return None: that of a CPU."""
+    """Return the kernel of a block on a GPU; None on a CPU, which has one."""
     if flash or not q.is_cuda:
         return SDPBackend.FLASH_ATTENTION if q.is_cuda else None
     return gpu_of(q.device).block_kernel(q.shape[-1], q.shape[1], k.shape[1], causal=causal)

@@ -21,7 +21,7 @@ BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)  # of GPUs, that matmuls in the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeConfig:
-    """Which activations are recomputed in backward instead of being kept.
+    """Activations that are recomputed in backward instead of being saved: Megatron's flags.
 
     `selective`: the attention core of every block. `full` and `uniform`: every block, in groups
     of `num_layers` consecutive blocks that keep only the group's input. `full` and `block`: the
@@ -49,7 +49,7 @@ class RecomputeConfig:
         return self.num_layers if (self.granularity, self.method) == ("full", "uniform") else 1
 
     def first_layer(self, layer: int) -> int | None:
-        """Return the layer at which this one's recomputation begins; None if its block is kept."""
+        """Return the layer where this one's recomputation begins; None if it has none."""
         if self.core_attention or (self.method == "block" and layer >= self.num_layers):
             return None
         return layer - layer % self.group_size
@@ -139,7 +139,7 @@ class LlamaConfig:
             )
 
     def parts_misfit(self, device_type: str, compute: str) -> str | None:
-        """Why attention gives no log-sum-exp, by which parts are merged, and what to change.
+        """Say why attention gives no log-sum-exp, by which parts are merged, and what to change.
 
         None if it does, on this type of device, in fp32, bf16 or fp16.
         """
@@ -169,8 +169,7 @@ class LlamaConfig:
 
 
 def flash_takes(num_bytes: int, head_size: int) -> bool:
-    """Return whether FlashAttention takes heads of such elements as they are, on a GPU that
-    has it."""
+    """Return whether FlashAttention on a GPU takes heads of this size and element size."""
     return num_bytes == 2 and head_size <= _LARGEST_HEAD and head_size % _HEAD_MULTIPLE == 0
 
 
@@ -192,7 +191,7 @@ def loss_chunk(vocab_size: int, element_bytes: int, *, fused: bool) -> int:
 
 
 def _sizes(layers: int, hidden: int, ffn: int, heads: int, **more: Any) -> LlamaConfig:
-    """Without groups of queries, and with heads as wide as fit, unless `more` says otherwise."""
+    """Make a configuration; unless `more` says else, one query a group, heads as wide as fit."""
     by_heads = {"num_query_groups": heads, "kv_channels": hidden // heads}
     return LlamaConfig(
         num_layers=layers,

@@ -22,7 +22,7 @@ from model.matmul import GradSink, sink_of, store_grad, write_weight_grad
 def _fused_losses(
     x_TD: Tensor, weight_VD: Tensor, labels_T1: Tensor, *, needs_grads: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As `_losses`, by Triton, without logits in fp32."""
+    """Compute losses and logits' gradients as `_losses`, by Triton, without logits in fp32."""
     from model.kernels import cross_entropy
 
     logits_TV = x_TD @ weight_VD.t()
@@ -66,7 +66,7 @@ def _softmax_(logits_TV: Tensor) -> None:
 
 
 def _log_sum_exp_softmax_(logits_TV: Tensor) -> Tensor:
-    """Return the log-sum-exp of each row; replaces the logits by probabilities."""
+    """Return the log-sum-exp of each row, and replace the logits by probabilities."""
     highest_T = logits_TV.amax(-1)
     _softmax_(logits_TV)
     # exp(highest - log-sum-exp) is the largest probability, which is at least 1 / V.
@@ -139,7 +139,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _WeightGrad:
-    """Sums the weight's gradient over chunks of tokens, in its sink or in a tensor of its own."""
+    """Sum of the weight's gradient over chunks of tokens, in its sink or in a tensor of its own."""
 
     def __init__(self, sink: GradSink | None, *, several: bool) -> None:
         self._several = several
@@ -193,7 +193,7 @@ def linear_cross_entropy(
 
 
 class _SliceScores(torch.autograd.Function):
-    """Saves its inputs and log-sum-exps; backward recomputes the logits."""
+    """Scores by a slice of the vocabulary; backward recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -257,12 +257,12 @@ def _chunks(num_tokens: int, size: int) -> Iterator[slice]:
 
 
 def _masked(x_TD: Tensor, token_weights_T: Tensor) -> Tensor:
-    """`x` with zeros for tokens of weight 0: these must add exactly 0, and logits may overflow."""
+    """Zero `x` where the token weight is 0: logits may overflow there, and must add exactly 0."""
     return x_TD.masked_fill((token_weights_T == 0.0)[:, None], 0.0)
 
 
 def _rows(local_T: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Which labels are in a slice of `num_rows` rows, and in which row (0 if not in it)."""
+    """Return which labels are in a slice of `num_rows` rows, and their rows (0 if not in it)."""
     here_T = (local_T >= 0) & (local_T < num_rows)
     return here_T, local_T.where(here_T, 0)
 
@@ -275,7 +275,7 @@ def slice_scores(
     *,
     first_row: int,
 ) -> tuple[Tensor, Tensor]:
-    """Per token: log-sum-exp over a slice of the vocabulary, and the label's logit.
+    """Compute each token's log-sum-exp over a slice of the vocabulary, and its label's logit.
 
     The label's logit is 0 if the label is not in the slice. `weight` holds the rows from
     `first_row` on.

@@ -28,7 +28,7 @@ class Embedding(nn.Module):
         return _rows(tokens_BS, self.weight)
 
     def look_up_slice(self, tokens_BS: Tensor) -> Tensor:
-        """Embeddings of the tokens in this slice, zeros for all others."""
+        """Look up the tokens in this slice; all others get zeros."""
         row_BS = tokens_BS - self.starts["weight"]
         elsewhere_BS = (row_BS < 0) | (row_BS >= self.weight.shape[0])
         x_BSD = _rows(row_BS.masked_fill(elsewhere_BS, 0), self.weight)

@@ -45,7 +45,7 @@ def flops_per_token(
 def _block_products(
     shapes: Mapping[str, Shape], trained: Collection[str], core: float, *, reached: bool
 ) -> tuple[float, float]:
-    """Multiply-adds of a block's forward and backward; `core` are those of attention's matmuls.
+    """Count multiply-adds of a block's forward and backward; `core`: of attention's two matmuls.
 
     `reached`: whether the block's input needs a gradient.
     """

@@ -30,7 +30,7 @@ _FOR_GRADS = {"e4m3": torch.float8_e4m3fn, "hybrid": torch.float8_e5m2}
 
 
 class Fp8(NamedTuple):
-    """How operands of matmuls are cast."""
+    """Recipe by which operands of matmuls are cast."""
 
     format: Fp8Format
     fused: bool = False  # by Triton
@@ -100,7 +100,7 @@ def _cast(tensor: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def remember_largest(tensor: Tensor, largest: Tensor) -> None:
-    """Keep the largest value of a contiguous tensor, if that fills its storage.
+    """Store the largest value of a contiguous tensor in its storage, if the tensor fills that.
 
     Call it after writing. Kernels of Triton do not raise a tensor's version, so none may write into
     it later.
@@ -111,7 +111,7 @@ def remember_largest(tensor: Tensor, largest: Tensor) -> None:
 
 
 def known_largest(tensor: Tensor) -> Tensor | None:
-    """Return what was remembered of a contiguous tensor whose values are still the same."""
+    """Return the remembered largest value of a contiguous tensor, if it was not written since."""
     storage = tensor.untyped_storage()
     version, largest = getattr(storage, "largest", (None, None))
     if storage.nbytes() != tensor.nbytes or version != tensor._version:

@@ -38,7 +38,7 @@ class _Kernel(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """The model's configuration with the kernels that run here, and a line about them."""
+    """Model configuration with the kernels that run here, and a line about them."""
 
     config: LlamaConfig
     line: str | None  # None: there is no choice
@@ -124,8 +124,7 @@ def _try_rotary(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -
 
 
 def _try_casts(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise `RuntimeError` unless the bits are the same; ranks without Triton cast as the others
-    do."""
+    """Raise `RuntimeError` unless Triton's casts have the bits of torch's, as ranks must agree."""
     assert config.fp8_format is not None
     values = 448.0 * _values((130, 65), torch.float32, device)
     values[1, 2] = 448.0  # the scale is a power of two, and many values lie halfway

@@ -167,7 +167,7 @@ class _Kind(TypedDict, total=False):
 
 
 class _Fields(TypedDict):
-    """Which fields of config.json are read."""
+    """Fields of config.json that are read."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -189,7 +189,7 @@ class _Fields(TypedDict):
 
 
 def hugging_face_name(name: str) -> str:
-    """Return a parameter's name in transformers; shapes and channel order are the same."""
+    """Return a parameter's name in transformers, whose shapes and channel order are equal."""
     return name_in(_NAMES, name)
 
 

@@ -32,7 +32,7 @@ class ParameterInit:
 
 
 def parameter_initializers(config: LlamaConfig) -> dict[str, ParameterInit]:
-    """Megatron's initialization: normal, std divided by sqrt(2 layers) for residual outputs.
+    """Return Megatron's initialization: normal, std / sqrt(2 layers) for residual outputs.
 
     Residual outputs are the weights whose product is added to the residual stream. Norms start as
     ones, biases as zeros. Adapters are peft's: Kaiming-uniform with a = sqrt(5), which is uniform
@@ -110,7 +110,7 @@ def _whole_block(seed: int, spec: ParameterInit, block: int, numel: int) -> Tens
 
 
 def _draw(values: Tensor, seed: int, spec: ParameterInit, block: int) -> None:
-    """Fill it with standard normal numbers, or with those of [0, 1)."""
+    """Fill `values` with standard normal numbers, or with uniform ones of [0, 1)."""
     generator = _generator(seed, spec.name, block)
     if spec.bound is None:
         values.normal_(generator=generator)

@@ -102,7 +102,7 @@ def _largest(x, bits, numel, BLOCK: tl.constexpr):
 
 @triton.jit
 def _to_fp8(x, MANTISSA: tl.constexpr, NATIVE: tl.constexpr):
-    """The bits of `x`, in range or NaN, with e4m3's or e5m2's mantissa; ties go to even.
+    """Round `x`, in range or NaN, to the bits of e4m3 or e5m2; ties go to even.
 
     Triton's interpreter does not round so: without `NATIVE` this computes with integers.
     """
@@ -279,7 +279,7 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor, *, needs_grads: bool) -> 
 
 
 def swiglu(gate_BSF: Tensor, up_BSF: Tensor, *, for_cast: bool = False) -> Tensor:
-    """`silu(gate) * up`."""
+    """Compute `silu(gate) * up`."""
     gate, up = gate_BSF.contiguous(), up_BSF.contiguous()
     out, numel, largest = torch.empty_like(gate), gate.numel(), _zeros(gate) if for_cast else None
     _swiglu[(triton.cdiv(numel, _BLOCK),)](gate, up, out, largest, numel, BLOCK=_BLOCK)
@@ -306,7 +306,7 @@ def swiglu_backward(
 def rotate(
     x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool, for_cast: bool = False
 ) -> Tensor:
-    """As `rotate` in rotary.py; `cos` and `sin` are of all positions, or of every token."""
+    """Rotate as rotary.py does; `cos` and `sin` are of all positions, or of every token."""
     x, cos, sin = x_BSNH.contiguous(), cos.contiguous(), sin.contiguous()
     *_, num_heads, channels = x.shape
     out, half, largest = torch.empty_like(x), channels // 2, _zeros(x) if for_cast else None

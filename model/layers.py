@@ -26,7 +26,7 @@ from model.recompute import checkpointed
 
 
 class _NormedLinears(torch.autograd.Function):
-    """Saves the input and recomputes its norm in backward."""
+    """Linear layers after a norm, of which only the norm's input is saved."""
 
     @staticmethod
     def forward(
@@ -86,7 +86,7 @@ def normed_linears(
     fp8: Fp8 | None = None,
     passes_x: bool = False,
 ) -> tuple[Tensor, ...]:
-    """`norm(x) @ weight.T` for each weight; of the activations only `x` is saved for backward.
+    """Compute `norm(x) @ weight.T` for each weight; of the activations only `x` is saved.
 
     `norm` is `SharedNorm` of `x` and `scale`, which other slices of the weights may share.
     `passes_x`: the first result is `x`, for the residual addition: the gradient that arrives by it
@@ -107,7 +107,7 @@ def gated(gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
 
 
 class _GatedLinear(torch.autograd.Function):
-    """Saves gate and up and recomputes their product in backward."""
+    """Linear layer after SwiGLU's product, of which gate and up are saved."""
 
     @staticmethod
     def forward(
@@ -175,7 +175,7 @@ def gated_linear(
     *,
     fused: bool = False,
 ) -> Tensor:
-    """SwiGLU's second half: `(silu(gate) * up) @ weight.T`; `fused`: the product by Triton."""
+    """Compute SwiGLU's second half, `(silu(gate) * up) @ weight.T`; `fused`: partly by Triton."""
     if torch.compiler.is_compiling():
         return linear(checkpointed(gated, gate_BSF, up_BSF), weight_DF, fp8)
     out: Tensor = _GatedLinear.apply(gate_BSF, up_BSF, weight_DF, fp8, fused)
@@ -183,7 +183,7 @@ def gated_linear(
 
 
 class _Linear(torch.autograd.Function):
-    """Saves the input, if the weight trains, and the weight in its own type."""
+    """Linear layer that saves its input, if the weight trains, and the weight in its own type."""
 
     @staticmethod
     def forward(
@@ -228,7 +228,7 @@ _LEAF = torch.zeros((), device="cpu", requires_grad=True)  # see `weight_grad_to
 
 
 class _NumberedLinear(torch.autograd.Function):
-    """In a graph: the weight's gradient goes to its sink, and the graph returns none."""
+    """Linear layer in a graph: the weight's gradient goes to its sink, the graph returns none."""
 
     @staticmethod
     def forward(
@@ -247,7 +247,7 @@ class _NumberedLinear(torch.autograd.Function):
 
 
 def linear(x_BSD: Tensor, weight_ED: Tensor, fp8: Fp8 | None = None) -> Tensor:
-    """`x @ weight.T`; a weight of another type than `x` is frozen."""
+    """Compute `x @ weight.T`; a weight of another type than `x` is frozen."""
     if fp8 is None and torch.compiler.is_compiling():
         number = getattr(weight_ED, "sink_number", None)
         if number is not None:

@@ -78,7 +78,7 @@ class Block(AdaptedBlock):
         self.recomputes_core = config.recompute is not None and config.recompute.core_attention
 
     def forward(self, x_BSD: Tensor, info: TokenInfo, attend: Attend | None = None) -> Tensor:
-        """`attend` replaces causal attention within `x`, for example to use a KV cache."""
+        """Compute the block; `attend` replaces attention within `x`, for example by a KV cache."""
         # Checkpoint inside forward, so that recomputation does not run this module's hooks again.
         if self.recomputed and torch.is_grad_enabled():
             return _recomputed(self.config, partial(self._body, attend=attend), x_BSD, info)
@@ -327,7 +327,7 @@ class Llama(nn.Module):
         seq_length: int | None = None,
         drops: DropKey | None = None,
     ) -> Tensor:
-        """Logits [B, S, V]; or, with labels, the fp32 sum over tokens of token weight times loss.
+        """Compute logits [B, S, V]; or, with labels, the fp32 sum of token weight times loss.
 
         The token weights include the mask, 1 / number of tokens and the loss scale, so that
         backward can start from this sum directly.
@@ -367,7 +367,7 @@ class Llama(nn.Module):
 def _recomputed(
     config: LlamaConfig, run: Callable[[Tensor, TokenInfo], Tensor], x_BSD: Tensor, info: TokenInfo
 ) -> Tensor:
-    """What `run` returns; backward runs it again, maybe with what its attention has kept."""
+    """Run a function that backward runs again, maybe with attention's outputs saved."""
     saved = SavedAttention() if config.keeps_core else None
     y_BSD: Tensor = checkpointed(run, x_BSD, info._replace(saved=saved))
     if saved is not None:

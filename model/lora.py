@@ -24,7 +24,7 @@ _AT_ONCE = 2**22  # elements
 
 
 class DropKey(NamedTuple):
-    """What decides which elements are dropped: the same numbers on any number of ranks."""
+    """Numbers that decide which elements are dropped, equal on any number of ranks."""
 
     seed: int
     step: int
@@ -35,7 +35,7 @@ class DropKey(NamedTuple):
 def drops_of(
     config: object, seed: int, step: int, data_parallel_rank: int, data_parallel_size: int
 ) -> Callable[[int, int, tuple[range, ...] | None], dict[str, Any]]:
-    """What the model's dropout depends on in a micro-batch of a size; nothing without dropout.
+    """Return a function that makes a micro-batch's `drops` argument; empty without dropout.
 
     A sample's number in the global batch is the same for any number of ranks.
     """
@@ -50,7 +50,7 @@ def drops_of(
 
 
 class Columns(NamedTuple):
-    """Where a slice of a weight's columns begins, and how many the weight has."""
+    """Slice of a weight's columns: its first one, and how many the whole weight has."""
 
     first: int
     number: int
@@ -81,7 +81,7 @@ class AdaptedBlock(nn.Module):
         sources: Sequence[Tensor],
         drops: DropKey | None,
     ) -> tuple[Tensor, ...]:
-        """Return the outputs of the weights of these names, with those of their adapters added.
+        """Add the outputs of adapters to those of the weights of these names.
 
         All of them read the `shared` input, which is made of `sources`. Without `drops` nothing is
         dropped.
@@ -113,8 +113,7 @@ class AdaptedBlock(nn.Module):
         sources: Sequence[Tensor],
         drops: DropKey | None,
     ) -> Tensor:
-        """Return the same for one weight that alone reads its input, `make_input` of
-        the sources."""
+        """Add an adapter's output to that of a weight which alone reads `make_input(*sources)`."""
         shared = SharedInput(make_input, *sources)
         (found,) = self.adapted((name,), (output,), shared, sources, drops)
         shared.release()
@@ -206,8 +205,7 @@ def _thirds(tensors: Sequence[Tensor], count: int) -> Iterator[Sequence[Tensor]]
 
 
 def _dropped(x: Tensor, kept: Tensor, dropout: float) -> Tensor:
-    """Return elements that are not kept become 0, all others larger, so that their mean is as
-    before."""
+    """Zero the elements that are not kept, and scale the others so that the mean stays."""
     return x.masked_fill(~kept, 0.0).mul_(1.0 / (1.0 - dropout))
 
 
@@ -219,7 +217,7 @@ def keep_mask(
     device: torch.device,
     columns: Columns | None = None,
 ) -> Tensor:
-    """Which elements are kept: a hash of seed, parameter name, step, sample and element.
+    """Draw which elements stay: a hash of seed, parameter name, step, sample and element.
 
     If the last dim is only some of the `columns`, or tokens are of some ranges, elements have their
     numbers in all of them.

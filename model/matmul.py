@@ -36,7 +36,7 @@ def check_matmul_types(fp8: Fp8Format | None, dtype: torch.dtype, device: torch.
 
 
 def outputs(x: Operand, weight: Operand) -> Tensor:
-    """`x @ weight.T`, for x [..., D] and weight [E, D]."""
+    """Compute `x @ weight.T`, for x [..., D] and weight [E, D]."""
     if isinstance(x, Tensor):
         assert isinstance(weight, Tensor)
         return F.linear(x, weight)
@@ -48,7 +48,7 @@ def outputs(x: Operand, weight: Operand) -> Tensor:
 
 
 def input_grads(grad: Operand, weight: Operand, *, total_TD: Tensor | None = None) -> Tensor:
-    """`grad @ weight`, for grad [T, E] and weight [E, D]; added to `total_TD` in place."""
+    """Compute `grad @ weight`, for grad [T, E] and weight [E, D]; `total_TD` gets it added."""
     if isinstance(grad, Tensor):
         assert isinstance(weight, Tensor)
         if total_TD is not None:
@@ -60,7 +60,7 @@ def input_grads(grad: Operand, weight: Operand, *, total_TD: Tensor | None = Non
 
 
 class GradSink(ABC):
-    """Where a sharding engine collects the gradient of a weight, which has it as `grad_sink`.
+    """Buffer of a weight's gradient in a sharding engine, as the weight's attribute `grad_sink`.
 
     A weight with a sink is used once in a forward.
     """
@@ -71,7 +71,7 @@ class GradSink(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Say that the gradient is in the buffer."""
+        """Mark the gradient in the buffer as complete."""
 
     def take(self, leaf: Tensor) -> None:
         """Move autograd's gradient of a leaf, if it made one; a hook after its accumulation."""
@@ -89,7 +89,7 @@ _NUMBERS = itertools.count()
 
 
 def number_weights(weights: Iterable[Tensor]) -> None:
-    """Give those that have a sink, and only them, a number as `sink_number`."""
+    """Give each weight that has a sink, and only it, a number as `sink_number`."""
     for weight in weights:
         numbered = hasattr(weight, "sink_number")
         if sink_of(weight) is None:
@@ -109,7 +109,7 @@ def sink_of(weight: Tensor) -> GradSink | None:
 
 
 def weight_grad(grad: Operand, x: Operand, sink: GradSink | None = None) -> Tensor | None:
-    """`grad.T @ x`, for grad [T, E] and x [T, D]; None if a sink has taken it."""
+    """Compute `grad.T @ x`, for grad [T, E] and x [T, D]; None if a sink has taken it."""
     if sink is None:
         return _weight_grad(grad, x)
     into_ED, adds = sink.open()
@@ -130,7 +130,7 @@ def _write(grad_TE: Tensor, x_TD: Tensor, number: Tensor) -> Tensor:
 
 
 def weight_grad_to_number(grad_TE: Tensor, x_TD: Tensor, number: Tensor) -> Tensor:
-    """`weight_grad` to the sink of this number, in a graph; returns 0 on the CPU.
+    """Compute `weight_grad` into the sink of this number, in a graph; return 0 on the CPU.
 
     A compiler would drop it if nothing came of it: make the 0 the gradient of some leaf.
     """
@@ -144,7 +144,7 @@ def _nothing(_grad: Tensor, _x: Tensor, _number: Tensor) -> Tensor:
 
 
 def write_weight_grad(grad: Operand, x: Operand, into_ED: Tensor, *, adds: bool) -> None:
-    """The same in a buffer, whose values it replaces or `adds` to."""
+    """Compute `weight_grad` in a buffer, whose values it replaces or `adds` to."""
     if isinstance(grad, Tensor) and _writes_into(into_ED, grad):
         assert isinstance(x, Tensor)
         options: dict[str, Any] = {}

@@ -82,7 +82,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> Tensor:
-    """`x` divided by its root mean square, times `scale`; computed in fp32."""
+    """Divide `x` by its root mean square and multiply it by `scale`, in fp32."""
     if x_BSD.device.type == "cpu" and not torch.compiler.is_compiling():
         out: Tensor = _RMSNorm.apply(x_BSD, scale_D, epsilon)
         return out
@@ -93,7 +93,7 @@ Slices = Iterable[Callable[..., Tensor]]  # of a part's weights: each computes a
 
 
 class SharedInput:
-    """What several matmuls read, for example slices of weights, and backward makes again.
+    """Input of several matmuls, for example of slices of weights, that backward computes again.
 
     It is computed once for all of them, and once more in backward, which sums the gradients of all
     readers before it passes them on. Between `release` and backward this object keeps nothing.

@@ -13,7 +13,7 @@ from model.config import LlamaConfig
 
 
 def inverse_frequencies(config: LlamaConfig) -> Tensor:
-    """Radians per position of each pair of channels, fp32 on the CPU, [head size / 2]."""
+    """Compute radians per position of each pair of channels, fp32 on the CPU, [H / 2]."""
     exponents = torch.arange(0, config.kv_channels, 2, dtype=torch.float32, device="cpu")
     frequencies = 1.0 / config.rotary_base ** (exponents / config.kv_channels)
     if config.use_rope_scaling:
@@ -33,7 +33,7 @@ def inverse_frequencies(config: LlamaConfig) -> Tensor:
 def rotations(
     config: LlamaConfig, seq_length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """(cos, cos) [S, 1, H] and sin [S, 1, H / 2] of all positions, cached for the next call."""
+    """Compute (cos, cos) [S, 1, H] and sin [S, 1, H / 2] of all positions, and cache them."""
     positions = torch.arange(seq_length, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, inverse_frequencies(config))[:, None, :]
     cos, sin = angles.cos().to(device, dtype), angles.sin().to(device, dtype)

@@ -16,7 +16,7 @@ FLAG = "--trainable"
 
 
 class TrainableKind(Enum):
-    """Which part of the model trains."""
+    """Kinds of parts of a model that train."""
 
     ALL = "all"
     LAST_BLOCKS = "last-blocks"  # this share of all blocks, at least one
@@ -25,7 +25,7 @@ class TrainableKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainable:
-    """What trains: a kind, with the share of the blocks or the patterns of names that it takes."""
+    """Parameters that train: a kind, with the share of blocks or the patterns of names it takes."""
 
     kind: TrainableKind = TrainableKind.ALL
     share: float = 1.0
@@ -36,7 +36,7 @@ class Trainable:
             raise UserError(f"{FLAG} share {self.share} must be above 0 and at most 1")
 
     def __str__(self) -> str:
-        """As the flag gives it."""
+        """Format the value of the flag."""
         match self.kind:
             case TrainableKind.ALL:
                 return self.kind.value
@@ -91,6 +91,6 @@ class Trainable:
 
 
 def _kinds(names: list[str]) -> list[str]:
-    """Return the names, those of all blocks as `blocks.*.NAME`."""
+    """Return the names, with `blocks.*.NAME` for a parameter of all blocks."""
     of_block = (f"blocks.*.{n.split('.', 2)[2]}" if n.startswith("blocks.") else n for n in names)
     return list(dict.fromkeys(of_block))

@@ -60,7 +60,7 @@ class UnitSpec:
         return {f"{self.holder}.{name}": dim for name, dim in part.cuts.items()}
 
     def label_of(self, part: PartSpec) -> str:
-        """What the part's matrices are called together."""
+        """Return a common name of the part's matrices."""
         return self.holder if len(self.parts) == 1 else f"{self.name}.{part.method}"
 
 

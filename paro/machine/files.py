@@ -98,7 +98,7 @@ _AS_THEY_ARE = {each.name for each in fields(_File)} - {
 
 
 def why_unmeasurable(world_size: int, group_size: int, *, dry_run: bool) -> str | None:
-    """Why no machine can be measured at the start of a run; None: it can."""
+    """Say why no machine can be measured at the start of a run; None: it can."""
     if dry_run:
         return "a dry run starts no ranks"
     if group_size == world_size:

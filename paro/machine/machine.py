@@ -28,7 +28,7 @@ _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 class Nic(Enum):
-    """Who owns a link between groups."""
+    """Owner of a link between groups."""
 
     PER_RANK = "per-rank"
     SHARED = "shared"  # one for all ranks of a group
@@ -75,7 +75,7 @@ class Measured:
 
     @staticmethod
     def mistakes(given: Mapping[str, Any]) -> list[str]:
-        """What is wrong with these fields, of which some may be missing."""
+        """Say what is wrong with these fields, of which some may be missing."""
         wrong = numbers(given, "bytes", "seconds")
         return wrong + numbers(given, "cpu_seconds", "busy_seconds", or_zero=True)
 
@@ -111,7 +111,7 @@ class Device:
 
     @staticmethod
     def mistakes(given: Mapping[str, Any]) -> list[str]:
-        """What is wrong with these fields, of which some may be missing."""
+        """Say what is wrong with these fields, of which some may be missing."""
         rates = {name for name in given if name.endswith(("_flops", "_per_second"))}
         wrong = numbers(given, "memory_bytes", "cores", *sorted(rates - {"sustained_flops"}))
         may_be_zero = ("step_seconds", "piece_seconds", "job_seconds", "communicator_bytes")
@@ -287,7 +287,7 @@ Curve = list[tuple[int, float]]  # (bytes, seconds), ascending
 
 
 def _below(curve: Curve, num_bytes: int) -> float:
-    """Part of the smallest size's time is latency; all of it if there is only one size."""
+    """Extrapolate below the smallest size: a part of its time is latency, or all."""
     size, at_size = curve[0]
     latency = at_size
     if len(curve) > 1:
@@ -312,7 +312,7 @@ def _beyond(curve: Curve, num_bytes: int) -> float:
 
 
 def least_seconds(machine: Machine, op: Op, axes: Axes, num_bytes: int) -> float | None:
-    """Return a lower bound over all algorithms, from links of known speed; None without such.
+    """Return a lower bound over all algorithms, by links of known speed; None without any.
 
     Both kinds of links work at the same time, each for as long as its bytes take. HO-Ring gets
     close to this, the others do not.
@@ -344,7 +344,7 @@ def passes(op: Op) -> int:
 
 
 def fit_link(machine: Machine, link: Link, typed: int | None = None) -> LinkSpeed | None:
-    """Latency and bandwidth of one kind of link, fitted to collectives along its axes alone.
+    """Fit latency and bandwidth of one kind of link to collectives along its axes alone.
 
     Least squares of relative errors over the fastest algorithm of every op and size, modelled as a
     ring: latency of its steps plus time of its bytes. A `typed` bandwidth is kept as it is. Without

@@ -22,12 +22,12 @@ def refuse(mistakes: Sequence[str]) -> None:
 
 
 def rule(field: str, value: object, holds: bool, allowed: str) -> list[str]:
-    """What is wrong with the value of a field: nothing if the rule holds."""
+    """Say what is wrong with the value of a field: nothing if the rule holds."""
     return [] if holds else [f"{field}: {value} is not allowed, it must be {allowed}"]
 
 
 def numbers(given: Mapping[str, Any], *fields: str, or_zero: bool = False) -> list[str]:
-    """What is wrong with those of these fields that hold a number, if it must be positive."""
+    """Say which fields with a number break its limits: positive and finite."""
     least = "a number of 0 or more" if or_zero else "a positive number"
     wrong = []
     for field in fields:
@@ -39,7 +39,7 @@ def numbers(given: Mapping[str, Any], *fields: str, or_zero: bool = False) -> li
 
 
 def ranks_mistakes(given: Mapping[str, Any]) -> list[str]:
-    """What is wrong with `world_size` and `group_size`, of which one may be missing."""
+    """Say what is wrong with `world_size` and `group_size`, of which one may be missing."""
     ranks, group = given.get("world_size", MOST_RANKS), given.get("group_size", 1)
     wrong = rule("world_size", ranks, 0 < ranks <= MOST_RANKS, f"1 to {MOST_RANKS}")
     divides = group > 0 and (ranks % group == 0 or "world_size" not in given)

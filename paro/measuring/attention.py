@@ -41,7 +41,7 @@ def attention_rates(
     control: Control,
     median: Callable[[Callable[[], object]], float],
 ) -> AttentionRates:
-    """Those of a micro-batch, and of a sample of `sequence` tokens, or as many as take 0.4 s.
+    """Time attention of a micro-batch, and of a sample of `sequence` tokens, or for 0.4 s.
 
     Of that sample no more key heads are computed, with their queries, than the time allows. Where
     kernels keep all scores, which might not fit, the micro-batch's rate is both. `median` gives the
@@ -82,7 +82,7 @@ def attention_rates(
 
 
 def _leaves(model: LlamaConfig, kv_heads: int, like_BS0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of random numbers: of equal ones a GPU computes faster."""
+    """Draw queries, keys and values: of equal numbers a GPU computes faster."""
     generator = torch.Generator(like_BS0.device).manual_seed(0)
 
     def leaf(heads: int) -> Tensor:

@@ -232,7 +232,7 @@ class CollectiveBenchmark:
     def run_and_compute(
         self, collectives: Collectives, checked: CheckedInput, repeats: int
     ) -> float:
-        """Return seconds of a repetition in a short run of this rank, while it also computes."""
+        """Time a short run of this rank that also computes; return a repetition's seconds."""
         with computing(self.control.device):
             return self.run(collectives, checked, min(repeats, LEAST_REPEATS)).seconds
 
@@ -343,7 +343,7 @@ def _curve(
 def with_measured(
     machine: Machine, results: Sequence[CollectiveResult], device: Device | None, *, source: str
 ) -> Machine:
-    """Add results to a machine, and links fitted to them; those that were wrong are left out."""
+    """Add the right results to a machine, and links fitted to them."""
     measured = tuple(
         Measured(
             axes=axes_of(result.collective.span),

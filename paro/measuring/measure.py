@@ -52,7 +52,7 @@ _LEAST_EFFORT = Effort(warmup=1, steps=1, micro_batches=1)  # where one layer ta
 def measure_machine(
     config: RunConfig, control: Control, *, name: str, source: str, say: Callable[[str], None]
 ) -> Machine:
-    """Return the machine, the same on all ranks; collective. `say` gets what is measured next.
+    """Measure the machine, equal on all ranks; collective. `say` gets what is measured next.
 
     `UserError` where not even one block fits a rank.
     """
@@ -99,7 +99,7 @@ def spans_of(config: RunConfig) -> list[AxisSpan]:
 
 
 def _device(config: RunConfig, control: Control) -> Device:
-    """Return the device, timed with a few layers of the model at the run's micro-batch."""
+    """Time the device with a few layers of the model at the run's micro-batch."""
     lone = one_rank(config)
     fitting = layers_that_fit(lone, min(control.gather(memory_of_rank(control))))
     timed, effort = affordable(lone, fitting, lambda trial: parts_of_step(trial, control))
@@ -116,7 +116,7 @@ def _device(config: RunConfig, control: Control) -> Device:
 def affordable(
     config: RunConfig, most_layers: int, parts_of_step: Callable[[RunConfig], PartsOfStep]
 ) -> tuple[RunConfig, Effort]:
-    """Return the training with micro-batches that are timed, and how long.
+    """Choose the micro-batches and the effort of the timing that its seconds allow.
 
     The first trial is of one layer and few tokens: all of a large model may take minutes. Where
     even that takes too long, `UserError`.
@@ -140,14 +140,13 @@ def affordable(
 
 
 def _share(trial: RunConfig, config: RunConfig) -> float:
-    """Return the tokens of a micro-batch as a part of those of another configuration."""
+    """Return the share of tokens that a micro-batch has of another configuration's."""
     cut, whole = (one.batches.micro_batch_size * one.data.seq_length for one in (trial, config))
     return cut / whole
 
 
 def one_rank(config: RunConfig) -> RunConfig:
-    """Return the training of one rank alone with the run's model, with all that trains, and its
-    shapes.
+    """Return the training of one rank alone, with the run's model and shapes, and all that trains.
 
     Without recomputation and compilation; the planner counts the former.
     """
@@ -168,7 +167,7 @@ def one_rank(config: RunConfig) -> RunConfig:
 
 
 def layers_that_fit(config: RunConfig, memory_bytes: int) -> int:
-    """How many layers one rank can train alone, at most a few; `UserError` if not one."""
+    """Count the layers that one rank can train alone, at most a few; `UserError` if not one."""
     for layers in range(min(_MOST_LAYERS, config.model.num_layers), 0, -1):
         fewer = with_layers(config, layers)
         units = units_of(fewer.model, world_size=1, is_trained=fewer.trained.__contains__)
@@ -185,8 +184,7 @@ def layers_that_fit(config: RunConfig, memory_bytes: int) -> int:
 
 
 def shortened(config: RunConfig, scale: float) -> RunConfig:
-    """Return the same with micro-batches of this part of the tokens at most; unchanged from
-    1 on."""
+    """Cut micro-batches to this part of their tokens at most; unchanged from 1 on."""
     if scale >= 1:
         return config
     size, length = config.batches.micro_batch_size, config.data.seq_length

@@ -57,8 +57,7 @@ class CommunicatorMemory(NamedTuple):
 def with_communicators(
     device: Device, control: Control, topology: Topology, config: GroupConfig
 ) -> Device:
-    """Return the device with the memory of NCCL's communicators; CPU ranks have
-    none. Collective."""
+    """Add the memory of NCCL's communicators; collective. CPU ranks have none."""
     if control.device.type != "cuda":
         return device
     found = measure_communicators(
@@ -81,7 +80,7 @@ def available_bytes(device: torch.device) -> int:
 def measure_communicators(
     control: Control, topology: Topology, config: GroupConfig, *, free: Callable[[], int]
 ) -> CommunicatorMemory:
-    """Make and uses groups along each axis and all of them, for gathers and for reductions."""
+    """Make and use groups along each axis and all of them, for gathers and reductions."""
     axes = topology.axes
     spans: list[AxisSpan] = [(axis,) for axis in axes]
     spans += [axes] * (len(axes) > 1)

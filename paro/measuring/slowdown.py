@@ -25,7 +25,7 @@ def _spin(nanoseconds):
 
 
 def slowed_matmuls(device: torch.device) -> tuple[tuple[int, float], ...]:
-    """Numbers of busy thread blocks, and how many times as long a bf16 matmul of LLaMA-7B takes."""
+    """Time a bf16 matmul of LLaMA-7B next to busy thread blocks, by their number."""
     a_RK = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device)
     b_KC = torch.randn(4096, 11008, dtype=torch.bfloat16, device=device)
     stream = torch.cuda.Stream(device, priority=-1)

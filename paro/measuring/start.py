@@ -66,7 +66,7 @@ class LeavingControl(Control):
 
 
 def planned(config: RunConfig, control: Control, watchdog: Watchdog) -> RunConfig | None:
-    """Return the configuration with what the planner chooses on this machine; collective.
+    """Decide what the flags leave open by a plan for this machine; collective.
 
     It is `config` itself where nothing is to be measured; None if a signal asks to leave meanwhile.
     `UserError` on all ranks if nothing fits, or if they would choose differently.
@@ -121,7 +121,7 @@ def find_measured(config: RunConfig, control: Control, watchdog: Watchdog) -> Ma
 
 
 def conditions(config: RunConfig, control: Control) -> dict[str, str]:
-    """Return all that a measurement depends on, the same on all ranks; collective."""
+    """Return all that a measurement depends on, equal on all ranks; collective."""
     device = control.device
     on_gpu = device.type == "cuda"
     kind = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {platform.machine()}"
@@ -153,7 +153,7 @@ def file_stem(depends_on: dict[str, str]) -> str:
 
 
 def _folder(config: RunConfig) -> Path:
-    """Where machine files are kept: with the run's checkpoints, else with the user's caches."""
+    """Return the folder of machine files: the run's checkpoints, else the user's caches."""
     save = config.checkpoint.save
     return read_cache_folder() if save is None or config.train.skip_train else Path(save)
 
@@ -161,8 +161,7 @@ def _folder(config: RunConfig) -> Path:
 def kept_machine(
     path: Path, misfit: Callable[[Machine], str | None], say: Callable[[str], None]
 ) -> Machine | None:
-    """Return the machine of an earlier start, from `path` or any other file of its folder; None
-    without.
+    """Read the machine of an earlier start from `path` or its folder; None without.
 
     What is in a file decides, whatever its name; `misfit` says why it is of no use.
     """
@@ -185,7 +184,7 @@ def kept_machine(
 
 
 def misfit(config: RunConfig, depends_on: Mapping[str, str], machine: Machine) -> str | None:
-    """Why a machine is none that this run would measure; None if it is one."""
+    """Say why this run would measure another machine; None if it would measure this one."""
     world = config.world
     if (machine.world_size, machine.group_size) != (world.size, world.group_size):
         return f"it is of {ranks_text(machine.world_size, machine.group_size)}"
@@ -202,7 +201,7 @@ def misfit(config: RunConfig, depends_on: Mapping[str, str], machine: Machine) -
 
 
 def write_machine(path: Path, machine: Machine) -> str:
-    """Write the file for the next start, and says what it holds; a run goes on without it."""
+    """Write the file for the next start, and return a line about it; errors are no failure."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
@@ -213,7 +212,7 @@ def write_machine(path: Path, machine: Machine) -> str:
 
 
 def _forget(device: torch.device) -> None:
-    """Give back the memory of what was measured: it is no part of the run's own peak."""
+    """Free the memory of the measurement, and reset the peak: it is no part of the run's."""
     give_back_freed_memory()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -51,5 +51,5 @@ class ReportConfig:
             raise UserError(f"--peak-tflops {self.peak_tflops} must be a positive number")
 
     def without_records(self) -> ReportConfig:
-        """Return a copy that prints everything and writes no files or dashboards."""
+        """Return a copy that prints everything, without files and dashboards."""
         return replace(self, metrics_file=None, tensorboard_dir=None, wandb_project=None)

@@ -32,7 +32,7 @@ _LOCAL_MODES = ("offline", "dryrun", "disabled")  # wandb modes that send nothin
 
 
 class Dashboard(Protocol):
-    """The interface that the report needs from either service."""
+    """Interface of a dashboard service."""
 
     name: str
     place: str  # where a reader finds what is written
@@ -43,7 +43,7 @@ class Dashboard(Protocol):
 
 
 class TensorBoard:
-    """Writes each tag over iterations, and in a folder inside as `<tag> vs samples` over samples.
+    """Event files with each tag over iterations, and `<tag> vs samples` over samples.
 
     Values that an earlier start wrote after `start_iteration` stay in its files, and TensorBoard
     leaves them out: from a step on, which is why samples have files of their own. A run from the
@@ -85,7 +85,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Writes each tag over iterations, together with the number of samples.
+    """Run of wandb with each tag over iterations, and the number of samples.
 
     A run that resumes after `start_iteration` continues the wandb run whose id is stored in
     `place`, where values of later iterations give way to its own. A server that cannot rewind keeps
@@ -183,7 +183,7 @@ _Write = tuple[Scalars, int, int]
 
 
 class _Writer:
-    """A thread that writes to one dashboard, and its error if it failed."""
+    """Thread that writes to one dashboard, and its error if it failed."""
 
     def __init__(self, board: Dashboard) -> None:
         self.name = board.name
@@ -230,7 +230,7 @@ class Dashboards:
         return bool(self._open)
 
     def open(self, flag: str, make: Callable[[], Dashboard]) -> None:
-        """Add the dashboard that `make` returns, or prints why `flag` has no effect."""
+        """Add the dashboard that `make` returns, or print why `flag` has no effect."""
         try:
             board = make()
             self._open.append(_Writer(board))

@@ -30,7 +30,7 @@ _HOME = "\x1b[H"  # moves the cursor to the first line
 
 
 def spark_line(values: Sequence[float], *, width: int = _SPARKS) -> str:
-    """Values as block characters, scaled from minimum to maximum; averaged down to `width`."""
+    """Draw values as block characters, from minimum to maximum; averaged down to `width`."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -45,7 +45,7 @@ def spark_line(values: Sequence[float], *, width: int = _SPARKS) -> str:
 
 
 class Spark:
-    """Values as block characters, as many as the place has columns."""
+    """Line of block characters for values, as wide as its column."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self._values = values
@@ -62,7 +62,7 @@ class LiveConsole(Console):
 
 
 class LiveView:
-    """Takes every iteration and redraws at most a few times a second."""
+    """View of a run, redrawn at most a few times a second."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class LiveView:
             self._is_below = True
 
     def close(self) -> None:
-        """Draw the last state and leave it on the terminal; gives the standard streams back."""
+        """Draw the last state, leave it on the terminal, and restore the standard streams."""
         try:
             if self._live.is_started:
                 self._draw()
@@ -221,7 +221,7 @@ class LiveView:
         }
 
     def _memory(self, metrics: Metrics) -> str:
-        """On a GPU its allocator counts the tensors; on a CPU there is only the whole process."""
+        """Describe memory: of the allocator's tensors on a GPU, of the process on a CPU."""
         most = f"{_megabytes(metrics.peak_memory_bytes)} at most"
         predicted = self._facts.predicted.get("total")
         if not self._bytes_before:

@@ -16,7 +16,7 @@ from paro.errors import printable, printing, shown
 def print_line(
     *lines: str, stream: TextIO | None = None, end: str = "\n", whole: bool = False
 ) -> None:
-    """Print lines to `stream`, by default standard output, and flushes it.
+    """Print lines to `stream`, by default standard output, and flush it.
 
     They may contain names from files and flags: characters that a terminal would act upon are
     escaped, and long lines are cut. With `whole`, for a text that the user asked for, none is cut.
@@ -51,7 +51,7 @@ def set_logging_level(level: int | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
-    """Prints depending on this process's rank; made once and passed to all code that prints.
+    """Printer that depends on this process's rank; made once and passed to all code that prints.
 
     Where standard output fails (its reader has ended, its disk is full, its terminal is closed),
     standard error stands for it from then on, and where that fails too nothing is printed: a

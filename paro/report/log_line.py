@@ -69,7 +69,7 @@ def iteration_line(
 
 
 def impossible_line(metrics: Metrics, facts: RunFacts) -> str:
-    """What an MFU above 100% may mean, if attention is counted as it is computed."""
+    """Explain an MFU above 100%, with causal attention counted as it is computed."""
     return (
         f"WARNING: MFU of {100.0 * metrics.mfu_causal:.0f}% with causal attention halved: more "
         f"than the device can compute, so either its peak ({facts.peak.source}) is higher, which "
@@ -78,7 +78,7 @@ def impossible_line(metrics: Metrics, facts: RunFacts) -> str:
 
 
 def perplexity(lm_loss: float) -> float:
-    """exp of the loss, bounded so that an untrained model gives a finite number."""
+    """Compute exp of the loss, bounded so that an untrained model gives a finite number."""
     return math.exp(min(20.0, lm_loss))
 
 
@@ -99,7 +99,7 @@ def validation_block(found: Validation) -> str:
 
 
 def timer_lines(everywhere: Sequence[Mapping[str, float]], *, option: str, iterations: int) -> str:
-    """Megatron's timer block: one line per timer, in ms per iteration, over the ranks."""
+    """Format Megatron's timer block: a line per timer, in ms per iteration, over the ranks."""
     to_ms = 1000.0 / iterations
     names = list(dict.fromkeys(name for timers in everywhere for name in timers))
     title = {
@@ -122,7 +122,7 @@ def timer_lines(everywhere: Sequence[Mapping[str, float]], *, option: str, itera
 
 
 def straggler_line(everywhere: Sequence[RankTimes], *, iterations: int) -> str:
-    """Which rank the others wait for, and why: compute, data, or only communication.
+    """Name the rank that others wait for, and why: compute, data, or only communication.
 
     All ranks reach the end of a step together, so the straggler is the rank that waits least for
     the others: the one with the most compute and data time.
@@ -161,7 +161,7 @@ def duration(seconds: float) -> str:
 
 @dataclass(slots=True)
 class TimeLeft:
-    """Takes the end of every iteration; what comes between two, such as a save, counts too."""
+    """Estimate of the seconds until the end, from the ends of iterations and all between them."""
 
     train_iters: int
     clock: Callable[[], float] = time.monotonic

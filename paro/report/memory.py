@@ -51,7 +51,7 @@ def resident_bytes(device: torch.device) -> int:
 
 
 def anonymous_bytes(pages: str) -> int:
-    """Resident bytes without those shared with files or other processes, from /proc/self/statm."""
+    """Parse /proc/self/statm: resident bytes that no file or other process shares."""
     _, resident, shared, *_ = map(int, pages.split())
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
@@ -75,7 +75,7 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _left_in_cgroups(root: Path) -> list[int]:
-    """What the limit of each cgroup from this process's own upwards leaves."""
+    """Return what the limits of this process's cgroup and its parents leave."""
     own = re.search(r"^0::/(.*)$", _text(root / "proc/self/cgroup"), re.MULTILINE)
     if own is None:
         return []
@@ -117,7 +117,7 @@ class MemoryForecast:
 def memory_line(
     device: torch.device, *, rank: int, iteration: int, forecast: MemoryForecast
 ) -> str:
-    """Megatron's memory line, followed by the prediction for the same figure."""
+    """Format Megatron's memory line, followed by the predicted figures."""
     predicted = (
         f"model states: {forecast.states_bytes / _MIB:.1f} | "
         f"predicted peak: {(forecast.bytes_before + forecast.predicted_bytes) / _MIB:.1f}"

@@ -34,7 +34,7 @@ class _Line(TypedDict):
 
 
 class MetricsFile:
-    """Appends lines, on the first rank only. Floats in full precision; NaN is written as null.
+    """JSON lines of metrics, appended by the first rank; NaN is written as null.
 
     `say` gets a line about what an existing file does not keep, and where it is.
     """
@@ -47,7 +47,7 @@ class MetricsFile:
             self._stream = place.open("a", encoding="utf-8")
 
     def write(self, metrics: Metrics) -> None:
-        """Append one line and flushes it."""
+        """Append one line and flush it."""
         values = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in asdict(metrics).items()
@@ -60,8 +60,7 @@ class MetricsFile:
 
 
 def read_lines(path: Path, what: str, say: Callable[[str], None]) -> list[bytes]:
-    """Return the whole lines of a metrics file, not checked; `say` gets a line about one that is
-    cut.
+    """Read the whole lines of a metrics file, unchecked; `say` gets a line about a cut one.
 
     A run that was killed may leave a part of its last line, and one that goes on is writing it.
     """

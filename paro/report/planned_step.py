@@ -46,7 +46,7 @@ def measured_seconds(records: Sequence[IterationRecord], planned: PlannedStep) -
 
 
 def _parts(planned: PlannedStep) -> list[Part]:
-    """Those of this run: attention waits only where ranks share samples."""
+    """Return the planned parts of this run: attention waits only where ranks share samples."""
     return [part for part in PARTS if part.name in planned.seconds]
 
 

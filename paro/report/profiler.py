@@ -39,7 +39,7 @@ class ProfileConfig:
 
 
 class Profiler(Observer):
-    """Profiles iterations start + 1 to end on the selected ranks.
+    """Profiler of iterations start + 1 to end on the selected ranks.
 
     torch's profiler writes a trace for chrome://tracing and TensorBoard. Without it the range is
     marked for an external profiler: nsys profile --capture-range cudaProfilerApi.
@@ -108,7 +108,7 @@ class Profiler(Observer):
 
 
 class MemoryHistory(Observer):
-    """Records every allocation of a GPU; written at saves, at out-of-memory and at the end."""
+    """History of a GPU's allocations; written at saves, at out-of-memory and at the end."""
 
     def __init__(self, config: ProfileConfig, log: Log, device: torch.device) -> None:
         here = config.record_memory_history and log.rank in config.profile_ranks

@@ -25,7 +25,7 @@ _FLOPS = "Floating-point operations: "
 
 @dataclass(eq=False)
 class ProgressFile:
-    """Written by the first rank; an I/O error prints one line and stops writing the file."""
+    """Megatron's progress.txt, by the first rank; after an I/O error it is not written."""
 
     folder: str
     facts: RunFacts
@@ -68,12 +68,12 @@ class ProgressFile:
         return samples * self.facts.seq_length * self.facts.flops_per_token
 
     def _tflops(self, flops: float, *, since: datetime) -> float:
-        """TFLOP/s per device."""
+        """Compute TFLOP/s per device."""
         seconds = (self.clock() - since).total_seconds()
         return flops / (seconds * 1e12 * self.facts.world_size) if seconds > 0 else 0.0
 
     def _first_start(self) -> tuple[datetime, float]:
-        """Start time of the first of the latest jobs on as many ranks, and the FLOPs before it."""
+        """Find the first of the latest jobs on as many ranks: its start, and the FLOPs before."""
         try:
             lines = read_bytes(self._path).decode(errors="replace").splitlines()
         except (OSError, UserError):  # `_append` says so
@@ -93,7 +93,7 @@ class ProgressFile:
 
 
 def first_start(lines: Sequence[str], world_size: int) -> tuple[datetime, float] | None:
-    """First start among the last consecutive jobs on `world_size` ranks, and the FLOPs before."""
+    """Find the first start of the last jobs on `world_size` ranks, and the FLOPs before it."""
     start: tuple[datetime, float] | None = None
     flops = 0.0
     for line in lines:

@@ -78,7 +78,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """What the planner expects of a step on the machine that --paro-machine names."""
+    """Step as the planner expects it on the machine that --paro-machine names."""
 
     machine: str
     global_batch_size: int
@@ -102,7 +102,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """One line of the metrics file: these fields, in this order."""
+    """Line of the metrics file, with its fields in order."""
 
     iteration: int
     consumed_samples: int

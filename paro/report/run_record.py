@@ -32,7 +32,7 @@ class _Peak(TypedDict):
 
 
 class Facts(TypedDict):
-    """Of a run's `RunFacts`, what reports read."""
+    """Fields of a run's `RunFacts` that reports read."""
 
     world_size: NotRequired[Positive]
     peak: NotRequired[_Peak]
@@ -63,7 +63,7 @@ class Record(TypedDict):
 
 
 def read_record(path: Path) -> Record:
-    """What a file holds; nothing if there is no file."""
+    """Read a run's record; empty if there is no file."""
     if not path.exists():
         return {}
     try:
@@ -74,7 +74,7 @@ def read_record(path: Path) -> Record:
 
 
 class RunRecord:
-    """Written by the first rank; every change rewrites the whole file."""
+    """Record of a run, by the first rank; every change rewrites the whole file."""
 
     def __init__(self, path: Path, *, start_iteration: int) -> None:
         self._path = path
@@ -126,7 +126,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What a run's measurements depend on in addition to its flags."""
+    """Return what a run's measurements depend on in addition to its flags."""
     import torch
 
     found = {

@@ -28,7 +28,7 @@ def live_is_wanted(choice: str, control: Control) -> bool:
 
 
 class Terminal:
-    """Prints lines; above the view once it is open.
+    """Output of a rank: lines, above the view once it is open.
 
     Where only standard error is a terminal, a view is drawn there, and the lines still go to
     standard output: to the file or the pipe that it is.

@@ -34,7 +34,7 @@ _State = tuple[str, int, float]  # current phase, iterations done, time of the l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchConfig:
-    """How a hang is reported: heartbeat file and stack dump."""
+    """Flags for reports of a hang: heartbeat file and stack dump."""
 
     heartbeat_file: str | None = None
     hang_dump_minutes: float | None = None  # None: half of --distributed-timeout-minutes
@@ -46,20 +46,20 @@ class WatchConfig:
 
 
 class Observer:
-    """Its methods are called by the training thread and must cost almost nothing."""
+    """Observer of the training loop, called by the training thread: it must cost almost nothing."""
 
     def begins(self, what: str, iteration: int) -> None:
-        """Phase `what` (training, evaluating or saving) begins after `iteration` iterations."""
+        """Note that `what` (training, evaluating, saving) begins after `iteration` iterations."""
 
     def progressed(self) -> None:
-        """The next micro-batch of the current phase begins."""
+        """Note that the next micro-batch of the current phase begins."""
 
     def ends(self) -> None:
-        """The run is over; no further call follows."""
+        """Note that the run is over; no further call follows."""
 
 
 class Watchdog(Observer):
-    """Watches one rank; the first rank also writes the heartbeat."""
+    """Watch over one rank's progress; the first rank also writes the heartbeat."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Watchdog(Observer):
         self._beat(self._state)
 
     def _last_moved(self) -> float:
-        """When the process last read or wrote much in a tick."""
+        """Return the time of the last tick in which the process read or wrote much."""
         before, self._bytes = self._bytes, _bytes_moved()
         if self._bytes - before >= _MOVING_BYTES:
             self._moved_at = time.monotonic()
@@ -206,8 +206,7 @@ class Watchdog(Observer):
 
 
 def _bytes_moved() -> int:
-    """Return the bytes that this process has read and written so far; 0 where the system does not
-    say."""
+    """Count the bytes that this process has read and written; 0 where the system does not say."""
     try:
         fields = dict(line.split(": ") for line in _IO.read_text().splitlines())
     except OSError:
