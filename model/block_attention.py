@@ -62,8 +62,7 @@ class Gpu(NamedTuple):
         return self.capability in _CUDNN_GPUS and self.cudnn >= _OLDEST_CUDNN
 
     def block_kernel(self, head_size: int, queries: int, keys: int, *, causal: bool) -> SDPBackend:
-        """Return the kernel of attention of so many queries to a block of keys,
-        without documents."""
+        """Return the kernel of attention to a block of keys, without documents."""
         fits = queries % TILE == keys % TILE == 0 or (causal and queries > 1)
         if self.takes_cudnn and head_size <= _CUDNN_HEAD and fits:
             return SDPBackend.CUDNN_ATTENTION

@@ -18,16 +18,14 @@ _MOST_GRAPHS = 64  # of one part of a block; more stop the run
 
 
 def compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """Return the function by a backend of torch.compile; it raises where it would not be
-    one graph."""
+    """Compile the function by a backend of torch.compile; it raises where it is not one graph."""
     # Blocks that freeze different weights, and evaluation, have graphs of their own.
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 
 
 def check_compiler(config: LlamaConfig, device: torch.device) -> None:
-    """Raise `UserError` if blocks cannot be compiled here, for example for want of a
-    C++ compiler."""
+    """Raise `UserError` if blocks cannot be compiled here, for example without a C++ compiler."""
     backend = config.torch_compile
     if backend is None:
         return

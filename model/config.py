@@ -263,8 +263,7 @@ LLAMA_PRESETS: dict[str, LlamaConfig] = {
 
 
 def preset_name(text: str) -> str:
-    """Return the preset matching `text`, ignoring case and dashes; `text` itself if
-    none matches."""
+    """Return the preset matching `text`, ignoring case and dashes; `text` if none matches."""
     meant = (name for name in LLAMA_PRESETS if _plain(name) == _plain(text))
     return next(meant, text)
 

@@ -287,8 +287,7 @@ def slice_scores(
 
 
 def join_scores(scores: Iterable[tuple[Tensor, Tensor]], token_weights_BS: Tensor) -> Tensor:
-    """Return the loss of `linear_cross_entropy`, from the scores of all slices, consumed one by
-    one."""
+    """Compute the loss of `linear_cross_entropy` from the scores of all slices, one by one."""
     log_norm_T: Tensor | None = None
     label_logit_T: Tensor | None = None
     for slice_norm_T, slice_logit_T in scores:

@@ -13,8 +13,7 @@ from model.units import parameter_shapes, unit_specs
 def flops_per_token(
     config: LlamaConfig, seq_length: int, trained: Collection[str] | None = None, *, causal: bool
 ) -> float:
-    """Return FLOPs of forward and backward for one token: matmuls only, a multiply-add counts as
-    two.
+    """Count FLOPs of forward and backward for one token: matmuls only, a multiply-add is two.
 
     Forward: 2 per weight of every linear layer and of the output layer, plus attention's two
     matmuls over all `seq_length` positions (half of them if `causal`). Backward is twice the
@@ -57,8 +56,7 @@ def _block_products(
         return any(name in trained or up_name(name) in trained for name in names)
 
     def input_of(*names: str) -> int:
-        """Return the products that the gradient of the input of these weights and
-        adapters takes."""
+        """Count the products of the gradient of these weights' and adapters' input."""
         return products(*names, *(down_name(name) for name in names if down_name(name) in shapes))
 
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]

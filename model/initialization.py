@@ -20,9 +20,7 @@ BLOCK = 2**16  # elements of a flattened parameter per seed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterInit:
-    """Initial distribution of one parameter: normal with this std, uniform within `bound`, or
-    constant if both are None.
-    """
+    """Initial distribution: normal with `std`, uniform within `bound`, or constant without both."""
 
     name: str
     numel: int

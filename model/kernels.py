@@ -290,8 +290,7 @@ def swiglu(gate_BSF: Tensor, up_BSF: Tensor, *, for_cast: bool = False) -> Tenso
 def swiglu_backward(
     grad_BSF: Tensor, gate_BSF: Tensor, up_BSF: Tensor, *, for_cast: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of gate and up, and `silu(gate) * up`, which replaces the
-    contiguous `grad`."""
+    """Compute gradients of gate and up; `silu(gate) * up` replaces the contiguous `grad`."""
     assert grad_BSF.is_contiguous()
     gate, up = gate_BSF.contiguous(), up_BSF.contiguous()
     grad_gate, grad_up, numel = torch.empty_like(gate), torch.empty_like(up), gate.numel()

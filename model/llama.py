@@ -259,8 +259,7 @@ class Head(nn.Module):
     def score_slice(
         self, x_BSD: Tensor, labels_BS: Tensor, token_weights_BS: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return a vocabulary slice's part of every token's loss, see `slice_scores`,
-        `join_scores`."""
+        """Compute a vocabulary slice's part of every token's loss, by `slice_scores`."""
         assert self.weight is not None, "no slice was put in the place of the weight"
         first_row = self.starts["weight"]
         return slice_scores(x_BSD, self.weight, labels_BS, token_weights_BS, first_row=first_row)

@@ -120,8 +120,7 @@ class AdaptedBlock(nn.Module):
         return found
 
     def _pair(self, name: str, columns: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Return an adapter's matrices; of a slice of the weight's columns or rows,
-        their slices."""
+        """Return an adapter's matrices, or their slices if the weight is a slice."""
         down_RD, up_ER = getattr(self, down_name(name)), getattr(self, up_name(name))
         first = self.starts.get(name, 0)
         if columns < down_RD.shape[1]:

@@ -115,8 +115,7 @@ def _block_shapes(config: LlamaConfig) -> dict[str, Shape]:
 
 
 def _block_parts(config: LlamaConfig) -> tuple[PartSpec, ...]:
-    """Return attention, cut between groups of queries with their keys and values; MLP,
-    by columns."""
+    """Return attention, cut between groups of queries, and the MLP, cut between columns."""
     biases = {"bq": 0, "bk": 0, "bv": 0} if config.add_qkv_bias else {}
     of_heads = ("q_norm", "k_norm") if config.qk_layernorm else ()
     attention = PartSpec(
@@ -145,8 +144,7 @@ def _with_adapters(part: PartSpec, config: LlamaConfig) -> PartSpec:
 
 
 def first_trained_unit(units: Sequence[UnitSpec], is_trained: Callable[[str], bool]) -> int:
-    """Return the index of the first unit with a parameter that trains; the number of units if none
-    has."""
+    """Return the index of the first unit with a parameter that trains; past the last without."""
     some_train = (any(map(is_trained, unit.parameters)) for unit in units)
     return next((index for index, trains in enumerate(some_train) if trains), len(units))
 
@@ -181,7 +179,6 @@ def num_parameters(config: LlamaConfig) -> int:
 
 
 def cut_dims(config: LlamaConfig) -> dict[str, int]:
-    """Return the dim along which each parameter that is cut into slices is cut, by name in the
-    model."""
+    """Return the dim along which each sliced parameter is cut, by name in the model."""
     cuts = (unit.cuts_of(part) for unit in unit_specs(config) for part in unit.parts)
     return {name: dim for cut in cuts for name, dim in cut.items()}

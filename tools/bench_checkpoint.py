@@ -57,7 +57,7 @@ MODEL = (
 
 
 def make_shards(num_params: int, hidden_size: int, control: Control) -> list[FlatShard]:
-    """Shard with a LLaMA's shapes, sharded over all ranks: a unit is 12 square matrices."""
+    """Make shards with a LLaMA's shapes over all ranks: a unit is 12 square matrices."""
     world = control.world
     topology = make_topology(
         world_size=world.size, group_size=world.size, degrees=(world.size, world.size, world.size)
@@ -85,7 +85,7 @@ def make_shards(num_params: int, hidden_size: int, control: Control) -> list[Fla
 
 
 def write_plainly(path: Path, num_bytes: int) -> None:
-    """Write one file in large blocks with fsync: the disk's baseline."""
+    """Write one file in large blocks and fsync it: the disk's baseline."""
     block = memoryview(bytearray(os.urandom(BLOCK_BYTES)))
     with path.open("wb", buffering=0) as file:
         while num_bytes > 0:
@@ -110,7 +110,7 @@ def timed(control: Control, action: Callable[[], object]) -> float:
 
 
 def peak_of(action: Callable[[], object]) -> int:
-    """Measure the bytes of anonymous memory that an action adds at its peak."""
+    """Measure how many bytes of anonymous memory an action adds at its peak."""
     meter = MemoryMeter(torch.device("cpu"))
     meter.start()
     action()
@@ -119,8 +119,7 @@ def peak_of(action: Callable[[], object]) -> int:
 
 
 def bandwidths(args: argparse.Namespace, control: Control) -> dict[str, object]:
-    """Return medians over rounds: GB/s, fractions of the disk's, and memory in addition to the
-    shards."""
+    """Compute medians over rounds: GB/s, fractions of the disk's, memory beyond the shards."""
     shards = make_shards(args.params, args.hidden_size, control)
     held = sum(shard.values.nbytes for shard in shards)
     unit = sum(s.values.nbytes for s in shards if s.layout is shards[0].layout)

@@ -173,7 +173,7 @@ def size_of(text: str) -> int:
 
 
 def known_machine(args: argparse.Namespace, world_size: int, group_size: int) -> Machine:
-    """Return this world with the links of flags and --paro-machine; flags take precedence."""
+    """Make this world with links given by flags and --paro-machine; flags take precedence."""
     machine = Machine(
         name=args.machine_file.stem if args.machine_file else "this",
         source="",
@@ -264,8 +264,7 @@ def conditions(settings: Settings, control: Control) -> dict[str, Any]:
 
 
 def measured_device(settings: Settings, control: Control) -> Device | None:
-    """Return the device of a rank: its compute rates, and the memory of its context and
-    communicators."""
+    """Time the device of a rank, and measure the memory of its context and communicators."""
     if settings.trained is None:
         return None
     config = settings.runtime.groups_on(control.device)

@@ -32,13 +32,13 @@ Compares the losses of runs with those of the first one: metrics files, written 
 
 
 def losses_of(run: Run) -> dict[int, float]:
-    """Losses by iteration; for a repeated iteration the last one's."""
+    """Return losses by iteration; for a repeated iteration the last one's."""
     iterations, losses = run.series("lm_loss")
     return {int(iteration): loss for iteration, loss in zip(iterations, losses, strict=True)}
 
 
 def differences_from(run: Run, reference: Run) -> dict[int, float]:
-    """(loss - reference) / reference by iteration; `UserError` if they share no iteration."""
+    """Compute (loss - reference) / reference; `UserError` if no iteration is common."""
     mine, theirs = losses_of(run), losses_of(reference)
     shared = sorted(at for at in mine.keys() & theirs.keys() if theirs[at] != 0.0)
     if not shared:

@@ -68,7 +68,7 @@ class Profile:
     activities: tuple[Activity, ...]  # of "compute", and of every communication stream's jobs
 
     def computing(self) -> float:
-        """Return seconds of forward, backward and update, without the waits among them."""
+        """Return seconds of forward, backward and update, without the waits in them."""
         thread = [activity for activity in self.activities if activity.stream == "compute"]
         waits = [(wait.start, wait.end) for wait in thread if wait.kind in WAITS]
         return length((each.start, each.end) for each in thread) - length(waits)
@@ -119,7 +119,7 @@ def read_profile(path: Path) -> Profile | DeviceProfile:
 
 
 def _activities(events: Iterable[Event], rank: int, begin: float, end: float) -> Iterable[Activity]:
-    """Ranges in the steps, sorted by start; of nested waits the outer ones."""
+    """Return ranges in the steps, sorted by start; of nested waits the outer ones."""
     waited_until = begin
     for event in events:
         name, first = event["name"], event["ts"]
@@ -155,8 +155,7 @@ def table(profiles: Sequence[Profile]) -> str:
 
 
 def figures(profile: Profile) -> dict[str, Any]:
-    """Return the figures of a CPU rank's profile for a JSON file; times are seconds of
-    all steps."""
+    """Return the figures of a CPU rank's profile, as --json has them, in seconds of all steps."""
     return {
         "rank": profile.rank,
         "num_steps": profile.num_steps,

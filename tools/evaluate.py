@@ -25,7 +25,7 @@ INSTALL = "pip install lm-eval==0.4.13 -c constraints.txt"
 
 
 def table_of(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a line for each figure of each task; the harness names them `metric,filter`."""
+    """Format a line for each figure of each task; the harness names them `metric,filter`."""
     rows = [["task", "figure", "value", "standard error"]]
     for task, figures in results.items():
         for name, value in figures.items():

@@ -25,8 +25,7 @@ MACHINE_SPECIFIC = ("_sysconfigdata", "__phello__")
 
 
 def python_sources(root: Path) -> Iterator[Path]:
-    """Yield the library's source files below `root`, sorted, without tests and
-    installed packages."""
+    """Yield the library's sources below `root`, sorted, without tests and packages."""
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
         skipped = SKIPPED_FOLDERS.intersection(parts) or parts[0].startswith("config-")

@@ -69,8 +69,7 @@ def load_tokenizer(source: Source, moved_to: str | None) -> Tokenizer:
 
 
 def moved_tokenizer(saved: Mapping[str, Any], moved_to: str) -> TokenizerConfig:
-    """Return the same tokenizer at another location; GPT-2's two files keep their names, in a
-    folder."""
+    """Return the tokenizer at another location; GPT-2's two files keep their names."""
     kind = saved["tokenizer_type"]
     if kind == GPT2_TYPE and Path(moved_to).is_dir():
         files: dict[str, Any] = {
@@ -96,7 +95,7 @@ def load_model(source: Source, device: torch.device, dtype: torch.dtype) -> Llam
 
 
 def add_model_args(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name the model, and where and how it computes."""
+    """Add the flags that say which model a tool reads, and where and how it computes."""
     add = parser.add_argument
     add("--load", required=True, type=Path, metavar="DIR", help="the model")
     add("--ckpt-step", type=int, metavar="N", help="which iteration; default: the latest one")

@@ -46,7 +46,7 @@ def entry_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> Entry:
 
 
 def format_of(directory: Path) -> str:
-    """Return the format of a folder; `UserError` if it has none of them."""
+    """Return which of the formats a folder has; `UserError` if none."""
     for name, found in (("hf", is_hugging_face), ("meta", is_meta), ("megatron", is_megatron)):
         if found(directory):
             return name

@@ -61,8 +61,7 @@ def merge(prefixes: Sequence[Path], output_prefix: str) -> str:
 
 
 def tokenizer_of(prefixes: Sequence[Path]) -> Fingerprint | None:
-    """Return the tokenizer that made all of them, or None if one does not record it; they must
-    agree.
+    """Return the tokenizer that made all corpora, or None if one records none.
 
     Older data sets do not say what its ids stand for; if one of them does, it holds for all.
     """

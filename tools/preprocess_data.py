@@ -86,7 +86,7 @@ def encoded_batches(
 
 @contextmanager
 def writing(prefixes: Sequence[str], plan: EncodingPlan) -> Iterator[list[IndexedDatasetWriter]]:
-    """Hold a writer per prefix; at the end all files get their final names, or none."""
+    """Open a writer per prefix; at the end all files get their final names, or none."""
     dtype = dtype_for_vocab(tokenizer_of(plan.tokenizer).vocab_size)
     made_with = fingerprint_of(plan.tokenizer, with_bytes=True)
     with ExitStack() as files:
@@ -142,7 +142,7 @@ def write_partitions(
     workers: Workers,
     progress: Progress,
 ) -> Tally:
-    """Write the partitions that no earlier run has finished; returns the tally of all of them."""
+    """Write the partitions that no earlier run has finished; return the tally of all."""
     total = Tally()
     for number, share in enumerate(shares):
         tally = partitions.finished(number)
@@ -172,7 +172,7 @@ def check_not_empty(job: Job, writers: Sequence[IndexedDatasetWriter], tally: Ta
 
 
 def find_optimal_workers(job: Job, counts: Sequence[int], max_documents: int) -> list[str]:
-    """Times each number of workers on the beginning of the corpus; keeps no output."""
+    """Time each number of workers on the beginning of the corpus; keep no output."""
     rates: dict[int, float] = {}
     for count in counts:
         with (

@@ -47,7 +47,7 @@ def send(number: int, processes: Sequence[int]) -> None:
 
 
 def end_with_ranks(number: int) -> int:
-    """Pass a signal on, waits for the ranks, and returns the exit status of the run."""
+    """Pass a signal on, wait for the ranks, and return the exit status of the run."""
     started = children(os.getpid())  # and not yet seen to end
     send(number, started)
     # They stay waitable: torchrun looks for its ranks too.

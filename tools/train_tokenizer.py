@@ -50,8 +50,7 @@ TRAINER_OPTIONS: dict[str, Any] = {
 
 
 def sampled_chunks(pieces: Sequence[Piece], *, key: str, sample_bytes: int) -> list[str]:
-    """Return the texts in short pieces; if larger, evenly sampled to one to two times
-    `sample_bytes`."""
+    """Yield the texts in short pieces; if larger, sampled to 1 to 2 times `sample_bytes`."""
     total = sum(piece.num_bytes for piece in pieces)
     part = min(1.0, sample_bytes / max(1, total))
     chooser = random.Random(SEED)

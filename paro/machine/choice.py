@@ -15,16 +15,14 @@ from paro.topology import Axes
 
 
 def pieces_by(machine: Machine | None) -> Pieces:
-    """Return the number of pieces of a pipeline, by the speed of the machine's links if it is
-    known."""
+    """Return a function that chooses a pipeline's pieces, by the machine's links if known."""
     if machine is None or machine.intra is None or machine.inter is None:
         return lambda _op, _span, num_bytes: default_pieces(num_bytes)
     return cache(partial(fastest_pieces, machine))
 
 
 def choice_of(name: str, machine: Machine | None, *, by_nccl: bool) -> AlgorithmChoice:
-    """Return the choice of --paro-collective: one algorithm, or for auto the fastest
-    by `machine`."""
+    """Return the choice of --paro-collective: one algorithm, or the fastest by `machine`."""
     pieces = pieces_by(machine) if by_nccl else None
     if machine is not None and name == "auto":
         return choice_by(machine, pieces)

@@ -112,8 +112,7 @@ def shipped_machines() -> tuple[str, ...]:
 
 
 def find_machine(text: str) -> Machine:
-    """Return the shipped machine of this name, or the machine in this file; `UserError`
-    if neither."""
+    """Return the shipped machine of this name, or that of this file; `UserError` without."""
     if text == MEASURE:
         raise UserError(
             f"--paro-machine {MEASURE} times the ranks of a training at its start, and here none "

@@ -51,8 +51,7 @@ _DEVICES = (
 def find_peak(
     device: torch.device, *, compute: str, peak_tflops: float | None, control: Control
 ) -> Peak:
-    """Return the peak for matmuls in dtype `compute`, with its source as text for the run's first
-    lines.
+    """Return the peak for matmuls in dtype `compute`, with its source for the first lines.
 
     Collective: the first rank finds it while the others wait, so that a measurement does not share
     its cores and every rank uses the same number.
@@ -81,8 +80,7 @@ def listed_peak(device_name: str, compute: str) -> Peak | None:
 
 
 def _timed_peak(device: torch.device, compute: str) -> Peak:
-    """Return the best of a few square matmuls, whose size grows until one runs long enough
-    to time."""
+    """Time square matmuls, larger ones until they run long enough, and return the best rate."""
     size, largest = (2048, 8192) if device.type == "cuda" else (256, 4096)
     seconds = _time_matmul(size, device, compute)
     while seconds < 0.02 and size < largest:

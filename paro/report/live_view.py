@@ -152,8 +152,7 @@ class LiveView:
         self._width = width
 
     def render(self, record: IterationRecord, metrics: Metrics) -> Panel:
-        """Return the view after an iteration; without the placement where the terminal is
-        too low."""
+        """Draw the view after an iteration; without the placement where the terminal is too low."""
         rows = Table.grid(padding=(0, 2), expand=True)
         rows.add_column(style="bold cyan", no_wrap=True)
         rows.add_column(overflow="fold", ratio=1)

@@ -39,8 +39,7 @@ def iteration_line(
     seconds_left: float,
     now: datetime,
 ) -> str:
-    """Return the log line of an interval; parsers of Megatron's line find every field in its
-    position."""
+    """Format Megatron's log line of an interval: parsers find every field in its position."""
     last = interval[-1]
     fields = [
         f" [{now:%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}/{facts.train_iters:8d}",

@@ -33,8 +33,7 @@ def peak_reserved_bytes(device: torch.device) -> int | None:
 
 
 def allocator_bytes(device: torch.device) -> dict[str, int]:
-    """Return the allocator statistics that Megatron shows in addition to the peak; empty on
-    a CPU."""
+    """Return the CUDA allocator's statistics that Megatron shows; empty on a CPU."""
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)

@@ -38,8 +38,7 @@ PARTS = (
 
 
 def measured_seconds(records: Sequence[IterationRecord], planned: PlannedStep) -> dict[str, float]:
-    """Return the medians of a step and of its planned parts, by their names in
-    `PlannedStep.seconds`."""
+    """Return medians of a step and its planned parts, named as in `PlannedStep.seconds`."""
     whole = median(record.iteration_time_ms / 1000.0 for record in records)
     parts = {part.name: median(map(part.seconds, records)) for part in _parts(planned)}
     return {"step": whole} | parts
@@ -57,8 +56,7 @@ def comparison(
     peak_bytes: int,
     planned_bytes: int,
 ) -> Iterator[str]:
-    """Yield a line with measured and, in brackets, planned values; one more for each that is far
-    off."""
+    """Yield a line with measured and, in brackets, planned values; one for each far off."""
     texts = [
         f"{part.words} {measured[part.name]:.3g} ({planned.seconds[part.name]:.3g})"
         for part in _parts(planned)

@@ -15,8 +15,7 @@ from paro.report.record import RunFacts
 
 
 def live_is_wanted(choice: str, control: Control) -> bool:
-    """Return whether to draw the live view; by default on a terminal shared by one node.
-    Collective."""
+    """Decide on the live view; by default on a terminal shared by one node. Collective."""
     world = control.world
     if choice == "lines" or importlib.util.find_spec("rich") is None:
         return False

@@ -35,13 +35,13 @@ _whole, _update = matrices.orthogonal, matrices.MuonStep.update
 
 
 def scaled(values: Tensor) -> Tensor:
-    """Like `hadamard`, applied twice it gives 32 times the values; but it mixes none."""
+    """Multiply by 32 if applied twice, like `hadamard`, but without mixing values."""
     padded = torch.nn.functional.pad(values, (0, -values.numel() % PAD))
     return padded * PAD**0.5
 
 
 def in_parts(matrix: Tensor, config: MuonConfig, *square: Any) -> Tensor:
-    """Return the products of Newton-Schulz over each part of a matrix."""
+    """Apply Newton-Schulz to each part of a matrix."""
     rows, columns = matrix.shape
     found = []
     for part in matrix.chunk(PARTS):

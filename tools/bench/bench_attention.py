@@ -27,7 +27,7 @@ HEADS, HEAD, ROUNDS, CALLS = 32, 128, 6, 4
 
 
 def measure(length: int, flash: bool, device: torch.device) -> dict[str, float]:
-    """TFLOP/s in bf16: two matrix products in forward, five in backward, half of each masked."""
+    """Measure TFLOP/s in bf16: two products in forward, five in backward, half masked."""
     q, k, v, grad = torch.randn(4, 1, length, HEADS, HEAD, device=device).bfloat16()
     forward = partial(attend_block, q, k, v, causal=True, flash=flash)
     backward = partial(block_grads, grad, q, k, v, forward(), causal=True, flash=flash)

@@ -130,8 +130,7 @@ def time_turn(contender: Contender, options: argparse.Namespace, *, cold: bool, 
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row per contender and state of the page cache: medians of rates, and of ratios by
-    turn."""
+    """Yield a row per contender and state of the page cache, of medians over rounds."""
     contenders = make_corpus(options.folder, int(options.gigabytes * 1e9 / 2))
     for cold in (False, True):
         turns = [

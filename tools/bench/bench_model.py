@@ -150,7 +150,7 @@ def task_of(args: argparse.Namespace) -> Task:
 
 
 def check_losses(losses: dict[str, float], tolerance: float) -> None:
-    """Raise `RuntimeError` unless all agree: a faster model must be the same one."""
+    """Raise `RuntimeError` unless all losses agree: a faster model must be equal."""
     found = [*losses.values()]
     if not all(abs(loss - found[0]) <= tolerance * found[0] for loss in found):
         raise RuntimeError(f"the first losses differ: {losses}")
@@ -163,7 +163,7 @@ def start_race(args: argparse.Namespace, names: Sequence[str]) -> Race:
 
 
 def report(task: Task, results: Results, peak: float | None, clocks: Path | None) -> list[Row]:
-    """Return a row per contender, with itself as a line; those that failed come last."""
+    """Format a row per contender; those that failed come last."""
     seq_length = task.batch.tokens_BS.shape[1]
     flops = flops_per_token(task.run.model, seq_length, causal=False)
     causal = flops_per_token(task.run.model, seq_length, causal=True)

@@ -46,7 +46,7 @@ Row = dict[str, Any]
 
 
 def batched(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Newton-Schulz of equal matrices [number, rows, columns] by one product for all of them."""
+    """Apply Newton-Schulz to equal matrices [number, rows, columns] by batched products."""
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
     x = (x / torch.linalg.matrix_norm(x, keepdim=True)).to(dtype)

@@ -61,7 +61,7 @@ class Turn(NamedTuple):
 def encode_share(
     pieces: Sequence[Piece], plan: EncodingPlan, number: int, used: Any, ready: Barrier
 ) -> None:
-    """Encode a share of the documents with the bare tokenizer, in a process of its own."""
+    """Encode a share of the corpus by the bare tokenizer: main function of a process."""
     tokenizer = tokenizer_of(plan.tokenizer)
     share = shares_of_texts(pieces, plan, number, len(used))
     ready.wait()

@@ -102,8 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parts_of(args: argparse.Namespace) -> list[str]:
-    """Return the chosen letters in order; `UserError` names one that does not exist or
-    cannot run."""
+    """Return the chosen letters in order; `UserError` for one that cannot run."""
     check_least(1, gpus=args.gpus)
     if args.quick and (args.parts is not None or args.gpus > 1):
         raise UserError(f"--quick {args.quick} chooses the parts, for one GPU: no --parts, --gpus")

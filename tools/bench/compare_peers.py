@@ -184,7 +184,7 @@ def plan_of(args: argparse.Namespace, world: World) -> Comparison:
 
 
 def race(args: argparse.Namespace, plan: Comparison, world: World) -> Rounds:
-    """Run all turns of all rounds; every rank returns the same figures."""
+    """Run all contenders in all rounds; every rank returns equal figures."""
     rounds: Rounds = {name: [] for name in plan.tasks}
     tolerance = args.tolerance or TOLERANCE[args.dtype]
     references: dict[str, Turn] = {}  # by optimizer

@@ -104,7 +104,7 @@ def train(run: FixedRun, folder: Path) -> list[dict[str, Any]]:
 
 
 def machine() -> dict[str, str]:
-    """Return the machine and torch, on which the bits of a record depend."""
+    """Return what the bits of a record depend on: machine and torch."""
     import torch  # imported late, so that flags are parsed without waiting for torch
 
     return {

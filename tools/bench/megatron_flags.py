@@ -106,8 +106,7 @@ def read_configurations(checkout: Path) -> dict[str, tuple[str, ...]]:
 
 
 def command_line(arguments: Mapping[str, object]) -> Iterator[str]:
-    """Yield the words of a configuration: true is a switch, [a b] and numbers are several, else
-    one."""
+    """Yield the words of a configuration: true is a switch, a list is several words."""
     for flag, value in arguments.items():
         yield flag
         if value is True:
@@ -118,7 +117,7 @@ def command_line(arguments: Mapping[str, object]) -> Iterator[str]:
 
 
 def degree_of(words: Sequence[str]) -> int:
-    """Over how many ranks a configuration splits the model."""
+    """Return over how many ranks a configuration splits the model."""
     degree = 1
     for flag, *values in by_flag(words):
         if flag in PARALLEL:
@@ -147,7 +146,7 @@ def without(words: Sequence[str], flags: set[str]) -> list[str]:
 
 
 def why_no_dry_run(words: Sequence[str], world_size: int) -> str | None:
-    """Return why a dry run of a command line fails, or None; uses the tokenizer `STAND_IN`."""
+    """Say why a dry run of a command line fails, or None; its tokenizer is `STAND_IN`."""
     kept = without(words, {*TOKENIZER})
     size = () if "--vocab-size" in kept else VOCABULARY
     plan = ("--dry-run", "--world-size", str(world_size))
@@ -172,7 +171,7 @@ def commit_of(checkout: Path) -> tuple[str, str]:
 
 
 def counts(trials: Sequence[Trial]) -> Iterator[str]:
-    """Count the outcomes of all trials, as Markdown."""
+    """Yield the counts of all configurations, as Markdown."""
     passing = {
         "in all": trials,
         "pass a dry run as they are": [trial for trial in trials if trial.is_untouched],
@@ -240,8 +239,7 @@ def page(trials: Sequence[Trial], commit: str, date: str) -> str:
 
 
 def rule_lines() -> Iterator[str]:
-    """Yield the tables of flags that have no effect of their own here: accepted,
-    ignored, refused."""
+    """Yield the tables of flags without an effect here: accepted, ignored, refused."""
     yield from ("## Accepted: it happens anyway", "", *_table("because", Outcome.ACCEPTED))
     yield from ("", "## Accepted without effect", "")
     yield "Results are the same; the start of a run says so in a line for each."

@@ -85,8 +85,7 @@ def flags_of(job: Job, data: Sequence[str]) -> list[str]:
 
 
 def early(found: Losses, base: Losses) -> float:
-    """Return the loss in training above that of `base`, in the mean from the warm-up's end to
-    half-way.
+    """Return the mean loss above that of `base`, from the warm-up's end to half-way.
 
     There, variants differ most: later all of them converge to much the same loss.
     """
@@ -99,7 +98,7 @@ Pairs = list[tuple[Losses, Losses]]
 
 
 def pairs_of(found: Found, variant: Variant, iterations: int, seeds: Sequence[int]) -> Pairs:
-    """Pairs trainings of a variant with those of 16/16 from equal seeds, where both are done."""
+    """Pair trainings of a variant with 16/16 from equal seeds, where both are done."""
     keys = [[key_of((each, iterations, seed)) for each in (variant, VARIANTS[0])] for seed in seeds]
     return [(found[own], found[base]) for own, base in keys if {own, base} <= found.keys()]
 
@@ -126,7 +125,7 @@ def _all_of(differences: Sequence[float]) -> str:
 
 
 def plot(found: Found, path: Path) -> None:
-    """Draw losses over iterations, less those of 16/16: training's mean, held-out ones by seed."""
+    """Draw losses over iterations, less the losses of 16/16."""
     with drawing(path, 1, 3, size=(13, 4.5)) as (figure, (training, held_out, long)):
         for color, variant in enumerate(VARIANTS[1:]):
             style = {"color": f"C{color}", "marker": "."}

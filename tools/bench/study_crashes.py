@@ -106,8 +106,7 @@ class Launched:
         return children(self.process.pid)
 
     def unfinished(self) -> dict[tuple[str, int, int], int]:
-        """Return the iterations of the folders of unfinished saves; the keys identify
-        the folders."""
+        """Return iterations of the folders of unfinished saves; keys identify the folders."""
         found = {}
         for path in self.checkpoints.glob("iter_*.partial"):
             try:
@@ -118,8 +117,7 @@ class Launched:
         return found
 
     def is_saving(self) -> int | None:
-        """Return the iteration being written, or None; saves cut short by earlier kills do not
-        count."""
+        """Return the iteration being written, or None; saves that kills cut do not count."""
         found = self.unfinished().items()
         return next((iteration for key, iteration in found if key not in self.cut_short), None)
 
@@ -133,7 +131,7 @@ class Launched:
 
 
 def losses(path: Path) -> list[tuple[int, float]]:
-    """(iteration, loss) for every loss written; skips lines that a kill cut short."""
+    """Return (iteration, loss) for every loss written; lines that a kill cut are skipped."""
     return [(row["iteration"], row["lm_loss"]) for row in rows_in(path)]
 
 
@@ -214,7 +212,7 @@ def disturb(
 
 
 def wanted_kinds(study: Study, args: argparse.Namespace, *, asynchronous: bool) -> list[bool]:
-    """Return the kinds of kills still missing: inside a save (True), or at any moment (False)."""
+    """Return the kills that are missing: inside a save (True), or at any moment (False)."""
 
     def share(count: int) -> int:
         return count - count // 2 if asynchronous else count // 2

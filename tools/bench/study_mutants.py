@@ -96,7 +96,7 @@ def draw(mutants: Iterable[Mutant], count: int, generator: random.Random) -> lis
 
 @contextmanager
 def copy_of_repository() -> Iterator[Path]:
-    """Make a copy of the last commit, in which files may be changed; remove it at the end."""
+    """Copy the last commit to a folder, in which files may be changed."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = Path(folder) / "tree"
         subprocess.run(["git", "-C", ROOT, "worktree", "add", "--detach", "-q", tree], check=True)
@@ -216,7 +216,7 @@ def place_of(mutant: Mutant, tree: Path) -> Path | None:
 
 
 def run(out: Path, mutants: Sequence[Mutant], workers: int, minutes: float | None) -> None:
-    """Judge every mutant that has no outcome yet; each outcome is written at once."""
+    """Judge every mutant that has no outcome yet, and write each outcome at once."""
     reached = read_json(out / "reached.json", "reach")
     tests: list[list[str]] = reached["tests"]
     results, began = out / "outcomes.jsonl", time.monotonic()

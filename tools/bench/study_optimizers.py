@@ -95,7 +95,7 @@ def best_rate(variant: Variant, found: Found) -> float:
 
 
 def jobs_for(found: Found) -> list[Job]:
-    """Return the trainings that are done and those to be done next; at the end only the former."""
+    """Return the jobs of the sweep so far: all that are done, and those to do next."""
     jobs = [Job(variant, rate, SEEDS[0]) for rate in FIRST for variant in SWEPT]
     if any(job.name not in found for job in jobs):
         return jobs
@@ -111,8 +111,7 @@ def jobs_for(found: Found) -> list[Job]:
 
 
 def steps_to(loss: float, held_out: Sequence[tuple[int, float]]) -> float | None:
-    """Return the iteration at which a held-out loss is reached, between evaluations by
-    interpolation."""
+    """Interpolate the iteration at which a held-out loss is reached."""
     before: tuple[int, float] | None = None
     for at, value in held_out:
         if value <= loss:
@@ -135,8 +134,7 @@ def of_seeds(variant: Variant, found: Found) -> dict[int, Losses]:
 
 
 def report(found: Found) -> str:
-    """Return markdown: the sweep, the losses of all seeds, and what they say; of what is found so
-    far."""
+    """Format the sweep and the losses of all seeds found so far, as Markdown."""
     return "\n".join([*_sweep_lines(found), "", *_seed_lines(found), "", *_findings(found)]) + "\n"
 
 
@@ -175,13 +173,13 @@ def _seed_lines(found: Found) -> list[str]:
 
 
 def _beside_adamw(runs: Mapping[int, Losses], found: Found) -> list[float]:
-    """Return held-out losses less those of AdamW with the same seed."""
+    """Return held-out losses less AdamW's with the same seed."""
     base = of_seeds(ADAMW, found)
     return [run.last - base[seed].last for seed, run in runs.items() if seed in base]
 
 
 def _findings(found: Found) -> list[str]:
-    """Compute how many steps Muon needs to AdamW's loss."""
+    """Say how many steps Muon needs to AdamW's loss."""
     if not all(sweep(variant, found) for variant in SWEPT):
         return []
     base, parts = of_seeds(ADAMW, found), []

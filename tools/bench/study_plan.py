@@ -94,8 +94,7 @@ class StudyPart:
         return sorted(folder.glob(f"steps-{self.name}-*.json"))
 
     def inter(self, speed: str) -> str:
-        """Return the speed of a NIC; a NIC per node is as fast as the NICs of its
-        ranks together."""
+        """Return the speed of a NIC; a NIC per node is as fast as those of its ranks."""
         sharing = RANKS_PER_NODE if self.nic == "shared" else 1
         return rate_text(sharing * bits_per_second(speed))
 
@@ -171,8 +170,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def take_settings(text: str | None, part: StudyPart) -> list[str]:
-    """Return those of --settings, or all with native collectives that the part's model can train
-    under."""
+    """Return --settings, or all with native collectives that can train the part's model."""
     if text is None:
         settings = [f"{name}@native" for name in legal_letters()]
         heads = training_config(part.train_flags, "gloo").model.num_query_groups

@@ -56,7 +56,7 @@ class Disturbed:
     draw: random.Random
 
     def failures(self) -> Iterator[Failure]:
-        """Causes failures until the training has ended or there are enough."""
+        """Cause failures until the training has ended or there are enough."""
         training, begun = self.training, 3
         training.agents.start_all()
         while self._reaches(begun):
@@ -139,7 +139,7 @@ class Disturbed:
         return node if what == "node" else rank
 
     def _bring_back(self, kind: str, where: int) -> None:
-        """Return a lost node with empty memory; without its rendezvous all nodes start again."""
+        """Bring a lost node back with empty memory; without its rendezvous all start again."""
         training = self.training
         agents = training.agents
         if not kind.startswith("node"):
@@ -211,8 +211,7 @@ def disturb(case: Case, study: Study, folder: Path, draw: random.Random) -> None
 
 
 def measure_copies(case: Case, folder: Path) -> dict[str, float]:
-    """Return the time of a step with a copy by that of one without, and the same for the NICs'
-    bytes.
+    """Measure a step's time and NIC bytes with a copy, by those without one.
 
     The time is the median of pairs of neighbors in a training that copies every second iteration;
     the bytes are those of a training with copies and one without.

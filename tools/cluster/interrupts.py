@@ -16,7 +16,7 @@ Handler = Callable[[int, FrameType | None], Any] | int
 
 @contextmanager
 def handling(handler: Handler) -> Iterator[None]:
-    """Install a handler for the ending signals during a block; ignored signals stay ignored.
+    """Install a handler for the ending signals during a block; ignored ones stay ignored.
 
     Only the main thread can do that: in any other thread this has no effect.
     """
@@ -42,7 +42,7 @@ def exit_by_signal(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def noting() -> Iterator[Callable[[], None]]:
-    """Only records ending signals during a block; the block calls the yielded function to check.
+    """Record ending signals during a block, which calls the yielded function to check.
 
     An exception from a signal handler could arrive while a process is being started, which would
     then be lost track of.

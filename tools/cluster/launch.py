@@ -122,8 +122,7 @@ def torchrun(
     program: Sequence[str],
     flags: Mapping[str, object],
 ) -> list[str]:
-    """Return a script on the ranks of a node: torchrun in its namespaces, with the names in
-    `hosts`.
+    """Start a script on the ranks of a node: torchrun in its namespaces, with `hosts`.
 
     `program` is Python's arguments for torchrun, `flags` those of torchrun that tell how its nodes
     meet. With several NICs every rank has its own in its environment.

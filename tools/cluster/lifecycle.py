@@ -64,7 +64,7 @@ def down(name: str = "default") -> list[str]:
 
 @contextmanager
 def cluster(spec: ClusterSpec) -> Iterator[Cluster]:
-    """Hold a cluster for the duration of the block; a signal ends the block and the cluster."""
+    """Set up a cluster for the duration of the block; a signal ends both."""
     with handling(exit_by_signal):
         made = up(spec)
         try:

@@ -27,7 +27,7 @@ def check_system() -> None:
 
 
 def run_tool(command: Sequence[str], text: str = "") -> str:
-    """Return what a command prints; raises `UserError` in one line with the command and its error.
+    """Return what a command prints; `UserError` in one line with the command and its error.
 
     A terminal's Ctrl-C does not reach the command, so it is never interrupted.
     """
@@ -87,7 +87,7 @@ def links(namespace: str) -> list[dict[str, Any]]:
 
 
 def namespaces_of(name: str, *, unfinished: bool = False) -> tuple[list[str], list[str]]:
-    """Return the namespaces of a cluster, and those with names like its own but without its mark.
+    """Return the namespaces of a cluster, and unmarked ones with names like its own.
 
     One without a mark counts as the cluster's if it is still empty and `unfinished`: its creation
     was interrupted.

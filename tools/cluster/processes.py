@@ -16,8 +16,7 @@ RUN_VARIABLE = "PARO_CLUSTER_RUN"
 
 
 def processes_in(namespaces: Iterable[str], *, started_by_run: str | None = None) -> Iterator[int]:
-    """Yield the processes in these namespaces; with a cluster's name, those that `run` started
-    there."""
+    """Yield the processes in these namespaces; of a named cluster, those that `run` started."""
     paths = (NETNS / namespace for namespace in namespaces)
     inodes = {(stat.st_dev, stat.st_ino) for stat in map(_stat_or_none, paths) if stat}
     entry = f"{RUN_VARIABLE}={started_by_run}".encode()

@@ -90,8 +90,7 @@ def check_name(name: str) -> None:
 
 
 def mark_of(name: str) -> str:
-    """Return the alias of lo that distinguishes this cluster's namespaces from those made by
-    others."""
+    """Return the alias of lo that marks this cluster's namespaces."""
     return f"paro-cluster:{name}"
 
 
@@ -106,8 +105,7 @@ def nic(index: int) -> str:
 
 
 def port(node: int, index: int) -> str:
-    """Return the name of a NIC's other end, at the bridge; at most 9 of the kernel's
-    15 characters."""
+    """Return the name of a NIC's other end, at the bridge; at most 9 characters."""
     return f"n{node}nic{index}"
 
 

@@ -90,7 +90,7 @@ def open_cluster(name: str = "default") -> Cluster:
 
 @contextmanager
 def locked(name: str) -> Iterator[bool]:
-    """Try to hold the cluster's lock for a block; yields whether it does.
+    """Try to hold the cluster's lock for a block; yield whether it does.
 
     The kernel releases the lock when a process ends, for whatever reason.
     """

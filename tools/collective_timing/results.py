@@ -49,15 +49,14 @@ def describe(facts: dict[str, Any]) -> str:
 
 
 def memory_line(device: Device) -> str:
-    """Return a line of the memory that a rank takes before it has a model, and per process
-    group."""
+    """Describe what a rank takes of its device without a model, and with each process group."""
     group = device.communicator_bytes
     each = "none, gloo has no communicators" if group is None else size_text(group)
     return f"memory: {size_text(device.reserved_bytes)} without a model; of a communicator: {each}"
 
 
 def written_lines(path: Path, machine: Machine) -> list[str]:
-    """Describe a machine file that was just written, and the programs that take it."""
+    """Describe a machine file that was just written, and which programs take it."""
     rows, device = machine.measured, machine.device
     sizes = sorted({row.bytes for row in rows})
     ranks = ranks_text(machine.world_size, machine.group_size)

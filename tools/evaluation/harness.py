@@ -86,7 +86,7 @@ class HarnessModel(TemplateLM):
 
 
 def task_manager(names: Sequence[str], folder: str | None) -> TaskManager:
-    """Return the harness's tasks and those of a folder; `UserError` for a name that none has."""
+    """Return the harness's tasks with those of a folder; `UserError` for an unknown name."""
     manager = TaskManager(include_path=folder)
     for name in names:
         if not manager.match_tasks([name]):

@@ -53,8 +53,7 @@ class Sampling:
 def continuations(
     model: Llama, prompts: Sequence[Sequence[int]], sampling: Sampling, *, num_ids: int
 ) -> Iterator[list[int]]:
-    """Yield token after token for every prompt, endlessly; each prompt is independent of the
-    others.
+    """Yield token after token for every prompt, endlessly; prompts are independent.
 
     Only ids below `num_ids` are sampled: rows of the output layer above are padding.
     """
@@ -86,8 +85,7 @@ def text_of(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterator[int]) 
 def until_ends(
     batch: Iterator[list[int]], num_texts: int, *, ends: frozenset[int], at_most: int
 ) -> Iterator[dict[int, int]]:
-    """Yield token after token of the texts that had none of `ends`, by their numbers; `at_most`
-    each."""
+    """Yield tokens of the texts that had none of `ends`, by number; `at_most` each."""
     growing = set(range(num_texts))
     for _, tokens in zip(range(at_most), batch, strict=False):
         growing -= {row for row in growing if tokens[row] in ends}
@@ -115,8 +113,7 @@ class Speaker:
 
 
 def check_ids(tokenizer: Tokenizer, begun: Sequence[Sequence[int]], rows: int) -> None:
-    """Raise `UserError` for an id that a model with so many rows of the vocabulary does
-    not have."""
+    """Raise `UserError` for an id beyond the model's vocabulary."""
     highest = max(max(ids) for ids in begun)
     if highest >= rows:  # a folder's tokenizer may add tokens that its model does not have
         token = " ".join(key for key, number in tokenizer.vocabulary.items() if number == highest)

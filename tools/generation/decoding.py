@@ -15,7 +15,7 @@ from model.rotary import rotations
 
 
 class Decoder:
-    """Decodes with an unsharded model and a KV cache: each token runs through the model once.
+    """Decoder with an unsharded model and a KV cache: each token runs through it once.
 
     Row b of a batch holds `lengths[b]` tokens. Shorter texts are padded at the end, where causal
     attention does not look; later tokens overwrite the cache entries of the padding. The cache

@@ -22,7 +22,7 @@ def document_lengths(dataset: IndexedDataset) -> NDArray[np.int64]:
 
 
 def figures(lengths: NDArray[np.int64]) -> str:
-    """Minimum, quartiles, mean and maximum, in a line."""
+    """Format minimum, quartiles, mean and maximum in a line."""
     if len(lengths) == 0:
         return "no documents"
     parts = zip(("least", "25%", "median", "75%", "99%", "most"), (0, 25, 50, 75, 99, 100),
@@ -44,7 +44,7 @@ def histogram(lengths: NDArray[np.int64]) -> dict[str, int]:
 
 
 def draw_text(counts: dict[str, int]) -> list[str]:
-    """Return a line per step, with a bar for its share."""
+    """Format a line per step, with a bar for its share."""
     width, most = max(map(len, counts), default=0), max(counts.values(), default=0) or 1
     return [
         f"{label:>{width}} {'#' * -(-BAR * count // most):<{BAR}} {count:,}"

@@ -56,9 +56,7 @@ def training_samples(args: Namespace) -> tuple[Samples, int]:
 
 
 def dump(args: Namespace, path: Path) -> str:
-    """Write a line `{"tokens": [...]}` per sample, of conversations also `"answered"`; return a
-    line of summary.
-    """
+    """Write `{"tokens": [...]}` per sample, with `"answered"` of conversations."""
     samples, count = training_samples(args)
     with output_file(path) as temporary, temporary.open("w", encoding="ascii") as stream:
         for number in range(count):

@@ -28,7 +28,7 @@ _FEW = 2  # answers that are found without marks around texts
 
 
 def added_by_answers(conversation: Conversation, text: str, render: Render) -> list[Span]:
-    """Return the text that each answer adds to the messages before it and the prompt for an answer.
+    """Return what each answer adds to the messages before it and its prompt.
 
     `text` is all of the conversation. `UserError` if the messages before one are written in another
     way when it follows.
@@ -54,8 +54,7 @@ class _Places:
         self._known: dict[tuple[bool, str, str, str], int] = {}
 
     def find(self, count: int, *, prompt: bool) -> int:
-        """Find where the first `count` messages end, or the prompt for an answer that follows
-        them."""
+        """Find where the first `count` messages end, or the prompt for an answer after them."""
         if count == len(self._conversation.messages):
             return len(self._text)
         before, after = self._texts.get(count - 1), self._texts.get(count)
@@ -84,7 +83,7 @@ class _Places:
         )
 
     def _end_of_first_prompt(self) -> int:
-        """Find where an answer begins that nothing precedes: after the prompt for one."""
+        """Find where an answer begins that nothing precedes: after its prompt."""
         first = self._conversation.before(1)
         prompt = self._render(first, prompt=True).removeprefix(self._render(first))
         if not prompt or prompt not in self._text:
@@ -95,7 +94,7 @@ class _Places:
         return self._text.index(prompt) + len(prompt)
 
     def _find_texts(self) -> dict[int, Span]:
-        """From where to where the texts of messages are, by number, if marks around show it."""
+        """Find where the texts of messages are, by number, if marks around them show it."""
         messages = self._conversation.messages
         answers = sum(map(self._conversation.is_answer, range(len(messages))))
         if answers <= _FEW or any(mark in self._text for mark in (_OPENS, _CLOSES, _NUMBER)):
@@ -121,8 +120,7 @@ class _Places:
 
 
 def _marked(message: Message, number: int) -> Message:
-    """Return a message with marks before its first text and after its last, if templates can be
-    trusted.
+    """Mark a message before its first text and after its last, if templates can be trusted.
 
     A template may treat another field, or the blanks around a text, in its own way.
     """

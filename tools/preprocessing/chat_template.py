@@ -94,7 +94,7 @@ class ChatTemplate:
 
 
 class _Renderer:
-    """Writes conversations by one template, in transformers' sandbox: it runs no code of a folder.
+    """Renderer of conversations by one template, in transformers' sandbox.
 
     Calls have their arguments as objects, or as JSON where the template takes them for a text.
     """
@@ -116,12 +116,12 @@ class _Renderer:
         return text, self._of_answers(conversation, spans)
 
     def _of_answers(self, conversation: Conversation, spans: list[Span]) -> list[Span]:
-        """Return the marked parts without those of messages that are no answers."""
+        """Return the marked parts of messages that are answers."""
         messages = conversation.messages
         spoken = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
 
         def count(first: int) -> int:
-            """Count the parts that are marked in the first messages."""
+            """Count the marked parts of the first messages."""
             if len(spans) == len(spoken):
                 return sum(number < first for number in spoken)
             part = conversation.before(first)

@@ -34,14 +34,13 @@ class Conversation(NamedTuple):
         return [TOOLS] * bool(self.tools) + [CALLS] * has_calls
 
     def is_answer(self, number: int) -> bool:
-        """Return whether this message is trained on; one of the assistant is not if its weight is
-        0."""
+        """Return whether this message is trained on: the assistant's, unless its weight is 0."""
         message = self.messages[number]
         is_read = number < self.first_answer or message.get("weight") == 0
         return message["role"] == ASSISTANT and not is_read
 
     def before(self, number: int) -> Conversation:
-        """Return the messages before this one."""
+        """Messages before this one."""
         return self._replace(messages=self.messages[:number])
 
 
@@ -57,8 +56,7 @@ def without_nulls(value: Any) -> Any:
 def conversation_of(
     keys: Sequence[str], values: Sequence[Any], *, from_columns: bool = False
 ) -> Conversation:
-    """Return the messages under one key, or prompt and completion under several, the completion
-    last.
+    """Return the messages of one key, or of several, prompt and completion last.
 
     The key of tools may come in addition. A text under one key of a prompt, or the texts under
     several, are a message of the user. Values `from_columns` have every field in every entry, null
@@ -77,7 +75,7 @@ def conversation_of(
 
 
 def _prompt(given: dict[str, Any]) -> list[Message]:
-    """Messages, or texts as one message of the user, with an empty line between them."""
+    """Return messages, or texts as one message of the user, with empty lines between them."""
     (first, value), *more = given.items()
     if not more and not isinstance(value, str):
         return _messages(first, value)
@@ -108,8 +106,7 @@ def _messages(key: str, value: Any) -> list[Message]:
 
 
 def _message(given: Message) -> Message:
-    """Return a message with its text as one text and its calls as objects; the rest stays as
-    it is."""
+    """Return a message with its text as one text and its calls as objects."""
     message = _of_speaker(given) if "from" in given and "role" not in given else dict(given)
     keys = f"its keys: {', '.join(given)}"
     role = message.get("role")
@@ -174,7 +171,7 @@ def _called(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:
-    """Return the tools that the assistant may call, in OpenAI's form; None without any."""
+    """Return what the assistant may call, in OpenAI's form; None without tools."""
     tools = [_as_function(tool) for tool in _entries(value)]
     if None in tools:
         raise UserError(
@@ -196,8 +193,7 @@ def _entries(value: Any) -> list[Any]:
 
 
 def _as_function(value: Any) -> dict[str, Any] | None:
-    """Return a tool or a call in OpenAI's form; one that has no `function` is the
-    function itself."""
+    """Return a tool or a call in OpenAI's form, from one with or without `function`."""
     found = _decoded(value)
     if not isinstance(found, dict):
         return None
@@ -208,8 +204,7 @@ def _as_function(value: Any) -> dict[str, Any] | None:
 
 
 def _decoded(value: Any) -> Any:
-    """Decode a text of JSON, as in columns, whose rows have equal fields; return other values as
-    they are."""
+    """Decode a text of JSON, as in columns, whose rows have equal fields; else return it."""
     if not isinstance(value, str):
         return value
     try:

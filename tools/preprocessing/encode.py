@@ -85,9 +85,9 @@ def ends_of(config: TokenizerConfig) -> tuple[int, ...]:
 
 
 def ended_answers(documents: EncodedDocuments, ends: Sequence[int]) -> tuple[int, int]:
-    """Count answers, each a run of answered tokens, and those with an end among their tokens."""
-    assert documents.loss_mask is not None, "conversations have a loss mask"
-    is_answered = documents.loss_mask == TRAINED
+    """Count answers, each a run of answered tokens, and how many of them have an end."""
+    assert documents.marks is not None, "conversations have marks"
+    is_answered = documents.marks == ANSWERED
     begins = is_answered & ~np.concatenate([[False], is_answered[:-1]])
     numbers = np.cumsum(begins)
     with_end = numbers[is_answered & np.isin(documents.ids, ends)]
@@ -184,8 +184,7 @@ def _conversations(
 def _encode_key(
     plan: EncodingPlan, batch: RawBatch, documents: Sequence[Texts], texts: Sequence[list[str]]
 ) -> EncodedDocuments:
-    """Return the documents under one key; an empty text has no ids, and no end of
-    document either."""
+    """Encode the documents under one key; an empty text has neither ids nor an end."""
     tokenizer = tokenizer_of(plan.tokenizer)
     flat = [text for by_document in texts for text in by_document if text]
     try:

@@ -58,7 +58,7 @@ class Partitions:
         return [str(self.folder / f"{number:05d}_{name}_document") for name in self._names]
 
     def finished(self, number: int) -> Tally | None:
-        """Return the tally of a partition; None if it is not complete."""
+        """Return what was read for a partition; None if it is not complete."""
         file = self._marker(number)
         if not file.exists():
             return None
@@ -89,7 +89,7 @@ class Partitions:
 
 
 def _description(plan: EncodingPlan, shares: Sequence[Sequence[Piece]]) -> dict[str, Any]:
-    """Everything that determines the content of each partition's files."""
+    """Return everything that determines the content of each partition's files."""
     places = map(Path, plan.tokenizer.files)
     files = [file for place in places for file in (place, *sorted(place.rglob("*")))]
     stamps = {

@@ -30,7 +30,7 @@ class Workers:
         self.count = count
 
     def map(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
-        """Results in order; `UserError` if a worker was killed."""
+        """Yield results in order; `UserError` if a worker was killed."""
         if self._executor is None:
             yield from map(function, tasks)
             return
@@ -56,7 +56,7 @@ class Workers:
 def worker_processes(
     count: int, prepare: Callable[..., Any], *arguments: object
 ) -> Iterator[Workers]:
-    """`workers` processes, each of which calls `prepare` first; no extra process if it is 1."""
+    """Start `workers` processes, each of which calls `prepare` first; none if it is 1."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker uses one core
     if count == 1:
         yield Workers(None, 1)

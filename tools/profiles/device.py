@@ -162,8 +162,7 @@ def is_of_device(events: Iterable[dict[str, Any]]) -> bool:
 
 
 def device_profile(events: Sequence[dict[str, Any]], rank: int, what: str) -> DeviceProfile:
-    """Return the profile in a trace's complete events; `UserError` with `what` for a
-    damaged one."""
+    """Build the profile of a trace's complete events; `UserError` for a damaged one."""
     wanted = [event for event in events if event.get("cat") in _WORK]
     work: list[_Work] = conform(wanted, list[_Work], f"{what}: traceEvents")
     named = [event for event in events if str(event.get("name")).startswith((_STEP, _OWN))]
@@ -211,8 +210,7 @@ def _compute_stream(work: Iterable[_Work]) -> int:
 def _in_steps(
     work: Iterable[_Work], compute: int, updates: Sequence[Interval], steps: Interval
 ) -> Iterable[Work]:
-    """Return the work in the steps; elementwise kernels in the ranges `updates` are the
-    optimizer's."""
+    """Return the work in the steps; elementwise kernels in `updates` are the optimizer's."""
     begin, end = steps
     starts = [start for start, _ in updates]
     for event in work:
@@ -230,7 +228,7 @@ def _in_steps(
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same times as intervals that do not overlap, sorted."""
+    """Merge times into intervals that do not overlap, sorted."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:

@@ -26,8 +26,7 @@ _COLORS = dict(
 
 
 def device_text(profile: DeviceProfile) -> str:
-    """Return the figures of a rank; times are milliseconds of a mean step where nothing else is
-    said."""
+    """Format the figures of a rank, in milliseconds of a mean step if not said otherwise."""
     step = profile.seconds / profile.num_steps
     gaps = profile.gaps
     idle = sum(gap.seconds for gap in gaps)
@@ -64,7 +63,7 @@ def _short(name: str) -> str:
 
 
 def device_figures(profile: DeviceProfile) -> dict[str, Any]:
-    """Return the same figures for a JSON file; times are seconds of all steps together."""
+    """Return a profile's figures for a JSON file, in seconds of all steps together."""
     gaps = sorted(profile.gaps, key=lambda gap: -gap.seconds)
     return {
         "rank": profile.rank,

@@ -34,8 +34,7 @@ _PATTERNS = tuple(
 
 @cache
 def class_of(name: str) -> str:
-    """Return the class of a kernel by its name; what updates parameters elementwise is not told
-    apart."""
+    """Return the class of a kernel by its name; elementwise ones have no finer class."""
     plain = short_name(name)  # types of parameters may have the names of other classes
     return next((kind for kind, pattern in _PATTERNS if pattern.search(plain)), OTHER)
 

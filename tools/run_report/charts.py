@@ -52,7 +52,7 @@ def _curves(
     percent: bool = False,
     marks: str = "",
 ) -> Draw:
-    """Return lines for each run, those of a second field dotted; `agree`: runs may coincide.
+    """Draw lines for each run, those of a second field dotted; `agree`: runs may coincide.
 
     `marks` is the figure of validations that are drawn too, a shape for each set.
     """
@@ -83,7 +83,7 @@ _THIN, _WIDE = 1.6, 5.2  # points
 
 
 def _width(index: int, runs: Sequence[Run]) -> float:
-    """Curves of equal runs overlap: wider ones go below, so that each shows around the next."""
+    """Return the width of a curve: wider ones go below, so that each shows around the next."""
     step = min(1.2, (_WIDE - _THIN) / max(len(runs) - 1, 1))
     return _THIN + step * (len(runs) - 1 - index)
 

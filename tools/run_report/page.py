@@ -66,7 +66,7 @@ summary {{ cursor: pointer; color: var(--muted); }}
 
 
 def _paper_style() -> str:
-    """Return the style of paper: the light colours, smaller, with nothing cut off."""
+    """Return the style on paper: light colours, smaller, nothing cut off."""
     return f"""
 @media print {{
   @page {{ margin: 14mm; }}
@@ -181,7 +181,7 @@ def _held_out(run: Run) -> Iterator[str]:
 
 
 def _left_out(run: Run) -> str:
-    """Return how many steps a run skipped, in a sentence; empty if none."""
+    """Say how many steps a run skipped; empty if none."""
     skipped, not_finite = (
         int(sum(run.series(name)[1])) for name in ("skipped_iterations", "nan_iterations")
     )

@@ -59,7 +59,7 @@ class Run:
         return median(settled) if settled else None
 
     def exposed_ms(self) -> float | None:
-        """Return how long an iteration waits for communication; None if that was not measured."""
+        """Return how long an iteration waits for communication; None if not measured."""
         kinds = (self.typical(f"exposed_{kind}_ms") for kind in _EXPOSED)
         measured = [value for value in kinds if value is not None]
         return sum(measured) if measured else None
@@ -127,8 +127,7 @@ def _read_run(path: Path) -> Run:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Return the flags in which runs differ, with each run's value, except the files that a run
-    writes."""
+    """Return the flags in which runs differ, with each run's value, except files."""
     written = {
         "metrics_file",
         "tensorboard_dir",

@@ -13,8 +13,7 @@ from paro.report.flops import find_peak
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the CPU or a GPU by torch's name for it; None: the first GPU, or the CPU
-    without one."""
+    """Return the CPU or a GPU by torch's name for it; None: the first GPU, else the CPU."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name is None:
         return torch.device("cuda", 0) if there else torch.device("cpu")
@@ -31,7 +30,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def peak_flops(device: torch.device, compute: str, peak_tflops: float | None) -> float | None:
-    """FLOP/s of a GPU in a type, or those of --peak-tflops; None for a CPU without the flag."""
+    """Return FLOP/s of a GPU in a type, or --peak-tflops; None for a CPU without it."""
     if device.type != "cuda" and peak_tflops is None:
         return None
     control = Control(World(), device)

@@ -24,8 +24,7 @@ def watched_interfaces(names: str | None) -> tuple[str, ...]:
 
 
 def sent_bytes(interfaces: tuple[str, ...]) -> dict[str, int]:
-    """Return bytes sent by each interface of this process's network namespace since it
-    was created."""
+    """Return bytes sent by each interface of this network namespace."""
     found = psutil.net_io_counters(pernic=True, nowrap=False)
     missing = [name for name in interfaces if name not in found]
     if missing:
@@ -83,8 +82,7 @@ class MemoryMeter:
             self._thread.start()
 
     def again(self) -> MemoryMeter:
-        """Return a new meter with the same baseline, for another contender that uses what was
-        built."""
+        """Return a new meter with this baseline, for another contender."""
         other = MemoryMeter(self._device)
         other._before, other._in_use_before = self._before, self._in_use_before
         return other
@@ -101,8 +99,7 @@ class MemoryMeter:
         return self._peak - self._before if self._peak else None
 
     def peak_in_use(self) -> int | None:
-        """Return the same without freed memory that the allocator keeps; call after the last
-        warm-up step.
+        """Return the peak without freed memory that the allocator keeps; after warm-up.
 
         On CUDA it is the peak itself; None where the C library does not report it.
         """
@@ -123,8 +120,7 @@ class MemoryMeter:
 
 
 def bytes_in_use() -> int | None:
-    """Return bytes that the process got from malloc and has not freed; None where no C library
-    counts."""
+    """Return bytes got from malloc and not freed; None where no C library counts."""
     if not hasattr(psutil, "heap_info"):
         return None
     heap = psutil.heap_info()

@@ -19,7 +19,7 @@ from paro.text import align
 
 @contextmanager
 def output_file(path: Path, *, is_update: bool = False) -> Iterator[Path]:
-    """Give a temporary path, renamed to `path` if the block succeeds; make the folder.
+    """Yield a temporary path, renamed to `path` if the block succeeds; make the folder.
 
     Other content that is there is kept in FILE.earlier_N, unless the new one is an update of it.
     """
@@ -47,14 +47,13 @@ def write_json(path: Path | None, value: Any, *, is_update: bool = False) -> Non
 
 
 def text_table(rows: Iterable[Mapping[str, str]], left: Collection[int] = (0,)) -> str:
-    """Return rows below their heads, which are those of the first one, aligned as `align` does."""
+    """Format rows below the names of the first one's fields, aligned as `align` does."""
     cells = [*rows]
     return align([[*cells[0]], *([*row.values()] for row in cells)], left)
 
 
 def markdown_table(heads: str, rows: Iterable[Sequence[object]]) -> list[str]:
-    """Return the lines of a table in Markdown; `heads` are those of its columns, with | between
-    them."""
+    """Format a table in Markdown; `heads` are of its columns, with | between them."""
     lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
     return [f"| {heads} |", f"|{'---|' * (heads.count('|') + 1)}", *lines]
 

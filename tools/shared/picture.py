@@ -48,7 +48,7 @@ def figure_of(
     style: Mapping[str, Any] | None = None,
     **subplots: Any,
 ) -> Iterator[tuple[Any, list[Any]]]:
-    """Make a figure of `size` inches and its panels, row by row, in matplotlib's style or another.
+    """Make a figure of `size` inches and its panels, row by row, in a style.
 
     Other arguments of matplotlib's `subplots` may be given too. No text in it is read as a formula:
     names of runs, files and machines may hold a dollar or a backslash. Axes of logarithms have
@@ -71,7 +71,7 @@ def figure_of(
 def drawing(
     path: Path, rows: int, columns: int, *, size: tuple[float, float], **subplots: Any
 ) -> Iterator[tuple[Any, list[Any]]]:
-    """Make a figure as `figure_of` does, and write it to a file when the block succeeds."""
+    """Yield a figure like `figure_of`, written to a file when the block succeeds."""
     with figure_of(rows, columns, size=size, **subplots) as (figure, panels):
         yield figure, panels
         with output_file(path) as temporary:
@@ -96,7 +96,7 @@ def label_of(name: str) -> str:
 
 
 def name_rows(axes: Any, names: Sequence[str], colors: Mapping[str, str]) -> None:
-    """Labels rows of bars, counted downwards, and lists next to them what has which color."""
+    """Label rows of bars, counted downwards, and list what has which color."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     for kind, color in colors.items():

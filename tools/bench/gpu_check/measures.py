@@ -96,7 +96,7 @@ def _memory(runner: Runner, name: str, title: str) -> Outcome:
 
 
 def memory_failure(figures: Mapping[str, int]) -> str | None:
-    """Return how a GPU's memory contradicts its prediction; None if it does not, and on a CPU.
+    """Say how a GPU's memory contradicts its prediction; None if it agrees, and on a CPU.
 
     Too little is predicted if torch's allocator holds more than the prediction with its share for
     fragmentation (planning/device_memory.py), which covers library workspaces too. Too much is, if
@@ -121,7 +121,7 @@ def _memory_text(figures: Mapping[str, int]) -> str:
 
 
 def muon(runner: Runner) -> Outcome:
-    """Newton-Schulz of a 7B model's matrices, and Muon's step next to AdamW's."""
+    """Time Newton-Schulz of a 7B model's matrices, and Muon's step next to AdamW's."""
     words: list[object] = ["tools/bench/bench_newton_schulz.py"]
     words += ["--shapes", "64x64", "--rounds", 1] if runner.rehearse else []
     products = runner.measured("newton-schulz", words, alone=True).outcome("newton_schulz")
@@ -135,8 +135,7 @@ def muon(runner: Runner) -> Outcome:
 
 
 def kernels(runner: Runner) -> Outcome:
-    """Return attention by cuDNN and FlashAttention, and a matmul while other thread blocks are
-    busy."""
+    """Time attention by cuDNN and FlashAttention, and a matmul next to busy thread blocks."""
     flags = "--seq-lengths 32 --device cpu" if runner.rehearse else "--device cuda"
     words = ["tools/bench/bench_attention.py", *flags.split()]
     found = [runner.measured("attention", words, alone=True).outcome("attention")]
@@ -164,7 +163,7 @@ def one_rank(runner: Runner) -> Outcome:
 
 
 def speed(runner: Runner, name: str) -> Outcome:
-    """MFU of the contenders of the shapes of this name."""
+    """Measure the MFU of the contenders of the shapes of this name."""
     shapes, rows, found = SHAPES[name], [], []
     for number, shape in enumerate(shapes):
         share = runner.seconds_left / (len(shapes) - number)
@@ -174,7 +173,7 @@ def speed(runner: Runner, name: str) -> Outcome:
 
 
 def joined(found: Sequence[Outcome], **figures: object) -> Outcome:
-    """Outcomes of one part as one, with `figures` in place of theirs of the same name."""
+    """Join outcomes of one part; `figures` replace theirs of equal names."""
     return Outcome(
         passed=all(one.passed for one in found),
         lines=tuple(line for one in found for line in one.lines),
@@ -207,8 +206,7 @@ def _speed(runner: Runner, title: str, shape: Shape, seconds: float) -> Outcome:
 
 
 def num_layers_that_fit(shape: Shape, device_bytes: int) -> int:
-    """Return blocks, at most the shape's, with which the trainer fits a GPU by its memory
-    prediction."""
+    """Count the blocks, at most the shape's, that fit a GPU by the memory prediction."""
     from paro.launch.prediction import predict_memory  # with torch, which starts
     from tools.bench.bench_model import make_parser, task_of
 
@@ -260,7 +258,7 @@ def checkpoint(runner: Runner) -> Outcome:
 
 
 def _summary(figures: Mapping[str, Any]) -> str:
-    """Return a line for one of bench_checkpoint.py's two measurements."""
+    """Format a line for one of bench_checkpoint.py's two measurements."""
     if "seconds_of_a_step" in figures:
         ratio = figures["seconds_of_a_step"]["ratio"]
         return f"a step during an asynchronous save takes {ratio:.2f} times as long as without"
@@ -270,7 +268,7 @@ def _summary(figures: Mapping[str, Any]) -> str:
 
 
 def _num_params_that_fit(runner: Runner) -> int:
-    """So many that the disk holds their 12 bytes each twice, and host memory twice."""
+    """Count parameters whose 12 bytes fit twice on the disk, and twice in host memory."""
     from paro.report.memory import available_host_bytes  # with torch, which starts
 
     disk = shutil.disk_usage(runner.folder).free
@@ -278,8 +276,7 @@ def _num_params_that_fit(runner: Runner) -> int:
 
 
 def _training(runner: Runner, *, iterations: int, size: int = 1, count: int = 1) -> list[object]:
-    """Return the entry script and a model for this machine; `count` micro-batches of `size`
-    sequences."""
+    """Return the words of a training: `count` micro-batches of `size` sequences."""
     shape = _SMALL_SIZES if runner.rehearse else f"{_7B} --seq-length 4096 --num-layers 8"
     batch = size * count * runner.num_gpus
     flags = f"{_DATA} {shape} --micro-batch-size {size} --global-batch-size {batch}"
@@ -288,8 +285,7 @@ def _training(runner: Runner, *, iterations: int, size: int = 1, count: int = 1)
 
 
 def collectives(runner: Runner) -> Outcome:
-    """Return the collectives of this backend over all GPUs, in either launch order; by copy
-    engines."""
+    """Time this backend's collectives over all GPUs, in either launch order; by copy engines."""
     found = [_collectives(runner, order) for order in ("free", "implicit")]
     if not runner.rehearse:  # a CPU has none
         found.append(_collectives(runner, "free", "--paro-nccl-copy-engine"))
@@ -311,12 +307,12 @@ def _collectives(runner: Runner, order: str, *flags: str) -> Outcome:
 
 
 def _group_size(runner: Runner) -> int:
-    """Half the GPUs are a group."""
+    """Return the ranks of a group: half the GPUs."""
     return max(1, runner.num_gpus // 2)
 
 
 def peers(runner: Runner) -> Outcome:
-    """IIG, NIG and GGG next to FSDP2, and its hybrid; IIG in other orders, and by copy engines."""
+    """Time IIG, NIG and GGG next to FSDP2; IIG in other orders, and by copy engines."""
     contenders = "fsdp2,fsdp2-hybrid,paro:IIG,paro:NIG,paro:GGG,paro:IIG+at-once"
     contenders += ",paro:IIG+in-order,paro:IIG+in-order-at-once"
     contenders += "" if runner.rehearse else ",paro:IIG+copy-engine"  # a CPU has none
@@ -324,7 +320,7 @@ def peers(runner: Runner) -> Outcome:
 
 
 def shared_samples(runner: Runner) -> Outcome:
-    """GGG where ranks share samples in each way and in none: all must train equally."""
+    """Time GGG where ranks share samples in each way and in none: losses must be equal."""
     ways = []
     for size in (2, 4, 8):
         nests = math.gcd(size, _group_size(runner)) == min(size, _group_size(runner))
@@ -337,7 +333,7 @@ def shared_samples(runner: Runner) -> Outcome:
 
 
 def _compared(runner: Runner, name: str, contenders: str, flags: str) -> Outcome:
-    """Contenders in turns, on GPUs with LLaMA-7B and `flags`."""
+    """Compare contenders on GPUs with LLaMA-7B and `flags`."""
     words: list[object] = ["tools/bench/compare_peers.py", "--contenders", contenders]
     words += ["--distributed-backend", runner.backend]
     words += ["--group-size", _group_size(runner)]

@@ -32,8 +32,7 @@ class _Part(TypedDict):
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """Return the results of earlier runs in this folder by letter; `UserError` if they
-    are damaged."""
+    """Read the results of earlier runs by letter; `UserError` if they are damaged."""
     file = folder / RESULTS
     if not file.exists():
         return {}

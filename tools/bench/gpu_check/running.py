@@ -62,8 +62,7 @@ class Ended:
         return self.failure or ("no figures" if self.figures is None else None)
 
     def outcome(self, key: str) -> Outcome:
-        """Return the outcome of a part that is this command: its lines, and its figures under a
-        key."""
+        """Run a part that is one command: its lines, and its figures under a key."""
         if self.problem is not None:
             return Outcome(passed=False, lines=(self.problem,))
         lines = tuple(filter(None, self.output.splitlines()))
@@ -72,7 +71,7 @@ class Ended:
 
 @dataclass(slots=True, kw_only=True)
 class Runner:
-    """Runs a part's commands one after the other, within the time that the part has left."""
+    """Runner of a part's commands one after the other, within the time that it has left."""
 
     folder: Path
     rehearse: bool
@@ -151,7 +150,7 @@ class Runner:
 
 
 def _end(process: subprocess.Popen[bytes], grace: float) -> None:
-    """Interrupts what is left of a command, which lets pytest report, and then kills it."""
+    """Interrupt what is left of a command, which lets pytest report, and then kill it."""
     for number in (signal.SIGINT, signal.SIGKILL):
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)

@@ -17,15 +17,13 @@ _MOST_FAILURES = 10  # on the page; the log has all
 
 
 def gpu_tests(runner: Runner) -> Outcome:
-    """Return every test that needs a GPU, but those of the other parts; in a rehearsal, of one
-    file."""
+    """Run every test that needs a GPU and is of no other part; in a rehearsal, one file."""
     files = gpu_test_files()[: 1 if runner.rehearse else None]
     return _pytest(runner, "gpu-tests", files, rehearsed="gpu")
 
 
 def gpu_test_files() -> list[str]:
-    """Return the files with tests that need a GPU; others may import packages that a
-    machine lacks."""
+    """Find the files with tests that need a GPU; others may import absent packages."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [
         str(file.relative_to(ROOT))
@@ -40,7 +38,7 @@ def tests_in(runner: Runner, name: str) -> Outcome:
 
 
 def _pytest(runner: Runner, name: str, files: Sequence[str], *, rehearsed: str) -> Outcome:
-    """Run the files' tests for a GPU; in a rehearsal those with the mark `rehearsed`."""
+    """Run the files' tests for a GPU; in a rehearsal, tests with the mark `rehearsed`."""
     marks = ["-m", rehearsed] if runner.rehearse else ["-m", "gpu", "--must-run", "gpu"]
     missing = [module for module in _NEEDED if importlib.util.find_spec(module) is None]
     if missing:
@@ -57,7 +55,7 @@ def _pytest(runner: Runner, name: str, files: Sequence[str], *, rehearsed: str) 
 
 
 def outcome_of(runner: Runner, ended: Ended, report: ElementTree.Element) -> Outcome:
-    """Read pytest's JUnit report; a skip counts as a failure unless hardware is missing."""
+    """Read pytest's JUnit report; a skip is a failure unless hardware is missing."""
     failed: list[str] = []
     skipped: Counter[str] = Counter()
     cases = list(report.iter("testcase"))[: -1 if ended.timed_out else None]  # it was stopped there

@@ -34,8 +34,7 @@ class Links:
         self._times = CollectiveTimes(self.machine, "native")
 
     def job(self, op: Op | None, ranks: tuple[int, ...], num_bytes: int) -> TimedJob | None:
-        """Return a collective of evenly spaced ranks with a whole buffer of `num_bytes`; None: no
-        time.
+        """Model a collective of evenly spaced ranks on `num_bytes`; None: no time.
 
         Without `op` it is a message from each of them to the next: a part of a reduce-scatter,
         which ranks on CPUs make of messages.
@@ -50,8 +49,7 @@ class Links:
         return job if op else job._replace(seconds=job.seconds / (size - 1))
 
     def spent_on(self, op: Op | None, ranks: int) -> float:
-        """Return the processor time of a rank's own code in a collective, or in a message
-        of one."""
+        """Return the processor time of a rank's own code in a collective, or in a message."""
         if op is None:
             return self.host_seconds.get(Op.REDUCE_SCATTER, 0.0) / (ranks - 1)
         return self.host_seconds.get(op, 0.0)
@@ -69,7 +67,7 @@ class Links:
         return begin + job.seconds * (1.0 - job.cpu)
 
     def stay(self, job: TimedJob, end: float, spent: float) -> None:
-        """Blocks the thread until a transfer's end, and until it has used its processor time.
+        """Block the thread until a transfer's end, and until it has used its processor time.
 
         It has `spent` seconds of that.
         """

@@ -137,7 +137,7 @@ class _LoneGroup(dist.ProcessGroup):
 
 @contextmanager
 def alone(links: Links) -> Iterator[None]:
-    """While entered, new groups of torch.distributed have one real rank, on these links."""
+    """Give new groups of torch.distributed one real rank on these links, in the block."""
     options = getattr(getattr(dist, "ProcessGroupNCCL", None), "Options", None)
     group = type("LoneGroup", (_LoneGroup,), {"links": links, "Options": options})
     lone = dict.fromkeys(("ProcessGroupGloo", "ProcessGroupNCCL"), group)

@@ -41,7 +41,7 @@ class Measured:
         return self.tokens_per_turn / median(self.seconds)
 
     def ratio(self, other: Measured) -> float:
-        """Speed relative to `other`: the median over rounds."""
+        """Compute the speed relative to `other`: the median over rounds."""
         return median_ratio(other.seconds, self.seconds)
 
 
@@ -108,7 +108,7 @@ def _alone(start: Start, name: str, most_seconds: float | None) -> Race:
 
 
 def _next_round(start: Start, name: str, end: float) -> Results:
-    """Is called in a contender's own process, which a timer stops at the time `end`."""
+    """Run a round in a contender's own process, which a timer stops at the time `end`."""
     try:
         if not _begun:
             if end < math.inf:
@@ -120,7 +120,7 @@ def _next_round(start: Start, name: str, end: float) -> Results:
 
 
 def results_of(groups: Sequence[Sequence[Race]], rounds: int) -> Iterator[Results]:
-    """Run group after group, whose races take turns; yields the results so far after each."""
+    """Run group after group of contenders, and yield the results so far after each round."""
     results: Results = {}
     for group in groups:
         with ExitStack() as stack:

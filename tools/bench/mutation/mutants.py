@@ -62,7 +62,7 @@ def mutants_of(path: str, text: str) -> Iterator[Mutant]:
 
 
 def apply(mutant: Mutant, text: str, *, new: str | None = None) -> str | None:
-    """Return the text with the change, or with `new` in its place; None if it has no such code."""
+    """Change the text, by `new` if that is given; None if it has no such code."""
     for name, function in functions_of(ast.parse(text)):
         source = ast.get_source_segment(text, function)
         if name != mutant.function or source is None:
@@ -80,7 +80,7 @@ def apply(mutant: Mutant, text: str, *, new: str | None = None) -> str | None:
 
 
 def functions_of(tree: ast.AST, outer: str = "") -> Iterator[tuple[str, Function]]:
-    """Yield functions and methods with their names; those inside functions belong to these."""
+    """Yield functions and methods with their names; inner functions belong to theirs."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, Function):
             yield f"{outer}{node.name}", node

@@ -49,7 +49,7 @@ MODES = {
 
 
 def lacks_deepspeed() -> str | None:
-    """Return why DeepSpeed's contenders cannot run here, or None."""
+    """Say why DeepSpeed's contenders cannot run here, or None."""
     if importlib.util.find_spec("deepspeed") is None:
         return "DeepSpeed is not installed (pip install -r requirements-peers.txt)"
     return None
@@ -69,8 +69,7 @@ def import_deepspeed(backend: str) -> Any:
 
 
 def zero_config(task: Task, mode: Mode) -> dict[str, Any]:
-    """Return the configuration: DeepSpeed's defaults, but for sizes that presume billions of
-    parameters.
+    """Return DeepSpeed's defaults, but for sizes that presume billions of parameters.
 
     Buckets and the prefetch size are those of the largest unit. Stage 3 partitions everything but
     vectors and frees parameters after use, as its memory figure and its peers here assume; `kept`

@@ -155,8 +155,7 @@ def ratio_table(ratios: Sequence[Row]) -> str:
 
 
 def prediction_table(summaries: Sequence[Row], planned: Mapping[str, PlannedStep]) -> str:
-    """Return the text table: steps, and the share of them that waits for others' tokens,
-    as predicted."""
+    """Format a table of steps, and of the share that waits for others' tokens, as predicted."""
     head = ["beside its prediction", "s/step", "predicted", "error", "tokens awaited", "predicted"]
     rows = []
     for row in summaries:

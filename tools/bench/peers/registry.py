@@ -55,8 +55,7 @@ class Sharing(NamedTuple):
 
 
 def flags_of(name: str) -> list[str]:
-    """Return the trainer's flags that a contender's name stands for; `UserError` for
-    unknown names."""
+    """Return the trainer's flags that a contender's name stands for; else `UserError`."""
     sharing = Sharing.of(name)
     if is_own(name):
         with about(f"--contenders {own.PREFIX}"):

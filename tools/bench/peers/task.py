@@ -54,7 +54,7 @@ class Task:
         return max(sum(map(math.prod, unit.shapes.values())) for unit in units)
 
     def first_weights(self, name: str, begin: int, end: int) -> Tensor:
-        """Initial fp32 values of the elements [begin, end) of a flattened parameter."""
+        """Return initial fp32 values of the elements [begin, end) of a flattened parameter."""
         spec = parameter_initializers(self.model)[name]
         values = initial_values(spec, self.run.train.seed, begin, end)
         return values.to(self.compute_dtype).float()
@@ -120,7 +120,7 @@ def whole_model(task: Task, device: torch.device) -> Llama:
 
 
 def decay_groups(task: Task, parameters: Iterable[nn.Parameter]) -> list[dict[str, object]]:
-    """Parameter groups for AdamW: no weight decay on norms, the only vectors; none is empty."""
+    """Return AdamW's parameter groups: norms, the only vectors, have no weight decay."""
     everything = list(parameters)
     groups: list[dict[str, object]] = []
     for decays in (True, False):
@@ -136,7 +136,7 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def adamw_settings(task: Task) -> dict[str, Any]:
-    """Arguments for every AdamW, whichever library provides it."""
+    """Return the arguments of every AdamW, whichever library provides it."""
     optim = task.run.optim
     betas = (optim.adam_beta1, optim.adam_beta2)
     return {"lr": task.run.schedule.lr, "betas": betas, "eps": optim.adam_eps}

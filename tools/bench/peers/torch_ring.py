@@ -21,8 +21,7 @@ _HEADS, _TOKENS = 1, 2  # dimensions, as torch's ring has them
 
 
 def torch_ring(group: ProcessGroup, comm_type: str) -> Core:
-    """Return the model's attention along the ranks of `group`, on CPUs; documents are not kept
-    apart."""
+    """Return the model's attention along a group's ranks, on CPUs, without documents."""
     ring = importlib.import_module(_MODULE)
     ring.set_rotate_method(ROTATIONS[comm_type])
 

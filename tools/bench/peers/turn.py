@@ -45,13 +45,13 @@ Result = TypeVar("Result")
 
 
 def in_own_process(function: Callable[[], Result]) -> Result:
-    """Run a function, which can be pickled, in a fork of this process; raises what it raises."""
+    """Run a function, which can be pickled, in a fork of this process; raise what it raises."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         return pool.submit(function).result()
 
 
 def take_turn(task: Task, name: str, *, number: int) -> Turn:
-    """Train with one contender on all ranks; every rank returns the same figures."""
+    """Train with one contender on all ranks; every rank returns equal figures."""
     world = task.run.world
     device = device_for(task.run.runtime, world)
     with process_group(task.run.runtime, world, device, number):
@@ -86,8 +86,7 @@ def take_turn(task: Task, name: str, *, number: int) -> Turn:
 def process_group(
     runtime: RuntimeConfig, world: World, device: torch.device, number: int
 ) -> Iterator[None]:
-    """Hold the default process group, set up through the launcher's store under a name of its
-    own."""
+    """Set up the default process group through the launcher's store, under a name."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = runtime.timeout
@@ -109,7 +108,7 @@ def backends_on(device: torch.device) -> str:
 
 
 def batches_of(task: Task, device: torch.device) -> Iterator[Batch]:
-    """Load this rank's micro-batches of the whole turn to the device before the clock starts."""
+    """Return this rank's micro-batches of a run, on the device before the clock starts."""
     world, layout = task.run.world, task.run.context.layout
     ranges = layout.ranges(world.rank, task.run.data.seq_length)
     num_micro_batches = (task.warmup_steps + task.steps) * task.num_micro_batches

@@ -99,8 +99,7 @@ class Comparison:
 
 
 def setting_of(request: PlanRequest, text: str) -> Candidate:
-    """Return the candidate STRATEGY@COLLECTIVE[+rotate|+in-place|+4-bit]; the rest is the
-    request's."""
+    """Return the candidate of STRATEGY@COLLECTIVE[+rotate], the rest being the request's."""
     named = parse_setting(text)
     return replace(
         request.candidate(request.strategy(named.strategy)),
@@ -111,8 +110,7 @@ def setting_of(request: PlanRequest, text: str) -> Candidate:
 
 
 def compare(request: PlanRequest, measured: Sequence[Sequence[dict[str, Any]]]) -> Comparison:
-    """Return the predictions for a request and rows of tools/bench/planning/steps.py, of one
-    collective.
+    """Compare predictions for a request with rows of steps.py, of one collective.
 
     The rows of all turns of a candidate become one.
     """
@@ -139,8 +137,7 @@ def compare(request: PlanRequest, measured: Sequence[Sequence[dict[str, Any]]]) 
 
 
 def _choices(request: PlanRequest, rows: Sequence[Row]) -> Iterator[float]:
-    """Yield the time of what auto chooses by that of the best that fits, under several memory
-    limits.
+    """Yield the time of auto's choice by that of the best, under several memory limits.
 
     They admit one strategy, all of them, and some in between.
     """
@@ -157,8 +154,7 @@ def _choices(request: PlanRequest, rows: Sequence[Row]) -> Iterator[float]:
 
 
 def _with_room_for(request: PlanRequest, num_bytes: int) -> PlanRequest:
-    """Return the request on devices that have this many bytes for what is allocated, and
-    no more."""
+    """Return the request on devices with this many bytes for what is allocated."""
     device = replace(
         device_of(request.machine),
         memory_bytes=num_bytes,

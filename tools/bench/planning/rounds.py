@@ -35,14 +35,12 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def _busy_elsewhere(row: dict[str, Any]) -> float:
-    """Return the fraction of a step's processor time used by no rank: the kernel and other
-    programs."""
+    """Return the share of processor time used by no rank: the kernel, other programs."""
     return 1.0 - row["cpu_seconds"] * NODES * RANKS_PER_NODE / row["machine_seconds"]
 
 
 def median_row(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one row from those of tools/bench/planning/steps.py for one candidate; the largest
-    peak."""
+    """Reduce rows of steps.py for one candidate to medians, and the largest peak."""
     found = dict(turns[0])
     found["seconds"] = median(row["seconds"] for row in turns)
     found["peak_in_use"] = max(
@@ -55,8 +53,7 @@ def median_row(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def median_machine(rounds: Sequence[Machine]) -> Machine:
-    """Return a machine, from its files of several rounds; with the collectives that all of them
-    timed."""
+    """Reduce machine files of several rounds to one, of collectives that all of them timed."""
     first = rounds[0]
     timed = [{_key(row): row for row in machine.measured} for machine in rounds]
     rows = [

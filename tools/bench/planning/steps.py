@@ -110,7 +110,7 @@ class SharedGroups:
 
     @contextmanager
     def one_training(self) -> Iterator[None]:
-        """Around building a training; every rank must build the same ones in the same order."""
+        """Share process groups of trainings built in the block; all ranks build in one order."""
         make = dist.new_group
         asked: Counter[Sequence[int]] = Counter()
 
@@ -161,8 +161,7 @@ def time_settings(args: argparse.Namespace, world: World) -> None:
 def _turn_of_all(
     control: Control, contenders: Sequence[Contender], turn: int, visit: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each contender; those of several micro-batches come in the first
-    visit only."""
+    """Yield a row per contender; several micro-batches only in the first visit."""
     order = [one for one in contenders if visit == 0 or one.num_micro_batches == 1]
     Random(VISITS * turn + visit).shuffle(order)
     for one in order:
@@ -207,7 +206,7 @@ def _machine_seconds() -> float:
 
 
 def _with(training: Training, config: RunConfig, count: int) -> Training:
-    """Return the same training with another number of micro-batches."""
+    """Return the training with another number of micro-batches."""
     size = config.batches.samples_per_micro_batch * count
     return replace(training, batches=replace(config.batches, global_batch_size=size))
 

@@ -116,7 +116,7 @@ def _waits(exposed: Mapping[str, float]) -> str:
 
 
 def draw(path: Path, chapters: Sequence[Chapter]) -> None:
-    """Predicted over measured seconds, a panel for each kind of cluster and shape."""
+    """Draw predicted over measured seconds, a panel for each kind of cluster and shape."""
     names = list(dict.fromkeys(chapter.cluster for chapter in chapters))
     columns = 2 if len(names) > 1 else 1
     rows = -(-len(names) // columns)

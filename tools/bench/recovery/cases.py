@@ -76,11 +76,11 @@ class Case:
         return flags
 
     def skips(self, point: str) -> int:
-        """Return the number of calls that a gate may pass over."""
+        """Return how many calls a gate may pass over."""
         return NUM_UNITS if point in ("update", "all-gather") else 1
 
     def agrees(self, found: Sequence[str], want: Sequence[str]) -> bool:
-        """Return whether loss and gradient norm are those of the undisturbed training."""
+        """Return whether loss and gradient norm equal those of the undisturbed training."""
         if self.precision == 0.0:
             return list(found) == list(want)
         pairs = zip(map(float, found), map(float, want), strict=True)

@@ -42,7 +42,7 @@ class Study:
 
     @classmethod
     def read(cls, path: Path) -> Study:
-        """Read a file's measurements; none if it does not exist."""
+        """Read a file of failures; empty if it does not exist."""
         found = json.loads(path.read_text()) if path.exists() else {"failures": []}
         failures = [Failure(**each) for each in found.pop("failures")]
         return cls(path=path, failures=failures, **found)
@@ -55,7 +55,7 @@ class Study:
         return [f for f in self.failures if f.case == case.name and kind in (None, f.kind)]
 
     def wanted(self, case: Case) -> list[str]:
-        """Return the kinds of failures that are missing, those that miss most first."""
+        """Return the kinds of failures of which some are missing, those with most missing first."""
         missing = {kind: count - len(self.of(case, kind)) for kind, count in case.kinds.items()}
         return sorted((k for k, left in missing.items() if left > 0), key=lambda k: -missing[k])
 

@@ -108,7 +108,7 @@ class Watched:
         (self.folder / GATE).unlink(missing_ok=True)
 
     def signal_rank(self, rank: int, number: int = signal.SIGKILL) -> bool:
-        """Signals a rank; False if it has ended."""
+        """Send a rank a signal; False if it has ended."""
         pid = self.agents.ranks().get(rank)
         if pid is None:
             return False
@@ -116,13 +116,13 @@ class Watched:
         return True
 
     def lose_node(self, node: int) -> None:
-        """End the node's processes at once and clear its memory."""
+        """End the node's processes and delete its memory at once."""
         self.agents.lose(node)
         for path in self.memory.glob(f"*-{self.agents.spec.node(node)}"):
             shutil.rmtree(path)
 
     def left_over(self) -> list[str]:
-        """After the end: processes, files of local copies, and whether a rank opened another's."""
+        """List what is left at the end: processes, files of local copies, and wrong readers."""
         spec = self.agents.spec
         pids = processes_in(map(spec.node, range(spec.nodes)), started_by_run=spec.name)
         left = [f"process {pid}" for pid in pids]

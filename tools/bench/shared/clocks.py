@@ -35,7 +35,7 @@ class Sample(NamedTuple):
 
 @contextmanager
 def recorded(file: Path, *, rehearse: bool = False) -> Iterator[Path]:
-    """While entered, a process adds a line to the file every 250 ms; none without nvidia-smi."""
+    """Record a line in the file every 250 ms during the block; none without nvidia-smi."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     argv = ["sh", "-c", _STAND_IN if rehearse else f"exec {_ASK} {gpu}"]
     with (
@@ -50,7 +50,7 @@ def recorded(file: Path, *, rehearse: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def clocks_of(device: torch.device, file: Path | None) -> Iterator[Path | None]:
-    """Return the given file, which another process writes, or a new one for a GPU's time inside."""
+    """Yield the given file, which another process records, or record one during the block."""
     if file is not None or device.type != "cuda":
         yield file
         return
@@ -85,7 +85,7 @@ def clock_of(file: Path, spans: Sequence[Span]) -> dict[str, float | None]:
 
 
 def clock_text(figures: Mapping[str, Any]) -> str:
-    """Return the clock and power that `clock_of` found, to be added to a line."""
+    """Format what `clock_of` found, to be added to a line."""
     if "watts" not in figures:
         return ""
     if figures["watts"] is None:
@@ -94,7 +94,7 @@ def clock_text(figures: Mapping[str, Any]) -> str:
 
 
 def working_clock(file: Path, begin: float) -> str:
-    """Means since a time, where the GPU works: takes half its power."""
+    """Average the samples since a time in which the GPU takes half its power or more."""
     found = samples_in(file, [(begin, math.inf)])
     if not found:
         return "SM clock and power were not recorded"

@@ -49,8 +49,7 @@ ABLATED = "tools/bench/ablated.py"
 
 
 def data_flags(folder: Path) -> list[str]:
-    """Return the flags for the quickstart's text and tokenizer; `UserError` if they are
-    not there."""
+    """Return flags for the quickstart's text and tokenizer; `UserError` without them."""
     corpus, tokenizer = folder.absolute() / "corpus_text_document", folder / "tokenizer.model"
     if not corpus.with_suffix(".bin").is_file():
         raise UserError(f"--data {folder} holds no corpus: run make quickstart first")
@@ -71,7 +70,7 @@ def run_missing(
     *,
     at_once: int = 1,
 ) -> Found:
-    """Run the trainings that the file lacks, `at_once` side by side, and adds each to it.
+    """Run the trainings that the file lacks, `at_once` at a time, and add each to it.
 
     `launch` with the `flags` of a training starts it. `UserError` if the file holds one of the same
     name with other flags.

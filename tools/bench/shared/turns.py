@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def torchrun(num_ranks: int) -> list[str]:
-    """Python's words before a script that start it on so many ranks of this machine."""
+    """Return the words that start a script on so many ranks of this machine."""
     return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
 
 
@@ -73,7 +73,7 @@ def order_of_round(contenders: Sequence[Item], index: int) -> list[Item]:
 
 
 def median_known(values: Iterable[float | None]) -> float | None:
-    """Return the median of those that are known; None without any."""
+    """Return the median of the known values; None without any."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
