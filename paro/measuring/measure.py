@@ -38,7 +38,7 @@ SECONDS = 60.0  # of a measurement, at most
 _LINKS = 25.0  # of them for links, or what is left
 _LEAST_FOR_LINKS = 20.0  # two sizes that take no time say little of large buffers
 _MICRO_BATCH = 1.0  # seconds; longer ones are cut, and compute slower the shorter they are
-_GROWTH = 4  # of the tokens of the next trial: attention makes its time grow by more
+_GROWTH = 4  # of the tokens of the next attempt: attention makes its time grow by more
 _STEP = 1.0  # seconds, of as many layers as are timed: the device has 30 of the 60
 _MOST_STEP = 4.0  # of one layer
 _LEAST_LENGTH = 64
@@ -102,7 +102,7 @@ def _device(config: RunConfig, control: Control) -> Device:
     """Time the device with a few layers of the model at the run's micro-batch."""
     lone = one_rank(config)
     fitting = layers_that_fit(lone, min(control.gather(memory_of_rank(control))))
-    timed, effort = affordable(lone, fitting, lambda trial: parts_of_step(trial, control))
+    timed, effort = affordable(lone, fitting, lambda cut: parts_of_step(cut, control))
     effort = replace(effort, slices=config.sharding.materialize == "rotate")
     return measure_device(
         timed,
@@ -118,31 +118,31 @@ def affordable(
 ) -> tuple[RunConfig, Effort]:
     """Choose the micro-batches and the effort of the timing that its seconds allow.
 
-    The first trial is of one layer and few tokens: all of a large model may take minutes. Where
+    The first attempt is of one layer and few tokens: all of a large model may take minutes. Where
     even that takes too long, `UserError`.
     """
-    trial = shortened(with_layers(config, 1), 0.0)
-    took = parts_of_step(trial)
+    cut = shortened(with_layers(config, 1), 0.0)
+    took = parts_of_step(cut)
     step = took.micro_batch + took.update
     if step > _MOST_STEP:
         raise UserError(
-            f"a step of one block and {trial.data.seq_length} tokens takes {step:.0f} s on this "
+            f"a step of one block and {cut.data.seq_length} tokens takes {step:.0f} s on this "
             f"machine, too long to measure it in {SECONDS:.0f} s: give --paro-machine, a shipped "
             "name or a file"
         )
     layers = max(1, min(most_layers, int(_STEP / step)))
     effort = _EFFORT if step <= _STEP else _LEAST_EFFORT
-    share, seconds = _share(trial, config), layers * took.micro_batch
+    share, seconds = _share(cut, config), layers * took.micro_batch
     while share < 1 and seconds < _MICRO_BATCH / _GROWTH:
-        trial = shortened(with_layers(config, layers), _GROWTH * share)
-        share, seconds = _share(trial, config), parts_of_step(trial).micro_batch
+        cut = shortened(with_layers(config, layers), _GROWTH * share)
+        share, seconds = _share(cut, config), parts_of_step(cut).micro_batch
     return shortened(config, share * _MICRO_BATCH / seconds), replace(effort, num_layers=layers)
 
 
-def _share(trial: RunConfig, config: RunConfig) -> float:
+def _share(cut: RunConfig, config: RunConfig) -> float:
     """Return the share of tokens that a micro-batch has of another configuration's."""
-    cut, whole = (one.batches.micro_batch_size * one.data.seq_length for one in (trial, config))
-    return cut / whole
+    tokens, whole = (one.batches.micro_batch_size * one.data.seq_length for one in (cut, config))
+    return tokens / whole
 
 
 def one_rank(config: RunConfig) -> RunConfig:

@@ -45,6 +45,14 @@ from paro.distributed.user_errors import run_script
 from paro.distributed.world import World
 from paro.errors import UserError, check_least
 from paro.report.log import print_line
+from tools.bench.model_speed.benchmark import (
+    Benchmark,
+    Measured,
+    Results,
+    benchmark,
+    in_own_processes,
+    results_of,
+)
 from tools.bench.model_speed.contenders import (
     CONTENDERS,
     DEFAULT,
@@ -52,14 +60,6 @@ from tools.bench.model_speed.contenders import (
     REFERENCES,
     SEED,
     Task,
-)
-from tools.bench.model_speed.race import (
-    Measured,
-    Race,
-    Results,
-    in_own_processes,
-    race,
-    results_of,
 )
 from tools.bench.shared.clocks import clock_of, clock_text, clocks_of
 from tools.bench.shared.turns import training_flags
@@ -156,10 +156,10 @@ def check_losses(losses: dict[str, float], tolerance: float) -> None:
         raise RuntimeError(f"the first losses differ: {losses}")
 
 
-def start_race(args: argparse.Namespace, names: Sequence[str]) -> Race:
-    """Begin a race in this process."""
+def start_benchmark(args: argparse.Namespace, names: Sequence[str]) -> Benchmark:
+    """Begin a benchmark in this process."""
     torch.set_num_threads(args.threads)
-    return race(task_of(args), names, steps=args.steps, clock=args.clock)
+    return benchmark(task_of(args), names, steps=args.steps, clock=args.clock)
 
 
 def report(task: Task, results: Results, peak: float | None, clocks: Path | None) -> list[Row]:
@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     peak = peak_flops(task.device, args.dtype, args.peak_tflops)
     tolerance = LOSS_TOLERANCE[args.dtype]
     shape = {"task": title, "clock": args.clock, "parameters": num_parameters(task.run.model)}
-    start = partial(start_race, args)
+    start = partial(start_benchmark, args)
     groups = (
         in_own_processes(start, names, task.device, args.most_seconds)
         if args.own_process

@@ -50,7 +50,7 @@ def shares_of_texts(
     ]
 
 
-class Turn(NamedTuple):
+class TimedRun(NamedTuple):
     """Cost of one contender: wall-clock and processor seconds, and bytes of a process."""
 
     seconds: float
@@ -71,7 +71,7 @@ def encode_share(
     used[number] = time.process_time() - begin
 
 
-def time_bare(pieces: Sequence[Piece], plan: EncodingPlan, workers: int) -> Turn:
+def time_bare(pieces: Sequence[Piece], plan: EncodingPlan, workers: int) -> TimedRun:
     """Return the cost of the tokenizer alone in `workers` processes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in the workers of preprocess_data.py
     context = multiprocessing.get_context("spawn")
@@ -89,10 +89,10 @@ def time_bare(pieces: Sequence[Piece], plan: EncodingPlan, workers: int) -> Turn
         process.join()
     if any(process.exitcode for process in processes):
         raise UserError("a process of the bare tokenizer failed, see above")
-    return Turn(time.perf_counter() - begin, sum(map(float, used[:])))
+    return TimedRun(time.perf_counter() - begin, sum(map(float, used[:])))
 
 
-def time_command(words: Sequence[str]) -> Turn:
+def time_command(words: Sequence[str]) -> TimedRun:
     """Return the cost of a whole run of preprocess_data.py, including its workers."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, str(SCRIPT), *words, "--output-prefix", f"{folder}/out"]
@@ -104,15 +104,15 @@ def time_command(words: Sequence[str]) -> Turn:
         if process.returncode != 0:
             errors.seek(0)
             raise UserError(f"preprocess_data.py failed: {errors.read().strip()}")
-    return Turn(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+    return TimedRun(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
 
-def race(
+def run_rounds(
     words: Sequence[str], job: preprocess_data.Job, workers: int, rounds: int
 ) -> list[dict[str, float]]:
     """Return the figures of both, round by round; the one that starts alternates."""
     rows = []
-    contenders: dict[str, Callable[[], Turn]] = {
+    contenders: dict[str, Callable[[], TimedRun]] = {
         "bare": partial(time_bare, job.pieces, job.plan, workers),
         "command": partial(time_command, words),
     }
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_least(1, rounds=own.rounds)
     args = preprocess_data.make_parser().parse_args([*words, "--output-prefix", "unused"])
     job = preprocess_data.job_of(args)
-    rows = race(words, job, args.workers, own.rounds)
+    rows = run_rounds(words, job, args.workers, own.rounds)
     ratio = statistics.median(row["ratio"] for row in rows)
     cpu_ratio = statistics.median(row["cpu_ratio"] for row in rows)
     speed = job.num_bytes / 1e6 / statistics.median(row["command"] for row in rows)

@@ -45,10 +45,10 @@ from paro.text import ranks_text
 from tools.bench.peers import figures
 from tools.bench.peers.deepspeed_zero import MODES as DEEPSPEED_MODES
 from tools.bench.peers.deepspeed_zero import import_deepspeed, lacks_deepspeed
-from tools.bench.peers.figures import Rounds, Turn
+from tools.bench.peers.figures import Rounds, TimedRun
 from tools.bench.peers.registry import flags_of, is_own
+from tools.bench.peers.run import in_own_process, run_contender
 from tools.bench.peers.task import Task
-from tools.bench.peers.turn import in_own_process, take_turn
 from tools.bench.shared.turns import order_of_round, training_flags
 from tools.shared.command_line import RankParser, add_trainer_flags
 from tools.shared.output import write_json
@@ -74,8 +74,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--contenders", default=CONTENDERS, metavar="NAMES", help=f"default {CONTENDERS}")
     add("--baselines", metavar="NAMES", help="a table of ratios for each; default: the first")
     add("--rounds", type=int, default=5, help="turns of every contender; default 5")
-    add("--warmup-steps", type=int, default=2, help="of a turn, not timed; default 2")
-    add("--steps", type=int, default=2, help="of a turn, timed; default 2")
+    add("--warmup-steps", type=int, default=2, help="of a run, not timed; default 2")
+    add("--steps", type=int, default=2, help="of a run, timed; default 2")
     add("--group-size", type=int, metavar="RANKS", help="fast links; default: ranks per node")
     add_trainer_flags(group, distributed_backend="gloo", distributed_timeout_minutes=10)
     add(
@@ -183,26 +183,26 @@ def plan_of(args: argparse.Namespace, world: World) -> Comparison:
     )
 
 
-def race(args: argparse.Namespace, plan: Comparison, world: World) -> Rounds:
+def run_rounds(args: argparse.Namespace, plan: Comparison, world: World) -> Rounds:
     """Run all contenders in all rounds; every rank returns equal figures."""
     rounds: Rounds = {name: [] for name in plan.tasks}
     tolerance = args.tolerance or TOLERANCE[args.dtype]
-    references: dict[str, Turn] = {}  # by optimizer
+    references: dict[str, TimedRun] = {}  # by optimizer
     number = 0
     for index in range(args.rounds):
         for name in order_of_round(list(plan.tasks), index):
             number += 1
             task = plan.tasks[name]
-            turn = in_own_process(partial(take_turn, task, name, number=number))
-            reference = references.setdefault(task.run.precision.optimizer, turn)
+            run = in_own_process(partial(run_contender, task, name, number=number))
+            reference = references.setdefault(task.run.precision.optimizer, run)
             if world.rank == 0:
                 print(
-                    f"round {index + 1} {name}: {turn.seconds:.3f} s/step, losses "
-                    f"{' '.join(f'{loss:.4f}' for loss in turn.losses)}",
+                    f"round {index + 1} {name}: {run.seconds:.3f} s/step, losses "
+                    f"{' '.join(f'{loss:.4f}' for loss in run.losses)}",
                     flush=True,
                 )
-                figures.check_agreement(reference, turn, tolerance)
-            rounds[name].append(turn)
+                figures.check_agreement(reference, run, tolerance)
+            rounds[name].append(run)
     return rounds
 
 
@@ -251,7 +251,7 @@ def report(
         "rows": summaries,
         "planned": {name: dict(step.seconds) for name, step in planned.items()},
         "ratios": [row for rows in ratios.values() for row in rows],
-        "turns": [dataclasses.asdict(turn) for turns in rounds.values() for turn in turns],
+        "turns": [dataclasses.asdict(run) for turns in rounds.values() for run in turns],
     }
     write_json(args.json, content)
     if args.plot is not None:
@@ -272,7 +272,7 @@ def main() -> None:
     if args.distributed_backend == "gloo" and DEEPSPEED_MODES.keys() & plan.tasks.keys():
         import_deepspeed("gloo")  # once, for all turns; on GPUs it would touch CUDA before a fork
     planned = planned_steps(args, plan)  # now, since the machine file may lack something
-    rounds = race(args, plan, world)
+    rounds = run_rounds(args, plan, world)
     if world.rank == 0:
         report(args, plan, planned, rounds, world)
 

@@ -75,7 +75,7 @@ VOCABULARY = ("--vocab-size", "50257")
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class DryRun:
     """The outcome for one configuration."""
 
     name: str
@@ -125,7 +125,7 @@ def degree_of(words: Sequence[str]) -> int:
     return degree
 
 
-def try_configuration(name: str, words: Sequence[str]) -> Trial:
+def try_configuration(name: str, words: Sequence[str]) -> DryRun:
     """Check one configuration for refused and unknown flags, and make a dry run without them."""
     mistakes: list[str] = []
     args, extra, _ = parse_known(build_parser(), words, mistakes)
@@ -137,7 +137,7 @@ def try_configuration(name: str, words: Sequence[str]) -> Trial:
     while args.global_batch_size and args.global_batch_size % (args.micro_batch_size * readers):
         readers //= 2  # largest number of data-parallel ranks that divides the batch
     failure = "; ".join(mistakes) or why_no_dry_run(without(words, gone), readers * sharing)
-    return Trial(name, tuple(words), unknown, instead, failure)
+    return DryRun(name, tuple(words), unknown, instead, failure)
 
 
 def without(words: Sequence[str], flags: set[str]) -> list[str]:
@@ -170,18 +170,18 @@ def commit_of(checkout: Path) -> tuple[str, str]:
     return commit, date
 
 
-def counts(trials: Sequence[Trial]) -> Iterator[str]:
+def counts(dry_runs: Sequence[DryRun]) -> Iterator[str]:
     """Yield the counts of all configurations, as Markdown."""
     passing = {
-        "in all": trials,
-        "pass a dry run as they are": [trial for trial in trials if trial.is_untouched],
-        "pass without the flags that the refusal names": [t for t in trials if t.failure is None],
+        "in all": dry_runs,
+        "pass a dry run as they are": [dry_run for dry_run in dry_runs if dry_run.is_untouched],
+        "pass without the flags that the refusal names": [t for t in dry_runs if t.failure is None],
     }
     rows = [(what, len(of), sum(t.is_data_parallel for t in of)) for what, of in passing.items()]
     yield from markdown_table("| configurations | of them with whole models on every rank", rows)
     yield ""
-    unknown = Counter(flag for trial in trials for flag in trial.unknown)
-    given = {flag for trial in trials for flag, *_ in by_flag(trial.words)}
+    unknown = Counter(flag for dry_run in dry_runs for flag in dry_run.unknown)
+    given = {flag for dry_run in dry_runs for flag, *_ in by_flag(dry_run.words)}
     rules = {flag: rule_of(flag) for flag in given - unknown.keys()}
     outcomes = Counter(rule.outcome.value if rule else "setting" for rule in rules.values())
     yield (
@@ -190,40 +190,42 @@ def counts(trials: Sequence[Trial]) -> Iterator[str]:
         f"{outcomes['refused']} are refused whatever their value, {len(unknown)} are "
         "unknown."
     )
-    by_advice = sorted(refused_in(trials).items(), key=lambda item: -len(_union(item[1])))
+    by_advice = sorted(refused_in(dry_runs).items(), key=lambda item: -len(_union(item[1])))
     tables: dict[str, list[tuple[object, ...]]] = {
         "refused | in configurations | what to do": [
             (", ".join(f"`{_short(flag)}`" for flag in sorted(flags)), len(_union(flags)), advice)
             for advice, flags in by_advice
         ],
         "unknown | in configurations": [(f"`{flag}`", n) for flag, n in sorted(unknown.items())],
-        "still fails | why": [(one.name, one.failure) for one in trials if one.failure is not None],
+        "still fails | why": [
+            (one.name, one.failure) for one in dry_runs if one.failure is not None
+        ],
     }
     for heads, found in tables.items():
         if found:
             yield from ("", *markdown_table(heads, found))
 
 
-def refused_in(trials: Sequence[Trial]) -> dict[str, dict[str, set[str]]]:
+def refused_in(dry_runs: Sequence[DryRun]) -> dict[str, dict[str, set[str]]]:
     """Return the configurations by flag with value, by the advice."""
     found: dict[str, dict[str, set[str]]] = {}
-    for trial in trials:
-        for advice, flags in trial.refused.items():
+    for dry_run in dry_runs:
+        for advice, flags in dry_run.refused.items():
             # Advice that differs only in the value counts as the same advice.
             advice = re.sub(r"(--paro-group-size) \d+", r"\1 X", advice)
             for given in flags:
-                found.setdefault(advice, {}).setdefault(given, set()).add(trial.name)
+                found.setdefault(advice, {}).setdefault(given, set()).add(dry_run.name)
     return found
 
 
-def page(trials: Sequence[Trial], commit: str, date: str) -> str:
+def page(dry_runs: Sequence[DryRun], commit: str, date: str) -> str:
     """Return the whole page in Markdown."""
     lines = [
         HEAD,
         *rule_lines(),
         "## Megatron-LM's own configurations",
         "",
-        f"The {len(trials)} configurations `gpt3*` of Megatron-LM's functional tests at "
+        f"The {len(dry_runs)} configurations `gpt3*` of Megatron-LM's functional tests at "
         f"{commit} ({date}). Each is checked with its own flags and values, then "
         "makes a dry run without what was refused or unknown, on those of 8 ranks that are left to "
         "data parallelism and that its batch feeds. Files of tokenizers are not in a checkout: "
@@ -233,7 +235,7 @@ def page(trials: Sequence[Trial], commit: str, date: str) -> str:
         "python tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md",
         "```",
         "",
-        *counts(trials),
+        *counts(dry_runs),
     ]
     return "\n".join(lines) + "\n"
 
@@ -284,10 +286,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     configurations = read_configurations(options.checkout)
     commit, date = commit_of(options.checkout)
-    trials = [try_configuration(name, words) for name, words in configurations.items()]
+    dry_runs = [try_configuration(name, words) for name, words in configurations.items()]
     if options.output is not None:
-        write_text(options.output, page(trials, commit, date))
-    print("\n".join(counts(trials)))
+        write_text(options.output, page(dry_runs, commit, date))
+    print("\n".join(counts(dry_runs)))
 
 
 if __name__ == "__main__":

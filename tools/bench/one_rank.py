@@ -57,8 +57,8 @@ from tools.bench import compare_peers
 from tools.bench.link_model.links import Links
 from tools.bench.link_model.process_group import alone
 from tools.bench.peers.registry import build, is_own
+from tools.bench.peers.run import backends_on, batches_of, in_own_process, rehearse
 from tools.bench.peers.task import Contender, Task
-from tools.bench.peers.turn import backends_on, batches_of, in_own_process, rehearse
 from tools.shared.command_line import RankParser
 from tools.shared.meters import MemoryMeter
 from tools.shared.output import text_table, write_json
@@ -97,7 +97,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def take_turn(task: LoneTask, name: str, machine: Machine, *, are_free: bool = False) -> Figures:
+def run_contender(
+    task: LoneTask, name: str, machine: Machine, *, are_free: bool = False
+) -> Figures:
     """Train with one contender; empty if it does not fit in memory."""
     world, links = task.run.world, Links(machine, are_free=True)
     device = device_for(task.run.runtime, replace(world, local_rank=0))
@@ -176,8 +178,8 @@ def measure(name: str, flags: Sequence[str], machine: Machine, world: World) -> 
         return LoneTask(**{field: getattr(task, field) for field in Task.__slots__})
 
     task = job()
-    found = in_own_process(partial(take_turn, task, name, machine))
-    host = in_own_process(partial(take_turn, job(*_TINY), name, machine, are_free=True))
+    found = in_own_process(partial(run_contender, task, name, machine))
+    host = in_own_process(partial(run_contender, job(*_TINY), name, machine, are_free=True))
     if found:
         found["exposed"] = 1.0 - found["without links"] / found["s/step"]
         found["host s/step"] = host["s/step"]
@@ -188,14 +190,14 @@ def measure(name: str, flags: Sequence[str], machine: Machine, world: World) -> 
     return found
 
 
-def table(turns: dict[str, Figures]) -> str:
+def table(runs: dict[str, Figures]) -> str:
     """Return the text table: a row for every contender."""
     columns = ("s/step", "exposed", "host s/step", "peak GB", "reserved GB", "predicted s/step")
     return text_table(
         {"contender": name}
         | {key: f"{found[key]:.3f}" if key in found else "-" for key in columns}
         | {"": "" if "s/step" in found else "does not fit"}
-        for name, found in turns.items()
+        for name, found in runs.items()
     )
 
 
@@ -211,15 +213,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = machine.group_size
     world = replace(started, size=args.ranks, group=size, ranks_per_node=size)
     flags += ["--group-size", str(size), "--paro-machine", args.machine]
-    turns: dict[str, Figures] = {}
+    runs: dict[str, Figures] = {}
     for name in args.contenders.split(","):
-        turns[name] = measure(name, flags, machine, world)
+        runs[name] = measure(name, flags, machine, world)
         if world.rank == 0:  # what is stopped keeps what it has
-            print_line(f"{name}: {turns[name].get('s/step', math.nan):.3f} s/step")
-            figures = {"ranks": args.ranks, "turns": turns}
-            write_json(args.json, figures, is_update=len(turns) > 1)
+            print_line(f"{name}: {runs[name].get('s/step', math.nan):.3f} s/step")
+            figures = {"ranks": args.ranks, "turns": runs}
+            write_json(args.json, figures, is_update=len(runs) > 1)
     if world.rank == 0:
-        print_line(table(turns))
+        print_line(table(runs))
 
 
 if __name__ == "__main__":

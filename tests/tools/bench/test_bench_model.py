@@ -1,4 +1,4 @@
-"""The race of models: equal losses or no result, figures that follow from the seconds, mistakes."""
+"""The benchmark of models: equal losses or no result, figures of the seconds, mistakes."""
 
 import json
 import math
@@ -16,8 +16,14 @@ from tests.helpers.margins import assert_near
 from tests.helpers.warm_python import run_python
 from tests.tools.bench.shared.clock_files import BEGIN, write_clocks
 from tools.bench.bench_model import check_losses, main, make_parser, report, task_of
+from tools.bench.model_speed.benchmark import (
+    Benchmark,
+    Measured,
+    Results,
+    in_own_processes,
+    results_of,
+)
 from tools.bench.model_speed.contenders import CONTENDERS, DEFAULT
-from tools.bench.model_speed.race import Measured, Race, Results, in_own_processes, results_of
 from tools.bench.shared.clocks import CLOCKS
 
 SCRIPT = "tools/bench/bench_model.py"
@@ -143,7 +149,7 @@ def test_processes_take_turns_on_a_cpu_and_a_race_that_is_stopped_keeps_what_has
     log: list[str] = []
     found: list[str] = []
 
-    def alone(_start: object, name: str, _most_seconds: object) -> Race:
+    def alone(_start: object, name: str, _most_seconds: object) -> Benchmark:
         """Stands for a contender's process; notes what is done to it."""
         try:
             while True:
@@ -154,7 +160,7 @@ def test_processes_take_turns_on_a_cpu_and_a_race_that_is_stopped_keeps_what_has
         finally:
             log.append(f"{name} ends")
 
-    monkeypatch.setattr("tools.bench.model_speed.race._alone", alone)
+    monkeypatch.setattr("tools.bench.model_speed.benchmark._alone", alone)
     groups = in_own_processes(lambda _names: alone(0, "", 0), "abc", torch.device(device), None)
     with pytest.raises(KeyboardInterrupt) if stops_at else nullcontext():
         for results in results_of(groups, 2):

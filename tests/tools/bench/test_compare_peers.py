@@ -206,7 +206,7 @@ def test_a_file_that_could_not_be_written_or_lacks_something_is_told_before_the_
     words = ["compare_peers.py", *flags.format(machine=path).split()]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(compare_peers, "read_world", lambda: WORLD)
-    monkeypatch.delattr(compare_peers, "race")
+    monkeypatch.delattr(compare_peers, "run_rounds")
     refused(main, told)
 
 

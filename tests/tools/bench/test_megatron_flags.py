@@ -80,19 +80,19 @@ def test_ranks_that_cut_the_model_multiply() -> None:
 def test_each_configuration_is_counted_once(checkout: Path) -> None:
     found = read_configurations(checkout)
     assert sorted(found) == ["gpt3_cut", "gpt3_odd", "gpt3_plain"]
-    trials = {name: try_configuration(name, words) for name, words in found.items()}
-    assert trials["gpt3_plain"].is_untouched
+    dry_runs = {name: try_configuration(name, words) for name, words in found.items()}
+    assert dry_runs["gpt3_plain"].is_untouched
 
-    cut = trials["gpt3_cut"]
+    cut = dry_runs["gpt3_cut"]
     assert cut.unknown == ("--zzz",)
     assert [*cut.refused.values()] == [["--tensor-model-parallel-size 4"]]
     assert (cut.failure, cut.is_data_parallel, cut.is_untouched) == (None, False, False)
 
-    odd = trials["gpt3_odd"]
+    odd = dry_runs["gpt3_odd"]
     assert odd.failure is not None
     assert "--num-query-groups 3" in odd.failure, "what the refusal did not name stays"
 
-    text = page([*trials.values()], "abc", "2026-01-02")
+    text = page([*dry_runs.values()], "abc", "2026-01-02")
     assert "| in all | 3 | 2 |" in text
     assert "| pass a dry run as they are | 1 | 1 |" in text
     assert "| pass without the flags that the refusal names | 2 | 1 |" in text

@@ -1,4 +1,4 @@
-"""Medians, ratios, agreement checks, tables and plots of the turns."""
+"""Medians, ratios, agreement checks, tables and plots of the runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PANELS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class TimedRun:
     """Results of one contender in one round; figures are per optimizer step, over all ranks."""
 
     contender: str
@@ -44,7 +44,7 @@ class Turn:
         return None if self.waited_seconds is None else sum(self.waited_seconds.values())
 
 
-Rounds = dict[str, list[Turn]]  # by contender, in the order of rounds
+Rounds = dict[str, list[TimedRun]]  # by contender, in the order of rounds
 Row = dict[str, Any]  # figures of a contender, as --json has them
 
 
@@ -52,19 +52,19 @@ class DisagreementError(RuntimeError):
     """Contenders that should train identically do not."""
 
 
-def check_agreement(reference: Turn, turn: Turn, tolerance: float) -> None:
+def check_agreement(reference: TimedRun, run: TimedRun, tolerance: float) -> None:
     """Raise unless losses agree to `tolerance` and gradient norms to ten times that, relatively.
 
     Adam is invariant to a wrong scale of the gradients; the norms reveal it.
     """
     for what, allowed in (("losses", tolerance), ("grad_norms", 10.0 * tolerance)):
-        theirs, own = getattr(reference, what), getattr(turn, what)
-        assert len(theirs) == len(own), f"{len(own)} steps of {turn.contender}, not {len(theirs)}"
+        theirs, own = getattr(reference, what), getattr(run, what)
+        assert len(theirs) == len(own), f"{len(own)} steps of {run.contender}, not {len(theirs)}"
         for step, (expected, value) in enumerate(zip(theirs, own, strict=True), start=1):
             # Written so that NaN counts as a difference.
             if not abs(value - expected) <= allowed * abs(expected):
                 raise DisagreementError(
-                    f"{turn.contender} differs from {reference.contender}: {what} {value:.6g} and "
+                    f"{run.contender} differs from {reference.contender}: {what} {value:.6g} and "
                     f"{expected:.6g} in step {step}, more than {allowed:g} apart"
                 )
 
@@ -72,20 +72,20 @@ def check_agreement(reference: Turn, turn: Turn, tolerance: float) -> None:
 def summarize(rounds: Rounds, tokens_per_step: int, rank_flops: float) -> list[Row]:
     """Make a row of medians per contender; `rank_flops`: a rank's share of a step."""
     rows = []
-    for name, turns in rounds.items():
-        seconds = median(turn.seconds for turn in turns)
+    for name, runs in rounds.items():
+        seconds = median(run.seconds for run in runs)
         row = {
             "contender": name,
             "seconds": seconds,
             "tokens_per_second": tokens_per_step / seconds,
-            "cpu_seconds": median(turn.cpu_seconds for turn in turns),
-            "state_bytes": max(turn.state_bytes for turn in turns),
-            "peak_bytes": median_known(turn.peak_bytes for turn in turns),
-            "nic_bytes": median_known(turn.nic_bytes for turn in turns),
-            "waited_seconds": median_known(turn.waited for turn in turns),
+            "cpu_seconds": median(run.cpu_seconds for run in runs),
+            "state_bytes": max(run.state_bytes for run in runs),
+            "peak_bytes": median_known(run.peak_bytes for run in runs),
+            "nic_bytes": median_known(run.nic_bytes for run in runs),
+            "waited_seconds": median_known(run.waited for run in runs),
             # Of these, for tokens of the ranks that share a sample.
             "context_seconds": median_known(
-                (turn.waited_seconds or {}).get("context") for turn in turns
+                (run.waited_seconds or {}).get("context") for run in runs
             ),
             # Of a rank, as MFU counts them, with attention halved.
             "flops_per_second": rank_flops / seconds,
@@ -97,16 +97,16 @@ def summarize(rounds: Rounds, tokens_per_step: int, rank_flops: float) -> list[R
 def compare(rounds: Rounds, baseline: str) -> list[Row]:
     """Make a row per contender, the baseline too: medians over rounds of ratios within one."""
     rows = []
-    for name, turns in rounds.items():
-        pairs = list(zip(turns, rounds[baseline], strict=True))
-        speeds = [other.seconds / turn.seconds for turn, other in pairs]
+    for name, runs in rounds.items():
+        pairs = list(zip(runs, rounds[baseline], strict=True))
+        speeds = [other.seconds / run.seconds for run, other in pairs]
         row = {
             "contender": name,
             "baseline": baseline,
             "speed": median(speeds),  # tokens per second; above 1 is faster
             "slowest": min(speeds),  # the least favourable round
             "fastest": max(speeds),
-            "state_bytes": median(turn.state_bytes / other.state_bytes for turn, other in pairs),
+            "state_bytes": median(run.state_bytes / other.state_bytes for run, other in pairs),
             "peak_bytes": median_known(_ratio(t.peak_bytes, o.peak_bytes) for t, o in pairs),
             "nic_bytes": median_known(_ratio(t.nic_bytes, o.nic_bytes) for t, o in pairs),
         }
@@ -182,10 +182,10 @@ def plot(path: Path, title: str, summaries: Sequence[Row], rounds: Rounds) -> No
         figure.suptitle(title)
         for panel, (label, field, unit) in zip(bars, PANELS, strict=True):
             _draw_bars(panel, label, {row["contender"]: row[field] for row in summaries}, unit)
-        for above, (name, turns) in enumerate(reversed(rounds.items())):
+        for above, (name, runs) in enumerate(reversed(rounds.items())):
             # The curves coincide: wider ones go below.
-            steps, width = range(1, len(turns[0].losses) + 1), 2 * (len(rounds) - above)
-            curves.plot(steps, turns[0].losses, linewidth=width, label=name)
+            steps, width = range(1, len(runs[0].losses) + 1), 2 * (len(rounds) - above)
+            curves.plot(steps, runs[0].losses, linewidth=width, label=name)
         curves.set(title="loss", xlabel="step")
         curves.legend(fontsize="x-small")
 

@@ -43,7 +43,7 @@ from paro.sharding.buffers import TORCH_TYPES
 from paro.training.assembly import build_training, start_state
 from paro.training.step import StepResult, Training, TrainState, train_step
 from tools.bench.peers.own import parse_setting
-from tools.bench.peers.turn import in_own_process, process_group, rehearse
+from tools.bench.peers.run import in_own_process, process_group, rehearse
 from tools.shared.command_line import RankParser
 from tools.shared.meters import MemoryMeter
 

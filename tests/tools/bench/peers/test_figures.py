@@ -1,4 +1,4 @@
-"""Medians, paired ratios, agreement and tables, from hand-made turns."""
+"""Medians, paired ratios, agreement and tables, from hand-made runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from paro.report.record import PlannedStep
 from tools.bench.peers.figures import (
     DisagreementError,
-    Turn,
+    TimedRun,
     check_agreement,
     compare,
     prediction_table,
@@ -20,7 +20,7 @@ from tools.bench.peers.figures import (
 )
 
 
-def turn(name: str, seconds: float = 1.0, **changed: Any) -> Turn:
+def timed_run(name: str, seconds: float = 1.0, **changed: Any) -> TimedRun:
     figures: dict[str, Any] = {
         "cpu_seconds": 4.0 * seconds,
         "state_bytes": 1_000_000,
@@ -29,13 +29,13 @@ def turn(name: str, seconds: float = 1.0, **changed: Any) -> Turn:
         "losses": [5.0, 4.0],
         "grad_norms": [1.0, 2.0],
     }
-    return Turn(contender=name, seconds=seconds, **{**figures, **changed})
+    return TimedRun(contender=name, seconds=seconds, **{**figures, **changed})
 
 
 def test_a_ratio_is_the_median_of_pairs_and_not_the_ratio_of_medians() -> None:
     rounds = {
-        "slow": [turn("slow", 4.0), turn("slow", 10.0), turn("slow", 6.0)],
-        "fast": [turn("fast", 2.0), turn("fast", 9.0), turn("fast", 2.0)],
+        "slow": [timed_run("slow", 4.0), timed_run("slow", 10.0), timed_run("slow", 6.0)],
+        "fast": [timed_run("fast", 2.0), timed_run("fast", 9.0), timed_run("fast", 2.0)],
     }
     slow, fast = compare(rounds, "slow")
     assert (slow["speed"], slow["slowest"], slow["fastest"]) == (1.0, 1.0, 1.0)
@@ -45,33 +45,33 @@ def test_a_ratio_is_the_median_of_pairs_and_not_the_ratio_of_medians() -> None:
 
 def test_bytes_are_ratios_too_and_unknown_where_one_side_is() -> None:
     rounds = {
-        "a": [turn("a", state_bytes=800, peak_bytes=None)],
-        "b": [turn("b", state_bytes=200, nic_bytes=250_000)],
+        "a": [timed_run("a", state_bytes=800, peak_bytes=None)],
+        "b": [timed_run("b", state_bytes=200, nic_bytes=250_000)],
     }
     _, b = compare(rounds, "a")
     assert (b["state_bytes"], b["peak_bytes"], b["nic_bytes"]) == (0.25, None, 0.5)
 
 
 def test_a_summary_has_medians_and_the_most_that_was_held() -> None:
-    turns = [
-        turn("a", 2.0, state_bytes=10),
-        turn("a", 8.0, state_bytes=30, peak_bytes=None),
-        turn("a", 4.0, state_bytes=20, peak_bytes=5_000_000),
+    runs = [
+        timed_run("a", 2.0, state_bytes=10),
+        timed_run("a", 8.0, state_bytes=30, peak_bytes=None),
+        timed_run("a", 4.0, state_bytes=20, peak_bytes=5_000_000),
     ]
-    (row,) = summarize({"a": turns}, tokens_per_step=100, rank_flops=8e9)
+    (row,) = summarize({"a": runs}, tokens_per_step=100, rank_flops=8e9)
     assert (row["seconds"], row["tokens_per_second"], row["cpu_seconds"]) == (4.0, 25.0, 16.0)
     assert (row["state_bytes"], row["peak_bytes"], row["nic_bytes"]) == (30, 4_000_000, 500_000)
     assert (row["flops_per_second"], row["context_seconds"]) == (2e9, None)
 
 
 def test_who_differs_is_named() -> None:
-    first = turn("ddp")
-    check_agreement(first, turn("near", losses=[5.0, 4.0004]), tolerance=1e-4)
+    first = timed_run("ddp")
+    check_agreement(first, timed_run("near", losses=[5.0, 4.0004]), tolerance=1e-4)
     with pytest.raises(DisagreementError, match=r"far differs from ddp: losses 4\.1 .* in step 2"):
-        check_agreement(first, turn("far", losses=[5.0, 4.1]), tolerance=1e-2)
+        check_agreement(first, timed_run("far", losses=[5.0, 4.1]), tolerance=1e-2)
     with pytest.raises(DisagreementError, match="losses nan"):
-        check_agreement(first, turn("lost", losses=[5.0, math.nan]), tolerance=1e-2)
-    scaled = turn("scaled", grad_norms=[4.0, 8.0])  # which Adam does not feel
+        check_agreement(first, timed_run("lost", losses=[5.0, math.nan]), tolerance=1e-2)
+    scaled = timed_run("scaled", grad_norms=[4.0, 8.0])  # which Adam does not feel
     with pytest.raises(DisagreementError, match=r"scaled differs from ddp: grad_norms 4 and 1"):
         check_agreement(first, scaled, tolerance=1e-2)
 
@@ -79,8 +79,8 @@ def test_who_differs_is_named() -> None:
 def test_tables() -> None:
     waited = {"gather": 0.25, "reduce": 0.4, "context": 0.1}
     rounds = {
-        "ddp": [turn("ddp", 2.0)],
-        "paro:IIG": [turn("paro:IIG", peak_bytes=None, waited_seconds=waited)],
+        "ddp": [timed_run("ddp", 2.0)],
+        "paro:IIG": [timed_run("paro:IIG", peak_bytes=None, waited_seconds=waited)],
     }
     summaries = summarize(rounds, tokens_per_step=128, rank_flops=3e9)
     table = summary_table(summaries).splitlines()

@@ -46,12 +46,12 @@ class Measured:
 
 
 Results = dict[str, Measured | str]  # by contender; a text says why it failed
-Race = Generator[Results]  # what was measured so far, after each round
-Start = Callable[[Sequence[str]], Race]
-_begun: list[Race] = []  # in a contender's own process
+Benchmark = Generator[Results]  # what was measured so far, after each round
+Start = Callable[[Sequence[str]], Benchmark]
+_begun: list[Benchmark] = []  # in a contender's own process
 
 
-def race(task: Task, names: Sequence[str], *, steps: int, clock: str) -> Race:
+def benchmark(task: Task, names: Sequence[str], *, steps: int, clock: str) -> Benchmark:
     """Let the contenders train in turns, in an order that rotates from round to round.
 
     `clock`: a field of `Took`.
@@ -82,8 +82,8 @@ def race(task: Task, names: Sequence[str], *, steps: int, clock: str) -> Race:
 
 def in_own_processes(
     start: Start, names: Sequence[str], device: torch.device, most_seconds: float | None
-) -> list[list[Race]]:
-    """Group of races, each of one contender in a process of its own.
+) -> list[list[Benchmark]]:
+    """Group of benchmarks, each of one contender in a process of its own.
 
     One that fails, for example for want of memory, or is stopped after `most_seconds`, does not end
     the others. On a CPU all take turns; on a GPU one is there at a time.
@@ -92,7 +92,7 @@ def in_own_processes(
     return [own] if device.type == "cpu" else [[one] for one in own]
 
 
-def _alone(start: Start, name: str, most_seconds: float | None) -> Race:
+def _alone(start: Start, name: str, most_seconds: float | None) -> Benchmark:
     context = multiprocessing.get_context("spawn")  # CUDA does not start after a fork
     end = math.inf if most_seconds is None else time.time() + most_seconds
     found: Results = {}
@@ -119,16 +119,16 @@ def _next_round(start: Start, name: str, end: float) -> Results:
         return {name: describe(error)}
 
 
-def results_of(groups: Sequence[Sequence[Race]], rounds: int) -> Iterator[Results]:
+def results_of(groups: Sequence[Sequence[Benchmark]], rounds: int) -> Iterator[Results]:
     """Run group after group of contenders, and yield the results so far after each round."""
     results: Results = {}
     for group in groups:
         with ExitStack() as stack:
-            for racing in group:
-                stack.enter_context(closing(racing))
+            for benchmark in group:
+                stack.enter_context(closing(benchmark))
             for index in range(rounds):
-                for racing in order_of_round(group, index):
-                    found = next(racing)
+                for benchmark in order_of_round(group, index):
+                    found = next(benchmark)
                     results |= found
                     last = ", ".join(f"{name} {_last(one)}" for name, one in found.items())
                     print_line(f"round {index + 1:3d}, seconds: {last}")

@@ -1,4 +1,4 @@
-"""The process of a turn: its result, and how its end is reported."""
+"""The process of a run: its result, and how its end is reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from paro.errors import UserError
 from tests.helpers.refusals import refused
-from tools.bench.peers.turn import backends_on, in_own_process
+from tools.bench.peers.run import backends_on, in_own_process
 
 pytestmark = pytest.mark.process
 

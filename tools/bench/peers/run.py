@@ -1,6 +1,6 @@
-"""One contender's turn: in its own process it is built, warmed up and timed."""
+"""One contender's run: in its own process it is built, warmed up and timed."""
 
-# Every turn has its own process, forked from one that has imported everything and started nothing:
+# Every run has its own process, forked from one that has imported everything and started nothing:
 # contenders share no process group, thread, allocator or global state of a library. A gloo group
 # that merely exists was measured to take 0.13% of a core on every rank, so a dozen contenders kept
 # on eight ranks would take half a core from the one being timed; memory that one freed would count
@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import NamedTuple, TypeVar
 
 import torch
-import torch._dynamo  # imported by optimizers when constructed: here once, not in every turn
+import torch._dynamo  # imported by optimizers when constructed: here once, not in every run
 import torch.distributed as dist
 
 from data.batch import Fetch
@@ -31,7 +31,7 @@ from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig, device_for
 from paro.distributed.timers import synchronize
 from paro.distributed.world import World
-from tools.bench.peers.figures import Turn
+from tools.bench.peers.figures import TimedRun
 from tools.bench.peers.registry import build
 from tools.bench.peers.task import Outcome, Task, state_bytes
 from tools.shared.meters import (
@@ -50,7 +50,7 @@ def in_own_process(function: Callable[[], Result]) -> Result:
         return pool.submit(function).result()
 
 
-def take_turn(task: Task, name: str, *, number: int) -> Turn:
+def run_contender(task: Task, name: str, *, number: int) -> TimedRun:
     """Train with one contender on all ranks; every rank returns equal figures."""
     world = task.run.world
     device = device_for(task.run.runtime, world)
@@ -163,7 +163,7 @@ def _agree(
     measured: _Meters,
     held: tuple[int, int | None],
     warmup_steps: int,
-) -> Turn:
+) -> TimedRun:
     """Combine the figures of all ranks; the exchange is also the barrier before they exit."""
     ranks: list[_Meters] = control.gather(measured)
     nodes: list[str] = control.gather(os.environ.get("GROUP_RANK", "0"))  # torchrun's numbers
@@ -171,7 +171,7 @@ def _agree(
     losses = control.sum([float(outcome.loss) for outcome in outcomes])
     peaks = [peak for _, peak in bytes_held if peak is not None]
     waits = [outcome.waited for outcome in outcomes[warmup_steps:] if outcome.waited is not None]
-    return Turn(
+    return TimedRun(
         contender=name,
         seconds=max(rank.seconds for rank in ranks),
         cpu_seconds=sum(rank.cpu_seconds for rank in ranks),
