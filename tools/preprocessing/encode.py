@@ -86,8 +86,8 @@ def ends_of(config: TokenizerConfig) -> tuple[int, ...]:
 
 def ended_answers(documents: EncodedDocuments, ends: Sequence[int]) -> tuple[int, int]:
     """Count answers, each a run of answered tokens, and how many of them have an end."""
-    assert documents.marks is not None, "conversations have marks"
-    is_answered = documents.marks == ANSWERED
+    assert documents.loss_mask is not None, "conversations have a loss mask"
+    is_answered = documents.loss_mask == TRAINED
     begins = is_answered & ~np.concatenate([[False], is_answered[:-1]])
     numbers = np.cumsum(begins)
     with_end = numbers[is_answered & np.isin(documents.ids, ends)]
