@@ -39,9 +39,8 @@ from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
 from paro.sharding.shards import ShardingContext
 from paro.sharding.wrap import make_sharded_units
-from paro.spec.groups import groups_of
 from paro.spec.muon_rounds import muon_rounds
-from paro.spec.run_spec import Materialize, RunSpec
+from paro.spec.run_spec import Materialize, RunSpec, groups_of
 from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.units import registered_room, shape_of_run, units_of_run
 from paro.step.actions import StepShape, Verb
