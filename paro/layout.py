@@ -35,11 +35,6 @@ def shape_text(shape: Shape) -> str:
     return "x".join(map(str, shape)) or "a scalar"
 
 
-def decays(shape: Shape) -> bool:
-    """Say whether weight decay applies to a parameter: not to norms and biases, as in Megatron."""
-    return len(shape) > 1
-
-
 class Chunk(NamedTuple):
     """A rectangle of a tensor: its first index and its shape."""
 
@@ -270,7 +265,8 @@ def make_sliced_layout(
 
 
 def _decayed(shapes: Mapping[str, Shape]) -> frozenset[str]:
-    return frozenset(name for name, shape in shapes.items() if decays(shape))
+    """Return the parameters with weight decay: not norms and biases, as in Megatron."""
+    return frozenset(name for name, shape in shapes.items() if len(shape) > 1)
 
 
 def halves_of(

@@ -56,14 +56,14 @@ class ContextLayout:
         share, chunk = seq_length // self.size, seq_length // (2 * self.ring)
         ring_rank = rank % self.size // self.heads
         begin = rank % self.heads * share
-        found = []
+        ranges = []
         for number, index in enumerate((ring_rank, 2 * self.ring - 1 - ring_rank)):
             # The chunk's part of this rank's share of the two chunks, which follow each other.
             low = max(begin - number * chunk, 0)
             high = min(begin + share - number * chunk, chunk)
             if low < high:
-                found.append(range(index * chunk + low, index * chunk + high))
-        return tuple(found)
+                ranges.append(range(index * chunk + low, index * chunk + high))
+        return tuple(ranges)
 
     def topology(self, *, world_size: int, group_size: int) -> Topology:
         """Return the axes of exchange and ring, in the groups of a run."""

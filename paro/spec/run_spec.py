@@ -172,7 +172,7 @@ class RunGroups(NamedTuple):
 def groups_of(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> RunGroups:
     """Return the process groups of a run, for its buffers and its algorithms of collectives."""
     of_context = run.context.groups(run.context_topology, choice)
-    return RunGroups(_of_states(run, specs, choice), of_context)
+    return RunGroups(_state_groups(run, specs, choice), of_context)
 
 
 def collectives_of(run: RunSpec, specs: Iterable[ShardingSpec]) -> set[Collective]:
@@ -186,7 +186,7 @@ def collectives_of(run: RunSpec, specs: Iterable[ShardingSpec]) -> set[Collectiv
     }
 
 
-def _of_states(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> Spans:
+def _state_groups(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> Spans:
     """Return the process groups of model states: of all that a step sends, with codes and without.
 
     Where there are codes, the first steps of a run send none.

@@ -135,9 +135,9 @@ class ShardingSpec:
         """
         stop, precision = self.muon_stop, self.precision
         in_last = max(0, min(numel, stop - (self.layout.numel - numel)))
-        kept = {MASTER: 0 if self.master_is_param else numel}
-        kept |= dict.fromkeys(adamw_states(precision)[1:], numel - in_last)
-        return kept | dict.fromkeys(muon_states(precision)[1:], min(stop, numel))
+        numels = {MASTER: 0 if self.master_is_param else numel}
+        numels |= dict.fromkeys(adamw_states(precision)[1:], numel - in_last)
+        return numels | dict.fromkeys(muon_states(precision)[1:], min(stop, numel))
 
     @property
     def state_bytes(self) -> ModelStateBytes:
@@ -146,11 +146,11 @@ class ShardingSpec:
         The optimizer's range of a bucket, which is of one unit, counts for the first.
         """
         range_numel = self.layout.numel * self.unit.bucket_size // self.strategy.optim
-        kept = self.optimizer_numels(range_numel) if self.buffer.trains else {}
+        numels = self.optimizer_numels(range_numel) if self.buffer.trains else {}
         return ModelStateBytes(
             self.param_numel * BYTES_OF[self.param_dtype],
             self.grad_numel * BYTES_OF[self.precision.accumulate],
-            sum(numel * bytes_of([state]) for state, numel in kept.items()),
+            sum(numel * bytes_of([state]) for state, numel in numels.items()),
         )
 
     def slots(self, device_type: str) -> dict[Slot, tuple[int, str]]:
@@ -158,17 +158,17 @@ class ShardingSpec:
 
         A slice is the shard that a rank would send to a gather, or get of a reduction.
         """
-        found: dict[Slot, tuple[int, str]] = {}
-        for verb, slots, scratch in (
+        slots: dict[Slot, tuple[int, str]] = {}
+        for verb, of_slices, scratch in (
             (Verb.GATHER, (Slot.SPARE, Slot.SPARE_2), Slot.SCRATCH),
             (Verb.REDUCE, (Slot.GRAD, Slot.GRAD_2), Slot.GRAD_SCRATCH),
         ):
             for one in self.collectives.get(verb, ()):
                 numel = one.numel // one.num_shards
                 chunk = chunk_numel(numel, one.itemsize, device_type=device_type)
-                found |= dict.fromkeys(slots, (numel, one.dtype))
-                found[scratch] = 2 * chunk, one.dtype
-        return found
+                slots |= dict.fromkeys(of_slices, (numel, one.dtype))
+                slots[scratch] = 2 * chunk, one.dtype
+        return slots
 
     # Codes #
 
@@ -222,15 +222,15 @@ class ShardingSpec:
         numel, (params, grads, _) = self.layout.numel, self.strategy.degrees
         gather = StreamKind.GATHER, Op.ALL_GATHER, self.topology.axes_between(1, params)
         reduce = StreamKind.REDUCE, Op.REDUCE_SCATTER, self.topology.axes_between(1, grads)
-        found: dict[Verb, tuple[Collective, ...]] = {
+        by_verb: dict[Verb, tuple[Collective, ...]] = {
             Verb.GATHER: (Collective(*gather, numel, self.param_dtype),)
         }
         if self.buffer.trains:
-            found[Verb.REDUCE] = (Collective(*reduce, numel, self.precision.wire),)
+            by_verb[Verb.REDUCE] = (Collective(*reduce, numel, self.precision.wire),)
         if self.buffer.trains and self.unit.bucket_size:
-            found[Verb.GRAD_SYNC] = self._grad_sync()
-            found[Verb.PARAM_ALL_GATHER] = (self._param_all_gather(),)
-        return {verb: tuple(one for one in sent if one.span) for verb, sent in found.items()}
+            by_verb[Verb.GRAD_SYNC] = self._grad_sync()
+            by_verb[Verb.PARAM_ALL_GATHER] = (self._param_all_gather(),)
+        return {verb: tuple(one for one in sent if one.span) for verb, sent in by_verb.items()}
 
     @property
     def exchange(self) -> tuple[Collective, ...]:
@@ -241,10 +241,8 @@ class ShardingSpec:
         """Return the collectives of the gradient sync; before codes, exact ones inside groups."""
         wire, units, size = self.precision.wire, self.unit.bucket_size, self.topology.world_size
         numel, (_, grads, optim) = self.layout.numel * units, self.strategy.degrees
-        reduce, replicas = (
-            (StreamKind.REDUCE, Op.REDUCE_SCATTER),
-            self.topology.axes_between(optim, size),
-        )
+        reduce = StreamKind.REDUCE, Op.REDUCE_SCATTER
+        replicas = self.topology.axes_between(optim, size)
         if self.grad_codes is None:
             span = self.topology.axes_between(grads, optim)
             return (
