@@ -125,7 +125,7 @@ def momentum(kept: Tensor, grad: Tensor, update: MomentumUpdate) -> Tensor:
     """Update momentum in place in one pass; return the values that Newton-Schulz reads."""
     config, factor, read_as, rounding, step = update
     read, numel = torch.empty_like(kept, dtype=read_as), kept.numel()
-    args = kept, grad, read, numel, factor, config.muon_momentum, *_places(rounding, step)
+    args = kept, grad, read, numel, factor, config.muon_momentum, *_random_args(rounding, step)
     _momentum[(triton.cdiv(numel, _BLOCK),)](
         *args,
         NESTEROV=config.muon_nesterov,
@@ -136,7 +136,7 @@ def momentum(kept: Tensor, grad: Tensor, update: MomentumUpdate) -> Tensor:
     return read
 
 
-def _places(at: Rounding | None, step: int) -> tuple[int, ...]:
+def _random_args(at: Rounding | None, step: int) -> tuple[int, ...]:
     """Return the arguments of `_random_bits`, but for the first and the last."""
     return (
         (0, 0, 0, 1, 1, 0)
@@ -180,7 +180,7 @@ class TritonAdamW(AdamW):
             self.eps,
             update.lr / (1.0 - beta1**self._num_steps),
             (1.0 - beta2**self._num_steps) ** 0.5,
-            *_places(self.rounding, self._num_steps),
+            *_random_args(self.rounding, self._num_steps),
             CUT=_is_cut(self.rounding),
             ROUNDS1=self.exp_avg.dtype != torch.float32,
             ROUNDS2=self.exp_avg_sq.dtype != torch.float32,

@@ -45,15 +45,15 @@ class ParamAllGatherPolicy:
     def __init__(
         self, needed: Sequence[Iterable[int]], ahead: int | None, buckets: Buckets | None = None
     ) -> None:
-        self._first_use: dict[int, int] = {}
+        self.first_use: dict[int, int] = {}  # the unit of each buffer, or bucket
         for index, buffers in enumerate(needed):
             for buffer in buffers:
-                self._first_use.setdefault(buffer, index)
+                self.first_use.setdefault(buffer, index)
         self._num_units = len(needed)
         self._ahead = self._num_units if ahead is None else ahead
         self._buckets = buckets or Buckets()
         for first, *others in filter(None, self._buckets.buckets):
-            self._first_use[first] -= len(others)
+            self.first_use[first] -= len(others)
         self._updated: list[int] = []  # buffers, or buckets, whose all-gather is not queued yet
 
     def updated(self, buffer: int) -> list[Action]:
@@ -71,8 +71,8 @@ class ParamAllGatherPolicy:
 
     def _queue(self, last: int) -> list[Action]:
         """Return the all-gathers of updated buffers that the units up to `last` read."""
-        due = [buffer for buffer in self._updated if self._first_use[buffer] <= last]
-        self._updated = [buffer for buffer in self._updated if self._first_use[buffer] > last]
+        due = [buffer for buffer in self._updated if self.first_use[buffer] <= last]
+        self._updated = [buffer for buffer in self._updated if self.first_use[buffer] > last]
         return [(Verb.PARAM_ALL_GATHER, buffer) for buffer in due]
 
 

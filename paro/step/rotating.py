@@ -95,9 +95,6 @@ class RotationPolicy:
             for buffer in chain.from_iterable(shape.needed)
             if buffer not in shape.replicated
         }
-        self._first_part: dict[int, int] = {}  # the last to add gradients to a buffer
-        for index, buffers in enumerate(shape.needed):
-            self._first_part |= {b: index for b in buffers if b not in self._first_part}
         # Of the current micro-batch:
         self._last = False  # it is the last one of its step
         self._in_backward: RingStep | None = None
@@ -170,8 +167,8 @@ class RotationPolicy:
         actions: list[Move] = []
         for buffer in self._half(at):
             actions += _of(buffer, self._slices[buffer].after_backward(at.step))
-            complete = at.step == 0 and self._last and self._first_part[buffer] == at.part
-            if complete and buffer in self._trainable:
+            is_last = at.step == 0 and self.param_all_gathers.first_use[buffer] == at.part
+            if self._last and is_last and buffer in self._trainable:
                 actions.append((Verb.GRAD_SYNC, buffer))
         return actions
 
