@@ -241,8 +241,7 @@ def make_sliced_layout(
     world_size: int,
     half: int | None = None,
 ) -> UnitLayout:
-    """Return the layout of matrices slice by slice: the shard at degree `number` is one slice of
-    each.
+    """Return the layout of matrices whose shard at degree `number` is one slice of each.
 
     `cuts` maps each name to the dim it is split along. With `half` the layout holds only the first
     (0) or second (1) half of every slice.

@@ -46,7 +46,7 @@ def replicated(strategy: Strategy) -> Strategy:
 
 
 def is_legal(letters: str) -> bool:
-    """Say whether optimizer state is sharded as finely as params and grads (PaRO 3.1.1)."""
+    """Say whether optimizer state is at least as sharded as params and grads (PaRO 3.1.1)."""
     params, grads, optim = (LETTERS.index(letter) for letter in letters)
     return optim >= max(params, grads)
 

@@ -126,7 +126,7 @@ class RunSpec(RunSettings):
 
     @property
     def config(self) -> LlamaConfig:
-        """The model's configuration, with the recomputation of the plan."""
+        """The model's configuration, with the recomputation of the run."""
         return replace(self.model, recompute=self.recompute)
 
     @property

@@ -173,7 +173,7 @@ def shape_of(
 
 
 def units_of_run(run: RunSpec) -> tuple[Unit, ...]:
-    """Return the units of a run, in the buckets in which Muon's matrices are dealt."""
+    """Return the units of a run, in buckets where Muon updates whole units."""
     units = units_of(
         run.model,
         world_size=run.world_size,
