@@ -17,6 +17,7 @@ from paro.collectives.matrices import MatrixExchange
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.optim import adamw
+from paro.optim.adamw import Update
 from paro.optim.rounding import Rounding, round_into
 from paro.sharding.shards import UnitShards
 from paro.spec.muon_rounds import Assignment, MuonMatrix, MuonRound, MuonRounds
@@ -161,32 +162,32 @@ class MuonStep:
         self._wire = wire
         self._kernels = kernels
 
-    def update(self, *, lr: float, weight_decay: float, factor: float, step: int) -> Iterator[int]:
+    def update(self, update: Update, step: int) -> Iterator[int]:
         """Yield the number of each buffer as soon as all its matrices are updated.
 
-        Gradients, times `factor`, are undefined afterwards.
+        Gradients are undefined afterwards.
         """
         rounds = self.rounds.rounds
         to_update = Counter(one.matrix.buffer for one in chain.from_iterable(rounds))
         momentum: _AllToAll | None = None
-        update: _AllToAll | None = None
+        result: _AllToAll | None = None
         for muon_round in (*rounds, None, None):  # two more turns, in which the last ones arrive
-            next_momentum = self._send_momentum(muon_round, factor, step) if muon_round else None
-            next_update = self._send_update(momentum) if momentum else None
-            if update:
-                self._apply(update, lr, weight_decay)
-                for assignment in update.muon_round:
+            next_momentum = self._send_momentum(muon_round, update, step) if muon_round else None
+            next_result = self._send_result(momentum) if momentum else None
+            if result:
+                self._apply(result, update)
+                for assignment in result.muon_round:
                     to_update[assignment.matrix.buffer] -= 1
                     if not to_update[assignment.matrix.buffer]:
                         yield assignment.matrix.buffer
-            momentum, update = next_momentum, next_update
+            momentum, result = next_momentum, next_result
 
-    def _send_momentum(self, muon_round: MuonRound, factor: float, step: int) -> _AllToAll:
+    def _send_momentum(self, muon_round: MuonRound, update: Update, step: int) -> _AllToAll:
         """Update the momentum of a round, and queue its all-to-all to the owners."""
         rank, is_sharded = self._exchange.group_rank, self.rounds.is_sharded
         sent: dict[int, Tensor] = {}
         for assignment, low, high in self._held(muon_round):
-            read = self._momentum(assignment.matrix, low, high, factor, step)
+            read = self._momentum(assignment.matrix, low, high, update.factor, step)
             if is_sharded or assignment.owner == rank:
                 sent[assignment.owner] = read
         received: dict[int, Tensor] = {}
@@ -212,17 +213,17 @@ class MuonStep:
         update = MomentumUpdate(self._config, factor, self._wire, rounding, step)
         return self._kernels.momentum(kept, held.unit.optim_grad[part], update)
 
-    def _send_update(self, momentum: _AllToAll) -> _AllToAll:
-        """Compute the update of this rank's matrix of a round, and queue its all-to-all back."""
+    def _send_result(self, momentum: _AllToAll) -> _AllToAll:
+        """Orthogonalize this rank's matrix of a round, and queue the result's all-to-all back."""
         self._exposure.wait(WaitKind.REDUCE, momentum.event)
         owned = self._owned(momentum.muon_round)
         sent: dict[int, Tensor] = {}
         if owned is not None and momentum.whole is not None:
             whole = momentum.whole.view(owned.rows, owned.columns)
-            update = (
+            result = (
                 orthogonal(whole, self._config, self._kernels.square).to(self._wire).reshape(-1)
             )
-            sent = {rank: update[low:high] for rank, low, high in self.rounds.shards(owned)}
+            sent = {rank: result[low:high] for rank, low, high in self.rounds.shards(owned)}
         received = {
             assignment.owner: self._ranges[assignment.matrix.buffer].master.new_empty(
                 high - low, dtype=self._wire
@@ -232,16 +233,16 @@ class MuonStep:
         event = self._all_to_all(sent, received)
         return _AllToAll(momentum.muon_round, sent, received, event)
 
-    def _apply(self, update: _AllToAll, lr: float, weight_decay: float) -> None:
-        """Update the masters of a round's matrices, once the update has arrived."""
-        self._exposure.wait(WaitKind.PARAM_ALL_GATHER, update.event)
-        for assignment, low, high in self._held(update.muon_round):
+    def _apply(self, result: _AllToAll, update: Update) -> None:
+        """Update the masters of a round's matrices, once the result has arrived."""
+        self._exposure.wait(WaitKind.PARAM_ALL_GATHER, result.event)
+        for assignment, low, high in self._held(result.muon_round):
             matrix = assignment.matrix
             held = self._ranges[matrix.buffer]
             master = held.master[_part(held.unit, matrix, low, high)]
-            master.mul_(1.0 - lr * weight_decay)
+            master.mul_(1.0 - update.lr * update.weight_decay)
             scale = self._config.scale(matrix.rows, matrix.columns)
-            master.add_(update.received[assignment.owner].float(), alpha=-lr * scale)
+            master.add_(result.received[assignment.owner].float(), alpha=-update.lr * scale)
 
     def _owned(self, muon_round: MuonRound) -> MuonMatrix | None:
         """Return the matrix of a round of which this rank is the owner, if any."""

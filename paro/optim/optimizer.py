@@ -93,8 +93,8 @@ class UnitOptimizer:
             part = slice(begin, begin + chunk_range.high - chunk_range.low)
             yield part, begin < cut, Rounding.of(chunk_range, seed)
 
-    def update(self, *, lr: float, weight_decay: float, factor: float) -> None:
-        """Do an AdamW step on the gradients times `factor`; write the parameters to all-gather.
+    def update(self, update: Update) -> None:
+        """Do an AdamW step, and write the parameters to all-gather.
 
         The part of the range that Muon updates has its step before.
         """
@@ -102,13 +102,9 @@ class UnitOptimizer:
         grad, in_full = unit.optim_grad, unit.coded_update is None or unit.full_precision
         copy = unit.optim_param if in_full and not self.master_is_param else None
         for part, decays, adamw in self._adamws:
-            update = Update(
-                lr=lr,
-                weight_decay=weight_decay if decays else 0.0,
-                factor=factor,
-                copy=None if copy is None else copy[part],
-            )
-            adamw.step(grad[part], update)
+            weight_decay = update.weight_decay if decays else 0.0
+            into = None if copy is None else copy[part]
+            adamw.step(grad[part], update._replace(weight_decay=weight_decay, copy=into))
         if copy is not None:
             copy[: self.num_muon].copy_(self.master[: self.num_muon])
         if not in_full:
@@ -252,20 +248,17 @@ class ParoOptimizer:
         if self.config.clip_grad > 0.0:
             factor *= min(1.0, self.config.clip_grad / (grad_norm + 1e-6))  # Megatron's clipping
         self.num_steps += 1
+        update = Update(lr, weight_decay, factor)
         with profile_range("update"):
-            for part in self._in_order(lr=lr, weight_decay=weight_decay, factor=factor):
-                part.update(lr=lr, weight_decay=weight_decay, factor=factor)
+            for part in self._in_order(update):
+                part.update(update)
                 self.model.updated(part.unit)
 
-    def _in_order(
-        self, *, lr: float, weight_decay: float, factor: float
-    ) -> Iterator[UnitOptimizer]:
+    def _in_order(self, update: Update) -> Iterator[UnitOptimizer]:
         """Yield the units, each bucket once Muon has updated the matrices of this rank in it."""
         yield from (part for part in self._parts.values() if not part.muon_chunks)
         for muon in self.muons:
-            for number in muon.update(
-                lr=lr, weight_decay=weight_decay, factor=factor, step=self.num_steps
-            ):
+            for number in muon.update(update, self.num_steps):
                 yield from (self._parts[unit] for unit in self.model.units[number].bucket)
 
     # Saving and loading #

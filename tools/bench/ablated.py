@@ -22,6 +22,7 @@ from torch import Tensor
 from paro.collectives import coded
 from paro.distributed.user_errors import run_script
 from paro.optim import muon
+from paro.optim.adamw import Update
 from paro.quantization import blocks, ranges
 from paro.quantization.formats import PAD
 from paro.spec.optim_config import MuonConfig
@@ -50,10 +51,10 @@ def in_parts(matrix: Tensor, config: MuonConfig, *square: Any) -> Tensor:
     return torch.cat(found)
 
 
-def update(self: muon.MuonStep, *, step: int, **more: Any) -> Iterator[int]:
+def update(self: muon.MuonStep, update: Update, step: int) -> Iterator[int]:
     """Yield a step of Muon, with whole matrices or with parts."""
     muon.orthogonal = _whole if step % EVERY == 0 else in_parts  # type: ignore[assignment]
-    yield from _update(self, step=step, **more)
+    yield from _update(self, update, step)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paro.optim import muon
+from paro.optim.adamw import Update
 from paro.quantization.blocks import hadamard
 from paro.spec.optim_config import MuonConfig
 from tools.bench import ablated
@@ -38,11 +39,12 @@ def test_every_part_is_made_orthogonal_by_itself_and_scaled_by_its_shape() -> No
 
 
 def test_a_step_of_five_takes_whole_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    def steps(self: object, **_: Any) -> Iterator[bool]:
+    def steps(*_: object) -> Iterator[bool]:
         yield muon.orthogonal is in_parts
 
     monkeypatch.setattr(muon, "orthogonal", muon.orthogonal)  # restored afterwards
     monkeypatch.setattr(ablated, "_update", steps)
     muon_step: Any = None
-    found = [next(iter(update(muon_step, step=step))) for step in range(1, EVERY + 1)]
+    by = Update(lr=0.1, weight_decay=0.0)
+    found = [next(iter(update(muon_step, by, step))) for step in range(1, EVERY + 1)]
     assert found == [True] * (EVERY - 1) + [False]
