@@ -1,4 +1,4 @@
-"""The layout of a unit's flat buffer: offsets of parameters, slices, padding and nested shards."""
+"""Units and their flat buffers: offsets of parameters, slices, padding and nested shards."""
 
 # [Note: nested shards]
 # A unit's flat buffer has `numel` elements: chunks one after the other, then padding, so that every
@@ -14,9 +14,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from operator import mul
 from typing import NamedTuple
@@ -33,11 +33,6 @@ Shape = tuple[int, ...]
 def shape_text(shape: Shape) -> str:
     """Return the shape as text, such as 3x4."""
     return "x".join(map(str, shape)) or "a scalar"
-
-
-def decays(shape: Shape) -> bool:
-    """Return whether weight decay applies: as in Megatron, not to norms and biases."""
-    return len(shape) > 1
 
 
 class Chunk(NamedTuple):
@@ -120,7 +115,7 @@ class UnitLayout:
     num_slices: int = 1
 
     def num_decayed(self, start: int, stop: int) -> int:
-        """Weight decay applies to the first this many of the elements [start, stop)."""
+        """Count the elements of [start, stop), all first, to which weight decay applies."""
         length = self.numel // self.num_slices
         assert start // length == max(start, stop - 1) // length, (
             f"[{start}, {stop}) of slices of {length}"
@@ -145,13 +140,74 @@ class UnitLayout:
             yield position, end
 
 
+EMPTY = UnitLayout((), decayed_stop=0, numel=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """The parameters that are gathered together, in flat buffers of those that train and others.
+
+    Engine and planner build and count a model from the list of its units, in forward order.
+    """
+
+    name: str
+    part: str = ""  # where weights rotate: the part of the model that reads them
+    trainable: UnitLayout = EMPTY
+    frozen: UnitLayout = EMPTY
+    borrows: tuple[str, ...] = ()  # other units whose parameters it also reads (a tied head)
+    backward_needs_weight: bool = True
+    replicated: bool = False  # params and grads are whole on every rank, under any strategy
+    matrices: tuple[tuple[int, ...], ...] = ()  # that Muon would update: offset, rows, columns
+    bucket_size: int = 1  # units of the bucket that begins with this one; 0 in its others
+
+    @property
+    def trainable_numel(self) -> int:
+        """The number of elements that train, with padding."""
+        return self.trainable.numel
+
+    @property
+    def numel(self) -> int:
+        return self.trainable.numel + self.frozen.numel
+
+    @property
+    def traffic_kind(self) -> tuple[int, ...]:
+        """A key of units whose collectives send equal bytes."""
+        numels = self.trainable.numel, self.frozen.numel, self.trainable.decayed_stop
+        return *numels, self.replicated, self.bucket_size
+
+    @property
+    def trains(self) -> tuple[bool, ...]:
+        """Whether the parameters of each of its buffers train."""
+        return (True,) * bool(self.trainable.numel) + (False,) * bool(self.frozen.numel)
+
+
+class Buffer(NamedTuple):
+    """The flat buffer of a unit's parameters that train, or of its frozen ones."""
+
+    unit: Unit
+    trains: bool
+    unit_index: int
+
+    @property
+    def name(self) -> str:
+        return self.unit.name if self.trains else f"{self.unit.name} (frozen)"
+
+    @property
+    def layout(self) -> UnitLayout:
+        return self.unit.trainable if self.trains else self.unit.frozen
+
+
+def buffers_of(units: Iterable[Unit]) -> list[Buffer]:
+    """Return all buffers, by their numbers."""
+    return [
+        Buffer(unit, trains, index) for index, unit in enumerate(units) for trains in unit.trains
+    ]
+
+
 def make_layout(
     *slices: Sequence[ParamChunk], decayed: frozenset[str], world_size: int
 ) -> UnitLayout:
-    """Lay chunks out in one slice or several, for any degree that divides `world_size`.
-
-    Slices are padded to the longest one.
-    """
+    """Return the layout of chunks in slices of equal length; `world_size` bounds the degrees."""
     number = len(slices)
     first = [[chunk for chunk in chunks if chunk.name in decayed] for chunks in slices]
     others = [[chunk for chunk in chunks if chunk.name not in decayed] for chunks in slices]
@@ -185,7 +241,7 @@ def make_sliced_layout(
     world_size: int,
     half: int | None = None,
 ) -> UnitLayout:
-    """Lay matrices out slice by slice: the shard at degree `number` has a slice of each.
+    """Return the layout of matrices whose shard at degree `number` is one slice of each.
 
     `cuts` maps each name to the dim it is split along. With `half` the layout holds only the first
     (0) or second (1) half of every slice.
@@ -208,7 +264,8 @@ def make_sliced_layout(
 
 
 def _decayed(shapes: Mapping[str, Shape]) -> frozenset[str]:
-    return frozenset(name for name, shape in shapes.items() if decays(shape))
+    """Return the parameters with weight decay: not norms and biases, as in Megatron."""
+    return frozenset(name for name, shape in shapes.items() if len(shape) > 1)
 
 
 def halves_of(
@@ -224,7 +281,7 @@ def halves_of(
 
 
 def chunk_numel(numel: int, element_bytes: int, *, device_type: str) -> int:
-    """Return elements per message of an in-place exchange of a slice of `numel` elements."""
+    """Return the elements of one message of an in-place exchange of a slice."""
     quarter = max(1, -(-numel // _LEAST_CHUNKS))
     return quarter if device_type == "cuda" else min(quarter, _CHUNK_BYTES // element_bytes)
 
@@ -241,37 +298,21 @@ def _cut(
     offsets: Shape, sizes: Shape, low: int, high: int, base: int
 ) -> Iterator[tuple[int, Chunk]]:
     """Yield `split_range` of the chunk (offsets, sizes), whose first element has index `base`."""
-    if low >= high:
-        return
     row = prod(sizes[1:])
-    if (low % row == 0 and high % row == 0) or len(sizes) <= 1:
-        first, last = low // row, high // row
-        corner = (offsets[0] + first, *offsets[1:]) if offsets else ()
-        size = (last - first, *sizes[1:]) if sizes else ()
-        yield base + low, Chunk(corner, size)
-        return
-    for begin, end in _split_at_rows(low, high, row):
+    whole_rows = _round_up(low, row), high // row * row
+    cuts = {low, high, *(at for at in whole_rows if low < at < high)}
+    for begin, end in pairwise(sorted(cuts)):
         index = begin // row
-        if begin % row == 0 and end % row == 0:
-            yield from _cut(offsets, sizes, begin, end, base)
-        else:
-            inner = _cut(
-                offsets[1:], sizes[1:], begin - index * row, end - index * row, base + index * row
-            )
-            for position, part in inner:
-                corner = (offsets[0] + index, *part.offsets)
-                yield position, Chunk(corner, (1, *part.sizes))
-
-
-def _split_at_rows(low: int, high: int, row: int) -> Iterator[tuple[int, int]]:
-    """[low, high) split at its first and last row boundary."""
-    first, last = _round_up(low, row), high // row * row
-    if first > last:  # within one row
-        yield low, high
-        return
-    for begin, end in ((low, first), (first, last), (last, high)):
-        if begin < end:
-            yield begin, end
+        if begin % row == end % row == 0:
+            corner = (offsets[0] + index, *offsets[1:]) if offsets else ()
+            size = ((end - begin) // row, *sizes[1:]) if sizes else ()
+            yield base + begin, Chunk(corner, size)
+            continue
+        skipped = index * row
+        inner = _cut(offsets[1:], sizes[1:], begin - skipped, end - skipped, base + skipped)
+        for position, part in inner:
+            corner = (offsets[0] + index, *part.offsets)
+            yield position, Chunk(corner, (1, *part.sizes))
 
 
 def parameter_runs(chunk: ParamChunk, low: int, high: int) -> Iterator[tuple[int, int]]:

@@ -12,10 +12,10 @@ BYTES_OF = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionConfig:
-    """Dtypes by name, and the optimizer, which decides of what; masters are always fp32.
+    """The dtypes of a run's states and messages, by name; masters are always fp32.
 
-    `inter_param_bits` and `inter_grad_bits`: of updated parameters and gradients that cross groups
-    once a step; below 16 they are sent as codes (paro/quantization/ranges.py).
+    `inter_param_bits` and `inter_grad_bits` are for updated parameters and gradients that cross
+    groups once a step; below 16 they are sent as codes (paro/quantization/ranges.py).
     """
 
     compute: str
@@ -72,7 +72,7 @@ class PrecisionConfig:
         return (self.inter_param_bits, self.inter_grad_bits) != (FULL_BITS, FULL_BITS)
 
     def with_inter_bits(self, bits: int) -> PrecisionConfig:
-        """Return the same with updated parameters and gradients in `bits` between groups."""
+        """Return a config that sends gradients and updates in `bits` between groups."""
         feedback = self.inter_grad_error_feedback and bits != FULL_BITS
         return replace(
             self,
@@ -82,7 +82,7 @@ class PrecisionConfig:
         )
 
     def describe_inter_bits(self) -> str:
-        """What crosses groups in fewer than 16 bits."""
+        """Describe the bits of gradients and updates that cross groups in fewer than 16."""
         if self.inter_param_bits == self.inter_grad_bits:
             return f"gradients and updates in {self.inter_grad_bits} bits"
         parts = (("gradients", self.inter_grad_bits), ("updates", self.inter_param_bits))
@@ -90,22 +90,22 @@ class PrecisionConfig:
 
     @property
     def frozen(self) -> str:
-        """Dtype of frozen parameters, as they are held and gathered."""
+        """The dtype in which frozen parameters are held and gathered."""
         return self.lora_base_dtype or self.compute
 
     @property
     def accumulate(self) -> str:
-        """Dtype of the gradient accumulators: fp32, or bf16 with `--grad-reduce-in-bf16`."""
+        """The dtype of gradient accumulators: fp32, or bf16 with `--grad-reduce-in-bf16`."""
         return "bf16" if self.grad_reduce_in_bf16 else "fp32"
 
     @property
     def matrix_wire(self) -> str:
-        """Communication dtype of the matrices that Muon makes whole."""
+        """The communication dtype of momentum and updates that Muon exchanges."""
         return "fp32" if self.wire == "fp32" else "bf16"
 
     @property
     def wire(self) -> str:
-        """Communication dtype of gradients; fp32 by --accumulate-allreduce-grads-in-fp32."""
+        """The communication dtype of gradients."""
         return "fp32" if self.accumulate_allreduce_grads_in_fp32 else self.compute
 
     @property
@@ -114,7 +114,7 @@ class PrecisionConfig:
         return "bf16" in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
 
     def describe(self) -> str:
-        """Return one line that describes the dtypes, printed at the start of a run."""
+        """Describe the dtypes in the line that a run prints at its start."""
         frozen = f", frozen ones {self.frozen}" if self.frozen != self.compute else ""
         moments = "and moments fp32"
         if self.rounds_moments:

@@ -41,14 +41,12 @@ class Strategy:
 
 
 def replicated(strategy: Strategy) -> Strategy:
-    """Return the strategy with params and grads replicated: for norms, if all other
-    weights rotate."""
+    """Return the strategy of norms where all other weights rotate: params and grads replicated."""
     return replace(strategy, params=1, grads=1)
 
 
 def is_legal(letters: str) -> bool:
-    """Return whether optimizer state is sharded at least as finely as params and grads (PaRO
-    3.1.1)."""
+    """Say whether optimizer state is at least as sharded as params and grads (PaRO 3.1.1)."""
     params, grads, optim = (LETTERS.index(letter) for letter in letters)
     return optim >= max(params, grads)
 
@@ -59,8 +57,7 @@ def legal_letters() -> tuple[str, ...]:
 
 
 def dominating_letters(letters: str) -> str:
-    """Return the legal strategy with the same params and grads that never costs more than
-    `letters`."""
+    """Return the legal strategy of equal params and grads that never costs more."""
     params, grads = letters[0], letters[1]
     return params + grads + max(params, grads, key=LETTERS.index)
 
@@ -75,13 +72,12 @@ def check_group_size(world_size: int, group_size: int) -> None:
 
 
 def fitting_group_size(group_size: int, world_size: int) -> int:
-    """Return the largest size that divides both, or all ranks where they were or are one group."""
+    """Return the largest size that divides both; all ranks where they were or are one group."""
     return world_size if group_size >= world_size else math.gcd(group_size, world_size)
 
 
 def parse_strategy(text: str, *, world_size: int, group_size: int) -> Strategy:
-    """Return a legal strategy from letters, degrees or a common name; else `UserError`
-    with advice."""
+    """Return the legal strategy of letters, degrees or a common name; else raise `UserError`."""
     check_group_size(world_size, group_size)
     spelled = NAMED_STRATEGIES.get(text.lower(), text)
     degrees = degrees_of(spelled)
@@ -94,19 +90,14 @@ def parse_strategy(text: str, *, world_size: int, group_size: int) -> Strategy:
             f"degrees (such as 4,8,32) or one of {', '.join(NAMED_STRATEGIES)}"
         )
     if not is_legal(letters):
-        better = dominating_letters(letters)
-        raise UserError(
-            f"{FLAG} {letters} is not legal: optimizer state must be sharded at least as finely as "
-            f"params and grads; {better} sends no more and stores less, use it instead"
-        )
+        raise _illegal(letters, dominating_letters(letters))
     degree_of = {"N": 1, "I": group_size, "G": world_size}
     params, grads, optim = (degree_of[letter] for letter in letters)
     return Strategy(name=letters, params=params, grads=grads, optim=optim)
 
 
 def degrees_of(text: str) -> tuple[int, int, int] | None:
-    """Return the degrees of params, grads and optimizer state as given; None for letters
-    and names."""
+    """Return the degrees that a text such as 4,8,32 gives; None for letters and names."""
     if "," not in text:
         return None
     try:
@@ -139,12 +130,15 @@ def _from_degrees(
                 "so shards cannot nest; choose degrees that divide one another"
             )
     if optim < max(params, grads):
-        better = f"{params},{grads},{max(params, grads)}"
-        raise UserError(
-            f"{FLAG} {text} is not legal: optimizer state must be sharded at least as finely as "
-            f"params and grads; {better} sends no more and stores less, use it instead"
-        )
+        raise _illegal(text, f"{params},{grads},{max(params, grads)}")
     return Strategy(name=text.replace(" ", ""), params=params, grads=grads, optim=optim)
+
+
+def _illegal(text: str, better: str) -> UserError:
+    return UserError(
+        f"{FLAG} {text} is not legal: optimizer state must be sharded at least as finely as params "
+        f"and grads; {better} sends no more and stores less, use it instead"
+    )
 
 
 def effective_letters(strategy: Strategy, *, world_size: int, group_size: int) -> str | None:

@@ -19,7 +19,7 @@ MOST_RANKS = 1 << 20  # the largest world size that can be planned
 
 
 class Link(Enum):
-    """The kind of links an axis uses: inside or between groups."""
+    """A kind of links, which an axis uses: inside groups or between them."""
 
     INTRA = "intra"
     INTER = "inter"
@@ -27,7 +27,7 @@ class Link(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """One digit of a rank: it spans from degree `inner` to degree `outer`."""
+    """A digit of a rank (a mesh dim), which spans from degree `inner` to degree `outer`."""
 
     index: int
     inner: int
@@ -66,7 +66,7 @@ Spans = Mapping[StreamKind, frozenset[AxisSpan]]  # along which each kind commun
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """`world_size` ranks in groups of `group_size` consecutive ranks, split into `axes`.
+    """The ranks of a run, in groups of `group_size` consecutive ranks, split into `axes`.
 
     `axes` are ordered innermost first; the outer degree of one is the inner degree of the next, and
     none has size 1.
@@ -77,15 +77,14 @@ class Topology:
     axes: tuple[Axis, ...]
 
     def axes_between(self, coarse: int, fine: int) -> tuple[Axis, ...]:
-        """Return the axis span from degree `coarse` to degree `fine`, which is at least
-        as large."""
+        """Return the axis span from degree `coarse` to degree `fine`, which is no smaller."""
         span = tuple(a for a in self.axes if coarse <= a.inner and a.outer <= fine)
         ends = (span[0].inner, span[-1].outer) if span else (coarse, coarse)
         assert ends == (coarse, fine), f"degrees {coarse} and {fine} are not cuts of {self.axes}"
         return span
 
     def members(self, axes: tuple[Axis, ...], rank: int) -> tuple[int, ...]:
-        """`rank` and the ranks that differ from it only along an axis span, ascending."""
+        """Return `rank` and the ranks that differ from it only along an axis span, ascending."""
         if not axes:
             return (rank,)
         inner, outer = axes[0].inner, axes[-1].outer
@@ -98,7 +97,7 @@ class Topology:
         return tuple(sorted(members, key=lambda one: nested_range(span, one, len(members))))
 
     def shard_start(self, rank: int, degree: int, numel: int) -> int:
-        """Offset of `rank`'s shard at `degree` in a flat buffer of `numel` elements.
+        """Return the offset of `rank`'s shard at `degree` in a flat buffer of `numel` elements.
 
         The shard has `numel / degree` elements and is inside the shard at every coarser degree.
         """
@@ -106,7 +105,7 @@ class Topology:
 
 
 def nested_range(span: tuple[Axis, ...], rank: int, numel: int) -> tuple[int, int]:
-    """(start, stop) of `rank`'s shard at `span`'s fine degree in its buffer at the coarse one."""
+    """Return [start, stop) of a rank's shard at the fine degree of a span in the coarse shard."""
     start, size = 0, numel
     for axis in span:
         assert size % axis.size == 0, f"{numel} elements cannot be cut along {span}"
@@ -116,19 +115,17 @@ def nested_range(span: tuple[Axis, ...], rank: int, numel: int) -> tuple[int, in
 
 
 def by_units(span: AxisSpan, units: int) -> AxisSpan:
-    """Return a span in the order in which its axes cut a buffer of `units` units, one after the
-    other.
+    """Return a span in the order in which its axes cut a buffer of `units` consecutive units.
 
-    If there are several, each position along the outermost axis has the shards of one of them.
+    With several units, each position along the outermost axis has the shards of one of them.
     """
     assert units == 1 or span[-1].size == units, f"{units} units for the positions of {span}"
     return span if units == 1 else (*span[-1:], *span[:-1])
 
 
-@lru_cache(maxsize=1024)  # plans ask for the same one again and again
+@lru_cache(maxsize=1024)
 def make_topology(*, world_size: int, group_size: int, degrees: tuple[int, ...]) -> Topology:
-    """Return the topology with axis boundaries at 1, every degree, the group size and the world
-    size."""
+    """Return the topology that is cut at every degree, the group size and the world size."""
     cuts = sorted({1, *degrees, group_size, world_size})
     axes = []
     for index, (inner, outer) in enumerate(pairwise(cuts)):
@@ -154,6 +151,6 @@ def axes_of(span: Sequence[Axis]) -> Axes:
 
 
 def split_by_link(span: Sequence[Axis]) -> tuple[AxisSpan, AxisSpan]:
-    """Return the axes of a span inside groups, and those between them."""
+    """Return the axes of a span that are inside groups, and the axes between groups."""
     intra = tuple(axis for axis in span if axis.link is Link.INTRA)
     return intra, tuple(axis for axis in span if axis.link is Link.INTER)

@@ -55,8 +55,8 @@ def check_context(sharding: ShardingConfig, model: LlamaConfig, seq_length: int)
     """Raise `UserError` if ranks cannot share samples of this model and length; names what can."""
     if sharding.context.context_parallel_size > 1:
         world = sharding.world
-        limits = ContextLimits.of(
-            model, world_size=world.size, group_size=world.group_size, seq_length=seq_length
+        limits = ContextLimits(
+            model=model, world_size=world.size, group_size=world.group_size, seq_length=seq_length
         )
         sharding.context.check(limits, rotates=sharding.materialize == "rotate")
 

@@ -132,8 +132,11 @@ def question_of(
         return only(given, size)
     if sharding.materialize == "rotate":
         return only(replace(given, context_parallel_size=1), size)
-    limits = ContextLimits.of(
-        task.model, world_size=world.size, group_size=world.group_size, seq_length=args.seq_length
+    limits = ContextLimits(
+        model=task.model,
+        world_size=world.size,
+        group_size=world.group_size,
+        seq_length=args.seq_length,
     )
     types = requested_types(args, task.model, task.device.type, task.precision.compute)
     found = requested_options(args, types, limits)

@@ -125,8 +125,8 @@ def remedy_of(config: RunConfig, device_type: str, fits: Callable[[DeviceMemory]
     advice = [] if enough is None else [f"give {recompute_flags(enough)}"]
     context = smallest_context(
         run.context,
-        ContextLimits.of(
-            run.model,
+        ContextLimits(
+            model=run.model,
             world_size=run.world_size,
             group_size=run.group_size,
             seq_length=run.seq_length,

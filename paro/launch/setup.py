@@ -22,7 +22,7 @@ from paro.errors import UserError
 from paro.launch.placement import check_placement, placement_lines
 from paro.launch.prediction import check_memory
 from paro.optim.adamw import choose_adamw
-from paro.optim.muon_kernels import choose_muon_kernels
+from paro.optim.muon import choose_muon_kernels
 from paro.quantization.blocks import choose_kernels
 from paro.report.log import Log
 from paro.sharding.buffers import TORCH_TYPES

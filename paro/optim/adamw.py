@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch.optim.adamw import adamw
 
 from paro.errors import UserError
 from paro.optim.rounding import Rounding, round_into, upper_half
-from paro.spec.optim_config import check_apex
 
 _CHUNK = 2**16  # elements whose bf16 moments torch updates at a time, in fp32
 
@@ -22,7 +21,7 @@ TRITON_DEVICES = {"cuda"}  # tests add the CPU, for which Triton has an interpre
 
 
 class Update(NamedTuple):
-    """One update of a range, with its gradient times `factor`; `copy` gets the parameters, cast."""
+    """An update of a range by its gradient times `factor`; `copy` gets the parameters, cast."""
 
     lr: float
     weight_decay: float
@@ -32,7 +31,7 @@ class Update(NamedTuple):
 
 @dataclass(eq=False)
 class AdamW(ABC):
-    """Updates one range of fp32 parameters, whose weights all decay or none; on one device.
+    """An AdamW of one range of fp32 parameters, whose weights all decay or none; on one device.
 
     Moments in bf16 need a `rounding`, which says where in its parameter the range is.
     """
@@ -114,8 +113,9 @@ class ApexAdamW(AdamW):
     """NVIDIA's `FusedAdam`, which counts the steps in its param group."""
 
     def __post_init__(self) -> None:
-        apex = find_apex()
-        self._fused_adam = apex(
+        from apex.optimizers import FusedAdam
+
+        self._fused_adam = FusedAdam(
             [self.param], lr=0.0, betas=self.betas, eps=self.eps, adam_w_mode=True
         )
         moments = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
@@ -145,15 +145,12 @@ class Chosen(NamedTuple):
 
 @cache
 def choose_adamw(name: str, device: torch.device, *, rounds: bool = False) -> Chosen:
-    """Return the implementation of --adam-implementation; `UserError` if it was named and is not
-    there.
-
-    `rounds`: moments are bf16.
+    """Return the implementation of --adam-implementation, or raise `UserError` if Triton fails.
 
     `auto` is Triton's on a GPU where it works, which a small update shows, and else torch's.
+    `rounds` says that moments are bf16.
     """
     if name == "apex":
-        find_apex()
         return Chosen(ApexAdamW)
     only_planned = device.type == "meta"
     if name == "torch" or only_planned or (name == "auto" and device.type not in TRITON_DEVICES):
@@ -162,7 +159,7 @@ def choose_adamw(name: str, device: torch.device, *, rounds: bool = False) -> Ch
         from paro.optim.kernels import VERSION, TritonAdamW
 
         _compare(TritonAdamW, device, rounds)
-    except Exception as error:  # whatever Triton, its compiler or the device's driver raises
+    except Exception as error:  # any that Triton, its compiler or the device's driver raises
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         if name == "triton":
             raise UserError(
@@ -189,11 +186,3 @@ def _compare(make: Callable[..., AdamW], device: torch.device, rounds: bool) -> 
     errors = [float((a - b).abs().max()) for a, b in zip(*found, strict=True)]
     if not (errors[0] <= 1e-5 and errors[1] <= 2.0**-7):
         raise RuntimeError(f"updates differ by {max(errors):.2g} from torch's")
-
-
-def find_apex() -> Any:
-    """Return NVIDIA's FusedAdam; raise `UserError` if it is not installed."""
-    check_apex()
-    from apex.optimizers import FusedAdam
-
-    return FusedAdam

@@ -1,4 +1,4 @@
-"""Finds states that are not finite, before they are saved; the squared norm of ranges."""
+"""Checks that states are finite before they are saved, and the squared norm of ranges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROW = 4096  # elements
 
 
 def not_finite(shards: Iterable[FlatShard], control: Control) -> str | None:
-    """Which state of which rank holds infinity or NaN, the same on all ranks; None: all are finite.
+    """Name a state that holds infinity or NaN and its rank, for all ranks; None if all are finite.
 
     Collective, and cheap: it reads every shard once and synchronizes once.
     """
@@ -30,7 +30,7 @@ def not_finite(shards: Iterable[FlatShard], control: Control) -> str | None:
 
 @torch.no_grad()
 def _all_finite(shards: Iterable[FlatShard]) -> bool:
-    """By the extremes of every shard: unlike a sum they cannot overflow, and they pass NaN on."""
+    """Compare the extremes of every shard: unlike a sum they cannot overflow; they pass NaN on."""
     held = (shard.values for shard in shards if shard.values.is_floating_point())
     extremes = [end for values in held if values.numel() for end in values.aminmax()]
     return not extremes or bool(torch.stack(extremes).isfinite().all())
@@ -49,8 +49,7 @@ def _first_not_finite(shards: Iterable[FlatShard]) -> str | None:
 
 
 def square_sum(ranges: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the squared norm over all `ranges`, a fp64 scalar; not finite if any element
-    is not."""
+    """Compute the squared norm of all `ranges` in fp64; not finite if any element is not."""
     norms = [norm for values in ranges for norm in _norms(values)]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -58,7 +57,7 @@ def square_sum(ranges: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _norms(values: Tensor) -> Iterator[Tensor]:
-    """Norms whose squares add up to that of the values; a CPU has threads for rows alone."""
+    """Yield norms whose squares add up to that of the values; a CPU has threads for rows alone."""
     if values.device.type == "cpu":
         rows = values[: values.numel() // ROW * ROW].view(-1, ROW)
         values = values[rows.numel() :]

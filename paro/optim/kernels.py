@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paro.optim.adamw import AdamW, Update
-from paro.optim.muon_kernels import MomentumUpdate
+from paro.optim.muon import MomentumUpdate
 from paro.optim.rounding import Rounding
 
 _BLOCK = 1024  # elements of a program
@@ -23,7 +23,7 @@ VERSION: str = triton.__version__
 
 @triton.jit
 def _random_bits(at, key1, key2, low, width, stride, start, CUT: tl.constexpr):
-    """32 bits for each element, as in rounding.py."""
+    """Make 32 random bits for each element, as in rounding.py."""
     j = at + low
     if CUT:  # else no element costs a division in 64 bits
         j += j // width * (stride - width)
@@ -36,7 +36,7 @@ def _random_bits(at, key1, key2, low, width, stride, start, CUT: tl.constexpr):
 
 @triton.jit
 def _rounded(value, half):
-    """The value with as many bits as bf16 has, rounded by 16 random bits."""
+    """Round a value to as many bits as bf16 has, by 16 random bits."""
     words = value.to(tl.uint32, bitcast=True) + half
     return (words & 0xFFFF0000).to(tl.float32, bitcast=True)
 
@@ -122,10 +122,10 @@ def _square(
 
 
 def momentum(kept: Tensor, grad: Tensor, update: MomentumUpdate) -> Tensor:
-    """Compute what `momentum_by_torch` of muon_kernels.py does, in one pass."""
+    """Update momentum in place in one pass; return the values that Newton-Schulz reads."""
     config, factor, read_as, rounding, step = update
     read, numel = torch.empty_like(kept, dtype=read_as), kept.numel()
-    args = kept, grad, read, numel, factor, config.muon_momentum, *_places(rounding, step)
+    args = kept, grad, read, numel, factor, config.muon_momentum, *_random_args(rounding, step)
     _momentum[(triton.cdiv(numel, _BLOCK),)](
         *args,
         NESTEROV=config.muon_nesterov,
@@ -136,7 +136,7 @@ def momentum(kept: Tensor, grad: Tensor, update: MomentumUpdate) -> Tensor:
     return read
 
 
-def _places(at: Rounding | None, step: int) -> tuple[int, ...]:
+def _random_args(at: Rounding | None, step: int) -> tuple[int, ...]:
     """Return the arguments of `_random_bits`, but for the first and the last."""
     return (
         (0, 0, 0, 1, 1, 0)
@@ -150,7 +150,7 @@ def _is_cut(at: Rounding | None) -> bool:
 
 
 def square(x: Tensor, factors: tuple[float, float] | None = None) -> Tensor:
-    """Compute half of what `square_by_torch` of muon_kernels.py does, and mirrors it."""
+    """Compute half of the symmetric product of `square_by_torch` (muon.py), and mirror it."""
     rows, tiles = x.shape[0], triton.cdiv(x.shape[0], _TILE["TILE"])
     out = x.new_empty(rows, rows)
     args = x, out, *x.shape, *x.stride(), *(factors or (0.0, 1.0))
@@ -180,7 +180,7 @@ class TritonAdamW(AdamW):
             self.eps,
             update.lr / (1.0 - beta1**self._num_steps),
             (1.0 - beta2**self._num_steps) ** 0.5,
-            *_places(self.rounding, self._num_steps),
+            *_random_args(self.rounding, self._num_steps),
             CUT=_is_cut(self.rounding),
             ROUNDS1=self.exp_avg.dtype != torch.float32,
             ROUNDS2=self.exp_avg_sq.dtype != torch.float32,

@@ -20,8 +20,7 @@ from paro.distributed.profile_range import profile_range
 from paro.layout import UnitLayout, parameter_runs
 from paro.optim.adamw import AdamW, Update, choose_adamw
 from paro.optim.finite import square_sum
-from paro.optim.matrices import MuonRange, MuonStep
-from paro.optim.muon_kernels import choose_muon_kernels
+from paro.optim.muon import MuonRange, MuonStep, choose_muon_kernels
 from paro.optim.rounding import Rounding
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES
@@ -36,7 +35,7 @@ Initializer = Callable[[str, int, int], Tensor]
 
 
 class UnitOptimizer:
-    """Master parameters and Adam moments of this rank's optimizer range of one unit.
+    """The optimizer states of this rank's range of one unit, and the AdamW step on them.
 
     With fp32 parameters and equal params and optim degrees the master is the parameter shard.
     """
@@ -77,10 +76,9 @@ class UnitOptimizer:
         ]
 
     def _ranges(self, seed: int | None) -> Iterator[tuple[slice, bool, Rounding | None]]:
-        """Yield the parts that AdamW updates apart, whether their weights decay, how they are
-        rounded.
+        """Yield each part that AdamW updates alone, if its weights decay, and its rounding.
 
-        With a `seed`, moments are rounded: a part for every parameter.
+        With a `seed` moments are rounded, and every parameter is a part.
         """
         layout, start, numel = self.unit.layout, self.unit.optim_start, self.master.numel()
         # The range is in one slice, which has decayed chunks first: at most two parts.
@@ -95,22 +93,18 @@ class UnitOptimizer:
             part = slice(begin, begin + chunk_range.high - chunk_range.low)
             yield part, begin < cut, Rounding.of(chunk_range, seed)
 
-    def update(self, *, lr: float, weight_decay: float, factor: float) -> None:
-        """One AdamW step on the gradients times `factor`; the result is to be all-gathered.
+    def update(self, update: Update) -> None:
+        """Do an AdamW step, and write the parameters to all-gather.
 
-        What Muon updates is updated before.
+        The part of the range that Muon updates has its step before.
         """
         unit = self.unit
         grad, in_full = unit.optim_grad, unit.coded_update is None or unit.full_precision
         copy = unit.optim_param if in_full and not self.master_is_param else None
         for part, decays, adamw in self._adamws:
-            update = Update(
-                lr=lr,
-                weight_decay=weight_decay if decays else 0.0,
-                factor=factor,
-                copy=None if copy is None else copy[part],
-            )
-            adamw.step(grad[part], update)
+            weight_decay = update.weight_decay if decays else 0.0
+            into = None if copy is None else copy[part]
+            adamw.step(grad[part], update._replace(weight_decay=weight_decay, copy=into))
         if copy is not None:
             copy[: self.num_muon].copy_(self.master[: self.num_muon])
         if not in_full:
@@ -128,12 +122,12 @@ class UnitOptimizer:
 
     @property
     def muon_range(self) -> MuonRange:
-        """What Muon updates."""
+        """The part of the optimizer range that Muon updates."""
         momentum = self.states[MOMENTUM][: self.num_muon]
         return MuonRange(self.unit, self.master.detach()[: self.num_muon], momentum, self.seed)
 
     def shards(self) -> Iterator[tuple[str, UnitLayout, int, Tensor]]:
-        """Yield the states, each with the chunks that have it, where it begins, and its values."""
+        """Yield each state with the layout of its chunks, its offset and its values."""
         unit, start, first = self.unit, self.unit.optim_start, self.num_muon
         yield PARAM, unit.layout, start, self.master
         of_muon = self.muon_chunks
@@ -157,7 +151,7 @@ class ParoOptimizer:
 
     A step is: `model.finish_grad_sync`, `local_square_sum` (summed over the ranks by the caller,
     which decides whether to skip the step), `step`. The model all-gathers updated parameters in the
-    background; the next use of each unit waits for it.
+    background; the next use of each unit waits for them.
     """
 
     def __init__(
@@ -197,7 +191,7 @@ class ParoOptimizer:
 
     @torch.no_grad()
     def initialize(self, initializer: Initializer, *, frozen: bool = True) -> None:
-        """Initialize parameters, `frozen` ones too; a rank makes only the values that it holds."""
+        """Initialize parameters, also `frozen` ones; a rank makes only values that it holds."""
         for unit in self.model.units:
             if not (frozen or unit.trainable):
                 continue
@@ -209,7 +203,7 @@ class ParoOptimizer:
                 part.master.copy_(values[offset : offset + part.master.numel()])
 
     def local_square_sum(self) -> Tensor:
-        """This rank's contribution to the squared norm of the scaled gradients, a fp64 scalar.
+        """Compute this rank's term of the squared norm of the scaled gradients, a fp64 scalar.
 
         In the sum over all ranks every element counts once: ranks that hold a replica of a range
         already counted return 0. Not finite if any gradient of the range is not.
@@ -220,11 +214,9 @@ class ParoOptimizer:
         return square_sum(grads, context.device)
 
     def local_num_zeros(self) -> Tensor:
-        """This rank's contribution to the number of zero gradient elements, a fp64 scalar.
+        """Count this rank's gradient elements that are zero, without padding, in fp64.
 
-        Padding does not count.
-
-        In the sum over all ranks every element counts once, as in `local_square_sum`.
+        In the sum over all ranks every element counts once.
         """
         context = self.model.context
         zeros = torch.zeros((), dtype=torch.float64, device=context.device)
@@ -237,9 +229,9 @@ class ParoOptimizer:
         return zeros
 
     def local_params_square_sum(self) -> float:
-        """This rank's contribution to the squared norm of all parameters, including frozen ones.
+        """Compute this rank's term of the squared norm of all parameters, also frozen ones.
 
-        In the sum over all ranks every element counts once. Uses the fp32 master if there is one.
+        In the sum over all ranks every element counts once, by its fp32 master if there is one.
         """
         counted = (
             shard.values
@@ -256,30 +248,25 @@ class ParoOptimizer:
         if self.config.clip_grad > 0.0:
             factor *= min(1.0, self.config.clip_grad / (grad_norm + 1e-6))  # Megatron's clipping
         self.num_steps += 1
+        update = Update(lr, weight_decay, factor)
         with profile_range("update"):
-            for part in self._in_order(lr=lr, weight_decay=weight_decay, factor=factor):
-                part.update(lr=lr, weight_decay=weight_decay, factor=factor)
+            for part in self._in_order(update):
+                part.update(update)
                 self.model.updated(part.unit)
 
-    def _in_order(
-        self, *, lr: float, weight_decay: float, factor: float
-    ) -> Iterator[UnitOptimizer]:
-        """Yield the units, each bucket of them after Muon has updated this rank's matrices
-        in it."""
+    def _in_order(self, update: Update) -> Iterator[UnitOptimizer]:
+        """Yield the units, each bucket once Muon has updated the matrices of this rank in it."""
         yield from (part for part in self._parts.values() if not part.muon_chunks)
         for muon in self.muons:
-            for number in muon.update(
-                lr=lr, weight_decay=weight_decay, factor=factor, step=self.num_steps
-            ):
+            for number in muon.update(update, self.num_steps):
                 yield from (self._parts[unit] for unit in self.model.units[number].bucket)
 
     # Saving and loading #
 
     def flat_shards(self, *, frozen: bool = True) -> Iterator[FlatShard]:
-        """This rank's shards of all checkpointed state; `frozen` parameters have no master.
+        """Yield this rank's shards of all checkpointed state; `frozen` parameters have no master.
 
-        Where updates are sent as codes, the parameters as sent differ from the masters and are a
-        state of their own.
+        Where updates are sent as codes, parameters differ from the masters: they are another state.
         """
         context = self.model.context
         topology = context.topology
@@ -314,7 +301,7 @@ class ParoOptimizer:
 
     @torch.no_grad()
     def loaded(self, *, num_steps: int) -> None:
-        """Call after loading into `flat_shards`: sets the step count, all-gathers parameters."""
+        """Set the step count and all-gather parameters, after loading into `flat_shards`."""
         self.num_steps = num_steps
         for unit, part in self._parts.items():
             part.set_num_steps(num_steps)
@@ -326,12 +313,11 @@ class ParoOptimizer:
     # Memory #
 
     def model_state_bytes(self) -> int:
-        """Return bytes of this rank's persistent parameters, gradients, master parameters and
-        moments."""
+        """Count bytes of this rank's parameters, gradients and optimizer states."""
         return sum(self.state_bytes().values())
 
     def state_bytes(self) -> dict[str, int]:
-        """Return the bytes of `model_state_bytes` by kind of state."""
+        """Count bytes of this rank's states by kind: parameters, gradients and optimizer."""
         units = self.model.units
         return {
             "parameters": sum(unit.param_shard.nbytes for unit in units),

@@ -24,7 +24,7 @@ _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)  # of lowbias32, a permutation of 32 bit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """Where the elements of a range are in their parameter, and what else decides their bits.
+    """The random bits of a range of elements: seed, parameter and position there.
 
     Element i of the range has index `start + j // width * stride + j % width`, where j is
     `low + i`.
@@ -89,11 +89,11 @@ def upper_half(bits: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, number: int) -> Tensor:
-    """Unsigned words shifted right, in a type whose own shift copies the sign."""
+    """Shift unsigned words right, in a type whose own shift copies the sign."""
     return (words >> number).bitwise_and_((1 << (32 - number)) - 1)
 
 
 def _signed(word: int) -> int:
-    """Return the signed number of the same 32 bits."""
+    """Return the signed number with the bits of a 32-bit word."""
     word &= 0xFFFFFFFF
     return word - (1 << 32) if word >> 31 else word

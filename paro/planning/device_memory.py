@@ -35,8 +35,7 @@ from paro.collectives.spans import has_both_links, ring_levels
 from paro.layout import ALIGN
 from paro.machine.machine import Device
 from paro.planning.tally import MemorySnapshot
-from paro.spec.groups import collectives_of, groups_of
-from paro.spec.run_spec import RunSpec
+from paro.spec.run_spec import RunSpec, collectives_of, groups_of
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import Verb
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, StreamKind

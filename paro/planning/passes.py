@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
+from paro.layout import Buffer, Unit, buffers_of
 from paro.machine.caching import cached_by
 from paro.step.actions import WAITED_BY, Move, StepShape, Verb
 from paro.step.rotating import RotationShape
 from paro.step.schedule import LISTED_MICRO_BATCHES, StepSchedule, step_schedule
-from paro.step.units import Buffer, Unit, buffers_of
 
 Counts = Mapping[Move, int]
 QUEUES = frozenset(chain.from_iterable(WAITED_BY.values()))

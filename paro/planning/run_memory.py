@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from paro.collectives.choice import AlgorithmChoice
 from paro.distributed.byte_counter import Sent
+from paro.layout import Unit
 from paro.machine.caching import cached_by
 from paro.machine.choice import choice_of, pieces_by
 from paro.machine.collective_time import algorithms_of
@@ -26,7 +27,6 @@ from paro.precision import BYTES_OF
 from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import ModelStateBytes, state_bytes
 from paro.spec.units import shape_of_run, units_of_run
-from paro.step.units import Unit
 
 
 class RunMemory:

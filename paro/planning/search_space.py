@@ -10,6 +10,7 @@ from itertools import pairwise, product
 from model.config import FP8_MULTIPLE, RecomputeConfig
 from model.trainable import Trainable
 from paro.errors import check_least, check_multiple
+from paro.layout import Unit
 from paro.machine.collective_time import algorithms_of
 from paro.machine.machine import Machine
 from paro.planning.computing import device_of
@@ -20,7 +21,6 @@ from paro.quantization.formats import FULL_BITS
 from paro.spec.context_layout import ContextLayout, ContextLimits
 from paro.spec.run_spec import Materialize, RunSettings
 from paro.spec.units import units_of
-from paro.step.units import Unit
 from paro.strategy import Strategy, effective_letters, parse_strategy
 from paro.text import listed
 
@@ -58,8 +58,8 @@ class PlanRequest(RunSettings):
     @property
     def context_limits(self) -> ContextLimits:
         """What limits the layouts of ranks that share a sample."""
-        return ContextLimits.of(
-            self.model,
+        return ContextLimits(
+            model=self.model,
             world_size=self.world_size,
             group_size=self.group_size,
             seq_length=self.seq_length,

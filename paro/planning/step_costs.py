@@ -13,6 +13,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 
+from paro.layout import Unit
 from paro.machine.collective_time import TimedJob, scalar_seconds
 from paro.machine.machine import Device, Machine, Nic
 from paro.planning.comm_costs import THREAD, CommCosts
@@ -24,7 +25,6 @@ from paro.planning.simulation import Compute, Program, Queue, Queued, Wait
 from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_spec import RunSpec
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
-from paro.step.units import Unit
 
 # What an action queues comes after what another has queued for the same buffer.
 AFTER = {Verb.GATHER: Verb.PARAM_ALL_GATHER, Verb.GRAD_SYNC: Verb.REDUCE}

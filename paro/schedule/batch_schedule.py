@@ -114,8 +114,7 @@ class BatchSchedule:
         return size // self.samples_per_micro_batch
 
     def samples_after(self, iterations: int, consumed: int = 0) -> int:
-        """Return samples consumed `iterations` iterations after `consumed`, by default from the
-        start."""
+        """Return the samples consumed `iterations` iterations after `consumed` of them."""
         while iterations > 0:
             size, count = self._equal_from(consumed)
             count = iterations if count is None else min(count, iterations)
@@ -124,11 +123,7 @@ class BatchSchedule:
         return consumed
 
     def iterations_within(self, samples: int, consumed: int = 0) -> int:
-        """Return iterations that still fit into `samples`, where `consumed` of them are already
-        used.
-
-        A last partial batch is dropped.
-        """
+        """Count the iterations that `samples` allow after `consumed` of them, in whole batches."""
         iterations = 0
         while True:
             size, count = self._equal_from(consumed)
@@ -139,10 +134,9 @@ class BatchSchedule:
             consumed += count * size
 
     def check_from(self, consumed_samples: int) -> None:
-        """Raise `UserError` unless all batch sizes from here on divide into micro-batches on all
-        ranks.
+        """Raise `UserError` unless ranks can divide all batches after `consumed_samples`.
 
-        Earlier sizes need not: the number of ranks may have changed since.
+        Earlier batches need not divide: the number of ranks may have changed since.
         """
         size = self.batch_size_at(consumed_samples)
         if self.rampup_batch_size is not None and size < self.global_batch_size:

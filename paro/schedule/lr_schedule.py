@@ -27,7 +27,7 @@ WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
-    """Parameters of both schedules, with Megatron's names; all lengths are in samples."""
+    """The schedules of learning rate and weight decay, with Megatron's names; in samples."""
 
     lr: float
     min_lr: float = 0.0
@@ -95,45 +95,36 @@ class ScheduleConfig:
                 f"{self.end_weight_decay} differ: choose --weight-decay-incr-style linear or cosine"
             )
 
-
-@dataclass(frozen=True, slots=True)
-class LrSchedule:
-    """Learning rate and weight decay of the step that starts after `samples` samples."""
-
-    config: ScheduleConfig
-
     def lr_at(self, samples: int) -> float:
         """Return the learning rate after `samples` applied samples."""
-        c = self.config
-        if c.lr_warmup_samples > 0 and samples <= c.lr_warmup_samples:
-            return c.lr_warmup_init + (c.lr - c.lr_warmup_init) * samples / c.lr_warmup_samples
-        if c.lr_decay_style == "constant":
-            return c.lr
-        if samples > c.lr_decay_samples:
-            return c.min_lr
-        if c.lr_decay_style == "inverse-square-root":
-            warmup = max(c.lr_warmup_samples, 1)
-            return max(c.min_lr, c.lr * math.sqrt(warmup) / math.sqrt(max(samples, 1)))
-        if c.lr_decay_style == "WSD":
+        if self.lr_warmup_samples > 0 and samples <= self.lr_warmup_samples:
+            rise = (self.lr - self.lr_warmup_init) * samples / self.lr_warmup_samples
+            return self.lr_warmup_init + rise
+        if self.lr_decay_style == "constant":
+            return self.lr
+        if samples > self.lr_decay_samples:
+            return self.min_lr
+        if self.lr_decay_style == "inverse-square-root":
+            warmup = max(self.lr_warmup_samples, 1)
+            return max(self.min_lr, self.lr * math.sqrt(warmup) / math.sqrt(max(samples, 1)))
+        if self.lr_decay_style == "WSD":
             left = self._left_of_tail(samples)
         else:
-            decay = c.lr_decay_samples - c.lr_warmup_samples
-            left = _DECAYS[c.lr_decay_style]((samples - c.lr_warmup_samples) / decay)
-        return c.min_lr + left * (c.lr - c.min_lr)
+            decay = self.lr_decay_samples - self.lr_warmup_samples
+            left = _DECAYS[self.lr_decay_style]((samples - self.lr_warmup_samples) / decay)
+        return self.min_lr + left * (self.lr - self.min_lr)
 
     def _left_of_tail(self, samples: int) -> float:
-        """Warmup-stable-decay: the remaining fraction, 1 until the last `lr_wsd_decay_samples`."""
-        c = self.config
-        assert c.lr_wsd_decay_samples is not None, "a WSD schedule has a tail"
-        into_tail = samples - (c.lr_decay_samples - c.lr_wsd_decay_samples)
+        """Compute the fraction that remains under WSD, 1 until the last `lr_wsd_decay_samples`."""
+        assert self.lr_wsd_decay_samples is not None, "a WSD schedule has a tail"
+        into_tail = samples - (self.lr_decay_samples - self.lr_wsd_decay_samples)
         if into_tail <= 0:
             return 1.0
-        return _DECAYS[c.lr_wsd_decay_style](into_tail / c.lr_wsd_decay_samples)
+        return _DECAYS[self.lr_wsd_decay_style](into_tail / self.lr_wsd_decay_samples)
 
     def weight_decay_at(self, samples: int) -> float:
         """Return the weight decay after `samples` applied samples."""
-        c = self.config
-        if c.weight_decay_incr_style == "constant" or samples > c.weight_decay_incr_samples:
-            return c.end_weight_decay
-        left = _DECAYS[c.weight_decay_incr_style](samples / c.weight_decay_incr_samples)
-        return c.end_weight_decay - left * (c.end_weight_decay - c.start_weight_decay)
+        if self.weight_decay_incr_style == "constant" or samples > self.weight_decay_incr_samples:
+            return self.end_weight_decay
+        left = _DECAYS[self.weight_decay_incr_style](samples / self.weight_decay_incr_samples)
+        return self.end_weight_decay - left * (self.end_weight_decay - self.start_weight_decay)

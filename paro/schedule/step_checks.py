@@ -66,7 +66,7 @@ def judge(
     scale_can_fall: bool,
     has_tokens: bool,
 ) -> Verdict:
-    """Return the verdict on a step; pass values that are the same on all ranks."""
+    """Return the verdict on a step, from values that are equal on all ranks."""
     if not has_tokens:
         return Verdict.NO_TOKENS
     if not math.isfinite(grad_norm) or not math.isfinite(loss):

@@ -1,4 +1,4 @@
-"""Which tokens and heads of a sample each of the ranks that share it has."""
+"""Layouts of context parallelism: the tokens and heads of a sample on each rank that shares it."""
 
 # C = U x R neighbouring ranks share a sample of S tokens. U of them exchange heads: outside
 # attention each has a share of their tokens, inside it all of their tokens and 1/U of the heads.
@@ -23,10 +23,10 @@ _MOST_PIECES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextLayout:
-    """`size` neighbouring ranks share a sample; of them, `heads` neighbours exchange heads.
+    """The division of a sample among `size` neighbouring ranks, of which `heads` exchange heads.
 
-    Of the others, keys and values are gathered if it `gathers`, or go round a ring. They go round
-    `inner` neighbours before those of the next ones arrive: 0 stands for the ranks of a group.
+    Keys and values of the other ranks are gathered if it `gathers`, or go round a ring: round
+    `inner` neighbours first, where 0 stands for the ranks of a group.
     """
 
     size: int = 1
@@ -44,12 +44,11 @@ class ContextLayout:
         return self.size // self.heads
 
     def in_groups(self, group_size: int) -> ContextLayout:
-        """Return the same with the number of ranks that have the inner ring in groups of
-        this size."""
+        """Return the layout with the size of the inner ring in groups of `group_size`."""
         return replace(self, inner=min(max(self.inner or group_size, self.heads), self.size))
 
     def ranges(self, rank: int, seq_length: int) -> tuple[range, ...]:
-        """Return the positions of a sample's tokens on `rank`, in the order in which it has them.
+        """Return the positions in the sample of a rank's tokens, in their order on the rank.
 
         `seq_length` must be a multiple of 2 `size`.
         """
@@ -57,14 +56,14 @@ class ContextLayout:
         share, chunk = seq_length // self.size, seq_length // (2 * self.ring)
         ring_rank = rank % self.size // self.heads
         begin = rank % self.heads * share
-        found = []
+        ranges = []
         for number, index in enumerate((ring_rank, 2 * self.ring - 1 - ring_rank)):
             # The chunk's part of this rank's share of the two chunks, which follow each other.
             low = max(begin - number * chunk, 0)
             high = min(begin + share - number * chunk, chunk)
             if low < high:
-                found.append(range(index * chunk + low, index * chunk + high))
-        return tuple(found)
+                ranges.append(range(index * chunk + low, index * chunk + high))
+        return tuple(ranges)
 
     def topology(self, *, world_size: int, group_size: int) -> Topology:
         """Return the axes of exchange and ring, in the groups of a run."""
@@ -83,7 +82,7 @@ class ContextLayout:
         return topology.axes_between(self.heads, self.size)
 
     def rings(self, topology: Topology) -> tuple[AxisSpan, AxisSpan]:
-        """Return the inner ring's axes, and the outer's, which are none if there is one ring."""
+        """Return the axes of the inner ring and of the outer, which are none if there is one."""
         cut = self.in_groups(topology.group_size).inner
         inner, outer = (
             topology.axes_between(*ends) for ends in ((self.heads, cut), (cut, self.size))
@@ -91,7 +90,7 @@ class ContextLayout:
         return (inner, outer) if inner else (outer, inner)
 
     def groups(self, topology: Topology, choice: AlgorithmChoice) -> Spans:
-        """Return the spans of a rank's process groups, where it gathers by the `choice`."""
+        """Return the spans of a rank's process groups, for its algorithms of collectives."""
         if self.gathers:
             spans = dict.fromkeys(COLLECTIVE_STREAMS, frozenset({self.ring_span(topology)}))
             return needed_groups(choice, spans)
@@ -104,29 +103,17 @@ ALONE = ContextLayout()  # no rank shares its samples
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextLimits:
-    """What limits the layouts of a run: its ranks and groups, a sample's tokens, and heads."""
+    """The limits of a run's context layouts: its model, ranks, groups and tokens of a sample."""
 
+    model: LlamaConfig
     world_size: int
     group_size: int
     seq_length: int
-    num_heads: int
-    num_kv_heads: int
-
-    @classmethod
-    def of(
-        cls, model: LlamaConfig, *, world_size: int, group_size: int, seq_length: int
-    ) -> ContextLimits:
-        return cls(
-            world_size=world_size,
-            group_size=group_size,
-            seq_length=seq_length,
-            num_heads=model.num_attention_heads,
-            num_kv_heads=model.num_query_groups,
-        )
 
     def misfit(self, layout: ContextLayout) -> str | None:
-        """Why a sample cannot be shared this way, in words that follow a colon; None if it can."""
+        """Say why a sample cannot be shared by a layout, to follow a colon; None if it can."""
         size, heads, group_size = layout.size, layout.heads, self.group_size
+        num_heads, num_kv_heads = self.model.num_attention_heads, self.model.num_query_groups
         if self.world_size % size:
             return f"it does not divide the {self.world_size} ranks"
         for part in (size, heads, layout.inner or size):
@@ -137,21 +124,22 @@ class ContextLimits:
                 f"--seq-length {self.seq_length} is no multiple of {2 * size}, two parts for each "
                 "rank"
             )
-        if self.num_heads % heads:
-            return f"{self.num_heads} heads cannot be exchanged among {heads} ranks"
-        if self.num_kv_heads % heads and heads % self.num_kv_heads:
+        if num_heads % heads:
+            return f"{num_heads} heads cannot be exchanged among {heads} ranks"
+        if num_kv_heads % heads and heads % num_kv_heads:
             return (
-                f"{self.num_kv_heads} heads of keys and values cannot be exchanged among {heads} "
+                f"{num_kv_heads} heads of keys and values cannot be exchanged among {heads} "
                 "ranks: one number must divide the other"
             )
         return None
 
 
 def num_pieces(num_heads: int, num_kv_heads: int, layout: ContextLayout) -> int:
-    """In how many pieces heads are exchanged: each has whole groups of queries, or one is shared.
+    """Return the number of pieces in which heads are exchanged, while another one computes.
 
-    The keys' and values' heads are those that are sent, repeated where ranks are more. None is
-    shared if it then goes round a ring, once for every piece.
+    A piece has whole groups of query heads, or all pieces share one head of keys and values, unless
+    that head goes round a ring: it would do so for every piece. `num_kv_heads` are the heads sent,
+    which are repeated where ranks are more.
     """
     queries, keys = num_heads // layout.heads, num_kv_heads // layout.heads
     shared = keys == 1 and layout.ring == 1
@@ -160,9 +148,9 @@ def num_pieces(num_heads: int, num_kv_heads: int, layout: ContextLayout) -> int:
 
 
 def heads_at_first(num_kv_heads: int, item_bytes: int) -> int:
-    """Of how many heads a rank computes its own share of the gradients at first.
+    """Return for how many heads a rank computes gradients of its own queries and keys at first.
 
-    That of the others follows at the end. Each part is computed while something is sent: keys and
-    values of other ranks in their type, then gradients for other ranks in fp32.
+    The other heads follow at the end. Each part is computed under a transfer: of keys and values of
+    other ranks in their type, then of gradients for other ranks in fp32.
     """
     return max(1, num_kv_heads * item_bytes // (item_bytes + 4))

@@ -39,11 +39,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 
-from paro.layout import PlacedChunk, UnitLayout
+from paro.layout import PlacedChunk, Unit, UnitLayout
 from paro.precision import PrecisionConfig
 from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.states import is_for_muon
-from paro.step.units import Unit
 from paro.strategy import Strategy
 from paro.topology import AxisSpan, Topology
 
@@ -221,8 +220,8 @@ def muon_bucket_size(strategy: Strategy, precision: PrecisionConfig, group_size:
 def bucket_sizes(kinds: Sequence[Hashable], bucket_size: int) -> list[int]:
     """Return the `Unit.bucket_size` of every unit that trains, from the kinds of the units.
 
-    A bucket has consecutive units of equal kind; those of kind None are in none. The first units of
-    a kind are left over: the next forward waits less for them, and the last reduction is short.
+    A bucket has consecutive units of equal kind, but not of kind None. The first units of a kind
+    are left over: the next forward waits less for their updates, and the last reduction is short.
     """
     sizes, end = [1] * len(kinds), len(kinds)
     while bucket_size > 1 and end >= bucket_size:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain
+from typing import NamedTuple
 
 from model.config import LlamaConfig, RecomputeConfig, loss_chunk
+from paro.collectives.choice import AlgorithmChoice
+from paro.collectives.schedule import Op
+from paro.collectives.spans import needed_groups
+from paro.layout import Unit
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.spec.context_layout import ALONE, ContextLayout
-from paro.spec.muon_rounds import muon_bucket_size
+from paro.spec.muon_rounds import muon_bucket_size, muon_rounds
 from paro.spec.optim_config import MuonConfig
-from paro.spec.sharding_spec import ShardingSpec, specs_of
-from paro.step.units import Unit
+from paro.spec.sharding_spec import Collective, ShardingSpec, specs_of
+from paro.step.actions import PASS_OF
 from paro.strategy import Strategy
-from paro.topology import Topology, make_topology
+from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Spans, StreamKind, Topology, make_topology
 
 
 class Materialize(Enum):
-    """How parameters reach the ranks that compute with them."""
+    """The way in which parameters reach the ranks that compute with them."""
 
     GATHER = "gathered"
     ROTATE = "rotated"
@@ -114,12 +121,12 @@ class RunSpec(RunSettings):
 
     @property
     def overlaps(self) -> bool:
-        """Whether anything is sent while the training thread computes."""
+        """Whether comm streams are busy while the training thread computes."""
         return self.prefetch_units > 0
 
     @property
     def config(self) -> LlamaConfig:
-        """The model with this recomputation."""
+        """The model's configuration, with the recomputation of the run."""
         return replace(self.model, recompute=self.recompute)
 
     @property
@@ -148,3 +155,47 @@ class RunSpec(RunSettings):
             context=self.context.in_groups(self.group_size),
             apart=self.apart,
         )
+
+
+class RunGroups(NamedTuple):
+    """The axis spans of a run's process groups."""
+
+    states: Spans  # on the topology of the model states
+    context: Spans  # on that of the ranks that share samples
+
+    @property
+    def number(self) -> int:
+        """The number of process groups that have a rank."""
+        return sum(map(len, chain(self.states.values(), self.context.values())))
+
+
+def groups_of(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> RunGroups:
+    """Return the process groups of a run, for its buffers and its algorithms of collectives."""
+    of_context = run.context.groups(run.context_topology, choice)
+    return RunGroups(_state_groups(run, specs, choice), of_context)
+
+
+def collectives_of(run: RunSpec, specs: Iterable[ShardingSpec]) -> set[Collective]:
+    """Return the different collectives of a step; where weights rotate, passes stand for them."""
+    passes = PASS_OF.values() if run.materialize.rotates else ()
+    return {
+        one._replace(stream_kind=StreamKind.ROTATE) if verb in passes else one
+        for spec in {(s.unit.traffic_kind, s.buffer.trains): s for s in specs}.values()
+        for verb, collectives in spec.collectives.items()
+        for one in collectives
+    }
+
+
+def _state_groups(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> Spans:
+    """Return the process groups of model states: of all that a step sends, with codes and without.
+
+    Where there are codes, the first steps of a run send none.
+    """
+    spans: defaultdict[StreamKind, set[AxisSpan]] = defaultdict(set)
+    for one in collectives_of(run, specs) | collectives_of(run, (spec.exact for spec in specs)):
+        by_axis = one.stream_kind is StreamKind.EXCHANGE and one.op is Op.ALL_GATHER
+        spans[one.stream_kind].update(((axis,) for axis in one.span) if by_axis else [one.span])
+    spans[StreamKind.EXCHANGE].update(rounds.span(run.topology) for rounds in muon_rounds(specs))
+    along = {kind: frozenset(filter(None, of_kind)) for kind, of_kind in spans.items()}
+    by_algorithms = {kind: along.pop(kind, frozenset()) for kind in COLLECTIVE_STREAMS}
+    return {**along, **needed_groups(choice, by_algorithms)}

@@ -1,4 +1,4 @@
-"""What ranks hold of a flat buffer under a strategy, and what a step's actions send of it."""
+"""The shards of a flat buffer under a strategy, and the collectives of a step's actions."""
 
 # The engine allocates and sends by this description, and the planner counts it. A state of degree d
 # has 1 / d of the buffer on a rank (Note: nested shards, paro/layout.py). A collective of a step
@@ -12,14 +12,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 from paro.collectives.schedule import Op
-from paro.layout import UnitLayout, chunk_numel
+from paro.layout import Buffer, Unit, UnitLayout, buffers_of, chunk_numel
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.quantization.formats import FULL_BITS, BlockFormat
 from paro.quantization.ranges import GRADIENT_BLOCK, UPDATE_BLOCK, RangeCodes
 from paro.spec.states import MASTER, OptimState, adamw_states, bytes_of, muon_states
 from paro.step.actions import Verb
 from paro.step.slices import Slot
-from paro.step.units import Buffer, Unit, buffers_of
 from paro.strategy import Strategy, replicated
 from paro.topology import AxisSpan, Link, StreamKind, Topology, split_by_link
 
@@ -28,7 +27,7 @@ _BYTES_OF = BYTES_OF | {UINT8: 1}
 
 
 class Collective(NamedTuple):
-    """A collective of a flat buffer, of a bucket of them, or of their codes."""
+    """A collective of a flat buffer, of a bucket of flat buffers, or of codes."""
 
     stream_kind: StreamKind
     op: Op
@@ -43,7 +42,7 @@ class Collective(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the buffer that the collective gathers or reduces, as they are sent."""
+        """The bytes that are sent of the buffer which the collective gathers or reduces."""
         return self.numel * self.itemsize
 
     @property
@@ -76,7 +75,7 @@ class ShardingSpec:
     """
 
     buffer: Buffer
-    strategy: Strategy  # of the buffer, whatever that of others
+    strategy: Strategy  # of this buffer
     topology: Topology
     precision: PrecisionConfig
 
@@ -90,7 +89,7 @@ class ShardingSpec:
 
     @cached_property
     def exact(self) -> ShardingSpec:
-        """The description of a step in which nothing is sent as codes."""
+        """The spec of a step that sends no codes."""
         if not self.precision.has_codes:
             return self
         return replace(self, precision=self.precision.with_inter_bits(FULL_BITS))
@@ -113,32 +112,32 @@ class ShardingSpec:
 
     @property
     def optim_degree(self) -> int:
-        """Over how many ranks the optimizer state of each unit of its bucket is spread."""
+        """The number of ranks over which optimizer state of each unit of the bucket is sharded."""
         return self.strategy.optim // self.unit.bucket_size
 
     @property
     def muon_stop(self) -> int:
-        """Muon updates the elements of the buffer before this one."""
+        """The end of the elements that Muon updates, from the start of the buffer."""
         by_muon = self.precision.optimizer == "muon" and self.buffer.trains
         return self.layout.decayed_stop if by_muon and self.unit.matrices else 0
 
     @property
     def master_is_param(self) -> bool:
-        """Whether the shard of fp32 parameters is the master: where their degrees are equal."""
+        """Whether the shard of fp32 parameters is the master: where degrees are equal."""
         degrees = self.strategy.params, self.strategy.optim
         return self.precision.compute == "fp32" and degrees[0] == degrees[1]
 
     def optimizer_numels(self, numel: int) -> dict[OptimState, int]:
         """Return the elements of each optimizer state on a rank that updates `numel` of the buffer.
 
-        Ranges may have less of what Muon updates, or of what AdamW does: all ranks take as much as
-        the one that has most.
+        Ranges divide unequally between Muon and AdamW: every rank allocates as much as the largest
+        range of each needs.
         """
         stop, precision = self.muon_stop, self.precision
         in_last = max(0, min(numel, stop - (self.layout.numel - numel)))
-        kept = {MASTER: 0 if self.master_is_param else numel}
-        kept |= dict.fromkeys(adamw_states(precision)[1:], numel - in_last)
-        return kept | dict.fromkeys(muon_states(precision)[1:], min(stop, numel))
+        numels = {MASTER: 0 if self.master_is_param else numel}
+        numels |= dict.fromkeys(adamw_states(precision)[1:], numel - in_last)
+        return numels | dict.fromkeys(muon_states(precision)[1:], min(stop, numel))
 
     @property
     def state_bytes(self) -> ModelStateBytes:
@@ -147,50 +146,49 @@ class ShardingSpec:
         The optimizer's range of a bucket, which is of one unit, counts for the first.
         """
         range_numel = self.layout.numel * self.unit.bucket_size // self.strategy.optim
-        kept = self.optimizer_numels(range_numel) if self.buffer.trains else {}
+        numels = self.optimizer_numels(range_numel) if self.buffer.trains else {}
         return ModelStateBytes(
             self.param_numel * BYTES_OF[self.param_dtype],
             self.grad_numel * BYTES_OF[self.precision.accumulate],
-            sum(numel * bytes_of([state]) for state, numel in kept.items()),
+            sum(numel * bytes_of([state]) for state, numel in numels.items()),
         )
 
     def slots(self, device_type: str) -> dict[Slot, tuple[int, str]]:
-        """Return the elements and the type of each slot of slices that rotate instead of the
-        collectives.
+        """Return the elements and the type of each slot of slices, where weights rotate.
 
-        A slice is what each rank adds to a gather, or gets of a reduction.
+        A slice is the shard that a rank would send to a gather, or get of a reduction.
         """
-        found: dict[Slot, tuple[int, str]] = {}
-        for verb, slots, scratch in (
+        slots: dict[Slot, tuple[int, str]] = {}
+        for verb, of_slices, scratch in (
             (Verb.GATHER, (Slot.SPARE, Slot.SPARE_2), Slot.SCRATCH),
             (Verb.REDUCE, (Slot.GRAD, Slot.GRAD_2), Slot.GRAD_SCRATCH),
         ):
             for one in self.collectives.get(verb, ()):
                 numel = one.numel // one.num_shards
                 chunk = chunk_numel(numel, one.itemsize, device_type=device_type)
-                found |= dict.fromkeys(slots, (numel, one.dtype))
-                found[scratch] = 2 * chunk, one.dtype
-        return found
+                slots |= dict.fromkeys(of_slices, (numel, one.dtype))
+                slots[scratch] = 2 * chunk, one.dtype
+        return slots
 
     # Codes #
 
     @cached_property
     def update_codes(self) -> RangeCodes | None:
-        """How updated parameters are encoded, range by range; None if they are sent exactly."""
+        """The codes of updated parameters, range by range; None if they are sent exactly."""
         params, _, optim = self.strategy.degrees
         span, bits = self.topology.axes_between(params, optim), self.precision.inter_param_bits
         return self._codes(span, bits, UPDATE_BLOCK, optim, self.param_dtype)
 
     @cached_property
     def grad_codes(self) -> RangeCodes | None:
-        """How gradients are encoded, a piece for each rank; None if they are sent exactly."""
+        """The codes of gradients, a piece for each rank; None if they are sent exactly."""
         size, bits = self.topology.world_size, self.precision.inter_grad_bits
-        return self._codes(self._summed_over, bits, GRADIENT_BLOCK, size, self.precision.wire)
+        return self._codes(self._grad_sync_span, bits, GRADIENT_BLOCK, size, self.precision.wire)
 
     def _codes(
         self, span: AxisSpan, bits: int, block: int, number: int, dtype: str
     ) -> RangeCodes | None:
-        """Nothing is encoded that crosses no group, nor where codes save nothing."""
+        """Return codes if their collectives cross groups and they save bytes."""
         crosses = any(axis.link is Link.INTER for axis in span)
         if bits == FULL_BITS or not (crosses and self.buffer.trains):
             return None
@@ -204,57 +202,54 @@ class ShardingSpec:
         return codes if codes.range_bytes < codes.numel * codes.uncoded_bytes else None
 
     @property
-    def _summed_over(self) -> AxisSpan:
+    def _grad_sync_span(self) -> AxisSpan:
         """The axes along which gradients are summed once a step."""
         return self.topology.axes_between(self.strategy.grads, self.topology.world_size)
 
     @property
     def grad_error_bytes(self) -> tuple[int, int]:
-        """What codes of gradients have lost: for every owner of a piece a row of bytes."""
+        """The shape in bytes of gradients' error feedback: a row for each owner of a piece."""
         if self.grad_codes is None or not self.precision.inter_grad_error_feedback:
             return 0, 0
-        _, inter = split_by_link(self._summed_over)
+        _, inter = split_by_link(self._grad_sync_span)
         return self.topology.world_size // inter[0].inner, self.grad_codes.error_bytes
 
     # Collectives #
 
     @cached_property
     def collectives(self) -> Mapping[Verb, tuple[Collective, ...]]:
-        """What the actions on the buffer send, in order; nothing along no axis."""
+        """The collectives of each action on the buffer, in order; none along no axis."""
         numel, (params, grads, _) = self.layout.numel, self.strategy.degrees
         gather = StreamKind.GATHER, Op.ALL_GATHER, self.topology.axes_between(1, params)
         reduce = StreamKind.REDUCE, Op.REDUCE_SCATTER, self.topology.axes_between(1, grads)
-        found: dict[Verb, tuple[Collective, ...]] = {
+        by_verb: dict[Verb, tuple[Collective, ...]] = {
             Verb.GATHER: (Collective(*gather, numel, self.param_dtype),)
         }
         if self.buffer.trains:
-            found[Verb.REDUCE] = (Collective(*reduce, numel, self.precision.wire),)
+            by_verb[Verb.REDUCE] = (Collective(*reduce, numel, self.precision.wire),)
         if self.buffer.trains and self.unit.bucket_size:
-            found[Verb.GRAD_SYNC] = self._summed()
-            found[Verb.PARAM_ALL_GATHER] = (self._updated(),)
-        return {verb: tuple(one for one in sent if one.span) for verb, sent in found.items()}
+            by_verb[Verb.GRAD_SYNC] = self._grad_sync()
+            by_verb[Verb.PARAM_ALL_GATHER] = (self._param_all_gather(),)
+        return {verb: tuple(one for one in sent if one.span) for verb, sent in by_verb.items()}
 
     @property
     def exchange(self) -> tuple[Collective, ...]:
         """The collectives of codes in a step's sum of gradients: to owners, and to replicas."""
         return tuple(one for one in self.collectives.get(Verb.GRAD_SYNC, ()) if one.is_coded)
 
-    def _summed(self) -> tuple[Collective, ...]:
-        """Return the sum of a step's gradients over the ranks, inside groups first if they are
-        encoded."""
+    def _grad_sync(self) -> tuple[Collective, ...]:
+        """Return the collectives of the gradient sync; before codes, exact ones inside groups."""
         wire, units, size = self.precision.wire, self.unit.bucket_size, self.topology.world_size
         numel, (_, grads, optim) = self.layout.numel * units, self.strategy.degrees
-        reduce, replicas = (
-            (StreamKind.REDUCE, Op.REDUCE_SCATTER),
-            self.topology.axes_between(optim, size),
-        )
+        reduce = StreamKind.REDUCE, Op.REDUCE_SCATTER
+        replicas = self.topology.axes_between(optim, size)
         if self.grad_codes is None:
             span = self.topology.axes_between(grads, optim)
             return (
                 Collective(*reduce, span, numel // grads, wire, units),
                 Collective(StreamKind.REDUCE, Op.ALL_REDUCE, replicas, numel // optim, wire),
             )
-        intra, inter = split_by_link(self._summed_over)
+        intra, inter = split_by_link(self._grad_sync_span)
         encoded = self.grad_codes.range_bytes * size
         pieces = encoded // inter[0].inner, encoded // optim
         return (
@@ -263,7 +258,7 @@ class ShardingSpec:
             Collective(StreamKind.EXCHANGE, Op.ALL_GATHER, replicas, pieces[1], UINT8),
         )
 
-    def _updated(self) -> Collective:
+    def _param_all_gather(self) -> Collective:
         params, _, optim = self.strategy.degrees
         gather = StreamKind.GATHER, Op.ALL_GATHER, self.topology.axes_between(params, optim)
         if self.update_codes is not None:
@@ -275,7 +270,7 @@ class ShardingSpec:
 def specs_of(
     units: Iterable[Unit], strategy: Strategy, topology: Topology, precision: PrecisionConfig
 ) -> list[ShardingSpec]:
-    """Return the descriptions of all buffers, by their numbers."""
+    """Return the sharding specs of all buffers, by their numbers."""
     return [
         ShardingSpec(
             buffer=buffer,
@@ -288,6 +283,6 @@ def specs_of(
 
 
 def state_bytes(specs: Iterable[ShardingSpec]) -> ModelStateBytes:
-    """Return bytes that a rank holds of all buffers."""
+    """Count bytes that a rank holds of all buffers."""
     params, grads, optim = map(sum, zip(*(spec.state_bytes for spec in specs), strict=True))
     return ModelStateBytes(params, grads, optim)

@@ -1,4 +1,4 @@
-"""What optimizers keep of every element that they update: names in checkpoints, types, sizes."""
+"""The states that optimizers keep of every element: names in checkpoints, types, sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRAD_ERRORS = "grad_errors"  # what codes of gradients have lost; only the same 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimState:
-    """One value that the optimizer keeps of every element that it updates."""
+    """A value that the optimizer keeps of every element that it updates."""
 
     name: str
     dtype: str = "fp32"  # a name of `BYTES_OF`
@@ -46,18 +46,18 @@ def muon_states(precision: PrecisionConfig) -> tuple[OptimState, ...]:
 
 
 def is_for_muon(name: str, shape: Shape) -> bool:
-    """Return whether Muon, if it is chosen, updates a parameter: the matrices of blocks."""
+    """Say whether Muon, if it is chosen, updates a parameter: the matrices of blocks."""
     return name.startswith("blocks.") and len(shape) > 1
 
 
 def bytes_of(states: Iterable[OptimState]) -> int:
-    """Return bytes of an element."""
+    """Count bytes of an element in some states."""
     return sum(BYTES_OF[state.dtype] for state in states)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatShard:
-    """This rank's contiguous range of a unit's flat buffer, as checkpoints save and load it."""
+    """A rank's contiguous range of a unit's flat buffer, as checkpoints save and load it."""
 
     layout: UnitLayout
     start: int  # index of values[0] in the unit's flat buffer
@@ -72,10 +72,9 @@ class FlatShard:
         return self.rank == self.replicas[0]
 
     def own_part(self, writers: Collection[int]) -> tuple[int, int]:
-        """Return the range [begin, end) of `values` that this rank writes; replicas divide the
-        work.
+        """Return the range [begin, end) of `values` that this rank writes.
 
-        Only the replicas in `writers` do; the others write separately.
+        The replicas in `writers` divide the range among them; other ranks write separately.
         """
         sharing = [rank for rank in self.replicas if rank in writers]
         numel, index = self.values.numel(), sharing.index(self.rank)

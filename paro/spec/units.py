@@ -1,4 +1,4 @@
-"""The units of a run, with their flat buffers, and what the actions of a step depend on."""
+"""The units of a run with their flat buffers, and the shape of its steps."""
 
 # Where weights rotate, a pass carries every slice to every rank of the ring: d - 1 shifts of a
 # slice. A matrix makes one pass in forward, one in backward, and its gradient one; one more if its
@@ -16,23 +16,30 @@ from itertools import accumulate
 
 from model.config import LlamaConfig
 from model.units import PartSpec, UnitSpec, parameter_shapes, recomputed_groups, unit_specs
-from paro.layout import Shape, UnitLayout, halves_of, make_sliced_layout, make_whole_layout
+from paro.layout import (
+    EMPTY,
+    Shape,
+    Unit,
+    UnitLayout,
+    halves_of,
+    make_sliced_layout,
+    make_whole_layout,
+)
 from paro.spec.muon_rounds import in_buckets, muon_chunks
 from paro.spec.run_spec import RunSpec
 from paro.step.actions import StepShape, Verb, number_buffers
 from paro.step.rotating import PartShape, RotationShape
 from paro.step.schedule import LISTED_MICRO_BATCHES, step_schedule
 from paro.step.slices import RingShape
-from paro.step.units import EMPTY, Unit
 
 
-def make_unit(
+def _make_unit(
     name: str,
     shapes: Mapping[str, Shape],
     layout: Callable[[Mapping[str, Shape]], UnitLayout],
     is_trained: Callable[[str], bool],
 ) -> Unit:
-    """Return a unit, whose trained and frozen parameters have layouts of their own."""
+    """Return a unit, with separate layouts of its trained and its frozen parameters."""
     of_trained = {name: shape for name, shape in shapes.items() if is_trained(name)}
     of_frozen = {name: shape for name, shape in shapes.items() if name not in of_trained}
     trainable, frozen = (layout(own) if own else EMPTY for own in (of_trained, of_frozen))
@@ -40,19 +47,17 @@ def make_unit(
     return Unit(name=name, trainable=trainable, frozen=frozen, matrices=matrices)
 
 
-def rotating_units_of(
+def _rotating_units(
     config: LlamaConfig,
     degree: int,
-    *,
     world_size: int,
-    is_trained: Callable[[str], bool] = lambda _name: True,
-    in_place: bool = False,
+    is_trained: Callable[[str], bool],
+    in_place: bool,
 ) -> tuple[Unit, ...]:
-    """Units for rings of `degree` ranks: all norms, embedding, attentions, MLPs, an untied head.
+    """Return units for rings of `degree` ranks: all norms, embedding, attentions, MLPs, head.
 
-    A parameter trains unless `is_trained(name)` is false; below the first that trains there is no
-    backward. Names are those of sharding: `blocks.0.attention`, or `blocks.0.mlp 1/2` and `2/2`
-    `in_place`, where slices are sent in halves.
+    Names are `blocks.0.attention`, or `blocks.0.mlp 1/2` and `2/2` `in_place`, where slices are
+    sent in halves.
     """
     shapes, units = parameter_shapes(config), []
     for spec, part in unit_parts(config):
@@ -68,9 +73,9 @@ def rotating_units_of(
                 make_sliced_layout, cuts=cuts, number=degree, world_size=world_size, half=half
             )
             name = label if half is None else f"{label} {half + 1}/2"
-            units.append(replace(make_unit(name, own, layout, is_trained), part=label))
+            units.append(replace(_make_unit(name, own, layout, is_trained), part=label))
     whole = partial(make_whole_layout, world_size=world_size)
-    return replace(make_unit("norms", shapes, whole, is_trained), replicated=True), *units
+    return replace(_make_unit("norms", shapes, whole, is_trained), replicated=True), *units
 
 
 def unit_parts(config: LlamaConfig) -> list[tuple[UnitSpec, PartSpec]]:
@@ -78,10 +83,14 @@ def unit_parts(config: LlamaConfig) -> list[tuple[UnitSpec, PartSpec]]:
     return [(spec, part) for spec in unit_specs(config) for part in spec.parts]
 
 
-def rotation_shape(
-    config: LlamaConfig, units: Sequence[Unit], ring: RingShape, trained: frozenset[str]
-) -> RotationShape:
-    """What the actions of a step depend on; `units` are those of `rotating_units_of`."""
+def _rotation_shape(run: RunSpec, units: Sequence[Unit]) -> RotationShape:
+    """Return the shape of a run's steps where weights rotate."""
+    config = run.config
+    ring = RingShape(
+        num_steps=run.strategy.params,
+        in_place=run.materialize.in_place,
+        shares_scratch=run.precision.compute == run.precision.wire,
+    )
     numbers = number_buffers(units)
     halves: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
     for unit, numbered in zip(units, numbers, strict=True):
@@ -92,7 +101,7 @@ def rotation_shape(
         for spec, part in parts
     )
     first_cut, first_replicated = (
-        next((n for n, own in enumerate(of_parts) if not trained.isdisjoint(own)), len(parts))
+        next((n for n, own in enumerate(of_parts) if not run.trained.isdisjoint(own)), len(parts))
         for of_parts in zip(*names, strict=True)
     )
     first = min(first_cut, first_replicated)
@@ -125,17 +134,15 @@ def units_of(
 ) -> tuple[Unit, ...]:
     """Return the model's units, sharded over `world_size` ranks: embedding, blocks and head.
 
-    Where weights rotate, over 2 or more ranks, a block is two units, or three `in_place`, and all
-    norms form one more unit.
+    A parameter trains unless `is_trained(name)` is false. Where weights rotate, over 2 or more
+    ranks, a block is two units, or three `in_place`, and all norms form one more unit.
     """
     if rotated_over > 1:
-        return rotating_units_of(
-            config, rotated_over, world_size=world_size, is_trained=is_trained, in_place=in_place
-        )
+        return _rotating_units(config, rotated_over, world_size, is_trained, in_place)
     layout = partial(make_whole_layout, world_size=world_size)
     return tuple(
         replace(
-            make_unit(spec.name, spec.parameters, layout, is_trained),
+            _make_unit(spec.name, spec.parameters, layout, is_trained),
             borrows=spec.borrows,
             backward_needs_weight=spec.backward_needs_weight,
         )
@@ -151,7 +158,7 @@ def shape_of(
     reduces: bool,
     prefetch_units: int,
 ) -> StepShape:
-    """What the actions of a step with these units depend on, where parameters are not rotated."""
+    """Return the shape of a step of units whose parameters are gathered or replicated."""
     # The loss writes gradients of the output weight in forward, if no other unit has it too.
     writes = units[-1].trainable_numel and not config.tie_embeddings_and_output_weights
     shape = StepShape(
@@ -166,7 +173,7 @@ def shape_of(
 
 
 def units_of_run(run: RunSpec) -> tuple[Unit, ...]:
-    """Return the units of a run, in the buckets in which Muon's matrices are dealt."""
+    """Return the units of a run, in buckets where Muon updates whole units."""
     units = units_of(
         run.model,
         world_size=run.world_size,
@@ -178,29 +185,22 @@ def units_of_run(run: RunSpec) -> tuple[Unit, ...]:
 
 
 def shape_of_run(run: RunSpec, units: Sequence[Unit]) -> StepShape | RotationShape:
-    """What the actions of a run's steps depend on, with the units of the run."""
-    params, grads, _ = run.strategy.degrees
+    """Return the shape of a run's steps, with the units of the run."""
     if run.materialize.rotates:
-        ring = RingShape(
-            num_steps=params,
-            in_place=run.materialize.in_place,
-            shares_scratch=run.precision.compute == run.precision.wire,
-        )
-        return rotation_shape(run.config, units, ring, run.trained)
+        return _rotation_shape(run, units)
     return shape_of(
         run.config,
         units,
-        gathers=params > 1,
-        reduces=grads > 1,
+        gathers=run.strategy.params > 1,
+        reduces=run.strategy.grads > 1,
         prefetch_units=run.prefetch_units,
     )
 
 
 def registered_room(run: RunSpec, units: Sequence[Unit]) -> dict[bool, tuple[int, int]]:
-    """Return the memory for whole parameters that copy engines fill, of those that train and
-    others.
+    """Return the memory for whole parameters that copy engines fill, by whether they train.
 
-    Bytes of the largest buffer, which each gets, and how many are whole at once at most.
+    It is the bytes of the largest buffer, and how many buffers are whole at once at most.
     """
     if not run.copy_engine:
         return {}

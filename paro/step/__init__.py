@@ -1,1 +1,1 @@
-"""A training step as data: what decides it, and the list of its actions."""
+"""A training step as data: the policies that decide its actions, and the list of them."""

@@ -1,4 +1,4 @@
-"""The actions of a training step, and what they depend on."""
+"""The actions of a training step, and the facts that decide them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import count
 
-from paro.step.units import Unit
+from paro.layout import Unit
 
 
 class Verb(IntEnum):
-    """What is done to a buffer; the last five compute, with a unit."""
+    """A kind of action on a buffer; the last five compute, with a unit."""
 
     GATHER = 0  # queues the all-gather of its whole parameters
     WAIT = 1  # until its parameters may be read
@@ -45,7 +45,7 @@ class Verb(IntEnum):
     GRADIENTS = 34  # the rest of its backward
 
 
-# What has been queued for a buffer when it is waited for.
+# The actions on a buffer whose communication a wait, or a free, waits for.
 WAITED_BY = {
     Verb.WAIT: (Verb.GATHER, Verb.PARAM_ALL_GATHER),
     Verb.FREE: (Verb.REDUCE,),
@@ -54,7 +54,7 @@ WAITED_BY = {
     Verb.WAIT_GRADS: (Verb.SHIFT_GRADS,),
 }
 
-# A pass of slices round the ring, of which these are a step, sends as much as this.
+# A shift is a step of a pass round the ring, which sends as many bytes as this action would.
 PASS_OF = {Verb.SHIFT: Verb.GATHER, Verb.SHIFT_BACK: Verb.GATHER, Verb.SHIFT_GRADS: Verb.REDUCE}
 
 Action = tuple[Verb, int]  # and the number of a buffer or a unit
@@ -74,7 +74,7 @@ class StepUnit:
 
     @property
     def needed(self) -> tuple[int, ...]:
-        """The buffers whose parameters it reads."""
+        """The buffers whose parameters the unit reads."""
         return (*self.trainable, *self.frozen, *self.borrowed)
 
 
@@ -110,8 +110,7 @@ class Buckets:
         self._ready: set[int] = set()
 
     def add(self, buffer: int) -> list[int]:
-        """Return the first buffer of a bucket, which stands for it, once all of its buffers are
-        ready."""
+        """Return the first buffer of a bucket, which stands for it, once all buffers are added."""
         bucket = self._bucket_of.get(buffer, (buffer,))
         self._ready.add(buffer)
         if not self._ready.issuperset(bucket):
@@ -122,7 +121,7 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """What the actions of a step depend on."""
+    """The facts that decide the actions of a step where parameters are gathered."""
 
     units: tuple[StepUnit, ...]
     gathers: bool  # parameters are sharded: a unit's are whole only while it needs them

@@ -1,4 +1,4 @@
-"""Decides when parameters are gathered and released and gradients reduced, event by event."""
+"""The policy of a step where parameters are gathered, event by event: gathers and reductions."""
 
 # [Note: the policy of a step]
 # The order of a step is known in advance: for every micro-batch all units forward, then backward in
@@ -35,7 +35,7 @@ MAX_WHOLE_GRADS = 2  # where reductions overlap with the backward of other units
 
 
 class ParamAllGatherPolicy:
-    """Answers the events of updates and forwards with the all-gathers to queue, in order.
+    """The policy of updated parameters: answers events with the all-gathers to queue, in order.
 
     `needed` are the buffers that each unit, or rotating part, reads, in forward order. With `ahead`
     None all-gathers are queued at once. A bucket is queued as many units further ahead as it has
@@ -45,39 +45,39 @@ class ParamAllGatherPolicy:
     def __init__(
         self, needed: Sequence[Iterable[int]], ahead: int | None, buckets: Buckets | None = None
     ) -> None:
-        self._first_use: dict[int, int] = {}
+        self.first_use: dict[int, int] = {}  # the unit of each buffer, or bucket
         for index, buffers in enumerate(needed):
             for buffer in buffers:
-                self._first_use.setdefault(buffer, index)
+                self.first_use.setdefault(buffer, index)
         self._num_units = len(needed)
         self._ahead = self._num_units if ahead is None else ahead
         self._buckets = buckets or Buckets()
         for first, *others in filter(None, self._buckets.buckets):
-            self._first_use[first] -= len(others)
+            self.first_use[first] -= len(others)
         self._updated: list[int] = []  # buffers, or buckets, whose all-gather is not queued yet
 
     def updated(self, buffer: int) -> list[Action]:
-        """After the update of a buffer."""
+        """Note the update of a buffer."""
         self._updated += self._buckets.add(buffer)
         return self._queue(self._ahead - 1)
 
     def before_forward(self, index: int) -> list[Action]:
-        """Before a unit's forward, of training or of an evaluation, and behind its gathers."""
+        """Queue before a unit's forward, in training or evaluation, and behind its gathers."""
         return self._queue(index + self._ahead)
 
     def flush(self) -> list[Action]:
-        """Before parameters are read outside of a forward."""
+        """Queue all, before parameters are read outside of a forward."""
         return self._queue(self._num_units)
 
     def _queue(self, last: int) -> list[Action]:
-        """Return the all-gathers of what the units up to the last one read."""
-        due = [buffer for buffer in self._updated if self._first_use[buffer] <= last]
-        self._updated = [buffer for buffer in self._updated if self._first_use[buffer] > last]
+        """Return the all-gathers of updated buffers that the units up to `last` read."""
+        due = [buffer for buffer in self._updated if self.first_use[buffer] <= last]
+        self._updated = [buffer for buffer in self._updated if self.first_use[buffer] > last]
         return [(Verb.PARAM_ALL_GATHER, buffer) for buffer in due]
 
 
 class GatheringPolicy:
-    """Answers the events of a step with the actions to carry out, in order.
+    """The policy of gathering: answers the events of a step with the actions to carry out.
 
     `begin_step`, then for every micro-batch `begin_micro_batch`, `before_forward` and
     `after_forward` of every unit, and `before_backward` from the last unit to the first that
@@ -116,7 +116,7 @@ class GatheringPolicy:
     # Frame #
 
     def begin_step(self, num_micro_batches: int) -> list[Action]:
-        """Return a step of `num_micro_batches` micro-batches."""
+        """Begin a step of `num_micro_batches` micro-batches."""
         if not self.shape.gathers:  # parameters stay from update to update
             self._fp8_cache_stays = num_micro_batches > 1
             return self._fp8_cache_of_the_step(Verb.CACHE_FP8)
@@ -134,22 +134,21 @@ class GatheringPolicy:
         return []
 
     def begin_evaluation(self) -> list[Action]:
-        """Return a forward alone."""
+        """Begin a forward without a backward."""
         assert not self._live, f"live outside a step: {self._live}"
         if self.shape.gathers:
             self._upcoming.extend(range(self._num_units))
         return []
 
     def end_backward(self) -> list[Action]:
-        """Return the end of a micro-batch."""
+        """End a micro-batch."""
         missing = [index for index, number in enumerate(self._to_arrive) if number]
         assert not missing, f"units {missing} received no gradient"
         held = (index for index, is_held in enumerate(self._held) if is_held)
         return [action for index in held for action in self._release(index)]
 
     def end_step(self) -> list[Action]:
-        """Return the end of the last micro-batch: waits until all gradients are summed over all
-        ranks."""
+        """Wait, after the last micro-batch, until all gradients are summed over all ranks."""
         assert not self._upcoming, f"the step has more to run: {self._upcoming}"
         assert not self._live, f"live outside a step: {self._live}"
         actions = [(Verb.FREE, buffer) for buffer in self._reducing]
@@ -158,7 +157,7 @@ class GatheringPolicy:
         return [*actions, *((Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable)]
 
     def _fp8_cache_of_the_step(self, verb: Verb) -> list[Action]:
-        """Do it for each buffer, if fp8 casts of weights serve all micro-batches."""
+        """Return an action for each buffer, if fp8 casts of weights serve all micro-batches."""
         units = self.shape.units if self._fp8_cache_stays else ()
         return [(verb, buffer) for unit in units for buffer in (*unit.trainable, *unit.frozen)]
 
@@ -168,21 +167,21 @@ class GatheringPolicy:
         return self._gather_and_wait(index, updates=self.param_all_gathers.before_forward(index))
 
     def after_forward(self, index: int, *, backward_follows: bool) -> list[Action]:
-        """`backward_follows`: the unit's output needs a gradient."""
+        """End a unit's forward; `backward_follows` says that its output needs a gradient."""
         if backward_follows and index == self._num_units - 1:  # its backward runs next
             self._held[index] = True
             return []
         return self._release(index)
 
     def before_recompute(self, index: int) -> list[Action]:
-        """Before a unit's forward in backward."""
+        """Prepare a unit's recomputation in backward."""
         if self._held[index]:  # its backward runs next
             return []
         self._held[index] = True
         return self._gather_and_wait(index, keeps=True)
 
     def before_backward(self, index: int) -> list[Action]:
-        """Before a unit's backward, after that of the next unit: its output's gradient exists."""
+        """Prepare a unit's backward, after the next unit's: its output's gradient exists."""
         actions = []
         if index + 1 < self._num_units:
             self._has_input_grad[index + 1] = True
@@ -195,7 +194,7 @@ class GatheringPolicy:
     def _gather_and_wait(
         self, index: int, *, updates: Iterable[Action] = (), keeps: bool = False
     ) -> list[Action]:
-        """Make a unit's parameters readable, and gathers others while it runs."""
+        """Make a unit's parameters readable, and gather others while it runs."""
         actions = []
         if self.shape.gathers:
             if index not in self._live:
@@ -244,7 +243,7 @@ class GatheringPolicy:
     # Gradients #
 
     def first_gradient(self, buffer: int) -> list[Action]:
-        """Before the first gradient of a buffer in this micro-batch exists."""
+        """Prepare for the first gradient of a buffer in this micro-batch."""
         if not self.shape.reduces:
             return []
         actions: list[Action] = []
@@ -255,7 +254,7 @@ class GatheringPolicy:
         return [*actions, (Verb.ALLOCATE, buffer)]
 
     def last_gradient(self, buffer: int) -> list[Action]:
-        """Return all gradients of a buffer have arrived."""
+        """Note that all gradients of a buffer have arrived."""
         actions = [(Verb.REDUCE, buffer)]
         if self._last:
             actions += [(Verb.GRAD_SYNC, bucket) for bucket in self._reduced.add(buffer)]

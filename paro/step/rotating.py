@@ -1,10 +1,10 @@
-"""Decides all actions of a step where weights rotate, event by event: shifts and reductions."""
+"""The policy of a step where weights rotate, event by event: shifts and reductions."""
 
 # [Note: the life of a slice]
 # A model consists of parts: embedding, attention and MLP of every block, head. The weights of a
 # part are cut into d slices, of which each of the d ranks of a ring owns one. A part computes in d
 # steps of the ring, each with another slice; in between, every rank sends its slice to the next
-# rank. In place a part's slices may be cut in halves, which go round the ring one after the other.
+# rank. In place a part's slices may be cut in halves, of which the first goes round the ring first.
 #
 # Backward takes the same steps in reverse. The sum of a slice's gradients moves with it, and every
 # rank adds its own. After step 0 weights and sum are at their owner, which accumulates the sum
@@ -44,7 +44,7 @@ class PartShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotationShape:
-    """What the actions of a step depend on where weights rotate; parts are in forward order."""
+    """The facts that decide the actions of a step where weights rotate; parts in forward order."""
 
     ring: RingShape
     parts: tuple[PartShape, ...]
@@ -66,8 +66,7 @@ class RotationShape:
         return self.ring.num_steps
 
     def halves(self, index: int) -> tuple[tuple[int, ...], ...]:
-        """Return the buffers with which a part computes, those of half slices one after
-        the other."""
+        """Return the buffers of a part's slices, or of their first and their second halves."""
         return self.parts[index].halves
 
     def ring_steps(self, index: int) -> list[RingStep]:
@@ -77,13 +76,13 @@ class RotationShape:
 
 
 class RotationPolicy:
-    """Answers the events of a step with the actions to carry out, in order.
+    """The policy of a step where weights rotate: answers events with the actions to carry out.
 
     `begin_step`, then for every micro-batch `begin_micro_batch`; `before_forward` and
     `after_forward` of every ring step; in backward, from the last ring step to the first,
     `before_backward` and `after_backward`, and in between `first_gradient` and `last_gradient` of
-    the buffers that it trains; `end_backward`; then `end_step`. Parts that are recomputed run
-    forward again before the gradients of the last of them. An evaluation is `begin_evaluation` and
+    the buffers that it trains; `end_backward`; then `end_step`. Parts that are recomputed together
+    run forward again before the gradients of the last part. An evaluation is `begin_evaluation` and
     the forwards.
     """
 
@@ -96,9 +95,6 @@ class RotationPolicy:
             for buffer in chain.from_iterable(shape.needed)
             if buffer not in shape.replicated
         }
-        self._first_part: dict[int, int] = {}  # the last to add gradients to a buffer
-        for index, buffers in enumerate(shape.needed):
-            self._first_part |= {b: index for b in buffers if b not in self._first_part}
         # Of the current micro-batch:
         self._last = False  # it is the last one of its step
         self._in_backward: RingStep | None = None
@@ -115,32 +111,31 @@ class RotationPolicy:
         return self.begin_evaluation()
 
     def begin_evaluation(self) -> list[Move]:
-        """Return a forward alone."""
+        """Begin a forward without a backward."""
         return [(Verb.WAIT, buffer) for buffer in self.shape.replicated]
 
     def end_backward(self) -> list[Move]:
-        """Return the end of a micro-batch."""
+        """End a micro-batch."""
         actions = self.after_backward()
         assert not self._missing, f"buffers {self._missing} received no gradient"
         return actions
 
     def end_step(self) -> list[Move]:
-        """Return the end of the last micro-batch: waits until all gradients are summed over all
-        ranks."""
+        """Wait, after the last micro-batch, until all gradients are summed over all ranks."""
         return [(Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable]
 
     # Slices #
 
     def slot(self, buffer: int, step: int) -> Slot:
-        """Where a buffer's slice of a step is, from `before_forward` on."""
+        """Return the slot of a buffer's slice of a step, from `before_forward` on."""
         return self._slices[buffer].slot(step)
 
     def grad_slot(self, buffer: int, step: int) -> Slot:
-        """Where the sum of the gradients of a buffer's slice is."""
+        """Return the slot of the sum of gradients of a buffer's slice."""
         return self._slices[buffer].grad_slot(step)
 
     def before_forward(self, at: RingStep, *, backward_follows: bool) -> list[Move]:
-        """`backward_follows`: a backward reads what this forward saves."""
+        """Begin a ring step; `backward_follows` says that a backward reads what it saves."""
         shifts_back = backward_follows and self.shape.parts[at.part].backward_needs_weight
         actions = self._of_half(
             at, lambda one: one.before_forward(at.step, shifts_back=shifts_back)
@@ -153,7 +148,7 @@ class RotationPolicy:
         return self._of_half(at, lambda one: one.after_forward(at.step))
 
     def before_backward(self, at: RingStep) -> list[Move]:
-        """Before the backward of a ring step, when the gradient of one of its outputs exists."""
+        """Begin the backward of a ring step, once the gradient of one of its outputs exists."""
         if at == self._in_backward:
             return []
         actions = self.after_backward()
@@ -162,7 +157,7 @@ class RotationPolicy:
         return actions + self._of_half(at, lambda one: one.before_backward(at.step))
 
     def after_backward(self) -> list[Move]:
-        """After the backward of a ring step, if one has begun: when the next one begins, too."""
+        """End the backward of a ring step, if one has begun: called before the next one, too."""
         at, self._in_backward = self._in_backward, None
         if at is None:
             return []
@@ -172,8 +167,8 @@ class RotationPolicy:
         actions: list[Move] = []
         for buffer in self._half(at):
             actions += _of(buffer, self._slices[buffer].after_backward(at.step))
-            complete = at.step == 0 and self._last and self._first_part[buffer] == at.part
-            if complete and buffer in self._trainable:
+            is_last = at.step == 0 and self.param_all_gathers.first_use[buffer] == at.part
+            if self._last and is_last and buffer in self._trainable:
                 actions.append((Verb.GRAD_SYNC, buffer))
         return actions
 
@@ -191,7 +186,7 @@ class RotationPolicy:
     # Gradients #
 
     def first_gradient(self, buffer: int) -> list[Move]:
-        """Before the first gradient of a buffer, in a ring step if it rotates, exists."""
+        """Prepare for the first gradient of a buffer, in a ring step if it rotates."""
         at = self._in_backward
         assert buffer in self._missing, f"a gradient of buffer {buffer} in the backward of {at}"
         if at is None or buffer in self.shape.replicated:
@@ -199,7 +194,7 @@ class RotationPolicy:
         return _of(buffer, self._slices[buffer].first_gradient(at.step))
 
     def last_gradient(self, buffer: int) -> list[Move]:
-        """Return all gradients of a buffer, in a ring step if it rotates, have arrived."""
+        """Note that all gradients of a buffer have arrived, in a ring step if it rotates."""
         self._missing.remove(buffer)
         if buffer not in self.shape.replicated:
             return []

@@ -33,7 +33,7 @@ class StepSchedule:
         return chain.from_iterable(chain.from_iterable(passes))
 
 
-LISTED_MICRO_BATCHES = 3  # the first, one in the middle, the last: those in the middle are equal
+LISTED_MICRO_BATCHES = 3  # the first, one in the middle, the last: all in the middle are equal
 
 
 @lru_cache(maxsize=64)
@@ -70,7 +70,7 @@ def step_schedule(
 def policy_of(
     shape: StepShape | RotationShape, updated_ahead: int | None
 ) -> GatheringPolicy | RotationPolicy:
-    """Decide the actions of a step, whichever way parameters reach the ranks."""
+    """Return the policy of a step, of gathering or of rotation."""
     if isinstance(shape, RotationShape):
         return RotationPolicy(shape, updated_ahead)
     return GatheringPolicy(shape, updated_ahead)
@@ -120,7 +120,7 @@ def _forward_slices(
     backward_follows: bool,
     stops_early: bool = False,
 ) -> Iterator[Move]:
-    """`stops_early`: once all is there that backward needs."""
+    """Yield a part's forward; `stops_early` once it has saved all that backward needs."""
     steps = policy.shape.ring_steps(index)
     for at in steps:
         yield from policy.before_forward(at, backward_follows=backward_follows)

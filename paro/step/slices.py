@@ -1,4 +1,4 @@
-"""Decides how the slices of one buffer and their gradients move round the ring."""
+"""The policy of one buffer's slices and their gradients, which move round the ring."""
 
 # [Note: the slots of a slice]
 # Step t of a pass computes with the slice of the rank t positions before. SHARD is this rank's
@@ -51,7 +51,7 @@ class Slot(IntEnum):
 
 
 class SliceState(Enum):
-    """Where the slices of a unit are."""
+    """The position of a unit's slices."""
 
     HOME = "every rank's own slice is in SHARD"
     COPYING = "copies pass through, SHARD is not modified"
@@ -61,7 +61,7 @@ class SliceState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingShape:
-    """What the moves of all slices of a model depend on."""
+    """The facts that decide the moves of all slices of a model."""
 
     num_steps: int  # the ranks of the ring
     in_place: bool
@@ -69,7 +69,7 @@ class RingShape:
 
 
 class SlicePolicy:
-    """Answers the events of one buffer's slices with the actions to carry out, in order.
+    """The policy of one buffer's slices: answers events with the actions to carry out, in order.
 
     The actions are verbs and slots, without the number of the buffer.
 
@@ -91,7 +91,7 @@ class SlicePolicy:
     # Forward #
 
     def before_forward(self, step: int, *, shifts_back: bool) -> list[SliceMove]:
-        """Before the computation with a step's slice; out of place, the next shift starts.
+        """Prepare the computation with a step's slice; out of place, start the next shift.
 
         With `shifts_back` a backward that reads the slices follows this forward.
         """
@@ -120,7 +120,7 @@ class SlicePolicy:
         return actions
 
     def after_forward(self, step: int) -> list[SliceMove]:
-        """After the computation with a step's slice; in place, the slices are shifted."""
+        """End the computation with a step's slice; in place, shift the slices."""
         if step + 1 < self._num_steps:
             shift = (Verb.SHIFT, self.slot(step), self.slot(step + 1))
             return [shift, (Verb.WAIT_SHIFTED,)] if self._in_place else []
@@ -129,7 +129,7 @@ class SlicePolicy:
         return self._free(Slot.SPARE, Slot.SPARE_2, Slot.SCRATCH)
 
     def slot(self, step: int) -> Slot:
-        """Where the slice of a step is."""
+        """Return the slot of the slice of a step."""
         if self._state in (SliceState.SHIFTING, SliceState.SHIFTED):
             at_home = self._in_place or (self._num_steps - 1 - step) % 2 == 0
             return Slot.SHARD if at_home else Slot.SPARE
@@ -140,7 +140,7 @@ class SlicePolicy:
     # Backward #
 
     def before_backward(self, step: int) -> list[SliceMove]:
-        """Before the backward of a step; out of place, the shift of the previous step's starts.
+        """Prepare the backward of a step; out of place, start the shift of the previous slice.
 
         Nothing is done while the forward has not been recomputed yet.
         """
@@ -158,7 +158,7 @@ class SlicePolicy:
         return actions
 
     def first_gradient(self, step: int) -> list[SliceMove]:
-        """Before the first gradient of a step is added to the sum that rotates with its slice."""
+        """Prepare the sum that rotates with a step's slice, before its first gradient is added."""
         actions = self.before_backward(step)  # if the forward was recomputed after that event
         if step + 1 < self._num_steps:
             return actions if self._in_place else [*actions, (Verb.WAIT_GRADS,)]
@@ -167,7 +167,7 @@ class SlicePolicy:
         return [*actions, (Verb.ZERO_GAPS, Slot.GRAD, step)]
 
     def after_backward(self, step: int) -> list[SliceMove]:
-        """After the backward of a step: its gradients move on, or are accumulated at step 0."""
+        """End the backward of a step: move its gradients on, or accumulate them at step 0."""
         actions = self.before_backward(step)  # if it was recomputed and nothing trains
         if step == 0:
             return actions + self._end_backward()
@@ -183,7 +183,7 @@ class SlicePolicy:
         return actions
 
     def grad_slot(self, step: int) -> Slot:
-        """Where the sum of a step's gradients is."""
+        """Return the slot of the sum of a step's gradients."""
         in_first = self._in_place or (self._num_steps - 1 - step) % 2 == 0
         return Slot.GRAD if in_first else Slot.GRAD_2
 

@@ -33,15 +33,13 @@ from paro.report.flops import find_peak
 from paro.report.record import PlannedStep, RunFacts
 from paro.rotation.rotated_model import RotatedModel, make_rotated_units
 from paro.schedule.loss_scale import start_loss_scale
-from paro.schedule.lr_schedule import LrSchedule
 from paro.sharding.buffers import TORCH_TYPES, Ledger
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
 from paro.sharding.shards import ShardingContext
 from paro.sharding.wrap import make_sharded_units
-from paro.spec.groups import groups_of
 from paro.spec.muon_rounds import muon_rounds
-from paro.spec.run_spec import Materialize, RunSpec
+from paro.spec.run_spec import Materialize, RunSpec, groups_of
 from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.units import registered_room, shape_of_run, units_of_run
 from paro.step.actions import StepShape, Verb
@@ -85,7 +83,7 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     return Training(
         config=config.train,
         batches=config.batches,
-        schedule=LrSchedule(config.schedule),
+        schedule=config.schedule,
         loss_scale=config.loss_scale,
         model=sharded,
         optimizer=optimizer,

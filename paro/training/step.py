@@ -25,7 +25,7 @@ from paro.optim.optimizer import ParoOptimizer
 from paro.report.record import RankTimes
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.schedule.loss_scale import LossScaleConfig, LossScaleState, update_loss_scale
-from paro.schedule.lr_schedule import LrSchedule
+from paro.schedule.lr_schedule import ScheduleConfig
 from paro.schedule.step_checks import Expectation, StepChecksConfig, Verdict, expect_after, judge
 from paro.sharding.distributed_model import DistributedModel
 from paro.training.token_weights import TokenWeights
@@ -97,7 +97,7 @@ class Training:
 
     config: TrainConfig
     batches: BatchSchedule
-    schedule: LrSchedule
+    schedule: ScheduleConfig
     loss_scale: LossScaleConfig
     model: DistributedModel
     optimizer: ParoOptimizer
@@ -272,7 +272,7 @@ def _update(training: Training, state: TrainState, *, grad_norm: float, unscale:
 def samples_without_codes(training: Training) -> int:
     """In how many samples at the start of a run nothing is sent as codes."""
     samples = training.config.inter_bits_warmup_samples
-    return math.ceil(training.schedule.config.lr_warmup_samples) if samples is None else samples
+    return math.ceil(training.schedule.lr_warmup_samples) if samples is None else samples
 
 
 def _forward_backward(

@@ -15,7 +15,7 @@ import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 
 from model import fusion
-from paro.optim import adamw, muon_kernels
+from paro.optim import adamw, muon
 from paro.quantization import blocks
 
 _CAPABILITIES = (80, 90, 100)  # of A100, H100 and H200, B200
@@ -98,7 +98,7 @@ def bytes_by_kernel() -> Iterator[dict[str, int]]:
 def forget_choices() -> None:
     fusion.usable_kernels.cache_clear()
     adamw.choose_adamw.cache_clear()
-    muon_kernels.choose_muon_kernels.cache_clear()
+    muon.choose_muon_kernels.cache_clear()
     blocks.choose_kernels.cache_clear()
 
 

@@ -118,12 +118,14 @@ CAUGHT = {
     "collectives.wire Pending.wait: self._work.wait()": ("NNI", ""),
     "collectives.wire _carry_out: Pending(work, operation.tensor, what).wait()": ("NIG", MUON),
     "distributed.exposed_time Exposure.wait: event.wait()": ("IIG", ""),
-    "optim.matrices MuonStep._send_update: self._exposure.wait(WaitKind.REDUCE, momentum.event)": (
+    "optim.muon MuonStep._send_result: self._exposure.wait(WaitKind.REDUCE, momentum.event)": (
         "IIG",
         MUON,
     ),
-    "optim.matrices MuonStep._apply: "
-    "self._exposure.wait(WaitKind.PARAM_ALL_GATHER, update.event)": ("IIG", MUON),
+    "optim.muon MuonStep._apply: self._exposure.wait(WaitKind.PARAM_ALL_GATHER, result.event)": (
+        "IIG",
+        MUON,
+    ),
     "rotation.rotating_unit RotatingUnit.wait_shifted: "
     "self.context.exposure.wait(kind, self._arrived.pop(kind, DONE))": ("IIG", ROTATE),
     "sharding.distributed_model DistributedModel.wait_for_updated_params: "

@@ -22,7 +22,7 @@ from paro.collectives import wire
 from paro.distributed import groups
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
-from paro.optim import adamw, muon_kernels
+from paro.optim import adamw, muon
 from paro.quantization import blocks
 from paro.strategy import legal_letters
 from paro.training import step
@@ -173,7 +173,7 @@ def lone_gpu(recorder: Recorder) -> Iterator[None]:
         monkeypatch.setattr(dist, "new_group", lambda *_, **__: object())
         monkeypatch.setattr(dist, "destroy_process_group", lambda _group: None)
         monkeypatch.setattr(groups, "_nccl_options", lambda *_, **__: None)
-        for chooses in (fusion, adamw, blocks, muon_kernels):
+        for chooses in (fusion, adamw, blocks, muon):
             monkeypatch.setattr(chooses, "_compare", lambda *_: None)
         yield
 

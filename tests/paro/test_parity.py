@@ -12,9 +12,9 @@ import pytest
 
 from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
+from paro.layout import Unit
 from paro.planning.run_memory import RunMemory
 from paro.sharding.buffers import Ledger
-from paro.step.units import Unit
 from paro.strategy import legal_letters
 from paro.training.assembly import run_spec_of
 from tests.helpers.comparison import (

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from paro.optim.adamw import Update
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.step.actions import Move
 from paro.training.step import Training
@@ -63,9 +64,9 @@ def keep_a_stale_shard(training: Training) -> None:
     part = [*training.optimizer._parts.values()][1]
     update, calls = part.update, iter(range(10**9))
 
-    def update_the_master(**how: float) -> None:
+    def update_the_master(by: Update) -> None:
         before = part.unit.optim_param.clone()
-        update(**how)
+        update(by)
         if next(calls) == 0:
             part.unit.optim_param.copy_(before)
 

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from paro.collectives import coded
 from paro.distributed.user_errors import run_script
-from paro.optim import matrices
+from paro.optim import muon
+from paro.optim.adamw import Update
 from paro.quantization import blocks, ranges
 from paro.quantization.formats import PAD
 from paro.spec.optim_config import MuonConfig
@@ -31,7 +32,7 @@ WITHOUT = ("transform", "transform+blocks", "whole-matrices")
 PARTS = 4  # of a matrix
 EVERY = 5  # steps, of which the last takes whole matrices
 
-_whole, _update = matrices.orthogonal, matrices.MuonStep.update
+_whole, _update = muon.orthogonal, muon.MuonStep.update
 
 
 def scaled(values: Tensor) -> Tensor:
@@ -50,17 +51,17 @@ def in_parts(matrix: Tensor, config: MuonConfig, *square: Any) -> Tensor:
     return torch.cat(found)
 
 
-def update(self: matrices.MuonStep, *, step: int, **more: Any) -> Iterator[int]:
+def update(self: muon.MuonStep, update: Update, step: int) -> Iterator[int]:
     """Yield a step of Muon, with whole matrices or with parts."""
-    matrices.orthogonal = _whole if step % EVERY == 0 else in_parts  # type: ignore[assignment]
-    yield from _update(self, step=step, **more)
+    muon.orthogonal = _whole if step % EVERY == 0 else in_parts  # type: ignore[assignment]
+    yield from _update(self, update, step)
 
 
 def main() -> None:
     what, *argv = sys.argv[1:]
     assert what in WITHOUT, what
     if what == "whole-matrices":
-        matrices.MuonStep.update = update  # type: ignore[method-assign]
+        muon.MuonStep.update = update  # type: ignore[method-assign]
     else:
         blocks.hadamard = coded.hadamard = scaled
     if what == "transform+blocks":

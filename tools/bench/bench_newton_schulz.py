@@ -21,8 +21,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.distributed.timers import time_of
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, check_least
-from paro.optim.matrices import orthogonal
-from paro.optim.muon_kernels import choose_muon_kernels
+from paro.optim.muon import choose_muon_kernels, orthogonal
 from paro.report.log import print_line
 from paro.spec.muon_rounds import MuonMatrix
 from paro.spec.optim_config import MuonConfig

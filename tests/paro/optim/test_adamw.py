@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -11,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paro.optim import adamw
 from paro.optim.adamw import AdamW, TorchAdamW, Update, choose_adamw
+from paro.spec.optim_config import OptimConfig
 from tests.helpers.refusals import refused
 from tests.helpers.triton_kernels import interpreter
 
@@ -88,7 +89,8 @@ def test_updates_have_the_bits_of_the_class(implementation: str, *, begins_anew:
 
 def test_without_apex_its_flag_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(adamw.find_apex, "--adam-implementation apex needs NVIDIA's apex")
+    chosen = partial(OptimConfig, adam_implementation="apex")
+    refused(chosen, "--adam-implementation apex needs NVIDIA's apex")
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

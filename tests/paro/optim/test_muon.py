@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from model.config import LLAMA_PRESETS
-from paro.optim.matrices import newton_schulz, orthogonal
-from paro.optim.muon_kernels import (
+from paro.optim.muon import (
     BY_TORCH,
     MomentumUpdate,
     choose_muon_kernels,
     momentum_by_torch,
+    newton_schulz,
+    orthogonal,
     square_by_torch,
 )
 from paro.optim.rounding import Rounding
@@ -101,7 +102,7 @@ def in_fp32(
 def test_twenty_steps_are_those_of_torch(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if exact:
         monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", in_fp32)
-    monkeypatch.setattr("paro.optim.matrices._has_bf16_matmuls", lambda device: True)
+    monkeypatch.setattr("paro.optim.muon._has_bf16_matmuls", lambda device: True)
     precision = "highest" if exact else "medium"
     params, found = trained(
         f"--muon-fp32-matmul-prec {precision} --muon-momentum 0.95 --muon-nesterov "
@@ -178,7 +179,7 @@ def test_scales(mode: str, expected: float) -> None:
 def test_matmuls_are_bf16_where_asked_and_possible(
     precision: str, multiplies: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paro.optim.matrices._has_bf16_matmuls", lambda device: multiplies)
+    monkeypatch.setattr("paro.optim.muon._has_bf16_matmuls", lambda device: multiplies)
     before = torch.get_float32_matmul_precision()
     matrix = gradient("it", torch.Size((30, 50)), 0)
     config = MuonConfig(muon_fp32_matmul_prec=precision)
@@ -239,7 +240,7 @@ def test_momentum_in_one_pass_is_torchs(nesterov: bool, rounding: Rounding | Non
 
 @pytest.mark.bits
 def test_newton_schulz_multiplies_by_triton_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paro.optim.matrices._has_bf16_matmuls", lambda device: True)
+    monkeypatch.setattr("paro.optim.muon._has_bf16_matmuls", lambda device: True)
     matrix, config = gradient("it", torch.Size((50, 30)), 0), MuonConfig()
     assert choose_muon_kernels("auto", CPU) == BY_TORCH
     with interpreter():

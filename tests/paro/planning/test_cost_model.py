@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from paro.launch.placement import describe_placement
-from paro.layout import UnitLayout
+from paro.layout import Unit, UnitLayout
 from paro.planning.sending import Sender, traffic_of
 from paro.precision import PrecisionConfig
 from paro.spec.sharding_spec import ModelStateBytes, specs_of, state_bytes
 from paro.step.actions import Move, Verb
-from paro.step.units import Unit
 from tests.helpers.closed_form import letter_traffic
 from tests.paro.planning.on_ranks import on_ranks
 

@@ -27,8 +27,7 @@ from paro.planning.estimator import Estimator
 from paro.planning.run_memory import RunMemory
 from paro.planning.tally import MemorySnapshot
 from paro.precision import PrecisionConfig
-from paro.spec.groups import groups_of
-from paro.spec.run_spec import Materialize
+from paro.spec.run_spec import Materialize, groups_of
 from paro.spec.units import units_of_run
 from paro.topology import AxisSpan, Spans, StreamKind
 from paro.training import assembly

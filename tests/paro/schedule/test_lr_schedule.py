@@ -11,7 +11,6 @@ import pytest
 from paro.schedule.lr_schedule import (
     DECAY_STYLES,
     WSD_DECAY_STYLES,
-    LrSchedule,
     ScheduleConfig,
 )
 from tests.helpers.refusals import refused
@@ -25,8 +24,8 @@ BASE: dict[str, Any] = {
 }
 
 
-def make(**changes: Any) -> LrSchedule:
-    return LrSchedule(ScheduleConfig(**(BASE | changes)))
+def make(**changes: Any) -> ScheduleConfig:
+    return ScheduleConfig(**(BASE | changes))
 
 
 def megatrons(config: ScheduleConfig) -> Any:
@@ -67,7 +66,7 @@ CURVES: list[dict[str, Any]] = [
 def test_rates_and_weight_decays_are_megatrons() -> None:
     for curve, warmup in product(CURVES, ({"lr_warmup_samples": 0}, {"lr_warmup_init": 0.2}, {})):
         schedule = make(**curve, **warmup)
-        reference = megatrons(schedule.config)
+        reference = megatrons(schedule)
         for reference.num_steps in (*range(0, 1200, 10), 101, 701, 1001, 1101, 10**6):
             at = reference.num_steps
             wanted = pytest.approx([reference.get_lr({}), reference.get_wd()], rel=1e-12, abs=1e-17)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain, pairwise
 
 import pytest
 
+from model.config import LLAMA_PRESETS
 from paro.spec.context_layout import ContextLayout, ContextLimits, num_pieces
 
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (4, 2), (4, 4), (6, 3), (6, 2), (8, 4), (8, 1)]
@@ -41,7 +43,8 @@ def test_the_ranks_of_a_place_have_its_two_chunks_in_order() -> None:
     assert [*chain(*chain(*parts[3:]))] == list(range(6, 18))
 
 
-LIMITS = ContextLimits(world_size=12, group_size=4, seq_length=24, num_heads=12, num_kv_heads=3)
+MODEL = replace(LLAMA_PRESETS["7B"], hidden_size=96, num_attention_heads=12, num_query_groups=3)
+LIMITS = ContextLimits(model=MODEL, world_size=12, group_size=4, seq_length=24)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,10 @@ from functools import partial
 import pytest
 
 from paro.distributed.comm_stream import Event
-from paro.layout import UnitLayout
+from paro.layout import Unit, UnitLayout
 from paro.spec.run_spec import Materialize
 from paro.step.actions import Buckets, Verb, number_buffers
 from paro.step.gathering import ParamAllGatherPolicy
-from paro.step.units import Unit
 from tests.helpers.late_streams import LateStreams
 from tests.paro.planning.cases import costs, order_case, schedule_of
 

@@ -10,13 +10,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from paro.layout import UnitLayout
+from paro.layout import Unit, UnitLayout
 from paro.planning.search_space import PlanRequest
 from paro.spec.run_spec import Materialize
 from paro.step.actions import Move, StepShape, Verb, number_buffers
 from paro.step.gathering import GatheringPolicy
 from paro.step.schedule import StepSchedule
-from paro.step.units import Unit
 from tests.paro.planning.cases import BF16, ORDERS, costs, order_case, schedule_of
 from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks

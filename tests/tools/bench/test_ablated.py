@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from paro.optim import matrices
+from paro.optim import muon
+from paro.optim.adamw import Update
 from paro.quantization.blocks import hadamard
 from paro.spec.optim_config import MuonConfig
 from tools.bench import ablated
@@ -33,16 +34,17 @@ def test_every_part_is_made_orthogonal_by_itself_and_scaled_by_its_shape() -> No
     tall = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
     parts = in_parts(tall, CONFIG).split(8)
     for part, given in zip(parts, tall.split(8), strict=True):
-        wanted = matrices.orthogonal(given, CONFIG) * (8 / 32) ** 0.5  # spectral: sqrt of the rows
+        wanted = muon.orthogonal(given, CONFIG) * (8 / 32) ** 0.5  # spectral: sqrt of the rows
         torch.testing.assert_close(part, wanted)
 
 
 def test_a_step_of_five_takes_whole_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    def steps(self: object, **_: Any) -> Iterator[bool]:
-        yield matrices.orthogonal is in_parts
+    def steps(*_: object) -> Iterator[bool]:
+        yield muon.orthogonal is in_parts
 
-    monkeypatch.setattr(matrices, "orthogonal", matrices.orthogonal)  # restored afterwards
+    monkeypatch.setattr(muon, "orthogonal", muon.orthogonal)  # restored afterwards
     monkeypatch.setattr(ablated, "_update", steps)
-    muon: Any = None
-    found = [next(iter(update(muon, step=step))) for step in range(1, EVERY + 1)]
+    muon_step: Any = None
+    by = Update(lr=0.1, weight_decay=0.0)
+    found = [next(iter(update(muon_step, by, step))) for step in range(1, EVERY + 1)]
     assert found == [True] * (EVERY - 1) + [False]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paro.optim.matrices import newton_schulz
+from paro.optim.muon import newton_schulz
 from tools.bench.bench_newton_schulz import CONFIG, batched, flops_of
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -15,13 +16,100 @@ from torch import Tensor
 from paro.collectives.matrices import MatrixExchange
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import Exposure, WaitKind
-from paro.optim.muon_kernels import MomentumUpdate, MuonKernels, Square, square_by_torch
-from paro.optim.rounding import Rounding
+from paro.optim import adamw
+from paro.optim.adamw import Update
+from paro.optim.rounding import Rounding, round_into
 from paro.sharding.shards import UnitShards
 from paro.spec.muon_rounds import Assignment, MuonMatrix, MuonRound, MuonRounds
 from paro.spec.optim_config import Coefficients, MuonConfig
 
+Square = Callable[[Tensor, tuple[float, float] | None], Tensor]
 _EPS = 1e-7  # of the norm by which a matrix is divided
+_WITHIN = 2.0**-7  # of the largest element, in bf16
+
+
+class MomentumUpdate(NamedTuple):
+    """An update of a range of momentum by a gradient times `factor`, in numbered steps.
+
+    Momentum in bf16 needs a `rounding`.
+    """
+
+    config: MuonConfig
+    factor: float
+    read_as: torch.dtype  # by Newton-Schulz
+    rounding: Rounding | None
+    step: int
+
+
+Momentum = Callable[[Tensor, Tensor, MomentumUpdate], Tensor]
+
+
+class MuonKernels(NamedTuple):
+    """Implementations of Muon's operations, and a line about them, empty without a choice."""
+
+    momentum: Momentum
+    square: Square
+    line: str = ""
+
+
+def momentum_by_torch(kept: Tensor, grad: Tensor, update: MomentumUpdate) -> Tensor:
+    """Update momentum in place; return the values that Newton-Schulz reads."""
+    config, factor, read_as, rounding, step = update
+    grad = grad.float() * factor
+    momentum = kept.float().lerp_(grad, 1.0 - config.muon_momentum)
+    read = grad.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum
+    read = read.to(read_as, copy=True)
+    if rounding is not None:
+        round_into(momentum, rounding.bits(0, kept.numel(), step, kept.device), kept)
+    return read
+
+
+def square_by_torch(x: Tensor, factors: tuple[float, float] | None = None) -> Tensor:
+    """Compute `x @ x.T`; with factors (b, c), of a symmetric `x`, `b * x + c * x @ x`."""
+    if factors is None:
+        return x @ x.mT
+    return torch.addmm(x, x, x, beta=factors[0], alpha=factors[1])
+
+
+BY_TORCH = MuonKernels(momentum_by_torch, square_by_torch)
+
+
+@cache
+def choose_muon_kernels(name: str, device: torch.device) -> MuonKernels:
+    """Return the implementation of momentum and of symmetric bf16 products.
+
+    It is Triton's on a GPU where small tensors show that it works, unless --adam-implementation
+    names another.
+    """
+    if name not in ("auto", "triton") or device.type not in adamw.TRITON_DEVICES:
+        return BY_TORCH
+    try:
+        from paro.optim.kernels import VERSION, momentum, square
+
+        _compare(MuonKernels(momentum, square), device)
+    except Exception as error:  # any that Triton, its compiler or the device's driver raises
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return BY_TORCH._replace(line=f"Muon: torch's operations, because Triton fails: {reason}")
+    line = f"Muon: momentum in one pass and symmetric products by Triton {VERSION}"
+    return MuonKernels(momentum, square, line)
+
+
+def _compare(kernels: MuonKernels, device: torch.device) -> None:
+    """Raise `RuntimeError` unless results are torch's to rounding, and products symmetric."""
+    x = torch.linspace(-3.0, 3.0, 130 * 70, device=device).sin_().view(130, 70).bfloat16()
+    rounding = Rounding(seed=0, name="", low=0, width=7, stride=9, start=2)
+    found = []
+    for one in (BY_TORCH, kernels):
+        kept = [x.flatten().clone(), x.flatten().float()]
+        read = [
+            one.momentum(each, x.flatten(), MomentumUpdate(MuonConfig(), 0.5, x.dtype, at, step=1))
+            for each, at in zip(kept, (rounding, None), strict=True)
+        ]
+        symmetric = x[:70] + x[:70].mT
+        found.append((*kept, *read, one.square(x, None), one.square(symmetric, (-1.5, 0.5))))
+    errors = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(*found, strict=True)]
+    if not (max(errors) <= _WITHIN and all(torch.equal(one, one.mT) for one in found[1][-2:])):
+        raise RuntimeError(f"results differ by {max(errors):.2g} from torch's")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +125,8 @@ class MuonRange:
 class _AllToAll(NamedTuple):
     """An all-to-all of a round under way, with the tensors that it reads and writes.
 
-    `received` is by group rank of the sender; `whole` is the matrix of which these are shards, if
-    this rank is the owner of one.
+    Tensors are by the group rank of the other end. The owner of a matrix receives its shards in
+    `whole`.
     """
 
     muon_round: MuonRound
@@ -74,32 +162,32 @@ class MuonStep:
         self._wire = wire
         self._kernels = kernels
 
-    def update(self, *, lr: float, weight_decay: float, factor: float, step: int) -> Iterator[int]:
+    def update(self, update: Update, step: int) -> Iterator[int]:
         """Yield the number of each buffer as soon as all its matrices are updated.
 
-        Gradients, times `factor`, are undefined afterwards.
+        Gradients are undefined afterwards.
         """
         rounds = self.rounds.rounds
         to_update = Counter(one.matrix.buffer for one in chain.from_iterable(rounds))
         momentum: _AllToAll | None = None
-        update: _AllToAll | None = None
+        result: _AllToAll | None = None
         for muon_round in (*rounds, None, None):  # two more turns, in which the last ones arrive
-            next_momentum = self._send_momentum(muon_round, factor, step) if muon_round else None
-            next_update = self._send_update(momentum) if momentum else None
-            if update:
-                self._apply(update, lr, weight_decay)
-                for assignment in update.muon_round:
+            next_momentum = self._send_momentum(muon_round, update, step) if muon_round else None
+            next_result = self._send_result(momentum) if momentum else None
+            if result:
+                self._apply(result, update)
+                for assignment in result.muon_round:
                     to_update[assignment.matrix.buffer] -= 1
                     if not to_update[assignment.matrix.buffer]:
                         yield assignment.matrix.buffer
-            momentum, update = next_momentum, next_update
+            momentum, result = next_momentum, next_result
 
-    def _send_momentum(self, muon_round: MuonRound, factor: float, step: int) -> _AllToAll:
+    def _send_momentum(self, muon_round: MuonRound, update: Update, step: int) -> _AllToAll:
         """Update the momentum of a round, and queue its all-to-all to the owners."""
         rank, is_sharded = self._exchange.group_rank, self.rounds.is_sharded
         sent: dict[int, Tensor] = {}
         for assignment, low, high in self._held(muon_round):
-            read = self._momentum(assignment.matrix, low, high, factor, step)
+            read = self._momentum(assignment.matrix, low, high, update.factor, step)
             if is_sharded or assignment.owner == rank:
                 sent[assignment.owner] = read
         received: dict[int, Tensor] = {}
@@ -115,7 +203,7 @@ class MuonStep:
     def _momentum(
         self, matrix: MuonMatrix, low: int, high: int, factor: float, step: int
     ) -> Tensor:
-        """Update the momentum of a matrix's shard; return what Newton-Schulz reads."""
+        """Update the momentum of a matrix's shard; return the values that Newton-Schulz reads."""
         held = self._ranges[matrix.buffer]
         part = _part(held.unit, matrix, low, high)
         kept, start, rounding = held.momentum[part], held.unit.optim_start, None
@@ -125,17 +213,17 @@ class MuonStep:
         update = MomentumUpdate(self._config, factor, self._wire, rounding, step)
         return self._kernels.momentum(kept, held.unit.optim_grad[part], update)
 
-    def _send_update(self, momentum: _AllToAll) -> _AllToAll:
-        """Compute the update of this rank's matrix of a round, and queue its all-to-all back."""
+    def _send_result(self, momentum: _AllToAll) -> _AllToAll:
+        """Orthogonalize this rank's matrix of a round, and queue the result's all-to-all back."""
         self._exposure.wait(WaitKind.REDUCE, momentum.event)
         owned = self._owned(momentum.muon_round)
         sent: dict[int, Tensor] = {}
         if owned is not None and momentum.whole is not None:
             whole = momentum.whole.view(owned.rows, owned.columns)
-            update = (
+            result = (
                 orthogonal(whole, self._config, self._kernels.square).to(self._wire).reshape(-1)
             )
-            sent = {rank: update[low:high] for rank, low, high in self.rounds.shards(owned)}
+            sent = {rank: result[low:high] for rank, low, high in self.rounds.shards(owned)}
         received = {
             assignment.owner: self._ranges[assignment.matrix.buffer].master.new_empty(
                 high - low, dtype=self._wire
@@ -145,16 +233,16 @@ class MuonStep:
         event = self._all_to_all(sent, received)
         return _AllToAll(momentum.muon_round, sent, received, event)
 
-    def _apply(self, update: _AllToAll, lr: float, weight_decay: float) -> None:
-        """Update the masters of a round's matrices, once the update has arrived."""
-        self._exposure.wait(WaitKind.PARAM_ALL_GATHER, update.event)
-        for assignment, low, high in self._held(update.muon_round):
+    def _apply(self, result: _AllToAll, update: Update) -> None:
+        """Update the masters of a round's matrices, once the result has arrived."""
+        self._exposure.wait(WaitKind.PARAM_ALL_GATHER, result.event)
+        for assignment, low, high in self._held(result.muon_round):
             matrix = assignment.matrix
             held = self._ranges[matrix.buffer]
             master = held.master[_part(held.unit, matrix, low, high)]
-            master.mul_(1.0 - lr * weight_decay)
+            master.mul_(1.0 - update.lr * update.weight_decay)
             scale = self._config.scale(matrix.rows, matrix.columns)
-            master.add_(update.received[assignment.owner].float(), alpha=-lr * scale)
+            master.add_(result.received[assignment.owner].float(), alpha=-update.lr * scale)
 
     def _owned(self, muon_round: MuonRound) -> MuonMatrix | None:
         """Return the matrix of a round of which this rank is the owner, if any."""
@@ -162,8 +250,7 @@ class MuonStep:
         return next((one.matrix for one in muon_round if one.owner == rank), None)
 
     def _held(self, muon_round: MuonRound) -> Iterator[tuple[Assignment, int, int]]:
-        """Yield the matrices of a round of which this rank holds elements [low, high), with
-        these."""
+        """Yield the matrices of a round of which this rank holds elements [low, high)."""
         for assignment in muon_round:
             for rank, low, high in self.rounds.shards(assignment.matrix):
                 if rank == self._exchange.group_rank:
