@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from paro.planning.estimator import BITS_GAIN, Estimate
 from paro.planning.planner import MEMORY_TIE, TIE, SearchResult
-from paro.planning.timeline import EXPOSED
+from paro.planning.step_costs import EXPOSED
 from paro.quantization.formats import FULL_BITS
 from paro.text import size_text
 

@@ -18,8 +18,7 @@ from paro.planning.device_memory import DeviceMemory
 from paro.planning.passes import StepCounts
 from paro.planning.run_memory import RunMemory
 from paro.planning.search_space import FEWEST_BITS, Candidate, PlanRequest
-from paro.planning.step_costs import StepCosts
-from paro.planning.timeline import Timeline, simulate
+from paro.planning.step_costs import StepCosts, Timeline, simulate
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.spec.run_spec import RunSettings, RunSpec
