@@ -88,17 +88,15 @@ class CommCosts:
 
     @cached_property
     def of_buffers(self) -> list[BufferCosts]:
-        """The costs of every buffer; those of equal kind have equal costs."""
-        alike = self.counts.alike
-        known = {first: self._of_kind(self.specs[first]) for first in dict.fromkeys(alike)}
-        return [known[first] for first in alike]
+        """The costs of every buffer, by number."""
+        return self.counts.by_kind(lambda number: self._costs_of(self.specs[number]))
 
     @cached_property
     def coding_bytes(self) -> int:
         """Memory traffic of all codes of a step; 0 if none are sent."""
         return sum(sum(costs.codes.values()) for costs in self.of_buffers)
 
-    def _of_kind(self, spec: ShardingSpec) -> BufferCosts:
+    def _costs_of(self, spec: ShardingSpec) -> BufferCosts:
         queued = dict(self._queued(spec))
         codes = self._add_copies(spec, queued) if spec.buffer.trains else {}
         return BufferCosts(queued, {verb: busy_of(queued[verb]) for verb in queued}, codes)

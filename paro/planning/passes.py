@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import TypeVar
 
 from paro.machine.caching import cached_by
 from paro.step.actions import WAITED_BY, Move, StepShape, Verb
@@ -15,6 +16,7 @@ from paro.step.schedule import LISTED_MICRO_BATCHES, StepSchedule, step_schedule
 from paro.step.units import Buffer, Unit, buffers_of
 
 Counts = Mapping[Move, int]
+Made = TypeVar("Made")
 QUEUES = frozenset(chain.from_iterable(WAITED_BY.values()))
 
 
@@ -89,10 +91,15 @@ class StepCounts:
 
     @cached_property
     def alike(self) -> list[int]:
-        """For every buffer, the number of the first one of its kind."""
+        """The number of the first buffer of equal kind, for every buffer."""
         kinds = ((unit.traffic_kind, trains) for unit, trains, _ in self.buffers)
         first: dict[object, int] = {}
         return [first.setdefault(kind, number) for number, kind in enumerate(kinds)]
+
+    def by_kind(self, make: Callable[[int], Made]) -> list[Made]:
+        """Make something of every buffer by its number, once for all buffers of equal kind."""
+        made = {number: make(number) for number in dict.fromkeys(self.alike)}
+        return [made[number] for number in self.alike]
 
 
 def _waited_for(*passes: Iterable[Iterable[Move]]) -> Iterable[Move]:
