@@ -13,15 +13,20 @@ from paro.errors import check_least, check_multiple
 from paro.machine.collective_time import algorithms_of
 from paro.machine.machine import Machine
 from paro.planning.computing import device_of
-from paro.planning.rotation import MUON_ROTATES, rotation_infeasible_reason
-from paro.planning.survival import Survival, check_nodes, survival
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.spec.context_layout import ContextLayout, ContextLimits
 from paro.spec.run_spec import Materialize, RunSettings
-from paro.spec.units import units_of
+from paro.spec.units import MUON_ROTATES, rotation_infeasible_reason, units_of
 from paro.step.units import Unit
-from paro.strategy import Strategy, effective_letters, parse_strategy
+from paro.strategy import (
+    Strategy,
+    Survival,
+    check_nodes,
+    effective_letters,
+    parse_strategy,
+    survival,
+)
 from paro.text import listed
 
 MEMORY_MARGIN = 0.03  # of a device: with as few recomputed blocks as fit it would be full
