@@ -17,10 +17,14 @@ from paro.errors import UserError, count_text
 from paro.layout import Shape
 from paro.planning.device_memory import DeviceMemory
 from paro.planning.estimator import Estimator
-from paro.planning.recomputation import least_recomputation, of_first, recompute_flags
 from paro.planning.remedies import fewest_ranks, smallest_context
 from paro.planning.run_memory import RunMemory
-from paro.planning.search_space import PlanRequest
+from paro.planning.search_space import (
+    PlanRequest,
+    first_blocks,
+    least_recomputation,
+    recompute_flags,
+)
 from paro.precision import BYTES_OF
 from paro.report.memory import available_host_bytes
 from paro.report.record import PlannedStep
@@ -157,7 +161,7 @@ def _more_ranks(
 
     Fewer ones with all blocks recomputed, unless that is enough alone (`is_recomputed`).
     """
-    machine, every = config.sharding.machine, of_first(config.model.num_layers, config.model)
+    machine, every = config.sharding.machine, first_blocks(config.model.num_layers, config.model)
     step = lcm(run.group_size, config.world.ranks_per_node, run.context.size)
     found: list[int] = []
     for recompute, flags in ((run.recompute, ""), (every, f" with {recompute_flags(every)}")):

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 from paro.planning.estimator import Estimator
 from paro.planning.planner import SearchResult
-from paro.planning.recomputation import (
+from paro.planning.search_space import (
+    Candidate,
+    PlanRequest,
+    first_blocks,
     least_recomputation,
-    of_first,
     recompute_flags,
 )
-from paro.planning.search_space import Candidate, PlanRequest
 from paro.spec.context_layout import ContextLayout, ContextLimits
 from paro.spec.run_spec import Materialize
 from paro.text import size_text
@@ -30,7 +31,7 @@ _SMALLER = {
 
 
 class Change(NamedTuple):
-    """A single change after which a candidate fits: what to give, and what is planned then."""
+    """A single change after which a candidate fits: the flags to give, and the plan with them."""
 
     what: str
     request: PlanRequest
@@ -38,7 +39,7 @@ class Change(NamedTuple):
 
 
 def why_nothing_fits(request: PlanRequest, plan: SearchResult) -> str:
-    """Return a line: the least memory, and each single change that would make it fit.
+    """Write in a line the least memory, and each single change that would make it fit.
 
     Also more ranks with recomputation, where these are fewer than without.
     """
@@ -53,7 +54,7 @@ def why_nothing_fits(request: PlanRequest, plan: SearchResult) -> str:
 
 
 def single_changes(request: PlanRequest, least: Candidate) -> Iterator[Change]:
-    """Flags, and a number of ranks, each of which would be enough alone."""
+    """Yield flags, and a number of ranks, each of which would be enough alone."""
     at_once = replace(request, prefetch_units=0)
     if request.prefetch_units and _fits(at_once, least):
         yield Change("--paro-prefetch-units 0", at_once, least)
@@ -91,10 +92,9 @@ def smallest_context(
     *,
     in_parts: bool,
 ) -> tuple[str, ContextLayout] | None:
-    """Return the flags of the fewest more ranks that share a sample with which it fits; None if
-    none.
+    """Find the flags of the smallest larger context-parallel size that fits; None if none does.
 
-    Keys and values travel only where attention can be computed `in_parts`.
+    Keys and values go round a ring only where attention can be computed `in_parts`.
     """
     ranks = limits.world_size
     for size in (n for n in range(given.size + 1, ranks + 1) if ranks % n == 0):
@@ -124,8 +124,7 @@ def _fits(request: PlanRequest, candidate: Candidate) -> bool:
 
 
 def fewest_ranks(given: int, step: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the fewest ranks above `given`, in steps, that are enough; None if even the most are
-    not.
+    """Find the fewest ranks above `given`, in steps, that fit; None if even the most do not.
 
     The more ranks, the less memory.
     """
@@ -139,8 +138,8 @@ def fewest_ranks(given: int, step: int, fits: Callable[[int], bool]) -> int | No
 
 
 def _recomputed(request: PlanRequest, least: Candidate) -> Iterator[Change]:
-    """Fewer ranks than without, with recomputation of all blocks; not if that is enough alone."""
-    every = of_first(request.model.num_layers, request.model)
+    """Yield fewer ranks with recomputation of all blocks, unless that is enough alone."""
+    every = first_blocks(request.model.num_layers, request.model)
     recomputed = replace(least, recompute=every)
     if least.recompute == every or _fits(request, recomputed):
         return
