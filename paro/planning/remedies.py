@@ -19,7 +19,7 @@ from paro.planning.search_space import (
     recompute_flags,
 )
 from paro.spec.context_layout import ContextLayout, ContextLimits
-from paro.spec.run_spec import Materialize
+from paro.spec.run_spec import Materialize, RunSpec
 from paro.text import size_text
 
 MOST_RANKS = 16384  # the largest world size that is tried
@@ -71,52 +71,37 @@ def single_changes(request: PlanRequest, least: Candidate) -> Iterator[Change]:
             yield Change(f"--micro-batch-size {size}", request, smaller)
             break
     if not least.materialize.rotates:
-        compute = request.precision.compute
-        context = smallest_context(
-            least.context,
-            request.context_limits,
-            lambda layout: _fits(request, replace(least, context=layout)),
-            in_parts=request.model.parts_misfit(request.device_type, compute) is None,
-        )
-        if context is not None:
-            flags, layout = context
-            yield Change(flags, request, replace(least, context=layout))
-    yield from _smaller_way(request, least)
+        run = estimator_of(request).run_spec(least)
+        for flags, layout in larger_contexts(run):
+            if _fits(request, shared := replace(least, context=layout)):
+                yield Change(flags, request, shared)
+                break
+    if least.materialize in _SMALLER:
+        materialize, flag = _SMALLER[least.materialize]
+        rotated = replace(least, materialize=materialize)
+        possible = request.infeasible_reason(least.strategy, materialize) is None
+        if possible and _fits(request, rotated):
+            yield Change(flag, request, rotated)
     yield from _more_ranks(request, least)
 
 
-def smallest_context(
-    given: ContextLayout,
-    limits: ContextLimits,
-    fits: Callable[[ContextLayout], bool],
-    *,
-    in_parts: bool,
-) -> tuple[str, ContextLayout] | None:
-    """Find the flags of the smallest larger context-parallel size that fits; None if none does.
+def larger_contexts(run: RunSpec) -> Iterator[tuple[str, ContextLayout]]:
+    """Yield larger context-parallel layouts that a run may have, smallest first, with their flags.
 
-    Keys and values go round a ring only where attention can be computed `in_parts`.
+    Keys and values go round a ring only where attention can be computed in parts.
     """
-    ranks = limits.world_size
-    for size in (n for n in range(given.size + 1, ranks + 1) if ranks % n == 0):
-        options = {f"--context-parallel-size {size} --cp-comm-type a2a": size}
-        if in_parts:
-            options = {f"--context-parallel-size {size} --cp-comm-type p2p": 1, **options}
-        for flags, heads in options.items():
+    limits = ContextLimits.of(
+        run.model,
+        world_size=run.world_size,
+        group_size=run.group_size,
+        seq_length=run.seq_length,
+    )
+    in_parts = run.model.parts_misfit(run.device_type, run.precision.compute) is None
+    for size in range(run.context.size + 1, run.world_size + 1):
+        for name, heads in (("p2p", 1), ("a2a", size)) if in_parts else (("a2a", size),):
             layout = ContextLayout(size=size, heads=heads)
-            if limits.misfit(layout) is None and fits(layout):
-                return flags, layout
-    return None
-
-
-def _smaller_way(request: PlanRequest, least: Candidate) -> Iterator[Change]:
-    """Yield the flag that makes weights rotate, or rotate in place, if that is enough."""
-    further = _SMALLER.get(least.materialize)
-    if further is not None:
-        materialize, flag = further
-        possible = request.infeasible_reason(least.strategy, materialize) is None
-        rotated = replace(least, materialize=materialize)
-        if possible and _fits(request, rotated):
-            yield Change(flag, request, rotated)
+            if limits.misfit(layout) is None:
+                yield f"--context-parallel-size {size} --cp-comm-type {name}", layout
 
 
 def _fits(request: PlanRequest, candidate: Candidate) -> bool:
