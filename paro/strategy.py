@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise, product
 
 from paro.errors import UserError, count_text
@@ -153,3 +154,58 @@ def effective_letters(strategy: Strategy, *, world_size: int, group_size: int) -
 
 def _divisors(number: int) -> str:
     return ", ".join(str(i) for i in range(1, number + 1) if number % i == 0)
+
+
+# [Note: copies of shards]
+# A shard at degree d is on every d-th rank: shard s on the ranks s, s + d, s + 2d, ... No state is
+# sharded more finely than the optimizer's (`is_legal`), so its master parameters and moments have
+# the fewest copies: where they survive, so do the parameters. Gradients are computed again. With
+# the degrees (m, m, d) in groups of m ranks, m | d | n and r = n / d copies, a rank sends of V
+# bytes of gradients and W of parameters
+#
+#     (1/m - 1/d) V + 2 (r - 1) / (r d) V + (1/m - 1/d) W = (V + W) / m + (V - W) / d - 2 V / n
+#
+# between groups: the same for every d if gradients are sent in the type of the parameters.
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """The number of any ranks, and of any nodes, that may be lost with every state still held."""
+
+    ranks: int
+    nodes: int
+
+    def describe(self) -> str:
+        """Say in words what may be lost."""
+        if self.ranks == 0:
+            return "no rank may be lost: each optimizer shard is on one"
+        nodes = f" or {count_text(self.nodes, 'node')}" if self.nodes else ", but no node,"
+        return f"any {count_text(self.ranks, 'rank')}{nodes} may be lost with every state held"
+
+
+def survival(strategy: Strategy, *, world_size: int, ranks_per_node: int) -> Survival:
+    """Count the losses that a strategy survives on nodes of consecutive ranks."""
+    degree = strategy.optim
+    return Survival(
+        ranks=world_size // degree - 1,
+        nodes=_fewest_nodes(degree, world_size, ranks_per_node) - 1,
+    )
+
+
+def check_nodes(survive: int, world_size: int, ranks_per_node: int) -> None:
+    """Raise `UserError` unless some node is left when `survive` are lost."""
+    num_nodes = -(-world_size // ranks_per_node)
+    if 0 < num_nodes <= survive:
+        raise UserError(
+            f"--paro-survive {survive}: the {count_text(world_size, 'rank')} are on "
+            f"{count_text(num_nodes, 'node')}, of which at most {num_nodes - 1} can be lost"
+        )
+
+
+@cache
+def _fewest_nodes(degree: int, world_size: int, ranks_per_node: int) -> int:
+    """Count the nodes that hold the optimizer shard which fewest nodes hold."""
+    return min(
+        len({rank // ranks_per_node for rank in range(shard, world_size, degree)})
+        for shard in range(degree)
+    )

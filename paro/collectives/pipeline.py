@@ -26,6 +26,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from paro.collectives.schedule import Op
+from paro.layout import ALIGN
 
 MAX_PIECES = 8
 SLOTS = 2
@@ -75,10 +76,11 @@ def make_pipeline(op: Op, pieces: int) -> tuple[PipelineStage, ...]:
     )
 
 
-def cut_evenly(numel: int, pieces: int, multiple: int) -> list[tuple[int, int]]:
-    """(start, stop) of every piece of a shard; all begin at a multiple of `multiple` elements."""
-    units = numel // multiple
-    starts = [units * piece // pieces * multiple for piece in range(pieces)]
+def piece_ranges(numel: int, pieces: int) -> list[tuple[int, int]]:
+    """Cut a shard into at most so many aligned pieces; return (start, stop) of each."""
+    units = numel // ALIGN
+    pieces = min(pieces, max(1, units))
+    starts = [units * piece // pieces * ALIGN for piece in range(pieces)]
     return list(zip(starts, [*starts[1:], numel], strict=True))
 
 

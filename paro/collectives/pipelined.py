@@ -12,7 +12,7 @@ from torch import Tensor
 from paro.collectives.choice import Pieces
 from paro.collectives.interface import Collectives, Request
 from paro.collectives.native import NativeCollectives
-from paro.collectives.pipeline import SLOTS, PipelineStage, cut_evenly, make_pipeline
+from paro.collectives.pipeline import SLOTS, PipelineStage, make_pipeline, piece_ranges
 from paro.collectives.schedule import Op
 from paro.collectives.spans import has_both_links, ring_levels
 from paro.collectives.transfer import Scratch
@@ -20,7 +20,6 @@ from paro.collectives.wire import Wire, as_nested
 from paro.distributed.comm_stream import DONE, AllEvents, Event, Job
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
-from paro.layout import ALIGN
 from paro.topology import AxisSpan, StreamKind
 
 
@@ -41,7 +40,7 @@ class PipelinedCollectives(Collectives):
         if not has_both_links(span):
             return self._native.run(request)
         pieces = self._pieces(op, span, request.num_bytes)
-        ranges = cut_evenly(own.numel(), min(pieces, max(1, own.numel() // ALIGN)), ALIGN)
+        ranges = piece_ranges(own.numel(), pieces)
         memory = self._memory.setdefault((request.stream_kind, span), _Memory())
         slots = [memory.next_slot() for _ in ranges]
         jobs = _StageJobs(

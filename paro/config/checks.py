@@ -22,12 +22,12 @@ from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import LaunchConfig
 from paro.errors import UserError, check_least, count_text
-from paro.planning.rotation import rotation_infeasible_reason
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.optim_config import MuonConfig, OptimConfig
+from paro.spec.units import rotation_infeasible_reason
 from paro.strategy import Strategy
 
 _MUON_LR = 0.005  # below it a learning rate is of AdamW's size

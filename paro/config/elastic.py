@@ -12,16 +12,16 @@ from paro.config.inter_bits import AUTO
 from paro.distributed.world import World
 from paro.errors import UserError, count_text
 from paro.machine.files import MEASURE, find_machine
-from paro.planning.rotation import rotation_conflict, rotation_infeasible_reason
 from paro.planning.search_space import legal_strategies
-from paro.planning.survival import survival
 from paro.schedule.batch_schedule import BatchSchedule
+from paro.spec.units import rotation_conflict, rotation_infeasible_reason
 from paro.strategy import (
     Strategy,
     check_group_size,
     degrees_of,
     fitting_group_size,
     parse_strategy,
+    survival,
 )
 from paro.text import listed
 

@@ -23,17 +23,15 @@ from paro.machine.files import (
     machine_of_launch,
     why_unmeasurable,
 )
-from paro.planning.rotation import rotation_infeasible_reason
 from paro.planning.search_space import PlanRequest, legal_strategies
-from paro.planning.survival import check_nodes, survival
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.muon_rounds import in_buckets
 from paro.spec.optim_config import MuonConfig
 from paro.spec.run_spec import Materialize
 from paro.spec.sharding_spec import specs_of, state_bytes
-from paro.spec.units import units_of
-from paro.strategy import FLAG, Strategy, check_group_size, parse_strategy
+from paro.spec.units import rotation_infeasible_reason, units_of
+from paro.strategy import FLAG, Strategy, check_group_size, check_nodes, parse_strategy, survival
 from paro.text import size_text
 
 DEFAULT_STRATEGY = "IIG"

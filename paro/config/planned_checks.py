@@ -12,11 +12,11 @@ from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.config.context_parallel import check_parts
 from paro.config.sharding import ShardingConfig
 from paro.errors import UserError
-from paro.planning.rotation import MUON_ROTATES
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.context_layout import ContextLimits
 from paro.spec.states import is_for_muon
+from paro.spec.units import MUON_ROTATES
 
 
 def check_sequence(model: LlamaConfig, seq_length: int) -> None:

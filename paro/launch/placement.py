@@ -10,10 +10,9 @@ from paro.config.plan import nearest_surviving
 from paro.config.run import RunConfig
 from paro.errors import count_text
 from paro.launch.prediction import plan_request_of_run
-from paro.planning.survival import Survival, survival
 from paro.sharding.shards import UnitShards
 from paro.spec.sharding_spec import ModelStateBytes, state_bytes
-from paro.strategy import FLAG, Strategy, effective_letters
+from paro.strategy import FLAG, Strategy, Survival, effective_letters, survival
 from paro.text import align, ranks_text, size_text
 from paro.topology import Topology
 from paro.training.step import Training

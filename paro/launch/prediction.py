@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from math import lcm
 
 import torch
@@ -17,14 +18,17 @@ from paro.errors import UserError, count_text
 from paro.layout import Shape
 from paro.planning.device_memory import DeviceMemory
 from paro.planning.estimator import Estimator
-from paro.planning.recomputation import least_recomputation, of_first, recompute_flags
-from paro.planning.remedies import fewest_ranks, smallest_context
+from paro.planning.remedies import fewest_ranks, larger_contexts
 from paro.planning.run_memory import RunMemory
-from paro.planning.search_space import PlanRequest
+from paro.planning.search_space import (
+    PlanRequest,
+    first_blocks,
+    least_recomputation,
+    recompute_flags,
+)
 from paro.precision import BYTES_OF
 from paro.report.memory import available_host_bytes
 from paro.report.record import PlannedStep
-from paro.spec.context_layout import ContextLimits
 from paro.spec.run_spec import RunSpec
 from paro.spec.states import MASTER, adamw_states, bytes_of, is_for_muon, muon_states
 from paro.strategy import Strategy
@@ -123,19 +127,9 @@ def remedy_of(config: RunConfig, device_type: str, fits: Callable[[DeviceMemory]
 
     enough = least_recomputation(config.model, lambda recompute: fits(predicted(recompute)))
     advice = [] if enough is None else [f"give {recompute_flags(enough)}"]
-    context = smallest_context(
-        run.context,
-        ContextLimits(
-            model=run.model,
-            world_size=run.world_size,
-            group_size=run.group_size,
-            seq_length=run.seq_length,
-        ),
-        lambda layout: fits(memory.of(replace(run, context=layout))),
-        in_parts=config.model.parts_misfit(device_type, config.precision.compute) is None,
-    )
-    if context is not None and not run.materialize.rotates:
-        advice.append(f"give {context[0]}")
+    contexts = () if run.materialize.rotates else larger_contexts(run)
+    fitting = (flags for flags, own in contexts if fits(memory.of(replace(run, context=own))))
+    advice += [f"give {flags}" for flags in islice(fitting, 1)]
     if config.batches.micro_batch_size > 1:
         advice.append("lower --micro-batch-size")
     snapshot = predicted(config.model.recompute).allocations
@@ -157,7 +151,7 @@ def _more_ranks(
 
     Fewer ones with all blocks recomputed, unless that is enough alone (`is_recomputed`).
     """
-    machine, every = config.sharding.machine, of_first(config.model.num_layers, config.model)
+    machine, every = config.sharding.machine, first_blocks(config.model.num_layers, config.model)
     step = lcm(run.group_size, config.world.ranks_per_node, run.context.size)
     found: list[int] = []
     for recompute, flags in ((run.recompute, ""), (every, f" with {recompute_flags(every)}")):

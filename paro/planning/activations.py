@@ -1,29 +1,20 @@
 """The activations that each unit of a LLaMA keeps for backward, and needs to compute."""
 
-# Letters as in model/llama.py, T = B * S tokens of a micro-batch. A block keeps for backward
+# In: a model, a micro-batch and the shape of a step. Out: for every unit, or part where weights
+# rotate, the bytes that it keeps from forward to backward, and its peaks of transient bytes in both
+# (`UnitActivations`). Counted tensor by tensor; letters as in model/llama.py, T = B * S tokens of a
+# micro-batch. A block keeps, where attention kernels do not keep the scores (flash),
 #
 #     compute type   x, q, k, v, attention's output, x + attention, gate, up
 #                                                             T * (2 D + (2 N + 2 K) H + 2 F)
 #     fp32           log-sum-exp per token and query head
 #
-# where x is the previous unit's output. q and k are kept after RoPE; attention and the output
-# projection share the attention's output; normalized inputs and the product of gate and up are
-# recomputed. With --qk-layernorm q and k are also kept before their norms, with one fp32 scale per
-# head. This holds for attention kernels that do not keep the scores (flash). CUDA has none for fp32
-# with grouped heads: there all scores are kept, which is not counted here.
-#
-# The head keeps its input, an fp32 scale per token and, since the loss computes gradients in
-# forward, that of its normalized input. The gradient of the output weight is written into its
-# buffer, or kept, if the weight is tied: it has two gradients then. A fully recomputed block
-# keeps only its input, blocks recomputed together keep one input, and each with
-# --paro-recompute-keep attention's output and log-sum-exp; recomputing core attention saves the
-# log-sum-exp. Where ranks exchange tokens for heads, attention keeps queries, keys and values
-# as exchanged, keys and values maybe repeated, and its output before and after it is sent back.
-# Blocks with frozen parameters are counted as if all were trained; below the first trained unit
-# nothing is kept, and in the first block with adapters nothing before the first of them. Adapters
-# keep nothing. In forward, what those of gate and up add is there as well as what the weights make;
-# in backward, that of w_down computes the product of gate and up again, and gradients of both
-# before those of the weight's own product exist.
+# where x is the previous unit's output, q and k are kept after RoPE, and normalized inputs and the
+# product of gate and up are recomputed. With --qk-layernorm q and k are also kept before their
+# norms, with an fp32 scale per head. CUDA has no flash for fp32 with grouped heads: there all
+# scores are kept, which is not counted. Recomputed blocks keep one input together. Blocks with
+# frozen parameters are counted as if all were trained, but below the first trained unit nothing is
+# kept, and in the first block with adapters nothing before the first of them.
 
 from __future__ import annotations
 
@@ -31,16 +22,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from model.config import LlamaConfig
+from model.config import LlamaConfig, loss_chunk
 from model.units import unit_specs
 from paro.planning.context_parallel import kv_exchange_bytes
 from paro.planning.passes import StepCounts
 from paro.spec.run_spec import MicroBatch
+from paro.spec.units import unit_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitActivations:
-    """Activation bytes of a unit; the transients are its peaks in addition to `kept`."""
+    """The activation bytes of a unit; transients are peaks in addition to `kept`."""
 
     kept: int  # from forward to the end of the unit's backward
     recomputed: int = 0  # from recomputation to the end of the unit's backward
@@ -52,58 +44,31 @@ class UnitActivations:
     casts: int = 0  # of its weights in fp8, while their values stay
 
 
-@dataclass(frozen=True, kw_only=True)
 class Activations:
-    """What a model's units keep and need in a micro-batch, in bytes."""
+    """The bytes that a model's units keep and need in a micro-batch."""
 
-    config: LlamaConfig
-    batch: MicroBatch
-    grad_bytes: int  # of an element of the buffers for a micro-batch's gradients
-
-    @cached_property
-    def residual(self) -> int:
-        """A block's input."""
-        return self.batch.tensor_bytes(self.config.hidden_size)
-
-    @cached_property
-    def ffn(self) -> int:
-        """An MLP's inner tensor."""
-        return self.batch.tensor_bytes(self.config.ffn_hidden_size)
-
-    @cached_property
-    def _weight(self) -> int:
-        """A matrix of an MLP, in the compute type."""
-        return self.config.hidden_size * self.config.ffn_hidden_size * self.batch.compute_bytes
-
-    @cached_property
-    def _of_vocabulary(self) -> int:
-        """The same of the embedding, and of the output layer."""
-        return self.config.vocab_size * self.config.hidden_size * self.batch.compute_bytes
-
-    @cached_property
-    def direct(self) -> bool:
-        """Whether matmuls write gradients into their buffers, without a copy."""
-        return self._matmuls_write(self.grad_bytes)
+    def __init__(self, *, config: LlamaConfig, batch: MicroBatch, grad_bytes: int) -> None:
+        """Take the bytes of an element of the buffers for a micro-batch's gradients."""
+        self.config, self.batch, self.grad_bytes = config, batch, grad_bytes
+        self.residual = batch.tensor_bytes(config.hidden_size)  # a block's input
+        self.ffn = batch.tensor_bytes(config.ffn_hidden_size)  # an inner tensor of the MLP
+        # Weights in the compute type: a matrix of the MLP; the embedding, or the output layer.
+        self._matrix = config.hidden_size * config.ffn_hidden_size * batch.compute_bytes
+        self._vocabulary = config.vocab_size * config.hidden_size * batch.compute_bytes
+        # Whether matmuls write gradients into their buffers, and the embedding adds its rows there.
+        self.direct = self._matmuls_write(grad_bytes)
+        in_fp32_on_cpu = batch.device_type == "cpu" and batch.compute_bytes == 4
+        self.adds_rows = self.direct and in_fp32_on_cpu
+        # For the backward of a norm and the linear layers after it, without their weights: the
+        # gradients of the block's output, of the normalized input and of the input, and the
+        # normalized input; on a CPU, below fp32, the norm uses two fp32 tensors instead of that.
+        self.norm_backward = 4 * self.residual
+        if batch.device_type == "cpu" and batch.compute_bytes < 4:
+            self.norm_backward += 2 * self.residual * 4 // batch.compute_bytes - self.residual
 
     def _matmuls_write(self, grad_bytes: int) -> bool:
         in_fp32 = grad_bytes == 4 and self.batch.device_type == "cuda"
         return in_fp32 or grad_bytes == self.batch.compute_bytes
-
-    @property
-    def adds_rows(self) -> bool:
-        """Whether the embedding's gradient is added to buffers of its own type row by row."""
-        return self.direct and self.batch.device_type == "cpu" and self.batch.compute_bytes == 4
-
-    @cached_property
-    def norm_backward(self) -> int:
-        """For the backward of a norm and the linear layers after it, without their weights.
-
-        These are the gradients of the block's output, of the normalized input and of the input, and
-        the normalized input; on a CPU, below fp32, the norm uses two fp32 tensors instead of that.
-        """
-        if self.batch.device_type == "cpu" and self.batch.compute_bytes < 4:
-            return 3 * self.residual + 2 * self.residual * 4 // self.batch.compute_bytes
-        return 4 * self.residual
 
     def of_step(self, step: StepCounts) -> Iterator[tuple[str, UnitActivations]]:
         """Yield the units by name, in forward order."""
@@ -121,9 +86,9 @@ class Activations:
         return UnitActivations(
             kept=self.batch.num_tokens * 8,  # token ids
             in_forward=0,
-            before_gradients=self.residual + (0 if by_rows else self._of_vocabulary),
+            before_gradients=self.residual + (0 if by_rows else self._vocabulary),
             # Tied: added to the head's, which is kept until then.
-            in_backward=0 if tied else self.residual if by_rows else self._of_vocabulary,
+            in_backward=0 if tied else self.residual if by_rows else self._vocabulary,
         )
 
     # Blocks #
@@ -143,15 +108,15 @@ class Activations:
 
     @cached_property
     def _transients(self) -> dict[str, int]:
-        """Peak bytes of a block's forward and backward in addition to those it keeps, by field."""
+        """The peak bytes of a block's forward and backward without those it keeps, by field."""
         config, batch, residual, ffn = self.config, self.batch, self.residual, self.ffn
         # Backward peaks at the start of the MLP: the gradients of w_down, of gate and up and of
         # their product. Gate and up are then freed, which makes room for the gradients of their
         # producers.
         found = {
             "in_forward": residual + max(residual, ffn),
-            "before_gradients": residual + 3 * ffn + self._weight + self._of_adapters(),
-            "in_backward": max(residual + self._weight, self.norm_backward + 2 * self._weight),
+            "before_gradients": residual + 3 * ffn + self._matrix + self._of_adapters(),
+            "in_backward": max(residual + self._matrix, self.norm_backward + 2 * self._matrix),
         }
         if config.torch_compile is not None:
             found |= self._compiled_backward()
@@ -168,12 +133,12 @@ class Activations:
             # The block's input to the MLP is free by then, as are gate and up.
             exchanging = kv_exchange_bytes(config, batch) - 2 * ffn
             found["in_backward"] = max(found["in_backward"], exchanging)
-        if config.lora is not None:
+        if config.lora is not None:  # what adapters of gate and up add to the weights' products
             found["in_forward"] += ffn * len({"w_gate", "w_up"} & {*config.lora.targets})
         return found
 
     def _fp8_transients(self, without: Mapping[str, int]) -> dict[str, int]:
-        """Return the same where operands are cast; weights are counted as cast at every use.
+        """Compute the transients where operands are cast to fp8, weights at every use.
 
         Backward casts a gradient as it is and transposed, and transposes the inputs of weights,
         whose gradients are products that are then copied or added to their buffers.
@@ -195,9 +160,9 @@ class Activations:
                 "in_backward": without["in_backward"] + 2 * wide,
             }
         # Triton makes gate's and up's gradients and their product at once.
-        inputs = residual + 2 * narrow + (3 if on_gpu else 2) * size * wide
-        before = max(inputs + cast * wide, residual + 2 * narrow + size * wide + cast * weight)
-        product = inputs + wide + size * weight
+        others = residual + 2 * narrow + (3 if on_gpu else 2) * size * wide
+        before = max(others + cast * wide, residual + 2 * narrow + size * wide + cast * weight)
+        product = others + wide + size * weight
         inputs = max(
             residual + 2 * narrow + 3 * size * wide,
             norm + 4 * wide,
@@ -208,11 +173,11 @@ class Activations:
         return found | {"before_gradients": before, "in_backward": max(product, inputs)}
 
     def _compiled_backward(self) -> dict[str, int]:
-        """Return the peak bytes of a compiled block's backward, which is at its most in the MLP.
+        """Compute the peak bytes of a compiled block's backward, which is at its most in the MLP.
 
         Gate and up, which are counted as kept, are freed before the first gradient of a weight.
         """
-        residual, ffn, weight = self.residual, self.ffn, self._weight
+        residual, ffn, weight = self.residual, self.ffn, self._matrix
         before, after = residual + 4 * ffn, 5 * residual
         if self.config.fp8_format is None:
             if not self.direct:
@@ -224,17 +189,16 @@ class Activations:
         return {"before_gradients": max(before, together), "in_backward": max(after, together)}
 
     def _of_adapters(self) -> int:
-        """Return the peak bytes of a block's adapters, and of their dropout's mask, in the MLP's
-        backward."""
+        """Compute the peak bytes of adapters, and their dropout's mask, in the MLP's backward."""
         lora, size = self.config.lora, self.batch.compute_bytes
         if lora is None or "w_down" not in lora.targets:
             return 0
         products = self.config.ffn_hidden_size * (2 * size + (1 if lora.dropout else 0))
         # No gradient of the frozen weight is made.
-        return self.batch.num_tokens * (products + lora.rank * size) - self._weight
+        return self.batch.num_tokens * (products + lora.rank * size) - self._matrix
 
     def _before_adapters(self) -> int:
-        """What the first block with adapters does not keep, since nothing before them trains."""
+        """Count the bytes before its adapters that the first block with any does not keep."""
         lora = self.config.lora
         targets = {*lora.targets} if lora is not None else set()
         if not targets or targets & {"wq", "wk", "wv"}:
@@ -249,7 +213,7 @@ class Activations:
 
     @cached_property
     def of_block(self) -> int:
-        """What a block needs for backward, but for core attention's if that is recomputed."""
+        """The bytes that a block needs for backward, without a recomputed core attention's."""
         config = self.config
         query, key = _attention_widths(config)
         width = 2 * config.hidden_size + 2 * query + 2 * key + 2 * config.ffn_hidden_size
@@ -258,7 +222,7 @@ class Activations:
         return self._with_scores(width) + self.batch.num_tokens * in_fp8
 
     def _with_scores(self, width: int) -> int:
-        """Of `width` elements per token, and of what attention and its norms save in addition."""
+        """Count bytes of `width` elements per token, and of what attention and its norms keep."""
         config, batch = self.config, self.batch
         without_core = config.recompute is not None and config.recompute.core_attention
         in_fp32 = 0 if without_core else config.num_attention_heads  # log-sum-exp
@@ -268,6 +232,7 @@ class Activations:
             width -= query + 2 * key
             in_fp32 = 3 * query + config.num_attention_heads * batch.seq_length
         if batch.context.heads > 1 and not without_core:
+            # Queries, keys and values as exchanged, and the output before and after.
             repeats = max(1, batch.context.heads // config.num_query_groups)
             width += query + 2 * (repeats - 1) * key
         if config.qk_layernorm:
@@ -278,9 +243,11 @@ class Activations:
     # The head #
 
     def _of_head(self) -> UnitActivations:
+        # Kept: its input, an fp32 scale per token and, since the loss computes gradients in
+        # forward, that of its normalized input.
         residual, tied = self.residual, self.config.tie_embeddings_and_output_weights
         # A tied weight's gradient is kept until the embedding's gradient exists.
-        weight = self._of_vocabulary if tied else 0
+        weight = self._vocabulary if tied else 0
         before, _ = self._chunk_of_loss()
         return UnitActivations(
             kept=self.batch.num_tokens * 4 + 2 * residual + weight,
@@ -292,7 +259,7 @@ class Activations:
         )
 
     def _chunk_of_loss(self) -> tuple[int, int]:
-        """Return peak bytes of a chunk of tokens: up to its logits' gradient, and for the weight's.
+        """Compute peak bytes of a chunk of tokens, up to its logits' gradient and for the weight's.
 
         The fp32 logits become probabilities and their gradient in place. Below fp32 the product
         before them, and the gradient after them, are tensors of their own on a CPU; on a GPU Triton
@@ -307,7 +274,7 @@ class Activations:
         return logits + inputs, chunk * vocab_size * size + 2 * inputs
 
     def _summed_loss(self, grad_bytes: int) -> int:
-        """Return peak bytes of the loss where the output weight's gradient is summed over chunks.
+        """Compute peak bytes of the loss where the output weight's gradient is summed over chunks.
 
         In addition to the buffer, with elements of `grad_bytes`: the sum, if it is not summed
         there, and one chunk's product, which a CPU converts before adding it, unless matmuls write
@@ -322,17 +289,77 @@ class Activations:
         return (4 * numel if sums else 0) + max(before, after)
 
     def _tied_loss(self) -> int:
-        """Return the peak bytes of the loss in addition to the gradients that it keeps."""
+        """Compute the peak bytes of a tied weight's loss without the gradients that it keeps."""
         before, after = self._chunk_of_loss()
         if self.batch.num_tokens <= self.batch.loss_chunk(self.config):
-            return max(before - self._of_vocabulary, after)  # the weight's is computed last
+            return max(before - self._vocabulary, after)  # the weight's is computed last
         if self.batch.compute_bytes == 4:
             return max(before, after)
         # Several chunks: the weight's gradient is summed in fp32, and kept as a two-byte copy.
-        return self._summed_loss(2) - self._of_vocabulary
+        return self._summed_loss(2) - self._vocabulary
+
+
+class PartActivations(Activations):
+    """The bytes that the parts of a model keep and need in a micro-batch where weights rotate.
+
+    A block keeps as much as without slices, since those add up. Transient are the work with one
+    slice and the gradients of input and output. Slots are not counted (paro/step/slices.py).
+    """
+
+    def of_step(self, step: StepCounts) -> Iterator[tuple[str, UnitActivations]]:
+        """Yield the parts by name, in forward order."""
+        shape = step.shape
+        mlp = self.residual + 2 * self.ffn
+        needed = {"attention": self.of_block - mlp, "mlp": mlp}
+        begins = {group[0] for group in shape.recomputed}
+        for index, (spec, part) in enumerate(unit_parts(self.config)):
+            steps = shape.num_slices * len(shape.halves(index))
+            if part.method == "look_up":
+                found = self._look_up(steps)
+            elif part.method == "loss":
+                found = self._loss(steps)
+            else:
+                found = self._in_block(steps, needed[part.method])
+                if spec.recomputed_from is not None:
+                    kept = self.residual if index in begins else 0
+                    peak = found.in_forward + found.kept
+                    found = replace(found, kept=kept, recomputed=found.kept - kept, in_forward=peak)
+            yield f"{spec.name}.{part.method}" if len(spec.parts) > 1 else spec.name, found
+
+    def _look_up(self, steps: int) -> UnitActivations:
+        rows = -(-self.config.vocab_size // steps)
+        vocabulary = rows * self.config.hidden_size * self.batch.compute_bytes
+        return UnitActivations(
+            kept=self.batch.num_tokens * 9 * steps,
+            in_forward=3 * self.residual,
+            in_backward=2 * self.residual + (0 if self.adds_rows else vocabulary),
+        )
+
+    def _in_block(self, steps: int, needed: int) -> UnitActivations:
+        residual, columns = self.residual, -(-self.config.ffn_hidden_size // steps)
+        ffn = self.batch.tensor_bytes(columns)
+        size = 0 if self.direct else self.batch.compute_bytes
+        matrix = columns * self.config.hidden_size * size
+        before = 3 * residual + 3 * ffn + matrix
+        return UnitActivations(
+            kept=needed,
+            in_forward=2 * residual + max(residual, ffn),
+            in_backward=max(before, 2 * residual + self.norm_backward + 2 * matrix),
+        )
+
+    def _loss(self, steps: int) -> UnitActivations:
+        residual, tokens, size = self.residual, self.batch.num_tokens, self.batch.compute_bytes
+        rows = -(-self.config.vocab_size // steps)
+        chunk = min(tokens, loss_chunk(rows, size, fused=False)) * rows
+        gradient = 0 if self.direct else rows * self.config.hidden_size * size
+        return UnitActivations(
+            kept=2 * residual + tokens * (4 + 20 * steps),
+            in_forward=residual + chunk * (4 + size % 4),
+            in_backward=2 * residual + max(chunk * (4 + size % 4), chunk * size + gradient),
+        )
 
 
 def _attention_widths(config: LlamaConfig) -> tuple[int, int]:
-    """Return elements per token of all query heads, and of all key heads."""
+    """Count elements per token of all query heads, and of all key heads."""
     query = config.num_attention_heads * config.kv_channels
     return query, config.num_query_groups * config.kv_channels

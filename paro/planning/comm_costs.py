@@ -1,4 +1,4 @@
-"""Communication costs of a strategy on a machine: what each action queues in comm streams."""
+"""The communication of a strategy on a machine: what each action queues in comm streams."""
 
 from __future__ import annotations
 
@@ -38,12 +38,11 @@ _KINDS = {
     Verb.SHIFT_BACK: ("gather", "rotate"),
     Verb.SHIFT_GRADS: ("reduce", "rotate"),
 }
-THREAD = "thread"  # the training thread, a resource like links and comm streams
+THREAD = "thread"  # the training thread, as a load like links and comm streams
 
 
 def busy_of(work: Iterable[Queued]) -> Mapping[Hashable, float]:
-    """Return seconds for which work keeps links, by name, comm streams and a thread that waits
-    busy."""
+    """Compute for how long work keeps links, by name, comm streams and a waiting thread busy."""
     busy: defaultdict[Hashable, float] = defaultdict(float)
     for use, phase in ((one.use, phase) for one in work for phase in one.phases):
         for job in phase:
@@ -55,16 +54,16 @@ def busy_of(work: Iterable[Queued]) -> Mapping[Hashable, float]:
 
 
 class BufferCosts(NamedTuple):
-    """What the actions on one of a unit's flat buffers queue, one after the other."""
+    """The work that the actions on a flat buffer queue."""
 
     queued: Mapping[Verb, tuple[Queued, ...]]
-    busy: Mapping[Verb, Mapping[Hashable, float]]  # what this keeps busy; see `busy_of`
+    busy: Mapping[Verb, Mapping[Hashable, float]]  # by `busy_of`
     codes: Mapping[Verb, int]  # bytes read and written to encode or decode for an action
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommCosts:
-    """All collectives of a run's units, whatever its micro-batches."""
+    """The costs of all collectives of a run, whatever its micro-batches."""
 
     run: RunSpec
     counts: StepCounts
@@ -72,7 +71,7 @@ class CommCosts:
 
     @cached_property
     def at_once(self) -> frozenset[Verb]:
-        """The actions that are waited for where they queue something: it overlaps with nothing."""
+        """The actions whose collectives are waited for at once, and so overlap with nothing."""
         if not self.run.overlaps:
             return QUEUES
         return frozenset(PASS_OF) if self.run.materialize.in_place else frozenset()
@@ -83,28 +82,26 @@ class CommCosts:
 
     @cached_property
     def specs(self) -> list[ShardingSpec]:
-        """How the buffers are sharded, by their numbers."""
+        """The sharding specs of the buffers, by number."""
         return self.run.specs(self.counts.units)
 
     @cached_property
     def of_buffers(self) -> list[BufferCosts]:
-        """The costs of every buffer; those of equal kind have equal costs."""
-        alike = self.counts.alike
-        known = {first: self._of_kind(self.specs[first]) for first in dict.fromkeys(alike)}
-        return [known[first] for first in alike]
+        """The costs of every buffer, by number."""
+        return self.counts.by_kind(lambda number: self._costs_of(self.specs[number]))
 
     @cached_property
     def coding_bytes(self) -> int:
-        """Memory traffic of all codes of a step; 0 if none are sent."""
+        """The memory traffic of all codes of a step; 0 if none are sent."""
         return sum(sum(costs.codes.values()) for costs in self.of_buffers)
 
-    def _of_kind(self, spec: ShardingSpec) -> BufferCosts:
+    def _costs_of(self, spec: ShardingSpec) -> BufferCosts:
         queued = dict(self._queued(spec))
         codes = self._add_copies(spec, queued) if spec.buffer.trains else {}
         return BufferCosts(queued, {verb: busy_of(queued[verb]) for verb in queued}, codes)
 
     def _queued(self, spec: ShardingSpec) -> Iterator[tuple[Verb, tuple[Queued, ...]]]:
-        """What the actions queue that send these collectives, whole or shift by shift."""
+        """Yield the collectives that each action queues, whole or shift by shift."""
         way, times = self.run.materialize, self.times
         for verb in _KINDS:
             if verb in (PASS_OF.values() if way.rotates else PASS_OF):
@@ -124,7 +121,7 @@ class CommCosts:
     def _add_copies(
         self, spec: ShardingSpec, queued: dict[Verb, tuple[Queued, ...]]
     ) -> dict[Verb, int]:
-        """Add the copies that a trainable buffer's collectives need; return the bytes of codes."""
+        """Add the copies of a trainable buffer to its collectives; return the bytes of codes."""
         precision, numel = spec.precision, spec.layout.numel
         params, grads, optim = (numel // degree for degree in spec.strategy.degrees)
         wire, accumulate = BYTES_OF[precision.wire], BYTES_OF[precision.accumulate]
@@ -156,7 +153,7 @@ class CommCosts:
         return codes
 
     def _beside(self, name: str, other: TimedJob, seconds: float) -> Queued:
-        """Work in the stream of another job; on CPU ranks it takes processor time."""
+        """Make work in the stream of another job; on CPU ranks it takes processor time."""
         cpu = 1.0 if self.device.cores is not None else 0.0
         seconds += self.device.job_seconds
         job = TimedJob(stream=other.stream, seconds=seconds, intra=0.0, inter=0.0, cpu=cpu)

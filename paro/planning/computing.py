@@ -44,7 +44,7 @@ UnitSeconds = dict[Verb, float]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Computing:
-    """Compute time of a model's micro-batch on a device.
+    """The compute time of a model's micro-batch on a device.
 
     Where weights rotate, a rank computes a part with one slice after another; in place, with one
     half of every slice, then with the other.
@@ -67,25 +67,25 @@ class Computing:
 
     @cached_property
     def forward_seconds(self) -> float:
-        """Compute time of the forward of one micro-batch."""
+        """The compute time of the forward of a micro-batch."""
         return sum(unit[Verb.FORWARD] + unit.get(Verb.LOSS, 0.0) for unit in self.per_unit)
 
     @cached_property
     def seconds(self) -> float:
-        """Compute time of one micro-batch."""
+        """The compute time of a micro-batch."""
         return sum(sum(unit.values()) for unit in self.per_unit)
 
     def attention_seconds(self, unit: int) -> float:
-        """Return time of a forward of a block's attention, without its products with weights."""
+        """Compute the time of a forward of a block's attention, without products with weights."""
         recomputed = unit in chain.from_iterable(self.step.shape.recomputed)
         return self._seconds(self._attention_flops(recomputed))
 
     def memory_seconds(self, num_bytes: float) -> float:
-        """Return the time of memory-bound work that reads and writes this many bytes."""
+        """Compute the time of memory-bound work that reads and writes this many bytes."""
         return num_bytes / self.device.memory_bytes_per_second
 
     def collect_seconds(self, strategy: Strategy, precision: PrecisionConfig, numel: int) -> float:
-        """Return the time to collect gradients, one by one, in the training thread.
+        """Compute the time to collect gradients, one by one, in the training thread.
 
         Where weights rotate, to add them to the received sums, and complete sums to the
         accumulator. The first rank of a pass writes its gradients without reading the buffer's old
@@ -111,7 +111,7 @@ class Computing:
         return self.batch.tensor_bytes(self.model.hidden_size)
 
     def _attention_flops(self, recomputed: bool) -> float:
-        """Of a forward of a block's attention, without weights, as of products with weights."""
+        """Count FLOPs of a forward of a block's attention, at the speed of other products."""
         config, tokens, device = self.model, self.batch.num_tokens, self.device
         query = config.num_attention_heads * config.kv_channels
         in_parts = self.batch.context.ring > 1 or (config.keeps_core and recomputed)
@@ -121,7 +121,7 @@ class Computing:
 
     @cached_property
     def _product_flops(self) -> dict[str, float]:
-        """Of a forward's products with weights, by method; the head's are as the embedding's."""
+        """The FLOPs of a forward's products with weights, by method."""
         embedding, block, *_ = unit_specs(self.model)
         shapes, found = {**embedding.shapes, **block.shapes}, {}
         for part in (*embedding.parts, *block.parts):
@@ -130,7 +130,7 @@ class Computing:
         return found | {"loss": found["look_up"]}
 
     def _of_slices(self, index: int) -> tuple[float, float]:
-        """What it adds to a forward, and to a backward, that a part is computed in slices."""
+        """Compute the time that slices add to a forward, and to a backward, of a part."""
         number = self.step.shape.num_slices * len(self.step.shape.halves(index))
         piece = self.device.piece_seconds
         adding = self.memory_seconds(3 * self._residual_bytes)  # to the output, or its gradient
@@ -139,8 +139,7 @@ class Computing:
         return forward, backward
 
     def _times(self, index: int, parts: Sequence[PartSpec], recomputed: bool) -> UnitSeconds:
-        """Return the times of a unit as a whole, or of a part in slices; a block begins with
-        attention."""
+        """Compute the times of a unit, or of a part in slices; a block begins with attention."""
         shape, method = self.step.shape, parts[0].method
         more, more_back = self._of_slices(index)
         reached = index >= shape.first_trained  # by backward
@@ -178,8 +177,7 @@ class Computing:
 
 
 def coding_seconds(device: Device, num_bytes: float) -> float:
-    """Return the time to encode or decode with this memory traffic, at the machine file's rate
-    if any."""
+    """Compute the time to encode or decode with this memory traffic."""
     rate = device.coding_bytes_per_second
     if rate is None:
         share = 1.0 if device.cores is None else _CODING_SHARE

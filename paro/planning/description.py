@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from paro.planning.estimator import BITS_GAIN, Estimate
 from paro.planning.planner import MEMORY_TIE, TIE, SearchResult
-from paro.planning.timeline import EXPOSED
+from paro.planning.step_costs import EXPOSED
 from paro.quantization.formats import FULL_BITS
 from paro.text import size_text
 
@@ -21,7 +21,7 @@ def describe(plan: SearchResult, *, chose: str = "chose") -> tuple[str, ...]:
 
 
 def describe_time(estimate: Estimate) -> str:
-    """Step time, tokens per second and MFU as text."""
+    """Write step time, tokens per second and MFU."""
     return (
         f"takes {seconds_text(estimate.seconds)}, {estimate.tokens_per_second:,.0f} tokens/s, "
         f"MFU {estimate.mfu:.1%}"
@@ -29,7 +29,7 @@ def describe_time(estimate: Estimate) -> str:
 
 
 def describe_launch(estimate: Estimate) -> str:
-    """Compute time and exposed communication of a launch with its flags as given."""
+    """Write compute time and exposed communication of a launch with its flags as given."""
     return (
         f"{estimate.candidate.describe()} computes for "
         f"{seconds_text(estimate.timeline.compute_seconds)} and waits {exposed_text(estimate)}"
@@ -37,7 +37,7 @@ def describe_launch(estimate: Estimate) -> str:
 
 
 def bits_text(own: Estimate, other: Estimate) -> str:
-    """What a step takes with codes between groups and with 16 bits, and if codes do not pay."""
+    """Compare the time of a step with codes between groups and with 16 bits."""
     full, coded = (other, own) if own.precision.has_codes else (own, other)
     text = (
         f"a step takes {seconds_text(coded.seconds)} with {coded.precision.describe_inter_bits()} "
@@ -71,7 +71,7 @@ def _choice(plan: SearchResult, best: Estimate, chose: str) -> Iterator[str]:
 
 
 def behind(second: Estimate, best: Estimate) -> str:
-    """Why the runner-up is second: it is slower, or needs more memory, or sends more."""
+    """Write why the runner-up is second: it is slower, or sends more."""
     slower = second.seconds / best.seconds - 1
     if abs(slower) > TIE:
         return f"is {abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
@@ -97,7 +97,7 @@ def _reason(plan: SearchResult, best: Estimate) -> str:
 
 
 def exposed_text(estimate: Estimate) -> str:
-    """Exposed communication of a step by kind, longest first."""
+    """Write the exposed communication of a step by kind, longest first."""
     parts = sorted(estimate.timeline.exposed.items(), key=lambda part: -part[1])
     floor = 0.001 * estimate.seconds
     listed = [f"{seconds_text(time)} for {EXPOSED[kind]}" for kind, time in parts if time > floor]

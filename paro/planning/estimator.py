@@ -18,8 +18,7 @@ from paro.planning.device_memory import DeviceMemory
 from paro.planning.passes import StepCounts
 from paro.planning.run_memory import RunMemory
 from paro.planning.search_space import FEWEST_BITS, Candidate, PlanRequest
-from paro.planning.step_costs import StepCosts
-from paro.planning.timeline import Timeline, simulate
+from paro.planning.step_costs import StepCosts, Timeline, simulate
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.spec.run_spec import RunSettings, RunSpec
@@ -29,7 +28,7 @@ BITS_GAIN = 0.02  # share of a step that rounding to fewer bits must save to be 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Predicted memory, step time and traffic of one candidate."""
+    """The predicted memory, step time and traffic of a candidate."""
 
     candidate: Candidate
     num_micro_batches: int
@@ -53,7 +52,7 @@ class Estimate:
 
 
 def faster_bits(full: Estimate | None, coded: Estimate | None) -> Estimate | None:
-    """Return the one with codes only where they save enough; None if there is neither."""
+    """Choose codes only where they save enough; None if there is neither estimate."""
     if full is None or coded is None:
         return full or coded
     saves = coded.seconds < full.seconds * (1 - BITS_GAIN)
@@ -61,7 +60,7 @@ def faster_bits(full: Estimate | None, coded: Estimate | None) -> Estimate | Non
 
 
 class Estimator:
-    """Estimates candidates of one request; parts that they share are computed once."""
+    """The predictions for candidates of a request; parts that they share are computed once."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
@@ -77,7 +76,7 @@ class Estimator:
 
     @cached_property
     def _flops_per_token(self) -> float:
-        """As a training counts them for its MFU."""
+        """The FLOPs as a training counts them for its MFU."""
         request = self.request
         return flops_per_token(request.model, request.seq_length, request.trained, causal=False)
 
@@ -150,11 +149,11 @@ class Estimator:
         )
 
     def memory(self, candidate: Candidate) -> DeviceMemory:
-        """What a rank takes of its device, at the memory snapshot with the largest total."""
+        """Predict the memory that a rank takes of its device at most."""
         return self._memory.of(self.run_spec(candidate))
 
     def sent(self, candidate: Candidate) -> Sent:
-        """Return bytes that a rank sends in a step on average, axis by axis whatever the algorithm.
+        """Count bytes that a rank sends in a step on average, axis by axis whatever the algorithm.
 
         Of all that flat and ring send, a part goes between groups that others send inside them.
         """
@@ -162,7 +161,7 @@ class Estimator:
         return self._memory.sent(run, run.num_micro_batches)
 
     def estimate(self, candidate: Candidate, *, record: bool = False) -> Estimate:
-        """Return memory, time and traffic of a candidate; `record` keeps what every stream does."""
+        """Predict memory, time and traffic of a candidate; `record` keeps the activities."""
         request, costs = self.request, self.costs(candidate)
         memory = self.memory(candidate)
         timeline = simulate(costs, record=record)
@@ -183,11 +182,11 @@ class Estimator:
         )
 
     def has_codes(self, candidate: Candidate) -> bool:
-        """Return whether something crosses groups as codes under a candidate."""
+        """Say whether anything is sent between groups as codes under a candidate."""
         return self._comm_costs_of(self.run_spec(candidate)).coding_bytes > 0
 
     def with_other_bits(self, candidate: Candidate) -> Candidate | None:
-        """With 16 bits instead of codes, or with the codes that may be chosen; None: no codes."""
+        """Return a candidate with 16 bits instead of codes, or the reverse; None without codes."""
         if candidate.precision(self.request).has_codes:
             coded, other = candidate, replace(candidate, inter_bits=FULL_BITS)
         elif self.request.chooses_bits:
@@ -197,8 +196,7 @@ class Estimator:
         return other if self.has_codes(coded) else None
 
     def estimate_bits(self, candidate: Candidate) -> tuple[Estimate, Estimate | None]:
-        """Return a candidate with its bits, chosen where the request allows it, and with the
-        others."""
+        """Predict a candidate with its bits, or those that are chosen, and with the others."""
         own, other = self.estimate(candidate), self.with_other_bits(candidate)
         if other is None:
             return own, None

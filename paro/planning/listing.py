@@ -1,9 +1,10 @@
-"""Lists a training step in words: each action, what it sends on which stream, what is alive."""
+"""Prints a training step action by action: bytes sent, on which stream, and bytes allocated."""
 
-# The list is that of the engine (paro/step/schedule.py), with the tally of what is allocated.
-# What has no effect under a strategy is left out: a wait for nothing, a collective along no axis.
-# Neighbouring stretches that differ only in the unit, as those of equal blocks do, are one entry.
-# Where weights rotate, so are the steps of a part.
+# In: the tally of a run, which carries out the actions of a step's schedule one by one, and a rank
+# as sender. Out: lines of a table (`--show-step`). Actions without effect are left out: a wait for
+# nothing, a collective over no axis. The schedule comes in segments, the actions with the events of
+# one unit. Segments in a row that differ only in the unit, as those of equal blocks, are printed
+# once, and so are repeated actions of a unit, as the ring steps where weights rotate.
 
 from __future__ import annotations
 
@@ -59,53 +60,55 @@ _SENT = {
 }
 _OF_BUCKET = (Verb.GRAD_SYNC, Verb.PARAM_ALL_GATHER)
 _WHERE = {Link.INTRA: "inside", Link.INTER: "between"}
-_COLUMNS = ("inside", "between", "stream")  # before what is alive
+_COLUMNS = ("inside", "between", "stream")  # before allocated bytes
 _WAITS = (Verb.WAIT, Verb.WAIT_REDUCED, Verb.WAIT_SHIFTED, Verb.WAIT_GRADS)
 
 Cells = tuple[str, ...]
 
 
-class _Row(NamedTuple):
+class _Line(NamedTuple):
     """A line of the listing; lines with equal keys differ only in the unit."""
 
     key: tuple[object, ...]
-    unit: int  # relative to that of its entry
+    unit: int  # relative to that of its segment
     words: str
     cells: Cells
 
 
-class _Entry(NamedTuple):
-    """A stretch of the list: its lines, its unit, and the bytes that were alive before it."""
+class _Segment(NamedTuple):
+    """The lines of the actions with one unit's events, and the bytes allocated before them."""
 
-    key: tuple[object, ...]
     unit: int
     name: str
-    alive: int
-    rows: list[_Row]
+    allocated: int
+    lines: list[_Line]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return tuple((line.key, line.unit) for line in self.lines)
 
 
 def step_lines(
     tally: StepTally, num_micro_batches: int, sender: Sender, *, other_bytes: int
 ) -> Iterator[str]:
-    """Yield the last micro-batch of a step, its end and the update; then what the others do
-    otherwise.
+    """Yield the lines of a step's last micro-batch, its end and the update, then how others differ.
 
-    Bytes are those that the `sender`, rank 0, sends; `other_bytes` are alive throughout, in
+    Bytes sent are those of the `sender`, rank 0; `other_bytes` are allocated throughout, in
     addition to the model states.
     """
     run, units = tally.run, tally.step.units
     schedule = tally.step.schedule(min(num_micro_batches, LISTED_MICRO_BATCHES))
-    follower = _Follower(tally, sender, other_bytes)
-    follower.follow(schedule.update)
+    lister = _StepLister(tally, sender, other_bytes)
+    lister.follow(schedule.update)
     *_, (forward, backward) = [
-        [follower.follow(stretches) for stretches in both] for both in schedule.micro_batches
+        [lister.follow(segments) for segments in both] for both in schedule.micro_batches
     ]
-    names = (*_COLUMNS, *tally.alive(tally.at()))
-    lines: list[Cells] = [("", *names), *follower.lines_of("forward of", forward)]
-    lines += follower.lines_of("backward of", backward)
+    names = (*_COLUMNS, *tally.columns(tally.at()))
+    lines: list[Cells] = [("", *names), *lister.lines_of("forward of", forward)]
+    lines += lister.lines_of("backward of", backward)
     lines.append(("the end of the step",))
-    lines += follower.lines_of("", follower.follow(schedule.end))
-    lines += follower.lines_of("update of", follower.follow(schedule.update))
+    lines += lister.lines_of("", lister.follow(schedule.end))
+    lines += lister.lines_of("update of", lister.follow(schedule.update))
     which = f"the last of {num_micro_batches} micro-batches"
     which = which if num_micro_batches > 1 else "its micro-batch"
     yield f"> a step, action by action: {which}, the end of the step, and the update"
@@ -123,24 +126,24 @@ def step_lines(
     left = (0, 1 + names.index("stream"))
     aligned = iter(align([cells for cells in lines if cells[1:]], left).splitlines())
     yield from (f"  {next(aligned) if cells else text}" for text, *cells in lines)
-    yield from follower.differences(schedule)
+    yield from lister.differences(schedule)
 
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f}"
 
 
-_Listed = TypeVar("_Listed", _Row, _Entry)
+_Listed = TypeVar("_Listed", _Line, _Segment)
 
 
-def _range(entries: Sequence[_Entry]) -> str:
-    return " to ".join(dict.fromkeys((entries[0].name, entries[-1].name)))
+def _range(segments: Sequence[_Segment]) -> str:
+    return " to ".join(dict.fromkeys((segments[0].name, segments[-1].name)))
 
 
 def _merged(
     found: Sequence[_Listed], *, within: bool = False
 ) -> Iterator[tuple[Sequence[_Listed], Sequence[_Listed]]]:
-    """What to list, each time with what repeats it; `within` one unit alone."""
+    """Yield what to print, each time with its repetitions; `within` one unit alone."""
     while found:
         period, stop = _repetition(found, within=within)
         yield found[:period], found[period:stop]
@@ -148,7 +151,7 @@ def _merged(
 
 
 def _repetition(found: Sequence[_Listed], *, within: bool) -> tuple[int, int]:
-    """How many of the first repeat, and where the repetition stops."""
+    """Return how many of the first repeat, and where the repetition stops."""
     for period in range(1, len(found) // 2 + 1):
         step = 0 if within else found[period].unit - found[0].unit
         stop = period
@@ -162,8 +165,8 @@ def _repetition(found: Sequence[_Listed], *, within: bool) -> tuple[int, int]:
     return 1, 1
 
 
-class _Follower:
-    """Follows the actions of a step from its beginning."""
+class _StepLister:
+    """A lister of a step's actions, which carries them out in a tally from the beginning on."""
 
     def __init__(self, tally: StepTally, sender: Sender, other_bytes: int) -> None:
         self.tally, self.step, self.run, self.sender = tally, tally.step, tally.run, sender
@@ -171,21 +174,20 @@ class _Follower:
         self._trained = [one for one in tally.step.buffers if one.trains]
         self._in_flight: set[tuple[Verb, int]] = set()
 
-    def follow(self, stretches: Pass) -> list[_Entry]:
-        """Return the stretches of a pass, without those that have no effect."""
-        entries = []
-        for stretch in filter(None, stretches):
-            computing = [action for action in stretch if action[0] >= Verb.FORWARD]
-            unit, name, _ = self._of(computing[-1] if computing else stretch[0])
-            alive = self.tally.total
-            rows = [row for action in stretch for row in self._rows(action, unit, alive)]
-            key = tuple((row.key, row.unit) for row in rows)
+    def follow(self, segments: Pass) -> list[_Segment]:
+        """Carry out the segments of a pass; return those that have an effect."""
+        listed = []
+        for segment in filter(None, segments):
+            computing = [action for action in segment if action[0] >= Verb.FORWARD]
+            unit, name, _ = self._subject(computing[-1] if computing else segment[0])
+            before = self.tally.total
+            lines = [line for action in segment for line in self._lines(action, unit, before)]
             whole, _, _ = name.partition(" ")  # not a half of its slices, nor what is frozen
-            entries += [_Entry(key, unit, whole, alive, rows)] if rows else []
-        return entries
+            listed += [_Segment(unit, whole, before, lines)] if lines else []
+        return listed
 
-    def _of(self, action: Move) -> tuple[int, str, bool]:
-        """Return the unit of an action, the name of what it is about, and whether that trains."""
+    def _subject(self, action: Move) -> tuple[int, str, bool]:
+        """Return the unit of an action, the name of its buffer or unit, and whether that trains."""
         verb, number, *which = action
         buffer = self.step.buffers[self.step.buffer_of(action)]
         unit, trains, index = buffer
@@ -197,11 +199,11 @@ class _Follower:
             return index, f"{unit.name} to {last.unit.name}", trains
         return index, buffer.name, trains
 
-    def _rows(self, action: Move, index: int, alive_before: int) -> Iterator[_Row]:
+    def _lines(self, action: Move, index: int, segment_before: int) -> Iterator[_Line]:
         verb, number = action[0], action[1]
         before = self.tally.total
         now = self.tally.carry_out(action) or self.tally.at()
-        unit, name, trains = self._of(action)
+        unit, name, trains = self._subject(action)
         waited = {(cause, number) for cause in WAITED_BY.get(verb, ())} & self._in_flight
         self._in_flight -= waited
         sent = [*self._sent(action)]
@@ -213,16 +215,16 @@ class _Follower:
             verb is Verb.DROP_FP8 and before == self.tally.total
         ):
             return
-        *held, total = self.tally.alive(now).values()
+        *held, total = self.tally.columns(now).values()
         for words, stream, size in sent:
             moved = (_megabytes(part) if part else "" for part in (size.intra, size.inter))
             text = f"  {words.format(name)}"
-            alive = map(_megabytes, (*held, total + self.other_bytes))
-            key = (words, trains, size, held[:-1], now.total - alive_before)
-            yield _Row(key, unit - index, words, (text, *moved, stream, *alive))
+            allocated = map(_megabytes, (*held, total + self.other_bytes))
+            key = (words, trains, size, held[:-1], now.total - segment_before)
+            yield _Line(key, unit - index, words, (text, *moved, stream, *allocated))
 
     def _sent(self, action: Move) -> Iterator[tuple[str, str, Sent]]:
-        """Yield the collectives of an action: words, comm stream, and what a rank sends."""
+        """Yield the collectives of an action: words, comm stream, and the bytes that are sent."""
         verb, number, *_ = action
         if verb >= Verb.FORWARD:
             return
@@ -235,19 +237,19 @@ class _Follower:
             yield _SENT[verb, one.op, one.is_coded], f"{kind.value} {axes}", sent
 
     def _axis_text(self, axis: Axis) -> str:
-        """Return an axis by its links, and by its degrees if others have such links too."""
+        """Name an axis by its links, and by its degrees if several axes have these links."""
         alike = [other for other in self.topology.axes if other.link is axis.link]
         degrees = f" {axis.inner}-{axis.outer}" if len(alike) > 1 else ""
         return f"{_WHERE[axis.link]}{degrees}"
 
-    def lines_of(self, what: str, entries: Sequence[_Entry]) -> Iterator[Cells]:
-        """Yield the lines of a pass; an action alone has no heading."""
-        for first, same in _merged(entries):
-            rows = [row for entry in first for row in entry.rows]
-            more = same[0].alive - first[0].alive if same else 0
-            if len(rows) == 1 and not more:
-                named = rows[0].words.format(_range([*first, *same]))
-                yield (f"  {named}", *rows[0].cells[1:])
+    def lines_of(self, what: str, segments: Sequence[_Segment]) -> Iterator[Cells]:
+        """Yield the printed lines of a pass; an action alone has no heading."""
+        for first, same in _merged(segments):
+            lines = [line for segment in first for line in segment.lines]
+            more = same[0].allocated - first[0].allocated if same else 0
+            if len(lines) == 1 and not more:
+                named = lines[0].words.format(_range([*first, *same]))
+                yield (f"  {named}", *lines[0].cells[1:])
                 continue
             heading = f"{what} {_range(first)}"
             if same:
@@ -255,18 +257,18 @@ class _Follower:
             if more:
                 heading += f", each time {size_text(abs(more))} {'more' if more > 0 else 'less'}"
             yield (heading,)
-            for entry in first:
-                for listed, again in _merged(entry.rows, within=True):
-                    yield from (row.cells for row in listed)
+            for segment in first:
+                for listed, again in _merged(segment.lines, within=True):
+                    yield from (line.cells for line in listed)
                     if again:
                         times = count_text(len(again) // len(listed), "time")
                         yield (f"    the last {count_text(len(listed), 'action')}, {times} more",)
 
     def differences(self, schedule: StepSchedule) -> Iterator[str]:
-        """What the first micro-batch, and those after it, send in addition to the last, or not."""
+        """Yield the collectives that other micro-batches have in addition to the last, or lack."""
         *others, last = (
             Counter(
-                (words, self._of(action)[1])
+                (words, self._subject(action)[1])
                 for action in chain.from_iterable(chain(*both))
                 for words, _, _ in self._sent(action)
             )
@@ -274,7 +276,7 @@ class _Follower:
         )
         trained = {unit.name for unit, _, _ in self._trained}
         buckets = {
-            self._of((Verb.GRAD_SYNC, number))[1]
+            self._subject((Verb.GRAD_SYNC, number))[1]
             for number, (unit, trains, _) in enumerate(self.step.buffers)
             if trains and unit.bucket_size
         }

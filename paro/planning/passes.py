@@ -1,12 +1,13 @@
-"""The list of a step's actions with the units that it is about, and how often each comes."""
+"""The schedule of a step with its units and buffers, and how often each action comes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import TypeVar
 
 from paro.layout import Buffer, Unit, buffers_of
 from paro.machine.caching import cached_by
@@ -15,12 +16,13 @@ from paro.step.rotating import RotationShape
 from paro.step.schedule import LISTED_MICRO_BATCHES, StepSchedule, step_schedule
 
 Counts = Mapping[Move, int]
+Made = TypeVar("Made")
 QUEUES = frozenset(chain.from_iterable(WAITED_BY.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCounts:
-    """The actions of a step, and their counts: those on buffers of equal kind count as one's."""
+    """The schedule of a step and counts of its actions, which equal buffers have together."""
 
     shape: StepShape | RotationShape
     units: tuple[Unit, ...]
@@ -35,8 +37,7 @@ class StepCounts:
         return sum(unit.trainable_numel for unit in self.units)
 
     def buffer_of(self, move: Move) -> int:
-        """Return the buffer that an action is about; the first one with which a computing one
-        computes."""
+        """Return the buffer of an action, the first one if it computes with several."""
         verb, number, *which = move
         if verb < Verb.FORWARD:
             return number
@@ -47,10 +48,10 @@ class StepCounts:
 
     @cached_property
     def passes(self) -> tuple[Counts, ...]:
-        """Of what is both queued and waited for within a pass.
+        """The counts of actions that are both queued and waited for within a pass.
 
-        The first forward, those after it, the backwards before the last, and the last. The first
-        forward begins with the update, the last backward ends with the step.
+        Passes are the first forward with the update, other forwards, backwards, and the last
+        backward with the end of the step.
         """
         schedule = self.schedule(LISTED_MICRO_BATCHES)
         (first, _), (forward, backward), (_, last) = schedule.micro_batches
@@ -59,7 +60,7 @@ class StepCounts:
 
     @cached_property
     def ends(self) -> tuple[Counts, Counts]:
-        """Of what a step waits for before the first computation of a forward, and after the last.
+        """The counts of actions waited for before the first computation and after the last.
 
         Both are without the update.
         """
@@ -72,7 +73,7 @@ class StepCounts:
 
     @cached_by(lambda num_micro_batches: num_micro_batches)
     def of_step(self, num_micro_batches: int) -> Counts:
-        """Of all that a step of `num_micro_batches` micro-batches queues."""
+        """Count the actions that a step of `num_micro_batches` micro-batches queues."""
         schedule = self.schedule(min(num_micro_batches, LISTED_MICRO_BATCHES))
         found = Counter(schedule.actions())
         more = num_micro_batches - LISTED_MICRO_BATCHES
@@ -89,10 +90,15 @@ class StepCounts:
 
     @cached_property
     def alike(self) -> list[int]:
-        """For every buffer, the number of the first one of its kind."""
+        """The number of the first buffer of equal kind, for every buffer."""
         kinds = ((unit.traffic_kind, trains) for unit, trains, _ in self.buffers)
         first: dict[object, int] = {}
         return [first.setdefault(kind, number) for number, kind in enumerate(kinds)]
+
+    def by_kind(self, make: Callable[[int], Made]) -> list[Made]:
+        """Make something of every buffer by its number, once for all buffers of equal kind."""
+        made = {number: make(number) for number in dict.fromkeys(self.alike)}
+        return [made[number] for number in self.alike]
 
 
 def _waited_for(*passes: Iterable[Iterable[Move]]) -> Iterable[Move]:

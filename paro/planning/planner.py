@@ -1,42 +1,45 @@
 """Searches for the fastest candidate that fits in memory, exactly, by enumeration."""
 
-# AMSP's problem (arXiv 2311.00257v2, section IV): minimize step time under a memory limit over the
-# degrees of params, grads and optimizer state; here also over micro-batch sizes, collectives,
-# recomputation and, if allowed, the bits between groups. The search space is small enough to
-# enumerate, but for the number of recomputed blocks: a limit leaves as few as fit of every other
-# choice (recomputation.py). Bounds decide which candidates are simulated (StepCosts.least_seconds
-# never exceeds the simulated time): for the best under a limit, those that may be as fast as the
-# fastest; for the Pareto front of memory and time, those that may be faster than all candidates
-# that need less memory.
+# In: a plan request and a search space. Out: the best candidate under the memory limit, the
+# runner-up, and the Pareto front of memory and time. The problem is AMSP's (arXiv 2311.00257v2,
+# section IV) over the degrees of parameters, gradients and optimizer state, here also over
+# micro-batch sizes, collectives, recomputation and bits between groups. All candidates are
+# enumerated but for the number of recomputed blocks, which is the least that fits of every other
+# choice. A lower bound of the step time (StepCosts.least_seconds) decides which are simulated: for
+# the best, those that may be as fast as the fastest; for the front, those that may be faster than
+# all that need less memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from model.config import RecomputeConfig
 from paro.errors import UserError
+from paro.planning.activations import Activations
 from paro.planning.estimator import Estimate, Estimator, faster_bits
-from paro.planning.recomputation import saved_bytes, with_fewest_blocks, with_more_blocks
 from paro.planning.search_space import (
     FEWEST_BITS,
     Candidate,
     PlanRequest,
     SearchSpace,
     all_candidates,
+    first_blocks,
+    least_recomputation,
 )
 from paro.spec.context_layout import ContextLayout
 
-RESOLUTION = 0.002  # relative: how close to the fastest step time a search gets
-
-# Steps that differ by no more than this share are equally fast, and the one that sends least
-# between groups is better. Measured steps of one candidate differ by at least 0.3% between repeats
-# (examples/measured), so a real run cannot distinguish them.
+RESOLUTION = 0.002  # share of a step time to which a search is exact
+# Steps that differ by no more than this share are equally fast. Measured steps of one candidate
+# differ by at least 0.3% between repeats (examples/measured).
 TIE = 0.001
 # So much longer a step may take that sends no more and needs no more than this share of the memory.
 MEMORY_TIE, _LESS_MEMORY = 0.01, 0.9
 FRONT_STEP = 0.02  # as much faster is the next candidate of the front that needs more memory
 _ANY = float("inf")  # seconds
 _EVERYTHING = SearchSpace()
+_LARGEST_GROUP = 8  # blocks that keep one input together
 _FRONT_LIMIT = 4  # times the device's memory, at which the front ends
 
 
@@ -57,7 +60,7 @@ class SearchResult:
 
 
 def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
-    """Those that fit before the others, each time the best of what is left.
+    """Sort estimates: those that fit before the others, each time the best of what is left.
 
     Of a tie the first by bytes between groups, then memory; but of those that take up to
     `MEMORY_TIE` longer, send no more and need a tenth less memory, the one that needs least.
@@ -83,14 +86,14 @@ class _Bounded:
     candidate: Candidate
     memory_bytes: int
     least_seconds: float
-    limit: int | None = None  # of memory: as many more blocks are recomputed as it takes
+    limit: int | None = None  # of memory, for which more blocks are recomputed
 
 
 class _Search:
-    """A request's candidates, smallest first, and the estimates of those simulated so far."""
+    """The candidates of a request, smallest first, and the estimates of those simulated so far."""
 
     def __init__(self, request: PlanRequest, space: SearchSpace, enough: float = _ANY) -> None:
-        self._estimator = Estimator(request)
+        self._estimator, self._model = Estimator(request), request.model
         bounds = (
             (candidate, self._estimator.costs(candidate).least_seconds())
             for candidate in all_candidates(request, space)
@@ -117,36 +120,59 @@ class _Search:
         return len([*filter(None, self._done.values())])
 
     def estimate(self, row: _Bounded) -> Estimate | None:
-        """Return None if nothing fits its limit."""
+        """Simulate a candidate once; None if nothing fits its limit."""
         if row not in self._done:
             found: Candidate | None = row.candidate
             if row.limit is not None:
-                found = with_more_blocks(self._estimator, row.candidate, row.limit)
+                found = self._with_more_blocks(row.candidate, row.limit)
             self._done[row] = None if found is None else self._estimator.estimate(found)
         return self._done[row]
 
     def within(self, limit: int) -> list[_Bounded]:
-        """What fits, and what does with more blocks recomputed."""
+        """Return the candidates that fit, also with more blocks recomputed."""
         found = [row for row in self.rows if row.memory_bytes <= limit]
         for row in self.rows if self._counts_blocks else ():
             over, own = row.memory_bytes - limit, row.candidate
             if own.recompute is None and over > 0:
                 key = own.micro_batch_size, own.context
                 if key not in self._saved:
-                    self._saved[key] = saved_bytes(self._estimator, own)
+                    self._saved[key] = self._saved_bytes(own)
                 share = (over - 1) / self._saved[key]  # rounded by a byte
-                candidate = with_fewest_blocks(self._estimator, own, share)
+                count = max(0, self._estimator.first_trained - 1) + math.ceil(share)
+                recompute = first_blocks(min(count, self._model.num_layers), self._model)
+                candidate = replace(own, recompute=recompute)
                 if candidate not in self._least:
                     self._least[candidate] = self._estimator.costs(candidate).least_seconds()
                 found.append(_Bounded(candidate, limit, self._least[candidate], limit))
         return found
+
+    def _saved_bytes(self, candidate: Candidate) -> float:
+        """Compute how much less memory a recomputed block needs at most."""
+        memory, run = self._estimator.memory(candidate), self._estimator.run_spec(candidate)
+        activations = Activations(config=run.config, batch=run.batch, grad_bytes=4)
+        saved = activations.of_block - activations.residual
+        return saved * memory.reserved / memory.allocated
+
+    def _with_more_blocks(self, candidate: Candidate, limit: int) -> Candidate | None:
+        """Recompute as few more blocks as fit, or all in the smallest groups; None: none fit."""
+        model, given = self._model, candidate.recompute
+        assert given is not None, "some blocks are recomputed"
+
+        def fits(recompute: RecomputeConfig) -> bool:
+            return self._estimator.memory(replace(candidate, recompute=recompute)).total <= limit
+
+        sizes = (n for n in range(2, _LARGEST_GROUP + 1) if model.num_layers % n == 0)
+        groups = (replace(first_blocks(model.num_layers, model), num_layers=size) for size in sizes)
+        found = given if fits(given) else least_recomputation(replace(model, recompute=given), fits)
+        found = found or next(filter(fits, groups), None)
+        return None if found is None else replace(candidate, recompute=found)
 
     def best(self, rows: Sequence[_Bounded]) -> Estimate | None:
         """Return the best with 16 bits, or where codes save enough, the best with codes."""
         return faster_bits(*map(self._best, _by_bits(rows)))
 
     def about_fastest(self, rows: Sequence[_Bounded]) -> Estimate | None:
-        """Return the same, but at most `MEMORY_TIE` slower, whatever it needs and sends."""
+        """Find a candidate at most `MEMORY_TIE` slower than the fastest."""
         return faster_bits(*(self._fastest(part, MEMORY_TIE) for part in _by_bits(rows)))
 
     def other_bits(self, best: Estimate | None) -> Estimate | None:
@@ -154,9 +180,9 @@ class _Search:
         return None if other is None else self._estimator.estimate(other)
 
     def _best(self, rows: Sequence[_Bounded]) -> Estimate | None:
-        """Return the first of `best_first` among the simulated candidates, all of which must fit.
+        """Return the first by `best_first` of candidates that fit, to `RESOLUTION` of its time.
 
-        One that is not simulated is at most `RESOLUTION` faster, and does not win a tie.
+        A candidate that is not simulated does not win a tie.
         """
         fastest = self._fastest(rows)
         while fastest is not None:
@@ -180,7 +206,7 @@ class _Search:
         return min(known, key=lambda e: e.seconds, default=None)
 
     def _least_as_fast(self, rows: Sequence[_Bounded], enough: float) -> Estimate | None:
-        """Within `enough` seconds: the one that sends least between groups, then needs least."""
+        """Find the candidate within `enough` seconds that sends least between groups."""
         tied = [
             (self._estimator.sent(row.candidate).inter, row.memory_bytes, row.least_seconds, row)
             for row in rows
@@ -196,7 +222,7 @@ class _Search:
         return found
 
     def _smallest(self, rows: Sequence[_Bounded], first: Estimate, enough: float) -> Estimate:
-        """Within `enough` seconds: the one that needs least, if clearly less, and sends no more."""
+        """Find a candidate within `enough` seconds that needs clearly less and sends no more."""
         most = first.memory_bytes * _LESS_MEMORY
         smaller = (row for row in rows if row.memory_bytes <= most and row.least_seconds <= enough)
         for row in sorted(smaller, key=lambda row: (row.memory_bytes, row.least_seconds)):
@@ -206,10 +232,9 @@ class _Search:
         return first
 
     def front(self, best: Estimate | None) -> tuple[Estimate, ...]:
-        """Return the Pareto front of memory and time in steps of `FRONT_STEP`, and `best`; fastest
-        first.
+        """Find the Pareto front of memory and time in steps of `FRONT_STEP`, fastest first.
 
-        A candidate that is not simulated is at most `RESOLUTION` faster than a step of the front.
+        It includes `best`. Candidates that are not simulated are at most `RESOLUTION` faster.
         """
         rows = [(row.memory_bytes, row.least_seconds, row) for row in self.rows]
         rows += [(own.memory_bytes, own.seconds, row) for row, own in self._done.items() if own]
@@ -229,7 +254,7 @@ class _Search:
 
 
 def _by_bits(rows: Sequence[_Bounded]) -> tuple[list[_Bounded], list[_Bounded]]:
-    """Those with 16 bits, and those with codes."""
+    """Separate candidates with 16 bits from those with codes."""
     coded = [row for row in rows if row.candidate.inter_bits == FEWEST_BITS]
     return [row for row in rows if row.candidate.inter_bits != FEWEST_BITS], coded
 
@@ -237,7 +262,7 @@ def _by_bits(rows: Sequence[_Bounded]) -> tuple[list[_Bounded], list[_Bounded]]:
 def best_that_fits(
     request: PlanRequest, space: SearchSpace, enough: float = _ANY
 ) -> Estimate | None:
-    """Return the best candidate of `plan`, if it may take no longer than `enough` seconds."""
+    """Find the best candidate that fits, if it may take no longer than `enough` seconds."""
     search = _Search(request, space, enough)
     return search.best(search.within(request.choice_bytes))
 
@@ -245,7 +270,7 @@ def best_that_fits(
 def best_by_context(
     request: PlanRequest, space: SearchSpace
 ) -> dict[ContextLayout, Estimate | None]:
-    """Return the best candidate that fits for each way to share samples in the space."""
+    """Find the best candidate that fits for each context-parallel layout in the space."""
     search = _Search(request, space)
     by_context: dict[ContextLayout, list[_Bounded]] = {own: [] for own, _ in space.contexts or ()}
     for row in search.within(request.choice_bytes):
@@ -254,7 +279,7 @@ def best_by_context(
 
 
 def plan(request: PlanRequest, search_space: SearchSpace = _EVERYTHING) -> SearchResult:
-    """Solve the request exactly over the search space; `UserError` if that is empty."""
+    """Search the space for the best candidate of a request; `UserError` if it is empty."""
     search = _Search(request, search_space)
     within = search.within(request.choice_bytes)
     best = search.best(within)

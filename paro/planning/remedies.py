@@ -11,14 +11,15 @@ from typing import NamedTuple
 
 from paro.planning.estimator import Estimator
 from paro.planning.planner import SearchResult
-from paro.planning.recomputation import (
+from paro.planning.search_space import (
+    Candidate,
+    PlanRequest,
+    first_blocks,
     least_recomputation,
-    of_first,
     recompute_flags,
 )
-from paro.planning.search_space import Candidate, PlanRequest
 from paro.spec.context_layout import ContextLayout, ContextLimits
-from paro.spec.run_spec import Materialize
+from paro.spec.run_spec import Materialize, RunSpec
 from paro.text import size_text
 
 MOST_RANKS = 16384  # the largest world size that is tried
@@ -30,7 +31,7 @@ _SMALLER = {
 
 
 class Change(NamedTuple):
-    """A single change after which a candidate fits: what to give, and what is planned then."""
+    """A single change after which a candidate fits: the flags to give, and the plan with them."""
 
     what: str
     request: PlanRequest
@@ -38,7 +39,7 @@ class Change(NamedTuple):
 
 
 def why_nothing_fits(request: PlanRequest, plan: SearchResult) -> str:
-    """Return a line: the least memory, and each single change that would make it fit.
+    """Write in a line the least memory, and each single change that would make it fit.
 
     Also more ranks with recomputation, where these are fewer than without.
     """
@@ -53,7 +54,7 @@ def why_nothing_fits(request: PlanRequest, plan: SearchResult) -> str:
 
 
 def single_changes(request: PlanRequest, least: Candidate) -> Iterator[Change]:
-    """Flags, and a number of ranks, each of which would be enough alone."""
+    """Yield flags, and a number of ranks, each of which would be enough alone."""
     at_once = replace(request, prefetch_units=0)
     if request.prefetch_units and _fits(at_once, least):
         yield Change("--paro-prefetch-units 0", at_once, least)
@@ -70,53 +71,37 @@ def single_changes(request: PlanRequest, least: Candidate) -> Iterator[Change]:
             yield Change(f"--micro-batch-size {size}", request, smaller)
             break
     if not least.materialize.rotates:
-        compute = request.precision.compute
-        context = smallest_context(
-            least.context,
-            request.context_limits,
-            lambda layout: _fits(request, replace(least, context=layout)),
-            in_parts=request.model.parts_misfit(request.device_type, compute) is None,
-        )
-        if context is not None:
-            flags, layout = context
-            yield Change(flags, request, replace(least, context=layout))
-    yield from _smaller_way(request, least)
+        run = estimator_of(request).run_spec(least)
+        for flags, layout in larger_contexts(run):
+            if _fits(request, shared := replace(least, context=layout)):
+                yield Change(flags, request, shared)
+                break
+    if least.materialize in _SMALLER:
+        materialize, flag = _SMALLER[least.materialize]
+        rotated = replace(least, materialize=materialize)
+        possible = request.infeasible_reason(least.strategy, materialize) is None
+        if possible and _fits(request, rotated):
+            yield Change(flag, request, rotated)
     yield from _more_ranks(request, least)
 
 
-def smallest_context(
-    given: ContextLayout,
-    limits: ContextLimits,
-    fits: Callable[[ContextLayout], bool],
-    *,
-    in_parts: bool,
-) -> tuple[str, ContextLayout] | None:
-    """Return the flags of the fewest more ranks that share a sample with which it fits; None if
-    none.
+def larger_contexts(run: RunSpec) -> Iterator[tuple[str, ContextLayout]]:
+    """Yield larger context-parallel layouts that a run may have, smallest first, with their flags.
 
-    Keys and values travel only where attention can be computed `in_parts`.
+    Keys and values go round a ring only where attention can be computed in parts.
     """
-    ranks = limits.world_size
-    for size in (n for n in range(given.size + 1, ranks + 1) if ranks % n == 0):
-        options = {f"--context-parallel-size {size} --cp-comm-type a2a": size}
-        if in_parts:
-            options = {f"--context-parallel-size {size} --cp-comm-type p2p": 1, **options}
-        for flags, heads in options.items():
+    limits = ContextLimits(
+        model=run.model,
+        world_size=run.world_size,
+        group_size=run.group_size,
+        seq_length=run.seq_length,
+    )
+    in_parts = run.model.parts_misfit(run.device_type, run.precision.compute) is None
+    for size in range(run.context.size + 1, run.world_size + 1):
+        for name, heads in (("p2p", 1), ("a2a", size)) if in_parts else (("a2a", size),):
             layout = ContextLayout(size=size, heads=heads)
-            if limits.misfit(layout) is None and fits(layout):
-                return flags, layout
-    return None
-
-
-def _smaller_way(request: PlanRequest, least: Candidate) -> Iterator[Change]:
-    """Yield the flag that makes weights rotate, or rotate in place, if that is enough."""
-    further = _SMALLER.get(least.materialize)
-    if further is not None:
-        materialize, flag = further
-        possible = request.infeasible_reason(least.strategy, materialize) is None
-        rotated = replace(least, materialize=materialize)
-        if possible and _fits(request, rotated):
-            yield Change(flag, request, rotated)
+            if limits.misfit(layout) is None:
+                yield f"--context-parallel-size {size} --cp-comm-type {name}", layout
 
 
 def _fits(request: PlanRequest, candidate: Candidate) -> bool:
@@ -124,8 +109,7 @@ def _fits(request: PlanRequest, candidate: Candidate) -> bool:
 
 
 def fewest_ranks(given: int, step: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the fewest ranks above `given`, in steps, that are enough; None if even the most are
-    not.
+    """Find the fewest ranks above `given`, in steps, that fit; None if even the most do not.
 
     The more ranks, the less memory.
     """
@@ -139,8 +123,8 @@ def fewest_ranks(given: int, step: int, fits: Callable[[int], bool]) -> int | No
 
 
 def _recomputed(request: PlanRequest, least: Candidate) -> Iterator[Change]:
-    """Fewer ranks than without, with recomputation of all blocks; not if that is enough alone."""
-    every = of_first(request.model.num_layers, request.model)
+    """Yield fewer ranks with recomputation of all blocks, unless that is enough alone."""
+    every = first_blocks(request.model.num_layers, request.model)
     recomputed = replace(least, recompute=every)
     if least.recompute == every or _fits(request, recomputed):
         return

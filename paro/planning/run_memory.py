@@ -1,4 +1,4 @@
-"""Predicts what a rank of a run takes of its device, and sends, for trainer and planner."""
+"""Predicts the memory of a rank and the bytes that it sends, for trainer and planner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paro.machine.caching import cached_by
 from paro.machine.choice import choice_of, pieces_by
 from paro.machine.collective_time import algorithms_of
 from paro.machine.machine import Machine
-from paro.planning.activations import Activations
+from paro.planning.activations import Activations, PartActivations
 from paro.planning.context_parallel import ContextAttention
 from paro.planning.device_memory import (
     Communication,
@@ -20,7 +20,6 @@ from paro.planning.device_memory import (
     device_memory,
 )
 from paro.planning.passes import StepCounts
-from paro.planning.rotating_activations import PartActivations
 from paro.planning.sending import Sender, traffic_of
 from paro.planning.tally import MemorySnapshot, StepTally
 from paro.precision import BYTES_OF
@@ -53,20 +52,19 @@ class RunMemory:
 
     @cached_by(lambda run: run.step_kind)
     def step(self, run: RunSpec) -> StepCounts:
-        """Return the actions of a step."""
+        """Return the actions of a step of a run, with their counts."""
         units = self.units(run)
         shape = shape_of_run(run, units)
         return StepCounts(shape=shape, units=units, updated_ahead=run.updated_ahead)
 
     def sender(self, run: RunSpec, rank: int | None = None) -> Sender:
-        """Return a rank as it sends under a run; None: the mean of all ranks."""
+        """Return a rank as a sender of collectives; None: the mean of all ranks."""
         by_nccl = run.device_type == "cuda"
         choice = choice_of(run.collective, self._machine, by_nccl=by_nccl)
         return Sender(group_size=run.group_size, rank=rank, choice=choice)
 
     def sent(self, run: RunSpec, num_micro_batches: int, rank: int | None = None) -> Sent:
-        """Return bytes that a rank sends in a step of so many micro-batches; None: the mean
-        of all."""
+        """Count bytes that a rank sends in a step; None: the mean of all ranks."""
         step, sender = self.step(run), self.sender(run, rank)
         specs = run.specs(step.units)
         states = traffic_of(step.of_step(num_micro_batches), specs, sender)
@@ -75,7 +73,7 @@ class RunMemory:
         return states + attention * num_micro_batches
 
     def of(self, run: RunSpec) -> DeviceMemory:
-        """At the snapshot of a step with the largest total, or of an evaluation that needs more."""
+        """Predict the memory at the largest snapshot of a step, or of an evaluation if larger."""
         machine, snapshot = self._machine, self._snapshot(run)
         if run.trained and run.eval_micro_batch_size > run.micro_batch_size:
             # Only then: backward needs more than forward alone.
@@ -101,13 +99,13 @@ class RunMemory:
         return state_bytes(run.specs(self.units(run)))
 
     def tally(self, run: RunSpec) -> StepTally:
-        """What is allocated while the actions of a step are carried out."""
+        """Make a tally of the bytes that the actions of a step allocate."""
         precision = run.precision
         grad_dtype = precision.wire if run.strategy.grads > 1 else precision.accumulate
         kind = PartActivations if run.materialize.rotates else Activations
-        own = kind(config=run.config, batch=run.batch, grad_bytes=BYTES_OF[grad_dtype])
+        activations = kind(config=run.config, batch=run.batch, grad_bytes=BYTES_OF[grad_dtype])
         step = self.step(run)
-        return StepTally(run=run, step=step, activations=[*own.of_step(step)])
+        return StepTally(run=run, step=step, activations=[*activations.of_step(step)])
 
     @cached_by(
         lambda run: (
@@ -119,7 +117,7 @@ class RunMemory:
         )
     )
     def communication(self, run: RunSpec) -> Communication:
-        """Return the process groups and buffers of a run."""
+        """Count the process groups and communication buffers of a run."""
         by_nccl = run.device_type == "cuda"
         names: tuple[str, ...] = (run.collective,)
         if run.collective == "auto":

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, product
 
-from model.config import FP8_MULTIPLE, RecomputeConfig
+from model.config import FP8_MULTIPLE, LlamaConfig, RecomputeConfig
 from model.trainable import Trainable
 from paro.errors import check_least, check_multiple
 from paro.layout import Unit
 from paro.machine.collective_time import algorithms_of
 from paro.machine.machine import Machine
 from paro.planning.computing import device_of
-from paro.planning.rotation import MUON_ROTATES, rotation_infeasible_reason
-from paro.planning.survival import Survival, check_nodes, survival
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.spec.context_layout import ContextLayout, ContextLimits
 from paro.spec.run_spec import Materialize, RunSettings
-from paro.spec.units import units_of
-from paro.strategy import Strategy, effective_letters, parse_strategy
+from paro.spec.units import MUON_ROTATES, rotation_infeasible_reason, units_of
+from paro.strategy import (
+    Strategy,
+    Survival,
+    check_nodes,
+    effective_letters,
+    parse_strategy,
+    survival,
+)
 from paro.text import listed
 
 MEMORY_MARGIN = 0.03  # of a device: with as few recomputed blocks as fit it would be full
@@ -52,12 +58,12 @@ class PlanRequest(RunSettings):
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of ranks, or sets of ranks, that read different samples."""
+        """The number of context-parallel groups, each of which reads samples of its own."""
         return self.world_size // self.context.size
 
     @property
     def context_limits(self) -> ContextLimits:
-        """What limits the layouts of ranks that share a sample."""
+        """The limits of context-parallel layouts."""
         return ContextLimits(
             model=self.model,
             world_size=self.world_size,
@@ -83,20 +89,20 @@ class PlanRequest(RunSettings):
 
     @property
     def choice_bytes(self) -> int:
-        """What of it a choice may take."""
+        """The bytes of a device that a choice may take."""
         return int(self.device_bytes * (1 - self.memory_margin))
 
     @property
     def choice_text(self) -> str:
-        """The same in words."""
+        """The bytes of a device that a choice may take, in words."""
         percent = 100 * self.memory_margin
         less = f", less a margin of {percent:g}%" if percent else ""
         return f"{self.device_bytes / 1e9:g} GB of a device{less}"
 
     def micro_batches(self, size: int, context: ContextLayout | None = None) -> int:
-        """Return micro-batches of this size per rank and step; `UserError` if it does not divide.
+        """Count micro-batches of a size per rank and step; `UserError` if it does not divide.
 
-        None: samples are shared as the request has it.
+        None: the context-parallel layout of the request.
         """
         check_least(1, micro_batch_size=size)
         num_sharing = (context or self.context).size
@@ -108,7 +114,7 @@ class PlanRequest(RunSettings):
         return parse_strategy(text, world_size=self.world_size, group_size=self.group_size)
 
     def candidate(self, strategy: Strategy) -> Candidate:
-        """Return a strategy with the other flags as given."""
+        """Make a candidate of a strategy, with the other flags as given."""
         return Candidate(
             strategy=strategy,
             micro_batch_size=self.micro_batch_size,
@@ -119,7 +125,7 @@ class PlanRequest(RunSettings):
         )
 
     def as_given(self, strategies: tuple[Strategy, ...] | None = None) -> SearchSpace:
-        """Return a search of these strategies, or of any, with all else as the request has it."""
+        """Make a search space of some strategies, or of all, with all else as requested."""
         return SearchSpace(
             strategies=strategies,
             micro_batch_sizes=(self.micro_batch_size,),
@@ -128,12 +134,12 @@ class PlanRequest(RunSettings):
         )
 
     def survival(self, strategy: Strategy) -> Survival:
-        """What may be lost under a strategy."""
+        """Count the ranks and nodes that may be lost under a strategy."""
         node = self.ranks_per_node or self.machine.group_size
         return survival(strategy, world_size=self.world_size, ranks_per_node=node)
 
     def infeasible_reason(self, strategy: Strategy, materialize: Materialize) -> str | None:
-        """Why a strategy cannot be chosen with parameters materialized this way; None if it can."""
+        """Say why a strategy cannot materialize parameters this way; None if it can."""
         kept = self.survival(strategy)
         if kept.nodes < self.survive:
             return f"--paro-survive {self.survive}: under {strategy.name} {kept.describe()}"
@@ -148,11 +154,11 @@ class PlanRequest(RunSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One point of the search space."""
+    """A point of the search space."""
 
     strategy: Strategy
     micro_batch_size: int
-    context: ContextLayout  # the neighbouring ranks that share a sample
+    context: ContextLayout
     collective: str
     recompute: RecomputeConfig | None
     materialize: Materialize = Materialize.GATHER
@@ -161,26 +167,56 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The strategy, whether its weights rotate, and bits that were chosen."""
+        """The name of the strategy, of rotation, and of bits that were chosen."""
         suffix = f" {self.materialize.value}" if self.materialize.rotates else ""
         if self.inter_bits not in (None, FULL_BITS):
             suffix += f" {self.inter_bits}-bit"
         return self.strategy.name + suffix
 
     def precision(self, request: PlanRequest) -> PrecisionConfig:
-        """Return the request's, with the bits that were chosen."""
+        """Return the precision of the request with the bits that were chosen."""
         given = request.precision
         return given if self.inter_bits is None else given.with_inter_bits(self.inter_bits)
 
     def describe(self) -> str:
-        """Return one line, with the values of the flags."""
+        """Write the values of the flags in one line."""
         recompute = recompute_text(self.recompute)
         name = self.name + (f" ({self.letters})" if self.letters else "")
         return f"{name}, micro-batches of {self.micro_batch_size}, {self.collective}, {recompute}"
 
 
+def first_blocks(count: int, model: LlamaConfig) -> RecomputeConfig:
+    """Make the recomputation of the first blocks; they keep what the model's recomputed ones do."""
+    every = RecomputeConfig(granularity="full", keeps_core=model.keeps_core)
+    return every if count == model.num_layers else replace(every, method="block", num_layers=count)
+
+
+def least_recomputation(
+    model: LlamaConfig, fits: Callable[[RecomputeConfig], bool]
+) -> RecomputeConfig | None:
+    """Find the fewest more first blocks whose recomputation fits; None if even all are too few."""
+    given, fewest = model.recompute, 1
+    if given is not None and given.granularity == "full":
+        if given.method == "uniform":
+            return None
+        fewest = given.num_layers + 1
+    counts = range(fewest, model.num_layers + 1)  # the more, the less memory
+    found = bisect_left(counts, True, key=lambda count: fits(first_blocks(count, model)))
+    return first_blocks(counts[found], model) if found < len(counts) else None
+
+
+def recompute_flags(recompute: RecomputeConfig) -> str:
+    """Write a recomputation as flags."""
+    text = f"--recompute-granularity {recompute.granularity}"
+    text += " --paro-recompute-keep core_attn" * recompute.keeps_core
+    if (recompute.method, recompute.num_layers) != ("uniform", 1):
+        text += f" --recompute-method {recompute.method}"
+        text += f" --recompute-num-layers {recompute.num_layers}"
+    return text
+
+
 def recompute_text(recompute: RecomputeConfig | None) -> str:
-    """Which blocks are recomputed, in words."""
+    """Write in words which blocks are recomputed."""
     if recompute is None:
         return "no recomputation"
     but = " but for attention" * recompute.keeps_core
@@ -192,16 +228,18 @@ def recompute_text(recompute: RecomputeConfig | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """Choices of a search; None: every possibility."""
+    """The choices of a search; None: every possibility."""
 
     strategies: tuple[Strategy, ...] | None = None
     micro_batch_sizes: tuple[int, ...] | None = None
-    contexts: tuple[tuple[ContextLayout, int], ...] | None = None  # with sizes; None: as given
+    contexts: tuple[tuple[ContextLayout, int], ...] | None = (
+        None  # with micro-batch sizes; None: as given
+    )
     collectives: tuple[str, ...] | None = None
     recomputes: tuple[RecomputeConfig | None, ...] | None = None
 
     def describe(self) -> str:
-        """What candidates differ in; all else is as given."""
+        """Write what candidates differ in; all else is as given."""
         choices = {
             "strategies": self.strategies,
             "micro-batch sizes": self.micro_batch_sizes,
@@ -258,8 +296,7 @@ def _letters_elsewhere(strategy: Strategy, world_size: int) -> str | None:
 def legal_strategies(
     world_size: int, group_size: int, links: int | None = None
 ) -> Iterator[Strategy]:
-    """Yield every legal triple of degrees, named by letters where groups of `group_size` give it
-    some.
+    """Yield every legal triple of degrees, by its letters in groups of `group_size` if it has any.
 
     Degrees nest with these groups, and with the groups of `links` ranks that fast links join. Any
     group size is a degree, so the triples include the letters of other group sizes.
@@ -285,8 +322,7 @@ def legal_strategies(
 
 
 def micro_batch_sizes(request: PlanRequest) -> tuple[int, ...]:
-    """Return all sizes that divide a data-parallel rank's share of the global batch, and may be in
-    fp8."""
+    """Return the sizes that divide a data-parallel rank's share of a batch, and may be in fp8."""
     per_rank = request.global_batch_size // request.data_parallel_size
     tokens = request.seq_length // request.context.size
     multiple = 1 if request.model.fp8_format is None else FP8_MULTIPLE

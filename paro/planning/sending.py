@@ -1,4 +1,4 @@
-"""What a rank sends for a collective, a message or a step, in its group and between groups."""
+"""Counts the bytes that a rank sends for a collective, a message or a step."""
 
 # An algorithm runs over parts of an axis span, and over each a rank sends (n - 1) / n of its part's
 # buffer, an all-reduce twice as much. To whom decides which links carry it, if the part has both:
@@ -52,14 +52,14 @@ NATIVE = AlgorithmChoice(names=("native",))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sender:
-    """A rank that sends, in groups of `group_size`; None: the mean of all ranks."""
+    """A rank that sends, in groups of `group_size`; rank None: the mean of all ranks."""
 
     group_size: int
     rank: int | None
     choice: AlgorithmChoice = NATIVE
 
     def sent(self, collectives: Iterable[Collective]) -> Sent:
-        """Return bytes that it sends for collectives."""
+        """Count the bytes that the rank sends for collectives."""
         return sum((each for one in collectives for each in self._messages(one)), Sent())
 
     def _messages(self, one: Collective) -> Iterator[Sent]:
@@ -76,7 +76,7 @@ class Sender:
                 yield self.message(to, part, size)
 
     def message(self, to: To, span: AxisSpan, num_bytes: int) -> Sent:
-        """Return bytes that it sends for a message of so many bytes along a span."""
+        """Count the bytes that the rank sends for a message of so many bytes along a span."""
         inner, size = span[0].inner, span[-1].outer // span[0].inner
         inside = min(size, max(1, self.group_size // inner))  # of its ranks, in one group
         if to is To.EACH:
@@ -92,7 +92,7 @@ class Sender:
 
 
 def traffic_of(moves: Mapping[Move, int], specs: Sequence[ShardingSpec], sender: Sender) -> Sent:
-    """Return bytes that a rank sends for the actions of a step, each of which comes so often.
+    """Count the bytes that a rank sends for the actions of a step, each of which comes so often.
 
     The all-gather of updated parameters is lazy: a step gathers what the previous one updated. So
     the first step of a run sends less.
@@ -108,11 +108,7 @@ def traffic_of(moves: Mapping[Move, int], specs: Sequence[ShardingSpec], sender:
 
 
 def exchanged(specs: Sequence[ShardingSpec], rank: int | None = None) -> Sent:
-    """Return bytes that a rank sends in a step to make Muon's matrices whole, and to spread the
-    result.
-
-    Ranks send different amounts: without `rank` it is their mean.
-    """
+    """Count the bytes that a rank sends in a step for Muon's whole matrices; None: the mean."""
     total, topology = Sent(), specs[0].topology
     of_element = BYTES_OF[specs[0].precision.matrix_wire]
     for rounds in muon_rounds(specs):

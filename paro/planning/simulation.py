@@ -1,24 +1,22 @@
 """Discrete-event simulation of training threads, communication streams and shared links."""
 
-# An actor stands for the ranks of a group, which all do the same: a training thread that runs a
-# program, and communication streams. A program is a generator of requests: to compute for a while,
-# to queue work in streams (at no cost) and to wait for work. A stream runs work in the order of
-# queueing (distributed/comm_stream.py); work starts when all earlier work of its stream and all
-# that it comes after are done. Work that joins groups starts when it is first in the stream of
-# every group and ends for all at the same time. Where launches keep their order, a collective also
-# starts only after all collectives that its actors have queued before it have started, on any
-# stream.
+# In: for the ranks of each group, which all do the same, one actor: a speed and the program of its
+# training thread, which computes, queues work in comm streams (at no cost) and waits for work. Out:
+# the time at which the last program ends; of every actor computed and exposed seconds.
 #
-# Running jobs share links: each progresses at 1 / (sum of the shares of time for which they use the
-# link), if that sum is more than 1. The thread loses the processor time that jobs use, and while a
-# thread computes, jobs are slowed down by the measured factor. Collectives slow it down in
-# turn where the machine has a curve for that.
+# A stream runs work in order, each when all that it comes after is done. Work that crosses groups
+# starts when it is first in the stream of every group; where launches are ordered, also after all
+# that its actors have queued before. Running jobs share links: each progresses at 1 / (the sum of
+# the shares of time for which they use the link), if that is more than 1. The thread loses the
+# processor time that jobs use, and jobs and a computing thread slow each other down as measured.
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import add
 from typing import NamedTuple
 
 from paro.machine.collective_time import ParallelJobs, StreamAxes, TimedJob
@@ -29,13 +27,13 @@ _TINY = 1e-12  # seconds
 
 
 class Queued(NamedTuple):
-    """Jobs for the comm streams of a use; each phase begins when the one before has ended."""
+    """Jobs for the comm streams of a use; each phase starts when the one before has ended."""
 
     name: str
     kind: str  # of exposed time
     use: str
     phases: tuple[ParallelJobs, ...]
-    joins: bool = False  # all groups take part, also if nothing crosses them
+    joins: bool = False  # all groups take part, also if nothing is sent between them
 
 
 class Compute(NamedTuple):
@@ -51,8 +49,8 @@ class Queue(NamedTuple):
 
     key: Hashable
     parts: tuple[Queued, ...]
-    of: str = ""  # what it is about
-    after: Hashable = None  # it begins after what was queued last under this key
+    of: str = ""  # a unit or buffer, for the name
+    after: Hashable = None  # the key whose work it comes after
 
 
 class Wait(NamedTuple):
@@ -65,7 +63,7 @@ Program = Iterator[Compute | Queue | Wait]
 
 
 class Activity(NamedTuple):
-    """One activity of one stream of one actor, from `start` to `end` in seconds."""
+    """An activity in a stream of an actor, from `start` to `end` in seconds."""
 
     actor: int
     stream: str
@@ -80,7 +78,7 @@ class _Work:
     """A job in a communication stream of one actor, or of all of them."""
 
     part: Queued
-    of: str  # what it is about
+    of: str
     job: TimedJob
     members: int  # the number of actors that take part
     after: _Works
@@ -97,9 +95,8 @@ class _Work:
         return f"{self.part.name} {self.of}".strip()
 
     def blocker(self) -> _Work:
-        """Return the unfinished work at the start of the chain that this one waits for."""
-        pending = next((work for work in self.after if not work.done), None)
-        return self if pending is None else pending.blocker()
+        """Return the unfinished work at the start of the chain that it waits for."""
+        return next((work.blocker() for work in self.after if not work.done), self)
 
 
 _Works = tuple[_Work, ...]
@@ -107,12 +104,12 @@ _Works = tuple[_Work, ...]
 
 @dataclass(slots=True, eq=False)
 class Actor:
-    """The state of one group's ranks."""
+    """The state of the ranks of a group, or of several groups of equal speed."""
 
     index: int
     speed: GroupSpeed
     program: Program
-    queued: dict[Hashable, _Works] = field(default_factory=dict)  # and not waited for, by key
+    queued: dict[Hashable, _Works] = field(default_factory=dict)  # by key, until waited for
     num_jobs: int = 0
     streams: defaultdict[tuple[str, StreamAxes], deque[_Work]] = field(
         default_factory=lambda: defaultdict(deque)
@@ -129,7 +126,7 @@ class Actor:
 
 
 class Simulation:
-    """Runs programs, each at the speed of its actor, from time 0 until the last one ends."""
+    """A simulation of programs, each at the speed of its actor, from time 0 to the last end."""
 
     def __init__(
         self,
@@ -144,7 +141,7 @@ class Simulation:
         self.now = 0.0
         self._record = record
         self._launches_in_order = launches_in_order
-        self._slowed = slowed  # computing, by the number of collectives that run
+        self._slowed = slowed  # factors of compute time, by the number of running collectives
         self._running: list[_Work] = []
         self._joint: dict[int, _Work] = {}  # by their number, which all actors give them
 
@@ -248,28 +245,23 @@ class Simulation:
             self._wake(actor)
 
     def _set_rates(self) -> None:
-        intra: list[float] = [0.0] * len(self.actors)
-        inter: list[float] = [0.0] * len(self.actors)
-        cpu: list[float] = [0.0] * len(self.actors)
+        """Set the speed of running jobs, by the links and processors that they share."""
+        loads = [[0.0, 0.0, 0.0] for _ in self.actors]  # of links inside, between, processor
         for work in self._running:
-            for index in work.submitted:
-                intra[index] += work.job.intra
-                inter[index] += work.job.inter
-                cpu[index] += work.job.cpu
+            _, _, *shares, _ = work.job
+            for load in (loads[index] for index in work.submitted):
+                load[:] = map(add, load, shares)
         for work in self._running:
-            slowdown = 1.0
+            _, _, *shares, slowed = work.job
+            slowdowns = [1.0]
             for index in work.submitted:
-                slowdown = max(
-                    slowdown,
-                    intra[index] if work.job.intra else 0.0,
-                    inter[index] if work.job.inter else 0.0,
-                    cpu[index] if work.job.cpu else 0.0,
-                )
-            if any(self.actors[index].computing for index in work.submitted):
-                slowdown = max(slowdown, work.job.slowed)
-            work.rate = 1.0 / slowdown
+                slowdowns += compress(loads[index], shares)
+                if self.actors[index].computing:
+                    slowdowns.append(slowed)
+            work.rate = 1.0 / max(slowdowns)
 
     def _compute_speed(self, actor: Actor) -> float:
+        """Return the speed of a computing thread while jobs run in its streams."""
         own = [work for work in self._running if actor.index in work.submitted]
         speed = max(_LEAST_COMPUTE, 1.0 - sum(work.job.cpu * work.rate for work in own))
         if not self._slowed:

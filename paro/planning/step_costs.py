@@ -1,34 +1,59 @@
-"""Costs of one optimizer step: what each action computes and queues, and a lower bound."""
+"""The time of an optimizer step: simulated, or bounded from below."""
 
-# A step takes no less than its training thread, and no less than any link or comm stream is busy;
-# nor do its passes, one after the other. A forward or a backward ends no sooner than its compute,
-# and no sooner than links and streams have finished what is both queued and waited for within it.
-# The first forward begins with the update, so it has the updated parameters; the last backward ends
-# with the step, with every reduction.
+# In: a step's schedule of actions with the compute time and the collectives of each, and a machine.
+# Out: the duration of the step and its exposed communication, or a lower bound of the duration.
+#
+# Simulated is what the training thread of each group does (`StepCosts.program`), from the update to
+# the next step's gradient norm; of more than four micro-batches three, and each of the others takes
+# as long as the third. The bound: a step takes no less than its training thread, and than any link
+# or comm stream is busy. Nor do its forwards and backwards, one after the other, each of which
+# takes no less than its compute, and than links and streams are busy with what is both queued and
+# waited for within it. The first forward includes the update, the last backward the end of a step.
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from paro.layout import Unit
 from paro.machine.collective_time import TimedJob, scalar_seconds
-from paro.machine.machine import Device, Machine, Nic
+from paro.machine.machine import Device, GroupSpeed, Machine, Nic
+from paro.machine.rules import Slowed
 from paro.planning.comm_costs import THREAD, CommCosts
 from paro.planning.computing import Computing, coding_seconds
 from paro.planning.context_costs import ContextCosts
 from paro.planning.passes import QUEUES, Counts, StepCounts
 from paro.planning.sending import exchanged
-from paro.planning.simulation import Compute, Program, Queue, Queued, Wait
+from paro.planning.simulation import (
+    Activity,
+    Compute,
+    Program,
+    Queue,
+    Queued,
+    Simulation,
+    Wait,
+)
 from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_spec import RunSpec
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
 
-# What an action queues comes after what another has queued for the same buffer.
+_MAX_SIMULATED = 4  # micro-batches
+# Of a communicator: what distributed/groups.py gives each of 8 on a GPU of 128 multiprocessors.
+_CTAS, _MOST_COMMUNICATORS = 16, 8
+EXPOSED = {  # kinds of exposed communication, in words
+    "gather": "gathers",
+    "reduce": "gradient reductions",
+    "finish": "the gradient reductions at the end of a step",
+    "publish": "the all-gather of updated parameters",
+    "context": "attention's tokens on other ranks",
+    "agree": "the gradient norm",
+}
+# The collectives of an action start after those of another action on the same buffer.
 AFTER = {Verb.GATHER: Verb.PARAM_ALL_GATHER, Verb.GRAD_SYNC: Verb.REDUCE}
-_COMPUTES = {  # the kind of time
+_COMPUTES = {  # the kind of compute time
     Verb.UPDATE: "update",
     Verb.FORWARD: "forward",
     Verb.LOSS: "forward",
@@ -40,6 +65,66 @@ _COMPUTES = {  # the kind of time
     Verb.SHIFT_BACK: "copy",
     Verb.SHIFT_GRADS: "copy",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """The duration of a step, and how much of it is exposed communication."""
+
+    seconds: float
+    compute_seconds: float
+    exposed: dict[str, float]  # seconds for which the slowest group waits, by kind
+    activities: tuple[Activity, ...] = ()
+
+
+def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
+    """Simulate one step; `record` keeps the activities of all streams, for every micro-batch."""
+    count = costs.num_micro_batches
+    if count > _MAX_SIMULATED and not record:
+        two, three = (simulate(replace(costs, num_micro_batches=n)) for n in (2, 3))
+
+        def extended(low: float, high: float) -> float:
+            return high + (count - 3) * (high - low)
+
+        exposed = {kind: extended(two.exposed[kind], three.exposed[kind]) for kind in EXPOSED}
+        return Timeline(
+            seconds=extended(two.seconds, three.seconds),
+            compute_seconds=extended(two.compute_seconds, three.compute_seconds),
+            exposed={kind: max(0.0, seconds) for kind, seconds in exposed.items()},
+        )
+    machine, curve = costs.machine, costs.device.slowed
+    others = machine.num_groups - sum(part.num_groups for part in machine.uneven)
+    usual = [GroupSpeed(num_groups=others)] if others else []
+    simulation = Simulation(
+        # One actor stands for all groups of the same speed.
+        ((speed, costs.program()) for speed in (*usual, *machine.uneven)),
+        record=record,
+        launches_in_order=machine.launch_order == "implicit",
+        slowed=_slowdowns(curve) if curve else (),
+    )
+    total = simulation.run()
+    slowest = max(simulation.actors, key=lambda actor: sum(actor.computed.values()))
+    return Timeline(
+        seconds=total,
+        compute_seconds=sum(slowest.computed.values()),
+        exposed={kind: slowest.exposed.get(kind, 0.0) for kind in EXPOSED},
+        activities=tuple(simulation.activities),
+    )
+
+
+def _slowdowns(curve: Slowed) -> list[float]:
+    """Compute the factors by which 0, 1, ... concurrent collectives slow down computing.
+
+    Between points of the curve it is a line, beyond the last as there.
+    """
+    points = [(0, 1.0), *sorted(curve)]
+
+    def at(ctas: int) -> float:
+        lines = (line for line in pairwise(points) if ctas <= line[1][0])
+        (low, before), (high, after) = next(lines, (points[-1], points[-1]))
+        return before + (after - before) * (ctas - low) / max(1, high - low)
+
+    return [at(number * _CTAS) for number in range(_MOST_COMMUNICATORS + 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,60 +149,8 @@ class StepCosts:
     def device(self) -> Device:
         return self.computing.device
 
-    # Compute #
-
-    def computed(self, move: Move) -> tuple[Unit, float]:
-        """For which unit the training thread computes for an action, and for how long."""
-        verb, number, *slots = move
-        num_slices, halves = self.counts.shape.num_slices, None
-        if verb >= Verb.FORWARD:  # as in `buffer_of`, but this is called most of all
-            halves = self.counts.shape.halves(number)
-        first = number if halves is None else halves[slots[0] if slots else 0][0]
-        unit, took = self.counts.buffers[first].unit, 0.0
-        if halves is not None:
-            share = 1 / (num_slices * len(halves))
-            took = self.computing.per_unit[number].get(verb, 0.0) * share
-            if verb is Verb.GRADIENTS:
-                took += self.collect_seconds(unit.trainable_numel) / num_slices
-        elif verb is Verb.UPDATE:
-            encoded = self.comm_costs.of_buffers[number].codes.get(verb, 0)
-            took = self.update_seconds(unit.trainable_numel) + coding_seconds(self.device, encoded)
-        elif verb is Verb.REDUCE and unit.replicated:
-            took = self.collect_seconds(unit.trainable_numel)
-        elif verb in PASS_OF and slots[0] == slots[1]:  # in place, a copy out of staging
-            (one,) = self.comm_costs.specs[number].collectives[PASS_OF[verb]]
-            took = self.computing.memory_seconds(2 * one.num_bytes // num_slices)
-        return unit, took
-
-    def collect_seconds(self, numel: int) -> float:
-        return self.computing.collect_seconds(self.run.strategy, self.run.precision, numel)
-
-    def update_seconds(self, numel: int) -> float:
-        return self.computing.update_seconds(self.run.strategy, self.run.precision, numel)
-
-    @cached_property
-    def muon_seconds(self) -> float:
-        """Newton-Schulz of the busiest ranks, round by round, while others' matrices travel.
-
-        For bytes as ranks send them on average.
-        """
-        run, specs = self.run, self.comm_costs.specs
-        steps = run.muon.muon_num_ns_steps
-        flops = sum(rounds.newton_schulz_flops(steps)[0] for rounds in muon_rounds(specs))
-        computing = flops / self.device.sustained_flops
-        sent = exchanged(specs)
-        machine = self.machine
-        sharing = machine.group_size if machine.nic is Nic.SHARED else 1
-        links = ((machine.intra, sent.intra, 1), (machine.inter, sent.inter, sharing))
-        moving = sum(
-            num_bytes * 8 / link.bits_per_second * ranks for link, num_bytes, ranks in links if link
-        )
-        return max(computing, moving) if run.overlaps else computing + moving
-
-    # What the training thread does #
-
     def program(self) -> Program:
-        """What the training thread of a group's ranks does in a step."""
+        """Yield the requests of a training thread for a step: compute, queue collectives, wait."""
         yield Compute(self.device.step_seconds, "step", "other")
         yield Compute(self.muon_seconds, "Newton-Schulz", "update")
         at_once, context = self.comm_costs.at_once, self.context
@@ -142,12 +175,60 @@ class StepCosts:
                 whole = Compute(seconds, f"{_COMPUTES[verb]} {unit.name}", _COMPUTES[verb])
                 yield from context.program(move, whole, unit.name) if context else (whole,)
 
+    def computed(self, move: Move) -> tuple[Unit, float]:
+        """Return the unit for which the training thread computes in an action, and the time."""
+        verb, number, *slots = move
+        shape, halves, seconds = self.counts.shape, None, 0.0
+        if verb >= Verb.FORWARD:  # as in `buffer_of`, but this is called most of all
+            halves = shape.halves(number)
+        first = number if halves is None else halves[slots[0] if slots else 0][0]
+        unit = self.counts.buffers[first].unit
+        if halves is not None:
+            share = 1 / (shape.num_slices * len(halves))
+            seconds = self.computing.per_unit[number].get(verb, 0.0) * share
+            if verb is Verb.GRADIENTS:
+                seconds += self.collect_seconds(unit.trainable_numel) / shape.num_slices
+        elif verb is Verb.UPDATE:
+            encoded = self.comm_costs.of_buffers[number].codes.get(verb, 0)
+            seconds = self._update_seconds(unit.trainable_numel)
+            seconds += coding_seconds(self.device, encoded)
+        elif verb is Verb.REDUCE and unit.replicated:
+            seconds = self.collect_seconds(unit.trainable_numel)
+        elif verb in PASS_OF and slots[0] == slots[1]:  # in place, a copy out of staging
+            (one,) = self.comm_costs.specs[number].collectives[PASS_OF[verb]]
+            seconds = self.computing.memory_seconds(2 * one.num_bytes // shape.num_slices)
+        return unit, seconds
+
+    def collect_seconds(self, numel: int) -> float:
+        return self.computing.collect_seconds(self.run.strategy, self.run.precision, numel)
+
+    def _update_seconds(self, numel: int) -> float:
+        return self.computing.update_seconds(self.run.strategy, self.run.precision, numel)
+
+    @cached_property
+    def muon_seconds(self) -> float:
+        """The time of Newton-Schulz on the busiest ranks, while other matrices are sent.
+
+        Ranks send as many bytes as on average.
+        """
+        run, specs = self.run, self.comm_costs.specs
+        steps = run.muon.muon_num_ns_steps
+        flops = sum(rounds.newton_schulz_flops(steps)[0] for rounds in muon_rounds(specs))
+        computing = flops / self.device.sustained_flops
+        sent = exchanged(specs)
+        machine = self.machine
+        sharing = machine.group_size if machine.nic is Nic.SHARED else 1
+        links = ((machine.intra, sent.intra, 1), (machine.inter, sent.inter, sharing))
+        moving = sum(
+            num_bytes * 8 / link.bits_per_second * ranks for link, num_bytes, ranks in links if link
+        )
+        return max(computing, moving) if run.overlaps else computing + moving
+
     # Lower bound #
 
     def least_seconds(self) -> float:
-        """Return the lower bound of a step's time: no schedule beats its compute time or its link
-        loads."""
-        update = self.update_seconds(self.counts.num_trained) + self.muon_seconds
+        """Compute a lower bound of the step's time: no order of its actions is faster."""
+        update = self._update_seconds(self.counts.num_trained) + self.muon_seconds
         begin, end = map(self._exposed, self.counts.ends)
         first, then, back, last = self.counts.passes
         count = self.num_micro_batches
@@ -163,8 +244,7 @@ class StepCosts:
     def _least(
         self, counts: Counts, *, forwards: int = 0, backwards: int = 0, more: float = 0.0
     ) -> float:
-        """Return the least seconds of so many passes that queue this; the thread takes
-        some `more`."""
+        """Bound passes that queue these actions; the thread computes some seconds `more`."""
         busy = self.busy(counts)
         forward, collecting = self.computing.forward_seconds, self.counts.num_trained
         backward = self.computing.seconds - forward + self.collect_seconds(collecting)
@@ -176,8 +256,7 @@ class StepCosts:
         return max(busy.values())
 
     def busy(self, counts: Counts) -> defaultdict[Hashable, float]:
-        """Return seconds for which what is counted keeps links and comm streams busy, and the
-        thread."""
+        """Compute for how long actions keep each link and comm stream busy, and the thread."""
         found: defaultdict[Hashable, float] = defaultdict(float)
         for move, count in counts.items():
             verb, number, *_ = move
@@ -189,9 +268,9 @@ class StepCosts:
         return found
 
     def _exposed(self, counts: Counts) -> float:
-        """For how long the thread waits, at least, for what may overlap and has nothing to.
+        """Bound how long the thread waits for collectives with nothing left to overlap with.
 
-        What is queued for one buffer comes one after the other.
+        Collectives of one buffer run one after the other.
         """
         of_buffer: defaultdict[int, float] = defaultdict(float)
         for (verb, number, *_), count in counts.items():

@@ -1,24 +1,18 @@
-"""Peak memory of a rank: the actions of a step, with what each allocates and frees."""
+"""The peak memory of a rank: the actions of a step, with what each allocates and frees."""
 
-# Where a unit computes, and in a step's reduction and update, a snapshot adds up
-#
-#   model states   shards that stay throughout
-#   whole params   between a buffer's gather and its release, but in registered memory throughout
-#   whole grads    unit-sized gradient buffers, until their reduction is waited for
-#   slices         where weights rotate: the slots that are allocated (paro/step/slices.py)
-#   weights in fp8 with their transposes: those of all units where parameters stay for several
-#                  micro-batches, else those of the units that are recomputed
-#   activations    kept for backward by the units that have run forward
-#   transient      extra memory of the computation, of a reduction's conversion or of the update
-#
-# and the largest sum is the peak. Not counted: library workspaces, the allocator's rounding,
-# buffers of collectives (device.py counts those on GPUs), RoPE's rotations, labels and loss weights
-# (16 bytes per token).
+# In: the schedule of a step, the bytes of its buffers (ShardingSpec) and the activations of its
+# units. Out: memory snapshots, where a unit computes or a buffer is reduced or updated; the largest
+# is the peak. A snapshot adds up model states, whole parameters from gather to release (in
+# registered memory throughout), whole gradients until their reduction is waited for, slices where
+# weights rotate, weights in fp8 while their values stay, activations that units keep for backward,
+# and what a computation, a reduction's conversion or the update needs besides. Not counted: library
+# workspaces, the allocator's rounding, buffers of collectives (device_memory.py counts those on
+# GPUs), RoPE's rotations, labels and loss weights (16 bytes per token).
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -33,7 +27,7 @@ from paro.spec.units import registered_room
 from paro.step.actions import Move, Verb
 from paro.step.schedule import LISTED_MICRO_BATCHES
 
-_ALLOCATIONS = {  # what it counts as, and whether it is allocated or freed
+_ALLOCATIONS = {  # the kind of bytes, and whether they are allocated or freed
     Verb.GATHER: ("whole_params", 1),
     Verb.RELEASE: ("whole_params", -1),
     Verb.ALLOCATE: ("whole_grads", 1),
@@ -46,7 +40,7 @@ _COUNTED |= {verb for verb in Verb if verb >= Verb.FORWARD}
 
 
 class MemorySnapshot(NamedTuple):
-    """Bytes that are alive on a rank at one point of a step."""
+    """The bytes that are allocated on a rank at one point of a step, by kind."""
 
     name: str
     states: int = 0
@@ -56,7 +50,7 @@ class MemorySnapshot(NamedTuple):
     casts: int = 0  # of weights, in fp8
     activations: int = 0
     transient: int = 0
-    # Elements of whole units, whose shard a reduction converts, or the update copies.
+    # Elements of whole units of which a shard is copied: converted for a reduction, or updated.
     converted: int = 0
     bucket_size: int = 1  # units of the bucket that is reduced
     updated: int = 0
@@ -67,7 +61,7 @@ class MemorySnapshot(NamedTuple):
         return self.states + whole + self.slices + self.casts + self.activations + self.transient
 
     def parts(self) -> dict[str, int]:
-        """Return the parts of the total by name, in bytes."""
+        """Return the bytes of the total by name of kind."""
         whole = {"whole parameters": self.whole_params, "whole gradients": self.whole_grads}
         return {
             "model states": self.states,
@@ -78,7 +72,7 @@ class MemorySnapshot(NamedTuple):
         }
 
     def with_copies(self, run: RunSpec, specs: Sequence[ShardingSpec]) -> MemorySnapshot:
-        """With the bytes of these shards, and in the update of matrices that Muon makes whole."""
+        """Add the bytes of copied shards, and in the update those of Muon's whole matrices."""
         strategy, precision = run.strategy, run.precision
         nothing_left = strategy.grads == strategy.optim == run.world_size
         wire, accumulate = precision.wire, precision.accumulate
@@ -99,7 +93,7 @@ class MemorySnapshot(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class StepTally:
-    """What is allocated while the actions of a step are carried out, from model states alone on."""
+    """A tally of allocated bytes, by carrying out the actions of a step one by one."""
 
     run: RunSpec
     step: StepCounts
@@ -115,11 +109,11 @@ class StepTally:
 
     @property
     def total(self) -> int:
-        """Bytes that are alive now, without model states."""
+        """The allocated bytes without model states."""
         return sum(self.now.values())
 
-    def alive(self, now: MemorySnapshot) -> dict[str, int]:
-        """Return bytes at a point, by column; the total with the model states and what computes."""
+    def columns(self, now: MemorySnapshot) -> dict[str, int]:
+        """Return the bytes at a point by column; the total includes model states and transients."""
         held = {"params": now.whole_params + now.casts, "grads": now.whole_grads}
         if self.run.materialize.rotates:
             held = {"slices": now.slices}
@@ -127,20 +121,17 @@ class StepTally:
         return {**held, "activations": now.activations, "total": total}
 
     def largest(self) -> list[MemorySnapshot]:
-        """Of the points of a step that copy the same, the largest; without model states."""
-        found: dict[tuple[int, ...], MemorySnapshot] = {}
-        counted = (move for move in self._actions() if move[0] in _COUNTED)
-        for now in filter(None, map(self.carry_out, counted)):
-            copied = now.converted, now.bucket_size, now.updated
-            largest = found.setdefault(copied, now)
-            if now.total > largest.total:
-                found[copied] = now
-        return [*found.values()]
-
-    def _actions(self) -> Iterator[Move]:
+        """Carry out a step; return its largest snapshots, one of those with equal copies each."""
         # Where weights rotate, micro-batches allocate the same.
         most = 1 if self.run.materialize.rotates else LISTED_MICRO_BATCHES
-        return self.step.schedule(min(self.run.num_micro_batches, most)).actions()
+        actions = self.step.schedule(min(self.run.num_micro_batches, most)).actions()
+        largest: dict[tuple[int, ...], MemorySnapshot] = {}
+        for now in map(self.carry_out, (move for move in actions if move[0] in _COUNTED)):
+            if now is not None:
+                copied = now.converted, now.bucket_size, now.updated
+                if now.total > largest.setdefault(copied, now).total:
+                    largest[copied] = now
+        return [*largest.values()]
 
     @cached_property
     def registered(self) -> dict[bool, tuple[int, int]]:
@@ -148,7 +139,7 @@ class StepTally:
         return registered_room(self.run, self.step.units)
 
     def carry_out(self, move: Move) -> MemorySnapshot | None:
-        """Follow an action; what is alive, without model states, if it computes or copies."""
+        """Carry out an action; return a snapshot without model states if it computes or copies."""
         verb, number, *slots = move
         if verb >= Verb.FORWARD:
             return self._compute(verb, number)
@@ -203,19 +194,18 @@ class StepTally:
             self.now["casts"] += size if exist else -size
 
     def at(self, name: str = "", transient: int = 0, **copied: int) -> MemorySnapshot:
-        """What is alive."""
+        """Take a snapshot without model states."""
         return MemorySnapshot(name, transient=transient, **self.now, **copied)
 
     @cached_property
     def specs(self) -> list[ShardingSpec]:
-        """How the buffers are sharded, by their numbers."""
+        """The sharding specs of the buffers, by number."""
         return self.run.specs(self.step.units)
 
     @cached_property
     def _sizes(self) -> list[Mapping[str | int, int]]:
-        """Bytes of every buffer, whole, and of the slots of its slices."""
-        known = {first: self._sizes_of(self.specs[first]) for first in {*self.step.alike}}
-        return [known[first] for first in self.step.alike]
+        """The bytes of every whole buffer, and of the slots of its slices, by buffer number."""
+        return self.step.by_kind(lambda number: self._sizes_of(self.specs[number]))
 
     def _sizes_of(self, spec: ShardingSpec) -> Mapping[str | int, int]:
         whole = {"whole_params": Verb.GATHER, "whole_grads": Verb.REDUCE}

@@ -13,11 +13,10 @@ from model.config import LLAMA_PRESETS
 from paro.arguments.megatron import rule_of
 from paro.arguments.parser import build_parser
 from paro.planning.run_memory import RunMemory
-from paro.planning.survival import survival
 from paro.precision import PrecisionConfig
 from paro.report.record import Metrics
 from paro.spec.sharding_spec import state_bytes
-from paro.strategy import NAMED_STRATEGIES, legal_letters, parse_strategy
+from paro.strategy import NAMED_STRATEGIES, legal_letters, parse_strategy, survival
 from tests.helpers.closed_form import GATHER, GRAD_SYNC, PARAM_ALL_GATHER, REDUCE, Multiples
 from tests.helpers.ranks import ROOT
 from tests.paro.planning.on_ranks import run_of

@@ -13,8 +13,7 @@ from paro.config.context_parallel import take_context
 from paro.planning.description import behind, exposed_text, seconds_text
 from paro.planning.estimator import Estimate
 from paro.planning.planner import SearchResult, plan
-from paro.planning.recomputation import recompute_flags
-from paro.planning.search_space import PlanRequest, SearchSpace
+from paro.planning.search_space import PlanRequest, SearchSpace, recompute_flags
 from paro.quantization.formats import FULL_BITS
 from paro.text import size_text
 from tools.planning.tables import enough_alone

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from paro.collectives.pipeline import cut_evenly, make_pipeline
+from paro.collectives.pipeline import make_pipeline, piece_ranges
 from paro.collectives.schedule import Op
 from paro.layout import ALIGN
 
@@ -32,9 +32,9 @@ def test_an_all_reduce_brings_in_the_next_piece_before_it_takes_one_out() -> Non
     assert order == [(False, 0), (False, 1), (True, 0), (False, 2), (True, 1), (True, 2)]
 
 
-@pytest.mark.parametrize(("numel", "pieces"), [(8, 1), (64, 4), (72, 4), (8000, 7)])
+@pytest.mark.parametrize(("numel", "pieces"), [(8, 1), (8, 4), (64, 4), (72, 4), (8000, 7)])
 def test_pieces_are_even_and_aligned(numel: int, pieces: int) -> None:
-    ranges = cut_evenly(numel, pieces, ALIGN)
+    ranges = piece_ranges(numel, pieces)
     assert ranges[0][0] == 0
     assert ranges[-1][1] == numel
     assert all(a[1] == b[0] for a, b in pairwise(ranges))

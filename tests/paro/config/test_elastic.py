@@ -22,8 +22,7 @@ from paro.errors import UserError
 from paro.layout import Chunk
 from paro.machine.files import machine_to_json
 from paro.machine.machine import Measured
-from paro.planning.survival import survival
-from paro.strategy import legal_letters
+from paro.strategy import legal_letters, survival
 from paro.topology import Axes
 from paro.training.assembly import build_training
 from tests.helpers.flags import configured

@@ -16,7 +16,7 @@ from paro.distributed.world import World
 from paro.errors import UserError
 from paro.launch.prediction import predict_memory
 from paro.machine.files import machine_to_json
-from paro.planning.survival import survival
+from paro.strategy import survival
 from tests.helpers.flags import configured as configured_on
 from tests.helpers.refusals import refused
 from tests.paro.planning.cases import machine

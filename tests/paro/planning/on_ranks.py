@@ -1,4 +1,4 @@
-"""Strategies on any world size, without ranks."""
+"""Strategies, runs, and a model of one unit, on any world size, without ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 from model.config import LlamaConfig
 from model.units import parameter_shapes
+from paro.layout import Unit, UnitLayout
 from paro.precision import PrecisionConfig
 from paro.spec.run_spec import RunSpec
+from paro.step.actions import Move, Verb
 from paro.strategy import Strategy, parse_strategy
 from paro.topology import Topology, make_topology
 
@@ -47,3 +49,15 @@ def run_of(
         group_size=group_size,
         **(given | changes),
     )
+
+
+def one_unit(numel: int, *, frozen: int = 0) -> tuple[Unit, ...]:
+    """A model as the paper counts it: everything is gathered twice per micro-batch."""
+    trainable, rest = (UnitLayout((), decayed_stop=0, numel=size) for size in (numel, frozen))
+    return (Unit(name="all", trainable=trainable, frozen=rest),)
+
+
+def moves(count: int, *, frozen: int = 0) -> dict[Move, int]:
+    """How often its collectives come in a step of `count` micro-batches."""
+    of_step = {(Verb.GRAD_SYNC, 0): 1, (Verb.PARAM_ALL_GATHER, 0): 1, (Verb.REDUCE, 0): count}
+    return of_step | {(Verb.GATHER, buffer): 2 * count for buffer in range(1 + bool(frozen))}

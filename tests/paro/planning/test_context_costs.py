@@ -14,8 +14,7 @@ from paro.planning.context_costs import ContextCosts
 from paro.planning.context_parallel import messages_of
 from paro.planning.search_space import PlanRequest
 from paro.planning.sending import Sender
-from paro.planning.step_costs import StepCosts
-from paro.planning.timeline import simulate
+from paro.planning.step_costs import StepCosts, simulate
 from paro.spec.context_layout import ContextLayout
 from paro.step.actions import Verb
 from tests.paro.planning.cases import DEVICE, SMALL, compute_seconds, costs, machine, plan_request

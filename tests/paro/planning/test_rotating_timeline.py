@@ -8,7 +8,7 @@ import pytest
 
 from paro.planning.planner import plan
 from paro.planning.search_space import SearchSpace
-from paro.planning.timeline import simulate
+from paro.planning.step_costs import simulate
 from paro.precision import PrecisionConfig
 from paro.spec.run_spec import Materialize
 from paro.step.actions import Verb

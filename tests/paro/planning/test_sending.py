@@ -16,13 +16,16 @@ from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.groups import make_groups
 from paro.distributed.links import Links
 from paro.planning.run_memory import RunMemory
-from paro.planning.sending import Sender
-from paro.spec.sharding_spec import Collective
+from paro.planning.sending import Sender, traffic_of
+from paro.precision import PrecisionConfig
+from paro.spec.sharding_spec import Collective, specs_of, state_bytes
 from paro.text import size_text
 from paro.topology import Axes, StreamKind, make_topology
 from paro.training.assembly import run_spec_of
+from tests.helpers.closed_form import letter_traffic
 from tests.paro.launch.test_dry_run import MOCK, planned, printed
 from tests.paro.planning.lone_rank import silence
+from tests.paro.planning.on_ranks import moves, on_ranks, one_unit
 
 WAYS = [("nccl", name) for name in NCCL_COLLECTIVES] + [("gloo", name) for name in COLLECTIVES]
 # Ranks, ranks of a group, degrees, and where the span begins and ends.
@@ -121,3 +124,60 @@ def test_it_says_in_how_many_samples_nothing_is_sent_as_codes(
     told = printed(f"{words} {warmup} --dry-run --world-size 8 --ranks-per-node 4", capsys)
     assert ("without codes" in told) is (samples is not None)
     assert (samples or "> sent by") in told
+
+
+# 7B parameters on 4 nodes of 8, 10 micro-batches, bf16 gradients: GB of model state per rank, GB
+# sent per rank and step inside a node and between nodes. Copied from the table, digit by digit.
+PUBLISHED_7B = {
+    "NNN": ("112.00", "24.5", "2.62"),
+    "NNI": ("38.50", "24.5", "2.62"),
+    "NNG": ("30.62", "24.5", "2.62"),
+    "NII": ("26.25", "134.8", "2.62"),
+    "NIG": ("18.38", "134.8", "2.62"),
+    "NGG": ("17.06", "134.8", "14.44"),
+    "INI": ("26.25", "257.2", "2.62"),
+    "ING": ("18.38", "257.2", "2.62"),
+    "III": ("14.00", "367.5", "2.62"),
+    "IIG": ("6.12", "367.5", "2.62"),
+    "IGG": ("4.81", "367.5", "14.44"),
+    "GNG": ("17.06", "257.2", "27.56"),
+    "GIG": ("4.81", "367.5", "27.56"),
+    "GGG": ("3.50", "367.5", "39.38"),
+}
+PAPER_PRECISION = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
+
+
+@pytest.mark.parametrize("letters", PUBLISHED_7B)
+def test_published_figures_for_7b(letters: str) -> None:
+    strategy, topology = on_ranks(letters, world_size=32, group_size=8)
+    specs = specs_of(one_unit(7 * 10**9), strategy, topology, PAPER_PRECISION)
+    states = state_bytes(specs)
+    sender = Sender(group_size=8, rank=None)
+    sent = traffic_of(moves(10), specs, sender)
+    memory, intra, inter = PUBLISHED_7B[letters]
+    assert f"{states.total / 1e9:.2f}" == memory
+    assert f"{sent.intra / 1e9:.1f}" == intra
+    assert f"{sent.inter / 1e9:.2f}" == inter
+
+
+@pytest.mark.parametrize("letters", PUBLISHED_7B)
+@pytest.mark.parametrize(("world_size", "group_size"), [(32, 8), (8, 2), (6, 3), (4, 4), (5, 1)])
+@pytest.mark.parametrize("frozen", [0, 15])
+def test_axes_and_closed_form_agree(
+    letters: str, world_size: int, group_size: int, frozen: int
+) -> None:
+    strategy, topology = on_ranks(letters, world_size=world_size, group_size=group_size)
+    unit = 1000 * world_size
+    units = one_unit(unit, frozen=frozen * unit)
+    bf16 = PrecisionConfig(compute="bf16")
+    sender = Sender(group_size=group_size, rank=None)
+    specs = specs_of(units, strategy, topology, bf16)
+    sent = traffic_of(moves(3, frozen=frozen), specs, sender)
+    assert sent == letter_traffic(
+        letters,
+        params_bytes=2 * (1 + frozen) * unit,
+        trained_bytes=2 * unit,
+        world_size=world_size,
+        group_size=group_size,
+        num_micro_batches=3,
+    )

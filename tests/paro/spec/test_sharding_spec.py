@@ -19,11 +19,11 @@ from paro.planning.sending import traffic_of
 from paro.precision import PrecisionConfig
 from paro.spec import muon_rounds, sharding_spec
 from paro.spec.run_spec import Materialize
-from paro.spec.sharding_spec import Collective, ShardingSpec, state_bytes
+from paro.spec.sharding_spec import Collective, ShardingSpec, specs_of, state_bytes
 from paro.step.actions import Verb
 from paro.topology import AxisSpan, StreamKind
 from tests.paro.planning.lone_rank import lone_rank, silence
-from tests.paro.planning.on_ranks import on_ranks, run_of
+from tests.paro.planning.on_ranks import on_ranks, one_unit, run_of
 from tests.paro.planning.test_units import SMALL
 
 WIDE = replace(
@@ -283,3 +283,17 @@ def test_a_change_of_the_description_changes_rank_and_prediction(
         return  # the rank stops
     assert done != before, "no byte of the rank has changed"
     assert done == predicted(SETTINGS[setting])
+
+
+def test_the_master_is_stored_unless_it_is_the_parameter_shard() -> None:
+    fp32, bf16 = PrecisionConfig(compute="fp32"), PrecisionConfig(compute="bf16")
+    rounded = replace(fp32, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    for letters, precision, of_element in (
+        ("GIG", fp32, 8),
+        ("IIG", fp32, 12),
+        ("IIG", rounded, 8),
+        ("GIG", bf16, 12),
+    ):
+        placed = on_ranks(letters, world_size=4, group_size=2)
+        states = state_bytes(specs_of(one_unit(400), *placed, precision))
+        assert states.optim == of_element * 100

@@ -8,7 +8,7 @@ import pytest
 
 from paro.distributed.byte_counter import Sent
 from paro.planning.estimator import Estimator
-from paro.planning.timeline import simulate
+from paro.planning.step_costs import simulate
 from paro.spec.run_spec import Materialize
 from paro.step import schedule
 from paro.step.actions import Move

@@ -16,7 +16,7 @@ from paro.machine.files import find_machine
 from paro.machine.machine import GroupSpeed, LaunchOrder
 from paro.planning.estimator import Estimator
 from paro.planning.simulation import Compute, Program, Queue, Queued, Simulation, Wait
-from paro.planning.timeline import simulate
+from paro.planning.step_costs import simulate
 from paro.spec.run_spec import Materialize
 from paro.strategy import legal_letters
 from tests.paro.planning.cases import (
