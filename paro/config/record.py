@@ -33,6 +33,7 @@ def recorded_arguments(config: RunConfig) -> dict[str, Any]:
         "group_query_attention": model.num_query_groups < model.num_attention_heads,
         "padded_vocab_size": model.vocab_size,
         "paro_group_size": config.world.group_size,
+        "paro_inter_bits": None,  # auto is decided
         "paro_inter_grad_bits": config.precision.inter_grad_bits,
         "paro_inter_grad_error_feedback": config.precision.inter_grad_error_feedback,
         "paro_inter_param_bits": config.precision.inter_param_bits,

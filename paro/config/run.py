@@ -78,6 +78,8 @@ class RunConfig:
     notices: tuple[str, ...]  # log lines for the start: flags without effect, choices of auto
     # The namespace, only to be recorded; values of --use-checkpoint-args and ranks filled in.
     given: Mapping[str, Any] = field(compare=False, repr=False)
+    # Before --load and the planner fill values in; equal after every restart of a run.
+    command_line: Mapping[str, Any] = field(compare=False, repr=False)
     # What the planner decides when the machine is measured; None: nothing is open.
     open: Question | None = field(default=None, compare=False, repr=False)
 
@@ -135,6 +137,7 @@ def configure(args: Namespace, world: World) -> RunConfig:
     It names all values that are wrong, as far as one does not hide another.
     """
     check_flags(args)
+    command_line = vars(args)
     try:
         args, notices, saved = with_saved(args, world)
     except UserError as error:
@@ -149,6 +152,7 @@ def configure(args: Namespace, world: World) -> RunConfig:
     of_world = {"world_size": world.size, "ranks_per_node": world.ranks_per_node}
     parts |= {
         "notices": notices + decision.lines * (not is_open),
+        "command_line": command_line,
         "given": vars(args) | decision.flags | of_world,
         "open": question if is_open else None,
     }

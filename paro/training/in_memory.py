@@ -70,7 +70,7 @@ class InMemoryCheckpointer:
         found = recover(
             self._folder,
             chunked_states(training.optimizer.flat_shards()),
-            _flags(self._config.given),
+            identifying_flags(self._config),
             newer_than=newest,
             log=self._log.log0,
         )
@@ -103,7 +103,7 @@ class InMemoryCheckpointer:
             name=f"rank-{rank:05d}{self._start}",
             rank=rank,
             states=states,
-            flags=_flags(self._config.given),
+            flags=identifying_flags(self._config),
             constant=states.keys() - chunked_states(optimizer.flat_shards(frozen=False)).keys(),
         )
         everywhere = control.gather(NUM_SLOTS * self._writer.num_bytes)
@@ -180,10 +180,14 @@ def every_text(interval: int) -> str:
     return "every iteration" if interval == 1 else f"every {interval} iterations"
 
 
-def _flags(given: Mapping[str, object]) -> dict[str, str]:
-    """What the copies of another run differ in."""
+def identifying_flags(config: RunConfig) -> dict[str, str]:
+    """Return the flags on the command line by which local copies are known as those of this run.
+
+    A flag that says auto counts as auto: the strategy may be chosen only after a first start, and
+    recovery does not need the strategy, the groups or the bits under which copies were written.
+    """
     free = names_in(*_FREE_GROUPS).union(_FREE)
-    return {name: str(value) for name, value in given.items() if name not in free}
+    return {name: str(value) for name, value in config.command_line.items() if name not in free}
 
 
 def _newest_saved(checkpoint: CheckpointConfig) -> int:

@@ -63,6 +63,7 @@ ALSO = {"data.seed", "model.vocab_size", "vocab_size"}
 # Fields that come from no flag.
 UNOWNED = {
     "batches.data_parallel_size",
+    "command_line",
     "eod",
     "given",
     "loss_scale.dynamic",

@@ -30,7 +30,7 @@ LAUNCHES = [
     f"{SMALL} --paro-strategy zero1 --rampup-batch-size 8 8 48 --lr-warmup-fraction 0.1",
     f"{SMALL} --lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 2",
     f"{PRESET} --llama-preset 7B --paro-strategy auto --bf16 --paro-machine dgx-a100-roce100 "
-    "--paro-group-size 2",
+    "--paro-group-size 2 --paro-inter-bits auto",
 ]
 
 
@@ -48,6 +48,8 @@ def test_what_is_recorded_and_given_again_is_the_same_run(words: str) -> None:
     again = given_again(recorded, **constant)
     for concern in ("model", "batches", "strategy", "schedule", "train", "tokenizer"):
         assert getattr(again, concern) == getattr(config, concern), concern
+    assert "auto" not in (recorded["paro_strategy"], recorded["paro_inter_bits"])
+    assert again.precision == config.precision
     assert again.world.group_size == config.world.group_size
     left_out = dict.fromkeys(OTHER_WAYS)
     assert recorded_arguments(again) | left_out == recorded | left_out

@@ -12,12 +12,16 @@ import pytest
 import torch
 
 from paro.arguments.parser import parse_args
+from paro.checkpoint.config import saved_fields
+from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
 from paro.config import resolve, run
 from paro.config.context_parallel import AUTO
+from paro.config.record import recorded_arguments
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
 from paro.machine.files import machine_to_json
 from paro.training.assembly import build_training
+from paro.training.in_memory import identifying_flags
 from tests.paro.config.test_run import SMALL
 from tests.paro.planning.cases import DEVICE, machine
 
@@ -80,3 +84,26 @@ def test_ranks_that_met_before_it_was_measured_share_samples_as_is_then_chosen()
     assert size > 1 == config.context.context_parallel_size
     assert chosen.batches.data_parallel_size == 8 // size
     assert build_training(chosen, control).num_sharing == size
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        CHOSEN,
+        f"{CHOSEN} --context-parallel-size auto --cp-comm-type auto",
+        f"{SMALL} --use-checkpoint-args --llama-preset 7B --global-batch-size 32",
+    ],
+)
+def test_a_run_is_known_by_its_command_line_once_it_continues_as_chosen(
+    words: str, tmp_path: Path
+) -> None:
+    args = f"{SMALL} {words} --non-persistent-ckpt-type local --save {tmp_path} --load {tmp_path}"
+    first = run.configure(parse_args(args.split()), WORLD)
+    used = first if first.open is None else first.on_measured(MACHINE)
+    record = {"arguments": recorded_arguments(used), "model": saved_fields(used.model)}
+    finish_checkpoint(begin_checkpoint(tmp_path, 5), 5, record | {"state": {}})
+    again = run.configure(parse_args(args.split()), WORLD)
+    assert again.given != first.given, "values of the checkpoint are filled in"
+    assert identifying_flags(again) == identifying_flags(first)
+    other = run.configure(parse_args(f"{args} --lr 0.5".split()), WORLD)
+    assert identifying_flags(other) != identifying_flags(first)
