@@ -6,16 +6,16 @@ from datetime import datetime
 from typing import NoReturn
 
 from paro.arguments.parser import parse_args
+from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.locked_folders import LockedFolders
 from paro.config.mistakes import wrong_values
-from paro.config.record import recorded_arguments
+from paro.config.record import recorded_arguments, settings_of
 from paro.config.run import RunConfig, configure, take_world
-from paro.config.settings import settings_of
 from paro.distributed.control import Control
 from paro.distributed.process_group import distributed
 from paro.distributed.rendezvous import refusals_are_shared
 from paro.distributed.user_errors import end_with_agent, run_script
-from paro.launch import reporting, setup
+from paro.launch import setup
 from paro.launch.dry_run import run_dry
 from paro.measuring.start import planned
 from paro.report.dashboards import check_login
@@ -25,21 +25,22 @@ from paro.report.memory import resident_bytes
 from paro.report.report import Report
 from paro.report.terminal import Terminal, live_is_wanted
 from paro.report.watchdog import Watchdog
-from paro.training.assembly import build_sources, start_state
+from paro.training.assembly import build_sources
 from paro.training.changed_flags import order_record
 from paro.training.in_memory import InMemoryCheckpointer, in_memory_checkpoints
 from paro.training.loop import Loop
 from paro.training.resume import check_source
 from paro.training.saving import Saver, locked_folders_of
+from paro.training.step import TrainState
 
 
 def main() -> None:
     end_with_agent()
     with refusals_are_shared():
-        with reporting.early_watchdog():
+        with setup.early_watchdog():
             args = parse_args(wrong_values=wrong_values)
         world = take_world(args)
-        watchdog = reporting.watchdog_of(args, world)
+        watchdog = setup.watchdog_of(args, world)
     with watchdog:
         watchdog.begins("checking the flags and the files that they name", 0)
         with refusals_are_shared():
@@ -56,7 +57,7 @@ def main() -> None:
             check_source(config.checkpoint, config.train, control)
             watchdog.begins("claiming the folder of --save", 0)
             # Before anything is read or written there.
-            with locked_folders_of(config, control, watchdog) as locked:
+            with locked_folders_of(config.save_folder, control, watchdog) as locked:
                 chosen = planned(config, control, watchdog)
                 if chosen is None:
                     return
@@ -72,21 +73,21 @@ def run(
     snapshots: InMemoryCheckpointer | None,
     watchdog: Watchdog,
 ) -> None:
-    """Build all parts of the run, logs what was built, then trains or only evaluates."""
+    """Build all parts of the run, log them, then train or only evaluate."""
     only_evaluate = config.train.skip_train
     terminal = Terminal()
     is_live = live_is_wanted(config.report.terminal, control) and not only_evaluate
     rank, size = control.world.rank, control.world.size
     log = Log(rank=rank, world_size=size, one_speaker=is_live, write=terminal.show)
     with control.raise_on_all_ranks():
-        check_login(reporting.report_config(config), log)
+        check_login(setup.report_config(config), log)
     log.log0(arguments_block(recorded_arguments(config)))
     watchdog.begins("building and loading the model", 0)
     bytes_before = resident_bytes(control.device)
     training, placement = setup.build(config, control, log)
 
     resumed = setup.fill(config, training, snapshots, log)
-    state = resumed.state or start_state(config)
+    state = resumed.state or TrainState.at_start(config.loss_scale)
     config.batches.check_from(state.consumed_train_samples)
     if only_evaluate:
         state.consumed_valid_samples = 0  # the same samples for every checkpoint
@@ -99,11 +100,11 @@ def run(
 
     with control.raise_on_all_ranks():
         watchdog.open_heartbeat(config.watch)
-        observers = (watchdog, *reporting.profilers_of(config, log, training))
-    report, facts = reporting.start_report(config, training, state, locked, log, bytes_before)
+        observers = (watchdog, *setup.profilers_of(config, log, training))
+    report, facts = setup.start_report(config, training, state, locked, log, bytes_before)
     if (recovery := resumed.recovery) is not None:
         report.scalars(recovery.panel(), state.iteration, state.consumed_train_samples)
-    order = order_record(config, datasets)
+    order = order_record(config.data, config.train, config.batches, datasets)
     if snapshots is not None:
         snapshots.begin(training, order, resumed)
     saver = None
@@ -120,26 +121,26 @@ def run(
     )
     report.is_live = is_live and not terminal.keeps_lines
     if is_live and log.is_last:
-        title = reporting.title_of(config.model, config.strategy)
+        title = setup.title_of(config.model, config.strategy)
         report.view = terminal.open_view(
             facts, title=title, placement=placement, bytes_before=bytes_before
         )
-    train(loop, report, config, control)
+    train(loop, report, config.checkpoint)
 
 
-def train(loop: Loop, report: Report, config: RunConfig, control: Control) -> None:
-    """Run the loop; for a run that ended early, logs how to continue it."""
-    with reporting.closing(report, control):
+def train(loop: Loop, report: Report, checkpoint: CheckpointConfig) -> None:
+    """Run the loop; log how to continue a run that ended early."""
+    control = loop.training.control
+    with setup.closing(report, control):
         is_complete = loop.run()
     if not is_complete:
-        report.log.log0(reporting.how_to_continue(config.checkpoint, loop.state.iteration))
+        report.log.log0(setup.how_to_continue(checkpoint, loop.state.iteration))
     if control.device.type == "cuda":
         loop.training.close()  # gloo's groups end with the process
 
 
 def command() -> NoReturn:
-    """Return the script and the console command `pretrain-llama`; ends the process with an exit
-    status."""
+    """Run as a script or as the command `pretrain-llama`; end with an exit status."""
     run_script("pretrain_llama.py", main)
 
 

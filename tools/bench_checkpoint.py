@@ -41,9 +41,9 @@ from paro.layout import make_layout, whole_chunk
 from paro.report.log import Log
 from paro.spec.states import MOMENTS, PARAM, FlatShard
 from paro.topology import make_topology
-from paro.training.assembly import build_data, build_sources, build_training, start_state
+from paro.training.assembly import build_data, build_sources, build_training
 from paro.training.saving import Saver
-from paro.training.step import train_step
+from paro.training.step import TrainState, train_step
 from tools.shared.command_line import RankParser
 from tools.shared.meters import MemoryMeter, drop_from_cache
 from tools.shared.output import print_json, write_json
@@ -181,7 +181,7 @@ def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, 
     flags = f"{MODEL} --save {folder} --global-batch-size {4 * control.world.size}"
     config = configure(parse_args(flags.split()), control.world)
     training = build_training(config, control)
-    state = start_state(config)
+    state = TrainState.at_start(config.loss_scale)
     source = build_sources(config, build_data(config), training, state).train
     locked = LockedFolders(ranks_by_folder(folder, control), None)
     saver = Saver(config, training, Log(rank=1, world_size=2), locked)  # no output

@@ -1,9 +1,14 @@
-"""argparse with flags that take what a user means: no path is empty, and `--` is no value."""
+"""Flags on a command line: their words, values that no flag takes, and hints for unknown flags."""
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
+import shlex
+import tomllib
 from argparse import Action, ArgumentError, ArgumentParser
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +37,77 @@ class FlagParser(ArgumentParser):
 
 def _is_too_long(path: bytes) -> bool:
     return len(path) > _MAX_PATH_BYTES or max(map(len, path.split(b"/"))) > _MAX_NAME_BYTES
+
+
+_FLAG = re.compile(r"--|-[a-zA-Z]+$")
+_WIDTH = 80
+
+
+def starts_flag(word: str) -> bool:
+    """Return whether a word of a command line is a flag, and no value such as -1."""
+    return _FLAG.match(word) is not None
+
+
+def by_flag(words: Sequence[str]) -> Iterator[list[str]]:
+    """Yield each flag with the words after it; words before the first flag form their own group."""
+    group: list[str] = []
+    for word in words:
+        if group and starts_flag(word):
+            yield group
+            group = []
+        group.append(word)
+    if group:
+        yield group
+
+
+def wrapped(groups: Iterable[Sequence[str]]) -> list[str]:
+    """Indented lines of the groups of `by_flag` as a shell reads them, none of them cut."""
+    lines: list[str] = []
+    for part in map(shlex.join, groups):
+        if lines and len(lines[-1]) + len(part) < _WIDTH:
+            lines[-1] += f" {part}"
+        else:
+            lines.append(f"    {part}")
+    return lines
+
+
+_TABLE = Path(__file__).with_name("synonyms.toml").read_text(encoding="utf-8")
+# By the name in another framework or in tools/plan.py: what to use here.
+SYNONYMS = {
+    name: " ".join(meaning.split())
+    for names, meaning in tomllib.loads(_TABLE)["names"]
+    for name in names.split()
+}
+
+
+def hint_for(flag: str, parser: ArgumentParser) -> str:
+    """Return one hint; it never suggests a flag that the parser does not have."""
+    known = parser._option_string_actions
+    plain = flag.lstrip("-").lower().replace("_", "-").rpartition(".")[2]  # as in optimizer.lr
+    meaning = SYNONYMS.get(plain)
+    if meaning is not None and f"--{plain}" not in known:
+        return f"give {meaning}" if meaning.startswith("--") else meaning
+    close = difflib.get_close_matches(f"--{plain}", sorted(known), n=1, cutoff=0.7)
+    return f"did you mean {close[0]}?" if close else "--help lists all flags"
+
+
+def known_as(
+    flag: str, values: Sequence[str], parser: ArgumentParser, given: Collection[str]
+) -> list[str]:
+    """Return the flags that the hint for an unknown one names, if they are all that the hint says.
+
+    The last takes the values; those before it are switches. None where its argument is among the
+    `given`, which a guess must not change, or does not take these values.
+    """
+    found = re.fullmatch(
+        r"(?:give|did you mean) (--[\w-]+(?: and --[\w-]+)*)\??", hint_for(flag, parser)
+    )
+    *switches, name = found[1].split(" and ") if found else [""]
+    known = parser._option_string_actions
+    if not name or known[name].dest in given or any(known[each].nargs != 0 for each in switches):
+        return []
+    try:
+        parser.parse_known_args([name, *values])
+    except ArgumentError:
+        return []
+    return [*switches, name]

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from paro.arguments.words import by_flag
+from paro.arguments.flag_parser import by_flag
 from paro.text import listed
 
 # A LLaMA's parts, what a GPT of Megatron-LM has in their place, and the flags that ask for them.
@@ -40,7 +40,7 @@ _CUTS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 class Outcome(Enum):
-    """How a flag is treated."""
+    """The treatment of a flag of Megatron-LM."""
 
     ACCEPTED = "accepted"  # it requests what PaRO does anyway
     IGNORED = "ignored"  # it changes no result; the run's first lines report that it has no effect
@@ -49,7 +49,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one flag, or a family such as `--moe-*`, is treated, and why.
+    """The treatment of one flag, or of a family such as `--moe-*`, and the reason.
 
     An accepted flag is a switch, or takes one of `values`, or is a switch where an argument has a
     value. Other uses of it are refused, and the error gives `instead`. Other flags take any values.
@@ -123,8 +123,7 @@ def add_compatibility_args(parser: ArgumentParser) -> None:
 def take_other_flags(
     words: Sequence[str], parser: ArgumentParser
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the words without the flags of rules that the parser does not have, and
-    these' values."""
+    """Take the flags of rules that the parser lacks out of the words; also return their values."""
     left: list[str] = []
     taken: dict[str, list[str]] = {}
     for head, *values in by_flag(words):

@@ -13,16 +13,19 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from paro.arguments.corrected import corrected
-from paro.arguments.flag_parser import FlagParser
+from paro.arguments.flag_parser import FlagParser, by_flag, hint_for
 from paro.arguments.job import JOB_GROUPS
 from paro.arguments.megatron import add_compatibility_args, refusals, take_other_flags
 from paro.arguments.model import MODEL_GROUPS, add_context_args, add_inter_bits_args
-from paro.arguments.needed import EXAMPLE, flags_in, missing_flags, nothing_needed_is_given
-from paro.arguments.unknown import hint_for
-from paro.arguments.words import by_flag
+from paro.arguments.needed import (
+    EXAMPLE,
+    corrected,
+    flags_in,
+    missing_flags,
+    nothing_needed_is_given,
+)
 from paro.arguments.yaml_flags import read_flags
 from paro.collectives.schedule import COLLECTIVES
 from paro.errors import UserError
@@ -53,6 +56,8 @@ refused, unknown or missing all are said at once. Flags in groups:"""
 MOST = 2**63 - 1  # of every whole number
 
 Config = TypeVar("Config")
+# Lines about values that are wrong, and arguments with values that would not be.
+WrongValues = Callable[[Namespace], tuple[Sequence[str], Mapping[str, object]]]
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -117,18 +122,11 @@ def _whole_number(text: str) -> int:
 _whole_number.__name__ = "int"  # argparse names it in its line about what is no number
 
 
-class WrongValues(NamedTuple):
-    """Lines about values that are wrong, and arguments with values that would not be."""
-
-    lines: Sequence[str]
-    better: Mapping[str, object]
-
-
 def parse_args(
     argv: Sequence[str] | None = None,
     *,
     trains: bool = True,
-    wrong_values: Callable[[Namespace], WrongValues] | None = None,
+    wrong_values: WrongValues | None = None,
 ) -> Namespace:
     """Parse a command line (by default this process's own); `UserError` lists all mistakes.
 
@@ -203,17 +201,10 @@ def names_in(*titles: str) -> frozenset[str]:
     return frozenset(action.dest for group in groups for action in group._group_actions)
 
 
-def given(arguments: Mapping[str, object]) -> list[str]:
-    """Name of the arguments that differ from their defaults."""
-    defaults = _defaults()
+def non_default(arguments: Mapping[str, object]) -> list[str]:
+    """Name the arguments that differ from their defaults."""
+    defaults = {action.dest: action.default for action in build_parser()._actions}
     return [name for name, value in arguments.items() if value != defaults.get(name)]
-
-
-@cache
-def _defaults() -> dict[str, object]:
-    """Return every argument's default; argparse looks through all arguments for one."""
-    parser = build_parser()
-    return {action.dest: parser.get_default(action.dest) for action in parser._actions}
 
 
 def take(config_type: type[Config], args: Namespace, **derived: Any) -> Config:

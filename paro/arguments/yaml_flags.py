@@ -7,9 +7,8 @@ from collections import Counter
 
 import yaml
 
+from paro.arguments.flag_parser import hint_for, starts_flag
 from paro.arguments.megatron import rule_of
-from paro.arguments.unknown import hint_for
-from paro.arguments.words import starts_flag
 from paro.errors import UserError, is_word
 from paro.untrusted.regular_file import read_text
 
@@ -52,8 +51,7 @@ def _spell(option: object) -> str:
 
 
 def _read_mapping(path: str, most_keys: int) -> list[tuple[str, yaml.Node]]:
-    """Return the keys, spelled like flags, and their values, which are texts with the type they
-    look like.
+    """Read the keys, spelled like flags, and their values as texts with a type.
 
     No value is made of a text: the flag's own type reads it as it reads a word.
     """
@@ -80,8 +78,7 @@ def _read_mapping(path: str, most_keys: int) -> list[tuple[str, yaml.Node]]:
 
 
 def _refuse_what_no_flag_is(text: str, path: str) -> None:
-    """Raise `UserError` for an alias, which a few bytes can repeat billions of times, or deep
-    nesting.
+    """Raise `UserError` for an alias, which may repeat itself endlessly, or deep nesting.
 
     Also for what no command line could say: a tag, or a text that is no word of one.
     """
@@ -113,8 +110,7 @@ def _kind(node: yaml.Node) -> str:
 
 
 def _words(flag: str, action: Action | None, value: yaml.Node) -> list[str]:
-    """Return the words for a flag; without an action it takes anything: it is ignored
-    or refused."""
+    """Return the words for a flag; without an action any value is taken."""
     kind = _kind(value)
     if kind == "null":
         return []

@@ -1,41 +1,147 @@
-"""Checks between flags of different configs, and of the folders and packages they name."""
+"""Checks between flags of different configs, and of the folders and packages that they name."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 import tempfile
-from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from model.config import LlamaConfig
-from paro.arguments.parser import given
+from model.config import FP8_MULTIPLE, LlamaConfig
+from model.trainable import Trainable
+from model.units import parameter_shapes
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import describe_saved, newest_whole
-from paro.config.checkpoint import resumed_samples
-from paro.config.plan import check_survival
-from paro.config.planned_checks import PLANNED_CHECKS, check_feedback
+from paro.collectives.schedule import NCCL_COLLECTIVES
+from paro.config.context_parallel import check_parts
+from paro.config.elastic import check_survival
+from paro.config.resolve import resumed_samples
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
-from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import LaunchConfig
 from paro.errors import UserError, check_least, count_text
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
-from paro.report.profiler import ProfileConfig
 from paro.schedule.batch_schedule import BatchSchedule
-from paro.spec.optim_config import MuonConfig, OptimConfig
-from paro.spec.units import rotation_infeasible_reason
+from paro.spec.context_layout import ContextLimits
+from paro.spec.optim_config import OptimConfig
+from paro.spec.states import is_for_muon
+from paro.spec.units import MUON_ROTATES, rotation_infeasible_reason
 from paro.strategy import Strategy
 
-_MUON_LR = 0.005  # below it a learning rate is of AdamW's size
-# Arguments that have no effect unless the run saves, decays its rate so, and so on.
-_SAVING = ("save_interval", "async_save", "no_save_optim", "on_save_failure")
-_WSD = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
-_SHARED = ("cp_comm_type",)
-_MUON = tuple(asdict(MuonConfig()))
+if TYPE_CHECKING:  # a plan checks without torch
+    from paro.distributed.process_group import RuntimeConfig
+    from paro.report.profiler import ProfileConfig
+
+
+def check_sequence(model: LlamaConfig, seq_length: int) -> None:
+    most = model.max_position_embeddings
+    if seq_length > most:
+        raise UserError(
+            f"--seq-length {seq_length} is above --max-position-embeddings {most}: give "
+            f"--max-position-embeddings {seq_length}, or --seq-length {most}"
+        )
+
+
+def check_fp8(
+    model: LlamaConfig, seq_length: int, batches: BatchSchedule, sharding: ShardingConfig
+) -> None:
+    """Raise `UserError` for sizes that a GPU's matmuls in fp8 do not take."""
+    if model.fp8_format is None:
+        return
+    sharing, tokens = sharding.context.context_parallel_size, "--micro-batch-size x --seq-length"
+    if sharing > 1:
+        tokens += " / --context-parallel-size"
+    for flags, size in (
+        ("--hidden-size", model.hidden_size),
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+        ("--num-attention-heads x --kv-channels", model.num_attention_heads * model.kv_channels),
+        ("--num-query-groups x --kv-channels", model.num_query_groups * model.kv_channels),
+        (tokens, batches.micro_batch_size * seq_length // sharing),
+    ):
+        if size % FP8_MULTIPLE != 0:
+            raise UserError(
+                f"--fp8-format {model.fp8_format} needs multiples of {FP8_MULTIPLE}: change "
+                f"{flags}, which is {size}, or leave fp8 out"
+            )
+
+
+def check_context(sharding: ShardingConfig, model: LlamaConfig, seq_length: int) -> None:
+    """Raise `UserError` if ranks cannot share samples of this model and length."""
+    if sharding.context.context_parallel_size > 1:
+        world = sharding.world
+        limits = ContextLimits(
+            model=model, world_size=world.size, group_size=world.group_size, seq_length=seq_length
+        )
+        sharding.context.check(limits, rotates=sharding.materialize == "rotate")
+
+
+def check_attention(
+    model: LlamaConfig, sharding: ShardingConfig, precision: PrecisionConfig, device_type: str
+) -> None:
+    """Raise `UserError` where attention is to be computed in parts, or kept, and cannot be."""
+    check_parts(model, sharding.context, device_type, precision.compute)
+
+
+def check_muon(
+    precision: PrecisionConfig, sharding: ShardingConfig, trainable: Trainable, model: LlamaConfig
+) -> None:
+    """Raise `UserError` where there are no whole matrices for Muon."""
+    if precision.optimizer != "muon":
+        return
+    if sharding.materialize == "rotate":
+        raise UserError(MUON_ROTATES)
+    shapes = parameter_shapes(model)
+    names = trainable.names(model)
+    if not any(is_for_muon(name, shapes[name]) for name in names):
+        raise UserError(
+            f"--optimizer muon updates matrices of blocks, and --trainable {trainable} has none: "
+            "leave it out"
+        )
+
+
+def check_compile(model: LlamaConfig) -> None:
+    if model.torch_compile is not None and model.lora is not None:
+        raise UserError("--torch-compile compiles no adapters: leave it or --lora-rank out")
+
+
+def check_collective(sharding: ShardingConfig, device_type: str) -> None:
+    """Raise `UserError` for an algorithm of single messages under nccl."""
+    name = sharding.collective
+    if device_type == "cuda" and name not in (*NCCL_COLLECTIVES, "auto"):
+        raise UserError(
+            f"--paro-collective {name} sends a gather as hundreds of messages from point to point, "
+            "which take longer to launch than to send under nccl: give native or ho-ring"
+        )
+
+
+def check_feedback(flag: str, precision: PrecisionConfig) -> None:
+    """Raise `UserError` if the remembered gradient errors of a rank would be lost with it."""
+    if precision.inter_grad_error_feedback:
+        raise UserError(
+            f"--paro-inter-grad-error-feedback and {flag} contradict each other: what a rank "
+            "remembers of its gradients nobody else holds: give one of them"
+        )
+
+
+# Each names as its parameters the fields of a RunConfig that it needs.
+PLANNED_CHECKS: tuple[Callable[..., None], ...] = (
+    check_collective,
+    check_sequence,
+    check_context,
+    check_attention,
+    check_compile,
+    check_muon,
+    check_fp8,
+)
+
+
+def needs_of(make: Callable[..., object]) -> tuple[str, ...]:
+    """Return the names of the parts of a configuration that a check or a maker needs."""
+    return tuple(signature(make).parameters)
 
 
 def check_moments(optim: OptimConfig, precision: PrecisionConfig) -> None:
@@ -99,7 +205,7 @@ def check_sizes(
     sharding: ShardingConfig,
     launch: LaunchConfig,
 ) -> None:
-    """Raise `UserError` for sizes of a batch that changes which do not divide, from --load on.
+    """Raise `UserError` for sizes of a changing batch that do not divide, from --load on.
 
     A run that may continue from in-memory checkpoints checks it when it knows where.
     """
@@ -111,8 +217,7 @@ def check_sizes(
 def check_in_memory(
     checkpoint: CheckpointConfig, sharding: ShardingConfig, as_given: PrecisionConfig
 ) -> None:
-    """Raise `UserError` for flags of in-memory checkpoints without any, or a restart that would not
-    continue."""
+    """Raise `UserError` for flags of in-memory checkpoints without any, or a useless restart."""
     is_local = checkpoint.non_persistent_ckpt_type == "local"
     if not (is_local or sharding.needs_in_memory_checkpoints):
         for flag, value in (
@@ -145,7 +250,7 @@ def check_load(checkpoint: CheckpointConfig) -> None:
 
 
 def check_save(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
-    """Fail now, not after hours: creates a temporary file in the nearest existing folder."""
+    """Raise `UserError` now, not after hours, if --save cannot be written or is another run's."""
     if checkpoint.save is not None:
         _check_writable("--save", checkpoint.save)
     check_overwriting(checkpoint, train)
@@ -172,41 +277,8 @@ def check_overwriting(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
     )
 
 
-def flags_without_effect(args: Namespace) -> tuple[str, ...]:
-    """Return lines for flags that have no effect because the flag they depend on is not given."""
-    changed = set(given(vars(args)))
-    style, size = f"--lr-decay-style is {args.lr_decay_style}", args.context_parallel_size
-    found = []
-    for line, is_used, names in (
-        ("nothing will be saved: {} no effect without --save DIR", args.save, _SAVING),
-        (f"{{}} no effect without --lr-decay-style WSD: {style}", style.endswith("WSD"), _WSD),
-        ("{} no effect without --context-parallel-size", size != 1, _SHARED),
-        ("{} no effect without --optimizer muon", args.optimizer == "muon", _MUON),
-    ):
-        flags = ["--" + name.replace("_", "-") for name in names if name in changed]
-        if flags and not is_used:
-            found.append(line.format(f"{', '.join(flags)} {'has' if len(flags) == 1 else 'have'}"))
-    return (*found, *_scale_notice(args))
-
-
-def _scale_notice(args: Namespace) -> list[str]:
-    """Return a line where Muon's update does not fit a learning rate of AdamW's size."""
-    if args.optimizer != "muon" or args.muon_extra_scale_factor != 1.0:
-        return []
-    mode = f"--muon-scale-mode {args.muon_scale_mode}"
-    if args.muon_scale_mode == "spectral":
-        return [
-            f"{mode}: an update is 4 to 5 times as large as AdamW's at the same --lr; "
-            "--muon-extra-scale-factor 0.2 makes it as large"
-        ]
-    if args.lr is not None and args.lr < _MUON_LR:
-        return [f"{mode} wants a --lr of about 0.02, and {args.lr:g} is of AdamW's size"]
-    return []
-
-
 def check_trackers(report: ReportConfig, runtime: RuntimeConfig) -> None:
-    """Raise `UserError` at the start if a tracker's package is missing or its folder
-    not writable."""
+    """Raise `UserError` if a tracker's package is missing or its folder is not writable."""
     for flag, value, package in (
         ("--tensorboard-dir", report.tensorboard_dir, "tensorboard"),
         ("--wandb-project", report.wandb_project, "wandb"),

@@ -1,27 +1,47 @@
-"""ContextParallelConfig: how many ranks share a sample, and what they send for attention."""
+"""Context parallelism: its flags, and the configuration that auto stands for."""
+
+# A ContextParallelConfig is one value of the flags: how many ranks share a sample, and what they
+# send for attention. Where --context-parallel-size or --cp-comm-type says auto, `possible_configs`
+# lists every configuration that fits the ranks, the heads and the sequence length. The layout of
+# each is then a field of the planner's candidates, and `fastest_config` takes that of the fastest
+# step; among equally fast ones that with the lowest degree.
+#
+# With degree C a step has C times as many micro-batches, and a rank more free memory. So with
+# --context-parallel-size auto, micro-batches of up to C times as many samples are candidates too.
 
 from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from model.config import LlamaConfig
 from paro.distributed.world import World
 from paro.errors import UserError, check_least
+from paro.planning.description import seconds_text
+from paro.planning.estimator import Estimator
+from paro.planning.planner import TIE, best_by_context
+from paro.planning.search_space import PlanRequest, SearchSpace
 from paro.spec.context_layout import ContextLayout, ContextLimits
+from paro.strategy import Strategy
 from paro.text import listed
 
 AUTO = "auto"
 TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
 _SYNONYMS = {"all_gather": "allgather"}  # Megatron's name
-_SIZES = "--hierarchical-context-parallel-sizes"
+SIZE_FLAG, TYPE_FLAG = "--context-parallel-size", "--cp-comm-type"
+_SIZES_FLAG = "--hierarchical-context-parallel-sizes"
+_CLEAR_GAIN = 0.05  # share of a step that another type must save to be named
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallelConfig:
-    """The flags of context parallelism."""
+    """The flags of context parallelism, none of them auto."""
 
     context_parallel_size: int = 1
     cp_comm_type: str = "p2p"
@@ -29,104 +49,101 @@ class ContextParallelConfig:
     context_ring: str = "double"
 
     def __post_init__(self) -> None:
-        size = self.context_parallel_size
+        size, sizes = self.context_parallel_size, self.hierarchical_context_parallel_sizes
         check_least(1, context_parallel_size=size)
         if self.cp_comm_type not in TYPES:
             raise UserError(
-                f"--cp-comm-type {self.cp_comm_type} is unknown: choose one of "
+                f"{TYPE_FLAG} {self.cp_comm_type} is unknown: choose one of "
                 f"{', '.join(TYPES)}, {AUTO}"
             )
-        sizes = self.hierarchical_context_parallel_sizes
-        if size > 1:
-            self._check_sizes(size, sizes)
-        elif sizes is not None:
+        if size == 1 and sizes is not None:
             product = math.prod(sizes)
-            also = f"give --context-parallel-size {product} too, or " * (product > 1)
+            also = f"give {SIZE_FLAG} {product} too, or " * (product > 1)
             raise UserError(
-                f"{_SIZES} {' '.join(map(str, sizes))} divides the ranks that share a sample, and "
-                f"without --context-parallel-size above 1 none do: {also}leave it out"
+                f"{self._sizes_text} divides the ranks that share a sample, and "
+                f"without {SIZE_FLAG} above 1 none do: {also}leave it out"
+            )
+        if size > 1 and sizes is None and self.cp_comm_type == "a2a+p2p":
+            raise UserError(
+                f"{TYPE_FLAG} a2a+p2p needs {_SIZES_FLAG}: first the ranks that exchange heads, "
+                f"then those that keys and values go round, such as {_SIZES_FLAG} 2 {size // 2}"
+            )
+        if sizes is not None and self.cp_comm_type not in ("a2a+p2p", "p2p"):
+            raise UserError(f"{self._sizes_text} is for {TYPE_FLAG} p2p and a2a+p2p: leave it out")
+        if sizes is not None and (len(sizes) != 2 or min(sizes) < 1 or math.prod(sizes) != size):
+            raise UserError(
+                f"{self._sizes_text} must be two sizes whose product is {SIZE_FLAG} {size}"
             )
 
-    def _check_sizes(self, size: int, sizes: tuple[int, ...] | None) -> None:
-        kind = f"--cp-comm-type {self.cp_comm_type}"
-        if sizes is None:
-            if self.cp_comm_type == "a2a+p2p":
-                raise UserError(
-                    f"{kind} needs {_SIZES}: first the ranks that exchange heads, then those that "
-                    f"keys and values go round, such as {_SIZES} 2 {size // 2}"
-                )
-            return
-        given = f"{_SIZES} {' '.join(map(str, sizes))}"
-        if self.cp_comm_type not in ("a2a+p2p", "p2p"):
-            raise UserError(f"{given} is for --cp-comm-type p2p and a2a+p2p: leave it out")
-        if len(sizes) != 2 or min(sizes) < 1 or math.prod(sizes) != size:
-            raise UserError(
-                f"{given} must be two sizes whose product is --context-parallel-size {size}"
-            )
+    @property
+    def _sizes_text(self) -> str:
+        sizes = self.hierarchical_context_parallel_sizes or ()
+        return " ".join([_SIZES_FLAG, *map(str, sizes)])
 
     @property
     def layout(self) -> ContextLayout:
-        """Which tokens and heads a rank has, and how keys and values travel."""
-        return self.layout_of(self.context_parallel_size)
+        """The tokens and heads of each rank, and the way that keys and values travel."""
+        return self._layout_at(self.context_parallel_size)
 
-    def layout_of(self, size: int) -> ContextLayout:
-        """That of another number of ranks, which the given sizes must divide."""
+    def _layout_at(self, degree: int) -> ContextLayout:
         first, *_ = self.hierarchical_context_parallel_sizes or (0,)
-        flat = size if self.context_ring == "flat" else 0
+        flat = degree if self.context_ring == "flat" else 0
         match self.cp_comm_type:
             case "a2a":
-                return ContextLayout(size=size, heads=size)
+                return ContextLayout(size=degree, heads=degree)
             case "a2a+p2p":
-                return ContextLayout(size=size, heads=min(first or 1, size), inner=flat)
+                return ContextLayout(size=degree, heads=min(first or 1, degree), inner=flat)
             case "allgather":
-                return ContextLayout(size=size, gathers=size > 1)
-        return ContextLayout(size=size, inner=flat or min(first, size))
+                return ContextLayout(size=degree, gathers=degree > 1)
+        return ContextLayout(size=degree, inner=flat or min(first, degree))
 
-    def misfit(self, size: int, limits: ContextLimits) -> str | None:
-        """Why so many ranks cannot share a sample, in words that follow a colon; None: they can."""
+    def _reason_against(self, degree: int, limits: ContextLimits) -> str | None:
         sizes = self.hierarchical_context_parallel_sizes
-        if sizes is not None and size % sizes[0]:
+        if sizes is not None and degree % sizes[0]:
             return f"{sizes[0]} ranks do not divide it"
-        return limits.misfit(self.layout_of(size))
+        return limits.misfit(self._layout_at(degree))
+
+    def fits(self, limits: ContextLimits) -> bool:
+        """Return whether a run within these limits can use the configuration."""
+        return self._reason_against(self.context_parallel_size, limits) is None
 
     def check(self, limits: ContextLimits, *, rotates: bool) -> None:
-        """Raise `UserError` if these ranks cannot share samples; names numbers that can."""
+        """Raise `UserError` unless a run can use the configuration; name degrees that it can."""
         if rotates:
             raise UserError(
-                "--paro-materialize rotate and --context-parallel-size contradict each other: "
+                f"--paro-materialize rotate and {SIZE_FLAG} contradict each other: "
                 "ranks of a ring have different heads at a time, which cannot be exchanged: leave "
                 "one out"
             )
-        size = self.context_parallel_size
-        if (why := self.misfit(size, limits)) is None:
+        degree = self.context_parallel_size
+        if (reason := self._reason_against(degree, limits)) is None:
             return
-        sizes = range(1, limits.world_size + 1)
-        fitting = [str(each) for each in sizes if not self.misfit(each, limits)]
-        advice = "give other --hierarchical-context-parallel-sizes"
+        degrees = range(1, limits.world_size + 1)
+        fitting = [str(each) for each in degrees if not self._reason_against(each, limits)]
+        advice = f"give other {_SIZES_FLAG}"
         if fitting:
             advice = f"choose {'one of ' * (len(fitting) > 1)}{listed(fitting)}"
         if self.layout.heads > 1:
-            advice += ", or --cp-comm-type p2p, which exchanges no heads"
-        raise UserError(f"--context-parallel-size {size} does not fit: {why}: {advice}")
+            advice += f", or {TYPE_FLAG} p2p, which exchanges no heads"
+        raise UserError(f"{SIZE_FLAG} {degree} does not fit: {reason}: {advice}")
 
     def describe(self) -> str:
-        """How many ranks share a sample, and how."""
+        """Describe in words how many ranks share a sample, and by which type."""
         if self.context_parallel_size == 1:
             return "no ranks share a sample"
-        text = f"{self.context_parallel_size} ranks share a sample by {self.cp_comm_type}"
         sizes = self.hierarchical_context_parallel_sizes
-        return text if sizes is None else f"{text} over {sizes[0]} x {sizes[1]}"
+        over = "" if sizes is None else f" over {' x '.join(map(str, sizes))}"
+        return f"{self.context_parallel_size} ranks share a sample by {self.cp_comm_type}{over}"
 
     @property
-    def flag_text(self) -> str:
-        """The flags that select its type."""
-        sizes = self.hierarchical_context_parallel_sizes
-        text = f"--cp-comm-type {self.cp_comm_type}"
-        return text if sizes is None else f"{text} {_SIZES} {' '.join(map(str, sizes))}"
+    def type_flags(self) -> str:
+        """The words on a command line that select the type."""
+        split = f" {self._sizes_text}" * (self.hierarchical_context_parallel_sizes is not None)
+        return f"{TYPE_FLAG} {self.cp_comm_type}{split}"
 
     @property
     def flags(self) -> dict[str, object]:
-        """The arguments that select it."""
+        """The arguments that select the degree and the type."""
         sizes = self.hierarchical_context_parallel_sizes
         return {
             "context_parallel_size": self.context_parallel_size,
@@ -135,79 +152,16 @@ class ContextParallelConfig:
         }
 
 
-def context_options(
-    given: ContextParallelConfig,
-    sizes: Iterable[int],
-    types: Sequence[str],
-    limits: ContextLimits,
-) -> Iterator[ContextParallelConfig]:
-    """Yield every context-parallel layout of some sizes and types that the limits allow.
-
-    All else is as given.
-    """
-    kinds = [(size, name) for size in sizes for name in (types if size > 1 else ("p2p",))]
-    for size, name in kinds:
-        splits: list[tuple[int, ...] | None] = [given.hierarchical_context_parallel_sizes]
-        if name == "a2a+p2p" and splits == [None]:
-            splits = [
-                (n, size // n)
-                for n in range(2, size // 2 + 1)
-                if size % n == limits.group_size % n == 0
-            ]
-        for split in splits:
-            cp = replace(
-                given,
-                context_parallel_size=size,
-                cp_comm_type=name,
-                hierarchical_context_parallel_sizes=split,
-            )
-            if cp.misfit(size, limits) is None:
-                yield cp
-
-
-def usable_types(
-    types: Sequence[str], model: LlamaConfig, device_type: str, compute: str
-) -> Sequence[str]:
-    """Return the types that the model's attention can do: without a log-sum-exp only a2a."""
-    in_parts = model.parts_misfit(device_type, compute) is None
-    return types if in_parts else [name for name in types if name == "a2a"]
-
-
-def check_parts(
-    model: LlamaConfig, context: ContextParallelConfig, device_type: str, compute: str
-) -> None:
-    """Raise `UserError` where attention is to be computed in parts, or kept, and cannot be."""
-    why = model.parts_misfit(device_type, compute)
-    if why is not None and context.layout.ring > 1:
-        raise UserError(f"{why}, or --cp-comm-type a2a")
-    if why is not None and model.keeps_core:
-        raise UserError(f"{why}, or leave --paro-recompute-keep out")
-
-
-def without_machine(
-    found: Iterable[ContextParallelConfig], group_size: int
-) -> ContextParallelConfig:
-    """Choose, of layouts of one size, the one that exchanges most heads inside a group."""
-
-    def order(cp: ContextParallelConfig) -> tuple[bool, bool, int]:
-        return not cp.layout.gathers, cp.layout.heads <= group_size, cp.layout.heads
-
-    return max(found, key=order)
-
-
 def take_context(args: Namespace) -> ContextParallelConfig:
-    """Return the flags of context parallelism; `UserError` where blocks are to differ.
-
-    What is to be chosen (auto) is as in a run of which no ranks share samples, or by p2p.
-    """
+    """Build the configuration from the flags; auto is a degree of 1, and the type p2p."""
     types = [_SYNONYMS.get(name, name) for name in args.cp_comm_type]
     if len(set(types)) > 1:
-        raise UserError(f"--cp-comm-type {' '.join(types)}: all blocks have one: give it once")
+        raise UserError(f"{TYPE_FLAG} {' '.join(types)}: all blocks have one: give it once")
     size, sizes = args.context_parallel_size, args.hierarchical_context_parallel_sizes
     if AUTO in (size, types[0]) and sizes is not None:
         raise UserError(
-            f"{_SIZES} {' '.join(map(str, sizes))} contradicts {AUTO}, which chooses them: leave "
-            "one out"
+            f"{_SIZES_FLAG} {' '.join(map(str, sizes))} contradicts {AUTO}, which chooses them: "
+            "leave one out"
         )
     return ContextParallelConfig(
         context_parallel_size=1 if size == AUTO else size,
@@ -217,17 +171,187 @@ def take_context(args: Namespace) -> ContextParallelConfig:
     )
 
 
-def data_parallel_size_of(world: World, size: int | str) -> int:
-    """How many sets of ranks read different samples; `UserError` if `size` ranks share none.
+def data_parallel_size_of(world: World, degree: int | str) -> int:
+    """Count the data-parallel ranks at a context-parallel degree; `UserError` if impossible.
 
-    With auto it is not chosen yet: one, since a batch for more of them fits fewer.
+    With auto it is not chosen yet: 1, since a batch for more of them fits fewer.
     """
-    if isinstance(size, str):
+    if isinstance(degree, str):
         return 1
-    if size < 1 or world.size % size:
+    if degree < 1 or world.size % degree:
         fitting = (str(each) for each in range(1, world.size + 1) if world.size % each == 0)
         raise UserError(
-            f"--context-parallel-size {size} does not divide the {world.size} ranks: choose one "
+            f"{SIZE_FLAG} {degree} does not divide the {world.size} ranks: choose one "
             f"of {', '.join(fitting)}"
         )
-    return world.size // size
+    return world.size // degree
+
+
+def check_parts(
+    model: LlamaConfig, context: ContextParallelConfig, device_type: str, compute: str
+) -> None:
+    """Raise `UserError` where attention is to be computed in parts, or kept, and cannot be."""
+    reason = model.parts_misfit(device_type, compute)
+    if reason is not None and context.layout.ring > 1:
+        raise UserError(f"{reason}, or {TYPE_FLAG} a2a")
+    if reason is not None and model.keeps_core:
+        raise UserError(f"{reason}, or leave --paro-recompute-keep out")
+
+
+# The choice of auto
+
+
+def auto_flag(args: Namespace) -> str | None:
+    """Return the flag that says auto, --context-parallel-size first; None if neither does."""
+    if args.context_parallel_size == AUTO:
+        return SIZE_FLAG
+    return TYPE_FLAG if {*args.cp_comm_type} == {AUTO} else None
+
+
+def possible_configs(
+    args: Namespace,
+    limits: ContextLimits,
+    *,
+    in_parts: bool,
+    degrees: Sequence[int] | None = None,
+) -> list[ContextParallelConfig]:
+    """List the configurations that the flags allow, or these degrees, and that fit the limits.
+
+    Keys and values travel only where the model's attention can be computed `in_parts`.
+    """
+    base = take_context(args)
+    types = TYPES if {*args.cp_comm_type} == {AUTO} else (base.cp_comm_type,)
+    if degrees is None:
+        degrees = [args.context_parallel_size]
+    if AUTO in degrees:
+        degrees = [n for n in range(1, limits.world_size + 1) if limits.world_size % n == 0]
+    return [*_fitting(base, degrees, types, limits, in_parts=in_parts)]
+
+
+def _fitting(
+    base: ContextParallelConfig,
+    degrees: Iterable[int],
+    types: Iterable[str],
+    limits: ContextLimits,
+    *,
+    in_parts: bool,
+) -> Iterator[ContextParallelConfig]:
+    """Yield `base` with each of the degrees and types, where that fits; a2a+p2p split by groups."""
+    types = [name for name in types if in_parts or name == "a2a"]
+    for degree in degrees:
+        for name in types if degree > 1 else ["p2p"]:
+            splits: list[tuple[int, ...] | None] = [base.hierarchical_context_parallel_sizes]
+            if name == "a2a+p2p" and splits == [None]:
+                inside = (n for n in range(2, degree // 2 + 1) if limits.group_size % n == 0)
+                splits = [(n, degree // n) for n in inside if degree % n == 0]
+            for split in splits:
+                config = replace(
+                    base,
+                    context_parallel_size=degree,
+                    cp_comm_type=name,
+                    hierarchical_context_parallel_sizes=split,
+                )
+                if config.fits(limits):
+                    yield config
+
+
+def preferred_config(
+    configs: Iterable[ContextParallelConfig], group_size: int
+) -> ContextParallelConfig:
+    """Pick, without a machine to compare times on, the one that exchanges most heads in groups."""
+
+    def order(config: ContextParallelConfig) -> tuple[bool, bool, int]:
+        layout = config.layout
+        return not layout.gathers, layout.heads <= group_size, layout.heads
+
+    return max(configs, key=order)
+
+
+def with_micro_batches(
+    configs: Sequence[ContextParallelConfig],
+    micro_batch_size: int,
+    make: Callable[[ContextParallelConfig, int], Made],
+    *,
+    grows: bool,
+) -> dict[tuple[ContextParallelConfig, int], Made]:
+    """Map each configuration, with each possible micro-batch size, to `make(config, size)`.
+
+    Where a micro-batch `grows`, it has up to as many times the samples as ranks share them.
+    `UserError` if the global batch is a multiple of none.
+    """
+    made = {}
+    for config in configs:
+        most = config.context_parallel_size if grows else 1
+        for size in (n * micro_batch_size for n in range(1, most + 1) if most % n == 0):
+            with suppress(UserError):  # the batch is no multiple
+                made[config, size] = make(config, size)
+    first = configs[0], micro_batch_size
+    return made or {first: make(*first)}  # raises the error
+
+
+def fastest_config(
+    flag: str,
+    request: PlanRequest,
+    candidates: Iterable[tuple[ContextParallelConfig, int]],
+    space: SearchSpace,
+) -> tuple[ContextParallelConfig, int, tuple[str, ...]]:
+    """Pick the candidate with the fastest step, by the planner: a configuration and a micro-batch.
+
+    Log lines are returned too. If nothing fits, the configuration that needs least memory.
+    """
+    pairs = [*candidates]
+    space = replace(space, contexts=tuple((config.layout, size) for config, size in pairs))
+    best = best_by_context(request, space)
+    seconds = {
+        config: estimate.seconds if (estimate := best[config.layout]) else math.inf
+        for config, _ in pairs
+    }
+    least = min(seconds.values())
+
+    def order(config: ContextParallelConfig) -> tuple[float, int]:
+        tied = seconds[config] <= least * (1 + TIE)
+        return 0.0 if tied else seconds[config], config.context_parallel_size
+
+    config, *others = sorted(seconds, key=order)
+    if (fastest := best[config.layout]) is None:
+        (strategy, *_) = space.strategies or (request.strategy("GGG"),)
+        candidate, estimator = request.candidate(strategy), Estimator(request)
+        config = min(
+            (config, *others),
+            key=lambda each: estimator.memory(replace(candidate, context=each.layout)).total,
+        )
+        line = f"planner: {flag} auto: {config.describe()}, which needs least: nothing fits"
+        return config, request.micro_batch_size, (line,)
+    size = fastest.candidate.micro_batch_size
+    line = (
+        f"planner: {flag} auto: {config.describe()}, micro-batches of {size}: "
+        f"{seconds_text(fastest.seconds)} a step, the best of {len(seconds)} ways"
+    )
+    degrees, compared = {config.context_parallel_size}, []
+    for other in others:
+        if other.context_parallel_size not in degrees or flag == TYPE_FLAG:
+            degrees.add(other.context_parallel_size)
+            more = f"{seconds[other] / fastest.seconds - 1:.1%} more"
+            compared.append(f"{other.describe()}: {more if best[other.layout] else 'does not fit'}")
+    return config, size, (line, f"planner: {'; '.join(compared)}") if compared else (line,)
+
+
+def faster_comm_type(
+    config: ContextParallelConfig, request: PlanRequest, strategy: Strategy
+) -> str | None:
+    """Name the flags of another type whose step is predicted to be clearly faster, if any."""
+    candidate, estimator = request.candidate(strategy), Estimator(request)
+    seconds = estimator.estimate(candidate).seconds
+    least, fastest = seconds / (1 + _CLEAR_GAIN), None
+    reason = request.model.parts_misfit(request.device_type, request.precision.compute)
+    base, degree = replace(config, hierarchical_context_parallel_sizes=None), config.layout.size
+    for other in _fitting(base, [degree], TYPES, request.context_limits, in_parts=reason is None):
+        changed = replace(candidate, context=other.layout)
+        if estimator.costs(changed).least_seconds() < least:
+            estimate = estimator.estimate(changed)
+            if estimate.fits and estimate.seconds < least:
+                least, fastest = estimate.seconds, other
+    if fastest is None:
+        return None
+    gain = f"{seconds / least - 1:.0%}"
+    return f"{fastest.type_flags} would be {gain} faster, as the planner predicts"

@@ -1,29 +1,39 @@
-"""What --paro-elastic makes of flags that do not fit the ranks, and which nodes may come."""
+"""Nodes that join or are lost: flags fitted to the ranks, and strategies that hold every state."""
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from model.config import LlamaConfig
-from paro.config.context_parallel import data_parallel_size_of
-from paro.config.inter_bits import AUTO
+from model.trainable import Trainable
+from paro.config.context_parallel import AUTO, data_parallel_size_of
 from paro.distributed.world import World
 from paro.errors import UserError, count_text
 from paro.machine.files import MEASURE, find_machine
 from paro.planning.search_space import legal_strategies
+from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule
-from paro.spec.units import rotation_conflict, rotation_infeasible_reason
+from paro.spec.muon_rounds import in_buckets
+from paro.spec.sharding_spec import specs_of, state_bytes
+from paro.spec.units import rotation_conflict, rotation_infeasible_reason, units_of
 from paro.strategy import (
+    FLAG,
     Strategy,
     check_group_size,
+    check_nodes,
     degrees_of,
     fitting_group_size,
     parse_strategy,
     survival,
 )
-from paro.text import listed
+from paro.text import listed, size_text
+
+if TYPE_CHECKING:
+    from paro.config.sharding import ShardingConfig
 
 _FLAG = "--paro-elastic"
 
@@ -31,8 +41,7 @@ _FLAG = "--paro-elastic"
 def fitted_to_ranks(
     args: Namespace, world: World, model: LlamaConfig, strategy: str
 ) -> tuple[Namespace, tuple[str, ...]]:
-    """Return the flags of sharding, `strategy` among them, as these ranks can have them; and a log
-    line.
+    """Fit the flags of sharding, `strategy` among them, to these ranks; add a log line.
 
     Groups become the largest that divide those given and the ranks. Degrees, also those of letters,
     that do not fit or do not survive become the finest that do, with those of parameters and
@@ -91,8 +100,7 @@ def fitted_to_ranks(
 
 
 def nodes_line(batches: BatchSchedule, world: World, num_sharing: int) -> tuple[str, ...]:
-    """Return a log line with the numbers of nodes that the batch allows, unless it allows all up to
-    now.
+    """Build a log line with the numbers of nodes that the batch allows, if not all up to now.
 
     A ramp-up or a schedule of sizes counts from its beginning: once a size is past it may allow
     more.
@@ -119,9 +127,88 @@ def _fitting(
     kept: Callable[[Strategy], int],
     survive: int,
 ) -> str:
-    """`text` if one of the strategies has its degrees and survives, else the best one's degrees."""
+    """Return `text` if a strategy has its degrees and survives, else the best one's degrees."""
     if any(one.degrees == degrees and kept(one) == survive for one in strategies):
         return text
     coarser = [one for one in strategies if one.params <= degrees[0] and one.grads <= degrees[1]]
     best = max(coarser or strategies, key=lambda one: (kept(one), one.optim, one.grads, one.params))
     return ",".join(map(str, best.degrees))
+
+
+def check_survival(
+    sharding: ShardingConfig,
+    strategy: Strategy,
+    model: LlamaConfig,
+    trainable: Trainable,
+    precision: PrecisionConfig,
+) -> None:
+    """Raise `UserError` unless a strategy holds every state after the losses of --paro-survive.
+
+    It names the nearest degrees that do.
+    """
+    world = sharding.world
+    check_nodes(sharding.survive, world.size, world.ranks_per_node)
+    kept = survival(strategy, world_size=world.size, ranks_per_node=world.ranks_per_node)
+    if kept.nodes >= sharding.survive:
+        return
+    advice = "no degrees hold it with --paro-materialize rotate: leave that out"
+    found = nearest_surviving(sharding.survive, sharding, strategy, model, trainable, precision)
+    if found is not None:
+        degrees, more = found
+        advice = (
+            f"the nearest that holds it is {FLAG} {degrees}, with {size_text(abs(more))} "
+            f"{'more' if more >= 0 else 'less'} of model states a rank"
+        )
+    raise UserError(
+        f"--paro-survive {sharding.survive}: under {FLAG} {strategy.name} {kept.describe()}; "
+        f"{advice}"
+    )
+
+
+def nearest_surviving(
+    survive: int,
+    sharding: ShardingConfig,
+    strategy: Strategy,
+    model: LlamaConfig,
+    trainable: Trainable,
+    precision: PrecisionConfig,
+) -> tuple[str, int] | None:
+    """Find the nearest degrees that survive the loss of nodes, and their bytes more a rank.
+
+    Those of params and grads change least, then the model states of a rank take least.
+    """
+    world, rotates = sharding.world, sharding.materialize == "rotate"
+    trained = trainable.names(model)
+
+    def held_bytes(strategy: Strategy) -> int:
+        degree = strategy.params if rotates else 1
+        in_place = sharding.rotate_in_place
+        units = units_of(
+            model,
+            world_size=world.size,
+            is_trained=trained.__contains__,
+            rotated_over=degree,
+            in_place=in_place,
+        )
+        bucketed = in_buckets(units, strategy, precision, world.group_size)
+        topology = world.topology(*strategy.degrees)
+        return state_bytes(specs_of(bucketed, strategy, topology, precision)).total
+
+    def distance(other: Strategy) -> tuple[float, int]:
+        ratios = (other.params / strategy.params, other.grads / strategy.grads)
+        return sum(abs(math.log(ratio)) for ratio in ratios), held_bytes(other)
+
+    def holds(other: Strategy) -> bool:
+        node = world.ranks_per_node
+        if survival(other, world_size=world.size, ranks_per_node=node).nodes < survive:
+            return False
+        return not rotates or not rotation_infeasible_reason(
+            other, model, world_size=world.size, group_size=world.group_size
+        )
+
+    holding = filter(holds, legal_strategies(world.size, world.group_size))
+    nearest = min(holding, key=distance, default=None)
+    if nearest is None:
+        return None
+    more = held_bytes(nearest) - held_bytes(strategy)
+    return ",".join(map(str, nearest.degrees)), more

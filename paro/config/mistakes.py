@@ -1,19 +1,18 @@
-"""All values that are wrong where other flags are refused, and values that would not be."""
+"""Wrong values of flags, in addition to refused flags, and values to give instead."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from data.tokenizer_config import TOKENIZER_TYPES
 from model.config import LLAMA_PRESETS
 from paro.arguments.flag_parser import PATHS
 from paro.arguments.needed import ANY_VOCABULARY, flags_in, missing_flags, with_stand_ins
-from paro.arguments.parser import WrongValues, build_parser, take
+from paro.arguments.parser import build_parser, take
 from paro.config.context_parallel import data_parallel_size_of
-from paro.config.fitting import better_values, with_values
 from paro.config.model import vocab_size_given
-from paro.config.parts import take_tokenizer
+from paro.config.parts import fitting_batches, take_tokenizer, with_values
 from paro.config.run import distinct, value_mistakes
 from paro.distributed.world import LaunchConfig
 from paro.errors import UserError
@@ -21,8 +20,8 @@ from paro.errors import UserError
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
-def wrong_values(args: Namespace) -> WrongValues:
-    """Return every wrong value of flags that are all given, where other flags are refused."""
+def wrong_values(args: Namespace) -> tuple[Sequence[str], Mapping[str, object]]:
+    """List all wrong values of flags, next to refused flags, and arguments that would be right."""
     filled, missing = with_stand_ins(args)
 
     def wrong(better: Mapping[str, object]) -> list[str]:
@@ -46,12 +45,11 @@ def wrong_values(args: Namespace) -> WrongValues:
         if (left_out := next(helps, None)) is None:
             break
         better |= left_out
-    return WrongValues(distinct(lines), better)
+    return distinct(lines), better
 
 
 def _left_out(line: str, args: Namespace) -> Iterator[dict[str, object]]:
-    """Yield the defaults of the flags in a line about wrong values that may be left out, one by
-    one.
+    """Yield the default of each flag in a line about wrong values that may be left out.
 
     Files and folders may not, and what is needed neither: no default means the same.
     """
@@ -71,13 +69,23 @@ def _missing(args: Namespace) -> set[str]:
 
 
 def _fitting_sizes(args: Namespace, missing: Collection[str]) -> dict[str, object]:
-    """`better_values` for the ranks that are given, if they are right."""
+    """Find better batch sizes for the ranks that are given, if these are right."""
     try:
         world = take(LaunchConfig, args).world()
         readers = data_parallel_size_of(world, args.context_parallel_size)
     except UserError:
         return {}
     return {} if "--world-size" in missing else better_values(args, readers)
+
+
+def better_values(args: Namespace, data_parallel_size: int) -> dict[str, object]:
+    """Find batch sizes that divide into micro-batches on all ranks, in place of those given.
+
+    The micro-batch becomes smaller where that is enough; else sizes become larger. Negative
+    iterations of evaluation are none, as in Megatron-LM. None: the flag is to be left out.
+    """
+    found = {**fitting_batches(args, data_parallel_size), "eval_iters": max(args.eval_iters, 0)}
+    return {name: value for name, value in found.items() if value != getattr(args, name)}
 
 
 def _fitting_positions(args: Namespace) -> dict[str, object]:
@@ -90,8 +98,7 @@ def _fitting_positions(args: Namespace) -> dict[str, object]:
 
 
 def _fitting_tokenizer(args: Namespace) -> dict[str, object]:
-    """Return the tokenizer type that reads the given files, instead of one that does not exist
-    here.
+    """Find the tokenizer type that reads the given files, in place of an unknown type.
 
     A dry run without such files gets a vocabulary in their place.
     """

@@ -11,14 +11,13 @@ from data.tokenizer import padded_vocab_size
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from model.lora_config import LoraConfig, targets_of
 from paro.arguments.needed import missing_sizes
-from paro.errors import UserError
+from paro.errors import UserError, contradiction
 
 _MODULES = ("core_attn", "layernorm")  # what --recompute-modules may name
 
 
 def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
-    """Return the model: sizes from flags, else from the preset, else derived from the
-    other sizes."""
+    """Build the model: sizes from flags, else from the preset, else derived from other sizes."""
     default = {item.name: item.default for item in fields(LlamaConfig)}
     # Others are derived, or chosen on the device; the flag --vocab-size is the tokenizer's.
     named = default.keys() & vars(args).keys() - {"vocab_size"}
@@ -62,8 +61,7 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
 
 
 def vocab_size_given(args: Namespace) -> int | None:
-    """Return the size of a vocabulary without a tokenizer: that of flags, of the preset, or its
-    rows."""
+    """Find the vocabulary's size without a tokenizer: of flags, of the preset, or its rows."""
     preset = args.llama_preset and LLAMA_PRESETS[args.llama_preset].vocab_size
     sizes: tuple[int | None, ...] = (args.vocab_size, preset, args.padded_vocab_size)
     return next((size for size in sizes if size is not None), None)
@@ -105,11 +103,8 @@ def _take_lora(args: Namespace) -> LoraConfig | None:
     if args.lora_rank is None:
         _refuse_without("--lora-rank", given)
         return None
-    if args.trainable != "all":
-        raise UserError(
-            f"--trainable {args.trainable} and --lora-rank contradict each other: with adapters "
-            "all else is frozen; give one of them"
-        )
+    if args.trainable != "all":  # with adapters all else is frozen
+        raise contradiction(f"--trainable {args.trainable}", "--lora-rank")
     modules = given.pop("lora_target_modules", None)
     given.pop("lora_base_dtype", None)  # of the precision
     detail = {name.removeprefix("lora_"): value for name, value in given.items()}
@@ -121,11 +116,8 @@ def _take_lora(args: Namespace) -> LoraConfig | None:
 def _take_recompute(args: Namespace) -> RecomputeConfig | None:
     granularity = args.recompute_granularity
     if args.recompute_activations:
-        if granularity == "full":
-            raise UserError(
-                "--recompute-activations means --recompute-granularity selective and contradicts "
-                "full: give one of them"
-            )
+        if granularity == "full":  # it means selective
+            raise contradiction("--recompute-activations", "--recompute-granularity full")
         granularity = "selective"
     given = _given(args, "recompute_method", "recompute_num_layers", "paro_recompute_keep")
     if granularity != "full":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,21 @@ from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import TokenizerConfig, tokenizer_config
 from paro.arguments.needed import VOCABULARY
 from paro.arguments.parser import take
-from paro.config.checkpoint import with_checkpoint_schedule
 from paro.config.model import vocab_size_given
 from paro.config.train import TrainConfig
-from paro.errors import UserError, contradiction
+from paro.errors import UserError, check_least, contradiction
+from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule, parse_steps
+from paro.schedule.loss_scale import LossScaleConfig
 from paro.schedule.lr_schedule import ScheduleConfig
+from paro.untrusted.schema import conform
+
+_MOST = 10**6  # samples in a batch, for which others are looked for
+
+
+def with_values(args: Namespace, values: Mapping[str, object]) -> Namespace:
+    """Return the arguments with some values changed."""
+    return Namespace(**vars(args) | dict(values))
 
 
 def take_batches(args: Namespace, readers: int) -> BatchSchedule:
@@ -46,10 +57,52 @@ def take_batches(args: Namespace, readers: int) -> BatchSchedule:
     )
 
 
+def fitting_batches(args: Namespace, data_parallel_size: int) -> dict[str, object]:
+    """Round the arguments of batch sizes to multiples of one micro-batch on all ranks."""
+    micro, whole = args.micro_batch_size, args.global_batch_size
+    steps = args.step_batch_size_schedule
+    if micro < 1 or (whole is not None and not 0 < whole < _MOST):
+        return {}
+    if whole is not None and whole % data_parallel_size == 0:
+        micro = gcd(micro, whole // data_parallel_size)
+    unit = micro * data_parallel_size
+    found: dict[str, object] = {"micro_batch_size": micro}
+    if steps is not None:
+        found |= {"global_batch_size": None, "step_batch_size_schedule": _steps(steps, unit)}
+    elif whole is not None:
+        found["global_batch_size"] = whole = _multiple(whole, unit)
+        if args.rampup_batch_size is not None:
+            start, increment, samples = args.rampup_batch_size
+            found["rampup_batch_size"] = [*_ramp(start, increment, whole, unit), samples]
+    return found
+
+
+def _multiple(size: int, unit: int) -> int:
+    """Return the size, or the next larger one that is a multiple of the unit."""
+    return -(-size // unit) * unit
+
+
+def _ramp(start: int, increment: int, whole: int, unit: int) -> tuple[int, int]:
+    """Return a start and an increment of multiples of the unit that lead to the whole batch."""
+    start = min(_multiple(max(start, 1), unit), whole)
+    increment = min(_multiple(max(increment, 1), unit), max(whole - start, unit))
+    while start < whole and (whole - start) % increment:
+        increment += unit
+    return start, increment
+
+
+def _steps(text: str, unit: int) -> str:
+    """Round the sizes of a step schedule up to multiples of the unit; keep any other text."""
+    steps = [entry.partition(":") for entry in text.replace(",", " ").split()]
+    if not all(size.isdecimal() for *_, size in steps):
+        return text
+    return " ".join(f"{begin}:{_multiple(int(size), unit)}" for begin, _, size in steps)
+
+
 def take_train(args: Namespace, batches: BatchSchedule) -> TrainConfig:
     if args.train_iters is not None and args.train_samples is not None:
-        raise UserError("--train-iters and --train-samples contradict each other: give one")
-    train_iters = args.train_iters
+        raise contradiction("--train-iters", "--train-samples")
+    train_iters, warmup = args.train_iters, args.paro_inter_bits_warmup_iters
     if train_iters is None:
         train_iters = batches.iterations_within(args.train_samples)
         if train_iters < 1:
@@ -57,11 +110,8 @@ def take_train(args: Namespace, batches: BatchSchedule) -> TrainConfig:
                 f"--train-samples {args.train_samples} is less than the first global batch of "
                 f"{batches.batch_size_at(0)}: there is no iteration to train"
             )
-    if train_iters < 1:
-        raise UserError(f"--train-iters {train_iters} leaves nothing to train: give 1 or more")
-    warmup = args.paro_inter_bits_warmup_iters
-    if warmup is not None and warmup < 0:
-        raise UserError(f"--paro-inter-bits-warmup-iters {warmup} is negative; 0 is no warm-up")
+    check_least(1, train_iters=train_iters)
+    check_least(0, paro_inter_bits_warmup_iters=warmup)
     return take(
         TrainConfig,
         args,
@@ -75,8 +125,7 @@ def take_schedule(
 ) -> ScheduleConfig:
     train_samples = args.train_samples or batches.samples_after(train.train_iters)
     decay_samples = _samples(args, "lr_decay", batches)
-    if decay_samples is None:
-        decay_samples = train_samples
+    decay_samples = train_samples if decay_samples is None else decay_samples
     constant = args.weight_decay_incr_style == "constant"
     start, end = args.start_weight_decay, args.end_weight_decay
     if constant and not start is end is None:
@@ -99,21 +148,22 @@ def take_schedule(
         end_weight_decay=args.weight_decay if end is None else end,
         weight_decay_incr_samples=train_samples,
     )
-    if args.use_checkpoint_opt_param_scheduler:
-        return with_checkpoint_schedule(schedule, common)
-    return schedule
+    saved = common.get("schedule") if args.use_checkpoint_opt_param_scheduler else None
+    if saved is None:  # a converted model has none
+        return schedule
+    kept: ScheduleConfig = conform(saved, ScheduleConfig, "--load: schedule in common.json")
+    return kept
 
 
 def _samples(args: Namespace, name: str, batches: BatchSchedule) -> int | None:
-    """Return a length in samples that is given by --<name>-iters or --<name>-samples; None by
-    neither."""
+    """Return a length in samples, given by --<name>-iters or --<name>-samples; else None."""
     iterations = getattr(args, f"{name}_iters")
     samples: int | None = getattr(args, f"{name}_samples")
     if iterations is None:
         return samples
     if samples is not None:
         flag = "--" + name.replace("_", "-")
-        raise UserError(f"{flag}-iters and {flag}-samples contradict each other: give one")
+        raise contradiction(f"{flag}-iters", f"{flag}-samples")
     return batches.samples_after(iterations)
 
 
@@ -122,9 +172,7 @@ def _warmup_samples(args: Namespace, batches: BatchSchedule, decay_samples: int)
     if fraction is None:
         return _samples(args, "lr_warmup", batches) or 0
     if args.lr_warmup_iters or args.lr_warmup_samples:
-        raise UserError(
-            "--lr-warmup-fraction contradicts --lr-warmup-iters and --lr-warmup-samples: give one"
-        )
+        raise contradiction("--lr-warmup-fraction", "--lr-warmup-iters (or -samples)")
     if not 0.0 <= fraction < 1.0:
         raise UserError(f"--lr-warmup-fraction {fraction} must be in [0, 1)")
     return float(fraction * decay_samples)
@@ -137,7 +185,7 @@ def take_data(args: Namespace) -> DataConfig:
 
 
 def take_tokenizer(args: Namespace) -> tuple[TokenizerConfig, Tokenizer]:
-    """Return the tokenizer; a vocabulary without pieces for synthetic tokens without one.
+    """Build the tokenizer; for synthetic tokens without one, a vocabulary without pieces.
 
     A dry run needs only the number of ids: the vocabulary that flags give stands for a tokenizer
     that is not on this machine.
@@ -161,3 +209,14 @@ def take_tokenizer(args: Namespace) -> tuple[TokenizerConfig, Tokenizer]:
             raise UserError(*lines, f"{last}; {VOCABULARY}") from error
     config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=size)
     return config, build_tokenizer(config)
+
+
+def take_precision(args: Namespace) -> PrecisionConfig:
+    if args.fp16 and args.bf16:
+        raise contradiction("--fp16", "--bf16")
+    compute = "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"
+    return take(PrecisionConfig, args, compute=compute)
+
+
+def take_loss_scale(args: Namespace) -> LossScaleConfig:
+    return take(LossScaleConfig, args, dynamic=args.fp16 and args.loss_scale is None)

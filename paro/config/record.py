@@ -1,15 +1,25 @@
-"""The arguments of a run with the values in use, for logs and checkpoints."""
+"""The arguments in use: for logs, for checkpoints, and to compare between ranks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import fields
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+import data
+import model
+import paro
+from data.blend import number_in
 from model.config import LlamaConfig, RecomputeConfig
 from model.trainable import Trainable
 from model.units import num_parameters, parameter_shapes
+from paro.arguments.flag_parser import PATHS
+from paro.arguments.parser import build_parser
 from paro.precision import PrecisionConfig
 
 if TYPE_CHECKING:
@@ -25,7 +35,7 @@ def recorded_arguments(config: RunConfig) -> dict[str, Any]:
     model, schedule, tokenizer = config.model, config.schedule, config.tokenizer
     concerns = (model, config.batches, config.train, schedule, config.data, tokenizer)
     in_use = {of.name: getattr(concern, of.name) for concern in concerns for of in fields(concern)}
-    filled_in = {name: in_use.get(name, value) for name, value in config.given.items()}
+    filled_in = {name: in_use.get(name, value) for name, value in config.arguments.items()}
     if schedule.weight_decay_incr_style == "constant":
         filled_in["weight_decay"] = schedule.start_weight_decay
     return filled_in | {
@@ -57,15 +67,14 @@ def _recomputation(recompute: RecomputeConfig | None) -> dict[str, Any]:
 
 
 def precision_line(model: LlamaConfig, precision: PrecisionConfig) -> str:
-    """Return the types of states and messages, and of matmuls in fp8, logged at the start of
-    a run."""
+    """Describe the types of states, messages and fp8 matmuls in a line of the log."""
     fp8, text = model.fp8_format, precision.describe()
     how = f"({fp8}, recipe tensorwise: a scale per tensor)"
     return f"{text}; blocks multiply in fp8 {how}" if fp8 else text
 
 
 def model_line(model: LlamaConfig, seq_length: int, vocab_size: int) -> str:
-    """Return the model's sizes in one line, logged at the start of a run."""
+    """Describe the model's sizes in a line of the log."""
     grouped = model.num_query_groups < model.num_attention_heads
     groups = f" in {model.num_query_groups} query groups" if grouped else ""
     tied = "tied" if model.tie_embeddings_and_output_weights else "untied"
@@ -78,7 +87,7 @@ def model_line(model: LlamaConfig, seq_length: int, vocab_size: int) -> str:
 
 
 def trained_lines(model: LlamaConfig, trainable: Trainable) -> Iterator[str]:
-    """How much of the model trains, for a run that freezes a part of it."""
+    """Yield a log line about the part of the model that trains, if some is frozen."""
     if not trainable.is_part(model):
         return
     what, lora = f"--trainable {trainable}", model.lora
@@ -94,3 +103,62 @@ def trained_lines(model: LlamaConfig, trainable: Trainable) -> Iterator[str]:
         f"> {what}: {count:,} of {total:,} parameters "
         f"({count / total:.2%}) in {len(trained)} of {len(shapes)} tensors train"
     )
+
+
+_HASH_DIGITS = 12
+
+
+def settings_of(config: RunConfig) -> dict[str, str]:
+    """Collect the settings of this rank by name, for a comparison of all ranks.
+
+    Paths may differ from node to node, so only their number and the weights between them are in.
+    """
+    arguments = {n: value for n, value in config.arguments.items() if n != "ranks_per_node"}
+    paths = path_flags()
+    found = {
+        "WORLD_SIZE": str(arguments["world_size"]),
+        "torch": torch.__version__,
+        "the code (a hash of paro, model and data)": code_version(),
+    }
+    for name, value in arguments.items():
+        found[_flag(name)] = _without_paths(value) if name in paths else _text(value)
+    machine = config.sharding.machine
+    digest = sha256(repr(machine).encode()).hexdigest()
+    found["the content of --paro-machine"] = "none" if machine is None else digest[:_HASH_DIGITS]
+    for name, value in recorded_arguments(config).items():
+        if name not in paths and value != arguments.get(name):
+            found[f"{_flag(name)} in use"] = _text(value)
+    return found
+
+
+def path_flags() -> set[str]:
+    """Return the arguments whose values are paths."""
+    actions = build_parser()._actions
+    return {action.dest for action in actions if action.metavar in PATHS} | {"paro_machine"}
+
+
+def code_version() -> str:
+    """Compute a hash of the source files: a commit would not show uncommitted changes."""
+    digest = sha256()
+    for package in (paro, model, data):
+        folder = Path(package.__path__[0])
+        for path in sorted((*folder.rglob("*.py"), *folder.rglob("*.toml"))):
+            digest.update(path.relative_to(folder.parent).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:_HASH_DIGITS]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _text(value: object) -> str:
+    return "not given" if value is None else str(value)
+
+
+def _without_paths(value: object) -> str:
+    if value is None:
+        return _text(value)
+    words = value if isinstance(value, (list, tuple)) else [value]
+    shown = ("a path" if number_in(word) is None else word for word in map(str, words))
+    return " ".join(shown) or "not given"

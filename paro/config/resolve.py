@@ -5,53 +5,54 @@
 #   1. With --use-checkpoint-args the sizes, the tokenizer and Muon's settings are those of --load.
 #   2. A run that continues on as many ranks keeps the strategy and the bits chosen for it.
 #   3. With --paro-elastic groups, degrees and collectives become what these ranks can have.
-#   4. --paro-machine has the groups, unless --paro-group-size gives them (paro/config/plan.py).
+#   4. --paro-machine has the groups, unless --paro-group-size gives them (paro/config/sharding.py).
 #   5. auto of context parallelism: as in a run that continues, or without a machine by heads.
 #   6. The rest is the planner's (`decide`). Where it needs a machine that is not measured yet,
-#      the answer is a stand-in, and the question stays open (`RunConfig.open`).
+#      the answer is a stand-in, and the planner's input stays open (`RunConfig.open`).
 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from data.tokenizer_config import saved_tokenizer
 from paro.arguments.megatron import changed_parts, ignored_lines
 from paro.arguments.needed import missing_flags
-from paro.arguments.parser import take
+from paro.arguments.parser import non_default, take
 from paro.checkpoint.config import CheckpointConfig
-from paro.config.checkpoint import (
-    keeping_choice,
-    resumed_arguments,
-    saved_common,
-    with_checkpoint_args,
-    with_saved_muon,
-)
-from paro.config.checks import flags_without_effect
+from paro.checkpoint.directory import common_of, find_checkpoint, newest_whole
+from paro.checkpoint.manifest import read_manifest
 from paro.config.context_parallel import (
+    AUTO,
+    SIZE_FLAG,
+    TYPE_FLAG,
     ContextParallelConfig,
-    data_parallel_size_of,
-    take_context,
-    without_machine,
-)
-from paro.config.context_search import (
-    SIZE,
     auto_flag,
-    choose,
-    requested_options,
-    requested_types,
-    with_batches,
+    data_parallel_size_of,
+    fastest_config,
+    possible_configs,
+    preferred_config,
+    take_context,
+    with_micro_batches,
 )
 from paro.config.elastic import nodes_line
-from paro.config.fitting import with_values
-from paro.config.inter_bits import inter_bits_notices, take_inter_bits
-from paro.config.parts import take_batches
-from paro.config.plan import ShardingFlags, TrainingTask, check_measurable, plan_request_of
-from paro.config.sharding import ShardingConfig
+from paro.config.parts import take_batches, with_values
+from paro.config.sharding import (
+    ShardingConfig,
+    ShardingFlags,
+    TrainingTask,
+    check_measurable,
+    inter_bits_notices,
+    plan_request_of,
+    take_inter_bits,
+)
 from paro.distributed.world import World
 from paro.errors import UserError, check_multiple
-from paro.machine.files import MEASURE
+from paro.machine.files import MEASURE, why_unmeasurable
 from paro.machine.machine import Machine
 from paro.planning.description import bits_text, describe
 from paro.planning.estimator import Estimator
@@ -59,24 +60,34 @@ from paro.planning.planner import plan
 from paro.planning.remedies import why_nothing_fits
 from paro.planning.search_space import PlanRequest, SearchSpace
 from paro.precision import PrecisionConfig
+from paro.quantization.formats import FULL_BITS
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.context_layout import ContextLimits
+from paro.spec.optim_config import MuonConfig
 from paro.strategy import FLAG, Strategy, parse_strategy
+from paro.untrusted.schema import conform
+
+_MUON_LR = 0.005  # below it a learning rate is of AdamW's size
+# Arguments that have no effect unless the run saves, decays its rate so, and so on.
+_SAVING = ("save_interval", "async_save", "no_save_optim", "on_save_failure")
+_WSD = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+_SHARED = ("cp_comm_type",)
+_MUON = tuple(asdict(MuonConfig()))
 
 
-class Question(NamedTuple):
-    """A choice that flags leave to the planner, with the facts of the run that it needs."""
+class PlannerInput(NamedTuple):
+    """The choices that flags leave to the planner, with the facts of the run that it needs."""
 
     task: TrainingTask
     sharding_flags: ShardingFlags
-    # The batches of every context-parallel layout and micro-batch size to choose from.
-    batches_of: dict[tuple[ContextParallelConfig, int], BatchSchedule]
-    flag: str | None  # of these, which says auto
-    searches: bool = False  # whether the planner chooses among them
+    # The candidates of context parallelism with their micro-batch sizes, and the batches of each.
+    batches: dict[tuple[ContextParallelConfig, int], BatchSchedule]
+    auto_flag: str | None  # of context parallelism
+    compares: bool = False  # whether the planner compares the candidates
     lines: tuple[str, ...] = ()  # for the log
 
-    def measured(self, machine: Machine) -> Question:
-        """Return the question of a run whose machine is now measured."""
+    def measured(self, machine: Machine) -> PlannerInput:
+        """Return the input of a run whose machine is now measured."""
         sharding = replace(self.sharding_flags.sharding, machine=machine)
         return self._replace(
             sharding_flags=self.sharding_flags._replace(sharding=sharding, is_unmeasured=False)
@@ -84,7 +95,7 @@ class Question(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The answer: fields of a RunConfig, log lines, and values of flags that said auto."""
+    """The planner's answer: fields of a RunConfig, log lines, and values of flags with auto."""
 
     sharding: ShardingConfig
     strategy: Strategy
@@ -97,8 +108,7 @@ class Decision(NamedTuple):
 def with_saved(
     args: Namespace, world: World
 ) -> tuple[Namespace, tuple[str, ...], dict[str, object]]:
-    """Return the flags with what --load says of them, log lines, and what was read of the
-    checkpoint."""
+    """Fill in flags from --load; also return log lines, and the parts read of the checkpoint."""
     notices = (*changed_parts(args), *ignored_lines(args))
     checkpoint = take(CheckpointConfig, args)
     common = saved_common(checkpoint)
@@ -114,69 +124,106 @@ def with_saved(
     return args, notices, {"checkpoint": checkpoint, "common": common or {}}
 
 
-def question_of(
+def flags_without_effect(args: Namespace) -> tuple[str, ...]:
+    """List lines for flags without effect, because a flag that they depend on is missing."""
+    changed = set(non_default(vars(args)))
+    style, size = f"--lr-decay-style is {args.lr_decay_style}", args.context_parallel_size
+    found = []
+    for line, is_used, names in (
+        ("nothing will be saved: {} no effect without --save DIR", args.save, _SAVING),
+        (f"{{}} no effect without --lr-decay-style WSD: {style}", style.endswith("WSD"), _WSD),
+        ("{} no effect without --context-parallel-size", size != 1, _SHARED),
+        ("{} no effect without --optimizer muon", args.optimizer == "muon", _MUON),
+    ):
+        flags = ["--" + name.replace("_", "-") for name in names if name in changed]
+        if flags and not is_used:
+            found.append(line.format(f"{', '.join(flags)} {'has' if len(flags) == 1 else 'have'}"))
+    return (*found, *_scale_notice(args))
+
+
+def _scale_notice(args: Namespace) -> list[str]:
+    """Return a line where Muon's update does not fit a learning rate of AdamW's size."""
+    if args.optimizer != "muon" or args.muon_extra_scale_factor != 1.0:
+        return []
+    mode = f"--muon-scale-mode {args.muon_scale_mode}"
+    if args.muon_scale_mode == "spectral":
+        return [
+            f"{mode}: an update is 4 to 5 times as large as AdamW's at the same --lr; "
+            "--muon-extra-scale-factor 0.2 makes it as large"
+        ]
+    if args.lr is not None and args.lr < _MUON_LR:
+        return [f"{mode} wants a --lr of about 0.02, and {args.lr:g} is of AdamW's size"]
+    return []
+
+
+def planner_input(
     args: Namespace, task: TrainingTask, sharding_flags: ShardingFlags, checkpoint: CheckpointConfig
-) -> Question:
-    """Find the choice that flags leave to the planner, with the context-parallel layouts."""
-    flag, given, sharding = auto_flag(args), take_context(args), sharding_flags.sharding
+) -> PlannerInput:
+    """Find the choices that flags leave to the planner, with candidates of context parallelism."""
+    flag, context, sharding = auto_flag(args), take_context(args), sharding_flags.sharding
     world, machine, size = sharding.world, sharding.machine, args.micro_batch_size
 
-    def batches(cp: ContextParallelConfig, size: int) -> BatchSchedule:
-        readers = data_parallel_size_of(world, cp.context_parallel_size)
+    def batches(config: ContextParallelConfig, size: int) -> BatchSchedule:
+        readers = data_parallel_size_of(world, config.context_parallel_size)
         return take_batches(with_values(args, {"micro_batch_size": size}), readers)
 
-    def only(cp: ContextParallelConfig, size: int, *lines: str) -> Question:
-        return Question(task, sharding_flags, {(cp, size): batches(cp, size)}, flag, lines=lines)
+    def only(config: ContextParallelConfig, size: int, *lines: str) -> PlannerInput:
+        return PlannerInput(
+            task, sharding_flags, {(config, size): batches(config, size)}, flag, lines=lines
+        )
 
     if flag is None:
-        return only(given, size)
+        return only(context, size)
     if sharding.materialize == "rotate":
-        return only(replace(given, context_parallel_size=1), size)
+        return only(replace(context, context_parallel_size=1), size)
     limits = ContextLimits(
         model=task.model,
         world_size=world.size,
         group_size=world.group_size,
         seq_length=args.seq_length,
     )
-    types = requested_types(args, task.model, task.device.type, task.precision.compute)
-    found = requested_options(args, types, limits)
-    if not found:  # check_context says why
-        return only(given, size)
+    in_parts = task.model.parts_misfit(task.device_type, task.precision.compute) is None
+    configs = possible_configs(args, limits, in_parts=in_parts)
+    if not configs:  # check_context says why
+        return only(context, size)
     saved = resumed_arguments(checkpoint)
-    for cp in found if saved.get("world_size") == world.size else ():
-        if all(saved.get(name) == value for name, value in cp.flags.items()):
-            kept = int(saved.get("micro_batch_size", 0)) if flag == SIZE else size
+    for config in configs if saved.get("world_size") == world.size else ():
+        if all(saved.get(name) == value for name, value in config.flags.items()):
+            saved_size = int(saved.get("micro_batch_size", 0)) if flag == SIZE_FLAG else size
             with suppress(UserError):  # the batch is no multiple any more
-                return only(cp, kept, f"{flag} auto: as in --load {checkpoint.load}")
+                return only(config, saved_size, f"{flag} auto: as in --load {checkpoint.load}")
     is_timed = machine is not None and machine.device is not None
-    if flag != SIZE and not (is_timed or sharding_flags.is_unmeasured):
-        cp = without_machine(found, world.group_size)
-        return only(cp, size, f"{flag} auto: {cp.describe()}; --paro-machine would compare times")
+    if flag == TYPE_FLAG and not (is_timed or sharding_flags.is_unmeasured):
+        config = preferred_config(configs, world.group_size)
+        line = f"{flag} auto: {config.describe()}; --paro-machine would compare times"
+        return only(config, size, line)
     if machine is None and not sharding_flags.is_unmeasured:
         check_measurable([f"{flag} auto"], world, args.dry_run)
         raise UserError(f"{flag} auto: give --paro-machine, a shipped name, a file or {MEASURE}")
-    if flag == SIZE and args.global_batch_size is args.step_batch_size_schedule is None:
+    if flag == SIZE_FLAG and args.global_batch_size is args.step_batch_size_schedule is None:
         raise UserError(f"{flag} auto compares steps of one batch: give --global-batch-size")
 
-    def whole(cp: ContextParallelConfig, size: int) -> BatchSchedule:
-        made = batches(cp, size)
-        batch, readers = made.global_batch_size, made.data_parallel_size
-        check_multiple("--global-batch-size", batch, size, readers)
+    def whole(config: ContextParallelConfig, size: int) -> BatchSchedule:
+        made = batches(config, size)
+        check_multiple("--global-batch-size", made.global_batch_size, size, made.data_parallel_size)
         return made
 
-    batches_of = with_batches(found, size, whole, grows=flag == SIZE)
-    return Question(task, sharding_flags, batches_of, flag, searches=True)
+    candidates = with_micro_batches(configs, size, whole, grows=flag == SIZE_FLAG)
+    return PlannerInput(task, sharding_flags, candidates, flag, compares=True)
 
 
-def decide(question: Question) -> Decision:
+def decide(planner_input: PlannerInput) -> Decision:
     """Decide by the planner what flags leave open; `UserError` if nothing fits.
 
     Until the machine is measured, a choice that no other flag refuses stands for auto.
     """
-    task, (sharding, strategy, notices, is_unmeasured) = question.task, question.sharding_flags
-    (context, batches), lines = _shared(question)
+    task = planner_input.task
+    sharding, strategy, notices, is_unmeasured = planner_input.sharding_flags
+    (context, batches), lines = _context_of(planner_input)
     sharding, world = replace(sharding, context=context), sharding.world
-    flags = context.flags | {"micro_batch_size": batches.micro_batch_size} if question.flag else {}
+    flags: dict[str, object] = {}
+    if planner_input.auto_flag:
+        flags = context.flags | {"micro_batch_size": batches.micro_batch_size}
     lines += notices
     if sharding.elastic:
         lines += nodes_line(batches, world, context.context_parallel_size)
@@ -197,29 +244,28 @@ def decide(question: Question) -> Decision:
     return Decision(sharding, strategy, precision, batches, lines, flags)
 
 
-def _shared(
-    question: Question,
+def _context_of(
+    planner_input: PlannerInput,
 ) -> tuple[tuple[ContextParallelConfig, BatchSchedule], tuple[str, ...]]:
-    """Return the ranks that share a sample, the batches with them, and log lines about a choice."""
-    sharding, strategy, _, is_unmeasured = question.sharding_flags
-    (cp, size), batches = next(iter(question.batches_of.items()))
-    if question.flag is None or not question.searches or is_unmeasured:
-        return (cp, batches), question.lines
+    """Choose the context-parallel configuration and its batches; add log lines about a choice."""
+    task, (sharding, strategy, _, is_unmeasured), candidates, flag, *_ = planner_input
+    (config, size), batches = next(iter(candidates.items()))
+    if flag is None or not planner_input.compares or is_unmeasured:
+        return (config, batches), planner_input.lines
     space = SearchSpace(
         strategies=None if strategy is None else (strategy,),
         collectives=(sharding.collective,),
-        recomputes=(question.task.model.recompute,),
+        recomputes=(task.model.recompute,),
     )
-    request = plan_request_of(question.task, batches, replace(sharding, context=cp))
-    cp, size, lines = choose(question.flag, request, question.batches_of, space)
-    return (cp, question.batches_of[cp, size]), lines
+    request = plan_request_of(task, batches, replace(sharding, context=config))
+    config, size, lines = fastest_config(flag, request, candidates, space)
+    return (config, candidates[config, size]), lines
 
 
 def _chosen(
     request: PlanRequest, strategy: Strategy | None
 ) -> tuple[Strategy, PrecisionConfig, tuple[str, ...]]:
-    """Return the fastest strategy that fits, unless one is given, its bits, and lines that explain
-    them.
+    """Choose the fastest strategy that fits, unless one is given, and its bits; add log lines.
 
     `UserError` if no strategy fits.
     """
@@ -231,3 +277,102 @@ def _chosen(
     if found.best is None:
         raise UserError(f"{FLAG} auto: {why_nothing_fits(request, found)}")
     return found.best.candidate.strategy, found.best.precision, describe(found)
+
+
+_BITS = ("paro_inter_param_bits", "paro_inter_grad_bits")
+
+
+def saved_common(checkpoint: CheckpointConfig) -> dict[str, Any] | None:
+    """Read the checkpoint's common.json if a --use-checkpoint-* flag needs it, else None."""
+    if not (checkpoint.use_checkpoint_args or checkpoint.use_checkpoint_opt_param_scheduler):
+        return None
+    directory = _directory(checkpoint)
+    return None if directory is None else common_of(directory)
+
+
+def resumed_samples(checkpoint: CheckpointConfig) -> int:
+    """Read the training samples consumed before the run continues; 0 for a new run."""
+    directory = None if checkpoint.finetune else _directory(checkpoint)
+    state = {} if directory is None else common_of(directory).get("state", {})
+    return int(state.get("consumed_train_samples", 0))
+
+
+def resumed_arguments(checkpoint: CheckpointConfig) -> Mapping[str, Any]:
+    """Read the arguments of the run that continues; none for a new one."""
+    directory = None if checkpoint.finetune else _directory(checkpoint)
+    manifest = None if directory is None else read_manifest(directory)
+    return {} if manifest is None else manifest.arguments
+
+
+def keeping_choice(
+    args: Namespace, world: World, checkpoint: CheckpointConfig
+) -> tuple[Namespace, tuple[str, ...]]:
+    """Fill in the strategy and bits of a run that continues on as many ranks; add a log line.
+
+    With --paro-machine they are chosen again.
+    """
+    if AUTO not in (args.paro_strategy, args.paro_inter_bits) or args.paro_machine is not None:
+        return args, ()
+    before = resumed_arguments(checkpoint)
+    group_size = args.paro_group_size or world.ranks_per_node
+    ranks = before.get("world_size"), before.get("paro_group_size")
+    if ranks != (world.size, group_size):
+        return args, ()
+    kept: dict[str, Any] = {}
+    if args.paro_strategy == AUTO:
+        kept["paro_strategy"] = str(before["paro_strategy"])
+    if args.paro_inter_bits == AUTO:
+        kept |= {name: before[name] for name in _BITS if before.get(name) in (4, 8, FULL_BITS)}
+        kept["paro_inter_bits"] = None
+    can_measure = not why_unmeasurable(world.size, group_size, dry_run=args.dry_run)
+    flags = [f"--{n.replace('_', '-')} {v}" for n, v in kept.items() if v is not None]
+    line = (
+        f"the run continues with {', '.join(flags)}, as its checkpoint in {checkpoint.load} does; "
+        f"--paro-machine {MEASURE if can_measure else 'NAME'} chooses anew"
+    )
+    return Namespace(**(vars(args) | kept)), (line,)
+
+
+def _directory(checkpoint: CheckpointConfig) -> Path | None:
+    load, step = checkpoint.load, checkpoint.ckpt_step
+    if load is None:
+        return None
+    return newest_whole(load) if step is None else find_checkpoint(load, step)
+
+
+def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
+    """Fill in the model sizes of a checkpoint, and its tokenizer if no flag gives one."""
+    model = dict(common.get("model", {}))
+    rows = model.pop("vocab_size")
+    values = {name: value for name, value in model.items() if hasattr(args, name)}
+    values |= {
+        "llama_preset": None,
+        "padded_vocab_size": rows,
+        "group_query_attention": model["num_query_groups"] != model["num_attention_heads"],
+    }
+    for name in ("max_position_embeddings", "init_method_std"):
+        if name in common:
+            values[name] = common[name]
+    longest = values.get("max_position_embeddings")
+    if longest is not None and args.seq_length > longest:
+        raise UserError(
+            f"--seq-length {args.seq_length} is above --max-position-embeddings {longest}, which "
+            "--use-checkpoint-args takes from --load: shorten it, or give the model's flags instead"
+        )
+    if not any((args.tokenizer_type, args.vocab_file, args.merge_file)):
+        saved = saved_tokenizer(common)
+        values |= {name: value for name, value in saved.items() if value is not None}
+    return Namespace(**(vars(args) | values))
+
+
+def with_saved_muon(args: Namespace, checkpoint: CheckpointConfig) -> Namespace:
+    """Fill in Muon, and its settings that no flag gives, where its states are continued."""
+    saved = resumed_arguments(checkpoint)
+    continues = not checkpoint.no_load_optim and saved.get("lora_rank") == args.lora_rank
+    if saved.get("optimizer") != "muon" or not continues:
+        return args
+    plain = asdict(MuonConfig())
+    known = {name: saved[name] for name in plain if name in saved}
+    kept = asdict(conform(known, MuonConfig, f"--load {checkpoint.load}: arguments"))
+    values = {name: kept[name] for name, value in plain.items() if getattr(args, name) == value}
+    return Namespace(**(vars(args) | values | {"optimizer": "muon"}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from data.config import DataConfig
@@ -14,28 +15,42 @@ from model.fusion import Fusions
 from model.trainable import Trainable
 from paro.arguments.parser import check_flags, take
 from paro.checkpoint.config import CheckpointConfig
-from paro.config.checks import CHECKS, check_in_memory, check_load, check_save, check_trackers
+from paro.config.checks import (
+    CHECKS,
+    check_in_memory,
+    check_load,
+    check_save,
+    check_trackers,
+    needs_of,
+)
 from paro.config.context_parallel import ContextParallelConfig, data_parallel_size_of
-from paro.config.fitting import fitting_batches, with_values
-from paro.config.inter_bits import take_inter_bits, take_loss_scale, take_precision
 from paro.config.model import take_model
 from paro.config.parts import (
+    fitting_batches,
     take_batches,
     take_data,
+    take_loss_scale,
+    take_precision,
     take_schedule,
     take_tokenizer,
     take_train,
+    with_values,
 )
-from paro.config.plan import RankDevice, TrainingTask, take_sharding
-from paro.config.planned_checks import needs_of
-from paro.config.resolve import Question, decide, question_of, with_saved
-from paro.config.sharding import ShardingConfig
+from paro.config.resolve import PlannerInput, decide, planner_input, with_saved
+from paro.config.sharding import (
+    ShardingConfig,
+    TrainingTask,
+    plan_request_of,
+    take_inter_bits,
+    take_sharding,
+)
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError
 from paro.machine.files import find_machine
 from paro.machine.machine import Machine
+from paro.planning.search_space import PlanRequest
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
@@ -77,11 +92,11 @@ class RunConfig:
     launch: LaunchConfig
     notices: tuple[str, ...]  # log lines for the start: flags without effect, choices of auto
     # The namespace, only to be recorded; values of --use-checkpoint-args and ranks filled in.
-    given: Mapping[str, Any] = field(compare=False, repr=False)
+    arguments: Mapping[str, Any] = field(compare=False, repr=False)
     # Before --load and the planner fill values in; equal after every restart of a run.
     command_line: Mapping[str, Any] = field(compare=False, repr=False)
     # What the planner decides when the machine is measured; None: nothing is open.
-    open: Question | None = field(default=None, compare=False, repr=False)
+    open: PlannerInput | None = field(default=None, compare=False, repr=False)
 
     @property
     def world(self) -> World:
@@ -101,26 +116,41 @@ class RunConfig:
     @property
     def device_type(self) -> str:
         """The kind of device that the backend sends from."""
-        return RankDevice.of(self.runtime.distributed_backend, None).type
+        return "cuda" if self.runtime.by_nccl else "cpu"
+
+    @property
+    def save_folder(self) -> Path | None:
+        """The folder that checkpoints are saved in; None: the run saves none."""
+        save = self.checkpoint.save
+        return None if save is None or self.train.skip_train else Path(save)
 
     @property
     def in_memory_interval(self) -> int | None:
-        """Every how many iterations the states are copied to the node's memory; None: never."""
+        """The number of iterations between in-memory checkpoints; None: there are none."""
         flags = self.checkpoint
         if flags.non_persistent_ckpt_type is None and not self.sharding.needs_in_memory_checkpoints:
             return None
         return flags.non_persistent_save_interval or 1
 
+    @property
+    def plan_request(self) -> PlanRequest | None:
+        """The planner's request; None unless --paro-machine names a device."""
+        machine = self.sharding.machine
+        if machine is None or machine.device is None:
+            return None
+        trained = self.model, self.trainable, self.precision, self.muon
+        task = _task(*trained, self.data, self.runtime, self.launch)
+        return plan_request_of(task, self.batches, self.sharding)
+
     def on_measured(self, machine: Machine) -> RunConfig:
-        """Return the configuration with what was open until the machine was
-        measured; `UserError`."""
+        """Build the configuration of a run whose machine is now measured; `UserError`."""
         assert self.open is not None, "the machine was known before"
         if self.device_type == "cuda":
             machine = replace(machine, launch_order=self.runtime.paro_nccl_launch_order)
         changes = decide(self.open.measured(machine))._asdict()
         notices = self.notices + changes.pop("lines")
-        given = {**self.given, **changes.pop("flags")}
-        config = replace(self, **changes, notices=notices, given=given, open=None)
+        arguments = {**self.arguments, **changes.pop("flags")}
+        config = replace(self, **changes, notices=notices, arguments=arguments, open=None)
         for check in CHECKS:
             check(*(getattr(config, name) for name in needs_of(check)))
         return config
@@ -132,7 +162,7 @@ class RunConfig:
 
 
 def configure(args: Namespace, world: World) -> RunConfig:
-    """Return the configuration for `world`, whose ranks need not exist; `UserError` for mistakes.
+    """Build the configuration for `world`, whose ranks need not exist; `UserError` for mistakes.
 
     It names all values that are wrong, as far as one does not hide another.
     """
@@ -147,16 +177,16 @@ def configure(args: Namespace, world: World) -> RunConfig:
     parts, wrong = _parts(args, world, saved)
     if wrong:
         raise UserError(*wrong)
-    question, decision = parts["question"], parts["decision"]
-    is_open = question.sharding_flags.is_unmeasured
+    undecided, decision = parts["planner_input"], parts["decision"]
+    is_open = undecided.sharding_flags.is_unmeasured
     of_world = {"world_size": world.size, "ranks_per_node": world.ranks_per_node}
     parts |= {
         "notices": notices + decision.lines * (not is_open),
         "command_line": command_line,
-        "given": vars(args) | decision.flags | of_world,
-        "open": question if is_open else None,
+        "arguments": vars(args) | decision.flags | of_world,
+        "open": undecided if is_open else None,
     }
-    config = RunConfig(**{one.name: parts[one.name] for one in fields(RunConfig)})
+    config = RunConfig(**{field.name: parts[field.name] for field in fields(RunConfig)})
     if not config.launch.dry_run:  # they concern the machine that trains
         check_load(config.checkpoint)
         check_save(config.checkpoint, config.train)
@@ -165,34 +195,33 @@ def configure(args: Namespace, world: World) -> RunConfig:
 
 
 def distinct(lines: Iterable[str]) -> tuple[str, ...]:
-    """Return the first line about each value: one that two parts refuse is one mistake."""
-    found: dict[tuple[str, ...], str] = {}
+    """Keep the first line about each value: one that two parts refuse is one mistake."""
+    first_lines: dict[tuple[str, ...], str] = {}
     for line in lines:
-        found.setdefault(tuple(line.split()[:2]), line)
-    return tuple(found.values())
+        first_lines.setdefault(tuple(line.split()[:2]), line)
+    return tuple(first_lines.values())
 
 
 def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
-    """Return a line for each part of the configuration that flags as given do not make; without a
-    plan."""
+    """List a line for each part of the configuration that flags do not make, without a plan."""
     return _parts(args, world, {"common": {}}, plans=False)[1]
 
 
 def _parts(
-    args: Namespace, world: World, made: Mapping[str, object], *, plans: bool = True
+    args: Namespace, world: World, known: Mapping[str, object], *, plans: bool = True
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return every part of the configuration that can be made, and a line for each that cannot."""
+    """Build every part of the configuration that can be made; list a line for each other one."""
     wrong: list[str] = []
-    found: dict[str, Any] = {"args": args, "world": world, "wrong": wrong, **made}
+    parts: dict[str, Any] = {"args": args, "world": world, "wrong": wrong, **known}
     for name, make in _MAKERS:
-        needed = [found.get(need) for need in needs_of(make)]
-        is_open = found.get(name) is None and (plans or name != "question")
-        if is_open and all(each is not None for each in needed):
+        inputs = [parts.get(need) for need in needs_of(make)]
+        is_open = parts.get(name) is None and (plans or name != "planner_input")
+        if is_open and all(part is not None for part in inputs):
             try:
-                found[name] = make(*needed)
+                parts[name] = make(*inputs)
             except UserError as error:
                 wrong.extend(error.args)
-    return found, distinct(wrong)
+    return parts, distinct(wrong)
 
 
 def _filled(kind: type[Any]) -> Callable[[Namespace], object]:
@@ -208,9 +237,16 @@ def _task(
     runtime: RuntimeConfig,
     launch: LaunchConfig,
 ) -> TrainingTask:
-    device = RankDevice.of(runtime.distributed_backend, launch.device_memory_gb)
-    apart = data.reset_attention_mask
-    return TrainingTask(model, trainable, as_given, muon, data.seq_length, device, apart)
+    return TrainingTask(
+        model=model,
+        trainable=trainable,
+        precision=as_given,
+        muon=muon,
+        seq_length=data.seq_length,
+        device_type="cuda" if runtime.by_nccl else "cpu",
+        memory_gb=launch.device_memory_gb,
+        apart=data.reset_attention_mask,
+    )
 
 
 def _scheduled(args: Namespace, readers: int) -> BatchSchedule:
@@ -248,8 +284,8 @@ _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
     ("readers", lambda world: world.size),
     ("sharding_flags", take_sharding),
     ("bits", lambda sharding_flags, as_given: take_inter_bits(sharding_flags.sharding, as_given)),
-    ("question", question_of),
-    ("decision", lambda question, wrong: None if wrong else decide(question)),
+    ("planner_input", planner_input),
+    ("decision", lambda planner_input, wrong: None if wrong else decide(planner_input)),
     ("batches", lambda decision: decision.batches),
     ("batches", take_batches),
     ("batches", lambda args, readers: args.step_batch_size_schedule and _scheduled(args, readers)),
@@ -265,17 +301,16 @@ _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
     ("loss_scale", take_loss_scale),
     ("profile", lambda args: take(ProfileConfig, args, profile_ranks=tuple(args.profile_ranks))),
     ("seq_length", lambda data: data.seq_length),
-    ("device_type", lambda args: RankDevice.of(args.distributed_backend, None).type),
+    ("device_type", lambda task: task.device_type),
     *((check.__name__, check) for check in (*CHECKS, check_in_memory)),
 )
 
 
 def take_world(args: Namespace) -> World:
-    """Return the ranks to configure for: those started by the launcher, or those of --dry-run.
+    """Find the ranks to configure for: those of the launcher, or those of --dry-run.
 
     A node of a dry run is a group of --paro-machine, unless --ranks-per-node says otherwise.
     """
-    check_flags(args)
     launch = take(LaunchConfig, args)
     if not launch.dry_run or args.paro_machine is None:
         return launch.world()

@@ -1,18 +1,38 @@
-"""ShardingConfig: how model states are sharded, gathered and reduced."""
+"""The sharding and communication of model states, as far as flags say it, on --paro-machine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from paro.config.context_parallel import ContextParallelConfig
+from model.config import LlamaConfig
+from model.trainable import Trainable
+from paro.arguments.parser import take
+from paro.config.context_parallel import AUTO, ContextParallelConfig, take_context
+from paro.config.elastic import fitted_to_ranks
 from paro.distributed.world import World
-from paro.errors import UserError
+from paro.errors import UserError, check_least, contradiction, count_text
+from paro.machine.files import (
+    MEASURE,
+    find_machine,
+    machine_of_launch,
+    why_unmeasurable,
+)
 from paro.machine.machine import Machine
+from paro.planning.search_space import PlanRequest
+from paro.precision import PrecisionConfig
+from paro.quantization.formats import FULL_BITS
+from paro.schedule.batch_schedule import BatchSchedule
+from paro.spec.optim_config import MuonConfig
+from paro.spec.run_spec import Materialize
+from paro.strategy import FLAG, Strategy, check_group_size, effective_letters, parse_strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingConfig:
-    """How the model states are sharded and communicated (the flags `--paro-*`)."""
+    """The sharding and communication of the model states (the flags `--paro-*`)."""
 
     world: World  # with the run's groups
     context: ContextParallelConfig = field(default_factory=ContextParallelConfig)
@@ -29,10 +49,7 @@ class ShardingConfig:
     def __post_init__(self) -> None:
         if self.rotate_in_place and self.materialize != "rotate":
             raise UserError("--paro-rotate-in-place needs --paro-materialize rotate")
-        if self.survive < 0:
-            raise UserError(f"--paro-survive {self.survive} is negative; 0 demands nothing")
-        if self.prefetch_units < 0:
-            raise UserError(f"--paro-prefetch-units {self.prefetch_units} is negative; 0 is off")
+        check_least(0, paro_survive=self.survive, paro_prefetch_units=self.prefetch_units)
 
     @property
     def needs_in_memory_checkpoints(self) -> bool:
@@ -56,3 +73,181 @@ def units_ahead(text: str | None, prefetch_units: int, *, by_nccl: bool) -> int 
             "--paro-prefetch-units: a unit is gathered behind its updated parameters"
         )
     return int(text)
+
+
+DEFAULT_STRATEGY = "IIG"
+DISTRIBUTED_OPTIMIZER_STRATEGY = "NNG"
+
+
+class ShardingFlags(NamedTuple):
+    """The sharding as far as flags say it, and log lines."""
+
+    sharding: ShardingConfig
+    strategy: Strategy | None  # None: the planner chooses it
+    lines: tuple[str, ...]
+    is_unmeasured: bool  # the ranks are to measure their machine, and then plan
+
+
+def take_sharding(args: Namespace, world: World, model: LlamaConfig) -> ShardingFlags:
+    """Build the sharding, in groups and on a machine that these ranks can have."""
+    given = text = args.paro_strategy
+    if text is None:
+        zero1 = args.use_distributed_optimizer
+        text = DISTRIBUTED_OPTIMIZER_STRATEGY if zero1 else DEFAULT_STRATEGY
+    lines: tuple[str, ...] = ()
+    if args.paro_elastic:
+        args, lines = fitted_to_ranks(args, world, model, text)
+        text = args.paro_strategy
+    machine = None
+    group_size = world.ranks_per_node if args.paro_group_size is None else args.paro_group_size
+    check_group_size(world.size, group_size)
+    if args.paro_machine not in (None, MEASURE):
+        machine, group_size = machine_of_launch(
+            find_machine(args.paro_machine),
+            world_size=world.size,
+            ranks_per_node=world.ranks_per_node,
+            group_size=args.paro_group_size,
+            any_ranks=args.paro_elastic,
+        )
+    by_nccl = args.distributed_backend == "nccl"
+    if machine is not None and by_nccl:
+        machine = replace(machine, launch_order=args.paro_nccl_launch_order)
+    strategy = None
+    if text != AUTO:
+        strategy = parse_strategy(text, world_size=world.size, group_size=group_size)
+    degrees = strategy.degrees if strategy else None
+    if args.use_distributed_optimizer and given and degrees != (1, 1, world.size):
+        raise UserError(
+            f"--use-distributed-optimizer means --paro-strategy {DISTRIBUTED_OPTIMIZER_STRATEGY} "
+            f"and contradicts --paro-strategy {given}: give one of them"
+        )
+    ahead = units_ahead(args.paro_updated_ahead, args.paro_prefetch_units, by_nccl=by_nccl)
+    sharding = take(
+        ShardingConfig,
+        args,
+        world=replace(world, group=group_size),
+        context=take_context(args),
+        updated_ahead=ahead,
+        machine=machine,
+    )
+    autos = {FLAG: text, "--paro-collective": args.paro_collective}
+    if group_size < world.size:
+        autos["--paro-inter-bits"] = args.paro_inter_bits
+    flags = [f"{flag} {AUTO}" for flag, value in autos.items() if value == AUTO]
+    is_unmeasured = machine is None and (bool(flags) or args.paro_machine == MEASURE)
+    if is_unmeasured:
+        check_measurable(flags or [f"--paro-machine {MEASURE}"], sharding.world, args.dry_run)
+    return ShardingFlags(sharding, strategy, lines, is_unmeasured)
+
+
+def check_measurable(flags: Sequence[str], world: World, dry_run: bool) -> None:
+    """Raise `UserError` where `flags` need a measured machine and none can be measured."""
+    why = why_unmeasurable(world.size, world.group_size, dry_run=dry_run)
+    if why is not None:
+        raise UserError(
+            f"{' and '.join(flags)}: the machine cannot be measured, {why}: give --paro-machine, a "
+            "shipped name or a file that a training or tools/bench_collectives.py wrote"
+        )
+
+
+class TrainingTask(NamedTuple):
+    """The model that the ranks of a run train, and their devices."""
+
+    model: LlamaConfig
+    trainable: Trainable
+    precision: PrecisionConfig
+    muon: MuonConfig
+    seq_length: int
+    device_type: str
+    memory_gb: float | None = None  # of a device; None: the machine's own
+    apart: bool = False  # whether documents of a sample are kept apart
+
+
+def plan_request_of(
+    task: TrainingTask, batches: BatchSchedule, sharding: ShardingConfig
+) -> PlanRequest:
+    """Make the plan request of a run whose machine is known."""
+    assert sharding.machine is not None, "measured, or from --paro-machine"
+    return PlanRequest(
+        model=task.model,
+        machine=sharding.machine,
+        group_size=sharding.world.group_size,
+        context=sharding.context.layout,
+        seq_length=task.seq_length,
+        apart=task.apart,
+        micro_batch_size=batches.micro_batch_size,
+        eval_micro_batch_size=batches.eval_micro_batch_size or 0,
+        global_batch_size=batches.global_batch_size,
+        precision=task.precision,
+        muon=task.muon,
+        prefetch_units=sharding.prefetch_units,
+        updated_ahead=sharding.updated_ahead,
+        collective=sharding.collective,
+        materialize=Materialize.of_flags(sharding.materialize, sharding.rotate_in_place),
+        device_type=task.device_type,
+        memory_bytes=None if task.memory_gb is None else round(task.memory_gb * 1e9),
+        ranks_per_node=sharding.world.ranks_per_node,
+        survive=sharding.survive,
+        trainable=task.trainable,
+        chooses_bits=sharding.inter_bits is not None,
+    )
+
+
+def take_inter_bits(
+    sharding: ShardingConfig, precision: PrecisionConfig
+) -> tuple[ShardingConfig, PrecisionConfig, tuple[str, ...]]:
+    """Resolve the bits between groups: chosen later, as given, or 16 on one group.
+
+    `UserError` for bits that contradict other flags.
+    """
+    given, inter_bits, world = _given(precision), sharding.inter_bits, sharding.world
+    if inter_bits == AUTO and given:
+        raise contradiction("--paro-inter-bits auto", given[0])
+    if inter_bits == AUTO and precision.accumulate_allreduce_grads_in_fp32:
+        raise contradiction("--accumulate-allreduce-grads-in-fp32", "--paro-inter-bits auto")
+    if inter_bits == AUTO:
+        given = ("--paro-inter-bits auto",)
+    if world.group_size < world.size or not given:
+        return sharding, precision, ()
+    line = (
+        f"{' and '.join(given)} without effect, 16 bits in use: with one group, of "
+        f"{count_text(world.size, 'rank')}, nothing crosses groups (--paro-group-size)"
+    )
+    return replace(sharding, inter_bits=None), precision.with_inter_bits(FULL_BITS), (line,)
+
+
+def _given(precision: PrecisionConfig) -> tuple[str, ...]:
+    """Return the flags that ask for codes, with their values."""
+    flags = {
+        "--paro-inter-param-bits": precision.inter_param_bits,
+        "--paro-inter-grad-bits": precision.inter_grad_bits,
+    }
+    return tuple(f"{flag} {bits}" for flag, bits in flags.items() if bits != FULL_BITS)
+
+
+def inter_bits_notices(
+    precision: PrecisionConfig, group_size: int, strategy: Strategy, world_size: int
+) -> tuple[str, ...]:
+    """Build log lines for bits without effect under a strategy."""
+    notices: list[str] = []
+    for flag, bits, states, degree in (
+        ("--paro-inter-param-bits", precision.inter_param_bits, "parameters", strategy.params),
+        ("--paro-inter-grad-bits", precision.inter_grad_bits, "gradients", strategy.grads),
+    ):
+        if bits == FULL_BITS:
+            continue
+        if degree > group_size:
+            params, grads = (min(degree, group_size) for degree in strategy.degrees[:2])
+            inside = Strategy(name="", params=params, grads=grads, optim=strategy.optim)
+            better = effective_letters(inside, world_size=world_size, group_size=group_size)
+            better = better or ",".join(map(str, inside.degrees))
+            notices.append(
+                f"{flag} {bits}: under {strategy.name} {states} cross groups in every micro-batch, "
+                f"in 16 bits; {better} sends them between groups once a step and would gain"
+            )
+        elif states == "parameters" and strategy.optim <= group_size:
+            notices.append(
+                f"{flag} {bits} has no effect under {strategy.name}: its updated parameters are "
+                "gathered inside groups"
+            )
+    return tuple(notices)

@@ -10,17 +10,17 @@ import torch
 from data.gpt_dataset import open_checked
 from data.indexed_dataset import bin_path, idx_path
 from model.flops import flops_per_token
-from paro.arguments.parser import given
+from paro.arguments.parser import non_default
 from paro.checkpoint.directory import common_of, find_checkpoint
-from paro.config.checkpoint import resumed_samples
 from paro.config.checks import check_overwriting
 from paro.config.record import model_line, precision_line, recorded_arguments, trained_lines
+from paro.config.resolve import resumed_samples
 from paro.config.run import RunConfig
 from paro.distributed.byte_counter import Sent
 from paro.distributed.control import PlannedControl
 from paro.errors import UserError, count_text
 from paro.launch.placement import placement_lines
-from paro.launch.prediction import checkpoint_bytes, plan_request_of_run, remedy_of
+from paro.launch.prediction import checkpoint_bytes, remedy_of
 from paro.planning.description import bits_text, describe, describe_launch, describe_time
 from paro.planning.device_memory import DeviceMemory
 from paro.planning.estimator import Estimate, Estimator
@@ -32,6 +32,7 @@ from paro.planning.run_memory import RunMemory
 from paro.planning.search_space import MEMORY_MARGIN, PlanRequest
 from paro.report.log import print_line
 from paro.report.log_line import arguments_block
+from paro.spec.run_spec import RunSpec
 from paro.text import align, size_text
 from paro.training.assembly import build_training, run_spec_of
 from paro.training.in_memory import every_text, in_memory_bytes
@@ -41,10 +42,12 @@ from paro.training.step import Training, samples_without_codes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPrediction:
-    """The prediction of a run that is not started, with its rank 0 on the meta device."""
+    """A run that is not started, and its rank 0 on the meta device: shapes without storage."""
 
     config: RunConfig
+    run: RunSpec
     training: Training
+    memories: RunMemory
     memory: DeviceMemory
     request: PlanRequest | None  # None unless --paro-machine names a device
     launch: Estimate | None  # on that device; None with --skip-train
@@ -72,11 +75,11 @@ def predict_run(config: RunConfig) -> RunPrediction:
     """Build one rank on the meta device; `UserError` for what cannot be built."""
     control = PlannedControl(config.world, torch.device("meta"))
     on_meta = build_training(config, control)
-    device = "cuda" if config.runtime.by_nccl else "cpu"
-    training = replace(on_meta, device=torch.device(device))  # decides which kernels are assumed
-    memory, run = RunMemory(config.sharding.machine), run_spec_of(config, device)
-    peak = memory.of(run)
-    request, launch, other_bits = plan_request_of_run(config, device), None, None
+    device = torch.device(config.device_type)  # decides which kernels are assumed
+    training = replace(on_meta, device=device)
+    memories, run = RunMemory(config.sharding.machine), run_spec_of(config, device.type)
+    peak = memories.of(run)
+    request, launch, other_bits = config.plan_request, None, None
     if request is not None:
         request = replace(request, memory_margin=MEMORY_MARGIN)
     if request is not None and config.trained:
@@ -87,7 +90,9 @@ def predict_run(config: RunConfig) -> RunPrediction:
         other_bits = None if other is None else estimator.estimate(other)
     return RunPrediction(
         config=config,
+        run=run,
         training=training,
+        memories=memories,
         memory=peak,
         request=request,
         launch=launch,
@@ -99,7 +104,7 @@ def predict_run(config: RunConfig) -> RunPrediction:
 def run_dry(config: RunConfig) -> None:
     """Print a summary and the details; `UserError` if the launch would fail."""
     plan = predict_run(config)
-    found = None if plan.request is None or plan.launch is None else search(plan.request)
+    result = None if plan.request is None or plan.launch is None else search(plan.request)
     details: list[str] = []
     mistakes: list[str] = []
     for section in SECTIONS:
@@ -109,15 +114,15 @@ def run_dry(config: RunConfig) -> None:
         except UserError as mistake:
             mistakes.append(str(mistake))
     if not plan.fits:
-        mistakes.append(_why_not(plan, found))
+        mistakes.append(_why_not(plan, result))
     recorded = recorded_arguments(config)
     for line in (
-        *_answer(plan, found, mistakes),
-        arguments_block({name: recorded[name] for name in given(config.given)}),
+        *_answer(plan, result, mistakes),
+        arguments_block({name: recorded[name] for name in non_default(config.arguments)}),
         "> all other arguments have their defaults",
         *config.notices,
         *details,
-        *_planner(plan, found),
+        *_planner(plan, result),
     ):
         print_line(line)
     if mistakes:
@@ -128,7 +133,7 @@ def run_dry(config: RunConfig) -> None:
 
 
 def _answer(
-    plan: RunPrediction, found: SearchResult | None, mistakes: Sequence[str]
+    plan: RunPrediction, result: SearchResult | None, mistakes: Sequence[str]
 ) -> Iterator[str]:
     """Yield the first lines: does it start, does it fit, what does it send, how long is a step."""
     world, backend = plan.config.world, plan.config.runtime.distributed_backend
@@ -145,17 +150,15 @@ def _answer(
     elif plan.fits:
         yield f"> fits into the {plan.device_bytes / 1e9:g} GB of a device"
     yield from _traffic(plan)
-    yield from _time(plan, found)
+    yield from _time(plan, result)
 
 
 def _traffic(plan: RunPrediction) -> Iterator[str]:
     """Yield lines of the bytes of rank 0, and of the mean if ranks send different amounts."""
-    config, run = plan.config, run_spec_of(plan.config, plan.training.device.type)
-    memory = RunMemory(config.sharding.machine)
-    own, mean = (memory.sent(run, plan.num_micro_batches, rank) for rank in (0, None))
+    own, mean = (plan.memories.sent(plan.run, plan.num_micro_batches, rank) for rank in (0, None))
     yield f"> sent by a rank in a step: {_sent_text(own)}"
     warmup = samples_without_codes(plan.training)
-    if config.precision.has_codes and mean.inter and warmup:
+    if plan.run.precision.has_codes and mean.inter and warmup:
         yield f">   with codes; in the first {warmup:,} samples more, without codes"
     if own != mean:
         yield f">   those are rank 0's; on average a rank sends {_sent_text(mean)}"
@@ -166,7 +169,7 @@ def _sent_text(sent: Sent) -> str:
     return f"{inside} inside its group, {between} between groups"
 
 
-def _time(plan: RunPrediction, found: SearchResult | None) -> Iterator[str]:
+def _time(plan: RunPrediction, result: SearchResult | None) -> Iterator[str]:
     machine, launch = plan.config.sharding.machine, plan.launch
     if machine is None:
         yield "> --paro-machine NAME would say how long a step takes, and what is faster"
@@ -178,44 +181,44 @@ def _time(plan: RunPrediction, found: SearchResult | None) -> Iterator[str]:
         yield f"> a step on machine {machine.name} {describe_time(launch)}"
         if plan.other_bits is not None:
             yield f"> {bits_text(launch, plan.other_bits)}"
-        best = None if found is None else found.best
+        best = None if result is None else result.best
         gain = 0.0 if best is None else launch.seconds / best.seconds - 1
         if best is not None and gain > TIE:
             yield f"> {gain:.1%} faster there, and it fits: {best.candidate.describe()}"
-        elif plan.fits and found is not None:
+        elif plan.fits and result is not None:
             yield (
-                f"> of {found.num_candidates} candidates, which differ in {found.searched}, none "
+                f"> of {result.num_candidates} candidates, which differ in {result.searched}, none "
                 "that fits is faster there"
             )
 
 
-def _why_not(plan: RunPrediction, found: SearchResult | None) -> str:
-    """How much memory a launch that does not fit needs, and what would make it fit."""
+def _why_not(plan: RunPrediction, result: SearchResult | None) -> str:
+    """Say how much memory a launch that does not fit needs, and changes that make it fit."""
     assert plan.device_bytes is not None, "it fits"
-    if found is not None and plan.request is not None and found.best is None:
-        return why_nothing_fits(plan.request, found)
+    if result is not None and plan.request is not None and result.best is None:
+        return why_nothing_fits(plan.request, result)
     gigabytes, request = plan.config.launch.device_memory_gb, plan.request
     whose = f"the {plan.device_bytes / 1e9:g} GB of a device"
     if request is not None:
         whose += f" of {request.machine.name}"
     if gigabytes is not None:
         whose = f"--device-memory-gb {gigabytes:g}"
-    limit, device = plan.device_bytes, plan.training.device.type
-    advice = remedy_of(plan.config, device, lambda other: other.total <= limit)
-    if found is not None and found.best is not None:
-        advice += f"; the fastest that fits is {found.best.candidate.describe()}"
+    limit, ranks = plan.device_bytes, plan.config.world.ranks_per_node
+    advice = remedy_of(plan.memories, plan.run, ranks, lambda other: other.total <= limit)
+    if result is not None and result.best is not None:
+        advice += f"; the fastest that fits is {result.best.candidate.describe()}"
     return (
         f"a rank needs {size_text(plan.memory.total)} at {plan.memory.name}, more than "
         f"{whose}: {advice}"
     )
 
 
-def _planner(plan: RunPrediction, found: SearchResult | None) -> Iterator[str]:
-    """Where the launch spends its time on --paro-machine, and what would be faster there."""
-    if plan.launch is None or found is None:
+def _planner(plan: RunPrediction, result: SearchResult | None) -> Iterator[str]:
+    """Yield lines of where a step's time goes on --paro-machine, and of faster candidates."""
+    if plan.launch is None or result is None:
         return
     yield f"> plan: {describe_launch(plan.launch)}"
-    for line in describe(found, chose="of all candidates that fit the best is"):
+    for line in describe(result, chose="of all candidates that fit the best is"):
         yield f"> {line}"
 
 
@@ -314,7 +317,7 @@ def _data(plan: RunPrediction) -> Iterator[str]:
 def _lacks_tokenizer(config: RunConfig) -> bool:
     """Return whether a vocabulary stands for the tokenizer of the launch."""
     kind, *files = (
-        config.given[name] for name in ("tokenizer_type", "tokenizer_model", "vocab_file")
+        config.arguments[name] for name in ("tokenizer_type", "tokenizer_model", "vocab_file")
     )
     is_null = config.tokenizer.tokenizer_type == "NullTokenizer"
     return is_null and kind != "NullTokenizer" and (any(files) or not config.data.mock_data)
@@ -323,10 +326,10 @@ def _lacks_tokenizer(config: RunConfig) -> bool:
 def _checkpoints(plan: RunPrediction) -> Iterator[str]:
     checkpoint, base = plan.config.checkpoint, None
     if checkpoint.load is not None:
-        found = find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
-        if found is not None:
-            base = base_of(plan.config, common_of(found))
-        what = "no checkpoint on this machine" if found is None else f"holds {found.name}"
+        directory = find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
+        if directory is not None:
+            base = base_of(plan.config, common_of(directory))
+        what = "no checkpoint on this machine" if directory is None else f"holds {directory.name}"
         yield f"> --load {checkpoint.load}: {what}"
     if checkpoint.save is not None:
         every = checkpoint.save_interval
@@ -347,16 +350,14 @@ def _in_memory(plan: RunPrediction) -> Iterator[str]:
 
 def _step(plan: RunPrediction) -> Iterator[str]:
     """Yield the actions of a step, for --show-step."""
-    config, memory = plan.config, plan.memory
-    if not config.launch.show_step:
+    if not plan.config.launch.show_step:
         return
-    if not config.trained:
+    if not plan.run.trained:
         yield "> no step to show: --skip-train trains nothing"
         return
-    run = run_spec_of(config, plan.training.device.type)
-    plans = RunMemory(config.sharding.machine)
-    more, sender = memory.allocated - memory.allocations.total, plans.sender(run, rank=0)
-    yield from step_lines(plans.tally(run), plan.num_micro_batches, sender, other_bytes=more)
+    tally, sender = plan.memories.tally(plan.run), plan.memories.sender(plan.run, rank=0)
+    other_bytes = plan.memory.allocated - plan.memory.allocations.total
+    yield from step_lines(tally, plan.num_micro_batches, sender, other_bytes=other_bytes)
 
 
 SECTIONS: tuple[Callable[[RunPrediction], Iterable[str]], ...] = (

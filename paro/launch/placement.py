@@ -1,15 +1,15 @@
-"""Describes and checks where every model state is stored."""
+"""The placement of every model state: described in the log, and checked."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import chain
 
-from paro.config.context_search import faster_type
-from paro.config.plan import nearest_surviving
+from paro.config.context_parallel import faster_comm_type
+from paro.config.elastic import nearest_surviving
 from paro.config.run import RunConfig
 from paro.errors import count_text
-from paro.launch.prediction import plan_request_of_run
 from paro.sharding.shards import UnitShards
 from paro.spec.sharding_spec import ModelStateBytes, state_bytes
 from paro.strategy import FLAG, Strategy, Survival, effective_letters, survival
@@ -19,7 +19,7 @@ from paro.training.step import Training
 
 
 def placement_lines(config: RunConfig, training: Training) -> list[str]:
-    """Return the placement table that is logged at the start: which ranks hold which state."""
+    """Build the placement table of the log: the ranks that hold each state."""
     context = training.model.context
     strategy, topology = context.strategy, context.topology
     states = state_bytes(training.model.specs)
@@ -42,10 +42,10 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
         copies += f", as --paro-survive {config.sharding.survive} demands"
     return [
         title,
-        *_sharing(config, training.device.type),
+        *_sharing(config),
         *table,
         copies,
-        *_muon(config, training),
+        *_muon_lines(training, config.muon.muon_num_ns_steps),
         *_after_a_failure(config, kept),
     ]
 
@@ -53,8 +53,7 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
 def describe_placement(
     strategy: Strategy, topology: Topology, states: ModelStateBytes
 ) -> tuple[str, ...]:
-    """Return a table of the states: degree, number of copies, ranks of each full copy, MB
-    per rank."""
+    """Build a table of the states: degree, copies, ranks of each full copy, MB per rank."""
     letters = {1: "N", topology.group_size: "I", topology.world_size: "G"}
     rows = [("state", "level", "degree", "copies", "a full copy on ranks", "MB per rank")]
     for state, degree in zip(("params", "grads", "optim"), strategy.degrees, strict=True):
@@ -72,7 +71,7 @@ def describe_placement(
 
 
 def _copies(degree: int, world_size: int) -> str:
-    """Return the ranks of the first full copies, and of the last: `0-3 4-7 .. 28-31`."""
+    """Describe the ranks of the first full copies, and of the last: `0-3 4-7 .. 28-31`."""
     copies = [
         f"{first}-{first + degree - 1}" if degree > 1 else str(first)
         for first in range(0, world_size, degree)
@@ -80,8 +79,8 @@ def _copies(degree: int, world_size: int) -> str:
     return " ".join(copies if len(copies) <= 4 else [*copies[:2], "..", copies[-1]])
 
 
-def _sharing(config: RunConfig, device_type: str) -> list[str]:
-    """Return a line about the ranks that share samples, and one if they should in another way."""
+def _sharing(config: RunConfig) -> list[str]:
+    """Describe the ranks that share samples, in a line; add one about a faster type, if any."""
     context, world = config.context, config.world
     size, group_size = context.context_parallel_size, world.group_size
     if size == 1:
@@ -92,36 +91,35 @@ def _sharing(config: RunConfig, device_type: str) -> list[str]:
         f"> context parallelism: {context.cp_comm_type} over {size} neighbouring ranks {where}, "
         f"{tokens:,} tokens of a sample on each"
     )
-    request = plan_request_of_run(config, device_type)
+    request = config.plan_request
     faster = None
     if request is not None and config.trained:
-        faster = faster_type(context, request, config.strategy)
+        faster = faster_comm_type(context, request, config.strategy)
     return [line] if faster is None else [line, f">   {faster}"]
 
 
-def _muon(config: RunConfig, training: Training) -> list[str]:
-    """Return lines about the owner ranks of Muon's matrices, one for each kind of shard group."""
-    steps, lines = config.muon.muon_num_ns_steps, []
+def _muon_lines(training: Training, num_steps: int) -> Iterator[str]:
+    """Yield lines about the owner ranks of Muon's matrices, one for each kind of shard group."""
+    strategy, topology = training.model.context.strategy, training.model.context.topology
     for assigned in (muon.rounds for muon in training.optimizer.muons):
-        rounds, others = assigned.rounds, config.strategy.optim // assigned.degree - 1
+        rounds, others = assigned.rounds, strategy.optim // assigned.degree - 1
         num_ranks, how = assigned.num_ranks, "made whole on" if assigned.is_sharded else "dealt to"
-        longest, total = assigned.newton_schulz_flops(steps)
+        longest, total = assigned.newton_schulz_flops(num_steps)
         blocks = len({one.matrix.buffer for one in chain.from_iterable(rounds)})
-        each = "group" if assigned.degree == config.world.group_size else "such set"
+        each = "group" if assigned.degree == topology.group_size else "such set"
         elsewhere = f", as many of other blocks in {count_text(others, f'other {each}')}"
         elsewhere = elsewhere if others else ""
-        lines.append(
+        yield (
             f"> Muon: {sum(map(len, rounds))} matrices of {count_text(blocks, 'block')} are "
             f"{how} {count_text(num_ranks, 'rank')} in {count_text(len(rounds), 'round')}"
             f"{elsewhere}; Newton-Schulz takes {total * (others + 1):.4e} FLOPs a step, and the "
             f"longest of every round together {longest * num_ranks / total:.2f} times what a rank "
             "has on average"
         )
-    return lines
 
 
 def _after_a_failure(config: RunConfig, kept: Survival) -> list[str]:
-    """Return a line about in-memory checkpoints, and what a run recovers from them."""
+    """Describe in a line how a run with in-memory checkpoints goes on after a failure."""
     if config.in_memory_interval is None:
         return []
     load = config.checkpoint.load
@@ -145,7 +143,7 @@ def _after_a_failure(config: RunConfig, kept: Survival) -> list[str]:
     return [line]
 
 
-def check_placement(config: RunConfig, training: Training) -> None:
+def check_placement(training: Training) -> None:
     """Assert that every rank holds exactly the shards that the strategy assigns to it.
 
     Collective. Every rank reports the range of each state that it allocated; a state of sharding
@@ -168,7 +166,7 @@ def check_placement(config: RunConfig, training: Training) -> None:
 
 
 def _held(unit: UnitShards) -> dict[str, tuple[int, int]]:
-    """(first element, number of elements) of the shard of each state that this rank allocated."""
+    """Return first element and length of this rank's shard of each state."""
     held = {"params": (unit.param_start, unit.param_shard.numel())}
     if unit.trainable:
         held["grads"] = (unit.grad_start, unit.grad_shard.numel())

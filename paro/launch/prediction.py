@@ -1,18 +1,17 @@
-"""Predicts a rank's memory and the time of a step, and compares memory with what there is."""
+"""Predicts a rank's memory and the time of a step, and compares memory with the device's."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
-from math import lcm
 
 import torch
 
 from model.config import RecomputeConfig
 from model.units import parameter_shapes
-from paro.config.plan import RankDevice, TrainingTask, plan_request_of
 from paro.config.run import RunConfig
 from paro.errors import UserError, count_text
 from paro.layout import Shape
@@ -20,12 +19,7 @@ from paro.planning.device_memory import DeviceMemory
 from paro.planning.estimator import Estimator
 from paro.planning.remedies import fewest_ranks, larger_contexts
 from paro.planning.run_memory import RunMemory
-from paro.planning.search_space import (
-    PlanRequest,
-    first_blocks,
-    least_recomputation,
-    recompute_flags,
-)
+from paro.planning.search_space import first_blocks, least_recomputation, recompute_flags
 from paro.precision import BYTES_OF
 from paro.report.memory import available_host_bytes
 from paro.report.record import PlannedStep
@@ -35,10 +29,11 @@ from paro.strategy import Strategy
 from paro.text import size_text
 from paro.training.assembly import run_spec_of
 
+Fits = Callable[[DeviceMemory], bool]
+
 
 def predict_memory(config: RunConfig, device_type: str) -> DeviceMemory:
-    """Return a rank's device memory at its peak, in a step or in an evaluation if that
-    needs more."""
+    """Predict a rank's peak device memory, in a step or in an evaluation that needs more."""
     return RunMemory(config.sharding.machine).of(run_spec_of(config, device_type))
 
 
@@ -48,57 +43,54 @@ def check_memory(config: RunConfig, device: torch.device) -> str | None:
     The ranks of a host share its memory. Only what is certain to be too much is refused: what a
     rank's tensors take. Where the estimates of the rest make it too much, a warning is returned.
     """
-    memory = predict_memory(config, device.type)
-    copy, warning = _async_copy_bytes(config), None
-    on_host = copy
+    memories, run = RunMemory(config.sharding.machine), run_spec_of(config, device.type)
+    memory, ranks = memories.of(run), max(1, config.world.ranks_per_node)
+    remedy = partial(remedy_of, memories, run, ranks)
+    on_host, warning, checkpoint = 0, None, config.checkpoint
+    if config.save_folder is not None and checkpoint.async_save:
+        # The least that the host copy takes: where all ranks share a folder.
+        has_base = checkpoint.load is not None and not checkpoint.save_frozen
+        on_host = checkpoint_bytes(config, has_base=has_base) // config.world.size
+    of_copy = on_host
     if device.type == "cuda":
-        warning = _check_device(config, memory, device)
+        warning = _check_device(memory, device, remedy)
     else:
         on_host += memory.allocated
-    available, ranks = available_host_bytes(), max(1, config.world.ranks_per_node)
+    available = available_host_bytes()
     if available is None or on_host * ranks <= available:
         return warning
-    remedy = "leave --async-save out"
+    advice = "leave --async-save out"
     if device.type == "cpu":
-        remedy = remedy_of(
-            config, "cpu", lambda other: (copy + other.allocated) * ranks <= available
-        )
+        advice = remedy(lambda other: (of_copy + other.allocated) * ranks <= available)
     raise UserError(
         f"{count_text(ranks, 'rank')} of this host {'needs' if ranks == 1 else 'need'} "
         f"{size_text(on_host * ranks)} of its memory, and {size_text(available)} can be had: "
-        f"{remedy}"
+        f"{advice}"
     )
 
 
-def _check_device(config: RunConfig, memory: DeviceMemory, device: torch.device) -> str | None:
+def _check_device(
+    memory: DeviceMemory, device: torch.device, remedy: Callable[[Fits], str]
+) -> str | None:
     free, total = torch.cuda.mem_get_info(device)
     left = f"{device} has {size_text(free)} free of {size_text(total)}"
     more = memory.total - memory.context  # this process has its context already
     if more <= free:
         return None
-    remedy = remedy_of(config, "cuda", lambda other: other.total - other.context <= free)
+    advice = remedy(lambda other: other.total - other.context <= free)
     if memory.allocated > free:
         raise UserError(
             f"a rank needs {size_text(memory.allocated)} of device memory at {memory.name}, and "
-            f"{left}: {remedy}"
+            f"{left}: {advice}"
         )
     return (
         f"WARNING: with communicators and fragmentation, which are estimates, a rank needs "
-        f"{size_text(more)} of device memory at {memory.name}, and {left}. If it runs out: {remedy}"
+        f"{size_text(more)} of device memory at {memory.name}, and {left}. If it runs out: {advice}"
     )
 
 
-def _async_copy_bytes(config: RunConfig) -> int:
-    """Return the least that the host copy of --async-save takes: where all ranks share a folder."""
-    checkpoint = config.checkpoint
-    if checkpoint.save is None or not checkpoint.async_save or config.train.skip_train:
-        return 0
-    has_base = checkpoint.load is not None and not checkpoint.save_frozen
-    return checkpoint_bytes(config, has_base=has_base) // config.world.size
-
-
 def checkpoint_bytes(config: RunConfig, *, has_base: bool) -> int:
-    """What a checkpoint takes: fp32 masters and two moments of what trains.
+    """Count the bytes of a checkpoint: fp32 masters and two moments of what trains.
 
     Frozen parameters are saved in the type that they are held in, unless they are in its base.
     """
@@ -118,24 +110,27 @@ def checkpoint_bytes(config: RunConfig, *, has_base: bool) -> int:
     )
 
 
-def remedy_of(config: RunConfig, device_type: str, fits: Callable[[DeviceMemory], bool]) -> str:
-    """What to change where the predicted memory does not fit; first what is surely enough."""
-    memory, run = RunMemory(config.sharding.machine), run_spec_of(config, device_type)
+def remedy_of(memories: RunMemory, run: RunSpec, ranks_per_node: int, fits: Fits) -> str:
+    """List changes where the predicted memory does not fit; first those that surely suffice."""
 
-    def predicted(recompute: RecomputeConfig | None) -> DeviceMemory:
-        return memory.of(replace(run, recompute=recompute))
+    def with_recompute(recompute: RecomputeConfig | None) -> bool:
+        return fits(memories.of(replace(run, recompute=recompute)))
 
-    enough = least_recomputation(config.model, lambda recompute: fits(predicted(recompute)))
+    enough = least_recomputation(run.model, with_recompute)
     advice = [] if enough is None else [f"give {recompute_flags(enough)}"]
     contexts = () if run.materialize.rotates else larger_contexts(run)
-    fitting = (flags for flags, own in contexts if fits(memory.of(replace(run, context=own))))
+    fitting = (flags for flags, own in contexts if fits(memories.of(replace(run, context=own))))
     advice += [f"give {flags}" for flags in islice(fitting, 1)]
-    if config.batches.micro_batch_size > 1:
+    if run.micro_batch_size > 1:
         advice.append("lower --micro-batch-size")
-    snapshot = predicted(config.model.recompute).allocations
+    snapshot = memories.of(run).allocations
     is_spread = min(run.strategy.degrees) == run.world_size
     if is_spread:
-        advice += _more_ranks(config, run, fits, is_recomputed=enough is not None)
+        plans = [("", run)]
+        if enough is None:
+            every = first_blocks(run.model.num_layers, run.model)
+            plans.append((f" with {recompute_flags(every)}", replace(run, recompute=every)))
+        advice += _more_ranks(memories, plans, ranks_per_node, fits)
     if snapshot.states * 2 > snapshot.total:
         spread_more = ["spread more by --paro-strategy", "start more ranks"]
         advice += [*spread_more * (not is_spread), "take a smaller model"]
@@ -145,60 +140,35 @@ def remedy_of(config: RunConfig, device_type: str, fits: Callable[[DeviceMemory]
 
 
 def _more_ranks(
-    config: RunConfig, run: RunSpec, fits: Callable[[DeviceMemory], bool], *, is_recomputed: bool
+    memories: RunMemory, plans: Iterable[tuple[str, RunSpec]], ranks_per_node: int, fits: Fits
 ) -> Iterator[str]:
-    """How many ranks are enough where all states are spread over all of them.
+    """Yield the ranks with which each plan fits, all states spread over all; fewer than before."""
+    fewest = math.inf
+    for flags, run in plans:
 
-    Fewer ones with all blocks recomputed, unless that is enough alone (`is_recomputed`).
-    """
-    machine, every = config.sharding.machine, first_blocks(config.model.num_layers, config.model)
-    step = lcm(run.group_size, config.world.ranks_per_node, run.context.size)
-    found: list[int] = []
-    for recompute, flags in ((run.recompute, ""), (every, f" with {recompute_flags(every)}")):
-
-        def fits_on(ranks: int, recompute: RecomputeConfig | None = recompute) -> bool:
+        def fits_on(ranks: int, run: RunSpec = run) -> bool:
             strategy = Strategy(name="GGG", params=ranks, grads=ranks, optim=ranks)
-            more = replace(run, recompute=recompute, world_size=ranks, strategy=strategy)
-            return fits(RunMemory(machine).of(more))
+            return fits(memories.of(replace(run, world_size=ranks, strategy=strategy)))
 
+        step = math.lcm(run.group_size, ranks_per_node, run.context.size)
         ranks = fewest_ranks(run.world_size, step, fits_on)
-        if ranks is not None and ranks < min(found, default=ranks + 1):
+        if ranks is not None and ranks < fewest:
             yield f"start {ranks} ranks{flags}"
-            found.append(ranks)
-        if is_recomputed:
-            return
+            fewest = ranks
 
 
 def bytes_by_part(memory: DeviceMemory) -> dict[str, int]:
-    """Return the parts in bytes, under the names that dashboards use; the total of what is
-    allocated."""
+    """Return the bytes of each part by its name on dashboards, and the allocated total."""
     always = memory.allocations.parts()
     parts = {name: size for name, size in memory.parts().items() if name in always or size}
     named = {name.replace(" ", "-"): size for name, size in parts.items()}
     return {**named, "total": memory.allocated}
 
 
-def plan_request_of_run(config: RunConfig, device_type: str) -> PlanRequest | None:
-    """Make the plan request of a run; None unless --paro-machine names a device."""
-    machine = config.sharding.machine
-    if machine is None or machine.device is None:
-        return None
-    task = TrainingTask(
-        config.model,
-        config.trainable,
-        config.precision,
-        config.muon,
-        config.data.seq_length,
-        RankDevice(device_type, config.launch.device_memory_gb),
-        config.data.reset_attention_mask,
-    )
-    return plan_request_of(task, config.batches, config.sharding)
-
-
-def planned_step(config: RunConfig, device_type: str) -> PlannedStep | None:
-    """What a step of the largest global batch takes; None where the planner cannot say."""
-    request = plan_request_of_run(config, device_type)
-    if request is None or not config.trained or config.train.skip_train:
+def planned_step(config: RunConfig) -> PlannedStep | None:
+    """Predict the time of a step of the largest global batch; None without a machine."""
+    request = config.plan_request
+    if request is None or not config.trained:
         return None
     timeline = Estimator(request).estimate(request.candidate(config.strategy)).timeline
     waits = timeline.exposed

@@ -1,34 +1,52 @@
-"""Sets up what a run trains with, and logs it: kernels, model, optimizer, states, data."""
+"""Sets up the parts of a run and logs them: kernels, model, optimizer, states, data, report."""
 
 from __future__ import annotations
 
 import random
+from argparse import Namespace
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
 
 from data.gpt_dataset import check_answers, check_rows
 from data.loader import Datasets
+from data.waits import Wait
 from model.block_attention import check_attention
 from model.compilation import check_compiler
+from model.config import LlamaConfig
 from model.fusion import usable_kernels
 from model.matmul import check_matmul_types
-from paro.config.record import model_line, trained_lines
+from model.units import num_parameters
+from paro.arguments.parser import take
+from paro.checkpoint.config import CheckpointConfig
+from paro.checkpoint.locked_folders import LockedFolders
+from paro.config.record import model_line, precision_line, recorded_arguments, trained_lines
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
+from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.rendezvous import by_value
-from paro.errors import UserError
+from paro.distributed.world import World, world_or_alone
+from paro.errors import RunError, UserError
 from paro.launch.placement import check_placement, placement_lines
-from paro.launch.prediction import check_memory
+from paro.launch.prediction import bytes_by_part, check_memory, planned_step, predict_memory
 from paro.optim.adamw import choose_adamw
 from paro.optim.muon import choose_muon_kernels
 from paro.quantization.blocks import choose_kernels
+from paro.report.config import ReportConfig
 from paro.report.log import Log
+from paro.report.memory import MemoryForecast
+from paro.report.profiler import MemoryHistory, Profiler
+from paro.report.record import RunFacts
+from paro.report.report import Report, open_report
+from paro.report.watchdog import Observer, WatchConfig, Watchdog
 from paro.sharding.buffers import TORCH_TYPES
-from paro.training.assembly import build_data, build_training, initializer_of
+from paro.strategy import Strategy
+from paro.training.assembly import build_data, build_training, initializer_of, run_facts
+from paro.training.changed_flags import order_changes
 from paro.training.in_memory import InMemoryCheckpointer
-from paro.training.resume import FROM_NOTHING, Resumed, load_run, tell_order
+from paro.training.resume import FROM_NOTHING, Resumed, load_run
 from paro.training.step import Training, TrainState
 
 # Which flags choose torch's operations, where a kernel works on some ranks only. Codes have the
@@ -42,7 +60,7 @@ _WITHOUT: dict[str, Callable[[RunConfig], RunConfig]] = {
 
 
 def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list[str]]:
-    """Build model and optimizer and logs them; also returns the lines of the placement table."""
+    """Build model and optimizer and log them; also return the lines of the placement table."""
     with control.raise_on_all_ranks(name_rank=True):
         warning = check_memory(config, control.device)
     if warning is not None:
@@ -58,7 +76,7 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
     trained = trained_lines(config.model, config.trainable)
     for line in (*config.notices, model, *trained, *placement):
         log.log0(line)
-    check_placement(config, training)
+    check_placement(training)
     return training, placement
 
 
@@ -72,7 +90,8 @@ def fill(
     recovered = snapshots.recover(training) if snapshots is not None else None
     if recovered is not None:
         return recovered
-    draw, resumed = initializer_of(config), FROM_NOTHING
+    draw = initializer_of(config.model, config.train.seed, config.world)
+    resumed = FROM_NOTHING
     if config.checkpoint.load is not None:
         if config.model.lora is not None:  # a checkpoint may have no adapters
             training.optimizer.initialize(draw, frozen=False)
@@ -84,7 +103,7 @@ def fill(
 
 
 def open_data(config: RunConfig, state: TrainState, resumed: Resumed, log: Log) -> Datasets:
-    """Return the data sets of the run; logs it if their order changed since the checkpoint.
+    """Open the data sets of the run; log whether their order changed since the checkpoint.
 
     `UserError` where --skip-train leaves nothing to evaluate, or where nothing can be learnt.
     """
@@ -108,7 +127,11 @@ def open_data(config: RunConfig, state: TrainState, resumed: Resumed, log: Log) 
             f"--skip-train has nothing to evaluate: {flags} leaves no sample for validation or test"
         )
     if resumed.state is not None and resumed.recovery is None and not config.train.skip_train:
-        tell_order(config, resumed.state, datasets, log)
+        assert resumed.common is not None, "a state was loaded"
+        for line in order_changes(
+            resumed.common, config.data, config.train, config.batches, datasets
+        ):
+            log.log0(line)
     return datasets
 
 
@@ -116,7 +139,7 @@ def open_data(config: RunConfig, state: TrainState, resumed: Resumed, log: Log) 
 
 
 def agree_on_kernels(config: RunConfig, control: Control) -> tuple[RunConfig, list[str]]:
-    """Return the configuration with kernels that work on all ranks, and what was chosen, in lines.
+    """Choose kernels that work on all ranks; also return log lines about them.
 
     Collective. `UserError` on all ranks where one that the flags name does not work on some rank.
     """
@@ -137,7 +160,7 @@ def agree_on_kernels(config: RunConfig, control: Control) -> tuple[RunConfig, li
 
 
 def _tried(config: RunConfig, control: Control) -> Iterator[tuple[str, str]]:
-    """What this rank would use for each purpose; empty where there is no choice."""
+    """Yield the kernel that this rank would use for each purpose; empty without a choice."""
     device, dtype = control.device, TORCH_TYPES[config.precision.compute]
     check_matmul_types(config.model.fp8_format, dtype, device)
     check_compiler(config.model, device)
@@ -153,3 +176,108 @@ def _tried(config: RunConfig, control: Control) -> Iterator[tuple[str, str]]:
     yield "update", "; ".join(filter(None, lines))
     if config.precision.has_codes:
         yield "codes", choose_kernels(device).line or ""
+
+
+@contextmanager
+def early_watchdog() -> Iterator[None]:
+    """Watch the block with the default limits: the file of --yaml-cfg may not answer."""
+    minutes = RuntimeConfig().distributed_timeout_minutes
+    rank = world_or_alone().rank
+    with Watchdog(WatchConfig(), rank=rank, timeout_minutes=minutes) as watchdog:
+        watchdog.begins("reading the flags", 0)
+        yield
+
+
+def watchdog_of(args: Namespace, world: World) -> Watchdog:
+    """Build the watchdog of this process, before anything may hang; set the limit of waits."""
+    watch, runtime = take(WatchConfig, args), take(RuntimeConfig, args)
+    Wait.limit_seconds = runtime.timeout.total_seconds()
+    return Watchdog(
+        watch,
+        rank=world.rank,
+        timeout_minutes=runtime.distributed_timeout_minutes,
+        flight_dir=runtime.flight_recorder_dir,
+    )
+
+
+def report_config(config: RunConfig) -> ReportConfig:
+    """Return the configuration of reports; a run that only evaluates leaves no records."""
+    return config.report.without_records() if config.train.skip_train else config.report
+
+
+def start_report(
+    config: RunConfig,
+    training: Training,
+    state: TrainState,
+    locked: LockedFolders | None,
+    log: Log,
+    bytes_before: int,
+) -> tuple[Report, RunFacts]:
+    """Open the report and log the facts that its numbers depend on; collective."""
+    memory = predict_memory(config, training.device.type)
+    planned = planned_step(config)
+    facts = run_facts(config, training, bytes_by_part(memory), planned, state=state)
+    with training.control.raise_on_all_ranks():
+        report = open_report(
+            report_config(config),
+            facts,
+            log,
+            device=training.device,
+            start_iteration=state.iteration,
+            arguments=recorded_arguments(config),
+            is_ours=(lambda: True) if locked is None else locked.is_ours,
+        )
+    report.forecast = MemoryForecast(
+        predicted_bytes=memory.allocated,
+        reserved_bytes=memory.reserved,
+        states_bytes=memory.allocations.states,
+        bytes_before=bytes_before,
+    )
+    precision = precision_line(config.model, config.precision)
+    report.start({"precision": precision, "memory": memory.describe()})
+    return report, facts
+
+
+def profilers_of(config: RunConfig, log: Log, training: Training) -> tuple[Observer, ...]:
+    """Build the observers of the loop in addition to the report and the watchdog."""
+    folder = config.report.tensorboard_dir or config.checkpoint.save
+    return (
+        Profiler(config.profile, log, folder=folder),
+        MemoryHistory(config.profile, log, training.device),
+    )
+
+
+def title_of(model: LlamaConfig, strategy: Strategy) -> str:
+    """Return the title of the terminal view: model size and strategy."""
+    return f"LLaMA, {num_parameters(model) / 1e6:,.1f}M parameters, {strategy.name}"
+
+
+@contextmanager
+def closing(report: Report, control: Control) -> Iterator[None]:
+    """Close the report at the end, also after an error of all ranks: dashboards record it."""
+    try:
+        yield
+    except (UserError, RunError) as error:
+        # All ranks raise it, or only this one: then the others do not reach the barrier.
+        if isinstance(error, RunError) or not error.on_this_rank:
+            with suppress(Exception):  # it must not hide the error
+                report.close()
+                control.barrier()  # the first rank to exit kills the others
+        raise
+    except KeyboardInterrupt:
+        report.interrupted()
+        report.close_view()
+        raise
+    report.close()
+
+
+def how_to_continue(checkpoint: CheckpointConfig, iteration: int) -> str:
+    """Say where a run that ended early is saved, and how to continue it."""
+    if checkpoint.save is None:
+        return f"iteration {iteration} is not saved: there was no --save"
+    saved = f"iteration {iteration} is saved in {checkpoint.save}"
+    if checkpoint.continues:
+        return f"{saved}: the same command continues from there"
+    without = [flag for flag in ("finetune", "start_over") if getattr(checkpoint, flag)]
+    words = "".join(f" and leave --{flag.replace('_', '-')} out" for flag in without)
+    return f"{saved}: to continue give --load {checkpoint.save}{words}"

@@ -53,8 +53,8 @@ from paro.schedule.batch_schedule import BatchSchedule
 from paro.sharding.buffers import TORCH_TYPES
 from paro.spec.run_spec import MicroBatch
 from paro.spec.units import shape_of, units_of
-from paro.training.assembly import build_training, start_state
-from paro.training.step import Training, train_step
+from paro.training.assembly import build_training
+from paro.training.step import Training, TrainState, train_step
 
 _PRODUCT = 1024  # size of a square matrix, in the search for the peak
 _CODED = 1 << 20  # elements that are encoded and decoded
@@ -153,7 +153,8 @@ def _bytes_by_second(config: RunConfig, timer: _StepTimer) -> float:
     whole = replace(config, trainable=Trainable(), model=replace(config.model, lora=None))
     device = timer.control.device
     training = alone(whole, device)
-    train_step(training, start_state(whole), same_batches(whole, device))  # gradients to update by
+    start = TrainState.at_start(whole.loss_scale)
+    train_step(training, start, same_batches(whole, device))  # gradients to update by
     seconds = timer.median(lambda: _update(training))
     training.close()
     return _planned(whole, math.inf, 1.0).update / seconds
@@ -290,7 +291,7 @@ def _step_seconds(training: Training, config: RunConfig, timer: _StepTimer, coun
         micro_batch_size=size, global_batch_size=size * count, data_parallel_size=1
     )
     resized = replace(training, batches=batches)
-    state, source = start_state(config), same_batches(config, training.device)
+    state, source = TrainState.at_start(config.loss_scale), same_batches(config, training.device)
     return timer.median(lambda: train_step(resized, state, source))
 
 

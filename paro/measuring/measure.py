@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from model.trainable import Trainable
 from paro.collectives.schedule import COLLECTIVES, NCCL_COLLECTIVES
-from paro.config.inter_bits import AUTO
+from paro.config.context_parallel import AUTO
 from paro.config.run import RunConfig
 from paro.config.sharding import ShardingConfig
 from paro.distributed.control import Control

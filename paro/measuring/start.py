@@ -97,9 +97,10 @@ def find_measured(config: RunConfig, control: Control, watchdog: Watchdog) -> Ma
     """Return the machine from a file of an earlier start, or as it is measured now; collective."""
     log = Log(rank=control.world.rank, world_size=control.world.size)
     depends_on = conditions(config, control)
-    path = _folder(config) / f"{file_stem(depends_on)}.json"
+    # Machine files are kept with the run's checkpoints, else with the user's caches.
+    path = (config.save_folder or read_cache_folder()) / f"{file_stem(depends_on)}.json"
     kept: Machine | None = None
-    if control.world.rank == 0 and config.given["paro_machine"] != MEASURE:
+    if control.world.rank == 0 and config.arguments["paro_machine"] != MEASURE:
         kept = kept_machine(path, partial(misfit, config, depends_on), log.log0)
     kept = control.gather(kept)[0]
     if kept is not None:
@@ -150,12 +151,6 @@ def conditions(config: RunConfig, control: Control) -> dict[str, str]:
 def file_stem(depends_on: dict[str, str]) -> str:
     """Return the name of the machine file for what a measurement depends on."""
     return f"machine-{hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:12]}"
-
-
-def _folder(config: RunConfig) -> Path:
-    """Return the folder of machine files: the run's checkpoints, else the user's caches."""
-    save = config.checkpoint.save
-    return read_cache_folder() if save is None or config.train.skip_train else Path(save)
 
 
 def kept_machine(

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from data.batch import Fetch
+from data.config import DataConfig
 from data.loader import Datasets, MicroBatches, Samples, SplitCounts, build_datasets
+from model.config import LlamaConfig
 from model.flops import flops_per_token
 from model.fusion import usable_kernels
 from model.initialization import initial_values, parameter_initializers
@@ -21,18 +23,21 @@ from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.coded import CodedReduction
 from paro.collectives.matrices import MatrixExchange
 from paro.collectives.shifts import Ring
+from paro.config.train import TrainConfig
 from paro.context_parallel.attention import ContextAttention, make_context_attention
 from paro.context_parallel.probe import check_core
 from paro.distributed.control import Control
 from paro.distributed.groups import Groups, make_groups
 from paro.distributed.links import Links, make_links
+from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.timers import Timers, synchronize
+from paro.distributed.world import World
 from paro.machine.choice import choice_of
 from paro.optim.optimizer import Initializer, ParoOptimizer
 from paro.report.flops import find_peak
 from paro.report.record import PlannedStep, RunFacts
 from paro.rotation.rotated_model import RotatedModel, make_rotated_units
-from paro.schedule.loss_scale import start_loss_scale
+from paro.schedule.batch_schedule import BatchSchedule
 from paro.sharding.buffers import TORCH_TYPES, Ledger
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
@@ -54,7 +59,7 @@ _MOST_DRAWING_THREADS = 16
 
 
 def build_training(config: RunConfig, control: Control, *, initialized: bool = True) -> Training:
-    """Model, optimizer and schedules, with initial values if `initialized`; no data yet.
+    """Build model, optimizer and schedules, with initial values if `initialized`; no data yet.
 
     On the meta device there are shapes only: no storage and no process groups.
     """
@@ -65,21 +70,23 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     model.freeze(config.trained.__contains__, activations=compute_dtype)
     timers = Timers(config.report.timing_log_level, synchronize=partial(synchronize, device))
     overlap = config.sharding.prefetch_units > 0
-    run = run_spec_of(config, "cuda" if config.runtime.by_nccl else "cpu")
+    run = run_spec_of(config, config.device_type)
     units = units_of_run(run)
     specs = run.specs(units)
     links = make_links(device, config.runtime.distributed_backend, overlap=overlap)
-    groups, context_groups = _make_groups(config, control, run, specs)
-    context = _sharding_context(config, control, specs, groups, links)
+    choice = _algorithm(config)
+    groups, context_groups = _make_groups(config.runtime, control, run, specs, choice)
+    context = _sharding_context(run, control, specs, groups, links, choice)
     sharded = _spread(model, run, specs, context, groups, links, timers)
     groups.registered.reserve(registered_room(run, units), control)
-    if config.context.layout.size > 1:
-        model.core = _context_attention(config, control, context_groups, links)
+    if run.context.size > 1:
+        apart = config.data.reset_attention_mask
+        model.core = _context_attention(run, control, context_groups, links, choice, apart=apart)
     optimizer = ParoOptimizer(
         sharded, config.optim, config.precision, config.train.seed, config.muon
     )
     if initialized and device.type != "meta":
-        optimizer.initialize(initializer_of(config))
+        optimizer.initialize(initializer_of(config.model, config.train.seed, control.world))
     return Training(
         config=config.train,
         batches=config.batches,
@@ -122,21 +129,19 @@ def run_spec_of(config: RunConfig, device_type: str) -> RunSpec:
     )
 
 
-def start_state(config: RunConfig) -> TrainState:
-    """Return the state of a run that starts at iteration 0."""
-    return TrainState(loss_scale=start_loss_scale(config.loss_scale))
-
-
 def _make_groups(
-    config: RunConfig, control: Control, run: RunSpec, specs: Sequence[ShardingSpec]
+    runtime: RuntimeConfig,
+    control: Control,
+    run: RunSpec,
+    specs: Sequence[ShardingSpec],
+    choice: AlgorithmChoice,
 ) -> tuple[Groups, Groups]:
-    """Return the process groups of model states, and of ranks that share samples: all that a run
-    has."""
+    """Make the process groups of model states, and of ranks that share samples: all of a run."""
     rank, device = control.world.rank, control.device
-    spans = groups_of(run, specs, _algorithm(config))
+    spans = groups_of(run, specs, choice)
     settings = of_context = None
     if device.type != "meta":
-        settings = config.runtime.groups_on(device, spans.number)
+        settings = runtime.groups_on(device, spans.number)
         of_context = replace(settings, copy_engine=False)  # registered memory is for parameters
     return (
         make_groups(run.topology, rank, spans.states, settings),
@@ -166,21 +171,22 @@ def _spread(
 
 
 def _sharding_context(
-    config: RunConfig,
+    run: RunSpec,
     control: Control,
     specs: Sequence[ShardingSpec],
     groups: Groups,
     links: Links,
+    choice: AlgorithmChoice,
 ) -> ShardingContext:
     topology = groups.topology
     coded: CodedReduction | None = None  # the sums of gradients between groups, sent as codes
     if any(spec.exchange for spec in specs):
-        coded = CodedReduction(groups, links, uncoded_dtype=TORCH_TYPES[config.precision.wire])
+        coded = CodedReduction(groups, links, uncoded_dtype=TORCH_TYPES[run.precision.wire])
     return ShardingContext(
         topology=topology,
         rank=groups.rank,
-        strategy=config.strategy,
-        collectives=make_collectives(_algorithm(config), groups, links),
+        strategy=run.strategy,
+        collectives=make_collectives(choice, groups, links),
         device=control.device,
         coded_reduction=coded,
         matrix_exchanges={
@@ -193,15 +199,20 @@ def _sharding_context(
 
 
 def _context_attention(
-    config: RunConfig, control: Control, groups: Groups, links: Links
+    run: RunSpec,
+    control: Control,
+    groups: Groups,
+    links: Links,
+    choice: AlgorithmChoice,
+    *,
+    apart: bool,
 ) -> ContextAttention:
-    """Return the model's attention where ranks share samples."""
-    layout, backend = config.context.layout, config.model.attention_backend
-    attention = make_context_attention(layout, groups, links, _algorithm(config), backend)
+    """Build the model's attention where ranks share samples, and try it."""
+    layout, backend = run.context, run.model.attention_backend
+    attention = make_context_attention(layout, groups, links, choice, backend)
     if control.device.type != "meta":
-        dtype = TORCH_TYPES[config.precision.compute]
-        head = torch.empty(config.model.kv_channels, dtype=dtype, device=control.device)
-        apart = config.data.reset_attention_mask
+        dtype = TORCH_TYPES[run.precision.compute]
+        head = torch.empty(run.model.kv_channels, dtype=dtype, device=control.device)
         with links.traffic.paused(), control.raise_on_all_ranks():
             check_core(attention, layout, groups.rank, head, backend, apart=apart)
         links.exposure.take()
@@ -209,7 +220,7 @@ def _context_attention(
 
 
 def _algorithm(config: RunConfig) -> AlgorithmChoice:
-    """Return the algorithm of collectives, for auto one per message from --paro-machine.
+    """Choose the algorithm of collectives; for auto, one per message by --paro-machine.
 
     Ranks that chose by different machines would deadlock: they compare them when they meet.
     """
@@ -217,40 +228,41 @@ def _algorithm(config: RunConfig) -> AlgorithmChoice:
     return choice_of(sharding.collective, sharding.machine, by_nccl=by_nccl)
 
 
-def initializer_of(config: RunConfig) -> Initializer:
-    """Draw initial values in the threads that a rank has of its node."""
-    specs = parameter_initializers(config.model)
-    of_rank = len(os.sched_getaffinity(0)) // config.world.ranks_per_node
+def initializer_of(model: LlamaConfig, seed: int, world: World) -> Initializer:
+    """Return a function that draws initial values, in the threads that a rank has of its node."""
+    specs = parameter_initializers(model)
+    of_rank = len(os.sched_getaffinity(0)) // world.ranks_per_node
     num_threads = max(1, min(of_rank, _MOST_DRAWING_THREADS))
 
     def values_of(name: str, begin: int, end: int) -> torch.Tensor:
-        return initial_values(specs[name], config.train.seed, begin, end, num_threads=num_threads)
+        return initial_values(specs[name], seed, begin, end, num_threads=num_threads)
 
     return values_of
 
 
-def count_samples(config: RunConfig, state: TrainState | None = None) -> SplitCounts:
-    """How many samples of each split the run draws, counted as Megatron counts them.
+def count_samples(
+    data: DataConfig, train: TrainConfig, batches: BatchSchedule, state: TrainState | None = None
+) -> SplitCounts:
+    """Count the samples of each split that the run draws, as Megatron counts them.
 
     A run that continues from `state` with another global batch may need more, except of training
     samples with --train-samples: then their number, and so their order, stays the same.
     """
-    train, eval_iters = config.train, config.train.eval_iters
-    last = last_iteration(train, config.batches, state)
-    per_evaluation = eval_iters * config.batches.eval_batch
+    last = last_iteration(train, batches, state)
+    per_evaluation = train.eval_iters * batches.eval_batch
     # Evaluations while training, and one after it.
     num_evaluations = last // train.eval_interval + 1 if train.eval_interval else 1
-    num_train = train.train_samples or config.batches.samples_after(train.train_iters)
+    num_train = train.train_samples or batches.samples_after(train.train_iters)
     num_valid = num_evaluations * per_evaluation
     if state is not None and not train.skip_train:
         left = max(0, last - state.iteration)
-        num_train = max(num_train, config.batches.samples_after(left, state.consumed_train_samples))
+        num_train = max(num_train, batches.samples_after(left, state.consumed_train_samples))
         passed = state.iteration // train.eval_interval if train.eval_interval else 0
         num_valid_left = max(1, num_evaluations - passed) * per_evaluation
         num_valid = max(num_valid, state.consumed_valid_samples + num_valid_left)
     return SplitCounts(
         train=num_train,
-        valid=None if config.data.full_validation and eval_iters else num_valid,
+        valid=None if data.full_validation and train.eval_iters else num_valid,
         test=per_evaluation,
     )
 
@@ -263,7 +275,7 @@ def build_sources(
     *,
     trained_on: Container[str] | None = None,
 ) -> Sources:
-    """This rank's micro-batches of every split, from the sample at which `state` is.
+    """Build this rank's micro-batches of every split, from the sample at which `state` is.
 
     `trained_on`: fingerprints of the tokenizers that the loaded model knows, if it says so.
     """
@@ -311,8 +323,8 @@ def build_sources(
 
 
 def build_data(config: RunConfig, state: TrainState | None = None) -> Datasets:
-    """Return the data sets of a run that starts, or continues from `state`."""
-    counts = count_samples(config, state)
+    """Open the data sets of a run that starts, or continues from `state`."""
+    counts = count_samples(config.data, config.train, config.batches, state)
     return build_datasets(config.data, counts, config.vocab_size, config.tokenizer)
 
 
@@ -324,8 +336,7 @@ def run_facts(
     *,
     state: TrainState | None = None,
 ) -> RunFacts:
-    """Return the constants that turn step times into throughput, and what was predicted;
-    collective.
+    """Collect the constants of throughput, and predictions, for the report; collective.
 
     That is the bytes of a rank, `predicted`, and a step's time, `planned`. `state` is where the run
     continues, if it does.

@@ -13,9 +13,10 @@ from data.loader import Datasets
 from data.sample_order import parse_split
 
 if TYPE_CHECKING:
-    from paro.config.run import RunConfig
+    from data.config import DataConfig
     from paro.config.train import TrainConfig
     from paro.schedule.batch_schedule import BatchSchedule
+    from paro.schedule.lr_schedule import ScheduleConfig
 
 Record = Mapping[str, Any]
 
@@ -35,9 +36,10 @@ _WEIGHT_DECAY = {
 _TOTAL = "weight_decay_incr_samples"  # always the number of samples the run trains on
 
 
-def order_record(config: RunConfig, datasets: Datasets) -> dict[str, Any]:
-    """What determines which training samples are read, and their order; for a checkpoint."""
-    data = config.data
+def order_record(
+    data: DataConfig, train: TrainConfig, batches: BatchSchedule, datasets: Datasets
+) -> dict[str, Any]:
+    """Record the determinants of the training samples and their order, for a checkpoint."""
     blend = None if data.mock_data else data.blends()["train"]
     record = {
         "seed": data.seed,
@@ -47,7 +49,7 @@ def order_record(config: RunConfig, datasets: Datasets) -> dict[str, Any]:
         "data_flag": "--mock-data" if blend is None else blend.flag.rstrip(":"),
         "corpora": [],
         "epochs": datasets.train_order(),
-        **_length_record(config.train, config.batches),
+        **_length_record(train, batches),
     }
     if blend is not None:
         weights = [None] * len(blend.prefixes) if blend.weights is None else blend.shares()
@@ -66,13 +68,19 @@ def order_record(config: RunConfig, datasets: Datasets) -> dict[str, Any]:
     return record
 
 
-def order_changes(common: Record, config: RunConfig, datasets: Datasets) -> Iterator[str]:
+def order_changes(
+    common: Record,
+    data: DataConfig,
+    train: TrainConfig,
+    batches: BatchSchedule,
+    datasets: Datasets,
+) -> Iterator[str]:
     """Yield a line for every flag that changed the order of training samples since the save.
 
     Older checkpoints have no such record, at most the number of epochs.
     """
     saved = common.get("order") or {"epochs": common.get("train_order")}
-    now = _as_read(order_record(config, datasets))
+    now = _as_read(order_record(data, train, batches, datasets))
     changes = list(_data_changes(saved, now))
     if not changes and saved["epochs"] not in (None, now["epochs"]):
         causes = " and ".join(_length_changes(saved, now)) or "the number of samples changed"
@@ -85,9 +93,11 @@ def order_changes(common: Record, config: RunConfig, datasets: Datasets) -> Iter
         )
 
 
-def schedule_change(common: Record, config: RunConfig) -> str | None:
-    """Return the flag that changed the learning rate or weight decay schedule; None if none did."""
-    saved, now = common.get("schedule") or {}, _as_read(asdict(config.schedule))
+def schedule_change(
+    common: Record, schedule: ScheduleConfig, train: TrainConfig, batches: BatchSchedule
+) -> str | None:
+    """Name the flag that changed the learning rate or weight decay schedule, if one did."""
+    saved, now = common.get("schedule") or {}, _as_read(asdict(schedule))
     differ = [name for name in now if name in saved and saved[name] != now[name]]
     for name in differ:
         if name == _TOTAL or (name in _LENGTHS and _follows_total(name, saved, now)):
@@ -97,14 +107,14 @@ def schedule_change(common: Record, config: RunConfig) -> str | None:
         return f"{flag} was {saved[name]}{unit} and is {now[name]}{unit}"
     if not differ:
         return None
-    lengths = _as_read(_length_record(config.train, config.batches))
+    lengths = _as_read(_length_record(train, batches))
     causes = list(_length_changes(common.get("order") or {}, lengths))
     cause = " and ".join(causes) or "--train-iters, --train-samples or --global-batch-size changed"
     return f"{cause}: it ends after {now[_TOTAL]} samples instead of {saved[_TOTAL]}"
 
 
 def _length_record(train: TrainConfig, batches: BatchSchedule) -> dict[str, Any]:
-    """Return the flags that determine how many samples the run trains on."""
+    """Record the flags that determine the number of samples that the run trains on."""
     return {
         "train_iters": None if train.train_samples else train.train_iters,
         "train_samples": train.train_samples,
@@ -153,7 +163,7 @@ def _contents(record: Record) -> list[tuple[Any, ...]]:
 
 
 def _corpora_text(record: Record, other: Record) -> str:
-    """Return the data flag and the corpora that `other` lacks; all corpora if it lacks none."""
+    """Describe the data flag and the corpora that `other` lacks; all if it lacks none."""
     contents = _contents(other)
     pairs = list(zip(record["corpora"], _contents(record), strict=True))
     own = [corpus for corpus, content in pairs if content not in contents]
@@ -170,8 +180,7 @@ def _corpora_text(record: Record, other: Record) -> str:
 
 
 def _follows_total(name: str, saved: Record, now: Record) -> bool:
-    """Return whether a length changed in proportion to the run's samples, so it was derived from
-    them."""
+    """Return whether a length changed in proportion to the run's samples, being derived."""
     before, after = saved[name], now[name]
     if before is None or after is None or saved[_TOTAL] == now[_TOTAL]:
         return False
@@ -185,7 +194,6 @@ def _given(value: Any) -> str:
 
 
 def _as_read(record: Record) -> dict[str, Any]:
-    """Return the record after a JSON round trip (tuples become lists), to compare with a
-    saved one."""
+    """Return a record after a JSON round trip (tuples become lists), to compare with saved ones."""
     read: dict[str, Any] = json.loads(json.dumps(record))
     return read

@@ -22,7 +22,7 @@ class ExitSignal:
 
     @staticmethod
     def numbers(config: TrainConfig) -> set[signal.Signals]:
-        """Return the signals that ask for it by these flags."""
+        """Return the signals that ask a training to leave, by these flags."""
         if not config.exit_signal_handler:
             return set()
         numbers = {signal.Signals[config.exit_signal], signal.SIGTERM, signal.SIGINT}
@@ -31,13 +31,13 @@ class ExitSignal:
         return numbers
 
     def catch(self, config: TrainConfig) -> None:
-        """Note signals from now on, if the flags ask for it, instead of what they did."""
+        """Note signals from now on, if the flags ask for it, in place of their usual effect."""
         for number in self.numbers(config):
             signal.signal(number, self._came)
 
     @contextmanager
     def caught(self, config: TrainConfig) -> Iterator[None]:
-        """Note signals while entered; what has come by then comes again.
+        """Note signals inside the block; a signal that came there is raised again after it.
 
         After an exception this rank ends, and signals stay noted: others may send theirs late.
         """
@@ -50,5 +50,5 @@ class ExitSignal:
             signal.raise_signal(self.number)
 
     def _came(self, number: int, _frame: FrameType | None) -> None:
-        """Later ones are ignored: torchrun and a terminal may both send one."""
+        """Note the first signal; ignore later ones: torchrun and a terminal may both send one."""
         self.number = self.number or signal.Signals(number)

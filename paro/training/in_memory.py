@@ -1,4 +1,4 @@
-"""Local copies of a run: written to the node's memory during training, and recovered from."""
+"""In-memory checkpoints of a run: written to the node's memory during training, and read again."""
 
 # [Note: snapshots]
 # The copy of an iteration is written while the next one computes, and is whole before its rank
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from data.tokenizer_config import unpadded_vocab_size
 from paro.arguments.parser import names_in
 from paro.checkpoint.background import Background
 from paro.checkpoint.chunks import chunked_states, chunks_of
@@ -32,7 +31,7 @@ from paro.distributed.control import Control
 from paro.errors import StorageError
 from paro.report.log import Log
 from paro.text import size_text
-from paro.training.resume import Resumed, check_schedule, common_record, state_of
+from paro.training.resume import Resumed, common_record, state_of
 from paro.training.step import Training, TrainState
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ class InMemoryCheckpointer:
         found = recover(
             self._folder,
             chunked_states(training.optimizer.flat_shards()),
-            identifying_flags(self._config),
+            identifying_flags(self._config.command_line),
             newer_than=newest,
             log=self._log.log0,
         )
@@ -87,10 +86,7 @@ class InMemoryCheckpointer:
             f"{size_text(found.other_nodes_bytes)} from other nodes, in {found.seconds:.2f} s"
         )
         state = state_of(found.common, self._config, self._log, "local copies")
-        check_schedule(found.common, self._config, "local copies")
-        rows = unpadded_vocab_size(found.common)
-        ids = found.common.get("token_ids")
-        return Resumed(state, found.common["base"], found, ids, rows)
+        return Resumed(state, found.common["base"], found, found.common)
 
     def begin(self, training: Training, order: Mapping[str, Any] | None, resumed: Resumed) -> None:
         """Prepare the files; raise `UserError` on all ranks unless their nodes have room."""
@@ -103,7 +99,7 @@ class InMemoryCheckpointer:
             name=f"rank-{rank:05d}{self._start}",
             rank=rank,
             states=states,
-            flags=identifying_flags(self._config),
+            flags=identifying_flags(self._config.command_line),
             constant=states.keys() - chunked_states(optimizer.flat_shards(frozen=False)).keys(),
         )
         everywhere = control.gather(NUM_SLOTS * self._writer.num_bytes)
@@ -131,7 +127,7 @@ class InMemoryCheckpointer:
         self._background.start(job)
 
     def wait(self) -> None:
-        """Wait until the last copy is whole; raise what made it fail, on this rank alone."""
+        """Wait until the last copy is whole; raise its failure, on this rank alone."""
         failure = self._background.wait()
         if isinstance(failure, OSError):
             raise StorageError(f"local copies in {self._folder.path}: {failure}") from failure
@@ -143,7 +139,7 @@ class InMemoryCheckpointer:
         self._background.wait()
 
     def discard(self) -> None:
-        """Remove the copies: after a good end, or where they lead to the same bad one."""
+        """Remove the in-memory checkpoints: after a good end, or where they lead to a bad one."""
         self.wait()
         self._folder.control.barrier()
         if self._folder.is_first:
@@ -151,7 +147,7 @@ class InMemoryCheckpointer:
 
 
 def in_memory_bytes(ranks_per_node: int, training: Training) -> int:
-    """Return the node memory of in-memory checkpoints if all ranks copy as much as this one."""
+    """Count the memory of a node for in-memory checkpoints, if its ranks hold equal shards."""
     near = range(ranks_per_node)
     states = chunked_states(training.optimizer.flat_shards(), writers=near)
     of_rank = sum(values.nbytes for values in chunks_of(states).values())
@@ -176,18 +172,18 @@ def in_memory_checkpoints(
 
 
 def every_text(interval: int) -> str:
-    """How often copies are made."""
+    """Say how often in-memory checkpoints are made."""
     return "every iteration" if interval == 1 else f"every {interval} iterations"
 
 
-def identifying_flags(config: RunConfig) -> dict[str, str]:
-    """Return the flags on the command line by which local copies are known as those of this run.
+def identifying_flags(command_line: Mapping[str, object]) -> dict[str, str]:
+    """Select the flags of the command line that identify the run of in-memory checkpoints.
 
     A flag that says auto counts as auto: the strategy may be chosen only after a first start, and
-    recovery does not need the strategy, the groups or the bits under which copies were written.
+    recovery does not need the strategy, the groups or the bits under which they were written.
     """
     free = names_in(*_FREE_GROUPS).union(_FREE)
-    return {name: str(value) for name, value in config.command_line.items() if name not in free}
+    return {name: str(value) for name, value in command_line.items() if name not in free}
 
 
 def _newest_saved(checkpoint: CheckpointConfig) -> int:
@@ -200,13 +196,13 @@ def _newest_saved(checkpoint: CheckpointConfig) -> int:
 
 
 class _Copier:
-    """Copies shards to the host from the thread that writes; on CUDA by a stream of its own."""
+    """The copying of shards to the host by the thread that writes; on CUDA by its own stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def updated(self) -> None:
-        """The training thread has queued the update that the next copies have to see."""
+        """Make the next copies wait for the update that the training thread has queued."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
 

@@ -22,7 +22,6 @@ from paro.training.in_memory import InMemoryCheckpointer
 from paro.training.replicas import check_replicas
 from paro.training.saving import Saver
 from paro.training.step import (
-    Evaluation,
     Reasons,
     StepResult,
     Training,
@@ -37,7 +36,7 @@ _STARTED = time.monotonic()  # --exit-duration-in-mins counts from here, when th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """One held-out data set and how many micro-batches an evaluation reads of it."""
+    """A held-out data set, and the number of micro-batches that an evaluation reads of it."""
 
     name: str | None = None  # set where there are several data sets
     batches: Iterator[Batch]  # every evaluation continues where the last one ended
@@ -46,7 +45,7 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """This rank's micro-batches of every split; `valid` and `test` may be empty."""
+    """The micro-batches of this rank, by split; `valid` and `test` may be empty."""
 
     train: Iterator[Batch]
     valid: tuple[HeldOut, ...]
@@ -55,7 +54,7 @@ class Sources:
 
 @dataclass(eq=False)
 class Loop:
-    """Trains from `state` to the end of the run, or to the first reason to exit early.
+    """The training from `state` to the end of the run, or to the first reason to exit early.
 
     With --skip-train it only runs the evaluation that ends a run.
     """
@@ -77,7 +76,7 @@ class Loop:
         self._states = self.training.optimizer.state_bytes()
 
     def run(self) -> bool:
-        """Trains, saves the final state and evaluates it; False if the run exited early."""
+        """Train, save the final state and evaluate it; return False if the run exited early."""
         config = self.training.config
         if config.skip_train:
             self.report.log.log0("skipping training (--skip-train is on) ...")
@@ -127,8 +126,7 @@ class Loop:
             observer.begins(what, self.state.iteration)
 
     def _noted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the same batches; observers are notified of each one, as a step may
-        take minutes."""
+        """Yield batches unchanged; observers are notified of each, as a step may take minutes."""
         for batch in batches:
             for observer in self.observers:
                 observer.progressed()
@@ -265,16 +263,20 @@ class Loop:
     def _evaluate(
         self, sets: tuple[HeldOut, ...], *, begin: int, data_set: str | None = None
     ) -> bool:
-        """Evaluate every set; whether any of them is read further by the next evaluation.
+        """Evaluate every set; return whether the next evaluation reads on in any of them.
 
         One that is not read as a whole is read from the sample after the first `begin`.
         """
-        if self.training.config.eval_iters == 0:
+        training = self.training
+        if training.config.eval_iters == 0:
             return False
         part = f"{begin + 1} to {begin + self._samples_per_evaluation}"
         for held_out in sets:
             self._begin("evaluating")
-            found = self._evaluation_of(held_out)
+            number = held_out.num_micro_batches
+            if number is None:
+                number = training.config.eval_iters * training.batches.num_eval_micro_batches
+            found = evaluate(training, self._noted(held_out.batches), number)
             done, samples = self.state.iteration, self.state.consumed_train_samples
             read = part if held_out.num_micro_batches is None else "all"
             name = f"validation-{held_out.name}" if held_out.name else data_set
@@ -282,12 +284,6 @@ class Loop:
                 Validation(done, samples, found.loss, read, found.bits_per_byte, name)
             )
         return any(held_out.num_micro_batches is None for held_out in sets)
-
-    def _evaluation_of(self, held_out: HeldOut) -> Evaluation:
-        training, number = self.training, held_out.num_micro_batches
-        if number is None:
-            number = training.config.eval_iters * training.batches.num_eval_micro_batches
-        return evaluate(training, self._noted(held_out.batches), number)
 
     def _reasons(self) -> Reasons:
         if self.snapshots is not None:

@@ -18,7 +18,7 @@ _PRIME = 1_099_511_628_211
 
 
 class _Held(NamedTuple):
-    """The hash of one range on one rank, and which ranks hold the same range."""
+    """The hash of one range on one rank, and the ranks that hold the range too."""
 
     name: str
     replicas: tuple[int, int]  # the first of the ranks that hold it, and their number
@@ -47,8 +47,7 @@ def check_replicas(training: Training, *, iteration: int) -> None:
 
 
 def first_difference(everyone: Sequence[Sequence[_Held]]) -> str:
-    """Return the first range that differs, and on which ranks; where there is no majority, on
-    which."""
+    """Name the first range that differs and its ranks; all of them without a majority."""
     found: defaultdict[tuple[str, tuple[int, int]], dict[int, int]] = defaultdict(dict)
     for rank, held_by_rank in enumerate(everyone):
         for held in held_by_rank:
@@ -65,7 +64,7 @@ def first_difference(everyone: Sequence[Sequence[_Held]]) -> str:
 
 
 def _held(training: Training) -> Iterator[_Held]:
-    """What this rank holds and others hold too: parameters to compute with, optimizer state."""
+    """Yield hashes of ranges that other ranks hold too: parameters and optimizer states."""
     context = training.model.context
     topology, rank = context.topology, context.rank
     for unit in training.model.units:
@@ -83,7 +82,7 @@ def _held(training: Training) -> Iterator[_Held]:
 
 @torch.no_grad()
 def hash_of(values: Tensor) -> int:
-    """Return a 64-bit hash of the bits of a tensor, which a single flipped bit always changes.
+    """Compute a 64-bit hash of a tensor's bits, which a single flipped bit always changes.
 
     Sums that wrap around, as one fast reduction without a copy: of every column of a table whose
     rows have `_COLUMNS` words, which then count with a factor each.

@@ -1,20 +1,20 @@
-"""What a checkpoint records of a run in addition to tensors, and how a run resumes from one."""
+"""The record of a run in a checkpoint, in addition to tensors, and resuming from one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from data.hub import how_to_fetch
-from data.loader import Datasets
 from data.tokenizer_config import unpadded_vocab_size
 from model.config import LlamaConfig
 from model.units import BY_VOCABULARY, parameter_shapes
 from paro.checkpoint.base import as_base, stored_parameters
 from paro.checkpoint.config import CheckpointConfig, saved_fields
-from paro.checkpoint.directory import Base, TokenIds, find_checkpoint, read_common
+from paro.checkpoint.directory import Base, find_checkpoint
 from paro.checkpoint.in_memory.recovery import Recovered
 from paro.config.record import recorded_arguments
 from paro.config.train import TrainConfig
@@ -23,7 +23,7 @@ from paro.errors import UserError, count_text, reading
 from paro.optim.finite import not_finite
 from paro.report.log import Log
 from paro.schedule.loss_scale import start_loss_scale
-from paro.training.changed_flags import order_changes, schedule_change
+from paro.training.changed_flags import schedule_change
 from paro.training.step import Training, TrainState
 from paro.untrusted.schema import conform
 
@@ -39,7 +39,7 @@ def common_record(
     order: Mapping[str, Any] | None,
     resumed: Resumed,
 ) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors, as JSON."""
+    """Record all that a checkpoint holds besides tensors, as JSON."""
     lora = config.model.lora
     return {
         "model": saved_fields(config.model),
@@ -60,7 +60,7 @@ def common_record(
         "trainable": str(config.trainable) if lora is None else "adapters",
         "lora": None if lora is None else asdict(lora),
         "base": resumed.base,
-        "token_ids": resumed.token_ids or {},
+        "token_ids": resumed.common.get("token_ids") or {},
         "arguments": recorded_arguments(config),
     }
 
@@ -83,7 +83,7 @@ def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Cont
 
 
 def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
-    """Fill the run from --load; `FROM_NOTHING` itself if there is no checkpoint."""
+    """Fill the run from --load; return `FROM_NOTHING` itself if there is no checkpoint."""
     # Imported here because DCP takes half a second.
     from paro.checkpoint.load import Loading, load_checkpoint
 
@@ -135,32 +135,23 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
     elif flags.finetune:
         log.log0(f"--finetune: training begins with the parameters of --load {flags.load}")
     else:
-        state = _state_of_load(common, config, log)
-    ids, rows, known = common.get("token_ids"), unpadded_vocab_size(common), _trained_on(common)
-    return Resumed(state, base, token_ids=ids, unpadded_vocab_size=rows, trained_on=known)
+        source, restarts = f"--load {flags.load}", flags.no_load_optim
+        state = state_of(common, config, log, source, restarts=restarts)
+    return Resumed(state, base, common=common)
 
 
-def _trained_on(common: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the fingerprints of the corpora that a checkpoint was trained on, if it names them."""
-    corpora = (common.get("order") or {}).get("corpora", ())
-    return frozenset(filter(None, (corpus.get("tokenizer") for corpus in corpora))) or None
+def state_of(
+    common: Mapping[str, Any], config: RunConfig, log: Log, source: str, *, restarts: bool = False
+) -> TrainState:
+    """Return the state to continue from; `UserError` for a changed schedule that no flag allows.
 
-
-def tell_order(config: RunConfig, loaded: TrainState, datasets: Datasets, log: Log) -> None:
-    """Log which flags changed the order of training samples since the checkpoint was saved."""
-    assert config.checkpoint.load is not None, "nothing was loaded"
-    common = read_common(config.checkpoint.load, loaded.iteration)
-    assert common is not None, "nothing was loaded"
-    for line in order_changes(common, config, datasets):
-        log.log0(line)
-
-
-def state_of(common: Mapping[str, Any], config: RunConfig, log: Log, source: str) -> TrainState:
-    """Return the state to continue from, whose `source` is named in lines about what changed."""
+    `source` is named in lines about changes. Where the schedule `restarts`, so does the loss scale.
+    """
     saved: TrainState = conform(common.get("state"), TrainState, f"{source}: state in common.json")
-    if not (config.loss_scale.dynamic and common.get("dynamic_loss_scale", True)):
+    is_dynamic = config.loss_scale.dynamic and common.get("dynamic_loss_scale", True)
+    if restarts or not is_dynamic:
         saved = replace(saved, loss_scale=start_loss_scale(config.loss_scale))
-    before, now = common.get("world_size"), config.given["world_size"]
+    before, now = common.get("world_size"), config.arguments["world_size"]
     if before not in (None, now):
         log.log0(f"{source}: saved by {count_text(before, 'rank')}, continued by {now}")
     batch_size = common.get("global_batch_size", config.batches.global_batch_size)
@@ -176,40 +167,30 @@ def state_of(common: Mapping[str, Any], config: RunConfig, log: Log, source: str
             f"NullTokenizer had {entries} entries and has {config.vocab_size} now, the end of "
             f"documents counted: give --vocab-size {entries} to continue with the same data"
         )
-    return saved
-
-
-def _state_of_load(common: Mapping[str, Any], config: RunConfig, log: Log) -> TrainState:
-    """Return the same for --load; with --no-load-optim the schedule and the loss scale
-    begin anew."""
-    source = f"--load {config.checkpoint.load}"
-    state = state_of(common, config, log, source)
-    if config.checkpoint.no_load_optim:
-        return replace(state, loss_scale=start_loss_scale(config.loss_scale), scheduled_samples=0)
-    check_schedule(common, config, source)
-    return state
-
-
-def check_schedule(common: Mapping[str, Any], config: RunConfig, source: str) -> None:
-    """Raise `UserError` for a changed schedule, unless a flag says which one to use."""
-    change = schedule_change(common, config)
+    if restarts:
+        return replace(saved, scheduled_samples=0)
+    change = schedule_change(common, config.schedule, config.train, config.batches)
     if change is not None and not config.checkpoint.override_opt_param_scheduler:
         raise UserError(
             f"{source}: the schedule changed: {change}: give --override-opt_param-scheduler to "
-            "take the flags', or "
-            "--use-checkpoint-opt_param-scheduler to keep the checkpoint's"
+            "take the flags', or --use-checkpoint-opt_param-scheduler to keep the checkpoint's"
         )
+    return saved
 
 
 class Resumed(NamedTuple):
-    """What a run begins with."""
+    """The beginning of a run: state, base and facts of the checkpoint that was loaded."""
 
     state: TrainState | None = None  # to continue from; None: iteration 0
     base: Base | None = None  # of the checkpoints to save; None: they are complete
     recovery: Recovered | None = None  # None: from --load
-    token_ids: TokenIds | None = None  # of the configuration of the model that training began with
-    unpadded_vocab_size: int | None = None  # rows of what was loaded; None: nothing was
-    trained_on: frozenset[str] | None = None  # fingerprints of tokenizers of its training data
+    common: Mapping[str, Any] = MappingProxyType({})  # the record of what was loaded
+
+    @property
+    def trained_on(self) -> frozenset[str] | None:
+        """The fingerprints of the tokenizers of the training data that --load names, if any."""
+        corpora = (self.common.get("order") or {}).get("corpora", ()) if not self.recovery else ()
+        return frozenset(filter(None, (corpus.get("tokenizer") for corpus in corpora))) or None
 
     def saved_iteration(self, checkpoint: CheckpointConfig) -> int | None:
         """Return the iteration that was loaded from --save, and is not saved again."""
@@ -218,26 +199,25 @@ class Resumed(NamedTuple):
         return self.state.iteration
 
     def unpadded_rows(self, config: RunConfig) -> int:
-        """Return the vocabulary rows that are no padding, of the model and not only of its
-        tokenizer.
+        """Count the model's vocabulary rows that are no padding.
 
         Those of what was loaded, else of --padded-vocab-size: --make-vocab-size-divisible-by pads.
         The tokenizer's other ids have a row only where it trains.
         """
         if (frozen := self.frozen_rows(config.model, config.trained)) is not None:
             return frozen
-        rows = self.unpadded_vocab_size
+        rows = unpadded_vocab_size(self.common)
         if rows is None:
-            rows = config.given["padded_vocab_size"] or 0
+            rows = config.arguments["padded_vocab_size"] or 0
         return min(max(rows, config.vocab_size), config.model.vocab_size)
 
     def frozen_rows(self, model: LlamaConfig, trained: frozenset[str]) -> int | None:
-        """Return how many vocabulary rows the loaded model had, if any of its rows are frozen.
+        """Count the vocabulary rows of the loaded model, if any of its rows are frozen.
 
         An id without such a row is never learnt. None if all rows train, or nothing was loaded.
         """
         frozen = parameter_shapes(model).keys() - trained
-        rows = self.unpadded_vocab_size
+        rows = unpadded_vocab_size(self.common)
         if rows is None or frozen.isdisjoint(BY_VOCABULARY):
             return None
         return min(rows, model.vocab_size)
@@ -247,14 +227,13 @@ FROM_NOTHING = Resumed()
 
 
 def base_of(config: RunConfig, common: Mapping[str, Any]) -> Base | None:
-    """Return the base of the checkpoints that a run saves after it has loaded one with this
-    common.json.
+    """Return the base of the checkpoints that a run saves after loading this common.json.
 
     The frozen parameters must be in one folder that this run neither writes nor removes; else None.
     """
     flags = config.checkpoint
-    saves = flags.save is not None and not config.train.skip_train
-    if flags.save_frozen or not saves or not config.trainable.is_part(config.model):
+    is_part = config.trainable.is_part(config.model)
+    if flags.save_frozen or config.save_folder is None or not is_part:
         return None
     assert flags.load is not None, "nothing was loaded"
     directory = find_checkpoint(flags.load, common["iteration"])

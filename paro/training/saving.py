@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """Saves a run under --save, now or in the background.
+    """The saving of a run under --save, at once or in the background.
 
     Every method but `is_due` and `failed` is collective.
 
@@ -192,8 +192,7 @@ class Saver:
         )
 
     def _proved_good(self, state: TrainState) -> int | None:
-        """Return the last whole checkpoint, if training went on from it; None if it may be what is
-        wrong.
+        """Return the last whole checkpoint, if training went on from it; else None.
 
         While steps are skipped nothing proves that what was saved before the first of them is good.
         """
@@ -225,7 +224,7 @@ class Saver:
             self._progress.saved(state.iteration, samples, is_async=is_async)
 
     def _finish(self, write: Callable[[], None], iteration: int) -> None:
-        """Run on the save thread."""
+        """Write a checkpoint and note its end; on the save thread."""
         write()
         if self._progress is not None:
             self._progress.finished(iteration)
@@ -241,14 +240,12 @@ class Saver:
 
 @contextmanager
 def locked_folders_of(
-    config: RunConfig, control: Control, watchdog: Watchdog
+    folder: Path | None, control: Control, watchdog: Watchdog
 ) -> Iterator[LockedFolders | None]:
     """Hold the lock of --save in the block; None for a run that does not save."""
-    if config.checkpoint.save is None or config.train.skip_train:
+    if folder is None:
         yield None
         return
     log = Log(rank=control.world.rank, world_size=control.world.size)
-    with lock_folders(
-        Path(config.checkpoint.save), control, log.log0, progressed=watchdog.progressed
-    ) as locked:
+    with lock_folders(folder, control, log.log0, progressed=watchdog.progressed) as locked:
         yield locked

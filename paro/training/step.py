@@ -24,7 +24,12 @@ from paro.errors import UserError
 from paro.optim.optimizer import ParoOptimizer
 from paro.report.record import RankTimes
 from paro.schedule.batch_schedule import BatchSchedule
-from paro.schedule.loss_scale import LossScaleConfig, LossScaleState, update_loss_scale
+from paro.schedule.loss_scale import (
+    LossScaleConfig,
+    LossScaleState,
+    start_loss_scale,
+    update_loss_scale,
+)
 from paro.schedule.lr_schedule import ScheduleConfig
 from paro.schedule.step_checks import Expectation, StepChecksConfig, Verdict, expect_after, judge
 from paro.sharding.distributed_model import DistributedModel
@@ -33,7 +38,7 @@ from paro.training.token_weights import TokenWeights
 
 @dataclass(slots=True, kw_only=True)
 class TrainState:
-    """Everything a checkpoint restores in addition to the model and optimizer shards."""
+    """The state that a checkpoint restores in addition to the model and optimizer shards."""
 
     loss_scale: LossScaleState
     iteration: int = 0
@@ -42,17 +47,22 @@ class TrainState:
     scheduled_samples: int = 0  # position in the learning rate schedule; skipped steps excluded
     expected: Expectation = field(default_factory=Expectation)
 
+    @classmethod
+    def at_start(cls, config: LossScaleConfig) -> TrainState:
+        """Return the state of a run that starts at iteration 0."""
+        return cls(loss_scale=start_loss_scale(config))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnTimes(RankTimes):
-    """Where this rank's time went in a step, whose whole time the caller knows."""
+    """The times of this rank in a step, whose whole time the caller knows."""
 
     exposed: Exposed = field(default_factory=Exposed)
     loss_is_finite: bool = True
 
 
 def last_iteration(config: TrainConfig, batches: BatchSchedule, state: TrainState | None) -> int:
-    """Return the last iteration of a run that continues from `state`, maybe with other batch sizes.
+    """Compute the last iteration of a run that continues from `state`, maybe in other batches.
 
     With --train-samples the samples left decide, whatever batch sizes were used before.
     """
@@ -63,7 +73,7 @@ def last_iteration(config: TrainConfig, batches: BatchSchedule, state: TrainStat
 
 
 class Reasons(NamedTuple):
-    """Why a rank wants to exit early."""
+    """The reasons of a rank to exit early."""
 
     signalled: bool = False
     late: bool = False  # past --exit-duration-in-mins
@@ -146,7 +156,7 @@ def train_step(
     *,
     reasons: Callable[[], Reasons] = Reasons,
 ) -> StepResult:
-    """Return one optimizer step: micro-batches, sums over the ranks, and the update unless skipped.
+    """Run one optimizer step: micro-batches, sums over the ranks, the update unless skipped.
 
     This rank's `reasons` to exit are part of the summed scalars, so that all ranks agree on them
     without another collective; `reasons` is called just before.
@@ -221,8 +231,7 @@ def _add_up(
     data_wait: float,
     reasons: Callable[[], Reasons],
 ) -> tuple[_Sums, Exposed, OwnTimes]:
-    """Return the sums over all ranks, mean exposed communication times, and this rank's
-    own times."""
+    """Sum scalars over all ranks; also return mean exposed times and this rank's own times."""
     optimizer, num_ranks = training.optimizer, training.control.world.size
     on_device = [loss_sum.double()]
     if training.config.log_num_zeros_in_grad:
@@ -270,7 +279,7 @@ def _update(training: Training, state: TrainState, *, grad_norm: float, unscale:
 
 
 def samples_without_codes(training: Training) -> int:
-    """In how many samples at the start of a run nothing is sent as codes."""
+    """Count the samples at the start of a run in which nothing is sent as codes."""
     samples = training.config.inter_bits_warmup_samples
     return math.ceil(training.schedule.lr_warmup_samples) if samples is None else samples
 
@@ -282,7 +291,7 @@ def _forward_backward(
     num_micro_batches: int,
     iteration: int,
 ) -> Tensor:
-    """This rank's weighted loss, a float32 scalar; afterwards all gradients are reduced."""
+    """Compute this rank's weighted loss, a float32 scalar, and reduce all gradients."""
     model, rank = training.model, training.control.world.rank
     place = rank // training.num_sharing, training.batches.data_parallel_size
     drops = drops_of(model.model.config, training.config.seed, iteration, *place)
@@ -315,7 +324,7 @@ def _params_norm(training: Training) -> float:
 
 @dataclass(slots=True)
 class _TimedBatches(Iterator[Batch]):
-    """Micro-batches on the device; `seconds` is how long the training thread waited for them."""
+    """Micro-batches on the device, with the seconds that the training thread waited for them."""
 
     source: Iterator[Batch]
     device: torch.device
@@ -335,7 +344,7 @@ class _TimedBatches(Iterator[Batch]):
 
 
 class Evaluation(NamedTuple):
-    """What held-out data say of a model."""
+    """The loss of held-out data."""
 
     loss: float | None  # nats per token; None: no token is unmasked
     bits_per_byte: float | None  # None: nobody knows how much text the tokens are
@@ -344,7 +353,7 @@ class Evaluation(NamedTuple):
 def evaluate(
     training: Training, micro_batches: Iterator[Batch], num_micro_batches: int
 ) -> Evaluation:
-    """Compute the mean loss over the unmasked tokens of held-out data; sent bytes do not count.
+    """Compute the mean loss over the unmasked tokens of held-out data; no sent bytes count.
 
     The tokens of all micro-batches and ranks weigh the same, whatever is the mean in training.
     """

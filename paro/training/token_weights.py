@@ -1,4 +1,4 @@
-"""The weight of every token in a step's loss, and what turns sums over ranks into the loss."""
+"""The weight of every token in a step's loss, and the factor from sums over ranks to the loss."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class TokenWeights:
     tokens of the global batch. How many micro-batches or tokens count is known only at the end of
     the step: until then all are assumed to; `unscale` corrects it.
 
-    Ranks that share a sample weigh its tokens alike: what they divide by is of whole samples.
+    Ranks that share a sample give its tokens equal weights: they divide by sums of whole samples.
     """
 
     def __init__(self, num_parts: int, num_sharing: int, *, scale: float, per_token: bool) -> None:
-        """`num_parts` micro-batches, of all ranks, each on `num_sharing` ranks."""
+        """Weigh `num_parts` micro-batches, of all ranks, each on `num_sharing` ranks."""
         self._per_token = per_token
         self._num_sharing = num_sharing
         self._num_parts = num_parts
@@ -40,11 +40,11 @@ class TokenWeights:
 
     @property
     def num_tokens(self) -> float:
-        """This rank's share of the unmasked tokens of its samples in this step so far."""
+        """The unmasked tokens of this rank's samples in this step so far, its share of them."""
         return self._mask_sum / self._num_sharing
 
     def unscale(self, num_tokens: float, num_filled: float) -> float:
-        """Return the factor from the accumulated loss and gradients to the true ones.
+        """Compute the factor from the accumulated loss and gradients to the true ones.
 
         `num_tokens` and `num_filled` are sums over all ranks. NaN without tokens, as is the loss.
         """

@@ -22,7 +22,7 @@ LOST = "no connection to another rank, which has ended, hangs or is cut off: "
 
 def other_code() -> None:
     """For `before`: this rank runs another version of the code."""
-    import paro.config.settings as settings
+    import paro.config.record as settings
 
     settings.code_version = lambda: "0123456789ab"
 

@@ -24,7 +24,7 @@ from paro.layout import split_range
 from paro.report.log import Log
 from paro.sharding.buffers import Ledger
 from paro.sharding.shards import UnitShards
-from paro.training.assembly import build_data, build_sources, build_training, start_state
+from paro.training.assembly import build_data, build_sources, build_training
 from paro.training.resume import FROM_NOTHING, Resumed
 from paro.training.saving import Saver
 from paro.training.step import StepResult, Training, TrainState, train_step
@@ -45,7 +45,7 @@ def save_run(config: RunConfig, training: Training, resumed: Resumed = FROM_NOTH
     assert config.checkpoint.save is not None, "nowhere to save"
     locked = LockedFolders(ranks_by_folder(Path(config.checkpoint.save), training.control), None)
     saver = Saver(config, training, Log(rank=0, world_size=1), locked, resumed=resumed)
-    saver.write(start_state(config))
+    saver.write(TrainState.at_start(config.loss_scale))
     saver.settle()
 
 
@@ -79,13 +79,13 @@ def built(
     control = copy(control) if control else Control(config.world, device_for(config.runtime, world))
     control.world = config.world  # with the ranks that share samples
     training = build_training(config, control)
-    check_placement(config, training)
+    check_placement(training)
     return config, training
 
 
 def begun(config: RunConfig, training: Training) -> tuple[TrainState, Iterator[Batch]]:
     """The state and the micro-batches of a run that starts."""
-    state = start_state(config)
+    state = TrainState.at_start(config.loss_scale)
     return state, build_sources(config, build_data(config), training, state).train
 
 

@@ -9,7 +9,7 @@ import torch
 
 from paro.arguments.parser import parse_args
 from paro.config.elastic import nodes_line
-from paro.config.fitting import better_values
+from paro.config.mistakes import better_values
 from paro.config.run import RunConfig
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World

@@ -62,10 +62,10 @@ RENAMED = {
 ALSO = {"data.seed", "model.vocab_size", "vocab_size"}
 # Fields that come from no flag.
 UNOWNED = {
+    "arguments",
     "batches.data_parallel_size",
     "command_line",
     "eod",
-    "given",
     "loss_scale.dynamic",
     "model.fuses_fp8_casts",  # by what the device can
     "model.fuses_loss",
@@ -299,15 +299,15 @@ DECIDES = {
     "checkpoint.non_persistent_ckpt_type": "paro.config.run.RunConfig.in_memory_interval",
     "checkpoint.non_persistent_save_interval": "paro.config.run.RunConfig.in_memory_interval",
     "checkpoint.use_checkpoint_args": "paro.config.resolve.with_saved",
-    "checkpoint.use_checkpoint_opt_param_scheduler": "paro.config.checkpoint.saved_common",
+    "checkpoint.use_checkpoint_opt_param_scheduler": "paro.config.resolve.saved_common",
     "sharding.context": "paro.config.run.RunConfig.context",
     "sharding.inter_bits": "paro.config.resolve.decide",
     "sharding.elastic": "paro.config.run.RunConfig.in_memory_interval",
     "sharding.world": "paro.config.run.RunConfig.world",
     "launch.ranks_per_node": "paro.config.run.take_world",
     "launch.world_size": "paro.config.run.take_world",
-    "model.max_position_embeddings": "paro.config.planned_checks.check_sequence",
-    "precision.inter_grad_error_feedback": "paro.config.planned_checks.check_feedback",
+    "model.max_position_embeddings": "paro.config.checks.check_sequence",
+    "precision.inter_grad_error_feedback": "paro.config.checks.check_feedback",
 }
 TINY = (
     "--distributed-backend gloo --num-layers 1 --hidden-size 8 --num-attention-heads 2 "

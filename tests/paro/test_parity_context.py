@@ -13,8 +13,8 @@ from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
 from paro.planning.run_memory import RunMemory
 from paro.strategy import legal_letters
-from paro.training.assembly import build_data, build_sources, run_spec_of, start_state
-from paro.training.step import Evaluation, Training, evaluate
+from paro.training.assembly import build_data, build_sources, run_spec_of
+from paro.training.step import Evaluation, Training, TrainState, evaluate
 from tests.helpers.comparison import ADAM_EPS, FP32, assert_same
 from tests.helpers.flags import configured
 from tests.helpers.margins import assert_near
@@ -113,7 +113,9 @@ def run(flags: str, group_size: int | None, frozen: tuple[str, ...]) -> Run:
 
     def before(training: Training) -> None:
         config = configured(flags, training.control.world)
-        (valid,) = build_sources(config, build_data(config), training, start_state(config)).valid
+        (valid,) = build_sources(
+            config, build_data(config), training, TrainState.at_start(config.loss_scale)
+        ).valid
         batches: Any = valid.batches
         batches.fetch.token_bytes = np.arange(config.vocab_size)
         found.append(evaluate(training, batches, config.batches.num_eval_micro_batches))

@@ -11,8 +11,8 @@ from data.loader import Datasets
 from paro.checkpoint.convert.native import open_native
 from paro.launch.setup import open_data
 from paro.report.log import Log
-from paro.training.assembly import start_state
 from paro.training.resume import load_run
+from paro.training.step import TrainState
 from tests.data.test_hugging_face_tokenizer import byte_level
 from tests.helpers.commands import output_of
 from tests.helpers.corpora import write_corpus
@@ -82,9 +82,11 @@ def test_ids_that_can_never_be_learnt_are_refused_in_training_and_export(tmp_pat
         config, training = trained(tmp_path / f"run{number}", *flags, *more.split())
         resumed = load_run(config, training, log)
 
+        start = TrainState.at_start(config.loss_scale)
+
         def opened(prefix: Path) -> Datasets:
             data = replace(config.data, mock_data=False, data_path=(str(prefix),), split="1,0,0")  # noqa: B023
-            return open_data(replace(config, data=data), start_state(config), resumed, log)  # noqa: B023
+            return open_data(replace(config, data=data), start, resumed, log)  # noqa: B023
 
         opened(right)
         assert sum("279 vocabulary rows" in line for line in lines) == bool(more)

@@ -37,8 +37,9 @@ from paro.report.log import Log
 from paro.report.memory import MemoryForecast
 from paro.report.record import IterationRecord
 from paro.report.report import Report, RunFiles
-from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
+from paro.training.assembly import build_data, build_sources, build_training, run_facts
 from paro.training.loop import Loop
+from paro.training.step import TrainState
 from tools.bench.shared.turns import median_ratio
 from tools.shared.command_line import Parser
 from tools.shared.output import write_json
@@ -115,7 +116,7 @@ def measure(rounds: int, folder: Path) -> list[dict[str, Any]]:
     control = Control(World(), device_for(config.runtime, World()))
     training = build_training(config, control)
     facts = run_facts(config, training, bytes_by_part(predict_memory(config, training.device.type)))
-    state = start_state(config)
+    state = TrainState.at_start(config.loss_scale)
     forecast = MemoryForecast(predicted_bytes=1, reserved_bytes=1, states_bytes=1, bytes_before=0)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         # Printing is part of the cost.

@@ -216,13 +216,12 @@ def title_of(args: argparse.Namespace, plan: Comparison, world: World) -> str:
     )
 
 
-def planned_steps(args: argparse.Namespace, plan: Comparison) -> dict[str, PlannedStep]:
+def planned_steps(plan: Comparison) -> dict[str, PlannedStep]:
     """Return predicted steps of this project's contenders, where --paro-machine has a device."""
-    device_type = "cpu" if args.distributed_backend == "gloo" else "cuda"
     planned = {}
     for name, task in plan.tasks.items():
         with about(f"--contenders {name}: "):
-            planned[name] = planned_step(task.run, device_type)
+            planned[name] = planned_step(task.run)
     return {name: step for name, step in planned.items() if step is not None}
 
 
@@ -271,7 +270,7 @@ def main() -> None:
         print(title_of(args, plan, world), flush=True)
     if args.distributed_backend == "gloo" and DEEPSPEED_MODES.keys() & plan.tasks.keys():
         import_deepspeed("gloo")  # once, for all turns; on GPUs it would touch CUDA before a fork
-    planned = planned_steps(args, plan)  # now, since the machine file may lack something
+    planned = planned_steps(plan)  # now, since the machine file may lack something
     rounds = run_rounds(args, plan, world)
     if world.rank == 0:
         report(args, plan, planned, rounds, world)

@@ -25,9 +25,9 @@ import yaml
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from paro.arguments.flag_parser import by_flag
 from paro.arguments.megatron import RULES, Outcome, Rule, refused, rule_of
 from paro.arguments.parser import build_parser, parse_args, parse_known
-from paro.arguments.words import by_flag
 from paro.config.run import configure, take_world
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError

@@ -183,8 +183,7 @@ def measure(name: str, flags: Sequence[str], machine: Machine, world: World) -> 
     if found:
         found["exposed"] = 1.0 - found["without links"] / found["s/step"]
         found["host s/step"] = host["s/step"]
-    by_nccl = task.run.runtime.distributed_backend == "nccl"
-    planned = planned_step(task.run, "cuda" if by_nccl else "cpu")
+    planned = planned_step(task.run)
     if planned is not None and is_own(name):
         found["predicted s/step"] = planned.seconds["step"]
     return found

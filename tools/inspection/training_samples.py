@@ -49,7 +49,7 @@ def training_samples(args: Namespace) -> tuple[Samples, int]:
             "the number of ranks: give it, or --train-samples"
         )
     config = configure(Namespace(**settled), World())
-    count = count_samples(config).train
+    count = count_samples(config.data, config.train, config.batches).train
     counts = SplitCounts(train=count)
     datasets = build_datasets(config.data, counts, config.vocab_size, config.tokenizer)
     return datasets.train, count

@@ -7,8 +7,8 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
 from model.config import LLAMA_PRESETS
+from paro.arguments.flag_parser import by_flag, wrapped
 from paro.arguments.parser import build_parser
-from paro.arguments.words import by_flag, wrapped
 from paro.config.context_parallel import take_context
 from paro.planning.description import behind, exposed_text, seconds_text
 from paro.planning.estimator import Estimate
@@ -56,7 +56,7 @@ def launch_flags(
     context = take_context(args)
     if context.context_parallel_size > 1:
         size = str(context.context_parallel_size)
-        groups += [["--context-parallel-size", size], *by_flag(context.flag_text.split())]
+        groups += [["--context-parallel-size", size], *by_flag(context.type_flags.split())]
     if candidate.collective != "native":
         groups.append(["--paro-collective", candidate.collective])
     if candidate.recompute is not None:

@@ -11,10 +11,9 @@ from paro.config.context_parallel import (
     AUTO,
     ContextParallelConfig,
     check_parts,
-    context_options,
+    possible_configs,
     take_context,
 )
-from paro.config.context_search import requested_types
 from paro.errors import UserError
 from paro.planning.estimator import Estimate, Estimator
 from paro.planning.planner import plan
@@ -62,9 +61,9 @@ def longest_table(args: Namespace) -> str:
 def _options(args: Namespace, request: PlanRequest, size: int) -> list[ContextParallelConfig]:
     """Return the layouts of a context-parallel size; `UserError` if the flags ask in vain."""
     context, model, compute = take_context(args), request.model, request.precision.compute
-    types = requested_types(args, model, request.device_type, compute)
+    in_parts = model.parts_misfit(request.device_type, compute) is None
     limits = replace(request.context_limits, seq_length=_unit(size))
-    found = [*context_options(context, [size], types, limits)]
+    found = possible_configs(args, limits, in_parts=in_parts, degrees=[size])
     rotates = request.materialize.rotates
     if context.context_parallel_size == size > 1 and (rotates or not found):
         context.check(limits, rotates=rotates)

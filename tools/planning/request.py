@@ -19,20 +19,26 @@ from paro.arguments.model import (
 )
 from paro.arguments.parser import take
 from paro.collectives.schedule import COLLECTIVES
-from paro.config.context_parallel import ContextParallelConfig, data_parallel_size_of, take_context
-from paro.config.context_search import (
-    SIZE,
+from paro.config.checks import PLANNED_CHECKS, check_feedback, needs_of
+from paro.config.context_parallel import (
+    SIZE_FLAG,
+    ContextParallelConfig,
     auto_flag,
-    choose,
-    requested_options,
-    requested_types,
-    with_batches,
+    data_parallel_size_of,
+    fastest_config,
+    possible_configs,
+    take_context,
+    with_micro_batches,
 )
-from paro.config.inter_bits import take_inter_bits, take_loss_scale, take_precision
 from paro.config.model import take_model, vocab_size_given
-from paro.config.plan import RankDevice, TrainingTask, plan_request_of
-from paro.config.planned_checks import check_feedback, check_plan
-from paro.config.sharding import ShardingConfig, units_ahead
+from paro.config.parts import take_loss_scale, take_precision
+from paro.config.sharding import (
+    ShardingConfig,
+    TrainingTask,
+    plan_request_of,
+    take_inter_bits,
+    units_ahead,
+)
 from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError, check_least
 from paro.machine.files import find_machine, machine_of_launch
@@ -202,8 +208,9 @@ def plan_request_of_args(args: Namespace) -> PlanRequest:
         global_batch_size=size * readers if batch is None else batch,
         data_parallel_size=readers,
     )
-    fields = task._asdict() | {"device_type": task.device.type}
-    check_plan(fields | {"batches": batches, "sharding": sharding})
+    fields = task._asdict() | {"batches": batches, "sharding": sharding}
+    for check in PLANNED_CHECKS:
+        check(*(fields[name] for name in needs_of(check)))
     request = plan_request_of(task, batches, sharding)
     return replace(request, memory_margin=args.memory_margin)
 
@@ -230,7 +237,8 @@ def task_of(
         precision,
         MuonConfig(muon_num_ns_steps=args.muon_num_ns_steps),
         args.seq_length,
-        RankDevice(kind, launch.device_memory_gb),
+        kind,
+        launch.device_memory_gb,
     )
     return task, sharding
 
@@ -254,20 +262,19 @@ def with_context(args: Namespace) -> tuple[Namespace, tuple[str, ...]]:
     base = plan_request_of_args(_with(args, **alone.flags, global_batch_size=None))
     batch = args.global_batch_size or base.global_batch_size
     args = _with(args, seq_length=base.seq_length, global_batch_size=batch)
-    types = requested_types(args, base.model, base.device_type, base.precision.compute)
-    found = requested_options(args, types, base.context_limits)
+    in_parts = base.model.parts_misfit(base.device_type, base.precision.compute) is None
+    configs = possible_configs(args, base.context_limits, in_parts=in_parts)
 
-    def make(cp: ContextParallelConfig, micro_batch_size: int) -> PlanRequest:
-        return plan_request_of_args(
-            _with(args, **cp.flags | {"micro_batch_size": micro_batch_size})
-        )
+    def make(config: ContextParallelConfig, micro_batch_size: int) -> PlanRequest:
+        changes = config.flags | {"micro_batch_size": micro_batch_size}
+        return plan_request_of_args(_with(args, **changes))
 
-    if not found:  # says why
+    if not configs:  # says why
         plan_request_of_args(_with(args, **take_context(args).flags))
-    made = with_batches(found, args.micro_batch_size, make, grows=flag == SIZE)
+    made = with_micro_batches(configs, args.micro_batch_size, make, grows=flag == SIZE_FLAG)
     space = SearchSpace(collectives=(args.paro_collective,))
-    cp, size, lines = choose(flag, next(iter(made.values())), made, space)
-    return _with(args, **cp.flags, micro_batch_size=size), lines
+    config, size, lines = fastest_config(flag, next(iter(made.values())), made, space)
+    return _with(args, **config.flags, micro_batch_size=size), lines
 
 
 def _with(args: Namespace, **fields: object) -> Namespace:

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from paro.arguments.flag_parser import SYNONYMS
 from paro.arguments.megatron import (
     BECOMES,
     RULES,
@@ -15,7 +16,6 @@ from paro.arguments.megatron import (
     rule_of,
 )
 from paro.arguments.parser import build_parser, parse_args
-from paro.arguments.unknown import SYNONYMS
 from tests.helpers.refusals import refused, says
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from paro.arguments import unknown
-from paro.arguments.flag_parser import PATHS
+from paro.arguments import flag_parser
+from paro.arguments.flag_parser import PATHS, SYNONYMS, hint_for
 from paro.arguments.needed import EXAMPLE
 from paro.arguments.parser import build_parser, check_flags, parse_args
-from paro.arguments.unknown import SYNONYMS, hint_for
 from paro.errors import UserError
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
@@ -185,7 +184,7 @@ def test_hints_lead_to_flags_that_do_something() -> None:
     for name, meaning in SYNONYMS.items():
         assert f"--{name}" not in known, f"{name} is no other framework's"
         assert set(re.findall(r"--[a-z][\w-]*", meaning)) <= known, name
-    table = tomllib.loads(Path(unknown.__file__).with_name("synonyms.toml").read_text())
+    table = tomllib.loads(Path(flag_parser.__file__).with_name("synonyms.toml").read_text())
     names = " ".join(names for names, _ in table["names"]).split()
     assert len(names) == len(set(names))
     # Typing errors in a flag that is refused.

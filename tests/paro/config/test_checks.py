@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paro.checkpoint.directory import TRACKER, begin_checkpoint, finish_checkpoint
-from paro.config.checkpoint import with_checkpoint_args
+from paro.config.resolve import with_checkpoint_args
 from tests.helpers.refusals import refused
 from tests.paro.config.test_run import PRESET, SMALL, configure
 
@@ -141,7 +141,7 @@ def test_muon_is_the_checkpoints_where_its_states_are_continued(
     load = saved_by_muon(tmp_path, 0.95)
     found = configure(f"{load} --use-checkpoint-args {words}")
     assert (found.precision.optimizer, found.muon.muon_momentum) == (optimizer, momentum)
-    assert found.given["optimizer"] == optimizer
+    assert found.arguments["optimizer"] == optimizer
     assert not [line for line in found.notices if "--muon-momentum" in line]
     assert configure(load).precision.optimizer == "adam"
 

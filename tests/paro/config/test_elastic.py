@@ -114,7 +114,7 @@ def states_of(
     case: Case, config: RunConfig, rank: int, *, to_write: bool
 ) -> dict[str, ChunkedState]:
     """What a rank holds, or which of it the rank copies."""
-    size = int(config.given["world_size"])
+    size = int(config.arguments["world_size"])
     world = World(rank=rank, size=size, ranks_per_node=case.per_node)
     training = build_training(config, PlannedControl(world, torch.device("meta")))
     first = rank // case.per_node * case.per_node
@@ -188,6 +188,6 @@ def test_the_copies_of_the_nodes_that_are_left_hold_all(seed: int, tmp_path: Pat
 
 
 def check_held(case: Case, copies: dict[str, list[Chunk]], config: RunConfig) -> None:
-    for rank in range(int(config.given["world_size"])):
+    for rank in range(int(config.arguments["world_size"])):
         for name, chunk in chunks(states_of(case, config, rank, to_write=False)):
             assert may_be_missing(name) or not remainder(chunk, copies.get(name, [])), name

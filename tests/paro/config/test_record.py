@@ -9,8 +9,7 @@ import pytest
 
 from model.config import LLAMA_PRESETS
 from paro.config import run
-from paro.config.record import model_line, recorded_arguments
-from paro.config.settings import code_version, path_flags, settings_of
+from paro.config.record import code_version, model_line, path_flags, recorded_arguments, settings_of
 from paro.distributed.rendezvous import first_difference
 from paro.distributed.world import World
 from tests.helpers.refusals import says
@@ -135,5 +134,5 @@ def test_values_that_the_launcher_decides_are_compared() -> None:
 def test_the_code_is_told_by_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
     before = code_version()
     assert len(before) == 12
-    monkeypatch.setattr("paro.config.settings.data", __import__("tools"))
+    monkeypatch.setattr("paro.config.record.data", __import__("tools"))
     assert code_version() != before

@@ -53,7 +53,7 @@ MISTAKES = [
         "--max-position-embeddings 16",
         "--seq-length 32 ... 16: give --max-position-embeddings 32, or --seq-length 16",
     ),
-    (f"--recompute-activations {FULL}", "contradicts full"),
+    (f"--recompute-activations {FULL}", "--recompute-activations and --recompute-granularity full"),
     ("--recompute-method block", f"--recompute-method ... {FULL}: give"),
     (KEEP, f"{KEEP} needs {FULL}"),
     (f"{KEEP} --recompute-granularity selective", f"{KEEP} needs"),
@@ -88,7 +88,10 @@ MISTAKES = [
     ("--lora-target-modules q_proj", "--lora-target-modules q_proj ... --lora-rank"),
     ("--lora-base-dtype bf16", "--lora-base-dtype bf16 ... --lora-rank"),
     ("--lora-rank 2 --lora-base-dtype bf16 --fp16", "bf16 and --fp16 contradict each other"),
-    ("--lora-rank 2 --trainable last-blocks:0.5", "contradict each other: with adapters"),
+    (
+        "--lora-rank 2 --trainable last-blocks:0.5",
+        "--trainable last-blocks:0.5 and --lora-rank contradict",
+    ),
     ("--lora-rank 65", "--lora-rank 65 is above the 64 of wq"),
     # Lengths and learning rates
     ("--train-iters 0", "--train-iters 0"),

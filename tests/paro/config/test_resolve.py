@@ -103,7 +103,7 @@ def test_a_run_is_known_by_its_command_line_once_it_continues_as_chosen(
     record = {"arguments": recorded_arguments(used), "model": saved_fields(used.model)}
     finish_checkpoint(begin_checkpoint(tmp_path, 5), 5, record | {"state": {}})
     again = run.configure(parse_args(args.split()), WORLD)
-    assert again.given != first.given, "values of the checkpoint are filled in"
-    assert identifying_flags(again) == identifying_flags(first)
+    assert again.arguments != first.arguments, "values of the checkpoint are filled in"
+    assert identifying_flags(again.command_line) == identifying_flags(first.command_line)
     other = run.configure(parse_args(f"{args} --lr 0.5".split()), WORLD)
-    assert identifying_flags(other) != identifying_flags(first)
+    assert identifying_flags(other.command_line) != identifying_flags(first.command_line)

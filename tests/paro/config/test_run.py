@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from data.loader import SplitCounts
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
-from paro.config.plan import RankDevice, TrainingTask, plan_request_of
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.planning.remedies import recompute_flags
-from paro.training.assembly import count_samples
+from paro.training import assembly
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 
@@ -28,6 +28,10 @@ BLOCKS, KEPT = replace(EACH, method="block", num_layers=2), replace(EACH, keeps_
 SOME = "--recompute-granularity selective --recompute-modules"
 ZERO_1 = "--use-distributed-optimizer"
 TWO_BY_TWO = World(size=4, ranks_per_node=2)
+
+
+def count_samples(config: RunConfig) -> SplitCounts:
+    return assembly.count_samples(config.data, config.train, config.batches)
 
 
 def configure(words: str, world: World = TWO_BY_TWO) -> RunConfig:
@@ -181,10 +185,8 @@ def test_the_planner_plans_for_the_last_size() -> None:
     words = "--step-batch-size-schedule 0:8,640:16 --paro-machine dgx-a100-roce100 "
     words += "--paro-group-size 2"
     config = configure(f"{NO_BATCH} {words}")
-    device = RankDevice("cuda")
-    task = TrainingTask(config.model, config.trainable, config.precision, config.muon, 32, device)
-    case = plan_request_of(task, config.batches, config.sharding)
-    assert case.global_batch_size == 16
+    assert config.plan_request is not None
+    assert config.plan_request.global_batch_size == 16
 
 
 def test_evaluations_draw_as_many_samples_as_they_take() -> None:

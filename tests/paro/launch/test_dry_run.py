@@ -165,7 +165,7 @@ def test_the_planner_predicts_the_memory_that_the_launch_does(words: str) -> Non
 @pytest.mark.parametrize("flags", ["GGG", "IIG", "NNI", "IIG --context-parallel-size 16"])
 def test_a_run_expects_the_time_of_a_step_that_its_dry_run_says(flags: str) -> None:
     plan = planned(f"{PLANNED} --paro-strategy {flags}")
-    expected, seconds = planned_step(plan.config, "cuda"), plan.launch.seconds
+    expected, seconds = planned_step(plan.config), plan.launch.seconds
     assert (expected.machine, expected.global_batch_size) == ("dgx-a100-roce100", 256)
     assert expected.seconds["step"] == seconds
     parts = sum(part for name, part in expected.seconds.items() if name != "step")
@@ -175,7 +175,7 @@ def test_a_run_expects_the_time_of_a_step_that_its_dry_run_says(flags: str) -> N
 
 def test_no_time_is_expected_without_a_machine_or_a_step() -> None:
     for words in (f"{MOCK} --dry-run --world-size 8", f"{PLANNED} --skip-train"):
-        assert planned_step(configured(words), "cuda") is None
+        assert planned_step(configured(words)) is None
 
 
 def test_a_step_takes_its_steps_of_newton_schulz() -> None:

@@ -157,7 +157,9 @@ def lone_rank(
     spec = run_spec_of(run, "cpu")
     specs = spec.specs(units_of_run(spec))
     groups = make_groups(topology, world.rank, {}, None)
-    context = assembly._sharding_context(run, control, specs, groups, links)
+    context = assembly._sharding_context(
+        spec, control, specs, groups, links, assembly._algorithm(run)
+    )
     model = assembly._spread(llama, spec, specs, context, groups, links, Timers())
     optimizer = ParoOptimizer(model, OptimConfig(), precision, 0, MuonConfig())
     return LoneRank(config=config, model=model, optimizer=optimizer, traffic=links.traffic)

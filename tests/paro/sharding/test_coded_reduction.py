@@ -30,7 +30,7 @@ AUTO, LOCAL = "--paro-inter-bits auto", "--non-persistent-ckpt-type local"
         (f"{EIGHT} --accumulate-allreduce-grads-in-fp32", "contradict each other"),
         (f"{EIGHT} --paro-inter-bits auto", "--paro-inter-grad-bits 8 contradict each other"),
         (f"{AUTO} --accumulate-allreduce-grads-in-fp32", "contradict each other"),
-        (f"{EIGHT} --paro-inter-bits-warmup-iters -1", "-1 is negative"),
+        (f"{EIGHT} --paro-inter-bits-warmup-iters -1", "--paro-inter-bits-warmup-iters -1"),
         (FEEDBACK, "give --paro-inter-grad-bits 8 or 4 too"),
         (f"{EIGHT} {FEEDBACK} --paro-survive 1 --paro-strategy III", "--paro-survive contradict"),
         (f"{EIGHT} {FEEDBACK} {LOCAL}", f"and {LOCAL} contradict each other"),

@@ -44,15 +44,21 @@ def saved(words: str) -> dict[str, Any]:
     common = {
         "state": {"consumed_train_samples": 12},
         "schedule": asdict(config.schedule),
-        "order": order_record(config, build_data(config)),
+        "order": order_record(config.data, config.train, config.batches, build_data(config)),
     }
     read: dict[str, Any] = json.loads(json.dumps(common))
     return read
 
 
+def changed(common: dict[str, Any], config: RunConfig) -> str | None:
+    return schedule_change(common, config.schedule, config.train, config.batches)
+
+
 def told(common: dict[str, Any], words: str) -> list[str]:
     config = run(words)
-    return list(order_changes(common, config, build_data(config)))
+    return list(
+        order_changes(common, config.data, config.train, config.batches, build_data(config))
+    )
 
 
 TAIL = "reading continues after sample 12 of another order"
@@ -145,7 +151,7 @@ def test_the_flag_that_changed_a_schedule_is_named(
     before: str, after: str, change: str | None
 ) -> None:
     words = f"{FLAGS} --mock-data"
-    line = schedule_change(saved(f"{words} {before}"), run(f"{words} {after}"))
+    line = changed(saved(f"{words} {before}"), run(f"{words} {after}"))
     assert (line is None) is (change is None)
     says(line or "", change or "")
 
@@ -154,5 +160,5 @@ def test_a_schedule_of_before_there_was_a_record_names_what_it_may_be() -> None:
     common = saved(f"{FLAGS} --mock-data")
     del common["order"]
     longer = run(f"{FLAGS} --mock-data --train-iters 20")
-    told = schedule_change(common, longer)
+    told = changed(common, longer)
     says(told or "", f"--train-iters, --train-samples or --global-batch-size changed: {LENGTH}")

@@ -20,7 +20,7 @@ from paro.report.log import Log
 from paro.report.record import IterationRecord
 from paro.report.report import open_report
 from paro.report.watchdog import Observer
-from paro.training.assembly import build_data, build_sources, run_facts, start_state
+from paro.training.assembly import build_data, build_sources, run_facts
 from paro.training.loop import Loop
 from paro.training.saving import Saver
 from paro.training.step import TrainState
@@ -77,7 +77,7 @@ def run_loop(
     observers: Sequence[Observer] = (),
 ) -> Finished:
     config, training = built(f"{base} --log-interval 1 {flags}")
-    state = start_state(config)
+    state = TrainState.at_start(config.loss_scale)
     report = open_report(
         config.report,
         run_facts(config, training),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paro.arguments.words import by_flag
+from paro.arguments.flag_parser import by_flag
 from paro.machine.files import machine_to_json
 from paro.planning.search_space import PlanRequest, micro_batch_sizes
 from tests.helpers.refusals import refused

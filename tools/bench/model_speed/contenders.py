@@ -22,8 +22,8 @@ from paro.distributed.process_group import device_for, keep_freed_memory
 from paro.distributed.world import World
 from paro.errors import importing
 from paro.sharding.buffers import TORCH_TYPES
-from paro.training.assembly import build_training, start_state
-from paro.training.step import train_step
+from paro.training.assembly import build_training
+from paro.training.step import TrainState, train_step
 
 LEARNING_RATE = 1e-4
 SEED = 1234
@@ -130,7 +130,7 @@ def make_trainer(task: Task, *more: str) -> Step:
         keep_freed_memory()  # as `distributed` does
     config = configure(parse_args([*task.flags, *more]), world)
     training = build_training(config, Control(world, device_for(config.runtime, world)))
-    state, batches = start_state(config), itertools.repeat(task.batch)
+    state, batches = TrainState.at_start(config.loss_scale), itertools.repeat(task.batch)
 
     def step() -> float:
         return train_step(training, state, batches).loss

@@ -11,8 +11,8 @@ from data.loader import Batch
 from paro.distributed.control import Control
 from paro.errors import UserError
 from paro.launch.placement import check_placement
-from paro.training.assembly import build_training, start_state
-from paro.training.step import train_step
+from paro.training.assembly import build_training
+from paro.training.step import TrainState, train_step
 from tools.bench.peers.task import Outcome, Task
 
 PREFIX = "paro:"
@@ -71,8 +71,8 @@ class Own:
         self.training = build_training(config, control)
         self.training.optimizer.initialize(task.first_weights)
         if not task.is_alone:
-            check_placement(config, self.training)
-        self.state = start_state(config)
+            check_placement(self.training)
+        self.state = TrainState.at_start(config.loss_scale)
 
     def step(self, batches: Iterator[Batch], observe: Callable[[], None]) -> Outcome:
         result = train_step(self.training, self.state, batches)

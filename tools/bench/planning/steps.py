@@ -40,7 +40,7 @@ from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
 from paro.measuring.device import same_batches
 from paro.sharding.buffers import TORCH_TYPES
-from paro.training.assembly import build_training, start_state
+from paro.training.assembly import build_training
 from paro.training.step import StepResult, Training, TrainState, train_step
 from tools.bench.peers.own import parse_setting
 from tools.bench.peers.run import in_own_process, process_group, rehearse
@@ -185,7 +185,7 @@ def _built(
             candidate=candidate,
             num_micro_batches=count,
             training=_with(training, config, count),
-            state=start_state(config),
+            state=TrainState.at_start(config.loss_scale),
             batches=same_batches(config, control.device),
             peak_in_use=None,
         )

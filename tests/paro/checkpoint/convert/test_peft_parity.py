@@ -16,9 +16,9 @@ from data.batch import Batch
 from model.lora_config import is_adapter
 from paro.checkpoint.convert.peft import peft_name
 from paro.config.run import RunConfig
-from paro.training.assembly import build_data, build_sources, start_state
+from paro.training.assembly import build_data, build_sources
 from paro.training.resume import Resumed
-from paro.training.step import Training, train_step
+from paro.training.step import Training, TrainState, train_step
 from tests.helpers.commands import write_lines
 from tests.helpers.comparison import ADAM_EPS, FP32
 from tests.helpers.margins import assert_near, margin_of, note
@@ -141,9 +141,9 @@ def assert_same_steps(
         weight_decay=0.1,
     )
     data = build_data(config)
-    ours = build_sources(config, data, training, start_state(config)).train
-    batches = build_sources(config, data, training, start_state(config)).train
-    state = start_state(config)
+    ours = build_sources(config, data, training, TrainState.at_start(config.loss_scale)).train
+    batches = build_sources(config, data, training, TrainState.at_start(config.loss_scale)).train
+    state = TrainState.at_start(config.loss_scale)
     start = whole_parameters(training)
     for _ in range(STEPS):
         step = train_step(training, state, ours)

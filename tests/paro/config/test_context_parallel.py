@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
-from paro.config.context_parallel import TYPES, ContextParallelConfig
-from paro.config.context_search import faster_type
-from paro.config.record import recorded_arguments
+from paro.config.context_parallel import TYPES, ContextParallelConfig, faster_comm_type
+from paro.config.record import recorded_arguments, settings_of
 from paro.config.run import RunConfig
-from paro.config.settings import settings_of
 from paro.distributed.world import World
-from paro.launch.prediction import plan_request_of_run
 from paro.machine.files import machine_to_json
 from paro.planning.estimator import Estimate, Estimator
 from paro.spec.context_layout import ContextLayout
@@ -44,7 +41,7 @@ def on(tmp_path: Path) -> str:
 
 
 def estimated(config: RunConfig) -> Estimate:
-    request = plan_request_of_run(config, "cuda")
+    request = config.plan_request
     return Estimator(request).estimate(request.candidate(config.strategy))
 
 
@@ -140,14 +137,14 @@ def test_another_type_is_named_where_it_is_clearly_faster(on: str) -> None:
             seconds[name + sizes] = estimated(configured(f"{words}--cp-comm-type {name}{sizes}"))
     best = min(seconds, key=lambda name: seconds[name].seconds)
     config = configured(f"{words}--cp-comm-type allgather")
-    request = plan_request_of_run(config, "cuda")
+    request = config.plan_request
     assert request is not None
     gain = seconds["allgather"].seconds / seconds[best].seconds - 1
     assert gain > 0.05
-    told = faster_type(config.context, request, config.strategy)
+    told = faster_comm_type(config.context, request, config.strategy)
     assert told == f"--cp-comm-type {best} would be {gain:.0%} faster, as the planner predicts"
     near = ContextParallelConfig(context_parallel_size=8)
-    assert faster_type(near, replace(request, context=near.layout), config.strategy) is None
+    assert faster_comm_type(near, replace(request, context=near.layout), config.strategy) is None
 
 
 def test_a_type_is_chosen_by_the_rates_of_the_kernels(tmp_path: Path) -> None:
@@ -160,7 +157,7 @@ def test_a_type_is_chosen_by_the_rates_of_the_kernels(tmp_path: Path) -> None:
         own = machine(world_size=8, group_size=4, inter=200, device=device)
         path.write_text(machine_to_json(own), encoding="utf-8")
         config = configured(f"--paro-machine {path} {TYPE}{words}{more}")
-        request = plan_request_of_run(config, "cuda")
+        request = config.plan_request
         assert request is not None
         return config.context.cp_comm_type, request.apart
 
