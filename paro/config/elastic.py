@@ -109,8 +109,8 @@ def nodes_line(batches: BatchSchedule, world: World, num_sharing: int) -> tuple[
     for num_nodes in range(1, world.num_nodes + 1):
         try:
             left = replace(world, size=num_nodes * world.ranks_per_node)
-            readers = data_parallel_size_of(left, num_sharing)
-            replace(batches, data_parallel_size=readers).check_from(0)
+            data_parallel_size = data_parallel_size_of(left, num_sharing)
+            replace(batches, data_parallel_size=data_parallel_size).check_from(0)
             allowed.append(str(num_nodes))
         except UserError as error:
             refusals.append(str(error))

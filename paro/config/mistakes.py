@@ -72,10 +72,10 @@ def _fitting_sizes(args: Namespace, missing: Collection[str]) -> dict[str, objec
     """Find better batch sizes for the ranks that are given, if these are right."""
     try:
         world = take(LaunchConfig, args).world()
-        readers = data_parallel_size_of(world, args.context_parallel_size)
+        data_parallel_size = data_parallel_size_of(world, args.context_parallel_size)
     except UserError:
         return {}
-    return {} if "--world-size" in missing else better_values(args, readers)
+    return {} if "--world-size" in missing else better_values(args, data_parallel_size)
 
 
 def better_values(args: Namespace, data_parallel_size: int) -> dict[str, object]:

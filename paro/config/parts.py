@@ -30,7 +30,7 @@ def with_values(args: Namespace, values: Mapping[str, object]) -> Namespace:
     return Namespace(**vars(args) | dict(values))
 
 
-def take_batches(args: Namespace, readers: int) -> BatchSchedule:
+def take_batches(args: Namespace, data_parallel_size: int) -> BatchSchedule:
     global_batch_size, steps = args.global_batch_size, None
     if args.step_batch_size_schedule is not None:
         for flag in ("global_batch_size", "rampup_batch_size"):
@@ -40,7 +40,7 @@ def take_batches(args: Namespace, readers: int) -> BatchSchedule:
         steps = parse_steps(args.step_batch_size_schedule, args.seq_length)
         global_batch_size = steps[-1][1]
     elif global_batch_size is None:
-        global_batch_size = args.micro_batch_size * readers
+        global_batch_size = args.micro_batch_size * data_parallel_size
         if args.paro_elastic:
             raise UserError(
                 "--paro-elastic keeps the global batch where the ranks change: give it, such as "
@@ -51,7 +51,7 @@ def take_batches(args: Namespace, readers: int) -> BatchSchedule:
         BatchSchedule,
         args,
         global_batch_size=global_batch_size,
-        data_parallel_size=readers,
+        data_parallel_size=data_parallel_size,
         rampup_batch_size=None if rampup is None else tuple(rampup),
         step_batch_size_schedule=steps,
     )

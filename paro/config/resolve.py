@@ -164,8 +164,8 @@ def planner_input(
     world, machine, size = sharding.world, sharding.machine, args.micro_batch_size
 
     def batches(config: ContextParallelConfig, size: int) -> BatchSchedule:
-        readers = data_parallel_size_of(world, config.context_parallel_size)
-        return take_batches(with_values(args, {"micro_batch_size": size}), readers)
+        data_parallel_size = data_parallel_size_of(world, config.context_parallel_size)
+        return take_batches(with_values(args, {"micro_batch_size": size}), data_parallel_size)
 
     def only(config: ContextParallelConfig, size: int, *lines: str) -> PlannerInput:
         return PlannerInput(

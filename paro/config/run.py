@@ -249,16 +249,24 @@ def _task(
     )
 
 
-def _scheduled(args: Namespace, readers: int) -> BatchSchedule:
-    return take_batches(with_values(args, {"global_batch_size": None}), readers)
+def _batches_of_steps(args: Namespace, data_parallel_size: int) -> BatchSchedule | None:
+    if args.step_batch_size_schedule is None:
+        return None
+    return take_batches(with_values(args, {"global_batch_size": None}), data_parallel_size)
 
 
-def _fitting_batches(args: Namespace, readers: int) -> BatchSchedule:
-    return take_batches(with_values(args, fitting_batches(args, readers)), readers)
+def _fitting_batches(args: Namespace, data_parallel_size: int) -> BatchSchedule:
+    fitting = fitting_batches(args, data_parallel_size)
+    return take_batches(with_values(args, fitting), data_parallel_size)
 
 
-# What makes each part; its parameters name the parts that it needs. Of those of one name each
-# stands in where those before it fail, for parts that need it.
+def _data_parallel_size(args: Namespace, world: World) -> int:
+    return data_parallel_size_of(world, args.context_parallel_size)
+
+
+# The parts of a configuration and their makers, in order. The parameters of a maker name the parts
+# that it needs. Of several makers of a part, a later one stands in where the earlier ones fail, so
+# that parts which need it can still be checked.
 _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
     ("checkpoint", _filled(CheckpointConfig)),
     ("fusions", _filled(Fusions)),
@@ -280,15 +288,15 @@ _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
     ("as_given", take_precision),
     ("muon", _filled(MuonConfig)),
     ("task", _task),
-    ("readers", lambda args, world: data_parallel_size_of(world, args.context_parallel_size)),
-    ("readers", lambda world: world.size),
+    ("data_parallel_size", _data_parallel_size),
+    ("data_parallel_size", lambda world: world.size),
     ("sharding_flags", take_sharding),
     ("bits", lambda sharding_flags, as_given: take_inter_bits(sharding_flags.sharding, as_given)),
     ("planner_input", planner_input),
     ("decision", lambda planner_input, wrong: None if wrong else decide(planner_input)),
     ("batches", lambda decision: decision.batches),
     ("batches", take_batches),
-    ("batches", lambda args, readers: args.step_batch_size_schedule and _scheduled(args, readers)),
+    ("batches", _batches_of_steps),
     ("batches", _fitting_batches),
     ("sharding", lambda decision: decision.sharding),
     ("sharding", lambda sharding_flags: sharding_flags.sharding),

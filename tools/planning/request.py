@@ -202,11 +202,11 @@ def plan_request_of_args(args: Namespace) -> PlanRequest:
         raise UserError(f"--memory-margin {args.memory_margin:g} must be at least 0 and below 1")
     task, sharding = task_of(args, model, sharding)
     batch, size = args.global_batch_size, args.micro_batch_size
-    readers = data_parallel_size_of(world, context.context_parallel_size)
+    data_parallel_size = data_parallel_size_of(world, context.context_parallel_size)
     batches = BatchSchedule(
         micro_batch_size=size,
-        global_batch_size=size * readers if batch is None else batch,
-        data_parallel_size=readers,
+        global_batch_size=size * data_parallel_size if batch is None else batch,
+        data_parallel_size=data_parallel_size,
     )
     fields = task._asdict() | {"batches": batches, "sharding": sharding}
     for check in PLANNED_CHECKS:
