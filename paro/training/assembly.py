@@ -18,8 +18,8 @@ from model.initialization import initial_values, parameter_initializers
 from model.llama import Llama
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
-from paro.collectives.coded import CodedReduction
 from paro.collectives.matrices import MatrixExchange
+from paro.collectives.quantized import QuantizedReduction
 from paro.collectives.shifts import Ring
 from paro.context_parallel.attention import ContextAttention, make_context_attention
 from paro.context_parallel.probe import check_core
@@ -36,8 +36,8 @@ from paro.schedule.loss_scale import start_loss_scale
 from paro.sharding.buffers import TORCH_TYPES, Ledger
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
+from paro.sharding.sharded_unit import make_sharded_units
 from paro.sharding.shards import ShardingContext
-from paro.sharding.wrap import make_sharded_units
 from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_spec import Materialize, RunSpec, groups_of
 from paro.spec.sharding_spec import ShardingSpec
@@ -173,16 +173,17 @@ def _sharding_context(
     links: Links,
 ) -> ShardingContext:
     topology = groups.topology
-    coded: CodedReduction | None = None  # the sums of gradients between groups, sent as codes
+    reduction: QuantizedReduction | None = None
     if any(spec.exchange for spec in specs):
-        coded = CodedReduction(groups, links, uncoded_dtype=TORCH_TYPES[config.precision.wire])
+        wire = TORCH_TYPES[config.precision.wire]
+        reduction = QuantizedReduction(groups, links, exact_dtype=wire)
     return ShardingContext(
         topology=topology,
         rank=groups.rank,
         strategy=config.strategy,
         collectives=make_collectives(_algorithm(config), groups, links),
         device=control.device,
-        coded_reduction=coded,
+        quantized_reduction=reduction,
         matrix_exchanges={
             rounds.degree: MatrixExchange(rounds.span(topology), groups, links)
             for rounds in muon_rounds(specs)
