@@ -15,7 +15,7 @@ class PrecisionConfig:
     """The dtypes of a run's states and messages, by name; masters are always fp32.
 
     `inter_param_bits` and `inter_grad_bits` are for updated parameters and gradients that cross
-    groups once a step; below 16 they are sent as codes (paro/quantization/ranges.py).
+    groups once a step; below 16 they are quantized (paro/quantization/formats.py).
     """
 
     compute: str
@@ -67,8 +67,8 @@ class PrecisionConfig:
             )
 
     @property
-    def has_codes(self) -> bool:
-        """Whether something may cross groups as codes."""
+    def quantizes(self) -> bool:
+        """Whether something may be quantized to cross groups."""
         return (self.inter_param_bits, self.inter_grad_bits) != (FULL_BITS, FULL_BITS)
 
     def with_inter_bits(self, bits: int) -> PrecisionConfig:

@@ -16,7 +16,7 @@ from paro.arguments.parser import build_parser
 from paro.checkpoint.chunks import chunked_states
 from paro.distributed.comm_stream import stream_name
 from paro.distributed.exposed_time import Exposed
-from paro.distributed.profile_range import record_ranges
+from paro.distributed.timers import record_ranges
 from paro.precision import PrecisionConfig
 from paro.report.record import Metrics, scalars_of, summarize
 from paro.topology import StreamKind

@@ -1,15 +1,15 @@
-"""Constructs collectives by name: one algorithm, or a choice of several by message size."""
+"""Collectives by name: one algorithm, or a choice of several by message size."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from paro.collectives.choice import AlgorithmChoice
-from paro.collectives.executor import ALGORITHMS, Ends, ScheduledCollectives
-from paro.collectives.flat import FlatCollectives
+from paro.collectives.hops import ALGORITHMS
 from paro.collectives.interface import Collectives, Request
-from paro.collectives.native import NativeCollectives
+from paro.collectives.native import FlatCollectives, NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
+from paro.collectives.scheduled import GroupResources, ScheduledCollectives
 from paro.distributed.comm_stream import Event
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
@@ -17,14 +17,14 @@ from paro.distributed.links import Links
 
 def make_collectives(choice: AlgorithmChoice, groups: Groups, links: Links) -> Collectives:
     """Return collectives by a choice of algorithms, for which `groups` has been made."""
-    ends = Ends()
+    resources = GroupResources()
 
     def make(name: str) -> Collectives:
-        if name == "ho-ring" and choice.pieces is not None:
-            return PipelinedCollectives(groups, links, choice.pieces)
+        if name == "ho-ring" and choice.num_chunks is not None:
+            return PipelinedCollectives(groups, links, choice.num_chunks)
         if name in ALGORITHMS:
-            return ScheduledCollectives(name, groups, links, ends)
-        return _BACKENDS[name](groups, links)
+            return ScheduledCollectives(name, groups, links, resources)
+        return (FlatCollectives if name == "flat" else NativeCollectives)(groups, links)
 
     made = {name: make(name) for name in choice.names}
     if choice.best is None:
@@ -32,14 +32,8 @@ def make_collectives(choice: AlgorithmChoice, groups: Groups, links: Links) -> C
     return AutoCollectives(made, choice, groups, links)
 
 
-_BACKENDS: dict[str, type[NativeCollectives | FlatCollectives]] = {
-    "native": NativeCollectives,
-    "flat": FlatCollectives,
-}
-
-
 class AutoCollectives(Collectives):
-    """Delegates every call to the chosen algorithm; all share comm streams and process groups.
+    """Collectives that choose an algorithm per call; all share comm streams and process groups.
 
     Any comm stream works for `run_after`: the job waits for the reduction, whichever ran it.
     """

@@ -1,4 +1,4 @@
-"""The choice of an algorithm for a collective by its size."""
+"""The choice of an algorithm for a collective by its size, and the process groups that it needs."""
 
 from __future__ import annotations
 
@@ -6,32 +6,74 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paro.collectives.schedule import Op
-from paro.topology import Axes, AxisSpan, axes_of
+from paro.topology import Axes, AxisSpan, Link, Spans, axes_of
 
 BestOf = Callable[[Op, Axes, int], str]
-Pieces = Callable[[Op, AxisSpan, int], int]
+ChunkCount = Callable[[Op, AxisSpan, int], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmChoice:
-    """The algorithms to choose from and the function that picks one, the same on every rank.
+    """Algorithms to choose from and the function that picks one; equal on every rank.
 
     `best` gets the collective, the kinds of axes that it uses, and the bytes of the whole buffer
     in the communication dtype; it returns one of `names`. None: the first of `names`.
 
-    `pieces` makes ho-ring a pipeline of the backend's own collectives, as NCCL needs it, and gives
-    its number of pieces for a collective, its span and bytes. None: messages from point to point.
+    `num_chunks` makes ho-ring a pipeline of the backend's own collectives, as NCCL needs it, and
+    counts its chunks for a collective, its span and bytes. None: point-to-point messages.
     """
 
     names: tuple[str, ...]
     best: BestOf | None = None
-    pieces: Pieces | None = None
+    num_chunks: ChunkCount | None = None
 
     @property
     def pipelines(self) -> bool:
         """Whether ho-ring is a pipeline."""
-        return self.pieces is not None
+        return self.num_chunks is not None
 
     def of(self, op: Op, span: AxisSpan, num_bytes: int) -> str:
         """Return the algorithm of a collective along a span that is not empty."""
         return self.names[0] if self.best is None else self.best(op, axes_of(span), num_bytes)
+
+
+def needed_groups(choice: AlgorithmChoice, spans: Spans) -> Spans:
+    """Return the groups of a rank for collectives along `spans` by any algorithm of a choice."""
+    return {
+        kind: frozenset(
+            part
+            for span in of_kind
+            for name in choice.names
+            for part in group_spans(name, span, pipelined=choice.pipelines)
+        )
+        for kind, of_kind in spans.items()
+    }
+
+
+def group_spans(name: str, span: AxisSpan, *, pipelined: bool) -> tuple[AxisSpan, ...]:
+    """Return the parts of an axis span that need a process group, innermost first."""
+    if not span:
+        return ()
+    if name == "flat":
+        return (span,)
+    if name == "native" or (name == "ho-ring" and pipelined and not has_both_links(span)):
+        return tuple((axis,) for axis in span)
+    return ring_levels(name, span)
+
+
+def ring_levels(name: str, span: AxisSpan) -> tuple[AxisSpan, ...]:
+    """Return the levels of a span for ring, h-ring or ho-ring, innermost first.
+
+    A level is one ring. Neighbouring axes with one kind of links are one level, for fewer hops.
+    """
+    if not span:
+        return ()
+    if name == "ring":
+        return (span,)
+    kinds = [tuple(axis for axis in span if axis.link is link) for link in (Link.INTRA, Link.INTER)]
+    return tuple(part for part in kinds if part)
+
+
+def has_both_links(span: AxisSpan) -> bool:
+    """Return whether a span has links inside groups and between them."""
+    return bool(span) and axes_of(span) is Axes.BOTH

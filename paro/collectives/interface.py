@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paro.collectives.choice import group_spans
 from paro.collectives.schedule import Op
-from paro.collectives.spans import group_spans
 from paro.collectives.wire import Wire
 from paro.distributed.comm_stream import Event, Job
 from paro.distributed.groups import Groups
@@ -40,7 +40,7 @@ class Request(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole buffer, as it is sent."""
+        """Bytes of the whole buffer in the communication dtype."""
         return self.whole.numel() * self.comm_dtype.itemsize
 
     def own(self, rank: int) -> Tensor:
@@ -48,11 +48,11 @@ class Request(NamedTuple):
         return self.whole[slice(*self.range_of(rank))] if self.shard is None else self.shard
 
     def range_of(self, rank: int) -> tuple[int, int]:
-        """(start, stop) of a rank's shard in `whole`."""
+        """Return (start, stop) of a rank's shard in `whole`."""
         return nested_range(by_units(self.span, self.units), rank, self.whole.numel())
 
     def nested(self) -> Tensor:
-        """`whole` viewed with one dim per axis, innermost first, and one for shard elements."""
+        """View `whole` with one dim per axis, innermost first, and one for shard elements."""
         order = by_units(self.span, self.units)
         view = self.whole.view(*(axis.size for axis in order), -1)
         return view if self.units == 1 else view.movedim(0, -2)

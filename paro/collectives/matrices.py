@@ -41,6 +41,6 @@ class MatrixExchange(Endpoint):
                 {self._ranks[rank]: shard for rank, shard in shards.items() if rank != own}
                 for shards in (sent, received)
             )
-            self._wire.trade(StreamKind.EXCHANGE, self._span, out, into)
+            self._wire.exchange(StreamKind.EXCHANGE, self._span, out, into)
 
         return self._submit(StreamKind.EXCHANGE, self._span, job)

@@ -1,4 +1,4 @@
-"""The backend's own collectives, axis by axis; the reference in tests."""
+"""The backend's own collectives, axis by axis, and over a whole span as a baseline."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from paro.collectives.interface import Collectives, Request
 from paro.collectives.schedule import Op
-from paro.collectives.wire import shard_in
+from paro.collectives.wire import as_nested, shard_in
 from paro.distributed.comm_stream import DONE, Event
 from paro.topology import AxisSpan, StreamKind, nested_range
 
 
 class NativeCollectives(Collectives):
-    """One backend call per axis: gathers from outermost to innermost, reductions in reverse."""
+    """Backend calls axis by axis: gathers from outermost to innermost, reductions in reverse."""
 
     def run(self, request: Request) -> Event:
         op, whole, span, comm_dtype, shard, after, units = request
@@ -59,7 +59,7 @@ class NativeCollectives(Collectives):
         return event
 
     def _run_by_units(self, request: Request, event: Event) -> Event:
-        """Along the outermost axis the parts of all units at once, else every unit by itself."""
+        """Send all units at once along the outermost axis, else every unit by itself."""
         op, whole, span, comm_dtype, *_ = request
         inner, outermost = span[:-1], span[-1:]
         units = whole.view(request.units, -1)
@@ -104,3 +104,37 @@ class NativeCollectives(Collectives):
         own = self._wire.reduce_scatter(StreamKind.REDUCE, axis, whole.to(comm_dtype))
         if whole.dtype != comm_dtype:
             shard_in(whole, axis, self._rank).copy_(own)
+
+
+class FlatCollectives(Collectives):
+    """Baseline: a single backend call over all ranks of a span, plus a permutation.
+
+    Sharding libraries do so that do not distinguish links inside and between groups.
+
+    Backends order shards by rank, whose most significant digit is the outermost axis; in the nested
+    order that is the innermost axis. The permutation needs an extra whole buffer.
+    """
+
+    _algorithm = "flat"
+
+    def run(self, request: Request) -> Event:
+        whole, span, comm_dtype = request.whole, request.span, request.comm_dtype
+        if not span:
+            return request.after or DONE
+
+        def gather() -> None:
+            by_rank = torch.empty_like(whole)
+            self._wire.all_gather(StreamKind.GATHER, span, by_rank, request.own(self._rank))
+            request.nested().copy_(as_nested(by_rank, span))
+
+        def scatter() -> None:
+            by_rank = torch.empty_like(whole, dtype=comm_dtype)
+            as_nested(by_rank, span).copy_(request.nested())
+            own = self._wire.reduce_scatter(StreamKind.REDUCE, span, by_rank)
+            request.own(self._rank).copy_(own)
+
+        def add_up() -> None:
+            self._wire.all_reduce(StreamKind.REDUCE, span, whole, comm_dtype)
+
+        jobs = {Op.ALL_GATHER: gather, Op.REDUCE_SCATTER: scatter, Op.ALL_REDUCE: add_up}
+        return self._submit(request.stream_kind, span, jobs[request.op], after=request.after)

@@ -1,21 +1,25 @@
 """Runs pipelines: HO-Ring by the backend's own collectives, on one comm stream per level."""
 
+# Under NCCL a launch costs more than a small message, so HO-Ring is not a schedule of messages
+# (scheduled.py) but NCCL's own collectives: a buffer is cut into chunks, and every chunk passes the
+# stages of pipeline.py, one level after the other. A stage is a job on the comm stream of its
+# level, so one level works on a chunk while the other has the next. The stages of a chunk hand it
+# on in a slot of scratch memory, which the chunks of all collectives of a span use in turn.
+
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from math import prod
 
 from torch import Tensor
 
-from paro.collectives.choice import Pieces
+from paro.collectives.choice import ChunkCount, has_both_links, ring_levels
 from paro.collectives.interface import Collectives, Request
 from paro.collectives.native import NativeCollectives
-from paro.collectives.pipeline import SLOTS, PipelineStage, make_pipeline, piece_ranges
+from paro.collectives.pipeline import SLOTS, PipelineStage, chunk_ranges, make_pipeline
 from paro.collectives.schedule import Op
-from paro.collectives.spans import has_both_links, ring_levels
-from paro.collectives.transfer import Scratch
+from paro.collectives.scheduled import Scratch
 from paro.collectives.wire import Wire, as_nested
 from paro.distributed.comm_stream import DONE, AllEvents, Event, Job
 from paro.distributed.groups import Groups
@@ -24,25 +28,26 @@ from paro.topology import AxisSpan, StreamKind
 
 
 class PipelinedCollectives(Collectives):
-    """Pipelines over both kinds of links; over a single one the backend's own, axis by axis."""
+    """HO-Ring as a pipeline; over one kind of links the backend's collectives, axis by axis."""
 
     _algorithm = "ho-ring"
     _pipelined = True
 
-    def __init__(self, groups: Groups, links: Links, pieces: Pieces) -> None:
+    def __init__(self, groups: Groups, links: Links, num_chunks: ChunkCount) -> None:
         super().__init__(groups, links)
         self._native = NativeCollectives(groups, links)
-        self._pieces = pieces
+        self._num_chunks = num_chunks
         self._memory: dict[tuple[StreamKind, AxisSpan], _Memory] = {}
 
     def run(self, request: Request) -> Event:
         op, span, own = request.op, request.span, request.own(self._rank)
         if not has_both_links(span):
             return self._native.run(request)
-        pieces = self._pieces(op, span, request.num_bytes)
-        ranges = piece_ranges(own.numel(), pieces)
+        num_chunks = self._num_chunks(op, span, request.num_bytes)
+        ranges = chunk_ranges(own.numel(), num_chunks)
         memory = self._memory.setdefault((request.stream_kind, span), _Memory())
-        slots = [memory.next_slot() for _ in ranges]
+        slots = [(memory.num_chunks + chunk) % SLOTS for chunk in range(len(ranges))]
+        memory.num_chunks += len(ranges)
         jobs = _StageJobs(
             wire=self._wire,
             request=request,
@@ -52,43 +57,40 @@ class PipelinedCollectives(Collectives):
             slots=slots,
             scratch=memory.scratch,
         )
-        ends: list[Event] = []
+        done: list[Event] = []  # by stage
         for stage in make_pipeline(op, len(ranges)):
-            slot = slots[stage.piece]
+            slot = slots[stage.chunk]
             if stage.after is not None:
-                ready = ends[stage.after]
-            else:  # the pieces after the first follow it on the same comm stream
-                first = (request.after or DONE,) if stage.piece == 0 else ()
+                ready = done[stage.after]
+            else:  # the chunks after the first follow it on the same comm stream
+                first = (request.after or DONE,) if stage.chunk == 0 else ()
                 ready = AllEvents([*first, memory.left[slot]])
-            part = jobs.levels[stage.level]
-            ends.append(self._submit(request.stream_kind, part, jobs.job(stage), after=ready))
+            level = jobs.levels[stage.level]
+            done.append(self._submit(request.stream_kind, level, jobs.job(stage), after=ready))
             if stage.is_last:
-                memory.left[slot] = ends[-1]
-        return ends[-1]
+                memory.left[slot] = done[-1]
+        return done[-1]
 
 
 @dataclass(slots=True)
 class _Memory:
-    """The memory in which the collectives of a span hand pieces on, one slot after another."""
+    """Slots in which the collectives of a span hand chunks on, used in turn."""
 
     scratch: Scratch = field(default_factory=Scratch)
-    left: list[Event] = field(default_factory=lambda: [DONE] * SLOTS)  # by the last piece in a slot
-    _pieces: Iterator[int] = field(default_factory=count)
-
-    def next_slot(self) -> int:
-        return next(self._pieces) % SLOTS
+    left: list[Event] = field(default_factory=lambda: [DONE] * SLOTS)  # by the last chunk in a slot
+    num_chunks: int = 0  # that have used the slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StageJobs:
-    """One pipeline in execution: a job for each stage."""
+    """Jobs of a pipeline's stages."""
 
     wire: Wire
     request: Request
     own: Tensor  # this rank's shard of the whole
-    ranges: list[tuple[int, int]]  # of a piece, in every shard
+    ranges: list[tuple[int, int]]  # of a chunk, in every shard
     levels: tuple[AxisSpan, ...]
-    slots: list[int]  # of a piece
+    slots: list[int]  # of a chunk
     scratch: Scratch
 
     def job(self, stage: PipelineStage) -> Job:
@@ -97,48 +99,49 @@ class _StageJobs:
             Op.REDUCE_SCATTER: self._reduce_scatter,
             Op.ALL_REDUCE: self._all_reduce,
         }[stage.op]
-        return lambda: carry_out(stage.level, stage.piece)
+        return lambda: carry_out(stage.level, stage.chunk)
 
-    def _gather(self, level: int, piece: int) -> None:
-        kind, handed = self.request.stream_kind, self._handed(piece)
+    def _gather(self, level: int, chunk: int) -> None:
+        kind, handoff = self.request.stream_kind, self._handoff(chunk)
         if level == 1:
-            self.wire.all_gather(kind, self.levels[1], handed, self._own_piece(piece))
+            self.wire.all_gather(kind, self.levels[1], handoff, self._own_chunk(chunk))
             return
-        by_rank = self._inside(piece)
-        self.wire.all_gather(kind, self.levels[0], by_rank, handed)
-        self._piece(piece).copy_(as_nested(by_rank, *self.levels))
+        by_rank = self._inside(chunk)
+        self.wire.all_gather(kind, self.levels[0], by_rank, handoff)
+        self._chunk(chunk).copy_(as_nested(by_rank, *self.levels))
 
-    def _reduce_scatter(self, level: int, piece: int) -> None:
-        kind, handed = self.request.stream_kind, self._handed(piece)
+    def _reduce_scatter(self, level: int, chunk: int) -> None:
+        kind, handoff = self.request.stream_kind, self._handoff(chunk)
         if level == 1:
-            self._own_piece(piece).copy_(self.wire.reduce_scatter(kind, self.levels[1], handed))
+            self._own_chunk(chunk).copy_(self.wire.reduce_scatter(kind, self.levels[1], handoff))
             return
-        by_rank = self._inside(piece)
-        as_nested(by_rank, *self.levels).copy_(self._piece(piece))
-        handed.copy_(self.wire.reduce_scatter(kind, self.levels[0], by_rank))
+        by_rank = self._inside(chunk)
+        as_nested(by_rank, *self.levels).copy_(self._chunk(chunk))
+        handoff.copy_(self.wire.reduce_scatter(kind, self.levels[0], by_rank))
 
-    def _all_reduce(self, level: int, piece: int) -> None:
+    def _all_reduce(self, level: int, chunk: int) -> None:
         kind, comm_dtype = self.request.stream_kind, self.request.comm_dtype
-        self.wire.all_reduce(kind, self.levels[level], self._handed(piece), comm_dtype)
+        self.wire.all_reduce(kind, self.levels[level], self._handoff(chunk), comm_dtype)
 
-    def _own_piece(self, piece: int) -> Tensor:
-        return self.own[slice(*self.ranges[piece])]
+    def _own_chunk(self, chunk: int) -> Tensor:
+        return self.own[slice(*self.ranges[chunk])]
 
-    def _piece(self, piece: int) -> Tensor:
-        """Return a piece of all shards: a dim per axis, innermost first, and one for elements."""
-        return self.request.nested()[..., slice(*self.ranges[piece])]
+    def _chunk(self, chunk: int) -> Tensor:
+        """Return a chunk of all shards: a dim per axis, innermost first, and one for elements."""
+        return self.request.nested()[..., slice(*self.ranges[chunk])]
 
-    def _handed(self, piece: int) -> Tensor:
-        """Return the piece as stages hand it on: of the shards that this rank exchanges between
-        groups."""
-        return self._room(self.slots[piece], piece, self.levels[1:])
+    def _handoff(self, chunk: int) -> Tensor:
+        """Return the chunk as stages hand it on: of the shards that go between groups."""
+        return self._scratch(self.slots[chunk], chunk, self.levels[1:])
 
-    def _inside(self, piece: int) -> Tensor:
-        """Return the piece of all shards; jobs use this memory one by one, on level 0's comm
-        stream."""
-        return self._room(SLOTS, piece, self.levels)
+    def _inside(self, chunk: int) -> Tensor:
+        """Return the chunk of all shards, in the order of backends.
 
-    def _room(self, slot: int, piece: int, levels: Sequence[AxisSpan]) -> Tensor:
+        The jobs on level 0's comm stream use its memory one by one.
+        """
+        return self._scratch(SLOTS, chunk, self.levels)
+
+    def _scratch(self, slot: int, chunk: int, levels: Sequence[AxisSpan]) -> Tensor:
         num_shards = prod(axis.size for level in levels for axis in level)
-        numel = num_shards * self._own_piece(piece).numel()
+        numel = num_shards * self._own_chunk(chunk).numel()
         return self.scratch.slot(slot, numel, self.request.comm_dtype, self.request.whole.device)

@@ -1,19 +1,20 @@
-"""Schedules: a collective as a list of sends and receives with levels and dependencies."""
+"""Schedules: a collective of one rank as a list of sends and receives with dependencies."""
 
-# An axis span is split into levels, innermost first: `sizes` is (m,) for a plain ring, (m, g) for g
-# groups of m. A rank's position along the span (`place`) is inner digit + m * outer digit. The
-# buffer is split into one shard per position and every shard into pieces; a chunk is one piece.
+# NCCL's rings send what arrived one step before; here the order is data. An axis span is split into
+# levels, innermost first, each with rings of its own: `sizes` is (m,) for one ring, (m, g) for g
+# groups of m. A rank's position along the span is inner digit + m * outer digit. The buffer is
+# split into one shard per position, and every shard into chunks.
 #
-# An algorithm (ring.py, h_ring.py, ho_ring.py) lists the hops of its all-gather for one rank: in
-# every hop the rank sends chunks to the next position of a level's ring and receives others from
-# the previous one. The rest is derived from that list:
+# An algorithm (hops.py) lists the hops of its all-gather for one rank: in every hop the rank sends
+# chunks to the next position of a level's ring and receives others from the previous one.
+# `make_schedule` derives the rest from that list:
 #
 #     reduce-scatter   the hops in reverse: chunks that were sent are received and added
 #     all-reduce       the reduce-scatter, then the all-gather
 #     after            the earlier steps whose chunk must have arrived, from the data dependencies
 #
-# The order of steps respects every dependency and is the same on all ranks, so executing them one
-# by one never deadlocks; steps of different levels may run at the same time.
+# The order of steps respects every dependency and is equal on all ranks, so executing them one by
+# one never deadlocks; steps of different levels may run at once (scheduled.py).
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ MESSAGES_UNDER_WAY = 3
 
 # A message should be large enough to amortize its fixed cost, and small enough that little work
 # remains after the last one has arrived.
-_PIECE_BYTES = 768 << 10
-_LEAST_PIECE_BYTES = 256 << 10
+_CHUNK_BYTES = 768 << 10
+_LEAST_CHUNK_BYTES = 256 << 10
 
 
 class Op(Enum):
@@ -49,17 +50,17 @@ class Op(Enum):
 
 
 class Chunk(NamedTuple):
-    """One piece of the shard of one position."""
+    """A chunk of the shard of a position."""
 
     owner: int
-    piece: int
+    number: int
 
 
 Chunks = tuple[Chunk, ...]  # contiguous in the buffer, sent as one message
 
 
 class Hop(NamedTuple):
-    """One step of an all-gather: `sent` goes to the next rank of a level's ring."""
+    """Step of an all-gather: `sent` goes to the next rank of a level's ring."""
 
     level: int
     sent: Chunks
@@ -68,12 +69,12 @@ class Hop(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What is sent to a peer, or received from it, once those of the steps `after` have arrived."""
+    """Chunks that are sent to a peer or received from it, once the steps `after` have arrived."""
 
     chunks: Chunks
     peer: int
     after: tuple[int, ...]
-    adds: bool = False  # whether what is received is added to its chunks or overwrites them
+    adds: bool = False  # a received message is added to its chunks instead of overwriting them
 
 
 class Step(NamedTuple):
@@ -93,29 +94,31 @@ class Schedule:
     of_level: tuple[tuple[int, ...], ...]
 
 
-Hops = Callable[[Sequence[int], int, int], list[Hop]]  # (sizes, place, pieces)
+Hops = Callable[[Sequence[int], int, int], list[Hop]]  # (sizes, position, chunks)
 
 
-def neighbour(sizes: Sequence[int], place: int, level: int, offset: int) -> int:
+def neighbour(sizes: Sequence[int], position: int, level: int, offset: int) -> int:
     """Return the position `offset` further along the ring of `level`; `offset` may be negative."""
     below = prod(sizes[:level])
-    digit = place // below % sizes[level]
-    return place + ((digit + offset) % sizes[level] - digit) * below
+    digit = position // below % sizes[level]
+    return position + ((digit + offset) % sizes[level] - digit) * below
 
 
 @lru_cache(maxsize=1024)
-def make_schedule(op: Op, hops: Hops, sizes: tuple[int, ...], place: int, pieces: int) -> Schedule:
+def make_schedule(
+    op: Op, hops: Hops, sizes: tuple[int, ...], position: int, num_chunks: int
+) -> Schedule:
     """Return the steps of `op` for one position; `hops` is the function of an algorithm's module.
 
     The schedule fixes the order of sums, so results are bitwise reproducible.
     """
-    forward = hops(sizes, place, pieces)
+    forward = hops(sizes, position, num_chunks)
     draft: list[tuple[Hop, bool]] = []  # a hop, and whether it runs backwards
     if op in (Op.REDUCE_SCATTER, Op.ALL_REDUCE):
         draft += [(hop, True) for hop in reversed(forward)]
     if op in (Op.ALL_GATHER, Op.ALL_REDUCE):
         draft += [(hop, False) for hop in forward]
-    steps = _linked(draft, sizes, place)
+    steps = _linked(draft, sizes, position)
     followers: list[list[int]] = [[] for _ in steps]
     of_level: list[list[int]] = [[] for _ in sizes]
     for index, step in enumerate(steps):
@@ -126,7 +129,7 @@ def make_schedule(op: Op, hops: Hops, sizes: tuple[int, ...], place: int, pieces
 
 
 def _linked(
-    draft: Sequence[tuple[Hop, bool]], sizes: Sequence[int], place: int
+    draft: Sequence[tuple[Hop, bool]], sizes: Sequence[int], position: int
 ) -> tuple[Step, ...]:
     """Return the steps with their dependencies."""
     steps: list[Step] = []
@@ -137,22 +140,22 @@ def _linked(
         if index and (hop.phase, backwards) != (draft[index - 1][0].phase, draft[index - 1][1]):
             barrier = index - 1 if _in_phases(draft) else None
         sent, received = (hop.received, hop.sent) if backwards else (hop.sent, hop.received)
-        mine = of_level.setdefault(hop.level, [])
-        lead = mine[-MESSAGES_UNDER_WAY] if len(mine) >= MESSAGES_UNDER_WAY else None
+        earlier = of_level.setdefault(hop.level, [])
+        lead = earlier[-MESSAGES_UNDER_WAY] if len(earlier) >= MESSAGES_UNDER_WAY else None
         send = Message(
             chunks=sent,
-            peer=neighbour(sizes, place, hop.level, -1 if backwards else 1),
+            peer=neighbour(sizes, position, hop.level, -1 if backwards else 1),
             after=_distinct(*map(arrived.get, sent), lead, barrier),
         )
         receive = Message(
             chunks=received,
-            peer=neighbour(sizes, place, hop.level, 1 if backwards else -1),
+            peer=neighbour(sizes, position, hop.level, 1 if backwards else -1),
             after=_distinct(*map(arrived.get, received)) if backwards else (),
             adds=backwards,
         )
         steps.append(Step(level=hop.level, send=send, receive=receive))
         arrived |= dict.fromkeys(received, index)
-        mine.append(index)
+        earlier.append(index)
     return tuple(steps)
 
 
@@ -164,19 +167,19 @@ def _distinct(*steps: int | None) -> tuple[int, ...]:
     return tuple(sorted({step for step in steps if step is not None}))
 
 
-def count_pieces(shard_bytes: int) -> int:
-    """Return the number of pieces of a shard; at least two unless pieces would be too small."""
-    if shard_bytes < 2 * _LEAST_PIECE_BYTES:
+def count_chunks(shard_bytes: int) -> int:
+    """Return the number of chunks of a shard; at least two unless chunks would be too small."""
+    if shard_bytes < 2 * _LEAST_CHUNK_BYTES:
         return 1
-    return max(2, -(-shard_bytes // _PIECE_BYTES))
+    return max(2, -(-shard_bytes // _CHUNK_BYTES))
 
 
-def cut(start: int, stop: int, pieces: int) -> list[tuple[int, int]]:
-    """(start, stop) of every piece of a range; the last two are a half and a quarter of the others.
+def cut(start: int, stop: int, num_chunks: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of the chunks of a range; the last two are short.
 
-    The hops of a gather's last piece, and in reverse of a reduce-scatter's first, overlap with
-    nothing: they should be short.
+    They have a half and a quarter of the others' length: the hops of a gather's last chunk, and in
+    reverse of a reduce-scatter's first, overlap with nothing.
     """
-    weights = [4] * (pieces - 2) + [2, 1] if pieces > 1 else [1]
+    weights = [4] * (num_chunks - 2) + [2, 1] if num_chunks > 1 else [1]
     ends = [(stop - start) * part // sum(weights) for part in accumulate(weights, initial=0)]
     return [(start + low, start + high) for low, high in pairwise(ends)]

@@ -74,20 +74,9 @@ class Ring(Endpoint):
         return (self.position - num_shifts) % self.size
 
     def shift(self, outgoing: Tensor, incoming: Tensor, turn: Turn) -> Event:
-        """Start a shift: sends `outgoing` to one neighbour, fills `incoming` from the other."""
+        """Start a shift: send `outgoing` to one neighbour, fill `incoming` from the other."""
         assert outgoing.data_ptr() != incoming.data_ptr(), "a shift in place needs scratch"
-        tag = self._take_tags(1)
-        if not self._streams.runs_concurrently:
-            return self._submit(
-                self._kind, self._span, lambda: self._exchange(outgoing, incoming, turn, tag)
-            )
-        messages = self._receive(incoming, turn, tag), self._send(outgoing, turn, tag)
-
-        def finish() -> None:
-            for message in messages:
-                message.wait()
-
-        return _Underway(self._stream, finish)
+        return self._shift([(outgoing, incoming)], turn, in_place=False)
 
     def shift_in_place(self, values: Tensor, scratch: Tensor, turn: Turn) -> Event:
         """Start a shift within `values`, in chunks received into `scratch`.
@@ -96,60 +85,46 @@ class Ring(Endpoint):
         start at once and receives overlap copies; on CUDA streams a chunk is one grouped exchange.
         """
         step = scratch.numel() // 2
-        chunks = values.split(step)
-        landings = [
-            scratch[number % 2 * step :][: chunk.numel()] for number, chunk in enumerate(chunks)
+        pairs = [
+            (chunk, scratch[number % 2 * step :][: chunk.numel()])
+            for number, chunk in enumerate(values.split(step))
         ]
-        first_tag = self._take_tags(len(chunks))
+        return self._shift(pairs, turn, in_place=True)
 
-        def job() -> None:
-            for number, (chunk, landed) in enumerate(zip(chunks, landings, strict=True)):
-                self._exchange(chunk, landed, turn, first_tag + number)
-                chunk.copy_(landed)
-
-        if self._streams.runs_concurrently:
-            return self._exchange_ahead(chunks, landings, turn, first_tag)
-        return self._submit(self._kind, self._span, job)
-
-    def _exchange_ahead(
-        self, chunks: Sequence[Tensor], landings: Sequence[Tensor], turn: Turn, first_tag: int
+    def _shift(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], turn: Turn, *, in_place: bool
     ) -> Event:
-        def receive(number: int) -> Pending:
-            return self._receive(landings[number], turn, first_tag + number)
+        """Send the first tensor of every pair and receive into the second, in order."""
+        kind, span, first_tag = self._kind, self._span, self._next_tag
+        self._next_tag += len(pairs)
+        to = self._members[(self.position + turn.value) % self.size]
+        source = self._members[(self.position - turn.value) % self.size]
 
-        arriving = deque(receive(number) for number in range(min(2, len(chunks))))
+        def exchange() -> None:
+            for tag, (outgoing, incoming) in enumerate(pairs, first_tag):
+                self._wire.exchange(kind, span, {to: outgoing}, {source: incoming}, tag=tag)
+                if in_place:
+                    outgoing.copy_(incoming)
+
+        if not self._streams.runs_concurrently:
+            return self._submit(kind, span, exchange)
+
+        def receive(number: int) -> Pending:
+            return self._wire.receive(kind, span, pairs[number][1], source, first_tag + number)
+
+        arriving = deque(receive(number) for number in range(min(2, len(pairs))))
         leaving = [
-            self._send(chunk, turn, first_tag + number) for number, chunk in enumerate(chunks)
+            self._wire.send(kind, span, outgoing, to, tag)
+            for tag, (outgoing, _) in enumerate(pairs, first_tag)
         ]
 
         def finish() -> None:
-            for number, chunk in enumerate(chunks):
+            for number, (outgoing, incoming) in enumerate(pairs):
                 arriving.popleft().wait()
                 leaving[number].wait()
-                chunk.copy_(landings[number])
-                if number + 2 < len(chunks):
+                if in_place:
+                    outgoing.copy_(incoming)
+                if number + 2 < len(pairs):
                     arriving.append(receive(number + 2))
 
         return _Underway(self._stream, finish)
-
-    def _send(self, tensor: Tensor, turn: Turn, tag: int) -> Pending:
-        to, _ = self._neighbours(turn)
-        return self._wire.send(self._kind, self._span, tensor, to, tag)
-
-    def _receive(self, tensor: Tensor, turn: Turn, tag: int) -> Pending:
-        _, source = self._neighbours(turn)
-        return self._wire.receive(self._kind, self._span, tensor, source, tag)
-
-    def _exchange(self, outgoing: Tensor, incoming: Tensor, turn: Turn, tag: int) -> None:
-        to, source = self._neighbours(turn)
-        self._wire.exchange(self._kind, self._span, (outgoing, to), (incoming, source), tag=tag)
-
-    def _neighbours(self, turn: Turn) -> tuple[int, int]:
-        """Return the ranks to send to and to receive from."""
-        to = self._members[(self.position + turn.value) % self.size]
-        return to, self._members[(self.position - turn.value) % self.size]
-
-    def _take_tags(self, number: int) -> int:
-        first = self._next_tag
-        self._next_tag += number
-        return first

@@ -33,7 +33,7 @@ class Pending:
         self._what = what
 
     def wait(self) -> None:
-        """Waits; raises a `RuntimeError` that names the peer if it is gone or times out."""
+        """Wait; a `RuntimeError` names the peer if it is gone or times out."""
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -70,7 +70,7 @@ class Wire:
             whole.copy_(moved)
 
     def reduce_scatter(self, kind: StreamKind, span: AxisSpan, whole: Tensor) -> Tensor:
-        """Split `whole` by rank; return this rank's part of it, which then holds the sum."""
+        """Split `whole` by rank, and return this rank's part, in which the sum is."""
         members = self._members(span)
         parts = whole.view(len(members), -1)
         own = parts[members.index(self._rank)]
@@ -83,24 +83,26 @@ class Wire:
         for begin in range(0, own.numel(), step):
             sent = parts[:, begin : begin + step]
             received = torch.empty(sent.shape, dtype=sent.dtype, device=sent.device)
-            self._trade(kind, span, sent, received)
+            self._exchange_rows(kind, span, sent, received)
             # Summed in rank order, in fp32: bitwise reproducible.
             own[begin : begin + step] = received.sum(0, dtype=torch.float32)
         return own
 
     def all_to_all(self, kind: StreamKind, span: AxisSpan, parts: Tensor, received: Tensor) -> None:
-        """Send every member its row of `parts`; fills `received` with theirs, in rank order."""
+        """Send every member its row of `parts`; fill `received`, in rank order."""
         group = self._groups.of(kind, span)
         if dist.get_backend(group) == "gloo":
-            self._trade(kind, span, parts, received)
+            self._exchange_rows(kind, span, parts, received)
             return
         for member in self._members(span):
             if member != self._rank:
                 self._traffic.add(self._link_to(member), parts[0].nbytes)
         dist.all_to_all_single(received, parts, group=group)
 
-    def _trade(self, kind: StreamKind, span: AxisSpan, parts: Tensor, received: Tensor) -> None:
-        """The same by one message to every member."""
+    def _exchange_rows(
+        self, kind: StreamKind, span: AxisSpan, parts: Tensor, received: Tensor
+    ) -> None:
+        """Send every member its row by a message of its own."""
         members = self._members(span)
         own = members.index(self._rank)
         others = [(row, rank) for row, rank in enumerate(members) if rank != self._rank]
@@ -110,26 +112,32 @@ class Wire:
         for message in pending:
             message.wait()
 
-    def trade(
+    def exchange(
         self,
         kind: StreamKind,
         span: AxisSpan,
         sent: Mapping[int, Tensor],
         received: Mapping[int, Tensor],
+        *,
+        tag: int = 0,
     ) -> None:
-        """Send and receive parts of any size, by rank, as one grouped operation under NCCL."""
+        """Send and receive tensors of any size, by rank, as one grouped operation under NCCL."""
         if not sent and not received:
             return
-        group, operations = self._groups.of(kind, span), []
-        for rank, part in received.items():
-            operations.append(dist.P2POp(dist.irecv, part, rank, group))
+        group, tag = self._groups.of(kind, span), tag % _TAGS
+        messages = [
+            *(dist.P2POp(dist.irecv, part, rank, group, tag) for rank, part in received.items()),
+            *(dist.P2POp(dist.isend, part, rank, group, tag) for rank, part in sent.items()),
+        ]
         for rank, part in sent.items():
             self._traffic.add(self._link_to(rank), part.nbytes)
-            operations.append(dist.P2POp(dist.isend, part, rank, group))
-        _carry_out(
-            operations,
-            f"rank {self._rank}: messages to ranks {sorted(sent)} from {sorted(received)}",
-        )
+        what = f"rank {self._rank}: messages to ranks {sorted(sent)} from {sorted(received)}"
+        try:
+            works = dist.batch_isend_irecv(messages)
+        except RuntimeError as error:
+            raise RuntimeError(f"{what} failed: {error}") from error
+        for work, message in zip(works, messages, strict=len(works) > 1):
+            Pending(work, message.tensor, what).wait()
 
     def send(
         self, kind: StreamKind, span: AxisSpan, tensor: Tensor, peer: int, tag: int
@@ -162,25 +170,6 @@ class Wire:
         assert work is not None, f"rank {self._rank} is no member of the group along {span}"
         return Pending(work, tensor, transfer)
 
-    def exchange(
-        self,
-        kind: StreamKind,
-        span: AxisSpan,
-        outgoing: tuple[Tensor, int],
-        incoming: tuple[Tensor, int],
-        *,
-        tag: int,
-    ) -> None:
-        """Send to one peer and receives from another, as one grouped operation under NCCL."""
-        (sent, to), (received, source) = outgoing, incoming
-        self._traffic.add(self._link_to(to), sent.nbytes)
-        group = self._groups.of(kind, span)
-        operations = [
-            dist.P2POp(dist.isend, sent, to, group, tag % _TAGS),
-            dist.P2POp(dist.irecv, received, source, group, tag % _TAGS),
-        ]
-        _carry_out(operations, f"{self._describe('to', to)}, or from rank {source},")
-
     def _describe(self, direction: str, peer: int) -> str:
         link = self._link_to(peer).value
         return f"rank {self._rank}: a message {direction} rank {peer} over {link}-group links"
@@ -198,18 +187,8 @@ class Wire:
         self._traffic.add(self._link_to(after), num_bytes)
 
 
-def _carry_out(operations: list[dist.P2POp], what: str) -> None:
-    """Send and receive at once, and wait; a `RuntimeError` says `what` failed."""
-    try:
-        works = dist.batch_isend_irecv(operations)
-    except RuntimeError as error:
-        raise RuntimeError(f"{what} failed: {error}") from error
-    for work, operation in zip(works, operations, strict=len(works) > 1):
-        Pending(work, operation.tensor, what).wait()
-
-
 def shard_in(whole: Tensor, span: AxisSpan, rank: int) -> Tensor:
-    """This rank's shard at `span`'s fine degree, as a view of its buffer at the coarse degree."""
+    """Return a rank's shard at the fine degree of a span, a view of that at the coarse degree."""
     start, stop = nested_range(span, rank, whole.numel())
     return whole[start:stop]
 

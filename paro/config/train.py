@@ -30,7 +30,7 @@ class TrainConfig:
     log_num_zeros_in_grad: bool = False
     log_params_norm: bool = False
     seed: int = 1234
-    # In so many samples at the start nothing is sent as codes; None: while the rate warms up.
+    # In so many samples at the start nothing is sent quantized; None: while the rate warms up.
     inter_bits_warmup_samples: int | None = None
 
     def __post_init__(self) -> None:

@@ -13,12 +13,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from paro.collectives.wire import Wire
+from paro.collectives.interface import Endpoint
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import WaitKind
 from paro.distributed.groups import Groups
@@ -34,28 +35,24 @@ class AllToAllHandle(NamedTuple):
     received: Tensor
 
 
-class AllToAll:
+class AllToAll(Endpoint):
     """All-to-alls among the ranks along `span`, on a comm stream of their own.
 
     All ranks must start equal all-to-alls in the same order.
     """
 
     def __init__(self, span: AxisSpan, groups: Groups, links: Links) -> None:
+        super().__init__(groups, links)
         self._span = span
-        self._streams = links.streams
-        self._wire = Wire(groups, links.traffic)
         self._exposure = links.exposure
         self.num_ranks = len(groups.topology.members(span, groups.rank))
 
     def start(self, sent: Tensor) -> AllToAllHandle:
         """Send row r to rank r of the span."""
-        received = torch.empty_like(sent)
+        kind, span, received = StreamKind.CONTEXT, self._span, torch.empty_like(sent)
         with self._exposure.submitting(WaitKind.CONTEXT):
-            event = self._streams.submit(
-                (StreamKind.CONTEXT, *self._span),
-                lambda: self._wire.all_to_all(StreamKind.CONTEXT, self._span, sent, received),
-            )
-        return AllToAllHandle(sent, event, received)
+            job = partial(self._wire.all_to_all, kind, span, sent, received)
+            return AllToAllHandle(sent, self._submit(kind, span, job), received)
 
     def finish(self, handle: AllToAllHandle) -> Tensor:
         """Return the rows received, in rank order."""
@@ -79,8 +76,8 @@ class AutogradAllToAll:
 
     def finish(self, token: Tensor) -> tuple[Tensor, ...]:
         """Return the exchanged tensors."""
-        found: tuple[Tensor, ...] = _Finish.apply(self, token)
-        return found
+        tensors: tuple[Tensor, ...] = _Finish.apply(self, token)
+        return tensors
 
     def send(self, tensors: Sequence[Tensor], *, back: bool = False) -> None:
         by_rank = self._all_to_all.num_ranks, -1

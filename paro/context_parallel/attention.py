@@ -1,7 +1,7 @@
 """Attention of samples that several ranks share: by all-to-alls of heads, by ring attention."""
 
 # Letters as in model/llama.py and, for the ranks, in layout.py. The heads that a rank
-# attends with are exchanged in pieces: while one is computed with, the next is sent.
+# attends with are exchanged in chunks: while one is computed with, the next is sent.
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paro.context_parallel.gather import make_gather
 from paro.context_parallel.ring import make_rings
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
-from paro.spec.context_layout import ContextLayout, num_pieces
+from paro.spec.context_layout import ContextLayout, num_head_chunks
 
 
 class ContextAttention:
@@ -54,11 +54,13 @@ class ContextAttention:
         repeats = max(1, num_ranks // k_BTKH.shape[2])
         if repeats > 1:  # every rank gets the one head that its queries need
             k_BTKH, v_BTKH = (part.repeat_interleave(repeats, 2) for part in (k_BTKH, v_BTKH))
-        pieces = num_pieces(q_BTNH.shape[2], k_BTKH.shape[2], self._layout)
-        queries = _by_piece(q_BTNH, num_ranks, pieces)
-        # One head of keys and values a rank goes with the first piece of queries.
+        num_chunks = num_head_chunks(q_BTNH.shape[2], k_BTKH.shape[2], self._layout)
+        queries = _by_chunk(q_BTNH, num_ranks, num_chunks)
+        # One head of keys and values a rank goes with the first chunk of queries.
         apart = k_BTKH.shape[2] > num_ranks
-        keys, values = (_by_piece(x, num_ranks, pieces if apart else 1) for x in (k_BTKH, v_BTKH))
+        keys, values = (
+            _by_chunk(x, num_ranks, num_chunks if apart else 1) for x in (k_BTKH, v_BTKH)
+        )
         outgoing = []
         for number, query in enumerate(queries):
             exchange = AutogradAllToAll(self._all_to_all, for_heads=True)
@@ -85,9 +87,9 @@ class ContextAttention:
         return torch.cat(outs, dim=3).flatten(2, 3)
 
 
-def _by_piece(x_BTNH: Tensor, num_ranks: int, pieces: int) -> list[Tensor]:
-    """Of every rank's heads, which are neighbours, the first ones, the next, and so on."""
-    parts = x_BTNH.unflatten(2, (num_ranks, pieces, -1)).unbind(3)
+def _by_chunk(x_BTNH: Tensor, num_ranks: int, num_chunks: int) -> list[Tensor]:
+    """Split heads into chunks, each with some heads of every rank; a rank's are neighbours."""
+    parts = x_BTNH.unflatten(2, (num_ranks, num_chunks, -1)).unbind(3)
     return [part.flatten(2, 3) for part in parts]
 
 
@@ -98,8 +100,7 @@ def make_context_attention(
     choice: AlgorithmChoice,
     backend: AttentionBackend,
 ) -> ContextAttention:
-    """Return the attention of a `layout`; its keys and values travel unless each rank has
-    them all."""
+    """Return the attention of a `layout`, with a KV exchange unless heads alone are exchanged."""
     within: Core = partial(attend_saving, backend)
     if layout.gathers:
         within = blockwise_attention(make_gather(layout, groups, links, choice), backend)

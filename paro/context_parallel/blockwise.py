@@ -1,10 +1,11 @@
 """Blockwise attention: a rank's queries attend to the keys of one rank of a ring after another."""
 
-# B samples, T tokens on this rank, N query heads, K key and value heads, H head size. Keys and
-# values of a rank are one tensor [2, B, T, K, H]. A `KVExchange`, a ring or an all-gather, brings
-# those of the other ranks, once in forward and again in backward, which saves those of this rank
-# alone; a forward that finds its output kept exchanges none. Outputs and all gradients are summed
-# in fp32.
+# Ring attention (and Megatron's all-gather of keys and values) as an autograd function. A
+# `KVExchange` brings the keys and values of each ring rank; attention to them is a partial output
+# with a log-sum-exp, merged as in flash attention. Backward saves only this rank's keys and values:
+# the exchange runs again. A forward whose output was saved exchanges nothing. Outputs and all
+# gradients are summed in fp32. Letters of tensors: B samples, T tokens on this rank, N query heads,
+# K key and value heads, H head size; keys and values of a rank are one tensor [2, B, T, K, H].
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from model.attention import Core, Documents, documents_of
 from model.block_attention import Partial, attend_block, attend_causally, block_grads, causal_grads
 from model.config import AttentionBackend
 from model.recompute import AttentionOutput, SavedAttention
-from paro.context_parallel.pieces import Bounds, bounds_of, rectangle, squares
+from paro.context_parallel.mask import Bounds, bounds_of, mask_block, own_lengths
 from paro.spec.context_layout import heads_at_first
 
 Attend = Callable[[int, Tensor], None]  # to the keys and values of a ring rank
@@ -30,7 +31,7 @@ GradsOf = Callable[[int, Tensor, int], AddGrads]
 
 
 class KVExchange(Protocol):
-    """How keys and values reach the other ranks of a ring, and their gradients come back.
+    """Exchange of keys and values among the ranks of a ring, and of their gradients.
 
     All ranks call it in the same order. The number and sizes of messages depend on shapes alone.
     """
@@ -42,17 +43,16 @@ class KVExchange(Protocol):
         """Call `attend` for every ring rank, this one first; a tensor lasts one call."""
 
     def exchange_kv_and_grads(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
-        """Call `grads_of` for every ring rank and head; return all ranks' sum for `own`.
+        """Call `grads_of` for every ring rank and head; return all ranks' sum for this rank.
 
-        What this rank adds itself comes in two parts, the second while the last sums are sent.
+        This rank's own share comes in two parts, the second while the last sums are sent.
         """
 
 
 def blockwise_attention(exchange: KVExchange, backend: AttentionBackend = "auto") -> Core:
-    """Return causal attention of this rank's tokens, which are two chunks of a sample, within
-    documents.
+    """Return causal attention, within documents, of a rank's tokens: two chunks of a sample.
 
-    The documents are those of whole samples. `backend` chooses the kernel.
+    Documents are given for whole samples. `backend` chooses the kernel.
     """
 
     def attend(
@@ -70,7 +70,7 @@ def blockwise_attention(exchange: KVExchange, backend: AttentionBackend = "auto"
 
 
 def in_two(own_2BTKH: Tensor) -> tuple[tuple[EllipsisType | slice, ...], ...]:
-    """Return the heads of the two parts of what a rank adds itself; the second may have none."""
+    """Return the heads of the two parts of a rank's own share; the second may have none."""
     heads = heads_at_first(own_2BTKH.shape[3], own_2BTKH.element_size())
     return (..., slice(heads), slice(None)), (..., slice(heads, None), slice(None))
 
@@ -85,31 +85,34 @@ class _Mask:
         exchange: KVExchange,
         backend: AttentionBackend,
     ) -> None:
-        # Documents give rectangles of any size, for each of which cuDNN would plan.
+        # Documents give blocks of any size, for each of which cuDNN would plan.
         self.flash = documents is not None or backend == "flash"
         self._ring_rank, self._ring_size = exchange.ring_rank, exchange.ring_size
         seq_length = q_BTNH.shape[1] * exchange.ring_size
         self._samples: Sequence[tuple[slice, Bounds]] = [(slice(None), (0, seq_length))]
-        self.squares = None
+        self.own_documents: Documents | None = None
         if documents is not None:
             bounds = bounds_of(documents.lengths, seq_length)
-            self._samples = [(slice(number, number + 1), one) for number, one in enumerate(bounds)]
-            self.squares = _squares(bounds, self._ring_rank, self._ring_size, q_BTNH.device)
+            self._samples = [
+                (slice(number, number + 1), sample) for number, sample in enumerate(bounds)
+            ]
+            self.own_documents = _own_documents(
+                bounds, self._ring_rank, self._ring_size, q_BTNH.device
+            )
 
-    def rectangles(self, source: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Yield samples, and in them queries and the keys of another ring rank to which they
-        attend."""
+    def blocks(self, source: int) -> Iterator[tuple[slice, slice, slice]]:
+        """Yield samples, queries and the keys of another ring rank to which they attend."""
         for samples, bounds in self._samples:
-            piece = rectangle(bounds, self._ring_rank, source, self._ring_size)
-            if piece is not None:
-                yield samples, *piece
+            block = mask_block(bounds, self._ring_rank, source, self._ring_size)
+            if block is not None:
+                yield samples, *block
 
 
-@lru_cache(maxsize=4)  # all blocks of a micro-batch ask for the same
-def _squares(
+@lru_cache(maxsize=4)  # equal for all blocks of a micro-batch
+def _own_documents(
     bounds: Sequence[Bounds], ring_rank: int, ring_size: int, device: torch.device
 ) -> Documents | None:
-    lengths = [length for one in bounds for length in squares(one, ring_rank, ring_size)]
+    lengths = [length for sample in bounds for length in own_lengths(sample, ring_rank, ring_size)]
     return documents_of(tuple(lengths), len(bounds), device)
 
 
@@ -149,9 +152,9 @@ class _BlockwiseAttention(torch.autograd.Function):
             def compute(samples: slice, queries: slice, keys: slice, *, own: bool) -> None:
                 at = samples, queries, heads
                 k, v = kv_2BTKH[:, samples, keys]
-                given = grad_BTNH[at], q_BTNH[at], k, v, whole.of(*at)
-                share = partial(causal_grads, documents=mask.squares) if own else block_grads
-                dq, *dkv = share(*given, flash=mask.flash)
+                block = grad_BTNH[at], q_BTNH[at], k, v, whole.of(*at)
+                share = partial(causal_grads, documents=mask.own_documents) if own else block_grads
+                dq, *dkv = share(*block, flash=mask.flash)
                 if not dq_BTNH:
                     dq_BTNH.append(torch.zeros_like(q_BTNH, dtype=torch.float32))
                 dq_BTNH[0][at] += dq
@@ -161,8 +164,8 @@ class _BlockwiseAttention(torch.autograd.Function):
                 if heads.start < heads.stop:  # one head leaves none for the second part
                     compute(slice(None), slice(None), slice(None), own=True)
             else:
-                for rectangle in mask.rectangles(source):
-                    compute(*rectangle, own=False)
+                for block in mask.blocks(source):
+                    compute(*block, own=False)
 
             def add(total_2BTKH: Tensor) -> None:
                 for samples, keys, dkv in shares:
@@ -179,17 +182,17 @@ def _attended(
     exchange: KVExchange, mask: _Mask, q_BTNH: Tensor, own_2BTKH: Tensor
 ) -> AttentionOutput:
     """Return attention to the keys of all ranks of the ring."""
-    found: list[Partial] = []
+    merged: list[Partial] = []
 
     def attend(source: int, kv_2BTKH: Tensor) -> None:
         if source == exchange.ring_rank:
-            own = attend_causally(q_BTNH, kv_2BTKH[0], kv_2BTKH[1], mask.squares, mask.flash)
-            found.append(Partial(own.out_BSNH.float(), own.lse_BSN))
+            own = attend_causally(q_BTNH, kv_2BTKH[0], kv_2BTKH[1], mask.own_documents, mask.flash)
+            merged.append(Partial(own.out_BSNH.float(), own.lse_BSN))
             return
-        for samples, queries, keys in mask.rectangles(source):
+        for samples, queries, keys in mask.blocks(source):
             k, v = kv_2BTKH[:, samples, keys]
             part = attend_block(q_BTNH[samples, queries], k, v, flash=mask.flash)
-            found[0].of(samples, queries).merge_(part)
+            merged[0].of(samples, queries).merge_(part)
 
     exchange.exchange_kv(own_2BTKH, attend)
-    return found[0].out_BSNH.to(q_BTNH.dtype), found[0].lse_BSN
+    return merged[0].out_BSNH.to(q_BTNH.dtype), merged[0].lse_BSN

@@ -79,7 +79,7 @@ class GatherKVExchange:
 
 
 class ContextStreams:
-    """Comm streams apart from those of the engine's collectives, which are not to be waited for."""
+    """Comm streams of attention, so that it never waits behind the engine's collectives."""
 
     def __init__(self, streams: CommStreams) -> None:
         self._streams = streams

@@ -1,7 +1,7 @@
 """Compares attention over ranks that share a sample with that of the whole sample, at the start."""
 
-# What sends nothing, or to the wrong rank, trains on: every rank attends to its own tokens, at a
-# speed that looks good.
+# Attention that sends nothing, or to the wrong rank, would train on: every rank attends to its own
+# tokens, at a speed that looks good.
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paro.spec.context_layout import ContextLayout
 _CHUNK = 16  # tokens
 _WITHIN = {torch.float32: 1e-4}  # of the largest value; other types have 8 bits or more
 _WITHIN_16_BITS = 2.0**-4
-_Core = Callable[[Tensor, Tensor, Tensor, Documents | None, None], Tensor]  # it keeps nothing
+_Core = Callable[[Tensor, Tensor, Tensor, Documents | None, None], Tensor]  # it saves nothing
 
 
 def check_core(
@@ -32,7 +32,7 @@ def check_core(
     *,
     apart: bool,
 ) -> None:
-    """`RunError` if `core` and one call differ, in outputs or gradients; collective.
+    """Raise `RunError` if `core` and one call differ, in outputs or gradients; collective.
 
     One head for every rank that exchanges heads attends to 2C x 16 tokens, on a GPU 2C x 128, of
     which each rank computes the whole. `example` has the type and device of queries and their
@@ -45,15 +45,15 @@ def check_core(
     shape = 1, length, layout.heads, example.shape[-1]
     q, k, v, grad = (torch.randn(shape, generator=generator).to(example) for _ in range(4))
 
-    def own(x_BSNH: Tensor) -> Tensor:
+    def local(x_BSNH: Tensor) -> Tensor:
         ranges = layout.ranges(rank, length)
         return torch.cat([x_BSNH[:, part.start : part.stop] for part in ranges], 1)
 
     whole = partial(attend_saving, backend)
-    wanted = [own(each) for each in _run(whole, (q, k, v), grad, documents)]
-    found = _run(core, (own(q), own(k), own(v)), own(grad), documents)
+    expected = [local(tensor) for tensor in _run(whole, (q, k, v), grad, documents)]
+    actual = _run(core, (local(q), local(k), local(v)), local(grad), documents)
     within = _WITHIN.get(example.dtype, _WITHIN_16_BITS)
-    for name, one, other in zip(("output", "dq", "dk", "dv"), found, wanted, strict=True):
+    for name, one, other in zip(("output", "dq", "dk", "dv"), actual, expected, strict=True):
         error = float((one - other).abs().max() / other.abs().max())
         if not error <= within:  # NaN too
             raise RunError(
@@ -66,7 +66,7 @@ def check_core(
 def _run(
     core: _Core, parts: tuple[Tensor, Tensor, Tensor], grad: Tensor, documents: Documents | None
 ) -> list[Tensor]:
-    """Output and gradients of queries, keys and values."""
+    """Return the output, and the gradients of queries, keys and values."""
     leaves = [part.clone().requires_grad_() for part in parts]
     with torch.enable_grad():
         out = core(leaves[0], leaves[1], leaves[2], documents, None)

@@ -1,14 +1,13 @@
 """Keys and values sent round a ring of ranks, or round two nested ones: ring attention."""
 
 # [Note: double ring]
-# In ring attention every rank computes its queries' attention to the keys and values that it holds,
-# while these are sent to the next rank of the ring and those of the rank before it arrive.
-#
-# Here an inner ring runs inside groups and an outer one between them. In every turn the inner ring
-# brings a rank all that its group held when the turn began; meanwhile the outer ring sends what
-# this rank held then to the next group. So all ranks of a group send between groups at the same
-# time, and each rank sends as much as in one flat ring. With 2 groups of 3 ranks, the ring rank
-# whose keys and values each rank uses, step by step:
+# In ring attention a rank computes its queries' attention to the keys and values (KV) that it
+# holds, sends them to the next rank of the ring, and receives those of the previous rank. Here an
+# inner ring runs inside groups and an outer ring between them, as in DoubleRing attention. In every
+# turn the inner ring brings a rank the KV that its group held when the turn began; meanwhile the
+# outer ring sends this rank's KV of the turn's beginning to the next group. So all ranks of a group
+# send between groups at once, as much each as in one flat ring. With 2 groups of 3 ranks, the ring
+# rank whose KV each rank uses, step by step:
 #
 #     ring rank            0    1    2  |  3    4    5
 #     turn 0               0    1    2  |  3    4    5        meanwhile to the other group
@@ -74,7 +73,7 @@ class RingKVExchange:
     def _turn_0(
         self, own_2BTKH: Tensor, first: int, total_2BTKH: Tensor, grads_of: GradsOf
     ) -> None:
-        """Turn 0 for some heads in a row, of which `first` is the first: adds their gradients."""
+        """Add the gradients of turn 0 for some heads in a row, from head `first` on."""
         if not own_2BTKH.shape[3]:
             return  # one head leaves none for later
         if self._inner.size == 1:
@@ -92,12 +91,12 @@ class RingKVExchange:
         in_group.receive_into(total_2BTKH)
 
     def _later_turns(self, turns: Iterator[Tensor], between: _RingSum, grads_of: GradsOf) -> None:
-        """The turns after turn 0; at the end the sum between groups is on its way to the owner."""
+        """Run the turns after turn 0, and send the last sum between groups to its owner."""
         in_group = _RingSum(self._inner, between.like, self._exposure)
-        begun: list[AddGrads] = []  # of a turn whose gradients are not in the sum between groups
+        started: list[AddGrads] = []  # of a turn whose gradients are not in the sum between groups
 
         def finish_turn() -> None:
-            shares = [begun.pop(0)]
+            shares = [started.pop(0)]
             if self._inner.size > 1:
                 shares.append(in_group.receive_into)
             between.add(*shares)
@@ -107,7 +106,7 @@ class RingKVExchange:
             if step:
                 in_group.add(grads_of(source, kv_2BTKH, 0))
                 continue
-            begun.append(grads_of(source, kv_2BTKH, 0))
+            started.append(grads_of(source, kv_2BTKH, 0))
             if turn > 1:
                 finish_turn()
         finish_turn()
@@ -115,7 +114,7 @@ class RingKVExchange:
     def _steps(
         self, turns: Iterator[Tensor], number: int = 0
     ) -> Iterator[tuple[tuple[int, int], int, Tensor]]:
-        """Turn and step, the ring rank whose keys and values are here, and these."""
+        """Yield turn and step, a ring rank, and its keys and values, which are here now."""
         buffers: list[Tensor] = []
         for turn, first in enumerate(turns, number):
             for step, kv_2BTKH in enumerate(self._received(self._inner, first, buffers)):
@@ -125,7 +124,7 @@ class RingKVExchange:
     def _received(
         self, ring: Ring, first: Tensor, buffers: list[Tensor] | None = None
     ) -> Iterator[Tensor]:
-        """`first`, then what each shift brings; the next shift runs while one is in use."""
+        """Yield `first`, then the tensor of each shift; the next shift runs while one is in use."""
         held, buffers = first, [] if buffers is None else buffers
         for number in range(ring.size - 1):
             if len(buffers) < 2:

@@ -1,4 +1,4 @@
-"""Counts the bytes that this rank sends, by kind of link."""
+"""Counter of the bytes that this rank sends, by kind of link."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sent:
 
 
 class ByteCounter:
-    """Bytes sent, added by the collectives and read by the training loop once per iteration."""
+    """Counter of bytes sent, which the training loop reads once per iteration."""
 
     def __init__(self) -> None:
         self._bytes = dict.fromkeys(Link, 0)

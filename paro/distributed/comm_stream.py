@@ -23,7 +23,7 @@ from typing import Protocol
 
 import torch
 
-from paro.distributed.profile_range import profile_range
+from paro.distributed.timers import profile_range
 from paro.topology import Link
 
 Job = Callable[[], None]
@@ -36,8 +36,7 @@ class Event(Protocol):
         """Make the training thread (on CUDA: its stream) wait; raise if a job has failed."""
 
     def stages(self) -> Iterator[Stage]:
-        """Return the unfinished jobs that this one waits for, then itself, with their
-        comm streams."""
+        """Yield the unfinished jobs that the event waits for, each with its comm stream."""
 
 
 Stage = tuple[Hashable, Event]

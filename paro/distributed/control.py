@@ -22,7 +22,7 @@ SharedError = UserError | RunError | PeerError
 
 @dataclass(eq=False)
 class Control:
-    """Small collectives over all ranks, or those of `group`; only one thread may call them.
+    """Small collectives over all ranks, or the ranks of `group`; only one thread may call them.
 
     They are not counted as traffic. Under every backend gloo sends them: they are on the host.
     """
@@ -32,7 +32,7 @@ class Control:
     group: dist.ProcessGroup | None = None  # None: the default one, for the training thread
 
     def over(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> Control:
-        """Return the same over a group of `ranks`, which include this one."""
+        """Return the collectives over a group of `ranks`, which include this rank."""
         world = World(rank=ranks.index(self.world.rank), size=len(ranks))
         return Control(world, self.device, group=group)
 
@@ -89,7 +89,7 @@ class Control:
 def error_of_all(
     everyone: Sequence[SharedError | None], blame: str = "", *, name_rank: bool = False
 ) -> SharedError:
-    """What all ranks raise where some of them, in rank order, failed with these errors."""
+    """Return the error that all ranks raise, from the errors of each rank in rank order."""
     failures = [error for error in everyone if error is not None]
     first = failures[0]
     if isinstance(first, PeerError):  # a bug there
@@ -107,7 +107,7 @@ def error_of_all(
 
 
 class PlannedControl(Control):
-    """For a dry run, which starts no other ranks: every rank is assumed to pass the same value."""
+    """Control of a dry run, which starts no other ranks: all are taken to pass equal values."""
 
     def sum(self, values: list[float]) -> list[float]:
         return [value * self.world.size for value in values]

@@ -21,7 +21,7 @@ from enum import Enum
 import torch
 
 from paro.distributed.comm_stream import DONE, Event, link_of_stream
-from paro.distributed.profile_range import profile_range
+from paro.distributed.timers import profile_range
 from paro.topology import Link
 
 
@@ -51,7 +51,7 @@ class Exposed:
 
 
 class Exposure:
-    """Accumulates the exposed time of all units; the training loop reads it once per step.
+    """Counter of the exposed time of all units, which the training loop reads once per step.
 
     `on_streams` measures on the device instead of the host, and not by kind of link.
     """

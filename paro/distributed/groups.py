@@ -67,7 +67,7 @@ class Groups:
     copy_engine: bool = False
 
     def of(self, kind: StreamKind, span: AxisSpan) -> dist.ProcessGroup:
-        """This rank's group for `use` along an axis span."""
+        """Return this rank's group for a kind of stream along an axis span."""
         return self._by_kind_and_span[kind, span]
 
     def copies(self, kind: StreamKind, span: AxisSpan) -> bool:
@@ -85,7 +85,7 @@ class Groups:
 def make_save_groups(
     folders: Sequence[tuple[int, ...]], rank: int, timeout: timedelta
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Gloo groups, under any backend, of all ranks and of those that see this rank's folder.
+    """Make gloo groups, under any backend, of all ranks and of those that see this rank's folder.
 
     For save plans and results, by one thread at a time; collective over the world.
     """
@@ -99,16 +99,16 @@ def make_save_groups(
 
 
 def make_groups(topology: Topology, rank: int, spans: Spans, config: GroupConfig | None) -> Groups:
-    """Create the groups for `spans`, in the same order on all ranks; collective over the world.
+    """Create the groups for `spans`, in one order on all ranks; collective over the world.
 
     With `config` None none is created: for planning a rank that never runs.
     """
     if config is None:
         return Groups(topology=topology, rank=rank, _by_kind_and_span={})
     device = config.device if config.backend == "nccl" else None
-    mine: dict[tuple[StreamKind, AxisSpan], dist.ProcessGroup] = {}
+    own_groups: dict[tuple[StreamKind, AxisSpan], dist.ProcessGroup] = {}
     groups = Groups(
-        topology=topology, rank=rank, _by_kind_and_span=mine, copy_engine=config.copy_engine
+        topology=topology, rank=rank, _by_kind_and_span=own_groups, copy_engine=config.copy_engine
     )
     at_least = max(config.communicators, sum(map(len, spans.values())))
     config = replace(config, communicators=at_least)
@@ -126,7 +126,7 @@ def make_groups(topology: Topology, rank: int, spans: Spans, config: GroupConfig
                     device_id=device if rank in members else None,
                 )
                 if rank in members:
-                    mine[kind, span] = group
+                    own_groups[kind, span] = group
                     if copies and device is not None:
                         groups.registered.add(group, device)
     return groups
@@ -139,15 +139,14 @@ _OVERRIDING = ("MAX_CTAS", "MIN_NCHANNELS", "MIN_NRINGS", "MIN_P2P_NCHANNELS", "
 
 
 def bounded_ctas(multiprocessors: int, communicators: int) -> int:
-    """Return the most thread blocks of each communicator, so that all fit on a GPU; `UserError` if
-    none.
+    """Return the most thread blocks of a communicator with which all fit on a GPU.
 
-    A power of two. The environment may ask for more, as long as they fit.
+    It is a power of two. Variables of NCCL may ask for more as long as they fit, else `UserError`.
     """
     room = multiprocessors // communicators
-    given = {f"NCCL_{name}": os.environ.get(f"NCCL_{name}", "") for name in _OVERRIDING}
-    asked = {name: int(text) for name, text in given.items() if text.isdecimal()}
-    name, least = max(asked.items(), key=lambda one: one[1], default=("", 1))
+    texts = {f"NCCL_{name}": os.environ.get(f"NCCL_{name}", "") for name in _OVERRIDING}
+    requested = {name: int(text) for name, text in texts.items() if text.isdecimal()}
+    name, least = max(requested.items(), key=lambda item: item[1], default=("", 1))
     if 1 << max(0, least - 1).bit_length() > room:  # as NCCL rounds it
         blocks, unset = (f"{least} ({name})", f"unset {name}, or ") if name else ("at least 1", "")
         raise UserError(
@@ -161,7 +160,7 @@ def bounded_ctas(multiprocessors: int, communicators: int) -> int:
 def _nccl_options(
     config: GroupConfig, device: torch.device, *, copies: bool
 ) -> dist.ProcessGroupNCCL.Options:
-    """Options of one NCCL group, which keeps them.
+    """Return the options of one NCCL group, which keeps them.
 
     Collectives run on the comm stream that calls them. Only grouped messages, of the rotation, run
     on the group's own stream: with the same priority.

@@ -35,17 +35,17 @@ def choose_interface(store: dist.Store, world: World) -> None:
         return
     if _is_loopback(own) and world.rank < world.ranks_per_node:
         own = _source_towards(store.get(f"address/{world.ranks_per_node}").decode())
-    found = [] if _is_loopback(own) else [name for name in names if own in _addresses_of(name)]
-    if found:
-        os.environ[VARIABLE] = found[0]
+    reaching = [] if _is_loopback(own) else [name for name in names if own in _addresses_of(name)]
+    if reaching:
+        os.environ[VARIABLE] = reaching[0]
 
 
 def interface_text() -> str:
-    """Which address gloo uses here, and how to choose another, for an error message."""
+    """Describe the address that gloo uses here, and how to choose another, for an error."""
     chosen = os.environ.get(VARIABLE)
     if chosen:  # gloo, too, takes the first address of an interface
-        found = [address for name in chosen.split(",") for address in _addresses_of(name)[:1]]
-        where = f"{', '.join(found) or 'no address'} (interface {chosen})"
+        addresses = [address for name in chosen.split(",") for address in _addresses_of(name)[:1]]
+        where = f"{', '.join(addresses) or 'no address'} (interface {chosen})"
     else:
         name = socket.gethostname()
         where = f"{_address_of_host(name)} (host name {name})"
@@ -68,11 +68,11 @@ def _address_of_host(name: str) -> str:
 
 
 def _addresses_of(interface: str) -> list[str]:
-    """Those of version 4 come first."""
+    """Return the addresses of an interface, of version 4 first."""
     import psutil
 
-    found = psutil.net_if_addrs().get(interface, [])
-    ip = (each.address for each in found if each.family != psutil.AF_LINK)
+    addresses = psutil.net_if_addrs().get(interface, [])
+    ip = (entry.address for entry in addresses if entry.family != psutil.AF_LINK)
     return [address.partition("%")[0] for address in ip]
 
 

@@ -1,4 +1,4 @@
-"""Links: what a rank's communication runs on: comm streams and counters."""
+"""Links of a rank: comm streams, and counters of bytes and exposed time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paro.distributed.exposed_time import Exposure
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Shared by everything that a rank sends and waits for."""
+    """Comm streams and counters that all communication of a rank shares."""
 
     streams: CommStreams
     traffic: ByteCounter = field(default_factory=ByteCounter)
@@ -21,7 +21,7 @@ class Links:
 
 
 def make_links(device: torch.device, backend: str, *, overlap: bool = True) -> Links:
-    """Link with comm streams of their own, on the meta device for a rank that never runs."""
+    """Return links with comm streams of their own; on the meta device nothing ever runs."""
     exposure = Exposure(on_streams=device.type == "cuda" and backend == "nccl")
     streams = make_comm_streams(device, overlap=overlap, backend=backend, note=exposure.note)
     return Links(streams, ByteCounter(), exposure)

@@ -52,7 +52,7 @@ class RuntimeConfig:
         return self.distributed_backend == "nccl"
 
     def groups_on(self, device: torch.device, communicators: int = 0) -> GroupConfig:
-        """How process groups of model states are made on a rank's device, and how many in all."""
+        """Return the settings of process groups of model states on a device, for so many in all."""
         return GroupConfig(
             timeout=self.timeout,
             backend=self.distributed_backend,
@@ -126,8 +126,8 @@ def _connect(config: RuntimeConfig, world: World, settings: Mapping[str, str]) -
             timeout=config.timeout,
         )
     except RuntimeError as error:  # a DistError is one
-        what = str(error).partition("\n")[0]
-        raise RunError(f"ranks do not reach each other ({what}): {interface_text()}") from error
+        reason = str(error).partition("\n")[0]
+        raise RunError(f"ranks do not reach each other ({reason}): {interface_text()}") from error
 
 
 def keep_freed_memory() -> bool:
@@ -192,10 +192,10 @@ def _why_none(warned: list[str]) -> str:
 
 
 def _runs(arch: str, capability: tuple[int, int]) -> bool:
-    """Return whether code for an architecture runs on a GPU: binaries on later minors, PTX on all
-    later.
+    """Return whether code for an architecture runs on a GPU.
 
-    Binaries with a suffix use features of that capability alone.
+    Binaries run on later minor versions, PTX on all later ones; binaries with a suffix use features
+    of one capability alone.
     """
     parsed = re.fullmatch(r"(sm|compute)_([0-9]+)([a-z]?)", arch)
     if parsed is None:

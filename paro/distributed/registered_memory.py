@@ -3,7 +3,7 @@
 # [Note: copy engines]
 # Under NCCL's policy of zero thread blocks an all-gather inside a node is copies by the GPUs' copy
 # engines, so that no multiprocessor is taken from matmuls. It needs memory that NCCL allocated and
-# that every rank has registered as a window, and all ranks must use the same place of the same
+# that every rank has registered as a window, and all ranks must use the same offset of the same
 # window. Registering is collective, in the order of windows, and has no time-out. What a pool has
 # when it is registered, torch registers at once; what it gets later, in the middle of an allocation
 # or, in newer versions, not at all. So before training, once all ranks have all the memory that
@@ -40,17 +40,17 @@ class _Slot:
 
 @dataclass(slots=True)
 class RegisteredMemory:
-    """Memory of this rank's GPU, for buffers that copy engines fill; without communicators none."""
+    """Memory of this rank's GPU for buffers that copy engines fill; none without communicators."""
 
     _backends: list[Any] = field(default_factory=list)
     _slots: list[_Slot] = field(default_factory=list)
 
     def add(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Make a communicator one of those that gather into this memory."""
+        """Let a communicator gather into the memory."""
         self._backends.append(group._get_backend(device))
 
     def reserve(self, room: Mapping[bool, tuple[int, int]], control: Control) -> None:
-        """Take memory for buffers of parameters that train (True) and others, and registers it.
+        """Take memory for buffers of parameters that train (True) and others, and register it.
 
         `room` is the bytes of each buffer and their number. Collective; replaces what is reserved.
         """
@@ -71,11 +71,11 @@ class RegisteredMemory:
                 backend.register_mem_pool(slot.pool, symm=True)
 
     def resize(self, storage: torch.UntypedStorage, num_bytes: int, *, trains: bool) -> None:
-        """Give a buffer without memory a free place of this memory, or (0 bytes) takes it away."""
+        """Give a buffer a free slot of the memory, or (0 bytes) take it away."""
         if not self._backends:
             storage.resize_(num_bytes)
         elif num_bytes:
-            slot = next((one for one in self._slots if one.is_free and one.trains is trains), None)
+            slot = next((s for s in self._slots if s.is_free and s.trains is trains), None)
             assert slot is not None, "more parameters are whole at once than memory is registered"
             assert num_bytes <= slot.num_bytes, f"{num_bytes} bytes are more than {slot.num_bytes}"
             with torch.cuda.use_mem_pool(slot.pool):
@@ -83,7 +83,7 @@ class RegisteredMemory:
             assert storage.data_ptr() == slot.address, "a pool has grown after it was registered"
             slot.is_free = False
         else:
-            next(one for one in self._slots if one.address == storage.data_ptr()).is_free = True
+            next(s for s in self._slots if s.address == storage.data_ptr()).is_free = True
             storage.resize_(0)
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ _KINDS: dict[str, type[SharedError]] = {
 
 
 def open_store(world: World, timeout: timedelta) -> dist.Store:
-    """torchrun's store, or one that rank 0 opens at MASTER_ADDR; its limit is `timeout`.
+    """Open torchrun's store, or one of rank 0 at MASTER_ADDR; its limit is `timeout`.
 
     `UserError` on a rank that cannot resolve its name and on a rank 0 that cannot open it,
     `PeerError` on ranks that do not find it.
@@ -94,10 +94,9 @@ def _resolve(rank: int, host: str, port: int, timeout: timedelta) -> None:
 
 
 def _loopback_listener(world: World, host: str, port: int) -> int | None:
-    """Return a socket that only this machine can reach, where one node trains at a loopback
-    address.
+    """Return a socket that only this machine can reach, if one node trains at a loopback address.
 
-    None elsewhere: torch listens on all interfaces then, and anyone who reaches the port can
+    Otherwise None: torch listens on all interfaces then, and anyone who reaches the port can
     change what ranks read. Several nodes may see one name as different addresses.
     """
     if world.size > world.ranks_per_node:
@@ -115,23 +114,23 @@ def rendezvous(
     settings: Mapping[str, str],
     refusal: SharedError | None = None,
 ) -> dist.Store:
-    """`store` with a prefix that is unique to the ranks that call this together.
+    """Agree on a prefix of `store` that is unique to the ranks that call this together.
 
     Settings that differ between ranks, or the `refusal` of one, end it with the same error on all.
     `PeerError` if they do not all call it within `timeout`.
     """
     own = uuid.uuid4().hex
     digest = hashlib.sha256(json.dumps(list(settings.items())).encode()).hexdigest()
-    said: dict[str, object] = {"settings": digest, "refusal": _written(refusal)}
+    answer: dict[str, object] = {"settings": digest, "refusal": _written(refusal)}
     try:
         if world.rank == 0:
             prefix = own
-            verdict = _Meeting(store, own, world.size, timeout, settings).lead(said)
+            verdict = _Meeting(store, own, world.size, timeout, settings).lead(answer)
         else:
             store.set(f"asks/{world.rank}", own)
             prefix = store.get(f"answer/{own}").decode()
             store.set(f"settings/{prefix}/{world.rank}", json.dumps(dict(settings)))
-            store.set(f"heard/{prefix}/{world.rank}", json.dumps(said))
+            store.set(f"heard/{prefix}/{world.rank}", json.dumps(answer))
             verdict = _read(json.loads(store.get(f"verdict/{prefix}")))
             store.set(f"knows/{prefix}/{world.rank}", "")
     except dist.DistError as error:
@@ -145,7 +144,7 @@ def rendezvous(
 
 @contextmanager
 def refusals_are_shared() -> Iterator[None]:
-    """Around what a rank does before the ranks meet: if it fails, the others learn why and end."""
+    """Share the failure of a block before the ranks meet: the others learn why, and end."""
     try:
         yield
     except Exception as error:
@@ -166,7 +165,7 @@ def refusals_are_shared() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Meeting:
-    """Rank 0's part: collects what all ranks say, and tells them the verdict."""
+    """Rank 0's part of the rendezvous: it hears all ranks and writes the verdict."""
 
     store: dist.Store
     prefix: str
@@ -176,30 +175,30 @@ class _Meeting:
 
     def lead(self, own: dict[str, object]) -> SharedError | None:
         """Return the verdict; `own` is what rank 0 says."""
-        said = self._listen(own)
-        verdict = self._verdict(said)
+        answers = self._listen(own)
+        verdict = self._verdict(answers)
         self.store.set(f"verdict/{self.prefix}", json.dumps(_written(verdict)))
         if verdict is not None:  # the store may be this process's
             deadline = time.monotonic() + _REFUSAL_TIMEOUT.total_seconds()
-            keys = [f"knows/{self.prefix}/{rank}" for rank in said if rank]
+            keys = [f"knows/{self.prefix}/{rank}" for rank in answers if rank]
             while keys and not self.store.check(keys) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
         return verdict
 
     def _listen(self, own: dict[str, object]) -> dict[int, dict[str, object]]:
-        """What each rank says that comes in time; once one differs from rank 0, time is short."""
+        """Collect what ranks say in time; once a rank differs from rank 0, time is short."""
         store, begin = self.store, time.monotonic()
         deadline = begin + self.timeout.total_seconds()
         soon = begin + _REFUSAL_TIMEOUT.total_seconds() if own["refusal"] else deadline
-        said = {0: own}
+        answers = {0: own}
         silent = set(range(1, self.world_size))
         answered: set[str] = set()
         while silent and time.monotonic() <= min(soon, deadline):
             for rank in sorted(silent):
                 if store.check([f"heard/{self.prefix}/{rank}"]):
                     silent.remove(rank)
-                    said[rank] = json.loads(store.get(f"heard/{self.prefix}/{rank}"))
-                    if said[rank] != own:
+                    answers[rank] = json.loads(store.get(f"heard/{self.prefix}/{rank}"))
+                    if answers[rank] != own:
                         soon = min(soon, time.monotonic() + _REFUSAL_TIMEOUT.total_seconds())
                 elif store.check([f"asks/{rank}"]):
                     question = store.get(f"asks/{rank}").decode()
@@ -207,19 +206,19 @@ class _Meeting:
                         store.set(f"answer/{question}", self.prefix)
                         answered.add(question)
             time.sleep(_POLL_SECONDS)
-        return said
+        return answers
 
-    def _verdict(self, said: Mapping[int, dict[str, object]]) -> SharedError | None:
+    def _verdict(self, answers: Mapping[int, dict[str, object]]) -> SharedError | None:
         ranks = range(self.world_size)
-        refusals = [_read(said[rank]["refusal"]) if rank in said else None for rank in ranks]
+        refusals = [_read(answers[rank]["refusal"]) if rank in answers else None for rank in ranks]
         if any(refusal is not None for refusal in refusals):
             return error_of_all(refusals, name_rank=True)
-        everyone = dict.fromkeys(sorted(said), self.settings)
-        if different := [rank for rank in everyone if said[rank] != said[0]]:
+        everyone = dict.fromkeys(sorted(answers), self.settings)
+        if different := [rank for rank in everyone if answers[rank] != answers[0]]:
             for rank in different:
                 everyone[rank] = json.loads(self.store.get(f"settings/{self.prefix}/{rank}"))
             return UserError(first_difference(everyone))
-        silent = [rank for rank in ranks if rank not in said]
+        silent = [rank for rank in ranks if rank not in answers]
         if silent:
             return PeerError(
                 f"{_ranks(silent)} did not come within {self.timeout}: are all started?"
@@ -228,11 +227,10 @@ class _Meeting:
 
 
 def first_difference(everyone: Mapping[int, Mapping[str, str]]) -> str:
-    """Return the first setting that is not the same on all ranks, with its values and
-    their ranks."""
+    """Describe the first setting that differs between ranks: its values and their ranks."""
     names = dict.fromkeys(name for settings in everyone.values() for name in settings)
     for name in names:
-        values = {rank: each.get(name, "absent")[:80] for rank, each in everyone.items()}
+        values = {rank: settings.get(name, "absent")[:80] for rank, settings in everyone.items()}
         if len(set(values.values())) > 1:
             return f"{name} must be the same on all ranks, and is {by_value(values)}"
     raise AssertionError("nothing differs")

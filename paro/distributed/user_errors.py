@@ -44,7 +44,7 @@ _PR_SET_PDEATHSIG = 1  # of prctl, in linux/prctl.h
 
 
 def run_script(name: str, main: Callable[[], None]) -> NoReturn:
-    """Run an entry script and exits: 0, 2 after a user's mistake, 130 after Ctrl-C, else 1.
+    """Run an entry script and exit: 0, 2 after a user's mistake, 130 after Ctrl-C, else 1.
 
     Where the reader of its standard output ends first, as `head` does, it ends without a line and
     with 141, the status of a program that SIGPIPE ends.
@@ -60,8 +60,8 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
         with printing():
             sys.stdout.flush()
     except UserError as error:
-        text = open_files_limit(error) or str(error)
-        _leave_with_line(name, text, 2, on_this_rank=error.on_this_rank)
+        line = open_files_limit(error) or str(error)
+        _leave_with_line(name, line, 2, on_this_rank=error.on_this_rank)
     except RunError as error:
         _leave_with_line(name, str(error), 1, on_this_rank=False)
     except PeerError as error:
@@ -108,7 +108,7 @@ def _has_no_reader(descriptor: int) -> bool:
 
 
 def _open_closed_streams() -> None:
-    """Streams that the shell closed become /dev/null; text no terminal can show is escaped."""
+    """Open standard streams that the shell closed as /dev/null; escape what cannot be shown."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
@@ -127,7 +127,7 @@ def _print_error(text: str) -> None:
 
 
 def _leave_with_line(name: str, text: str, status: int, *, on_this_rank: bool) -> NoReturn:
-    """Exits; before that local rank 0 prints the error, or this rank if only this one met it."""
+    """Exit, after local rank 0 has printed the error, or this rank if no other rank met it."""
     line = f"{name}: error: {text}"
     if path := read_error_file():
         extra = {"timestamp": str(int(time.time()))}

@@ -1,4 +1,4 @@
-"""All ranks and this one's place, from the launcher's environment or a dry run's flags."""
+"""All ranks and this rank, from the launcher's environment or a dry run's flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paro.topology import MOST_RANKS, Topology, make_topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """All ranks, their groups and nodes, and this process's place among them.
+    """All ranks, their groups and nodes, and this process among them.
 
     Ranks of a node and of a group are neighbours. The defaults are a single process.
     """
@@ -34,7 +34,7 @@ class World:
         return -(-self.size // self.ranks_per_node)
 
     def topology(self, *degrees: int) -> Topology:
-        """Return the axes between these degrees, in the groups of this world."""
+        """Return the axes between degrees, in the groups of this world."""
         return make_topology(world_size=self.size, group_size=self.group_size, degrees=degrees)
 
 
@@ -70,7 +70,7 @@ class LaunchConfig:
             raise UserError(f"--world-size {self.world_size} must be at most {MOST_RANKS}")
 
     def world(self, default_ranks_per_node: int = DEFAULT_RANKS_PER_NODE) -> World:
-        """Rank 0 of the planned ranks in a dry run, else this process; `UserError` if invalid."""
+        """Return rank 0 of a dry run's ranks, else this rank; `UserError` if invalid."""
         if not self.dry_run:
             return read_world()
         assert self.world_size is not None, "a dry run has a world size"
@@ -130,7 +130,7 @@ def read_world() -> World:
 
 
 def world_or_alone() -> World:
-    """Return the same where a wrong environment is reported elsewhere: then one process alone."""
+    """Return the world, or a single process if the environment is wrong, as reported elsewhere."""
     try:
         return read_world()
     except UserError:
@@ -138,7 +138,7 @@ def world_or_alone() -> World:
 
 
 def read_address() -> tuple[str, int]:
-    """Where the ranks meet; `UserError` unless the port is one."""
+    """Return the address at which ranks meet; `UserError` unless the port is one."""
     text = os.environ["MASTER_PORT"]
     if not re.fullmatch(r"[0-9]{1,5}", text) or not 0 < int(text) < 2**16:
         raise UserError(f"MASTER_PORT is {text!r} in the environment: give a port, 1 to 65535")
@@ -167,8 +167,7 @@ def has_agent_store() -> bool:
 
 
 def read_error_file() -> str:
-    """Return the file that torchrun reads for its report of a failed rank; empty
-    without torchrun."""
+    """Return the file from which torchrun reports a failed rank; empty without torchrun."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE", "")
 
 
@@ -184,8 +183,7 @@ def _check_below(name: str, number: int, limit_name: str, limit: int) -> None:
 
 
 def _number_in(name: str) -> int:
-    """Return the number in a variable; SLURM's tasks per node are 8(x4), or 8(x3),4 on unequal
-    nodes."""
+    """Return the number in a variable; SLURM's tasks per node are such as 8(x4) or 8(x3),4."""
     text = os.environ[name]
     pattern = r"([0-9]{1,9})(\(x|,|$)" if name.startswith("SLURM_") else r"([0-9]{1,9})$"
     number = re.match(pattern, text)
@@ -208,13 +206,13 @@ def _is_torchrun() -> bool:
 
 
 def read_rendezvous_id() -> str:
-    """torchrun's --rdzv-id, the same after a restart; empty without one (torchrun's "none")."""
-    given = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return "" if given == "none" else given
+    """Return torchrun's --rdzv-id, which survives restarts; empty if it is "none"."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if run_id == "none" else run_id
 
 
 def read_cache_folder() -> Path:
-    """Return the folder of this user for what a later start may take again."""
+    """Return the folder of this user for files that a later start reuses."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(caches) / "llama-paro"
 

@@ -37,7 +37,7 @@ from paro.text import align, size_text
 from paro.training.assembly import build_training, run_spec_of
 from paro.training.in_memory import every_text, in_memory_bytes
 from paro.training.resume import base_of
-from paro.training.step import Training, samples_without_codes
+from paro.training.step import Training, samples_in_full_precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +157,8 @@ def _traffic(plan: RunPrediction) -> Iterator[str]:
     """Yield lines of the bytes of rank 0, and of the mean if ranks send different amounts."""
     own, mean = (plan.memories.sent(plan.run, plan.num_micro_batches, rank) for rank in (0, None))
     yield f"> sent by a rank in a step: {_sent_text(own)}"
-    warmup = samples_without_codes(plan.training)
-    if plan.run.precision.has_codes and mean.inter and warmup:
+    warmup = samples_in_full_precision(plan.training)
+    if plan.run.precision.quantizes and mean.inter and warmup:
         yield f">   with codes; in the first {warmup:,} samples more, without codes"
     if own != mean:
         yield f">   those are rank 0's; on average a rank sends {_sent_text(mean)}"

@@ -174,7 +174,7 @@ def _tried(config: RunConfig, control: Control) -> Iterator[tuple[str, str]]:
     if config.precision.optimizer == "muon":
         lines.append(choose_muon_kernels(name, device).line)
     yield "update", "; ".join(filter(None, lines))
-    if config.precision.has_codes:
+    if config.precision.quantizes:
         yield "codes", choose_kernels(device).line or ""
 
 

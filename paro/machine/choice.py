@@ -5,38 +5,38 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache, partial
 
-from paro.collectives.choice import AlgorithmChoice, Pieces
-from paro.collectives.pipeline import default_pieces
+from paro.collectives.choice import AlgorithmChoice, ChunkCount
+from paro.collectives.pipeline import default_num_chunks
 from paro.collectives.schedule import COLLECTIVES, NCCL_COLLECTIVES, Op
 from paro.errors import UserError
-from paro.machine.collective_time import fastest_pieces
+from paro.machine.collective_time import fastest_num_chunks
 from paro.machine.machine import Machine, fastest_algorithm
 from paro.topology import Axes
 
 
-def pieces_by(machine: Machine | None) -> Pieces:
-    """Return a function that chooses a pipeline's pieces, by the machine's links if known."""
+def chunk_count_by(machine: Machine | None) -> ChunkCount:
+    """Return a function that chooses a pipeline's chunks, by the machine's links if known."""
     if machine is None or machine.intra is None or machine.inter is None:
-        return lambda _op, _span, num_bytes: default_pieces(num_bytes)
-    return cache(partial(fastest_pieces, machine))
+        return lambda _op, _span, num_bytes: default_num_chunks(num_bytes)
+    return cache(partial(fastest_num_chunks, machine))
 
 
 def choice_of(name: str, machine: Machine | None, *, by_nccl: bool) -> AlgorithmChoice:
     """Return the choice of --paro-collective: one algorithm, or the fastest by `machine`."""
-    pieces = pieces_by(machine) if by_nccl else None
+    num_chunks = chunk_count_by(machine) if by_nccl else None
     if machine is not None and name == "auto":
-        return choice_by(machine, pieces)
-    return AlgorithmChoice(names=(name,), pieces=pieces)
+        return choice_by(machine, num_chunks)
+    return AlgorithmChoice(names=(name,), num_chunks=num_chunks)
 
 
-def choice_by(machine: Machine, pieces: Pieces | None = None) -> AlgorithmChoice:
+def choice_by(machine: Machine, num_chunks: ChunkCount | None = None) -> AlgorithmChoice:
     """Return the choice of the fastest algorithm, by the measurements of a machine.
 
-    With `pieces` as under NCCL, without the algorithms that are refused there.
+    With `num_chunks` as under NCCL, without the algorithms that are refused there.
 
     Raises `UserError` if these name unknown algorithms, or lack a collective over some axes.
     """
-    if pieces is not None:
+    if num_chunks is not None:
         rows = tuple(row for row in machine.measured if row.algorithm in NCCL_COLLECTIVES)
         machine = replace(machine, measured=rows)
     names = tuple(dict.fromkeys(row.algorithm for row in machine.measured))
@@ -51,5 +51,5 @@ def choice_by(machine: Machine, pieces: Pieces | None = None) -> AlgorithmChoice
         for op in Op:
             fastest_algorithm(machine, op, axes, 1)
     return AlgorithmChoice(
-        names=names, best=cache(partial(fastest_algorithm, machine)), pieces=pieces
+        names=names, best=cache(partial(fastest_algorithm, machine)), num_chunks=num_chunks
     )

@@ -26,8 +26,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paro.collectives.pipeline import MAX_PIECES, make_pipeline
-from paro.collectives.schedule import NCCL_COLLECTIVES, Op, count_pieces
+from paro.collectives.pipeline import MAX_CHUNKS, make_pipeline
+from paro.collectives.schedule import NCCL_COLLECTIVES, Op, count_chunks
 from paro.errors import UserError
 from paro.layout import chunk_numel
 from paro.machine.caching import cached_by
@@ -193,13 +193,13 @@ class CollectiveTimes:
         shares_links = _uses_nics(machine, inner) == _uses_nics(machine, outer)
         cost = self._measured(op, span, num_bytes, algorithm)
         if cost is None and algorithm == "ho-ring" and machine.is_of_gpus:
-            pieces = fastest_pieces(machine, op, span, num_bytes)
-            cost = _Cost(pipeline_seconds(machine, op, span, num_bytes, pieces))
+            num_chunks = fastest_num_chunks(machine, op, span, num_bytes)
+            cost = _Cost(pipeline_seconds(machine, op, span, num_bytes, num_chunks))
         elif cost is None and algorithm == "ho-ring" and not shares_links:
-            # After the last piece has arrived from another group it is sent on inside the group.
-            pieces = count_pieces(num_bytes // _size(inner) // _size(outer))
-            piece_bytes = num_bytes // _size(outer) // pieces
-            cost = _Cost(max(within, between) + sum(_ring(machine, op, inner, piece_bytes)))
+            # After the last chunk has arrived from another group it is sent on inside the group.
+            num_chunks = count_chunks(num_bytes // _size(inner) // _size(outer))
+            chunk_bytes = num_bytes // _size(outer) // num_chunks
+            cost = _Cost(max(within, between) + sum(_ring(machine, op, inner, chunk_bytes)))
         elif cost is None:
             cost = _Cost(within + between)
         return tuple(
@@ -293,15 +293,15 @@ def _ring(
 
 
 def pipeline_seconds(
-    machine: Machine, op: Op, span: AxisSpan, num_bytes: int, pieces: int
+    machine: Machine, op: Op, span: AxisSpan, num_bytes: int, num_chunks: int
 ) -> float:
     """Simulate a pipeline inside groups and between them: each level runs its stages in turn.
 
     If both levels use one kind of the machine's links, whose groups may differ, no stages overlap.
     """
     inner, outer = split_by_link(span)
-    size = num_bytes / pieces
-    stages = make_pipeline(op, pieces)
+    size = num_bytes / num_chunks
+    stages = make_pipeline(op, num_chunks)
     took = {
         (kind, level): sum(_ring(machine, kind, part, part_size))
         for kind in {stage.op for stage in stages}
@@ -318,11 +318,11 @@ def pipeline_seconds(
     return ends[-1]
 
 
-def fastest_pieces(machine: Machine, op: Op, span: AxisSpan, num_bytes: int) -> int:
-    """Return the number of pieces with which a pipeline takes the least time on known links."""
+def fastest_num_chunks(machine: Machine, op: Op, span: AxisSpan, num_bytes: int) -> int:
+    """Return the number of chunks with which a pipeline takes the least time on known links."""
     return min(
-        range(1, MAX_PIECES + 1),
-        key=lambda pieces: pipeline_seconds(machine, op, span, num_bytes, pieces),
+        range(1, MAX_CHUNKS + 1),
+        key=lambda num_chunks: pipeline_seconds(machine, op, span, num_bytes, num_chunks),
     )
 
 

@@ -26,17 +26,16 @@ import torch
 from torch import Tensor
 
 from paro.collectives.api import Collectives, make_collectives
-from paro.collectives.choice import AlgorithmChoice
+from paro.collectives.choice import AlgorithmChoice, needed_groups
 from paro.collectives.interface import Request
 from paro.collectives.schedule import Op
-from paro.collectives.spans import needed_groups
 from paro.distributed.control import Control
 from paro.distributed.groups import make_groups
 from paro.distributed.links import make_links
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.timers import synchronize, time_of
 from paro.layout import ALIGN
-from paro.machine.choice import pieces_by
+from paro.machine.choice import chunk_count_by
 from paro.machine.machine import Device, Machine, Measured, fit_link
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Link, Topology, axes_of, nested_range
 
@@ -185,15 +184,15 @@ class CollectiveBenchmark:
     runtime: RuntimeConfig
     algorithms: tuple[str, ...]
     rounds: int
-    machine: Machine | None = None  # its links say in how many pieces ho-ring is cut under nccl
+    machine: Machine | None = None  # its links say in how many chunks ho-ring is cut under nccl
     while_computing: bool = False  # also time every collective while all ranks compute
 
     @contextmanager
     def collectives(self, name: str, spans: frozenset[AxisSpan]) -> Iterator[Collectives]:
         """Make the collectives of an algorithm, whose process groups exist in the block."""
         config = self.runtime.groups_on(self.control.device)
-        pieces = pieces_by(self.machine) if config.backend == "nccl" else None
-        choice = AlgorithmChoice(names=(name,), pieces=pieces)
+        num_chunks = chunk_count_by(self.machine) if config.backend == "nccl" else None
+        choice = AlgorithmChoice(names=(name,), num_chunks=num_chunks)
         needed = needed_groups(choice, dict.fromkeys(COLLECTIVE_STREAMS, spans))
         groups = make_groups(self.topology, self.control.world.rank, needed, config)
         made = make_collectives(choice, groups, make_links(self.control.device, config.backend))

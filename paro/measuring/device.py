@@ -46,9 +46,8 @@ from paro.planning.comm_costs import CODING_BYTES
 from paro.planning.computing import Computing
 from paro.planning.passes import StepCounts
 from paro.precision import BYTES_OF
-from paro.quantization.blocks import decode, encode
-from paro.quantization.formats import BlockFormat
-from paro.quantization.ranges import GRADIENT_BLOCK
+from paro.quantization.blocks import dequantize, quantize
+from paro.quantization.formats import GRADIENT_BLOCK, BlockFormat
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.sharding.buffers import TORCH_TYPES
 from paro.spec.run_spec import MicroBatch
@@ -57,7 +56,7 @@ from paro.training.assembly import build_training
 from paro.training.step import Training, TrainState, train_step
 
 _PRODUCT = 1024  # size of a square matrix, in the search for the peak
-_CODED = 1 << 20  # elements that are encoded and decoded
+_QUANTIZED = 1 << 20  # elements that are quantized and dequantized
 _JOBS = 100  # each waited for
 _TILE = 1 << 16  # values of weights
 
@@ -108,7 +107,7 @@ def measure_device(
     if control.device.type == "cuda":  # now that the kernels of a training step are loaded
         reserved = bytes_in_use(control.device)
     products = 2.0 * _PRODUCT**3 / timer.median(_product(config, control.device))
-    coding = _CODED * CODING_BYTES / timer.median(_coding(control.device))
+    coding = _QUANTIZED * CODING_BYTES / timer.median(_coding(control.device))
     streams = make_comm_streams(
         control.device, overlap=True, backend=config.runtime.distributed_backend
     )
@@ -318,13 +317,13 @@ def _product(config: RunConfig, device: torch.device) -> Callable[[], object]:
 def _coding(device: torch.device) -> Callable[[], object]:
     """Return an action that encodes gradients in 4 bits and decodes them."""
     form = BlockFormat(bits=4, block=GRADIENT_BLOCK)
-    values = torch.linspace(-1.0, 1.0, _CODED, device=device)
-    encoded = torch.empty(form.num_bytes(_CODED), dtype=torch.uint8, device=device)
-    decoded = torch.empty_like(values)
+    values = torch.linspace(-1.0, 1.0, _QUANTIZED, device=device)
+    quantized = torch.empty(form.num_bytes(_QUANTIZED), dtype=torch.uint8, device=device)
+    dequantized = torch.empty_like(values)
 
     def action() -> None:
-        encode(values, form, encoded, transforms=True)
-        decode(encoded, form, decoded)
+        quantize(values, form, quantized, transforms=True)
+        dequantize(quantized, form, dequantized)
 
     return action
 

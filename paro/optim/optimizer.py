@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paro.distributed.profile_range import profile_range
+from paro.distributed.timers import profile_range
 from paro.layout import UnitLayout, parameter_runs
 from paro.optim.adamw import AdamW, Update, choose_adamw
 from paro.optim.finite import square_sum
@@ -99,7 +99,7 @@ class UnitOptimizer:
         The part of the range that Muon updates has its step before.
         """
         unit = self.unit
-        grad, in_full = unit.optim_grad, unit.coded_update is None or unit.full_precision
+        grad, in_full = unit.optim_grad, unit.quantized_update is None or unit.full_precision
         copy = unit.optim_param if in_full and not self.master_is_param else None
         for part, decays, adamw in self._adamws:
             weight_decay = update.weight_decay if decays else 0.0
@@ -108,7 +108,7 @@ class UnitOptimizer:
         if copy is not None:
             copy[: self.num_muon].copy_(self.master[: self.num_muon])
         if not in_full:
-            unit.encode_update(self.master)
+            unit.quantize_update(self.master)
 
     def set_num_steps(self, num_steps: int) -> None:
         """Set the number of updates in the moments, for bias correction."""
@@ -266,7 +266,7 @@ class ParoOptimizer:
     def flat_shards(self, *, frozen: bool = True) -> Iterator[FlatShard]:
         """Yield this rank's shards of all checkpointed state; `frozen` parameters have no master.
 
-        Where updates are sent as codes, parameters differ from the masters: they are another state.
+        Where updates are quantized, parameters differ from the masters: they are another state.
         """
         context = self.model.context
         topology = context.topology
@@ -288,7 +288,7 @@ class ParoOptimizer:
             degree = unit.spec.strategy.optim
             for state, layout, start, values in part.shards():
                 yield shard(layout, degree, start, values, state)
-            if unit.coded_update is not None:
+            if unit.quantized_update is not None:
                 # This rank's own: written before the all-gather.
                 yield shard(unit.layout, degree, unit.optim_start, unit.optim_param, SENT)
             errors = unit.shard_of_errors()
@@ -305,7 +305,7 @@ class ParoOptimizer:
         self.num_steps = num_steps
         for unit, part in self._parts.items():
             part.set_num_steps(num_steps)
-            if unit.coded_update is None:  # else loaded, and not the rounded masters
+            if unit.quantized_update is None:  # else loaded, and not the rounded masters
                 part.write_params()
             self.model.updated(unit)
         self.model.wait_for_updated_params()

@@ -144,7 +144,7 @@ class CommCosts:
                 )
                 synced = (self._beside("convert", first, converted), *synced)
             queued[Verb.GRAD_SYNC] = synced
-        if (gathered := queued.get(Verb.PARAM_ALL_GATHER)) and spec.update_codes is not None:
+        if (gathered := queued.get(Verb.PARAM_ALL_GATHER)) and spec.update_format is not None:
             codes[Verb.UPDATE] = optim * (_ENCODED_BYTES + _DECODED_BYTES)
             codes[Verb.PARAM_ALL_GATHER] = (params - optim) * _DECODED_BYTES
             seconds = coding_seconds(self.device, codes[Verb.PARAM_ALL_GATHER])

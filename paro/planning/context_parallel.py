@@ -3,7 +3,7 @@
 # In: a model, a micro-batch with its context-parallel layout, and the actions of a step. Out: for
 # every pass over a block's attention a schedule of sends, shares of the computation and waits; the
 # bytes that a rank sends; the bytes that backward allocates. The schedule is the engine's, but
-# equal steps of a ring, or pieces of an all-to-all, are one: n steps that each send for m seconds
+# equal steps of a ring, or chunks of an all-to-all, are one: n steps that each send for m seconds
 # and compute for p take n max(m, p) = max(n m, n p).
 #
 #   ring (p2p)    in a step of the outer ring, one KV message between groups is sent while all steps
@@ -11,7 +11,7 @@
 #                 values follow one step later, the last ones with nothing left to compute
 #   allgather     the all-gather runs while a rank's own tokens are computed, and in backward the
 #                 reduce-scatter during the rest of that
-#   all-to-all    the first piece and the last overlap with nothing, the others with all else
+#   all-to-all    the first chunk and the last overlap with nothing, the others with all else
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from model.units import first_trained_unit, unit_specs
 from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import Sent
 from paro.planning.sending import Sender, To
-from paro.spec.context_layout import heads_at_first, num_pieces
+from paro.spec.context_layout import heads_at_first, num_head_chunks
 from paro.spec.run_spec import MicroBatch, RunSpec
 from paro.spec.sharding_spec import UINT8, Collective
 from paro.step.actions import Move, Verb
@@ -102,20 +102,20 @@ class ContextAttention:
             kv_exchange = self._rings(kind.is_backward)
         if layout.heads == 1:
             return kv_exchange
-        pieces, span = messages.pieces, layout.heads_span(self.topology)
+        num_chunks, span = messages.num_chunks, layout.heads_span(self.topology)
         qkv, output = (
-            partial(Message, To.EACH, span, num_bytes // pieces)
+            partial(Message, To.EACH, span, num_bytes // num_chunks)
             for num_bytes in (messages.qkv, messages.output)
         )
         first, last = (output(), qkv()) if kind.is_backward else (qkv(), output())
-        others: tuple[Message, ...] = qkv(pieces - 1), output(pieces - 1)
+        others: tuple[Message, ...] = qkv(num_chunks - 1), output(num_chunks - 1)
         if kind is AttentionPass.CORE:
             last = last._replace(number=0)
-        elif kind is AttentionPass.BACKWARD_OF_KV and not messages.kv_in_pieces:
-            # Only the piece that came with keys and values goes back.
-            others = (output(pieces - 1),)
-            queries = messages.output // pieces
-            last = last._replace(num_bytes=messages.qkv - (pieces - 1) * queries)
+        elif kind is AttentionPass.BACKWARD_OF_KV and not messages.kv_in_chunks:
+            # Only the chunk that came with keys and values goes back.
+            others = (output(num_chunks - 1),)
+            queries = messages.output // num_chunks
+            last = last._replace(num_bytes=messages.qkv - (num_chunks - 1) * queries)
         before = Send("first", (first,)), "first", Send("others", others)
         return *before, *kv_exchange, "others", Send("last", (last,)), "last"
 
@@ -216,9 +216,9 @@ class ContextAttention:
         """Return so many messages to the next ring rank, each of a share of the `heads`."""
         messages = self.messages
         return tuple(
-            Message(To.NEXT, span, round(num_bytes // messages.pieces * heads), times)
+            Message(To.NEXT, span, round(num_bytes // messages.num_chunks * heads), times)
             for num_bytes, number in ((messages.kv, kv), (messages.kv_grads, grads))
-            if heads > 0 and (times := messages.pieces * number) > 0
+            if heads > 0 and (times := messages.num_chunks * number) > 0
         )
 
     def sent(self, moves: Iterable[Move], sender: Sender) -> Sent:
@@ -242,8 +242,8 @@ class Messages:
 
     qkv: int  # to each rank of an all-to-all: queries, keys and values
     output: int  # and attention's output
-    pieces: int  # of an all-to-all
-    kv_in_pieces: bool  # whether each piece has keys and values of its own; else the first has them
+    num_chunks: int  # of an all-to-all
+    kv_in_chunks: bool  # whether each chunk has keys and values of its own; else the first has them
     first_share: float  # of a rank's own share of gradients, what is computed first
     kv: int  # keys and values of a ring rank, to the next one
     kv_grads: int  # and their gradients
@@ -254,13 +254,13 @@ def messages_of(config: LlamaConfig, batch: MicroBatch) -> Messages:
     layout, heads = batch.context, config.num_attention_heads
     kv_heads = max(config.num_query_groups, layout.heads)  # as they are sent
     numel = batch.num_tokens * config.kv_channels  # of a head
-    pieces = num_pieces(heads, kv_heads, layout) if layout.heads > 1 else 1
-    of_piece = max(1, kv_heads // (layout.heads * pieces))
+    num_chunks = num_head_chunks(heads, kv_heads, layout) if layout.heads > 1 else 1
+    of_piece = max(1, kv_heads // (layout.heads * num_chunks))
     return Messages(
         qkv=(heads + 2 * kv_heads) // layout.heads * numel * batch.compute_bytes,
         output=heads // layout.heads * numel * batch.compute_bytes,
-        pieces=pieces,
-        kv_in_pieces=kv_heads > layout.heads,
+        num_chunks=num_chunks,
+        kv_in_chunks=kv_heads > layout.heads,
         first_share=heads_at_first(of_piece, batch.compute_bytes) / of_piece,
         kv=2 * kv_heads * numel * batch.compute_bytes,
         kv_grads=2 * kv_heads * numel * 4,

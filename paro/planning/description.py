@@ -38,7 +38,7 @@ def describe_launch(estimate: Estimate) -> str:
 
 def bits_text(own: Estimate, other: Estimate) -> str:
     """Compare the time of a step with codes between groups and with 16 bits."""
-    full, coded = (other, own) if own.precision.has_codes else (own, other)
+    full, coded = (other, own) if own.precision.quantizes else (own, other)
     text = (
         f"a step takes {seconds_text(coded.seconds)} with {coded.precision.describe_inter_bits()} "
         f"between groups, {seconds_text(full.seconds)} with 16"

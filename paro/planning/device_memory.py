@@ -3,7 +3,7 @@
 # In: the largest memory snapshot of a step (tally.py), the collectives of a run and their
 # algorithms, and a device. Out: the total that planner, dry run and trainer compare with the
 # device's memory. Each comm stream keeps buffers of its own: those in which HO-Ring's pipeline
-# hands pieces on, those that flat collectives permute, and those that native ones gather between
+# hands chunks on, those that flat collectives permute, and those that native ones gather between
 # groups for several units. Torch's allocator holds a share more, for rounding, library workspaces
 # and free blocks that are too small. Under gloo only the allocations count, and what a machine file
 # says a process takes without a model.
@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from paro.collectives.choice import AlgorithmChoice
-from paro.collectives.pipeline import SLOTS, piece_ranges
+from paro.collectives.choice import AlgorithmChoice, has_both_links, ring_levels
+from paro.collectives.pipeline import SLOTS, chunk_ranges
 from paro.collectives.schedule import Op
-from paro.collectives.spans import has_both_links, ring_levels
 from paro.machine.machine import Device
 from paro.planning.tally import MemorySnapshot
 from paro.spec.run_spec import RunSpec, collectives_of, groups_of
@@ -93,7 +92,7 @@ class Communication(NamedTuple):
 
     num_groups: int = 0
     buffer_bytes: int = 0  # of collectives
-    code_bytes: int = 0  # of updates and gradients that are sent as codes
+    code_bytes: int = 0  # of quantized updates and gradients
 
 
 def device_memory(
@@ -138,15 +137,15 @@ def communication_of(
 def _buffer_bytes(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> int:
     """Count bytes of a rank's buffers of collectives; none under gloo."""
     largest: dict[tuple[str, StreamKind, AxisSpan], int] = {}
-    names, pieces = choice.names, choice.pieces
-    if pieces is None:
+    names, num_chunks = choice.names, choice.num_chunks
+    if num_chunks is None:
         return 0
     for one in collectives_of(run, specs):
         if one.stream_kind not in COLLECTIVE_STREAMS:
             continue
         sizes = {}
         if "ho-ring" in names and has_both_links(one.span):
-            count = pieces(one.op, one.span, one.num_bytes)
+            count = num_chunks(one.op, one.span, one.num_bytes)
             sizes["ho-ring"] = pipeline_bytes(one, count)
         if "flat" in names and one.op is not Op.ALL_REDUCE:
             sizes["flat"] = one.num_bytes
@@ -160,23 +159,25 @@ def _buffer_bytes(run: RunSpec, specs: Sequence[ShardingSpec], choice: Algorithm
 
 
 def _code_bytes(specs: Iterable[ShardingSpec]) -> int:
-    """Count bytes of codes: of all updates, of the largest gradients, and of error feedback."""
+    """Count quantized bytes: of all updates, of the largest gradients, and of error feedback."""
     updates = gradients = errors = 0
     for spec in specs:
         updates += sum(
-            one.num_bytes for one in spec.collectives.get(Verb.PARAM_ALL_GATHER, ()) if one.is_coded
+            one.num_bytes
+            for one in spec.collectives.get(Verb.PARAM_ALL_GATHER, ())
+            if one.is_quantized
         )
         errors += prod(spec.grad_error_bytes)
-        if spec.grad_codes is not None:
+        if spec.grad_format is not None:
             sent, *gathered = (one.num_bytes for one in spec.exchange)
-            in_fp32 = 4 * 4 * spec.grad_codes.numel  # the sum of a piece and its transform
+            in_fp32 = 4 * 4 * spec.grad_format.numel  # the sum of a chunk and its transform
             gradients = max(gradients, 2 * sent + sum(gathered) + in_fp32)  # sent and received
     return updates + gradients + errors
 
 
-def pipeline_bytes(one: Collective, pieces: int) -> int:
-    """Count bytes of HO-Ring's pipeline for a collective: its slots, and one whole piece."""
-    ranges = piece_ranges(one.numel // one.num_shards, pieces)
-    piece = max(stop - start for start, stop in ranges) * one.itemsize
+def pipeline_bytes(one: Collective, num_chunks: int) -> int:
+    """Count bytes of HO-Ring's pipeline for a collective: its slots, and one whole chunk."""
+    ranges = chunk_ranges(one.numel // one.num_shards, num_chunks)
+    chunk = max(stop - start for start, stop in ranges) * one.itemsize
     between = prod(axis.size for level in ring_levels("ho-ring", one.span)[1:] for axis in level)
-    return piece * (SLOTS * between + one.num_shards)
+    return chunk * (SLOTS * between + one.num_shards)

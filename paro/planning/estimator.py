@@ -181,19 +181,19 @@ class Estimator:
             muon_seconds=costs.muon_seconds,
         )
 
-    def has_codes(self, candidate: Candidate) -> bool:
+    def quantizes(self, candidate: Candidate) -> bool:
         """Say whether anything is sent between groups as codes under a candidate."""
         return self._comm_costs_of(self.run_spec(candidate)).coding_bytes > 0
 
     def with_other_bits(self, candidate: Candidate) -> Candidate | None:
         """Return a candidate with 16 bits instead of codes, or the reverse; None without codes."""
-        if candidate.precision(self.request).has_codes:
+        if candidate.precision(self.request).quantizes:
             coded, other = candidate, replace(candidate, inter_bits=FULL_BITS)
         elif self.request.chooses_bits:
             coded = other = replace(candidate, inter_bits=FEWEST_BITS)
         else:
             return None
-        return other if self.has_codes(coded) else None
+        return other if self.quantizes(coded) else None
 
     def estimate_bits(self, candidate: Candidate) -> tuple[Estimate, Estimate | None]:
         """Predict a candidate with its bits, or those that are chosen, and with the others."""
@@ -203,6 +203,6 @@ class Estimator:
         second = self.estimate(other)
         if not self.request.chooses_bits:
             return own, second
-        full, coded = sorted((own, second), key=lambda e: e.precision.has_codes)
+        full, coded = sorted((own, second), key=lambda e: e.precision.quantizes)
         better = faster_bits(full, coded)
         return (coded, full) if better is coded else (full, coded)

@@ -234,7 +234,7 @@ class _StepLister:
             if verb in PASS_OF:
                 shifts, kind = self.run.strategy.params - 1, StreamKind.ROTATE
                 sent = Sent(sent.intra // shifts, sent.inter // shifts)
-            yield _SENT[verb, one.op, one.is_coded], f"{kind.value} {axes}", sent
+            yield _SENT[verb, one.op, one.is_quantized], f"{kind.value} {axes}", sent
 
     def _axis_text(self, axis: Axis) -> str:
         """Name an axis by its links, and by its degrees if several axes have these links."""

@@ -97,7 +97,7 @@ class _Search:
         bounds = (
             (candidate, self._estimator.costs(candidate).least_seconds())
             for candidate in all_candidates(request, space)
-            if candidate.inter_bits != FEWEST_BITS or self._estimator.has_codes(candidate)
+            if candidate.inter_bits != FEWEST_BITS or self._estimator.quantizes(candidate)
         )
         rows = [
             _Bounded(candidate, self._estimator.memory(candidate).total, least)

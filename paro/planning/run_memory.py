@@ -8,7 +8,7 @@ from paro.collectives.choice import AlgorithmChoice
 from paro.distributed.byte_counter import Sent
 from paro.layout import Unit
 from paro.machine.caching import cached_by
-from paro.machine.choice import choice_of, pieces_by
+from paro.machine.choice import choice_of, chunk_count_by
 from paro.machine.collective_time import algorithms_of
 from paro.machine.machine import Machine
 from paro.planning.activations import Activations, PartActivations
@@ -36,7 +36,7 @@ class RunMemory:
 
     def __init__(self, machine: Machine | None) -> None:
         self._machine = machine
-        self._pieces = pieces_by(machine)
+        self._num_chunks = chunk_count_by(machine)
 
     @cached_by(
         lambda run: (
@@ -122,5 +122,5 @@ class RunMemory:
         names: tuple[str, ...] = (run.collective,)
         if run.collective == "auto":
             names = algorithms_of(self._machine, by_nccl=by_nccl)
-        choice = AlgorithmChoice(names=names, pieces=self._pieces if by_nccl else None)
+        choice = AlgorithmChoice(names=names, num_chunks=self._num_chunks if by_nccl else None)
         return communication_of(run, run.specs(self.units(run)), choice)

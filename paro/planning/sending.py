@@ -17,9 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from paro.collectives.choice import AlgorithmChoice
+from paro.collectives.choice import AlgorithmChoice, group_spans
 from paro.collectives.schedule import Op
-from paro.collectives.spans import group_spans
 from paro.distributed.byte_counter import Sent
 from paro.precision import BYTES_OF
 from paro.spec.muon_rounds import muon_rounds

@@ -1,1 +1,1 @@
-"""Quantized ranges: symmetric codes of few bits, with a scale for each block."""
+"""Quantized ranges: symmetric quantization to few bits, with a scale for each block."""

@@ -1,7 +1,7 @@
-"""Quantizes float32 ranges to symmetric codes of 4 or 8 bits with a scale for each block."""
+"""Symmetric quantization of float32 ranges to 4 or 8 bits, with a scale for each block."""
 
-# Only element-wise operations and maxima: the same values have the same codes on every rank, for
-# any number of threads. Values must be finite; callers check that before. Temporary tensors have
+# Only element-wise operations and maxima: equal values have equal levels on every rank, for any
+# number of threads. Values must be finite; callers check that before. Temporary tensors have
 # at most `_CHUNK` elements.
 
 from __future__ import annotations
@@ -15,16 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paro.quantization.formats import ERROR_FORM, PAD, BlockFormat, padded
-from paro.quantization.ranges import RangeCodes
+from paro.quantization.formats import (
+    ERROR_FORM,
+    ERROR_WEIGHT,
+    PAD,
+    BlockFormat,
+    RangeFormat,
+    padded,
+)
 
 DEVICES = {"cuda"}  # tests add the CPU, for which Triton has an interpreter
-_ERROR_WEIGHT = 0.2  # of what was lost now, in the moving average
 
 _CHUNK = 1 << 20  # elements; a multiple of every block
 
 
-def encode(
+def quantize(
     values: Tensor,
     form: BlockFormat,
     out: Tensor,
@@ -33,38 +38,38 @@ def encode(
     transforms: bool = False,
     error: Tensor | None = None,
 ) -> None:
-    """Write the codes and scales of `values` - `minus`, 1-D tensors, to the bytes `out`.
+    """Quantize `values` - `minus`, 1-D tensors, into the bytes `out`.
 
-    `transforms`: of their Hadamard transforms; with `error`, of these plus the error of earlier
-    calls. `error` has `error_bytes(values.numel())` bytes, at first 0: the moving average of what
-    codes lost, of the transforms, in 8 bits. E <- 0.8 E + 0.2 (X - codes of X) for X = values + E:
-    LoCo, arXiv 2407.04480, with the constants of DeepSpeed.
+    With `transforms` their Hadamard transforms are quantized; with `error` the sum of transforms
+    and earlier errors. `error` has `error_bytes(values.numel())` bytes, at first 0: the moving
+    average of quantization errors in 8 bits, E <- 0.8 E + 0.2 (X - dequantized X) for X = values +
+    E. That is LoCo, arXiv 2407.04480, with the constants of DeepSpeed.
     """
     kernels = choose_kernels(values.device).module
-    run = _encode if kernels is None else kernels.encode
-    run(values, form, out, minus=minus, transforms=transforms, error=error, weight=_ERROR_WEIGHT)
+    run = _quantize if kernels is None else kernels.quantize
+    run(values, form, out, minus=minus, transforms=transforms, error=error)
 
 
-def decode(encoded: Tensor, form: BlockFormat, out: Tensor, *, adds: bool = False) -> None:
-    """Write the values of the bytes `encoded` to the 1-D `out`, or add them in float32."""
+def dequantize(quantized: Tensor, form: BlockFormat, out: Tensor, *, adds: bool = False) -> None:
+    """Dequantize bytes into the 1-D `out`, or add their values to it in float32."""
     kernels = choose_kernels(out.device).module
-    run = _decode if kernels is None else kernels.decode
-    run(encoded, form, out, adds=adds)
+    run = _dequantize if kernels is None else kernels.dequantize
+    run(quantized, form, out, adds=adds)
 
 
-def split_encoded(
-    payload: Tensor, codes: RangeCodes, start: int, dtype: torch.dtype
+def split_range(
+    payload: Tensor, ranges: RangeFormat, start: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the scales and codes of the range at `start`, and its uncoded elements, of `dtype`."""
-    assert dtype.itemsize == codes.uncoded_bytes, f"{dtype} is not of {codes.uncoded_bytes} bytes"
-    coded = codes.num_coded(start)
-    cut = codes.form.num_bytes(coded)
-    stop = cut + (codes.numel - coded) * dtype.itemsize
+    """Return views of the range at `start`: its quantized bytes, its exact elements of `dtype`."""
+    assert dtype.itemsize == ranges.exact_bytes, f"{dtype} is not of {ranges.exact_bytes} bytes"
+    num_quantized = ranges.num_quantized(start)
+    cut = ranges.form.num_bytes(num_quantized)
+    stop = cut + (ranges.numel - num_quantized) * dtype.itemsize
     return payload[:cut], payload[cut:stop].view(dtype)
 
 
 class Chosen(NamedTuple):
-    """Triton's kernels, if they run, and a line about them."""
+    """Triton's kernels, if they run, and a log line about the choice."""
 
     module: ModuleType | None
     line: str | None = None  # None: there is no choice
@@ -72,9 +77,9 @@ class Chosen(NamedTuple):
 
 @cache
 def choose_kernels(device: torch.device) -> Chosen:
-    """Triton's kernels on a GPU where they have the bits of torch's operations, else None.
+    """Return Triton's kernels on a GPU where they have the bits of torch's operations, else None.
 
-    So ranks with and without them compute the same parameters.
+    Ranks with and without kernels then compute equal parameters.
     """
     if device.type not in DEVICES:
         return Chosen(None)
@@ -89,27 +94,27 @@ def choose_kernels(device: torch.device) -> Chosen:
 
 
 def _compare(kernels: ModuleType, device: torch.device) -> None:
-    """Raise `RuntimeError` unless codes and values have the bits of torch's operations."""
+    """Raise `RuntimeError` unless kernels have the bits of torch's operations."""
     numel = 5000
     values = torch.linspace(-40.0, 40.0, numel, device=device).sin_()
     # The interpreter does not round to bf16.
     kind = torch.float32 if device.type == "cpu" else torch.bfloat16
     for form in (BlockFormat(bits=4, block=128), BlockFormat(bits=8, block=2048)):
-        found = []
-        for to_codes, from_codes in ((_encode, _decode), (kernels.encode, kernels.decode)):
-            codes = torch.zeros(form.num_bytes(numel), dtype=torch.uint8, device=device)
+        results = []
+        for run, undo in ((_quantize, _dequantize), (kernels.quantize, kernels.dequantize)):
+            quantized = torch.zeros(form.num_bytes(numel), dtype=torch.uint8, device=device)
             params = torch.ones(numel, dtype=kind, device=device)
-            to_codes(values, form, codes, minus=params, transforms=form.bits == 4)
-            from_codes(codes, form, params, adds=True)
-            found.append((codes, params))
-        if not all(map(torch.equal, *found)):
+            run(values, form, quantized, minus=params, transforms=form.bits == 4)
+            undo(quantized, form, params, adds=True)
+            results.append((quantized, params))
+        if not all(map(torch.equal, *results)):
             raise RuntimeError("results differ from those of torch's operations")
 
 
 # With torch's operations #
 
 
-def _encode(
+def _quantize(
     values: Tensor,
     form: BlockFormat,
     out: Tensor,
@@ -117,7 +122,6 @@ def _encode(
     minus: Tensor | None = None,
     transforms: bool = False,
     error: Tensor | None = None,
-    weight: float = 0.0,
 ) -> None:
     for begin, end in _chunks(values.numel()):
         chunk = values[begin:end].float()
@@ -137,12 +141,12 @@ def _encode(
         _write(chunk, form, part)
         chunk -= _read(part, form, stop - begin)
         # Not lerp_, which fuses the multiplication with the addition on some devices.
-        _write(earlier.add_((chunk - earlier).mul_(weight)), ERROR_FORM, remembered)
+        _write(earlier.add_((chunk - earlier).mul_(ERROR_WEIGHT)), ERROR_FORM, remembered)
 
 
-def _decode(encoded: Tensor, form: BlockFormat, out: Tensor, *, adds: bool) -> None:
+def _dequantize(quantized: Tensor, form: BlockFormat, out: Tensor, *, adds: bool) -> None:
     for begin, end in _chunks(out.numel()):
-        part = _part(encoded, form, out.numel(), begin, end)
+        part = _part(quantized, form, out.numel(), begin, end)
         values, target = _read(part, form, end - begin), out[begin:end]
         target.copy_(target.float() + values if adds else values)
 
@@ -164,24 +168,23 @@ def hadamard(values: Tensor) -> Tensor:
 
 
 class _Part(NamedTuple):
-    """The scales and the codes of a chunk, as views of an encoded range."""
+    """Scales and packed levels of a chunk, as views of a quantized range."""
 
     scales: Tensor
-    codes: Tensor
+    packed: Tensor
 
 
-def _part(encoded: Tensor, form: BlockFormat, numel: int, begin: int, end: int) -> _Part:
-    """Of the elements [begin, end) of `numel`; `begin` is that of a chunk."""
-    assert encoded.dtype == torch.uint8
-    assert encoded.numel() == form.num_bytes(numel), f"{encoded.numel()} bytes for {numel} elements"
+def _part(quantized: Tensor, form: BlockFormat, numel: int, begin: int, end: int) -> _Part:
+    """Return the part of the elements [begin, end) of `numel`, which are a chunk."""
+    assert quantized.numel() == form.num_bytes(numel), f"{quantized.numel()} for {numel} elements"
     cut, first = form.scale_bytes(numel), begin // form.block
-    scales = encoded[:cut].view(torch.float32)[first : first + form.num_blocks(end - begin)]
+    scales = quantized[:cut].view(torch.float32)[first : first + form.num_blocks(end - begin)]
     start, length = cut + begin * form.bits // 8, padded(end - begin) * form.bits // 8
-    return _Part(scales, encoded[start : start + length])
+    return _Part(scales, quantized[start : start + length])
 
 
 def _write(values: Tensor, form: BlockFormat, part: _Part) -> None:
-    """Encode one chunk of float32 values, of which only the padded codes of a block are kept."""
+    """Quantize a chunk of float32 values; a block is stored only up to its padded elements."""
     blocks = _in_blocks(values, form.block)
     largest = blocks.abs().amax(1)
     # By a tensor: on a GPU torch divides by a number by multiplying with its reciprocal.
@@ -189,12 +192,12 @@ def _write(values: Tensor, form: BlockFormat, part: _Part) -> None:
     scale = torch.where(scale == 0, 1.0, scale)  # all zero, or below what float32 can divide by
     part.scales.copy_(scale)
     levels = (blocks / scale[:, None]).round_().clamp_(-form.top, form.top).view(-1)
-    _pack(levels[: part.codes.numel() * 8 // form.bits], form, part.codes)
+    _pack(levels[: part.packed.numel() * 8 // form.bits], form, part.packed)
 
 
 def _read(part: _Part, form: BlockFormat, numel: int) -> Tensor:
     """Return the first `numel` float32 values of one chunk, in memory of their own."""
-    blocks = _in_blocks(_unpack(part.codes, form), form.block)
+    blocks = _in_blocks(_unpack(part.packed, form), form.block)
     blocks *= part.scales[:, None]
     return blocks.view(-1)[:numel]
 
@@ -211,7 +214,7 @@ def _in_blocks(values: Tensor, block: int) -> Tensor:
 
 
 def _pack(levels: Tensor, form: BlockFormat, out: Tensor) -> None:
-    """Write whole numbers from -top to top to the bytes `out`; both signs are stored."""
+    """Write levels, whole numbers from -top to top, to the bytes `out`."""
     packed = (levels + (form.top + 1)).to(torch.uint8)
     if form.bits == 4:
         packed = packed[0::2] | packed[1::2] << 4

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from data.atomic_file import replacing
-from paro.distributed.profile_range import record_ranges
+from paro.distributed.timers import record_ranges
 from paro.errors import UserError, describe
 from paro.report.earlier import set_aside
 from paro.report.log import Log

@@ -1,31 +1,59 @@
-"""Runs a model whose weights rotate: each part is computed slice by slice."""
+"""Rotated Tensor Parallelism: a model whose parts compute slice by slice while weights rotate."""
+
+# FSDP2 all-gathers a module's weights before its forward and again before its backward. Here they
+# are never whole: each of the d ranks of a ring owns a slice, 1/d of the weights, and slices are
+# sent round the ring. A part of the model, such as an MLP, replaces a method of a module. It
+# computes d partial results of this rank's micro-batch, one with each slice, which the module's
+# `join_METHOD` adds up:
+#
+#   for step in range(d):      # for each half, if slices are cut in halves
+#       policy.before_forward  # out of place: the slice is sent on while it is read
+#       of_slice               # with views of the slice as the module's weights
+#       policy.after_forward   # in place: the slice is sent on, the next one received
+#
+# In backward hooks of autograd run the steps in reverse order:
+#
+#   gradient of a slice's output    policy.before_backward: ends the step that ran before; this
+#                                   slice's weights are here, the next ones are on their way back
+#   gradients of a slice's weights  policy.first_gradient, last_gradient: added to the slice's sum,
+#                                   which moves on when the step ends
+#   gradient of the part's input    policy.after_backward: ends the last step
+#
+# The policy (paro/step/rotating.py) decides what is done at an event. Autograd runs the most recent
+# operations first and accumulates gradients of leaves immediately: all gradients of a slice arrive
+# before the next step begins. If a forward is recomputed (non-reentrant checkpointing), backward
+# runs the hooks of the first forward, whose leaves get the gradients; the second one restores the
+# tensors that were not saved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from model.units import UnitSpec
+from model.units import PartSpec, UnitSpec
 from paro.collectives.shifts import Ring
-from paro.distributed.timers import Timers
-from paro.rotation.part import RotatingPart
+from paro.distributed.timers import Timers, profile_range
 from paro.rotation.rotating_unit import SLICE_ACTIONS, RotatingUnit
-from paro.sharding.distributed_model import DistributedModel
-from paro.sharding.sharded_unit import ShardedUnit
+from paro.sharding.distributed_model import DistributedModel, Phase, UnitGradSink
+from paro.sharding.sharded_unit import ShardedUnit, bind_empty
 from paro.sharding.shards import ShardingContext, UnitShards
-from paro.sharding.wrap import bind_empty
 from paro.spec.sharding_spec import ShardingSpec
 from paro.step.actions import Verb
-from paro.step.rotating import RotationPolicy, RotationShape
+from paro.step.rotating import RingStep, RotationPolicy, RotationShape
+from paro.step.slices import Slot
 
 
 class RotatedModel(DistributedModel):
     """A model of which each rank holds only slices and the replicated norms.
 
-    A rank computes its own micro-batch with its current slice of a part and passes the slice on.
-    The parts do this themselves when the model calls them; its policy decides when slices are sent
-    and gradients reduced. `units` are those of `make_rotated_units`.
+    A rank computes its own micro-batch with its current slice of a part and sends the slice on.
+    `RotatingPart` does it when the model calls a part; `policy` decides when slices are sent and
+    gradients reduced. `units` come from `make_rotated_units`.
     """
 
     policy: RotationPolicy
@@ -76,3 +104,102 @@ def make_rotated_units(
         norm.bind(bound)
     weights = (spec for spec in specs if not spec.unit.replicated)
     return [*norms, *(RotatingUnit(spec, context, ring) for spec in weights)]
+
+
+class RotatingPart:
+    """Replacement of a module's method that computes with one slice of its weights at a time."""
+
+    def __init__(
+        self,
+        index: int,
+        unit: UnitSpec,
+        spec: PartSpec,
+        model: DistributedModel,
+        policy: RotationPolicy,
+    ) -> None:
+        self.module = module = model.model.get_submodule(unit.name)
+        self.unit = unit
+        self.spec = spec
+        self._model = model
+        self._policy = policy
+        self._ring_steps = policy.shape.ring_steps(index)
+        # Parameters' names in the model to those in the module.
+        self._attributes = dict(zip(unit.cuts_of(spec), spec.cuts, strict=True))
+        self._of_slice = getattr(module, spec.of_slice)
+        self._join = getattr(module, f"join_{spec.method}")
+        self._whole = {name: getattr(module, name) for name in spec.cuts}
+        for name in spec.cuts:
+            if name not in module._parameters:  # a tied head's weight is a plain attribute
+                delattr(module, name)
+                module.register_parameter(name, None)
+        # Made once: the storage of a slot is freed and allocated again, views of it stay valid.
+        self._leaves: dict[tuple[int, int, Slot], dict[str, nn.Parameter]] = {}  # by buffer, step
+        replicated = map(module.get_parameter, spec.replicated)
+        buffers = chain.from_iterable(policy.shape.halves(index))
+        trains = any(model.units[buffer].trainable for buffer in buffers)
+        self._trains = trains or any(parameter.requires_grad for parameter in replicated)
+        setattr(module, spec.method, self)
+
+    def __call__(self, x: Tensor, *rest: Any) -> Tensor:
+        in_forward = self._model.phase is Phase.FORWARD
+        runs_again = in_forward and self.unit.recomputed_from is not None
+        needs_grads = torch.is_grad_enabled() and (self._trains or x.requires_grad)
+        run = partial(self._run, backward_follows=needs_grads and not runs_again)
+        if in_forward and x.requires_grad:
+            x.register_hook(lambda _: self._model.carry_out(self._policy.after_backward()))
+        with profile_range(f"rotate:{self.unit.label_of(self.spec)}"):
+            out: Tensor = self._join((partial(run, at) for at in self._ring_steps), x, *rest)
+        return out
+
+    def _run(self, at: RingStep, x: Tensor, *rest: Any, backward_follows: bool) -> Any:
+        carry_out, policy = self._model.carry_out, self._policy
+        carry_out(policy.before_forward(at, backward_follows=backward_follows))
+        self._use_slice(at)
+        try:
+            out = self._of_slice(x, *rest)
+        finally:  # recomputation is stopped by an exception once it has all it needs
+            self.module._parameters.update(self._whole)
+        for tensor in out if isinstance(out, tuple) else (out,):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: carry_out(policy.before_backward(at)))
+        carry_out(policy.after_forward(at))
+        return out
+
+    def _use_slice(self, at: RingStep) -> None:
+        """Make the views of a slice the module's weights."""
+        starts: dict[str, int] = self.module.starts  # type: ignore[assignment]
+        for buffer in self._policy.shape.halves(at.part)[at.half]:
+            unit, slot = self._unit(buffer), self._policy.slot(buffer, at.step)
+            key = buffer, at.step, slot
+            if key not in self._leaves:
+                self._leaves[key] = dict(self._make_leaves(*key))
+            self.module._parameters.update(self._leaves[key])
+            for name, start in unit.starts(at.step).items():
+                attribute = self._attributes[name]
+                starts[attribute] = start[self.spec.cuts[attribute]]
+
+    def _unit(self, buffer: int) -> RotatingUnit:
+        unit = self._model.units[buffer]
+        assert isinstance(unit, RotatingUnit), f"{unit.name} does not rotate"
+        return unit
+
+    def _make_leaves(
+        self, buffer: int, step: int, slot: Slot
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        unit, grad_slot = self._unit(buffer), self._policy.grad_slot(buffer, step)
+        views = unit.views(step, slot)
+        for name, view in views.items():
+            # `data`: the slot is overwritten while autograd holds the leaf, on purpose.
+            leaf = nn.Parameter(view.data, requires_grad=unit.trainable)
+            if unit.trainable:
+                grad_view = partial(unit.grad_view, step, grad_slot, name)
+                sink = UnitGradSink(
+                    model=self._model, number=buffer, total=len(views), view=grad_view
+                )
+                leaf.grad_sink = sink  # type: ignore[attr-defined]
+                leaf.register_post_accumulate_grad_hook(sink.take)
+            yield self._attributes[name], leaf
+
+    def close(self) -> None:
+        """Drop the leaves: autograd keeps them alive, and their hooks reference this part."""
+        self._leaves.clear()

@@ -10,7 +10,7 @@ from model.matmul import store_grad
 from paro.collectives.shifts import Ring, Turn
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import WaitKind
-from paro.distributed.profile_range import profile_range
+from paro.distributed.timers import profile_range
 from paro.sharding.buffers import TORCH_TYPES, ElasticBuffer
 from paro.sharding.shards import ShardingContext, UnitShards
 from paro.spec.sharding_spec import ShardingSpec
@@ -19,7 +19,7 @@ from paro.step.slices import Slot
 
 
 class RotatingUnit(UnitShards):
-    """One slice of either the trainable or the frozen matrices of a part of the model.
+    """Slice of either the trainable or the frozen matrices of a part of the model.
 
     Its shard is the slice that this rank owns. `SLICE_ACTIONS` are done in the order that the
     policy says; `views` of a slot are the matrices to compute with.
@@ -65,13 +65,12 @@ class RotatingUnit(UnitShards):
         return self._views[step, slot]
 
     def starts(self, step: int) -> dict[str, tuple[int, ...]]:
-        """Where the parameters of a step's slice begin in their whole parameters, by name."""
+        """Return the offsets of a step's slice in its whole parameters, by name."""
         parts = self._ranges[self._ring.owner_of(step)]
         return {part.chunk.name: part.chunk.offsets for part in parts}
 
     def grad_view(self, step: int, slot: Slot, name: str) -> tuple[Tensor, bool]:
-        """Return the view of the sum that rotates with a slice, and whether to add to what
-        it holds."""
+        """Return the view of the sum that rotates with a slice, and whether to add to it."""
         return self.views(step, slot)[name], step + 1 < self._ring.size
 
     # Actions #

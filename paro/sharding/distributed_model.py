@@ -25,7 +25,7 @@ from paro.step.rotating import RotationPolicy
 
 
 class Phase(Enum):
-    """What the training thread is doing to the model."""
+    """Activity of the training thread."""
 
     IDLE = 0
     EVALUATION = 1
@@ -61,7 +61,7 @@ class DistributedModel:
         self._removals: list[Callable[[], None]] = []  # of hooks
 
     def begin_step(self, num_micro_batches: int, *, full_precision: bool = False) -> None:
-        """Start a step; with `full_precision` it sends no codes."""
+        """Start a step; with `full_precision` it quantizes nothing."""
         self._assert_idle()
         for unit in self.units:
             unit.full_precision = full_precision
@@ -97,7 +97,7 @@ class DistributedModel:
         self.carry_out(self.policy.end_step())
 
     def forget_grad_errors(self) -> None:
-        """Reset the error feedback of gradients to zero."""
+        """Reset the error feedback of gradients."""
         for unit in self.trainable_units:
             if unit.grad_errors is not None:
                 unit.grad_errors.zero_()
@@ -133,7 +133,7 @@ class DistributedModel:
             self._removals.pop()()
 
     def carry_out(self, actions: Iterable[Move]) -> None:
-        """Does what the policy answers to an event."""
+        """Carry out the actions with which the policy answers an event."""
         for verb, number, *slots in actions:
             self._carried_out[verb](self.units[number], *slots)
             if self.record is not None:
@@ -149,9 +149,9 @@ class DistributedModel:
     def _collect_gradients(
         self, unit: ShardedUnit, parameters: Mapping[str, nn.Parameter], *, by_matmuls: bool
     ) -> None:
-        """Has a unit's gradients put into its buffers; `by_matmuls`, which write those of weights.
+        """Direct a unit's gradients into its buffers; with `by_matmuls` matmuls write them there.
 
-        Not the gradients of parameters that two units read: they have two parts.
+        Not if two units read a parameter: its gradient has two parts.
         """
         number, chunks = self._numbers[unit], unit.layout.chunks
         for name in (placed.chunk.name for placed in chunks):

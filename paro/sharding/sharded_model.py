@@ -1,4 +1,4 @@
-"""Runs a sharded model: hooks tell the policy of a step what happens, and carry out its answers."""
+"""A model with gathered units: hooks tell a policy the events of a step, and act on its answers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from paro.distributed.profile_range import profile_range
-from paro.distributed.timers import Timers
+from paro.distributed.timers import Timers, profile_range
 from paro.sharding.distributed_model import DistributedModel, Phase
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.step.actions import StepShape, Verb
@@ -45,9 +44,9 @@ class ShardedModel(DistributedModel):
         }
         parameters = dict(model.named_parameters())
         planned = dict.fromkeys(spec.unit for spec in self.specs)
-        for index, one in enumerate(planned):
-            self._hook(index, model.get_submodule(one.name))
-        borrowed = {name for one in planned for name in one.borrows}
+        for index, unit_spec in enumerate(planned):
+            self._hook(index, model.get_submodule(unit_spec.name))
+        borrowed = {name for unit_spec in planned for name in unit_spec.borrows}
         for unit in units:
             if unit.trainable:
                 has_one_part = unit.spec.unit.name not in borrowed

@@ -15,10 +15,11 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from model.fp8 import Fp8WeightCache
@@ -29,14 +30,6 @@ from paro.sharding.buffers import TORCH_TYPES, ElasticBuffer, param_views
 from paro.sharding.shards import ShardingContext, UnitShards
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import Verb
-
-
-class UnitState(Enum):
-    """Which parameter buffers of a unit hold storage on this rank."""
-
-    SHARDED = "param_shard"
-    GATHERING = "param_shard and param_U, which is being filled"
-    WHOLE = "param_shard and param_U"
 
 
 class ShardedUnit(UnitShards):
@@ -54,20 +47,21 @@ class ShardedUnit(UnitShards):
         self._grad_U_read: Event = DONE
         ledger, resize = context.ledger, context.collectives.registered.resize
         self._param_U: ElasticBuffer | None = None
-        for one in spec.collectives[Verb.GATHER]:
+        for gather in spec.collectives[Verb.GATHER]:
             of_kind = partial(resize, trains=spec.buffer.trains)
-            self._param_U = self._whole(one, tally=ledger.whole_params, resize=of_kind)
-        self.state = UnitState.SHARDED if self._param_U else UnitState.WHOLE
+            self._param_U = self._whole(gather, tally=ledger.whole_params, resize=of_kind)
         self._grad_U: ElasticBuffer | None = None
-        for one in spec.collectives.get(Verb.REDUCE, ()):
-            self._grad_U = self._whole(one, tally=ledger.whole_grads)
+        for reduction in spec.collectives.get(Verb.REDUCE, ()):
+            self._grad_U = self._whole(reduction, tally=ledger.whole_grads)
         self._fp8_caches = [Fp8WeightCache() for _ in spec.layout.chunks]
         self._grad_views: dict[str, Tensor] = {}
 
-    def _whole(self, one: Collective, **settings: Any) -> ElasticBuffer:
+    def _whole(self, collective: Collective, **settings: Any) -> ElasticBuffer:
         """Return the buffer that a collective fills, or empties."""
-        dtype, device = TORCH_TYPES[one.dtype], self.context.device
-        return ElasticBuffer(one.numel, layout=self.layout, dtype=dtype, device=device, **settings)
+        dtype, device = TORCH_TYPES[collective.dtype], self.context.device
+        return ElasticBuffer(
+            collective.numel, layout=self.layout, dtype=dtype, device=device, **settings
+        )
 
     # Binding #
 
@@ -90,7 +84,6 @@ class ShardedUnit(UnitShards):
     def gather(self) -> None:
         """Queue the all-gather of the whole parameters, after that of the updated parameters."""
         assert self._param_U is not None, f"{self.name} is whole"
-        assert self.state is UnitState.SHARDED, f"gather of {self.name}, which is {self.state}"
         self._param_U.alloc()
         with self.context.exposure.submitting(WaitKind.GATHER):
             _, self._gathered = self._queue(
@@ -99,19 +92,13 @@ class ShardedUnit(UnitShards):
                 shard=self.param_shard,
                 after=self._updated,
             )
-        self.state = UnitState.GATHERING
 
     def use(self) -> None:
         """Wait until the parameters may be read."""
-        if self._param_U is None:
-            self.wait_for_updated_params()
-            return
-        assert self.state is not UnitState.SHARDED, f"use of {self.name} without a gather"
-        if self.state is UnitState.GATHERING:
-            self.context.exposure.wait(WaitKind.PARAM_ALL_GATHER, self._updated)
-            self.context.exposure.wait(WaitKind.GATHER, self._gathered)
-            self._updated = self._gathered = DONE
-            self.state = UnitState.WHOLE
+        assert self._param_U is None or self._param_U.alive, f"{self.name} is not gathered"
+        self.wait_for_updated_params()
+        self.context.exposure.wait(WaitKind.GATHER, self._gathered)
+        self._gathered = DONE
 
     def cache_fp8_weights(self) -> None:
         """Keep fp8 casts of weights from now on, for forward and backward."""
@@ -129,7 +116,6 @@ class ShardedUnit(UnitShards):
         self.use()  # an unused gather may still be writing the buffer
         self.drop_fp8_weights()
         self._param_U.free()
-        self.state = UnitState.SHARDED
 
     # Gradients #
 
@@ -140,7 +126,7 @@ class ShardedUnit(UnitShards):
             self._grad_U.values[begin:end].zero_()
 
     def grad_view(self, name: str) -> tuple[Tensor, bool]:
-        """Return the buffer for one parameter's gradient, and whether to add to what it holds."""
+        """Return the view for a parameter's gradient, and whether to add to it."""
         return self._grad_views[name], self._grad_U is None and not self._fresh
 
     def reduce(self) -> None:
@@ -165,3 +151,38 @@ class ShardedUnit(UnitShards):
         assert self._grad_U is not None
         self.context.exposure.wait(WaitKind.REDUCE, self._grad_U_read)
         self._grad_U.free()
+
+
+def make_sharded_units(
+    model: nn.Module, specs: Sequence[ShardingSpec], context: ShardingContext
+) -> list[ShardedUnit]:
+    """Build the sharded units of a model on the meta device, and bind its parameters to them.
+
+    Parameters keep their names and `requires_grad`; only the shards are allocated.
+    """
+    bound = bind_empty(model, specs, context)
+    sharded = [ShardedUnit(spec, context) for spec in specs]
+    trained = [unit for unit in sharded if unit.trainable]
+    for index, unit in enumerate(trained):
+        if unit.spec.unit.bucket_size > 1:
+            unit.form_bucket(trained[index + 1 : index + unit.spec.unit.bucket_size])
+    for unit in sharded:
+        unit.bind(bound)
+    return sharded
+
+
+def bind_empty(
+    model: nn.Module, specs: Sequence[ShardingSpec], context: ShardingContext
+) -> dict[str, nn.Parameter]:
+    """Replace every parameter by an empty one that units can bind; return them by name."""
+    placed = [(c.chunk, spec) for spec in specs for c in spec.layout.chunks]
+    described = {chunk.name: (chunk.shape, spec.buffer.trains) for chunk, spec in placed}
+    built = {name: (tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()}
+    assert built == described, f"not as described: {built.items() ^ described.items()}"
+    bound: dict[str, nn.Parameter] = {}
+    for name, spec in {chunk.name: spec for chunk, spec in placed}.items():
+        empty = torch.empty(0, dtype=TORCH_TYPES[spec.param_dtype], device=context.device)
+        bound[name] = nn.Parameter(empty, requires_grad=spec.buffer.trains)
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, bound[name])
+    return bound

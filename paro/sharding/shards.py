@@ -1,4 +1,12 @@
-"""Persistent shards of a unit's parameters and gradients, and updates of them as codes."""
+"""Shards of a unit that a rank holds for the whole run, and their collectives once a step."""
+
+# FSDP2 shards each parameter; here a unit's parameters are one flat buffer, and a rank holds one
+# range of it as `param_shard`, one as `grad_shard`. Their sharding degrees may differ, and so may
+# that of the optimizer state, whose range is inside both (Note: nested shards, paro/layout.py).
+# Once a step gradients are reduce-scattered from their degree to the optimizer's and all-reduced
+# over replicas (`start_grad_sync`); updated parameters are all-gathered from the optimizer's degree
+# to their own (`start_param_all_gather`). `ShardingSpec` describes all collectives; this file
+# queues them on comm streams. `ShardedUnit` and `RotatingUnit` add what a micro-batch does.
 
 from __future__ import annotations
 
@@ -10,15 +18,15 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from paro.collectives.coded import CodedReduction, Contribution
 from paro.collectives.interface import Collectives, Request
 from paro.collectives.matrices import MatrixExchange
+from paro.collectives.quantized import GroupSum, QuantizedReduction
 from paro.collectives.schedule import Op
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.layout import PlacedChunk, UnitLayout, whole_chunk
-from paro.quantization.blocks import decode, encode, split_encoded
-from paro.quantization.ranges import RangeCodes
+from paro.quantization.blocks import dequantize, quantize, split_range
+from paro.quantization.formats import RangeFormat
 from paro.sharding.buffers import TORCH_TYPES, Ledger
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.spec.states import GRAD_ERRORS, FlatShard
@@ -36,7 +44,7 @@ class ShardingContext:
     strategy: Strategy
     collectives: Collectives
     device: torch.device
-    coded_reduction: CodedReduction | None = None  # if gradients have codes
+    quantized_reduction: QuantizedReduction | None = None  # if gradients are
     # If Muon updates matrices: by the number of ranks over which these are sharded.
     matrix_exchanges: Mapping[int, MatrixExchange] = field(default_factory=dict)
     ledger: Ledger
@@ -61,33 +69,33 @@ class UnitShards:
         # Units with one step reduce-scatter and all-gather of updated parameters, and their shards.
         self.bucket: tuple[UnitShards, ...] = (self,)
         self._params_of_bucket, self._grads_of_bucket = self.param_shard, self.grad_shard
-        self.coded_update: CodedUpdate | None = None
-        if spec.update_codes is not None:
+        self.quantized_update: QuantizedUpdate | None = None
+        if spec.update_format is not None:
             (gathered,) = spec.collectives[Verb.PARAM_ALL_GATHER]
-            encoded = zeros(gathered.numel, dtype=TORCH_TYPES[gathered.dtype])
-            self.coded_update = CodedUpdate(
-                spec.update_codes, encoded, self.param_shard, self.param_start
+            quantized = zeros(gathered.numel, dtype=TORCH_TYPES[gathered.dtype])
+            self.quantized_update = QuantizedUpdate(
+                spec.update_format, quantized, self.param_shard, self.param_start
             )
-        lost = spec.grad_error_bytes
-        self.grad_errors = zeros(lost, dtype=torch.uint8) if any(lost) else None
-        self.full_precision = False  # nothing is sent as codes in this step
+        error_shape = spec.grad_error_bytes
+        self.grad_errors = zeros(error_shape, dtype=torch.uint8) if any(error_shape) else None
+        self.full_precision = False  # nothing is quantized in this step
         self._fresh = True  # the next gradient starts a step: overwrite instead of accumulating
-        self._is_encoded = False  # what `start_param_all_gather` sends next is `encode_update`'s
+        self._is_quantized = False  # the update that `start_param_all_gather` sends next
         self._updated: Event = DONE
         self._reduced: Event = DONE
 
     def shard_of_errors(self) -> FlatShard | None:
-        """What codes of gradients have lost, as checkpoints save it: no rank has another's.
+        """Return the quantization errors of this rank's gradients, as checkpoints save them.
 
-        Its name says which ranks and strategy it belongs to: it means nothing to others.
+        Their name says which ranks and strategy they belong to: others cannot use them.
         """
         if self.grad_errors is None:
             return None
-        context, (num_pieces, length) = self.context, self.grad_errors.shape
+        context, (num_owners, length) = self.context, self.grad_errors.shape
         world_size, group_size = context.topology.world_size, context.topology.group_size
         degrees = "-".join(map(str, self.spec.strategy.degrees))
         name = f"{self.name}@{world_size}x{group_size}@{degrees}"
-        rows = whole_chunk(name, (world_size * num_pieces, length))
+        rows = whole_chunk(name, (world_size * num_owners, length))
         return FlatShard(
             layout=UnitLayout((PlacedChunk(rows, 0),), decayed_stop=0, numel=rows.numel),
             start=context.rank * self.grad_errors.numel(),
@@ -132,7 +140,7 @@ class UnitShards:
         return self.grad_shard[begin:end]
 
     def _own(self, shard: Tensor, degree: int) -> tuple[int, int]:
-        """Where this rank's optimizer range of the bucket is in a shard at a degree."""
+        """Return where in a shard of this degree this rank's optimizer range of the bucket is."""
         span = self.context.topology.axes_between(degree, self.spec.strategy.optim)
         size, number = shard.numel(), self.bucket.index(self)
         order = by_units(span, len(self.bucket))
@@ -142,7 +150,7 @@ class UnitShards:
 
     @property
     def optim_degree(self) -> int:
-        """Over how many ranks its optimizer state is spread."""
+        """Number of ranks over which the unit's optimizer state is sharded."""
         return self.bucket[0].spec.optim_degree
 
     # Collectives #
@@ -155,48 +163,56 @@ class UnitShards:
         shard: Tensor | None = None,
         after: Event = DONE,
     ) -> tuple[Tensor, Event]:
-        """Queue collectives, each on what the one before has left on this rank of `whole`.
+        """Queue collectives: after a reduce-scatter the next one runs on this rank's shard.
 
-        Returns what the last one leaves there.
+        Return the buffer that the last one leaves on this rank, and its completion.
         """
-        for one in sent:
-            dtype = TORCH_TYPES[one.dtype]
-            request = Request(one.op, whole, one.span, dtype, shard, after=after, units=one.units)
+        for collective in sent:
+            dtype = TORCH_TYPES[collective.dtype]
+            request = Request(
+                collective.op,
+                whole,
+                collective.span,
+                dtype,
+                shard,
+                after=after,
+                units=collective.units,
+            )
             own = request.own(self.context.rank)
-            sizes = {one.numel, whole.numel(), own.numel() * one.num_shards}
-            types = {dtype, whole.dtype, own.dtype} if one.op is Op.ALL_GATHER else {dtype}
-            found = len(sizes), len(types), request.stream_kind
-            assert found == (1, 1, one.stream_kind), f"{self.name}: {sizes}, {types} for {one}"
+            sizes = {collective.numel, whole.numel(), own.numel() * collective.num_shards}
+            types = {dtype, whole.dtype, own.dtype} if collective.op is Op.ALL_GATHER else {dtype}
+            agrees = len(sizes) == len(types) == 1 and request.stream_kind is collective.stream_kind
+            assert agrees, f"{self.name}: {sizes}, {types} for {collective}"
             after = self.context.collectives.run(request)
-            whole = own if one.op is Op.REDUCE_SCATTER else whole
+            whole = own if collective.op is Op.REDUCE_SCATTER else whole
         return whole, after
 
     # Communication once a step #
 
-    def encode_update(self, master: Tensor) -> None:
-        """Make the codes of what the master has and the parameters do not have yet."""
-        assert self.coded_update is not None, f"{self.name} has no codes"
-        place = (self.optim_start - self.param_start) // master.numel()
-        self.coded_update.encode(master, self.optim_param, place)
-        self._is_encoded = True
+    def quantize_update(self, master: Tensor) -> None:
+        """Quantize the difference between the master and the parameters, and apply it to them."""
+        assert self.quantized_update is not None, f"{self.name} is sent exactly"
+        index = (self.optim_start - self.param_start) // master.numel()
+        self.quantized_update.quantize(master, self.optim_param, index)
+        self._is_quantized = True
 
     def start_param_all_gather(self) -> None:
         """Queue the all-gather of updated parameters: optimizer ranges fill `param_shard`.
 
-        After `encode_update` it sends the codes.
+        After `quantize_update` quantized differences are sent, and added to the parameters.
         """
-        coded = self.coded_update if self._is_encoded else None
-        sent = (self.spec.exact if coded is None else self.spec).collectives[Verb.PARAM_ALL_GATHER]
+        update = self.quantized_update if self._is_quantized else None
+        sent = (self.spec.exact if update is None else self.spec).collectives[Verb.PARAM_ALL_GATHER]
         with self.context.exposure.submitting(WaitKind.PARAM_ALL_GATHER):
-            if coded is None:
+            if update is None:
                 _, updated = self._queue(sent, self._params_of_bucket)
             else:
-                _, gathered = self._queue(sent, coded.encoded)
+                _, gathered = self._queue(sent, update.quantized)
                 run_after = self.context.collectives.run_after
-                updated = run_after(sent[-1].span, coded.apply, after=gathered)
+                updated = run_after(sent[-1].span, update.apply, after=gathered)
         for unit in self.bucket:
             unit._updated = updated
-        self._is_encoded = False
+        self._is_quantized = False
 
     def wait_for_updated_params(self) -> None:
         self.context.exposure.wait(WaitKind.PARAM_ALL_GATHER, self._updated)
@@ -208,38 +224,39 @@ class UnitShards:
         Backward ends with the bucket's first unit: its own stream has reduced the others before it.
         """
         spec = self.spec.exact if self.full_precision else self.spec
-        sent, encoded = spec.collectives[Verb.GRAD_SYNC], spec.exchange
+        sent, quantized = spec.collectives[Verb.GRAD_SYNC], spec.exchange
         with self.context.exposure.submitting(WaitKind.REDUCE):
-            own, reduced = self._queue(
-                (one for one in sent if one not in encoded),
-                self._grads_of_bucket,
-                after=self._reduced,
-            )
-            if encoded:
-                reduced = self._exchange(own, encoded, reduced)
+            exact = (collective for collective in sent if collective not in quantized)
+            shard, reduced = self._queue(exact, self._grads_of_bucket, after=self._reduced)
+            if quantized:
+                reduced = self._reduce_quantized(shard, quantized, reduced)
         for unit in self.bucket:
             unit._reduced, unit._fresh = reduced, True
 
-    def _exchange(self, gradients: Tensor, encoded: Sequence[Collective], event: Event) -> Event:
-        """Queues, after `event`, the sum between groups of what each group has summed."""
-        exchange, codes = self.context.coded_reduction, self.spec.grad_codes
-        assert exchange is not None, f"{self.name} has codes"
-        assert codes is not None, f"{self.name} sends codes"
-        span, *replicas = (one.span for one in encoded)
-        sent = [(one.stream_kind, one.op, one.numel // one.num_shards) for one in encoded]
+    def _reduce_quantized(
+        self, gradients: Tensor, quantized: Sequence[Collective], after: Event
+    ) -> Event:
+        """Queue the quantized sum between groups of the sums that groups have."""
+        reduction, ranges = self.context.quantized_reduction, self.spec.grad_format
+        assert reduction is not None, f"{self.name} is quantized"
+        assert ranges is not None, f"{self.name} is sent quantized"
+        span, *replicas = (collective.span for collective in quantized)
+        sent = [
+            (collective.stream_kind, collective.op, collective.numel // collective.num_shards)
+            for collective in quantized
+        ]
         ops = (Op.REDUCE_SCATTER, Op.ALL_GATHER)[: len(sent)]
-        assert sent == [(StreamKind.EXCHANGE, op, codes.range_bytes) for op in ops], (
-            f"{self.name}: {sent}"
-        )
-        contribution = Contribution(
+        planned = [(StreamKind.EXCHANGE, op, ranges.range_bytes) for op in ops]
+        assert sent == planned, f"{self.name}: {sent}"
+        group_sum = GroupSum(
             values=gradients,
             start=self._start_at(span[0].inner),
-            codes=codes,
+            ranges=ranges,
             span=span,
             replicas=tuple(chain.from_iterable(replicas)),
             errors=self.grad_errors,
         )
-        return exchange.reduce(contribution, self.optim_grad, after=event)
+        return reduction.reduce(group_sum, self.optim_grad, after=after)
 
     def wait_reduced(self) -> None:
         self.context.exposure.wait(WaitKind.REDUCE, self._reduced)
@@ -260,52 +277,50 @@ class UnitShards:
             unit.bucket, unit._params_of_bucket, unit._grads_of_bucket = bucket, params, grads
 
 
-class CodedUpdate:
-    """The encoded optimizer ranges of a parameter shard, and their buffer, which stays allocated.
+class QuantizedUpdate:
+    """Quantized optimizer ranges of a parameter shard, and their buffer, which stays allocated.
 
-    `encode` writes this rank's range and applies it; after the all-gather of `encoded`, `apply`
+    `quantize` writes this rank's range and applies it; after the all-gather of `quantized`, `apply`
     changes the others.
     """
 
-    def __init__(self, codes: RangeCodes, encoded: Tensor, param_shard: Tensor, start: int) -> None:
-        self.encoded = encoded
-        self._codes = codes
+    def __init__(
+        self, ranges: RangeFormat, quantized: Tensor, param_shard: Tensor, start: int
+    ) -> None:
+        self.quantized = quantized
+        self._ranges = ranges
         self._param_shard = param_shard
         self._start = start  # of the shard in the unit's flat buffer
-        self._own: int | None = None  # the place of this rank's range
+        self._own_index: int | None = None  # of this rank's range in the shard
 
-    def encode(self, master: Tensor, param: Tensor, place: int) -> None:
-        """Encode the difference between the master and the parameters of this rank's range.
+    def quantize(self, master: Tensor, param: Tensor, index: int) -> None:
+        """Quantize the difference between the master and the parameters of this rank's range.
 
         The parameters have it at once, and not after the all-gather: copies of this range for
         checkpoints and for the node's memory wait for no other rank.
         """
-        codes, uncoded = self._parts(place)
-        coded = self._codes.num_coded(self._range_start(place))
-        encode(master[:coded], self._codes.form, codes, minus=param[:coded])
-        uncoded.copy_(master[coded:])
-        self._add(param, place)
-        self._own = place
+        difference, exact = self._split(index)
+        num_quantized = param.numel() - exact.numel()
+        quantize(master[:num_quantized], self._ranges.form, difference, minus=param[:num_quantized])
+        exact.copy_(master[num_quantized:])
+        self._add(param, index)
+        self._own_index = index
 
     def apply(self) -> None:
-        """Add the decoded differences of all other ranges to the parameters."""
-        for place, param in enumerate(self._param_shard.view(-1, self._codes.numel)):
-            if place != self._own:
-                self._add(param, place)
+        """Add the differences of all other ranks' ranges to the parameters."""
+        for index, param in enumerate(self._param_shard.view(-1, self._ranges.numel)):
+            if index != self._own_index:
+                self._add(param, index)
 
-    def _add(self, param: Tensor, place: int) -> None:
-        """Add what range `place` has as codes, and write what it has exactly."""
-        codes, uncoded = self._parts(place)
-        coded = self._codes.num_coded(self._range_start(place))
-        decode(codes, self._codes.form, param[:coded], adds=True)
-        param[coded:] = uncoded
+    def _add(self, param: Tensor, index: int) -> None:
+        """Add the differences of a range to its parameters, and write its exact elements."""
+        difference, exact = self._split(index)
+        num_quantized = param.numel() - exact.numel()
+        dequantize(difference, self._ranges.form, param[:num_quantized], adds=True)
+        param[num_quantized:] = exact
 
-    def _range_start(self, place: int) -> int:
-        return self._start + place * self._codes.numel
-
-    def _parts(self, place: int) -> tuple[Tensor, Tensor]:
-        """Return the bytes of scales and codes of a range, and its uncoded elements."""
-        size = self._codes.range_bytes
-        payload = self.encoded[place * size : (place + 1) * size]
-        start = self._range_start(place)
-        return split_encoded(payload, self._codes, start, self._param_shard.dtype)
+    def _split(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return the quantized difference and the exact elements of a range."""
+        size, start = self._ranges.range_bytes, self._start + index * self._ranges.numel
+        payload = self.quantized[index * size : (index + 1) * size]
+        return split_range(payload, self._ranges, start, self._param_shard.dtype)

@@ -14,11 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from model.config import LlamaConfig
-from paro.collectives.choice import AlgorithmChoice
-from paro.collectives.spans import needed_groups
+from paro.collectives.choice import AlgorithmChoice, needed_groups
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Spans, StreamKind, Topology, make_topology
 
-_MOST_PIECES = 4
+_MOST_HEAD_CHUNKS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,17 +133,17 @@ class ContextLimits:
         return None
 
 
-def num_pieces(num_heads: int, num_kv_heads: int, layout: ContextLayout) -> int:
-    """Return the number of pieces in which heads are exchanged, while another one computes.
+def num_head_chunks(num_heads: int, num_kv_heads: int, layout: ContextLayout) -> int:
+    """Return the number of chunks in which heads are exchanged, while another one computes.
 
-    A piece has whole groups of query heads, or all pieces share one head of keys and values, unless
-    that head goes round a ring: it would do so for every piece. `num_kv_heads` are the heads sent,
+    A chunk has whole groups of query heads, or all chunks share one head of keys and values, unless
+    that head goes round a ring: it would do so for every chunk. `num_kv_heads` are the heads sent,
     which are repeated where ranks are more.
     """
     queries, keys = num_heads // layout.heads, num_kv_heads // layout.heads
     shared = keys == 1 and layout.ring == 1
-    fitting = (pieces for pieces in (_MOST_PIECES, 2) if queries % pieces == 0)
-    return next((pieces for pieces in fitting if shared or keys % pieces == 0), 1)
+    fitting = (num_chunks for num_chunks in (_MOST_HEAD_CHUNKS, 2) if queries % num_chunks == 0)
+    return next((num_chunks for num_chunks in fitting if shared or keys % num_chunks == 0), 1)
 
 
 def heads_at_first(num_kv_heads: int, item_bytes: int) -> int:

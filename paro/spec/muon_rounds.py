@@ -212,7 +212,7 @@ def muon_chunks(layout: UnitLayout) -> tuple[PlacedChunk, ...]:
 
 def muon_bucket_size(strategy: Strategy, precision: PrecisionConfig, group_size: int) -> int:
     """Return how many units form a bucket under Muon (Note: buckets), and 1 without it."""
-    may_be = precision.optimizer == "muon" and not precision.has_codes
+    may_be = precision.optimizer == "muon" and not precision.quantizes
     degree = max(strategy.params, strategy.grads, group_size)
     return max(1, strategy.optim // degree) if may_be else 1
 

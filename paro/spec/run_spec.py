@@ -10,9 +10,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from model.config import LlamaConfig, RecomputeConfig, loss_chunk
-from paro.collectives.choice import AlgorithmChoice
+from paro.collectives.choice import AlgorithmChoice, needed_groups
 from paro.collectives.schedule import Op
-from paro.collectives.spans import needed_groups
 from paro.layout import Unit
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.spec.context_layout import ALONE, ContextLayout
@@ -187,9 +186,9 @@ def collectives_of(run: RunSpec, specs: Iterable[ShardingSpec]) -> set[Collectiv
 
 
 def _state_groups(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> Spans:
-    """Return the process groups of model states: of all that a step sends, with codes and without.
+    """Return the process groups of model states: of all that a step sends, quantized or exact.
 
-    Where there are codes, the first steps of a run send none.
+    The first steps of a run quantize nothing.
     """
     spans: defaultdict[StreamKind, set[AxisSpan]] = defaultdict(set)
     for one in collectives_of(run, specs) | collectives_of(run, (spec.exact for spec in specs)):

@@ -14,20 +14,25 @@ from typing import NamedTuple
 from paro.collectives.schedule import Op
 from paro.layout import Buffer, Unit, UnitLayout, buffers_of, chunk_numel
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.quantization.formats import FULL_BITS, BlockFormat
-from paro.quantization.ranges import GRADIENT_BLOCK, UPDATE_BLOCK, RangeCodes
+from paro.quantization.formats import (
+    FULL_BITS,
+    GRADIENT_BLOCK,
+    UPDATE_BLOCK,
+    BlockFormat,
+    RangeFormat,
+)
 from paro.spec.states import MASTER, OptimState, adamw_states, bytes_of, muon_states
 from paro.step.actions import Verb
 from paro.step.slices import Slot
 from paro.strategy import Strategy, replicated
 from paro.topology import AxisSpan, Link, StreamKind, Topology, split_by_link
 
-UINT8 = "uint8"  # the type of codes
+UINT8 = "uint8"  # the type of quantized values
 _BYTES_OF = BYTES_OF | {UINT8: 1}
 
 
 class Collective(NamedTuple):
-    """A collective of a flat buffer, of a bucket of flat buffers, or of codes."""
+    """A collective of a flat buffer, of a bucket of flat buffers, or of quantized values."""
 
     stream_kind: StreamKind
     op: Op
@@ -51,7 +56,7 @@ class Collective(NamedTuple):
         return self.span[-1].outer // self.span[0].inner
 
     @property
-    def is_coded(self) -> bool:
+    def is_quantized(self) -> bool:
         return self.dtype == UINT8
 
 
@@ -89,8 +94,8 @@ class ShardingSpec:
 
     @cached_property
     def exact(self) -> ShardingSpec:
-        """The spec of a step that sends no codes."""
-        if not self.precision.has_codes:
+        """Spec of a step that quantizes nothing."""
+        if not self.precision.quantizes:
             return self
         return replace(self, precision=self.precision.with_inter_bits(FULL_BITS))
 
@@ -170,36 +175,38 @@ class ShardingSpec:
                 slots[scratch] = 2 * chunk, one.dtype
         return slots
 
-    # Codes #
+    # Quantization #
 
     @cached_property
-    def update_codes(self) -> RangeCodes | None:
-        """The codes of updated parameters, range by range; None if they are sent exactly."""
+    def update_format(self) -> RangeFormat | None:
+        """Format of quantized updates of parameters; None if parameters are sent exactly."""
         params, _, optim = self.strategy.degrees
         span, bits = self.topology.axes_between(params, optim), self.precision.inter_param_bits
-        return self._codes(span, bits, UPDATE_BLOCK, optim, self.param_dtype)
+        return self._quantized(span, bits, UPDATE_BLOCK, optim, self.param_dtype)
 
     @cached_property
-    def grad_codes(self) -> RangeCodes | None:
-        """The codes of gradients, a piece for each rank; None if they are sent exactly."""
+    def grad_format(self) -> RangeFormat | None:
+        """Format of quantized gradients, a chunk for each rank; None if they are sent exactly."""
         size, bits = self.topology.world_size, self.precision.inter_grad_bits
-        return self._codes(self._grad_sync_span, bits, GRADIENT_BLOCK, size, self.precision.wire)
+        return self._quantized(
+            self._grad_sync_span, bits, GRADIENT_BLOCK, size, self.precision.wire
+        )
 
-    def _codes(
+    def _quantized(
         self, span: AxisSpan, bits: int, block: int, number: int, dtype: str
-    ) -> RangeCodes | None:
-        """Return codes if their collectives cross groups and they save bytes."""
+    ) -> RangeFormat | None:
+        """Return the format if its collectives cross groups and it saves bytes."""
         crosses = any(axis.link is Link.INTER for axis in span)
         if bits == FULL_BITS or not (crosses and self.buffer.trains):
             return None
-        codes = RangeCodes(
+        ranges = RangeFormat(
             form=BlockFormat(bits=bits, block=block),
             numel=self.layout.numel // number,
             slice_numel=self.layout.numel // self.layout.num_slices,
             matrix_stop=self.layout.decayed_stop,
-            uncoded_bytes=BYTES_OF[dtype],
+            exact_bytes=BYTES_OF[dtype],
         )
-        return codes if codes.range_bytes < codes.numel * codes.uncoded_bytes else None
+        return ranges if ranges.range_bytes < ranges.numel * ranges.exact_bytes else None
 
     @property
     def _grad_sync_span(self) -> AxisSpan:
@@ -208,11 +215,11 @@ class ShardingSpec:
 
     @property
     def grad_error_bytes(self) -> tuple[int, int]:
-        """The shape in bytes of gradients' error feedback: a row for each owner of a piece."""
-        if self.grad_codes is None or not self.precision.inter_grad_error_feedback:
+        """The shape in bytes of gradients' error feedback: a row for each owner of a chunk."""
+        if self.grad_format is None or not self.precision.inter_grad_error_feedback:
             return 0, 0
         _, inter = split_by_link(self._grad_sync_span)
-        return self.topology.world_size // inter[0].inner, self.grad_codes.error_bytes
+        return self.topology.world_size // inter[0].inner, self.grad_format.error_bytes
 
     # Collectives #
 
@@ -234,35 +241,36 @@ class ShardingSpec:
 
     @property
     def exchange(self) -> tuple[Collective, ...]:
-        """The collectives of codes in a step's sum of gradients: to owners, and to replicas."""
-        return tuple(one for one in self.collectives.get(Verb.GRAD_SYNC, ()) if one.is_coded)
+        """Quantized collectives of the gradient sync: to owners, and to replicas."""
+        return tuple(one for one in self.collectives.get(Verb.GRAD_SYNC, ()) if one.is_quantized)
 
     def _grad_sync(self) -> tuple[Collective, ...]:
-        """Return the collectives of the gradient sync; before codes, exact ones inside groups."""
+        """Return the collectives of the gradient sync; exact inside groups before quantized."""
         wire, units, size = self.precision.wire, self.unit.bucket_size, self.topology.world_size
         numel, (_, grads, optim) = self.layout.numel * units, self.strategy.degrees
         reduce = StreamKind.REDUCE, Op.REDUCE_SCATTER
         replicas = self.topology.axes_between(optim, size)
-        if self.grad_codes is None:
+        if self.grad_format is None:
             span = self.topology.axes_between(grads, optim)
             return (
                 Collective(*reduce, span, numel // grads, wire, units),
                 Collective(StreamKind.REDUCE, Op.ALL_REDUCE, replicas, numel // optim, wire),
             )
         intra, inter = split_by_link(self._grad_sync_span)
-        encoded = self.grad_codes.range_bytes * size
-        pieces = encoded // inter[0].inner, encoded // optim
+        quantized = self.grad_format.range_bytes * size
         return (
             Collective(*reduce, intra, numel // grads, wire),
-            Collective(StreamKind.EXCHANGE, Op.REDUCE_SCATTER, inter, pieces[0], UINT8),
-            Collective(StreamKind.EXCHANGE, Op.ALL_GATHER, replicas, pieces[1], UINT8),
+            Collective(
+                StreamKind.EXCHANGE, Op.REDUCE_SCATTER, inter, quantized // inter[0].inner, UINT8
+            ),
+            Collective(StreamKind.EXCHANGE, Op.ALL_GATHER, replicas, quantized // optim, UINT8),
         )
 
     def _param_all_gather(self) -> Collective:
         params, _, optim = self.strategy.degrees
         gather = StreamKind.GATHER, Op.ALL_GATHER, self.topology.axes_between(params, optim)
-        if self.update_codes is not None:
-            return Collective(*gather, self.update_codes.range_bytes * optim // params, UINT8)
+        if self.update_format is not None:
+            return Collective(*gather, self.update_format.range_bytes * optim // params, UINT8)
         units = self.unit.bucket_size
         return Collective(*gather, self.layout.numel * units // params, self.param_dtype, units)
 

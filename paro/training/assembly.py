@@ -20,8 +20,8 @@ from model.initialization import initial_values, parameter_initializers
 from model.llama import Llama
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
-from paro.collectives.coded import CodedReduction
 from paro.collectives.matrices import MatrixExchange
+from paro.collectives.quantized import QuantizedReduction
 from paro.collectives.shifts import Ring
 from paro.config.train import TrainConfig
 from paro.context_parallel.attention import ContextAttention, make_context_attention
@@ -41,8 +41,8 @@ from paro.schedule.batch_schedule import BatchSchedule
 from paro.sharding.buffers import TORCH_TYPES, Ledger
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
+from paro.sharding.sharded_unit import make_sharded_units
 from paro.sharding.shards import ShardingContext
-from paro.sharding.wrap import make_sharded_units
 from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_spec import Materialize, RunSpec, groups_of
 from paro.spec.sharding_spec import ShardingSpec
@@ -179,16 +179,17 @@ def _sharding_context(
     choice: AlgorithmChoice,
 ) -> ShardingContext:
     topology = groups.topology
-    coded: CodedReduction | None = None  # the sums of gradients between groups, sent as codes
+    reduction: QuantizedReduction | None = None
     if any(spec.exchange for spec in specs):
-        coded = CodedReduction(groups, links, uncoded_dtype=TORCH_TYPES[run.precision.wire])
+        wire = TORCH_TYPES[run.precision.wire]
+        reduction = QuantizedReduction(groups, links, exact_dtype=wire)
     return ShardingContext(
         topology=topology,
         rank=groups.rank,
         strategy=run.strategy,
         collectives=make_collectives(choice, groups, links),
         device=control.device,
-        coded_reduction=coded,
+        quantized_reduction=reduction,
         matrix_exchanges={
             rounds.degree: MatrixExchange(rounds.span(topology), groups, links)
             for rounds in muon_rounds(specs)

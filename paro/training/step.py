@@ -13,7 +13,7 @@ from torch import Tensor
 
 from data.loader import Batch
 from model.lora import drops_of
-from paro.collectives.coded import FORGOTTEN_AFTER
+from paro.collectives.quantized import FORGOTTEN_AFTER
 from paro.config.train import TrainConfig
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.control import Control
@@ -170,7 +170,7 @@ def train_step(
     timed = _TimedBatches(micro_batches, training.device, training.timers)
     if state.iteration % FORGOTTEN_AFTER == 0:
         training.model.forget_grad_errors()
-    warms_up = state.scheduled_samples < samples_without_codes(training)
+    warms_up = state.scheduled_samples < samples_in_full_precision(training)
     training.model.begin_step(num_micro_batches, full_precision=warms_up)
     loss_sum = _forward_backward(training, timed, weigh, num_micro_batches, state.iteration)
     _empty_cache(training, from_level=1)
@@ -278,8 +278,8 @@ def _update(training: Training, state: TrainState, *, grad_norm: float, unscale:
         )
 
 
-def samples_without_codes(training: Training) -> int:
-    """Count the samples at the start of a run in which nothing is sent as codes."""
+def samples_in_full_precision(training: Training) -> int:
+    """Count the samples at the start of a run in which nothing is quantized."""
     samples = training.config.inter_bits_warmup_samples
     return math.ceil(training.schedule.lr_warmup_samples) if samples is None else samples
 

@@ -21,13 +21,12 @@ PURE = (
     "paro.strategy",
     *("paro.topology", "paro.untrusted.pickled"),
     *("paro.untrusted.regular_file", "paro.untrusted.schema"),
-    *(f"paro.collectives.{name}" for name in ("choice", "schedule", "pipeline", "spans")),
-    *(f"paro.collectives.{name}" for name in ("ring", "h_ring", "ho_ring")),
-    "paro.context_parallel.pieces",
+    *(f"paro.collectives.{name}" for name in ("choice", "hops", "pipeline", "schedule")),
+    "paro.context_parallel.mask",
     "paro.distributed.byte_counter",
     *("paro.schedule", "paro.spec"),
     *("paro.machine", "paro.planning"),
-    *("paro.quantization.formats", "paro.quantization.ranges"),
+    "paro.quantization.formats",
     *("model.config", "model.flops", "model.lora_config", "model.trainable", "model.units"),
 )
 

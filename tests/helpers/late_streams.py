@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from paro.collectives.transfer import Scratch
+from paro.collectives.scheduled import Scratch
 from paro.distributed.comm_stream import AllEvents, Event, Job, Stage
 from paro.sharding.buffers import ElasticBuffer
 

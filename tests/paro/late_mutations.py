@@ -104,8 +104,8 @@ MUTATIONS = (
 # Every wait and `after=` of the product (tests/helpers/waits.py finds them), by name: a run, as a
 # strategy and flags, that goes wrong without it.
 CAUGHT = {
-    "collectives.coded CodedReduction.reduce: after=after": ("IIG", CODES),
-    "collectives.flat FlatCollectives.run: after=request.after": ("IIG", FLAT),
+    "collectives.quantized QuantizedReduction.reduce: after=after": ("IIG", CODES),
+    "collectives.native FlatCollectives.run: after=request.after": ("IIG", FLAT),
     "collectives.interface Endpoint._submit: after=after": ("IIG", ""),
     "collectives.interface Collectives.run_after: after=after": ("GGG", AUTO),
     "collectives.native NativeCollectives._gather: after=event": ("GGG", ""),
@@ -114,9 +114,9 @@ CAUGHT = {
     "collectives.native NativeCollectives._sum: after=event": ("NNN", ""),
     "collectives.native NativeCollectives._sum: after=event #2": ("NNN", ""),
     "collectives.pipelined PipelinedCollectives.run: after=ready": ("GGG", HO_RING),
-    "collectives.wire Wire._trade: message.wait()": ("NNI", ""),
+    "collectives.wire Wire._exchange_rows: message.wait()": ("NNI", ""),
     "collectives.wire Pending.wait: self._work.wait()": ("NNI", ""),
-    "collectives.wire _carry_out: Pending(work, operation.tensor, what).wait()": ("NIG", MUON),
+    "collectives.wire Wire.exchange: Pending(work, message.tensor, what).wait()": ("NIG", MUON),
     "distributed.exposed_time Exposure.wait: event.wait()": ("IIG", ""),
     "optim.muon MuonStep._send_result: self._exposure.wait(WaitKind.REDUCE, momentum.event)": (
         "IIG",
@@ -158,7 +158,6 @@ _SAVES = (
     "no order needs it, a save reads masters: what is sent does not count as saving, and a lost "
     "peer ends the run before the save"
 )
-_TIMES = "no order needs it: the time of this wait is told from that of the gather, which follows"
 _STAGES = "times the stages of threads' jobs"
 _CLOCK = "no order needs it: else a time would be that of launches alone"
 _THREAD = "the thread of a save; tests/end_to_end/test_checkpoint_flags.py"
@@ -169,7 +168,7 @@ _CLOSE = "no order needs it: a lost peer is named by it, before streams close"
 
 # The others, and why no run on late streams goes wrong without them: all those of a module, or one.
 MODULES = {
-    **dict.fromkeys(("collectives.executor", "collectives.transfer"), _MESSAGES),
+    "collectives.scheduled": _MESSAGES,
     "collectives.schedule": _SCHEDULE,
     "collectives.shifts": _RING,
     **dict.fromkeys(
@@ -180,12 +179,10 @@ MODULES = {
 }
 ELSEWHERE = {
     "collectives.native NativeCollectives._run_by_units: after=event": _FIRST,
-    "collectives.pipeline make_pipeline: after=index_of.get((piece, number - 1))": _PIPELINE,
+    "collectives.pipeline make_pipeline: after=index_of.get((chunk, number - 1))": _PIPELINE,
     "distributed.exposed_time Exposure.wait: stage.wait()": _STAGES,
     "distributed.timers synchronize: torch.cuda.synchronize(device)": _CLOCK,
     "optim.optimizer ParoOptimizer.loaded: self.model.wait_for_updated_params()": _COUNTS,
-    "sharding.sharded_unit ShardedUnit.use: "
-    "self.context.exposure.wait(WaitKind.PARAM_ALL_GATHER, self._updated)": _TIMES,
     "training.loop Loop._reasons: self.copies.wait()": _COPIES,
     "training.loop Loop.run: self.training.model.wait_for_updated_params()": _SAVES,
     "training.loop Loop.run: self.training.model.wait_for_updated_params() #2": _SAVES,

@@ -111,13 +111,13 @@ KINDS = {
     "4 bits between groups": Case(
         "--bf16 --paro-strategy NIG --paro-inter-param-bits 4 --paro-inter-grad-bits 4 "
         "--hidden-size 64 --ffn-hidden-size 160",
-        ("_encode", "_decode"),
+        ("_quantize", "_dequantize"),
     ),
     "8 bits between groups, moments in bf16": Case(
         "--bf16 --paro-strategy NIG --paro-inter-param-bits 8 --paro-inter-grad-bits 8 "
         "--paro-inter-grad-error-feedback --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
         "--hidden-size 64 --ffn-hidden-size 160",
-        ("_encode", "_decode", "_adamw"),
+        ("_quantize", "_dequantize", "_adamw"),
         avoids=("_adamw divides in 64 bits",),
     ),
     "Muon": Case(

@@ -93,7 +93,7 @@ def algorithm_of_op(op: Op, _axes: Axes, _num_bytes: int) -> str:
 
 def train_on(streams: CommStreams, flags: str, group_size: int) -> tuple[Trained, dict[str, int]]:
     """Trains as under nccl, where HO-Ring is a pipeline; also checksums of the saved tensors."""
-    choice = AlgorithmChoice(names=("ho-ring",), pieces=lambda *_: 3)
+    choice = AlgorithmChoice(names=("ho-ring",), num_chunks=lambda *_: 3)
     if AUTO in flags:
         flags = flags.replace(AUTO, HO_RING)
         choice = replace(choice, names=("ho-ring", "native", "flat"), best=algorithm_of_op)

@@ -12,7 +12,7 @@ import torch
 
 from paro.collectives import schedule
 from paro.collectives.choice import AlgorithmChoice
-from paro.collectives.executor import ALGORITHMS
+from paro.collectives.hops import ALGORITHMS
 from paro.collectives.schedule import Op
 from paro.machine.files import machine_to_json
 from paro.machine.machine import Machine, Measured
@@ -35,13 +35,13 @@ CROSSING_BOTH = [("NIG", "ho-ring"), ("IGG", "h-ring"), ("NNG", "ring"), ("IIG",
 
 
 def train_each(cases: Sequence[tuple[str, str]]) -> list[Trained]:
-    """Trains each with shards cut into pieces, as the shards of a real model are."""
-    choice = AlgorithmChoice(names=("ho-ring",), pieces=lambda *_: 3)
+    """Trains each with shards cut into chunks, as the shards of a real model are."""
+    choice = AlgorithmChoice(names=("ho-ring",), num_chunks=lambda *_: 3)
     trained = []
     for flags, collective in cases:
         with (
-            mock.patch.object(schedule, "_PIECE_BYTES", 1024),
-            mock.patch.object(schedule, "_LEAST_PIECE_BYTES", 128),
+            mock.patch.object(schedule, "_CHUNK_BYTES", 1024),
+            mock.patch.object(schedule, "_LEAST_CHUNK_BYTES", 128),
             mock.patch.object(assembly, "_algorithm", return_value=choice)
             if collective == PIPELINE
             else nullcontext(),

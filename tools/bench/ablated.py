@@ -19,11 +19,11 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 import torch
 from torch import Tensor
 
-from paro.collectives import coded
+from paro.collectives import quantized
 from paro.distributed.user_errors import run_script
 from paro.optim import muon
 from paro.optim.adamw import Update
-from paro.quantization import blocks, ranges
+from paro.quantization import blocks, formats
 from paro.quantization.formats import PAD
 from paro.spec.optim_config import MuonConfig
 from pretrain_llama import main as pretrain
@@ -63,9 +63,9 @@ def main() -> None:
     if what == "whole-matrices":
         muon.MuonStep.update = update  # type: ignore[method-assign]
     else:
-        blocks.hadamard = coded.hadamard = scaled
+        blocks.hadamard = quantized.hadamard = scaled
     if what == "transform+blocks":
-        ranges.GRADIENT_BLOCK = 2048
+        formats.GRADIENT_BLOCK = 2048
     sys.argv = ["pretrain_llama.py", *argv]
     run_script("pretrain_llama.py", pretrain)
 

@@ -54,26 +54,26 @@ class Place:
         self.arrived.add(index)
 
 
-def start(op: Op, schedules: Sequence[tuple[Step, ...]], pieces: int) -> list[Place]:
+def start(op: Op, schedules: Sequence[tuple[Step, ...]], num_chunks: int) -> list[Place]:
     """All places before the first step: with their own shards, or their contributions to all."""
     num_places = len(schedules)
     places = []
     for place, steps in enumerate(schedules):
         chunks = {
-            Chunk(owner, piece): frozenset([place] if op is not Op.ALL_GATHER else [owner])
-            for owner, piece in product(range(num_places), range(pieces))
+            Chunk(owner, chunk): frozenset([place] if op is not Op.ALL_GATHER else [owner])
+            for owner, chunk in product(range(num_places), range(num_chunks))
             if op is not Op.ALL_GATHER or owner == place
         }
         places.append(Place(steps=steps, chunks=chunks))
     return places
 
 
-def check_end(op: Op, places: Sequence[Place], pieces: int) -> None:
+def check_end(op: Op, places: Sequence[Place], num_chunks: int) -> None:
     """Every chunk is complete on the places that must have it."""
     everybody = frozenset(range(len(places)))
     for place, state in enumerate(places):
         owners = [place] if op is Op.REDUCE_SCATTER else range(len(places))
-        for chunk in (Chunk(*key) for key in product(owners, range(pieces))):
+        for chunk in (Chunk(*key) for key in product(owners, range(num_chunks))):
             whole = frozenset([chunk.owner]) if op is Op.ALL_GATHER else everybody
             assert state.chunks[chunk] == whole, f"place {place} holds {chunk} without all parts"
 

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.collectives.api import make_collectives
-from paro.collectives.choice import AlgorithmChoice
+from paro.collectives.choice import AlgorithmChoice, needed_groups
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import COLLECTIVES
-from paro.collectives.spans import needed_groups
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.groups import GroupConfig, make_groups
 from paro.distributed.links import make_links
@@ -45,7 +44,7 @@ def whole(numel: int, dtype: torch.dtype, factor: int = 1) -> Tensor:
     return (torch.arange(numel) % 7 * factor).to(dtype)
 
 
-# HO-Ring as it runs under NCCL; three pieces do not divide a shard of 24 elements' eights evenly.
+# HO-Ring as it runs under NCCL; three chunks do not divide a shard of 24 elements' eights evenly.
 PIPELINE = "ho-ring of the backend's collectives"
 
 
@@ -53,7 +52,7 @@ def algorithm(name: str) -> str | AlgorithmChoice:
     if name != PIPELINE:
         return name
     return AlgorithmChoice(
-        names=("ho-ring",), pieces=lambda _op, _span, num_bytes: num_bytes % 5 + 1
+        names=("ho-ring",), num_chunks=lambda _op, _span, num_bytes: num_bytes % 5 + 1
     )
 
 

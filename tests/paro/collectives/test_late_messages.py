@@ -19,7 +19,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.requests import all_gather
 from tests.helpers.waits import changed
 from tests.paro.collectives.test_collectives import make
-from tests.paro.collectives.test_executor import run_in_pieces
+from tests.paro.collectives.test_scheduled import run_in_chunks
 from tests.paro.collectives.test_shifts import rotate
 
 
@@ -66,7 +66,7 @@ def shift() -> list[str]:
 
 def gather_and_reduce(name: str) -> list[str]:
     try:
-        run_in_pieces(name, 2, 31 * dist.get_world_size(), overlap=True)
+        run_in_chunks(name, 2, 31 * dist.get_world_size(), overlap=True)
     except AssertionError as error:
         return [str(error) or "other values were gathered"]
     return []
@@ -101,14 +101,13 @@ class Removal:
 
 
 _ring = partial(Removal, "shifts")
-_level = partial(Removal, "transfer", "Transfer._run_level")
-_run = partial(Removal, "executor", "ScheduledCollectives.run")
+_level = partial(Removal, "scheduled", "Transfer._run_level")
+_run = partial(Removal, "scheduled", "ScheduledCollectives.run")
 _OLD_SENDS = "> MESSAGES_UNDER_WAY:\n                self._sends[level].popleft()"
 _LAST_SENDS = "while self._sends[level]:\n            self._sends[level].popleft()"
 OF_RINGS = (
-    _ring("Ring.shift", "message.wait()", "pass"),
-    _ring("Ring._exchange_ahead", "arriving.popleft().wait()", "arriving.popleft()"),
-    _ring("Ring._exchange_ahead", "leaving[number].wait()", "pass"),
+    _ring("Ring._shift", "arriving.popleft().wait()", "arriving.popleft()"),
+    _ring("Ring._shift", "leaving[number].wait()", "pass"),
 )
 REMOVALS = (
     *OF_RINGS,
@@ -121,16 +120,16 @@ REMOVALS = (
     _run("request._replace(after=after)", "request._replace(after=None)"),
     _run("own.to(comm_dtype)), after=event)", "own.to(comm_dtype)), after=DONE)"),
     Removal(
-        "executor",
+        "scheduled",
         "ScheduledCollectives._start",
-        "transfer.run_level, level), after=request.after)",
-        "transfer.run_level, level))",
+        "self._submit(kind, part, job, after=after)",
+        "self._submit(kind, part, job)",
     ),
 )
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("module", ["shifts", "transfer"])
+@pytest.mark.parametrize("module", ["shifts", "scheduled"])
 def test_late_messages_change_nothing(module: str) -> None:
     assert run_ranks(complaints_of, 4, module) == 4 * [[]]
 

@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 
-from paro.collectives import h_ring, ho_ring, ring
+from paro.collectives.hops import h_ring_hops, ho_ring_hops, ring_hops
 from paro.collectives.schedule import Chunk, Hops, Op, Step, cut, make_schedule
 from tests.helpers.schedules import sent_fraction
 from tests.paro.collectives.simulator import (
@@ -19,7 +19,7 @@ from tests.paro.collectives.simulator import (
     start,
 )
 
-TWO_LEVELS: dict[str, Hops] = {"h-ring": h_ring.hops, "ho-ring": ho_ring.hops}
+TWO_LEVELS: dict[str, Hops] = {"h-ring": h_ring_hops, "ho-ring": ho_ring_hops}
 ALL_SIZES = list(product(range(1, 9), range(1, 9)))
 # What is smallest, odd, not square and large; `make verify` takes all.
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 2), (3, 2), (2, 5), (4, 4), (5, 3), (8, 2), (6, 8)]
@@ -29,19 +29,19 @@ OPS = list(Op)
 Steps = tuple[Step, ...]
 
 
-def schedules_of(op: Op, hops: Hops, sizes: tuple[int, ...], pieces: int) -> list[Steps]:
-    return [make_schedule(op, hops, sizes, place, pieces).steps for place in range(prod(sizes))]
+def schedules_of(op: Op, hops: Hops, sizes: tuple[int, ...], num_chunks: int) -> list[Steps]:
+    return [make_schedule(op, hops, sizes, place, num_chunks).steps for place in range(prod(sizes))]
 
 
-def check(op: Op, hops: Hops, sizes: tuple[int, ...], pieces: int) -> list[Steps]:
-    schedules = schedules_of(op, hops, sizes, pieces)
+def check(op: Op, hops: Hops, sizes: tuple[int, ...], num_chunks: int) -> list[Steps]:
+    schedules = schedules_of(op, hops, sizes, num_chunks)
     levels = len(sizes)
-    places = start(op, schedules, pieces)
-    run_as_threads(places, levels, seed=prod(sizes) + pieces)
-    check_end(op, places, pieces)
-    places = start(op, schedules, pieces)
+    places = start(op, schedules, num_chunks)
+    run_as_threads(places, levels, seed=prod(sizes) + num_chunks)
+    check_end(op, places, num_chunks)
+    places = start(op, schedules, num_chunks)
     run_one_by_one(places)
-    check_end(op, places, pieces)
+    check_end(op, places, num_chunks)
     most_posted(places, levels)
     return schedules
 
@@ -55,47 +55,50 @@ def check(op: Op, hops: Hops, sizes: tuple[int, ...], pieces: int) -> list[Steps
 )
 def test_two_levels(name: str, op: Op, sizes: tuple[int, int]) -> None:
     """Complete as threads and step by step; bytes and steps equal the formulas."""
-    pieces = 2 if prod(sizes) <= 24 else 1
+    num_chunks = 2 if prod(sizes) <= 24 else 1
     inner, outer = sizes
     passes = 2 if op is Op.ALL_REDUCE else 1
-    rows = outer if name == "ho-ring" or pieces > 1 else 1
-    for schedule in check(op, TWO_LEVELS[name], sizes, pieces):
+    rows = outer if name == "ho-ring" or num_chunks > 1 else 1
+    for schedule in check(op, TWO_LEVELS[name], sizes, num_chunks):
         steps = [sum(step.level == level for step in schedule) for level in (0, 1)]
-        assert steps == [passes * rows * (inner - 1) * pieces, passes * (outer - 1) * pieces]
-    schedule = make_schedule(op, TWO_LEVELS[name], sizes, 0, pieces)
-    fractions = [sent_fraction(schedule, prod(sizes), pieces, level) for level in (0, 1)]
+        assert steps == [
+            passes * rows * (inner - 1) * num_chunks,
+            passes * (outer - 1) * num_chunks,
+        ]
+    schedule = make_schedule(op, TWO_LEVELS[name], sizes, 0, num_chunks)
+    fractions = [sent_fraction(schedule, prod(sizes), num_chunks, level) for level in (0, 1)]
     assert fractions[0] == pytest.approx(passes * (inner - 1) / inner)
     assert fractions[1] == pytest.approx(passes * (outer - 1) / (inner * outer))
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.value)
-@pytest.mark.parametrize("hops", [ring.hops, h_ring.hops, ho_ring.hops], ids=["ring", "h", "ho"])
+@pytest.mark.parametrize("hops", [ring_hops, h_ring_hops, ho_ring_hops], ids=["ring", "h", "ho"])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 16])
 def test_one_level(hops: Hops, op: Op, size: int) -> None:
     """With one kind of links all three are the plain ring."""
-    schedules = check(op, hops, (size,), pieces=2)
-    assert schedules == schedules_of(op, ring.hops, (size,), 2)
+    schedules = check(op, hops, (size,), num_chunks=2)
+    assert schedules == schedules_of(op, ring_hops, (size,), 2)
     passes = 2 if op is Op.ALL_REDUCE else 1
     assert {len(schedule) for schedule in schedules} == {passes * (size - 1) * 2}
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 2), (3, 3), (2, 4), (4, 4)], ids=str)
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.value)
-@pytest.mark.parametrize("pieces", [1, 3, 8])
-def test_ho_ring_in_any_order_of_events(op: Op, sizes: tuple[int, int], pieces: int) -> None:
+@pytest.mark.parametrize("chunks", [1, 3, 8])
+def test_ho_ring_in_any_order_of_events(op: Op, sizes: tuple[int, int], num_chunks: int) -> None:
     """With any thread timing: no deadlock, nothing arrives twice."""
-    schedules = schedules_of(op, ho_ring.hops, sizes, pieces)
+    schedules = schedules_of(op, ho_ring_hops, sizes, num_chunks)
     for seed in range(5):
-        places = start(op, schedules, pieces)
+        places = start(op, schedules, num_chunks)
         run_as_threads(places, 2, seed)
-        check_end(op, places, pieces)
+        check_end(op, places, num_chunks)
 
 
 @pytest.mark.parametrize("sizes", [(4, 2), (3, 3), (8, 4)], ids=str)
 @pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.REDUCE_SCATTER])
 def test_a_level_has_its_own_links(op: Op, sizes: tuple[int, int]) -> None:
     inner, _ = sizes
-    for place, schedule in enumerate(schedules_of(op, ho_ring.hops, sizes, 2)):
+    for place, schedule in enumerate(schedules_of(op, ho_ring_hops, sizes, 2)):
         for step in schedule:
             for peer in (step.send.peer, step.receive.peer):
                 is_in_group, is_in_column = (
@@ -107,11 +110,11 @@ def test_a_level_has_its_own_links(op: Op, sizes: tuple[int, int]) -> None:
 
 def test_the_drawing_of_ho_ring() -> None:
     """Place 0 of 2 groups of 3 receives d, then c and b of its own row, then f and e."""
-    schedule = make_schedule(Op.ALL_GATHER, ho_ring.hops, (3, 2), 0, 1).steps
+    schedule = make_schedule(Op.ALL_GATHER, ho_ring_hops, (3, 2), 0, 1).steps
     received = ["abcdef"[step.receive.chunks[0].owner] for step in schedule]
     assert received == ["d", "c", "b", "f", "e"]
     # d is sent around the inner ring as soon as it has arrived, and waits only for the link.
-    assert schedule[3].send.chunks == (Chunk(owner=3, piece=0),)
+    assert schedule[3].send.chunks == (Chunk(owner=3, number=0),)
     assert 0 in schedule[3].send.after
 
 
@@ -122,11 +125,11 @@ def test_levels_of_ho_ring_overlap_and_those_of_h_ring_do_not() -> None:
         inner = [step for step in schedule if step.level == 0]
         return all(outer & set(step.send.after) for step in inner[:1])
 
-    assert inner_starts_after_outer(h_ring.hops)
-    assert not inner_starts_after_outer(ho_ring.hops)
+    assert inner_starts_after_outer(h_ring_hops)
+    assert not inner_starts_after_outer(ho_ring_hops)
 
 
-@pytest.mark.parametrize("hops", [h_ring.hops, ho_ring.hops], ids=["h", "ho"])
+@pytest.mark.parametrize("hops", [h_ring_hops, ho_ring_hops], ids=["h", "ho"])
 def test_additions_have_one_order(hops: Hops) -> None:
     """Two additions to a chunk are always ordered: the second waits for the first."""
     for place in range(8):
@@ -141,7 +144,7 @@ def test_additions_have_one_order(hops: Hops) -> None:
 
 
 def test_the_simulator_sees_a_deadlock_and_a_wrong_sum() -> None:
-    schedules = schedules_of(Op.ALL_GATHER, ho_ring.hops, (2, 2), 1)
+    schedules = schedules_of(Op.ALL_GATHER, ho_ring_hops, (2, 2), 1)
     stuck = [
         tuple(
             step._replace(send=step.send._replace(after=(index,))) for index, step in enumerate(s)
@@ -150,18 +153,18 @@ def test_the_simulator_sees_a_deadlock_and_a_wrong_sum() -> None:
     ]
     with pytest.raises(DeadlockError):
         run_as_threads(start(Op.ALL_GATHER, stuck, 1), 2, seed=0)
-    schedules = schedules_of(Op.REDUCE_SCATTER, ring.hops, (4,), 1)
+    schedules = schedules_of(Op.REDUCE_SCATTER, ring_hops, (4,), 1)
     with pytest.raises(AssertionError):
         run_as_threads(start(Op.REDUCE_SCATTER, [s + s for s in schedules], 1), 1, seed=0)
 
 
-def test_the_last_pieces_are_short() -> None:
+def test_the_last_chunks_are_short() -> None:
     assert cut(10, 66, 4) == [(10, 30), (30, 50), (50, 60), (60, 66)]
     assert cut(5, 8, 2) == [(5, 7), (7, 8)]
     assert cut(5, 8, 1) == [(5, 8)]
-    for pieces in range(1, 20):
-        ranges = cut(3, 3 + 8 * pieces, pieces)
-        assert len(ranges) == pieces
-        assert (ranges[0][0], ranges[-1][1]) == (3, 3 + 8 * pieces)
+    for num_chunks in range(1, 20):
+        ranges = cut(3, 3 + 8 * num_chunks, num_chunks)
+        assert len(ranges) == num_chunks
+        assert (ranges[0][0], ranges[-1][1]) == (3, 3 + 8 * num_chunks)
         assert all(start < stop for start, stop in ranges)
         assert all(one[1] == other[0] for one, other in pairwise(ranges))

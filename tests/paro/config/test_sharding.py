@@ -82,7 +82,7 @@ def test_bits_are_chosen_for_a_strategy_that_is_given_and_for_one_that_is_not(
     recorded = recorded_arguments(config)
     assert (recorded["paro_inter_param_bits"], recorded["paro_inter_grad_bits"]) == bits
     never = configured(f"{machine} --paro-strategy {strategy}")
-    assert not never.precision.has_codes
+    assert not never.precision.quantizes
 
 
 SAVED = {

@@ -15,9 +15,8 @@ from torch import Tensor
 from model.attention import documents_of
 from model.recompute import SavedAttention, checkpointed
 from paro.collectives.api import make_collectives
-from paro.collectives.choice import AlgorithmChoice
+from paro.collectives.choice import AlgorithmChoice, needed_groups
 from paro.collectives.shifts import Ring
-from paro.collectives.spans import needed_groups
 from paro.context_parallel.all_to_all import AllToAll
 from paro.context_parallel.attention import ContextAttention
 from paro.context_parallel.blockwise import KVExchange, blockwise_attention

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paro.collectives.schedule import Op
-from paro.machine.choice import choice_by, pieces_by
+from paro.machine.choice import choice_by, chunk_count_by
 from paro.machine.machine import Machine, Measured
 from paro.topology import Axes, make_topology
 from tests.helpers.refusals import refused
@@ -33,20 +33,20 @@ def test_small_messages_take_the_one_that_wants_few_steps() -> None:
 
 def test_under_nccl_rings_of_single_messages_are_not_chosen() -> None:
     rows = machine(h_ring=(1e-3, 1e-3), native=(2e-3, 2e-3), ring=(1e-3, 1e-3))
-    choice = choice_by(rows, pieces_by(rows))
+    choice = choice_by(rows, chunk_count_by(rows))
     assert choice.names == ("native",)
     rings = machine(ring=(1.0, 1.0))
-    refused(lambda: choice_by(rings, pieces_by(None)), "no all_gather over intra axes")
+    refused(lambda: choice_by(rings, chunk_count_by(None)), "no all_gather over intra axes")
 
 
-def test_pieces_follow_the_links_or_the_size_alone() -> None:
+def test_chunks_follow_the_links_or_the_size_alone() -> None:
     span = make_topology(world_size=32, group_size=8, degrees=()).axes
     bare = Machine(name="m", source="typed", world_size=32, group_size=8)
     known = replace(bare, intra=speed(2000, 1e-5), inter=speed(100, 1e-5))
     sizes = (10**5, 10**8, 10**10)
-    assert [pieces_by(known)(Op.ALL_GATHER, span, size) for size in sizes] == [1, 3, 8]
+    assert [chunk_count_by(known)(Op.ALL_GATHER, span, size) for size in sizes] == [1, 3, 8]
     for unknown in (None, bare):
-        assert [pieces_by(unknown)(Op.ALL_GATHER, span, size) for size in sizes] == [1, 4, 4]
+        assert [chunk_count_by(unknown)(Op.ALL_GATHER, span, size) for size in sizes] == [1, 4, 4]
 
 
 def test_what_was_not_measured_is_named() -> None:

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from paro.collectives import h_ring, ho_ring, ring
+from paro.collectives.hops import h_ring_hops, ho_ring_hops, ring_hops
 from paro.collectives.schedule import Op, make_schedule
 from paro.machine.collective_time import (
     CollectiveTimes,
     TimedJob,
-    fastest_pieces,
+    fastest_num_chunks,
     pipeline_seconds,
 )
 from paro.machine.machine import Machine, Measured
@@ -24,7 +24,7 @@ from tests.paro.planning.cases import DEVICE, machine, speed
 @pytest.mark.parametrize("name", ["ring", "h-ring", "ho-ring"])
 def test_ring_formulas_are_those_of_the_schedules(op: Op, name: str) -> None:
     """With one kind of links infinitely fast, the other's time is the bytes of its schedule."""
-    hops = {"ring": ring.hops, "h-ring": h_ring.hops, "ho-ring": ho_ring.hops}[name]
+    hops = {"ring": ring_hops, "h-ring": h_ring_hops, "ho-ring": ho_ring_hops}[name]
     size = 1 << 26
     flows = 1 if name == "ring" else 8
     sizes = (32,) if name == "ring" else (8, 4)
@@ -36,7 +36,7 @@ def test_ring_formulas_are_those_of_the_schedules(op: Op, name: str) -> None:
     if name != "ring":
         slow = CollectiveTimes(machine(intra=1, inter=1e9), name).seconds(op, run, size)
         inside = sent_fraction(schedule, 32, 1, 0) * size * 8 / 1e9
-        assert slow == pytest.approx(inside, rel=0.2)  # and the last piece
+        assert slow == pytest.approx(inside, rel=0.2)  # and the last chunk
         assert slow >= inside * (1 - 1e-9)
 
 
@@ -152,14 +152,14 @@ def linked(intra: float, inter: float, latency: float = 0.0) -> Machine:
     )
 
 
-@pytest.mark.parametrize("pieces", [1, 4])
-def test_the_shorter_level_hides_but_for_a_piece(pieces: int) -> None:
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_the_shorter_level_hides_but_for_a_chunk(num_chunks: int) -> None:
     for inter in (1e8, 4e9):
         given = linked(1e9, inter)
         within, between = 0.75 * NUM_BYTES / 1e9, 2 / 3 * NUM_BYTES / 4 / inter
-        both = max(within, between) + min(within, between) / pieces
+        both = max(within, between) + min(within, between) / num_chunks
         for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER):
-            found = pipeline_seconds(given, op, SPAN, NUM_BYTES, pieces)
+            found = pipeline_seconds(given, op, SPAN, NUM_BYTES, num_chunks)
             assert found == pytest.approx(both, rel=1e-9)
 
 
@@ -174,16 +174,16 @@ def test_an_all_reduce_is_inside_before_and_after_it_is_between() -> None:
 
 
 @pytest.mark.parametrize("op", Op)
-def test_more_pieces_pay_until_latency_does_not(op: Op) -> None:
-    assert fastest_pieces(linked(1e9, 1e8), op, SPAN, NUM_BYTES) == 8
-    assert fastest_pieces(linked(1e9, 1e8, latency=1.0), op, SPAN, NUM_BYTES) == 1
+def test_more_chunks_pay_until_latency_does_not(op: Op) -> None:
+    assert fastest_num_chunks(linked(1e9, 1e8), op, SPAN, NUM_BYTES) == 8
+    assert fastest_num_chunks(linked(1e9, 1e8, latency=1.0), op, SPAN, NUM_BYTES) == 1
 
 
 def test_gpus_run_pipelines_and_cpu_ranks_single_messages() -> None:
     gpus = linked(1e9, 3e8, latency=1e-5)
     ours = CollectiveTimes(gpus, "ho-ring").seconds(Op.ALL_GATHER, SPAN, NUM_BYTES)
-    pieces = fastest_pieces(gpus, Op.ALL_GATHER, SPAN, NUM_BYTES)
-    assert ours == pipeline_seconds(gpus, Op.ALL_GATHER, SPAN, NUM_BYTES, pieces)
+    num_chunks = fastest_num_chunks(gpus, Op.ALL_GATHER, SPAN, NUM_BYTES)
+    assert ours == pipeline_seconds(gpus, Op.ALL_GATHER, SPAN, NUM_BYTES, num_chunks)
     native = CollectiveTimes(gpus, "native").seconds(Op.ALL_GATHER, SPAN, NUM_BYTES)
     within, between = (0.75 * NUM_BYTES / 1e9, 2 / 3 * NUM_BYTES / 4 / 3e8)
     assert max(within, between) < ours < native
@@ -191,8 +191,8 @@ def test_gpus_run_pipelines_and_cpu_ranks_single_messages() -> None:
     assert CollectiveTimes(cpus, "ho-ring").seconds(Op.ALL_GATHER, SPAN, NUM_BYTES) < ours
 
 
-@pytest.mark.parametrize("pieces", [1, 4])
-def test_levels_on_the_same_links_do_not_overlap(pieces: int) -> None:
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_levels_on_the_same_links_do_not_overlap(num_chunks: int) -> None:
     """Groups of 6 ranks on nodes of 2: both levels of a pipeline use NICs."""
     given = replace(linked(1e9, 1e8), group_size=2)
     span = make_topology(world_size=12, group_size=6, degrees=()).axes
@@ -203,10 +203,10 @@ def test_levels_on_the_same_links_do_not_overlap(pieces: int) -> None:
             (Op.ALL_GATHER, span[1:], NUM_BYTES // 6),
         )
     ]
-    found = pipeline_seconds(given, Op.ALL_GATHER, span, NUM_BYTES, pieces)
+    found = pipeline_seconds(given, Op.ALL_GATHER, span, NUM_BYTES, num_chunks)
     assert found == pytest.approx(sum(took), rel=1e-9)
     inside = replace(given, group_size=12)
-    assert pipeline_seconds(inside, Op.ALL_GATHER, span, NUM_BYTES, pieces) < found
+    assert pipeline_seconds(inside, Op.ALL_GATHER, span, NUM_BYTES, num_chunks) < found
     for one in (given, inside, replace(given, device=replace(DEVICE, cores=1.0))):
         jobs = CollectiveTimes(one, "ho-ring").phases(Op.ALL_GATHER, span, NUM_BYTES)[0]
         assert sum(job.intra + job.inter for job in jobs) == pytest.approx(1.0)

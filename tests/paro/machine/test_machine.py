@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paro.collectives import ho_ring
+from paro.collectives.hops import ho_ring_hops
 from paro.collectives.schedule import Op, make_schedule
 from paro.machine.machine import (
     LinkSpeed,
@@ -133,7 +133,7 @@ def test_the_busiest_links_bound_the_time(
 
 @pytest.mark.parametrize(("m", "ng", "op"), list(product((2, 3, 4), (2, 4), Op)))
 def test_ho_ring_sends_just_what_the_bound_counts(m: int, ng: int, op: Op) -> None:
-    schedule = make_schedule(op, ho_ring.hops, (m, ng), 0, 2)
+    schedule = make_schedule(op, ho_ring_hops, (m, ng), 0, 2)
     for level, link in enumerate(Link):
         alone = replace(machine(m * ng, m), **{link.value: typed(8)})  # a byte per second
         sent = sent_fraction(schedule, m * ng, 2, level) * 720

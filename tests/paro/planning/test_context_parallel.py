@@ -36,7 +36,7 @@ MODEL = LlamaConfig(
 LAYOUTS = {
     "p2p": ContextLayout(size=4, inner=4),
     "allgather": ContextLayout(size=4, gathers=True),
-    # Keys and values go with the first of 4 pieces of the queries, and with each of 2 pieces.
+    # Keys and values go with the first of 4 chunks of the queries, and with each of 2 chunks.
     "a2a": ContextLayout(size=4, heads=4),
     "a2a of two heads": ContextLayout(size=2, heads=2),
     "a2a+p2p": ContextLayout(size=4, heads=2, inner=4),

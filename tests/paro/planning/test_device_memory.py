@@ -59,7 +59,7 @@ def communication(
     )
     run = Estimator(given).run_spec(given.candidate(given.strategy(text)))
     run = replace(run, trained=frozenset(filter(is_trained, run.trained)))
-    choice = AlgorithmChoice(names=tuple(names), pieces=lambda *_: 3)
+    choice = AlgorithmChoice(names=tuple(names), num_chunks=lambda *_: 3)
     return communication_of(run, run.specs(RunMemory(None).units(run)), choice)
 
 
@@ -121,7 +121,7 @@ def test_the_pipeline_s_buffers_are_predicted(
         return trained in name
 
     strategy, topology = on_ranks(text, world_size=8, group_size=4)
-    pipelines = AlgorithmChoice(names=("ho-ring",), pieces=lambda *_: 3)
+    pipelines = AlgorithmChoice(names=("ho-ring",), num_chunks=lambda *_: 3)
     monkeypatch.setattr(assembly, "_algorithm", lambda *_: pipelines)
     rank = lone_rank(TINY, strategy, topology, precision, is_trained=is_trained)
     silence(monkeypatch)

@@ -20,7 +20,7 @@ FEW = SearchSpace(micro_batch_sizes=(2,), collectives=("native",), recomputes=(N
 def test_bits_are_chosen_only_where_allowed_and_where_they_save() -> None:
     """Slow links gain from codes; on fast ones packing costs more, and 16 bits stay."""
     slow = plan_request(machine=machine(inter=1))
-    assert all(not row.precision.has_codes for row in letter_rows(slow))
+    assert all(not row.precision.quantizes for row in letter_rows(slow))
     found = plan(replace(slow, chooses_bits=True), FEW)
     assert found.best.candidate.inter_bits == 4
     assert found.best.seconds < found.other_bits.seconds

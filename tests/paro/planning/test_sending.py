@@ -50,7 +50,9 @@ def test_ranks_count_what_a_sender_sends(
     world_size, group_size, degrees, *ends = shape
     topology = make_topology(world_size=world_size, group_size=group_size, degrees=degrees)
     span = topology.axes_between(*ends)
-    choice = AlgorithmChoice(names=(name,), pieces=(lambda *_: 3) if backend == "nccl" else None)
+    choice = AlgorithmChoice(
+        names=(name,), num_chunks=(lambda *_: 3) if backend == "nccl" else None
+    )
     for op in Op:
         one = Collective(StreamKind.REDUCE, op, span, NUMEL, "bf16")
         total = Sent()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paro.quantization import blocks
-from paro.quantization.blocks import decode, encode, hadamard
+from paro.quantization.blocks import dequantize, hadamard, quantize
 from paro.quantization.formats import BlockFormat, error_bytes
 
 pytestmark = pytest.mark.bits
@@ -19,15 +19,15 @@ FORMATS = [BlockFormat(bits=bits, block=block) for bits in (4, 8) for block in (
 SIZES = [1, 31, 32, 33, 127, 128, 2047, 2048, 2049, 5000]
 
 
-def encoded(values: Tensor, form: BlockFormat) -> Tensor:
+def quantized(values: Tensor, form: BlockFormat) -> Tensor:
     out = torch.zeros(form.num_bytes(values.numel()), dtype=torch.uint8)
-    encode(values, form, out)
+    quantize(values, form, out)
     return out
 
 
-def decoded(payload: Tensor, form: BlockFormat, numel: int) -> Tensor:
+def dequantized(payload: Tensor, form: BlockFormat, numel: int) -> Tensor:
     whole = torch.full((numel,), torch.nan)
-    decode(payload, form, whole)
+    dequantize(payload, form, whole)
     return whole
 
 
@@ -47,24 +47,24 @@ class DividesAsAGpu(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
-def test_a_gpu_has_the_same_codes(form: BlockFormat) -> None:
+def test_a_gpu_has_the_same_levels(form: BlockFormat) -> None:
     values = values_of(100_000)
     with DividesAsAGpu():
-        on_gpu = encoded(values, form)
-    assert torch.equal(on_gpu, encoded(values, form))
+        on_gpu = quantized(values, form)
+    assert torch.equal(on_gpu, quantized(values, form))
 
 
 @pytest.mark.parametrize(
     ("bits", "block", "numel", "num_bytes"),
     [
-        (4, 2048, 1, 4 + 16),  # codes are padded to 32
+        (4, 2048, 1, 4 + 16),  # padded to 32
         (4, 2048, 2048, 4 + 1024),
         (4, 2048, 2049, 8 + 1024 + 16),
         (8, 2048, 2049, 8 + 2048 + 32),
         (4, 128, 1280, 40 + 640),  # 4.25 bits an element
     ],
 )
-def test_bytes_are_scales_and_codes(bits: int, block: int, numel: int, num_bytes: int) -> None:
+def test_bytes_are_scales_and_levels(bits: int, block: int, numel: int, num_bytes: int) -> None:
     assert BlockFormat(bits=bits, block=block).num_bytes(numel) == num_bytes
 
 
@@ -72,7 +72,7 @@ def test_bytes_are_scales_and_codes(bits: int, block: int, numel: int, num_bytes
 def test_the_error_is_at_most_half_a_level_of_the_block(form: BlockFormat) -> None:
     for numel in SIZES:
         values = values_of(numel)
-        error = (decoded(encoded(values, form), form, numel) - values).abs()
+        error = (dequantized(quantized(values, form), form, numel) - values).abs()
         for begin in range(0, numel, form.block):
             level = float(values[begin : begin + form.block].abs().max()) / form.top
             found = float(error[begin : begin + form.block].max())
@@ -84,18 +84,18 @@ def test_the_error_is_at_most_half_a_level_of_the_block(form: BlockFormat) -> No
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_whole_levels_come_back_exactly_with_both_signs(form: BlockFormat) -> None:
     levels = torch.arange(-form.top, form.top + 1, dtype=torch.float32) * 0.25
-    assert torch.equal(decoded(encoded(levels, form), form, levels.numel()), levels)
-    assert torch.equal(decoded(encoded(-levels, form), form, levels.numel()), -levels)
+    assert torch.equal(dequantized(quantized(levels, form), form, levels.numel()), levels)
+    assert torch.equal(dequantized(quantized(-levels, form), form, levels.numel()), -levels)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_zeros_and_the_smallest_numbers(form: BlockFormat) -> None:
     for value in (0.0, 1e-45, 1e-44, 3e38):
         values = torch.full((70,), value)
-        back = decoded(encoded(values, form), form, 70)
+        back = dequantized(quantized(values, form), form, 70)
         assert back.isfinite().all()
         assert ((back - values).abs() <= values).all()
-    assert not decoded(encoded(torch.zeros(70), form), form, 70).any()
+    assert not dequantized(quantized(torch.zeros(70), form), form, 70).any()
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
@@ -103,22 +103,22 @@ def test_chunks_and_threads_change_no_bit(
     form: BlockFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = values_of(9001)
-    expected, threads = encoded(values, form), torch.get_num_threads()
+    expected, threads = quantized(values, form), torch.get_num_threads()
     monkeypatch.setattr(blocks, "_CHUNK", 2048)
     torch.set_num_threads(1)
     try:
-        assert torch.equal(encoded(values, form), expected)
-        in_chunks = decoded(expected, form, values.numel())
+        assert torch.equal(quantized(values, form), expected)
+        in_chunks = dequantized(expected, form, values.numel())
     finally:
         torch.set_num_threads(threads)
     monkeypatch.undo()
-    assert torch.equal(in_chunks, decoded(expected, form, values.numel()))
+    assert torch.equal(in_chunks, dequantized(expected, form, values.numel()))
 
 
 def test_bf16_values_are_coded_in_float32() -> None:
     form = FORMATS[0]
     values = values_of(300).bfloat16()
-    assert torch.equal(encoded(values, form), encoded(values.float(), form))
+    assert torch.equal(quantized(values, form), quantized(values.float(), form))
 
 
 def test_the_transform_is_its_own_inverse_times_32_and_spreads_a_peak() -> None:
@@ -137,8 +137,8 @@ def test_the_transform_is_its_own_inverse_times_32_and_spreads_a_peak() -> None:
 def test_the_transform_lowers_the_error_of_values_with_peaks() -> None:
     form, values = BlockFormat(bits=4, block=128), values_of(4096)
     values[::128] *= 30
-    plain = decoded(encoded(values, form), form, values.numel())
-    spread = decoded(encoded(hadamard(values), form), form, values.numel())
+    plain = dequantized(quantized(values, form), form, values.numel())
+    spread = dequantized(quantized(hadamard(values), form), form, values.numel())
     errors = [float((back - values).norm()) for back in (plain, hadamard(spread) / 32)]
     assert errors[1] < 0.6 * errors[0], errors
 
@@ -149,9 +149,10 @@ def sent_with_feedback(values: Tensor, form: BlockFormat, times: int) -> tuple[T
     out = torch.zeros(form.num_bytes(values.numel()), dtype=torch.uint8)
     mean = torch.zeros(-(-values.numel() // 32) * 32)
     for _ in range(times):
-        encode(values, form, out, transforms=True, error=error)
+        quantize(values, form, out, transforms=True, error=error)
         mean += (
-            decoded(out, form, values.numel() // 32 * 32 + 32 * (values.numel() % 32 > 0)) / times
+            dequantized(out, form, values.numel() // 32 * 32 + 32 * (values.numel() % 32 > 0))
+            / times
         )
     return hadamard(mean)[: values.numel()] / 32, error
 
@@ -169,8 +170,8 @@ def test_feedback_begins_with_the_codes_of_none(monkeypatch: pytest.MonkeyPatch)
     form, values = BlockFormat(bits=4, block=128), values_of(9001)
     out, plain = (torch.zeros(form.num_bytes(9001), dtype=torch.uint8) for _ in range(2))
     error = torch.zeros(error_bytes(9001), dtype=torch.uint8)
-    encode(values, form, out, transforms=True, error=error)
-    encode(values, form, plain, transforms=True)
+    quantize(values, form, out, transforms=True, error=error)
+    quantize(values, form, plain, transforms=True)
     assert torch.equal(out, plain)
     whole = [sent_with_feedback(values, form, 3)]
     monkeypatch.setattr(blocks, "_CHUNK", 2048)

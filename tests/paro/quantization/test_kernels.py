@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paro.quantization import blocks
-from paro.quantization.blocks import choose_kernels, decode, encode
+from paro.quantization.blocks import choose_kernels, dequantize, quantize
 from paro.quantization.formats import BlockFormat, error_bytes
 from tests.helpers.triton_kernels import interpreter
 from tests.paro.quantization.test_blocks import FORMATS, values_of
@@ -41,13 +41,13 @@ def test_codes_and_values(form: BlockFormat) -> None:
         values, params = values_of(numel), values_of(numel, 1).bfloat16()
         for minus, transforms in product((None, params), (False, True)):
             found, wanted = room(form, numel), room(form, numel)
-            encode(values, form, found, minus=minus, transforms=transforms)
-            blocks._encode(values, form, wanted, minus=minus, transforms=transforms)
+            quantize(values, form, found, minus=minus, transforms=transforms)
+            blocks._quantize(values, form, wanted, minus=minus, transforms=transforms)
             assert torch.equal(found, wanted), numel
         for adds in (False, True):
             own, torchs = values.clone(), values.clone()
-            decode(found, form, own, adds=adds)
-            blocks._decode(found, form, torchs, adds=adds)
+            dequantize(found, form, own, adds=adds)
+            blocks._dequantize(found, form, torchs, adds=adds)
             assert torch.equal(own, torchs), numel
 
 
@@ -58,9 +58,9 @@ def test_feedback(form: BlockFormat) -> None:
         own, torchs = (torch.zeros(error_bytes(numel), dtype=torch.uint8) for _ in range(2))
         for seed in range(3):
             found, wanted = room(form, numel), room(form, numel)
-            values, weight = values_of(numel, seed), blocks._ERROR_WEIGHT
-            encode(values, form, found, transforms=True, error=own)
-            blocks._encode(values, form, wanted, transforms=True, error=torchs, weight=weight)
+            values = values_of(numel, seed)
+            quantize(values, form, found, transforms=True, error=own)
+            blocks._quantize(values, form, wanted, transforms=True, error=torchs)
             assert torch.equal(found, wanted), (numel, seed)
             assert torch.equal(own, torchs), (numel, seed)
 
@@ -78,8 +78,8 @@ def test_zeros_and_what_is_not_finite(
         values[begin + 22] = value
         out = room(form, numel)
         with runs_on():
-            encode(values, form, out, transforms=True)
-            decode(out, form, back)
+            quantize(values, form, out, transforms=True)
+            dequantize(out, form, back)
         assert back[:begin].isfinite().all()
         finite = back[begin : 2 * begin].isfinite()
         assert bool(finite.all() if abs(value) < 1e39 else not finite.any()), value
@@ -91,7 +91,7 @@ def test_what_runs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         assert str(choose_kernels(CPU).line).startswith("codes: Triton 3.")
         from paro.quantization import kernels
 
-        monkeypatch.setattr(kernels, "decode", lambda *_, **options: None)
+        monkeypatch.setattr(kernels, "dequantize", lambda *_, **options: None)
         choose_kernels.cache_clear()
         found = choose_kernels(CPU)
         assert found.module is None

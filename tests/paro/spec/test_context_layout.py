@@ -8,7 +8,7 @@ from itertools import chain, pairwise
 import pytest
 
 from model.config import LLAMA_PRESETS
-from paro.spec.context_layout import ContextLayout, ContextLimits, num_pieces
+from paro.spec.context_layout import ContextLayout, ContextLimits, num_head_chunks
 
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (4, 2), (4, 4), (6, 3), (6, 2), (8, 4), (8, 1)]
 
@@ -74,16 +74,16 @@ def test_axes_are_those_of_exchange_and_ring() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "num_ranks", "pieces"),
+    ("num_heads", "num_kv_heads", "num_ranks", "chunks"),
     [(32, 32, 8, 4), (32, 8, 8, 4), (32, 16, 8, 2), (24, 24, 8, 1), (12, 6, 2, 1), (8, 8, 8, 1)],
 )
-def test_pieces_have_whole_groups_of_queries(
-    num_heads: int, num_kv_heads: int, num_ranks: int, pieces: int
+def test_head_chunks_have_whole_groups_of_queries(
+    num_heads: int, num_kv_heads: int, num_ranks: int, num_chunks: int
 ) -> None:
     layout = ContextLayout(size=num_ranks, heads=num_ranks)
-    assert num_pieces(num_heads, num_kv_heads, layout) == pieces
+    assert num_head_chunks(num_heads, num_kv_heads, layout) == num_chunks
 
 
-def test_no_piece_shares_keys_that_go_round_a_ring() -> None:
+def test_no_head_chunk_shares_keys_that_go_round_a_ring() -> None:
     layout = ContextLayout(size=16, heads=8)
-    assert [num_pieces(32, kv_heads, layout) for kv_heads in (8, 16, 32)] == [1, 2, 4]
+    assert [num_head_chunks(32, kv_heads, layout) for kv_heads in (8, 16, 32)] == [1, 2, 4]

@@ -71,7 +71,7 @@ class Figures(NamedTuple):
     """Bytes of a rank: sent in a step, and in one without codes, and held throughout a run."""
 
     sent: Sent
-    sent_without_codes: Sent
+    sent_in_full_precision: Sent
     states: int
     codes: int
 
@@ -88,13 +88,15 @@ def executed(setting: Setting) -> Figures:
         materialize=setting.materialize,
     )
     states = rank.optimizer.model_state_bytes()
-    without_codes, sent = (
+    full_precision, sent = (
         [rank.step(2, full_precision=full) for _ in range(2)][-1] for full in (True, False)
     )
     units = rank.model.trainable_units
-    buffers = [unit.coded_update.encoded for unit in units if unit.coded_update is not None]
+    buffers = [
+        unit.quantized_update.quantized for unit in units if unit.quantized_update is not None
+    ]
     buffers += [unit.grad_errors for unit in units if unit.grad_errors is not None]
-    return Figures(sent, without_codes, states, sum(buffer.nbytes for buffer in buffers))
+    return Figures(sent, full_precision, states, sum(buffer.nbytes for buffer in buffers))
 
 
 def predicted(setting: Setting) -> Figures:
@@ -113,12 +115,12 @@ def predicted(setting: Setting) -> Figures:
     exact = [spec.exact for spec in specs]
     return Figures(
         sent=memory.sent(run, 2, rank=7),
-        sent_without_codes=traffic_of(moves, exact, sender),
+        sent_in_full_precision=traffic_of(moves, exact, sender),
         states=state_bytes(specs).total,
         codes=sum(
             prod(spec.grad_error_bytes)
             + sum(one.num_bytes for one in spec.collectives.get(Verb.PARAM_ALL_GATHER, ()))
-            * (spec.update_codes is not None)
+            * (spec.update_format is not None)
             for spec in specs
         ),
     )
@@ -137,7 +139,7 @@ def test_a_rank_sends_and_holds_what_is_predicted(name: str) -> None:
     done, planned = unchanged(name)
     assert done == planned
     assert (done.codes > 0) is ("codes" in name)
-    assert (done.sent == done.sent_without_codes) is ("codes" not in name)
+    assert (done.sent == done.sent_in_full_precision) is ("codes" not in name)
 
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -153,7 +155,7 @@ def sends(verb: Verb, *, coded: bool = False, **changes: Callable[[Any], object]
             found = dict(original(spec))
             new = [
                 one._replace(**{field: of(getattr(one, field)) for field, of in changes.items()})
-                if one.is_coded is coded
+                if one.is_quantized is coded
                 else one
                 for one in found.get(verb, ())
             ]
@@ -229,8 +231,8 @@ MUTATIONS: dict[str, tuple[str, Patch]] = {
     "blocks of gradients are longer": ("codes", constant("GRADIENT_BLOCK", 256)),
     "errors have twice the room": ("codes", has("grad_error_bytes", twice)),
     "codes are sent in every step": ("codes", has("exact", lambda spec, _: spec)),
-    "updates are sent exactly": ("codes", has("update_codes", lambda *_: None)),
-    "gradients are sent exactly": ("codes", has("grad_codes", lambda *_: None)),
+    "updates are sent exactly": ("codes", has("update_format", lambda *_: None)),
+    "gradients are sent exactly": ("codes", has("grad_format", lambda *_: None)),
     "codes of updates are gathered along no axis": (
         "codes",
         sends(Verb.PARAM_ALL_GATHER, coded=True, span=lambda _: ()),

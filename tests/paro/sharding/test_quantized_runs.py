@@ -1,4 +1,4 @@
-"""Updates and gradients as codes: the bits of the arithmetic on every holder, and exact bytes."""
+"""Quantized updates and gradients: the bits of the arithmetic on every holder, and exact bytes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from paro.strategy import legal_letters
 from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks
-from tests.paro.sharding.coded_runs import (
+from tests.paro.sharding.quantized_runs import (
     Recorded,
     check_sums,
     check_updates,
-    coded_flags,
+    quantized_flags,
     record_all,
 )
-from tests.paro.sharding.test_coded_reduction import FEEDBACK
+from tests.paro.sharding.test_quantized_reduction import FEEDBACK
 from tests.paro.test_parity import assert_formulas
 
 pytestmark = pytest.mark.bits
@@ -34,7 +34,7 @@ def test_every_holder_has_the_bits_of_the_arithmetic() -> None:
     """Owners alone (IIG), several owners (NNN), the first steps in 16 bits, and feedback."""
     rings, warm = "--paro-collective ho-ring", "--paro-inter-bits-warmup-iters 2"
     cases = [("IIG", 4, ""), ("IIG", 4, warm), ("IIG", 16, ""), ("NII", 4, FEEDBACK)]
-    flags = coded_flags([*cases, ("NNG", 8, rings), ("NNN", 8, rings)], 3)
+    flags = quantized_flags([*cases, ("NNG", 8, rings), ("NNN", 8, rings)], 3)
     runs = recorded(flags, 4, 2)
     bits, first = (4, 4, None, 4, 8, 8), (0, 2, 0, 0, 0, 0)
     updates = [check_updates(runs[n], bits[n], first=first[n]) for n in range(6)]
@@ -71,7 +71,7 @@ def test_all_strategies(world_size: int, group_size: int, bits: int) -> None:
         cases += [
             ("IIG", bits, f"{rotate} {more}") for more in ("", "--paro-rotate-in-place", FEEDBACK)
         ]
-    flags = coded_flags(cases, 24 // world_size)
+    flags = quantized_flags(cases, 24 // world_size)
     runs = recorded(flags, world_size, group_size)
     for (text, *_), line, run in zip(cases, flags, runs, strict=True):
         num_updates, num_sums = check_updates(run, bits), check_sums(run, bits)

@@ -1,4 +1,4 @@
-"""The executor runs schedules in pieces, bitwise reproducibly, with little memory."""
+"""The executor runs schedules in chunks, bitwise reproducibly, with little memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.collectives import schedule
-from paro.collectives.executor import ALGORITHMS
+from paro.collectives.choice import ring_levels
+from paro.collectives.hops import ALGORITHMS
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks
-from paro.collectives.spans import ring_levels
-from paro.collectives.transfer import ChunkedBuffer, Scratch
+from paro.collectives.scheduled import ChunkedBuffer, Scratch
 from paro.distributed.byte_counter import Sent
 from paro.topology import Link, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
@@ -28,14 +28,14 @@ def noise(rank: int, numel: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
 
-def run_in_pieces(name: str, group_size: int, numel: int, overlap: bool) -> dict[str, Tensor]:
-    """Every collective on random numbers, with shards cut into pieces of a few elements."""
+def run_in_chunks(name: str, group_size: int, numel: int, overlap: bool) -> dict[str, Tensor]:
+    """Every collective on random numbers, with shards cut into chunks of a few elements."""
     rank, size = dist.get_rank(), dist.get_world_size()
     topology = make_topology(world_size=size, group_size=group_size, degrees=())
     results: dict[str, Tensor] = {}
     with (
-        mock.patch.object(schedule, "_PIECE_BYTES", 28),
-        mock.patch.object(schedule, "_LEAST_PIECE_BYTES", 4),
+        mock.patch.object(schedule, "_CHUNK_BYTES", 28),
+        mock.patch.object(schedule, "_LEAST_CHUNK_BYTES", 4),
     ):
         collectives, traffic = make(name, topology, overlap=overlap)
         own = slice(*nested_range(topology.axes, rank, numel))
@@ -73,7 +73,7 @@ def run_twice_and_inline(group_size: int, numel: int) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in ALGORITHMS:
         threads, again, inline = (
-            run_in_pieces(name, group_size, numel, overlap) for overlap in (True, True, False)
+            run_in_chunks(name, group_size, numel, overlap) for overlap in (True, True, False)
         )
         for label, result in threads.items():
             assert torch.equal(result, again[label]), f"{name}: {label}"
@@ -87,8 +87,8 @@ def run_twice_and_inline(group_size: int, numel: int) -> dict[str, Tensor]:
     ("world_size", "group_size"),
     [(6, 3), (4, 1), (4, 4), pytest.param(8, 4, marks=pytest.mark.verify)],
 )
-def test_pieces_of_random_numbers(world_size: int, group_size: int) -> None:
-    """Shards of 31 elements in pieces of 7 or 8."""
+def test_chunks_of_random_numbers(world_size: int, group_size: int) -> None:
+    """Shards of 31 elements in chunks of 7 or 8."""
     first, *others = run_ranks(run_twice_and_inline, world_size, group_size, 31 * world_size)
     reduced = [label for label in first if "reduced" in label]
     assert len(reduced) == 2 * len(ALGORITHMS)
@@ -136,11 +136,11 @@ def measure_room(name: str, numel: int) -> tuple[int, Sent]:
 
 @pytest.mark.ranks
 def test_no_buffer_of_the_whole_size_is_added() -> None:
-    numel = 8 * (1 << 21)  # shards of 4 MiB in bf16, in four pieces
+    numel = 8 * (1 << 21)  # shards of 4 MiB in bf16, in four chunks
     for peak, sent in run_ranks(measure_room, 8, "ho-ring", numel):
-        piece = (4 << 20) * 4 // 11  # the longest
+        chunk = (4 << 20) * 4 // 11  # the longest
         landings, copies = MESSAGES_UNDER_WAY, 2 * MESSAGES_UNDER_WAY + 1  # of each of two levels
-        assert 0 < peak <= 2 * (landings + copies) * (piece + 2)
+        assert 0 < peak <= 2 * (landings + copies) * (chunk + 2)
         assert peak < 4 * numel / 2  # of the buffer's bytes
         assert sent == Sent(intra=2 * 2 * numel * 3 // 4, inter=2 * 2 * numel // 4 // 2)
 

@@ -1,4 +1,4 @@
-"""Gradients as codes: the bits of the arithmetic on every holder, exact bytes, and what is lost."""
+"""Quantized gradients: the bits of the arithmetic on every replica, exact bytes, errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paro.training.step import FORGOTTEN_AFTER, Training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
 from tests.helpers.training import train
-from tests.paro.sharding.coded_runs import coded_flags, coded_run
+from tests.paro.sharding.quantized_runs import quantized_flags, quantized_run
 
 GRADS = "--paro-inter-grad-bits"
 EIGHT = f"{GRADS} 8"
@@ -37,7 +37,7 @@ AUTO, LOCAL = "--paro-inter-bits auto", "--non-persistent-ckpt-type local"
     ],
 )
 def test_bad_input_is_one_line(more: str, line: str) -> None:
-    refused(lambda: coded_run(more), line)
+    refused(lambda: quantized_run(more), line)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_bad_input_is_one_line(more: str, line: str) -> None:
     ],
 )
 def test_one_group_takes_16_bits_and_says_so(more: str) -> None:
-    config = coded_run(more, group_size=8)
-    assert not config.precision.has_codes
+    config = quantized_run(more, group_size=8)
+    assert not config.precision.quantizes
     assert not config.precision.inter_grad_error_feedback
     (line,) = [line for line in config.notices if "without effect" in line]
     assert line.startswith(f"{' '.join(more.split()[:2])} without effect, 16 bits in use: ")
@@ -65,11 +65,11 @@ def test_feedback_needs_one_scale_of_the_loss() -> None:
 @pytest.mark.parametrize("strategy", ["IIG", "NNG", "NNN", "2,2,4"])
 def test_a_dry_run_counts_the_buffers(strategy: str) -> None:
     bits = ("", "--paro-inter-param-bits 4", EIGHT, f"{EIGHT} {FEEDBACK}")
-    plans = [predict_run(coded_run(f"--paro-strategy {strategy} {more}")) for more in bits]
+    plans = [predict_run(quantized_run(f"--paro-strategy {strategy} {more}")) for more in bits]
     none, of_params, of_grads, with_errors = (plan.memory.codes for plan in plans)
-    updates = [unit.coded_update for unit in plans[1].training.model.units]
+    updates = [unit.quantized_update for unit in plans[1].training.model.units]
     assert none == 0 < of_grads
-    assert of_params == sum(update.encoded.nbytes for update in updates if update is not None)
+    assert of_params == sum(update.quantized.nbytes for update in updates if update is not None)
     assert (of_params > 0) is (strategy != "NNN")
     assert (plans[1].memory.total > plans[0].memory.total) is (of_params > 0)
     units = plans[3].training.model.trainable_units
@@ -109,6 +109,6 @@ def _remembers(training: Training) -> bool:
 
 @pytest.mark.ranks
 def test_skipped_steps_and_time_make_ranks_forget() -> None:
-    (flags,) = coded_flags([("IIG", 4, f"{FEEDBACK} --train-iters 5")], 12)
+    (flags,) = quantized_flags([("IIG", 4, f"{FEEDBACK} --train-iters 5")], 12)
     assert run_ranks(forget, 2, flags, 1)[0] == [False, True, False, True, True]
     assert run_ranks(forget, 2, flags, 1, after=4)[0] == [False, True, False, True, False]

@@ -1,4 +1,14 @@
-"""One scheduled collective in flight: its buffer, arrived chunks and pending messages."""
+"""Ring, H-Ring and HO-Ring by point-to-point messages: schedules, carried out step by step."""
+
+# NCCL and gloo hide the messages of a ring; here they are explicit. A `Schedule` lists the sends
+# and receives of this rank, each on a level: the ring inside groups or the one between them.
+# With overlap every level has a comm stream, a thread that runs the steps of its level. Receives
+# are posted ahead and complete in order, and the thread that receives a chunk immediately sends all
+# messages that waited for it, on any level. Without overlap the training thread runs the steps one
+# by one, each a paired send and receive.
+#
+# Messages of a level are tagged with consecutive numbers across collectives, so any thread can send
+# them; both ends count equally, because all ranks run one program.
 
 from __future__ import annotations
 
@@ -13,13 +23,103 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks, Schedule
+from paro.collectives.choice import ring_levels
+from paro.collectives.hops import ALGORITHMS
+from paro.collectives.interface import Collectives, Request
+from paro.collectives.schedule import (
+    MESSAGES_UNDER_WAY,
+    Chunks,
+    Op,
+    Schedule,
+    count_chunks,
+    cut,
+    make_schedule,
+)
 from paro.collectives.wire import Pending, Wire
+from paro.distributed.comm_stream import DONE, AllEvents, Event
+from paro.distributed.groups import Groups
+from paro.distributed.links import Links
 from paro.topology import AxisSpan, StreamKind
 
 
+class ScheduledCollectives(Collectives):
+    """Collectives by a point-to-point algorithm of hops.py."""
+
+    def __init__(self, name: str, groups: Groups, links: Links, resources: GroupResources) -> None:
+        super().__init__(groups, links)
+        self._algorithm = name
+        self._resources = resources
+
+    def run(self, request: Request) -> Event:
+        op, whole, span, comm_dtype, shard, after, _ = request
+        if not span:
+            return after or DONE
+        own = request._replace(shard=None).own(self._rank)
+        if shard is not None and shard.data_ptr() != own.data_ptr():
+            outermost = ring_levels(self._algorithm, span)[-1]
+            after = self._submit(
+                StreamKind.GATHER, outermost, lambda: _copy(own, shard), after=after
+            )
+        event = self._start(request._replace(after=after))
+        if op is not Op.ALL_REDUCE or whole.dtype == comm_dtype:
+            return event
+        # Rounded as the other ranks received it.
+        return self.run_after(span, lambda: _copy(own, own.to(comm_dtype)), after=event)
+
+    def _start(self, request: Request) -> Event:
+        kind, parts = request.stream_kind, ring_levels(self._algorithm, request.span)
+        transfer = self._transfer(request, parts)
+        if self._streams.runs_concurrently:
+            after, run = request.after, transfer.run_level
+            jobs = (partial(run, level) for level in range(len(parts)))
+            pairs = zip(parts, jobs, strict=True)
+            return AllEvents([self._submit(kind, part, job, after=after) for part, job in pairs])
+        # Without overlap a job has run when it has been submitted, that of `after` too.
+        for index, step in enumerate(transfer.schedule.steps):
+            self._submit(kind, parts[step.level], partial(transfer.run_step, index))
+        return DONE
+
+    def _transfer(self, request: Request, parts: Sequence[AxisSpan]) -> Transfer:
+        op, whole, span, comm_dtype, *_ = request
+        members = self._groups.topology.members(span, self._rank)
+        sizes = tuple(len(self._groups.topology.members(part, self._rank)) for part in parts)
+        shard_numel = whole.numel() // len(members)
+        # The second bound keeps every chunk of a small shard non-empty.
+        num_chunks = min(count_chunks(shard_numel * comm_dtype.itemsize), max(1, shard_numel // 8))
+        if request.units > 1:  # h-ring joins shards that are not cut: those of units lie apart
+            num_chunks = max(2, num_chunks)
+        hops, position = ALGORITHMS[self._algorithm], members.index(self._rank)
+        schedule = make_schedule(op, hops, sizes, position, num_chunks)
+        ranges = [cut(*request.range_of(member), num_chunks) for member in members]
+        levels = [
+            self._resources.level(request.stream_kind, part, len(steps))
+            for part, steps in zip(parts, schedule.of_level, strict=True)
+        ]
+        buffer = ChunkedBuffer(whole=whole, comm_dtype=comm_dtype, ranges=ranges)
+        return Transfer(schedule, levels, members, buffer, self._wire)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
+
+
+class GroupResources:
+    """Message tags and scratch buffers of process groups, shared by all algorithms on them."""
+
+    def __init__(self) -> None:
+        self._next_tags: dict[tuple[StreamKind, AxisSpan], int] = {}
+        self._scratch: dict[tuple[StreamKind, AxisSpan], Scratch] = {}
+
+    def level(self, kind: StreamKind, span: AxisSpan, num_messages: int) -> Level:
+        """Return the level of one collective that sends `num_messages` messages on it."""
+        first_tag = self._next_tags.get((kind, span), 0)
+        self._next_tags[kind, span] = first_tag + num_messages
+        scratch = self._scratch.setdefault((kind, span), Scratch())
+        return Level(stream_kind=kind, span=span, first_tag=first_tag, scratch=scratch)
+
+
 class Scratch:
-    """Receive buffers for the chunks of a level that are not received in place, reused.
+    """Buffers for messages that are not received in place, reused by later messages.
 
     On a CPU allocating new memory costs more than the sum itself.
     """
@@ -28,8 +128,7 @@ class Scratch:
         self._slots: dict[int, Tensor] = {}
 
     def slot(self, number: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor of `numel` elements; calls with the same `number` reuse the
-        same memory."""
+        """Return a tensor of `numel` elements, in the memory of slot `number`."""
         num_bytes = numel * dtype.itemsize
         slot = self._slots.get(number)
         if slot is None or slot.numel() < num_bytes:
@@ -53,11 +152,11 @@ class ChunkedBuffer:
 
     whole: Tensor
     comm_dtype: torch.dtype
-    ranges: list[list[tuple[int, int]]]  # [owner][piece] -> (start, stop)
+    ranges: list[list[tuple[int, int]]]  # [owner][chunk] -> (start, stop)
 
     def view(self, chunks: Chunks) -> Tensor:
         """Return the chunks of one message, as a view of the buffer."""
-        ranges = sorted(self.ranges[chunk.owner][chunk.piece] for chunk in chunks)
+        ranges = sorted(self.ranges[chunk.owner][chunk.number] for chunk in chunks)
         assert all(a[1] == b[0] for a, b in pairwise(ranges)), f"{chunks} are no neighbours"
         return self.whole[ranges[0][0] : ranges[-1][1]]
 
@@ -66,12 +165,11 @@ class ChunkedBuffer:
         return self.view(chunks).to(self.comm_dtype)
 
     def lands_in_place(self, *, adds: bool) -> bool:
-        """Return whether a message is received directly into the buffer; else into
-        scratch first."""
+        """Return whether a message is received into the buffer, and not into scratch first."""
         return not adds and self.comm_dtype == self.whole.dtype
 
     def take(self, chunks: Chunks, landed: Tensor, *, adds: bool) -> None:
-        """Add or copies a received message to its chunks."""
+        """Add a received message to its chunks, or copy it there."""
         view = self.view(chunks)
         if adds:
             view.add_(landed)
@@ -119,8 +217,8 @@ class Transfer:
         self._wire.exchange(
             level.stream_kind,
             level.span,
-            (self._buffer.outgoing(send.chunks), self._members[send.peer]),
-            (landed, self._members[receive.peer]),
+            {self._members[send.peer]: self._buffer.outgoing(send.chunks)},
+            {self._members[receive.peer]: landed},
             tag=self._tags[index],
         )
         self._buffer.take(receive.chunks, landed, adds=receive.adds)

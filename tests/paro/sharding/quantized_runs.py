@@ -1,4 +1,4 @@
-"""Runs whose updates or gradients are sent as codes, recorded, and the arithmetic they equal."""
+"""Runs whose updates or gradients are sent quantized, recorded, and the arithmetic they equal."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paro.collectives.coded import Contribution
+from paro.collectives.quantized import GroupSum
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import Event
 from paro.distributed.world import World
-from paro.quantization.blocks import decode, hadamard
-from paro.quantization.formats import ERROR_FORM, error_bytes
-from paro.quantization.ranges import RangeCodes
+from paro.quantization.blocks import dequantize, hadamard
+from paro.quantization.formats import ERROR_FORM, RangeFormat, error_bytes
 from paro.sharding.shards import UnitShards
 from paro.training.replicas import check_replicas
 from paro.training.step import Training
 from tests.helpers.flags import configured
 from tests.helpers.training import TINY, Trained, train
 
-# Ranges of some blocks of codes on 8 ranks, and odd sizes, so that they end within parameters.
+# Ranges of some quantized blocks on 8 ranks, and odd sizes, so that they end within parameters.
 SIZES = "--hidden-size 60 --ffn-hidden-size 151 --vocab-size 211 --num-layers 2 --bf16"
 FLAGS = f"{TINY} {SIZES} --train-iters 3 --global-batch-size 24"
 
 
-def coded_flags(cases: Sequence[tuple[str, int, str]], micro_batch: int) -> list[str]:
+def quantized_flags(cases: Sequence[tuple[str, int, str]], micro_batch: int) -> list[str]:
     """The flags of runs, each a strategy, the bits of parameters and gradients, and more flags."""
     same = f"{FLAGS} --micro-batch-size {micro_batch}"
     return [
@@ -36,7 +35,7 @@ def coded_flags(cases: Sequence[tuple[str, int, str]], micro_batch: int) -> list
     ]
 
 
-def coded_run(more: str, *, group_size: int = 2) -> RunConfig:
+def quantized_run(more: str, *, group_size: int = 2) -> RunConfig:
     words = f"{FLAGS} --micro-batch-size 1 --paro-group-size {group_size} {more}"
     return configured(words, World(size=8, ranks_per_node=2))
 
@@ -53,7 +52,7 @@ class Update:
     numel: int
     slice_numel: int
     matrix_stop: int
-    coded: bool
+    quantized: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +63,14 @@ class Sum:
     start: int
     result: Tensor
     result_start: int
-    codes: RangeCodes
-    errors: Tensor | None = None  # before: a row of values for each owner's piece
+    ranges: RangeFormat
+    errors: Tensor | None = None  # before: a row of values for each owner's chunk
     errors_after: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A run on one rank: for every step the updates of all units by name, and all coded sums."""
+    """A run on one rank: the updates of all units by name in every step, all quantized sums."""
 
     trained: Trained
     steps: list[dict[str, Update]]
@@ -110,34 +109,34 @@ def record(flags: str, group_size: int) -> Recorded:
 
 
 def _record_sums(training: Training, sums: list[Sum]) -> None:
-    reduction = training.model.context.coded_reduction
+    reduction = training.model.context.quantized_reduction
     if reduction is None:
         return
     original = reduction.reduce
 
-    def reduce(gradients: Contribution, result: Tensor, *, after: Event) -> Event:
+    def reduce(gradients: GroupSum, result: Tensor, *, after: Event) -> Event:
         after.wait()
-        whole, start, codes = gradients.values, gradients.start, gradients.codes
+        whole, start, ranges = gradients.values, gradients.start, gradients.ranges
         had, errors = whole.clone(), _errors(gradients)
         event = original(gradients, result, after=after)
         event.wait()
         begin = start + (result.data_ptr() - whole.data_ptr()) // whole.itemsize
-        sums.append(Sum(had, start, result.clone(), begin, codes, errors, _errors(gradients)))
+        sums.append(Sum(had, start, result.clone(), begin, ranges, errors, _errors(gradients)))
         return event
 
     reduction.reduce = reduce  # type: ignore[method-assign]
 
 
-def _errors(gradients: Contribution) -> Tensor | None:
-    """What codes have lost, in fp32: a row of `codes.numel` values for each owner's piece."""
+def _errors(gradients: GroupSum) -> Tensor | None:
+    """Quantization errors, in fp32: a row of `ranges.numel` values for each owner's chunk."""
     if gradients.errors is None:
         return None
-    numel = gradients.codes.numel
+    numel = gradients.ranges.numel
     rows = torch.zeros(len(gradients.errors), -(-numel // 32) * 32)
     for index, (row, octets) in enumerate(zip(rows, gradients.errors, strict=True)):
-        coded = gradients.codes.num_coded(gradients.start + index * numel)
-        whole = -(-coded // 32) * 32
-        decode(octets[: error_bytes(coded)], ERROR_FORM, row[:whole])
+        num_quantized = gradients.ranges.num_quantized(gradients.start + index * numel)
+        whole = -(-num_quantized // 32) * 32
+        dequantize(octets[: error_bytes(num_quantized)], ERROR_FORM, row[:whole])
     return rows
 
 
@@ -152,14 +151,14 @@ def _update(unit: UnitShards, before: Tensor, master: Tensor) -> Update:
         numel=layout.numel,
         slice_numel=layout.numel // layout.num_slices,
         matrix_stop=layout.decayed_stop,
-        coded=unit.coded_update is not None,
+        quantized=unit.quantized_update is not None,
     )
 
 
 def expected(updates: Sequence[Update], bits: int | None) -> Tensor:
     """The whole parameters of a unit after an update, from all ranks' parameters and masters.
 
-    Block by block, as the note in paro/quantization/ranges.py says it; None: exactly.
+    Block by block, as the note in paro/quantization/formats.py says it; None: exactly.
     """
     first = updates[0]
     params = torch.full((first.numel,), torch.nan, dtype=first.before.dtype)
@@ -170,17 +169,17 @@ def expected(updates: Sequence[Update], bits: int | None) -> Tensor:
     result = masters.to(params.dtype)
     size = first.master.numel()
     for start in range(0, first.numel, size) if bits is not None else ():
-        coded = _num_coded(first.matrix_stop - start % first.slice_numel, size)
-        part = slice(start, start + coded)
+        num_quantized = _num_quantized(first.matrix_stop - start % first.slice_numel, size)
+        part = slice(start, start + num_quantized)
         old = params[part].float()
         result[part] = (old + _rounded(masters[part] - old, bits, 2048)).to(params.dtype)
     return result
 
 
-def _num_coded(num_matrices: int, numel: int) -> int:
-    """How many of the first elements of a range have codes, of which so many are of matrices."""
-    coded = min(max(num_matrices, 0), numel)
-    return coded if coded >= 2048 else 0
+def _num_quantized(num_matrices: int, numel: int) -> int:
+    """How many of the first elements of a range are quantized, of which so many are of matrices."""
+    num_quantized = min(max(num_matrices, 0), numel)
+    return num_quantized if num_quantized >= 2048 else 0
 
 
 def _fill(whole: Tensor, start: int, values: Tensor) -> None:
@@ -190,51 +189,53 @@ def _fill(whole: Tensor, start: int, values: Tensor) -> None:
 
 
 def check_updates(recorded: Sequence[Recorded], bits: int | None, *, first: int = 0) -> int:
-    """Compares every unit of every rank bit for bit; returns how many updates were sent as codes.
+    """Compares every unit of every rank bit for bit; returns how many updates were sent quantized.
 
     Before step `first` everything must be sent exactly.
     """
-    num_coded = 0
+    num_quantized = 0
     for step in range(len(recorded[0].steps)):
         for name, one in recorded[0].steps[step].items():
             updates = [rank.steps[step][name] for rank in recorded]
-            as_codes = bits if one.coded and step >= first else None
-            wanted = expected(updates, as_codes)
-            num_coded += as_codes is not None
+            sent_bits = bits if one.quantized and step >= first else None
+            wanted = expected(updates, sent_bits)
+            num_quantized += sent_bits is not None
             for rank, update in enumerate(updates):
                 start = update.param_start
                 own = wanted[start : start + update.after.numel()]
                 assert torch.equal(update.after, own), f"{name} on rank {rank} in step {step}"
-    return num_coded
+    return num_quantized
 
 
 def check_sums(recorded: Sequence[Recorded], bits: int) -> int:
     """Compares every rank's sums with the arithmetic, bit for bit; returns how many there were."""
     for sums in zip(*(rank.sums for rank in recorded), strict=True):
-        codes = sums[0].codes
-        starts = {one.start + i for one in sums for i in range(0, len(one.whole), codes.numel)}
+        ranges = sums[0].ranges
+        starts = {one.start + i for one in sums for i in range(0, len(one.whole), ranges.numel)}
         for start in starts:
             contributing = [one for one in sums if 0 <= start - one.start < len(one.whole)]
-            pieces = [one.whole[start - one.start :][: codes.numel] for one in contributing]
+            num_chunks = [one.whole[start - one.start :][: ranges.numel] for one in contributing]
             holders = [one for one in sums if 0 <= start - one.result_start < len(one.result)]
-            coded = _num_coded(codes.matrix_stop - start % codes.slice_numel, codes.numel)
-            errors = [_error_of(one, start, coded, bits) for one in contributing]
-            wanted = _sum_of(pieces, errors, coded, bits, again=len(holders) > 1)
-            assert len(pieces) > 1, "nothing crosses groups"
+            num_quantized = _num_quantized(
+                ranges.matrix_stop - start % ranges.slice_numel, ranges.numel
+            )
+            errors = [_error_of(one, start, num_quantized, bits) for one in contributing]
+            wanted = _sum_of(num_chunks, errors, num_quantized, bits, again=len(holders) > 1)
+            assert len(num_chunks) > 1, "nothing crosses groups"
             for one in holders:
-                own = one.result[start - one.result_start :][: codes.numel]
+                own = one.result[start - one.result_start :][: ranges.numel]
                 assert torch.equal(own, wanted), f"the sum of the elements from {start}"
     return len(recorded[0].sums)
 
 
-def _error_of(one: Sum, start: int, coded: int, bits: int) -> Tensor:
-    """What the codes of a piece had lost; checks what they have lost since."""
-    whole = -(-coded // 32) * 32
+def _error_of(one: Sum, start: int, stop: int, bits: int) -> Tensor:
+    """Quantization errors of a chunk before; checks those after."""
+    whole = -(-stop // 32) * 32
     if one.errors is None or one.errors_after is None:
         return torch.zeros(whole)
-    row, first = (start - one.start) // one.codes.numel, start - one.start
+    row, first = (start - one.start) // one.ranges.numel, start - one.start
     before, after = one.errors[row, :whole], one.errors_after[row, :whole]
-    added = hadamard(one.whole[first : first + coded].float()) + before
+    added = hadamard(one.whole[first : first + stop].float()) + before
     lost = added - _rounded(added, bits)
     for now, mean in zip(after.split(128), (0.8 * before + 0.2 * lost).split(128), strict=True):
         assert (now - mean).abs().max() <= 0.501 * mean.abs().max() / 127
@@ -243,16 +244,24 @@ def _error_of(one: Sum, start: int, coded: int, bits: int) -> Tensor:
 
 
 def _sum_of(
-    pieces: Sequence[Tensor], errors: Sequence[Tensor], coded: int, bits: int, *, again: bool
+    num_chunks: Sequence[Tensor],
+    errors: Sequence[Tensor],
+    stop: int,
+    bits: int,
+    *,
+    again: bool,
 ) -> Tensor:
-    """The sum of the ranks' pieces in their order, each rounded to codes; `again`: also the sum."""
-    total, uncoded = torch.zeros(-(-coded // 32) * 32), torch.zeros(pieces[0].numel() - coded)
-    for piece, error in zip(pieces, errors, strict=True):
-        total += _rounded(hadamard(piece[:coded].float()) + error, bits)
-        uncoded += piece[coded:].bfloat16()
+    """The sum of the ranks' chunks in their order, each quantized; `again`: also the sum."""
+    total, exact = (
+        torch.zeros(-(-stop // 32) * 32),
+        torch.zeros(num_chunks[0].numel() - stop),
+    )
+    for chunk, error in zip(num_chunks, errors, strict=True):
+        total += _rounded(hadamard(chunk[:stop].float()) + error, bits)
+        exact += chunk[stop:].bfloat16()
     if again:
-        total, uncoded = _rounded(total, bits), uncoded.bfloat16().float()
-    return torch.cat([hadamard(total)[:coded] / 32, uncoded])
+        total, exact = _rounded(total, bits), exact.bfloat16().float()
+    return torch.cat([hadamard(total)[:stop] / 32, exact])
 
 
 def _rounded(values: Tensor, bits: int, block: int = 128) -> Tensor:

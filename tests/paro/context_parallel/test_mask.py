@@ -1,4 +1,4 @@
-"""The squares and rectangles of all places are the mask of causal documents, each pair once."""
+"""The mask blocks of all ring ranks are the mask of causal documents, each pair once."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from itertools import accumulate, pairwise
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paro.context_parallel.pieces import Bounds, bounds_of, rectangle, squares
+from paro.context_parallel.mask import Bounds, bounds_of, mask_block, own_lengths
 
-Case = tuple[int, int, list[set[int]]]  # places, tokens of a chunk, where documents begin
+Case = tuple[int, int, list[set[int]]]  # ring_size, tokens of a chunk, where documents begin
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    places, chunk = draw(st.integers(1, 6)), draw(st.integers(1, 5))
-    starts = st.sets(st.integers(1, 2 * places * chunk - 1))
-    return places, chunk, draw(st.lists(starts, min_size=1, max_size=3))
+    ring_size, chunk = draw(st.integers(1, 6)), draw(st.integers(1, 5))
+    starts = st.sets(st.integers(1, 2 * ring_size * chunk - 1))
+    return ring_size, chunk, draw(st.lists(starts, min_size=1, max_size=3))
 
 
-def owned(ring_rank: int, places: int, chunk: int) -> list[int]:
+def owned(ring_rank: int, ring_size: int, chunk: int) -> list[int]:
     """The positions of a rank's tokens."""
-    starts = ring_rank * chunk, (2 * places - 1 - ring_rank) * chunk
+    starts = ring_rank * chunk, (2 * ring_size - 1 - ring_rank) * chunk
     return [position for start in starts for position in range(start, start + chunk)]
 
 
-def pairs_of(bounds: Bounds, ring_rank: int, source: int, places: int) -> list[tuple[int, int]]:
-    """(query, key) positions that the pieces of two places have."""
-    chunk = bounds[-1] // (2 * places)
-    queries, keys = owned(ring_rank, places, chunk), owned(source, places, chunk)
+def pairs_of(bounds: Bounds, ring_rank: int, source: int, ring_size: int) -> list[tuple[int, int]]:
+    """(query, key) positions that the blocks of two ring ranks have."""
+    chunk = bounds[-1] // (2 * ring_size)
+    queries, keys = owned(ring_rank, ring_size, chunk), owned(source, ring_size, chunk)
     if source == ring_rank:
-        ends = list(accumulate(squares(bounds, ring_rank, places), initial=0))
+        ends = list(accumulate(own_lengths(bounds, ring_rank, ring_size), initial=0))
         return [
             (queries[row], keys[column])
             for begin, end in pairwise(ends)
             for row in range(begin, end)
             for column in range(begin, row + 1)
         ]
-    piece = rectangle(bounds, ring_rank, source, places)
-    if piece is None:
+    block = mask_block(bounds, ring_rank, source, ring_size)
+    if block is None:
         return []
-    rows, columns = queries[piece.queries], keys[piece.keys]
+    rows, columns = queries[block.queries], keys[block.keys]
     assert rows
     assert columns
     return [(row, column) for row in rows for column in columns]
@@ -51,9 +51,9 @@ def pairs_of(bounds: Bounds, ring_rank: int, source: int, places: int) -> list[t
 @given(cases())
 @example((3, 2, [set()]))
 @example((4, 2, [{1, 2, 3}, {7}, set(range(1, 16))]))
-def test_the_pieces_are_the_mask(case: Case) -> None:
-    places, chunk, starts = case
-    seq_length = 2 * places * chunk
+def test_the_blocks_are_the_mask(case: Case) -> None:
+    ring_size, chunk, starts = case
+    seq_length = 2 * ring_size * chunk
     samples = [(0, *sorted(one), seq_length) for one in starts]
     lengths = tuple(stop - start for one in samples for start, stop in pairwise(one))
     assert bounds_of(lengths, seq_length) == tuple(samples)
@@ -61,9 +61,9 @@ def test_the_pieces_are_the_mask(case: Case) -> None:
         document = [sum(start <= position for start in bounds) for position in range(seq_length)]
         found = Counter(
             pair
-            for ring_rank in range(places)
-            for source in range(places)
-            for pair in pairs_of(bounds, ring_rank, source, places)
+            for ring_rank in range(ring_size)
+            for source in range(ring_size)
+            for pair in pairs_of(bounds, ring_rank, source, ring_size)
         )
         assert found == {
             (query, key): 1

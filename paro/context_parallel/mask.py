@@ -1,16 +1,16 @@
-"""Which queries of a rank of a ring attend to which keys of another, with documents kept apart."""
+"""The causal mask of a ring rank's queries and another's keys, with documents kept apart."""
 
-# A sample is cut into 2R chunks; ring rank p of R owns chunks p and 2R - 1 - p, in this order. What
-# the queries of ring rank 1 attend to if R is 3 and a sample is one document:
+# A sample is cut into 2R chunks; ring rank p of R owns chunks p and 2R - 1 - p, in this order. Ring
+# rank 1's queries attend to these keys if R is 3 and a sample is one document:
 #
 #     chunk   0  1  2  3  4  5
 #         1   x  \                  own keys            one causal square of both chunks
 #         4   x  x  x  x  \         those of ring rank 0    all queries, the first chunk's keys
 #                                   those of ring rank 2    the second chunk's queries, all keys
 #
-# Documents cut the square into smaller ones: the tokens of one are neighbours among a rank's
-# tokens also where they lie in both chunks. Between two ranks, only the document of the last key
-# before the queries can have queries and keys. So there is one rectangle at most, without a mask.
+# Documents cut the square into smaller ones: a document's tokens are neighbours among a rank's
+# tokens even if it is in both chunks. Between two ranks, only the document of the last key before
+# the queries can have queries and keys. So there is one full block of the mask at most.
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from typing import NamedTuple
 Bounds = tuple[int, ...]  # where the documents of a sample begin, and the sample's end
 
 
-class Rectangle(NamedTuple):
-    """Queries of a rank that attend to all of these keys of another, counted among its tokens."""
+class MaskBlock(NamedTuple):
+    """Queries of a rank that attend to all of some keys of another, as slices of their tokens."""
 
     queries: slice
     keys: slice
@@ -32,26 +32,26 @@ class Rectangle(NamedTuple):
 
 @lru_cache(maxsize=8)
 def bounds_of(lengths: tuple[int, ...], seq_length: int) -> tuple[Bounds, ...]:
-    """Those of each sample, from the lengths of the documents of all samples."""
-    samples, begun = [], [0]
+    """Return the bounds of each sample, from the lengths of the documents of all samples."""
+    samples, bounds = [], [0]
     for length in lengths:
-        begun.append(begun[-1] + length)
-        if begun[-1] == seq_length:
-            samples.append(tuple(begun))
-            begun = [0]
-    assert begun == [0], f"documents of {lengths} tokens are no samples of {seq_length}"
+        bounds.append(bounds[-1] + length)
+        if bounds[-1] == seq_length:
+            samples.append(tuple(bounds))
+            bounds = [0]
+    assert bounds == [0], f"documents of {lengths} tokens are no samples of {seq_length}"
     return tuple(samples)
 
 
-def squares(bounds: Bounds, ring_rank: int, ring_size: int) -> list[int]:
-    """Lengths of the causal squares of a rank's own tokens."""
+def own_lengths(bounds: Bounds, ring_rank: int, ring_size: int) -> list[int]:
+    """Return the lengths of documents, or their parts, among a rank's own tokens."""
     owned = _Chunks(bounds, ring_rank, ring_size)
     cuts = sorted({owned.before(bound) for bound in bounds})
     return [stop - start for start, stop in pairwise(cuts)]
 
 
-def rectangle(bounds: Bounds, ring_rank: int, source: int, ring_size: int) -> Rectangle | None:
-    """What the queries of `ring_rank` attend to of the keys of another ring rank, `source`."""
+def mask_block(bounds: Bounds, ring_rank: int, source: int, ring_size: int) -> MaskBlock | None:
+    """Return what queries of `ring_rank` attend to of the keys of `source`, another ring rank."""
     queries, keys = (_Chunks(bounds, at, ring_size) for at in (ring_rank, source))
     if source < ring_rank:
         first_query, query, key_stop, last_key = queries.first, 0, keys.size, keys.first
@@ -63,7 +63,7 @@ def rectangle(bounds: Bounds, ring_rank: int, source: int, ring_size: int) -> Re
     begin, end = bounds[number - 1], bounds[number]
     if end <= first_query:
         return None
-    return Rectangle(slice(query, queries.before(end)), slice(keys.before(begin), key_stop))
+    return MaskBlock(slice(query, queries.before(end)), slice(keys.before(begin), key_stop))
 
 
 class _Chunks:

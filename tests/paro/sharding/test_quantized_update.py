@@ -1,4 +1,4 @@
-"""Updated parameters as codes: the same bits on every holder, exact bytes, and what is left out."""
+"""Quantized updates of parameters: equal bits on every replica, exact bytes, what is left out."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from paro.quantization.formats import BlockFormat
-from paro.quantization.ranges import RangeCodes
-from paro.sharding.shards import CodedUpdate
+from paro.quantization.formats import BlockFormat, RangeFormat
+from paro.sharding.shards import QuantizedUpdate
 from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resharding import Setting, load_and_go_on, save_and_go_on
-from tests.paro.sharding.coded_runs import (
+from tests.paro.sharding.quantized_runs import (
     SIZES,
-    coded_run,
+    quantized_run,
 )
 
 pytestmark = pytest.mark.bits
@@ -25,41 +24,44 @@ FOUR, EIGHT = "--paro-inter-param-bits 4", "--paro-inter-grad-bits 8"
 REMEMBERED = "--paro-inter-grad-bits 4 --paro-inter-grad-error-feedback"
 
 
-def codes(numel: int, matrix_stop: int, *, bits: int = 4, ranges: int = 1) -> RangeCodes:
-    return RangeCodes(
+def ranges_of(numel: int, matrix_stop: int, *, bits: int = 4, number: int = 1) -> RangeFormat:
+    return RangeFormat(
         form=BlockFormat(bits=bits, block=2048),
         numel=numel,
-        slice_numel=numel * ranges,
+        slice_numel=numel * number,
         matrix_stop=matrix_stop,
-        uncoded_bytes=2,
+        exact_bytes=2,
     )
 
 
 @pytest.mark.parametrize(
     ("found", "num_bytes"),
     [
-        (codes(4096, 4096), 8 + 2048 + 8),  # a multiple of 16
-        (codes(4096, 4096, bits=8), 8 + 4096 + 8),
-        (codes(4096, 4000), 8 + 2000 + 2 * 96 + 8),
-        (codes(4096, 2047), 2 * 4096),  # less than a block of matrices: all exact
-        (codes(4096, 3 * 4096 + 2048, ranges=4), 4 + 1024 + 2 * 2048 + 12),  # the last is longest
-        (codes(4096, 3 * 4096, ranges=4), 2 * 4096),  # the last has no matrices
+        (ranges_of(4096, 4096), 8 + 2048 + 8),  # a multiple of 16
+        (ranges_of(4096, 4096, bits=8), 8 + 4096 + 8),
+        (ranges_of(4096, 4000), 8 + 2000 + 2 * 96 + 8),
+        (ranges_of(4096, 2047), 2 * 4096),  # less than a block of matrices: all exact
+        (
+            ranges_of(4096, 3 * 4096 + 2048, number=4),
+            4 + 1024 + 2 * 2048 + 12,
+        ),  # last one longest
+        (ranges_of(4096, 3 * 4096, number=4), 2 * 4096),  # the last has no matrices
     ],
 )
-def test_the_bytes_of_the_longest_range(found: RangeCodes, num_bytes: int) -> None:
+def test_the_bytes_of_the_longest_range(found: RangeFormat, num_bytes: int) -> None:
     assert found.range_bytes == num_bytes
 
 
 def test_what_is_not_sent_is_sent_later() -> None:
     """The parameters follow masters that stop changing, to within bf16's own rounding."""
-    made, generator = codes(5000, 4900), torch.Generator().manual_seed(3)
+    made, generator = ranges_of(5000, 4900), torch.Generator().manual_seed(3)
     master = torch.randn(5000, generator=generator)
     param = torch.zeros(5000, dtype=torch.bfloat16)
-    encoded = torch.zeros(made.range_bytes, dtype=torch.uint8)
-    update = CodedUpdate(made, encoded, param, start=0)
+    quantized = torch.zeros(made.range_bytes, dtype=torch.uint8)
+    update = QuantizedUpdate(made, quantized, param, start=0)
     left = [float(master.norm())]
     for _ in range(6):
-        update.encode(master, param, 0)
+        update.quantize(master, param, 0)
         sent = param.clone()
         update.apply()
         assert torch.equal(param, sent), "the owner has its own range at once"
@@ -70,7 +72,7 @@ def test_what_is_not_sent_is_sent_later() -> None:
 
 
 @pytest.mark.ranks
-def test_a_resumed_run_has_the_same_bits_and_remembers_what_codes_lost(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_bits_and_remembers_quantization_errors(tmp_path: Path) -> None:
     """On the same ranks and strategy; on others gradients begin without it."""
     more = f"{SIZES} {FOUR} {REMEMBERED} --paro-inter-bits-warmup-iters 0"
     setting = Setting(world_size=4, group_size=2, strategy="IIG", more=more)
@@ -139,7 +141,7 @@ def test_resumed_on_other_ranks_and_with_other_bits(
     ],
 )
 def test_what_stays_in_16_bits_is_said(coded: str, strategy: str, line: str | None) -> None:
-    notices = coded_run(f"{coded} --paro-strategy {strategy}").notices
+    notices = quantized_run(f"{coded} --paro-strategy {strategy}").notices
     said = [notice for notice in notices if coded in notice]
     assert len(said) == (line is not None)
     assert line is None or line in said[0]

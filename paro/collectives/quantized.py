@@ -1,0 +1,123 @@
+"""Sums quantized gradients between groups: an all-to-all of chunks, each summed by its owner."""
+
+# [Note: quantized sums]
+# Every rank has its group's sum of a range, and every rank of the span owns a chunk of the total.
+# A rank quantizes the chunks of all owners, its own too, each after a Hadamard transform; the owner
+# adds up in fp32, in rank order, what it receives, and transforms the sum back. Where a range has
+# several replicas, the owners quantize their sums once more and all-gather them, so that every
+# replica dequantizes equal bytes. Infinity and NaN survive: the scale of their block is not finite,
+# so neither is any value of it, and the step is skipped as always.
+#
+# With error feedback a rank adds to what it quantizes a moving average of earlier quantization
+# errors, one byte an element. All ranks forget it with a skipped step and every `FORGOTTEN_AFTER`
+# steps.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paro.collectives.interface import Endpoint
+from paro.collectives.wire import shard_in
+from paro.distributed.comm_stream import Event
+from paro.distributed.groups import Groups
+from paro.distributed.links import Links
+from paro.quantization.blocks import dequantize, hadamard, quantize, split_range
+from paro.quantization.formats import PAD, RangeFormat, error_bytes, padded
+from paro.topology import AxisSpan, StreamKind, nested_range
+
+FORGOTTEN_AFTER = 1024  # steps, as in DeepSpeed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSum:
+    """The sum of gradients of this rank's group, which the rank adds to the total."""
+
+    values: Tensor
+    start: int  # in the unit
+    ranges: RangeFormat
+    span: AxisSpan  # along which each rank owns a chunk of the total
+    replicas: AxisSpan  # along which the chunks of a range are gathered
+    errors: Tensor | None = None  # quantization errors, a row for each owner: read and updated
+
+
+class QuantizedReduction(Endpoint):
+    """Quantized reduce-scatter between groups, and quantized all-gather to replicas of a range."""
+
+    def __init__(self, groups: Groups, links: Links, *, exact_dtype: torch.dtype) -> None:
+        super().__init__(groups, links)
+        self._exact_dtype = exact_dtype  # of elements that are not quantized
+
+    def reduce(self, gradients: GroupSum, result: Tensor, *, after: Event) -> Event:
+        """Queue the sum of `gradients` over the ranks into `result`.
+
+        `result` is this rank's optimizer range, a part of them or, with replicas, more.
+        """
+
+        def job() -> None:
+            total, exact, start = self._reduce_scatter(gradients)
+            if gradients.replicas:
+                self._all_gather(total, exact, start, gradients, result)
+            else:
+                _write(result, hadamard(total) / PAD, exact)
+
+        return self._submit(StreamKind.EXCHANGE, gradients.span, job, after=after)
+
+    def _reduce_scatter(self, gradients: GroupSum) -> tuple[Tensor, Tensor, int]:
+        """Sum this rank's chunk: return its transformed and its exact elements, and its start."""
+        rank, whole, start = self._rank, gradients.values, gradients.start
+        ranges, errors, span = gradients.ranges, gradients.errors, gradients.span
+        members = self._groups.topology.members(span, rank)
+        sent = torch.zeros(len(members), ranges.range_bytes, dtype=torch.uint8, device=whole.device)
+        for index, member in enumerate(members):
+            begin, end = nested_range(span, member, whole.numel())
+            quantized, exact = split_range(sent[index], ranges, start + begin, self._exact_dtype)
+            values, rest = whole[begin:end].tensor_split([ranges.num_quantized(start + begin)])
+            error = None if errors is None else errors[index][: error_bytes(values.numel())]
+            quantize(values, ranges.form, quantized, transforms=True, error=error)
+            exact.copy_(rest)
+        received = torch.empty_like(sent)
+        self._wire.all_to_all(StreamKind.EXCHANGE, span, sent, received)
+        start += nested_range(span, rank, whole.numel())[0]
+        num_quantized = ranges.num_quantized(start)
+        total = torch.zeros(padded(num_quantized), device=whole.device)
+        exact_total = torch.zeros(ranges.numel - num_quantized, device=whole.device)
+        for row in received:
+            quantized, exact = split_range(row, ranges, start, self._exact_dtype)
+            dequantize(quantized, ranges.form, total, adds=True)
+            exact_total += exact
+        return total, exact_total, start
+
+    def _all_gather(
+        self, total: Tensor, exact: Tensor, start: int, gradients: GroupSum, result: Tensor
+    ) -> None:
+        """Quantize a sum that is still transformed; all replicas dequantize equal bytes."""
+        rank, span, ranges = self._rank, gradients.replicas, gradients.ranges
+        chunks = result.view(-1, ranges.numel)
+        gathered = torch.zeros(
+            len(chunks), ranges.range_bytes, dtype=torch.uint8, device=result.device
+        )
+        whole = gathered.view(-1)
+        quantized, exact_sent = split_range(
+            shard_in(whole, span, rank), ranges, start, self._exact_dtype
+        )
+        quantize(total, ranges.form, quantized)
+        exact_sent.copy_(exact)
+        for depth in reversed(range(len(span))):
+            part, axis = shard_in(whole, span[:depth], rank), (span[depth],)
+            self._wire.all_gather(StreamKind.EXCHANGE, axis, part, shard_in(part, axis, rank))
+        begin = start - nested_range(span, rank, result.numel())[0]
+        for row, values in zip(gathered, chunks, strict=True):
+            quantized, exact = split_range(row, ranges, begin, self._exact_dtype)
+            total = torch.zeros(padded(ranges.num_quantized(begin)), device=result.device)
+            dequantize(quantized, ranges.form, total)
+            _write(values, hadamard(total) / PAD, exact)
+            begin += ranges.numel
+
+
+def _write(result: Tensor, sums: Tensor, exact: Tensor) -> None:
+    num_quantized = result.numel() - exact.numel()
+    result[:num_quantized] = sums[:num_quantized]
+    result[num_quantized:] = exact
