@@ -25,7 +25,7 @@ from functools import cached_property
 from model.config import LlamaConfig, loss_chunk
 from model.units import unit_specs
 from paro.planning.context_parallel import kv_exchange_bytes
-from paro.planning.passes import StepCounts
+from paro.planning.step_counts import StepCounts
 from paro.spec.run_spec import MicroBatch
 from paro.spec.units import unit_parts
 

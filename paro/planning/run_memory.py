@@ -19,8 +19,8 @@ from paro.planning.device_memory import (
     communication_of,
     device_memory,
 )
-from paro.planning.passes import StepCounts
 from paro.planning.sending import Sender, traffic_of
+from paro.planning.step_counts import StepCounts
 from paro.planning.tally import MemorySnapshot, StepTally
 from paro.precision import BYTES_OF
 from paro.spec.run_spec import RunSpec

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from paro.planning.activations import UnitActivations
-from paro.planning.passes import StepCounts
+from paro.planning.step_counts import StepCounts
 from paro.precision import BYTES_OF
 from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_spec import RunSpec
