@@ -263,8 +263,8 @@ class Activations:
 
         The fp32 logits become probabilities and their gradient in place. Below fp32 the product
         before them, and the gradient after them, are tensors of their own on a CPU; on a GPU Triton
-        replaces the product by the gradient. Masked inputs, and these times the tokens' weights,
-        are others.
+        replaces the product by the gradient. Masked inputs, and
+        masked inputs times the tokens' weights, are added.
         """
         size, vocab_size = self.batch.compute_bytes, self.config.vocab_size
         chunk = min(self.batch.num_tokens, self.batch.loss_chunk(self.config))

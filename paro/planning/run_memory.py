@@ -29,7 +29,7 @@ from paro.spec.units import shape_of_run, units_of_run
 
 
 class RunMemory:
-    """The memory, and the traffic, of plans that differ only in what a search chooses.
+    """The memory and traffic of runs that differ only in the choices of a search.
 
     Parts that they share are computed once.
     """

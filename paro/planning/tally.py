@@ -72,7 +72,7 @@ class MemorySnapshot(NamedTuple):
         }
 
     def with_copies(self, run: RunSpec, specs: Sequence[ShardingSpec]) -> MemorySnapshot:
-        """Add the bytes of copied shards, and in the update those of Muon's whole matrices."""
+        """Add the bytes of copied shards, and in the update of Muon's whole matrices."""
         strategy, precision = run.strategy, run.precision
         nothing_left = strategy.grads == strategy.optim == run.world_size
         wire, accumulate = precision.wire, precision.accumulate
@@ -121,7 +121,7 @@ class StepTally:
         return {**held, "activations": now.activations, "total": total}
 
     def largest(self) -> list[MemorySnapshot]:
-        """Carry out a step; return its largest snapshots, one of those with equal copies each."""
+        """Carry out a step; return the largest of its snapshots with equal copies."""
         # Where weights rotate, micro-batches allocate the same.
         most = 1 if self.run.materialize.rotates else LISTED_MICRO_BATCHES
         actions = self.step.schedule(min(self.run.num_micro_batches, most)).actions()
