@@ -16,10 +16,9 @@ from paro.config.plan import RankDevice, TrainingTask, plan_request_of
 from paro.config.run import RunConfig
 from paro.errors import UserError, count_text
 from paro.layout import Shape
-from paro.planning.device_memory import DeviceMemory
 from paro.planning.estimator import Estimator
 from paro.planning.remedies import fewest_ranks, larger_contexts
-from paro.planning.run_memory import RunMemory
+from paro.planning.run_memory import DeviceMemory, RunMemory
 from paro.planning.search_space import (
     PlanRequest,
     first_blocks,

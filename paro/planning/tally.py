@@ -6,7 +6,7 @@
 # registered memory throughout), whole gradients until their reduction is waited for, slices where
 # weights rotate, weights in fp8 while their values stay, activations that units keep for backward,
 # and what a computation, a reduction's conversion or the update needs besides. Not counted: library
-# workspaces, the allocator's rounding, buffers of collectives (device_memory.py counts those on
+# workspaces, the allocator's rounding, buffers of collectives (run_memory.py counts those on
 # GPUs), RoPE's rotations, labels and loss weights (16 bytes per token).
 
 from __future__ import annotations

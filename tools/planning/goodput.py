@@ -88,7 +88,7 @@ def from_memory(
 
 
 def _best(failures: Failures, between: float) -> Goodput:
-    """Compute the goodput of checkpoints at the best interval for losses `between` seconds apart."""
+    """Compute the goodput of checkpoints at the best interval, for losses so many seconds apart."""
     if math.isinf(between):
         return Goodput(1.0, math.inf)
     save = failures.checkpoint_seconds
