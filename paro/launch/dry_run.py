@@ -22,13 +22,12 @@ from paro.errors import UserError, count_text
 from paro.launch.placement import placement_lines
 from paro.launch.prediction import checkpoint_bytes, remedy_of
 from paro.planning.description import bits_text, describe, describe_launch, describe_time
-from paro.planning.device_memory import DeviceMemory
 from paro.planning.estimator import Estimate, Estimator
 from paro.planning.listing import step_lines
 from paro.planning.planner import TIE, SearchResult
 from paro.planning.planner import plan as search
 from paro.planning.remedies import why_nothing_fits
-from paro.planning.run_memory import RunMemory
+from paro.planning.run_memory import DeviceMemory, RunMemory
 from paro.planning.search_space import MEMORY_MARGIN, PlanRequest
 from paro.report.log import print_line
 from paro.report.log_line import arguments_block

@@ -15,11 +15,14 @@ from model.units import parameter_shapes
 from paro.config.run import RunConfig
 from paro.errors import UserError, count_text
 from paro.layout import Shape
-from paro.planning.device_memory import DeviceMemory
 from paro.planning.estimator import Estimator
 from paro.planning.remedies import fewest_ranks, larger_contexts
-from paro.planning.run_memory import RunMemory
-from paro.planning.search_space import first_blocks, least_recomputation, recompute_flags
+from paro.planning.run_memory import DeviceMemory, RunMemory
+from paro.planning.search_space import (
+    first_blocks,
+    least_recomputation,
+    recompute_flags,
+)
 from paro.precision import BYTES_OF
 from paro.report.memory import available_host_bytes
 from paro.report.record import PlannedStep

@@ -44,7 +44,7 @@ from paro.measuring.attention import attention_rates
 from paro.measuring.memory import BOOT_ID, bytes_in_use, memory_of_rank
 from paro.planning.comm_costs import CODING_BYTES
 from paro.planning.computing import Computing
-from paro.planning.passes import StepCounts
+from paro.planning.step_counts import StepCounts
 from paro.precision import BYTES_OF
 from paro.quantization.blocks import dequantize, quantize
 from paro.quantization.formats import GRADIENT_BLOCK, BlockFormat

@@ -25,7 +25,7 @@ from functools import cached_property
 from model.config import LlamaConfig, loss_chunk
 from model.units import unit_specs
 from paro.planning.context_parallel import kv_exchange_bytes
-from paro.planning.passes import StepCounts
+from paro.planning.step_counts import StepCounts
 from paro.spec.run_spec import MicroBatch
 from paro.spec.units import unit_parts
 
@@ -263,8 +263,8 @@ class Activations:
 
         The fp32 logits become probabilities and their gradient in place. Below fp32 the product
         before them, and the gradient after them, are tensors of their own on a CPU; on a GPU Triton
-        replaces the product by the gradient. Masked inputs, and these times the tokens' weights,
-        are others.
+        replaces the product by the gradient. Masked inputs, and
+        masked inputs times the tokens' weights, are added.
         """
         size, vocab_size = self.batch.compute_bytes, self.config.vocab_size
         chunk = min(self.batch.num_tokens, self.batch.loss_chunk(self.config))

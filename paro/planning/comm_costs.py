@@ -12,8 +12,8 @@ from typing import NamedTuple
 from paro.machine.collective_time import CollectiveTimes, TimedJob
 from paro.machine.machine import Device
 from paro.planning.computing import coding_seconds, device_of
-from paro.planning.passes import QUEUES, StepCounts
 from paro.planning.simulation import Queued
+from paro.planning.step_counts import QUEUES, StepCounts
 from paro.precision import BYTES_OF
 from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import ShardingSpec

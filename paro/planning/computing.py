@@ -25,7 +25,7 @@ from model.config import LlamaConfig
 from model.units import PartSpec, unit_specs
 from paro.errors import UserError
 from paro.machine.machine import Device, Machine
-from paro.planning.passes import StepCounts
+from paro.planning.step_counts import StepCounts
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.spec.run_spec import MicroBatch
 from paro.spec.states import adamw_states, bytes_of

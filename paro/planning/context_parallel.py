@@ -143,10 +143,10 @@ class ContextAttention:
 
     @cached_property
     def _first_backward(self) -> AttentionPass | None:
-        """The backward of attention in the first block that trains; None if what trains follows.
+        """The backward of attention in the first block that trains; None if only later parts train.
 
-        What precedes it needs no gradients. The projections of a norm's output are one operation:
-        if a part of it trains, autograd asks for the gradients of all its results.
+        Earlier parts need no gradients. The projections of a norm's output are one operation: if
+        one of them trains, autograd needs the gradients of all.
         """
         unit = unit_specs(self.config)[self._first_trained]
         trains = {name for name in unit.shapes if f"{unit.name}.{name}" in self.trained}
@@ -238,7 +238,7 @@ class ContextAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Messages:
-    """The bytes of what ranks send each other for a block's attention, in one pass over it."""
+    """The bytes of a rank's messages for a block's attention, in one pass over it."""
 
     qkv: int  # to each rank of an all-to-all: queries, keys and values
     output: int  # and attention's output
@@ -270,8 +270,8 @@ def messages_of(config: LlamaConfig, batch: MicroBatch) -> Messages:
 def kv_exchange_bytes(config: LlamaConfig, batch: MicroBatch) -> int:
     """Compute the peak bytes of attention's backward where keys and values are exchanged.
 
-    The gradient of its output; those of queries, summed in fp32 and of one part; those of a part's
-    keys and values; and keys and values that are sent, with their gradients' sums in fp32.
+    These are the gradient of the output, gradients of queries, summed in fp32 and of one part,
+    gradients of a part's keys and values, and sent keys and values with fp32 sums of gradients.
     """
     layout, size, messages = batch.context, batch.compute_bytes, messages_of(config, batch)
     queries = batch.num_tokens * config.num_attention_heads * config.kv_channels

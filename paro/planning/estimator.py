@@ -14,11 +14,10 @@ from paro.planning.comm_costs import CommCosts
 from paro.planning.computing import Computing, coding_seconds, device_of
 from paro.planning.context_costs import ContextCosts
 from paro.planning.context_parallel import ContextAttention
-from paro.planning.device_memory import DeviceMemory
-from paro.planning.passes import StepCounts
-from paro.planning.run_memory import RunMemory
+from paro.planning.run_memory import DeviceMemory, RunMemory
 from paro.planning.search_space import FEWEST_BITS, Candidate, PlanRequest
 from paro.planning.step_costs import StepCosts, Timeline, simulate
+from paro.planning.step_counts import StepCounts
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.spec.run_spec import RunSettings, RunSpec

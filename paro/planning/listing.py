@@ -143,7 +143,7 @@ def _range(segments: Sequence[_Segment]) -> str:
 def _merged(
     found: Sequence[_Listed], *, within: bool = False
 ) -> Iterator[tuple[Sequence[_Listed], Sequence[_Listed]]]:
-    """Yield what to print, each time with its repetitions; `within` one unit alone."""
+    """Yield lines or segments to print, each with its repetitions; `within` one unit alone."""
     while found:
         period, stop = _repetition(found, within=within)
         yield found[:period], found[period:stop]
@@ -175,7 +175,7 @@ class _StepLister:
         self._in_flight: set[tuple[Verb, int]] = set()
 
     def follow(self, segments: Pass) -> list[_Segment]:
-        """Carry out the segments of a pass; return those that have an effect."""
+        """Carry out the segments of a pass; return all that have an effect."""
         listed = []
         for segment in filter(None, segments):
             computing = [action for action in segment if action[0] >= Verb.FORWARD]

@@ -60,10 +60,10 @@ class SearchResult:
 
 
 def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
-    """Sort estimates: those that fit before the others, each time the best of what is left.
+    """Sort estimates, best first; estimates that fit come before the others.
 
-    Of a tie the first by bytes between groups, then memory; but of those that take up to
-    `MEMORY_TIE` longer, send no more and need a tenth less memory, the one that needs least.
+    Of a tie the first by bytes between groups, then memory, is best; but an estimate that takes up
+    to `MEMORY_TIE` longer, sends no more and needs a tenth less memory is better.
     """
     found: list[Estimate] = []
     left = sorted(estimates, key=lambda e: (not e.fits, e.seconds))
@@ -90,7 +90,7 @@ class _Bounded:
 
 
 class _Search:
-    """The candidates of a request, smallest first, and the estimates of those simulated so far."""
+    """A search among the candidates of a request, which simulates as few of them as it can."""
 
     def __init__(self, request: PlanRequest, space: SearchSpace, enough: float = _ANY) -> None:
         self._estimator, self._model = Estimator(request), request.model
@@ -254,7 +254,7 @@ class _Search:
 
 
 def _by_bits(rows: Sequence[_Bounded]) -> tuple[list[_Bounded], list[_Bounded]]:
-    """Separate candidates with 16 bits from those with codes."""
+    """Separate candidates with 16 bits from candidates with codes."""
     coded = [row for row in rows if row.candidate.inter_bits == FEWEST_BITS]
     return [row for row in rows if row.candidate.inter_bits != FEWEST_BITS], coded
 

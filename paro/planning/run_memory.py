@@ -1,35 +1,51 @@
 """Predicts the memory of a rank and the bytes that it sends, for trainer and planner."""
 
+# In: the description of a run (RunSpec), and a machine. Out: the bytes that a rank sends in a step,
+# and the total that planner, dry run and trainer compare with the device's memory: the largest
+# memory snapshot of a step (tally.py), and what CUDA and NCCL need. Each comm stream keeps buffers
+# of its own: those in which HO-Ring's pipeline hands chunks on, those that flat collectives
+# permute, and those that native ones gather between groups for several units. Torch's allocator
+# holds a share more, for rounding, library workspaces and free blocks that are too small. Under
+# gloo only the allocations count, and what a machine file says a process takes without a model.
+
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import NamedTuple
 
-from paro.collectives.choice import AlgorithmChoice
+from paro.collectives.choice import AlgorithmChoice, has_both_links, ring_levels
+from paro.collectives.pipeline import SLOTS, chunk_ranges
+from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import Sent
 from paro.layout import Unit
 from paro.machine.caching import cached_by
 from paro.machine.choice import choice_of, chunk_count_by
 from paro.machine.collective_time import algorithms_of
-from paro.machine.machine import Machine
+from paro.machine.machine import Device, Machine
 from paro.planning.activations import Activations, PartActivations
 from paro.planning.context_parallel import ContextAttention
-from paro.planning.device_memory import (
-    Communication,
-    DeviceMemory,
-    communication_of,
-    device_memory,
-)
-from paro.planning.passes import StepCounts
 from paro.planning.sending import Sender, traffic_of
+from paro.planning.step_counts import StepCounts
 from paro.planning.tally import MemorySnapshot, StepTally
 from paro.precision import BYTES_OF
-from paro.spec.run_spec import RunSpec
-from paro.spec.sharding_spec import ModelStateBytes, state_bytes
+from paro.spec.run_spec import RunSpec, collectives_of, groups_of
+from paro.spec.sharding_spec import Collective, ModelStateBytes, ShardingSpec, state_bytes
 from paro.spec.units import shape_of_run, units_of_run
+from paro.step.actions import Verb
+from paro.topology import COLLECTIVE_STREAMS, AxisSpan, StreamKind
+
+# Where the machine file has no figure. The CUDA context with all of torch's modules loaded (pytorch
+# pull request 86509). A communicator on 4 A100, whatever its ranks (nccl issues 964 and 864). The
+# allocator's share with expandable segments is assumed; `make gpu` compares it (part d).
+CONTEXT_BYTES = 667 * 10**6
+COMMUNICATOR_BYTES = 688 << 20
+FRAGMENTATION = 0.05
 
 
 class RunMemory:
-    """The memory, and the traffic, of plans that differ only in what a search chooses.
+    """The memory and traffic of runs that differ only in the choices of a search.
 
     Parts that they share are computed once.
     """
@@ -124,3 +140,153 @@ class RunMemory:
             names = algorithms_of(self._machine, by_nccl=by_nccl)
         choice = AlgorithmChoice(names=names, num_chunks=self._num_chunks if by_nccl else None)
         return communication_of(run, run.specs(self.units(run)), choice)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """The bytes that a rank takes of its device."""
+
+    allocations: MemorySnapshot
+    buffers: int = 0
+    codes: int = 0
+    fragmentation: int = 0
+    communicators: int = 0
+    context: int = 0
+
+    @property
+    def name(self) -> str:
+        """The point of a step with the largest total."""
+        return self.allocations.name
+
+    @property
+    def allocated(self) -> int:
+        """The most bytes of the rank's tensors."""
+        return self.allocations.total + self.buffers + self.codes
+
+    @property
+    def reserved(self) -> int:
+        """The most bytes that torch's allocator holds."""
+        return self.allocated + self.fragmentation
+
+    @property
+    def total(self) -> int:
+        return self.reserved + self.communicators + self.context
+
+    def parts(self) -> dict[str, int]:
+        """Return the bytes of the total by name of part."""
+        return {
+            **self.allocations.parts(),
+            "buffers of collectives": self.buffers,
+            "codes of updates": self.codes,
+            "fragmentation": self.fragmentation,
+            "communicators": self.communicators,
+            "context": self.context,
+        }
+
+    @property
+    def largest_part(self) -> str:
+        return max(self.parts().items(), key=lambda part: part[1])[0]
+
+    def describe(self) -> str:
+        """Return one line with all parts that are not 0, in GB, or in MB below 1 GB."""
+        unit, scale = ("GB", 1e9) if self.total >= 1e9 else ("MB", 1e6)
+        sizes = ", ".join(
+            f"{name} {size / scale:.1f}" for name, size in self.parts().items() if size
+        )
+        return f"{self.total / scale:.1f} {unit} at {self.name}: {sizes}"
+
+
+class Communication(NamedTuple):
+    """The number of process groups of a run, and the bytes of a rank's communication buffers."""
+
+    num_groups: int = 0
+    buffer_bytes: int = 0  # of collectives
+    code_bytes: int = 0  # of updates and gradients that are quantized
+
+
+def device_memory(
+    allocations: MemorySnapshot,
+    communication: Communication,
+    device: Device | None,
+    device_type: str,
+) -> DeviceMemory:
+    """Predict a rank's memory by the figures of a machine file, or defaults; under gloo no NCCL."""
+    on_gpu = device_type == "cuda"
+    context, communicator, fragmentation = 0, 0, 0.0
+    if on_gpu:
+        context, communicator, fragmentation = CONTEXT_BYTES, COMMUNICATOR_BYTES, FRAGMENTATION
+    if device is not None:
+        context = device.reserved_bytes
+        if on_gpu and device.communicator_bytes is not None:
+            communicator = device.communicator_bytes
+        if on_gpu and device.fragmentation is not None:
+            fragmentation = device.fragmentation
+    allocated = allocations.total + communication.buffer_bytes + communication.code_bytes
+    return DeviceMemory(
+        allocations=allocations,
+        buffers=communication.buffer_bytes,
+        codes=communication.code_bytes,
+        fragmentation=round(fragmentation * allocated),
+        communicators=communication.num_groups * communicator,
+        context=context,
+    )
+
+
+def communication_of(
+    run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice
+) -> Communication:
+    """Count process groups and buffers of a run, with collectives by the `choice`."""
+    return Communication(
+        num_groups=groups_of(run, specs, choice).number,
+        buffer_bytes=_buffer_bytes(run, specs, choice),
+        code_bytes=_code_bytes(specs),
+    )
+
+
+def _buffer_bytes(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> int:
+    """Count bytes of a rank's buffers of collectives; none under gloo."""
+    largest: dict[tuple[str, StreamKind, AxisSpan], int] = {}
+    names, num_chunks = choice.names, choice.num_chunks
+    if num_chunks is None:
+        return 0
+    for one in collectives_of(run, specs):
+        if one.stream_kind not in COLLECTIVE_STREAMS:
+            continue
+        sizes = {}
+        if "ho-ring" in names and has_both_links(one.span):
+            count = num_chunks(one.op, one.span, one.num_bytes)
+            sizes["ho-ring"] = pipeline_bytes(one, count)
+        if "flat" in names and one.op is not Op.ALL_REDUCE:
+            sizes["flat"] = one.num_bytes
+        if "native" in names and one.op is Op.ALL_GATHER and one.units > 1 and len(one.span) > 1:
+            # Parts of all units.
+            sizes["native"] = one.num_bytes * one.span[0].inner // one.span[-1].inner
+        for name, size in sizes.items():
+            key = name, one.stream_kind, one.span
+            largest[key] = max(size, largest.get(key, 0))
+    return sum(largest.values())
+
+
+def _code_bytes(specs: Iterable[ShardingSpec]) -> int:
+    """Count quantized bytes: of all updates, of the largest gradients, and of error feedback."""
+    updates = gradients = errors = 0
+    for spec in specs:
+        updates += sum(
+            one.num_bytes
+            for one in spec.collectives.get(Verb.PARAM_ALL_GATHER, ())
+            if one.is_quantized
+        )
+        errors += prod(spec.grad_error_bytes)
+        if spec.grad_format is not None:
+            sent, *gathered = (one.num_bytes for one in spec.exchange)
+            in_fp32 = 4 * 4 * spec.grad_format.numel  # the sum of a chunk and its transform
+            gradients = max(gradients, 2 * sent + sum(gathered) + in_fp32)  # sent and received
+    return updates + gradients + errors
+
+
+def pipeline_bytes(one: Collective, num_chunks: int) -> int:
+    """Count bytes of HO-Ring's pipeline for a collective: its slots, and one whole chunk."""
+    ranges = chunk_ranges(one.numel // one.num_shards, num_chunks)
+    chunk = max(stop - start for start, stop in ranges) * one.itemsize
+    between = prod(axis.size for level in ring_levels("ho-ring", one.span)[1:] for axis in level)
+    return chunk * (SLOTS * between + one.num_shards)

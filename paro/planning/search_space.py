@@ -186,7 +186,7 @@ class Candidate:
 
 
 def first_blocks(count: int, model: LlamaConfig) -> RecomputeConfig:
-    """Make the recomputation of the first blocks; they keep what the model's recomputed ones do."""
+    """Make the recomputation of the first blocks, with the model's choice of kept outputs."""
     every = RecomputeConfig(granularity="full", keeps_core=model.keeps_core)
     return every if count == model.num_layers else replace(every, method="block", num_layers=count)
 
@@ -239,7 +239,7 @@ class SearchSpace:
     recomputes: tuple[RecomputeConfig | None, ...] | None = None
 
     def describe(self) -> str:
-        """Write what candidates differ in; all else is as given."""
+        """Name the choices in which candidates differ; all else is as given."""
         choices = {
             "strategies": self.strategies,
             "micro-batch sizes": self.micro_batch_sizes,

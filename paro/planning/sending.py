@@ -91,7 +91,7 @@ class Sender:
 
 
 def traffic_of(moves: Mapping[Move, int], specs: Sequence[ShardingSpec], sender: Sender) -> Sent:
-    """Count the bytes that a rank sends for the actions of a step, each of which comes so often.
+    """Count the bytes that a rank sends for the actions of a step, given the count of each.
 
     The all-gather of updated parameters is lazy: a step gathers what the previous one updated. So
     the first step of a run sends less.

@@ -54,7 +54,7 @@ class Queue(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A program's request to wait for what was queued last under a key, if anything was."""
+    """A program's request to wait for the work queued last under a key, if any."""
 
     key: Hashable
 
@@ -165,7 +165,7 @@ class Simulation:
         actor.queued[request.key] = works
 
     def _submit(self, actor: Actor, work: _Work) -> _Work:
-        """Queue a job in an actor's stream; a joint one is the same for all actors."""
+        """Queue a job in an actor's stream; all actors share a joint one."""
         job, speed = work.job, actor.speed
         work.left = job.seconds / (speed.inter if job.inter else speed.intra if job.intra else 1.0)
         actor.num_jobs += 1

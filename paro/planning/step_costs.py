@@ -25,7 +25,6 @@ from paro.machine.rules import Slowed
 from paro.planning.comm_costs import THREAD, CommCosts
 from paro.planning.computing import Computing, coding_seconds
 from paro.planning.context_costs import ContextCosts
-from paro.planning.passes import QUEUES, Counts, StepCounts
 from paro.planning.sending import exchanged
 from paro.planning.simulation import (
     Activity,
@@ -36,6 +35,7 @@ from paro.planning.simulation import (
     Simulation,
     Wait,
 )
+from paro.planning.step_counts import QUEUES, Counts, StepCounts
 from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_spec import RunSpec
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
@@ -217,31 +217,33 @@ class StepCosts:
         computing = flops / self.device.sustained_flops
         sent = exchanged(specs)
         machine = self.machine
-        sharing = machine.group_size if machine.nic is Nic.SHARED else 1
-        links = ((machine.intra, sent.intra, 1), (machine.inter, sent.inter, sharing))
-        moving = sum(
+        ranks_of_nic = machine.group_size if machine.nic is Nic.SHARED else 1
+        links = ((machine.intra, sent.intra, 1), (machine.inter, sent.inter, ranks_of_nic))
+        sending = sum(
             num_bytes * 8 / link.bits_per_second * ranks for link, num_bytes, ranks in links if link
         )
-        return max(computing, moving) if run.overlaps else computing + moving
+        return max(computing, sending) if run.overlaps else computing + sending
 
     # Lower bound #
 
     def least_seconds(self) -> float:
         """Compute a lower bound of the step's time: no order of its actions is faster."""
         update = self._update_seconds(self.counts.num_trained) + self.muon_seconds
-        begin, end = map(self._exposed, self.counts.ends)
-        first, then, back, last = self.counts.passes
+        begin, end = map(self._exposed_at_least, self.counts.ends)
+        first, forward, backward, last = self.counts.passes
         count = self.num_micro_batches
-        passes = self._least(first, forwards=1, more=begin + update)
-        passes += self._least(last, backwards=1, more=end)
-        passes += (count - 1) * (self._least(then, forwards=1) + self._least(back, backwards=1))
+        passes = self._bound(first, forwards=1, more=begin + update)
+        passes += self._bound(last, backwards=1, more=end)
+        passes += (count - 1) * (
+            self._bound(forward, forwards=1) + self._bound(backward, backwards=1)
+        )
         step = self.counts.of_step(count)
-        whole = self._least(step, forwards=count, backwards=count, more=update)
+        whole = self._bound(step, forwards=count, backwards=count, more=update)
         least = max(whole, passes) + self.device.step_seconds
         factors = (f for g in self.machine.uneven for f in (g.compute, g.intra, g.inter))
         return least / max([1.0, *factors]) + scalar_seconds(self.machine)
 
-    def _least(
+    def _bound(
         self, counts: Counts, *, forwards: int = 0, backwards: int = 0, more: float = 0.0
     ) -> float:
         """Bound passes that queue these actions; the thread computes some seconds `more`."""
@@ -257,17 +259,17 @@ class StepCosts:
 
     def busy(self, counts: Counts) -> defaultdict[Hashable, float]:
         """Compute for how long actions keep each link and comm stream busy, and the thread."""
-        found: defaultdict[Hashable, float] = defaultdict(float)
+        busy: defaultdict[Hashable, float] = defaultdict(float)
         for move, count in counts.items():
             verb, number, *_ = move
             for load, seconds in self.comm_costs.of_buffers[number].busy.get(verb, {}).items():
                 if load != THREAD or verb in self.comm_costs.at_once:
-                    found[load] += count * seconds
+                    busy[load] += count * seconds
             if verb in PASS_OF:  # copies what it has received
-                found[THREAD] += count * self.computed(move)[1]
-        return found
+                busy[THREAD] += count * self.computed(move)[1]
+        return busy
 
-    def _exposed(self, counts: Counts) -> float:
+    def _exposed_at_least(self, counts: Counts) -> float:
         """Bound how long the thread waits for collectives with nothing left to overlap with.
 
         Collectives of one buffer run one after the other.

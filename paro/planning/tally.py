@@ -6,7 +6,7 @@
 # registered memory throughout), whole gradients until their reduction is waited for, slices where
 # weights rotate, weights in fp8 while their values stay, activations that units keep for backward,
 # and what a computation, a reduction's conversion or the update needs besides. Not counted: library
-# workspaces, the allocator's rounding, buffers of collectives (device_memory.py counts those on
+# workspaces, the allocator's rounding, buffers of collectives (run_memory.py counts those on
 # GPUs), RoPE's rotations, labels and loss weights (16 bytes per token).
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from paro.planning.activations import UnitActivations
-from paro.planning.passes import StepCounts
+from paro.planning.step_counts import StepCounts
 from paro.precision import BYTES_OF
 from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_spec import RunSpec
@@ -72,7 +72,7 @@ class MemorySnapshot(NamedTuple):
         }
 
     def with_copies(self, run: RunSpec, specs: Sequence[ShardingSpec]) -> MemorySnapshot:
-        """Add the bytes of copied shards, and in the update those of Muon's whole matrices."""
+        """Add the bytes of copied shards, and in the update of Muon's whole matrices."""
         strategy, precision = run.strategy, run.precision
         nothing_left = strategy.grads == strategy.optim == run.world_size
         wire, accumulate = precision.wire, precision.accumulate
@@ -121,7 +121,7 @@ class StepTally:
         return {**held, "activations": now.activations, "total": total}
 
     def largest(self) -> list[MemorySnapshot]:
-        """Carry out a step; return its largest snapshots, one of those with equal copies each."""
+        """Carry out a step; return the largest of its snapshots with equal copies."""
         # Where weights rotate, micro-batches allocate the same.
         most = 1 if self.run.materialize.rotates else LISTED_MICRO_BATCHES
         actions = self.step.schedule(min(self.run.num_micro_batches, most)).actions()

@@ -42,8 +42,7 @@ def failures_of(args: Namespace, request: PlanRequest) -> Failures:
 
 
 def expected(request: PlanRequest, found: SearchResult, failures: Failures) -> list[Row]:
-    """Return the best setting of a plan, and the best of those that survive more nodes;
-    best first."""
+    """Return the best setting of a plan, and the best that survive more nodes; best first."""
     if found.best is None:
         return []
     settings = [found.best]
@@ -89,7 +88,7 @@ def _rows(request: PlanRequest, setting: Estimate, failures: Failures) -> list[R
 
 
 def _transfer_seconds(request: PlanRequest, setting: Estimate) -> float:
-    """To send a new node its ranks' states, each over its share of the links between nodes."""
+    """Compute the time to send a new node its states, by its ranks' shares of the links."""
     machine = request.machine
     if machine.inter is None:
         return 0.0

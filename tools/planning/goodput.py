@@ -30,7 +30,7 @@ _MOST = 500.0  # an exponent beyond which nothing progresses
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
-    """Failing nodes, and what a restart and checkpoints on disk cost."""
+    """Failing nodes, and the costs of a restart and of checkpoints on disk."""
 
     num_nodes: int
     mtbf_hours: float  # of one node
@@ -47,7 +47,7 @@ class Failures:
 
     @property
     def seconds_between(self) -> float:
-        """From one failure of any node to the next, on average."""
+        """The mean time from one failure of any node to the next."""
         return self.mtbf_hours * 3600.0 / self.num_nodes
 
     def describe(self) -> str:
@@ -67,16 +67,16 @@ class Goodput:
 
 
 def from_disk(failures: Failures) -> Goodput:
-    """With checkpoints at their best interval."""
+    """Compute the goodput with checkpoints at their best interval."""
     return _best(failures, failures.seconds_between)
 
 
 def from_memory(
     failures: Failures, *, survives: int, step_seconds: float, transfer_seconds: float
 ) -> Goodput:
-    """With local copies at their best interval, and checkpoints for what they do not survive.
+    """Compute the goodput with local copies at their best interval, checkpoints for other losses.
 
-    `transfer_seconds` is what the states of a lost node take from the nodes that hold them.
+    `transfer_seconds` is the time to send a lost node's states from the nodes that hold them.
     """
     between, cost = failures.seconds_between, COPY_SHARE * step_seconds
     restart = failures.restart_seconds + transfer_seconds
@@ -88,7 +88,7 @@ def from_memory(
 
 
 def _best(failures: Failures, between: float) -> Goodput:
-    """With checkpoints on disk at the best interval, for losses every `between` seconds."""
+    """Compute the goodput of checkpoints at the best interval, for losses so many seconds apart."""
     if math.isinf(between):
         return Goodput(1.0, math.inf)
     save = failures.checkpoint_seconds

@@ -80,7 +80,7 @@ def _along(line: Sequence[Point], radius: float) -> Iterator[Bbox]:
 
 
 def _hide_covered(texts: Sequence[Any]) -> None:
-    """Hide the texts that those before them cover."""
+    """Hide the texts that earlier ones cover."""
     taken: list[Bbox] = []
     for text in texts:
         box = text.get_window_extent()

@@ -33,9 +33,9 @@ _YOURS = "--mock-data --lr 3e-4 --train-iters 1000"  # a plan depends on neither
 def launch_flags(
     args: Namespace, request: PlanRequest, best: Estimate, words: Sequence[str]
 ) -> list[list[str]]:
-    """Return the flags of pretrain_llama.py, each with its values, for a candidate of a plan.
+    """Return the flags of pretrain_llama.py for a candidate of a plan, each with its values.
 
-    `words` are those of the plan.
+    `words` are the command line of the plan.
     """
     known = build_parser()._option_string_actions
     groups = [
@@ -118,8 +118,7 @@ def _dry_run(args: Namespace, request: PlanRequest) -> list[str]:
 
 
 def why_not(request: PlanRequest, found: SearchResult, text: str) -> tuple[str, str]:
-    """Return two lines: what the best setting with a strategy costs, and where its time or memory
-    goes."""
+    """Write in two lines the cost of the best setting with a strategy, and where it comes from."""
     strategy, best = request.strategy(text), found.best
     name = f"why not {text}: "
     reason = request.infeasible_reason(strategy, request.materialize)

@@ -34,8 +34,8 @@ _HEADS = (
 def longest_table(args: Namespace) -> str:
     """Return a row for every strategy and number of ranks with the type that allows most tokens.
 
-    Types are those of --cp-comm-type. A step has one micro-batch of one sample. `UserError` where
-    the given number of ranks cannot share samples, or no sequence fits.
+    Types are given by --cp-comm-type. A step has one micro-batch of one sample. `UserError` where
+    the given context-parallel size is impossible, or no sequence fits.
     """
     fields = {**ContextParallelConfig().flags, "global_batch_size": None, "micro_batch_size": 1}
     request = plan_request_of_args(Namespace(**vars(args) | fields))
@@ -72,7 +72,7 @@ def _options(args: Namespace, request: PlanRequest, size: int) -> list[ContextPa
 
 
 def _why_none(request: PlanRequest, options: Sequence[ContextParallelConfig]) -> str:
-    """Say what the shortest sequence needs in the layout that needs least, and what is enough."""
+    """Say how much memory the shortest sequence needs, and which changes are enough."""
     shortest = [_at(request, cp, _unit(cp.context_parallel_size)) for cp in options]
     plans = [(own, plan(own, own.as_given())) for own in shortest]
     own, found = min(plans, key=lambda pair: pair[1].least.memory_bytes)

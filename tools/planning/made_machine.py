@@ -21,7 +21,7 @@ GPUS = {"a100": "a100-roce400", "a800": "a800-ib800", "h100": "dgx-h100"}
 def machine_of_gpus(
     gpu: str, *, world_size: int, gpus_per_node: int, intra: str | None, inter: str | None, nic: Nic
 ) -> Machine:
-    """Nodes of one of `GPUS`; rates as `bits_per_second` takes them, of one direction.
+    """Make a machine of nodes of one of `GPUS`; rates are of one direction.
 
     `intra` is of a GPU inside its node (default: as in the shipped machine), `inter` of a NIC. A
     `UserError` names the flag that is wrong or missing.
@@ -67,7 +67,7 @@ def _of_rate(link: LinkSpeed, bits: int) -> LinkSpeed:
 
 
 def described(machine: Machine) -> str:
-    """Return one line: what such a machine consists of, and what of it nobody measured."""
+    """Write in a line the parts of a made machine, and the figure that nobody measured."""
     device = machine.device
     assert device is not None, "it was made of a device"
     whose = "a node's NIC" if machine.nic is Nic.SHARED else "a NIC for each"

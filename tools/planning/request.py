@@ -218,7 +218,7 @@ def plan_request_of_args(args: Namespace) -> PlanRequest:
 def task_of(
     args: Namespace, model: LlamaConfig, sharding: ShardingConfig
 ) -> tuple[TrainingTask, ShardingConfig]:
-    """What the ranks train, and whether bits between groups are to be chosen for it."""
+    """Make the training task of the flags, and the sharding with its bits between groups."""
     world, machine = sharding.world, sharding.machine
     assert machine is not None, "of a plan"
     given = take_precision(args)
@@ -255,7 +255,7 @@ def seq_length_of(args: Namespace) -> int:
 
 
 def with_context(args: Namespace) -> tuple[Namespace, tuple[str, ...]]:
-    """Return the flags with what auto stands for, and lines that say why."""
+    """Replace auto in the flags of context parallelism; return lines that say why, too."""
     if (flag := auto_flag(args)) is None or args.paro_materialize == "rotate":
         return args, ()
     alone = ContextParallelConfig()

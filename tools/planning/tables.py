@@ -41,7 +41,7 @@ def letter_rows(request: PlanRequest) -> tuple[Estimate, ...]:
 
 
 def rotated_rows(request: PlanRequest) -> tuple[Estimate, ...]:
-    """Letter strategies under which weights may rotate, out of place and in place; best first."""
+    """Predict letter strategies under which weights may rotate, out of place and in place."""
     return _rows(request, (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE))
 
 
@@ -86,8 +86,8 @@ def _alike(rows: Sequence[Estimate]) -> list[tuple[str, Estimate]]:
 def rows_table(request: PlanRequest, rows: Sequence[Estimate]) -> str:
     """Return one row per strategy: memory, step time, traffic and exposed communication of a rank.
 
-    `NODES` explains a column. What codes between groups take to encode and decode has a column if
-    there are any, and so has Newton-Schulz.
+    `NODES` explains a column. Encoding and decoding of codes between groups, and Newton-Schulz,
+    have columns if there are any.
     """
     seconds = {head: of for head, of in SECONDS.items() if any(map(of, rows))}
     return text_table(
@@ -112,7 +112,7 @@ def rows_table(request: PlanRequest, rows: Sequence[Estimate]) -> str:
 
 
 def on_bytes(request: PlanRequest) -> list[str]:
-    """Say what the columns of bytes leave out, if anything."""
+    """Say which bytes the columns leave out, if any."""
     name = request.collective
     more = f"intra GB, inter GB: axis by axis; {name} sends more of them between groups"
     return [more] if name in ("flat", "ring") else []
@@ -126,7 +126,7 @@ def misfits(request: PlanRequest, rows: Sequence[Estimate]) -> list[str]:
 
 
 def nothing_fits(request: PlanRequest, rows: Sequence[Estimate]) -> list[str]:
-    """Say, where no row fits, the least need, what it is for, and what would make each row fit."""
+    """Say, where no row fits, which one needs least and which changes make rows fit."""
     alike = _alike(rows)
     name, least = min(alike, key=lambda row: row[1].memory_bytes)
     return [

@@ -17,8 +17,7 @@ from paro.distributed.groups import bounded_ctas
 from paro.distributed.links import Links
 from paro.distributed.world import World
 from paro.launch.prediction import predict_memory
-from paro.planning.device_memory import COMMUNICATOR_BYTES
-from paro.planning.run_memory import RunMemory
+from paro.planning.run_memory import COMMUNICATOR_BYTES, RunMemory
 from paro.spec import groups
 from paro.spec.units import registered_room, units_of_run
 from paro.topology import Spans, StreamKind

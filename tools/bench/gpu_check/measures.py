@@ -99,7 +99,7 @@ def memory_failure(figures: Mapping[str, int]) -> str | None:
     """Say how a GPU's memory contradicts its prediction; None if it agrees, and on a CPU.
 
     Too little is predicted if torch's allocator holds more than the prediction with its share for
-    fragmentation (planning/device_memory.py), which covers library workspaces too. Too much is, if
+    fragmentation (planning/run_memory.py), which covers library workspaces too. Too much is, if
     tensors take less than the prediction by more than the tests of the prediction allow on a GPU.
     """
     if "max reserved" not in figures:

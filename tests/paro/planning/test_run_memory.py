@@ -14,17 +14,17 @@ from paro.collectives.native import NativeCollectives
 from paro.collectives.wire import Wire
 from paro.distributed.groups import Groups
 from paro.machine.collective_time import algorithms_of
-from paro.planning.device_memory import (
+from paro.planning.estimator import Estimator
+from paro.planning.run_memory import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     FRAGMENTATION,
     Communication,
     DeviceMemory,
+    RunMemory,
     communication_of,
     device_memory,
 )
-from paro.planning.estimator import Estimator
-from paro.planning.run_memory import RunMemory
 from paro.planning.tally import MemorySnapshot
 from paro.precision import PrecisionConfig
 from paro.spec.run_spec import Materialize, groups_of
