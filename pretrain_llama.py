@@ -19,11 +19,10 @@ from paro.launch import setup
 from paro.launch.dry_run import run_dry
 from paro.measuring.start import planned
 from paro.report.dashboards import check_login
-from paro.report.log import Log, set_logging_level
+from paro.report.log import Log, Terminal, live_is_wanted, set_logging_level
 from paro.report.log_line import arguments_block
 from paro.report.memory import resident_bytes
 from paro.report.report import Report
-from paro.report.terminal import Terminal, live_is_wanted
 from paro.report.watchdog import Watchdog
 from paro.training.assembly import build_sources
 from paro.training.changed_flags import order_record
