@@ -204,8 +204,8 @@ def machine_to_json(machine: Machine) -> str:
     return f'{json.dumps(head, indent=1)[:-2]},\n "measured": [{measured}]\n}}\n'
 
 
-def _known(given: Device | Measured) -> dict[str, object]:
-    return {name: value for name, value in asdict(given).items() if value is not None}
+def _known(fields_of: Device | Measured) -> dict[str, object]:
+    return {name: value for name, value in asdict(fields_of).items() if value is not None}
 
 
 def _link_fields(speed: LinkSpeed | None) -> dict[str, object] | None:

@@ -108,14 +108,14 @@ class LiveView:
         if time.monotonic() - self._drawn >= _LEAST_SECONDS:
             self._draw()
 
-    def validation(self, found: Validation) -> None:
+    def validation(self, validation: Validation) -> None:
         """Take an evaluation, which the next redraw shows."""
-        name, bits = one_line(found.name.removeprefix("validation-")), found.bits_per_byte
+        name, bits = one_line(validation.name.removeprefix("validation-")), validation.bits_per_byte
         before = "" if name == "validation" else f"{name} "
         behind = "" if bits is None else f" ({bits:.4f} bits per byte)"
-        loss = "no answered token" if found.lm_loss is None else f"{found.lm_loss:.4f}"
-        text = f"{before}{loss}{behind} at iteration {found.iteration}"
-        self._held_out[found.name] = text
+        loss = "no answered token" if validation.lm_loss is None else f"{validation.lm_loss:.4f}"
+        text = f"{before}{loss}{behind} at iteration {validation.iteration}"
+        self._held_out[validation.name] = text
 
     def begin_below(self) -> None:
         """Start the view again below, once: a launcher printed below it at an interrupt.
