@@ -66,8 +66,8 @@ def test_a_file_is_of_what_a_measurement_depends_on(flags: str, is_same: bool) -
 
 
 def test_a_file_is_of_the_sequence_that_ranks_share() -> None:
-    alike = "--max-position-embeddings 64 --seq-length"
-    assert stem(f"{alike} 64 --context-parallel-size 2") != stem(f"{alike} 32")
+    flags = "--max-position-embeddings 64 --seq-length"
+    assert stem(f"{flags} 64 --context-parallel-size 2") != stem(f"{flags} 32")
 
 
 @pytest.mark.parametrize("place", ["platform.node", "torch.get_num_threads"])
