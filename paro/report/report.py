@@ -84,10 +84,11 @@ class RunFiles:
             self._record = None
 
     def _succeeds(self, write: Callable[[], None], name: str) -> bool:
-        """Write, and print one line if that fails, for example since the disk is full."""
+        """Write if the files are ours; print one line if that fails, for example on a full disk."""
+        if not self._is_ours():
+            return True
         try:
-            if self._is_ours():
-                write()
+            write()
         except OSError as error:
             self._log.log0(f"{name} is left out from here on: {describe(error)}")
             return False
