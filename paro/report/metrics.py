@@ -67,19 +67,13 @@ def read_lines(path: Path, what: str, say: Callable[[str], None]) -> list[bytes]
     *lines, rest = read_bytes(path, what, max_bytes=_MAX_BYTES).split(b"\n")
     if not rest:
         return lines
-    is_ours = bool(lines) or rest.startswith(_BEGINNING[: len(rest)])
-    if is_ours and not _is_whole(rest):
-        say(f"{what}: the last line is cut short, as a killed run leaves it: it is left out")
-        return lines
+    if lines or rest.startswith(_BEGINNING[: len(rest)]):  # else it is no metrics file
+        try:
+            parse_json(rest, _Line, "")
+        except UserError:
+            say(f"{what}: the last line is cut short, as a killed run leaves it: it is left out")
+            return lines
     return [*lines, rest]
-
-
-def _is_whole(line: bytes) -> bool:
-    try:
-        parse_json(line, _Line, "")
-    except UserError:
-        return False
-    return True
 
 
 def _keep_up_to(path: Path, iteration: int, say: Callable[[str], None]) -> None:
