@@ -17,13 +17,12 @@ from paro.distributed.rendezvous import refusals_are_shared
 from paro.distributed.user_errors import end_with_agent, run_script
 from paro.launch import setup
 from paro.launch.dry_run import run_dry
-from paro.measuring.start import planned
+from paro.measuring.start import plan_on_this_machine
 from paro.report.dashboards import check_login
-from paro.report.log import Log, set_logging_level
+from paro.report.log import Log, Terminal, live_is_wanted, set_logging_level
 from paro.report.log_line import arguments_block
 from paro.report.memory import resident_bytes
 from paro.report.report import Report
-from paro.report.terminal import Terminal, live_is_wanted
 from paro.report.watchdog import Watchdog
 from paro.training.assembly import build_sources
 from paro.training.changed_flags import order_record
@@ -58,7 +57,7 @@ def main() -> None:
             watchdog.begins("claiming the folder of --save", 0)
             # Before anything is read or written there.
             with locked_folders_of(config.save_folder, control, watchdog) as locked:
-                chosen = planned(config, control, watchdog)
+                chosen = plan_on_this_machine(config, control, watchdog)
                 if chosen is None:
                     return
                 log = Log(rank=world.rank, world_size=world.size)

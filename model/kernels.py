@@ -27,7 +27,7 @@ VERSION: str = triton.__version__
 
 @triton.jit
 def _magnitude(x):
-    """Return bits in the order of magnitudes; a NaN's are above those of infinity."""
+    """Return bits in the order of magnitudes, NaN above infinity."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 

@@ -47,7 +47,7 @@ class LoraConfig:
         return self.alpha / self.rank
 
     def shapes(self, block: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Return the shapes of a block's adapters, from those of its weights."""
+        """Return the shapes of a block's adapters, given its weights' shapes."""
         found: dict[str, Shape] = {}
         for name in self.targets:
             rows, columns = block[name]

@@ -344,7 +344,7 @@ def speed_of(machine: Machine, link: Link) -> LinkSpeed:
 
 
 def algorithms_of(machine: Machine | None, *, by_nccl: bool) -> tuple[str, ...]:
-    """Return the measured algorithms, of those that NCCL takes if `by_nccl`.
+    """Return the measured algorithms; `by_nccl`: those that NCCL takes.
 
     Without any, the backend's own and the fastest of this project.
     """

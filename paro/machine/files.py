@@ -35,13 +35,7 @@ from paro.untrusted.schema import parse_json
 FORMAT = "paro-machine-1"
 MEASURE = "measure"  # --paro-machine: measured at the start of the run
 SHIPPED = Path(__file__).parent / "shipped"
-_LEFT_OUT: tuple[object, ...] = (
-    None,
-    [],
-    {},
-    1,
-    "free",
-)  # of a file: what its fields are without it
+_DEFAULTS: tuple[object, ...] = (None, [], {}, 1, "free")  # of fields that are left out of a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +85,8 @@ class _File:
         return ranks_mistakes(given)
 
 
-# The fields that a machine has under the same name, and in the same form.
-_AS_THEY_ARE = {each.name for each in fields(_File)} - {
-    *("format", "links", "sources", "conditions"),
-}
+# Fields of a file that are those of a `Machine`.
+_COMMON = {field.name for field in fields(_File)} - {"format", "links", "sources", "conditions"}
 
 
 def why_unmeasurable(world_size: int, group_size: int, *, dry_run: bool) -> str | None:
@@ -137,33 +129,34 @@ def machine_of_launch(
     any_ranks: bool = False,
     subject: str = "--paro-machine",
 ) -> tuple[Machine, int]:
-    """Return the machine of a launch with this many ranks, and the degree of letter I on it.
+    """Return the machine with the ranks of a launch, and the launch's group size: the degree I.
 
-    That is `group_size` if --paro-group-size gives it, else a node; without `ranks_per_node` a node
-    is a group of the machine. `UserError` if the machine contradicts them; `any_ranks` cuts it to
-    them first.
+    The group size is --paro-group-size, else a node's ranks; without `ranks_per_node` it is the
+    machine's. `UserError` if the machine contradicts the launch; `any_ranks` first cuts the machine
+    to its ranks.
     """
     if any_ranks:
         machine = machine.cut_to(world_size)
     machine = machine.for_world(world_size, subject=subject)
-    groups = machine.group_size
-    own = ranks_per_node or groups if group_size is None else group_size
-    check_group_size(world_size, own)
-    nest = max(own, groups) % min(own, groups) == 0
-    if own == groups or (nest and group_size is not None and not machine.measured):
-        return machine, own
-    whose, advice = f"--paro-group-size is {own}", f"take a divisor or a multiple of {groups}"
+    of_machine = machine.group_size
+    of_launch = ranks_per_node or of_machine if group_size is None else group_size
+    check_group_size(world_size, of_launch)
+    nest = max(of_launch, of_machine) % min(of_launch, of_machine) == 0
+    can_differ = nest and group_size is not None and not machine.measured
+    if of_launch == of_machine or can_differ:
+        return machine, of_launch
+    conflict = f"--paro-group-size is {of_launch}"
+    advice = f"take a divisor or a multiple of {of_machine}"
     if group_size is None:
-        whose = f"a node of this launch has {own}"
-        advice = f"take a file of such nodes, or give --paro-group-size {groups}"
+        conflict = f"a node of this launch has {of_launch}"
+        advice = f"take a file of such nodes, or give --paro-group-size {of_machine}"
     if machine.measured:
         advice = (
-            f"give --paro-group-size {groups}, or measure it so with "
+            f"give --paro-group-size {of_machine}, or measure it so with "
             "tools/bench_collectives.py --machine-file"
         )
-    raise UserError(
-        f"{subject} {machine.name} has groups of {count_text(groups, 'rank')} and {whose}: {advice}"
-    )
+    groups = f"groups of {count_text(of_machine, 'rank')}"
+    raise UserError(f"{subject} {machine.name} has {groups} and {conflict}: {advice}")
 
 
 def read_machine(path: Path) -> Machine:
@@ -175,14 +168,14 @@ def read_machine(path: Path) -> Machine:
 @lru_cache(maxsize=8)  # the parts of a run ask for the same file
 def machine_from_json(text: str | bytes, where: str) -> Machine:
     """Return the machine in the text of a machine file; a `UserError` begins with `where`."""
-    given: _File = parse_json(text, _File, where, repeats=False)
+    file: _File = parse_json(text, _File, where, repeats=False)
     with about(f"{where}: "):
         return Machine(
-            **{name: getattr(given, name) for name in _AS_THEY_ARE},
-            intra=_speed_of(given.links.intra),
-            inter=_speed_of(given.links.inter),
-            sources=tuple(given.sources.items()),
-            conditions=tuple(given.conditions.items()),
+            **{name: getattr(file, name) for name in _COMMON},
+            intra=_speed_of(file.links.intra),
+            inter=_speed_of(file.links.inter),
+            sources=tuple(file.sources.items()),
+            conditions=tuple(file.conditions.items()),
         )
 
 
@@ -205,14 +198,14 @@ def machine_to_json(machine: Machine) -> str:
         "sources": dict(machine.sources),
         "conditions": dict(machine.conditions),
     }
-    head |= {name: value for name, value in of_planning.items() if value not in _LEFT_OUT}
+    head |= {name: value for name, value in of_planning.items() if value not in _DEFAULTS}
     rows = [json.dumps(_known(row), default=attrgetter("value")) for row in machine.measured]
     measured = "".join(f"\n  {row}{',' * (row is not rows[-1])}" for row in rows)
     return f'{json.dumps(head, indent=1)[:-2]},\n "measured": [{measured}]\n}}\n'
 
 
-def _known(given: Device | Measured) -> dict[str, object]:
-    return {name: value for name, value in asdict(given).items() if value is not None}
+def _known(fields_of: Device | Measured) -> dict[str, object]:
+    return {name: value for name, value in asdict(fields_of).items() if value is not None}
 
 
 def _link_fields(speed: LinkSpeed | None) -> dict[str, object] | None:

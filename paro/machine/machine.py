@@ -232,22 +232,21 @@ def fastest_algorithm(machine: Machine, op: Op, axes: Axes, num_bytes: int) -> s
     """Return the fastest algorithm for this buffer size; `UserError` if none was measured."""
     names = dict.fromkeys(r.algorithm for r in machine.measured if (r.axes, r.op) == (axes, op))
     if not names:
-        raise UserError(
-            f"machine {machine.name}: no {op.value} over {axes.value} axes was measured; measure "
-            "it with tools/bench_collectives.py --machine-file"
-        )
+        raise _unmeasured(machine, f"{op.value} over {axes.value} axes")
     return min(names, key=lambda name: seconds(machine, op, axes, name, num_bytes))
 
 
 def seconds(machine: Machine, op: Op, axes: Axes, algorithm: str, num_bytes: int) -> float:
     """Return the time of a collective at this buffer size; `UserError` if it was never measured."""
-    found = measured_at(machine, op, axes, algorithm, num_bytes)
-    if found is None:
-        raise UserError(
-            f"machine {machine.name}: no {op.value} over {axes.value} axes by {algorithm} was "
-            "measured; measure it with tools/bench_collectives.py --machine-file"
-        )
-    return found
+    time = measured_at(machine, op, axes, algorithm, num_bytes)
+    if time is None:
+        raise _unmeasured(machine, f"{op.value} over {axes.value} axes by {algorithm}")
+    return time
+
+
+def _unmeasured(machine: Machine, what: str) -> UserError:
+    advice = "measure it with tools/bench_collectives.py --machine-file"
+    return UserError(f"machine {machine.name}: no {what} was measured; {advice}")
 
 
 def measured_at(

@@ -65,20 +65,20 @@ def attention_rates(
     length, kv_heads = config.data.seq_length, model.num_query_groups
     sizes = config.batches.micro_batch_size, length, kv_heads, model.num_layers
     alone = "parts" if model.keeps_core else "whole"
-    own = rate(alone, *sizes)
+    of_micro_batch = rate(alone, *sizes)
     channels = model.kv_channels * model.num_attention_heads // kv_heads  # of a key head's queries
-    in_time = own * _SECONDS / (_FLOPS * channels)  # pairs of tokens, of one key head
+    in_time = of_micro_batch * _SECONDS / (_FLOPS * channels)  # pairs of tokens, of one key head
     longest = min(sequence, int(math.sqrt(in_time)) // _MULTIPLE * _MULTIPLE)
     few = _leaves(model, kv_heads, torch.empty(1, _MULTIPLE, 0).to(device, kind))
     names = control.gather([kernel.name for kernel in kernels_of(*few, model.attention_backend)])
     kernels = dict(zip(AttentionKernels._fields, names[0], strict=True))  # all ranks time as often
-    timed = {kernels[alone]: own}
+    timed = {kernels[alone]: of_micro_batch}
     if longest > length and kernels["whole"] != SDPBackend.MATH.name:
         timed, sizes = {}, (1, longest, min(kv_heads, int(in_time / longest**2)), 1)
     for way, kernel in kernels.items():
         if kernel not in timed:
             timed[kernel] = rate(way, *sizes)
-    return AttentionRates(own, *(timed[kernel] for kernel in kernels.values()))
+    return AttentionRates(of_micro_batch, *(timed[kernel] for kernel in kernels.values()))
 
 
 def _leaves(model: LlamaConfig, kv_heads: int, like_BS0: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -332,7 +332,7 @@ def _curve(
                 break
     far = result.collective.num_bytes
     for one in sorted(larger, key=lambda one: abs(math.log(one.num_bytes / far))):
-        used = sum(benchmark.seconds_to_time(each.collective, each) for each in results.values())
+        used = sum(benchmark.seconds_to_time(done.collective, done) for done in results.values())
         expected = benchmark.seconds_to_time(one, result)
         if one.num_bytes not in results and used + expected <= seconds:
             results[one.num_bytes] = benchmark.time_zeros(collectives, name, one)

@@ -333,10 +333,10 @@ def _jobs(streams: CommStreams, device: torch.device) -> Callable[[], object]:
 
     They add a few gradients to others, as after a reduction.
     """
-    total, own = torch.zeros(16, device=device), torch.ones(16, device=device)
+    total, part = torch.zeros(16, device=device), torch.ones(16, device=device)
 
     def add() -> None:
-        total.add_(own)
+        total.add_(part)
 
     def action() -> None:
         for _ in range(_JOBS):

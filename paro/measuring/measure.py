@@ -77,8 +77,9 @@ def measure_machine(
     largest = max(unit.numel for unit in units) * BYTES_OF["fp32"]
     results = time_links(benchmark, spans_of(config), most_bytes=largest, seconds=seconds, say=say)
     machine = Machine(name=name, source="", world_size=world.size, group_size=world.group_size)
-    found: Machine = control.gather(with_measured(machine, results, device, source=source))[0]
-    return found
+    machine = with_measured(machine, results, device, source=source)
+    of_first_rank: Machine = control.gather(machine)[0]
+    return of_first_rank
 
 
 def algorithms_of(config: RunConfig) -> tuple[str, ...]:

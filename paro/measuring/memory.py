@@ -60,14 +60,14 @@ def with_communicators(
     """Add the memory of NCCL's communicators; collective. CPU ranks have none."""
     if control.device.type != "cuda":
         return device
-    found = measure_communicators(
+    memory = measure_communicators(
         control, topology, config, free=lambda: available_bytes(control.device)
     )
     most = device.memory_bytes - 1
     return replace(
         device,
-        reserved_bytes=min(device.reserved_bytes + found.loaded, most),
-        communicator_bytes=found.communicator,
+        reserved_bytes=min(device.reserved_bytes + memory.loaded, most),
+        communicator_bytes=memory.communicator,
     )
 
 
@@ -85,20 +85,20 @@ def measure_communicators(
     spans: list[AxisSpan] = [(axis,) for axis in axes]
     spans += [axes] * (len(axes) > 1)
     made: list[Collectives] = []
-    taken: list[int] = []
+    sizes: list[int] = []
     for kind, span in [
         (StreamKind.GATHER, spans[0]),
         *((u, s) for s in spans for u in COLLECTIVE_STREAMS),
     ]:
         before = free()
         made.append(_make_and_use(control, topology, config, kind, span))
-        taken.append(before - free())
+        sizes.append(before - free())
     control.barrier()
     for collectives in made:
         collectives.close()
-    by_rank = control.gather(tuple(taken))
-    communicator = max(0, *(number for _, *own in by_rank for number in own))
-    loaded = max(0, *(first - own[0] for first, *own in by_rank))
+    by_rank = control.gather(tuple(sizes))
+    communicator = max(0, *(size for _, *others in by_rank for size in others))
+    loaded = max(0, *(first - second for first, second, *_ in by_rank))
     return CommunicatorMemory(communicator=communicator, loaded=loaded)
 
 

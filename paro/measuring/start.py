@@ -43,29 +43,31 @@ from paro.topology import axes_of
 from paro.training.exit_signal import ExitSignal
 
 
-class AskedToLeaveError(Exception):
-    """A signal has asked a rank to leave, and all ranks know."""
+class ExitRequestedError(Exception):
+    """Error on all ranks: a signal asks one of them to end the run."""
 
 
-class LeavingControl(Control):
-    """A control by whose gathers ranks agree on leaving: all raise `AskedToLeaveError` at once."""
+class InterruptibleControl(Control):
+    """Control whose gathers raise `ExitRequestedError` on all ranks once one has got a signal."""
 
-    def __init__(self, control: Control, asked: ExitSignal) -> None:
+    def __init__(self, control: Control, exit_signal: ExitSignal) -> None:
         super().__init__(control.world, control.device, control.group)
         self._control = control
-        self._asked = asked
+        self._exit_signal = exit_signal
 
     def sum(self, values: list[float]) -> list[float]:
         return self._control.sum(values)
 
     def gather(self, value: object) -> list[Any]:
-        everyone = self._control.gather((value, self._asked.name))
-        if names := [name for _, name in everyone if name is not None]:
-            raise AskedToLeaveError(f"receiving {names[0]}")
-        return [value for value, _ in everyone]
+        by_rank = self._control.gather((value, self._exit_signal.name))
+        if names := [name for _, name in by_rank if name is not None]:
+            raise ExitRequestedError(f"receiving {names[0]}")
+        return [value for value, _ in by_rank]
 
 
-def planned(config: RunConfig, control: Control, watchdog: Watchdog) -> RunConfig | None:
+def plan_on_this_machine(
+    config: RunConfig, control: Control, watchdog: Watchdog
+) -> RunConfig | None:
     """Decide what the flags leave open by a plan for this machine; collective.
 
     It is `config` itself where nothing is to be measured; None if a signal asks to leave meanwhile.
@@ -73,11 +75,11 @@ def planned(config: RunConfig, control: Control, watchdog: Watchdog) -> RunConfi
     """
     if config.open is None:
         return config
-    asked = ExitSignal()
+    exit_signal = ExitSignal()
     try:
-        with asked.caught(config.train):
-            machine = find_measured(config, LeavingControl(control, asked), watchdog)
-    except AskedToLeaveError as reason:
+        with exit_signal.caught(config.train):
+            machine = find_measured(config, InterruptibleControl(control, exit_signal), watchdog)
+    except ExitRequestedError as reason:
         log = Log(rank=control.world.rank, world_size=control.world.size)
         where = "while its machine was measured, before it trained"
         log.log0(f"[exiting program after {reason} {where}] datetime: {datetime.now()}")
@@ -87,9 +89,9 @@ def planned(config: RunConfig, control: Control, watchdog: Watchdog) -> RunConfi
         config = config.on_measured(machine)
     bits = config.precision.inter_param_bits, config.precision.inter_grad_bits
     chosen = {"--paro-strategy": config.strategy.name, "--paro-inter-bits": str(bits)}
-    everyone = dict(enumerate(control.gather(chosen)))
-    if any(choice != chosen for choice in everyone.values()):
-        raise UserError(f"{first_difference(everyone)}, by the same plan: give the flag a value")
+    by_rank = dict(enumerate(control.gather(chosen)))
+    if any(choice != chosen for choice in by_rank.values()):
+        raise UserError(f"{first_difference(by_rank)}, by the same plan: give the flag a value")
     return config
 
 
@@ -99,12 +101,12 @@ def find_measured(config: RunConfig, control: Control, watchdog: Watchdog) -> Ma
     depends_on = conditions(config, control)
     # Machine files are kept with the run's checkpoints, else with the user's caches.
     path = (config.save_folder or read_cache_folder()) / f"{file_stem(depends_on)}.json"
-    kept: Machine | None = None
+    machine: Machine | None = None
     if control.world.rank == 0 and config.arguments["paro_machine"] != MEASURE:
-        kept = kept_machine(path, partial(misfit, config, depends_on), log.log0)
-    kept = control.gather(kept)[0]
-    if kept is not None:
-        return kept
+        machine = earlier_machine(path, partial(misfit, config, depends_on), log.log0)
+    machine = control.gather(machine)[0]
+    if machine is not None:
+        return machine
 
     def say(what: str) -> None:
         watchdog.begins(f"measuring {what}", 0)
@@ -153,17 +155,17 @@ def file_stem(depends_on: dict[str, str]) -> str:
     return f"machine-{hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:12]}"
 
 
-def kept_machine(
+def earlier_machine(
     path: Path, misfit: Callable[[Machine], str | None], say: Callable[[str], None]
 ) -> Machine | None:
     """Read the machine of an earlier start from `path` or its folder; None without.
 
     What is in a file decides, whatever its name; `misfit` says why it is of no use.
     """
-    for each in (path, *sorted({*path.parent.glob("*.json")} - {path})):
+    for file in (path, *sorted({*path.parent.glob("*.json")} - {path})):
         try:
-            age = timedelta(seconds=max(0, round(time.time() - each.stat().st_mtime)))
-            machine = read_machine(each)
+            age = timedelta(seconds=max(0, round(time.time() - file.stat().st_mtime)))
+            machine = read_machine(file)
         except FileNotFoundError:
             continue
         except (OSError, UserError) as error:
@@ -171,9 +173,9 @@ def kept_machine(
         else:
             why = misfit(machine)
         if why is None:
-            say(f"> machine file {each}, {age} old, is of these ranks and flags: taken again")
+            say(f"> machine file {file}, {age} old, is of these ranks and flags: taken again")
             return machine
-        if each == path:
+        if file == path:
             say(f"> {path} is measured again: {why}")
     return None
 
@@ -183,14 +185,14 @@ def misfit(config: RunConfig, depends_on: Mapping[str, str], machine: Machine) -
     world = config.world
     if (machine.world_size, machine.group_size) != (world.size, world.group_size):
         return f"it is of {ranks_text(machine.world_size, machine.group_size)}"
-    then = dict(machine.conditions)
+    earlier = dict(machine.conditions)
     for name, now in depends_on.items():
-        if then.get(name) != now:
-            before = then.get(name, "not in the file")
+        if earlier.get(name) != now:
+            before = earlier.get(name, "not in the file")
             return f"its conditions.{name} is {before}, and here it is {now}"
-    found = {(row.axes, row.op, row.algorithm) for row in machine.measured}
+    measured = {(row.axes, row.op, row.algorithm) for row in machine.measured}
     for span, op, name in product(spans_of(config), Op, algorithms_of(config)):
-        if (axes_of(span), op, name) not in found:
+        if (axes_of(span), op, name) not in measured:
             return f"it has no {op.value} over {axes_of(span).value} axes by {name}"
     return "it has no device" if machine.device is None else None
 

@@ -238,8 +238,8 @@ class _StepLister:
 
     def _axis_text(self, axis: Axis) -> str:
         """Name an axis by its links, and by its degrees if several axes have these links."""
-        alike = [other for other in self.topology.axes if other.link is axis.link]
-        degrees = f" {axis.inner}-{axis.outer}" if len(alike) > 1 else ""
+        on_link = [other for other in self.topology.axes if other.link is axis.link]
+        degrees = f" {axis.inner}-{axis.outer}" if len(on_link) > 1 else ""
         return f"{_WHERE[axis.link]}{degrees}"
 
     def lines_of(self, what: str, segments: Sequence[_Segment]) -> Iterator[Cells]:

@@ -69,11 +69,11 @@ def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
     left = sorted(estimates, key=lambda e: (not e.fits, e.seconds))
     while left:
         fits, fastest = left[0].fits, left[0].seconds
-        alike = [e for e in left if e.fits is fits and e.seconds <= fastest * (1 + MEMORY_TIE)]
-        tied = (e for e in alike if e.seconds <= fastest * (1 + TIE))
+        comparable = [e for e in left if e.fits is fits and e.seconds <= fastest * (1 + MEMORY_TIE)]
+        tied = (e for e in comparable if e.seconds <= fastest * (1 + TIE))
         first = min(tied, key=lambda e: (e.sent.inter, e.memory_bytes, e.seconds))
         sent, most = first.sent.inter, first.memory_bytes * _LESS_MEMORY
-        smaller = (e for e in alike if e.sent.inter <= sent and e.memory_bytes <= most)
+        smaller = (e for e in comparable if e.sent.inter <= sent and e.memory_bytes <= most)
         found.append(min(smaller, key=lambda e: (e.memory_bytes, e.seconds), default=first))
         left.remove(found[-1])
     return tuple(found)

@@ -85,11 +85,11 @@ class StepCounts:
     def _merged(self, counts: Counts) -> Counts:
         found: Counter[Move] = Counter()
         for (verb, number, *slots), count in counts.items():
-            found[verb, self.alike[number], *slots] += count
+            found[verb, self.first_of_kind[number], *slots] += count
         return found
 
     @cached_property
-    def alike(self) -> list[int]:
+    def first_of_kind(self) -> list[int]:
         """The number of the first buffer of equal kind, for every buffer."""
         kinds = ((unit.traffic_kind, trains) for unit, trains, _ in self.buffers)
         first: dict[object, int] = {}
@@ -97,8 +97,8 @@ class StepCounts:
 
     def by_kind(self, make: Callable[[int], Made]) -> list[Made]:
         """Make something of every buffer by its number, once for all buffers of equal kind."""
-        made = {number: make(number) for number in dict.fromkeys(self.alike)}
-        return [made[number] for number in self.alike]
+        made = {number: make(number) for number in dict.fromkeys(self.first_of_kind)}
+        return [made[number] for number in self.first_of_kind]
 
 
 def _waited_for(*passes: Iterable[Iterable[Move]]) -> Iterable[Move]:

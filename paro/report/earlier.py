@@ -16,8 +16,8 @@ def next_number(folder: Path, before: str = "") -> int:
     if not folder.is_dir():
         return 1
     pattern = re.compile(rf"{re.escape(before)}{MARK}(\d{{1,9}})(?!\d)", re.ASCII)
-    found = (pattern.match(path.name) for path in folder.iterdir())
-    return max((int(match[1]) for match in found if match), default=0) + 1
+    matches = (pattern.match(path.name) for path in folder.iterdir())
+    return max((int(match[1]) for match in matches if match), default=0) + 1
 
 
 def earlier_file(path: Path) -> Path:
@@ -35,11 +35,11 @@ def set_aside(path: Path) -> Path | None:
 
 def set_aside_in(folder: Path, files: Iterable[Path]) -> Path | None:
     """Move files below `folder` into its next earlier_N, which it returns; None without files."""
-    found = sorted(files)
-    if not found:
+    sources = sorted(files)
+    if not sources:
         return None
     earlier = folder / f"{MARK}{next_number(folder)}"
-    for path in found:
+    for path in sources:
         target = earlier / path.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         path.rename(target)

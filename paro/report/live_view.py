@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -108,14 +108,14 @@ class LiveView:
         if time.monotonic() - self._drawn >= _LEAST_SECONDS:
             self._draw()
 
-    def validation(self, found: Validation) -> None:
+    def validation(self, validation: Validation) -> None:
         """Take an evaluation, which the next redraw shows."""
-        name, bits = one_line(found.name.removeprefix("validation-")), found.bits_per_byte
+        name, bits = one_line(validation.name.removeprefix("validation-")), validation.bits_per_byte
         before = "" if name == "validation" else f"{name} "
         behind = "" if bits is None else f" ({bits:.4f} bits per byte)"
-        loss = "no answered token" if found.lm_loss is None else f"{found.lm_loss:.4f}"
-        text = f"{before}{loss}{behind} at iteration {found.iteration}"
-        self._held_out[found.name] = text
+        loss = "no answered token" if validation.lm_loss is None else f"{validation.lm_loss:.4f}"
+        text = f"{before}{loss}{behind} at iteration {validation.iteration}"
+        self._held_out[validation.name] = text
 
     def begin_below(self) -> None:
         """Start the view again below, once: a launcher printed below it at an interrupt.
@@ -174,25 +174,13 @@ class LiveView:
 
     def _progress(self, record: IterationRecord) -> Table:
         done, of = record.iteration, self._facts.train_iters
-        row = Table.grid(padding=(0, 2), expand=True)
-        row.add_column(no_wrap=True)
-        row.add_column(ratio=1)
-        row.add_column(no_wrap=True, justify="right")
-        row.add_row(
-            Text(f"iteration {done}/{of}", style="bold"),
-            ProgressBar(total=of, completed=done),
-            f"{100.0 * done / of:.1f}%, {duration(self._seconds_left)} left",
-        )
-        return row
+        label = Text(f"iteration {done}/{of}", style="bold")
+        left = f"{100.0 * done / of:.1f}%, {duration(self._seconds_left)} left"
+        return _row(label, ProgressBar(total=of, completed=done), left, justify="right")
 
     def _loss(self, metrics: Metrics) -> Table:
-        lowest = min(self._losses, default=math.nan)
-        row = Table.grid(padding=(0, 2), expand=True)
-        row.add_column(no_wrap=True)
-        row.add_column(ratio=1)
-        row.add_column(no_wrap=True)
-        row.add_row(f"{metrics.lm_loss:.4f}", Spark(self._losses), f"lowest so far {lowest:.4f}")
-        return row
+        lowest = f"lowest so far {min(self._losses, default=math.nan):.4f}"
+        return _row(f"{metrics.lm_loss:.4f}", Spark(self._losses), lowest)
 
     def _figures(self, record: IterationRecord, metrics: Metrics) -> dict[str, str]:
         facts, exposed = self._facts, record.exposed
@@ -232,3 +220,13 @@ class LiveView:
 
 def _megabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"
+
+
+def _row(left: Any, middle: Any, right: str, *, justify: JustifyMethod = "left") -> Table:
+    """Return a row whose middle takes the space that is left."""
+    row = Table.grid(padding=(0, 2), expand=True)
+    row.add_column(no_wrap=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True, justify=justify)
+    row.add_row(left, middle, right)
+    return row

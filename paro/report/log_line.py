@@ -81,18 +81,20 @@ def perplexity(lm_loss: float) -> float:
     return math.exp(min(20.0, lm_loss))
 
 
-def validation_block(found: Validation) -> str:
+def validation_block(validation: Validation) -> str:
     """Return the validation line between two rules."""
-    where = f"iteration {found.iteration}" + (f" on {found.data_set} set" if found.data_set else "")
+    where = f"iteration {validation.iteration}" + (
+        f" on {validation.data_set} set" if validation.data_set else ""
+    )
     line = f" validation loss at {where} | "
-    if found.lm_loss is None:
+    if validation.lm_loss is None:
         line += "no answered token | "
     else:
-        line += f"lm loss value: {found.lm_loss:.6E} | "
-        line += f"lm loss PPL: {perplexity(found.lm_loss):.6E} | "
-    if found.bits_per_byte is not None:
-        line += f"bits per byte: {found.bits_per_byte:.6f} | "
-    line += f"samples: {found.read} | "
+        line += f"lm loss value: {validation.lm_loss:.6E} | "
+        line += f"lm loss PPL: {perplexity(validation.lm_loss):.6E} | "
+    if validation.bits_per_byte is not None:
+        line += f"bits per byte: {validation.bits_per_byte:.6f} | "
+    line += f"samples: {validation.read} | "
     rule = "-" * (len(line) + 1)
     return "\n".join([rule, line, rule])
 

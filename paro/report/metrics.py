@@ -40,11 +40,11 @@ class MetricsFile:
     """
 
     def __init__(self, path: str, *, start_iteration: int, say: Callable[[str], None]) -> None:
-        place = Path(path)
+        file = Path(path)
         with writing(f"--metrics-file {path}"):
-            place.parent.mkdir(parents=True, exist_ok=True)
-            _keep_up_to(place, start_iteration, say)
-            self._stream = place.open("a", encoding="utf-8")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            _keep_up_to(file, start_iteration, say)
+            self._stream = file.open("a", encoding="utf-8")
 
     def write(self, metrics: Metrics) -> None:
         """Append one line and flush it."""
@@ -67,23 +67,17 @@ def read_lines(path: Path, what: str, say: Callable[[str], None]) -> list[bytes]
     *lines, rest = read_bytes(path, what, max_bytes=_MAX_BYTES).split(b"\n")
     if not rest:
         return lines
-    is_ours = bool(lines) or rest.startswith(_BEGINNING[: len(rest)])
-    if is_ours and not _is_whole(rest):
-        say(f"{what}: the last line is cut short, as a killed run leaves it: it is left out")
-        return lines
+    if lines or rest.startswith(_BEGINNING[: len(rest)]):  # else it is no metrics file
+        try:
+            parse_json(rest, _Line, "")
+        except UserError:
+            say(f"{what}: the last line is cut short, as a killed run leaves it: it is left out")
+            return lines
     return [*lines, rest]
 
 
-def _is_whole(line: bytes) -> bool:
-    try:
-        parse_json(line, _Line, "")
-    except UserError:
-        return False
-    return True
-
-
 def _keep_up_to(path: Path, iteration: int, say: Callable[[str], None]) -> None:
-    """Remove the lines after `iteration`; they and the record are kept in files of their own."""
+    """Move the lines after `iteration`, with a copy of the record, into files of their own."""
     flag = f"--metrics-file {path}"
     lines = read_lines(path, flag, say) if path.exists() else []
     with about(suffix=": the file exists and is no metrics file; give another name"):
@@ -91,7 +85,7 @@ def _keep_up_to(path: Path, iteration: int, say: Callable[[str], None]) -> None:
             parse_json(line, _Line, f"{flag}, line {number}")["iteration"]
             for number, line in enumerate(lines, start=1)
         ]
-    kept = [line for line, at in zip(lines, iterations, strict=True) if at <= iteration]
+    lines_before = [line for line, at in zip(lines, iterations, strict=True) if at <= iteration]
     removed = [line for line, at in zip(lines, iterations, strict=True) if at > iteration]
     record = run_record_path(path)
     if removed or (iteration == 0 and record.exists()):
@@ -100,11 +94,11 @@ def _keep_up_to(path: Path, iteration: int, say: Callable[[str], None]) -> None:
             shutil.copyfile(record, run_record_path(earlier))
         if removed:
             _write(earlier, removed)
-        place = earlier if removed else run_record_path(earlier)
+        copy = earlier if removed else run_record_path(earlier)
         after = f" after iteration {iteration}" if iteration else ""
-        say(f"{flag}: what an earlier start wrote{after} is in {place} now")
-    if lines and sum(len(line) + 1 for line in kept) != path.stat().st_size:
-        _write(path, kept)
+        say(f"{flag}: what an earlier start wrote{after} is in {copy} now")
+    if lines and sum(len(line) + 1 for line in lines_before) != path.stat().st_size:
+        _write(path, lines_before)
 
 
 def _write(path: Path, lines: Sequence[bytes]) -> None:

@@ -96,12 +96,12 @@ class Profiler(Observer):
         record_ranges(False)
         assert self._folder is not None, "a profile without a place"
         name = f"rank{self._log.rank}.steps{self._config.profile_step_start}-{iteration}"
-        place = Path(self._folder) / f"{name}.pt.trace.json"
+        path = Path(self._folder) / f"{name}.pt.trace.json"
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            set_aside(place)
-            self._profile.export_chrome_trace(str(place))
-            self._log.show(f"[Rank {self._log.rank}] profile written to {place}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            set_aside(path)
+            self._profile.export_chrome_trace(str(path))
+            self._log.show(f"[Rank {self._log.rank}] profile written to {path}")
         except (OSError, RuntimeError) as error:
             self._log.show(f"[Rank {self._log.rank}] the profile is lost: {describe(error)}")
         self._profile = None

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -73,12 +73,27 @@ class ProgressFile:
         return flops / (seconds * 1e12 * self.facts.world_size) if seconds > 0 else 0.0
 
     def _first_start(self) -> tuple[datetime, float]:
-        """Find the first of the latest jobs on as many ranks: its start, and the FLOPs before."""
+        """Find the first of the last jobs on as many ranks: its start, and the FLOPs before."""
         try:
             lines = read_bytes(self._path).decode(errors="replace").splitlines()
         except (OSError, UserError):  # `_append` says so
             lines = []
-        return first_start(lines, self.facts.world_size) or (self._start, self._start_flops)
+        start: tuple[datetime, float] | None = None
+        flops = 0.0
+        for line in lines:
+            fields = line.split("\t")
+            try:
+                begun = datetime.strptime(fields[0], _TIME)
+                ranks = int(fields[2].removeprefix("# GPUs: "))
+                if fields[3] in _SAVES:
+                    flops = float(fields[7].removeprefix(_FLOPS))
+            except (ValueError, IndexError):
+                continue  # an incomplete line of a job that was killed
+            if ranks != self.facts.world_size:
+                start = None
+            elif fields[3] == _START and start is None:
+                start = (begun, flops)
+        return start or (self._start, self._start_flops)
 
     def _append(self, text: str) -> None:
         now = self.clock().strftime(_TIME)
@@ -90,23 +105,3 @@ class ProgressFile:
         except OSError as error:
             self._is_open = False
             self.log.log0(f"--log-progress is left out from here on: {describe(error)}")
-
-
-def first_start(lines: Sequence[str], world_size: int) -> tuple[datetime, float] | None:
-    """Find the first start of the last jobs on `world_size` ranks, and the FLOPs before it."""
-    start: tuple[datetime, float] | None = None
-    flops = 0.0
-    for line in lines:
-        fields = line.split("\t")
-        try:
-            begun = datetime.strptime(fields[0], _TIME)
-            ranks = int(fields[2].removeprefix("# GPUs: "))
-            if fields[3] in _SAVES:
-                flops = float(fields[7].removeprefix(_FLOPS))
-        except (ValueError, IndexError):
-            continue  # an incomplete line of a job that was killed
-        if ranks != world_size:
-            start = None
-        elif fields[3] == _START and start is None:
-            start = (begun, flops)
-    return start

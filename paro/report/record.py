@@ -59,7 +59,7 @@ class RankTimes:
     agreement: float = 0.0  # waiting for all ranks to reach the end of the step
 
     def __add__(self, other: RankTimes) -> RankTimes:
-        sums = {name: own + getattr(other, name) for name, own in asdict(self).items()}
+        sums = {name: value + getattr(other, name) for name, value in asdict(self).items()}
         return RankTimes(**sums)
 
     @property
@@ -176,12 +176,12 @@ def summarize(
 
 def _exposed_ms(seconds: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
     """Return the means by the names of fields; None for what no iteration has measured."""
-    found: dict[str, Any] = {}
+    means: dict[str, Any] = {}
     for name in seconds[0]:
-        measured = [value for own in seconds if (value := own[name]) is not None]
+        measured = [value for record in seconds if (value := record[name]) is not None]
         mean = math.fsum(measured) * 1000.0 / len(measured) if measured else None
-        found[f"exposed_{name}_ms"] = mean
-    return found
+        means[f"exposed_{name}_ms"] = mean
+    return means
 
 
 # Ours, by panel. Two conventions of MFU are in use, so both names state the convention.
@@ -198,7 +198,7 @@ def scalars_of(
     """Return tags and values of one iteration; values that were not measured have no tag."""
     planned = {} if facts.planned is None else facts.planned.seconds
     exposed = {name: s for name, s in asdict(record.exposed).items() if s is not None}
-    found: dict[str, float | None] = {
+    tags: dict[str, float | None] = {
         "learning-rate": record.learning_rate,
         "batch-size": record.global_batch_size,
         "loss-scale": record.loss_scale,
@@ -229,4 +229,4 @@ def scalars_of(
         "data/wait-ms": record.data_wait_ms,
         **{f"steps/{name}": number for name, number in totals.items()},
     }
-    return {tag: value for tag, value in found.items() if value is not None}
+    return {tag: value for tag, value in tags.items() if value is not None}

@@ -84,10 +84,11 @@ class RunFiles:
             self._record = None
 
     def _succeeds(self, write: Callable[[], None], name: str) -> bool:
-        """Write, and print one line if that fails, for example since the disk is full."""
+        """Write if the files are ours; print one line if that fails, for example on a full disk."""
+        if not self._is_ours():
+            return True
         try:
-            if self._is_ours():
-                write()
+            write()
         except OSError as error:
             self._log.log0(f"{name} is left out from here on: {describe(error)}")
             return False
@@ -217,26 +218,26 @@ class Report:
         if config.log_straggler:
             self.log.log_last(straggler_line(times, iterations=iterations))
         if config.log_timers_to_tensorboard:
-            names = dict.fromkeys(name for own in timers for name in own)
+            names = dict.fromkeys(name for of_rank in timers for name in of_rank)
             slowest = {
-                f"{name}-time": max(own.get(name, 0.0) for own in timers) / iterations
+                f"{name}-time": max(of_rank.get(name, 0.0) for of_rank in timers) / iterations
                 for name in names
             }
             self.scalars(slowest, record.iteration, record.consumed_samples)
 
-    def validation(self, found: Validation) -> None:
+    def validation(self, validation: Validation) -> None:
         """Print and write an evaluation."""
-        name, loss = found.name, found.lm_loss
-        self.log.log_last(validation_block(found))
-        self._show(lambda view: view.validation(found))
+        name, loss = validation.name, validation.lm_loss
+        self.log.log_last(validation_block(validation))
+        self._show(lambda view: view.validation(validation))
         scalars: dict[str, float] = {}
         if loss is not None:
             scalars |= {f"lm loss {name}": loss, f"lm loss {name} ppl": perplexity(loss)}
-        if found.bits_per_byte is not None:
-            scalars[f"bits per byte {name}"] = found.bits_per_byte
+        if validation.bits_per_byte is not None:
+            scalars[f"bits per byte {name}"] = validation.bits_per_byte
         if scalars:
-            self.scalars(scalars, found.iteration, found.consumed_samples)
-        self.files.write_record(lambda run: run.validation(found))
+            self.scalars(scalars, validation.iteration, validation.consumed_samples)
+        self.files.write_record(lambda run: run.validation(validation))
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
         """Write values to the dashboards."""

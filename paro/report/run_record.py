@@ -67,10 +67,10 @@ def read_record(path: Path) -> Record:
     if not path.exists():
         return {}
     try:
-        found: Record = read_json(path, Record)
+        record: Record = read_json(path, Record)
     except UserError as error:
         raise UserError(f"{error}; remove it to go on without what it says") from error
-    return found
+    return record
 
 
 class RunRecord:
@@ -103,14 +103,14 @@ class RunRecord:
         self._starts[-1]["measured"] = {"seconds": dict(seconds), "peak_bytes": peak_bytes}
         self._write()
 
-    def validation(self, found: Validation) -> None:
+    def validation(self, validation: Validation) -> None:
         """Add an evaluation."""
         self._validations.append(
             {
-                "iteration": found.iteration,
-                "data_set": found.name,
-                "lm_loss": _finite(found.lm_loss),
-                "bits_per_byte": _finite(found.bits_per_byte),
+                "iteration": validation.iteration,
+                "data_set": validation.name,
+                "lm_loss": _finite(validation.lm_loss),
+                "bits_per_byte": _finite(validation.bits_per_byte),
             }
         )
         self._write()

@@ -66,7 +66,7 @@ def build_parser() -> Parser:
 
 
 def choose(seed: int, count: int) -> list[Mutant]:
-    """Draw mutants, at most one of a function, of all kinds alike; 4 of 10 are of the engine."""
+    """Draw mutants of all kinds equally often, at most one of a function; 4 of 10 of the engine."""
     core: list[Mutant] = []
     others: list[Mutant] = []
     for folder in PRODUCT:

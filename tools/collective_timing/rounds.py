@@ -35,7 +35,7 @@ BUSY_ROUNDS = 1  # the last one: next to computing even small messages take a te
 def run_rounds(
     benchmark: CollectiveBenchmark, timed: Sequence[TimedCollective]
 ) -> list[CollectiveResult]:
-    """Time every algorithm on collectives of one axis span; the same on all ranks.
+    """Time every algorithm on collectives of one axis span; all ranks return equal results.
 
     A first round is not counted: it determines how often to repeat short collectives.
     """

@@ -43,7 +43,7 @@ def longest_table(args: Namespace) -> str:
     rows: list[tuple[str, ...]] = []
     without: list[str] = []
     for name, strategy in _strategies(request):
-        lengths = [[(_longest(request, cp, strategy), cp) for cp in alike] for alike in options]
+        lengths = [[(_longest(request, cp, strategy), cp) for cp in equal] for equal in options]
         found = [max(each, key=lambda one: one[0]) for each in lengths]
         if not any(length for length, _ in found):
             without.append(name)
@@ -90,8 +90,8 @@ def _strategies(request: PlanRequest) -> Iterator[tuple[str, Strategy]]:
         reason = request.infeasible_reason(request.strategy("III"), request.materialize)
         assert reason is not None, "III is among them"
         raise UserError(reason)
-    for alike in found.values():
-        yield "=".join(one.name for one in alike), alike[0]
+    for equal in found.values():
+        yield "=".join(one.name for one in equal), equal[0]
 
 
 def _sizes(args: Namespace, request: PlanRequest) -> list[int]:

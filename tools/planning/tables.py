@@ -72,7 +72,7 @@ def title(request: PlanRequest) -> str:
     )
 
 
-def _alike(rows: Sequence[Estimate]) -> list[tuple[str, Estimate]]:
+def _merged(rows: Sequence[Estimate]) -> list[tuple[str, Estimate]]:
     """Return rows with their names; rows of equal degrees are merged, as letters are on
     one group."""
     found: dict[tuple[object, ...], list[Estimate]] = {}
@@ -105,7 +105,7 @@ def rows_table(request: PlanRequest, rows: Sequence[Estimate]) -> str:
                 **{head: f"{of(row):.3f}" for head, of in seconds.items()},
                 "waits": exposed_text(row),
             }
-            for name, row in _alike(rows)
+            for name, row in _merged(rows)
         ),
         left=(0, -1),
     )
@@ -120,29 +120,29 @@ def on_bytes(request: PlanRequest) -> list[str]:
 
 def misfits(request: PlanRequest, rows: Sequence[Estimate]) -> list[str]:
     """Return one line for each strategy that does not fit, with its peak memory."""
-    found = [f"* {name} needs {e.memory.describe()}" for name, e in _alike(rows) if not e.fits]
+    found = [f"* {name} needs {e.memory.describe()}" for name, e in _merged(rows) if not e.fits]
     gigabytes = request.device_bytes / 1e9
     return [f"*: does not fit the {gigabytes:g} GB of a device", *found] if found else []
 
 
 def nothing_fits(request: PlanRequest, rows: Sequence[Estimate]) -> list[str]:
     """Say, where no row fits, which one needs least and which changes make rows fit."""
-    alike = _alike(rows)
-    name, least = min(alike, key=lambda row: row[1].memory_bytes)
+    merged = _merged(rows)
+    name, least = min(merged, key=lambda row: row[1].memory_bytes)
     return [
         f"as given nothing fits the {request.device_bytes / 1e9:g} GB of a device",
         f"{name} needs the least: {least.memory.describe()}",
         f"largest part: {least.memory.largest_part}; {enough_alone(request, least.candidate)}",
         "",
-        _changes_table(request, alike),
+        _changes_table(request, merged),
     ]
 
 
-def _changes_table(request: PlanRequest, alike: Sequence[tuple[str, Estimate]]) -> str:
+def _changes_table(request: PlanRequest, merged: Sequence[tuple[str, Estimate]]) -> str:
     """Return for each row the flag after which it fits and is fastest; rows without one at the
     end."""
     found = []
-    for name, row in alike:
+    for name, row in merged:
         fitting = (
             (estimator_of(change.request).estimate(change.candidate), change.what)
             for change in single_changes(request, row.candidate)

@@ -66,8 +66,8 @@ def test_a_file_is_of_what_a_measurement_depends_on(flags: str, is_same: bool) -
 
 
 def test_a_file_is_of_the_sequence_that_ranks_share() -> None:
-    alike = "--max-position-embeddings 64 --seq-length"
-    assert stem(f"{alike} 64 --context-parallel-size 2") != stem(f"{alike} 32")
+    flags = "--max-position-embeddings 64 --seq-length"
+    assert stem(f"{flags} 64 --context-parallel-size 2") != stem(f"{flags} 32")
 
 
 @pytest.mark.parametrize("place", ["platform.node", "torch.get_num_threads"])
@@ -211,7 +211,7 @@ def test_ranks_that_choose_differently_end(tmp_path: Path) -> None:
     with Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9) as watchdog:
 
         def planned(control: Control) -> RunConfig | None:
-            return start.planned(config, control, watchdog)
+            return start.plan_on_this_machine(config, control, watchdog)
 
         chosen = planned(alone())
         assert chosen is not None
@@ -242,7 +242,7 @@ def test_a_signal_while_measuring_is_met_by_the_handler(
     with Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9) as watchdog:
 
         def leave() -> None:
-            assert start.planned(config, alone(), watchdog) is None
+            assert start.plan_on_this_machine(config, alone(), watchdog) is None
 
         try:
             told = output_of(leave)
@@ -268,4 +268,4 @@ def test_a_signal_that_came_too_late_comes_again(monkeypatch: pytest.MonkeyPatch
 def test_what_says_its_strategy_measures_nothing() -> None:
     config = configure(f"{SMALL} --paro-strategy IIG")
     with Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9) as watchdog:
-        assert start.planned(config, alone(), watchdog) is config
+        assert start.plan_on_this_machine(config, alone(), watchdog) is config

@@ -1,4 +1,4 @@
-"""Four ranks measure their machine, choose alike, take the file again; if one dies, all end."""
+"""Four ranks measure their machine, choose the same, take the file again; if one dies, all end."""
 
 from __future__ import annotations
 

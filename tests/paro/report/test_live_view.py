@@ -14,9 +14,8 @@ from rich.console import Console
 from paro.distributed.exposed_time import Exposed
 from paro.report.config import ReportConfig
 from paro.report.live_view import LiveView, spark_line
-from paro.report.log import Log
+from paro.report.log import Log, Terminal
 from paro.report.record import IterationRecord, Validation, summarize
-from paro.report.terminal import Terminal
 from tests.helpers.streams import FAILURES, Failing
 from tests.paro.report.test_report import FACTS, record
 from tests.paro.report.test_report import make as make_report
