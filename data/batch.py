@@ -97,7 +97,7 @@ def collate(
 ) -> Batch:
     """Make a batch of samples of seq_length + 1 tokens; the last `num_masked` are masked.
 
-    Bytes of text are counted here, where processes read ahead and labels lie in memory: a device
+    Bytes of text are counted here, where processes read ahead and labels are in memory: a device
     gets no table, and a sum on it would have to be brought back.
     """
     text = np.stack(samples)

@@ -168,7 +168,7 @@ class IndexedDataset:
             raise IndexError(f"sequence {index} of {len(self)}")
         begin, end = self._pointers(index, 2).tolist()
         if index + 1 == len(self):
-            end = self._content.size  # what lies behind the last pointer is no pointer
+            end = self._content.size  # what is behind the last pointer is no pointer
         first, size = begin // self.dtype.itemsize, (end - begin) // self.dtype.itemsize
         stop = size if length is None else offset + length
         if not (0 <= offset <= stop <= size and 0 <= first <= self.num_tokens - size):

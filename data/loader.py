@@ -330,7 +330,7 @@ class MicroBatches:
         with _child_signals_left_alone():
             try:
                 return iter(loader)
-            except OSError as error:  # semaphores lie there too
+            except OSError as error:  # semaphores are there too
                 if (limit := open_files_limit(error)) is not None:
                     raise UserError(limit) from error
                 raise self._no_shared_memory(str(error)) from error

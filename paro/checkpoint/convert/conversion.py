@@ -151,7 +151,7 @@ class Conversion:
     def write(self, source: Source, advance: Callable[[int], None]) -> list[str]:
         """Write under a temporary name, then renames; a failure leaves nothing behind.
 
-        `advance` is called with the bytes of every piece. Returns lines to print about the result.
+        `advance` is called with the bytes of every chunk. Returns lines to print about the result.
         """
         notes: list[str] = []
         target = self.target.absolute()

@@ -167,7 +167,7 @@ def write_hugging_face(
 ) -> list[str]:
     """Fill an empty folder; return lines to print about the result.
 
-    `advance` is called with the bytes of every piece written.
+    `advance` is called with the bytes of every chunk written.
     """
     fields = _config_fields(source)
     tensors = {hugging_face_name(name): tensor for name, tensor in source.tensors.items()}

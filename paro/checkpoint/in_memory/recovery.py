@@ -122,7 +122,7 @@ def recover(
         mine = copies.of_node[0].record.common if copies.of_node else None
         common = next(filter(None, folder.control.gather(mine)))
         own, other = copies.fill_from_node(), copies.exchange(messages)
-        # On all ranks alike: a file that is lost or damaged had the masters of these chunks too.
+        # On all ranks: a file that is lost or damaged had the masters of these chunks too.
         begin_without(states, {want.state for want in lost})
         own_bytes, other_bytes = folder.control.sum([float(own), float(other)])
         _keep_only(folder, copies.of_node)
