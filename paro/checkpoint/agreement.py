@@ -30,9 +30,7 @@ class Ranks:
     everyone: Control
     near: Control
     folder_ranks: Sequence[int]  # the ranks of `near` in `everyone`
-    lock: FolderLock | None = (
-        None  # of the folder, on its first rank; None too where none is needed
-    )
+    lock: FolderLock | None = None  # of the folder, on its first rank; None if none is needed
 
     @property
     def share_one_folder(self) -> bool:
