@@ -57,19 +57,15 @@ class CheckedUnpickler(pickle._Unpickler):
 _BUILTIN: dict[int, Any] = pickle._Unpickler.dispatch
 
 
-def _set_item(unpickler: CheckedUnpickler) -> None:
-    _check_keys(unpickler, unpickler.stack[-2:-1])
-    _BUILTIN[pickle.SETITEM[0]](unpickler)
+def _with_checked_keys(opcode: bytes, keys: slice) -> _Load:
+    """Return what an opcode does, after a check of the keys at `keys` of the stack."""
 
+    def load(unpickler: CheckedUnpickler) -> None:
+        if not all(map(unpickler.is_key, unpickler.stack[keys])):
+            raise pickle.UnpicklingError("it holds a dict with keys of other types")
+        _BUILTIN[opcode[0]](unpickler)
 
-def _set_items(unpickler: CheckedUnpickler) -> None:
-    _check_keys(unpickler, unpickler.stack[::2])
-    _BUILTIN[pickle.SETITEMS[0]](unpickler)
-
-
-def _check_keys(unpickler: CheckedUnpickler, keys: list[object]) -> None:
-    if not all(map(unpickler.is_key, keys)):
-        raise pickle.UnpicklingError("it holds a dict with keys of other types")
+    return load
 
 
 def _build(unpickler: CheckedUnpickler) -> None:
@@ -82,5 +78,9 @@ def _build(unpickler: CheckedUnpickler) -> None:
 
 CheckedUnpickler.dispatch.update({code[0]: _BUILTIN[code[0]] for code in _OPCODES})
 CheckedUnpickler.dispatch.update(
-    {pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items, pickle.BUILD[0]: _build}
+    {
+        pickle.SETITEM[0]: _with_checked_keys(pickle.SETITEM, slice(-2, -1)),
+        pickle.SETITEMS[0]: _with_checked_keys(pickle.SETITEMS, slice(None, None, 2)),
+        pickle.BUILD[0]: _build,
+    }
 )

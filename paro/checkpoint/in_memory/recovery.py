@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paro.checkpoint.chunks import ChunkedState, begin_without, chunks_of, may_be_missing
 from paro.checkpoint.in_memory.folder import SnapshotFolder
-from paro.checkpoint.in_memory.overlap import overlap, remainder
+from paro.checkpoint.in_memory.overlap import overlap, remainder, split
 from paro.checkpoint.in_memory.snapshot import Snapshot
 from paro.errors import RunError, UserError
 from paro.layout import Chunk
@@ -319,15 +319,9 @@ def _parts(held: _ByState, want: Want) -> Iterator[Held]:
     left = [want.chunk]
     for snapshot, index in held.get(want.state, ()):
         stored = snapshot.record.regions[index].chunk
-        if len(stored.offsets) != len(want.chunk.offsets):
-            continue
-        rest = []
-        for chunk in left:
-            part = overlap(chunk, stored)
-            if part is not None:
-                yield Held(part, snapshot, index)
-            rest += [chunk] if part is None else remainder(chunk, [part])
-        left = rest
+        if len(stored.offsets) == len(want.chunk.offsets):
+            parts, left = split(left, stored)
+            yield from (Held(part, snapshot, index) for part in parts)
 
 
 def assign(
@@ -346,8 +340,7 @@ def assign(
             for source, chunk in sorted(
                 by_want[target, index], key=lambda offer: (load[offer[0]], offer[0])
             ):
-                parts = [part for one in left if (part := overlap(one, chunk)) is not None]
-                left = [rest for one in left for rest in remainder(one, parts)]
+                parts, left = split(left, chunk)
                 for part in parts:
                     messages.append(Message(source, target, want.state, part))
                     load[source] += part.numel
