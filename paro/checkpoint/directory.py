@@ -45,7 +45,7 @@ _PARTIAL = ".partial"
 T = TypeVar("T")
 
 
-class Base(TypedDict):
+class BaseCheckpoint(TypedDict):
     """The checkpoint that holds the frozen parameters of another."""
 
     folder: str
@@ -79,7 +79,7 @@ class _Common(TypedDict):
     token_ids: NotRequired[TokenIds]
     trainable: NotRequired[str]
     lora: NotRequired[dict[str, Any] | None]
-    base: NotRequired[Base | None]
+    base: NotRequired[BaseCheckpoint | None]
     converted_from: NotRequired[str | None]  # the Hugging Face folder with the same weights
 
 

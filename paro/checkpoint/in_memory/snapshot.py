@@ -56,7 +56,7 @@ class StoredChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class SnapshotRecord:
     """The states that one rank held after one iteration."""
 
     format: Literal[1]
@@ -73,7 +73,7 @@ class Snapshot:
     """A record that was read, and its data file, which is unverified."""
 
     path: Path  # of the data
-    record: Record
+    record: SnapshotRecord
 
     @property
     def start(self) -> int:
@@ -86,7 +86,9 @@ class Snapshot:
         checksum, _, body = read_bytes(path).partition(b"\n")
         if checksum != _sum_line(body):
             raise UserError(f"{path} is damaged: its checksum is wrong")
-        record: Record = conform(parse_json(body, dict, str(path)), Record, str(path))
+        record: SnapshotRecord = conform(
+            parse_json(body, dict, str(path)), SnapshotRecord, str(path)
+        )
         if len(record.checksums) != len(record.regions):
             raise UserError(f"{path} is damaged: checksums are missing")
         return cls(path.with_suffix(DATA), record)
