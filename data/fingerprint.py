@@ -22,7 +22,7 @@ _COUNTS = re.compile(r"(?:[0-9]{1,9} )*[0-9]{1,9}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """Identifies a tokenizer; only `digest` decides equality, the other fields are for messages.
+    """The identity of a tokenizer; `digest` decides equality, other fields are for messages.
 
     Equal digests mean that every id is the same piece and that the same id ends documents,
     regardless of tokenizer type, file or library version.

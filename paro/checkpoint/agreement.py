@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRanks:
-    """All ranks, and those that see the same folder as this one: the ranks of a node, or all.
+    """All ranks, and those that see this rank's folder of checkpoints: of a node, or all.
 
     Every method is collective and called from the one thread that uses the groups.
     """

@@ -214,7 +214,7 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 @contextmanager
 def damaged(path: Path) -> Iterator[None]:
-    """Around a call that reads a file of a checkpoint: an error is a `DamagedError`."""
+    """Turn an error of the block, which reads a file of a checkpoint, into a `DamagedError`."""
     try:
         yield
     except (DamagedError, LaterFormatError):

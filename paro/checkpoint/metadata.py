@@ -101,7 +101,7 @@ _CLASSES = {
 
 
 class _MetadataUnpickler(CheckedUnpickler):
-    """Makes DCP's metadata classes only."""
+    """An unpickler of DCP's metadata classes only."""
 
     classes = _CLASSES
 
@@ -165,7 +165,7 @@ def _check_state(name: object, state: object) -> None:
 def _check_places(
     name: str, state: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]
 ) -> None:
-    """Every chunk is stored, in no more bytes than it needs: a reader allocates them."""
+    """Check that every chunk is stored, in no more bytes than it needs: a reader allocates them."""
     for chunk in state.chunks:
         place = places.get(MetadataIndex(name, chunk.offsets))
         if place is None:

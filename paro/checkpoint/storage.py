@@ -45,7 +45,7 @@ _READ_AHEAD = 4  # chunks
 
 
 class BoundedWriter(FileSystemWriter):
-    """Writes files of at most `MAX_FILE_BYTES`, chunk by chunk, with their checksums.
+    """A writer of files of at most `MAX_FILE_BYTES`, chunk by chunk, with checksums.
 
     A chunk on the CPU is written without a copy, one on a GPU through a host copy.
     """
@@ -55,7 +55,7 @@ class BoundedWriter(FileSystemWriter):
         self.sums: dict[str, ChunkSums] = {}
 
     def storage_meta(self) -> StorageMeta:
-        """Without the folder's name, as the folder is renamed once the checkpoint is complete."""
+        """Leave out the folder's name: the folder is renamed once the checkpoint is complete."""
         return StorageMeta(save_id=self.save_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -101,7 +101,7 @@ class BoundedWriter(FileSystemWriter):
 
 
 class _SummingStream:
-    """Writes to a file with checksums, and starts writeback before the file is complete."""
+    """A stream into a file that sums it and starts writeback before the file is complete."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
@@ -161,7 +161,7 @@ class Read(NamedTuple):
 
 
 class CheckedReader:
-    """Reads checkpoints from untrusted sources: no code in them can run.
+    """A reader of untrusted checkpoints: no code in them can run.
 
     Data are verified by checksum before they are used, except in format 1, which has no manifest.
     """

@@ -31,7 +31,7 @@ class _Dispatch(dict[int, _Load]):
 
 
 class CheckedUnpickler(pickle._Unpickler):
-    """Makes nothing but what `classes` of a subclass has, and changes nothing that exists.
+    """An unpickler that makes only the `classes` of a subclass, and changes nothing that exists.
 
     It is Python's unpickler in Python, of half the speed. In the one in C a file of 8 bytes takes
     64 GB for its memo, and a key nested a million times overflows the stack as it is hashed.

@@ -40,7 +40,7 @@ TARGETS = ("paro", "hf", "megatron", PEFT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """A conversion: formats, folders, dtype and vocabulary padding."""
+    """The formats, folders, dtype and vocabulary padding of a conversion."""
 
     source_format: str
     target_format: str

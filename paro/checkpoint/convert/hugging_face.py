@@ -51,7 +51,7 @@ class _Begins(TypedDict, total=False):
 
 
 class _Step(TypedDict, total=False):
-    """A step of a tokenizer.json's post_processor: what it puts around a text."""
+    """A step of a tokenizer.json's post_processor: the tokens that it puts around a text."""
 
     single: list[dict[str, Any]]
     processors: list[_Step]

@@ -33,7 +33,7 @@ _LOCK_SECONDS = 10.0  # a killed process with much memory ends slowly
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFolder:
-    """An open folder, and the ranks of its node."""
+    """A node's open folder of snapshots, and the ranks of the node."""
 
     path: Path
     control: Control

@@ -38,7 +38,7 @@ class ChunkRequest(NamedTuple):
 
 
 class ChunkOffer(NamedTuple):
-    """A part of another rank's want that this rank can send."""
+    """A part of another rank's request that this rank can send."""
 
     wanted_by: int
     number: int  # in the wants of that rank
@@ -46,7 +46,7 @@ class ChunkOffer(NamedTuple):
 
 
 class SnapshotChunk(NamedTuple):
-    """A part of a want that a snapshot holds, in the chunk of this number."""
+    """A part of a request that a snapshot holds, in the chunk of this number."""
 
     chunk: Chunk
     snapshot: Snapshot
@@ -174,7 +174,7 @@ def _snapshots_here(
 
 
 class _VerifiedSnapshots:
-    """The verified copies of one iteration on this node, to fill `states`; collective to make.
+    """The verified snapshots of one iteration on this node, to fill `states`; collective to make.
 
     Each rank of the node verifies, and sends from, an equal share of the snapshots.
     """
@@ -210,7 +210,7 @@ class _VerifiedSnapshots:
         ]
 
     def plan(self) -> tuple[list[ChunkTransfer], list[ChunkRequest]]:
-        """Return the messages of all ranks, and what nobody holds; the same on all ranks."""
+        """Agree on the transfers of all ranks, and on the requests that nobody can serve."""
         control = self._folder.control
         missing = [
             ChunkRequest(want.state, chunk)

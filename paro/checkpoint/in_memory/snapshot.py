@@ -117,14 +117,14 @@ class Snapshot:
 
 
 class _Slot(NamedTuple):
-    """A mapped file as tensors, and the checksums of what was copied into it."""
+    """A mapped file as tensors, and the checksums of the chunks copied into it."""
 
     targets: list[Tensor]
     checksums: list[int | None]
 
 
 class SnapshotWriter:
-    """Writes the states of one rank into two slots in turn; a slot is allocated at its first use.
+    """A writer of the states of one rank into two slots in turn, allocated at their first use.
 
     `states` are views of shards that keep their storage; those named in `constant` never change,
     and are copied into each slot once.
