@@ -54,16 +54,13 @@ class DataConfig:
             raise UserError("--sft needs a corpus of conversations: --mock-data have none")
         if self.is_per_split and self.split is not None:
             raise contradiction("--split", given[0])
-        if not 1 <= self.seq_length <= MOST_TOKENS:
-            raise UserError(
-                f"--seq-length {self.seq_length} must be at least 1 and at most {MOST_TOKENS}"
-            )
-        if not 0 <= self.num_workers <= MOST_WORKERS:
-            raise UserError(
-                f"--num-workers {self.num_workers} must be 0 or more and at most {MOST_WORKERS}"
-            )
-        if not 0 <= self.seed <= MAX_SEED:
-            raise UserError(f"--seed {self.seed} must be between 0 and {MAX_SEED}")
+        for flag, value, low, high in (
+            ("--seq-length", self.seq_length, 1, MOST_TOKENS),
+            ("--num-workers", self.num_workers, 0, MOST_WORKERS),
+            ("--seed", self.seed, 0, MAX_SEED),
+        ):
+            if not low <= value <= high:
+                raise UserError(f"{flag} {value} must be at least {low} and at most {high}")
         parse_split(self.split or DEFAULT_SPLIT)
 
     def _check_validation(self, valid: Blend | None) -> None:

@@ -122,9 +122,8 @@ def candidates(directory_root: str | Path) -> tuple[list[int], str | None]:
         return on_disk, str(error)
     if latest is None:
         return on_disk, f"{root / TRACKER} is missing" if on_disk else None
-    older = [iteration for iteration in on_disk if iteration < latest]
-    newer = [iteration for iteration in on_disk if iteration > latest]
-    return [latest, *older, *newer], None
+    others = [iteration for iteration in on_disk if iteration != latest]
+    return [latest, *sorted(others, key=lambda iteration: iteration > latest)], None
 
 
 def iterations_in(root: Path) -> set[int]:
