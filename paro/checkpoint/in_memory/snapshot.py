@@ -26,7 +26,7 @@ from paro.errors import UserError
 from paro.layout import Chunk
 from paro.untrusted.checksum import crc32
 from paro.untrusted.regular_file import RegularFile, read_bytes
-from paro.untrusted.schema import Count, conform, parse_json
+from paro.untrusted.schema import Count, parse_json
 
 NUM_SLOTS = 2
 RECORD, DATA = ".json", ".data"
@@ -86,9 +86,7 @@ class Snapshot:
         checksum, _, body = read_bytes(path).partition(b"\n")
         if checksum != _sum_line(body):
             raise UserError(f"{path} is damaged: its checksum is wrong")
-        record: SnapshotRecord = conform(
-            parse_json(body, dict, str(path)), SnapshotRecord, str(path)
-        )
+        record: SnapshotRecord = parse_json(body, SnapshotRecord, str(path))
         if len(record.checksums) != len(record.regions):
             raise UserError(f"{path} is damaged: checksums are missing")
         return cls(path.with_suffix(DATA), record)
