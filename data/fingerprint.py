@@ -32,7 +32,7 @@ class Fingerprint:
     file: str
     vocab_size: int
     digest: str
-    # How many bytes of text the ids 0, 1, ... stand for, with a blank between; None: not known.
+    # Counts of the bytes of text that ids 0, 1, ... stand for, blanks between; None: unknown.
     token_bytes: str | None = None
 
     def __post_init__(self) -> None:

@@ -53,7 +53,7 @@ class BaseCheckpoint(TypedDict):
     checksum: Count  # of its manifest, and so of all its files
 
 
-# What a Hugging Face configuration says of special tokens, such as pad_token_id.
+# Ids of special tokens in a Hugging Face configuration, such as pad_token_id.
 TokenIds = dict[str, int | list[int] | None]
 
 

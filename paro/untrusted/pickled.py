@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Any, ClassVar
 
-# What a pickle of plain records needs. Not among them: sets, byte arrays and out-of-band buffers,
+# Opcodes that a pickle of plain records needs. Left out: sets, byte arrays, out-of-band buffers,
 # and the old ways to make an instance.
 _OPCODES = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK),

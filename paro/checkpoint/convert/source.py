@@ -20,7 +20,7 @@ from paro.checkpoint.directory import TokenIds
 from paro.errors import UserError
 from paro.layout import Shape, shape_text
 
-# How much of a tensor is read at once; a conversion holds a few times as much in memory.
+# Bytes of a tensor that are read at once; a conversion holds a few times as much in memory.
 CHUNK_BYTES = 2**27
 
 
