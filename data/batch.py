@@ -60,7 +60,7 @@ class Batch:
         return self._with(lambda part: part.share_memory_())
 
     def documents(self) -> dict[str, Any]:
-        """Keyword arguments for the model that describe documents sharing a sample."""
+        """Return the keyword arguments for the model that describe documents sharing a sample."""
         found = {"positions_BS": self.positions_BS, "document_lengths": self.document_lengths}
         return found if self.seq_length is None else {**found, "seq_length": self.seq_length}
 
@@ -97,7 +97,7 @@ def collate(
 ) -> Batch:
     """Make a batch of samples of seq_length + 1 tokens; the last `num_masked` are masked.
 
-    Bytes of text are counted here, where processes read ahead and labels lie in memory: a device
+    Bytes of text are counted here, where processes read ahead and labels are in memory: a device
     gets no table, and a sum on it would have to be brought back.
     """
     text = np.stack(samples)
@@ -123,7 +123,7 @@ Failure = UserError | OSError  # the latter is of the storage, or of the limit o
 
 @dataclass(eq=False)
 class Fetch(Dataset[Batch | Failure]):
-    """Maps the sample numbers of a micro-batch to the batch.
+    """A map from the sample numbers of a micro-batch to the batch.
 
     Errors of the user and of the storage are returned as values: of an exception that is raised in
     a worker process only a page of text arrives.

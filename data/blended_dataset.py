@@ -27,7 +27,7 @@ from paro.errors import UserError
 
 @dataclass(eq=False)
 class BlendedDataset:
-    """Sample i is the next sample of the corpus that the blend order gives for i.
+    """A blend: sample i is the next one of the corpus that the blend order gives for i.
 
     Held-out data with fewer samples than are drawn are read again from the start.
     """

@@ -37,7 +37,7 @@ def checksums_path(prefix: str | Path) -> Path:
 
 
 class BlockSums:
-    """Computes the checksums of a .bin file from its content, part by part."""
+    """The checksums of a .bin file, computed from its content part by part."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self._block_bytes = block_bytes

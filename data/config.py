@@ -9,7 +9,7 @@ from data.blend import Blend, parse_blend, read_blend, read_blend_per_split
 from data.document_bounds import DocumentRules
 from data.loss_mask import loss_mask_paths
 from data.sample_order import SPLIT_NAMES, parse_split
-from paro.errors import UserError
+from paro.errors import UserError, contradiction
 
 DEFAULT_SPLIT = "969, 30, 1"
 MAX_SEED = 2**32 - 1
@@ -43,7 +43,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         given = [flag for flag, is_given in self._sources().items() if is_given]
         if len(given) > 1:
-            raise UserError(f"{given[0]} and {given[1]} contradict each other: give one of them")
+            raise contradiction(given[0], given[1])
         if not given:
             raise UserError("no data: give --data-path PREFIX, or --mock-data for synthetic tokens")
         blends = self.blends()
@@ -53,17 +53,14 @@ class DataConfig:
         if self.sft and self.mock_data:
             raise UserError("--sft needs a corpus of conversations: --mock-data have none")
         if self.is_per_split and self.split is not None:
-            raise UserError(f"--split and {given[0]} contradict each other: give one of them")
-        if not 1 <= self.seq_length <= MOST_TOKENS:
-            raise UserError(
-                f"--seq-length {self.seq_length} must be at least 1 and at most {MOST_TOKENS}"
-            )
-        if not 0 <= self.num_workers <= MOST_WORKERS:
-            raise UserError(
-                f"--num-workers {self.num_workers} must be 0 or more and at most {MOST_WORKERS}"
-            )
-        if not 0 <= self.seed <= MAX_SEED:
-            raise UserError(f"--seed {self.seed} must be between 0 and {MAX_SEED}")
+            raise contradiction("--split", given[0])
+        for flag, value, low, high in (
+            ("--seq-length", self.seq_length, 1, MOST_TOKENS),
+            ("--num-workers", self.num_workers, 0, MOST_WORKERS),
+            ("--seed", self.seed, 0, MAX_SEED),
+        ):
+            if not low <= value <= high:
+                raise UserError(f"{flag} {value} must be at least {low} and at most {high}")
         parse_split(self.split or DEFAULT_SPLIT)
 
     def _check_validation(self, valid: Blend | None) -> None:

@@ -21,7 +21,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BATCH_BYTES = 2**18  # of a batch of lines or rows; one longer line is a batch of its own
 TEXT_BYTES = 2**22  # a longer .txt file is encoded in parts, cut at ends of lines
 ROWS = 4096  # of a batch at most
-# Where a long text is cut: after the last line end not followed by a blank, else after the last.
+# Cuts of a long text: after the last line end not followed by a blank, else after the last.
 LINE_ENDS = (re.compile(rb".*\n(?=\S)", re.DOTALL), re.compile(rb".*\n", re.DOTALL))
 _LIST, _OBJECT = re.compile(r"\s*\[\s*({|$)"), re.compile(r"\s*{\s*$")
 _TOO_LONG = "requires too much memory"  # what zstd says of a window that its caller did not allow
@@ -189,7 +189,7 @@ def _parquet_rows(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[int, Rows
 def _saved_rows(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[int, Rows]]:
     source = open_hugging_face(piece.path, piece.config, piece.split or "train")
     _check_columns(piece, keys, source.column_names)
-    # As stored, as of a .parquet file: JSON in a column stays a text.
+    # Values as stored, as in a .parquet file: JSON in a column stays a text.
     source = source.select_columns(list(dict.fromkeys(keys))).with_format("arrow")
     num_rows = piece.end - piece.begin
     step = min(ROWS, max(1, num_rows * BATCH_BYTES // max(1, piece.num_bytes)))
@@ -263,7 +263,7 @@ def _lines_before(path: str, end: int) -> int:
 
 
 class _BadError(Exception):
-    """Why a document is malformed, in words that follow its place."""
+    """A malformed document: the reason, in words that follow its place."""
 
 
 def _raw_documents(batch: RawBatch) -> Iterable[Any]:

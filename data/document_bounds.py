@@ -23,7 +23,7 @@ class DocumentRules:
 
 
 class Bounds(NamedTuple):
-    """Loss mask, positions and document lengths of a batch; None for the default."""
+    """The loss mask, positions and document lengths of a batch; None for the default."""
 
     loss_mask_BS: NDArray[np.float32]  # noqa: N815
     positions_BS: NDArray[np.int64] | None  # noqa: N815

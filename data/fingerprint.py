@@ -22,7 +22,7 @@ _COUNTS = re.compile(r"(?:[0-9]{1,9} )*[0-9]{1,9}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """Identifies a tokenizer; only `digest` decides equality, the other fields are for messages.
+    """The identity of a tokenizer; `digest` decides equality, other fields are for messages.
 
     Equal digests mean that every id is the same piece and that the same id ends documents,
     regardless of tokenizer type, file or library version.
@@ -32,7 +32,7 @@ class Fingerprint:
     file: str
     vocab_size: int
     digest: str
-    # How many bytes of text the ids 0, 1, ... stand for, with a blank between; None: not known.
+    # Counts of the bytes of text that ids 0, 1, ... stand for, blanks between; None: unknown.
     token_bytes: str | None = None
 
     def __post_init__(self) -> None:

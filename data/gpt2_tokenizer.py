@@ -15,7 +15,7 @@ VOCAB_FILE, MERGE_FILE = "vocab.json", "merges.txt"  # their names in a Hugging 
 
 
 def gpt2_tokenizer(vocab_file: str, merge_file: str) -> LibraryTokenizer:
-    """`--vocab-file` and `--merge-file`, with the same ids as Megatron's type GPT2BPETokenizer.
+    """Read `--vocab-file` and `--merge-file`, with the ids of Megatron's GPT2BPETokenizer.
 
     END ends documents. If a text contains END literally, it becomes that one id, as in
     transformers.
@@ -58,7 +58,7 @@ def read_gpt2(vocab_file: Path, merge_file: Path) -> Any:
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:
-    """Pieces and their ids, which are consecutive from 0."""
+    """Read pieces and their ids, which are consecutive from 0."""
     vocabulary: dict[str, int] = read_json(path, dict[str, int], f"--vocab-file {path}")
     if sorted(vocabulary.values()) != list(range(len(vocabulary))):
         raise UserError(f"--vocab-file {path}: the ids must count from 0 without a gap")

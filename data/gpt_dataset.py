@@ -53,7 +53,7 @@ class SplitRequest:
     flag: str = "--data-path"  # that names the corpora, for messages
 
     def build(self, prefix: str, num_samples: int | None) -> GPTDataset:
-        """So many samples of one of the corpora."""
+        """Build this many samples of one of the corpora."""
         return build_gpt_dataset(self.open_corpus(prefix), replace(self, num_samples=num_samples))
 
     def total_samples(self, prefix: str, num_samples: int | None) -> int:
@@ -217,7 +217,7 @@ def plan_split(indexed: IndexedDataset, request: SplitRequest) -> OrderPlan:
 
 
 def _cache_entry(prefix: str, lengths: NDArray[np.int32], request: SplitRequest) -> CacheEntry:
-    """Megatron's file names and facts; they identify sizes instead of the tokenizer."""
+    """Name the cache by Megatron's facts, which identify sizes instead of the tokenizer."""
     config, split = request.config, request.config.split_in_use
     facts = {
         "class": "GPTDataset",

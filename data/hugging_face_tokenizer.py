@@ -84,8 +84,7 @@ class _TransformersTokenizer(LibraryTokenizer):
 
 
 def hugging_face_tokenizer(model: str) -> LibraryTokenizer:
-    """Return a `tokenizer.json` file or a folder that contains one, which mean the same, or
-    anything else transformers loads: a folder of other files, or a hub name in its cache.
+    """Open a `tokenizer.json` or its folder, another folder of transformers, or a cached hub name.
 
     The files next to a `tokenizer.json` may add tokens, which get their ids as in transformers. It
     does not define which token ends a document: that comes from `eos_token` in the

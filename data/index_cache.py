@@ -46,7 +46,7 @@ Expected = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]  # shape and type
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEntry:
-    """Identifies cached indices: the folder, their split and kind, and what they depend on."""
+    """The identity of cached indices: folder, split and kind, and the facts they depend on."""
 
     folder: Path
     split_name: str
@@ -123,7 +123,7 @@ def _alone_on_this_machine(entry: CacheEntry) -> Iterator[None]:
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    """Take the lock and write this process into its file, for those who wait."""
+    """Take the lock and write this process into its file, for processes that wait."""
     wait: Wait | None = None
     while True:
         try:

@@ -52,14 +52,14 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def remove_dataset(prefix: str | Path) -> None:
-    """Remove all files of a data set, those that a Megatron-LM does not know too."""
+    """Remove all files of a data set, also those that Megatron-LM does not know."""
     own = (checksums_path(prefix), fingerprint_path(prefix), *loss_mask_paths(prefix))
     for path in (idx_path(prefix), bin_path(prefix), *own):
         path.unlink(missing_ok=True)
 
 
 def sequence_pointers(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.int64]:
-    """Byte offset of each sequence; all sums are 64 bits wide."""
+    """Return the byte offset of each sequence; all sums are 64 bits wide."""
     wide = lengths.astype("<i8")
     return (np.cumsum(wide) - wide) * itemsize
 
@@ -168,7 +168,7 @@ class IndexedDataset:
             raise IndexError(f"sequence {index} of {len(self)}")
         begin, end = self._pointers(index, 2).tolist()
         if index + 1 == len(self):
-            end = self._content.size  # what lies behind the last pointer is no pointer
+            end = self._content.size  # what is behind the last pointer is no pointer
         first, size = begin // self.dtype.itemsize, (end - begin) // self.dtype.itemsize
         stop = size if length is None else offset + length
         if not (0 <= offset <= stop <= size and 0 <= first <= self.num_tokens - size):
@@ -259,7 +259,7 @@ class EncodedDocuments(NamedTuple):
 
 
 class IndexedDatasetWriter:
-    """Writes one prefix: all files get their final names if the block succeeds, else none.
+    """A writer of one prefix: all files get their final names if the block succeeds, else none.
 
     The .bin file is streamed; the .idx file is written last, by `complete` or at the end.
     `tokenizer` is the one that made the ids, if it is known. With `has_loss_mask` it is a corpus of

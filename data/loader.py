@@ -80,7 +80,7 @@ class Datasets:
         return sets
 
     def train_corpora(self) -> tuple[GPTDataset, ...]:
-        """Return the training corpora, one or those of a blend; empty for synthetic tokens."""
+        """Return the training corpora, one or all of a blend; empty for synthetic tokens."""
         return _corpora_of(self.train)
 
     def token_bytes(
@@ -194,7 +194,7 @@ def _build_from_corpora(
 
 
 def _allow_open_files(blends: Iterable[Blend]) -> None:
-    """Raise the limit of open files by those of the corpora, as far as the system lets it."""
+    """Raise the limit of open files by that of the corpora, as far as the system lets it."""
     prefixes = {prefix for blend in blends for prefix in blend.prefixes}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
@@ -227,7 +227,7 @@ def _sets(config: DataConfig) -> dict[tuple[str, str], Blend]:
 
 @dataclass(eq=False)
 class MicroBatches:
-    """Endless iterator over this rank's micro-batches, in order from `consumed_samples` on.
+    """An endless iterator over this rank's micro-batches, in order from `consumed_samples` on.
 
     Micro-batch m has micro_batch_size samples, starting at consumed + (m * data_parallel_size +
     data_parallel_rank) * micro_batch_size: Megatron's dataloader type `single`. The caller decides
@@ -330,7 +330,7 @@ class MicroBatches:
         with _child_signals_left_alone():
             try:
                 return iter(loader)
-            except OSError as error:  # semaphores lie there too
+            except OSError as error:  # semaphores are there too
                 if (limit := open_files_limit(error)) is not None:
                     raise UserError(limit) from error
                 raise self._no_shared_memory(str(error)) from error
@@ -378,7 +378,7 @@ def _leave_process_group(worker: int) -> None:
 
 
 def _shared(batch: Any) -> Any:  # DataLoader's annotation is list, even without batching
-    """In a worker: moves a batch into shared memory, so that a lack of it reaches the trainer.
+    """Move a batch into shared memory in a worker, so that a lack of it reaches the trainer.
 
     Where torch would move it, in the thread that sends it, an error loses the batch, and the
     trainer waits for it.

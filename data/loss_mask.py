@@ -59,7 +59,7 @@ class LossMaskFile:
 
 
 class LossMaskWriter:
-    """Appends to the loss mask of a corpus."""
+    """A writer that appends to the loss mask of a corpus."""
 
     def __init__(self, stream: BinaryIO, sums_file: Path) -> None:
         self._stream = stream
@@ -84,7 +84,7 @@ class LossMaskWriter:
 
 @contextmanager
 def replacing_loss_mask(prefix: str | Path, *, wanted: bool) -> Iterator[LossMaskWriter | None]:
-    """Write the two files when the block succeeds; if unwanted, remove those of before."""
+    """Write the two files when the block succeeds; if unwanted, remove earlier ones."""
     paths = loss_mask_paths(prefix)
     if not wanted:
         yield None

@@ -9,7 +9,7 @@ RESTART_PROBABILITY = 0.1  # per token, of a jump to another position of the cyc
 
 
 class MockDataset:
-    """Walks along one fixed random cycle through the vocabulary, with jumps to random positions.
+    """Walks along a fixed random cycle through the vocabulary, with jumps to random positions.
 
     The token after t is always the same unless there is a jump, and jumps favour some positions.
     So the loss falls at once (frequencies) and keeps falling (successors), down to the entropy of
@@ -43,7 +43,7 @@ class MockDataset:
         return self.cycle[places % len(self.cycle)]
 
     def loss_mask(self, index: int) -> None:
-        """Every token is answered."""
+        """Return None: every token is trained on."""
 
     def describe(self) -> str:
         return f"{self.num_samples:,} samples of synthetic tokens (--mock-data)"

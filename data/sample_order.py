@@ -105,7 +105,7 @@ class SampleOrder(NamedTuple):
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Weights of train, valid and test, summing to 1; missing ones are 0."""
+    """Parse the weights of train, valid and test, summing to 1; missing ones are 0."""
     words = [word for word in re.split(r"[,/\s]+", text.strip()) if word]
     try:
         weights = [float(word) for word in words]
@@ -190,13 +190,13 @@ def _sample_index(
 
 
 def sample_index_dtype(plan: OrderPlan, lengths: NDArray[np.int32]) -> np.dtype[Any]:
-    """int32 as long as positions and offsets fit."""
+    """Return int32 as long as positions and offsets fit, else int64."""
     largest = max(plan.num_entries, int(lengths.max(initial=0)))
     return np.dtype(np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
 
 
 def shuffle_index_dtype(plan: OrderPlan) -> np.dtype[Any]:
-    """uint32 as long as all samples fit."""
+    """Return uint32 as long as all samples fit, else int64."""
     fits = plan.total_samples < np.iinfo(np.uint32).max - 1
     return np.dtype(np.uint32 if fits else np.int64)
 

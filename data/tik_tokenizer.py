@@ -39,7 +39,7 @@ class TikTokenizer:
         self.eod = first + 1
         self.text_prefix: tuple[int, ...] = ()
         self._first_special = first
-        # As text: each byte becomes the character with its code.
+        # Pieces as text: each byte becomes the character with its code.
         self.vocabulary = {piece.decode("latin-1"): rank for piece, rank in ranks.items()} | special
         self._encoding = tiktoken.Encoding(
             Path(model).name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special

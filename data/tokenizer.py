@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """All ids are below this number; not padded."""
+        """The number of ids, not padded."""
 
     @property
     def vocabulary(self) -> Mapping[str, int]:

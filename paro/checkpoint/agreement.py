@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
-    """All ranks, and those that see the same folder as this one: the ranks of a node, or all.
+class CheckpointRanks:
+    """All ranks, and those that see this rank's folder of checkpoints: of a node, or all.
 
     Every method is collective and called from the one thread that uses the groups.
     """
@@ -30,9 +30,7 @@ class Ranks:
     everyone: Control
     near: Control
     folder_ranks: Sequence[int]  # the ranks of `near` in `everyone`
-    lock: FolderLock | None = (
-        None  # of the folder, on its first rank; None too where none is needed
-    )
+    lock: FolderLock | None = None  # of the folder, on its first rank; None if none is needed
 
     @property
     def share_one_folder(self) -> bool:
@@ -77,23 +75,23 @@ class Ranks:
                 raise UserError(describe(error)) from error
 
 
-def with_one_folder(control: Control) -> Ranks:
+def with_one_folder(control: Control) -> CheckpointRanks:
     """Return the ranks of a run that all see one folder."""
-    return Ranks(control, control, range(control.world.size))
+    return CheckpointRanks(control, control, range(control.world.size))
 
 
-def one_process() -> Ranks:
+def one_process() -> CheckpointRanks:
     """Return the ranks of a program of one process."""
     return with_one_folder(Control(World(), torch.device("cpu")))
 
 
-def ranks_that_save(locked: LockedFolders, control: Control, timeout: timedelta) -> Ranks:
+def ranks_that_save(locked: LockedFolders, control: Control, timeout: timedelta) -> CheckpointRanks:
     """Return ranks with process groups of their own, for saves while the ranks train."""
     if control.world.size == 1:
-        return Ranks(control, control, range(1), locked.lock)
+        return CheckpointRanks(control, control, range(1), locked.lock)
     world, near = make_save_groups(locked.folders, control.world.rank, timeout)
     everyone = control.over(world, range(control.world.size))
     if len(locked.folders) == 1:
-        return Ranks(everyone, everyone, range(control.world.size), locked.lock)
+        return CheckpointRanks(everyone, everyone, range(control.world.size), locked.lock)
     (members,) = (ranks for ranks in locked.folders if control.world.rank in ranks)
-    return Ranks(everyone, control.over(near, members), members, locked.lock)
+    return CheckpointRanks(everyone, control.over(near, members), members, locked.lock)

@@ -19,7 +19,7 @@ _ALIGN = 64  # bytes: values of any type begin at multiples of it
 
 
 class HostCopy:
-    """Host buffers for what this rank writes; allocated by the first save, reused by later ones."""
+    """Host buffers for the chunks this rank writes; allocated by the first save, then reused."""
 
     def __init__(self) -> None:
         self._room: dict[tuple[str, Shape], Tensor] = {}
@@ -64,7 +64,7 @@ def cut_up(block: Tensor, sources: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Background:
-    """Runs one job at a time on its own thread; keeps its exception until `wait` is called.
+    """A thread that runs one job at a time and keeps its exception until `wait` is called.
 
     The thread is a daemon: a rank that exits after an error must not join a thread that waits for
     a dead peer.

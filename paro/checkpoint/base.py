@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from model.lora_config import LoraConfig
-from paro.checkpoint.directory import COMMON, Base, find_checkpoint
+from paro.checkpoint.directory import COMMON, BaseCheckpoint, find_checkpoint
 from paro.checkpoint.manifest import DamagedError, Manifest, read_manifest
 from paro.errors import UserError
 from paro.spec.states import PARAM
 from paro.untrusted.schema import conform
 
 
-def as_base(directory: Path) -> Base | None:
+def as_base(directory: Path) -> BaseCheckpoint | None:
     """Return an iteration's folder as a base; None for format 1, whose content has no checksum."""
     manifest = read_manifest(directory)
     if manifest is None:
         return None
-    return Base(
+    return BaseCheckpoint(
         folder=str(directory.parent.resolve()),
         iteration=manifest.iteration,
         checksum=manifest.checksum,
@@ -35,7 +35,9 @@ def stored_parameters(directory: Path) -> frozenset[str]:
     return frozenset(name.removeprefix(f"{PARAM}.") for name in names if name.startswith(PARAM))
 
 
-def open_base(named: Base | None, moved_to: str | None, blame: str) -> tuple[Path, Manifest] | None:
+def open_base(
+    named: BaseCheckpoint | None, moved_to: str | None, blame: str
+) -> tuple[Path, Manifest] | None:
     """Return folder and manifest of the base that `blame` names; None if it needs none.
 
     `moved_to` is the value of --base. `UserError` if the base is gone, damaged or another one.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from model.config import LlamaConfig
-from paro.errors import UserError
+from paro.errors import UserError, contradiction
 
 # Fields of the model that a run may change when it continues.
 _FREE_FIELDS = frozenset(
@@ -59,22 +59,17 @@ class CheckpointConfig:
     non_persistent_save_interval: int | None = None  # None: every iteration
 
     def __post_init__(self) -> None:
-        for flag, value in (
-            ("--ckpt-step", self.ckpt_step),
-            ("--base", self.base),
-            ("--use-checkpoint-args", self.use_checkpoint_args or None),
-            (
-                "--use-checkpoint-opt_param-scheduler",
-                self.use_checkpoint_opt_param_scheduler or None,
-            ),
+        for flag, is_given in (
+            ("--ckpt-step", self.ckpt_step is not None),
+            ("--base", self.base is not None),
+            ("--use-checkpoint-args", self.use_checkpoint_args),
+            ("--use-checkpoint-opt_param-scheduler", self.use_checkpoint_opt_param_scheduler),
         ):
-            if value is not None and self.load is None:
+            if is_given and self.load is None:
                 raise UserError(f"{flag} needs --load")
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
-            raise UserError(
-                "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler "
-                "contradict each other: give one"
-            )
+            one = "--override-opt_param-scheduler"
+            raise contradiction(one, "--use-checkpoint-opt_param-scheduler")
         if self.start_over and self.save is None:
             raise UserError("--start-over needs --save")
         if self.start_over and self.saves_where_it_loads:

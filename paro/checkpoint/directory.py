@@ -45,7 +45,7 @@ _PARTIAL = ".partial"
 T = TypeVar("T")
 
 
-class Base(TypedDict):
+class BaseCheckpoint(TypedDict):
     """The checkpoint that holds the frozen parameters of another."""
 
     folder: str
@@ -53,7 +53,7 @@ class Base(TypedDict):
     checksum: Count  # of its manifest, and so of all its files
 
 
-# What a Hugging Face configuration says of special tokens, such as pad_token_id.
+# Ids of special tokens in a Hugging Face configuration, such as pad_token_id.
 TokenIds = dict[str, int | list[int] | None]
 
 
@@ -79,7 +79,7 @@ class _Common(TypedDict):
     token_ids: NotRequired[TokenIds]
     trainable: NotRequired[str]
     lora: NotRequired[dict[str, Any] | None]
-    base: NotRequired[Base | None]
+    base: NotRequired[BaseCheckpoint | None]
     converted_from: NotRequired[str | None]  # the Hugging Face folder with the same weights
 
 
@@ -122,9 +122,8 @@ def candidates(directory_root: str | Path) -> tuple[list[int], str | None]:
         return on_disk, str(error)
     if latest is None:
         return on_disk, f"{root / TRACKER} is missing" if on_disk else None
-    older = [iteration for iteration in on_disk if iteration < latest]
-    newer = [iteration for iteration in on_disk if iteration > latest]
-    return [latest, *older, *newer], None
+    others = [iteration for iteration in on_disk if iteration != latest]
+    return [latest, *sorted(others, key=lambda iteration: iteration > latest)], None
 
 
 def iterations_in(root: Path) -> set[int]:

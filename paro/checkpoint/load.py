@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch.distributed.checkpoint import TensorStorageMetadata
 
 from model.lora_config import LoraConfig, is_adapter
-from paro.checkpoint.agreement import Ranks, with_one_folder
+from paro.checkpoint.agreement import CheckpointRanks, with_one_folder
 from paro.checkpoint.base import has_adapters, open_base
 from paro.checkpoint.chunks import (
     ChunkedState,
@@ -32,7 +32,7 @@ State = TypeVar("State")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loading:
+class LoadRequest:
     """The checkpoint to load, and the parts of it that are loaded."""
 
     iteration: int | None = None  # None: the latest complete one
@@ -48,7 +48,7 @@ def load_checkpoint(
     shards: Iterable[FlatShard],
     control: Control,
     *,
-    wanted: Loading = Loading(),
+    wanted: LoadRequest = LoadRequest(),
     log: Callable[[str], None],
 ) -> dict[str, Any] | None:
     """Fill `shards` in place; return the contents of common.json, None if nothing was saved.
@@ -88,7 +88,7 @@ def load_checkpoint(
 
 
 def _order(
-    root: str | Path, iteration: int | None, ranks: Ranks, blame: str
+    root: str | Path, iteration: int | None, ranks: CheckpointRanks, blame: str
 ) -> tuple[list[int], str | None]:
     """Return the iterations that all ranks try, best first, and the tracker's fault or None.
 
@@ -114,8 +114,8 @@ def _load_iteration(
     root: Path,
     iteration: int,
     states: dict[str, ChunkedState],
-    wanted: Loading,
-    ranks: Ranks,
+    wanted: LoadRequest,
+    ranks: CheckpointRanks,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Fill the states from one iteration, after every rank has found all that it needs."""
@@ -185,7 +185,7 @@ def _parameters(states: dict[str, State]) -> dict[str, State]:
     return {name: state for name, state in states.items() if name.startswith(kinds)}
 
 
-def _source(name: str, stored: Mapping[str, object], wanted: Loading) -> str:
+def _source(name: str, stored: Mapping[str, object], wanted: LoadRequest) -> str:
     """Return the name under which the checkpoint has the values of a state."""
     sent = SENT + name.removeprefix(PARAM)
     return sent if wanted.as_sent and sent in stored else name

@@ -90,7 +90,7 @@ class LockHolder:
 
 
 def _short(text: str) -> str:
-    """Printable ASCII of a limited length: for terminals, and for a file of fixed size."""
+    """Make a text short printable ASCII: for terminals, and for a file of fixed size."""
     return "".join(c if c.isascii() and c.isprintable() else "?" for c in text[:_TEXT_LENGTH])
 
 

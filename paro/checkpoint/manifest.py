@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
@@ -144,11 +145,8 @@ def sum_of(content: bytes) -> ChunkSums:
 
 
 def _placed(sums: ChunkSums) -> Iterator[tuple[int, ChunkSum]]:
-    """Yield the sums of a file, each with its first byte."""
-    begin = 0
-    for chunk in sums:
-        yield begin, chunk
-        begin += chunk.length
+    """Return the sums of a file, each after its first byte."""
+    return zip(accumulate((chunk.length for chunk in sums), initial=0), sums, strict=False)
 
 
 def _num_bytes(sums: ChunkSums) -> int:
@@ -216,7 +214,7 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 @contextmanager
 def damaged(path: Path) -> Iterator[None]:
-    """Around a call that reads a file of a checkpoint: an error is a `DamagedError`."""
+    """Turn an error of the block, which reads a file of a checkpoint, into a `DamagedError`."""
     try:
         yield
     except (DamagedError, LaterFormatError):

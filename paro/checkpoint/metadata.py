@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.serialization import _get_layout
 
 from paro.checkpoint.directory import METADATA
-from paro.checkpoint.manifest import DamagedError
-from paro.errors import describe, open_files_limit
+from paro.checkpoint.manifest import DamagedError, damaged
+from paro.errors import UserError, describe, open_files_limit
 from paro.untrusted.pickled import CheckedUnpickler
 from paro.untrusted.regular_file import read_bytes
 
@@ -50,21 +50,15 @@ def read_metadata(directory: Path) -> Metadata:
         raise DamagedError(
             f"{path} is missing or damaged ({detail}): resume from another iteration"
         ) from None
-    try:
+    with damaged(path):
         if not isinstance(metadata, Metadata):
-            raise _WrongError(f"it holds a {type(metadata).__name__} and no metadata")
+            raise UserError(f"it holds a {type(metadata).__name__} and no metadata")
         states, places = _fields(metadata)
         for name, state in states.items():
             _check_state(name, state)
             if isinstance(state, TensorStorageMetadata):
                 _check_places(name, state, places)
-    except _WrongError as error:
-        raise DamagedError(f"{path} is damaged ({error})") from None
     return metadata
-
-
-class _WrongError(Exception):
-    """A field of the metadata is wrong."""
 
 
 def _layout(name: object) -> Any:
@@ -101,7 +95,7 @@ _CLASSES = {
 
 
 class _MetadataUnpickler(CheckedUnpickler):
-    """Makes DCP's metadata classes only."""
+    """An unpickler of DCP's metadata classes only."""
 
     classes = _CLASSES
 
@@ -118,26 +112,26 @@ def _fields(metadata: Metadata) -> tuple[dict[str, Any], Mapping[MetadataIndex, 
     states = getattr(metadata, "state_dict_metadata", None)
     places = getattr(metadata, "storage_data", None)
     if not isinstance(states, dict) or not isinstance(places, dict):
-        raise _WrongError("it lists no states or no places")
+        raise UserError("it lists no states or no places")
     for index, place in places.items():
         if not isinstance(index, MetadataIndex):
-            raise _WrongError("a place belongs to no chunk")
+            raise UserError("a place belongs to no chunk")
         with_name = isinstance(getattr(place, "relative_path", None), str)
         if not isinstance(place, _StorageInfo) or not with_name:
-            raise _WrongError(f"{index.fqn:.99} has no place")
+            raise UserError(f"{index.fqn:.99} has no place")
         if Path(place.relative_path).name != place.relative_path or "\0" in place.relative_path:
-            raise _WrongError(
+            raise UserError(
                 f"{index.fqn:.99} is in {place.relative_path!r:.99}, no file in its folder"
             )
         offset, length = getattr(place, "offset", None), getattr(place, "length", 0)
         if not (_is_count(offset) and _is_count(length) and length > 0):
-            raise _WrongError(f"{index.fqn:.99} is stored at no range of bytes")
+            raise UserError(f"{index.fqn:.99} is stored at no range of bytes")
     return states, places
 
 
 def _check_state(name: object, state: object) -> None:
     if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME_CHARS:
-        raise _WrongError("a state has no name, or one of more than 1,000 characters")
+        raise UserError("a state has no name, or one of more than 1,000 characters")
     if isinstance(state, BytesStorageMetadata):
         return
     size, chunks = getattr(state, "size", None), getattr(state, "chunks", None)
@@ -149,7 +143,7 @@ def _check_state(name: object, state: object) -> None:
         or not _is_shape(size)
         or prod(size) >= 2**63
     ):
-        raise _WrongError(f"{name:.99} has no size or no type of a tensor")
+        raise UserError(f"{name:.99} has no size or no type of a tensor")
     for chunk in chunks:
         offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
         if (
@@ -159,20 +153,20 @@ def _check_state(name: object, state: object) -> None:
             or not len(offsets) == len(sizes) == len(size)
             or any(o + s > n for o, s, n in zip(offsets, sizes, size, strict=True))
         ):
-            raise _WrongError(f"a chunk of {name:.99} is not inside it")
+            raise UserError(f"a chunk of {name:.99} is not inside it")
 
 
 def _check_places(
     name: str, state: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]
 ) -> None:
-    """Every chunk is stored, in no more bytes than it needs: a reader allocates them."""
+    """Check that every chunk is stored, in no more bytes than it needs: a reader allocates them."""
     for chunk in state.chunks:
         place = places.get(MetadataIndex(name, chunk.offsets))
         if place is None:
-            raise _WrongError(f"a chunk of {name:.99} is not stored")
+            raise UserError(f"a chunk of {name:.99} is not stored")
         num_bytes = prod(chunk.sizes) * state.properties.dtype.itemsize
         if place.length > num_bytes + _MAX_OVERHEAD_BYTES:
-            raise _WrongError(f"{name:.99} has {place.length} bytes for a chunk of {num_bytes}")
+            raise UserError(f"{name:.99} has {place.length} bytes for a chunk of {num_bytes}")
 
 
 def _is_shape(value: object) -> TypeGuard[torch.Size]:

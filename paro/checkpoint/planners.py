@@ -31,7 +31,7 @@ MISMATCH = "the checkpoint does not match the model"
 
 
 class ChunkSavePlanner(DefaultSavePlanner):
-    """Plans to write every chunk of a dict of chunked states.
+    """A planner that has every chunk of a dict of chunked states written.
 
     With `whole` the ranks that save together must hold every state completely.
     """

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, SavePlanner
 
-from paro.checkpoint.agreement import Ranks
+from paro.checkpoint.agreement import CheckpointRanks
 from paro.checkpoint.chunks import ChunkedState
 from paro.checkpoint.directory import (
     begin_checkpoint,
@@ -32,7 +32,7 @@ def write_states(
     states: dict[str, ChunkedState],
     common: Mapping[str, Any],
     *,
-    ranks: Ranks,
+    ranks: CheckpointRanks,
     log: Callable[[str], None],
 ) -> None:
     """Save states, which may be copies, and `common` as `iteration`; collective.
@@ -69,7 +69,11 @@ def write_states(
 
 
 def write_files(
-    folder: Path, states: dict[str, ChunkedState], planner: SavePlanner, ranks: Ranks, blame: str
+    folder: Path,
+    states: dict[str, ChunkedState],
+    planner: SavePlanner,
+    ranks: CheckpointRanks,
+    blame: str,
 ) -> dict[str, ChunkSums]:
     """Write the tensor files; return the checksums of all files in this rank's folder.
 

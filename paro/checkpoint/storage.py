@@ -29,10 +29,10 @@ from torch.utils.serialization import config
 
 from paro.checkpoint.chunks import MAX_ITEM_BYTES, ChunkedState
 from paro.checkpoint.directory import in_files
-from paro.checkpoint.manifest import ChunkSum, ChunkSums, DamagedError, Manifest, size_of
+from paro.checkpoint.manifest import ChunkSum, ChunkSums, DamagedError, Manifest, damaged, size_of
 from paro.checkpoint.planners import items_to_read, values_at
 from paro.checkpoint.stored_tensor import RefusedError, tensor_in
-from paro.errors import describe, open_files_limit
+from paro.errors import describe
 from paro.untrusted.checksum import crc32
 
 Place = tuple[str, int, int]  # file name, offset and length in bytes
@@ -45,7 +45,7 @@ _READ_AHEAD = 4  # chunks
 
 
 class BoundedWriter(FileSystemWriter):
-    """Writes files of at most `MAX_FILE_BYTES`, chunk by chunk, with their checksums.
+    """A writer of files of at most `MAX_FILE_BYTES`, chunk by chunk, with checksums.
 
     A chunk on the CPU is written without a copy, one on a GPU through a host copy.
     """
@@ -55,7 +55,7 @@ class BoundedWriter(FileSystemWriter):
         self.sums: dict[str, ChunkSums] = {}
 
     def storage_meta(self) -> StorageMeta:
-        """Without the folder's name, as the folder is renamed once the checkpoint is complete."""
+        """Leave out the folder's name: the folder is renamed once the checkpoint is complete."""
         return StorageMeta(save_id=self.save_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -101,7 +101,7 @@ class BoundedWriter(FileSystemWriter):
 
 
 class _SummingStream:
-    """Writes to a file with checksums, and starts writeback before the file is complete."""
+    """A stream into a file that sums it and starts writeback before the file is complete."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
@@ -161,7 +161,7 @@ class Read(NamedTuple):
 
 
 class CheckedReader:
-    """Reads checkpoints from untrusted sources: no code in them can run.
+    """A reader of untrusted checkpoints: no code in them can run.
 
     Data are verified by checksum before they are used, except in format 1, which has no manifest.
     """
@@ -204,20 +204,15 @@ class CheckedReader:
         for name, of_file in groupby(plan, key=lambda read: read.place[0]):
             path = self.directory / name
             by_place = [(p, list(of)) for p, of in groupby(of_file, key=lambda read: read.place)]
-            try:
-                with path.open("rb", buffering=0) as file:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-                    asked = 0
-                    for index, (place, reads) in enumerate(by_place):
-                        # The disk reads ahead while this chunk is verified and copied.
-                        while asked < min(len(by_place), index + 1 + _READ_AHEAD):
-                            _read_soon(file, by_place[asked][0])
-                            asked += 1
-                        self._read_chunk(file, place, reads)
-            except OSError as error:
-                if open_files_limit(error) is not None:
-                    raise
-                raise DamagedError(f"{path} is damaged ({describe(error)})") from error
+            with damaged(path), path.open("rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                asked = 0
+                for index, (place, reads) in enumerate(by_place):
+                    # The disk reads ahead while this chunk is verified and copied.
+                    while asked < min(len(by_place), index + 1 + _READ_AHEAD):
+                        _read_soon(file, by_place[asked][0])
+                        asked += 1
+                    self._read_chunk(file, place, reads)
 
     def _read_chunk(self, file: FileIO, place: Place, reads: Sequence[Read]) -> None:
         name, begin, length = place

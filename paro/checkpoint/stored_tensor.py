@@ -62,7 +62,7 @@ class RefusedError(UserError):
 
 
 class _UnusualError(Exception):
-    """Not the form this project writes; torch may still be able to read it."""
+    """Another form than this project writes; torch may still be able to read it."""
 
 
 class _Stored(NamedTuple):
@@ -77,7 +77,7 @@ class _Stored(NamedTuple):
 
 
 class _Description(CheckedUnpickler):
-    """Unpickles the description of a tensor and rejects everything else."""
+    """An unpickler of the description of a tensor, which rejects everything else."""
 
     classes: ClassVar[Mapping[tuple[str, str], Any]] = {
         ("torch._utils", "_rebuild_tensor_v2"): _Stored,

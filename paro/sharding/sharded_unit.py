@@ -36,7 +36,7 @@ class ShardedUnit(UnitShards):
     """The flat buffers of either the trainable or the frozen parameters of a unit.
 
     The parameters passed to `bind` stay views of `param_U`; they may be read between `use` and
-    `release`. Put each gradient into its `grad_box`; when all are there, `reduce` queues their
+    `release`. Put each gradient into its `grad_view`; when all are there, `reduce` queues their
     reduction into this rank's shard, and after the last micro-batch `start_grad_sync` that over all
     ranks, which `wait_reduced` waits for. After an exception the unit is unusable.
     """

@@ -14,8 +14,8 @@ from model.config import LlamaConfig
 from model.units import BY_VOCABULARY, parameter_shapes
 from paro.checkpoint.base import as_base, stored_parameters
 from paro.checkpoint.config import CheckpointConfig, saved_fields
-from paro.checkpoint.directory import Base, find_checkpoint
-from paro.checkpoint.in_memory.recovery import Recovered
+from paro.checkpoint.directory import BaseCheckpoint, find_checkpoint
+from paro.checkpoint.in_memory.recovery import Recovery
 from paro.config.record import recorded_arguments
 from paro.config.train import TrainConfig
 from paro.distributed.control import Control
@@ -85,7 +85,7 @@ def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Cont
 def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
     """Fill the run from --load; return `FROM_NOTHING` itself if there is no checkpoint."""
     # Imported here because DCP takes half a second.
-    from paro.checkpoint.load import Loading, load_checkpoint
+    from paro.checkpoint.load import LoadRequest, load_checkpoint
 
     flags = config.checkpoint
     assert flags.load is not None, "nothing to load"
@@ -94,7 +94,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
         flags.load,
         training.optimizer.flat_shards(),
         training.control,
-        wanted=Loading(
+        wanted=LoadRequest(
             iteration=flags.ckpt_step,
             moments=moments,
             model=saved_fields(config.model),
@@ -182,8 +182,8 @@ class Resumed(NamedTuple):
     """The beginning of a run: state, base and facts of the checkpoint that was loaded."""
 
     state: TrainState | None = None  # to continue from; None: iteration 0
-    base: Base | None = None  # of the checkpoints to save; None: they are complete
-    recovery: Recovered | None = None  # None: from --load
+    base: BaseCheckpoint | None = None  # of the checkpoints to save; None: they are complete
+    recovery: Recovery | None = None  # None: from --load
     common: Mapping[str, Any] = MappingProxyType({})  # the record of what was loaded
 
     @property
@@ -226,7 +226,7 @@ class Resumed(NamedTuple):
 FROM_NOTHING = Resumed()
 
 
-def base_of(config: RunConfig, common: Mapping[str, Any]) -> Base | None:
+def base_of(config: RunConfig, common: Mapping[str, Any]) -> BaseCheckpoint | None:
     """Return the base of the checkpoints that a run saves after loading this common.json.
 
     The frozen parameters must be in one folder that this run neither writes nor removes; else None.
@@ -238,10 +238,10 @@ def base_of(config: RunConfig, common: Mapping[str, Any]) -> Base | None:
     assert flags.load is not None, "nothing was loaded"
     directory = find_checkpoint(flags.load, common["iteration"])
     assert directory is not None, "it was loaded"
-    named: Base | None = common.get("base")
+    named: BaseCheckpoint | None = common.get("base")
     if named is None:
         return None if flags.saves_where_it_loads else as_base(directory)
     if not stored_parameters(directory) <= config.trained:
         return None
     folder = named["folder"] if flags.base is None else str(Path(flags.base).resolve())
-    return Base(folder=folder, iteration=named["iteration"], checksum=named["checksum"])
+    return BaseCheckpoint(folder=folder, iteration=named["iteration"], checksum=named["checksum"])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Any, ClassVar
 
-# What a pickle of plain records needs. Not among them: sets, byte arrays and out-of-band buffers,
+# Opcodes that a pickle of plain records needs. Left out: sets, byte arrays, out-of-band buffers,
 # and the old ways to make an instance.
 _OPCODES = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK),
@@ -31,7 +31,7 @@ class _Dispatch(dict[int, _Load]):
 
 
 class CheckedUnpickler(pickle._Unpickler):
-    """Makes nothing but what `classes` of a subclass has, and changes nothing that exists.
+    """An unpickler that makes only the `classes` of a subclass, and changes nothing that exists.
 
     It is Python's unpickler in Python, of half the speed. In the one in C a file of 8 bytes takes
     64 GB for its memo, and a key nested a million times overflows the stack as it is hashed.
@@ -57,19 +57,15 @@ class CheckedUnpickler(pickle._Unpickler):
 _BUILTIN: dict[int, Any] = pickle._Unpickler.dispatch
 
 
-def _set_item(unpickler: CheckedUnpickler) -> None:
-    _check_keys(unpickler, unpickler.stack[-2:-1])
-    _BUILTIN[pickle.SETITEM[0]](unpickler)
+def _with_checked_keys(opcode: bytes, keys: slice) -> _Load:
+    """Return what an opcode does, after a check of the keys at `keys` of the stack."""
 
+    def load(unpickler: CheckedUnpickler) -> None:
+        if not all(map(unpickler.is_key, unpickler.stack[keys])):
+            raise pickle.UnpicklingError("it holds a dict with keys of other types")
+        _BUILTIN[opcode[0]](unpickler)
 
-def _set_items(unpickler: CheckedUnpickler) -> None:
-    _check_keys(unpickler, unpickler.stack[::2])
-    _BUILTIN[pickle.SETITEMS[0]](unpickler)
-
-
-def _check_keys(unpickler: CheckedUnpickler, keys: list[object]) -> None:
-    if not all(map(unpickler.is_key, keys)):
-        raise pickle.UnpicklingError("it holds a dict with keys of other types")
+    return load
 
 
 def _build(unpickler: CheckedUnpickler) -> None:
@@ -82,5 +78,9 @@ def _build(unpickler: CheckedUnpickler) -> None:
 
 CheckedUnpickler.dispatch.update({code[0]: _BUILTIN[code[0]] for code in _OPCODES})
 CheckedUnpickler.dispatch.update(
-    {pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items, pickle.BUILD[0]: _build}
+    {
+        pickle.SETITEM[0]: _with_checked_keys(pickle.SETITEM, slice(-2, -1)),
+        pickle.SETITEMS[0]: _with_checked_keys(pickle.SETITEMS, slice(None, None, 2)),
+        pickle.BUILD[0]: _build,
+    }
 )

@@ -63,7 +63,7 @@ def test_sharded_files_of_halves_keep_every_bit(
     save_folder(tmp_path / "hf", 3, dtype, max_shard_size="20KB")
     assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 2
     # A few rows at a time, so that tensors are split; and several files written.
-    monkeypatch.setattr(paro.checkpoint.convert.source, "PIECE_BYTES", 3000)
+    monkeypatch.setattr(paro.checkpoint.convert.source, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(hugging_face, "MAX_FILE_BYTES", 20_000)
     convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
     convert("paro", "hf", tmp_path / "paro", tmp_path / "back")
@@ -288,7 +288,7 @@ def test_little_is_in_memory_at_a_time(
     save_folder(tmp_path / "hf", 3)
     convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
     piece, file = 600, 4000
-    monkeypatch.setattr(paro.checkpoint.convert.source, "PIECE_BYTES", piece)
+    monkeypatch.setattr(paro.checkpoint.convert.source, "CHUNK_BYTES", piece)
     monkeypatch.setattr(paro.checkpoint.storage, "MAX_FILE_BYTES", file)
     live, most = 0, 0
     cast = LazyTensor.cast

@@ -40,7 +40,7 @@ TARGETS = ("paro", "hf", "megatron", PEFT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """A conversion: formats, folders, dtype and vocabulary padding."""
+    """The formats, folders, dtype and vocabulary padding of a conversion."""
 
     source_format: str
     target_format: str
@@ -151,7 +151,7 @@ class Conversion:
     def write(self, source: Source, advance: Callable[[int], None]) -> list[str]:
         """Write under a temporary name, then renames; a failure leaves nothing behind.
 
-        `advance` is called with the bytes of every piece. Returns lines to print about the result.
+        `advance` is called with the bytes of every chunk. Returns lines to print about the result.
         """
         notes: list[str] = []
         target = self.target.absolute()

@@ -51,7 +51,7 @@ class _Begins(TypedDict, total=False):
 
 
 class _Step(TypedDict, total=False):
-    """A step of a tokenizer.json's post_processor: what it puts around a text."""
+    """A step of a tokenizer.json's post_processor: the tokens that it puts around a text."""
 
     single: list[dict[str, Any]]
     processors: list[_Step]
@@ -167,7 +167,7 @@ def write_hugging_face(
 ) -> list[str]:
     """Fill an empty folder; return lines to print about the result.
 
-    `advance` is called with the bytes of every piece written.
+    `advance` is called with the bytes of every chunk written.
     """
     fields = _config_fields(source)
     tensors = {hugging_face_name(name): tensor for name, tensor in source.tensors.items()}

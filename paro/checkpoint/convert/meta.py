@@ -145,7 +145,7 @@ def _rotated(tensor: LazyTensor, head: int) -> LazyTensor:
 
 
 def _config(directory: Path, params: _Params, shards: list[Mapping[str, Tensor]]) -> LlamaConfig:
-    """Sizes from params.json, or from the tensors where it lacks them."""
+    """Take sizes from params.json, or from the tensors where it lacks them."""
     hidden, layers, heads = params["dim"], params["n_layers"], params["n_heads"]
     first = shards[0]
     columns = first["tok_embeddings.weight"].shape[1]

@@ -171,7 +171,7 @@ def _write(
 
 
 class LazySavePlanner(ChunkSavePlanner):
-    """Plans with shapes only; the values of a chunk are read when they are written."""
+    """A planner with shapes only; the values of a chunk are read when they are written."""
 
     def __init__(self, sources: Mapping[str, LazyTensor], advance: Callable[[int], None]) -> None:
         super().__init__()

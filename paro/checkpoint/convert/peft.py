@@ -158,7 +158,7 @@ def peft_name(name: str) -> str:
 
 
 def _module_name(weight: str) -> str:
-    """peft's name of the module of a weight."""
+    """Return peft's name of the module of a weight."""
     return hugging_face_name(weight).removesuffix(".weight")
 
 

@@ -1,7 +1,7 @@
-"""Opens a safetensors file without reading its tensors; writes one in pieces."""
+"""Opens a safetensors file without reading its tensors; writes one in chunks."""
 
 # The library only writes tensors that are all in memory. The format is a length of 8 bytes, a JSON
-# header and the tensors' bytes, so a file of any size can be written in pieces.
+# header and the tensors' bytes, so a file of any size can be written in chunks.
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
 def write_safetensors(
     path: Path, tensors: Mapping[str, LazyTensor], advance: Callable[[int], None]
 ) -> None:
-    """Write the same file as the library, with one piece of one tensor in memory at a time."""
+    """Write the same file as the library, with one chunk of one tensor in memory at a time."""
     # Wide types first, for alignment, then by name.
     order = [*_NAMES]
     tensors = dict(sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])))

@@ -20,8 +20,8 @@ from paro.checkpoint.directory import TokenIds
 from paro.errors import UserError
 from paro.layout import Shape, shape_text
 
-# How much of a tensor is read at once; a conversion holds a few times as much in memory.
-PIECE_BYTES = 2**27
+# Bytes of a tensor that are read at once; a conversion holds a few times as much in memory.
+CHUNK_BYTES = 2**27
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +38,9 @@ class LazyTensor:
         return prod(self.shape) * self.dtype.itemsize
 
     def row_ranges(self) -> Iterator[tuple[int, int]]:
-        """Consecutive [start, stop) ranges of rows of about `PIECE_BYTES` each."""
+        """Yield consecutive [start, stop) ranges of rows of about `CHUNK_BYTES` each."""
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
-        step = max(1, PIECE_BYTES // max(1, row_bytes))
+        step = max(1, CHUNK_BYTES // max(1, row_bytes))
         for start in range(0, self.shape[0], step):
             yield start, min(start + step, self.shape[0])
 
@@ -114,7 +114,7 @@ def write_json(path: Path, fields: Mapping[str, Any]) -> None:
 
 
 def joined(parts: Sequence[LazyTensor], dim: int | None) -> LazyTensor:
-    """Tensors concatenated along rows (0) or columns (1); with None all are one, the first."""
+    """Join tensors along rows (0) or columns (1); with None all are equal: take the first."""
     if dim is None or len(parts) == 1:
         return parts[0]
 

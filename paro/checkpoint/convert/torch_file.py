@@ -24,7 +24,7 @@ from paro.untrusted.regular_file import check_regular
 
 
 class _Inert:
-    """Replaces every class that a file names: accepts all arguments and does nothing."""
+    """A substitute for every class that a file names: accepts all arguments and does nothing."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass

@@ -26,14 +26,14 @@ MEMORY = Path("/dev/shm")
 FLAG = "--non-persistent-local-ckpt-dir"
 
 _LOCK = "lock"
-# Of a job that ended without emptying its folder: so long the same command may still recover.
+# A job that ended without emptying its folder may recover for so long after its last write.
 _LEFTOVER_SECONDS = 3600.0
 _LOCK_SECONDS = 10.0  # a killed process with much memory ends slowly
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFolder:
-    """An open folder, and the ranks of its node."""
+    """A node's open folder of snapshots, and the ranks of the node."""
 
     path: Path
     control: Control
@@ -112,7 +112,7 @@ def snapshot_folder(
 def check_room(folder: SnapshotFolder, num_bytes: int) -> None:
     """Raise `UserError` on all ranks unless the node has room for `num_bytes` of its ranks."""
     with folder.control.raise_on_all_ranks(), writing(f"{FLAG} {folder.path.parent}"):
-        # What is there of an earlier start is removed before its room is taken.
+        # Snapshots of an earlier start are removed before their room is taken.
         old = sum(path.stat().st_blocks * 512 for path in folder.path.glob(f"*{DATA}"))
         free = shutil.disk_usage(folder.path).free + old
         if num_bytes > free:

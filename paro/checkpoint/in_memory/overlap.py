@@ -23,8 +23,14 @@ def remainder(chunk: Chunk, others: Sequence[Chunk]) -> list[Chunk]:
     """Return disjoint chunks with the elements of `chunk` that are in none of `others`."""
     left = [chunk]
     for other in others:
-        left = [rest for one in left for rest in _outside(one, other)]
+        _, left = split(left, other)
     return left
+
+
+def split(chunks: Sequence[Chunk], other: Chunk) -> tuple[list[Chunk], list[Chunk]]:
+    """Split chunks into their parts inside of another and outside of it."""
+    inside = [part for one in chunks if (part := overlap(one, other)) is not None]
+    return inside, [part for one in chunks for part in _outside(one, other)]
 
 
 def _outside(chunk: Chunk, other: Chunk) -> Iterator[Chunk]:

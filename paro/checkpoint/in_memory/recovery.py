@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paro.checkpoint.chunks import ChunkedState, begin_without, chunks_of, may_be_missing
 from paro.checkpoint.in_memory.folder import SnapshotFolder
-from paro.checkpoint.in_memory.overlap import overlap, remainder
+from paro.checkpoint.in_memory.overlap import overlap, remainder, split
 from paro.checkpoint.in_memory.snapshot import Snapshot
 from paro.errors import RunError, UserError
 from paro.layout import Chunk
@@ -30,23 +30,23 @@ _IN_FLIGHT = 4  # messages of a rank, each at most one chunk of about 16 MiB
 _SUM_BYTES = 8
 
 
-class Want(NamedTuple):
+class ChunkRequest(NamedTuple):
     """A chunk of a state that a rank needs and its own node does not hold."""
 
     state: str
     chunk: Chunk
 
 
-class Offer(NamedTuple):
-    """A part of another rank's want that this rank can send."""
+class ChunkOffer(NamedTuple):
+    """A part of another rank's request that this rank can send."""
 
     wanted_by: int
     number: int  # in the wants of that rank
     chunk: Chunk
 
 
-class Held(NamedTuple):
-    """A part of a want that a snapshot holds, in the chunk of this number."""
+class SnapshotChunk(NamedTuple):
+    """A part of a request that a snapshot holds, in the chunk of this number."""
 
     chunk: Chunk
     snapshot: Snapshot
@@ -58,7 +58,7 @@ class Held(NamedTuple):
         return self.snapshot.values(self.number)[self.chunk.index_in(whole)]
 
 
-class Message(NamedTuple):
+class ChunkTransfer(NamedTuple):
     """A chunk of a state on its way from one rank to another."""
 
     source: int
@@ -68,7 +68,7 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered:
+class Recovery:
     """A recovery: the contents of common.json, and bytes of all ranks by their origin."""
 
     iteration: int
@@ -93,7 +93,7 @@ def recover(
     *,
     newer_than: int,
     log: Callable[[str], None],
-) -> Recovered | None:
+) -> Recovery | None:
     """Fill `states` in place from the newest iteration that all ranks together hold; collective.
 
     None, with a line for each reason, if there is none after `newer_than`; the states are
@@ -110,7 +110,7 @@ def recover(
             log(f"local copies end at iteration {ages[0][0]}: the checkpoint is as new")
             break
         of_age = [g for g in found if _age(g) == (iteration, start)]
-        copies = _Copies(folder, states, of_age, log)
+        copies = _VerifiedSnapshots(folder, states, of_age, log)
         messages, lost = copies.plan()
         needed = next((want for want in lost if not may_be_missing(want.state)), None)
         if needed is not None:
@@ -122,11 +122,11 @@ def recover(
         mine = copies.of_node[0].record.common if copies.of_node else None
         common = next(filter(None, folder.control.gather(mine)))
         own, other = copies.fill_from_node(), copies.exchange(messages)
-        # As on all ranks: a file that is lost or damaged had the masters of these chunks too.
+        # On all ranks: a file that is lost or damaged had the masters of these chunks too.
         begin_without(states, {want.state for want in lost})
         own_bytes, other_bytes = folder.control.sum([float(own), float(other)])
         _keep_only(folder, copies.of_node)
-        return Recovered(
+        return Recovery(
             iteration=iteration,
             common=common,
             own_node_bytes=int(own_bytes),
@@ -173,8 +173,8 @@ def _snapshots_here(
     return found, notes
 
 
-class _Copies:
-    """The verified copies of one iteration on this node, to fill `states`; collective to make.
+class _VerifiedSnapshots:
+    """The verified snapshots of one iteration on this node, to fill `states`; collective to make.
 
     Each rank of the node verifies, and sends from, an equal share of the snapshots.
     """
@@ -205,22 +205,22 @@ class _Copies:
         self._of_this_rank = _by_state(mine)  # what it sends from
         # Every chunk that this rank needs, and the tensor to fill.
         self._wants = [
-            (Want(name, Chunk(offsets, tuple(values.shape))), values)
+            (ChunkRequest(name, Chunk(offsets, tuple(values.shape))), values)
             for (name, offsets), values in chunks_of(states).items()
         ]
 
-    def plan(self) -> tuple[list[Message], list[Want]]:
-        """Return the messages of all ranks, and what nobody holds; the same on all ranks."""
+    def plan(self) -> tuple[list[ChunkTransfer], list[ChunkRequest]]:
+        """Agree on the transfers of all ranks, and on the requests that nobody can serve."""
         control = self._folder.control
         missing = [
-            Want(want.state, chunk)
+            ChunkRequest(want.state, chunk)
             for want, _ in self._wants
             for chunk in remainder(want.chunk, [p.chunk for p in _parts(self._on_node, want)])
         ]
-        wants: list[list[Want]] = control.gather(missing)
-        offers: list[list[Offer]] = control.gather(
+        wants: list[list[ChunkRequest]] = control.gather(missing)
+        offers: list[list[ChunkOffer]] = control.gather(
             [
-                Offer(rank, index, part.chunk)
+                ChunkOffer(rank, index, part.chunk)
                 for rank, of_rank in enumerate(wants)
                 if rank not in self._folder.folder_ranks
                 for index, want in enumerate(of_rank)
@@ -239,7 +239,7 @@ class _Copies:
                 num_bytes += source.nbytes
         return num_bytes
 
-    def exchange(self, messages: Sequence[Message]) -> int:
+    def exchange(self, messages: Sequence[ChunkTransfer]) -> int:
         """Send and receive this rank's messages; return the bytes received.
 
         All ranks go through the messages in the same order with at most `_IN_FLIGHT` open: the
@@ -247,7 +247,7 @@ class _Copies:
         a circle.
         """
         rank = self._folder.control.world.rank
-        targets: dict[str, list[tuple[Want, Tensor]]] = defaultdict(list)
+        targets: dict[str, list[tuple[ChunkRequest, Tensor]]] = defaultdict(list)
         for want, values in self._wants:
             targets[want.state].append((want, values))
         open_ends: list[Callable[[], int]] = []
@@ -262,8 +262,8 @@ class _Copies:
             open_ends.append(end)
         return received + sum(end() for end in open_ends)
 
-    def _send(self, message: Message) -> Callable[[], int]:
-        part, *_ = _parts(self._of_this_rank, Want(message.state, message.chunk))
+    def _send(self, message: ChunkTransfer) -> Callable[[], int]:
+        part, *_ = _parts(self._of_this_rank, ChunkRequest(message.state, message.chunk))
         assert part.chunk == message.chunk, f"{message} is {part.chunk} here"
         values = part.values().contiguous().view(-1).view(torch.uint8)
         checksum = crc32(values.numpy()).to_bytes(_SUM_BYTES, "little")
@@ -279,7 +279,7 @@ class _Copies:
         return end
 
     def _receive(
-        self, message: Message, targets: Sequence[tuple[Want, Tensor]]
+        self, message: ChunkTransfer, targets: Sequence[tuple[ChunkRequest, Tensor]]
     ) -> Callable[[], int]:
         want, values = next(
             (want, values)
@@ -314,25 +314,19 @@ def _by_state(snapshots: Sequence[Snapshot]) -> _ByState:
     return found
 
 
-def _parts(held: _ByState, want: Want) -> Iterator[Held]:
+def _parts(held: _ByState, want: ChunkRequest) -> Iterator[SnapshotChunk]:
     """Yield disjoint parts of a want; each chunk that is held twice counts once."""
     left = [want.chunk]
     for snapshot, index in held.get(want.state, ()):
         stored = snapshot.record.regions[index].chunk
-        if len(stored.offsets) != len(want.chunk.offsets):
-            continue
-        rest = []
-        for chunk in left:
-            part = overlap(chunk, stored)
-            if part is not None:
-                yield Held(part, snapshot, index)
-            rest += [chunk] if part is None else remainder(chunk, [part])
-        left = rest
+        if len(stored.offsets) == len(want.chunk.offsets):
+            parts, left = split(left, stored)
+            yield from (SnapshotChunk(part, snapshot, index) for part in parts)
 
 
 def assign(
-    wants: Sequence[Sequence[Want]], offers: Sequence[Sequence[Offer]]
-) -> tuple[list[Message], list[Want]]:
+    wants: Sequence[Sequence[ChunkRequest]], offers: Sequence[Sequence[ChunkOffer]]
+) -> tuple[list[ChunkTransfer], list[ChunkRequest]]:
     """Assign each part of a want to the holder that sends least; return also the wants of none."""
     by_want: dict[tuple[int, int], list[tuple[int, Chunk]]] = defaultdict(list)
     for source, of_source in enumerate(offers):
@@ -346,10 +340,9 @@ def assign(
             for source, chunk in sorted(
                 by_want[target, index], key=lambda offer: (load[offer[0]], offer[0])
             ):
-                parts = [part for one in left if (part := overlap(one, chunk)) is not None]
-                left = [rest for one in left for rest in remainder(one, parts)]
+                parts, left = split(left, chunk)
                 for part in parts:
-                    messages.append(Message(source, target, want.state, part))
+                    messages.append(ChunkTransfer(source, target, want.state, part))
                     load[source] += part.numel
-            lost += [Want(want.state, chunk) for chunk in left]
+            lost += [ChunkRequest(want.state, chunk) for chunk in left]
     return messages, lost

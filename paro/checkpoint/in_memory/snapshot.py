@@ -26,7 +26,7 @@ from paro.errors import UserError
 from paro.layout import Chunk
 from paro.untrusted.checksum import crc32
 from paro.untrusted.regular_file import RegularFile, read_bytes
-from paro.untrusted.schema import Count, conform, parse_json
+from paro.untrusted.schema import Count, parse_json
 
 NUM_SLOTS = 2
 RECORD, DATA = ".json", ".data"
@@ -56,7 +56,7 @@ class StoredChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class SnapshotRecord:
     """The states that one rank held after one iteration."""
 
     format: Literal[1]
@@ -73,7 +73,7 @@ class Snapshot:
     """A record that was read, and its data file, which is unverified."""
 
     path: Path  # of the data
-    record: Record
+    record: SnapshotRecord
 
     @property
     def start(self) -> int:
@@ -86,7 +86,7 @@ class Snapshot:
         checksum, _, body = read_bytes(path).partition(b"\n")
         if checksum != _sum_line(body):
             raise UserError(f"{path} is damaged: its checksum is wrong")
-        record: Record = conform(parse_json(body, dict, str(path)), Record, str(path))
+        record: SnapshotRecord = parse_json(body, SnapshotRecord, str(path))
         if len(record.checksums) != len(record.regions):
             raise UserError(f"{path} is damaged: checksums are missing")
         return cls(path.with_suffix(DATA), record)
@@ -115,14 +115,14 @@ class Snapshot:
 
 
 class _Slot(NamedTuple):
-    """A mapped file as tensors, and the checksums of what was copied into it."""
+    """A mapped file as tensors, and the checksums of the chunks copied into it."""
 
     targets: list[Tensor]
     checksums: list[int | None]
 
 
 class SnapshotWriter:
-    """Writes the states of one rank into two slots in turn; a slot is allocated at its first use.
+    """A writer of the states of one rank into two slots in turn, allocated at their first use.
 
     `states` are views of shards that keep their storage; those named in `constant` never change,
     and are copied into each slot once.

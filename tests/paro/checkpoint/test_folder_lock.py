@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paro.checkpoint import folder_lock
-from paro.checkpoint.agreement import Ranks
+from paro.checkpoint.agreement import CheckpointRanks
 from paro.checkpoint.directory import (
     begin_checkpoint,
     finish_checkpoint,
@@ -267,8 +267,8 @@ def test_a_lease_is_created_once_and_never_left_empty(
     assert files(tmp_path) == ["lease_1.json"]
 
 
-def alone(lock: FolderLock) -> Ranks:
-    return Ranks(control_here(), control_here(), range(1), lock)
+def alone(lock: FolderLock) -> CheckpointRanks:
+    return CheckpointRanks(control_here(), control_here(), range(1), lock)
 
 
 @pytest.mark.parametrize("when", [0, 1, 2], ids=["begin", "folder", "tracker"])

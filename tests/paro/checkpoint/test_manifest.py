@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paro.checkpoint.load import Loading
+from paro.checkpoint.load import LoadRequest
 from paro.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
 from paro.untrusted.checksum import crc32
 from tests.helpers.refusals import refused
@@ -89,7 +89,7 @@ def test_a_damaged_newest_one_is_named_and_passed_over(
     assert name in lines[0]
     assert "\n" not in lines[0]
     refused(
-        lambda: load_checkpoint(saved.parent, shards, wanted=Loading(iteration=200)),
+        lambda: load_checkpoint(saved.parent, shards, wanted=LoadRequest(iteration=200)),
         f"--load {saved.parent}: ... {name} ... another --ckpt-step",
     )
 

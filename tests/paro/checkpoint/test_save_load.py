@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from paro.checkpoint.agreement import Ranks, one_process
+from paro.checkpoint.agreement import CheckpointRanks, one_process
 from paro.checkpoint.chunks import chunked_states
-from paro.checkpoint.load import Loading
+from paro.checkpoint.load import LoadRequest
 from paro.checkpoint.save import write_states
 from paro.errors import UserError
 from tests.helpers.parameters import load_parameters
@@ -113,7 +113,7 @@ def test_an_empty_folder_loads_nothing(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "missing", shards) is None
 
 
-class OtherNodeFails(Ranks):
+class OtherNodeFails(CheckpointRanks):
     """This node can put iteration 200 in its place, another one cannot."""
 
     def first_decides(self, action: Callable[[], T], blame: str) -> T:
@@ -124,7 +124,7 @@ class OtherNodeFails(Ranks):
 
 
 def test_the_one_before_stays_where_the_next_is_not_whole_on_every_node(tmp_path: Path) -> None:
-    def save(iteration: int, ranks: Ranks) -> None:
+    def save(iteration: int, ranks: CheckpointRanks) -> None:
         states = chunked_states(make_shards(ONE, 0, filled=True), writers={0})
         write_states(tmp_path, iteration, states, {}, ranks=ranks, log=lambda _: None)
 
@@ -133,7 +133,7 @@ def test_the_one_before_stays_where_the_next_is_not_whole_on_every_node(tmp_path
     with pytest.raises(UserError, match="rank 2"):
         save(200, OtherNodeFails(alone.everyone, alone.near, alone.folder_ranks))
     common = load_checkpoint(
-        tmp_path, make_shards(ONE, 0, filled=False), wanted=Loading(iteration=100)
+        tmp_path, make_shards(ONE, 0, filled=False), wanted=LoadRequest(iteration=100)
     )
     assert common is not None
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from paro.checkpoint.directory import latest_iteration
-from paro.checkpoint.load import Loading
+from paro.checkpoint.load import LoadRequest
 from paro.errors import StorageError, UserError
 from tests.helpers.ranks import run_ranks
 from tests.paro.checkpoint.test_storage import small_files
@@ -39,7 +39,7 @@ def fails_alike(root: Path, *, failing: int) -> tuple[str, str]:
     with limit, pytest.raises(StorageError) as unwritten:
         save_checkpoint(root, 200, shards, {})
     with pytest.raises(UserError) as unread:
-        load_checkpoint(root, shards, wanted=Loading(model={"hidden_size": 1}))
+        load_checkpoint(root, shards, wanted=LoadRequest(model={"hidden_size": 1}))
     assert_true(shards)
     return str(unwritten.value), str(unread.value)
 

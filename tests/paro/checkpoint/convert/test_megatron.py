@@ -84,7 +84,7 @@ def assert_read(back: Source, config: LlamaConfig) -> None:
 def test_every_bit_comes_back(
     config: LlamaConfig, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paro.checkpoint.convert.source, "PIECE_BYTES", piece)
+    monkeypatch.setattr(paro.checkpoint.convert.source, "CHUNK_BYTES", piece)
     source, counted = source_of(config), []
     write_megatron(source, tmp_path, counted.append, rows=128, divisible_by=128)
     assert sum(counted) == source.num_bytes
@@ -322,7 +322,7 @@ def cut_for_two(folder: Path) -> list[Path]:
 def test_tensor_parallel_ranks_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path / "megatron", MODERN)
     _, second = cut_for_two(tmp_path / "megatron")
-    monkeypatch.setattr(paro.checkpoint.convert.source, "PIECE_BYTES", 7 * 32 * 2)
+    monkeypatch.setattr(paro.checkpoint.convert.source, "CHUNK_BYTES", 7 * 32 * 2)
     assert_read(open_megatron(tmp_path / "megatron"), MODERN)
     second.unlink()
     missing = "mp_rank_01 ... cannot be read: No such file"

@@ -73,7 +73,7 @@ def test_every_bit_comes_to_its_place(
 ) -> None:
     tensors = random_tensors(CONFIG, torch.bfloat16)
     save_meta(tmp_path / "meta", tensors, num_files, by_vocab=by_vocab)
-    monkeypatch.setattr(paro.checkpoint.convert.source, "PIECE_BYTES", 7 * 64 * 2)
+    monkeypatch.setattr(paro.checkpoint.convert.source, "CHUNK_BYTES", 7 * 64 * 2)
     source = open_meta(tmp_path / "meta")
     assert source.config == CONFIG
     for name, tensor in tensors.items():

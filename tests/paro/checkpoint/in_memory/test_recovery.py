@@ -16,7 +16,14 @@ from torch import Tensor
 from paro.checkpoint.chunks import chunked_states
 from paro.checkpoint.in_memory.folder import SnapshotFolder
 from paro.checkpoint.in_memory.overlap import overlap, remainder
-from paro.checkpoint.in_memory.recovery import Message, Offer, Recovered, Want, assign, recover
+from paro.checkpoint.in_memory.recovery import (
+    ChunkOffer,
+    ChunkRequest,
+    ChunkTransfer,
+    Recovery,
+    assign,
+    recover,
+)
 from paro.checkpoint.in_memory.snapshot import DATA, RECORD, SnapshotWriter
 from paro.layout import Chunk
 from tests.helpers.ranks import run_ranks
@@ -56,7 +63,7 @@ def write_nodes(
 class Outcome:
     """What a rank got."""
 
-    found: Recovered | None
+    found: Recovery | None
     lines: list[str]
     own_bytes: int = 0
     left: list[str] = field(default_factory=list)  # files of its node
@@ -206,22 +213,22 @@ def test_nothing_there_is_no_line(tmp_path: Path) -> None:
 def test_each_part_comes_from_the_holder_that_sends_least() -> None:
     row = [Chunk((first,), (2,)) for first in (0, 2, 4)]
     whole = Chunk((0,), (6,))
-    wants = [[Want("a", whole), Want("b", row[0])], [], []]
+    wants = [[ChunkRequest("a", whole), ChunkRequest("b", row[0])], [], []]
     offers = [
         [],
-        [Offer(0, 0, whole), Offer(0, 1, row[0])],
-        [Offer(0, 0, row[1]), Offer(0, 1, row[0])],
+        [ChunkOffer(0, 0, whole), ChunkOffer(0, 1, row[0])],
+        [ChunkOffer(0, 0, row[1]), ChunkOffer(0, 1, row[0])],
     ]
-    messages = [Message(1, 0, "a", whole), Message(2, 0, "b", row[0])]
+    messages = [ChunkTransfer(1, 0, "a", whole), ChunkTransfer(2, 0, "b", row[0])]
     assert assign(wants, offers) == (messages, [])
 
 
 def test_parts_of_several_holders_make_a_whole_or_what_is_lost_is_returned() -> None:
-    wants = [[Want("a", Chunk((0, 0), (4, 4)))]]
-    halves = [[Offer(0, 0, Chunk((0, 0), (4, 3)))], [Offer(0, 0, Chunk((1, 1), (3, 3)))]]
+    wants = [[ChunkRequest("a", Chunk((0, 0), (4, 4)))]]
+    halves = [[ChunkOffer(0, 0, Chunk((0, 0), (4, 3)))], [ChunkOffer(0, 0, Chunk((1, 1), (3, 3)))]]
     _, lost = assign(wants, halves)
-    assert lost == [Want("a", Chunk((0, 3), (1, 1)))]
-    halves[1].append(Offer(0, 0, Chunk((0, 3), (1, 1))))
+    assert lost == [ChunkRequest("a", Chunk((0, 3), (1, 1)))]
+    halves[1].append(ChunkOffer(0, 0, Chunk((0, 3), (1, 1))))
     messages, lost = assign(wants, halves)
     assert (sum(message.chunk.numel for message in messages), lost) == (16, [])
 
