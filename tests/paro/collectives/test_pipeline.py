@@ -32,7 +32,7 @@ def test_an_all_reduce_brings_in_the_next_chunk_before_it_takes_one_out() -> Non
     assert order == [(False, 0), (False, 1), (True, 0), (False, 2), (True, 1), (True, 2)]
 
 
-@pytest.mark.parametrize(("numel", "chunks"), [(8, 1), (8, 4), (64, 4), (72, 4), (8000, 7)])
+@pytest.mark.parametrize(("numel", "num_chunks"), [(8, 1), (8, 4), (64, 4), (72, 4), (8000, 7)])
 def test_chunks_are_even_and_aligned(numel: int, num_chunks: int) -> None:
     ranges = chunk_ranges(numel, num_chunks)
     assert ranges[0][0] == 0

@@ -84,7 +84,7 @@ def test_one_level(hops: Hops, op: Op, size: int) -> None:
 
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 2), (3, 3), (2, 4), (4, 4)], ids=str)
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.value)
-@pytest.mark.parametrize("chunks", [1, 3, 8])
+@pytest.mark.parametrize("num_chunks", [1, 3, 8])
 def test_ho_ring_in_any_order_of_events(op: Op, sizes: tuple[int, int], num_chunks: int) -> None:
     """With any thread timing: no deadlock, nothing arrives twice."""
     schedules = schedules_of(op, ho_ring_hops, sizes, num_chunks)

@@ -152,7 +152,7 @@ def linked(intra: float, inter: float, latency: float = 0.0) -> Machine:
     )
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("num_chunks", [1, 4])
 def test_the_shorter_level_hides_but_for_a_chunk(num_chunks: int) -> None:
     for inter in (1e8, 4e9):
         given = linked(1e9, inter)
@@ -191,7 +191,7 @@ def test_gpus_run_pipelines_and_cpu_ranks_single_messages() -> None:
     assert CollectiveTimes(cpus, "ho-ring").seconds(Op.ALL_GATHER, SPAN, NUM_BYTES) < ours
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("num_chunks", [1, 4])
 def test_levels_on_the_same_links_do_not_overlap(num_chunks: int) -> None:
     """Groups of 6 ranks on nodes of 2: both levels of a pipeline use NICs."""
     given = replace(linked(1e9, 1e8), group_size=2)

@@ -74,7 +74,7 @@ def test_axes_are_those_of_exchange_and_ring() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "num_ranks", "chunks"),
+    ("num_heads", "num_kv_heads", "num_ranks", "num_chunks"),
     [(32, 32, 8, 4), (32, 8, 8, 4), (32, 16, 8, 2), (24, 24, 8, 1), (12, 6, 2, 1), (8, 8, 8, 1)],
 )
 def test_head_chunks_have_whole_groups_of_queries(

@@ -18,7 +18,7 @@ from paro.distributed.links import Links
 from paro.distributed.world import World
 from paro.launch.prediction import predict_memory
 from paro.planning.run_memory import COMMUNICATOR_BYTES, RunMemory
-from paro.spec import groups
+from paro.spec import run_spec
 from paro.spec.units import registered_room, units_of_run
 from paro.topology import Spans, StreamKind
 from paro.training import assembly
@@ -97,7 +97,7 @@ def test_all_communicators_of_a_rank_fit_on_its_gpu(
 def test_a_use_that_the_description_lacks_has_no_group_and_no_communicator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    described = groups._of_states
+    described = run_spec._state_groups
 
     def without_gathers(*of_run: Any) -> Spans:
         return {**described(*of_run), StreamKind.GATHER: frozenset()}
@@ -107,7 +107,7 @@ def test_a_use_that_the_description_lacks_has_no_group_and_no_communicator(
         run = built(monkeypatch, "--paro-strategy IIG")
         made.append(sum(RANK in call["ranks"] for call in run.nccl.calls))
         predicted.append(predict_memory(run.config, "cuda").communicators // COMMUNICATOR_BYTES)
-        monkeypatch.setattr(groups, "_of_states", without_gathers)
+        monkeypatch.setattr(run_spec, "_state_groups", without_gathers)
     assert made == predicted == [4, 2]
     with pytest.raises(KeyError):
         run.training.model.units[0].gather()  # type: ignore[attr-defined]
