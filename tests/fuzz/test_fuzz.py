@@ -58,6 +58,7 @@ READERS = {
     "paro.checkpoint.lock_holder": "lease",
     "paro.checkpoint.storage": "checkpoint",
     "paro.checkpoint.stored_tensor": "tests/paro/checkpoint/test_stored_tensor.py",
+    "paro.config.parts": "records",
     "paro.config.resolve": "records",
     "paro.machine.files": "machine",
     "paro.machine.rules": "machine",

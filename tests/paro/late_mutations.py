@@ -140,7 +140,7 @@ CAUGHT = {
     "sharding.shards UnitShards.wait_for_updated_params: "
     "self.context.exposure.wait(WaitKind.PARAM_ALL_GATHER, self._updated)": ("IIG", ""),
     "sharding.shards UnitShards.start_param_all_gather: after=gathered": ("IIG", CODES),
-    "sharding.shards UnitShards._exchange: after=event": ("IIG", CODES),
+    "sharding.shards UnitShards._reduce_quantized: after=after": ("IIG", CODES),
     "sharding.shards UnitShards._queue: after=after": ("IIG", ""),
     "sharding.shards UnitShards.start_grad_sync: after=self._reduced": ("IIG", ""),
     "sharding.shards UnitShards.wait_reduced: "
@@ -183,7 +183,7 @@ ELSEWHERE = {
     "distributed.exposed_time Exposure.wait: stage.wait()": _STAGES,
     "distributed.timers synchronize: torch.cuda.synchronize(device)": _CLOCK,
     "optim.optimizer ParoOptimizer.loaded: self.model.wait_for_updated_params()": _COUNTS,
-    "training.loop Loop._reasons: self.copies.wait()": _COPIES,
+    "training.loop Loop._reasons: self.snapshots.wait()": _COPIES,
     "training.loop Loop.run: self.training.model.wait_for_updated_params()": _SAVES,
     "training.loop Loop.run: self.training.model.wait_for_updated_params() #2": _SAVES,
     "training.saving Saver.settle: self._background.wait()": _THREAD,
