@@ -161,11 +161,6 @@ class Unit:
     bucket_size: int = 1  # units of the bucket that begins with this one; 0 in its others
 
     @property
-    def trainable_numel(self) -> int:
-        """The number of elements that train, with padding."""
-        return self.trainable.numel
-
-    @property
     def numel(self) -> int:
         return self.trainable.numel + self.frozen.numel
 
@@ -286,18 +281,12 @@ def chunk_numel(numel: int, element_bytes: int, *, device_type: str) -> int:
     return quarter if device_type == "cuda" else min(quarter, _CHUNK_BYTES // element_bytes)
 
 
-def split_range(chunk: ParamChunk, low: int, high: int) -> Iterator[tuple[int, Chunk]]:
+def split_range(whole: Chunk | ParamChunk, low: int, high: int) -> Iterator[tuple[int, Chunk]]:
     """Yield chunks that have the elements [low, high) of a chunk, each after its first element.
 
     In row-major order: the part of a row, full rows, the part of a row.
     """
-    yield from _cut(chunk.offsets, chunk.sizes, low, high, 0)
-
-
-def _cut(
-    offsets: Shape, sizes: Shape, low: int, high: int, base: int
-) -> Iterator[tuple[int, Chunk]]:
-    """Yield `split_range` of the chunk (offsets, sizes), whose first element has index `base`."""
+    offsets, sizes = whole.offsets, whole.sizes
     row = prod(sizes[1:])
     whole_rows = _round_up(low, row), high // row * row
     cuts = {low, high, *(at for at in whole_rows if low < at < high)}
@@ -305,14 +294,12 @@ def _cut(
         index = begin // row
         if begin % row == end % row == 0:
             corner = (offsets[0] + index, *offsets[1:]) if offsets else ()
-            size = ((end - begin) // row, *sizes[1:]) if sizes else ()
-            yield base + begin, Chunk(corner, size)
+            yield begin, Chunk(corner, ((end - begin) // row, *sizes[1:]) if sizes else ())
             continue
-        skipped = index * row
-        inner = _cut(offsets[1:], sizes[1:], begin - skipped, end - skipped, base + skipped)
-        for position, part in inner:
+        skipped, within = index * row, Chunk(offsets[1:], sizes[1:])
+        for position, part in split_range(within, begin - skipped, end - skipped):
             corner = (offsets[0] + index, *part.offsets)
-            yield position, Chunk(corner, (1, *part.sizes))
+            yield skipped + position, Chunk(corner, (1, *part.sizes))
 
 
 def parameter_runs(chunk: ParamChunk, low: int, high: int) -> Iterator[tuple[int, int]]:

@@ -155,7 +155,7 @@ class Computing:
             return {Verb.FORWARD: forward + more}
         # A tied head borrows its weights: they are of the last buffer's unit.
         units = {self.step.buffers[half[-1]].unit for half in shape.halves(index)}
-        trained = sum(unit.trainable_numel for unit in units) / sum(unit.numel for unit in units)
+        trained = sum(unit.trainable.numel for unit in units) / sum(unit.numel for unit in units)
         if method == "loss" and isinstance(shape, StepShape):
             # As much again for the gradients of each operand.
             loss, chunk = (2 + trained) * forward, self.batch.loss_chunk(self.model)

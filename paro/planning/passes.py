@@ -34,7 +34,7 @@ class StepCounts:
 
     @cached_property
     def num_trained(self) -> int:
-        return sum(unit.trainable_numel for unit in self.units)
+        return sum(unit.trainable.numel for unit in self.units)
 
     def buffer_of(self, move: Move) -> int:
         """Return the buffer of an action, the first one if it computes with several."""

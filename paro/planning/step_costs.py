@@ -187,13 +187,13 @@ class StepCosts:
             share = 1 / (shape.num_slices * len(halves))
             seconds = self.computing.per_unit[number].get(verb, 0.0) * share
             if verb is Verb.GRADIENTS:
-                seconds += self.collect_seconds(unit.trainable_numel) / shape.num_slices
+                seconds += self.collect_seconds(unit.trainable.numel) / shape.num_slices
         elif verb is Verb.UPDATE:
             encoded = self.comm_costs.of_buffers[number].codes.get(verb, 0)
-            seconds = self._update_seconds(unit.trainable_numel)
+            seconds = self._update_seconds(unit.trainable.numel)
             seconds += coding_seconds(self.device, encoded)
         elif verb is Verb.REDUCE and unit.replicated:
-            seconds = self.collect_seconds(unit.trainable_numel)
+            seconds = self.collect_seconds(unit.trainable.numel)
         elif verb in PASS_OF and slots[0] == slots[1]:  # in place, a copy out of staging
             (one,) = self.comm_costs.specs[number].collectives[PASS_OF[verb]]
             seconds = self.computing.memory_seconds(2 * one.num_bytes // shape.num_slices)

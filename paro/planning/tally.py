@@ -154,9 +154,9 @@ class StepTally:
         elif verb is Verb.CACHE_FP8:
             self._keeps.add(number)
         elif verb is Verb.UPDATE:
-            return self.at("the update", updated=unit.trainable_numel)
+            return self.at("the update", updated=unit.trainable.numel)
         elif verb is Verb.GRAD_SYNC:
-            copied = {"converted": unit.trainable_numel, "bucket_size": unit.bucket_size}
+            copied = {"converted": unit.trainable.numel, "bucket_size": unit.bucket_size}
             return self.at(f"the reduction of {unit.name}", **copied)
         return None
 

@@ -239,9 +239,9 @@ def in_buckets(
 ) -> tuple[Unit, ...]:
     """Return the units, each with the size of the bucket that it begins."""
     bucket_size = muon_bucket_size(strategy, precision, group_size)
-    trained = [unit for unit in units if unit.trainable_numel]
-    kinds = [(unit.trainable_numel, unit.matrices) if unit.matrices else None for unit in trained]
+    trained = [unit for unit in units if unit.trainable.numel]
+    kinds = [(unit.trainable.numel, unit.matrices) if unit.matrices else None for unit in trained]
     sizes = iter(bucket_sizes(kinds, bucket_size))
     return tuple(
-        replace(unit, bucket_size=next(sizes)) if unit.trainable_numel else unit for unit in units
+        replace(unit, bucket_size=next(sizes)) if unit.trainable.numel else unit for unit in units
     )

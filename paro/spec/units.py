@@ -216,7 +216,7 @@ def shape_of(
 ) -> StepShape:
     """Return the shape of a step of units whose parameters are gathered or replicated."""
     # The loss writes gradients of the output weight in forward, if no other unit has it too.
-    writes = units[-1].trainable_numel and not config.tie_embeddings_and_output_weights
+    writes = units[-1].trainable.numel and not config.tie_embeddings_and_output_weights
     shape = StepShape(
         units=number_buffers(units),
         gathers=gathers,
