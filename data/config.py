@@ -19,7 +19,7 @@ MOST_WORKERS = 1024  # processes of one rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """The tokens to train on and how to read them."""
+    """The tokens to train on and the way to read them."""
 
     seq_length: int
     data_path: tuple[str, ...] = ()

@@ -263,7 +263,7 @@ def _lines_before(path: str, end: int) -> int:
 
 
 class _BadError(Exception):
-    """A malformed document: the reason, in words that follow its place."""
+    """The reason why a document is malformed, in words that follow its place."""
 
 
 def _raw_documents(batch: RawBatch) -> Iterable[Any]:

@@ -43,7 +43,7 @@ class TooFewTokensError(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRequest:
-    """The samples of a split to build, and how to open its corpora."""
+    """The samples and split to build, and the way to open the corpora that have it."""
 
     config: DataConfig
     split_name: str

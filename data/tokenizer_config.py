@@ -33,7 +33,7 @@ _REFUSED_TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerConfig:
-    """A tokenizer; `vocab_size` is required for NullTokenizer and checked for the others."""
+    """The choice of a tokenizer; `vocab_size` is required for NullTokenizer, else checked."""
 
     tokenizer_type: str
     tokenizer_model: str | None = None

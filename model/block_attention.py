@@ -58,7 +58,7 @@ class Gpu(NamedTuple):
 
     @property
     def takes_cudnn(self) -> bool:
-        """Whether torch prefers cuDNN's attention to FlashAttention there."""
+        """Tell whether torch prefers cuDNN's attention to FlashAttention on the device."""
         return self.capability in _CUDNN_GPUS and self.cudnn >= _OLDEST_CUDNN
 
     def block_kernel(self, head_size: int, queries: int, keys: int, *, causal: bool) -> SDPBackend:

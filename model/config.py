@@ -40,7 +40,7 @@ class RecomputeConfig:
 
     @property
     def core_attention(self) -> bool:
-        """Whether the attention core of every block is recomputed, and nothing else."""
+        """True if the attention core of every block is recomputed, and nothing else."""
         return self.granularity == "selective"
 
     @property
@@ -159,12 +159,12 @@ class LlamaConfig:
 
     @property
     def keeps_core(self) -> bool:
-        """Whether recomputed blocks keep attention's output and log-sum-exp."""
+        """True if recomputed blocks keep attention's output and log-sum-exp."""
         return self.recompute is not None and self.recompute.keeps_core
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether attention is matrix products, which keep the scores of all pairs of tokens."""
+        """True if attention is matrix products, which keep the scores of all pairs of tokens."""
         return self.attention_backend in ("unfused", "local")
 
 

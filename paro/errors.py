@@ -134,7 +134,7 @@ def open_files_limit(error: BaseException) -> str | None:
 
 
 def lost_peer(error: BaseException) -> str | None:
-    """How the connection to another rank failed, if that is the cause of an error."""
+    """Return how the connection to another rank failed, if that is the cause of an error."""
     for cause in _causes(error):
         first_line = (str(cause).splitlines() or [""])[0]
         if isinstance(cause, RuntimeError) and _LOST_PEER.search(first_line):
@@ -158,7 +158,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def for_all_ranks(error: BaseException, rank: int) -> UserError | RunError | PeerError:
-    """What the other ranks raise where this one meets `error`."""
+    """Return the error that the other ranks raise where this one meets `error`."""
     if (limit := open_files_limit(error)) is not None:
         return UserError(limit)
     if isinstance(error, (UserError, RunError, PeerError)):
@@ -219,7 +219,7 @@ def reading(what: str, *, how: str = "read") -> Iterator[None]:
 
 
 def writing(what: str) -> AbstractContextManager[None]:
-    """As `reading`, around a call that writes what the user named."""
+    """Turn an error of the system into a `UserError` around a call that writes a user's file."""
     return reading(what, how="written")
 
 
@@ -297,7 +297,8 @@ def is_word(text: str) -> bool:
 
 
 def shown(text: str) -> str:
-    """What a terminal gets of a text: printable lines of at most `_MAX_SHOWN_CHARS` characters."""
+    """Return a text as a terminal gets it: printable lines of at most `_MAX_SHOWN_CHARS`
+    characters."""
     text = printable(text)
     if len(text) <= _MAX_SHOWN_CHARS:
         return text

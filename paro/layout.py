@@ -172,7 +172,7 @@ class Unit:
 
     @property
     def trains(self) -> tuple[bool, ...]:
-        """Whether the parameters of each of its buffers train."""
+        """For each of the unit's buffers, True if its parameters train."""
         return (True,) * bool(self.trainable.numel) + (False,) * bool(self.frozen.numel)
 
 

@@ -68,7 +68,7 @@ class PrecisionConfig:
 
     @property
     def quantizes(self) -> bool:
-        """Whether something may be quantized to cross groups."""
+        """True if gradients or updates are quantized between groups."""
         return (self.inter_param_bits, self.inter_grad_bits) != (FULL_BITS, FULL_BITS)
 
     def with_inter_bits(self, bits: int) -> PrecisionConfig:
@@ -110,7 +110,7 @@ class PrecisionConfig:
 
     @property
     def rounds_moments(self) -> bool:
-        """Whether moments of AdamW are kept in bf16."""
+        """True if moments of AdamW are kept in bf16."""
         return "bf16" in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
 
     def describe(self) -> str:

@@ -40,7 +40,7 @@ _CUTS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 class Outcome(Enum):
-    """The treatment of a flag of Megatron-LM."""
+    """The treatment of a flag."""
 
     ACCEPTED = "accepted"  # it requests what PaRO does anyway
     IGNORED = "ignored"  # it changes no result; the run's first lines report that it has no effect
@@ -49,7 +49,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The treatment of one flag, or of a family such as `--moe-*`, and the reason.
+    """The treatment of one flag, or of a family such as `--moe-*`, with its reason.
 
     An accepted flag is a switch, or takes one of `values`, or is a switch where an argument has a
     value. Other uses of it are refused, and the error gives `instead`. Other flags take any values.

@@ -58,7 +58,7 @@ class Window(io.RawIOBase):
 
 
 class RefusedError(UserError):
-    """The saved object is no tensor."""
+    """A stored value that is no tensor."""
 
 
 class _UnusualError(Exception):

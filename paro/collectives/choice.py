@@ -29,7 +29,7 @@ class AlgorithmChoice:
 
     @property
     def pipelines(self) -> bool:
-        """Whether ho-ring is a pipeline."""
+        """True if ho-ring is a pipeline."""
         return self.num_chunks is not None
 
     def of(self, op: Op, span: AxisSpan, num_bytes: int) -> str:

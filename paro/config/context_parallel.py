@@ -82,7 +82,7 @@ class ContextParallelConfig:
 
     @property
     def layout(self) -> ContextLayout:
-        """The tokens and heads of each rank, and the way that keys and values travel."""
+        """Return the tokens and heads of a rank, and the way of keys and values."""
         return self._layout_at(self.context_parallel_size)
 
     def _layout_at(self, degree: int) -> ContextLayout:

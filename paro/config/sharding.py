@@ -32,7 +32,7 @@ from paro.strategy import FLAG, Strategy, check_group_size, effective_letters, p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingConfig:
-    """The sharding and communication of the model states (the flags `--paro-*`)."""
+    """The sharding of the model states and its communication (the flags `--paro-*`)."""
 
     world: World  # with the run's groups
     context: ContextParallelConfig = field(default_factory=ContextParallelConfig)
@@ -53,7 +53,7 @@ class ShardingConfig:
 
     @property
     def needs_in_memory_checkpoints(self) -> bool:
-        """Whether in-memory checkpoints are on without a flag of their own."""
+        """True if in-memory checkpoints are on without a flag of their own."""
         return self.survive > 0 or self.elastic
 
 

@@ -11,7 +11,7 @@ MOST_ITERATIONS = 10**9  # above 30 years of steps that take a second
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """The length of training, its evaluations and its exits."""
+    """The length of a training, the times of evaluations, and the reasons to exit."""
 
     train_iters: int  # with train_samples: counted from the start of the run
     train_samples: int | None = None

@@ -90,7 +90,7 @@ class ContextStreams:
         return self._streams.submit((StreamKind.CONTEXT, *stream[1:]), job, after=after)
 
     def close(self) -> None:
-        """They are closed with the engine's."""
+        """Do nothing: the engine closes the collectives."""
 
 
 def make_gather(

@@ -48,7 +48,7 @@ class RuntimeConfig:
 
     @property
     def by_nccl(self) -> bool:
-        """Whether ranks have GPUs, and NCCL sends between them."""
+        """True if ranks have GPUs, and NCCL sends between them."""
         return self.distributed_backend == "nccl"
 
     def groups_on(self, device: torch.device, communicators: int = 0) -> GroupConfig:

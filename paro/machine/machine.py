@@ -172,7 +172,7 @@ class Machine:
 
     @property
     def is_of_gpus(self) -> bool:
-        """Whether ranks communicate as GPUs do, by NCCL; only CPU ranks say how many cores."""
+        """True if ranks communicate as GPUs do, by NCCL; only CPU ranks say how many cores."""
         return self.device is None or self.device.cores is None
 
     def for_world(self, world_size: int, *, subject: str) -> Machine:

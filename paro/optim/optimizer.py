@@ -122,7 +122,7 @@ class UnitOptimizer:
 
     @property
     def muon_range(self) -> MuonRange:
-        """The part of the optimizer range that Muon updates."""
+        """The range of elements that Muon updates."""
         momentum = self.states[MOMENTUM][: self.num_muon]
         return MuonRange(self.unit, self.master.detach()[: self.num_muon], momentum, self.seed)
 

@@ -24,7 +24,7 @@ _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)  # of lowbias32, a permutation of 32 bit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """The random bits of a range of elements: seed, parameter and position there.
+    """The position of a range in its parameter, and the other inputs of stochastic rounding.
 
     Element i of the range has index `start + j // width * stride + j % width`, where j is
     `low + i`.

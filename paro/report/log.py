@@ -71,7 +71,7 @@ class Log:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank prints the log line."""
+        """True if this rank prints the log line."""
         return self.rank == (0 if self.one_speaker else self.world_size - 1)
 
     def show(self, message: str) -> None:

@@ -61,7 +61,7 @@ class BatchSchedule:
 
     @property
     def changes(self) -> bool:
-        """Whether the batch changes in the course of the run."""
+        """True if the batch changes in the course of the run."""
         return self.rampup_batch_size is not None or self.step_batch_size_schedule is not None
 
     @property

@@ -102,7 +102,8 @@ ALONE = ContextLayout()  # no rank shares its samples
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextLimits:
-    """The limits of a run's context layouts: its model, ranks, groups and tokens of a sample."""
+    """Limits of a run's context-parallel layouts: ranks and groups, a sample's tokens, and
+    heads."""
 
     model: LlamaConfig
     world_size: int

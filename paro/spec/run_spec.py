@@ -120,7 +120,7 @@ class RunSpec(RunSettings):
 
     @property
     def overlaps(self) -> bool:
-        """Whether comm streams are busy while the training thread computes."""
+        """True if anything is sent while the training thread computes."""
         return self.prefetch_units > 0
 
     @property

@@ -128,7 +128,7 @@ class ShardingSpec:
 
     @property
     def master_is_param(self) -> bool:
-        """Whether the shard of fp32 parameters is the master: where degrees are equal."""
+        """True if the shard of fp32 parameters is the master: their degrees are equal."""
         degrees = self.strategy.params, self.strategy.optim
         return self.precision.compute == "fp32" and degrees[0] == degrees[1]
 
@@ -215,7 +215,7 @@ class ShardingSpec:
 
     @property
     def grad_error_bytes(self) -> tuple[int, int]:
-        """The shape in bytes of gradients' error feedback: a row for each owner of a chunk."""
+        """Bytes of the errors of quantized gradients: a row of bytes for every owner of a chunk."""
         if self.grad_format is None or not self.precision.inter_grad_error_feedback:
             return 0, 0
         _, inter = split_by_link(self._grad_sync_span)
@@ -225,7 +225,7 @@ class ShardingSpec:
 
     @cached_property
     def collectives(self) -> Mapping[Verb, tuple[Collective, ...]]:
-        """The collectives of each action on the buffer, in order; none along no axis."""
+        """The collectives that the actions on the buffer send, in order; none along no axis."""
         numel, (params, grads, _) = self.layout.numel, self.strategy.degrees
         gather = StreamKind.GATHER, Op.ALL_GATHER, self.topology.axes_between(1, params)
         reduce = StreamKind.REDUCE, Op.REDUCE_SCATTER, self.topology.axes_between(1, grads)

@@ -121,7 +121,7 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """The facts that decide the actions of a step where parameters are gathered."""
+    """The inputs of a step's actions."""
 
     units: tuple[StepUnit, ...]
     gathers: bool  # parameters are sharded: a unit's are whole only while it needs them

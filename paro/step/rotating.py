@@ -44,7 +44,7 @@ class PartShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotationShape:
-    """The facts that decide the actions of a step where weights rotate; parts in forward order."""
+    """The inputs of a step's actions where weights rotate; parts are in forward order."""
 
     ring: RingShape
     parts: tuple[PartShape, ...]

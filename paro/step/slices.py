@@ -51,7 +51,7 @@ class Slot(IntEnum):
 
 
 class SliceState(Enum):
-    """The position of a unit's slices."""
+    """The slots of a unit's slices."""
 
     HOME = "every rank's own slice is in SHARD"
     COPYING = "copies pass through, SHARD is not modified"
@@ -61,7 +61,7 @@ class SliceState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingShape:
-    """The facts that decide the moves of all slices of a model."""
+    """The inputs of the moves of all slices of a model."""
 
     num_steps: int  # the ranks of the ring
     in_place: bool

@@ -45,7 +45,7 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """The micro-batches of this rank, by split; `valid` and `test` may be empty."""
+    """A rank's micro-batches of every split; `valid` and `test` may be empty."""
 
     train: Iterator[Batch]
     valid: tuple[HeldOut, ...]

@@ -179,7 +179,7 @@ def state_of(
 
 
 class Resumed(NamedTuple):
-    """The beginning of a run: state, base and facts of the checkpoint that was loaded."""
+    """The state with which a run begins."""
 
     state: TrainState | None = None  # to continue from; None: iteration 0
     base: BaseCheckpoint | None = None  # of the checkpoints to save; None: they are complete

@@ -86,7 +86,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save in progress failed and --on-save-failure is stop, or the lock is lost."""
+        """True if a save in progress failed and --on-save-failure is stop, or the lease is lost."""
         lock = self._ranks.lock
         if lock is not None and lock.is_lost:
             return True
@@ -94,7 +94,7 @@ class Saver:
 
     @property
     def under_way(self) -> bool:
-        """Whether this rank's save thread is still writing."""
+        """True if this rank's save thread is still writing."""
         return self._background.is_running
 
     def _set_aside(self) -> None:

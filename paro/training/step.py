@@ -55,7 +55,7 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnTimes(RankTimes):
-    """The times of this rank in a step, whose whole time the caller knows."""
+    """The parts of a rank's time in a step, whose whole time the caller knows."""
 
     exposed: Exposed = field(default_factory=Exposed)
     loss_is_finite: bool = True
@@ -97,7 +97,7 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether the parameter update was skipped, on all ranks."""
+        """True if the parameter update was skipped, on all ranks."""
         return self.verdict is not Verdict.FINE
 
 
@@ -344,7 +344,7 @@ class _TimedBatches(Iterator[Batch]):
 
 
 class Evaluation(NamedTuple):
-    """The loss of held-out data."""
+    """The losses of a model on held-out data."""
 
     loss: float | None  # nats per token; None: no token is unmasked
     bits_per_byte: float | None  # None: nobody knows how much text the tokens are

@@ -93,7 +93,7 @@ def conform(value: Any, kind: Any, what: str) -> Any:
 
 
 class _WrongError(Exception):
-    """A value or members of it are wrong: pairs of a path, such as `.a[0]`, and a text."""
+    """Mistakes in a value and its members: pairs of a path, such as `.a[0]`, and a text."""
 
     def __init__(self, text: str, path: str = "") -> None:
         self.found = [(path, text)]

@@ -47,6 +47,13 @@ ALLOWED: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
 }
 
+# With what a docstring may not open: words that point elsewhere, and in functions also a noun's.
+POINTING = {
+    *("what", "how", "which", "where", "who", "whose", "when", "why", "of", "as"),
+    *("this", "that", "these", "those", "it", "its", "they", "their"),
+}
+DETERMINERS = {"the", "a", "an", "all", "each", "every", "one", "whether", "for"}
+
 # Operations that only some modules may use.
 OWNERS: dict[str, tuple[str, ...]] = {
     r"os\.(environb?|getenv|putenv)": ("paro.distributed", "tools"),
@@ -173,6 +180,19 @@ def starts_with_its_docstring(source: Source) -> Iterator[str]:
         yield "1: the first line is no docstring"
 
 
+def docstrings_stand_alone(source: Source) -> Iterator[str]:
+    """Docstrings open with a verb in functions, a noun elsewhere: read alone, they are clear."""
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        first = (ast.get_docstring(node) or "").split(" ")[0].strip(",.:").lower()
+        is_noun = isinstance(node, ast.ClassDef) or any(
+            re.search(r"property|fixture", ast.unparse(each)) for each in node.decorator_list
+        )
+        if first in POINTING or (not is_noun and first in DETERMINERS):
+            yield f"{node.lineno}: the docstring of {node.name} opens with {first}"
+
+
 def sizes_are_small(source: Source) -> Iterator[str]:
     """Files and functions are within their limits."""
     num_lines = source.text.count("\n")
@@ -246,6 +266,7 @@ def text_files() -> Iterator[Path]:
 
 EVERYWHERE: tuple[Rule, ...] = (starts_with_its_docstring, sizes_are_small)
 IN_PRODUCT: tuple[Rule, ...] = (
+    docstrings_stand_alone,
     imports_no_tests,
     imports_are_allowed,
     uses_are_allowed,
