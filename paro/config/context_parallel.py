@@ -3,10 +3,10 @@
 # A ContextParallelConfig is one value of the flags: how many ranks share a sample, and what they
 # send for attention. Where --context-parallel-size or --cp-comm-type says auto, `possible_configs`
 # lists every configuration that fits the ranks, the heads and the sequence length. The layout of
-# each is then a field of the planner's candidates, and `fastest_config` takes that of the fastest
-# step; among equally fast ones that with the lowest degree.
+# each is then a field of the planner's candidates, and `fastest_config` takes the configuration
+# with the fastest step; in a tie, the lowest degree.
 #
-# With degree C a step has C times as many micro-batches, and a rank more free memory. So with
+# With degree C a step has C times as many micro-batches, and each rank more free memory. So with
 # --context-parallel-size auto, micro-batches of up to C times as many samples are candidates too.
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
 _SYNONYMS = {"all_gather": "allgather"}  # Megatron's name
 SIZE_FLAG, TYPE_FLAG = "--context-parallel-size", "--cp-comm-type"
 _SIZES_FLAG = "--hierarchical-context-parallel-sizes"
-_CLEAR_GAIN = 0.05  # share of a step that another type must save to be named
+_CLEAR_GAIN = 0.05  # share of a step that another type must save for the log to suggest it
 
 Made = TypeVar("Made")
 

@@ -3,12 +3,12 @@
 # Each decides once, in this order, and says so in a line of the log:
 #
 #   1. With --use-checkpoint-args the sizes, the tokenizer and Muon's settings are those of --load.
-#   2. A run that continues on as many ranks keeps the strategy and the bits chosen for it.
+#   2. A run that resumes with the same world size keeps its strategy and quantization bit widths.
 #   3. With --paro-elastic groups, degrees and collectives become what these ranks can have.
-#   4. --paro-machine has the groups, unless --paro-group-size gives them (paro/config/sharding.py).
-#   5. auto of context parallelism: as in a run that continues, or without a machine by heads.
-#   6. The rest is the planner's (`decide`). Where it needs a machine that is not measured yet,
-#      the answer is a stand-in, and the planner's input stays open (`RunConfig.open`).
+#   4. The machine file supplies the group size, unless --paro-group-size does (sharding.py).
+#   5. auto of context parallelism: as in the resumed run, or without a machine file by heads.
+#   6. The planner decides all that is left (`decide`). If the machine has yet to be measured, a
+#      placeholder is used and planning is deferred until then (`RunConfig.open`).
 
 from __future__ import annotations
 

@@ -2,10 +2,11 @@
 
 # Ring attention (and Megatron's all-gather of keys and values) as an autograd function. A
 # `KVExchange` brings the keys and values of each ring rank; attention to them is a partial output
-# with a log-sum-exp, merged as in flash attention. Backward saves only this rank's keys and values:
-# the exchange runs again. A forward whose output was saved exchanges nothing. Outputs and all
-# gradients are summed in fp32. Letters of tensors: B samples, T tokens on this rank, N query heads,
-# K key and value heads, H head size; keys and values of a rank are one tensor [2, B, T, K, H].
+# with a log-sum-exp, merged as in flash attention. Only this rank's keys and values are saved for
+# backward, which exchanges them again. A recomputed forward whose attention output was saved
+# exchanges nothing. Outputs and all gradients are summed in fp32. Letters of tensors: B samples, T
+# tokens on this rank, N query heads, K key and value heads, H head size; keys and values of a rank
+# are one tensor [2, B, T, K, H].
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from paro.spec.context_layout import heads_at_first
 
 Attend = Callable[[int, Tensor], None]  # to the keys and values of a ring rank
 AddGrads = Callable[[Tensor], None]  # adds gradients of keys and values to an fp32 tensor
-# Computes those of a ring rank's keys and values; these may be some heads in a row, from this one.
+# Computes gradients of a ring rank's keys and values, or of a range of heads from the given one on.
 GradsOf = Callable[[int, Tensor, int], AddGrads]
 
 
@@ -40,7 +41,10 @@ class KVExchange(Protocol):
     ring_size: int
 
     def exchange_kv(self, own_2BTKH: Tensor, attend: Attend) -> None:
-        """Call `attend` for every ring rank, this one first; a tensor lasts one call."""
+        """Call `attend(ring_rank, kv)` for every ring rank, this one first.
+
+        A tensor is valid during its call only.
+        """
 
     def exchange_kv_and_grads(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
         """Call `grads_of` for every ring rank and head; return all ranks' sum for this rank.
@@ -50,7 +54,7 @@ class KVExchange(Protocol):
 
 
 def blockwise_attention(exchange: KVExchange, backend: AttentionBackend = "auto") -> Core:
-    """Return causal attention, within documents, of a rank's tokens: two chunks of a sample.
+    """Return causal attention, within documents, of a rank's tokens: two zigzag chunks of a sample.
 
     Documents are given for whole samples. `backend` chooses the kernel.
     """

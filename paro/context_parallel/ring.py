@@ -3,11 +3,11 @@
 # [Note: double ring]
 # In ring attention a rank computes its queries' attention to the keys and values (KV) that it
 # holds, sends them to the next rank of the ring, and receives those of the previous rank. Here an
-# inner ring runs inside groups and an outer ring between them, as in DoubleRing attention. In every
-# turn the inner ring brings a rank the KV that its group held when the turn began; meanwhile the
-# outer ring sends this rank's KV of the turn's beginning to the next group. So all ranks of a group
-# send between groups at once, as much each as in one flat ring. With 2 groups of 3 ranks, the ring
-# rank whose KV each rank uses, step by step:
+# inner ring runs inside groups and an outer ring between them, as in DoubleRing attention. In a
+# turn, one step of the outer ring, a rank sends the KV that it has at first to the next group, and
+# meanwhile the inner ring brings it the KV that the other ranks of its group have at first. So all
+# ranks of a group send between groups at once, as much each as in one flat ring. With 2 groups of 3
+# ranks, the ring rank whose KV each rank uses, step by step:
 #
 #     ring rank            0    1    2  |  3    4    5
 #     turn 0               0    1    2  |  3    4    5        meanwhile to the other group
@@ -17,12 +17,16 @@
 #                          5    3    4  |  2    0    1
 #                          4    5    3  |  1    2    0
 #
-# In backward keys and values go round again, and the sum of their gradients follows them one step
-# behind: a sum is awaited when the next rank's share of it has been computed. In a turn it begins
-# at the second rank that used the keys and values and ends where the turn began; there it joins the
-# sum between groups, which begins in the second group and ends at the owner. What the owner adds
-# stays with it. While the last sum of a ring is on its way there would be nothing to compute: of
-# turn 0, and of a turn's own keys in it, a part of the heads is left for then.
+# In backward KV go round again, and the sum of their gradients (dKV) follows one step behind: a
+# rank computes its own share before it waits for the sum of the ranks before it. The dKV of ring
+# rank 0, where -> sends the sum to a rank, which adds its share:
+#
+#     turn 0               1 -> 2 -> 0
+#     turn 1               4 -> 5 -> 3 -> 0                   the last one to the other group
+#
+# With more groups the sum of rank 3 goes on through them: 3 -> 6 -> ... -> 0. So that the last
+# sends of a turn, and of the outer ring, overlap with computation, some heads are left for then:
+# of the KV that a rank has at first in a turn, and of turn 0.
 
 from __future__ import annotations
 

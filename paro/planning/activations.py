@@ -1,9 +1,10 @@
 """The activations that each unit of a LLaMA keeps for backward, and needs to compute."""
 
-# In: a model, a micro-batch and the shape of a step. Out: for every unit, or part where weights
-# rotate, the bytes that it keeps from forward to backward, and its peaks of transient bytes in both
-# (`UnitActivations`). Counted tensor by tensor; letters as in model/llama.py, T = B * S tokens of a
-# micro-batch. A block keeps, where attention kernels do not keep the scores (flash),
+# In: a model, a micro-batch and the shape of a step. Out: for every unit (the parameters that are
+# gathered together; with rotated weights, attention and MLP of a block apart) the bytes saved from
+# forward to backward, and the peaks of transient bytes in both (`UnitActivations`). Counted tensor
+# by tensor: T tokens of a micro-batch, D hidden size, N query heads, K key and value heads, H head
+# size, F feed-forward size. With FlashAttention, which does not save scores, a block saves
 #
 #     compute type   x, q, k, v, attention's output, x + attention, gate, up
 #                                                             T * (2 D + (2 N + 2 K) H + 2 F)
@@ -11,10 +12,10 @@
 #
 # where x is the previous unit's output, q and k are kept after RoPE, and normalized inputs and the
 # product of gate and up are recomputed. With --qk-layernorm q and k are also kept before their
-# norms, with an fp32 scale per head. CUDA has no flash for fp32 with grouped heads: there all
-# scores are kept, which is not counted. Recomputed blocks keep one input together. Blocks with
-# frozen parameters are counted as if all were trained, but below the first trained unit nothing is
-# kept, and in the first block with adapters nothing before the first of them.
+# norms, with an fp32 scale per head. Blocks recomputed as one checkpoint save a single input.
+# Blocks with frozen parameters are counted as if all were trained, but below the first trained unit
+# nothing is saved, and in the first block with adapters nothing before the first of them. Known to
+# be too low: fp32 with grouped heads on CUDA, where no FlashAttention exists and scores are saved.
 
 from __future__ import annotations
 
@@ -32,16 +33,16 @@ from paro.spec.units import unit_parts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitActivations:
-    """The activation bytes of a unit; transients are peaks in addition to `kept`."""
+    """Activation bytes of a unit: saved for backward (`kept`), and transient peaks on top of it."""
 
     kept: int  # from forward to the end of the unit's backward
     recomputed: int = 0  # from recomputation to the end of the unit's backward
-    in_forward: int
-    before_gradients: int = 0  # in backward, until the unit's first gradient exists
-    in_backward: int  # after that
-    in_loss: int = 0  # in forward, from the unit's first gradient on, if it makes any
-    kept_to_the_end: int = 0  # part of `kept`: until the end of the whole backward
-    casts: int = 0  # of its weights in fp8, while their values stay
+    in_forward: int  # transient
+    before_gradients: int = 0  # transient in backward, until the unit's first gradient exists
+    in_backward: int  # transient in backward from the unit's first gradient on
+    in_loss: int = 0  # transient in forward, if the chunked loss computes gradients there
+    kept_to_the_end: int = 0  # the part of `kept` that lasts until the whole backward ends
+    casts: int = 0  # cached fp8 weights, as long as the weights do not change
 
 
 class Activations:

@@ -1,17 +1,17 @@
 """Attention of a context-parallel group: the schedule of each pass, its bytes, and its memory."""
 
 # In: a model, a micro-batch with its context-parallel layout, and the actions of a step. Out: for
-# every pass over a block's attention a schedule of sends, shares of the computation and waits; the
-# bytes that a rank sends; the bytes that backward allocates. The schedule is the engine's, but
-# equal steps of a ring, or chunks of an all-to-all, are one: n steps that each send for m seconds
-# and compute for p take n max(m, p) = max(n m, n p).
+# every pass over a block's attention a schedule of sends, compute segments and waits; the bytes
+# that a rank sends; the bytes that backward allocates. A group is the ranks with fast links, such
+# as a node. The schedule is the engine's, with identical ring steps, or all-to-all chunks, merged
+# into one: n steps that each send for m seconds and compute for p take n max(m, p) = max(n m, n p).
 #
-#   ring (p2p)    in a step of the outer ring, one KV message between groups is sent while all steps
-#                 of the inner ring compute, each of which sends one inside; gradients of keys and
-#                 values follow one step later, the last ones with nothing left to compute
-#   allgather     the all-gather runs while a rank's own tokens are computed, and in backward the
-#                 reduce-scatter during the rest of that
-#   all-to-all    the first chunk and the last overlap with nothing, the others with all else
+#   ring (p2p)    a step of the outer ring sends keys and values (KV) to the next group, overlapped
+#                 with a whole round of the inner ring, each of whose steps sends KV inside the
+#                 group; in backward dKV is sent one step later, the last without overlap
+#   allgather     the all-gather overlaps with attention to the rank's own tokens; in backward the
+#                 reduce-scatter of dKV overlaps with the rest of that attention
+#   all-to-all    the first and the last chunk of heads are exposed, the others overlap fully
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from paro.topology import AxisSpan, StreamKind, Topology
 
 
 class AttentionPass(Enum):
-    """A pass over a block's attention."""
+    """A computation of a block's attention: forward, a recomputation, or backward."""
 
     FORWARD = "forward"
-    CORE = "recomputation of core attention alone"
-    KEPT = "recomputation of a block that kept core attention's output"
+    RECOMPUTE_CORE = "recomputation of core attention alone"
+    RECOMPUTE_EXCEPT_CORE = "recomputation of a block whose core attention's output was saved"
     BACKWARD = "backward"
     BACKWARD_OF_KV = "backward where no query needs gradients"
 
@@ -52,12 +52,12 @@ class AttentionPass(Enum):
 
     @property
     def num_forwards(self) -> int:
-        """The number of forwards that compute for as long."""
-        return 2 if self.is_backward else int(self is not AttentionPass.KEPT)
+        """The compute time, in forwards of attention: backward takes two."""
+        return 2 if self.is_backward else int(self is not AttentionPass.RECOMPUTE_EXCEPT_CORE)
 
 
 class Message(NamedTuple):
-    """A message, or a collective, that a rank sends along a span, `number` times in sequence."""
+    """A message to one rank, or a collective along axes, repeated `number` times in sequence."""
 
     to: To | Op
     span: AxisSpan
@@ -94,7 +94,7 @@ class ContextAttention:
     def schedule(self, kind: AttentionPass) -> Schedule:
         """Build the schedule of a pass: the KV exchange, with the all-to-all of heads around it."""
         layout, messages = self.batch.context, self.messages
-        if kind is AttentionPass.KEPT:
+        if kind is AttentionPass.RECOMPUTE_EXCEPT_CORE:
             kv_exchange: Schedule = ()
         elif layout.gathers:
             kv_exchange = self._all_gather(kind.is_backward)
@@ -109,7 +109,7 @@ class ContextAttention:
         )
         first, last = (output(), qkv()) if kind.is_backward else (qkv(), output())
         others: tuple[Message, ...] = qkv(num_chunks - 1), output(num_chunks - 1)
-        if kind is AttentionPass.CORE:
+        if kind is AttentionPass.RECOMPUTE_CORE:
             last = last._replace(number=0)
         elif kind is AttentionPass.BACKWARD_OF_KV and not messages.kv_in_chunks:
             # Only the chunk that came with keys and values goes back.
@@ -127,7 +127,11 @@ class ContextAttention:
         if verb is Verb.FORWARD:
             return (AttentionPass.FORWARD,)
         if verb is Verb.RECOMPUTE:
-            return (AttentionPass.KEPT if self.config.keeps_core else AttentionPass.FORWARD,)
+            return (
+                AttentionPass.RECOMPUTE_EXCEPT_CORE
+                if self.config.keeps_core
+                else AttentionPass.FORWARD,
+            )
         if verb is not Verb.GRADIENTS:
             return ()
         full = number > self._first_trained
@@ -135,7 +139,7 @@ class ContextAttention:
         if backward is None:
             return ()
         recomputes_core = recompute is not None and recompute.core_attention
-        return (AttentionPass.CORE, backward) if recomputes_core else (backward,)
+        return (AttentionPass.RECOMPUTE_CORE, backward) if recomputes_core else (backward,)
 
     @cached_property
     def _first_trained(self) -> int:

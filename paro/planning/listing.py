@@ -1,10 +1,10 @@
 """Prints a training step action by action: bytes sent, on which stream, and bytes allocated."""
 
-# In: the tally of a run, which carries out the actions of a step's schedule one by one, and a rank
-# as sender. Out: lines of a table (`--show-step`). Actions without effect are left out: a wait for
-# nothing, a collective over no axis. The schedule comes in segments, the actions with the events of
-# one unit. Segments in a row that differ only in the unit, as those of equal blocks, are printed
-# once, and so are repeated actions of a unit, as the ring steps where weights rotate.
+# In: a `StepTally`, which counts the bytes allocated after each action of a step's schedule, and
+# the rank whose sent bytes are shown. Out: lines of a table (`--show-step`). Actions without effect
+# are left out: a wait for nothing, a collective over no axis. The schedule comes in segments, the
+# actions issued at the hooks of one unit. Consecutive segments that differ only in the unit, as of
+# equal blocks, are printed once, and so are repeated actions of a unit, such as ring steps.
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _WORDS = {
     Verb.BACKWARD: "BACKWARD {}: to its first gradient",
     Verb.GRADIENTS: "BACKWARD {}: the rest",
 }
-# The collectives of an action, with whether they send codes.
+# The words of a collective, by action, kind and whether it sends quantized values.
 _SENT = {
     (Verb.GATHER, Op.ALL_GATHER, False): "all-gather {}",
     (Verb.REDUCE, Op.REDUCE_SCATTER, False): "reduce-scatter gradients of {}",

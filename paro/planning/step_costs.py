@@ -3,12 +3,16 @@
 # In: a step's schedule of actions with the compute time and the collectives of each, and a machine.
 # Out: the duration of the step and its exposed communication, or a lower bound of the duration.
 #
-# Simulated is what the training thread of each group does (`StepCosts.program`), from the update to
-# the next step's gradient norm; of more than four micro-batches three, and each of the others takes
-# as long as the third. The bound: a step takes no less than its training thread, and than any link
-# or comm stream is busy. Nor do its forwards and backwards, one after the other, each of which
-# takes no less than its compute, and than links and streams are busy with what is both queued and
-# waited for within it. The first forward includes the update, the last backward the end of a step.
+# `simulate` runs the program of one rank's training thread for each group of ranks with fast links
+# (`StepCosts.program`), with its comm streams and links, from the update to the next step's
+# gradient norm. With more than 4 micro-batches only 3 are simulated; each of the others costs as
+# much as the third. The bound, for pruning a search:
+#
+#     step >= max(time of the training thread, busy time of each link, of each comm stream)
+#     step >= sum over forwards and backwards of
+#             max(compute, busy time of each link and stream by what is queued and waited for in it)
+#
+# where the first forward includes the update, and the last backward the end of the step.
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ from paro.spec.run_spec import RunSpec
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
 
 _MAX_SIMULATED = 4  # micro-batches
-# Of a communicator: what distributed/groups.py gives each of 8 on a GPU of 128 multiprocessors.
+# NCCL's CTAs per communicator, and the communicators, on a GPU of 128 SMs (distributed/groups.py).
 _CTAS, _MOST_COMMUNICATORS = 16, 8
 EXPOSED = {  # kinds of exposed communication, in words
     "gather": "gathers",

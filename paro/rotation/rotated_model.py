@@ -2,14 +2,14 @@
 
 # FSDP2 all-gathers a module's weights before its forward and again before its backward. Here they
 # are never whole: each of the d ranks of a ring owns a slice, 1/d of the weights, and slices are
-# sent round the ring. A part of the model, such as an MLP, replaces a method of a module. It
+# sent round the ring. A part of the model wraps one method of a module, such as a block's MLP. It
 # computes d partial results of this rank's micro-batch, one with each slice, which the module's
 # `join_METHOD` adds up:
 #
 #   for step in range(d):      # for each half, if slices are cut in halves
-#       policy.before_forward  # out of place: the slice is sent on while it is read
-#       of_slice               # with views of the slice as the module's weights
-#       policy.after_forward   # in place: the slice is sent on, the next one received
+#       policy.before_forward  # double-buffered: the slice is sent on while it computes
+#       run the method         # with views of the slice as the module's weights
+#       policy.after_forward   # single-buffered: the slice is sent on, the next one received
 #
 # In backward hooks of autograd run the steps in reverse order:
 #
@@ -20,7 +20,7 @@
 #   gradient of the part's input    policy.after_backward: ends the last step
 #
 # The policy (paro/step/rotating.py) decides what is done at an event. Autograd runs the most recent
-# operations first and accumulates gradients of leaves immediately: all gradients of a slice arrive
+# operations first and AccumulateGrad nodes before all others: all gradients of a slice arrive
 # before the next step begins. If a forward is recomputed (non-reentrant checkpointing), backward
 # runs the hooks of the first forward, whose leaves get the gradients; the second one restores the
 # tensors that were not saved.

@@ -6,7 +6,8 @@
 # Once a step gradients are reduce-scattered from their degree to the optimizer's and all-reduced
 # over replicas (`start_grad_sync`); updated parameters are all-gathered from the optimizer's degree
 # to their own (`start_param_all_gather`). `ShardingSpec` describes all collectives; this file
-# queues them on comm streams. `ShardedUnit` and `RotatingUnit` add what a micro-batch does.
+# queues them on comm streams. `ShardedUnit` and `RotatingUnit` add the gathers and reductions of a
+# micro-batch.
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class ShardingContext:
     strategy: Strategy
     collectives: Collectives
     device: torch.device
-    quantized_reduction: QuantizedReduction | None = None  # if gradients are
+    quantized_reduction: QuantizedReduction | None = None  # None: gradients are sent exactly
     # If Muon updates matrices: by the number of ranks over which these are sharded.
     matrix_exchanges: Mapping[int, MatrixExchange] = field(default_factory=dict)
     ledger: Ledger

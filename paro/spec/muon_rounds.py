@@ -10,26 +10,32 @@
 #     Newton-Schulz    every owner rank has one whole matrix
 #     all-to-all       every owner rank sends back the shards of the update
 #
-# A round ends with its largest matrix, so matrices of equal cost share rounds; the few that remain
-# are assigned by falling cost. All ranks compute the same assignment, and exchange nothing for it.
+# A round takes as long as its largest matrix, so matrices of equal cost share rounds; the few that
+# remain are assigned in decreasing order of cost. All ranks compute one assignment, and exchange
+# nothing for it.
 # A shard group of 4 ranks and two blocks of matrices Q O (square) and U D (up, down):
 #
 #     round    rank 0    rank 1    rank 2    rank 3
 #     0        0.Q       0.O       1.Q       1.O
 #     1        0.U       0.D       1.U       1.D
 #
-# Where optimizer state is replicated on all ranks, the ranks of a group take the shard group's
-# part: every rank has the whole momentum, so only the second all-to-all of a round is needed.
+# Where optimizer state is replicated on all ranks, the ranks of a group (fast links, such as a
+# node) act as the shard group: each has the whole momentum, and needs only a round's second
+# all-to-all.
 
 # [Note: buckets]
-# Where optimizer state is sharded over several groups, and parameters and gradients less finely, a
-# matrix need not be sharded over all these ranks: a group is enough, or the degree of parameters or
-# gradients if that is larger. The optimizer's degree divided by this one is the number of
-# consecutive units with equal layouts that form a bucket, whose buffer has one unit after another.
-# Its step reduce-scatter and its all-gather of updated parameters send as many bytes as those of
-# its units would. But each rank's optimizer shard of the bucket is part of a single unit, so a
-# group updates whole units, and exchanges their matrices inside. Units that fit no bucket stay
-# sharded over all ranks of the optimizer's degree, and so do their exchanges.
+# Optimizer state may be sharded o ways, over several groups, though its matrices need not be: ways
+# enough are s, the largest of the group size and the degrees of parameters and gradients. Then o/s
+# consecutive units with equal layouts form a bucket, whose buffer has one unit after another. For
+# o/s = 2, rank by rank the optimizer shard of a bucket of two units, without and with it:
+#
+#                          rank 0     rank 1     rank 2     rank 3
+#     two units apart      0.a 1.a    0.b 1.b    0.c 1.c    0.d 1.d     a rank: a part of each unit
+#     a bucket             0.a 0.b    0.c 0.d    1.a 1.b    1.c 1.d     a group of 2: a whole unit
+#
+# So a group updates whole units, and exchanges their matrices inside. A bucket has one step
+# reduce-scatter and one all-gather of updated parameters, of the total bytes of its units' own.
+# Units that fill no bucket stay sharded o ways, and their matrices are exchanged over o ranks.
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The shards of a flat buffer under a strategy, and the collectives of a step's actions."""
 
-# The engine allocates and sends by this description, and the planner counts it. A state of degree d
-# has 1 / d of the buffer on a rank (Note: nested shards, paro/layout.py). A collective of a step
-# goes on with what the one before it has left on the rank, its shard of the sum.
+# The engine allocates and sends by this description, and the planner counts it. Parameters,
+# gradients and optimizer state have degrees of their own: sharded d ways, a rank has 1 / d of the
+# buffer (Note: nested shards, paro/layout.py). Each of several collectives of an action operates on
+# the output shard of the one before it, as in a hierarchical reduce-scatter.
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class Collective(NamedTuple):
     span: AxisSpan
     numel: int  # of the buffer that it gathers or reduces
     dtype: str  # as it is sent: a name of `BYTES_OF`, or UINT8
-    units: int = 1  # of which the buffer consists; see `by_units`
+    units: int = 1  # units in the buffer, one after another, each sharded by itself
 
     @property
     def itemsize(self) -> int:
@@ -47,12 +48,12 @@ class Collective(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that are sent of the buffer which the collective gathers or reduces."""
+        """The bytes of the whole buffer that is gathered or reduced, in the type that is sent."""
         return self.numel * self.itemsize
 
     @property
     def num_shards(self) -> int:
-        """The number of ranks along its axes."""
+        """The number of ranks that take part, each with one shard of the buffer."""
         return self.span[-1].outer // self.span[0].inner
 
     @property

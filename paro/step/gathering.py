@@ -3,21 +3,20 @@
 # [Note: the policy of a step]
 # The order of a step is known in advance: for every micro-batch all units forward, then backward in
 # reverse, where those whose backward reads weights are gathered again. Up to `1 + prefetch_units`
-# units are live (gathered or being gathered) at once, or as many as are recomputed together. A unit
-# that is still whole is released before it is gathered again. In backward a unit is released when
-# its input's gradient is computed and all its parameters' gradients have arrived; below the first
-# unit that trains no gradient flows, so backward gathers nothing there. At most two buffers of
-# whole gradients wait to be reduced.
+# units are unsharded (gathered or being gathered) at once, or as many as are recomputed together.
+# In backward a unit is released when its input's gradient is computed and all its parameters'
+# gradients have arrived; below the first unit that trains no gradient flows, so backward gathers
+# nothing there. At most two buffers of unsharded gradients wait to be reduced.
 #
-# Where parameters stay and several micro-batches use them, so do the fp8 casts of weights. Else a
-# unit caches them from its recomputation to its release.
+# With unsharded parameters (ZeRO-1 and 2) and several micro-batches, the fp8 casts of weights are
+# cached for the whole step. Otherwise a unit caches them from its recomputation to its release.
 #
-# Where nothing overlaps (`prefetch_units` 0) one unit is live and one gradient whole, and whoever
-# carries out the actions waits at once for what they queue.
+# Without overlap (`prefetch_units` 0) one unit and one gradient are unsharded at a time, and the
+# executor of the actions waits at once for the collectives that they queue.
 
 # [Note: updated parameters]
 # A step ends with the update, and the next forward is the first to read the result. The all-gather
-# of a unit's updated parameters may be queued at once, when links have most time for it. Or it is
+# of a unit's updated parameters may be queued at once, which leaves links most time. Or it is
 # queued some units ahead of the unit's first use, behind the gathers that an earlier unit's forward
 # queues: then no gather is queued behind a collective that only later units need. That is faster
 # where collectives begin in the order in which they are queued, on any stream
@@ -35,11 +34,12 @@ MAX_WHOLE_GRADS = 2  # where reductions overlap with the backward of other units
 
 
 class ParamAllGatherPolicy:
-    """The policy of updated parameters: answers events with the all-gathers to queue, in order.
+    """The policy of when each all-gather of updated parameters is queued.
 
-    `needed` are the buffers that each unit, or rotating part, reads, in forward order. With `ahead`
-    None all-gathers are queued at once. A bucket is queued as many units further ahead as it has
-    other buffers: it is sent while the bucket before it computes.
+    Its methods note an event of a step, and return the all-gathers to queue now. `needed` are the
+    buffers that each unit, or rotating part, reads, in forward order. With `ahead` None all-gathers
+    are queued at once. A bucket is queued as many units further ahead as it has other buffers: it
+    is sent while the bucket before it computes.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ParamAllGatherPolicy:
         self._updated: list[int] = []  # buffers, or buckets, whose all-gather is not queued yet
 
     def updated(self, buffer: int) -> list[Action]:
-        """Note the update of a buffer."""
+        """Note that the optimizer has updated a buffer; return the all-gathers to queue now."""
         self._updated += self._buckets.add(buffer)
         return self._queue(self._ahead - 1)
 

@@ -55,7 +55,7 @@ from paro.training.step import Training, TrainState, last_iteration
 if TYPE_CHECKING:
     from paro.config.run import RunConfig
 
-_MOST_DRAWING_THREADS = 16
+_MAX_INIT_THREADS = 16
 
 
 def build_training(config: RunConfig, control: Control, *, initialized: bool = True) -> Training:
@@ -233,7 +233,7 @@ def initializer_of(model: LlamaConfig, seed: int, world: World) -> Initializer:
     """Return a function that draws initial values, in the threads that a rank has of its node."""
     specs = parameter_initializers(model)
     of_rank = len(os.sched_getaffinity(0)) // world.ranks_per_node
-    num_threads = max(1, min(of_rank, _MOST_DRAWING_THREADS))
+    num_threads = max(1, min(of_rank, _MAX_INIT_THREADS))
 
     def values_of(name: str, begin: int, end: int) -> torch.Tensor:
         return initial_values(specs[name], seed, begin, end, num_threads=num_threads)
