@@ -50,11 +50,15 @@ class UserError(ValueError):
         return "\n".join([*lines, printable(self.example)] if self.example else lines)
 
 
-def check_least(least: int, **flags: float | None) -> None:
-    """Raise `UserError` for a flag below `least`; flags are named as their attributes."""
+def check_least(least: int, meaning: str = "", /, **flags: float | None) -> None:
+    """Raise `UserError` for a flag below `least`; flags are named as their attributes.
+
+    The `meaning` of the least value follows "which", such as "is off".
+    """
+    which = f", which {meaning}" if meaning else ""
     for name, value in flags.items():
         if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+            raise UserError(f"--{name.replace('_', '-')} {value} must be at least {least}{which}")
 
 
 def check_multiple(what: str, size: int, micro_batch_size: int, data_parallel_size: int) -> None:
@@ -71,9 +75,10 @@ def check_multiple(what: str, size: int, micro_batch_size: int, data_parallel_si
     )
 
 
-def contradiction(one: str, other: str) -> UserError:
-    """Return the error about two flags that cannot both be given."""
-    return UserError(f"{one} and {other} contradict each other: give one of them")
+def contradiction(one: str, other: str, reason: str = "") -> UserError:
+    """Return the error about two flags that cannot both be given, with the reason if it helps."""
+    because = f"{reason}; " if reason else ""
+    return UserError(f"{one} and {other} contradict each other: {because}give one of them")
 
 
 class RunError(Exception):

@@ -103,8 +103,9 @@ def _take_lora(args: Namespace) -> LoraConfig | None:
     if args.lora_rank is None:
         _refuse_without("--lora-rank", given)
         return None
-    if args.trainable != "all":  # with adapters all else is frozen
-        raise contradiction(f"--trainable {args.trainable}", "--lora-rank")
+    if args.trainable != "all":
+        reason = "with adapters all else is frozen"
+        raise contradiction(f"--trainable {args.trainable}", "--lora-rank", reason)
     modules = given.pop("lora_target_modules", None)
     given.pop("lora_base_dtype", None)  # of the precision
     detail = {name.removeprefix("lora_"): value for name, value in given.items()}
@@ -116,8 +117,9 @@ def _take_lora(args: Namespace) -> LoraConfig | None:
 def _take_recompute(args: Namespace) -> RecomputeConfig | None:
     granularity = args.recompute_granularity
     if args.recompute_activations:
-        if granularity == "full":  # it means selective
-            raise contradiction("--recompute-activations", "--recompute-granularity full")
+        if granularity == "full":
+            full = "--recompute-granularity full"
+            raise contradiction("--recompute-activations", full, "the first means selective")
         granularity = "selective"
     given = _given(args, "recompute_method", "recompute_num_layers", "paro_recompute_keep")
     if granularity != "full":

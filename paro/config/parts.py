@@ -111,7 +111,7 @@ def take_train(args: Namespace, batches: BatchSchedule) -> TrainConfig:
                 f"{batches.batch_size_at(0)}: there is no iteration to train"
             )
     check_least(1, train_iters=train_iters)
-    check_least(0, paro_inter_bits_warmup_iters=warmup)
+    check_least(0, "is no warm-up", paro_inter_bits_warmup_iters=warmup)
     return take(
         TrainConfig,
         args,
@@ -171,8 +171,9 @@ def _warmup_samples(args: Namespace, batches: BatchSchedule, decay_samples: int)
     fraction = args.lr_warmup_fraction
     if fraction is None:
         return _samples(args, "lr_warmup", batches) or 0
-    if args.lr_warmup_iters or args.lr_warmup_samples:
-        raise contradiction("--lr-warmup-fraction", "--lr-warmup-iters (or -samples)")
+    for unit in ("iters", "samples"):
+        if getattr(args, f"lr_warmup_{unit}"):
+            raise contradiction("--lr-warmup-fraction", f"--lr-warmup-{unit}")
     if not 0.0 <= fraction < 1.0:
         raise UserError(f"--lr-warmup-fraction {fraction} must be in [0, 1)")
     return float(fraction * decay_samples)

@@ -49,7 +49,8 @@ class ShardingConfig:
     def __post_init__(self) -> None:
         if self.rotate_in_place and self.materialize != "rotate":
             raise UserError("--paro-rotate-in-place needs --paro-materialize rotate")
-        check_least(0, paro_survive=self.survive, paro_prefetch_units=self.prefetch_units)
+        check_least(0, "demands nothing", paro_survive=self.survive)
+        check_least(0, "prefetches nothing", paro_prefetch_units=self.prefetch_units)
 
     @property
     def needs_in_memory_checkpoints(self) -> bool:

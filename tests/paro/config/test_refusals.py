@@ -102,7 +102,11 @@ MISTAKES = [
     ("--min-lr 0.2", "--min-lr 0.2 ... --lr 0.1"),
     ("--lr-decay-iters 5 --lr-decay-samples 160", "--lr-decay-iters and --lr-decay-samples"),
     ("--lr-warmup-iters 5 --lr-warmup-samples 160", "--lr-warmup-iters and"),
-    ("--lr-warmup-fraction 0.1 --lr-warmup-iters 1", "--lr-warmup-fraction"),
+    ("--lr-warmup-fraction 0.1 --lr-warmup-iters 1", "--lr-warmup-fraction and --lr-warmup-iters"),
+    (
+        "--lr-warmup-fraction 0.1 --lr-warmup-samples 8",
+        "--lr-warmup-fraction and --lr-warmup-samples",
+    ),
     ("--lr-warmup-fraction 1.5", "--lr-warmup-fraction 1.5"),
     ("--weight-decay-incr-style linear", "--start-weight-decay and"),
     ("--end-weight-decay 0.3", "constant takes --weight-decay"),
