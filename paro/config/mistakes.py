@@ -11,8 +11,9 @@ from paro.arguments.flag_parser import PATHS
 from paro.arguments.needed import ANY_VOCABULARY, flags_in, missing_flags, with_stand_ins
 from paro.arguments.parser import build_parser, take
 from paro.config.context_parallel import data_parallel_size_of
+from paro.config.data import take_tokenizer
 from paro.config.model import vocab_size_given
-from paro.config.parts import fitting_batches, take_tokenizer, with_values
+from paro.config.parts import fitting_batches, with_values
 from paro.config.run import distinct, value_mistakes
 from paro.distributed.world import LaunchConfig
 from paro.errors import UserError

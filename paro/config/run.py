@@ -24,15 +24,14 @@ from paro.config.checks import (
     needs_of,
 )
 from paro.config.context_parallel import ContextParallelConfig, data_parallel_size_of
+from paro.config.data import take_data, take_tokenizer
 from paro.config.model import take_model
 from paro.config.parts import (
     fitting_batches,
     take_batches,
-    take_data,
     take_loss_scale,
     take_precision,
     take_schedule,
-    take_tokenizer,
     take_train,
     with_values,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -67,6 +67,7 @@ class CommCosts:
 
     run: RunSpec
     counts: StepCounts
+    specs: Sequence[ShardingSpec]  # of the buffers, by number
     times: CollectiveTimes
 
     @cached_property
@@ -79,11 +80,6 @@ class CommCosts:
     @property
     def device(self) -> Device:
         return device_of(self.times.machine)
-
-    @cached_property
-    def specs(self) -> list[ShardingSpec]:
-        """The sharding specs of the buffers, by number."""
-        return self.run.specs(self.counts.units)
 
     @cached_property
     def of_buffers(self) -> list[BufferCosts]:

@@ -128,7 +128,8 @@ class Estimator:
     @cached_by(lambda run: (run.strategy.degrees, run.collective, run.materialize, run.precision))
     def _comm_costs_of(self, run: RunSpec) -> CommCosts:
         times = self._times_of(run.collective)
-        return CommCosts(run=run, counts=self._counts_of(run), times=times)
+        specs = self._memory.specs(run)
+        return CommCosts(run=run, counts=self._counts_of(run), specs=specs, times=times)
 
     @cached_by(
         lambda run: (

@@ -66,6 +66,11 @@ class RunMemory:
         """Return the units of a run."""
         return units_of_run(run)
 
+    @cached_by(lambda run: (run.strategy, run.materialize, run.trained, run.precision))
+    def specs(self, run: RunSpec) -> list[ShardingSpec]:
+        """Return the sharding specs of a run's buffers."""
+        return run.specs(self.units(run))
+
     @cached_by(lambda run: run.step_kind)
     def step(self, run: RunSpec) -> StepCounts:
         """Return the actions of a step of a run, with their counts."""
@@ -82,8 +87,7 @@ class RunMemory:
     def sent(self, run: RunSpec, num_micro_batches: int, rank: int | None = None) -> Sent:
         """Count bytes that a rank sends in a step; None: the mean of all ranks."""
         step, sender = self.step(run), self.sender(run, rank)
-        specs = run.specs(step.units)
-        states = traffic_of(step.of_step(num_micro_batches), specs, sender)
+        states = traffic_of(step.of_step(num_micro_batches), self.specs(run), sender)
         moves = step.schedule(1).actions() if run.context.size > 1 else ()
         attention = ContextAttention.of_run(run).sent(moves, sender)
         return states + attention * num_micro_batches
@@ -102,8 +106,7 @@ class RunMemory:
         return device_memory(snapshot, self.communication(run), device, run.device_type)
 
     def _snapshot(self, run: RunSpec) -> MemorySnapshot:
-        specs = run.specs(self.units(run))
-        points = (now.with_copies(run, specs) for now in self._points(run))
+        points = (now.with_copies(run, self.specs(run)) for now in self._points(run))
         return max(points, key=lambda now: now.total)._replace(states=self._states(run).total)
 
     @cached_by(lambda run: (run.step_kind, run.micro_batch_size, run.context))
@@ -112,7 +115,7 @@ class RunMemory:
 
     @cached_by(lambda run: (run.strategy.degrees, run.materialize, run.trained, run.precision))
     def _states(self, run: RunSpec) -> ModelStateBytes:
-        return state_bytes(run.specs(self.units(run)))
+        return state_bytes(self.specs(run))
 
     def tally(self, run: RunSpec) -> StepTally:
         """Make a tally of the bytes that the actions of a step allocate."""
@@ -139,7 +142,7 @@ class RunMemory:
         if run.collective == "auto":
             names = algorithms_of(self._machine, by_nccl=by_nccl)
         choice = AlgorithmChoice(names=names, num_chunks=self._num_chunks if by_nccl else None)
-        return communication_of(run, run.specs(self.units(run)), choice)
+        return communication_of(run, self.specs(run), choice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +242,7 @@ def communication_of(
     return Communication(
         num_groups=groups_of(run, specs, choice).number,
         buffer_bytes=_buffer_bytes(run, specs, choice),
-        code_bytes=_code_bytes(specs),
+        code_bytes=_code_bytes(specs) if run.precision.quantizes else 0,
     )
 
 
