@@ -97,7 +97,7 @@ class RingKVExchange:
     def _later_turns(self, turns: Iterator[Tensor], between: _RingSum, grads_of: GradsOf) -> None:
         """Run the turns after turn 0, and send the last sum between groups to its owner."""
         in_group = _RingSum(self._inner, between.like, self._exposure)
-        started: list[AddGrads] = []  # of the turn not yet in the sum between groups
+        started: list[AddGrads] = []  # a turn's own share, not yet summed
 
         def finish_turn() -> None:
             shares = [started.pop(0)]

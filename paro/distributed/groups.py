@@ -76,7 +76,7 @@ class Groups:
         return self.copy_engine and kind is StreamKind.GATHER and inside
 
     def close(self) -> None:
-        """Destroy the groups: threads of live gloo groups keep waking up."""
+        """Destroy the groups: threads of existing gloo groups keep waking up."""
         self.registered.close()
         while self._by_kind_and_span:  # popped, as this object may outlive the groups
             dist.destroy_process_group(self._by_kind_and_span.popitem()[1])
@@ -147,7 +147,7 @@ def bounded_ctas(multiprocessors: int, communicators: int) -> int:
     texts = {f"NCCL_{name}": os.environ.get(f"NCCL_{name}", "") for name in _OVERRIDING}
     requested = {name: int(text) for name, text in texts.items() if text.isdecimal()}
     name, least = max(requested.items(), key=lambda item: item[1], default=("", 1))
-    if 1 << max(0, least - 1).bit_length() > room:  # as NCCL rounds it
+    if 1 << max(0, least - 1).bit_length() > room:  # NCCL rounds up to a power of two
         blocks, unset = (f"{least} ({name})", f"unset {name}, or ") if name else ("at least 1", "")
         raise UserError(
             f"{communicators} communicators, each with {blocks} of the {multiprocessors} "

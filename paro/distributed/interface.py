@@ -64,7 +64,7 @@ def _address_of_host(name: str) -> str:
     try:
         return str(socket.getaddrinfo(name, None)[0][4][0])
     except OSError:
-        return "127.0.0.1"  # as gloo, where the name does not resolve
+        return "127.0.0.1"  # gloo's choice if the name does not resolve
 
 
 def _addresses_of(interface: str) -> list[str]:

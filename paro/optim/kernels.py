@@ -16,7 +16,7 @@ from paro.optim.muon import MomentumUpdate
 from paro.optim.rounding import Rounding
 
 _BLOCK = 1024  # elements per program
-_TILE = {"TILE": 128, "DEPTH": 64}  # of a product: rows and columns; length of the summed dim
+_TILE = {"TILE": 128, "DEPTH": 64}  # rows and columns of a product; length of the summed dim
 
 VERSION: str = triton.__version__
 

@@ -46,7 +46,7 @@ class RotatingUnit(UnitShards):
         }
         self._slots = {slot: spare.values for slot, spare in self._spares.items()}
         self._slots[Slot.SHARD] = self.param_shard
-        self._views: dict[tuple[int, Slot], dict[str, Tensor]] = {}  # by (step, slot)
+        self._views: dict[tuple[int, Slot], dict[str, Tensor]] = {}  # {(step, slot): views}
         self._arrived: dict[WaitKind, Event] = {}  # arrival of what is under way
 
     # Slices #
