@@ -22,15 +22,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRanks:
-    """All ranks, and those that see this rank's folder of checkpoints: of a node, or all.
+    """All ranks, and the ranks (of a node, or all) that see this rank's folder of checkpoints.
 
-    Every method is collective and called from the one thread that uses the groups.
+    Every method is collective and called from the only thread that uses the groups.
     """
 
     everyone: Control
     near: Control
-    folder_ranks: Sequence[int]  # the ranks of `near` in `everyone`
-    lock: FolderLock | None = None  # of the folder, on its first rank; None if none is needed
+    folder_ranks: Sequence[int]  # the ranks of `near`, by their numbers in `everyone`
+    lock: FolderLock | None = None  # the folder's lock, on the folder's first rank; None elsewhere
 
     @property
     def share_one_folder(self) -> bool:
@@ -42,16 +42,16 @@ class CheckpointRanks:
 
     @property
     def token(self) -> str:
-        """Token of the lock, for names that no other run uses in the folder; empty without one."""
+        """Token of the lock, for file names that no other run uses; empty without a lock."""
         return "" if self.lock is None else self.lock.token
 
     def check_lock(self) -> None:
-        """Raise `LockLostError` on the first rank of the folder if it is another run's by now."""
+        """Raise `LockLostError` on the folder's first rank if another run holds the folder now."""
         if self.lock is not None:
             self.lock.check()
 
     def first_decides(self, action: Callable[[], T], blame: str) -> T:
-        """Run `action` on the first rank of every folder; all get its result or its error."""
+        """Run `action` on the first rank of every folder; all ranks get the result or the error."""
         outcome: T | None = None
         with self.raise_on_all_ranks(blame, name_rank=False):
             if self.is_first_of_folder:
@@ -63,7 +63,7 @@ class CheckpointRanks:
     def raise_on_all_ranks(self, blame: str = "", *, name_rank: bool = True) -> Iterator[None]:
         """Raise an error of the block, which reads or writes the folder, on all ranks.
 
-        An error of the system other than a full disk is about the folder, which the user gave.
+        An `OSError` other than a full disk becomes a `UserError`: it is about the given folder.
         """
         name_rank = name_rank or not self.share_one_folder
         with self.everyone.raise_on_all_ranks(blame, name_rank=name_rank):

@@ -15,7 +15,7 @@ from paro.errors import RunError
 from paro.layout import Shape
 from paro.text import size_text
 
-_ALIGN = 64  # bytes: values of any type begin at multiples of it
+_ALIGN = 64  # bytes; values of any dtype begin at multiples of the alignment
 
 
 class HostCopy:
@@ -25,7 +25,7 @@ class HostCopy:
         self._room: dict[tuple[str, Shape], Tensor] = {}
 
     def take(self, states: dict[str, ChunkedState]) -> dict[str, ChunkedState]:
-        """Copy the states, so that training does not change the copy; overwrites the last one."""
+        """Copy the states into the buffers, overwriting the previous copy; return the copy."""
         sources = chunks_of(states)
         missing = {key: values for key, values in sources.items() if key not in self._room}
         block = torch.empty(starts_of(missing.values())[-1], dtype=torch.uint8)
@@ -48,12 +48,12 @@ class HostCopy:
 
 
 def starts_of(sources: Iterable[Tensor]) -> list[int]:
-    """Return the bytes at which copies of the sources begin in a block, and its size last."""
+    """Return the offset in bytes of each source's copy in a block; the last item is the size."""
     return [0, *accumulate(-(-values.nbytes // _ALIGN) * _ALIGN for values in sources)]
 
 
 def cut_up(block: Tensor, sources: Sequence[Tensor]) -> list[Tensor]:
-    """Return the block as room for copies of the sources; page-locked if they are on a GPU."""
+    """Cut a block into tensors for copies of the sources; page-lock it for sources on a GPU."""
     on_gpu = next((values.device for values in sources if values.is_cuda), None)
     if on_gpu is not None and block.nbytes:
         pin(block, on_gpu)
@@ -80,7 +80,7 @@ class Background:
         self._thread.start()
 
     def wait(self) -> Exception | None:
-        """Wait for the last job; its exception or None. Later calls return None."""
+        """Wait for the last job; return its exception or None. Later calls return None."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -89,7 +89,7 @@ class Background:
 
     @property
     def is_started(self) -> bool:
-        """True if there is a job that was not waited for; it may have ended."""
+        """True if `wait` was not called since the last job was started; the job may have ended."""
         return self._thread is not None
 
     @property
@@ -112,10 +112,10 @@ class Background:
 def pin(room: Tensor, device: torch.device) -> None:
     """Page-lock the memory of `room` for a GPU until the process ends.
 
-    torch's own pinned tensors would take up to twice their size, which it rounds up to a power of
-    two. Ranges that are locked one by one must not share a page: lock one block, and cut it.
+    torch's own pinned tensors would take up to twice the memory: sizes are rounded up to a power of
+    two. Ranges that are locked separately must not share a page: lock one block, and cut it.
     """
-    with torch.cuda.device(device):  # a new thread's is GPU 0, where every rank would get a context
+    with torch.cuda.device(device):  # else a new thread makes a context on GPU 0
         status = int(torch.cuda.cudart().cudaHostRegister(room.data_ptr(), room.nbytes, 0))
     if status != 0:
         raise RunError(

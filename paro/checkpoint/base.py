@@ -1,4 +1,4 @@
-"""The base of a checkpoint that holds only what was trained, and its adapters: where, and which."""
+"""The base and the adapters of a checkpoint that holds only trained parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paro.untrusted.schema import conform
 
 
 def as_base(directory: Path) -> BaseCheckpoint | None:
-    """Return an iteration's folder as a base; None for format 1, whose content has no checksum."""
+    """Return an iteration's folder as a base; None for format 1, which has no checksums."""
     manifest = read_manifest(directory)
     if manifest is None:
         return None
@@ -27,8 +27,8 @@ def as_base(directory: Path) -> BaseCheckpoint | None:
 
 
 def stored_parameters(directory: Path) -> frozenset[str]:
-    """Return the parameters that an iteration's folder holds itself."""
-    # Imported here because DCP takes half a second.
+    """Return the parameters stored in an iteration's folder itself, not in its base."""
+    # Imported here because the import of DCP takes half a second.
     from paro.checkpoint.metadata import read_metadata
 
     names = read_metadata(directory).state_dict_metadata
@@ -38,9 +38,10 @@ def stored_parameters(directory: Path) -> frozenset[str]:
 def open_base(
     named: BaseCheckpoint | None, moved_to: str | None, blame: str
 ) -> tuple[Path, Manifest] | None:
-    """Return folder and manifest of the base that `blame` names; None if it needs none.
+    """Return the folder and the manifest of a checkpoint's base; None if it needs no base.
 
-    `moved_to` is the value of --base. `UserError` if the base is gone, damaged or another one.
+    `moved_to` is the value of --base, and `blame` names the checkpoint in errors. `UserError` if
+    the base is gone, damaged or another checkpoint than before.
     """
     if named is None:
         if moved_to is not None:
@@ -72,9 +73,9 @@ def adapters_of(common: Mapping[str, Any], directory: Path) -> LoraConfig | None
 
 
 def has_adapters(common: Mapping[str, Any], wanted: LoraConfig | None, directory: Path) -> bool:
-    """Return whether the adapters that are wanted are there; False where they are to begin.
+    """Return whether a checkpoint has the wanted adapters; False if it has no adapters yet.
 
-    `UserError` if there are others.
+    `UserError` if the checkpoint has other adapters.
     """
     there = adapters_of(common, directory)
     if there is None:

@@ -1,11 +1,12 @@
 """Maps flat shards to chunks of named parameters, which a checkpoint stores.
 
-A state is one tensor of one parameter, named `param.<name>`, `exp_avg.<name>` or
-`exp_avg_sq.<name>`, with the parameter's shape; where updates are sent as codes also `sent.<name>`,
-the parameter as all ranks compute with it, in the compute dtype. A checkpoint stores states and
-chunks of them; it has no units, ranks or buffer offsets, so that any strategy and world size
-can load it. Only `grad_errors.<unit>@<ranks>x<ranks of a group>@<degrees>` belongs to certain ranks
-and a strategy: others begin without it.
+A state is one tensor of one parameter, with the parameter's shape. A checkpoint stores states in
+chunks, without units, ranks or buffer offsets, so that any strategy and world size can load it:
+
+    param.NAME, exp_avg.NAME, exp_avg_sq.NAME    the parameter (master) and its moments
+    sent.NAME     with quantized updates: the parameter in the compute dtype, as all ranks have it
+    grad_errors.UNIT@RANKSxRANKS_PER_GROUP@DEGREES    only for equal ranks and an equal strategy;
+                  other runs begin without
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from torch import Tensor
 from paro.layout import Shape, split_range
 from paro.spec.states import GRAD_ERRORS, PARAM, SENT, FlatShard
 
-# Writing or reading needs twice this much memory in addition to a rank's shards.
+# Bytes of a chunk that is written or read at once, which takes twice as much additional memory.
 MAX_ITEM_BYTES = 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedState:
-    """A state and this rank's chunks of it, by offsets (its first index); views of its shards."""
+    """A state and this rank's chunks of it: {index of the first element: view of a shard}."""
 
     shape: Shape
     dtype: torch.dtype = torch.float32
@@ -37,8 +38,8 @@ def chunked_states(
 ) -> dict[str, ChunkedState]:
     """Return every state of the shards' units, with the chunks this rank holds or must write.
 
-    With `writers`, which include this rank, the replicas of a shard among them each write a part of
-    it, in chunks of at most `MAX_ITEM_BYTES`, because each is written and read at once.
+    With `writers`, which include this rank, each replica of a shard among the writers writes a part
+    of the shard, in chunks of about `MAX_ITEM_BYTES`, because each chunk is written at once.
     """
     states: dict[str, ChunkedState] = {}
     for shard in shards:
@@ -73,26 +74,27 @@ def chunks_of(states: Mapping[str, ChunkedState]) -> dict[tuple[str, Shape], Ten
 
 
 def may_be_missing(name: str) -> bool:
-    """Return whether runs with other flags, ranks or strategies hold no state of this name."""
+    """Return whether runs with other flags, ranks or strategies may lack the state `name`."""
     return name.startswith((f"{SENT}.", f"{GRAD_ERRORS}."))
 
 
 def begin_without(states: Mapping[str, ChunkedState], missing: Collection[str]) -> None:
-    """Fill states that were read nowhere, from those that were; parameters stay as they are.
+    """Fill the `missing` states, which no checkpoint held; missing parameters stay as they are.
 
-    A run that held no parameters as sent computed with the rounded masters. All else begins at 0.
+    `sent` states are copied from the parameters: a run without `sent` states computed with rounded
+    masters. All other states begin at 0.
     """
     for name in missing:
         kind, _, parameter = name.partition(".")
         for offsets, values in states[name].chunks.items():
             if kind == SENT:
                 values.copy_(states[f"{PARAM}.{parameter}"].chunks[offsets])
-            elif kind != PARAM:  # maybe filled from a damaged checkpoint
+            elif kind != PARAM:  # not 0 after a read from a damaged checkpoint
                 values.zero_()
 
 
 def _items(offsets: Shape, values: Tensor, to_write: bool) -> Iterator[tuple[Shape, Tensor]]:
-    """Yield a chunk; if it is to be written, in parts of about `MAX_ITEM_BYTES`, cut by rows."""
+    """Yield a chunk or, `to_write`, parts of about `MAX_ITEM_BYTES`, cut by rows."""
     if not to_write or values.nbytes <= MAX_ITEM_BYTES or not offsets:
         yield offsets, values
         return

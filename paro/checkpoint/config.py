@@ -41,22 +41,22 @@ class CheckpointConfig:
     save_interval: int | None = None
     save_retain_interval: int | None = None
     async_save: bool = False
-    on_save_failure: str = "stop"  # or "continue"
+    on_save_failure: str = "stop"  # "stop" or "continue": what a run does after a failed save
     no_save_optim: bool = False
-    start_over: bool = False  # move the checkpoints in --save aside
+    start_over: bool = False  # whether to move the checkpoints in --save aside
     load: str | None = None
-    base: str | None = None  # where the base of --load is, if it moved
-    save_frozen: bool = False  # also what does not train, where --load holds it
-    ckpt_step: int | None = None  # None: the latest complete one
+    base: str | None = None  # folder of the base of --load, if the base has moved
+    save_frozen: bool = False  # whether to save frozen parameters even if --load holds them
+    ckpt_step: int | None = None  # iteration to load; None: the latest complete checkpoint
     exit_on_missing_checkpoint: bool = False
     finetune: bool = False
     no_load_optim: bool = False
     use_checkpoint_args: bool = False
     override_opt_param_scheduler: bool = False
     use_checkpoint_opt_param_scheduler: bool = False
-    non_persistent_ckpt_type: str | None = None  # or "local"
-    non_persistent_local_ckpt_dir: str | None = None  # None: /dev/shm
-    non_persistent_save_interval: int | None = None  # None: every iteration
+    non_persistent_ckpt_type: str | None = None  # "local": in-memory checkpoints; None: none
+    non_persistent_local_ckpt_dir: str | None = None  # folder of these; None: /dev/shm
+    non_persistent_save_interval: int | None = None  # iterations between these; None: 1
 
     def __post_init__(self) -> None:
         for flag, is_given in (

@@ -3,10 +3,10 @@
 # <root>/
 #   latest_checkpointed_iteration.txt    the tracker: the iteration to resume from; written last
 #   iter_0000100/                        .metadata, *.distcp, common.json and manifest.json
-#   iter_0000200.TOKEN.partial/          being written; removed by the next save
-#   iter_0000100.replaced/               the old one, while a new iter_0000100 is put in place
+#   iter_0000200.TOKEN.partial/          checkpoint being written; removed by the next save
+#   iter_0000100.replaced/               old checkpoint, while a new iter_0000100 is put in place
 #   lease_7.json                         the run that owns the folder (folder_lock.py)
-#   earlier_1/                           a root folder too: what --start-over moved aside
+#   earlier_1/                           checkpoints moved aside by --start-over: a root folder too
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.json"
 METADATA = ".metadata"
 RANK_MARK = ".rank_"
-MAX_TRACKER_BYTES = 4096  # bytes of a tracker that are read
+MAX_TRACKER_BYTES = 4096  # the most bytes that are read of a tracker
 _REPLACED = ".replaced"
 _PARTIAL = ".partial"
 
@@ -50,7 +50,7 @@ class BaseCheckpoint(TypedDict):
 
     folder: str
     iteration: Count
-    checksum: Count  # of its manifest, and so of all its files
+    checksum: Count  # checksum of the base's manifest, and so of all files of the base
 
 
 # Ids of special tokens in a Hugging Face configuration, such as pad_token_id.
@@ -58,7 +58,7 @@ TokenIds = dict[str, int | list[int] | None]
 
 
 class _Common(TypedDict):
-    """The fields of common.json that are read, of a run or a conversion; older ones have fewer."""
+    """The fields of common.json that are read; older files and conversions have fewer."""
 
     format_version: int
     iteration: Count
@@ -109,10 +109,10 @@ def latest_iteration(directory_root: str | Path) -> int | None:
 
 
 def candidates(directory_root: str | Path) -> tuple[list[int], str | None]:
-    """Return the iterations to resume from, best first, and what is wrong with the tracker or None.
+    """Return the iterations to resume from, best first, and the tracker's fault or None.
 
-    First the tracker's, then older ones, last newer ones: those are from a save that crashed just
-    before it wrote the tracker, or were rejected by a user who set the tracker back.
+    The order is the tracker's iteration, older iterations, newer iterations. Newer iterations are
+    from a save that crashed before it wrote the tracker, or a user has set the tracker back.
     """
     root = Path(directory_root)
     on_disk = sorted(iterations_in(root), reverse=True)
@@ -134,9 +134,10 @@ def iterations_in(root: Path) -> set[int]:
 
 
 def newest_good(root: Path, *, last_fine: int) -> int | None:
-    """Return the newest iteration from which a step went well, the last one being `last_fine`.
+    """Return the newest iteration saved before `last_fine`, the last step that went well.
 
-    What that step itself left may be what is wrong, so it is named only if there is no other.
+    The state after `last_fine` may be the cause of the failure, so the iteration `last_fine` is
+    returned only if there is no older one.
     """
     saved = [n for n in iterations_in(root) if n <= last_fine]
     before = [n for n in saved if n < last_fine]
@@ -144,7 +145,7 @@ def newest_good(root: Path, *, last_fine: int) -> int | None:
 
 
 def describe_saved(directory_root: str | Path) -> str | None:
-    """Name the iterations that a folder holds, complete or not; None if there are none."""
+    """Name the iterations in a folder, complete or not; None if there are none."""
     root = Path(directory_root)
     iterations = sorted(iterations_in(root))
     if len(iterations) > 1:
@@ -190,9 +191,9 @@ def find_checkpoint(directory_root: str | Path, iteration: int | None = None) ->
 
 
 def newest_whole(directory_root: str | Path) -> Path | None:
-    """Return the best folder whose files have the right sizes; None if nothing was saved.
+    """Return the best iteration's folder with complete files; None if nothing was saved.
 
-    `DamagedError` if none is complete.
+    Only sizes of files are checked. `DamagedError` if no iteration is complete.
     """
     order, complaint = candidates(directory_root)
     for iteration in order:
@@ -237,8 +238,8 @@ def begin_checkpoint(
 ) -> Path:
     """Create an empty folder for `iteration`; remove leftovers of crashed saves.
 
-    `check` raises if the folder is another run's by now. With a `token` no other run writes into
-    the new folder, not even one that has lost its lock and does not know it yet.
+    `check` raises if another run holds the folder now. With a `token` in its name, no other run
+    writes into the new folder, not even a run that has lost the lock without noticing yet.
     """
     root = Path(directory_root)
     root.mkdir(parents=True, exist_ok=True)
@@ -247,7 +248,7 @@ def begin_checkpoint(
         shutil.rmtree(leftover)
     for tracker in root.glob(f"{TRACKER}*{_PARTIAL}"):
         tracker.unlink(missing_ok=True)
-    for mark in root.glob(f"{RANK_MARK}*"):  # of ranks killed in `ranks_by_folder`
+    for mark in root.glob(f"{RANK_MARK}*"):  # left by ranks killed in `ranks_by_folder`
         mark.unlink(missing_ok=True)
     name = iteration_directory(root, iteration).name
     partial = root / ".".join(filter(None, (name, token, _PARTIAL[1:])))
@@ -262,11 +263,11 @@ def finish_checkpoint(
     files: Mapping[str, ChunkSums] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Turn a written folder into the latest checkpoint; until the last rename the old one is.
+    """Turn a written folder into the latest checkpoint, with the last of several renames.
 
-    `check` is called before every rename and raises if the folder is another run's by now.
-    `files` are the files of tensors; `common["arguments"]` goes into the manifest. Everything that
-    may fail on a full disk is written before anything is renamed.
+    `check` is called before every rename and raises if another run holds the folder now. `files`
+    are the files of tensors; `common["arguments"]` goes into the manifest. All writes that may fail
+    on a full disk come before the first rename.
     """
     root = partial.parent
     own = {
@@ -284,19 +285,19 @@ def finish_checkpoint(
     write_manifest(partial, iteration, sums, arguments)
     next_tracker = _next_tracker(partial)
     write_durably(next_tracker, str(iteration))
-    _sync_directory(partial)  # its file names must be durable before its own name is
+    _sync_directory(partial)  # file names in the folder must be durable before its name
     directory = iteration_directory(root, iteration)
     replaced = _beside(directory, _REPLACED)
     if directory.exists():
         check()
         shutil.rmtree(replaced, ignore_errors=True)
-        directory.rename(replaced)  # not removed yet: a crash here must leave one of the two
+        directory.rename(replaced)  # not yet removed: a crash here must leave one
     check()
     partial.rename(directory)
     _sync_directory(root)  # the tracker must not become durable before the folder it names
     check()
     next_tracker.replace(root / TRACKER)
-    _sync_directory(root)  # only now is the old checkpoint not needed any more
+    _sync_directory(root)  # from here on the old checkpoint is not needed
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -309,7 +310,7 @@ def discard_checkpoint(partial: Path) -> None:
 def retire_checkpoint(directory_root: str | Path, *, before: int, interval: int) -> None:
     """Remove the newest checkpoint before an iteration, unless it is a multiple of `interval`.
 
-    It is renamed first, so that no partial one is ever visible.
+    The folder is renamed before its files are removed: no partial checkpoint is ever visible.
     """
     root = Path(directory_root)
     older = max((n for n in iterations_in(root) if n < before), default=0)
@@ -325,7 +326,7 @@ def retire_checkpoint(directory_root: str | Path, *, before: int, interval: int)
 
 
 def in_files(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Yield the items file by file, each of at most `limit` bytes, or with one larger item."""
+    """Yield the items of each file: at most `limit` bytes, or a single larger item."""
     bunch: list[T] = []
     num_bytes = 0
     for item in items:
@@ -339,7 +340,7 @@ def in_files(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Ite
 
 
 def _refuse_strangers(root: Path) -> None:
-    """Raise `UserError` if a root without a valid tracker holds files of another kind."""
+    """Raise `UserError` if a root folder without a valid tracker holds other files."""
     if (root / METADATA).exists() or (root / COMMON).exists():
         raise UserError(
             f"{root} is one iteration of a checkpoint: give the folder that holds it, "

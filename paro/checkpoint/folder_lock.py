@@ -2,9 +2,9 @@
 
 # lease_7.json in the folder names the holder; only the file with the highest number counts. A new
 # holder creates the next number, which exactly one process can do, and then removes older files.
-# The holder writes its heartbeat into its own file, in place: a holder that was stopped for a
-# minute and wakes up writes into a file that is gone, never over that of its successor. The last
-# file stays after the end, marked as released: numbers must not start again while a holder sleeps.
+# The holder writes heartbeats into its own file, in place: a holder that was stopped for a minute
+# and wakes up writes into a removed file, never over the file of its successor. The last file stays
+# after the end, marked as released: numbers must not start again while a holder sleeps.
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from paro.untrusted.schema import parse_json
 BEAT_SECONDS = 5.0
 STILL_SECONDS = 60.0
 _NAME = re.compile(r"lease_(\d{1,15})\.json")
-_FILE_BYTES = 2048  # constant, so that a heartbeat replaces the whole content with one write
+_FILE_BYTES = 2048  # constant size of a lock file: one write replaces all of the content
 
 
 class LockLostError(StorageError):
-    """Another run has taken the folder over: this one stops before it renames anything there."""
+    """Another run has taken the folder over: this run stops before it renames anything there."""
 
 
 class FolderLock:
@@ -47,7 +47,7 @@ class FolderLock:
         self._lost: str | None = None
         self._device = root.stat().st_dev
         self._checked = time.monotonic()
-        self._lock = threading.Lock()  # of the saving thread and the one that beats
+        self._lock = threading.Lock()  # taken by the saving thread and the heartbeat thread
         self._ended = threading.Event()
         threading.Thread(target=self._beat_on, name="lease", daemon=True).start()
 
@@ -62,7 +62,7 @@ class FolderLock:
     def is_ours(self) -> bool:
         """Return whether no other run may hold the lock; reads the file only after a long sleep."""
         if not self.is_lost and time.monotonic() - self._checked > STILL_SECONDS / 2:
-            with suppress(OSError, LockLostError):  # a lost mount is the next save's to report
+            with suppress(OSError, LockLostError):  # the next save reports a lost mount
                 self.check()
         return not self.is_lost
 
@@ -78,7 +78,7 @@ class FolderLock:
             _overwrite(descriptor, _content(self._holder, beats=self._beats, released=False))
 
     def release(self) -> None:
-        """Let the next run have the folder at once; of a lost lock nothing is written."""
+        """Mark the lock file as released for the next run; write nothing if the lock is lost."""
         with self._lock:
             if self._lost is None and not self._ended.is_set():
                 with suppress(OSError, LockLostError), self._own_file() as descriptor:
@@ -93,11 +93,11 @@ class FolderLock:
             except LockLostError:
                 return
             except OSError:
-                continue  # a full disk or a lost mount is the next save's to report
+                continue  # the next save reports a full disk or a lost mount
 
     @contextmanager
     def _own_file(self) -> Iterator[int]:
-        """Open the lock file for the block; raise `LockLostError` if it is another process's."""
+        """Open the lock file for the block; raise `LockLostError` if another process holds it."""
         if self._lost is None:
             try:
                 descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -121,9 +121,9 @@ class FolderLock:
         )
 
     def _restored(self) -> int:
-        """Open a file that was removed: by a successor, or with the folder and no other is there.
+        """Create and open the lock file again, which was removed, perhaps with the folder.
 
-        Raises `LockLostError` in the first case. The folder below a mount that is gone gets none.
+        If a successor removed it, the lock is lost. An unmounted file system raises `OSError`.
         """
         if self._root.stat().st_dev != self._device:
             text = f"{self._root} is on another file system than at the start: is it still mounted?"
@@ -140,8 +140,8 @@ class FolderLock:
 class LockWaiter:
     """A process that wants the lock of `root`; `attempt` is called until it returns the lock.
 
-    Clocks of machines differ, so a heartbeat is compared with nothing but itself: it must not
-    change for a minute of this process's own clock.
+    Clocks of machines differ, so heartbeats are not compared with times: a holder counts as dead
+    if the heartbeat does not change for a minute of this process's own clock.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class LockWaiter:
         self._seen_at = 0.0
 
     def attempt(self) -> FolderLock | str:
-        """Return the lock, or whom it waits for, in words; `UserError` if another run lives."""
+        """Return the lock or a description of the awaited holder; `UserError` if that run lives."""
         found = _newest(self._root)
         if found is None or self._is_free(found):
             number = 1 if found is None else found.number + 1
@@ -182,25 +182,25 @@ class LockWaiter:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A lock file as it was read; two are equal if nothing has moved in between."""
+    """A lock file as it was read; two reads are equal if there was no heartbeat in between."""
 
     path: Path
     number: int
     content: bytes
     modified_ns: int
-    holder: LockHolder | None  # None: damaged
+    holder: LockHolder | None  # the process named in the file; None: the file is damaged
     released: bool
 
     @property
     def who(self) -> str:
-        """The holder in words. One that lives repairs a damaged file with its next heartbeat."""
+        """Description of the holder. A live holder repairs a damaged file by a heartbeat."""
         if self.holder is None:
             return f"an unknown run ({self.path.name} is damaged)"
         return self.holder.describe()
 
 
 def _newest(root: Path) -> _Found | None:
-    """Return the lock file that counts; None if there is none."""
+    """Return the lock file with the highest number; None if there is no file."""
     while numbers := _numbers(root):
         path = _path(root, max(numbers))
         try:
@@ -238,10 +238,11 @@ def _path(root: Path, number: int) -> Path:
 
 
 def _create(root: Path, number: int, holder: LockHolder) -> bool:
-    """Create lock `number` and remove older ones; False if too late.
+    """Create lock file `number` and remove older files; return False if it is too late.
 
-    A slow waiter may create a number that its successors have passed and removed. Where a disk
-    lets several create one, its last writer holds it, and the others lose it at their next check.
+    A slow waiter may create a number that later holders have passed and removed. If a file system
+    lets several processes create one file, the last writer holds the lock, and the other processes
+    lose it at their next check.
     """
     path = _path(root, number)
     try:
@@ -280,7 +281,7 @@ def _content(holder: LockHolder, *, beats: int, released: bool) -> bytes:
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
-    """Return the fields of a lock file; none if it is damaged."""
+    """Return the fields of a lock file; an empty dict if the file is damaged."""
     try:
         record: dict[str, Any] = parse_json(content, dict[str, Any], "")
     except UserError:

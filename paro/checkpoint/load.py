@@ -35,12 +35,12 @@ State = TypeVar("State")
 class LoadRequest:
     """The checkpoint to load, and the parts of it that are loaded."""
 
-    iteration: int | None = None  # None: the latest complete one
-    moments: bool = True  # also load the optimizer's moments
-    model: Mapping[str, Any] | None = None  # fields that must equal `common["model"]`
-    base: str | None = None  # where the base is, if not where the checkpoint says
-    lora: LoraConfig | None = None  # of the model's adapters; a checkpoint without any has a base's
-    as_sent: bool = False  # parameters as all ranks compute with them, not the masters
+    iteration: int | None = None  # iteration to load; None: the latest complete checkpoint
+    moments: bool = True  # whether to load the optimizer's moments
+    model: Mapping[str, Any] | None = None  # model fields that must equal `common["model"]`
+    base: str | None = None  # folder of the base, if the base has moved
+    lora: LoraConfig | None = None  # the model's adapters, which a checkpoint of a base lacks
+    as_sent: bool = False  # whether to load `sent` states as parameters instead of the masters
 
 
 def load_checkpoint(
@@ -54,10 +54,10 @@ def load_checkpoint(
     """Fill `shards` in place; return the contents of common.json, None if nothing was saved.
 
     Collective; `log` is called on every rank. Every rank passes a shard of every unit and of each
-    state it wants; states left out are not read. A converted model has no moments: they become
-    zero. A checkpoint that any rank finds incomplete or damaged is logged and skipped for the next
-    one, unless `wanted.iteration` names it. If `UserError` is raised, it is raised on all ranks,
-    and shards are unchanged unless a file proved to be damaged while it was read.
+    wanted state; other states are not read. Moments that a converted model lacks become zero. A
+    checkpoint that any rank finds incomplete or damaged is logged and skipped, unless
+    `wanted.iteration` names it. A `UserError` is raised on all ranks; shards are then unchanged
+    unless a file turned out to be damaged while it was read.
     """
     ranks = with_one_folder(control)
     blame = f"--load {directory_root}"
@@ -92,8 +92,8 @@ def _order(
 ) -> tuple[list[int], str | None]:
     """Return the iterations that all ranks try, best first, and the tracker's fault or None.
 
-    Rank 0's order holds for all ranks: else they could resume from different iterations. Raises
-    `UserError` if other ranks see checkpoints and rank 0 sees none.
+    All ranks use rank 0's order: otherwise they could resume from different iterations. Raises
+    `UserError` if other ranks see checkpoints and rank 0 does not.
     """
     if iteration is not None:
         return [iteration], None
@@ -118,7 +118,7 @@ def _load_iteration(
     ranks: CheckpointRanks,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Fill the states from one iteration, after every rank has found all that it needs."""
+    """Fill the states from one iteration, after every rank has found all chunks it needs."""
     with ranks.raise_on_all_ranks():
         directory = find_checkpoint(root, iteration)
         assert directory is not None, f"iteration {iteration}"
@@ -130,7 +130,7 @@ def _load_iteration(
         metadata = read_metadata(directory)
         present = _parameters(states) if common.get("parameters_only") else states
         if not has_adapters(common, wanted.lora, directory):
-            # Adapters keep their initial values; nothing else has moments.
+            # Adapters keep their initial values; no other parameters have moments.
             present = {n: state for n, state in _parameters(states).items() if not is_adapter(n)}
         present = {
             name: state
@@ -157,7 +157,7 @@ def _load_iteration(
         plans = [(reader, reader.plan(of_it)) for reader, of_it in sources]
     for line in _conversions(own, stored):
         log(line)
-    # From here on shards are overwritten: only after the checks have passed on every rank.
+    # Shards are overwritten only now, after the checks have passed on every rank.
     with ranks.raise_on_all_ranks():
         for reader, plan in plans:
             reader.read(plan)
@@ -168,7 +168,7 @@ def _load_iteration(
 
 
 def _conversions(states: Mapping[str, ChunkedState], stored: Mapping[str, Any]) -> set[str]:
-    """Return a line for every kind of moments that the checkpoint has in another type."""
+    """Return a line for every kind of moments that the checkpoint stores in another dtype."""
     kinds = {
         (name.partition(".")[0], stored[name].properties.dtype, state.dtype)
         for name, state in states.items()
@@ -186,7 +186,7 @@ def _parameters(states: dict[str, State]) -> dict[str, State]:
 
 
 def _source(name: str, stored: Mapping[str, object], wanted: LoadRequest) -> str:
-    """Return the name under which the checkpoint has the values of a state."""
+    """Return the name of the checkpoint's state that holds the values of the state `name`."""
     sent = SENT + name.removeprefix(PARAM)
     return sent if wanted.as_sent and sent in stored else name
 
@@ -200,13 +200,13 @@ def _fits(state: ChunkedState, saved: object) -> bool:
 
 
 def _check_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise `UserError` for the first field that differs, also where all shapes are equal.
+    """Raise `UserError` for the first field that differs, even if all shapes are equal.
 
-    Shapes alone do not distinguish 8 heads of 16 from 4 heads of 32.
+    Shapes do not distinguish 8 heads of 16 channels from 4 heads of 32 channels.
     """
     for name, value in json.loads(json.dumps(dict(here))).items():
         if name in there and there[name] != value:
             text = f"{MISMATCH}: {name} is {there[name]} there and {value} here"
-            if name == "vocab_size":  # rows, which no flag of the tokenizer says
+            if name == "vocab_size":  # padded rows; no tokenizer flag has their number
                 text += f": give --padded-vocab-size {there[name]}, or --use-checkpoint-args"
             raise UserError(text)

@@ -1,4 +1,4 @@
-"""The holder of a lock: a process, its host and its job; whether it is known to be dead."""
+"""The holder of a lock: a process, its host and its job, and whether the process is dead."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class LockHolder:
     token: str
     host: str
     pid: Positive
-    start_ticks: Count  # after boot; with the pid, it names a process until the next boot
+    start_ticks: Count  # start time after boot; with the pid, unique until the next boot
     boot_id: str
-    pid_namespace: str  # in another container on the same host a pid is another process
+    pid_namespace: str  # namespace of the pid: another container may use an equal pid
     rendezvous_id: str  # torchrun's --rdzv-id, or empty
     slurm_job: str
     since: str
@@ -48,7 +48,7 @@ class LockHolder:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Self | None:
-        """Return the holder in a parsed lock file, its texts fit to be printed; None if damaged."""
+        """Return the holder in a parsed lock file, with printable texts; None if it is damaged."""
         own = {field.name: record[field.name] for field in fields(cls) if field.name in record}
         try:
             found: Self = conform(own, cls, "")
@@ -70,17 +70,17 @@ class LockHolder:
         )
 
     def is_dead_here(self) -> bool:
-        """Return whether the process is known to be dead; False for one of another host."""
+        """Return whether the process is known to be dead; False for a process on another host."""
         if not self.boot_id or not self.pid_namespace:
             return False
         if (self.boot_id, self.pid_namespace) != (_boot_id(), _pid_namespace()):
             return False
         try:
-            os.kill(self.pid, 0)  # sends nothing
+            os.kill(self.pid, 0)  # only checks that the process exists
         except ProcessLookupError:
             return True
         except (OSError, OverflowError):
-            return False  # it runs as another user, and /proc may hide it
+            return False  # a live process of another user, maybe hidden in /proc
         return _start_ticks(self.pid) != self.start_ticks
 
     def describe(self) -> str:
@@ -90,12 +90,12 @@ class LockHolder:
 
 
 def _short(text: str) -> str:
-    """Make a text short printable ASCII: for terminals, and for a file of fixed size."""
+    """Shorten a text and make it printable ASCII, for terminals and a file of constant size."""
     return "".join(c if c.isascii() and c.isprintable() else "?" for c in text[:_TEXT_LENGTH])
 
 
 def _boot_id() -> str:
-    """Name this host until it boots again; empty where the system does not tell."""
+    """Return an ID of this host until the next boot; empty where the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -115,5 +115,5 @@ def _start_ticks(pid: int) -> int | None:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    state, *rest = text.rpartition(")")[2].split()  # the name before may hold anything
+    state, *rest = text.rpartition(")")[2].split()  # the name may hold any text
     return None if state in "ZX" else int(rest[18])

@@ -1,4 +1,4 @@
-"""Locks --save for a run: one rank per folder, as ranks see it, holds its lock, or none does."""
+"""Locks --save for a run: one rank per folder that ranks see holds the folder's lock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class LockedFolders:
-    """The ranks grouped by the folder that they see, and on the first rank of a folder its lock."""
+    """The ranks grouped by the folder that they see; the first rank of a folder has the lock."""
 
     folders: tuple[tuple[int, ...], ...]
     lock: FolderLock | None
@@ -40,8 +40,8 @@ def lock_folders(
 ) -> Iterator[LockedFolders]:
     """Hold the lock of every folder in the block; collective.
 
-    Raises `UserError` on all ranks if another run holds one of the folders. `say` gets a line
-    on every rank where the start has to wait; `progressed` is called in every turn of the wait.
+    Raises `UserError` on all ranks if another run holds a folder. `say` gets a line on every rank
+    if the start has to wait; `progressed` is called in every turn of the wait.
     """
     folders = ranks_by_folder(root, control)
     is_first = any(control.world.rank == ranks[0] for ranks in folders)
@@ -81,14 +81,14 @@ def ranks_by_folder(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the ranks, grouped by the folder that they see under this path; collective.
 
-    Every rank creates a temporary marker file and looks for those of the others. Raises
-    `UserError` if two ranks see each other's files differently. `blame` names the folder's flag.
+    Every rank creates a temporary marker file and looks for the markers of the other ranks. Raises
+    `UserError` if two ranks see each other's markers differently. `blame` names the folder's flag.
     """
     blame = blame or f"--save {root}"
     rank, size = control.world.rank, control.world.size
     if size == 1:
         return ((0,),)
-    # Rank 0's token names the markers, so that leftovers of a killed run are not counted.
+    # Markers have rank 0's token in their names: leftovers of a killed run are not counted.
     token = control.gather(secrets.token_hex(8))[0]
 
     def mark_of(other: int) -> str:

@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: its files, their sizes and checksums, and library versions."""
 
 # Checksums are CRC-32 (zlib's), 4 GB/s a core: they detect damage by disks, networks and crashes,
-# and do not protect against forgery. A file has one for every chunk, which is read at once, so
-# that a rank verifies data as it reads them, and no byte is read twice.
+# and do not protect against forgery. Every chunk of a file has a checksum and is read at once: a
+# rank verifies a chunk while reading it, and no byte is read twice.
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import Count, conform, read_json
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 2  # 1 had no manifest
+FORMAT_VERSION = 2  # version of the format that is written; format 1 had no manifest
 
 _PACKAGES = ("torch", "numpy", "safetensors", "sentencepiece", "tokenizers", "transformers")
 _BLOCK_BYTES = 2**20
@@ -64,7 +64,7 @@ class ChunkSum(NamedTuple):
     checksum: int
 
 
-ChunkSums = tuple[ChunkSum, ...]  # of a file, in order and without gaps
+ChunkSums = tuple[ChunkSum, ...]  # the chunks of a file, in order and without gaps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Manifest:
     versions: Mapping[str, str]
     arguments: Mapping[str, Any]
     files: Mapping[str, ChunkSums] = field(default_factory=dict)
-    checksum: int = 0  # of the manifest, and so of all files
+    checksum: int = 0  # checksum of the manifest, and so of all files
 
     @cached_property
     def _by_place(self) -> dict[tuple[str, int], ChunkSum]:
@@ -87,7 +87,7 @@ class Manifest:
         }
 
     def check_sizes(self, names: list[str] | None = None) -> None:
-        """Raise `DamagedError` unless these files, or all, exist with the sizes as written."""
+        """Raise `DamagedError` unless the files `names`, or all, exist with the written sizes."""
         for name in self.files if names is None else names:
             path = self.directory / name
             wanted = self.files.get(name)
@@ -100,7 +100,7 @@ class Manifest:
                 raise DamagedError(f"{path} is {what}: {found} bytes of {num_bytes}")
 
     def check_sum(self, name: str, begin: int, length: int, checksum: int) -> None:
-        """Raise `DamagedError` unless this is a chunk of the file with this checksum."""
+        """Raise `DamagedError` unless the file has such a chunk with this checksum."""
         if self._by_place.get((name, begin)) != (length, checksum):
             raise DamagedError(_wrong(self.directory / name, begin, begin + length))
 
@@ -129,7 +129,7 @@ class Manifest:
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of a regular file of a checkpoint; `DamagedError` if it is none."""
+    """Return the size of a checkpoint's file; `DamagedError` if it is no regular file."""
     try:
         status = path.stat()
     except OSError as error:
@@ -140,12 +140,12 @@ def size_of(path: Path) -> int:
 
 
 def sum_of(content: bytes) -> ChunkSums:
-    """Return the checksum of a small file, which is one chunk."""
+    """Return the checksums of a small file, which is a single chunk."""
     return (ChunkSum(len(content), crc32(content)),)
 
 
 def _placed(sums: ChunkSums) -> Iterator[tuple[int, ChunkSum]]:
-    """Return the sums of a file, each after its first byte."""
+    """Yield (first byte, checksum) of each chunk of a file."""
     return zip(accumulate((chunk.length for chunk in sums), initial=0), sums, strict=False)
 
 
@@ -168,7 +168,7 @@ def library_versions() -> Mapping[str, str]:
 def write_manifest(
     directory: Path, iteration: int, files: Mapping[str, ChunkSums], arguments: Mapping[str, Any]
 ) -> None:
-    """Write the manifest, the last file: without one the folder counts as incomplete."""
+    """Write the manifest, the last file: without a manifest a folder counts as incomplete."""
     facts = {
         "format_version": FORMAT_VERSION,
         "iteration": iteration,
@@ -240,7 +240,7 @@ def check_format(directory: Path, facts: Mapping[str, Any]) -> None:
 
 
 def write_durably(path: Path, text: str) -> ChunkSums:
-    """Write and fsyncs a small file, so that it survives a crash of the machine."""
+    """Write and fsync a small file, so that it survives a crash of the machine."""
     content = text.encode()
     with path.open("wb") as file:
         file.write(content)

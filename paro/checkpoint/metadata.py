@@ -30,16 +30,16 @@ from paro.errors import UserError, describe, open_files_limit
 from paro.untrusted.pickled import CheckedUnpickler
 from paro.untrusted.regular_file import read_bytes
 
-MAX_BYTES = 2**30  # seven million chunks: 405 billion parameters on ten thousand ranks
+MAX_BYTES = 2**30  # largest file: 7 million chunks, 405 billion parameters on 10,000 ranks
 _MAX_NAME_CHARS = 1000
 _MAX_DIMENSIONS = 8
-_MAX_OVERHEAD_BYTES = 2**16  # of torch.save, in addition to a chunk's values; it takes 2 KiB
+_MAX_OVERHEAD_BYTES = 2**16  # bytes that torch.save may add to a chunk's values; it adds 2 KiB
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """Read DCP's metadata, the place of every chunk; `DamagedError` if it cannot be right."""
+    """Read DCP's metadata, the place of every chunk; `DamagedError` if they are inconsistent."""
     path = directory / METADATA
     try:
         metadata = _MetadataUnpickler(read_bytes(path, max_bytes=MAX_BYTES)).load()
@@ -62,7 +62,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def _layout(name: object) -> Any:
-    """Return the layout of a name; other arguments could not be hashed safely."""
+    """Return the tensor layout with this name; reject arguments that are no names."""
     if type(name) is not str:
         raise pickle.UnpicklingError("a layout has no name")
     return _get_layout(name)
@@ -108,7 +108,7 @@ class _MetadataUnpickler(CheckedUnpickler):
 
 
 def _fields(metadata: Metadata) -> tuple[dict[str, Any], Mapping[MetadataIndex, Any]]:
-    """Return the states and the places of their chunks."""
+    """Return the states and the places of the states' chunks."""
     states = getattr(metadata, "state_dict_metadata", None)
     places = getattr(metadata, "storage_data", None)
     if not isinstance(states, dict) or not isinstance(places, dict):
@@ -159,7 +159,7 @@ def _check_state(name: object, state: object) -> None:
 def _check_places(
     name: str, state: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]
 ) -> None:
-    """Check that every chunk is stored, in no more bytes than it needs: a reader allocates them."""
+    """Check that every chunk is stored, in at most the needed bytes: a reader allocates them."""
     for chunk in state.chunks:
         place = places.get(MetadataIndex(name, chunk.offsets))
         if place is None:

@@ -1,4 +1,4 @@
-"""Plans how DCP saves chunked states and what fills them, if a checkpoint has those of a model."""
+"""Plans how DCP saves chunked states, and which saved chunks fill the states of a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MISMATCH = "the checkpoint does not match the model"
 
 
 class ChunkSavePlanner(DefaultSavePlanner):
-    """A planner that has every chunk of a dict of chunked states written.
+    """A planner that writes every chunk of a dict of chunked states.
 
     With `whole` the ranks that save together must hold every state completely.
     """
@@ -57,7 +57,7 @@ class ChunkSavePlanner(DefaultSavePlanner):
             plans, metadata = create_default_global_save_plan(all_plans)
             for name, state in self.state_dict.items():
                 metadata.state_dict_metadata.setdefault(
-                    name,  # held by other nodes alone
+                    name,  # a state that only other nodes hold
                     TensorStorageMetadata(
                         properties=TensorProperties(dtype=state.dtype),
                         size=torch.Size(state.shape),
@@ -78,7 +78,7 @@ class ChunkSavePlanner(DefaultSavePlanner):
 
 
 def items_to_read(name: str, state: ChunkedState, metadata: Metadata) -> list[ReadItem]:
-    """List the reads that fill every chunk of a state from any saved chunks."""
+    """List the reads that fill every chunk of a state from saved chunks of any shape."""
     saved = metadata.state_dict_metadata.get(name)
     assert isinstance(saved, TensorStorageMetadata), f"{name} is a {type(saved)}"
     chunks = [_chunk(offsets, values) for offsets, values in state.chunks.items()]
@@ -95,7 +95,7 @@ def items_to_read(name: str, state: ChunkedState, metadata: Metadata) -> list[Re
 
 
 def check_states(states: dict[str, ChunkedState], saved: Mapping[str, object]) -> None:
-    """Raise `UserError` unless a checkpoint has exactly our parameters, and these states."""
+    """Raise `UserError` unless a checkpoint has exactly the model's parameters and `states`."""
     for name, state in states.items():
         kind, _, parameter = name.partition(".")
         if name not in saved:
@@ -136,6 +136,6 @@ def _write_item(name: str, shape: Shape, offsets: Shape, values: Tensor) -> Writ
 
 
 def values_at(states: Mapping[str, ChunkedState], index: MetadataIndex) -> Tensor:
-    """Return the values of the chunk that DCP means by an index."""
+    """Return the values of the chunk with DCP's index."""
     assert index.offset is not None, f"{index.fqn} without a offsets"
     return states[index.fqn].chunks[tuple(index.offset)]

@@ -37,10 +37,10 @@ def write_states(
 ) -> None:
     """Save states, which may be copies, and `common` as `iteration`; collective.
 
-    Every rank passes what it holds of every state; each folder gets what the ranks that see it
-    hold. `common` must be JSON; the iteration, the format and the versions are added. `log` is
-    called on every rank. After an error, raised on all ranks, the previous checkpoint is unchanged.
-    Without the lock of `ranks` nothing is renamed or removed.
+    Every rank passes its chunks of every state; each folder gets the chunks of the ranks that see
+    the folder. `common` must be JSON; the iteration, the format and the versions are added. `log`
+    is called on every rank. After an error, raised on all ranks, the previous checkpoint is
+    unchanged. If the lock of `ranks` is lost, nothing is renamed or removed.
     """
     blame = f"--save {directory_root}"
     place = f"{directory_root} in torch_dist format"
@@ -51,7 +51,7 @@ def write_states(
         lambda: begin_checkpoint(root, iteration, check=check, token=token), blame
     )
     try:
-        # Each line raises on all ranks or on none, so no folder is completed if one rank failed.
+        # Each line raises on all ranks or on none: no folder is completed if any rank failed.
         planner = ChunkSavePlanner(whole=ranks.share_one_folder)
         files = write_files(folder, states, planner, ranks, blame)
         ranks.first_decides(lambda: _read_back(folder), blame)
@@ -90,8 +90,8 @@ def write_files(
                 process_group=ranks.near.group,
                 no_dist=ranks.everyone.world.size == 1,
             )
-        except CheckpointException as error:  # with the failures of all ranks: each raises its own
-            failures, near = dict(error.failures), ranks.near.world  # by rank in the group
+        except CheckpointException as error:  # has all ranks' failures; raise this rank's
+            failures, near = dict(error.failures), ranks.near.world  # {rank in the group: failure}
             own = failures.pop(near.rank, None)
             if own is not None:
                 raise own[0] from error
@@ -101,7 +101,7 @@ def write_files(
 
 
 def _read_back(folder: Path) -> None:
-    """Check that this rank sees the files of all others, before the folder is put in place."""
+    """Check that this rank sees the files of all ranks, before the folder is put in place."""
     try:
         check_files(folder, list(read_metadata(folder).storage_data.values()))
     except UserError as error:
@@ -112,6 +112,6 @@ def _read_back(folder: Path) -> None:
 
 
 def _blame_new_owner(check: Callable[[], None]) -> None:
-    """Raise `LockLostError` if another run has the folder, and so removed what this one wrote."""
-    with suppress(OSError):  # a folder that is gone is no other run's
+    """Raise `LockLostError` if another run holds the folder and so removed this run's files."""
+    with suppress(OSError):  # a removed folder is not held by another run
         check()

@@ -41,7 +41,7 @@ MAX_FILE_BYTES = 2**31
 
 _SUFFIX = ".distcp"
 _BLOCK_BYTES = 2**20
-_READ_AHEAD = 4  # chunks
+_READ_AHEAD = 4  # number of chunks that the disk reads ahead
 
 
 class BoundedWriter(FileSystemWriter):
@@ -55,7 +55,7 @@ class BoundedWriter(FileSystemWriter):
         self.sums: dict[str, ChunkSums] = {}
 
     def storage_meta(self) -> StorageMeta:
-        """Leave out the folder's name: the folder is renamed once the checkpoint is complete."""
+        """Return metadata without the folder's name: a complete checkpoint's folder is renamed."""
         return StorageMeta(save_id=self.save_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -73,7 +73,7 @@ class BoundedWriter(FileSystemWriter):
         results, sums = [], []
         stream = None
         try:
-            # No reader compares torch's own checksums, and they cost as much as ours.
+            # No reader compares torch's own checksums, which cost as much as the manifest's.
             without_sums = config.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
             with without_sums, (Path(self.path) / name).open("xb", buffering=0) as file:
                 stream = _SummingStream(file)
@@ -92,7 +92,7 @@ class BoundedWriter(FileSystemWriter):
                     )
                 os.fsync(file.fileno())
         except RuntimeError as error:
-            # torch hides an error of the stream, such as a full disk, behind its own.
+            # torch hides an error of the stream, such as a full disk, behind an error of its own.
             if stream is not None and stream.failure is not None:
                 raise stream.failure from error
             raise
@@ -101,17 +101,17 @@ class BoundedWriter(FileSystemWriter):
 
 
 class _SummingStream:
-    """A stream into a file that sums it and starts writeback before the file is complete."""
+    """A stream into a file that computes checksums and starts writeback during the writes."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
-        self._begin = self._written = 0  # start of the current chunk; bytes so far
-        self._asked = 0  # up to here writeback was started
+        self._begin = self._written = 0  # start of the current chunk; number of bytes written
+        self._asked = 0  # number of bytes for which writeback was started
         self._checksum = 0
         self.failure: OSError | None = None
 
     def write(self, content: Any) -> int:
-        """Write all of it, block by block: a block's checksum is taken while it is in cache."""
+        """Write all of `content` by blocks; compute a block's checksum while it is in cache."""
         view = memoryview(content).cast("B")
         try:
             for begin in range(0, len(view), _BLOCK_BYTES):
@@ -129,18 +129,18 @@ class _SummingStream:
         """Do nothing: nothing is buffered."""
 
     def end_chunk(self) -> tuple[int, ChunkSum]:
-        """End a chunk, the bytes written since the last one; return its first byte and its sum."""
+        """End a chunk, the bytes since the last call; return (first byte, sum) of the chunk."""
         begin, self._begin = self._begin, self._written
         checksum, self._checksum = self._checksum, 0
         if self._written - self._asked >= MAX_ITEM_BYTES:
-            # Linux starts writing dirty pages that it cannot drop yet, without waiting for them.
+            # Linux cannot drop dirty pages yet: it starts to write them, without waiting.
             os.posix_fadvise(self._file.fileno(), self._asked, 0, os.POSIX_FADV_DONTNEED)
             self._asked = self._written
         return begin, ChunkSum(self._written - begin, checksum)
 
 
 def _alone_in_storage(values: Tensor) -> Tensor:
-    """Return the values in a storage of their size: torch.save writes whole storages."""
+    """Return the values in a storage of their own size: torch.save writes entire storages."""
     values = values.contiguous()
     if values.untyped_storage().nbytes() == values.nbytes:
         return values
@@ -153,7 +153,7 @@ def _alone_in_storage(values: Tensor) -> Tensor:
 
 
 class Read(NamedTuple):
-    """A part of a stored chunk, and the memory that it fills."""
+    """A part of a stored chunk, and the memory that the part fills."""
 
     place: Place
     item: ReadItem
@@ -161,9 +161,9 @@ class Read(NamedTuple):
 
 
 class CheckedReader:
-    """A reader of untrusted checkpoints: no code in them can run.
+    """A reader of untrusted checkpoints: no code in a checkpoint can run.
 
-    Data are verified by checksum before they are used, except in format 1, which has no manifest.
+    Data are verified by checksum before use, except in format 1, which has no manifest.
     """
 
     def __init__(self, directory: Path, manifest: Manifest | None, metadata: Metadata) -> None:
@@ -175,7 +175,7 @@ class CheckedReader:
     def plan(self, states: Mapping[str, ChunkedState]) -> list[Read]:
         """List the reads that fill the states, in the order of files and offsets.
 
-        `DamagedError` for a hole and for a file that is missing or truncated: before anything is
+        `DamagedError` for missing elements and missing or truncated files, before any state is
         overwritten on any rank.
         """
         items = [
@@ -200,7 +200,7 @@ class CheckedReader:
         return sorted(reads, key=lambda read: read.place)
 
     def read(self, plan: Sequence[Read]) -> None:
-        """Carry out a plan; read each chunk once even if several parts of it are used."""
+        """Carry out a plan; read each chunk once even if several parts are used."""
         for name, of_file in groupby(plan, key=lambda read: read.place[0]):
             path = self.directory / name
             by_place = [(p, list(of)) for p, of in groupby(of_file, key=lambda read: read.place)]
@@ -236,7 +236,7 @@ class CheckedReader:
 
 
 def _read_soon(file: FileIO, place: Place) -> None:
-    """Start reading ahead, block by block: of a long range Linux would read only the beginning."""
+    """Start to read ahead by blocks: Linux would read only the beginning of a long range."""
     _, begin, length = place
     for block in range(begin, begin + length, _BLOCK_BYTES):
         os.posix_fadvise(file.fileno(), block, _BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
@@ -252,7 +252,7 @@ def _read(file: FileIO, room: memoryview) -> tuple[memoryview, int]:
 
 
 def check_files(directory: Path, places: list[Any]) -> None:
-    """Raise `DamagedError` unless the files of these places exist and are long enough."""
+    """Raise `DamagedError` unless the files of all `places` exist and are long enough."""
     needed: dict[str, int] = {}
     for place in places:
         stop = place.offset + place.length

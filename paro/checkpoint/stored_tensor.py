@@ -1,6 +1,6 @@
 """Reads a tensor from the bytes of torch.save without a copy and without running code."""
 
-# torch.load copies it into newly allocated memory for every tensor: a fifth of the speed.
+# torch.load copies every tensor into newly allocated memory: a fifth of the speed.
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class RefusedError(UserError):
 
 
 class _UnusualError(Exception):
-    """Another form than this project writes; torch may still be able to read it."""
+    """A form of tensor that this project does not write; torch may be able to read it."""
 
 
 class _Stored(NamedTuple):
     """The arguments of torch's `_rebuild_tensor_v2`."""
 
-    storage: tuple[str, torch.dtype, str, str, int]  # the third item names the zip entry
+    storage: tuple[str, torch.dtype, str, str, int]  # item [2] names the zip entry
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]

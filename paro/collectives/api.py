@@ -35,7 +35,7 @@ def make_collectives(choice: AlgorithmChoice, groups: Groups, links: Links) -> C
 class AutoCollectives(Collectives):
     """Collectives that choose an algorithm per call; all share comm streams and process groups.
 
-    Any comm stream works for `run_after`: the job waits for the reduction, whichever ran it.
+    `run_after` may use any comm stream: its job waits for the reduction of any algorithm.
     """
 
     def __init__(

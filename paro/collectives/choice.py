@@ -16,11 +16,11 @@ ChunkCount = Callable[[Op, AxisSpan, int], int]
 class AlgorithmChoice:
     """Algorithms to choose from and the function that picks one; equal on every rank.
 
-    `best` gets the collective, the kinds of axes that it uses, and the bytes of the whole buffer
-    in the communication dtype; it returns one of `names`. None: the first of `names`.
+    `best(op, axes, num_bytes)` returns one of `names` for a collective, the kinds of axes that it
+    uses, and the bytes of the whole buffer in the communication dtype. None: the first of `names`.
 
-    `num_chunks` makes ho-ring a pipeline of the backend's own collectives, as NCCL needs it, and
-    counts its chunks for a collective, its span and bytes. None: point-to-point messages.
+    `num_chunks(op, span, num_bytes)` returns the number of chunks of a collective by ho-ring, which
+    is a pipeline of the backend's own collectives then (for NCCL). None: point-to-point messages.
     """
 
     names: tuple[str, ...]
@@ -29,11 +29,11 @@ class AlgorithmChoice:
 
     @property
     def pipelines(self) -> bool:
-        """True if ho-ring is a pipeline."""
+        """Whether ho-ring is a pipeline of the backend's own collectives, not of messages."""
         return self.num_chunks is not None
 
     def of(self, op: Op, span: AxisSpan, num_bytes: int) -> str:
-        """Return the algorithm of a collective along a span that is not empty."""
+        """Return the algorithm for a collective of `num_bytes` along a span that is not empty."""
         return self.names[0] if self.best is None else self.best(op, axes_of(span), num_bytes)
 
 
@@ -64,7 +64,7 @@ def group_spans(name: str, span: AxisSpan, *, pipelined: bool) -> tuple[AxisSpan
 def ring_levels(name: str, span: AxisSpan) -> tuple[AxisSpan, ...]:
     """Return the levels of a span for ring, h-ring or ho-ring, innermost first.
 
-    A level is one ring. Neighbouring axes with one kind of links are one level, for fewer hops.
+    A level is one ring. Neighbouring axes with one kind of links form one level: fewer hops.
     """
     if not span:
         return ()

@@ -1,8 +1,8 @@
 """Ring, H-Ring and HO-Ring: the hops of one rank in an all-gather."""
 
-# Diagrams are of 2 groups of 3 ranks, shards a..f at positions 0..5, | between groups; a row is
-# what each position has just received. Costs are of g groups of m ranks (Ring: N ranks) and V
-# bytes, with a shard for each rank; an all-reduce takes twice the steps and bytes.
+# Diagrams show 2 groups of 3 ranks, shards a..f at positions 0..5, and | between groups; a row has
+# the shard that each position has just received. Costs are for g groups of m ranks (Ring: N ranks)
+# and a buffer of V bytes, one shard per rank; an all-reduce takes twice the steps and bytes.
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from paro.collectives.schedule import Chunk, Chunks, Hop, Hops
 
-# Ring: slow inter-group links carry as much as fast ones.
+# Ring: slow inter-group links carry as many bytes as fast ones.
 #
 #     position 0    1    2  |  3    4    5
 #     own      a    b    c  |  d    e    f
@@ -66,7 +66,7 @@ def h_ring_hops(sizes: Sequence[int], position: int, num_chunks: int) -> list[Ho
         first = inner_digit % inner_size
         return tuple(Chunk(first + inner_size * (o % outer_size), number) for o in outer_digits)
 
-    # Shards with one inner digit are contiguous: the inner ring sends whole ones together.
+    # Shards with equal inner digits are contiguous: uncut, the inner ring sends them together.
     rows = [tuple(range(outer_size))] if num_chunks == 1 else [(row,) for row in range(outer_size)]
     between = [
         Hop(1, chunks(inner, [outer - step], number), chunks(inner, [outer - step - 1], number))
@@ -96,9 +96,9 @@ def h_ring_hops(sizes: Sequence[int], position: int, num_chunks: int) -> list[Ho
 #     outer    1 .. g - 1     g - 1               (g - 1) / (m g) * V      inter only
 #     inner    1 .. g         g (m - 1)           (m - 1) / m * V          intra only
 #
-# The inner ring forwards a chunk as soon as it arrives from the other group, so after the last one
-# only the m - 1 inner hops of one chunk remain: T = max(outer, inner) + the inner hops of one
-# chunk. A reduce-scatter runs backwards: the chunk that is sent first is summed in the group first.
+# The inner ring forwards a chunk as soon as the chunk arrives from the other group. After the last
+# chunk only m - 1 inner hops remain: T = max(outer, inner) + (m - 1) inner hops of one chunk.
+# A reduce-scatter runs backwards: the chunk that is sent first is summed in the group first.
 
 
 def ho_ring_hops(sizes: Sequence[int], position: int, num_chunks: int) -> list[Hop]:
@@ -124,8 +124,8 @@ def ho_ring_hops(sizes: Sequence[int], position: int, num_chunks: int) -> list[H
             for step in range(inner_size - 1)
         ]
 
-    # The group's own row needs no outer hop: it fills the time until the chunks of the next row
-    # arrive. A reduce-scatter needs its sums one by one, as those of the other group arrive.
+    # The group's own row needs no outer hop: its inner hops fill the time until the next row's
+    # chunks arrive. In a reduce-scatter, own sums are needed one by one, as the others' arrive.
     hops = [*outer_hops(0), *outer_hops(1), *inner_hops(0, 0)]
     for number in range(num_chunks):
         hops += inner_hops(0, number + 1) if number + 1 < num_chunks else []

@@ -21,18 +21,18 @@ from paro.topology import AxisSpan, StreamKind, by_units, nested_range
 class Request(NamedTuple):
     """A collective on `whole` along `span`, to run after an event.
 
-    An all-gather fills `whole` from the shards of the ranks along `span`. A reduce-scatter writes
-    their sum to this rank's shard of `whole`, and what it likes to the rest; an all-reduce writes
-    it to all of `whole`.
+    all-gather        fills `whole` from the shards of the ranks along `span`
+    reduce-scatter    writes the sum to this rank's shard of `whole`; the rest is undefined
+    all-reduce        writes the sum to all of `whole`
     """
 
     op: Op
     whole: Tensor
     span: AxisSpan
     comm_dtype: torch.dtype
-    shard: Tensor | None = None  # of an all-gather: this rank's; None: it is in `whole` already
+    shard: Tensor | None = None  # an all-gather's input; None: this rank's range of `whole`
     after: Event | None = None
-    units: int = 1  # of which `whole` consists; see `by_units`
+    units: int = 1  # number of equal units whose buffers `whole` concatenates; see `by_units`
 
     @property
     def stream_kind(self) -> StreamKind:
@@ -52,7 +52,7 @@ class Request(NamedTuple):
         return nested_range(by_units(self.span, self.units), rank, self.whole.numel())
 
     def nested(self) -> Tensor:
-        """View `whole` with one dim per axis, innermost first, and one for shard elements."""
+        """View `whole` as [axis sizes, innermost first; elements of a shard]."""
         order = by_units(self.span, self.units)
         view = self.whole.view(*(axis.size for axis in order), -1)
         return view if self.units == 1 else view.movedim(0, -2)
@@ -78,13 +78,13 @@ class Collectives(Endpoint, ABC):
     """Collectives on flat buffers along `span`, an axis span ordered innermost first.
 
     All work in place on nested shards (layout.py): `whole` is the buffer at the coarse degree of
-    the span and contains this rank's shard at the fine degree; with `units` those of so many units
-    (`by_units`). Every call queues jobs on comm streams and returns their completion; an empty span
-    costs nothing. Data is sent in `comm_dtype`.
+    the span and contains this rank's shard at the fine degree. With `units` > 1, `whole` holds the
+    buffers of that many units. Every call queues jobs on comm streams and returns their completion;
+    an empty span costs nothing. Values are sent in `comm_dtype`.
     """
 
     _algorithm = "native"
-    _pipelined = False  # whether ho-ring is a pipeline
+    _pipelined = False  # whether ho-ring is a pipeline of the backend's own collectives
 
     @abstractmethod
     def run(self, request: Request) -> Event:

@@ -28,7 +28,7 @@ class MatrixExchange(Endpoint):
     def all_to_all(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Event:
         """Queue an all-to-all of shards by group rank; both ends know the size of each shard.
 
-        The tensors must stay until the event is done.
+        The caller must not free or change the tensors before the event is done.
         """
         own = self.group_rank
         if own in received:

@@ -59,7 +59,7 @@ class NativeCollectives(Collectives):
         return event
 
     def _run_by_units(self, request: Request, event: Event) -> Event:
-        """Send all units at once along the outermost axis, else every unit by itself."""
+        """Send all units together along the outermost axis, and unit by unit along the others."""
         op, whole, span, comm_dtype, *_ = request
         inner, outermost = span[:-1], span[-1:]
         units = whole.view(request.units, -1)
@@ -109,10 +109,10 @@ class NativeCollectives(Collectives):
 class FlatCollectives(Collectives):
     """Baseline: a single backend call over all ranks of a span, plus a permutation.
 
-    Sharding libraries do so that do not distinguish links inside and between groups.
+    Sharding libraries that do not distinguish links inside and between groups work in this way.
 
-    Backends order shards by rank, whose most significant digit is the outermost axis; in the nested
-    order that is the innermost axis. The permutation needs an extra whole buffer.
+    Backends order shards by rank: the most significant digit is the outermost axis. In the nested
+    order it is the innermost axis. The permutation needs a second buffer of the whole size.
     """
 
     _algorithm = "flat"

@@ -13,12 +13,12 @@
 #     reduce-scatter    reduce-scatter on level 0, reduce-scatter on level 1
 #     all-reduce        reduce-scatter on level 0, all-reduce on level 1, gather on level 0
 #
-# Both levels send the bytes of the ring formulas (ho_ring.py). With `num_chunks` chunks the shorter
-# level overlaps with the longer one but for one chunk: T = max(outer, inner) + min(outer, inner) /
-# chunks, and every stage has its own latency.
+# Both levels send the bytes of HO-Ring's formulas (hops.py). All of the shorter level except one
+# chunk overlaps with the longer level: T = max(outer, inner) + min(outer, inner) / num_chunks, plus
+# a latency for every stage.
 #
-# Stages hand a chunk on in one of `SLOTS` buffers, which chunks use in turn: a chunk enters the
-# pipeline once the one that had its buffer has left it, that of an earlier collective too.
+# Stages hand a chunk on in one of `SLOTS` buffers, which the chunks of all collectives use in turn:
+# a chunk enters the pipeline once the previous user of the buffer has left the pipeline.
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from paro.layout import ALIGN
 MAX_CHUNKS = 8
 SLOTS = 2
 _DEFAULT_CHUNKS = 4
-_LEAST_BYTES = 8 << 20  # of a chunk of the whole buffer
+_LEAST_BYTES = 8 << 20  # smallest chunk of the whole buffer, in bytes
 
 _STAGES = {
     Op.ALL_GATHER: ((1, Op.ALL_GATHER), (0, Op.ALL_GATHER)),
@@ -46,8 +46,8 @@ class PipelineStage(NamedTuple):
     level: int
     op: Op
     chunk: int
-    after: int | None  # None: the chunk enters the pipeline
-    is_last: bool  # the chunk leaves it
+    after: int | None  # index of the chunk's previous stage; None: the chunk's first stage
+    is_last: bool  # whether the chunk leaves the pipeline after this stage
 
 
 @lru_cache(maxsize=64)
@@ -76,7 +76,7 @@ def make_pipeline(op: Op, num_chunks: int) -> tuple[PipelineStage, ...]:
 
 
 def chunk_ranges(numel: int, num_chunks: int) -> list[tuple[int, int]]:
-    """Cut a shard into at most so many aligned chunks; return (start, stop) of each."""
+    """Cut a shard into at most `num_chunks` aligned chunks; return (start, stop) of each."""
     units = numel // ALIGN
     num_chunks = min(num_chunks, max(1, units))
     starts = [units * chunk // num_chunks * ALIGN for chunk in range(num_chunks)]
@@ -84,5 +84,5 @@ def chunk_ranges(numel: int, num_chunks: int) -> list[tuple[int, int]]:
 
 
 def default_num_chunks(num_bytes: int) -> int:
-    """Return the number of chunks of a buffer if the speed of links is unknown."""
+    """Return the number of chunks of a buffer where the speed of links is unknown."""
     return max(1, min(_DEFAULT_CHUNKS, num_bytes // _LEAST_BYTES))

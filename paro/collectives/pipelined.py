@@ -3,8 +3,8 @@
 # Under NCCL a launch costs more than a small message, so HO-Ring is not a schedule of messages
 # (scheduled.py) but NCCL's own collectives: a buffer is cut into chunks, and every chunk passes the
 # stages of pipeline.py, one level after the other. A stage is a job on the comm stream of its
-# level, so one level works on a chunk while the other has the next. The stages of a chunk hand it
-# on in a slot of scratch memory, which the chunks of all collectives of a span use in turn.
+# level, so one level works on a chunk while the other level works on the next chunk. Stages hand a
+# chunk on in a slot of scratch memory; the chunks of all collectives of a span take slots in turn.
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class PipelinedCollectives(Collectives):
             slots=slots,
             scratch=memory.scratch,
         )
-        done: list[Event] = []  # by stage
+        done: list[Event] = []  # completion of each stage
         for stage in make_pipeline(op, len(ranges)):
             slot = slots[stage.chunk]
             if stage.after is not None:
                 ready = done[stage.after]
-            else:  # the chunks after the first follow it on the same comm stream
+            else:  # later chunks follow the first chunk on the same comm stream
                 first = (request.after or DONE,) if stage.chunk == 0 else ()
                 ready = AllEvents([*first, memory.left[slot]])
             level = jobs.levels[stage.level]
@@ -77,8 +77,8 @@ class _Memory:
     """Slots in which the collectives of a span hand chunks on, used in turn."""
 
     scratch: Scratch = field(default_factory=Scratch)
-    left: list[Event] = field(default_factory=lambda: [DONE] * SLOTS)  # by the last chunk in a slot
-    num_chunks: int = 0  # that have used the slots
+    left: list[Event] = field(default_factory=lambda: [DONE] * SLOTS)  # [slot] -> end of last use
+    num_chunks: int = 0  # number of chunks that have used the slots so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +87,10 @@ class _StageJobs:
 
     wire: Wire
     request: Request
-    own: Tensor  # this rank's shard of the whole
-    ranges: list[tuple[int, int]]  # of a chunk, in every shard
+    own: Tensor  # this rank's shard of the whole buffer
+    ranges: list[tuple[int, int]]  # [chunk] -> (start, stop) in every shard
     levels: tuple[AxisSpan, ...]
-    slots: list[int]  # of a chunk
+    slots: list[int]  # [chunk] -> slot of scratch memory
     scratch: Scratch
 
     def job(self, stage: PipelineStage) -> Job:
@@ -131,13 +131,13 @@ class _StageJobs:
         return self.request.nested()[..., slice(*self.ranges[chunk])]
 
     def _handoff(self, chunk: int) -> Tensor:
-        """Return the chunk as stages hand it on: of the shards that go between groups."""
+        """Return the slot in which stages hand the chunk on: of shards that go between groups."""
         return self._scratch(self.slots[chunk], chunk, self.levels[1:])
 
     def _inside(self, chunk: int) -> Tensor:
-        """Return the chunk of all shards, in the order of backends.
+        """Return scratch memory for the chunk of all shards, in the order of backends.
 
-        The jobs on level 0's comm stream use its memory one by one.
+        The jobs on level 0's comm stream use the memory one after another.
         """
         return self._scratch(SLOTS, chunk, self.levels)
 

@@ -1,16 +1,16 @@
 """Sums quantized gradients between groups: an all-to-all of chunks, each summed by its owner."""
 
 # [Note: quantized sums]
-# Every rank has its group's sum of a range, and every rank of the span owns a chunk of the total.
-# A rank quantizes the chunks of all owners, its own too, each after a Hadamard transform; the owner
-# adds up in fp32, in rank order, what it receives, and transforms the sum back. Where a range has
-# several replicas, the owners quantize their sums once more and all-gather them, so that every
-# replica dequantizes equal bytes. Infinity and NaN survive: the scale of their block is not finite,
-# so neither is any value of it, and the step is skipped as always.
+# Every rank has its group's sum of a range, and every rank of the span owns a chunk of the total:
 #
-# With error feedback a rank adds to what it quantizes a moving average of earlier quantization
-# errors, one byte an element. All ranks forget it with a skipped step and every `FORGOTTEN_AFTER`
-# steps.
+#     each rank    Hadamard transform, quantize the chunks of all owners, all-to-all
+#     each owner   dequantize, sum in fp32 in rank order, transform back
+#     replicas     owners quantize their sums again, all-gather; all replicas dequantize equal bytes
+#
+# Infinity and NaN survive: they make the scale of a block, and so all of its values, not finite.
+# The step is then skipped as always. With error feedback a rank adds a moving average of earlier
+# quantization errors, one byte per element, to the values before it quantizes them. All ranks reset
+# the average after a skipped step and every `FORGOTTEN_AFTER` steps.
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class GroupSum:
     """The sum of gradients of this rank's group, which the rank adds to the total."""
 
     values: Tensor
-    start: int  # in the unit
+    start: int  # offset of the sum in the unit's flat buffer, in elements
     ranges: RangeFormat
-    span: AxisSpan  # along which each rank owns a chunk of the total
-    replicas: AxisSpan  # along which the chunks of a range are gathered
+    span: AxisSpan  # axes of the all-to-all: each rank along them owns a chunk of the total
+    replicas: AxisSpan  # axes of the all-gather: their ranks hold replicas of a range
     errors: Tensor | None = None  # quantization errors, a row for each owner: read and updated
 
 
@@ -48,12 +48,12 @@ class QuantizedReduction(Endpoint):
 
     def __init__(self, groups: Groups, links: Links, *, exact_dtype: torch.dtype) -> None:
         super().__init__(groups, links)
-        self._exact_dtype = exact_dtype  # of elements that are not quantized
+        self._exact_dtype = exact_dtype  # dtype in which unquantized elements are sent
 
     def reduce(self, gradients: GroupSum, result: Tensor, *, after: Event) -> Event:
         """Queue the sum of `gradients` over the ranks into `result`.
 
-        `result` is this rank's optimizer range, a part of them or, with replicas, more.
+        `result` is this rank's optimizer range: its chunk of the total or, with replicas, more.
         """
 
         def job() -> None:
@@ -93,7 +93,7 @@ class QuantizedReduction(Endpoint):
     def _all_gather(
         self, total: Tensor, exact: Tensor, start: int, gradients: GroupSum, result: Tensor
     ) -> None:
-        """Quantize a sum that is still transformed; all replicas dequantize equal bytes."""
+        """Quantize and all-gather transformed sums; all replicas dequantize equal bytes."""
         rank, span, ranges = self._rank, gradients.replicas, gradients.ranges
         chunks = result.view(-1, ranges.numel)
         gathered = torch.zeros(

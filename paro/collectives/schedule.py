@@ -1,12 +1,12 @@
 """Schedules: a collective of one rank as a list of sends and receives with dependencies."""
 
-# NCCL's rings send what arrived one step before; here the order is data. An axis span is split into
+# In NCCL's rings the order of sends is fixed in code; here it is data. An axis span is split into
 # levels, innermost first, each with rings of its own: `sizes` is (m,) for one ring, (m, g) for g
-# groups of m. A rank's position along the span is inner digit + m * outer digit. The buffer is
-# split into one shard per position, and every shard into chunks.
+# groups of m ranks. The position of a rank along the span is inner digit + m * outer digit. The
+# buffer is split into one shard per position, and every shard into chunks.
 #
 # An algorithm (hops.py) lists the hops of its all-gather for one rank: in every hop the rank sends
-# chunks to the next position of a level's ring and receives others from the previous one.
+# chunks to the next position of a level's ring and receives chunks from the previous position.
 # `make_schedule` derives the rest from that list:
 #
 #     reduce-scatter   the hops in reverse: chunks that were sent are received and added
@@ -26,13 +26,14 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
-COLLECTIVES = ("native", "flat", "ring", "h-ring", "ho-ring")  # the first two are the backend's
-# ring and h-ring send messages from point to point, which take NCCL longer to launch than to send;
-# ho-ring is a pipeline of the backend's own collectives there.
+# "native" and "flat" call the backend's collectives; the others are the algorithms of hops.py.
+COLLECTIVES = ("native", "flat", "ring", "h-ring", "ho-ring")
+# Without ring and h-ring: NCCL takes longer to launch their point-to-point messages than to send
+# them. Under NCCL ho-ring is a pipeline of the backend's own collectives.
 NCCL_COLLECTIVES = ("native", "flat", "ho-ring")
 
-# Messages of a level in flight: one is on the link while the next is prepared. This many receives
-# are posted ahead, and a reduction needs scratch for this many messages.
+# Number of messages of a level in flight: one is on the link while the next is prepared. As many
+# receives are posted ahead, and a reduction needs scratch memory for as many messages.
 MESSAGES_UNDER_WAY = 3
 
 # A message should be large enough to amortize its fixed cost, and small enough that little work
@@ -50,7 +51,7 @@ class Op(Enum):
 
 
 class Chunk(NamedTuple):
-    """A chunk of the shard of a position."""
+    """Chunk `number` of the shard of position `owner`."""
 
     owner: int
     number: int
@@ -60,12 +61,12 @@ Chunks = tuple[Chunk, ...]  # contiguous in the buffer, sent as one message
 
 
 class Hop(NamedTuple):
-    """Step of an all-gather: `sent` goes to the next rank of a level's ring."""
+    """Step of an all-gather: send to the next, receive from the previous rank of a level's ring."""
 
     level: int
     sent: Chunks
     received: Chunks
-    phase: int = 0  # a phase sends nothing before all of the previous phase has arrived
+    phase: int = 0  # number of the phase; it starts once all of the previous phase has arrived
 
 
 class Message(NamedTuple):
@@ -74,7 +75,7 @@ class Message(NamedTuple):
     chunks: Chunks
     peer: int
     after: tuple[int, ...]
-    adds: bool = False  # a received message is added to its chunks instead of overwriting them
+    adds: bool = False  # whether a received message is added to its chunks or overwrites them
 
 
 class Step(NamedTuple):
@@ -108,12 +109,12 @@ def neighbour(sizes: Sequence[int], position: int, level: int, offset: int) -> i
 def make_schedule(
     op: Op, hops: Hops, sizes: tuple[int, ...], position: int, num_chunks: int
 ) -> Schedule:
-    """Return the steps of `op` for one position; `hops` is the function of an algorithm's module.
+    """Return the steps of `op` for one position; `hops` is an algorithm's function in hops.py.
 
     The schedule fixes the order of sums, so results are bitwise reproducible.
     """
     forward = hops(sizes, position, num_chunks)
-    draft: list[tuple[Hop, bool]] = []  # a hop, and whether it runs backwards
+    draft: list[tuple[Hop, bool]] = []  # (hop, whether the hop runs backwards)
     if op in (Op.REDUCE_SCATTER, Op.ALL_REDUCE):
         draft += [(hop, True) for hop in reversed(forward)]
     if op in (Op.ALL_GATHER, Op.ALL_REDUCE):
@@ -133,7 +134,7 @@ def _linked(
 ) -> tuple[Step, ...]:
     """Return the steps with their dependencies."""
     steps: list[Step] = []
-    arrived: dict[Chunk, int] = {}  # the last step so far that changed the chunk here
+    arrived: dict[Chunk, int] = {}  # the last step so far that changed a chunk on this rank
     of_level: dict[int, list[int]] = {}
     barrier: int | None = None  # the last step of the previous phase
     for index, (hop, backwards) in enumerate(draft):
@@ -177,8 +178,8 @@ def count_chunks(shard_bytes: int) -> int:
 def cut(start: int, stop: int, num_chunks: int) -> list[tuple[int, int]]:
     """Return (start, stop) of the chunks of a range; the last two are short.
 
-    They have a half and a quarter of the others' length: the hops of a gather's last chunk, and in
-    reverse of a reduce-scatter's first, overlap with nothing.
+    They have 1/2 and 1/4 of the others' length: the hops of a gather's last chunk, and of a
+    reduce-scatter's first chunk (which is the same chunk), overlap with nothing.
     """
     weights = [4] * (num_chunks - 2) + [2, 1] if num_chunks > 1 else [1]
     ends = [(stop - start) * part // sum(weights) for part in accumulate(weights, initial=0)]

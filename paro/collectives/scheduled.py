@@ -2,13 +2,13 @@
 
 # NCCL and gloo hide the messages of a ring; here they are explicit. A `Schedule` lists the sends
 # and receives of this rank, each on a level: the ring inside groups or the one between them.
-# With overlap every level has a comm stream, a thread that runs the steps of its level. Receives
-# are posted ahead and complete in order, and the thread that receives a chunk immediately sends all
-# messages that waited for it, on any level. Without overlap the training thread runs the steps one
-# by one, each a paired send and receive.
+# With overlap every level has a comm stream, a thread that runs the steps of the level. Receives
+# are posted ahead and complete in order. The thread that receives a chunk immediately sends all
+# messages that waited for the chunk, on any level. Without overlap the training thread runs the
+# steps one by one, each a paired send and receive.
 #
-# Messages of a level are tagged with consecutive numbers across collectives, so any thread can send
-# them; both ends count equally, because all ranks run one program.
+# Messages of a level have consecutive numbers as tags, across collectives, so any thread can send
+# them. Both ends count equally, because all ranks run the same program.
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ScheduledCollectives(Collectives):
         event = self._start(request._replace(after=after))
         if op is not Op.ALL_REDUCE or whole.dtype == comm_dtype:
             return event
-        # Rounded as the other ranks received it.
+        # Round this rank's shard as the other ranks received it.
         return self.run_after(span, lambda: _copy(own, own.to(comm_dtype)), after=event)
 
     def _start(self, request: Request) -> Event:
@@ -74,7 +74,7 @@ class ScheduledCollectives(Collectives):
             jobs = (partial(run, level) for level in range(len(parts)))
             pairs = zip(parts, jobs, strict=True)
             return AllEvents([self._submit(kind, part, job, after=after) for part, job in pairs])
-        # Without overlap a job has run when it has been submitted, that of `after` too.
+        # Without overlap every job, that of `after` too, runs while it is submitted.
         for index, step in enumerate(transfer.schedule.steps):
             self._submit(kind, parts[step.level], partial(transfer.run_step, index))
         return DONE
@@ -86,7 +86,7 @@ class ScheduledCollectives(Collectives):
         shard_numel = whole.numel() // len(members)
         # The second bound keeps every chunk of a small shard non-empty.
         num_chunks = min(count_chunks(shard_numel * comm_dtype.itemsize), max(1, shard_numel // 8))
-        if request.units > 1:  # h-ring joins shards that are not cut: those of units lie apart
+        if request.units > 1:  # h-ring joins uncut shards, but shards of units lie apart
             num_chunks = max(2, num_chunks)
         hops, position = ALGORITHMS[self._algorithm], members.index(self._rank)
         schedule = make_schedule(op, hops, sizes, position, num_chunks)
@@ -191,7 +191,7 @@ class Transfer:
         self.schedule = schedule
         self._steps = schedule.steps
         self._levels = levels
-        self._members = members  # the rank at every position
+        self._members = members  # [position] -> rank
         self._buffer = buffer
         self._wire = wire
         self._tags = {
@@ -199,12 +199,12 @@ class Transfer:
             for level, indices in enumerate(schedule.of_level)
             for number, index in enumerate(indices)
         }
-        # Shared by the threads of all levels.
+        # State shared by the threads of all levels.
         self._changed = threading.Condition()
         self._arrived = [False] * len(self._steps)
         self._unsent = [len(indices) for indices in schedule.of_level]
         self._sends: list[deque[Pending]] = [deque() for _ in levels]
-        self._failure: BaseException | None = None  # the first one of any level
+        self._failure: BaseException | None = None  # the first exception on any level
 
     def run_step(self, index: int) -> None:
         """Run the paired send and receive of one step."""
@@ -255,7 +255,7 @@ class Transfer:
             self._buffer.take(receive.chunks, landed, adds=receive.adds)
             self._arrive(index)
             post()
-            # Waiting for old sends bounds the converted copies, which live until they are sent.
+            # Waiting for old sends bounds the number of converted copies, which live until sent.
             while len(self._sends[level]) > MESSAGES_UNDER_WAY:
                 self._sends[level].popleft().wait()
         # Some messages of this level are sent by the threads of other levels.
@@ -304,5 +304,5 @@ class Transfer:
     def _await(self, condition: Callable[[], bool]) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or condition())
-            if self._failure is not None:  # raised in every level, not only in the failed one
+            if self._failure is not None:  # raised on every level, not only on the failed level
                 raise RuntimeError(f"elsewhere {self._failure}") from self._failure

@@ -81,8 +81,8 @@ class Ring(Endpoint):
     def shift_in_place(self, values: Tensor, scratch: Tensor, turn: Turn) -> Event:
         """Start a shift within `values`, in chunks received into `scratch`.
 
-        A chunk is overwritten after it has been sent; `scratch` holds two. With threads all sends
-        start at once and receives overlap copies; on CUDA streams a chunk is one grouped exchange.
+        A chunk is overwritten after it has been sent; `scratch` holds two chunks. With threads all
+        sends start at once and receives overlap copies; on CUDA a chunk is one grouped exchange.
         """
         step = scratch.numel() // 2
         pairs = [

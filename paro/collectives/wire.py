@@ -12,14 +12,14 @@ from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.groups import Groups
 from paro.topology import AxisSpan, Link, StreamKind, nested_range
 
-# gloo implements reduce-scatter as an all-reduce, with twice the bytes. Messages to every peer and
-# a local sum send only the necessary bytes (gloo's all-to-all leaves slow links idle in between).
-# This many bytes are staged at a time, which avoids an extra buffer the size of a unit.
+# gloo implements reduce-scatter as an all-reduce, with twice the bytes. Here a rank sends messages
+# to every peer and sums locally (gloo's all-to-all leaves slow links idle in between). It stages
+# at most this many bytes at a time: no extra buffer of a unit's size is needed.
 _STAGED_BYTES = 4 << 20
 
-_TAGS = 1 << 31  # tags of a backend are below this
+_TAGS = 1 << 31  # number of tags that a backend has
 
-# torch 2.13 renamed these two; 2.11 and 2.12 have only the old names.
+# torch 2.13 renamed these functions; 2.11 and 2.12 have only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -33,7 +33,7 @@ class Pending:
         self._what = what
 
     def wait(self) -> None:
-        """Wait; a `RuntimeError` names the peer if it is gone or times out."""
+        """Wait for the message; a `RuntimeError` names a peer that is gone or times out."""
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -44,8 +44,8 @@ class Pending:
 class Wire:
     """Backend collectives and messages along an axis span, in the calling thread.
 
-    Counts the bytes that this rank sends with a bandwidth-optimal backend: to the next rank of the
-    ring for gathers and all-reduces, to every peer its part for gloo's reduce-scatters.
+    Counts the bytes that this rank would send with a bandwidth-optimal backend: all to the next
+    rank of a ring, but for gloo's reduce-scatters and for all-to-alls a part to every peer.
     """
 
     def __init__(self, groups: Groups, traffic: ByteCounter) -> None:
@@ -70,7 +70,7 @@ class Wire:
             whole.copy_(moved)
 
     def reduce_scatter(self, kind: StreamKind, span: AxisSpan, whole: Tensor) -> Tensor:
-        """Split `whole` by rank, and return this rank's part, in which the sum is."""
+        """Split `whole` by rank, sum this rank's part in place over all ranks, and return it."""
         members = self._members(span)
         parts = whole.view(len(members), -1)
         own = parts[members.index(self._rank)]
@@ -102,7 +102,7 @@ class Wire:
     def _exchange_rows(
         self, kind: StreamKind, span: AxisSpan, parts: Tensor, received: Tensor
     ) -> None:
-        """Send every member its row by a message of its own."""
+        """Send every member its row of `parts` as a separate message."""
         members = self._members(span)
         own = members.index(self._rank)
         others = [(row, rank) for row, rank in enumerate(members) if rank != self._rank]
@@ -188,7 +188,7 @@ class Wire:
 
 
 def shard_in(whole: Tensor, span: AxisSpan, rank: int) -> Tensor:
-    """Return a rank's shard at the fine degree of a span, a view of that at the coarse degree."""
+    """Return a rank's shard at the fine degree: a view of `whole`, at the span's coarse degree."""
     start, stop = nested_range(span, rank, whole.numel())
     return whole[start:stop]
 
@@ -196,8 +196,8 @@ def shard_in(whole: Tensor, span: AxisSpan, rank: int) -> Tensor:
 def as_nested(by_rank: Tensor, *levels: AxisSpan) -> Tensor:
     """Return a buffer in the order of backends, viewed with the dims of `Request.nested`.
 
-    Backends order by rank: by rank of the inner level, if there are two, then of the outer one. The
-    most significant digit of a rank is that of its outermost axis.
+    Backends order shards by rank of the inner level, then by rank of the outer level, if any. The
+    most significant digit of a rank belongs to the outermost axis.
     """
     axes = [axis for level in levels for axis in reversed(level)]
     dims = [axes.index(axis) for level in levels for axis in level]

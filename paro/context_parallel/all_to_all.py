@@ -1,14 +1,16 @@
 """All-to-alls of tokens for heads among ranks that share a sample, and back, under computation."""
 
-# Outside attention a rank has T tokens and all heads, inside it the T of each of the U ranks and
-# 1/U of the heads. Letters as in model/llama.py. A message has a part for every rank:
+# Outside attention each of U ranks has T tokens and U h heads; inside, U T tokens and h heads.
+# Letters as in model/llama.py: B samples, H channels of a head. A message has a part per rank:
 #
 #     tokens for heads    [B, T, U h, H] -> [U, B, T, h, H] -> sent -> [B, U T, h, H]
 #     heads for tokens    [B, U T, h, H] -> [U, B, T, h, H] -> sent -> [B, T, U h, H]
 #
-# One is the backward of the other. An all-to-all is two nodes of autograd's graph, since something
-# else is computed in between: one starts it, the other waits for it. In backward the latter starts
-# that of the gradients, and the former waits for it.
+# Each is the backward of the other. An all-to-all is two nodes of autograd's graph, with other
+# computation in between:
+#
+#     forward     _Start: send the message            ...    _Finish: wait for the message
+#     backward    _Finish: send the gradients         ...    _Start: wait for the gradients
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from paro.topology import AxisSpan, StreamKind
 class AllToAllHandle(NamedTuple):
     """An all-to-all that has been started."""
 
-    sent: Tensor  # kept alive until it has arrived
+    sent: Tensor  # the outgoing message, referenced until the all-to-all has completed
     event: Event
     received: Tensor
 
@@ -61,16 +63,16 @@ class AllToAll(Endpoint):
 
 
 class AutogradAllToAll:
-    """An all-to-all and, in backward, that of the gradients: tokens `for_heads`, or the reverse."""
+    """An all-to-all (tokens `for_heads`, or the reverse) whose backward is the reverse one."""
 
     def __init__(self, all_to_all: AllToAll, *, for_heads: bool) -> None:
         self._all_to_all = all_to_all
         self._for_heads = for_heads
         self._handle: AllToAllHandle | None = None
-        self._widths: list[int] = []  # heads of each tensor in a message
+        self._widths: list[int] = []  # number of heads of each tensor in a message
 
     def start(self, *tensors: Tensor) -> Tensor:
-        """Start to exchange tensors in one message; return what `finish` asks for."""
+        """Start to exchange tensors in one message; return the token that `finish` takes."""
         token: Tensor = _Start.apply(self, *tensors)
         return token
 

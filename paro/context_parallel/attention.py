@@ -1,7 +1,7 @@
 """Attention of samples that several ranks share: by all-to-alls of heads, by ring attention."""
 
-# Letters as in model/llama.py and, for the ranks, in layout.py. The heads that a rank
-# attends with are exchanged in chunks: while one is computed with, the next is sent.
+# Letters as in model/llama.py and, for the ranks, in layout.py. Heads are exchanged in chunks:
+# attention to one chunk is computed while the next chunk is sent.
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from paro.spec.context_layout import ContextLayout, num_head_chunks
 class ContextAttention:
     """The model's attention where ranks share samples; every rank calls it with its tokens.
 
-    Queries [B, T, N, H], keys and values [B, T, K, H] of the positions of `layout.ranges`, and the
-    documents of whole samples; returns [B, T, N, H]. `within` attends where heads are no longer
-    exchanged: to all tokens of a sample, or along the ring of the ranks that share it.
+    in     queries [B, T, N, H], keys and values [B, T, K, H] of this rank's positions
+           (`layout.ranges`); lengths of the documents of entire samples
+    out    [B, T, N, H]; `within` computes it between the exchanges of heads: with all tokens of a
+           sample on this rank, or along a ring of ranks
     """
 
     def __init__(self, layout: ContextLayout, all_to_all: AllToAll | None, within: Core) -> None:
@@ -52,11 +53,11 @@ class ContextAttention:
             exchange.receive()
         num_ranks = self._all_to_all.num_ranks
         repeats = max(1, num_ranks // k_BTKH.shape[2])
-        if repeats > 1:  # every rank gets the one head that its queries need
+        if repeats > 1:  # a rank's queries need one head of keys
             k_BTKH, v_BTKH = (part.repeat_interleave(repeats, 2) for part in (k_BTKH, v_BTKH))
         num_chunks = num_head_chunks(q_BTNH.shape[2], k_BTKH.shape[2], self._layout)
         queries = _by_chunk(q_BTNH, num_ranks, num_chunks)
-        # One head of keys and values a rank goes with the first chunk of queries.
+        # A single head of keys and values per rank is sent with the first chunk of queries.
         apart = k_BTKH.shape[2] > num_ranks
         keys, values = (
             _by_chunk(x, num_ranks, num_chunks if apart else 1) for x in (k_BTKH, v_BTKH)
@@ -67,8 +68,8 @@ class ContextAttention:
             tensors = (query, *(part[number] for part in (keys, values) if number < len(part)))
             outgoing.append((exchange, exchange.start(*tensors)))
         incoming: list[tuple[AutogradAllToAll, Tensor]] = []
-        # A recomputation ends with the last tensor that backward needs, in `within`: what it leaves
-        # under way must arrive before its memory is used again.
+        # A recomputation is stopped at the last tensor that backward needs, in `within`. Messages
+        # still under way then must arrive before their memory is reused.
         self._abandoned = []
         key = value = None
         for exchange, token in outgoing:
@@ -88,7 +89,7 @@ class ContextAttention:
 
 
 def _by_chunk(x_BTNH: Tensor, num_ranks: int, num_chunks: int) -> list[Tensor]:
-    """Split heads into chunks, each with some heads of every rank; a rank's are neighbours."""
+    """Split heads into chunks, each with some neighbouring heads of every rank."""
     parts = x_BTNH.unflatten(2, (num_ranks, num_chunks, -1)).unbind(3)
     return [part.flatten(2, 3) for part in parts]
 
@@ -100,7 +101,7 @@ def make_context_attention(
     choice: AlgorithmChoice,
     backend: AttentionBackend,
 ) -> ContextAttention:
-    """Return the attention of a `layout`, with a KV exchange unless heads alone are exchanged."""
+    """Return the attention of a `layout`, with a KV exchange unless only heads are exchanged."""
     within: Core = partial(attend_saving, backend)
     if layout.gathers:
         within = blockwise_attention(make_gather(layout, groups, links, choice), backend)

@@ -1,4 +1,4 @@
-"""Blockwise attention: a rank's queries attend to the keys of one rank of a ring after another."""
+"""Blockwise attention: a rank's queries attend to the keys of each rank of a ring, in turn."""
 
 # Ring attention (and Megatron's all-gather of keys and values) as an autograd function. A
 # `KVExchange` brings the keys and values of each ring rank; attention to them is a partial output
@@ -25,9 +25,9 @@ from model.recompute import AttentionOutput, SavedAttention
 from paro.context_parallel.mask import Bounds, bounds_of, mask_block, own_lengths
 from paro.spec.context_layout import heads_at_first
 
-Attend = Callable[[int, Tensor], None]  # to the keys and values of a ring rank
-AddGrads = Callable[[Tensor], None]  # adds gradients of keys and values to an fp32 tensor
-# Computes gradients of a ring rank's keys and values, or of a range of heads from the given one on.
+Attend = Callable[[int, Tensor], None]  # (ring rank, its keys and values): attend to them
+AddGrads = Callable[[Tensor], None]  # (fp32 tensor): add gradients of keys and values to it
+# (ring rank, keys and values of some of its heads, first of these heads): compute their gradients.
 GradsOf = Callable[[int, Tensor, int], AddGrads]
 
 
@@ -41,22 +41,22 @@ class KVExchange(Protocol):
     ring_size: int
 
     def exchange_kv(self, own_2BTKH: Tensor, attend: Attend) -> None:
-        """Call `attend(ring_rank, kv)` for every ring rank, this one first.
+        """Call `attend(ring_rank, kv)` for every ring rank, this rank first.
 
-        A tensor is valid during its call only.
+        A tensor is valid only during the call that gets it.
         """
 
     def exchange_kv_and_grads(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
-        """Call `grads_of` for every ring rank and head; return all ranks' sum for this rank.
+        """Call `grads_of` for every ring rank and head; return the sum of this rank's gradients.
 
-        This rank's own share comes in two parts, the second while the last sums are sent.
+        This rank's own share is computed in two parts, the second while the last sums are sent.
         """
 
 
 def blockwise_attention(exchange: KVExchange, backend: AttentionBackend = "auto") -> Core:
     """Return causal attention, within documents, of a rank's tokens: two zigzag chunks of a sample.
 
-    Documents are given for whole samples. `backend` chooses the kernel.
+    Documents are given for entire samples. `backend` chooses the kernel.
     """
 
     def attend(
@@ -74,7 +74,7 @@ def blockwise_attention(exchange: KVExchange, backend: AttentionBackend = "auto"
 
 
 def in_two(own_2BTKH: Tensor) -> tuple[tuple[EllipsisType | slice, ...], ...]:
-    """Return the heads of the two parts of a rank's own share; the second may have none."""
+    """Return the index of each part of a rank's own share, by heads; the second may be empty."""
     heads = heads_at_first(own_2BTKH.shape[3], own_2BTKH.element_size())
     return (..., slice(heads), slice(None)), (..., slice(heads, None), slice(None))
 
@@ -89,7 +89,7 @@ class _Mask:
         exchange: KVExchange,
         backend: AttentionBackend,
     ) -> None:
-        # Documents give blocks of any size, for each of which cuDNN would plan.
+        # Documents give blocks of any size, and cuDNN would make a plan for each size.
         self.flash = documents is not None or backend == "flash"
         self._ring_rank, self._ring_size = exchange.ring_rank, exchange.ring_size
         seq_length = q_BTNH.shape[1] * exchange.ring_size
@@ -112,7 +112,7 @@ class _Mask:
                 yield samples, *block
 
 
-@lru_cache(maxsize=4)  # equal for all blocks of a micro-batch
+@lru_cache(maxsize=4)  # all blocks of a micro-batch have equal arguments
 def _own_documents(
     bounds: Sequence[Bounds], ring_rank: int, ring_size: int, device: torch.device
 ) -> Documents | None:
@@ -131,7 +131,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         k_BTKH: Tensor,
         v_BTKH: Tensor,
     ) -> Tensor:
-        q_BTNH = q_BTNH.contiguous()  # saved as a view, it would keep a message of exchanged heads
+        q_BTNH = q_BTNH.contiguous()  # a saved view would keep the entire message of heads
         own_2BTKH = torch.stack((k_BTKH, v_BTKH))
 
         def attend() -> AttentionOutput:
@@ -146,8 +146,8 @@ class _BlockwiseAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_BTNH, own_2BTKH, *saved = ctx.saved_tensors
         grad_BTNH, whole, mask = grads[0].contiguous(), Partial(*saved), ctx.mask
-        dq_BTNH: list[Tensor] = []  # made after a kernel's own buffers are freed
-        group = q_BTNH.shape[2] // own_2BTKH.shape[3]  # query heads of a head of keys and values
+        dq_BTNH: list[Tensor] = []  # allocated after the kernel's buffers are freed
+        group = q_BTNH.shape[2] // own_2BTKH.shape[3]  # query heads per KV head
 
         def grads_of(source: int, kv_2BTKH: Tensor, first: int) -> AddGrads:
             shares = []
@@ -165,7 +165,7 @@ class _BlockwiseAttention(torch.autograd.Function):
                 shares.append((samples, keys, dkv))
 
             if source == ctx.exchange.ring_rank:
-                if heads.start < heads.stop:  # one head leaves none for the second part
+                if heads.start < heads.stop:  # with one head the second part is empty
                     compute(slice(None), slice(None), slice(None), own=True)
             else:
                 for block in mask.blocks(source):

@@ -1,4 +1,4 @@
-"""Keys and values of a whole ring by one all-gather, their gradients by one reduce-scatter."""
+"""Keys and values of all ranks of a ring by one all-gather, gradients by one reduce-scatter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paro.topology import AxisSpan, StreamKind, nested_range
 
 
 class GatherKVExchange:
-    """A `KVExchange` by collectives along `span`; meanwhile a rank uses its own keys and values."""
+    """A `KVExchange` by collectives along `span`; attention to own keys overlaps with them."""
 
     def __init__(
         self,

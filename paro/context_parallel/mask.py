@@ -1,16 +1,17 @@
-"""The causal mask of a ring rank's queries and another's keys, with documents kept apart."""
+"""The causal mask of a ring rank's queries and another rank's keys, with documents kept apart."""
 
 # A sample is cut into 2R chunks; ring rank p of R owns chunks p and 2R - 1 - p, in this order. Ring
-# rank 1's queries attend to these keys if R is 3 and a sample is one document:
+# rank 1's queries (rows) attend to these keys (columns) if R is 3 and a sample is one document; x
+# is a full block of the mask, \ a causal one:
 #
 #     chunk   0  1  2  3  4  5
-#         1   x  \                  own keys            one causal square of both chunks
-#         4   x  x  x  x  \         those of ring rank 0    all queries, the first chunk's keys
-#                                   those of ring rank 2    the second chunk's queries, all keys
+#         1   x  \                  keys of ring rank 1     one causal square of both chunks
+#         4   x  x  x  x  \         keys of ring rank 0     all queries, keys of the first chunk
+#                                   keys of ring rank 2     queries of the second chunk, all keys
 #
-# Documents cut the square into smaller ones: a document's tokens are neighbours among a rank's
-# tokens even if it is in both chunks. Between two ranks, only the document of the last key before
-# the queries can have queries and keys. So there is one full block of the mask at most.
+# Documents cut the causal square into smaller squares: a document's tokens are neighbours among a
+# rank's tokens even if the document is in both chunks. Between two ranks, only the document of the
+# last key before the queries can have queries and keys: at most one full block of the mask.
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-Bounds = tuple[int, ...]  # where the documents of a sample begin, and the sample's end
+Bounds = tuple[int, ...]  # first positions of the documents of a sample, and the sample's length
 
 
 class MaskBlock(NamedTuple):
-    """Queries of a rank that attend to all of some keys of another, as slices of their tokens."""
+    """Queries of one rank and keys of another, all attended to, as slices of the ranks' tokens."""
 
     queries: slice
     keys: slice
@@ -51,7 +52,7 @@ def own_lengths(bounds: Bounds, ring_rank: int, ring_size: int) -> list[int]:
 
 
 def mask_block(bounds: Bounds, ring_rank: int, source: int, ring_size: int) -> MaskBlock | None:
-    """Return what queries of `ring_rank` attend to of the keys of `source`, another ring rank."""
+    """Return the queries of `ring_rank` and the keys of another ring rank that they attend to."""
     queries, keys = (_Chunks(bounds, at, ring_size) for at in (ring_rank, source))
     if source < ring_rank:
         first_query, query, key_stop, last_key = queries.first, 0, keys.size, keys.first

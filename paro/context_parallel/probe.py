@@ -1,7 +1,7 @@
-"""Compares attention over ranks that share a sample with that of the whole sample, at the start."""
+"""Compares attention over ranks that share a sample with local attention, before training."""
 
-# Attention that sends nothing, or to the wrong rank, would train on: every rank attends to its own
-# tokens, at a speed that looks good.
+# Attention that sends nothing, or to the wrong rank, would not stop training: every rank attends to
+# its own tokens, at a speed that looks good.
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from model.config import AttentionBackend
 from paro.errors import RunError
 from paro.spec.context_layout import ContextLayout
 
-_CHUNK = 16  # tokens
-_WITHIN = {torch.float32: 1e-4}  # of the largest value; other types have 8 bits or more
+_CHUNK = 16  # tokens per chunk of a sample on a CPU
+_WITHIN = {torch.float32: 1e-4}  # error / largest value; below: types of 8 mantissa bits or more
 _WITHIN_16_BITS = 2.0**-4
-_Core = Callable[[Tensor, Tensor, Tensor, Documents | None, None], Tensor]  # it saves nothing
+_Core = Callable[[Tensor, Tensor, Tensor, Documents | None, None], Tensor]  # without SavedAttention
 
 
 def check_core(
@@ -32,11 +32,11 @@ def check_core(
     *,
     apart: bool,
 ) -> None:
-    """Raise `RunError` if `core` and one call differ, in outputs or gradients; collective.
+    """Raise `RunError` if `core` and local attention differ in outputs or gradients; collective.
 
-    One head for every rank that exchanges heads attends to 2C x 16 tokens, on a GPU 2C x 128, of
-    which each rank computes the whole. `example` has the type and device of queries and their
-    channels; with `apart` there are documents.
+    The sample has 2C x 16 tokens (on a GPU 2C x 128) and one head for every rank that exchanges
+    heads. Every rank computes local attention to the entire sample. `example` has the dtype, device
+    and channels of queries; with `apart` the sample has two documents.
     """
     length = 2 * layout.size * (TILE if example.is_cuda else _CHUNK)
     lengths = (length // 3, length - length // 3) if apart else None

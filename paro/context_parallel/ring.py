@@ -1,16 +1,16 @@
 """Keys and values sent round a ring of ranks, or round two nested ones: ring attention."""
 
 # [Note: double ring]
-# In ring attention a rank computes its queries' attention to the keys and values (KV) that it
-# holds, sends them to the next rank of the ring, and receives those of the previous rank. Here an
-# inner ring runs inside groups and an outer ring between them, as in DoubleRing attention. In a
-# turn, one step of the outer ring, a rank sends the KV that it has at first to the next group, and
-# meanwhile the inner ring brings it the KV that the other ranks of its group have at first. So all
-# ranks of a group send between groups at once, as much each as in one flat ring. With 2 groups of 3
-# ranks, the ring rank whose KV each rank uses, step by step:
+# In ring attention a rank attends to the keys and values (KV) that it holds, sends them to the next
+# rank of the ring, and receives the KV of the previous rank. Here an inner ring runs inside groups
+# and an outer ring between them, as in DoubleRing attention. A turn is one step of the outer ring:
+# a rank sends the KV that it has at the turn's start to the next group, and meanwhile the inner
+# ring brings the KV that the other ranks of the group had at the start. So all ranks of a group
+# send between groups at once, each as many bytes as in one flat ring. With 2 groups of 3 ranks, the
+# ring rank whose KV each rank uses, step by step:
 #
 #     ring rank            0    1    2  |  3    4    5
-#     turn 0               0    1    2  |  3    4    5        meanwhile to the other group
+#     turn 0               0    1    2  |  3    4    5        meanwhile sent to the other group
 #                          2    0    1  |  5    3    4
 #                          1    2    0  |  4    5    3
 #     turn 1               3    4    5  |  0    1    2
@@ -24,9 +24,9 @@
 #     turn 0               1 -> 2 -> 0
 #     turn 1               4 -> 5 -> 3 -> 0                   the last one to the other group
 #
-# With more groups the sum of rank 3 goes on through them: 3 -> 6 -> ... -> 0. So that the last
-# sends of a turn, and of the outer ring, overlap with computation, some heads are left for then:
-# of the KV that a rank has at first in a turn, and of turn 0.
+# With more groups the sum goes on from rank 3 through the other groups: 3 -> 6 -> ... -> 0. A few
+# heads are computed last, to overlap with the last sends of dKV: heads of the KV at a turn's start
+# overlap with the inner ring's last send, heads of turn 0 with the outer ring's.
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class RingKVExchange:
     def _turn_0(
         self, own_2BTKH: Tensor, first: int, total_2BTKH: Tensor, grads_of: GradsOf
     ) -> None:
-        """Add the gradients of turn 0 for some heads in a row, from head `first` on."""
+        """Add the gradients of turn 0 for consecutive heads, from head `first` on."""
         if not own_2BTKH.shape[3]:
-            return  # one head leaves none for later
+            return  # with one head no heads are left for later
         if self._inner.size == 1:
             grads_of(self.ring_rank, own_2BTKH, first)(total_2BTKH)
             return
@@ -97,7 +97,7 @@ class RingKVExchange:
     def _later_turns(self, turns: Iterator[Tensor], between: _RingSum, grads_of: GradsOf) -> None:
         """Run the turns after turn 0, and send the last sum between groups to its owner."""
         in_group = _RingSum(self._inner, between.like, self._exposure)
-        started: list[AddGrads] = []  # of a turn whose gradients are not in the sum between groups
+        started: list[AddGrads] = []  # a turn's own share, not yet summed
 
         def finish_turn() -> None:
             shares = [started.pop(0)]
@@ -106,7 +106,7 @@ class RingKVExchange:
             between.add(*shares)
 
         for (turn, step), source, kv_2BTKH in self._steps(turns, 1):
-            # No name for a share: it would live until the next one has been computed.
+            # A share has no name, which would keep it alive until the next share is computed.
             if step:
                 in_group.add(grads_of(source, kv_2BTKH, 0))
                 continue
@@ -118,7 +118,7 @@ class RingKVExchange:
     def _steps(
         self, turns: Iterator[Tensor], number: int = 0
     ) -> Iterator[tuple[tuple[int, int], int, Tensor]]:
-        """Yield turn and step, a ring rank, and its keys and values, which are here now."""
+        """Yield ((turn, step), ring rank, keys and values of the ring rank) as they arrive."""
         buffers: list[Tensor] = []
         for turn, first in enumerate(turns, number):
             for step, kv_2BTKH in enumerate(self._received(self._inner, first, buffers)):
@@ -149,17 +149,17 @@ def make_rings(layout: ContextLayout, groups: Groups, links: Links) -> RingKVExc
 
 
 class _RingSum:
-    """A sum in fp32 that follows keys and values round a ring: every rank adds and sends it on."""
+    """A sum in fp32 that follows keys and values round a ring; every rank adds its share."""
 
     def __init__(self, ring: Ring, like: Tensor, exposure: Exposure) -> None:
         self._ring = ring
         self.like = like
         self._exposure = exposure
-        self._buffers: list[Tensor] = []  # the sum here, and the one that arrives
+        self._buffers: list[Tensor] = []  # this rank's sum, and the sum that arrives
         self._event: Event | None = None
 
     def add(self, *shares: AddGrads) -> None:
-        """Add to the sum of the ranks before, if any, and send it to the next."""
+        """Add shares to the sum from the previous rank, if any, and send it to the next rank."""
         if self._event is not None:
             self._receive()
         elif self._buffers:
@@ -172,7 +172,7 @@ class _RingSum:
         self._event = _shift(self._ring, total, incoming, self._exposure)
 
     def _receive(self) -> Tensor:
-        """Return the sum that has arrived here, until the next `add`."""
+        """Return the sum that has arrived; it is valid until the next `add`."""
         assert self._event is not None, "nothing is on its way"
         self._exposure.wait(WaitKind.CONTEXT, self._event)
         self._event = None
@@ -180,7 +180,7 @@ class _RingSum:
         return self._buffers[0]
 
     def receive_into(self, total: Tensor) -> None:
-        """Add the sum that has arrived here."""
+        """Add the sum that has arrived to `total`."""
         total += self._receive()
 
 

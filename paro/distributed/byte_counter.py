@@ -38,7 +38,7 @@ class ByteCounter:
                 self._bytes[link] += num_bytes
 
     def take(self) -> Sent:
-        """Return the bytes sent since the last call."""
+        """Return the bytes sent since the last call of `take`."""
         with self._lock:
             sent = Sent(self._bytes[Link.INTRA], self._bytes[Link.INTER])
             self._bytes = dict.fromkeys(Link, 0)
@@ -46,7 +46,7 @@ class ByteCounter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing inside the block: for evaluation and saving."""
+        """Count no bytes inside the block: for evaluation and saving."""
         before, self._paused = self._paused, True
         try:
             yield

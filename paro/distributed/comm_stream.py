@@ -7,10 +7,10 @@
 # ranks run the same program, so the earliest unfinished job can run on all of them: there is no
 # deadlock, and the collectives of a group have the same order on all ranks.
 #
-# On CPU a comm stream is a daemon thread that runs a job when the jobs it waits for are done. On
-# CUDA it is a CUDA stream: the job's kernels are enqueued immediately, after the events it waits
-# for and after all work that the training thread has enqueued on its own stream. So the training
-# thread may allocate a buffer and pass it to a job, and free it after it has waited for that job.
+# On CPU a comm stream is a daemon thread: it runs a job once the jobs that it depends on are done.
+# On CUDA it is a CUDA stream: a job's kernels are enqueued immediately, after the events that the
+# job depends on and after all work that the training thread has enqueued on its own stream. So the
+# training thread may allocate a buffer, pass it to a job, wait for the job, and free the buffer.
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ Stage = tuple[Hashable, Event]
 class CommStreams(Protocol):
     """The comm streams of a rank, by key; each is created by its first job.
 
-    `runs_concurrently`: every comm stream is a thread, so jobs on different ones may wait for each
-    other. Otherwise a job may wait only for jobs submitted before it.
+    `runs_concurrently`: every comm stream is a thread, so jobs on different comm streams may wait
+    for each other. Otherwise a job may wait only for jobs submitted earlier.
     """
 
     runs_concurrently: bool
@@ -73,11 +73,11 @@ class AllEvents:
             yield from event.stages()
 
 
-DONE = AllEvents(())  # of no job, or of jobs that have run
+DONE = AllEvents(())  # the completed event: nothing to wait for
 
 
 def link_of_stream(stream: Hashable) -> Link:
-    """Return the kind of links of comm stream `(use, axis, ...)`; if it has both, inter."""
+    """Return the kind of links of comm stream `(kind, axis, ...)`; inter if it has both kinds."""
     assert isinstance(stream, tuple), f"a comm stream {stream!r} without axes"
     return Link.INTER if any(axis.link is Link.INTER for axis in stream[1:]) else Link.INTRA
 
@@ -93,7 +93,7 @@ def stream_name(stream: Hashable) -> str:
 
 @dataclass(slots=True, eq=False)
 class InlineStreams:
-    """No overlap: jobs run immediately on the training thread; `note` gets their seconds."""
+    """Comm streams without overlap: jobs run at once on the training thread, timed by `note`."""
 
     note: Callable[[Hashable, float], None] | None = None
     runs_concurrently = False
@@ -121,7 +121,7 @@ class _ThreadEvent:
     finished: threading.Event = field(default_factory=threading.Event)
 
     def wait(self) -> None:
-        # A job may never finish: it may wait for one that was skipped on another comm stream.
+        # A job may never finish: it may wait for a job that was skipped on another comm stream.
         while not self.finished.wait(_GLANCE_SECONDS) and not self.failures:
             pass
         if self.failures:
@@ -143,10 +143,10 @@ _Task = tuple[Job, Event | None, _ThreadEvent]
 
 
 class ThreadStreams:
-    """A daemon thread per comm stream; every wait after the first failure of any raises it.
+    """Comm streams that are daemon threads; every wait after the first failure raises the failure.
 
     After a failure the remaining jobs are skipped, so that the training thread never waits for a
-    dead peer. A thread that hangs in a collective does not block the exit: it is a daemon.
+    dead peer. A thread that hangs in a collective does not block the exit: threads are daemons.
     """
 
     runs_concurrently = True
@@ -209,7 +209,7 @@ _PRIORITY = -1
 
 
 class CudaStreams:
-    """A CUDA stream per comm stream; errors are raised where CUDA reports them."""
+    """Comm streams that are CUDA streams; errors are raised where CUDA reports them."""
 
     runs_concurrently = False
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from paro.distributed.world import World
 from paro.errors import PeerError, RunError, UserError, for_all_ranks
 
-# gloo's all-reduce passes 2 (n - 1) times from neighbour to neighbour: with more ranks than this
-# one rank receives from all instead, and gloo's broadcast takes log n passes.
+# gloo's all-reduce takes 2 (n - 1) passes from neighbour to neighbour. With more ranks than this,
+# one rank receives from all instead and broadcasts the sum, which takes log n passes.
 _MOST_IN_RING = 64
 
 SharedError = UserError | RunError | PeerError
@@ -24,12 +24,12 @@ SharedError = UserError | RunError | PeerError
 class Control:
     """Small collectives over all ranks, or the ranks of `group`; only one thread may call them.
 
-    They are not counted as traffic. Under every backend gloo sends them: they are on the host.
+    They are not counted as traffic. Their values are on the host, so gloo sends them always.
     """
 
     world: World
     device: torch.device
-    group: dist.ProcessGroup | None = None  # None: the default one, for the training thread
+    group: dist.ProcessGroup | None = None  # None: the default group, for the training thread
 
     def over(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> Control:
         """Return the collectives over a group of `ranks`, which include this rank."""
@@ -66,11 +66,11 @@ class Control:
 
     @contextmanager
     def raise_on_all_ranks(self, blame: str = "", *, name_rank: bool = False) -> Iterator[None]:
-        """Raise an error on all ranks if the block fails on any rank: that of the lowest one.
+        """Raise the error of the lowest failing rank on all ranks, if the block fails on any rank.
 
-        Its line starts with `blame`, and with `name_rank` names the rank unless all ranks failed in
-        the same way. It is of a subclass of `UserError` only if every failing rank met that. A bug
-        is raised unchanged where it happened, and as a `PeerError` on the other ranks.
+        The text starts with `blame`, and with `name_rank` names the rank unless all ranks failed in
+        the same way. The class is a subclass of `UserError` only if every failing rank raised that
+        class. A bug is raised unchanged where it happened, and as a `PeerError` on other ranks.
         """
         failure: Exception | None = None
         try:
@@ -78,7 +78,7 @@ class Control:
         except Exception as error:
             failure = error
         shared = None if failure is None else for_all_ranks(failure, self.world.rank)
-        # A failed rank takes part too, before it raises: the others would wait for it forever.
+        # A failed rank takes part before it raises: otherwise the others would wait forever.
         everyone: list[SharedError | None] = self.gather(shared)
         if failure is not None and isinstance(shared, PeerError):
             raise failure
@@ -92,7 +92,7 @@ def error_of_all(
     """Return the error that all ranks raise, from the errors of each rank in rank order."""
     failures = [error for error in everyone if error is not None]
     first = failures[0]
-    if isinstance(first, PeerError):  # a bug there
+    if isinstance(first, PeerError):  # a bug on the rank of `first`
         return first
     are_equal = None not in everyone and len(set(map(str, everyone))) == 1
     prefixes = [blame] * bool(blame)
@@ -107,7 +107,7 @@ def error_of_all(
 
 
 class PlannedControl(Control):
-    """Control of a dry run, which starts no other ranks: all are taken to pass equal values."""
+    """Control of a dry run, without other ranks: every rank is assumed to pass equal values."""
 
     def sum(self, values: list[float]) -> list[float]:
         return [value * self.world.size for value in values]

@@ -3,12 +3,12 @@
 # [Note: what is exposed]
 # Comm streams overlap with the training thread, so communication time and exposed time differ. This
 # module measures exposed time: how long the training thread waited for a job or, without overlap,
-# ran it itself, plus the time to queue it. A job may depend on earlier ones (a gather between
-# groups, then one inside): they are waited for one by one, so that the time is counted for the
-# links that were busy.
+# ran the job itself, plus the time to queue the job. A job may depend on earlier jobs (a gather
+# between groups, then a gather inside): the training thread waits for them one by one, so that the
+# time is counted for the links that were busy.
 #
-# With CUDA streams the host does not wait, compute waits on the device: a pair of events around
-# the wait measures it. Which links were busy is not measured there.
+# With CUDA streams compute waits on the device, not on the host: a pair of events around the wait
+# measures the time. Which links were busy is not measured then.
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class WaitKind(Enum):
     GATHER = "gather"  # parameters, before a unit runs
     REDUCE = "reduce"  # gradients, before the update and before their buffers are reused
     PARAM_ALL_GATHER = "publish"  # updated parameters, before they are read
-    CONTEXT = "context"  # what attention needs of the ranks that share its sample
+    CONTEXT = "context"  # heads or keys and values, from ranks that share a sample, in attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exposed:
-    """Seconds that compute waited, by kind and by link; `intra`, `inter` None if not measured."""
+    """Seconds that compute waited, by kind and by link; None: not measured (with CUDA streams)."""
 
     gather: float = 0.0
     reduce: float = 0.0
@@ -53,7 +53,7 @@ class Exposed:
 class Exposure:
     """Counter of the exposed time of all units, which the training loop reads once per step.
 
-    `on_streams` measures on the device instead of the host, and not by kind of link.
+    `on_streams`: time is measured on the device, not on the host, and not by kind of link.
     """
 
     def __init__(self, *, on_streams: bool = False) -> None:
@@ -93,12 +93,12 @@ class Exposure:
             self._by_kind[kind] += time.perf_counter() - begin
 
     def note(self, stream: Hashable, seconds: float) -> None:
-        """Add to the links of comm stream `(use, axis, ...)`; if it has both, to inter."""
+        """Add to the kind of links of comm stream `(kind, axis, ...)`; to inter if it has both."""
         if not self._on_streams:
             self._by_link[link_of_stream(stream)] += seconds
 
     def take(self) -> Exposed:
-        """Return the exposed time since the last call, without CUDA events still pending."""
+        """Return the exposed time since the last call; pending CUDA events count next time."""
         unfinished = []
         for kind, start, end in self._pending:
             if end.query():

@@ -1,7 +1,7 @@
 """Enables and reads torch's flight recorder, which logs the last collectives of this process."""
 
-# torch has two recorders, with one buffer each: of NCCL's groups, and of all others. A run under
-# NCCL has groups of both kinds; its collectives of model states are in NCCL's.
+# torch has two recorders, with one buffer each: one for NCCL's groups, one for all other groups. A
+# run under NCCL has both kinds; the collectives of model states are in the recorder for NCCL.
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def record_flights(folder: str, rank: int) -> None:
 
     Variables that are already set in the environment keep their values.
     """
-    # To the name torch appends the rank in the first NCCL group that the process made. No such
-    # group has all ranks, so several ranks have the same number there.
+    # torch appends to the name the rank in the first NCCL group that the process made. No NCCL
+    # group has all ranks, so several ranks would write under the same number.
     place = Path(folder).absolute()
     place.mkdir(parents=True, exist_ok=True)
     for name, value in (
@@ -48,7 +48,7 @@ def recorded_collectives() -> bytes | None:
     recorders = importlib.import_module("torch._C._distributed_c10d")
     backends = {backend for backend, _ in distributed_c10d._world.pg_map.values()}
     if "nccl" in backends:
-        torch.cuda.set_device(read_world().local_rank)  # a thread's is GPU 0, not yet this rank's
+        torch.cuda.set_device(read_world().local_rank)  # a new thread is on GPU 0
         return bytes(recorders._dump_nccl_trace())
     recorded = pickle.loads(recorders._dump_fr_trace())
     # For gloo groups torch omits the names by which its analysis tool looks up their ranks.

@@ -1,24 +1,24 @@
 """Creates the process groups of a topology; the only caller of torch.distributed.new_group."""
 
 # [Note: no communicator of the world]
-# The default group is gloo's under any backend: it sends scalars and objects that are on the host
-# anyway. An NCCL default group would cost every GPU the memory of a communicator that no model
-# state uses; bound to a device, each new group would be split from it by all ranks, members or not
-# (272 groups for IIG on 1,024 GPUs). Unbound, torch asks non-members for nothing: a rank makes the
-# communicators of its own few groups, when the groups are created, so that their memory is taken
-# before training begins.
+# The default group is gloo's under any backend: it sends scalars and objects, which are on the
+# host. An NCCL default group would cost every GPU the memory of a communicator that no model state
+# uses. If it were bound to a device, all ranks, members or not, would take part in splitting every
+# new group from it (272 groups for IIG on 1,024 GPUs). With gloo, a rank makes only communicators
+# of its own few groups, when the groups are created: their memory is taken before training begins.
 
 # [Note: room on the GPU]
-# A collective's kernel waits on the GPU for those of the other ranks. If several communicators'
-# kernels did not fit side by side, one rank might begin A and wait for room for B, another begin B
-# and wait for A. All ranks queue them in the same order, which NCCL keeps with
-# NCCL_LAUNCH_ORDER_IMPLICIT: a collective then begins after all those queued before it have begun,
-# so a gather may wait for what only later units need. Instead each communicator has few enough
-# thread blocks (CTAs, one takes a multiprocessor at most) that those of all communicators of a rank
-# fit at once. NCCL runs one kernel of a communicator at a time, of at most `max_ctas` blocks; those
-# of messages and of all-to-alls have that number rounded up to a power of two
-# (ncclTopoComputeP2pChannels), so it is one. Variables of NCCL's that override it are refused where
-# the blocks would not fit.
+# A collective's kernel waits on the GPU for the kernels of the other ranks. If the kernels of two
+# communicators did not fit side by side, ranks could deadlock:
+#
+#     rank 0    runs A, waits for room for B        rank 1    runs B, waits for room for A
+#
+# NCCL_LAUNCH_ORDER_IMPLICIT begins collectives in the order in which they are queued, but then a
+# gather may wait for collectives that only later units need. Instead all communicators of a rank
+# have so few thread blocks (CTAs, each takes at most one multiprocessor) that they fit at once.
+# NCCL runs one kernel of a communicator at a time, of at most `max_ctas` blocks, rounded up to a
+# power of two for messages and all-to-alls (ncclTopoComputeP2pChannels): `max_ctas` is a power of
+# two. NCCL variables that override it are refused where the blocks would not fit.
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from paro.topology import AxisSpan, Link, Spans, StreamKind, Topology
 class GroupConfig:
     """The backend and timeout of process groups for model states; under nccl, the rank's GPU.
 
-    `launch_order`: in which order NCCL begins collectives of several groups, as the host queues
-    them ("implicit"), or in any ("free"; [Note: room on the GPU]). `copy_engine`: all-gathers
+    `launch_order`: NCCL begins collectives of several groups in the order in which the host queues
+    them ("implicit") or in any order ("free"; [Note: room on the GPU]). `copy_engine`: all-gathers
     inside groups are copies by copy engines (registered_memory.py). `communicators`: how many a
-    rank makes in the whole run; 0: those of one call of `make_groups`, as where they are timed.
+    rank makes in the entire run; 0: as many as one call of `make_groups` makes, for benchmarks.
     """
 
     timeout: timedelta
@@ -71,23 +71,23 @@ class Groups:
         return self._by_kind_and_span[kind, span]
 
     def copies(self, kind: StreamKind, span: AxisSpan) -> bool:
-        """Return whether copy engines carry the collectives of `use` along `span`."""
+        """Return whether copy engines carry out the collectives of `kind` along `span`."""
         inside = all(axis.link is Link.INTRA for axis in span)
         return self.copy_engine and kind is StreamKind.GATHER and inside
 
     def close(self) -> None:
-        """Destroy the groups: threads of live gloo groups keep waking up."""
+        """Destroy the groups: threads of existing gloo groups keep waking up."""
         self.registered.close()
-        while self._by_kind_and_span:  # popped: this object may be kept alive, the groups must not
+        while self._by_kind_and_span:  # popped, as this object may outlive the groups
             dist.destroy_process_group(self._by_kind_and_span.popitem()[1])
 
 
 def make_save_groups(
     folders: Sequence[tuple[int, ...]], rank: int, timeout: timedelta
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Make gloo groups, under any backend, of all ranks and of those that see this rank's folder.
+    """Make two gloo groups, of all ranks and of the ranks that see this rank's folder.
 
-    For save plans and results, by one thread at a time; collective over the world.
+    They carry save plans and results, by one thread at a time. Collective over the world.
     """
     world = near = dist.new_group(backend="gloo", timeout=timeout)
     if len(folders) > 1:
@@ -101,7 +101,7 @@ def make_save_groups(
 def make_groups(topology: Topology, rank: int, spans: Spans, config: GroupConfig | None) -> Groups:
     """Create the groups for `spans`, in one order on all ranks; collective over the world.
 
-    With `config` None none is created: for planning a rank that never runs.
+    With `config` None no group is created: for planning a rank that never runs.
     """
     if config is None:
         return Groups(topology=topology, rank=rank, _by_kind_and_span={})
@@ -132,22 +132,22 @@ def make_groups(topology: Topology, rank: int, spans: Spans, config: GroupConfig
     return groups
 
 
-# NCCL's own number for NVLS on an H100 (nvls.cc); matmuls would miss more of them.
+# The number that NCCL uses for NVLS on an H100 (nvls.cc); more blocks would slow matmuls down.
 _MOST_CTAS = 16
-# Those of NCCL's variables that give a communicator more blocks than `max_ctas`.
+# NCCL variables that can give a communicator more blocks than `max_ctas`.
 _OVERRIDING = ("MAX_CTAS", "MIN_NCHANNELS", "MIN_NRINGS", "MIN_P2P_NCHANNELS", "SYM_CTAS")
 
 
 def bounded_ctas(multiprocessors: int, communicators: int) -> int:
     """Return the most thread blocks of a communicator with which all fit on a GPU.
 
-    It is a power of two. Variables of NCCL may ask for more as long as they fit, else `UserError`.
+    The number is a power of two. `UserError` if NCCL variables ask for more than fits.
     """
     room = multiprocessors // communicators
     texts = {f"NCCL_{name}": os.environ.get(f"NCCL_{name}", "") for name in _OVERRIDING}
     requested = {name: int(text) for name, text in texts.items() if text.isdecimal()}
     name, least = max(requested.items(), key=lambda item: item[1], default=("", 1))
-    if 1 << max(0, least - 1).bit_length() > room:  # as NCCL rounds it
+    if 1 << max(0, least - 1).bit_length() > room:  # NCCL rounds up to a power of two
         blocks, unset = (f"{least} ({name})", f"unset {name}, or ") if name else ("at least 1", "")
         raise UserError(
             f"{communicators} communicators, each with {blocks} of the {multiprocessors} "
@@ -160,13 +160,13 @@ def bounded_ctas(multiprocessors: int, communicators: int) -> int:
 def _nccl_options(
     config: GroupConfig, device: torch.device, *, copies: bool
 ) -> dist.ProcessGroupNCCL.Options:
-    """Return the options of one NCCL group, which keeps them.
+    """Return the options of one NCCL group, an object of its own, as the group keeps it.
 
-    Collectives run on the comm stream that calls them. Only grouped messages, of the rotation, run
-    on the group's own stream: with the same priority.
+    Collectives run on the comm stream that calls them. Only the rotation's grouped messages run on
+    the group's own stream, with the same priority.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = config.timeout  # otherwise torch warns that it takes the group's
+    options._timeout = config.timeout  # otherwise torch warns
     if copies:
         use_copy_engines(options)
     if config.launch_order == "implicit":

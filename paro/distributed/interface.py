@@ -1,6 +1,6 @@
-"""Chooses the network interface of gloo, which would take the one of the host's name."""
+"""Chooses the network interface of gloo, which would take the interface of the host's name."""
 
-# On many hosts that name is a loopback address: 127.0.1.1 in /etc/hosts of Debian and Ubuntu, or
+# The host's name is often a loopback address: 127.0.1.1 in /etc/hosts of Debian and Ubuntu, or
 # 127.0.0.1 in a container with the host's network. Ranks of other nodes then connect to themselves.
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def choose_interface(store: dist.Store, world: World) -> None:
-    """Set gloo's variable where several nodes train and it is not set; all ranks call it.
+    """Set gloo's variable, if it is unset and several nodes train; all ranks call it.
 
-    NCCL's interface if its variable names one, else the one towards MASTER_ADDR. On rank 0's node
-    that may be the loopback, and is then the one towards the next node. If there is none, gloo
-    chooses.
+    The value is the interface in NCCL's variable, else the interface towards MASTER_ADDR. Where
+    that is the loopback, as on rank 0's node, it is the interface towards the next node. If there
+    is no such interface, gloo chooses.
     """
     if world.size <= world.ranks_per_node:
         return
@@ -53,7 +53,7 @@ def interface_text() -> str:
 
 
 def _source_towards(host: str) -> str:
-    """Return the address of this host from which packets to another would leave; none is sent."""
+    """Return this host's address from which packets to `host` would leave; sends no packet."""
     family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -64,11 +64,11 @@ def _address_of_host(name: str) -> str:
     try:
         return str(socket.getaddrinfo(name, None)[0][4][0])
     except OSError:
-        return "127.0.0.1"  # as gloo, where the name does not resolve
+        return "127.0.0.1"  # gloo's choice if the name does not resolve
 
 
 def _addresses_of(interface: str) -> list[str]:
-    """Return the addresses of an interface, of version 4 first."""
+    """Return the addresses of an interface, IPv4 first."""
     import psutil
 
     addresses = psutil.net_if_addrs().get(interface, [])

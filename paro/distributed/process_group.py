@@ -24,21 +24,21 @@ from paro.distributed.world import World
 from paro.errors import RunError, UserError, writing
 
 _MAX_MINUTES = 365 * 24 * 60
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-# Larger tensors go back to the system when they are freed; before 2.35 glibc takes no other number.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of glibc's malloc.h
+# Bytes; larger tensors return to the system when freed. glibc before 2.35 takes only the second.
 _LARGEST_KEPT = (1 << 30, 32 << 20)
-_MOST_KEPT = (1 << 31) - 1  # bytes that are free at the end of the heap; the largest int
-_OLDEST_DRIVER = {"12": 525, "13": 580}  # by major version of CUDA, from NVIDIA's release notes
+_MOST_KEPT = (1 << 31) - 1  # free bytes that stay at the end of the heap: the largest int
+_OLDEST_DRIVER = {"12": 525, "13": 580}  # CUDA major version -> driver, by NVIDIA's release notes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
     """Backend, timeout and flight recorder of torch.distributed."""
 
-    distributed_backend: str = "nccl"  # or "gloo": CPU ranks
+    distributed_backend: str = "nccl"  # "nccl": GPU ranks; "gloo": CPU ranks
     distributed_timeout_minutes: int = 10
-    paro_nccl_launch_order: Literal["free", "implicit"] = "free"  # see groups.py
-    paro_nccl_copy_engine: bool = False  # see registered_memory.py
+    paro_nccl_launch_order: Literal["free", "implicit"] = "free"  # NCCL's order: see groups.py
+    paro_nccl_copy_engine: bool = False  # all-gather inside nodes by [Note: copy engines]
     flight_recorder_dir: str | None = None
 
     @property
@@ -48,11 +48,11 @@ class RuntimeConfig:
 
     @property
     def by_nccl(self) -> bool:
-        """True if ranks have GPUs, and NCCL sends between them."""
+        """Whether ranks have GPUs, and NCCL sends between them."""
         return self.distributed_backend == "nccl"
 
     def groups_on(self, device: torch.device, communicators: int = 0) -> GroupConfig:
-        """Return the settings of process groups of model states on a device, for so many in all."""
+        """Return the settings of model states' process groups, `communicators` in the whole run."""
         return GroupConfig(
             timeout=self.timeout,
             backend=self.distributed_backend,
@@ -89,7 +89,7 @@ def distributed(
 ) -> Iterator[Control]:
     """Initialize torch.distributed for the block, unless the world is a single process.
 
-    `UserError` on all ranks if `settings` are not the same on all, or where one has no device.
+    `UserError` on all ranks if `settings` differ between ranks or if a rank has no device.
     """
     with refusals_are_shared():
         device = device_for(config, world)
@@ -131,10 +131,10 @@ def _connect(config: RuntimeConfig, world: World, settings: Mapping[str, str]) -
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc's malloc keep what is freed; False where there is another malloc.
+    """Make glibc's malloc keep freed memory; return False where there is another malloc.
 
-    By default it gives large tensors back to the system, which hands out the memory of the next
-    ones page by page, each by a page fault and filled with zeros.
+    By default it gives the memory of large tensors back to the system. The system then maps the
+    memory of the next tensors page by page: a page fault and a page of zeros each.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -145,15 +145,15 @@ def keep_freed_memory() -> bool:
 
 
 def check_gpu(local_rank: int) -> torch.device:
-    """Return the GPU of this local rank; `UserError` without one that this torch has kernels for.
+    """Return this local rank's GPU; `UserError` if there is none or torch has no kernels for it.
 
-    Sets how its memory is cut, and how many processes compile, unless the environment does.
+    Sets variables for torch's allocator and number of compile processes, if they are unset.
     """
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each rank of the node; not 32
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
-        # Units of different sizes come and go, and leave gaps that others do not fit in.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # per rank; torch's default: 32
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the variable's older name
+        # Freed units leave gaps into which units of other sizes do not fit.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    with warnings.catch_warnings(record=True) as caught:  # torch says once why it sees none
+    with warnings.catch_warnings(record=True) as caught:  # torch tells once why it sees no GPU
         warnings.simplefilter("always")
         is_available = torch.cuda.is_available()
     if not is_available:
@@ -192,10 +192,10 @@ def _why_none(warned: list[str]) -> str:
 
 
 def _runs(arch: str, capability: tuple[int, int]) -> bool:
-    """Return whether code for an architecture runs on a GPU.
+    """Return whether code for an architecture runs on a GPU of a compute capability.
 
-    Binaries run on later minor versions, PTX on all later ones; binaries with a suffix use features
-    of one capability alone.
+    A binary (sm_90) runs on later minor versions, PTX (compute_90) on all later versions, and a
+    binary with a suffix (sm_90a) on exactly one version.
     """
     parsed = re.fullmatch(r"(sm|compute)_([0-9]+)([a-z]?)", arch)
     if parsed is None:

@@ -1,16 +1,16 @@
 """Memory that NCCL's copy engines fill: pools registered with the communicators that gather."""
 
 # [Note: copy engines]
-# Under NCCL's policy of zero thread blocks an all-gather inside a node is copies by the GPUs' copy
-# engines, so that no multiprocessor is taken from matmuls. It needs memory that NCCL allocated and
-# that every rank has registered as a window, and all ranks must use the same offset of the same
-# window. Registering is collective, in the order of windows, and has no time-out. What a pool has
-# when it is registered, torch registers at once; what it gets later, in the middle of an allocation
-# or, in newer versions, not at all. So before training, once all ranks have all the memory that
-# whole parameters ever take, it is registered with every communicator, and no pool may grow then.
-# Every buffer has a pool of its own, a single segment of torch's allocator: which one is free on
-# this rank is free on all, whatever the addresses of the segments.
-# Up to NCCL 2.28 what is sent must lie in a window too: a gather is in place.
+# Under NCCL's policy of zero thread blocks the GPUs' copy engines carry out an all-gather inside a
+# node, so matmuls lose no multiprocessor. The buffer must be memory that NCCL allocated and every
+# rank registered as a window, and all ranks must use the same offset of the same window.
+# Registering is collective, in the order of windows, and has no timeout. torch registers a pool's
+# memory at once; memory that the pool gets later it registers in the middle of an allocation or, in
+# newer versions, never. So all memory that unsharded parameters ever take is allocated before
+# training and registered with every communicator, and afterwards no pool may grow.
+# Every buffer has a pool of its own, a single segment of torch's allocator: a pool that is free on
+# this rank is free on all ranks, whatever the addresses of the segments.
+# Up to NCCL 2.28 the memory that is sent must lie in a window too: a gather is in place.
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class RegisteredMemory:
-    """Memory of this rank's GPU for buffers that copy engines fill; none without communicators."""
+    """Memory of this rank's GPU for buffers that copy engines fill; empty without communicators."""
 
     _backends: list[Any] = field(default_factory=list)
     _slots: list[_Slot] = field(default_factory=list)
@@ -50,14 +50,15 @@ class RegisteredMemory:
         self._backends.append(group._get_backend(device))
 
     def reserve(self, room: Mapping[bool, tuple[int, int]], control: Control) -> None:
-        """Take memory for buffers of parameters that train (True) and others, and register it.
+        """Allocate and register memory for buffers of unsharded parameters.
 
-        `room` is the bytes of each buffer and their number. Collective; replaces what is reserved.
+        `room` maps trainable (True) or frozen (False) parameters to the bytes of each buffer and
+        the number of buffers. Collective; replaces the memory that was reserved before.
         """
         self._release()
         if not self._backends:
             return
-        with control.raise_on_all_ranks():  # registering would wait for a rank without memory
+        with control.raise_on_all_ranks():  # else registering waits for a rank without memory
             for trains, (num_bytes, number) in room.items():
                 for _ in range(number):
                     pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
@@ -71,7 +72,7 @@ class RegisteredMemory:
                 backend.register_mem_pool(slot.pool, symm=True)
 
     def resize(self, storage: torch.UntypedStorage, num_bytes: int, *, trains: bool) -> None:
-        """Give a buffer a free slot of the memory, or (0 bytes) take it away."""
+        """Give a buffer a free slot of the memory or, with 0 bytes, take the slot back."""
         if not self._backends:
             storage.resize_(num_bytes)
         elif num_bytes:
@@ -87,7 +88,7 @@ class RegisteredMemory:
             storage.resize_(0)
 
     def close(self) -> None:
-        """Take the memory from the communicators; before they are destroyed."""
+        """Deregister the memory from the communicators; call it before they are destroyed."""
         self._release()
         self._backends.clear()
 

@@ -1,15 +1,17 @@
-"""Rendezvous: ranks meet in a store and compare settings; one that differs or refuses ends all."""
+"""Rendezvous: ranks meet in a store and compare settings; any difference or refusal ends all."""
 
 # [Note: a store that outlives its ranks]
 # torchrun keeps one key-value store across restarts (torch 2.11 to 2.13), and ranks use the same
-# keys each time: a new rank may read the address of a dead one and wait for it until the timeout.
-# So the ranks agree on a prefix first. Each rank writes a unique token under its rank; rank 0
-# answers every token that it reads, old ones too, until every rank has acknowledged the prefix of
-# this rank 0. The restart count would not work as a prefix: nodes count restarts differently. No
-# rank of an earlier attempt can answer, as torchrun stops them all before it starts new ones.
+# keys each time: a new rank may read the address of a dead rank and wait for it until the timeout.
+# So the ranks agree on a prefix first:
 #
-# With the acknowledgement a rank says a digest of its settings, or why it refuses to run. Rank 0
-# compares and writes the verdict, which all ranks read. JSON, as anyone can write to the store.
+#     every rank   writes a unique token, waits for an answer with a prefix, acknowledges it with
+#                  a digest of its settings, or with the reason why it refuses to run
+#     rank 0       answers every token, old tokens too, until all ranks have acknowledged its own
+#                  prefix; compares the digests and writes the verdict, which all ranks read
+#
+# A restart count is no prefix, as nodes count restarts differently. Ranks of an earlier attempt
+# cannot answer: torchrun stops them first. Texts are JSON, as anyone can write to the store.
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from paro.errors import PeerError, RunError, StorageError, UserError, for_all_ra
 
 _POLL_SECONDS = 0.005
 _BACKLOG = 2048  # connections that wait to be accepted: all ranks come at once
-# Once a rank is known to refuse or to differ: how long the others may take to come, and to read it.
+# How long other ranks may take to arrive and to read the verdict, once any rank refuses or differs.
 _REFUSAL_TIMEOUT = timedelta(seconds=20)
 _RESOLVING_TIMEOUT = timedelta(seconds=20)
 _RESOLVING_SECONDS = 1.0  # between two tries
@@ -42,10 +44,10 @@ _KINDS: dict[str, type[SharedError]] = {
 
 
 def open_store(world: World, timeout: timedelta) -> dist.Store:
-    """Open torchrun's store, or one of rank 0 at MASTER_ADDR; its limit is `timeout`.
+    """Open torchrun's store, or a store of rank 0 at MASTER_ADDR; operations take `timeout`.
 
-    `UserError` on a rank that cannot resolve its name and on a rank 0 that cannot open it,
-    `PeerError` on ranks that do not find it.
+    `UserError` on a rank that cannot resolve the address and on a rank 0 that cannot open the
+    store, `PeerError` on ranks that do not find the store.
     """
     host, port = read_address()
     _resolve(world.rank, host, port, min(timeout, _RESOLVING_TIMEOUT))
@@ -73,15 +75,15 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
 
 
 def _resolve(rank: int, host: str, port: int, timeout: timedelta) -> None:
-    """Wait until the name of rank 0's host is known, as that of a new container may not be yet.
+    """Wait until the name of rank 0's host can be resolved: a new container's name may come late.
 
-    torch would look for as long as ranks may wait, and print a page of its frames for it.
+    torch would try for the entire timeout and then print a page of stack frames.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
             socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:  # no host name, such as one of 64 characters
+        except (OSError, UnicodeError) as error:  # an invalid name, such as 64 characters
             if time.monotonic() < deadline:
                 time.sleep(_RESOLVING_SECONDS)
                 continue
@@ -96,8 +98,8 @@ def _resolve(rank: int, host: str, port: int, timeout: timedelta) -> None:
 def _loopback_listener(world: World, host: str, port: int) -> int | None:
     """Return a socket that only this machine can reach, if one node trains at a loopback address.
 
-    Otherwise None: torch listens on all interfaces then, and anyone who reaches the port can
-    change what ranks read. Several nodes may see one name as different addresses.
+    None otherwise, as several nodes may see one name as different addresses: torch then listens on
+    all interfaces, and anyone who reaches the port can change the values that ranks read.
     """
     if world.size > world.ranks_per_node:
         return None
@@ -116,8 +118,8 @@ def rendezvous(
 ) -> dist.Store:
     """Agree on a prefix of `store` that is unique to the ranks that call this together.
 
-    Settings that differ between ranks, or the `refusal` of one, end it with the same error on all.
-    `PeerError` if they do not all call it within `timeout`.
+    Settings that differ between ranks, or the `refusal` of a rank, raise the same error on all
+    ranks. `PeerError` if a rank does not call within `timeout`.
     """
     own = uuid.uuid4().hex
     digest = hashlib.sha256(json.dumps(list(settings.items())).encode()).hexdigest()
@@ -144,7 +146,7 @@ def rendezvous(
 
 @contextmanager
 def refusals_are_shared() -> Iterator[None]:
-    """Share the failure of a block before the ranks meet: the others learn why, and end."""
+    """Share a failure of the block, which runs before the ranks meet: all ranks raise it."""
     try:
         yield
     except Exception as error:
@@ -155,30 +157,30 @@ def refusals_are_shared() -> Iterator[None]:
         try:
             rendezvous(open_store(world, _REFUSAL_TIMEOUT), world, _REFUSAL_TIMEOUT, {}, shared)
         except (UserError, RunError, PeerError) as agreed:
-            # No other rank answered, or this rank has a bug: it is shown where it is.
+            # No other rank answered, or this rank has a bug, whose traceback is shown here.
             if isinstance(shared, PeerError) or isinstance(agreed, PeerError):
                 raise error from None
-            if isinstance(agreed, UserError) and agreed.on_this_rank:  # no store
+            if isinstance(agreed, UserError) and agreed.on_this_rank:  # no store could be opened
                 raise error from None
             raise agreed from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Meeting:
-    """Rank 0's part of the rendezvous: it hears all ranks and writes the verdict."""
+    """Rank 0's part of the rendezvous: read the texts of all ranks and write the verdict."""
 
     store: dist.Store
     prefix: str
     world_size: int
     timeout: timedelta
-    settings: Mapping[str, str]  # of rank 0
+    settings: Mapping[str, str]  # rank 0's settings
 
     def lead(self, own: dict[str, object]) -> SharedError | None:
-        """Return the verdict; `own` is what rank 0 says."""
+        """Return the verdict; `own` is rank 0's own text."""
         answers = self._listen(own)
         verdict = self._verdict(answers)
         self.store.set(f"verdict/{self.prefix}", json.dumps(_written(verdict)))
-        if verdict is not None:  # the store may be this process's
+        if verdict is not None:  # the store may end with this process
             deadline = time.monotonic() + _REFUSAL_TIMEOUT.total_seconds()
             keys = [f"knows/{self.prefix}/{rank}" for rank in answers if rank]
             while keys and not self.store.check(keys) and time.monotonic() < deadline:
@@ -186,7 +188,7 @@ class _Meeting:
         return verdict
 
     def _listen(self, own: dict[str, object]) -> dict[int, dict[str, object]]:
-        """Collect what ranks say in time; once a rank differs from rank 0, time is short."""
+        """Collect the texts of ranks until the timeout, a short one once a rank differs."""
         store, begin = self.store, time.monotonic()
         deadline = begin + self.timeout.total_seconds()
         soon = begin + _REFUSAL_TIMEOUT.total_seconds() if own["refusal"] else deadline
@@ -237,7 +239,7 @@ def first_difference(everyone: Mapping[int, Mapping[str, str]]) -> str:
 
 
 def by_value(values: Mapping[int, str]) -> str:
-    """Return the values of all ranks, each once with its ranks."""
+    """Return each different value once, with the ranks that have it."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value or "nothing", []).append(rank)

@@ -51,11 +51,11 @@ class Took(NamedTuple):
     """Seconds of an action."""
 
     wall: float
-    cpu: float  # of all threads of this process
+    cpu: float  # CPU seconds of all threads of this process
 
 
 def time_of(action: Callable[[], object], device: torch.device) -> Took:
-    """Measure an action, its work on a GPU included."""
+    """Measure the seconds of an action, including its work on a GPU."""
     synchronize(device)
     begin, cpu_begin = time.perf_counter(), time.process_time()
     action()
@@ -74,15 +74,15 @@ _PROFILE = SimpleNamespace(of_all_threads=False)
 
 
 def record_ranges(on: bool) -> None:
-    """Say that a profile of all threads begins or ends, which torch tells nobody."""
+    """Note that a profile of all threads begins or ends: torch has no query for it."""
     _PROFILE.of_all_threads = on
 
 
 def profile_range(name: str) -> AbstractContextManager[Any]:
-    """Return a block that is the range `paro/<name>` in a profile.
+    """Return a context manager whose block is the range `paro/<name>` in a profile.
 
-    `record_function` by itself takes 5 microseconds a block even without a profile, which adds up
-    where units are small.
+    It does nothing without a profile: `record_function` would take 5 microseconds a block even
+    then, which adds up where units are small.
     """
     if _PROFILE.of_all_threads or torch.autograd._profiler_enabled():
         return torch.profiler.record_function(f"paro/{name}")

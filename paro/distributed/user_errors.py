@@ -35,19 +35,19 @@ from paro.errors import (
     shown,
 )
 
-# Ranks that are started together may reach the same error this many seconds apart.
+# Ranks that are started together may reach the same error at most so many seconds apart.
 _PRINTING_RANK_SECONDS = 20.0
 _LAGGARD_SECONDS = 1.0
-# In which a launcher ends the ranks that miss one: that one has said why, unless it hangs.
+# Seconds in which a launcher ends the other ranks once a rank has left (and told why).
 _LOST_PEER_SECONDS = 5.0
-_PR_SET_PDEATHSIG = 1  # of prctl, in linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # option of prctl, from linux/prctl.h
 
 
 def run_script(name: str, main: Callable[[], None]) -> NoReturn:
     """Run an entry script and exit: 0, 2 after a user's mistake, 130 after Ctrl-C, else 1.
 
-    Where the reader of its standard output ends first, as `head` does, it ends without a line and
-    with 141, the status of a program that SIGPIPE ends.
+    If the reader of standard output ends first, as `head` does, the exit status is 141, as after
+    SIGPIPE, and nothing is printed.
 
     An error that all ranks raise, or Ctrl-C, is one line of local rank 0; torchrun repeats the
     error in its final report. The process exits without cleanup: after a failure threads may hang
@@ -108,11 +108,11 @@ def _has_no_reader(descriptor: int) -> bool:
 
 
 def _open_closed_streams() -> None:
-    """Open standard streams that the shell closed as /dev/null; escape what cannot be shown."""
+    """Open standard streams that the shell closed as /dev/null; escape unprintable characters."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
-        except OSError:  # else the next file that is opened would get the number, and the output
+        except OSError:  # else the next opened file would get the descriptor and the output
             os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
@@ -122,12 +122,12 @@ def _open_closed_streams() -> None:
 
 
 def _print_error(text: str) -> None:
-    with suppress(OSError):  # a full or closed stream: the status is left to tell
+    with suppress(OSError):  # a full or closed stream: only the status tells
         print(shown(text), file=sys.stderr, flush=True)
 
 
 def _leave_with_line(name: str, text: str, status: int, *, on_this_rank: bool) -> NoReturn:
-    """Exit, after local rank 0 has printed the error, or this rank if no other rank met it."""
+    """Print the error on local rank 0, or on this rank if no other rank met it, and exit."""
     line = f"{name}: error: {text}"
     if path := read_error_file():
         extra = {"timestamp": str(int(time.time()))}
@@ -143,9 +143,9 @@ def _leave_with_line(name: str, text: str, status: int, *, on_this_rank: bool) -
 
 
 def _wait_to_be_ended(status: int, seconds: float) -> None:
-    """Give the rank that prints the error time to reach it, where a launcher ends all ranks.
+    """Give the rank that prints the error time to reach the error, where a launcher ends all ranks.
 
-    It ends them as soon as one has exited; then this one exits with its status.
+    The launcher ends all ranks as soon as one has exited; this rank then exits with `status`.
     """
     if not launcher_ends_ranks():
         return
@@ -161,13 +161,13 @@ def _leave(status: int) -> NoReturn:
 
 
 def end_with_agent() -> None:
-    """From now on the kernel kills this rank when its agent ends; `PeerError` if it has already.
+    """Let the kernel kill this rank when its agent ends; `PeerError` if the agent has ended.
 
-    A rank without one would write where its successor does.
-    Only for a rank that torchrun's agent itself started, on Linux; a script in between has to
-    `exec`. SIGKILL: a rank that could still save would meet the restarted job in the same folder.
+    A rank that outlives the agent would write into the folders of its successor, the restarted
+    job; therefore SIGKILL, after which a rank cannot save. Only on Linux, for a rank that
+    torchrun's agent started itself; a script in between has to `exec`.
     """
-    # torchrun starts each rank in a session of its own; in one of a script it is not the leader.
+    # torchrun starts each rank as the leader of a new session; a rank of a script is no leader.
     is_direct = is_started_by_agent() and os.getsid(0) == os.getpid()
     if sys.platform != "linux" or not is_direct:
         return
@@ -176,7 +176,7 @@ def end_with_agent() -> None:
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl: {os.strerror(number)}")
-    # If it ended before, an init process or a manager of processes has adopted this rank.
+    # If the agent ended earlier, an init process or a process manager has adopted this rank.
     if os.getppid() != parent or not _is_python(parent):
         raise PeerError("torchrun ended before this rank had started")
 

@@ -23,7 +23,7 @@ class World:
     size: int = 1
     local_rank: int = 0
     ranks_per_node: int = 1
-    group: int | None = None  # ranks that fast links join; None: those of a node
+    group: int | None = None  # number of ranks joined by fast links; None: all ranks of a node
 
     @property
     def group_size(self) -> int:
@@ -34,11 +34,11 @@ class World:
         return -(-self.size // self.ranks_per_node)
 
     def topology(self, *degrees: int) -> Topology:
-        """Return the axes between degrees, in the groups of this world."""
+        """Return the topology: the axes between sharding degrees, in the groups of this world."""
         return make_topology(world_size=self.size, group_size=self.group_size, degrees=degrees)
 
 
-DEFAULT_RANKS_PER_NODE = 8  # for a dry run: the GPUs of a DGX
+DEFAULT_RANKS_PER_NODE = 8  # default of a dry run: the GPUs of a DGX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class LaunchConfig:
             raise UserError(f"--world-size {self.world_size} must be at most {MOST_RANKS}")
 
     def world(self, default_ranks_per_node: int = DEFAULT_RANKS_PER_NODE) -> World:
-        """Return rank 0 of a dry run's ranks, else this rank; `UserError` if invalid."""
+        """Return the world of a dry run, as rank 0, or the launcher's; `UserError` if invalid."""
         if not self.dry_run:
             return read_world()
         assert self.world_size is not None, "a dry run has a world size"
@@ -122,7 +122,7 @@ def read_world() -> World:
         raise UserError(f"the launcher must set {', '.join(missing)} in the environment")
     rank, size, local_rank, ranks_per_node = map(_number_in, names)
     _check_below(names[0], rank, names[1], size)
-    if names[2] == "LOCAL_RANK":  # SLURM's tasks per node are those of the first node
+    if names[2] == "LOCAL_RANK":  # SLURM: tasks of the first node
         _check_below(names[2], local_rank, names[3], ranks_per_node)
     if not alone:
         read_address()
@@ -130,7 +130,7 @@ def read_world() -> World:
 
 
 def world_or_alone() -> World:
-    """Return the world, or a single process if the environment is wrong, as reported elsewhere."""
+    """Return the world, or a single process if the environment is wrong (reported elsewhere)."""
     try:
         return read_world()
     except UserError:
@@ -146,7 +146,7 @@ def read_address() -> tuple[str, int]:
 
 
 def local_rank_to_print() -> int:
-    """Return the local rank, whatever the environment holds; 0 where it says none."""
+    """Return the local rank; 0 if the environment holds none or an invalid one."""
     text = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", ""))
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
 
@@ -162,7 +162,7 @@ def launcher_ends_ranks() -> bool:
 
 
 def has_agent_store() -> bool:
-    """Return whether torchrun's own store is at MASTER_ADDR; else rank 0 opens one there."""
+    """Return whether torchrun's own store is at MASTER_ADDR; otherwise rank 0 opens a store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -183,7 +183,7 @@ def _check_below(name: str, number: int, limit_name: str, limit: int) -> None:
 
 
 def _number_in(name: str) -> int:
-    """Return the number in a variable; SLURM's tasks per node are such as 8(x4) or 8(x3),4."""
+    """Return the number in a variable; for SLURM the first number, as in 8(x4) or 8(x3),4."""
     text = os.environ[name]
     pattern = r"([0-9]{1,9})(\(x|,|$)" if name.startswith("SLURM_") else r"([0-9]{1,9})$"
     number = re.match(pattern, text)
@@ -195,7 +195,7 @@ def _number_in(name: str) -> int:
 
 
 def _is_torchrun() -> bool:
-    """Return whether torchrun set its variables, not a container in addition to SLURM's.
+    """Return whether torchrun set the variables, not a container under SLURM.
 
     A container sets the same numbers as SLURM and no LOCAL_WORLD_SIZE.
     """

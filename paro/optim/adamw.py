@@ -15,13 +15,13 @@ from torch.optim.adamw import adamw
 from paro.errors import UserError
 from paro.optim.rounding import Rounding, round_into, upper_half
 
-_CHUNK = 2**16  # elements whose bf16 moments torch updates at a time, in fp32
+_CHUNK = 2**16  # number of elements whose bf16 moments torch updates at a time, in fp32
 
-TRITON_DEVICES = {"cuda"}  # tests add the CPU, for which Triton has an interpreter
+TRITON_DEVICES = {"cuda"}  # device types with Triton; tests add "cpu" for Triton's interpreter
 
 
 class Update(NamedTuple):
-    """An update of a range by its gradient times `factor`; `copy` gets the parameters, cast."""
+    """An update of a range by its gradient times `factor`; `copy` gets the cast parameters."""
 
     lr: float
     weight_decay: float
@@ -31,9 +31,9 @@ class Update(NamedTuple):
 
 @dataclass(eq=False)
 class AdamW(ABC):
-    """An AdamW of one range of fp32 parameters, whose weights all decay or none; on one device.
+    """An AdamW of one range of fp32 parameters, of which all or none have weight decay.
 
-    Moments in bf16 need a `rounding`, which says where in its parameter the range is.
+    Moments in bf16 need a `rounding`: the position of the range in its parameter, and a seed.
     """
 
     param: Tensor
@@ -57,9 +57,9 @@ class AdamW(ABC):
 
 
 class TorchAdamW(AdamW):
-    """`torch.optim.AdamW(fused=True)`, without its class, whose first use imports torch.compile.
+    """The kernel of `torch.optim.AdamW(fused=True)`, without the class.
 
-    That import would take over a second of every rank's start.
+    The first use of the class imports torch.compile: over a second of every rank's start.
     """
 
     def step(self, grad: Tensor, update: Update) -> None:
@@ -74,7 +74,7 @@ class TorchAdamW(AdamW):
 
     def _step_part(self, part: slice, grad: Tensor, update: Update) -> None:
         beta1, beta2 = self.betas
-        scale = None  # the kernel divides by it in its only pass
+        scale = None  # the kernel divides the gradient by the scale in the same pass
         if update.factor != 1.0:
             scale = torch.full((), 1.0 / update.factor, device=grad.device)
         kept = self.exp_avg[part], self.exp_avg_sq[part]
@@ -110,7 +110,7 @@ class TorchAdamW(AdamW):
 
 
 class ApexAdamW(AdamW):
-    """NVIDIA's `FusedAdam`, which counts the steps in its param group."""
+    """The AdamW of NVIDIA apex, `FusedAdam`, which counts the steps in a param group."""
 
     def __post_init__(self) -> None:
         from apex.optimizers import FusedAdam
@@ -137,7 +137,7 @@ class ApexAdamW(AdamW):
 
 
 class Chosen(NamedTuple):
-    """An implementation of AdamW, and a line about it."""
+    """An implementation of AdamW, and a log line about the choice."""
 
     make: Callable[..., AdamW]
     line: str | None = None  # None: there is no choice
@@ -147,8 +147,8 @@ class Chosen(NamedTuple):
 def choose_adamw(name: str, device: torch.device, *, rounds: bool = False) -> Chosen:
     """Return the implementation of --adam-implementation, or raise `UserError` if Triton fails.
 
-    `auto` is Triton's on a GPU where it works, which a small update shows, and else torch's.
-    `rounds` says that moments are bf16.
+    `auto` is Triton's on a GPU where a small update shows that it works, otherwise torch's.
+    `rounds`: moments are bf16.
     """
     if name == "apex":
         return Chosen(ApexAdamW)
@@ -159,7 +159,7 @@ def choose_adamw(name: str, device: torch.device, *, rounds: bool = False) -> Ch
         from paro.optim.kernels import VERSION, TritonAdamW
 
         _compare(TritonAdamW, device, rounds)
-    except Exception as error:  # any that Triton, its compiler or the device's driver raises
+    except Exception as error:  # any exception of Triton, the compiler or the device's driver
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         if name == "triton":
             raise UserError(
@@ -170,7 +170,7 @@ def choose_adamw(name: str, device: torch.device, *, rounds: bool = False) -> Ch
 
 
 def _compare(make: Callable[..., AdamW], device: torch.device, rounds: bool) -> None:
-    """Raise `RuntimeError` unless two updates are torch's, to rounding."""
+    """Raise `RuntimeError` unless two updates equal torch's up to rounding."""
     found = []
     kind = torch.bfloat16 if rounds else torch.float32
     rounding = Rounding(seed=0, name="", low=0, width=7, stride=9, start=2) if rounds else None

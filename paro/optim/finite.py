@@ -10,7 +10,7 @@ from torch import Tensor
 from paro.distributed.control import Control
 from paro.spec.states import FlatShard
 
-ROW = 4096  # elements
+ROW = 4096  # elements per row; a CPU computes the norms of rows in parallel
 
 
 def not_finite(shards: Iterable[FlatShard], control: Control) -> str | None:
@@ -30,14 +30,14 @@ def not_finite(shards: Iterable[FlatShard], control: Control) -> str | None:
 
 @torch.no_grad()
 def _all_finite(shards: Iterable[FlatShard]) -> bool:
-    """Compare the extremes of every shard: unlike a sum they cannot overflow; they pass NaN on."""
+    """Check the extremes of every shard: unlike a sum they cannot overflow, and they keep NaN."""
     held = (shard.values for shard in shards if shard.values.is_floating_point())
     extremes = [end for values in held if values.numel() for end in values.aminmax()]
     return not extremes or bool(torch.stack(extremes).isfinite().all())
 
 
 def _first_not_finite(shards: Iterable[FlatShard]) -> str | None:
-    """Return the first state that is not finite, under the name that it has in a checkpoint."""
+    """Return the first state that is not finite, by its name in checkpoints."""
     for shard in shards:
         stop = shard.start + shard.values.numel()
         for part in shard.layout.chunk_ranges(shard.start, stop):
@@ -57,7 +57,7 @@ def square_sum(ranges: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _norms(values: Tensor) -> Iterator[Tensor]:
-    """Yield norms whose squares add up to that of the values; a CPU has threads for rows alone."""
+    """Yield norms whose squares add up to the squared norm; on a CPU by rows, for threads."""
     if values.device.type == "cpu":
         rows = values[: values.numel() // ROW * ROW].view(-1, ROW)
         values = values[rows.numel() :]

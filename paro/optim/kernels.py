@@ -1,7 +1,7 @@
 """Triton kernels for the update: AdamW and Muon's momentum in one pass, symmetric products."""
 
-# Imported only where a run uses it. Triton reads annotations of a kernel's arguments as its own:
-# they have none.
+# Imported only where a run uses the kernels. The kernels' arguments have no annotations, since
+# Triton would interpret them.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from paro.optim.adamw import AdamW, Update
 from paro.optim.muon import MomentumUpdate
 from paro.optim.rounding import Rounding
 
-_BLOCK = 1024  # elements of a program
-_TILE = {"TILE": 128, "DEPTH": 64}  # of a product: its rows and columns, and of what is summed
+_BLOCK = 1024  # elements per program
+_TILE = {"TILE": 128, "DEPTH": 64}  # rows and columns of a product; length of the summed dim
 
 VERSION: str = triton.__version__
 
@@ -25,7 +25,7 @@ VERSION: str = triton.__version__
 def _random_bits(at, key1, key2, low, width, stride, start, CUT: tl.constexpr):
     """Make 32 random bits for each element, as in rounding.py."""
     j = at + low
-    if CUT:  # else no element costs a division in 64 bits
+    if CUT:  # otherwise the 64-bit division is left out
         j += j // width * (stride - width)
     bits = (start + j).to(tl.uint32)
     bits ^= key1.to(tl.uint32)
@@ -90,9 +90,9 @@ def _square(
     x, out, rows, columns, row_stride, column_stride, of_x, of_square,
     ADDS: tl.constexpr, WIDENS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    number = tl.program_id(0)  # of a tile (i, j) with j <= i, in the order of rows
+    number = tl.program_id(0)  # tile (i, j) with j <= i, numbered row by row
     i = ((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
-    i = tl.where(i * (i + 1) // 2 > number, i - 1, i)  # where the root was rounded
+    i = tl.where(i * (i + 1) // 2 > number, i - 1, i)  # if the root was rounded up
     i = tl.where((i + 1) * (i + 2) // 2 <= number, i + 1, i)
     j = number - i * (i + 1) // 2
     r = i.to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -137,7 +137,7 @@ def momentum(kept: Tensor, grad: Tensor, update: MomentumUpdate) -> Tensor:
 
 
 def _random_args(at: Rounding | None, step: int) -> tuple[int, ...]:
-    """Return the arguments of `_random_bits`, but for the first and the last."""
+    """Return the arguments of `_random_bits` except the first and the last."""
     return (
         (0, 0, 0, 1, 1, 0)
         if at is None
@@ -150,7 +150,7 @@ def _is_cut(at: Rounding | None) -> bool:
 
 
 def square(x: Tensor, factors: tuple[float, float] | None = None) -> Tensor:
-    """Compute half of the symmetric product of `square_by_torch` (muon.py), and mirror it."""
+    """Compute `square_by_torch` (muon.py): half of the symmetric product, which is mirrored."""
     rows, tiles = x.shape[0], triton.cdiv(x.shape[0], _TILE["TILE"])
     out = x.new_empty(rows, rows)
     args = x, out, *x.shape, *x.stride(), *(factors or (0.0, 1.0))
@@ -160,7 +160,7 @@ def square(x: Tensor, factors: tuple[float, float] | None = None) -> Tensor:
 
 
 class TritonAdamW(AdamW):
-    """AdamW in one pass: it reads gradient, master and moments once and writes all results once."""
+    """AdamW in one pass: gradient, master and moments are read once, all results written once."""
 
     def step(self, grad: Tensor, update: Update) -> None:
         self._num_steps += 1

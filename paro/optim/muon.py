@@ -24,19 +24,19 @@ from paro.spec.muon_rounds import Assignment, MuonMatrix, MuonRound, MuonRounds
 from paro.spec.optim_config import Coefficients, MuonConfig
 
 Square = Callable[[Tensor, tuple[float, float] | None], Tensor]
-_EPS = 1e-7  # of the norm by which a matrix is divided
-_WITHIN = 2.0**-7  # of the largest element, in bf16
+_EPS = 1e-7  # smallest norm by which a matrix is divided
+_WITHIN = 2.0**-7  # largest error in bf16, relative to the largest element
 
 
 class MomentumUpdate(NamedTuple):
-    """An update of a range of momentum by a gradient times `factor`, in numbered steps.
+    """An update of a range of momentum by a gradient times `factor`; `step` is its number.
 
     Momentum in bf16 needs a `rounding`.
     """
 
     config: MuonConfig
     factor: float
-    read_as: torch.dtype  # by Newton-Schulz
+    read_as: torch.dtype  # dtype in which Newton-Schulz gets the momentum
     rounding: Rounding | None
     step: int
 
@@ -45,7 +45,7 @@ Momentum = Callable[[Tensor, Tensor, MomentumUpdate], Tensor]
 
 
 class MuonKernels(NamedTuple):
-    """Implementations of Muon's operations, and a line about them, empty without a choice."""
+    """Implementations of Muon's operations, and a log line about the choice, if there is one."""
 
     momentum: Momentum
     square: Square
@@ -65,7 +65,7 @@ def momentum_by_torch(kept: Tensor, grad: Tensor, update: MomentumUpdate) -> Ten
 
 
 def square_by_torch(x: Tensor, factors: tuple[float, float] | None = None) -> Tensor:
-    """Compute `x @ x.T`; with factors (b, c), of a symmetric `x`, `b * x + c * x @ x`."""
+    """Compute `x @ x.T` or, with factors (b, c) and a symmetric `x`, `b * x + c * x @ x`."""
     if factors is None:
         return x @ x.mT
     return torch.addmm(x, x, x, beta=factors[0], alpha=factors[1])
@@ -78,8 +78,8 @@ BY_TORCH = MuonKernels(momentum_by_torch, square_by_torch)
 def choose_muon_kernels(name: str, device: torch.device) -> MuonKernels:
     """Return the implementation of momentum and of symmetric bf16 products.
 
-    It is Triton's on a GPU where small tensors show that it works, unless --adam-implementation
-    names another.
+    The implementation is Triton's on a GPU where small tensors show that it works, unless
+    --adam-implementation names another.
     """
     if name not in ("auto", "triton") or device.type not in adamw.TRITON_DEVICES:
         return BY_TORCH
@@ -87,7 +87,7 @@ def choose_muon_kernels(name: str, device: torch.device) -> MuonKernels:
         from paro.optim.kernels import VERSION, momentum, square
 
         _compare(MuonKernels(momentum, square), device)
-    except Exception as error:  # any that Triton, its compiler or the device's driver raises
+    except Exception as error:  # any exception of Triton, the compiler or the device's driver
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         return BY_TORCH._replace(line=f"Muon: torch's operations, because Triton fails: {reason}")
     line = f"Muon: momentum in one pass and symmetric products by Triton {VERSION}"
@@ -95,7 +95,7 @@ def choose_muon_kernels(name: str, device: torch.device) -> MuonKernels:
 
 
 def _compare(kernels: MuonKernels, device: torch.device) -> None:
-    """Raise `RuntimeError` unless results are torch's to rounding, and products symmetric."""
+    """Raise `RuntimeError` unless results equal torch's to rounding and products are symmetric."""
     x = torch.linspace(-3.0, 3.0, 130 * 70, device=device).sin_().view(130, 70).bfloat16()
     rounding = Rounding(seed=0, name="", low=0, width=7, stride=9, start=2)
     found = []
@@ -114,19 +114,19 @@ def _compare(kernels: MuonKernels, device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MuonRange:
-    """The first elements of an optimizer range, which Muon updates; one tensor for each state."""
+    """The elements of an optimizer range that Muon updates, its first; one tensor per state."""
 
     unit: UnitShards
     master: Tensor
     momentum: Tensor
-    seed: int  # of the rounding of its momentum
+    seed: int  # seed of the stochastic rounding of momentum
 
 
 class _AllToAll(NamedTuple):
-    """An all-to-all of a round under way, with the tensors that it reads and writes.
+    """An all-to-all of a round under way, with the tensors that the all-to-all reads and writes.
 
-    Tensors are by the group rank of the other end. The owner of a matrix receives its shards in
-    `whole`.
+    Tensors are by the group rank of the other end. The owner of a matrix receives the shards of
+    the matrix in `whole`.
     """
 
     muon_round: MuonRound
@@ -137,10 +137,10 @@ class _AllToAll(NamedTuple):
 
 
 class MuonStep:
-    """Muon's update of all matrices of a shard group; its ranks must take the same steps.
+    """Muon's update of all matrices of a shard group, whose ranks must take the same steps.
 
     `ranges` has this rank's range of each buffer, or bucket, with matrices. Momentum and updates
-    are sent in `wire`. While one round computes, the next one arrives.
+    are sent in the dtype `wire`. While a round computes, the momentum of the next round arrives.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class MuonStep:
         to_update = Counter(one.matrix.buffer for one in chain.from_iterable(rounds))
         momentum: _AllToAll | None = None
         result: _AllToAll | None = None
-        for muon_round in (*rounds, None, None):  # two more turns, in which the last ones arrive
+        for muon_round in (*rounds, None, None):  # two more turns for the last arrivals
             next_momentum = self._send_momentum(muon_round, update, step) if muon_round else None
             next_result = self._send_result(momentum) if momentum else None
             if result:
@@ -183,7 +183,7 @@ class MuonStep:
             momentum, result = next_momentum, next_result
 
     def _send_momentum(self, muon_round: MuonRound, update: Update, step: int) -> _AllToAll:
-        """Update the momentum of a round, and queue its all-to-all to the owners."""
+        """Update the momentum of a round, and queue the all-to-all to the owners."""
         rank, is_sharded = self._exchange.group_rank, self.rounds.is_sharded
         sent: dict[int, Tensor] = {}
         for assignment, low, high in self._held(muon_round):
@@ -214,7 +214,7 @@ class MuonStep:
         return self._kernels.momentum(kept, held.unit.optim_grad[part], update)
 
     def _send_result(self, momentum: _AllToAll) -> _AllToAll:
-        """Orthogonalize this rank's matrix of a round, and queue the result's all-to-all back."""
+        """Orthogonalize this rank's matrix of a round, and queue the all-to-all of the result."""
         self._exposure.wait(WaitKind.REDUCE, momentum.event)
         owned = self._owned(momentum.muon_round)
         sent: dict[int, Tensor] = {}
@@ -245,12 +245,12 @@ class MuonStep:
             master.add_(result.received[assignment.owner].float(), alpha=-update.lr * scale)
 
     def _owned(self, muon_round: MuonRound) -> MuonMatrix | None:
-        """Return the matrix of a round of which this rank is the owner, if any."""
+        """Return the matrix of a round that this rank owns, if any."""
         rank = self._exchange.group_rank
         return next((one.matrix for one in muon_round if one.owner == rank), None)
 
     def _held(self, muon_round: MuonRound) -> Iterator[tuple[Assignment, int, int]]:
-        """Yield the matrices of a round of which this rank holds elements [low, high)."""
+        """Yield (matrix of a round, low, high): this rank holds its elements [low, high)."""
         for assignment in muon_round:
             for rank, low, high in self.rounds.shards(assignment.matrix):
                 if rank == self._exchange.group_rank:
@@ -262,15 +262,15 @@ class MuonStep:
 
 
 def _part(unit: UnitShards, matrix: MuonMatrix, low: int, high: int) -> slice:
-    """Return elements [low, high) of a matrix in this rank's optimizer range."""
+    """Return the slice of elements [low, high) of a matrix in this rank's optimizer range."""
     begin = matrix.start - unit.optim_start
     return slice(begin + low, begin + high)
 
 
 def orthogonal(matrix: Tensor, config: MuonConfig, square: Square = square_by_torch) -> Tensor:
-    """Compute the matrix with its singular values nearly 1, in the type of the matmuls.
+    """Set the singular values of a matrix to nearly 1; the result has the dtype of the matmuls.
 
-    `square` computes products of a bf16 matrix with its own transpose.
+    `square` multiplies a bf16 matrix by its own transpose.
     """
     precision, dtype = config.muon_fp32_matmul_prec, torch.float32
     if precision in ("low", "medium"):
@@ -284,7 +284,7 @@ def orthogonal(matrix: Tensor, config: MuonConfig, square: Square = square_by_to
 
 
 def _has_bf16_matmuls(device: torch.device) -> bool:
-    """Return whether a device multiplies bf16 by instructions for it, not in fp32."""
+    """Return whether a device has instructions for bf16 matmuls, and does not compute in fp32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -296,10 +296,10 @@ def newton_schulz(
     dtype: torch.dtype = torch.float32,
     square: Square = square_by_torch,
 ) -> Tensor:
-    """Return the matrix in `dtype` after a step of Newton-Schulz for each of the coefficients."""
+    """Return the matrix in `dtype` after one Newton-Schulz step per tuple of coefficients."""
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if is_tall else matrix
-    x = x.to(torch.promote_types(x.dtype, dtype))  # divided in the wider type, rounded once
+    x = x.to(torch.promote_types(x.dtype, dtype))  # divide in the wider type, round once
     x = (x / torch.linalg.vector_norm(x, dtype=torch.float32).clamp(min=_EPS)).to(dtype)
     for a, b, c in coefficients:
         x = torch.addmm(x, square(square(x, None), (b, c)), x, beta=a)

@@ -2,10 +2,11 @@
 
 # [Note: gradient scaling]
 # Collectives only sum. The training loop puts every factor into the weights of the loss, before
-# backward: loss_scale / (ranks x micro-batches), and 1 / tokens of the micro-batch. So sums stay in
-# the range of fp16 at every stage, and the accumulated gradient is loss_scale times the true one.
-# `step` takes the factor that undoes the loss scale and folds clipping into it: gradients are
-# multiplied once, in place, in the optimizer's range only.
+# backward, so that sums stay in the range of fp16 at every stage:
+#
+#     weight of a token's loss   loss_scale / (ranks x micro-batches x tokens of the micro-batch)
+#     accumulated gradient       loss_scale x gradient
+#     `step` multiplies by       unscale x clipping factor: once, only in the optimizer's range
 
 from __future__ import annotations
 
@@ -30,14 +31,14 @@ from paro.spec.muon_rounds import muon_chunks, muon_rounds
 from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.states import MOMENTS, MOMENTUM, PARAM, SENT, FlatShard, adamw_states
 
-# (parameter's name, begin, end) -> the fp32 values of its flattened elements, on the CPU
+# (parameter's name, begin, end) -> fp32 values of the flattened elements [begin, end), on the CPU
 Initializer = Callable[[str, int, int], Tensor]
 
 
 class UnitOptimizer:
     """The optimizer states of this rank's range of one unit, and the AdamW step on them.
 
-    With fp32 parameters and equal params and optim degrees the master is the parameter shard.
+    With fp32 parameters and equal params and optim degrees, the parameter shard is the master.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class UnitOptimizer:
         rounds, begin = precision.rounds_moments, self.num_muon
         chosen = choose_adamw(config.adam_implementation, grad.device, rounds=rounds)
         master = self.master.detach()
-        self._adamws: list[tuple[slice, bool, AdamW]] = [  # the part, whether its weights decay
+        self._adamws: list[tuple[slice, bool, AdamW]] = [  # (part, has weight decay)
             (
                 part,
                 decays,
@@ -76,12 +77,12 @@ class UnitOptimizer:
         ]
 
     def _ranges(self, seed: int | None) -> Iterator[tuple[slice, bool, Rounding | None]]:
-        """Yield each part that AdamW updates alone, if its weights decay, and its rounding.
+        """Yield (part with an AdamW of its own, whether its weights decay, rounding of the part).
 
         With a `seed` moments are rounded, and every parameter is a part.
         """
         layout, start, numel = self.unit.layout, self.unit.optim_start, self.master.numel()
-        # The range is in one slice, which has decayed chunks first: at most two parts.
+        # The range is in one slice, where chunks with weight decay come first: at most two parts.
         first, cut = self.num_muon, layout.num_decayed(start, start + numel)
         if seed is None:
             for part, decays in ((slice(first, cut), True), (slice(cut, numel), False)):
@@ -96,7 +97,7 @@ class UnitOptimizer:
     def update(self, update: Update) -> None:
         """Do an AdamW step, and write the parameters to all-gather.
 
-        The part of the range that Muon updates has its step before.
+        Muon's step on the first part of the range comes before.
         """
         unit = self.unit
         grad, in_full = unit.optim_grad, unit.quantized_update is None or unit.full_precision
@@ -116,18 +117,18 @@ class UnitOptimizer:
             adamw.set_num_steps(num_steps)
 
     def write_params(self) -> None:
-        """Copy the master to the parameter shard, which is to be all-gathered."""
+        """Copy the master to the parameter shard, ready for the all-gather."""
         if not self.master_is_param:
             self.unit.optim_param.copy_(self.master)
 
     @property
     def muon_range(self) -> MuonRange:
-        """The range of elements that Muon updates."""
+        """Range of the elements that Muon updates."""
         momentum = self.states[MOMENTUM][: self.num_muon]
         return MuonRange(self.unit, self.master.detach()[: self.num_muon], momentum, self.seed)
 
     def shards(self) -> Iterator[tuple[str, UnitLayout, int, Tensor]]:
-        """Yield each state with the layout of its chunks, its offset and its values."""
+        """Yield (name of a state, layout of its chunks, its offset in the layout, its values)."""
         unit, start, first = self.unit, self.unit.optim_start, self.num_muon
         yield PARAM, unit.layout, start, self.master
         of_muon = self.muon_chunks
@@ -149,8 +150,8 @@ class UnitOptimizer:
 class ParoOptimizer:
     """The optimizer of a distributed model.
 
-    A step is: `model.finish_grad_sync`, `local_square_sum` (summed over the ranks by the caller,
-    which decides whether to skip the step), `step`. The model all-gathers updated parameters in the
+    A step is `model.finish_grad_sync`, then `local_square_sum`, which the caller sums over ranks to
+    decide whether to skip the step, then `step`. The model all-gathers updated parameters in the
     background; the next use of each unit waits for them.
     """
 
@@ -168,7 +169,7 @@ class ParoOptimizer:
         self._parts = {
             unit: UnitOptimizer(unit, config, precision, seed) for unit in model.trainable_units
         }
-        # Of a bucket, by its first unit, the range of the one unit that this rank updates.
+        # {first unit of a bucket: range of the bucket's unit that this rank updates}
         ranges = {
             number: self._parts[member].muon_range
             for number, unit in enumerate(model.units)
@@ -191,7 +192,7 @@ class ParoOptimizer:
 
     @torch.no_grad()
     def initialize(self, initializer: Initializer, *, frozen: bool = True) -> None:
-        """Initialize parameters, also `frozen` ones; a rank makes only values that it holds."""
+        """Initialize parameters, also `frozen` ones; a rank makes only the values it holds."""
         for unit in self.model.units:
             if not (frozen or unit.trainable):
                 continue
@@ -203,10 +204,10 @@ class ParoOptimizer:
                 part.master.copy_(values[offset : offset + part.master.numel()])
 
     def local_square_sum(self) -> Tensor:
-        """Compute this rank's term of the squared norm of the scaled gradients, a fp64 scalar.
+        """Compute this rank's term of the squared norm of the scaled gradients, an fp64 scalar.
 
-        In the sum over all ranks every element counts once: ranks that hold a replica of a range
-        already counted return 0. Not finite if any gradient of the range is not.
+        In the sum over all ranks every element counts once: of several replicas of a range, only
+        one rank's counts. The term is not finite if any gradient of the range is not finite.
         """
         context = self.model.context
         counts = context.rank < context.strategy.optim
@@ -229,9 +230,9 @@ class ParoOptimizer:
         return zeros
 
     def local_params_square_sum(self) -> float:
-        """Compute this rank's term of the squared norm of all parameters, also frozen ones.
+        """Compute this rank's term of the squared norm of all parameters, including frozen ones.
 
-        In the sum over all ranks every element counts once, by its fp32 master if there is one.
+        In the sum over all ranks every element counts once, as fp32 master if there is one.
         """
         counted = (
             shard.values
@@ -242,7 +243,7 @@ class ParoOptimizer:
 
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, grad_norm: float, unscale: float) -> None:
-        """Update with gradients times `unscale`, whose global norm is `grad_norm`, clipped."""
+        """Clip and update; `grad_norm` is the global norm of gradients times `unscale`."""
         assert math.isfinite(grad_norm), f"a step with gradient norm {grad_norm} must be skipped"
         factor = unscale
         if self.config.clip_grad > 0.0:
@@ -255,7 +256,7 @@ class ParoOptimizer:
                 self.model.updated(part.unit)
 
     def _in_order(self, update: Update) -> Iterator[UnitOptimizer]:
-        """Yield the units, each bucket once Muon has updated the matrices of this rank in it."""
+        """Yield the units of each bucket, once Muon has updated this rank's matrices in it."""
         yield from (part for part in self._parts.values() if not part.muon_chunks)
         for muon in self.muons:
             for number in muon.update(update, self.num_steps):
@@ -266,7 +267,7 @@ class ParoOptimizer:
     def flat_shards(self, *, frozen: bool = True) -> Iterator[FlatShard]:
         """Yield this rank's shards of all checkpointed state; `frozen` parameters have no master.
 
-        Where updates are quantized, parameters differ from the masters: they are another state.
+        Where updates are quantized, parameters differ from masters and are a state of their own.
         """
         context = self.model.context
         topology = context.topology
@@ -289,7 +290,7 @@ class ParoOptimizer:
             for state, layout, start, values in part.shards():
                 yield shard(layout, degree, start, values, state)
             if unit.quantized_update is not None:
-                # This rank's own: written before the all-gather.
+                # The parameters of this rank's own range, which are written before the all-gather.
                 yield shard(unit.layout, degree, unit.optim_start, unit.optim_param, SENT)
             errors = unit.shard_of_errors()
             if errors is not None:
@@ -305,7 +306,7 @@ class ParoOptimizer:
         self.num_steps = num_steps
         for unit, part in self._parts.items():
             part.set_num_steps(num_steps)
-            if unit.quantized_update is None:  # else loaded, and not the rounded masters
+            if unit.quantized_update is None:  # else loaded as they were sent
                 part.write_params()
             self.model.updated(unit)
         self.model.wait_for_updated_params()

@@ -1,11 +1,13 @@
 """Rounds a moment to bf16 at random, by bits that follow from seed, step and element alone."""
 
-# bf16 keeps 8 bits of a value, and a step changes a moment by less than the last of them: to the
-# nearest value it would stay where it is. It goes up with a probability of what is cut off, so its
-# expectation is exact. The bits are a hash of the element's index in its parameter, permuted with
-# two keys (Even and Mansour, 1991) of seed, step and parameter: no rank, shard or order of work is
-# in them, so a resumed run and a resharded one have the same. The two halves of a hash serve the
-# two moments.
+# bf16 has 8 significant bits, and a step changes a moment by less than the last bit: rounded to
+# nearest, the moment would never change. Stochastic rounding goes up with a probability of the
+# fraction that is cut off, so the expectation is exact:
+#
+#     bits = key2 ^ hash(key1 ^ index of the element in its parameter)    (Even and Mansour, 1991)
+#
+# The keys depend on seed, step and parameter, and not on ranks, shards or the order of work: a
+# resumed or resharded run gets the same bits. The two halves of a hash serve the two moments.
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from torch import Tensor
 from paro.layout import ChunkRange
 
 _HALF = 0xFFFF
-_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)  # of lowbias32, a permutation of 32 bits
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)  # constants of the 32-bit hash lowbias32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

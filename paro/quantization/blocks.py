@@ -1,8 +1,8 @@
 """Symmetric quantization of float32 ranges to 4 or 8 bits, with a scale for each block."""
 
-# Only element-wise operations and maxima: equal values have equal levels on every rank, for any
-# number of threads. Values must be finite; callers check that before. Temporary tensors have
-# at most `_CHUNK` elements.
+# Only element-wise operations and maxima are used: equal values give equal quantized values on
+# every rank, for any number of threads. Values must be finite; callers check them before.
+# Temporary tensors have at most `_CHUNK` elements.
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from paro.quantization.formats import (
     padded,
 )
 
-DEVICES = {"cuda"}  # tests add the CPU, for which Triton has an interpreter
+DEVICES = {"cuda"}  # device types with Triton; tests add "cpu" for Triton's interpreter
 
-_CHUNK = 1 << 20  # elements; a multiple of every block
+_CHUNK = 1 << 20  # elements quantized at a time; a multiple of every block
 
 
 def quantize(
@@ -40,10 +40,10 @@ def quantize(
 ) -> None:
     """Quantize `values` - `minus`, 1-D tensors, into the bytes `out`.
 
-    With `transforms` their Hadamard transforms are quantized; with `error` the sum of transforms
-    and earlier errors. `error` has `error_bytes(values.numel())` bytes, at first 0: the moving
-    average of quantization errors in 8 bits, E <- 0.8 E + 0.2 (X - dequantized X) for X = values +
-    E. That is LoCo, arXiv 2407.04480, with the constants of DeepSpeed.
+    With `transforms` Hadamard transforms of the values are quantized. With `error`, which has
+    `error_bytes(values.numel())` bytes, at first 0, X = transforms + E is quantized; `error` holds
+    the moving average of quantization errors in 8 bits, E <- 0.8 E + 0.2 (X - dequantized X), as in
+    LoCo (arXiv 2407.04480) with the constants of DeepSpeed.
     """
     kernels = choose_kernels(values.device).module
     run = _quantize if kernels is None else kernels.quantize
@@ -51,7 +51,7 @@ def quantize(
 
 
 def dequantize(quantized: Tensor, form: BlockFormat, out: Tensor, *, adds: bool = False) -> None:
-    """Dequantize bytes into the 1-D `out`, or add their values to it in float32."""
+    """Dequantize bytes into the 1-D `out`, or add the dequantized values to it in float32."""
     kernels = choose_kernels(out.device).module
     run = _dequantize if kernels is None else kernels.dequantize
     run(quantized, form, out, adds=adds)
@@ -60,7 +60,7 @@ def dequantize(quantized: Tensor, form: BlockFormat, out: Tensor, *, adds: bool 
 def split_range(
     payload: Tensor, ranges: RangeFormat, start: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return views of the range at `start`: its quantized bytes, its exact elements of `dtype`."""
+    """Return views of the range at `start`: quantized bytes, and exact elements of `dtype`."""
     assert dtype.itemsize == ranges.exact_bytes, f"{dtype} is not of {ranges.exact_bytes} bytes"
     num_quantized = ranges.num_quantized(start)
     cut = ranges.form.num_bytes(num_quantized)
@@ -69,7 +69,7 @@ def split_range(
 
 
 class Chosen(NamedTuple):
-    """Triton's kernels, if they run, and a log line about the choice."""
+    """The Triton kernels, if they run, and a log line about the choice."""
 
     module: ModuleType | None
     line: str | None = None  # None: there is no choice
@@ -77,7 +77,7 @@ class Chosen(NamedTuple):
 
 @cache
 def choose_kernels(device: torch.device) -> Chosen:
-    """Return Triton's kernels on a GPU where they have the bits of torch's operations, else None.
+    """Return Triton kernels on a GPU where they are bitwise equal to torch's operations, else None.
 
     Ranks with and without kernels then compute equal parameters.
     """
@@ -87,14 +87,14 @@ def choose_kernels(device: torch.device) -> Chosen:
         from paro.quantization import kernels
 
         _compare(kernels, device)
-    except Exception as error:  # whatever Triton, its compiler or the device's driver raises
+    except Exception as error:  # any exception of Triton, the compiler or the device's driver
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         return Chosen(None, f"codes: torch's operations, because Triton fails: {reason}")
     return Chosen(kernels, f"codes: Triton {kernels.VERSION}")
 
 
 def _compare(kernels: ModuleType, device: torch.device) -> None:
-    """Raise `RuntimeError` unless kernels have the bits of torch's operations."""
+    """Raise `RuntimeError` unless kernels are bitwise equal to torch's operations."""
     numel = 5000
     values = torch.linspace(-40.0, 40.0, numel, device=device).sin_()
     # The interpreter does not round to bf16.
@@ -140,7 +140,7 @@ def _quantize(
         chunk += earlier
         _write(chunk, form, part)
         chunk -= _read(part, form, stop - begin)
-        # Not lerp_, which fuses the multiplication with the addition on some devices.
+        # lerp_ would fuse the multiplication with the addition on some devices.
         _write(earlier.add_((chunk - earlier).mul_(ERROR_WEIGHT)), ERROR_FORM, remembered)
 
 
@@ -152,14 +152,14 @@ def _dequantize(quantized: Tensor, form: BlockFormat, out: Tensor, *, adds: bool
 
 
 def hadamard(values: Tensor) -> Tensor:
-    """Return the Hadamard transforms of every 32 elements of a float32 tensor, zeros appended.
+    """Return the Hadamard transforms of every 32 elements of a float32 tensor, padded with zeros.
 
-    Not normalized: applied twice it gives 32 times the values. A single large value, which would
-    set the scale of its block alone, is spread over 32.
+    The transform is not normalized: applied twice it gives 32 times the values. A single large
+    value, which alone would set the scale of its block, is spread over 32 elements.
     """
     spread = _in_blocks(values, PAD)
     half = 1
-    while half < PAD:  # butterflies: sums of two, so in a fixed order
+    while half < PAD:  # butterflies: sums of two values, in a fixed order
         pairs = spread.view(spread.numel() // PAD, PAD // (2 * half), 2, half)
         low, high = pairs[:, :, 0], pairs[:, :, 1]
         spread = torch.stack((low + high, low - high), dim=2)
@@ -168,14 +168,14 @@ def hadamard(values: Tensor) -> Tensor:
 
 
 class _Part(NamedTuple):
-    """Scales and packed levels of a chunk, as views of a quantized range."""
+    """Scales and packed quantized values of a chunk, as views of a quantized range."""
 
     scales: Tensor
     packed: Tensor
 
 
 def _part(quantized: Tensor, form: BlockFormat, numel: int, begin: int, end: int) -> _Part:
-    """Return the part of the elements [begin, end) of `numel`, which are a chunk."""
+    """Return the part for a chunk: elements [begin, end) of the range's `numel`."""
     assert quantized.numel() == form.num_bytes(numel), f"{quantized.numel()} for {numel} elements"
     cut, first = form.scale_bytes(numel), begin // form.block
     scales = quantized[:cut].view(torch.float32)[first : first + form.num_blocks(end - begin)]
@@ -184,19 +184,19 @@ def _part(quantized: Tensor, form: BlockFormat, numel: int, begin: int, end: int
 
 
 def _write(values: Tensor, form: BlockFormat, part: _Part) -> None:
-    """Quantize a chunk of float32 values; a block is stored only up to its padded elements."""
+    """Quantize a chunk of float32 values; the last block is stored without its unused rest."""
     blocks = _in_blocks(values, form.block)
     largest = blocks.abs().amax(1)
-    # By a tensor: on a GPU torch divides by a number by multiplying with its reciprocal.
+    # Divide by a tensor: on a GPU torch divides by a number as a product with the reciprocal.
     scale = largest / torch.full_like(largest, form.top)
-    scale = torch.where(scale == 0, 1.0, scale)  # all zero, or below what float32 can divide by
+    scale = torch.where(scale == 0, 1.0, scale)  # a block of zeros or tiny values
     part.scales.copy_(scale)
     levels = (blocks / scale[:, None]).round_().clamp_(-form.top, form.top).view(-1)
     _pack(levels[: part.packed.numel() * 8 // form.bits], form, part.packed)
 
 
 def _read(part: _Part, form: BlockFormat, numel: int) -> Tensor:
-    """Return the first `numel` float32 values of one chunk, in memory of their own."""
+    """Return the first `numel` float32 values of one chunk, in new memory."""
     blocks = _in_blocks(_unpack(part.packed, form), form.block)
     blocks *= part.scales[:, None]
     return blocks.view(-1)[:numel]
@@ -214,7 +214,7 @@ def _in_blocks(values: Tensor, block: int) -> Tensor:
 
 
 def _pack(levels: Tensor, form: BlockFormat, out: Tensor) -> None:
-    """Write levels, whole numbers from -top to top, to the bytes `out`."""
+    """Write quantized values, integers from -top to top, to the bytes `out`."""
     packed = (levels + (form.top + 1)).to(torch.uint8)
     if form.bits == 4:
         packed = packed[0::2] | packed[1::2] << 4

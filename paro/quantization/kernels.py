@@ -1,8 +1,8 @@
 """Triton kernels that quantize and dequantize ranges in one pass, bitwise as torch's operations."""
 
-# A program quantizes whole blocks. No multiplication is fused with an addition: ranks must
-# dequantize equal bytes to equal bits whether they have Triton or not. Arguments of kernels have no
-# annotations, since Triton reads them as its own.
+# A program quantizes entire blocks. No multiplication is fused with an addition: ranks with and
+# without Triton must dequantize equal bytes to equal bits. The kernels' arguments have no
+# annotations, since Triton would interpret them.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from paro.quantization.formats import ERROR_FORM, ERROR_WEIGHT, BlockFormat, padded
 
-_LEAST = 1024  # elements of a program
-_ROUNDER = tl.constexpr(12582912.0)  # 1.5 x 2^23: to add and subtract it rounds to whole numbers
+_LEAST = 1024  # smallest number of elements per program
+_ROUNDER = tl.constexpr(12582912.0)  # 1.5 x 2^23: adding and subtracting it rounds to integers
 
 VERSION: str = triton.__version__
 
@@ -34,7 +34,7 @@ def _levels(x, SIZE: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr):
     blocks = tl.reshape(x, (SIZE // BLOCK, BLOCK))
     scale = tl.div_rn(tl.max(tl.abs(blocks), 1), TOP * 1.0)
     scale = tl.where(scale == 0.0, 1.0, scale)
-    has_nan = tl.max((blocks != blocks).to(tl.int32), 1)  # which the other maximum passes over
+    has_nan = tl.max((blocks != blocks).to(tl.int32), 1)  # tl.max of values ignores NaN
     scale = tl.where(has_nan != 0, float("nan"), scale)
     levels = (tl.div_rn(blocks, scale[:, None]) + _ROUNDER) - _ROUNDER
     levels = tl.minimum(tl.maximum(levels, -TOP * 1.0), TOP * 1.0)
@@ -128,7 +128,7 @@ def quantize(
     transforms: bool = False,
     error: Tensor | None = None,
 ) -> None:
-    """Quantize like blocks.py."""
+    """Quantize as `quantize` of blocks.py does."""
     numel, size = values.numel(), _program_size(form)
     if numel == 0:
         return
@@ -159,7 +159,7 @@ def quantize(
 
 
 def dequantize(quantized: Tensor, form: BlockFormat, out: Tensor, *, adds: bool) -> None:
-    """Dequantize like blocks.py."""
+    """Dequantize as `dequantize` of blocks.py does."""
     numel, size = out.numel(), _program_size(form)
     if numel == 0:
         return

@@ -1,10 +1,10 @@
 """Rotated Tensor Parallelism: a model whose parts compute slice by slice while weights rotate."""
 
-# FSDP2 all-gathers a module's weights before its forward and again before its backward. Here they
-# are never whole: each of the d ranks of a ring owns a slice, 1/d of the weights, and slices are
-# sent round the ring. A part of the model wraps one method of a module, such as a block's MLP. It
-# computes d partial results of this rank's micro-batch, one with each slice, which the module's
-# `join_METHOD` adds up:
+# FSDP2 all-gathers a module's weights before its forward and again before its backward. Here the
+# weights are never unsharded: each of the d ranks of a ring owns a slice, 1/d of the weights, and
+# slices are sent round the ring. A part of the model wraps one method of a module, such as a
+# block's MLP, and computes d partial results of this rank's micro-batch, one with each slice. The
+# module's `join_METHOD` adds the partial results up:
 #
 #   for step in range(d):      # for each half, if slices are cut in halves
 #       policy.before_forward  # double-buffered: the slice is sent on while it computes
@@ -13,17 +13,17 @@
 #
 # In backward hooks of autograd run the steps in reverse order:
 #
-#   gradient of a slice's output    policy.before_backward: ends the step that ran before; this
-#                                   slice's weights are here, the next ones are on their way back
+#   gradient of a slice's output    policy.before_backward: ends the previous step; this slice's
+#                                   weights are here, the next slice is on the way back
 #   gradients of a slice's weights  policy.first_gradient, last_gradient: added to the slice's sum,
 #                                   which moves on when the step ends
 #   gradient of the part's input    policy.after_backward: ends the last step
 #
-# The policy (paro/step/rotating.py) decides what is done at an event. Autograd runs the most recent
+# The policy (paro/step/rotating.py) decides the actions at an event. Autograd runs the most recent
 # operations first and AccumulateGrad nodes before all others: all gradients of a slice arrive
 # before the next step begins. If a forward is recomputed (non-reentrant checkpointing), backward
-# runs the hooks of the first forward, whose leaves get the gradients; the second one restores the
-# tensors that were not saved.
+# runs the hooks of the first forward, whose leaves get the gradients; the recomputation only
+# restores tensors that were not saved.
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class RotatedModel(DistributedModel):
     """A model of which each rank holds only slices and the replicated norms.
 
     A rank computes its own micro-batch with its current slice of a part and sends the slice on.
-    `RotatingPart` does it when the model calls a part; `policy` decides when slices are sent and
-    gradients reduced. `units` come from `make_rotated_units`.
+    A `RotatingPart` does so when the model calls a part; `policy` decides when slices are sent and
+    gradients reduced. `units` are made by `make_rotated_units`.
     """
 
     policy: RotationPolicy
@@ -95,8 +95,8 @@ def make_rotated_units(
 ) -> list[UnitShards]:
     """Return the buffers of a model built on the meta device; only shards are allocated.
 
-    Replicated parameters (norms) come first: they are updated and all-gathered first, since the
-    next step needs all of them at its start.
+    Replicated parameters (norms) come first: the next step needs all of them at its start, so they
+    are updated and all-gathered first.
     """
     bound = bind_empty(model, specs, context)
     norms = [ShardedUnit(spec, context) for spec in specs if spec.unit.replicated]
@@ -123,7 +123,7 @@ class RotatingPart:
         self._model = model
         self._policy = policy
         self._ring_steps = policy.shape.ring_steps(index)
-        # Parameters' names in the model to those in the module.
+        # {parameter name in the model: parameter name in the module}
         self._attributes = dict(zip(unit.cuts_of(spec), spec.cuts, strict=True))
         self._of_slice = getattr(module, spec.of_slice)
         self._join = getattr(module, f"join_{spec.method}")
@@ -132,8 +132,9 @@ class RotatingPart:
             if name not in module._parameters:  # a tied head's weight is a plain attribute
                 delattr(module, name)
                 module.register_parameter(name, None)
-        # Made once: the storage of a slot is freed and allocated again, views of it stay valid.
-        self._leaves: dict[tuple[int, int, Slot], dict[str, nn.Parameter]] = {}  # by buffer, step
+        # {(buffer, step, slot): {name: leaf}}, made once: the storage of a slot is freed and
+        # allocated again, but views of the storage stay valid.
+        self._leaves: dict[tuple[int, int, Slot], dict[str, nn.Parameter]] = {}
         replicated = map(module.get_parameter, spec.replicated)
         buffers = chain.from_iterable(policy.shape.halves(index))
         trains = any(model.units[buffer].trainable for buffer in buffers)
@@ -157,7 +158,7 @@ class RotatingPart:
         self._use_slice(at)
         try:
             out = self._of_slice(x, *rest)
-        finally:  # recomputation is stopped by an exception once it has all it needs
+        finally:  # a complete recomputation is stopped by an exception
             self.module._parameters.update(self._whole)
         for tensor in out if isinstance(out, tuple) else (out,):
             if tensor.requires_grad:
@@ -166,7 +167,7 @@ class RotatingPart:
         return out
 
     def _use_slice(self, at: RingStep) -> None:
-        """Make the views of a slice the module's weights."""
+        """Replace the module's weights by the views of a slice."""
         starts: dict[str, int] = self.module.starts  # type: ignore[assignment]
         for buffer in self._policy.shape.halves(at.part)[at.half]:
             unit, slot = self._unit(buffer), self._policy.slot(buffer, at.step)
@@ -189,7 +190,7 @@ class RotatingPart:
         unit, grad_slot = self._unit(buffer), self._policy.grad_slot(buffer, step)
         views = unit.views(step, slot)
         for name, view in views.items():
-            # `data`: the slot is overwritten while autograd holds the leaf, on purpose.
+            # `data` has no version check: the slot is overwritten while autograd holds the leaf.
             leaf = nn.Parameter(view.data, requires_grad=unit.trainable)
             if unit.trainable:
                 grad_view = partial(unit.grad_view, step, grad_slot, name)

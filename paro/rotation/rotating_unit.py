@@ -21,8 +21,8 @@ from paro.step.slices import Slot
 class RotatingUnit(UnitShards):
     """Slice of either the trainable or the frozen matrices of a part of the model.
 
-    Its shard is the slice that this rank owns. `SLICE_ACTIONS` are done in the order that the
-    policy says; `views` of a slot are the matrices to compute with.
+    The unit's shard is the slice that this rank owns. The policy decides the order of
+    `SLICE_ACTIONS`; `views` of a slot are the matrices to compute with.
     """
 
     def __init__(self, spec: ShardingSpec, context: ShardingContext, ring: Ring) -> None:
@@ -46,8 +46,8 @@ class RotatingUnit(UnitShards):
         }
         self._slots = {slot: spare.values for slot, spare in self._spares.items()}
         self._slots[Slot.SHARD] = self.param_shard
-        self._views: dict[tuple[int, Slot], dict[str, Tensor]] = {}  # by step
-        self._arrived: dict[WaitKind, Event] = {}  # weights and gradients that are under way
+        self._views: dict[tuple[int, Slot], dict[str, Tensor]] = {}  # {(step, slot): views}
+        self._arrived: dict[WaitKind, Event] = {}  # arrival of what is under way
 
     # Slices #
 
@@ -65,12 +65,12 @@ class RotatingUnit(UnitShards):
         return self._views[step, slot]
 
     def starts(self, step: int) -> dict[str, tuple[int, ...]]:
-        """Return the offsets of a step's slice in its whole parameters, by name."""
+        """Return the offsets of a step's slice in the unsharded parameters, by name."""
         parts = self._ranges[self._ring.owner_of(step)]
         return {part.chunk.name: part.chunk.offsets for part in parts}
 
     def grad_view(self, step: int, slot: Slot, name: str) -> tuple[Tensor, bool]:
-        """Return the view of the sum that rotates with a slice, and whether to add to it."""
+        """Return (view of the gradient sum that rotates with a slice, whether to add to it)."""
         return self.views(step, slot)[name], step + 1 < self._ring.size
 
     # Actions #

@@ -1,4 +1,4 @@
-"""Flat buffers whose storage can be freed and reallocated, and counters of live buffers."""
+"""Flat buffers whose storage can be freed and reallocated, and counters of allocated buffers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TORCH_TYPES = {
 
 @dataclass(slots=True)
 class Tally:
-    """Current and peak number and bytes of the live buffers of one kind."""
+    """Current and peak number and bytes of the allocated buffers of one kind."""
 
     count: int = 0
     num_bytes: int = 0
@@ -47,9 +47,9 @@ class Ledger:
 class ElasticBuffer:
     """A 1-D tensor whose storage can be freed and reallocated while every view stays valid.
 
-    Tensors saved by autograd are views of one storage object, so the storage is resized and
-    never replaced. Between `free` and `alloc` reading any view is an error. `resize` gives the
-    storage at least so many bytes, or none.
+    Tensors saved by autograd are views of one storage object, so the storage is resized and never
+    replaced. Between `free` and `alloc` reading any view is an error. `resize(storage, num_bytes)`
+    gives the storage at least `num_bytes`, or no memory for 0.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ElasticBuffer:
         resize: Callable[[torch.UntypedStorage, int], object] = torch.UntypedStorage.resize_,
     ) -> None:
         self.values = torch.empty(numel, dtype=dtype, device=device)
-        # Created while the storage exists: a view cannot be created without it.
+        # Created while the storage is allocated: a view of an empty storage cannot be created.
         self.views = {} if layout is None else param_views(self.values, layout)
         self._num_bytes = self.values.untyped_storage().nbytes()
         self._tally = tally
@@ -88,7 +88,7 @@ class ElasticBuffer:
 
 
 def param_views(whole: Tensor, layout: UnitLayout) -> dict[str, Tensor]:
-    """Return views of a unit's whole flat buffer, one for each parameter, by name."""
+    """Return views of a unit's unsharded flat buffer: {parameter name: view}."""
     return {
         placed.chunk.name: whole[placed.offset : placed.stop].view(placed.chunk.sizes)
         for placed in layout.chunks

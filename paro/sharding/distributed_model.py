@@ -1,7 +1,7 @@
 """The frame of a step, for both kinds of distributed model: sharded (gathered) and rotated."""
 
-# A policy (paro/step/) decides all that is done to the units. The engine tells it what happens, and
-# carries out the actions that it answers with: `carry_out(policy.EVENT(...))`.
+# A policy (paro/step/) decides when units gather, release and reduce. The engine tells the policy
+# the events of a step and carries out the returned actions: `carry_out(policy.EVENT(...))`.
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Phase(Enum):
 class DistributedModel:
     """A model that trains and evaluates this rank's batches; its units hold this rank's shards.
 
-    Subclasses tell `policy` the events of their modules. `record`, if it is a list, gets every
-    action that is carried out. After an exception the model is unusable.
+    Subclasses tell `policy` the events of their modules. If `record` is a list, every action that
+    is carried out is appended. After an exception the model is unusable.
     """
 
     policy: GatheringPolicy | RotationPolicy
@@ -49,7 +49,7 @@ class DistributedModel:
         self.context = units[0].context
         self.trainable_units = [unit for unit in units if unit.trainable]
         self.phase = Phase.IDLE
-        self.num_arrived: Counter[int] = Counter()  # gradients that are in their buffers
+        self.num_arrived: Counter[int] = Counter()  # unit -> gradients that are in its buffer
         self._timers = timers
         self._numbers = {unit: number for number, unit in enumerate(units)}
         self._carried_out: dict[Verb, Callable[..., None]] = {
@@ -58,10 +58,10 @@ class DistributedModel:
             Verb.PARAM_ALL_GATHER: lambda unit: unit.start_param_all_gather(),
         }
         self.record: list[Move] | None = None
-        self._removals: list[Callable[[], None]] = []  # of hooks
+        self._removals: list[Callable[[], None]] = []  # functions that remove hooks
 
     def begin_step(self, num_micro_batches: int, *, full_precision: bool = False) -> None:
-        """Start a step; with `full_precision` it quantizes nothing."""
+        """Start a step; with `full_precision` no communication is quantized in the step."""
         self._assert_idle()
         for unit in self.units:
             unit.full_precision = full_precision
@@ -114,7 +114,7 @@ class DistributedModel:
         return loss
 
     def updated(self, unit: UnitShards) -> None:
-        """Say that a unit's optimizer range has new parameters, to be all-gathered."""
+        """Tell the policy that a unit's optimizer range has new parameters, to be all-gathered."""
         self.carry_out(self.policy.param_all_gathers.updated(self._numbers[unit]))
 
     def wait_for_updated_params(self) -> None:
@@ -151,7 +151,7 @@ class DistributedModel:
     ) -> None:
         """Direct a unit's gradients into its buffers; with `by_matmuls` matmuls write them there.
 
-        Not if two units read a parameter: its gradient has two parts.
+        `by_matmuls` is False if another unit reads the parameters too: gradients have two parts.
         """
         number, chunks = self._numbers[unit], unit.layout.chunks
         for name in (placed.chunk.name for placed in chunks):
@@ -166,26 +166,26 @@ class DistributedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitGradSink(GradSink):
-    """Takes a parameter's gradient from the matmul that makes it, or else from autograd.
+    """The destination of a parameter's gradient, which a matmul or else autograd delivers.
 
-    A matmul writes it into the unit's buffer: it is neither copied nor added. The policy learns of
-    the first and the last of the gradients that arrive together.
+    A matmul writes the gradient into the unit's buffer, without a copy or a separate addition. The
+    policy is told of the first and the last of the gradients that arrive together.
     """
 
     model: DistributedModel
-    number: int  # of the unit
-    total: int  # gradients of the unit that arrive together
-    view: Callable[[], tuple[Tensor, bool]]  # in the unit's buffer, and whether to add to it
+    number: int  # index of the unit
+    total: int  # number of gradients of the unit that arrive together
+    view: Callable[[], tuple[Tensor, bool]]  # returns (view of the unit's buffer, whether to add)
 
     def open(self) -> tuple[Tensor, bool]:
-        """Return the buffer for the gradient, and whether to add to what it holds."""
+        """Return the buffer for the gradient, and whether to add to the values in the buffer."""
         model = self.model
         if not model.num_arrived[self.number]:
             model.carry_out(model.policy.first_gradient(self.number))
         return self.view()
 
     def close(self) -> None:
-        """Say that the gradient is in the buffer."""
+        """Record that the gradient is in the buffer."""
         model, number = self.model, self.number
         model.num_arrived[number] = (model.num_arrived[number] + 1) % self.total
         if not model.num_arrived[number]:

@@ -1,4 +1,4 @@
-"""A model with gathered units: hooks tell a policy the events of a step, and act on its answers."""
+"""A model with gathered units: hooks tell a policy each event and carry out the actions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paro.step.gathering import GatheringPolicy
 
 
 class ShardedModel(DistributedModel):
-    """A model whose unit modules have whole parameters only while they run.
+    """A model whose unit modules have unsharded parameters only while they run.
 
-    Its policy decides when units are gathered and released and gradients reduced.
+    The policy decides when units are gathered and released and when gradients are reduced.
     """
 
     policy: GatheringPolicy
@@ -69,7 +69,7 @@ class ShardedModel(DistributedModel):
             return
         follows = output.requires_grad
         if follows:
-            # Runs when the gradient of a unit's output is made.
+            # The hook runs once the gradient of the unit's output is computed.
             output.register_hook(lambda _g: self.carry_out(self.policy.before_backward(index)))
         self.carry_out(self.policy.after_forward(index, backward_follows=follows))
 

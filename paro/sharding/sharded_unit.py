@@ -1,17 +1,17 @@
 """One sharded unit: all-gather parameters, use, release, collect gradients, reduce-scatter."""
 
 # [Note: buffer lifetime]
-# `_U` buffers are whole; `param_shard` and `grad_shard` are this rank's shards at the degrees of
-# params and grads, and the optimizer's range of each is a view of them.
+# `_U` buffers are unsharded; `param_shard` and `grad_shard` are this rank's shards at the degrees
+# of params and grads, and the optimizer's ranges are views of these shards.
 #
+#   buffer       allocated                  dtype          size (1: unsharded)
 #   param_shard  always                     compute*       1 / params degree
-#   param_U      gather..release            compute*       whole; is param_shard at params degree 1
-#   grad_U       first gradient..reduced    communication  whole; none at grads degree 1
+#   param_U      gather..release            compute*       1; at params degree 1: param_shard
+#   grad_U       first gradient..reduced    communication  1; at grads degree 1: no buffer
 #   grad_shard   always                     accumulation   1 / grads degree
 #
-# * frozen parameters have a type of their own with --lora-base-dtype.
-# Only the training thread allocates and frees buffers; it frees one only after waiting for the
-# last job that uses it.
+# * frozen parameters: --lora-base-dtype. Only the training thread allocates and frees buffers; it
+# frees a buffer only after waiting for the last job that uses the buffer.
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from paro.step.actions import Verb
 class ShardedUnit(UnitShards):
     """The flat buffers of either the trainable or the frozen parameters of a unit.
 
-    The parameters passed to `bind` stay views of `param_U`; they may be read between `use` and
-    `release`. Put each gradient into its `grad_view`; when all are there, `reduce` queues their
-    reduction into this rank's shard, and after the last micro-batch `start_grad_sync` that over all
-    ranks, which `wait_reduced` waits for. After an exception the unit is unusable.
+    parameters    `bind` makes them views of `param_U`; they may be read between `use` and `release`
+    gradients     written into `grad_view`; once all are there, `reduce` queues their reduction into
+                  `grad_shard`; after the last micro-batch `start_grad_sync` queues the reduction
+                  over all ranks, and `wait_reduced` waits. After an exception a unit is unusable.
     """
 
     def __init__(self, spec: ShardingSpec, context: ShardingContext) -> None:
@@ -57,7 +57,7 @@ class ShardedUnit(UnitShards):
         self._grad_views: dict[str, Tensor] = {}
 
     def _whole(self, collective: Collective, **settings: Any) -> ElasticBuffer:
-        """Return the buffer that a collective fills, or empties."""
+        """Return the unsharded buffer that a collective fills or reads."""
         dtype, device = TORCH_TYPES[collective.dtype], self.context.device
         return ElasticBuffer(
             collective.numel, layout=self.layout, dtype=dtype, device=device, **settings
@@ -66,7 +66,7 @@ class ShardedUnit(UnitShards):
     # Binding #
 
     def bind(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Make each parameter, and its gradient, a permanent view; it has its `Fp8WeightCache`."""
+        """Make each parameter and gradient a permanent view, and give it an `Fp8WeightCache`."""
         views = self._views(self.param_shard, self._param_U)
         for (name, view), cache in zip(views.items(), self._fp8_caches, strict=True):
             parameters[name].fp8_cache = cache  # type: ignore[attr-defined]
@@ -82,7 +82,7 @@ class ShardedUnit(UnitShards):
     # Parameters #
 
     def gather(self) -> None:
-        """Queue the all-gather of the whole parameters, after that of the updated parameters."""
+        """Queue the all-gather of unsharded parameters, after the step's all-gather of updates."""
         assert self._param_U is not None, f"{self.name} is whole"
         self._param_U.alloc()
         with self.context.exposure.submitting(WaitKind.GATHER):
@@ -101,17 +101,17 @@ class ShardedUnit(UnitShards):
         self._gathered = DONE
 
     def cache_fp8_weights(self) -> None:
-        """Keep fp8 casts of weights from now on, for forward and backward."""
+        """Cache fp8 casts of weights from now on, for forward and backward."""
         for cache in self._fp8_caches:
             cache.is_on = True
 
     def drop_fp8_weights(self) -> None:
-        """Free the cached fp8 casts: the values of the parameters may change."""
+        """Free the cached fp8 casts, because the values of the parameters may change."""
         for cache in self._fp8_caches:
             cache.is_on, cache.cast = False, None
 
     def release(self) -> None:
-        """Free the whole parameters."""
+        """Free the unsharded parameters."""
         assert self._param_U is not None, f"{self.name} stays whole"
         self.use()  # an unused gather may still be writing the buffer
         self.drop_fp8_weights()
@@ -126,11 +126,11 @@ class ShardedUnit(UnitShards):
             self._grad_U.values[begin:end].zero_()
 
     def grad_view(self, name: str) -> tuple[Tensor, bool]:
-        """Return the view for a parameter's gradient, and whether to add to it."""
+        """Return (the view for a parameter's gradient, whether to add to the view's values)."""
         return self._grad_views[name], self._grad_U is None and not self._fresh
 
     def reduce(self) -> None:
-        """Queue the reduction of this micro-batch's gradients, and their accumulation."""
+        """Queue the reduction of this micro-batch's gradients and the addition to `grad_shard`."""
         if self._grad_U is not None:
             with self.context.exposure.submitting(WaitKind.REDUCE):
                 self._reduced = self._grad_U_read = self._queue_reduction(self._grad_U.values)
@@ -147,7 +147,7 @@ class ShardedUnit(UnitShards):
         return self.context.collectives.run_after(sent[-1].span, accumulate, after=event)
 
     def free_whole_grad(self) -> None:
-        """Free the whole gradient buffer after waiting until it has been reduced."""
+        """Free the unsharded gradients after waiting for their reduction."""
         assert self._grad_U is not None
         self.context.exposure.wait(WaitKind.REDUCE, self._grad_U_read)
         self._grad_U.free()
@@ -156,7 +156,7 @@ class ShardedUnit(UnitShards):
 def make_sharded_units(
     model: nn.Module, specs: Sequence[ShardingSpec], context: ShardingContext
 ) -> list[ShardedUnit]:
-    """Build the sharded units of a model on the meta device, and bind its parameters to them.
+    """Build the sharded units of a model on the meta device, and bind the model's parameters.
 
     Parameters keep their names and `requires_grad`; only the shards are allocated.
     """

@@ -1,13 +1,15 @@
 """Shards of a unit that a rank holds for the whole run, and their collectives once a step."""
 
 # FSDP2 shards each parameter; here a unit's parameters are one flat buffer, and a rank holds one
-# range of it as `param_shard`, one as `grad_shard`. Their sharding degrees may differ, and so may
-# that of the optimizer state, whose range is inside both (Note: nested shards, paro/layout.py).
-# Once a step gradients are reduce-scattered from their degree to the optimizer's and all-reduced
-# over replicas (`start_grad_sync`); updated parameters are all-gathered from the optimizer's degree
-# to their own (`start_param_all_gather`). `ShardingSpec` describes all collectives; this file
-# queues them on comm streams. `ShardedUnit` and `RotatingUnit` add the gathers and reductions of a
-# micro-batch.
+# range of the buffer as `param_shard`, one as `grad_shard`. The sharding degrees of parameters,
+# gradients and optimizer state may differ. The optimizer's range is inside both shards (Note:
+# nested shards, paro/layout.py). Once a step:
+#
+#     start_grad_sync           grads degree -> optimizer degree, then all-reduce over replicas
+#     start_param_all_gather    optimizer degree -> params degree, the updated parameters
+#
+# `ShardingSpec` describes all collectives; this file queues them on comm streams. Subclasses add
+# the collectives of a micro-batch (`ShardedUnit`: gathers and reductions, `RotatingUnit`: shifts).
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ class ShardingContext:
     collectives: Collectives
     device: torch.device
     quantized_reduction: QuantizedReduction | None = None  # None: gradients are sent exactly
-    # If Muon updates matrices: by the number of ranks over which these are sharded.
+    # {number of ranks that shard a matrix: exchange of its shards}; empty without Muon.
     matrix_exchanges: Mapping[int, MatrixExchange] = field(default_factory=dict)
     ledger: Ledger
     exposure: Exposure
@@ -55,8 +57,8 @@ class ShardingContext:
 class UnitShards:
     """The flat shards of either the trainable or the frozen parameters of a unit.
 
-    They stay allocated for the whole run. Subclasses define how parameters are brought to their
-    use and how gradients get into `grad_shard`. After an exception the unit is unusable.
+    The shards stay allocated for the entire run. Subclasses define how parameters are unsharded
+    and how gradients get into `grad_shard`. After an exception the unit is unusable.
     """
 
     def __init__(self, spec: ShardingSpec, context: ShardingContext) -> None:
@@ -67,7 +69,7 @@ class UnitShards:
         self.param_shard = zeros(spec.param_numel, dtype=TORCH_TYPES[spec.param_dtype])
         accumulate = TORCH_TYPES[spec.precision.accumulate]
         self.grad_shard = zeros(spec.grad_numel, dtype=accumulate)
-        # Units with one step reduce-scatter and all-gather of updated parameters, and their shards.
+        # Units that share the once-a-step collectives, from this unit on, and their joined shards.
         self.bucket: tuple[UnitShards, ...] = (self,)
         self._params_of_bucket, self._grads_of_bucket = self.param_shard, self.grad_shard
         self.quantized_update: QuantizedUpdate | None = None
@@ -79,16 +81,16 @@ class UnitShards:
             )
         error_shape = spec.grad_error_bytes
         self.grad_errors = zeros(error_shape, dtype=torch.uint8) if any(error_shape) else None
-        self.full_precision = False  # nothing is quantized in this step
-        self._fresh = True  # the next gradient starts a step: overwrite instead of accumulating
-        self._is_quantized = False  # the update that `start_param_all_gather` sends next
+        self.full_precision = False  # whether this step sends all values unquantized
+        self._fresh = True  # whether the next gradients overwrite `grad_shard` instead of adding
+        self._is_quantized = False  # whether `start_param_all_gather` sends a quantized update next
         self._updated: Event = DONE
         self._reduced: Event = DONE
 
     def shard_of_errors(self) -> FlatShard | None:
         """Return the quantization errors of this rank's gradients, as checkpoints save them.
 
-        Their name says which ranks and strategy they belong to: others cannot use them.
+        The shard's name has the ranks and the strategy, as only equal ones can use the errors.
         """
         if self.grad_errors is None:
             return None
@@ -130,18 +132,18 @@ class UnitShards:
 
     @property
     def optim_param(self) -> Tensor:
-        """The optimizer's range of `param_shard`: a view; empty if another group has the unit."""
+        """View of the optimizer's range of `param_shard`; empty if another group has the unit."""
         begin, end = self._own(self.param_shard, self.spec.strategy.params)
         return self.param_shard[begin:end]
 
     @property
     def optim_grad(self) -> Tensor:
-        """The optimizer's range of `grad_shard`: a view; empty if another group has the unit."""
+        """View of the optimizer's range of `grad_shard`; empty if another group has the unit."""
         begin, end = self._own(self.grad_shard, self.spec.strategy.grads)
         return self.grad_shard[begin:end]
 
     def _own(self, shard: Tensor, degree: int) -> tuple[int, int]:
-        """Return where in a shard of this degree this rank's optimizer range of the bucket is."""
+        """Return (start, stop) of this rank's optimizer range in a bucket's shard at `degree`."""
         span = self.context.topology.axes_between(degree, self.spec.strategy.optim)
         size, number = shard.numel(), self.bucket.index(self)
         order = by_units(span, len(self.bucket))
@@ -164,9 +166,9 @@ class UnitShards:
         shard: Tensor | None = None,
         after: Event = DONE,
     ) -> tuple[Tensor, Event]:
-        """Queue collectives: after a reduce-scatter the next one runs on this rank's shard.
+        """Queue collectives; a collective after a reduce-scatter runs on this rank's shard.
 
-        Return the buffer that the last one leaves on this rank, and its completion.
+        Return the buffer with the last collective's result on this rank, and the completion.
         """
         for collective in sent:
             dtype = TORCH_TYPES[collective.dtype]
@@ -191,7 +193,7 @@ class UnitShards:
     # Communication once a step #
 
     def quantize_update(self, master: Tensor) -> None:
-        """Quantize the difference between the master and the parameters, and apply it to them."""
+        """Quantize the difference between master and parameters, and add it to the parameters."""
         assert self.quantized_update is not None, f"{self.name} is sent exactly"
         index = (self.optim_start - self.param_start) // master.numel()
         self.quantized_update.quantize(master, self.optim_param, index)
@@ -200,7 +202,7 @@ class UnitShards:
     def start_param_all_gather(self) -> None:
         """Queue the all-gather of updated parameters: optimizer ranges fill `param_shard`.
 
-        After `quantize_update` quantized differences are sent, and added to the parameters.
+        After `quantize_update` the quantized differences are sent and added to the parameters.
         """
         update = self.quantized_update if self._is_quantized else None
         sent = (self.spec.exact if update is None else self.spec).collectives[Verb.PARAM_ALL_GATHER]
@@ -220,9 +222,9 @@ class UnitShards:
         self._updated = DONE
 
     def start_grad_sync(self) -> None:
-        """Queue the step's gradient reductions of a bucket, after those of the last micro-batch.
+        """Queue the step's gradient reductions of a bucket, after those of all micro-batches.
 
-        Backward ends with the bucket's first unit: its own stream has reduced the others before it.
+        Backward ends with the bucket's first unit: the comm stream has reduced the others before.
         """
         spec = self.spec.exact if self.full_precision else self.spec
         sent, quantized = spec.collectives[Verb.GRAD_SYNC], spec.exchange
@@ -237,7 +239,7 @@ class UnitShards:
     def _reduce_quantized(
         self, gradients: Tensor, quantized: Sequence[Collective], after: Event
     ) -> Event:
-        """Queue the quantized sum between groups of the sums that groups have."""
+        """Queue the quantized reduction between groups, of the sums inside groups."""
         reduction, ranges = self.context.quantized_reduction, self.spec.grad_format
         assert reduction is not None, f"{self.name} is quantized"
         assert ranges is not None, f"{self.name} is sent quantized"
@@ -264,10 +266,10 @@ class UnitShards:
         self._reduced = DONE
 
     def form_bucket(self, units: Sequence[UnitShards]) -> None:
-        """Make one bucket of this unit and the units after it, whose layouts are equal.
+        """Make a bucket of `units`: this unit and the units after it, which have equal layouts.
 
-        There are as many as positions along the outermost axis of the step reduce-scatter. The
-        ranks at each position update one of them.
+        The bucket has one unit per position along the outermost axis of the step reduce-scatter.
+        The ranks at a position update one unit.
         """
         bucket = (self, *units)
         params = torch.cat([unit.param_shard for unit in bucket])
@@ -279,10 +281,10 @@ class UnitShards:
 
 
 class QuantizedUpdate:
-    """Quantized optimizer ranges of a parameter shard, and their buffer, which stays allocated.
+    """Quantized updates of the optimizer ranges of a parameter shard, in a permanent buffer.
 
-    `quantize` writes this rank's range and applies it; after the all-gather of `quantized`, `apply`
-    changes the others.
+    `quantize` writes and applies the update of this rank's range; after the all-gather of
+    `quantized`, `apply` applies the updates of the other ranges.
     """
 
     def __init__(
@@ -291,14 +293,14 @@ class QuantizedUpdate:
         self.quantized = quantized
         self._ranges = ranges
         self._param_shard = param_shard
-        self._start = start  # of the shard in the unit's flat buffer
-        self._own_index: int | None = None  # of this rank's range in the shard
+        self._start = start  # offset of the shard in the unit's flat buffer
+        self._own_index: int | None = None  # index of this rank's range in the shard
 
     def quantize(self, master: Tensor, param: Tensor, index: int) -> None:
         """Quantize the difference between the master and the parameters of this rank's range.
 
-        The parameters have it at once, and not after the all-gather: copies of this range for
-        checkpoints and for the node's memory wait for no other rank.
+        The difference is added to the parameters at once, before the all-gather: copies of this
+        range for checkpoints and for the node's memory wait for no other rank.
         """
         difference, exact = self._split(index)
         num_quantized = param.numel() - exact.numel()
@@ -314,7 +316,7 @@ class QuantizedUpdate:
                 self._add(param, index)
 
     def _add(self, param: Tensor, index: int) -> None:
-        """Add the differences of a range to its parameters, and write its exact elements."""
+        """Add the differences of a range to the parameters, and write the exact elements."""
         difference, exact = self._split(index)
         num_quantized = param.numel() - exact.numel()
         dequantize(difference, self._ranges.form, param[:num_quantized], adds=True)

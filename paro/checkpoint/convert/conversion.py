@@ -33,7 +33,7 @@ OPENERS: dict[str, Callable[[Path], Source]] = {
     "megatron": open_megatron,
     "paro": open_native,
 }
-PEFT = "peft"  # a source only with a base, a target only with adapters
+PEFT = "peft"  # format of adapters: a source needs a base, a target needs adapters
 SOURCES = (*OPENERS, PEFT)
 TARGETS = ("paro", "hf", "megatron", PEFT)
 
@@ -46,13 +46,13 @@ class Conversion:
     target_format: str
     source: Path
     target: Path
-    dtype: torch.dtype | None  # None: as it is stored
-    iteration: int | None = None  # of a checkpoint of this project; None: the latest one
-    base: str | None = None  # where its base is, if it has one that moved
-    base_model: str | None = None  # what adapters of peft call their base; None: its origin
+    dtype: torch.dtype | None  # dtype of the target's tensors; None: as in the source
+    iteration: int | None = None  # iteration of this project's checkpoint; None: the latest
+    base: str | None = None  # folder of the source's base, if the base has moved
+    base_model: str | None = None  # name of the base in peft's adapters; None: the base's origin
     merge: bool = False  # whether adapters may be merged into the weights
-    divisible_by: int  # padded vocabulary rows are a multiple of this
-    padded_vocab_size: int | None = None  # overrides divisible_by
+    divisible_by: int  # divisor of the padded number of vocabulary rows
+    padded_vocab_size: int | None = None  # padded number of vocabulary rows; None: divisible_by
 
     def open(self) -> Source:
         """Return the model to convert, lazy, in the target dtype; `UserError` for wrong flags."""
@@ -128,14 +128,14 @@ class Conversion:
 
     @property
     def writes_adapters(self) -> bool:
-        """True if adapters are written alone."""
+        """True if only adapters are written."""
         from_peft = self.source_format == PEFT and self.target_format == "paro"
         return self.target_format == PEFT or (from_peft and not self.merge)
 
     def _rows(self, source: Source) -> int:
         """Return the padded number of vocabulary rows of embedding and output layer.
 
-        Each id of the tokenizer gets one, also if the model has fewer, as its trainer wants them.
+        Each id of the tokenizer gets a row, even if the model has fewer: trainers need the rows.
         """
         rows = max(source.config.vocab_size, _num_ids(source))
         return padded_vocab_size(rows, self.divisible_by, self.padded_vocab_size)
@@ -149,9 +149,9 @@ class Conversion:
             yield f"the tokenizer has {ids} ids and the model {rows} rows: the others {what}"
 
     def write(self, source: Source, advance: Callable[[int], None]) -> list[str]:
-        """Write under a temporary name, then renames; a failure leaves nothing behind.
+        """Write under a temporary name, then rename; a failure leaves nothing behind.
 
-        `advance` is called with the bytes of every chunk. Returns lines to print about the result.
+        `advance` is called with the bytes of every chunk. Return lines to print about the result.
         """
         notes: list[str] = []
         target = self.target.absolute()
@@ -188,7 +188,7 @@ def _num_ids(source: Source) -> int:
         return 0
     try:
         return build_tokenizer(TokenizerConfig(**source.tokenizer)).vocab_size
-    except UserError:  # the first program that needs it says so
+    except UserError:  # reported by the first program that needs a tokenizer
         return 0
 
 

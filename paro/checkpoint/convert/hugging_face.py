@@ -103,10 +103,10 @@ def companions_in(directory: Path) -> dict[str, Path]:
 def tokenizer_of(
     companions: Mapping[str, Path], *, begins: bool, folder: Path | None = None
 ) -> dict[str, Any] | None:
-    """Return the TokenizerConfig fields for these files, or for copies of them in a `folder`; None
-    if they have no tokenizer. `begins`: whether texts begin with BOS.
+    """Return the TokenizerConfig fields for these files, or for copies in a `folder`.
 
-    Without a tokenizer.json, a file that adds tokens or names another end needs transformers.
+    None without a tokenizer. `begins`: texts begin with BOS. Without a tokenizer.json, files that
+    add tokens or name another end token need transformers.
     """
     at = companions if folder is None else {name: folder / name for name in companions}
     plain = _plain_tokenizer(at, begins)
@@ -138,7 +138,7 @@ def _adds_tokens(companions: Mapping[str, Path]) -> bool:
         return False
     try:
         tokenizer = build_tokenizer(TokenizerConfig(**plain))
-    except UserError:  # such as a tokenizer.model of tiktoken's, which transformers converts
+    except UserError:  # such as tiktoken's tokenizer.model, which transformers converts
         return True
     return adds_tokens(adding.parent, tokenizer.vocabulary, eos=tokenizer.eod, bos=tokenizer.bos)
 
@@ -217,7 +217,7 @@ def _config_fields(source: Source) -> dict[str, Any]:
             return fields | dict.fromkeys(known or ["torch_dtype"], dtype)
     fields = hugging_face_config(replace(source.config, recompute=None))
     rope = fields.pop("rope_parameters")
-    # In the form of transformers 4, which version 5 reads too.
+    # The form of transformers 4, which transformers 5 reads too.
     fields["rope_theta"] = rope.pop("rope_theta")
     fields["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     return fields | {"torch_dtype": _stated_dtype(source, [])} | _special_ids(source)

@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 # Parts of names that modules around a model, or around its blocks, put there: transformers' own
 # `model`, and those of DataParallel, torch.compile, FSDP and activation checkpointing.
 _AROUND = {"model", "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-_BUFFER = "rotary_emb.inv_freq"  # older versions stored it, per block or once; it follows from RoPE
+_BUFFER = "rotary_emb.inv_freq"  # buffer that older versions stored; it follows from RoPE fields
 
 
 class _Index(TypedDict):
@@ -33,15 +33,15 @@ def find_tensors(
 ) -> tuple[LlamaConfig, dict[str, LazyTensor], list[str]]:
     """Return the model, its tensors under this project's names, and lines to print about them.
 
-    A model whose config.json ties its output layer has one of its own if the file has one with
-    other values. `output_biases` are the names of tensors that may be there if they are zero.
+    If config.json ties the output layer but the files have an output layer with other values, the
+    model is not tied. `output_biases` are names of tensors that may be present if they are zero.
     `UserError` names the file or tensor that is wrong.
     """
     stored, notes = _stored_tensors(directory)
     untied = replace(config, tie_embeddings_and_output_weights=False)
     names = {name: hugging_face_name(name) for name in parameter_shapes(untied)}
     known = {_core(theirs): theirs for theirs in (*names.values(), *output_biases)}
-    called: dict[str, str] = {}  # the names in the files by transformers' names
+    called: dict[str, str] = {}  # {name in transformers: name in the files}
     for there in stored:
         theirs = known.get(_core(there))
         if theirs is None:
@@ -86,7 +86,7 @@ def _stored_tensors(directory: Path) -> tuple[dict[str, LazyTensor], list[str]]:
         raise UserError(f"{directory / INDEX} is damaged (it names files elsewhere)")
     files = {file: open_safetensors(directory / file) for file in sorted({*places.values()})}
     stored = {name: tensor for file in files.values() for name, tensor in file.items()}
-    for name, file in places.items():  # decides where several files have a tensor
+    for name, file in places.items():  # the index decides if several files have a tensor
         if name not in files[file]:
             raise UserError(f"{directory / file} has no {name}, which {INDEX} says it has")
         stored[name] = files[file][name]
@@ -94,7 +94,7 @@ def _stored_tensors(directory: Path) -> tuple[dict[str, LazyTensor], list[str]]:
 
 
 def _core(name: str) -> str:
-    """Return a tensor's name without what modules around it add."""
+    """Return a tensor's name without the prefixes of wrapping modules."""
     return ".".join(part for part in name.split(".") if part not in _AROUND)
 
 

@@ -59,8 +59,8 @@ from paro.untrusted.schema import conform
 def open_native(root: Path, iteration: int | None = None, base: str | None = None) -> Source:
     """Open a checkpoint of a run or of a conversion; `UserError` says what is wrong.
 
-    Frozen parameters are read from its base, which is at `base` if it has moved, and adapters are
-    merged into them.
+    Frozen parameters are read from the checkpoint's base (in the folder `base`, if it has moved),
+    and adapters are merged into them.
     """
     directory = find_checkpoint(root, iteration)
     if directory is None:
@@ -191,7 +191,7 @@ class LazySavePlanner(ChunkSavePlanner):
 def _lazy_states(
     tensors: Mapping[str, LazyTensor], vocab_rows: int
 ) -> tuple[dict[str, ChunkedState], dict[str, LazyTensor]]:
-    """Return every parameter as ranges of rows, which are meta tensors, and what reads them."""
+    """Return every parameter as ranges of rows (meta tensors), and the tensors to read from."""
     states: dict[str, ChunkedState] = {}
     sources: dict[str, LazyTensor] = {}
     for parameter, tensor in tensors.items():

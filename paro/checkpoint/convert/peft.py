@@ -59,7 +59,7 @@ _MERGED = "let peft merge these adapters, if it can (merge_and_unload), and conv
 class _Module:
     """A linear layer of a block of the base; `name` is the one that peft knows it by."""
 
-    weight: str  # its parameter, in this project's words
+    weight: str  # this project's name of the module's parameter
     name: str
     layer: int
 
@@ -91,7 +91,7 @@ def open_peft(directory: Path, base: Source) -> Source:
         for weight in (f"blocks.{layer}.{kind}" for kind in MODULES.values())
     ]
     adapters = _adapters_in(directory / WEIGHTS, modules, fields)
-    scales: dict[str, tuple[int, float]] = {}  # rank and alpha by weight
+    scales: dict[str, tuple[int, float]] = {}  # {weight: (rank, alpha)}
     for module in modules:
         if (down := adapters.get(down_name(module.weight))) is not None:
             stored = next(iter(down.shape), 0) if fields.get("rank_pattern") else 0

@@ -31,7 +31,7 @@ class LazyTensor:
     shape: Shape
     dtype: torch.dtype
     rows: Callable[[int, int], Tensor]
-    name: str = ""  # its file and its name there, for messages
+    name: str = ""  # the tensor's file and its name in the file, for messages
 
     @property
     def num_bytes(self) -> int:
@@ -80,9 +80,9 @@ def _what_is_wrong(values: Tensor, wanted: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A model to convert: tensors under this project's names, nothing padded.
+    """A model to convert: tensors under this project's names, without padding.
 
-    `companions` are its other files by their name in a Hugging Face folder: tokenizer,
+    `companions` are other files by their names in a Hugging Face folder: tokenizer,
     generation_config.json and, if the source has one, config.json.
     """
 
@@ -92,10 +92,10 @@ class Source:
     tokenizer: Mapping[str, Any] | None = None  # fields of TokenizerConfig, if known
     origin: str | None = None  # the Hugging Face folder with these weights, without adapters
     begins_with_bos: bool = False  # whether training texts began with BOS
-    token_ids: TokenIds = field(default_factory=dict)  # of the config.json that it began from
+    token_ids: TokenIds = field(default_factory=dict)  # special tokens in the first config.json
     notes: tuple[str, ...] = ()
     adapters: Mapping[str, LazyTensor] = field(default_factory=dict)  # merged into `tensors` too
-    lora: LoraConfig | None = None  # of the adapters; None if no run of this project has such
+    lora: LoraConfig | None = None  # the adapters' flags; None: no run can have such adapters
 
     @property
     def ends(self) -> frozenset[int]:

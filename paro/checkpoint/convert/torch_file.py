@@ -63,7 +63,7 @@ def fill_torch_file(path: Path) -> Iterator[Any]:
 
 
 def is_weight(value: object) -> TypeGuard[Tensor]:
-    """Return whether it can be a parameter: a plain vector or matrix of floating-point numbers."""
+    """Return whether a value can be a parameter: a plain floating-point vector or matrix."""
     return (
         isinstance(value, Tensor)
         and value.layout is torch.strided

@@ -26,9 +26,9 @@ MEMORY = Path("/dev/shm")
 FLAG = "--non-persistent-local-ckpt-dir"
 
 _LOCK = "lock"
-# A job that ended without emptying its folder may recover for so long after its last write.
+# Seconds after the last write for which a job that did not empty its folder may still recover.
 _LEFTOVER_SECONDS = 3600.0
-_LOCK_SECONDS = 10.0  # a killed process with much memory ends slowly
+_LOCK_SECONDS = 10.0  # longest wait for the lock: a killed process with much memory ends slowly
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class SnapshotFolder:
 
     path: Path
     control: Control
-    folder_ranks: tuple[int, ...]  # those that see this folder, including this rank
+    folder_ranks: tuple[int, ...]  # all ranks that see this folder, including this rank
 
     @property
     def is_first(self) -> bool:
@@ -48,9 +48,10 @@ class SnapshotFolder:
         return sorted(self.path.glob(f"*{RECORD}"))
 
     def remove_share(self, unwanted: Callable[[str], bool]) -> None:
-        """Remove a share of the copies whose file names are `unwanted`: those of a few ranks.
+        """Remove this rank's share of the snapshots whose file names are `unwanted`.
 
-        All ranks of the node call it, at different times. Each makes room before it takes as much.
+        All ranks of the node call it, at different times: each rank frees memory before it
+        allocates as much.
         """
         index = self.folder_ranks.index(self.control.world.rank)
         for path in self._files():
@@ -59,7 +60,7 @@ class SnapshotFolder:
                 path.unlink(missing_ok=True)
 
     def remove(self, unwanted: Callable[[str], bool]) -> None:
-        """Remove all copies whose file names are `unwanted`; one rank of the node calls it."""
+        """Remove all snapshots whose file names are `unwanted`; one rank of the node calls it."""
         for path in self._files():
             if unwanted(path.name):
                 path.unlink(missing_ok=True)
@@ -78,8 +79,8 @@ def snapshot_folder(
 ) -> Iterator[SnapshotFolder]:
     """Hold this node's folder of the job under `base`, /dev/shm by default; collective.
 
-    Raises `UserError` on all ranks if another job has it or others could read it. Removes what
-    dead jobs of the same user left there long ago. After an error the folder is kept: the same
+    Raises `UserError` on all ranks if another job holds the folder or other users could read it.
+    Removes old folders of dead jobs of the same user. After an error the folder is kept: the same
     command, or torchrun, starts again and recovers.
     """
     path = (base or MEMORY) / _name()
@@ -112,7 +113,7 @@ def snapshot_folder(
 def check_room(folder: SnapshotFolder, num_bytes: int) -> None:
     """Raise `UserError` on all ranks unless the node has room for `num_bytes` of its ranks."""
     with folder.control.raise_on_all_ranks(), writing(f"{FLAG} {folder.path.parent}"):
-        # Snapshots of an earlier start are removed before their room is taken.
+        # Snapshots of an earlier start are removed before new ones are allocated.
         old = sum(path.stat().st_blocks * 512 for path in folder.path.glob(f"*{DATA}"))
         free = shutil.disk_usage(folder.path).free + old
         if num_bytes > free:
@@ -124,14 +125,14 @@ def check_room(folder: SnapshotFolder, num_bytes: int) -> None:
 
 
 def _name() -> str:
-    """Name user, job and node; the job is torchrun's --rdzv-id or SLURM's."""
+    """Return a folder name from user, job (torchrun's --rdzv-id or SLURM's) and node."""
     job = read_rendezvous_id() or read_job_id() or "none"
     words = (str(os.getuid()), job, socket.gethostname())
     return "-".join(("paro", *map(_as_file_name, words)))
 
 
 def _as_file_name(word: str) -> str:
-    """Return the word with only characters of file names; a changed one gets a digest."""
+    """Replace characters that file names lack; append a digest to a changed word."""
     plain = re.sub(r"[^A-Za-z0-9_.-]", "_", word)[:64]
     return plain if plain == word else f"{plain}_{sha256(word.encode()).hexdigest()[:8]}"
 
@@ -163,7 +164,7 @@ def _lock(path: Path, deadline: float) -> int | None:
 
 
 def _remove_leftovers(own: Path) -> Iterator[str]:
-    """Remove folders of this user's jobs on this node that ended long ago; a line for each."""
+    """Remove folders of this user's jobs on this node that ended long ago; yield a line each."""
     for path in own.parent.glob(f"paro-{os.getuid()}-*-{_as_file_name(socket.gethostname())}"):
         if path == own:
             continue

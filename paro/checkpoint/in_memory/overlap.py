@@ -1,4 +1,4 @@
-"""Overlaps of chunks, and what of a chunk others leave over."""
+"""Overlaps and remainders of chunks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paro.layout import Chunk
 
 
 def overlap(one: Chunk, other: Chunk) -> Chunk | None:
-    """Return the elements of both; None if there are none."""
+    """Return the chunk of elements that are in both chunks; None if there are none."""
     offsets, sizes = [], []
     for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True):
         low, high = max(a, b), min(a + n, b + m)
@@ -28,7 +28,7 @@ def remainder(chunk: Chunk, others: Sequence[Chunk]) -> list[Chunk]:
 
 
 def split(chunks: Sequence[Chunk], other: Chunk) -> tuple[list[Chunk], list[Chunk]]:
-    """Split chunks into their parts inside of another and outside of it."""
+    """Split chunks into (parts inside `other`, parts outside `other`)."""
     inside = [part for one in chunks if (part := overlap(one, other)) is not None]
     return inside, [part for one in chunks for part in _outside(one, other)]
 

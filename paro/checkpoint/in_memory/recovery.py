@@ -1,11 +1,11 @@
 """Recovers the states of all ranks from the in-memory checkpoints of all nodes."""
 
-# Ranks agree on the newest iteration of which every chunk that any rank needs is held by somebody,
-# parameters as sent apart, which the run that wrote may not have had.
-# A rank takes what its own node holds; the rest comes point to point from the ranks of other nodes,
-# each from the holder that sends least. Holders are found by chunk: strategy, number of ranks and
-# nodes may differ from those of the run that wrote. Only what one start of the run wrote is put
-# together: a node that was away may hold the same iteration as it was computed on other ranks.
+# Ranks agree on the newest iteration for which the nodes together hold every chunk that any rank
+# needs (except `sent` states, which the run that wrote may not have had). A rank copies the chunks
+# that its own node holds. Other chunks come point to point from ranks of other nodes, each from the
+# holder that sends least. Holders are found by chunk: strategy, number of ranks and nodes may
+# differ from the run that wrote. Only snapshots of one start of the run are combined: a node that
+# was away may hold the same iteration as other ranks computed it.
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paro.errors import RunError, UserError
 from paro.layout import Chunk
 from paro.untrusted.checksum import crc32
 
-_IN_FLIGHT = 4  # messages of a rank, each at most one chunk of about 16 MiB
+_IN_FLIGHT = 4  # most messages of a rank at once, each at most one chunk of about 16 MiB
 _SUM_BYTES = 8
 
 
@@ -41,12 +41,12 @@ class ChunkOffer(NamedTuple):
     """A part of another rank's request that this rank can send."""
 
     wanted_by: int
-    number: int  # in the wants of that rank
+    number: int  # index of the request among the other rank's requests
     chunk: Chunk
 
 
 class SnapshotChunk(NamedTuple):
-    """A part of a request that a snapshot holds, in the chunk of this number."""
+    """A part of a request that a snapshot holds, inside the snapshot's chunk `number`."""
 
     chunk: Chunk
     snapshot: Snapshot
@@ -69,13 +69,13 @@ class ChunkTransfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """A recovery: the contents of common.json, and bytes of all ranks by their origin."""
+    """A recovery: the contents of common.json, and bytes of all ranks by origin."""
 
     iteration: int
     common: Mapping[str, Any]
     own_node_bytes: int
     other_nodes_bytes: int
-    seconds: float = 0.0  # that it took, until the run can go on
+    seconds: float = 0.0  # duration of the recovery, until the run can go on
 
     def panel(self) -> dict[str, float]:
         """Return the figures for dashboards."""
@@ -96,9 +96,9 @@ def recover(
 ) -> Recovery | None:
     """Fill `states` in place from the newest iteration that all ranks together hold; collective.
 
-    None, with a line for each reason, if there is none after `newer_than`; the states are
-    unchanged then. Copies of another run, whose `flags` differ, are removed. `log` is called on
-    every rank.
+    Returns None and logs the reasons if there is no iteration after `newer_than`; the states are
+    then unchanged. Snapshots of another run, whose `flags` differ, are removed. `log` is called
+    on every rank.
     """
     found, notes = _snapshots_here(folder, flags)
     everyone = folder.control.gather((sorted({_age(g) for g in found}), notes))
@@ -122,7 +122,7 @@ def recover(
         mine = copies.of_node[0].record.common if copies.of_node else None
         common = next(filter(None, folder.control.gather(mine)))
         own, other = copies.fill_from_node(), copies.exchange(messages)
-        # On all ranks: a file that is lost or damaged had the masters of these chunks too.
+        # On all ranks: a lost or damaged file held the masters of these chunks too.
         begin_without(states, {want.state for want in lost})
         own_bytes, other_bytes = folder.control.sum([float(own), float(other)])
         _keep_only(folder, copies.of_node)
@@ -134,7 +134,7 @@ def recover(
         )
     if ages and ages[0][0] > newer_than:
         log("no iteration of the local copies is whole: the run continues from --load")
-    folder.control.barrier()  # all have read
+    folder.control.barrier()  # all ranks have read their chunks
     _keep_only(folder, ())
     return None
 
@@ -144,7 +144,7 @@ def _age(snapshot: Snapshot) -> tuple[int, int]:
 
 
 def _keep_only(folder: SnapshotFolder, snapshots: Sequence[Snapshot]) -> None:
-    """Remove all other copies of this node, after all ranks have agreed on these."""
+    """Remove all other snapshots of this node, after all ranks have agreed on `snapshots`."""
     kept = {snapshot.path.stem for snapshot in snapshots}
     if folder.is_first:
         folder.remove(lambda name: name.rsplit(".", 1)[0] not in kept)
@@ -202,8 +202,8 @@ class _VerifiedSnapshots:
         self.of_node = [snapshot for snapshot in found if snapshot.path.name not in bad]
         self._folder = folder
         self._on_node = _by_state(self.of_node)
-        self._of_this_rank = _by_state(mine)  # what it sends from
-        # Every chunk that this rank needs, and the tensor to fill.
+        self._of_this_rank = _by_state(mine)  # snapshots from which this rank sends
+        # [(chunk that this rank needs, tensor to fill)]
         self._wants = [
             (ChunkRequest(name, Chunk(offsets, tuple(values.shape))), values)
             for (name, offsets), values in chunks_of(states).items()
@@ -230,7 +230,7 @@ class _VerifiedSnapshots:
         return assign(wants, offers)
 
     def fill_from_node(self) -> int:
-        """Copy what this node holds into the states; return the bytes."""
+        """Copy the chunks that this node holds into the states; return the number of bytes."""
         num_bytes = 0
         for want, values in self._wants:
             for part in _parts(self._on_node, want):
@@ -240,11 +240,10 @@ class _VerifiedSnapshots:
         return num_bytes
 
     def exchange(self, messages: Sequence[ChunkTransfer]) -> int:
-        """Send and receive this rank's messages; return the bytes received.
+        """Send and receive this rank's messages; return the number of bytes received.
 
-        All ranks go through the messages in the same order with at most `_IN_FLIGHT` open: the
-        first that is not complete is open on both its ranks, so they cannot wait for each other in
-        a circle.
+        All ranks go through the messages in the same order with at most `_IN_FLIGHT` open. The
+        first incomplete message is open on both sender and receiver, so there is no deadlock.
         """
         rank = self._folder.control.world.rank
         targets: dict[str, list[tuple[ChunkRequest, Tensor]]] = defaultdict(list)
@@ -315,7 +314,7 @@ def _by_state(snapshots: Sequence[Snapshot]) -> _ByState:
 
 
 def _parts(held: _ByState, want: ChunkRequest) -> Iterator[SnapshotChunk]:
-    """Yield disjoint parts of a want; each chunk that is held twice counts once."""
+    """Yield disjoint parts of a request; elements that are held twice count once."""
     left = [want.chunk]
     for snapshot, index in held.get(want.state, ()):
         stored = snapshot.record.regions[index].chunk
@@ -327,7 +326,7 @@ def _parts(held: _ByState, want: ChunkRequest) -> Iterator[SnapshotChunk]:
 def assign(
     wants: Sequence[Sequence[ChunkRequest]], offers: Sequence[Sequence[ChunkOffer]]
 ) -> tuple[list[ChunkTransfer], list[ChunkRequest]]:
-    """Assign each part of a want to the holder that sends least; return also the wants of none."""
+    """Assign parts of requests to the holders that send least; also return unheld requests."""
     by_want: dict[tuple[int, int], list[tuple[int, Chunk]]] = defaultdict(list)
     for source, of_source in enumerate(offers):
         for offer in of_source:

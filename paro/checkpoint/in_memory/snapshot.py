@@ -1,9 +1,9 @@
 """Snapshots of a rank: files in node memory, each with its states after one iteration."""
 
 # A rank writes its snapshots into two slots in turn, so that a process that dies at any instant
-# leaves one whole. A slot is a data file, allocated once and mapped, and a record: a small file
-# that is removed before the data are overwritten and renamed into place after them. The pages of a
-# file in memory survive their writer, so nothing is synced. Records and data have checksums.
+# leaves one complete snapshot. A slot is a data file, allocated once and mapped, and a record, a
+# small file. A write removes the record, overwrites the data, and renames a new record into place.
+# Pages of a file in memory survive the writer, so nothing is synced. All have checksums.
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 class StoredChunk:
     """A chunk of a state and where its values begin in the data file."""
 
-    state: str  # as in checkpoints: exp_avg.<parameter>
+    state: str  # name of the state as in checkpoints: exp_avg.<parameter>
     dtype: Literal["float32", "bfloat16", "float16"]
     corner: tuple[Count, ...]
     extent: tuple[Count, ...]
-    offset: Count  # bytes
+    offset: Count  # first byte of the values in the data file
 
     @property
     def chunk(self) -> Chunk:
@@ -62,22 +62,22 @@ class SnapshotRecord:
     format: Literal[1]
     iteration: Count
     rank: Count
-    flags: dict[str, str]  # of the run, to recognize another run's
+    flags: dict[str, str]  # the run's flags, to recognize snapshots of another run
     regions: list[StoredChunk]
-    checksums: list[Count]  # of the chunks
-    common: dict[str, Any]  # what a checkpoint has in common.json
+    checksums: list[Count]  # [chunk] -> checksum of the values
+    common: dict[str, Any]  # contents of a checkpoint's common.json
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """A record that was read, and its data file, which is unverified."""
 
-    path: Path  # of the data
+    path: Path  # path of the data file
     record: SnapshotRecord
 
     @property
     def start(self) -> int:
-        """The start of the run that wrote it; a later one is greater."""
+        """Number of the start of the run that wrote the snapshot; it grows from start to start."""
         return int(self.path.name.split("-")[2].split(".")[0], 16)
 
     @classmethod
@@ -124,7 +124,7 @@ class _Slot(NamedTuple):
 class SnapshotWriter:
     """A writer of the states of one rank into two slots in turn, allocated at their first use.
 
-    `states` are views of shards that keep their storage; those named in `constant` never change,
+    `states` are views of shards, whose storage must stay. States named in `constant` never change
     and are copied into each slot once.
     """
 
@@ -153,7 +153,7 @@ class SnapshotWriter:
             )
             for start, ((name, corner), values) in zip(starts, sources.items(), strict=True)
         ]
-        # The same in every record, so serialized once.
+        # The head is equal in all records and serialized once.
         self._head = json.dumps(
             {
                 "format": _FORMAT,
@@ -193,7 +193,7 @@ class SnapshotWriter:
         """Map a file for a snapshot; return its chunks as tensors, pinned where CUDA is used."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # All pages now: a full file system is an error here, and SIGBUS in a mapped page.
+            # Allocate all pages now: a full file system would be a SIGBUS in a mapped page.
             os.posix_fallocate(descriptor, 0, max(1, self.num_bytes))
             room = torch.frombuffer(
                 mmap.mmap(descriptor, max(1, self.num_bytes)), dtype=torch.uint8
