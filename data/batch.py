@@ -46,7 +46,7 @@ class Batch:
     mask_sum: float
     text_bytes: float = 0.0  # bytes of text of the labels, weighted by the mask; 0: not counted
     positions_BS: Tensor | None = None  # noqa: N815  int64, [B or 1, S]; None: 0 to S - 1
-    document_lengths: tuple[int, ...] | None = None  # of all samples; None: a document per sample
+    document_lengths: tuple[int, ...] | None = None  # of all samples; None: one per sample
     seq_length: int | None = None  # tokens of a whole sample; None: the batch was not cut
     ranges: tuple[range, ...] | None = None  # positions in this batch, in order; None: all
 

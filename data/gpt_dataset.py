@@ -94,7 +94,7 @@ class GPTDataset:
             parts.append(self.indexed.loss_mask(sequence, begin, length).copy())
             if begin == 0:  # the conversation begins with this token
                 parts[-1][:1] = BEGINS
-        return self._filled(np.concatenate(parts), "constant")  # by MASKED
+        return self._filled(np.concatenate(parts), "constant")  # pads with MASKED, which is 0
 
     def _places(self, index: int) -> Iterator[tuple[int, int, int | None]]:
         """Yield (sequence, offset, number of tokens) for each sequence that the sample reads."""

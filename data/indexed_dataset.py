@@ -251,7 +251,7 @@ def _room_on_disk(path: Path) -> Iterator[None]:
 class EncodedDocuments(NamedTuple):
     """Documents ready to write: all ids, sequence lengths, number of sequences per document."""
 
-    ids: Tokens  # in the dtype of the data set, checked against the vocabulary
+    ids: Tokens  # all token ids, in the data set's dtype, checked against the vocabulary
     lengths: NDArray[np.int32]
     sequences: NDArray[np.int64]
     unfinished: bool = False  # True: the last sequence continues in the next batch

@@ -182,7 +182,7 @@ def _norm_backward(
         d *= s
         along = tl.sum(d * normed, 0) * one_over_width
         of_x = r * (d - normed * along)
-        if residual is not None:  # as where the norm's gradient is rounded, and then added to it
+        if residual is not None:  # round before the addition, as the unfused norm does
             of_x = of_x.to(grad_x.dtype.element_ty).to(tl.float32)
             of_x += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         highest = tl.maximum(highest, _magnitude(of_x))

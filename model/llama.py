@@ -232,7 +232,7 @@ class Head(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.starts = {"weight": 0}  # if it is a slice: the token id of its first row
+        self.starts = {"weight": 0}  # token id of the first row; above 0 in a vocabulary slice
         self.weight: nn.Parameter | None = None  # output weight; None: tied to the embedding
 
     def forward(

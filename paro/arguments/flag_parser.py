@@ -83,7 +83,7 @@ SYNONYMS = {
 def hint_for(flag: str, parser: ArgumentParser) -> str:
     """Return a hint for an unknown flag; every flag that a hint suggests exists in the parser."""
     known = parser._option_string_actions
-    plain = flag.lstrip("-").lower().replace("_", "-").rpartition(".")[2]  # as in optimizer.lr
+    plain = flag.lstrip("-").lower().replace("_", "-").rpartition(".")[2]  # without optimizer.
     meaning = SYNONYMS.get(plain)
     if meaning is not None and f"--{plain}" not in known:
         return f"give {meaning}" if meaning.startswith("--") else meaning
