@@ -55,7 +55,7 @@ def main() -> None:
         with distributed(config.runtime, world, settings) as control:
             check_source(config.checkpoint, config.train, control)
             watchdog.begins("claiming the folder of --save", 0)
-            # Before anything is read or written there.
+            # Lock --save before anything is read from it or written to it.
             with locked_folders_of(config.save_folder, control, watchdog) as locked:
                 chosen = plan_on_this_machine(config, control, watchdog)
                 if chosen is None:
@@ -89,7 +89,7 @@ def run(
     state = resumed.state or TrainState.at_start(config.loss_scale)
     config.batches.check_from(state.consumed_train_samples)
     if only_evaluate:
-        state.consumed_valid_samples = 0  # the same samples for every checkpoint
+        state.consumed_valid_samples = 0  # evaluate every checkpoint on the same samples
     watchdog.begins("opening the data sets and the report", state.iteration)
     with control.raise_on_all_ranks():
         datasets = setup.open_data(config, state, resumed, log)

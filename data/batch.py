@@ -16,18 +16,18 @@ from data.document_bounds import DocumentRules, bounds_of
 from data.loss_mask import LossMask
 from paro.errors import UserError, is_storage_failure, open_files_limit
 
-TokenBytes = NDArray[np.int64]  # how many bytes of text each id stands for
+TokenBytes = NDArray[np.int64]  # index: token id; value: bytes of text that the id stands for
 
 
 class Samples(Protocol):
-    """A finite set of samples, each seq_length + 1 token ids."""
+    """A finite set of samples; each sample has seq_length + 1 token ids."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> NDArray[np.int64]: ...
 
     def loss_mask(self, index: int) -> LossMask | None:
-        """Return the loss mask of the tokens of a sample; None: all are trained on."""
+        """Return the loss mask of a sample's tokens; None: every token is trained on."""
 
     def describe(self) -> str: ...
 
@@ -36,19 +36,19 @@ class Samples(Protocol):
 class Batch:
     """A micro-batch of one rank; labels are the next tokens, ignored where loss_mask is 0.
 
-    A batch that was cut has some positions of each sample: tokens, labels, mask and positions are
-    theirs, the other fields of whole samples.
+    A batch that was cut for context parallelism has some positions of each sample. Tokens, labels,
+    mask and positions are of these positions only; other fields describe whole samples.
     """
 
     tokens_BS: Tensor  # noqa: N815  int64
     labels_BS: Tensor  # noqa: N815  int64
     loss_mask_BS: Tensor  # noqa: N815  float32
     mask_sum: float
-    text_bytes: float = 0.0  # that the labels stand for, weighed by the mask; 0: not counted
+    text_bytes: float = 0.0  # bytes of text of the labels, weighted by the mask; 0: not counted
     positions_BS: Tensor | None = None  # noqa: N815  int64, [B or 1, S]; None: 0 to S - 1
     document_lengths: tuple[int, ...] | None = None  # of all samples; None: one per sample
-    seq_length: int | None = None  # of a whole sample; None: nothing was cut
-    ranges: tuple[range, ...] | None = None  # the positions that are here, in order; None: all
+    seq_length: int | None = None  # tokens of a whole sample; None: the batch was not cut
+    ranges: tuple[range, ...] | None = None  # positions in this batch, in order; None: all
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
         return self._with(lambda part: part.to(device, non_blocking=non_blocking))
@@ -65,7 +65,7 @@ class Batch:
         return found if self.seq_length is None else {**found, "seq_length": self.seq_length}
 
     def cut(self, ranges: tuple[range, ...]) -> Batch:
-        """Keep these positions of each sample, with copies of their tokens alone."""
+        """Return a batch with only these positions of each sample, copied."""
 
         def own(part_BS: Tensor) -> Tensor:
             return torch.cat([part_BS[:, each.start : each.stop] for each in ranges], dim=1)
@@ -97,8 +97,8 @@ def collate(
 ) -> Batch:
     """Make a batch of samples of seq_length + 1 tokens; the last `num_masked` are masked.
 
-    Bytes of text are counted here, where processes read ahead and labels are in memory: a device
-    gets no table, and a sum on it would have to be brought back.
+    Bytes of text are counted here, on the host, where worker processes read ahead. So no table is
+    copied to the device, and no sum is copied back.
     """
     text = np.stack(samples)
     bounds = bounds_of(text[:, :-1], rules, loss_masks)
@@ -118,22 +118,22 @@ def collate(
     )
 
 
-Failure = UserError | OSError  # the latter is of the storage, or of the limit of open files
+Failure = UserError | OSError  # OSError: the storage failed, or too many files are open
 
 
 @dataclass(eq=False)
 class Fetch(Dataset[Batch | Failure]):
     """A map from the sample numbers of a micro-batch to the batch.
 
-    Errors of the user and of the storage are returned as values: of an exception that is raised in
-    a worker process only a page of text arrives.
+    `UserError` and `OSError` are returned as values: an exception that is raised in a worker
+    process would reach the trainer only as a traceback text.
     """
 
     dataset: Samples
     rules: DocumentRules | None = None
-    whole: bool = False  # whole rounds, each padded at its end with masked samples
+    whole: bool = False  # True: read the set in rounds, each padded at its end with masked samples
     ranges: tuple[range, ...] | None = None  # the positions of each sample to keep; None: all
-    token_bytes: TokenBytes | None = None  # to count the bytes of text; None: they are not
+    token_bytes: TokenBytes | None = None  # bytes of text per id; None: do not count bytes
 
     def __getitem__(self, numbers: range) -> Batch | Failure:
         last = len(self.dataset) - 1

@@ -1,7 +1,7 @@
 """Blends of corpora with weights, parsed from the command line or from files."""
 
-# A blend is a list of prefixes, either each after its weight, or all without weights: then the
-# sizes of the corpora are the weights.
+# A blend is a list of prefixes, either each after its weight, or all without weights. Without
+# weights, the sizes of the corpora are the weights.
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from paro.errors import UserError, about, is_word
 from paro.untrusted.regular_file import read_text
 from paro.untrusted.schema import parse_json, read_json
 
-SURPLUS = 0.005  # as in Megatron: extra samples built of every corpus, against rounding
+SURPLUS = 0.005  # fraction of extra samples built of every corpus against rounding, as Megatron
 MAX_CORPORA = np.iinfo(np.int16).max - 1
-_MAX_PATH_CHARS = 4096  # of Linux
+_MAX_PATH_CHARS = 4096  # Linux's limit
 _SPLITS = (
     '; give {"train": [...], "valid": [...], "test": [...]}, each a list of weights and paths, or '
     "of paths"
@@ -31,7 +31,7 @@ _SPLITS = (
 class Blend:
     """Prefixes of corpora; weights are positive with any sum, or None to weight by size."""
 
-    flag: str  # that gave it, for messages
+    flag: str  # the flag that gave the blend, for messages
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
 
@@ -120,7 +120,7 @@ def _flatten(content: list[Any], flag: str) -> list[str]:
         if outer is None:
             words += inner.prefixes
             continue
-        words.pop()  # the weight that the inner weights divide
+        words.pop()  # remove the weight that the inner weights divide
         for share, prefix in zip(inner.shares(), inner.prefixes, strict=True):
             words += [repr(outer * share), prefix]
     return words
@@ -148,7 +148,7 @@ def _checked(flag: str, prefixes: list[str], weights: list[float] | None) -> Ble
 
 
 def number_in(word: str) -> float | None:
-    """Return the number that a word is; None if it is none."""
+    """Return the word as a number; None if the word is not a number."""
     try:
         return float(word)
     except ValueError:

@@ -24,7 +24,7 @@ DATASET_DTYPE: np.dtype[Any] = np.dtype(np.int16)
 SAMPLE_DTYPE: np.dtype[Any] = np.dtype(np.int64)
 _LEAST_STRETCH = 256
 _MAX_LANES = 4096
-_RUN_IN = 4  # times the mean distance between samples of the rarest corpus
+_RUN_IN = 4  # length of the warm-up, in mean distances between samples of the rarest corpus
 _MAX_RUN_IN = 4096
 
 Counts = NDArray[np.int64]  # of every corpus, in every lane
@@ -55,7 +55,7 @@ def _blend(
     """Return the order, computed in parallel lanes; see [Note: in lanes]."""
     stretch = max(_LEAST_STRETCH, -(-num_samples // _MAX_LANES))
     num_lanes = max(1, -(-num_samples // stretch))
-    rarest = float(shares[shares > 0].min())  # of numpy, a division that overflows warns
+    rarest = float(shares[shares > 0].min())  # numpy warns of overflow in a division
     run_in = int(min(_RUN_IN / rarest, _MAX_RUN_IN, stretch))
     chosen = np.empty((num_lanes, stretch), dtype=DATASET_DTYPE)
     samples = np.empty((num_lanes, stretch), dtype=SAMPLE_DTYPE)

@@ -27,9 +27,9 @@ from paro.errors import UserError
 
 @dataclass(eq=False)
 class BlendedDataset:
-    """A blend: sample i is the next one of the corpus that the blend order gives for i.
+    """A blend: sample i is the next unread sample of the corpus that the blend order has at i.
 
-    Held-out data with fewer samples than are drawn are read again from the start.
+    Held-out data with fewer samples than a run draws are read again from the start.
     """
 
     members: Sequence[GPTDataset]
@@ -59,7 +59,7 @@ class BlendedDataset:
         return member, int(self.indices.dataset_sample_index[place])
 
     def describe(self) -> str:
-        """Return one line: the corpora, what each contributes, where the order is stored."""
+        """Return one line: corpora, samples from each corpus, and where the order is stored."""
         size = len(self.indices.dataset_index)
         counts = np.bincount(np.asarray(self.indices.dataset_index), minlength=len(self.members))
         parts = ", ".join(
@@ -75,7 +75,7 @@ class BlendedDataset:
 def build_samples(blend: Blend, request: SplitRequest) -> GPTDataset | BlendedDataset:
     """Return one split of a blend; `TooFewTokensError` if it has no sample.
 
-    For training data, that error is also raised if one of the corpora has no sample.
+    For training data, `TooFewTokensError` is also raised if any corpus has no sample.
     """
     request = replace(request, flag=blend.flag)
     # Megatron blends a single corpus only if it has a weight and all splits are cut from it.
@@ -152,7 +152,7 @@ def _cached_indices(
     size: int,
     build: Callable[[], BlendIndices],
 ) -> tuple[BlendIndices, str]:
-    """Return the order of a blend, cached: it depends only on weights or sizes and length."""
+    """Return the blend order, cached on disk; it depends only on weights or sizes and length."""
     facts = {
         "class": "BlendedDataset",
         "datasets": list(blend.prefixes),

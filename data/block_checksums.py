@@ -42,7 +42,7 @@ class BlockSums:
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self._block_bytes = block_bytes
         self._table = array("I")
-        self._begun = 0  # the checksum of the last block, which is not whole yet
+        self._begun = 0  # the CRC-32 so far of the last block, which is incomplete
         self._num_bytes = 0
 
     def update(self, content: bytes | memoryview | NDArray[Any]) -> None:
@@ -77,9 +77,9 @@ class BlockSums:
 class CheckedFile:
     """A .bin file whose blocks are compared with their checksums whenever they are read.
 
-    `again` says how checksums are written for a file that was replaced on purpose. No block is
-    remembered as checked: with all ranks and workers of a run, nearly every read of a block is the
-    first one of its process, and the others cost microseconds.
+    `again`: advice on how to write checksums for a file that was replaced on purpose. Every read is
+    checked: with many ranks and workers, nearly every read of a block is the first read of its
+    process, and a repeated check costs microseconds.
     """
 
     def __init__(self, file: RegularFile, sums: RegularFile, again: str) -> None:
@@ -129,7 +129,7 @@ class CheckedFile:
     def read(self, begin: int, length: int) -> memoryview:
         """Read `length` bytes from byte `begin` on; `UserError` if a block of them is damaged."""
         size = self._block_bytes
-        first, last = begin // size, -(-(begin + length) // size)  # the one behind the last
+        first, last = begin // size, -(-(begin + length) // size)  # blocks [first, last)
         start = first * size
         content = memoryview(self._file.read(start, min(last * size, self.size) - start))
         sums = self._sums.read(_HEADER_BYTES + 4 * first, 4 * (last - first))
@@ -146,7 +146,7 @@ class CheckedFile:
 
 
 def with_checks(file: RegularFile) -> RegularFile | CheckedFile:
-    """Return the .bin file with checks of what is read, if it has checksums."""
+    """Return the .bin file; if checksums exist, every read is checked."""
     path = Path(f"{file.path}.crc")
     with reading(str(path)):
         try:

@@ -13,8 +13,8 @@ from paro.errors import UserError, contradiction
 
 DEFAULT_SPLIT = "969, 30, 1"
 MAX_SEED = 2**32 - 1
-MOST_TOKENS = 2**31  # of a sample
-MOST_WORKERS = 1024  # processes of one rank
+MOST_TOKENS = 2**31  # largest --seq-length
+MOST_WORKERS = 1024  # most worker processes of one rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +29,12 @@ class DataConfig:
     test_data_path: tuple[str, ...] = ()
     per_split_data_args_path: str | None = None
     mock_data: bool = False
-    split: str | None = None  # for data shared by all splits; None: DEFAULT_SPLIT
+    split: str | None = None  # weights that cut shared data into splits; None: DEFAULT_SPLIT
     data_cache_path: str | None = None
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
-    sft: bool = False  # a sample is one conversation
+    sft: bool = False  # True: a sample is one conversation
     multiple_validation_sets: bool = False
     full_validation: bool = False
     num_workers: int = 2
@@ -79,7 +79,7 @@ class DataConfig:
             )
 
     def check_conversations(self, prefix: str, *, has_loss_mask: bool) -> None:
-        """Raise `UserError` if samples of this corpus would mix conversations, or cannot be any."""
+        """Raise `UserError` if samples would mix conversations, or --sft finds no conversations."""
         if self.sft and not has_loss_mask:
             raise UserError(
                 f"--sft: {prefix} has no conversations ({loss_mask_paths(prefix)[0]} is missing): "
@@ -94,7 +94,7 @@ class DataConfig:
             )
 
     def document_rules(self, eod: int) -> DocumentRules | None:
-        """Return the rules for ends of documents; None if they change nothing."""
+        """Return the rules for end-of-document tokens; None if no rule is on."""
         rules = DocumentRules(
             eod=eod,
             eod_mask_loss=self.eod_mask_loss,
@@ -104,7 +104,7 @@ class DataConfig:
         return None if rules == DocumentRules(eod=eod) else rules
 
     def _sources(self) -> dict[str, bool]:
-        """Return the flags of data sources, exactly one of which must be given, and which are."""
+        """Return each flag of a data source and whether it is given; exactly one must be."""
         per_split = {f"--{name}-data-path": words for name, words in self._words().items()}
         first_given = next((flag for flag, words in per_split.items() if words), "")
         return {

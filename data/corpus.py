@@ -18,13 +18,13 @@ from data.sources import Piece, SourceKind, open_hugging_face, open_parquet
 from paro.errors import UserError, importing, reading
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-BATCH_BYTES = 2**18  # of a batch of lines or rows; one longer line is a batch of its own
-TEXT_BYTES = 2**22  # a longer .txt file is encoded in parts, cut at ends of lines
-ROWS = 4096  # of a batch at most
-# Cuts of a long text: after the last line end not followed by a blank, else after the last.
+BATCH_BYTES = 2**18  # size of a batch of lines or rows; a longer line is a batch of its own
+TEXT_BYTES = 2**22  # longer .txt files are encoded in parts, cut at ends of lines
+ROWS = 4096  # rows of a batch at most
+# Where a long text is cut: after the last line end before a non-blank, else after the last one.
 LINE_ENDS = (re.compile(rb".*\n(?=\S)", re.DOTALL), re.compile(rb".*\n", re.DOTALL))
 _LIST, _OBJECT = re.compile(r"\s*\[\s*({|$)"), re.compile(r"\s*{\s*$")
-_TOO_LONG = "requires too much memory"  # what zstd says of a window that its caller did not allow
+_TOO_LONG = "requires too much memory"  # zstd's message for a window above the allowed size
 
 Rows = Mapping[str, list[Any]]
 OnBad = Callable[[str], None]
@@ -35,16 +35,16 @@ class RawBatch:
     """Documents as stored, not yet parsed; `texts_of` parses them, in any process."""
 
     piece: Piece
-    first: int  # number of the piece's lines or rows before it; for a text, bytes
+    first: int  # lines or rows of the piece before this batch; bytes for a .txt file
     content: bytes | Rows  # lines of JSON, (a part of) one text, or columns of rows
-    advance: int  # progress of this batch in units of piece.num_bytes
-    unfinished: bool = False  # the text continues in the next batch
+    advance: int  # bytes of piece.num_bytes that this batch accounts for, as progress
+    unfinished: bool = False  # True: the text continues in the next batch
 
 
 class Texts(NamedTuple):
-    """A document: the text, or the sentences, under each key; or the values as they are."""
+    """A document: for each key the text, a list of sentences, or the unconverted value."""
 
-    number: int  # of the line or row in its piece, starting at 1
+    number: int  # number of the line or row in its piece, from 1
     by_key: tuple[Any, ...]
     num_bytes: int
 
@@ -52,9 +52,9 @@ class Texts(NamedTuple):
 def read_batches(
     pieces: Iterable[Piece], keys: Sequence[str], *, skip_malformed: bool = False
 ) -> Iterator[RawBatch]:
-    """Yield all documents of the pieces in order; from rows only the columns `keys`.
+    """Yield all documents of the pieces in order, in batches; of rows only the columns `keys`.
 
-    With `skip_malformed`, a long text that is not UTF-8 yields only its first bad part.
+    With `skip_malformed`, a long text that is not UTF-8 yields only the first bad part.
     """
     for piece in pieces:
         if piece.kind is SourceKind.JSON_LINES:
@@ -168,7 +168,7 @@ def _rows(piece: Piece, keys: Sequence[str]) -> Iterator[RawBatch]:
 
 def _parquet_rows(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[int, Rows]]:
     """Yield the number of row groups that a batch completes, and its rows."""
-    source = open_parquet(piece.path)  # which says so if pyarrow is missing
+    source = open_parquet(piece.path)  # raises `UserError` if pyarrow is missing
     from pyarrow import ArrowException
 
     _check_columns(piece, keys, source.schema_arrow.names)
@@ -217,9 +217,9 @@ def texts_of(
 ) -> Iterator[Texts]:
     """Yield the documents of a batch; `UserError` gives file and line of a bad one.
 
-    With `on_bad`, bad ones are reported to it and skipped. A .txt document is under every key. With
-    `as_they_are` values need not be texts. They are None where an `optional` key is missing; `flag`
-    is the one that names the keys.
+    With `on_bad`, bad documents are reported to it and skipped. A .txt document is under every key.
+    With `as_they_are` values need not be texts. The value of a missing `optional` key is None.
+    `flag` names the flag of the keys, for messages.
     """
 
     def value_of(entry: Mapping[str, Any], key: str) -> Any:
@@ -263,7 +263,7 @@ def _lines_before(path: str, end: int) -> int:
 
 
 class _BadError(Exception):
-    """The reason why a document is malformed, in words that follow its place."""
+    """The reason why a document is malformed, as words that follow its location."""
 
 
 def _raw_documents(batch: RawBatch) -> Iterable[Any]:
@@ -306,7 +306,7 @@ def _read(
 
 
 def _way_to_lines(text: str) -> str:
-    """Say how to convert a list or an object of several lines that this line begins; else ''."""
+    """Say how to convert multi-line JSON to lines if this line begins such JSON; else ''."""
     for begun, query in (_LIST, "'.[]'"), (_OBJECT, "."):
         if begun.match(text):
             return f": one JSON object a line is wanted; jq -c {query} FILE prints that"
@@ -318,7 +318,7 @@ def _texts(value: Any, key: str) -> list[str]:
 
 
 def _checked(text: Any, key: str) -> str:
-    if isinstance(text, bytes):  # a column without Parquet's mark of UTF-8
+    if isinstance(text, bytes):  # a Parquet column of bytes, not marked as UTF-8
         try:
             return text.decode("utf-8")
         except UnicodeDecodeError as error:

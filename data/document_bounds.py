@@ -27,7 +27,7 @@ class Bounds(NamedTuple):
 
     loss_mask_BS: NDArray[np.float32]  # noqa: N815
     positions_BS: NDArray[np.int64] | None  # noqa: N815
-    document_lengths: tuple[int, ...] | None  # sample after sample
+    document_lengths: tuple[int, ...] | None  # tokens of each document, sample after sample
 
 
 def bounds_of(
@@ -38,8 +38,8 @@ def bounds_of(
     """Compute the bounds: documents begin at the first token of a sample and after every EOD.
 
     The EOD token belongs to the document that it ends, and predicts the first token of the next
-    one unless its loss is masked. In a sample with `loss_masks`, of its tokens and the label of the
-    last, documents are conversations, and only answered tokens are predicted.
+    one unless its loss is masked. With `loss_masks` (seq_length + 1 entries per sample), documents
+    are conversations, and only answered tokens are predicted.
     """
     loss_mask_BS = np.ones(tokens_BS.shape, dtype=np.float32)
     of_conversations = [

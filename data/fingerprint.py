@@ -51,7 +51,7 @@ class Fingerprint:
 def fingerprint_of(config: TokenizerConfig, *, with_bytes: bool = False) -> Fingerprint | None:
     """Return a tokenizer's fingerprint; None for NullTokenizer, whose ids fit any corpus.
 
-    A corpus stores it `with_bytes`, which takes a second for a vocabulary of 256,000.
+    `with_bytes` adds the bytes of text per id, which takes a second for a vocabulary of 256,000.
     """
     tokenizer = build_tokenizer(config)
     if not tokenizer.vocabulary:
@@ -78,7 +78,7 @@ def _token_bytes(tokenizer: Tokenizer) -> str | None:
 
 
 def digest_of(vocabulary: Mapping[str, int], eod: int) -> str:
-    """Hash the pieces by id; it is stored with corpora, so it must never change."""
+    """Hash the pieces by id; corpora store this hash, so this function must never change."""
     digest = hashlib.blake2b(digest_size=16)
     for piece, number in sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0])):
         text = piece.encode("utf-8", "surrogatepass")
@@ -103,7 +103,7 @@ def read_fingerprint(prefix: str | Path) -> Fingerprint | None:
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: TokenizerConfig | None) -> Fingerprint | None:
-    """Return a corpus's fingerprint, if it has one; `UserError` if it is of another tokenizer."""
+    """Return a corpus's fingerprint, if any; `UserError` if another tokenizer made the corpus."""
     made_with = read_fingerprint(prefix)
     given = None if made_with is None or tokenizer is None else fingerprint_of(tokenizer)
     if made_with is None or given is None or given.digest == made_with.digest:
@@ -117,7 +117,7 @@ def check_tokenizer(prefix: str | Path, tokenizer: TokenizerConfig | None) -> Fi
 
 @contextmanager
 def replacing_fingerprint(prefix: str | Path, fingerprint: Fingerprint | None) -> Iterator[None]:
-    """Write a corpus's fingerprint, or remove it if None, when the block succeeds."""
+    """Write a corpus's fingerprint when the block succeeds; None removes an existing one."""
     path = fingerprint_path(prefix)
     if fingerprint is None:
         yield

@@ -34,7 +34,7 @@ from paro.text import listed
 SCAN_BYTES = 256 * 2**20
 SCAN_BLOCKS = 64
 PURPOSES = {"train": "training", "valid": "validation", "test": "test"}
-_NAMED = 3  # corpora at most in a line
+_NAMED = 3  # at most so many corpora are named in a line
 
 
 class TooFewTokensError(UserError):
@@ -43,17 +43,17 @@ class TooFewTokensError(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRequest:
-    """The samples and split to build, and the way to open the corpora that have it."""
+    """The split and the number of samples to build, and how to open the corpora of the split."""
 
     config: DataConfig
     split_name: str
-    num_samples: int | None  # None: every sample once
+    num_samples: int | None  # samples to build at least; None: every sample once
     vocab_size: int
     open_corpus: Callable[[str], IndexedDataset] = IndexedDataset
-    flag: str = "--data-path"  # that names the corpora, for messages
+    flag: str = "--data-path"  # the flag that names the corpora, for messages
 
     def build(self, prefix: str, num_samples: int | None) -> GPTDataset:
-        """Build this many samples of one of the corpora."""
+        """Build the split of one corpus with `num_samples` samples."""
         return build_gpt_dataset(self.open_corpus(prefix), replace(self, num_samples=num_samples))
 
     def total_samples(self, prefix: str, num_samples: int | None) -> int:
@@ -65,8 +65,8 @@ class SplitRequest:
 class GPTDataset:
     """A split: sample i is the i-th sample to train on, an array of seq_length + 1 token ids.
 
-    A conversation with a sample of its own is cut after seq_length tokens, or filled up by its last
-    token, which weighs nothing.
+    With --sft a conversation is cut after seq_length tokens, or padded with masked copies of the
+    last token.
     """
 
     indexed: IndexedDataset
@@ -75,7 +75,7 @@ class GPTDataset:
     _: KW_ONLY
     vocab_size: int
     source: str = "indices kept in memory"
-    num_cut: int = 0  # conversations of the split that are longer than a sample
+    num_cut: int = 0  # number of conversations that are cut since they are longer than a sample
 
     def __len__(self) -> int:
         return self.plan.total_samples
@@ -92,12 +92,12 @@ class GPTDataset:
         parts = []
         for sequence, begin, length in self._places(index):
             parts.append(self.indexed.loss_mask(sequence, begin, length).copy())
-            if begin == 0:  # no token before it is of this conversation
+            if begin == 0:  # the conversation begins with this token
                 parts[-1][:1] = BEGINS
-        return self._filled(np.concatenate(parts), "constant")  # by MASKED
+        return self._filled(np.concatenate(parts), "constant")  # pads with MASKED, which is 0
 
     def _places(self, index: int) -> Iterator[tuple[int, int, int | None]]:
-        """Yield the sequences of a sample, where it begins in each, and how much it has of it."""
+        """Yield (sequence, offset, number of tokens) for each sequence that the sample reads."""
         sample = int(self.order.shuffle_index[index])
         bounds = self.order.sample_index[sample : sample + 2].tolist()
         (first, offset), (last, last_offset) = bounds
@@ -110,7 +110,7 @@ class GPTDataset:
                 yield sequence, begin, length
 
     def _filled(self, row: NDArray[Any], mode: Literal["edge", "constant"]) -> NDArray[Any]:
-        """Return the entries of a sample, after those of a conversation that it has for itself."""
+        """Return a sample's entries; with --sft cut to seq_length, padded to seq_length + 1."""
         length = self.plan.seq_length
         if self.plan.shared_tokens == 0:
             row = row[:length]
@@ -136,7 +136,7 @@ class GPTDataset:
 def open_checked(
     config: DataConfig, prefix: str, vocab_size: int, tokenizer: TokenizerConfig | None
 ) -> tuple[IndexedDataset, Fingerprint | None]:
-    """Return a corpus and what made it; `UserError` unless the run can read it."""
+    """Return a corpus and its tokenizer's fingerprint; `UserError` unless the run can read it."""
     corpus, recorded = IndexedDataset(prefix), check_tokenizer(prefix, tokenizer)
     check_vocabulary(corpus, vocab_size)
     config.check_conversations(prefix, has_loss_mask=corpus.loss_mask_file is not None)
@@ -228,7 +228,7 @@ def _cache_entry(prefix: str, lengths: NDArray[np.int32], request: SplitRequest)
         "sequence_length": config.seq_length,
         "split": split,
         "split_matrix": None if split is None else split_matrix(split),
-        # So that files rewritten under the same prefix never get an old order.
+        # Files rewritten under the same prefix thereby never get the old order.
         "sequence_lengths_crc32": checksum(lengths),
         **({"sft": True} if config.sft else {}),
     }
@@ -266,7 +266,7 @@ def check_rows(corpora: Mapping[str, Sequence[GPTDataset]], rows: int) -> None:
 
 
 def _has_answer(corpus: GPTDataset) -> bool:
-    """Tell whether a label is answered; read up to the first conversation that has one."""
+    """Return whether any label is answered; read up to the first conversation with one."""
     if corpus.indexed.loss_mask_file is None:
         return True
     plan = corpus.plan

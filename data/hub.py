@@ -9,9 +9,9 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def how_to_fetch(path: str | Path) -> str:
-    """Return advice for a refusal of a folder that may be a model's name; else nothing.
+    """Return advice if a missing folder may be a model's name on the hub, else ''.
 
-    Such a name has an owner, which is no folder here.
+    A hub name is OWNER/NAME where OWNER is not a local folder.
     """
     name = str(path)
     owner, _, model = name.partition("/")

@@ -17,8 +17,8 @@ TOKENIZER_JSON = "tokenizer.json"
 # Files that may add tokens to those of a tokenizer file next to them.
 ADDING_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _ONE_BYTE = re.compile("<0x[0-9A-F]{2}>")
-_UNCHANGING = ("ByteFallback", "ByteLevel", "Fuse", "Strip")  # inside a text, next to bytes
-# Names of special token roles in transformers.
+_UNCHANGING = ("ByteFallback", "ByteLevel", "Fuse", "Strip")  # decoder steps that keep the bytes
+# Special token roles of transformers; fields are named <role>_token.
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -86,10 +86,10 @@ class _TransformersTokenizer(LibraryTokenizer):
 def hugging_face_tokenizer(model: str) -> LibraryTokenizer:
     """Open a `tokenizer.json` or its folder, another folder of transformers, or a cached hub name.
 
-    The files next to a `tokenizer.json` may add tokens, which get their ids as in transformers. It
-    does not define which token ends a document: that comes from `eos_token` in the
-    `tokenizer_config.json` next to it, as in published models, or from `eos_token_id` in their
-    `config.json`. Nothing is downloaded, since every rank would do so.
+    Files next to a `tokenizer.json` may add tokens, which get the same ids as in transformers. The
+    token that ends documents is `eos_token` of the `tokenizer_config.json` next to it, or
+    `eos_token_id` of `config.json`: `tokenizer.json` does not define it. Nothing is downloaded,
+    since every rank would download it.
 
     Texts of a corpus get no special tokens. Megatron's type of this name adds the tokenizer's, such
     as LLaMA's BOS, unless --tokenizer-hf-no-include-special-tokens is given.
@@ -145,7 +145,7 @@ def _load_tokenizer_json(path: Path, source: str) -> LibraryTokenizer:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises plain Exception
         raise UserError(f"--tokenizer-model {path} is not a tokenizer.json") from error
-    tokenizer.no_truncation()  # a file may enable it
+    tokenizer.no_truncation()  # tokenizer.json may enable truncation
     tokenizer.no_padding()
     config = _read_config(path.parent)
     _add_tokens(tokenizer, path.parent, config)
@@ -230,7 +230,7 @@ def _mark_special(tokens: Iterable[Any], names: Container[str | None]) -> None:
 
 
 def _added_token(token: str | Mapping[str, Any]) -> Any:
-    """Return the library's token; one that is only a text is special."""
+    """Build the library's token; a token given as plain text is special."""
     from tokenizers import AddedToken
 
     if isinstance(token, str):
@@ -296,9 +296,9 @@ def load_transformers_tokenizer(model: str) -> Any:
 
 
 def bytes_of_pieces(tokenizer: Any, vocab_size: int) -> list[int] | None:
-    """Return the bytes of every id; 0 for what is special or unknown.
+    """Count the bytes of text of every id; 0 for special and unknown tokens.
 
-    None if the decoder makes blanks up, as WordPiece's: then the text is not in the pieces.
+    None if the decoder inserts blanks that are not in the pieces, as WordPiece's does.
     """
     described = json.loads(tokenizer.to_str())
     decoder, model = described["decoder"] or {}, described["model"]
@@ -312,7 +312,7 @@ def bytes_of_pieces(tokenizer: Any, vocab_size: int) -> list[int] | None:
             if pair is None:
                 return None
             text = text.replace(*pair)
-        if "ByteLevel" in kinds:  # a character for every byte
+        if "ByteLevel" in kinds:  # each character of a piece stands for one byte
             counts[number] = len(text)
         elif "ByteFallback" in kinds and _ONE_BYTE.fullmatch(text):
             counts[number] = 1

@@ -39,9 +39,9 @@ from paro.untrusted.checksum import crc32
 from paro.untrusted.regular_file import read_text
 
 _POLL_SECONDS = 0.05
-Arrays = Mapping[str, NDArray[Any]]  # as they are built
+Arrays = Mapping[str, NDArray[Any]]  # name of an index: its array in memory
 StoredArrays = Mapping[str, NDArray[Any] | StoredArray]
-Expected = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]  # shape and type by name
+Expected = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]  # name of an index: shape, dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class CacheEntry:
 def cached_order(
     entry: CacheEntry, lengths: NDArray[np.int32], plan: OrderPlan
 ) -> tuple[SampleOrder, str]:
-    """Return a plan's order, from the cache if it is there and intact, and where it came from."""
+    """Return a plan's order and its source: the cache if it has an intact copy, else built now."""
     expected: Expected = {
         "document_index": ((plan.num_entries,), DOCUMENT_DTYPE),
         "sample_index": ((plan.total_samples + 1, 2), sample_index_dtype(plan, lengths)),
@@ -77,7 +77,7 @@ def cached_order(
 def cached_arrays(
     entry: CacheEntry, expected: Expected, build: Callable[[], Arrays]
 ) -> tuple[StoredArrays, str]:
-    """Return the arrays of an entry, from the cache if they are there and intact; and their source.
+    """Return an entry's arrays and their source: the cache if intact there, else built now.
 
     One process per machine builds while the others wait for its files. Machines do not wait for
     each other. If the folder cannot be written, the run continues without the cache.
@@ -102,10 +102,10 @@ def cached_arrays(
 
 @contextmanager
 def _alone_on_this_machine(entry: CacheEntry) -> Iterator[None]:
-    """Hold the lock of an entry on this machine; the end of its process releases it too.
+    """Hold the machine-wide lock of an entry; the end of the holder's process releases it.
 
-    The lock file is in the machine's local temporary folder, since not every shared folder supports
-    locks. Removing it is safe: a later process finds the entry, or builds the same bytes.
+    The lock file is in the local temporary folder, since not every shared folder supports locks.
+    Removing the lock file is safe: a later process finds the entry, or builds the same bytes.
     """
     key = hashlib.md5(f"{entry.folder.absolute()} {entry.digest}".encode(), usedforsecurity=False)
     path = Path(tempfile.gettempdir()) / f"llama-paro-{os.getuid()}-{key.hexdigest()}.lock"

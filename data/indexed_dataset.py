@@ -30,10 +30,10 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document entries
 TOKEN_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOAT_CODES = (6, 7)  # valid in the format, but not for token ids
-PART_TOKENS = 2**22  # of a read of all tokens
+PART_TOKENS = 2**22  # tokens per part when all tokens are read
 MAX_SEQUENCE_LENGTH = np.iinfo(np.int32).max
 REMEDY = "write both files again with tools/preprocess_data.py"
-_CHECKED_AT_ONCE = 2**20  # entries of an index, so that its check needs little memory
+_CHECKED_AT_ONCE = 2**20  # index entries checked at a time, which bounds the memory of the check
 
 Tokens = NDArray[Any]
 
@@ -67,9 +67,9 @@ def sequence_pointers(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.i
 class IndexedDataset:
     """The sequences of one prefix; inconsistent files raise an error.
 
-    Nothing is mapped into memory, and of the index nothing is kept: it has 20 bytes a sequence, and
-    every rank of a machine would hold its own copy. Only the prefix is pickled, so that worker
-    processes open the files themselves.
+    Files are neither mapped nor cached: the index has 20 bytes a sequence, and every rank of a
+    machine would hold its own copy. Only the prefix is pickled, so that worker processes open the
+    files themselves.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -163,12 +163,12 @@ class IndexedDataset:
         return self.loss_mask_file.read(*self._place(index, offset, length))
 
     def _place(self, index: int, offset: int, length: int | None) -> tuple[int, int]:
-        """Return the first of these tokens in the .bin file, and their number."""
+        """Return (first token in the .bin file, number of tokens) of a part of a sequence."""
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         begin, end = self._pointers(index, 2).tolist()
         if index + 1 == len(self):
-            end = self._content.size  # what is behind the last pointer is no pointer
+            end = self._content.size  # the last sequence ends at the end of the .bin file
         first, size = begin // self.dtype.itemsize, (end - begin) // self.dtype.itemsize
         stop = size if length is None else offset + length
         if not (0 <= offset <= stop <= size and 0 <= first <= self.num_tokens - size):
@@ -251,18 +251,18 @@ def _room_on_disk(path: Path) -> Iterator[None]:
 class EncodedDocuments(NamedTuple):
     """Documents ready to write: all ids, sequence lengths, number of sequences per document."""
 
-    ids: Tokens  # in the dtype of the data set, checked against the vocabulary
+    ids: Tokens  # all token ids, in the data set's dtype, checked against the vocabulary
     lengths: NDArray[np.int32]
     sequences: NDArray[np.int64]
-    unfinished: bool = False  # the last document's last sequence continues in the next batch
-    loss_mask: LossMask | None = None  # of all ids, for a corpus of conversations
+    unfinished: bool = False  # True: the last sequence continues in the next batch
+    loss_mask: LossMask | None = None  # an entry per id; None: not a corpus of conversations
 
 
 class IndexedDatasetWriter:
     """A writer of one prefix: all files get their final names if the block succeeds, else none.
 
     The .bin file is streamed; the .idx file is written last, by `complete` or at the end.
-    `tokenizer` is the one that made the ids, if it is known. With `has_loss_mask` it is a corpus of
+    `tokenizer` is the fingerprint of the ids' tokenizer, if known. `has_loss_mask`: the corpus has
     conversations.
     """
 

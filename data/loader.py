@@ -31,8 +31,8 @@ from data.waits import Wait
 from paro.errors import UserError, open_files_limit
 from paro.text import listed
 
-_FILES = 14  # of a corpus that may be open: 5 of its own, and 3 with the order of each split
-_NAMED = 3  # corpora at most in a line
+_FILES = 14  # open files per corpus at most: 5 of the corpus, and 3 with the order of each split
+_NAMED = 3  # at most so many corpora are named in a line
 _POLL_SECONDS = 5.0  # how often a rank that waits for a batch looks whether its workers live
 
 
@@ -52,10 +52,10 @@ class Datasets:
     train: Samples
     valid: Samples | None
     test: Samples | None
-    named_valid: Mapping[str, Samples] = field(default_factory=dict)  # instead of `valid`
-    causes: Mapping[str, str] = field(default_factory=dict)  # why a data set has no sample
-    unchecked: Sequence[str] = ()  # the corpora without checksums
-    made_with: Mapping[str, Fingerprint | None] = field(default_factory=dict)  # by prefix
+    named_valid: Mapping[str, Samples] = field(default_factory=dict)  # several sets, for `valid`
+    causes: Mapping[str, str] = field(default_factory=dict)  # data set: why it has no sample
+    unchecked: Sequence[str] = ()  # prefixes of corpora without checksums
+    made_with: Mapping[str, Fingerprint | None] = field(default_factory=dict)  # prefix: tokenizer
 
     def describe(self) -> list[str]:
         """Return one line per split or validation set, printed at the start of a run."""
@@ -88,8 +88,8 @@ class Datasets:
     ) -> TokenBytes | None:
         """Count the bytes of text of every id of a set; 0 for ids above its tokenizer's.
 
-        None unless all its corpora say the same, and the model was `trained_on` the fingerprints of
-        their tokenizers, if it is known on which.
+        None unless all corpora of the set have equal counts, and their tokenizers are among those
+        that the model was `trained_on`, if known.
         """
         found = {self.made_with[corpus.indexed.prefix] for corpus in _corpora_of(samples)}
         tables = {made_with.token_bytes if made_with else None for made_with in found}
@@ -150,7 +150,7 @@ def _build_from_corpora(
 
     unchecked = []
     made_with: dict[str, Fingerprint | None] = {}
-    known: dict[Fingerprint | None, Fingerprint | None] = {}  # so that equal ones are one object
+    known: dict[Fingerprint | None, Fingerprint | None] = {}  # makes equal fingerprints one object
     blends = _sets(config)
     _allow_open_files(blends.values())
 
@@ -279,7 +279,7 @@ class MicroBatches:
             try:
                 raise batch
             finally:
-                del batch  # else a reference cycle with this frame remains
+                del batch  # otherwise a reference cycle with this frame remains
         return batch
 
     def _received(self, source: Iterator[Batch | Failure]) -> Batch | Failure:
@@ -321,11 +321,11 @@ class MicroBatches:
             batch_size=None,
             sampler=self.sample_numbers(),
             num_workers=self.num_workers,
-            timeout=_POLL_SECONDS,  # then a dead worker is noticed, and the next try begins
+            timeout=_POLL_SECONDS,  # after it, check for dead workers and wait again
             pin_memory=self.pin_memory,
             collate_fn=_shared,
             worker_init_fn=_leave_process_group,
-            generator=torch.Generator(),  # else it draws from the global RNG, which is the model's
+            generator=torch.Generator(),  # keeps DataLoader from drawing from the global RNG
         )
         with _child_signals_left_alone():
             try:
@@ -378,9 +378,9 @@ def _leave_process_group(worker: int) -> None:
 
 
 def _shared(batch: Any) -> Any:  # DataLoader's annotation is list, even without batching
-    """Move a batch into shared memory in a worker, so that a lack of it reaches the trainer.
+    """Move a batch into shared memory in the worker, so that the trainer sees a lack of memory.
 
-    Where torch would move it, in the thread that sends it, an error loses the batch, and the
-    trainer waits for it.
+    torch would move the batch in its sender thread, where an error loses the batch, and the trainer
+    would wait forever.
     """
     return batch.share_memory() if isinstance(batch, Batch) else batch

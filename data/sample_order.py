@@ -22,8 +22,8 @@ from paro.errors import UserError
 
 SPLIT_NAMES = ("train", "valid", "test")
 DOCUMENT_DTYPE = np.dtype(np.int32)
-MOST_SAMPLES = 2**33  # of an order, and documents in it: 70 trillion tokens in samples of 8192
-BLOCK = 2**16  # entries of the document index
+MOST_SAMPLES = 2**33  # most samples or documents in an order: 70 trillion tokens at 8192 each
+BLOCK = 2**16  # entries of the document index that are processed at a time
 # If less than this fraction of the final epoch is needed, it is shuffled separately, so that the
 # samples of the whole epochs come first.
 SEPARATE_BELOW = 0.80
@@ -49,10 +49,10 @@ class OrderPlan:
 
     bounds: Bounds
     tokens_per_epoch: int
-    num_samples: int | None  # requested; the order has at least as many; None: one epoch
+    num_samples: int | None  # requested samples, which the order has at least; None: one epoch
     seq_length: int
     seed: int
-    shared_tokens: int = 1  # of neighbouring samples; 0: a sample is a sequence
+    shared_tokens: int = 1  # tokens that neighbouring samples share; 0: a sample is a sequence
 
     def __post_init__(self) -> None:
         if max(self.num_samples or 0, self.num_entries) > MOST_SAMPLES:
@@ -76,7 +76,7 @@ class OrderPlan:
 
     @property
     def num_entries(self) -> int:
-        """Length of the document index."""
+        """The length of the document index."""
         return self.num_epochs * (self.bounds.last - self.bounds.first)
 
     @property
@@ -101,7 +101,7 @@ class SampleOrder(NamedTuple):
     sample_index: (
         NDArray[Any] | StoredArray
     )  # (position in document_index, token offset), one row more
-    shuffle_index: NDArray[Any] | StoredArray  # the i-th sample to visit
+    shuffle_index: NDArray[Any] | StoredArray  # entry i: the sample that is read as the i-th
 
 
 def parse_split(text: str) -> tuple[float, float, float]:

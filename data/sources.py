@@ -46,9 +46,9 @@ class Piece:
     path: str
     begin: int
     end: int
-    num_bytes: int  # as stored, for progress and for balancing
+    num_bytes: int  # stored (compressed) bytes, for progress and balancing
     stamp: int = 0  # modification time of the file, in nanoseconds
-    config: str | None = None  # of a Hugging Face data set
+    config: str | None = None  # configuration name of a Hugging Face data set
     split: str | None = None
 
     @property

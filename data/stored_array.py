@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from paro.errors import UserError
 from paro.untrusted.regular_file import RegularFile
 
-_HEADER_BYTES = 2**14  # at most, of what numpy writes for arrays of numbers
+_HEADER_BYTES = 2**14  # largest .npy header that numpy writes for arrays of numbers
 _PART_BYTES = 2**22
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
 class StoredArray:
-    """Rows of a file whose shape and type are known before; `UserError` if it has others.
+    """A .npy file read row by row; `UserError` if shape or type differ from the expected ones.
 
-    It is read, not mapped into memory: a mapped file that another program shortens ends the process
-    with SIGBUS. All processes of a machine share the system's one copy of the file.
+    The file is read, not mapped: if another program truncates a mapped file, the process ends with
+    SIGBUS. All processes of a machine share the file's pages in the page cache.
     """
 
     def __init__(self, path: str | Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -51,7 +51,7 @@ class StoredArray:
         return self.shape[0]
 
     def __getitem__(self, key: int | slice) -> NDArray[Any]:
-        """Return a row, or neighbouring ones; they are read from the file at each call."""
+        """Read a row, or a slice of rows, from the file; nothing is cached."""
         begin, stop, step = (key if isinstance(key, slice) else slice(key, key + 1)).indices(
             len(self)
         )

@@ -17,7 +17,7 @@ PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-NUM_SPECIAL = 256  # they follow the ranks; most of them are reserved
+NUM_SPECIAL = 256  # number of special tokens, whose ids follow the ranks; most are reserved
 NAMED = {0: "<|begin_of_text|>", 1: "<|end_of_text|>"}
 # Long runs of blanks, or of characters without a blank, cost tiktoken quadratic time. So LLaMA-3
 # cuts texts into parts of STRETCH characters, and such runs into parts of RUN characters.

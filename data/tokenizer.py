@@ -13,7 +13,7 @@ from data.tokenizer_config import GPT2_TYPE, SENTENCEPIECE_TYPES, TokenizerConfi
 from paro.errors import UserError, importing, reading
 from paro.untrusted.regular_file import read_bytes
 
-_MAX_ROWS = 2**31  # of an embedding
+_MAX_ROWS = 2**31  # most rows of an embedding
 BLANK = "\u2581"  # how SentencePiece spells a space
 
 

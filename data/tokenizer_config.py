@@ -116,9 +116,9 @@ def saved_tokenizer(common: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unpadded_vocab_size(common: Mapping[str, Any]) -> int | None:
-    """Return the vocabulary rows of a checkpoint's model that are no padding, as far as it says.
+    """Return the number of vocabulary rows without padding in a checkpoint's model; None: unknown.
 
-    Its tokenizer may have fewer ids; older checkpoints of runs have that number alone.
+    The tokenizer may have fewer ids. Older checkpoints have only the tokenizer's number of ids.
     """
     rows: int | None = common.get("unpadded_vocab_size", common.get("vocab_size"))
     return rows or saved_tokenizer(common).get("vocab_size")

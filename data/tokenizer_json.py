@@ -37,7 +37,7 @@ def write_tokenizer_json(model: Path, folder: Path, *, begins_texts: bool = Fals
         return False  # LLaMA-3's tokenizer.model is in tiktoken's format
     pieces = _ordinary(processor)
     if any(not processor.get_score(i).is_integer() for i in pieces.values()):
-        return False  # in a BPE model the scores are the numbers of the merges
+        return False  # the scores of a BPE model must be the indices of its merges
     whole = _tokenizer(processor)
     own = SentencePieceTokenizer(str(model))
     texts = [piece.replace(BLANK, " ") for piece in pieces]

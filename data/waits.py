@@ -15,7 +15,7 @@ NOTICE_AFTER_SECONDS = 10.0
 class Wait:
     """A wait for `what`; the waiting loop calls `check` in every turn."""
 
-    limit_seconds: ClassVar[float] = 600.0  # of all waits; a run sets --distributed-timeout-minutes
+    limit_seconds: ClassVar[float] = 600.0  # for all waits; runs set it by their timeout flag
 
     def __init__(self, what: str) -> None:
         self._what = what

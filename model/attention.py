@@ -25,10 +25,10 @@ FLASH_CAPABILITY = 8, 0
 
 
 class Documents(NamedTuple):
-    """The documents of a micro-batch, sample after sample."""
+    """The lengths of a micro-batch's documents, sample after sample."""
 
     lengths: tuple[int, ...]
-    bounds_N: Tensor | None = None  # noqa: N815  int32, with 0 and the end; only for one call
+    bounds_N: Tensor | None = None  # noqa: N815  cu_seqlens, int32; None: a call per document
 
 
 # Causal attention within documents, of rotated q_BSNH and k_BSKH, and v_BSKH; returns [B, S, N, H].
@@ -38,7 +38,7 @@ Core = Callable[[Tensor, Tensor, Tensor, Documents | None, SavedAttention | None
 def documents_of(
     lengths: tuple[int, ...] | None, num_samples: int, device: torch.device
 ) -> Documents | None:
-    """Return None if every sample is one document."""
+    """Build `Documents` of these lengths; None if every sample is one document."""
     if lengths is None or len(lengths) == num_samples:
         return None
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < FLASH_CAPABILITY:
@@ -54,7 +54,7 @@ def attend(
     backend: AttentionBackend = "auto",
     documents: Documents | None = None,
 ) -> Tensor:
-    """Compute causal scaled dot-product attention [B, S, N, H], one call for each document."""
+    """Compute causal scaled dot-product attention [B, S, N, H], one call per document."""
     if documents is not None:
         flat = (part.flatten(0, 1).split(documents.lengths) for part in (q_BSNH, k_BSKH, v_BSKH))
         parts = zip(*flat, strict=True)
@@ -72,7 +72,7 @@ def attend(
 def chosen_kernel(
     q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, backend: AttentionBackend
 ) -> SDPBackend:
-    """Return the kernel that computes attention of them, without documents."""
+    """Return the SDPA kernel for these queries, keys and values, without documents."""
     if backend != "auto":
         return _KERNELS[backend]
     grouped = q_BSNH.shape[2] != k_BSKH.shape[2]

@@ -1,26 +1,25 @@
 """Attention of queries to one block of the keys, with its log-sum-exp, and its gradients."""
 
 # [Note: attention in parts]
-# Softmax over keys that arrive block by block: each block gives an output and the log-sum-exp of
-# its scores, and two of these merge into those of both blocks' keys. Gradients need nothing of a
-# block's own forward: from output and log-sum-exp over all keys, a kernel computes the block's
-# exact share of them. Blocks are merged in fp32.
+# Softmax over keys that arrive block by block: each block gives an output O and the log-sum-exp L
+# of its scores. Two blocks merge in fp32: L = logaddexp(L1, L2), O = e^(L1-L) O1 + e^(L2-L) O2.
+# Backward needs only O and L over all keys, from which it computes a block's exact gradients.
 #
 # Kernels disagree on which keys a causal mask hides if there are more keys than queries. So only
 # squares are causal here; rectangles have no mask. Keys may have fewer heads than queries.
 
 # [Note: kernels of parts]
-# On GPUs FlashAttention computes parts, and cuDNN where torch prefers it for whole samples. Both
-# give the log-sum-exp in one form, and take another's in backward. cuDNN plans for each new shape,
-# and documents have any; where its last tile of queries or keys is not full, it may give NaN for
-# scores far below 0, unless a causal mask hides the rest. So it computes squares, and rectangles of
-# full tiles, without documents.
+# On GPUs FlashAttention computes parts, or cuDNN if torch prefers cuDNN for whole samples. Both
+# return the log-sum-exp in one form, and backward of either accepts the other's. cuDNN makes a plan
+# for each new shape, and documents have any shape. cuDNN may give NaN for scores far below 0 if the
+# last tile of queries or keys is partial, unless a causal mask hides the rest. So cuDNN computes
+# squares, and rectangles of full tiles, only without documents.
 
 # [Note: documents in one call]
-# FlashAttention, which is for 16-bit types on a GPU, takes all documents of a micro-batch at once,
-# and needs their bounds there: they are copied from page-locked memory, so that nothing waits.
-# Elsewhere there is one call per document. Neither needs a mask, or computes scores that a mask
-# would hide.
+# FlashAttention (16-bit types, GPU) takes all documents of a micro-batch in one varlen call. The
+# documents' bounds are copied to the GPU from pinned memory, so that the host does not wait. On
+# other devices and types there is one call per document. Neither way needs a mask, or computes
+# scores between documents.
 
 from __future__ import annotations
 
@@ -45,16 +44,16 @@ _NAMES = {
     SDPBackend.MATH: "matrix products and a softmax",
 }
 _PROBE_TOKENS = 128
-TILE = 128  # queries or keys that cuDNN's kernels compute with at once
-_CUDNN_GPUS = (9, 0), (10, 0), (10, 3)  # for which torch prefers it: Hopper, large Blackwell
-_OLDEST_CUDNN, _CUDNN_HEAD = 91501, 128  # 9.15.1, as torch prefers it; most channels
+TILE = 128  # queries or keys in a tile of cuDNN's kernels
+_CUDNN_GPUS = (9, 0), (10, 0), (10, 3)  # Hopper, large Blackwell: torch prefers cuDNN there
+_OLDEST_CUDNN, _CUDNN_HEAD = 91501, 128  # from 9.15.1 torch prefers cuDNN; largest head size
 
 
 class Gpu(NamedTuple):
-    """A GPU as far as it decides the kernel of attention in parts."""
+    """The properties of a GPU that decide which kernel computes attention in parts."""
 
     capability: tuple[int, int]
-    cudnn: int  # the version that is loaded: 91501 is 9.15.1; 0: none that torch takes
+    cudnn: int  # version of the loaded cuDNN, 91501 for 9.15.1; 0: none that torch accepts
 
     @property
     def takes_cudnn(self) -> bool:
@@ -71,7 +70,7 @@ class Gpu(NamedTuple):
 
 @cache
 def gpu_of(device: torch.device) -> Gpu:
-    """Return the GPU, and the cuDNN that is loaded."""
+    """Return the compute capability of the GPU and the version of the loaded cuDNN."""
     try:
         cudnn = torch.backends.cudnn.version()
     except RuntimeError:  # older than the one that torch was built with
@@ -80,10 +79,10 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 class AttentionKernels(NamedTuple):
-    """The kernels of causal attention to whole samples, in parts or kept, and within documents."""
+    """Kernels of causal attention to whole samples, with log-sum-exp (parts), within documents."""
 
     whole: SDPBackend
-    parts: SDPBackend  # that of whole samples where none gives a log-sum-exp
+    parts: SDPBackend  # a kernel that returns the log-sum-exp; `whole` if no kernel does
     documents: SDPBackend
 
 
@@ -107,7 +106,7 @@ class Partial(NamedTuple):
         return Partial(self.out_BSNH[at], self.lse_BSN[at])
 
     def merge_(self, other: Partial) -> None:
-        """Make this, whose output is fp32, attention to the keys of both."""
+        """Merge `other` in place: attention to the keys of both; this output must be fp32."""
         share_BSN = torch.sigmoid(other.lse_BSN - self.lse_BSN)
         self.out_BSNH.lerp_(other.out_BSNH.float(), share_BSN[..., None])
         self.lse_BSN.copy_(torch.logaddexp(self.lse_BSN, other.lse_BSN))
@@ -116,7 +115,7 @@ class Partial(NamedTuple):
 def attend_block(
     q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, causal: bool = False, flash: bool = False
 ) -> Partial:
-    """Compute attention to a block of keys, by cuDNN unless `flash`; `causal`: i to keys 0 .. i."""
+    """Compute attention to a block of keys, by cuDNN unless `flash`; `causal` masks a square."""
     _check_square(q_BSNH, k_BSKH, causal=causal)
     tensors = _heads_first(q_BSNH, k_BSKH, v_BSKH)
     kernel = _block_kernel(q_BSNH, k_BSKH, causal, flash)
@@ -154,8 +153,8 @@ def block_grads(
         given = grad_BSNH, *parts, whole.out_BSNH, lse_BNS.contiguous()
         return _flash_grads(*given, *lengths, causal)
     else:
-        # torch finds a plan of cuDNN by shapes and strides of q, k and v alone, so those of all
-        # else must not vary; a copy of the log-sum-exp begins at an address that it takes.
+        # torch looks up cuDNN plans by shapes and strides of q, k and v alone, so strides of other
+        # tensors must not vary. A copy of the log-sum-exp has the alignment that cuDNN needs.
         lse_BNS1 = lse_BNS.clone(memory_format=torch.contiguous_format)[..., None]
         tensors = _heads_first(grad_BSNH.contiguous(), *parts, whole.out_BSNH.contiguous())
         unused = torch.zeros((), dtype=torch.int64, device=q_BSNH.device)  # as in `_flash_grads`
@@ -313,7 +312,7 @@ def _flash_grads(*args: Any) -> Grads:
 
 
 def _block_kernel(q: Tensor, k: Tensor, causal: bool, flash: bool) -> SDPBackend | None:
-    """Return the kernel of a block on a GPU; None on a CPU, which has one."""
+    """Return the kernel of a block on a GPU; None on a CPU, which has only one kernel."""
     if flash or not q.is_cuda:
         return SDPBackend.FLASH_ATTENTION if q.is_cuda else None
     return gpu_of(q.device).block_kernel(q.shape[-1], q.shape[1], k.shape[1], causal=causal)

@@ -1,8 +1,8 @@
 """torch.compile of blocks: one graph, or one before and one after attention's core."""
 
-# A graph serves all blocks: their weights are its inputs. Attention's core stays outside a graph if
-# documents are kept apart, since every set of lengths would need a graph of its own, and if the
-# core is recomputed or keeps its scores: a compiler would choose anew what to keep.
+# One graph serves all blocks: weights are inputs of the graph. Attention's core stays outside the
+# graph if documents are separate, since every set of lengths would need its own graph, and if the
+# core is recomputed or saves scores: the compiler would choose itself what to save for backward.
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from model.config import LlamaConfig
 from paro.errors import UserError
 
-_MOST_GRAPHS = 64  # of one part of a block; more stop the run
+_MOST_GRAPHS = 64  # graphs at most of one part of a block; more end the run with an error
 
 
 def compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """Compile the function by a backend of torch.compile; it raises where it is not one graph."""
-    # Blocks that freeze different weights, and evaluation, have graphs of their own.
+    """Compile the function by a backend of torch.compile; graph breaks raise an error."""
+    # Blocks with different frozen weights, and evaluation, each have their own graph.
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 

@@ -15,18 +15,18 @@ BLOCK_BACKENDS: tuple[AttentionBackend, ...] = ("auto", "flash")  # give a log-s
 Fp8Format = Literal["e4m3", "hybrid"]
 Compiler = Literal["inductor", "aot_eager"]
 COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
-_LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8  # channels, of heads that FlashAttention takes
-BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)  # of GPUs, that matmuls in these types need
+_LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8  # limits of FlashAttention's head size, in channels
+BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)  # least GPU capability for such matmuls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeConfig:
-    """Activations that are recomputed in backward instead of being saved: Megatron's flags.
+    """Activation recomputation by Megatron's flags; `full` takes `num_layers` as L.
 
-    `selective`: the attention core of every block. `full` and `uniform`: every block, in groups
-    of `num_layers` consecutive blocks that keep only the group's input. `full` and `block`: the
-    first `num_layers` blocks, each on its own. `keeps_core`: but for attention, whose output and
-    log-sum-exp they keep.
+    selective        recompute the attention core of every block
+    full, uniform    recompute all blocks in groups of L, which save only the group's input
+    full, block      recompute the first L blocks, each from its own input
+    keeps_core       with full: also save attention's output and log-sum-exp, so skip its core
     """
 
     granularity: str
@@ -49,15 +49,15 @@ class RecomputeConfig:
         return self.num_layers if (self.granularity, self.method) == ("full", "uniform") else 1
 
     def first_layer(self, layer: int) -> int | None:
-        """Return the layer where this one's recomputation begins; None if it has none."""
+        """Return the first layer of the group recomputed with `layer`; None: not recomputed."""
         if self.core_attention or (self.method == "block" and layer >= self.num_layers):
             return None
         return layer - layer % self.group_size
 
 
-# Far above any LLaMA: a size beyond them is a slip or a forged file, and would take minutes to lay
-# out or overflow a tensor's size.
-FP8_MULTIPLE = 16  # of the sizes that a GPU's matmuls in fp8 take
+FP8_MULTIPLE = 16  # a GPU's matmuls in fp8 need sizes that are multiples of it
+# Limits far above any LLaMA. A larger size is a slip or a forged file: its layout would take
+# minutes, or overflow a tensor's size.
 _MAX = {
     "num_layers": 1024,
     "hidden_size": 2**20,
@@ -79,32 +79,32 @@ class LlamaConfig:
     hidden_size: int
     ffn_hidden_size: int
     num_attention_heads: int
-    num_query_groups: int  # key and value heads; equal to the query heads without GQA
-    kv_channels: int  # head size
+    num_query_groups: int  # number of key and value heads; without GQA the number of query heads
+    kv_channels: int  # head size, in channels
     max_position_embeddings: int
-    vocab_size: int  # rows of the embedding, including padding
+    vocab_size: int  # rows of embedding and output layer, including padding
     rotary_base: float = 10000.0
-    use_rope_scaling: bool = False  # LLaMA-3.1's scaling, see rotary.py
+    use_rope_scaling: bool = False  # scale rotary frequencies as LLaMA-3.1 does (rotary.py)
     rope_scaling_factor: float = 8.0
     rope_scaling_original_max_position_embeddings: int = 8192
     rope_scaling_low_freq_factor: float = 1.0
     rope_scaling_high_freq_factor: float = 4.0
-    rotary_seq_len_interpolation_factor: float = 1.0  # positions are divided by it
-    add_qkv_bias: bool = False  # on the query, key and value projections (Qwen2)
+    rotary_seq_len_interpolation_factor: float = 1.0  # divisor of rotary positions
+    add_qkv_bias: bool = False  # biases on the query, key and value projections (Qwen2)
     qk_layernorm: bool = False  # RMSNorm on each head's query and key (Qwen3)
     norm_epsilon: float = 1e-5
     init_method_std: float = 0.02
     tie_embeddings_and_output_weights: bool = False
     recompute: RecomputeConfig | None = None
     lora: LoraConfig | None = None
-    attention_backend: AttentionBackend = "auto"  # see attention.py
-    fp8_format: Fp8Format | None = None  # of the blocks' matmuls, see matmul.py
-    fuses_swiglu: bool = False  # SwiGLU by Triton, see fusion.py
-    fuses_rotary: bool = False  # rotary embedding by Triton
-    fuses_fp8_casts: bool = False  # operands of matmuls in fp8 cast by Triton
-    fuses_norms: bool = False  # the blocks' norms, in backward, by Triton
-    fuses_loss: bool = False  # losses and gradients of logits by Triton
-    torch_compile: Compiler | None = None  # of blocks, see compilation.py
+    attention_backend: AttentionBackend = "auto"  # attention kernel (attention.py)
+    fp8_format: Fp8Format | None = None  # fp8 format of the blocks' matmuls; None: no fp8 (fp8.py)
+    fuses_swiglu: bool = False  # True: Triton computes SwiGLU (fusion.py)
+    fuses_rotary: bool = False  # True: Triton computes rotary embedding
+    fuses_fp8_casts: bool = False  # True: Triton casts operands of matmuls to fp8
+    fuses_norms: bool = False  # True: Triton computes backward of the blocks' norms
+    fuses_loss: bool = False  # True: Triton computes losses and gradients of logits
+    torch_compile: Compiler | None = None  # torch.compile backend for blocks; None: eager
 
     def __post_init__(self) -> None:
         for name, most in _MAX.items():
@@ -139,9 +139,9 @@ class LlamaConfig:
             )
 
     def parts_misfit(self, device_type: str, compute: str) -> str | None:
-        """Say why attention gives no log-sum-exp, by which parts are merged, and what to change.
+        """Say why attention returns no log-sum-exp, needed to merge parts, and what to change.
 
-        None if it does, on this type of device, in fp32, bf16 or fp16.
+        None if attention returns it on this device type in this compute dtype.
         """
         if self.attention_backend not in BLOCK_BACKENDS:
             return (
@@ -159,12 +159,12 @@ class LlamaConfig:
 
     @property
     def keeps_core(self) -> bool:
-        """True if recomputed blocks keep attention's output and log-sum-exp."""
+        """True if recomputed blocks save attention's output and log-sum-exp for backward."""
         return self.recompute is not None and self.recompute.keeps_core
 
     @property
     def keeps_scores(self) -> bool:
-        """True if attention is matrix products, which keep the scores of all pairs of tokens."""
+        """True if attention saves the scores of all pairs of tokens (unfused matmuls)."""
         return self.attention_backend in ("unfused", "local")
 
 
@@ -173,16 +173,16 @@ def flash_takes(num_bytes: int, head_size: int) -> bool:
     return num_bytes == 2 and head_size <= _LARGEST_HEAD and head_size % _HEAD_MULTIPLE == 0
 
 
-# The loss computes logits of so many tokens at a time. Every chunk reads and writes the gradient of
-# the output weight once; the chunk's matmuls must be large enough to outweigh that. On a GPU they
-# are faster the larger they are: Triton, which has no logits in fp32, takes more tokens where their
-# logits fit into so many bytes.
+# The loss computes the logits of a chunk of tokens at a time. Every chunk reads and writes the
+# output weight's gradient once, which the chunk's matmuls must outweigh. On a GPU larger matmuls
+# are faster. Triton has no fp32 logits, so its chunks grow up to _FUSED_LOSS_TOKENS tokens or
+# _FUSED_LOSS_BYTES bytes of logits.
 LOSS_CHUNK_TOKENS = 1024
 _FUSED_LOSS_TOKENS, _FUSED_LOSS_BYTES = 4096, 2**30
 
 
 def loss_chunk(vocab_size: int, element_bytes: int, *, fused: bool) -> int:
-    """Return how many tokens' logits the loss computes at a time; `fused`: by Triton."""
+    """Return the number of tokens in a chunk of the loss; `fused`: Triton computes the loss."""
     if not fused:
         return LOSS_CHUNK_TOKENS
     fit = _FUSED_LOSS_BYTES // (vocab_size * element_bytes)
@@ -191,7 +191,7 @@ def loss_chunk(vocab_size: int, element_bytes: int, *, fused: bool) -> int:
 
 
 def _sizes(layers: int, hidden: int, ffn: int, heads: int, **more: Any) -> LlamaConfig:
-    """Make a configuration; unless `more` says else, one query a group, heads as wide as fit."""
+    """Build a preset; by default one query head per group, head size = hidden size / heads."""
     by_heads = {"num_query_groups": heads, "kv_channels": hidden // heads}
     return LlamaConfig(
         num_layers=layers,

@@ -1,11 +1,10 @@
 """Fused linear layer and cross-entropy, in chunks of tokens; gradients are computed in forward."""
 
 # [Note: the output weight's gradient]
-# A weight with a sink has its gradient written there in forward, by the matmuls themselves: no
-# tensor of the weight's size is kept until backward, and none is scaled. It is the gradient of a
-# loss with which backward starts, as the trainer's does, whose token weights include all factors.
-# Several chunks are summed in fp32, so a 16-bit sink gets their sum at the end, but for a slice of
-# the weight, whose chunks are added in the sink.
+# If the output weight has a gradient sink, forward's matmuls write the gradient into the sink: no
+# tensor of the weight's size is saved for backward, and none is scaled. That is right because
+# backward starts from this loss, and token weights include all factors. Several chunks are summed
+# in fp32, and a 16-bit sink gets the sum at the end. A slice of the weight adds chunks in the sink.
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from model.matmul import GradSink, sink_of, store_grad, write_weight_grad
 def _fused_losses(
     x_TD: Tensor, weight_VD: Tensor, labels_T1: Tensor, *, needs_grads: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute losses and logits' gradients as `_losses`, by Triton, without logits in fp32."""
+    """Compute losses and gradients of logits by Triton, without fp32 logits; see `_losses`."""
     from model.kernels import cross_entropy
 
     logits_TV = x_TD @ weight_VD.t()
@@ -45,7 +44,7 @@ def _losses_and_probabilities(
     x_TD: Tensor, weight_VD: Tensor, labels_T1: Tensor
 ) -> tuple[Tensor, Tensor]:
     scores_TV = _logits(x_TD, weight_VD)
-    if scores_TV.device.type == "cpu":  # a GPU would have to be waited for
+    if scores_TV.device.type == "cpu":  # reading a value of a GPU tensor would make the host wait
         _softmax_(scores_TV)
         of_label_T = scores_TV.gather(1, labels_T1).squeeze(1)
         if float(of_label_T.min()) >= torch.finfo(torch.float32).tiny:  # false for NaN
@@ -61,7 +60,7 @@ def _logits(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
 
 
 def _softmax_(logits_TV: Tensor) -> None:
-    """Replace the logits: an element is read before it is written, once a row's sum is known."""
+    """Replace logits by probabilities; in place, as torch reads an element before it is written."""
     torch.softmax(logits_TV, dim=-1, out=logits_TV)
 
 
@@ -126,12 +125,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         assert ctx.gradients is not None, "the loss was given to backward twice"
         grad_x_TD, grad_weight_VD = ctx.gradients
         ctx.gradients = None  # free them: they are large, and scaled in place below
-        factor_11 = grads[0].view(1, 1)  # a 0-dim tensor would be rounded first
+        factor_11 = grads[0].view(1, 1)  # keeps fp32; a 0-dim factor would be rounded to the type
         for grad in (grad_x_TD, grad_weight_VD):
             if grad is not None:
                 grad.mul_(factor_11)
         if ctx.sink is not None:
-            # On a GPU it is not read: that would wait for the device.
+            # On a GPU the factor is not read: reading would make the host wait for the device.
             is_one = factor_11.device.type != "cpu" or float(factor_11) == 1.0
             assert is_one, "the loss was scaled after its gradients had been written"
             ctx.sink.close()
@@ -139,7 +138,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _WeightGrad:
-    """Sum of the weight's gradient over chunks of tokens, in its sink or in a tensor of its own."""
+    """The weight's gradient summed over chunks of tokens, in a sink or in an own tensor."""
 
     def __init__(self, sink: GradSink | None, *, several: bool) -> None:
         self._several = several
@@ -162,7 +161,7 @@ class _WeightGrad:
         self._adds = True
 
     def end(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the gradient; None if it is in the sink."""
+        """Return the gradient; None if the sink has the gradient."""
         assert self._total_VD is not None, "no tokens"
         if self._into_VD is None:
             return self._total_VD.to(dtype)
@@ -181,7 +180,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the sum over tokens of token weight times cross-entropy, an fp32 scalar.
 
-    `fused`: of a token's logits Triton makes its loss and their gradient. Not for torch.compile.
+    `fused`: Triton computes losses and gradients of logits. torch.compile must not trace it.
     """
     # Traced, matmuls that write into parts of a buffer lose their results in torch 2.11.
     assert not torch.compiler.is_compiling(), "torch.compile must not look into the loss"
@@ -193,7 +192,7 @@ def linear_cross_entropy(
 
 
 class _SliceScores(torch.autograd.Function):
-    """Scores by a slice of the vocabulary; backward recomputes the logits."""
+    """Log-sum-exp and label logit over a vocabulary slice; backward recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -230,7 +229,7 @@ class _SliceScores(torch.autograd.Function):
         share_T = torch.where(scale_T == 0.0, 0.0, grads[0] / scale_T)
         grad_x_TD = torch.empty_like(x_TD) if needs_x else None
         sink = ctx.sink if needs_weight else None
-        # In a sink chunks are added in its own type: a sum in fp32 would be as large as two slices.
+        # Chunks are added in the sink's own type: an fp32 sum would be as large as two slices.
         several = sink is None and x_TD.shape[0] > ctx.chunk
         weight_grad = _WeightGrad(sink, several=several) if needs_weight else None
         for part in _chunks(x_TD.shape[0], ctx.chunk):
@@ -257,7 +256,7 @@ def _chunks(num_tokens: int, size: int) -> Iterator[slice]:
 
 
 def _masked(x_TD: Tensor, token_weights_T: Tensor) -> Tensor:
-    """Zero `x` where the token weight is 0: logits may overflow there, and must add exactly 0."""
+    """Zero `x` where the token weight is 0, so that overflowing logits there add exactly 0."""
     return x_TD.masked_fill((token_weights_T == 0.0)[:, None], 0.0)
 
 

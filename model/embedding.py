@@ -19,7 +19,7 @@ class Embedding(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.starts = {"weight": 0}  # if it is a slice: the token id of its first row
+        self.starts = {"weight": 0}  # token id of the first row; above 0 in a vocabulary slice
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         return self.look_up(tokens_BS)
@@ -28,7 +28,7 @@ class Embedding(nn.Module):
         return _rows(tokens_BS, self.weight)
 
     def look_up_slice(self, tokens_BS: Tensor) -> Tensor:
-        """Look up the tokens in this slice; all others get zeros."""
+        """Look up the tokens whose rows are in this slice; other tokens get zeros."""
         row_BS = tokens_BS - self.starts["weight"]
         elsewhere_BS = (row_BS < 0) | (row_BS >= self.weight.shape[0])
         x_BSD = _rows(row_BS.masked_fill(elsewhere_BS, 0), self.weight)
@@ -47,7 +47,7 @@ def _rows(row_BS: Tensor, weight_VD: Tensor) -> Tensor:
 
 
 class _RowsOfSink(torch.autograd.Function):
-    """Rows of a weight that has a sink."""
+    """Embedding look-up whose backward adds row gradients into the weight's gradient sink."""
 
     @staticmethod
     def forward(ctx: Any, row_BS: Tensor, weight_VD: Tensor, sink: GradSink) -> Tensor:
@@ -76,6 +76,6 @@ class _RowsOfSink(torch.autograd.Function):
 def _adds_rows(into_VD: Tensor, grad_BSD: Tensor) -> bool:
     """Return whether the rows' gradients are added to the buffer one by one.
 
-    Not on a GPU, where their order would vary, and not in 16 bits, which would round every sum.
+    Not on a GPU, where the order of additions would vary, nor in 16 bits, where each would round.
     """
     return grad_BSD.device.type == "cpu" and into_VD.dtype == grad_BSD.dtype == torch.float32

@@ -15,20 +15,20 @@ def flops_per_token(
 ) -> float:
     """Count FLOPs of forward and backward for one token: matmuls only, a multiply-add is two.
 
-    Forward: 2 per weight of every linear layer and of the output layer, plus attention's two
-    matmuls over all `seq_length` positions (half of them if `causal`). Backward is twice the
-    forward if all trains; if only the parameters `trained` by name do, it is what they need: the
-    gradients of their values, and those of inputs down to the first of them (attention's matmuls as
-    a whole, as kernels compute them). The embedding lookup,
-    norms, rotary embedding and recomputation do not count. PaLM (appendix B) counts attention in
-    full, Megatron-LM halves it.
+    - Forward: 2 per weight of every linear layer and of the output layer, plus attention's two
+      matmuls over all `seq_length` positions (half of them if `causal`, as Megatron-LM counts;
+      PaLM, appendix B, counts all).
+    - Backward: twice the forward if all parameters train. If only the parameters named in `trained`
+      do: weight gradients of these, and input gradients down to the first of them; kernels compute
+      attention's gradients as a whole.
+    - Not counted: embedding lookup, norms, rotary embedding, recomputation.
     """
     if trained is None:
         trained = parameter_shapes(config)
     width = config.num_attention_heads * config.kv_channels
     core = 2 * width * (seq_length / 2 if causal else seq_length)
     forward, backward = 0.0, 0.0
-    reached = "embedding.weight" in trained  # whether anything up to here trains
+    reached = "embedding.weight" in trained  # True: some parameter up to here trains
     for block in unit_specs(config)[1:-1]:
         own = {name for name in block.shapes if f"{block.name}.{name}" in trained}
         block_forward, block_backward = _block_products(block.shapes, own, core, reached=reached)
@@ -56,12 +56,12 @@ def _block_products(
         return any(name in trained or up_name(name) in trained for name in names)
 
     def input_of(*names: str) -> int:
-        """Count the products of the gradient of these weights' and adapters' input."""
+        """Count multiply-adds of the gradient with respect to the input of weights and adapters."""
         return products(*names, *(down_name(name) for name in names if down_name(name) in shapes))
 
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
     backward: float = products(*(name for name in matrices if name in trained))
-    # The gradient of what an adapter's first matrix makes.
+    # The gradient of the output of an adapter's first matrix.
     backward += products(*(up_name(name) for name in shapes if down_name(name) in trained))
     through_norm = reached or "attention_norm" in trained
     through_core = through_norm or trains("wq", "wk", "wv", "bq", "bk", "bv", "q_norm", "k_norm")

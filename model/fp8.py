@@ -9,10 +9,10 @@
 # results NaN: the step is skipped, as without fp8.
 #
 # [Note: largest values]
-# The kernel that writes a tensor also finds its largest value, by which the next cast scales.
-# Autograd passes a gradient on as a view or as a new object of Python, so what is known belongs to
-# the storage, which one whole tensor fills, until its version says that something else was written.
-# The largest value of another tensor, such as a sum of gradients, is looked for in a pass over it.
+# The kernel that writes a tensor also finds the tensor's largest absolute value (amax), by which
+# the next cast scales. Autograd may pass a gradient on as a view or a new Python object, so the
+# amax is stored with the storage, which one tensor fills. The amax is void once the tensor's
+# version counter changes. For other tensors, such as sums of gradients, a pass finds the amax.
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ _FOR_GRADS = {"e4m3": torch.float8_e4m3fn, "hybrid": torch.float8_e5m2}
 
 
 class Fp8(NamedTuple):
-    """Recipe by which operands of matmuls are cast."""
+    """The recipe by which operands of matmuls are cast to fp8."""
 
     format: Fp8Format
-    fused: bool = False  # by Triton
+    fused: bool = False  # True: Triton casts
 
 
 class Scaled(NamedTuple):
-    """A tensor in fp8, `data * scale`, with what the matmuls that follow read of it.
+    """A tensor quantized to fp8: the tensor is `data * scale`.
 
-    A GPU's fp8 units read both operands along the dim that is summed over, hence transposes.
+    A GPU's fp8 units need both operands contiguous along the dim that is summed over. So a tensor
+    that another matmul sums over its other dim also has a transposed copy.
     """
 
     data: Tensor | None
-    transposed: Tensor | None  # [last dim, others], contiguous
-    scale: Tensor  # fp32, no dims
-    dtype: torch.dtype  # that it had, and that results have
+    transposed: Tensor | None  # transposed fp8 copy, [last dim, others], contiguous
+    scale: Tensor  # factor from fp8 values to the tensor's values; fp32, no dims
+    dtype: torch.dtype  # type of the tensor before the cast, and of matmul results
 
     @property
     def values(self) -> Tensor:
@@ -70,10 +71,10 @@ def operand(
     transposed: bool = False,
     again: bool = False,
 ) -> Operand:
-    """Return the tensor as matmuls take it: unchanged without fp8.
+    """Cast the tensor for matmuls; without fp8 return it unchanged.
 
-    `outputs` reads `data` of both operands, `input_grads` data of the gradient and the weight
-    `transposed`, `weight_grad` both transposed. `again`: an activation that backward casts too.
+    Read by `outputs`: x.data, weight.data; by `input_grads`: grad.data, weight.transposed; by
+    `weight_grad`: grad.transposed, x.transposed. `again`: backward casts this activation once more.
     """
     if fp8 is None:
         return tensor
@@ -100,10 +101,10 @@ def _cast(tensor: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def remember_largest(tensor: Tensor, largest: Tensor) -> None:
-    """Store the largest value of a contiguous tensor in its storage, if the tensor fills that.
+    """Store the amax of a contiguous tensor with its storage, if the tensor fills the storage.
 
-    Call it after writing. Kernels of Triton do not raise a tensor's version, so none may write into
-    it later.
+    Call it after the tensor is written. Triton kernels do not increment a tensor's version, so no
+    Triton kernel may write into the tensor later.
     """
     storage = tensor.untyped_storage()
     if storage.nbytes() == tensor.nbytes:
@@ -111,7 +112,7 @@ def remember_largest(tensor: Tensor, largest: Tensor) -> None:
 
 
 def known_largest(tensor: Tensor) -> Tensor | None:
-    """Return the remembered largest value of a contiguous tensor, if it was not written since."""
+    """Return the stored amax of a contiguous tensor; None if unknown or written since."""
     storage = tensor.untyped_storage()
     version, largest = getattr(storage, "largest", (None, None))
     if storage.nbytes() != tensor.nbytes or version != tensor._version:
@@ -121,12 +122,12 @@ def known_largest(tensor: Tensor) -> Tensor | None:
 
 @dataclass(slots=True)
 class Fp8WeightCache:
-    """Cast of a weight for the matmuls of forward and backward, in its attribute `fp8_cache`.
+    """The fp8 cast of a weight that forward and backward share, in the attribute `fp8_cache`.
 
-    A sharding engine sets it, and clears it before the weight's values change.
+    A sharding engine sets the attribute, and clears the cast before the weight's values change.
     """
 
-    is_on: bool = False  # whether the values stay until the backward of a forward that begins now
+    is_on: bool = False  # True: the weight's values stay until backward of the next forward
     cast: Any = None
 
 
@@ -136,13 +137,13 @@ def fp8_cache_of(weight: Tensor) -> Fp8WeightCache | None:
 
 
 def cached_cast(weight: Tensor) -> tuple[Tensor, ...]:
-    """Return data, transpose and scale of a weight's cached cast: inputs of a compiled graph."""
+    """Return (data, transposed, scale) of a weight's cached cast as inputs of a compiled graph."""
     cache = fp8_cache_of(weight)
     return () if cache is None or cache.cast is None else cache.cast[:3]
 
 
 def cache_casts(weights: Iterable[Tensor], dtype: torch.dtype, fp8: Fp8) -> None:
-    """Cast weights whose values stay until backward, ahead of a graph that cannot cache."""
+    """Cast weights whose values stay until backward, before a compiled graph that cannot cache."""
     with torch.no_grad():
         for weight in weights:
             cache = fp8_cache_of(weight)
@@ -158,9 +159,9 @@ def weight_operand(
     *,
     transposed: bool,
 ) -> Operand:
-    """Return a weight of a layer that computes in `dtype`: for `outputs`, or `transposed`.
+    """Cast a weight of a layer that computes in `dtype`, for `outputs` or `transposed`.
 
-    Where its values stay until backward, forward casts it for both.
+    If the weight's values stay until backward, forward makes both casts at once.
     """
     if cache is not None and cache.cast is not None:
         cached: Operand = cache.cast

@@ -25,7 +25,7 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fusions:
-    """Megatron's flags of fusions: what Triton computes, if it can, in addition to casts to fp8."""
+    """Megatron's fusion flags: what Triton computes if available, in addition to fp8 casts."""
 
     bias_swiglu_fusion: bool = True
     apply_rope_fusion: bool = True
@@ -33,15 +33,15 @@ class Fusions:
 
 class _Kernel(NamedTuple):
     wanted: bool
-    field: str  # of the model's configuration
-    attempt: Callable[[LlamaConfig, torch.dtype, torch.device], None]  # raises if it fails
+    field: str  # field of LlamaConfig that switches the kernel on
+    attempt: Callable[[LlamaConfig, torch.dtype, torch.device], None]  # trial; raises on failure
 
 
 class Kernels(NamedTuple):
     """Model configuration with the kernels that run here, and a line about them."""
 
     config: LlamaConfig
-    line: str | None  # None: there is no choice
+    line: str | None  # log line about the kernels in use; None: there was no choice
 
 
 @cache
@@ -144,7 +144,7 @@ def _try_casts(config: LlamaConfig, dtype: torch.dtype, device: torch.device) ->
 
 
 def _check_largest(values: Tensor) -> None:
-    """Raise `RuntimeError` unless all kernels find the largest value of what they write."""
+    """Raise `RuntimeError` unless every kernel finds the amax of the tensor that it writes."""
     from model.kernels import norm, norm_backward, rotate, swiglu, swiglu_backward
 
     scale, angles = values[0].contiguous(), values.new_ones(len(values), values.shape[-1] - 1)

@@ -38,12 +38,12 @@ class _Family:
 
     architecture: str
     add_qkv_bias: bool = False
-    has_attention_bias: bool = False  # whether attention_bias adds biases, also to the output
+    has_attention_bias: bool = False  # True: attention_bias adds biases to q, k, v and output
     qk_layernorm: bool = False
-    says: Mapping[str, Any] = field(default_factory=dict)  # further fields of its config.json
+    says: Mapping[str, Any] = field(default_factory=dict)  # further fields written to config.json
     # Defaults of transformers for fields that a config.json leaves out.
-    num_key_value_heads: int | None = None  # None: num_attention_heads
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    num_key_value_heads: int | None = None  # default; None: num_attention_heads
+    head_dim: int | None = None  # default; None: hidden_size / num_attention_heads
     max_position_embeddings: int = 2048
     sliding_window: int | None = None
 
@@ -142,8 +142,8 @@ class _Rope(TypedDict, total=False):
     rope_type: str
     type: str
     factor: float | None
-    attention_factor: float | None  # of yarn and longrope: scales queries and keys
-    short_factor: list[float] | None  # of longrope: for each pair of channels
+    attention_factor: float | None  # yarn and longrope: factor on queries and keys
+    short_factor: list[float] | None  # longrope: a factor for each pair of channels
     long_factor: list[float] | None
 
 

@@ -15,7 +15,7 @@ from model.config import LlamaConfig
 from model.lora_config import down_name, is_adapter
 from model.units import parameter_shapes
 
-BLOCK = 2**16  # elements of a flattened parameter per seed
+BLOCK = 2**16  # elements of a flattened parameter that are drawn from one seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def initial_values(
 ) -> Tensor:
     """Return elements [start, stop) of the flattened parameter, in fp32 on the CPU.
 
-    They do not depend on the number of threads that draw them.
+    The values do not depend on the number of threads that draw them.
     """
     assert 0 <= start <= stop <= spec.numel, f"[{start}, {stop}) of {spec.numel} in {spec.name}"
     if spec.std is None and spec.bound is None:

@@ -15,28 +15,28 @@ from torch import Tensor
 
 from model.fp8 import known_largest, remember_largest
 
-_BLOCK = 1024  # elements of a program
-_MOST_HEADS = 16  # of a program of the rotary embedding, so that a thread has several channels
-_MAXIMUM_BLOCK = 8192  # elements of a program that looks for the largest
-_NORM_PROGRAMS = 264  # at most: 2 for each of an H100's multiprocessors; each sums over its rows
+_BLOCK = 1024  # elements per program of elementwise kernels
+_MOST_HEADS = 16  # heads at most per program of rotary embedding: several channels per thread
+_MAXIMUM_BLOCK = 8192  # elements per program of the kernel that finds the amax
+_NORM_PROGRAMS = 264  # programs at most of norm backward, 2 per SM of an H100; each sums its rows
 _LOSS_BLOCK = 8192  # logits that a program reads at a time
-_TILE = {"ROWS": 64, "COLUMNS": 128}  # of a cast
+_TILE = {"ROWS": 64, "COLUMNS": 128}  # elements per program of a cast to fp8
 
 VERSION: str = triton.__version__
 
 
 @triton.jit
 def _magnitude(x):
-    """Return bits in the order of magnitudes, NaN above infinity."""
+    """Return integer bits that sort as magnitudes do, with NaN above infinity."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _raise(largest, magnitude, written):
-    """Raise `largest` to the largest `magnitude`, as it is rounded where `written` points to."""
+    """Update `largest` to the maximum with `magnitude`, rounded to the type of `written`."""
     value = tl.max(magnitude, None).to(tl.float32, bitcast=True)  # rounding keeps the order
     found = _magnitude(value.to(written.dtype.element_ty))
-    # Most programs find that others have raised it: all would wait for one address.
+    # Most programs skip the atomic, since the value is already larger: less contention.
     tl.atomic_max(largest, found, mask=found > tl.load(largest), sem="relaxed")
 
 
@@ -182,7 +182,7 @@ def _norm_backward(
         d *= s
         along = tl.sum(d * normed, 0) * one_over_width
         of_x = r * (d - normed * along)
-        if residual is not None:  # as where the norm's gradient is rounded, and then added to it
+        if residual is not None:  # round before the addition, as the unfused norm does
             of_x = of_x.to(grad_x.dtype.element_ty).to(tl.float32)
             of_x += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         highest = tl.maximum(highest, _magnitude(of_x))
@@ -238,9 +238,9 @@ def norm_backward(
     *,
     for_cast: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute gradients of RMSNorm's input and scale; `rstd` is what forward divided by.
+    """Compute gradients of RMSNorm's input and scale; `rstd` is forward's 1 / root mean square.
 
-    The input's includes `residual`, its gradient by another way.
+    `residual`, the gradient by way of the residual addition, is added to the input's gradient.
     """
     grad, x = grad_BSD.contiguous(), x_BSD.contiguous()
     residual = None if residual_BSD is None else residual_BSD.contiguous()
@@ -321,9 +321,9 @@ def rotate(
 def cast(
     tensor: Tensor, kind: torch.dtype, *, data: bool, transposed: bool, again: bool = False
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return the tensor in fp8, its transpose [last dim, others], as asked for; and its scale.
+    """Return the tensor in fp8, its transpose [last dim, others], each if asked for, and the scale.
 
-    `again`: the tensor, an activation, is to be cast once more.
+    `again`: backward will cast this activation once more.
     """
     tensor, limits = tensor.contiguous(), torch.finfo(kind)
     num_columns = tensor.shape[-1]

@@ -1,11 +1,11 @@
 """Linear layers, alone and after a norm or a gate, that save only their inputs."""
 
-# What is computed between two matmuls is cheap to compute and large to keep, so backward recomputes
-# it. For a block autograd keeps neither normalized inputs nor the product of gate and up, only
+# Results between two matmuls (norms, silu(gate) * up) are cheap to compute and large to save, so
+# backward recomputes them. Saved for backward of a block, in elements per token:
 #
 #     x, q, k, v, attention's output, x + attention, gate, up       2 D + (2 N + 2 K) H + 2 F
 #
-# elements per token, and attention's log-sum-exp, one fp32 number per query head.
+# and attention's log-sum-exp, one fp32 number per query head.
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from model.matmul import input_grads, outputs, sink_of, weight_grad, weight_grad
 from model.norm import SharedNorm
 from model.recompute import checkpointed
 
-# Frozen weights may have another type than activations: a matmul converts one for as long as it
-# runs, and what is saved for backward is the weight as it is held.
+# Frozen weights may have another type than activations. A matmul converts such a weight only while
+# the matmul runs; the weight is saved for backward in its own type.
 
 
 class _NormedLinears(torch.autograd.Function):
-    """Linear layers after a norm, of which only the norm's input is saved."""
+    """Linear layers after a norm; of the activations only the norm's input is saved."""
 
     @staticmethod
     def forward(
@@ -88,9 +88,9 @@ def normed_linears(
 ) -> tuple[Tensor, ...]:
     """Compute `norm(x) @ weight.T` for each weight; of the activations only `x` is saved.
 
-    `norm` is `SharedNorm` of `x` and `scale`, which other slices of the weights may share.
-    `passes_x`: the first result is `x`, for the residual addition: the gradient that arrives by it
-    is added where that of the norm is made.
+    `norm` is the `SharedNorm` of `x` and `scale`, which other slices of the weights may share.
+    `passes_x`: the first result is `x`, for the residual addition. The residual's gradient is then
+    added by the kernel that computes the norm's gradient.
     """
     if torch.compiler.is_compiling():
         y_BSD = checkpointed(norm.make, x_BSD, scale_D)
@@ -107,7 +107,7 @@ def gated(gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
 
 
 class _GatedLinear(torch.autograd.Function):
-    """Linear layer after SwiGLU's product, of which gate and up are saved."""
+    """Linear layer of `silu(gate) * up` that saves gate and up, not the product."""
 
     @staticmethod
     def forward(
@@ -183,13 +183,13 @@ def gated_linear(
 
 
 class _Linear(torch.autograd.Function):
-    """Linear layer that saves its input, if the weight trains, and the weight in its own type."""
+    """Linear layer that saves its weight and, if the weight trains, its input."""
 
     @staticmethod
     def forward(
         ctx: Any, x_BSD: Tensor, weight_ED: Tensor, fp8: Fp8 | None, *cached: Tensor
     ) -> Tensor:
-        """Multiply; `cached`: `cached_cast` of the weight, in a graph, which takes only tensors."""
+        """Multiply; `cached`: the tensors of `cached_cast`, in a compiled graph."""
         needed_x = x_BSD if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(needed_x, weight_ED, *cached)
         ctx.fp8, ctx.sink = fp8, sink_of(weight_ED)
@@ -228,7 +228,7 @@ _LEAF = torch.zeros((), device="cpu", requires_grad=True)  # see `weight_grad_to
 
 
 class _NumberedLinear(torch.autograd.Function):
-    """Linear layer in a graph: the weight's gradient goes to its sink, the graph returns none."""
+    """Linear layer in a compiled graph: backward writes the weight's gradient into its sink."""
 
     @staticmethod
     def forward(

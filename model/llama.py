@@ -37,19 +37,19 @@ from model.recompute import SavedAttention, checkpointed
 from model.rotary import rotate, rotations
 from model.units import UnitSpec, first_trained_unit, recomputed_groups, unit_specs
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of rotated q_BSNH and k_BSKH, and v_BSKH
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (rotated q_BSNH, k_BSKH, v_BSKH) -> BSNH
 
 
 class TokenInfo(NamedTuple):
-    """Positions and document lengths of the tokens, shared by all blocks of a forward."""
+    """Rotations, documents and attention core of a micro-batch, shared by all blocks."""
 
-    cos: Tensor  # of every position's rotation, see `rotations`
+    cos: Tensor  # cosines of rotary angles for every token, as `rotations` makes them
     sin: Tensor
-    documents: Documents | None = None  # None: one per sample
-    drops: DropKey | None = None  # of the dropout of adapters; None: nothing is dropped
-    splits_documents: bool = False  # here or in other micro-batches
-    core: Core | None = None  # causal attention where other tokens of the samples are elsewhere
-    saved: SavedAttention | None = None  # what attention of blocks that are recomputed keeps
+    documents: Documents | None = None  # documents of the samples; None: one per sample
+    drops: DropKey | None = None  # key of the adapters' dropout; None: nothing is dropped
+    splits_documents: bool = False  # True: this or another micro-batch has several per sample
+    core: Core | None = None  # context-parallel attention; None: attention within this rank's `x`
+    saved: SavedAttention | None = None  # attention outputs saved from recomputation
 
 
 class Block(AdaptedBlock):
@@ -72,7 +72,7 @@ class Block(AdaptedBlock):
 
     def __init__(self, config: LlamaConfig, *, layer: int, recomputed: bool) -> None:
         super().__init__(config, layer=layer)
-        self.recomputed = recomputed  # by itself, from its own input
+        self.recomputed = recomputed  # True: backward recomputes this block alone, from its input
         fp8, fused = config.fp8_format, config.fuses_fp8_casts
         self.fp8 = Fp8(fp8, fused) if fp8 is not None else None
         self.recomputes_core = config.recompute is not None and config.recompute.core_attention
@@ -120,7 +120,7 @@ class Block(AdaptedBlock):
         return x_BSD + add_slices_after(slices, self.attention_norm, self.config, x_BSD, *args)
 
     def project(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """Make queries [B, S, N, H], keys and values [B, S, K, H], rotated if they are to be."""
+        """Compute queries [B, S, N, H], keys and values [B, S, K, H]; rotate queries and keys."""
         return self._projected(x_BSD, cos, sin, None, None)[1:]
 
     def _projected(
@@ -131,7 +131,7 @@ class Block(AdaptedBlock):
         drops: DropKey | None,
         norm: SharedNorm | None,
     ) -> tuple[Tensor, ...]:
-        """Return `x` as the residual addition is to read it, and queries, keys and values."""
+        """Return `x` for the residual addition, and queries, keys and values."""
         epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
         names, sources = ("wq", "wk", "wv"), (x_BSD, self.attention_norm)
         weights = (self.wq, self.wk, self.wv)
@@ -156,7 +156,7 @@ class Block(AdaptedBlock):
         sources: tuple[Tensor, Tensor],
         weights: tuple[Tensor, ...],
     ) -> tuple[SharedNorm, Tensor, tuple[Tensor, ...]]:
-        """Return the norm, shared or of its own, its input, to be added, and its projections."""
+        """Return the norm (shared or new), its input for the residual addition, and projections."""
         if norm is not None:  # slices, whose sum is added to the input
             return norm, sources[0], normed_linears(norm, *sources, *weights, fp8=self.fp8)
         config = self.config
@@ -189,7 +189,7 @@ class Block(AdaptedBlock):
         return y_BSD
 
     def finish(self, x_BSD: Tensor, out_BSNH: Tensor) -> Tensor:
-        """Return the block's output, of its input and what attention made of it."""
+        """Compute the block's output from its input and the output of attention's core."""
         return self.mlp(x_BSD + self._output(out_BSNH, None), None)
 
     def mlp(self, x_BSD: Tensor, drops: DropKey | None, norm: SharedNorm | None = None) -> Tensor:
@@ -215,7 +215,7 @@ class Block(AdaptedBlock):
 
 @cache
 def _compiled_block(backend: str) -> tuple[Callable[..., Any], ...]:
-    """Return a block in one graph; what comes before attention's core, and after it."""
+    """Return three compiled functions: a block; before attention's core; after it."""
     parts = (Block._plain, Block.project, Block.finish)
     return tuple(compiled(part, backend) for part in parts)
 
@@ -232,8 +232,8 @@ class Head(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.starts = {"weight": 0}  # if it is a slice: the token id of its first row
-        self.weight: nn.Parameter | None = None  # None: tied
+        self.starts = {"weight": 0}  # token id of the first row; above 0 in a vocabulary slice
+        self.weight: nn.Parameter | None = None  # output weight; None: tied to the embedding
 
     def forward(
         self,
@@ -282,9 +282,9 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.core: Core | None = None  # of all blocks, instead of attention within `x`
+        self.core: Core | None = None  # context-parallel attention of all blocks; None: within `x`
         specs = self.units()
-        # Larger groups of blocks are recomputed together: in `forward`.
+        # Groups of several blocks are recomputed by `forward`, not by each block.
         together = config.recompute is not None and config.recompute.group_size > 1
         self.embedding = Embedding()
         self.blocks = nn.ModuleList(
@@ -298,15 +298,15 @@ class Llama(nn.Module):
                 setattr(module, name, nn.Parameter(torch.empty(shape)))
         self._together = together
         self._groups = recomputed_groups(specs, 0) if together else ()
-        self._activations: torch.dtype | None = None  # None: as the weights
+        self._activations: torch.dtype | None = None  # type of activations; None: the weights'
 
     def freeze(
         self, is_trained: Callable[[str], bool], *, activations: torch.dtype | None = None
     ) -> None:
         """Freeze every parameter for whose name `is_trained` returns False.
 
-        Blocks that backward then does not reach save no activations and are not recomputed. Give
-        the type of `activations` where frozen weights may have another.
+        Blocks that backward then does not reach save no activations and are not recomputed.
+        `activations` is the type of activations if frozen weights have another type.
         """
         self._activations = activations
         for name, parameter in self.named_parameters():
@@ -331,10 +331,10 @@ class Llama(nn.Module):
         The token weights include the mask, 1 / number of tokens and the loss scale, so that
         backward can start from this sum directly.
 
-        By default a sample is one document. `positions_BS` gives each token's position within its
-        document; `document_lengths` (all documents of all samples) also keeps attention within it.
-        Where `tokens_BS` are only some of each sample's, `seq_length` is that of a whole one, all
-        of whose documents have lengths, and `core` attends to the others.
+        By default a sample is one document. `positions_BS`: each token's position within its
+        document. `document_lengths`: of all documents of all samples; attention stays within each.
+        Under context parallelism `tokens_BS` has a part of each sample; `seq_length` and
+        `document_lengths` are of whole samples, and `core` attends to the other ranks' tokens.
         """
         x_BSD = self.embedding(tokens_BS)
         if self._activations is not None:

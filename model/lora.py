@@ -18,9 +18,9 @@ from model.matmul import sink_of, weight_grad
 from model.norm import SharedInput
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
-_MIX = (-4658895280553007687, -7723592293110705685)  # of SplitMix64
+_MIX = (-4658895280553007687, -7723592293110705685)  # the multipliers of SplitMix64
 _BITS = 24
-_AT_ONCE = 2**22  # elements
+_AT_ONCE = 2**22  # elements of a dropout mask that are hashed at a time
 
 
 class DropKey(NamedTuple):
@@ -28,8 +28,8 @@ class DropKey(NamedTuple):
 
     seed: int
     step: int
-    samples: tuple[int, ...]  # the number of each sample of the micro-batch in the global batch
-    ranges: tuple[range, ...] | None = None  # the positions of its tokens; None: from 0 on
+    samples: tuple[int, ...]  # index in the global batch of each sample of the micro-batch
+    ranges: tuple[range, ...] | None = None  # positions of this rank's tokens; None: from 0 on
 
 
 def drops_of(
@@ -50,13 +50,13 @@ def drops_of(
 
 
 class Columns(NamedTuple):
-    """Slice of a weight's columns: its first one, and how many the whole weight has."""
+    """The place of a column slice in a weight: first column, and columns of the whole weight."""
 
     first: int
     number: int
 
 
-MakeMask = Callable[..., Tensor]  # of a shape and a device: which elements of an input are kept
+MakeMask = Callable[..., Tensor]  # (shape, device) -> mask of elements that dropout leaves
 
 
 class AdaptedBlock(nn.Module):
@@ -66,7 +66,7 @@ class AdaptedBlock(nn.Module):
         super().__init__()
         self.config = config
         self.layer = layer
-        self.starts: dict[str, int] = {}  # of weights that are slices: the first row or column
+        self.starts: dict[str, int] = {}  # name of a sliced weight: its first row or column
 
     def adapts(self, name: str) -> bool:
         """Return whether the weight of this name has an adapter."""
@@ -218,8 +218,8 @@ def keep_mask(
 ) -> Tensor:
     """Draw which elements stay: a hash of seed, parameter name, step, sample and element.
 
-    If the last dim is only some of the `columns`, or tokens are of some ranges, elements have their
-    numbers in all of them.
+    An element's number counts all columns and all tokens of the sample, also if this rank has only
+    some `columns` or ranges of tokens. So the mask does not depend on the number of ranks.
     """
     assert len(drops.samples) == shape[0], f"{len(drops.samples)} sample numbers for {shape}"
     numel, threshold = shape[1:].numel(), round(dropout * 2**_BITS)
@@ -240,9 +240,9 @@ def keep_mask(
 
 
 def _runs(ranges: Sequence[range], width: int) -> Iterator[tuple[int, int, int]]:
-    """Run of elements of the tokens in `ranges`, and how far on these are in a whole sample.
+    """Yield runs of elements, with the offset from their place in `ranges` to the whole sample.
 
-    64 bits an element are too many for all at once.
+    Runs are short, since hashing takes 64 bits per element.
     """
     begin = 0
     for each in ranges:

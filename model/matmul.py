@@ -18,7 +18,7 @@ from paro.errors import UserError
 
 
 def check_matmul_types(fp8: Fp8Format | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise `UserError` if a GPU does not multiply matrices in fp8, or in bf16, as asked."""
+    """Raise `UserError` if the GPU has no matmuls in the requested fp8 or bf16."""
     if device.type != "cuda":
         return
     major, minor = torch.cuda.get_device_capability(device)
@@ -48,7 +48,7 @@ def outputs(x: Operand, weight: Operand) -> Tensor:
 
 
 def input_grads(grad: Operand, weight: Operand, *, total_TD: Tensor | None = None) -> Tensor:
-    """Compute `grad @ weight`, for grad [T, E] and weight [E, D]; `total_TD` gets it added."""
+    """Compute `grad @ weight`, for grad [T, E] and weight [E, D]; add to `total_TD` if given."""
     if isinstance(grad, Tensor):
         assert isinstance(weight, Tensor)
         if total_TD is not None:
@@ -60,36 +60,36 @@ def input_grads(grad: Operand, weight: Operand, *, total_TD: Tensor | None = Non
 
 
 class GradSink(ABC):
-    """Buffer of a weight's gradient in a sharding engine, as the weight's attribute `grad_sink`.
+    """A sharding engine's buffer for a weight's gradient, in the weight's attribute `grad_sink`.
 
     A weight with a sink is used once in a forward.
     """
 
     @abstractmethod
     def open(self) -> tuple[Tensor, bool]:
-        """Return the buffer for the gradient, and whether to add to what it holds."""
+        """Return the gradient buffer, and whether to add to its values or replace them."""
 
     @abstractmethod
     def close(self) -> None:
         """Mark the gradient in the buffer as complete."""
 
     def take(self, leaf: Tensor) -> None:
-        """Move autograd's gradient of a leaf, if it made one; a hook after its accumulation."""
+        """Move a leaf's `.grad`, if any, into the buffer; a post-accumulate-grad hook."""
         grad, leaf.grad = leaf.grad, None
-        if grad is not None:  # else a matmul has put it where it belongs
+        if grad is not None:  # otherwise a matmul has written the gradient into the buffer
             into, adds = self.open()
             store_grad(grad, into, adds=adds)
             self.close()
 
 
-# Weights with sinks by number: a graph of torch.compile has numbers as inputs, and serves all
-# blocks; objects would be a part of it.
+# Number: weight with a sink. A compiled graph that serves all blocks takes numbers as inputs;
+# a Python object would become a constant of the graph.
 _NUMBERED: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 
 def number_weights(weights: Iterable[Tensor]) -> None:
-    """Give each weight that has a sink, and only it, a number as `sink_number`."""
+    """Set `sink_number` on each weight that has a sink; delete it from other weights."""
     for weight in weights:
         numbered = hasattr(weight, "sink_number")
         if sink_of(weight) is None:
@@ -118,7 +118,7 @@ def weight_grad(grad: Operand, x: Operand, sink: GradSink | None = None) -> Tens
     return None
 
 
-# Without `custom_op`, by which a call takes twice as long, apart from the matmul.
+# Registered without `custom_op`, whose overhead doubles the time of a call besides the matmul.
 _WRITE = "paro::write_weight_grad"
 torch.library.define(_WRITE, "(Tensor grad, Tensor x, Tensor number) -> Tensor")
 
@@ -132,7 +132,7 @@ def _write(grad_TE: Tensor, x_TD: Tensor, number: Tensor) -> Tensor:
 def weight_grad_to_number(grad_TE: Tensor, x_TD: Tensor, number: Tensor) -> Tensor:
     """Compute `weight_grad` into the sink of this number, in a graph; return 0 on the CPU.
 
-    A compiler would drop it if nothing came of it: make the 0 the gradient of some leaf.
+    Use the 0 as the gradient of some leaf: a compiler drops a call whose result is unused.
     """
     zero: Tensor = torch.ops.paro.write_weight_grad(grad_TE, x_TD, number)
     return zero
@@ -144,7 +144,7 @@ def _nothing(_grad: Tensor, _x: Tensor, _number: Tensor) -> Tensor:
 
 
 def write_weight_grad(grad: Operand, x: Operand, into_ED: Tensor, *, adds: bool) -> None:
-    """Compute `weight_grad` in a buffer, whose values it replaces or `adds` to."""
+    """Compute `weight_grad` into a buffer: replace the buffer's values, or `adds` to them."""
     if isinstance(grad, Tensor) and _writes_into(into_ED, grad):
         assert isinstance(x, Tensor)
         options: dict[str, Any] = {}
@@ -186,8 +186,8 @@ def _product(
 ) -> Tensor:
     """Multiply two matrices in fp8 to [M, N].
 
-    `fast`: a GPU adds up with fewer bits than fp32 has. That is for forward alone: errors of
-    gradients would add up from block to block. CPUs ignore it.
+    `fast`: a GPU accumulates with fewer bits than fp32. Only forward uses it: errors of gradients
+    would accumulate from block to block. CPUs ignore it.
     """
     out: Tensor = torch._scaled_mm(
         left_MK,

@@ -1,4 +1,4 @@
-"""RMSNorm, and one that several matmuls or slices of weights share; backward computes it again."""
+"""RMSNorm, alone or shared by several matmuls or weight slices and recomputed in backward."""
 
 from __future__ import annotations
 
@@ -89,22 +89,22 @@ def rms_norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x_BSD, (x_BSD.shape[-1],), scale_D.to(x_BSD.dtype), epsilon)  # one kernel
 
 
-Slices = Iterable[Callable[..., Tensor]]  # of a part's weights: each computes a partial result
+Slices = Iterable[Callable[..., Tensor]]  # each computes a partial result with a weight slice
 
 
 class SharedInput:
-    """Input of several matmuls, for example of slices of weights, that backward computes again.
+    """Input of several matmuls (readers), for example of weight slices, recomputed in backward.
 
-    It is computed once for all of them, and once more in backward, which sums the gradients of all
-    readers before it passes them on. Between `release` and backward this object keeps nothing.
+    Forward computes the input once for all readers, and backward once more. Backward sums the
+    gradients of all readers before it passes them on. From `release` to backward nothing is held.
     """
 
     def __init__(self, make: Callable[..., Tensor], *sources: Tensor) -> None:
         self.make = make
         self._y_BSD: Tensor | None = make(*(source.detach() for source in sources))
-        self._leaves: tuple[Tensor, ...] = ()  # what y is made from, in backward
+        self._leaves: tuple[Tensor, ...] = ()  # the sources from which backward recomputes y
         self._grad_y_TD: Tensor | None = None
-        self._readers_left = 0  # whose backward has not run yet
+        self._readers_left = 0  # number of readers whose backward has not run yet
 
     @property
     def num_columns(self) -> int:
@@ -140,17 +140,17 @@ class SharedInput:
         return iter(torch.autograd.grad(y_BSD, needed, grad_BSD))
 
     def add_products(self, grads: Sequence[Operand], weights: Iterator[Operand]) -> None:
-        """Accumulate one reader's gradient of the input; weights live one at a time."""
+        """Accumulate one reader's gradient of the input, one weight at a time."""
         for grad in grads:
             self._grad_y_TD = input_grads(grad, next(weights), total_TD=self._grad_y_TD)
 
     def add(self, grad_TD: Tensor) -> None:
-        """Accumulate one reader's gradient of the input, which is this object's from now on."""
+        """Accumulate one reader's gradient of the input; takes ownership of the tensor."""
         total_TD = self._grad_y_TD
         self._grad_y_TD = grad_TD if total_TD is None else total_TD.add_(grad_TD)
 
     def source_grads(self) -> tuple[Tensor | None, ...]:
-        """Return gradients of the sources, as far as needed, after the last reader; None before."""
+        """Return the needed gradients of the sources after the last reader; None before."""
         self._readers_left -= 1
         leaves, y_BSD, grad_TD = self._leaves, self._y_BSD, self._grad_y_TD
         if self._readers_left or not leaves:
@@ -167,8 +167,8 @@ class SharedInput:
 class SharedNorm(SharedInput):
     """`rms_norm(x, scale)`, the input of several matmuls; its sources are x and scale.
 
-    Its gradients need no graph of their own; `fused`: they are made by Triton. `for_cast`: Triton
-    also finds the largest values of the norm and of the gradient of x, which are cast.
+    Gradients are computed without an autograd graph; `fused`: by Triton. `for_cast`: Triton also
+    finds the amax of the norm and of the gradient of x for the next cast to fp8.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class SharedNorm(SharedInput):
         super().__init__(make, x_BSD, scale_D)
 
     def add_residual(self, grad_BSD: Tensor) -> None:
-        """Take x's gradient by the way around the norm, to which that of the norm is added."""
+        """Take the gradient of x from the residual branch; the norm's gradient is added to it."""
         self._residual_BSD = grad_BSD
 
     def _make_again(self, leaves: Sequence[Tensor]) -> Tensor:

@@ -13,16 +13,16 @@ AttentionOutput = tuple[Tensor, Tensor]  # an output, and the log-sum-exp of its
 
 
 def checkpointed(function: Callable[..., Any], *args: object) -> Any:
-    """Return the function's result; backward calls it again instead of keeping what it computes."""
-    # Dropout is a hash of numbers, so there is no state of a random generator to save.
+    """Call the function; backward calls it again instead of saving activations."""
+    # Dropout is a hash, so there is no random generator state to save.
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class SavedAttention:
-    """Outputs and log-sum-exps of attention in a function that backward runs again.
+    """Outputs and log-sum-exps of attention in a function that backward recomputes.
 
-    The first run saves them, the second, after `end_first_run`, takes them in order; then they live
-    as long as its other activations.
+    The first run saves the outputs. The second run, after `end_first_run`, takes the outputs in
+    order instead of computing attention; they then live as long as its other activations.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ def inverse_frequencies(config: LlamaConfig) -> Tensor:
         keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
         factor = config.rope_scaling_factor
         frequencies = keep * frequencies + (1.0 - keep) * frequencies / factor
-    # Instead of the positions.
+    # Dividing frequencies equals dividing positions.
     return frequencies / config.rotary_seq_len_interpolation_factor
 
 
@@ -62,9 +62,9 @@ def rotate(
 ) -> Tensor:
     """Rotate each pair of channels (i, i + H/2) by its position's angle; `fused`: by Triton.
 
-    `for_cast`: Triton also finds the largest value of the gradient, which is cast.
+    `for_cast`: Triton also finds the gradient's amax for the next cast to fp8.
     """
-    if torch.compiler.is_compiling():  # which fuses these, and in torch 2.11 loses `out=` of parts
+    if torch.compiler.is_compiling():  # inductor fuses this; torch 2.11 loses `out=` of views
         first, second = x_BSNH.chunk(2, dim=-1)
         cos = cos.chunk(2, dim=-1)[0]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -19,13 +19,13 @@ class TrainableKind(Enum):
     """Kinds of parts of a model that train."""
 
     ALL = "all"
-    LAST_BLOCKS = "last-blocks"  # this share of all blocks, at least one
+    LAST_BLOCKS = "last-blocks"  # the given share of all blocks, counted from the end; at least one
     NAMES = "names"  # the parameters whose names match a pattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainable:
-    """Parameters that train: a kind, with the share of blocks or the patterns of names it takes."""
+    """The choice of trainable parameters: a kind, with its share of blocks or name patterns."""
 
     kind: TrainableKind = TrainableKind.ALL
     share: float = 1.0
@@ -67,9 +67,9 @@ class Trainable:
         return self.kind is not TrainableKind.ALL or config.lora is not None
 
     def names(self, config: LlamaConfig) -> frozenset[str]:
-        """Return the names of the model's parameters that train; a pattern must match one.
+        """Return the names of trainable parameters; `UserError` if a pattern matches none.
 
-        Of a model with adapters, these do.
+        In a model with adapters, the adapters train.
         """
         names = list(parameter_shapes(config))
         if config.lora is not None:

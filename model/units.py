@@ -1,4 +1,4 @@
-"""The units of a LLaMA: their parameters, what reads these, how they are cut and recomputed."""
+"""The units of a LLaMA: parameters, how they are cut into slices, and recomputation groups."""
 
 # The model, its sharding, the planner and the converters read this list. A slice of the weights is
 # cut by heads in attention (query heads together with the key and value heads that they use), by
@@ -22,28 +22,27 @@ class PartSpec:
     """A method of a unit's module that can be computed one slice of its weights at a time.
 
     `join_METHOD(slices, *args)` of the module equals `METHOD(*args)`: it calls each of `slices`
-    once, in order, and each call runs `of_slice` with a slice of the weights instead of the whole
-    weights; `starts` of the module then says where the slices begin. Parameters have their names in
-    the module.
+    once, in order. Each call runs `of_slice` with a weight slice in place of the whole weight;
+    `starts` of the module then says where the slices begin. Parameters are named as in the module.
     """
 
     method: str
     of_slice: str
-    cuts: Mapping[str, int]  # its matrices and their biases: the dim along which each is cut
-    replicated: tuple[str, ...] = ()  # its norms and adapters, which are whole on every rank
-    shares: int | None = None  # indivisible shares, if it can only be cut between them
+    cuts: Mapping[str, int]  # matrix or bias of the part: the dim along which it is cut
+    replicated: tuple[str, ...] = ()  # norms and adapters of the part, replicated on every rank
+    shares: int | None = None  # number of indivisible shares (head groups); None: cut anywhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSpec:
-    """A unit, whose parameters are gathered while it runs; `name` is the path of its module."""
+    """A unit: a module whose parameters are gathered while it runs; `name` is the module's path."""
 
     name: str
-    shapes: Mapping[str, Shape]  # of its parameters, by their names in the module
+    shapes: Mapping[str, Shape]  # parameter name in the module: shape
     parts: tuple[PartSpec, ...] = ()
-    borrows: tuple[str, ...] = ()  # other units whose parameters it also reads (a tied head)
+    borrows: tuple[str, ...] = ()  # names of units whose parameters this unit reads (a tied head)
     backward_needs_weight: bool = True
-    recomputed_from: int | None = None  # the index of the unit at which its recomputation begins
+    recomputed_from: int | None = None  # index of the first unit of its recomputation; None: none
 
     @property
     def parameters(self) -> dict[str, Shape]:
@@ -52,7 +51,7 @@ class UnitSpec:
 
     @property
     def holder(self) -> str:
-        """The name of the unit that has the matrices of its parts."""
+        """The name of the unit whose module has the matrices of this unit's parts."""
         return self.borrows[0] if self.borrows else self.name
 
     def cuts_of(self, part: PartSpec) -> dict[str, int]:
@@ -144,7 +143,7 @@ def _with_adapters(part: PartSpec, config: LlamaConfig) -> PartSpec:
 
 
 def first_trained_unit(units: Sequence[UnitSpec], is_trained: Callable[[str], bool]) -> int:
-    """Return the index of the first unit with a parameter that trains; past the last without."""
+    """Return the index of the first unit with a trainable parameter; number of units if none."""
     some_train = (any(map(is_trained, unit.parameters)) for unit in units)
     return next((index for index, trains in enumerate(some_train) if trains), len(units))
 

@@ -12,15 +12,15 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# How --help calls the values that are files and folders.
+# The metavars by which --help shows that a flag's value is a file or folder.
 PATHS = ("FILE", "DIR", "PATH", "PREFIX", "SOURCE")
-_MAX_PATH_BYTES, _MAX_NAME_BYTES = 4095, 255  # of Linux
+_MAX_PATH_BYTES, _MAX_NAME_BYTES = 4095, 255  # limits of Linux
 
 
 class FlagParser(ArgumentParser):
-    """Refuses a path that is empty, or so long that even a look for it fails, and `--flag=--`.
+    """An argument parser that refuses paths that are empty or too long for Linux, and `--flag=--`.
 
-    An empty path is what a shell makes of a variable that is not set.
+    An empty path is usually an unset shell variable.
     """
 
     def _get_values(self, action: Action, arg_strings: list[str]) -> Any:
@@ -44,7 +44,7 @@ _WIDTH = 80
 
 
 def starts_flag(word: str) -> bool:
-    """Return whether a word of a command line is a flag, and no value such as -1."""
+    """Return whether a command line word is a flag; a value such as -1 is not."""
     return _FLAG.match(word) is not None
 
 
@@ -61,7 +61,7 @@ def by_flag(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def wrapped(groups: Iterable[Sequence[str]]) -> list[str]:
-    """Indented lines of the groups of `by_flag` as a shell reads them, none of them cut."""
+    """Format words for a shell, quoted and indented, without a line break inside a flag's group."""
     lines: list[str] = []
     for part in map(shlex.join, groups):
         if lines and len(lines[-1]) + len(part) < _WIDTH:
@@ -72,7 +72,7 @@ def wrapped(groups: Iterable[Sequence[str]]) -> list[str]:
 
 
 _TABLE = Path(__file__).with_name("synonyms.toml").read_text(encoding="utf-8")
-# By the name in another framework or in tools/plan.py: what to use here.
+# Flag name in another framework or in tools/plan.py: the advice on what to use here.
 SYNONYMS = {
     name: " ".join(meaning.split())
     for names, meaning in tomllib.loads(_TABLE)["names"]
@@ -81,9 +81,9 @@ SYNONYMS = {
 
 
 def hint_for(flag: str, parser: ArgumentParser) -> str:
-    """Return one hint; it never suggests a flag that the parser does not have."""
+    """Return a hint for an unknown flag; every flag that a hint suggests exists in the parser."""
     known = parser._option_string_actions
-    plain = flag.lstrip("-").lower().replace("_", "-").rpartition(".")[2]  # as in optimizer.lr
+    plain = flag.lstrip("-").lower().replace("_", "-").rpartition(".")[2]  # without optimizer.
     meaning = SYNONYMS.get(plain)
     if meaning is not None and f"--{plain}" not in known:
         return f"give {meaning}" if meaning.startswith("--") else meaning
@@ -94,10 +94,10 @@ def hint_for(flag: str, parser: ArgumentParser) -> str:
 def known_as(
     flag: str, values: Sequence[str], parser: ArgumentParser, given: Collection[str]
 ) -> list[str]:
-    """Return the flags that the hint for an unknown one names, if they are all that the hint says.
+    """Return the flags that can replace an unknown flag, if its hint consists of flags alone.
 
-    The last takes the values; those before it are switches. None where its argument is among the
-    `given`, which a guess must not change, or does not take these values.
+    The last flag takes the values; flags before it are switches. None if the last flag is already
+    among the `given`, which a guess must not change, or does not accept the values.
     """
     found = re.fullmatch(
         r"(?:give|did you mean) (--[\w-]+(?: and --[\w-]+)*)\??", hint_for(flag, parser)

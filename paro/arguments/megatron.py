@@ -1,7 +1,7 @@
 """Megatron's flags that PaRO does not have: accepted if they change nothing, ignored or refused."""
 
-# So a LLaMA script for Megatron-LM without tensor or pipeline parallelism runs unchanged;
-# for other scripts the error names the PaRO configuration that fits the same model.
+# Thereby a LLaMA script for Megatron-LM without tensor or pipeline parallelism runs unchanged.
+# For other scripts the error names the PaRO configuration that fits the same model.
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 from paro.arguments.flag_parser import by_flag
 from paro.text import listed
 
-# A LLaMA's parts, what a GPT of Megatron-LM has in their place, and the flags that ask for them.
+# ("LLaMA's part for the part of Megatron-LM's default GPT", flags that select LLaMA's part)
 _PARTS = (
     ("RMSNorm for LayerNorm", "--normalization"),
     ("SwiGLU for GELU", "--swiglu"),
@@ -35,24 +35,25 @@ _PARTS = (
     ("no dropout in attention", "--attention-dropout"),
     ("no dropout behind it", "--hidden-dropout"),
 )
-# The arguments that cut one copy of a model into as many parts as their product.
+# Megatron's model-parallel sizes: one copy of the model is split into their product of parts.
 _CUTS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 class Outcome(Enum):
     """The treatment of a flag."""
 
-    ACCEPTED = "accepted"  # it requests what PaRO does anyway
-    IGNORED = "ignored"  # it changes no result; the run's first lines report that it has no effect
-    REFUSED = "refused"  # it requests something else
+    ACCEPTED = "accepted"  # a flag that requests what PaRO does anyway
+    IGNORED = "ignored"  # a flag that changes no result; the log reports that it has no effect
+    REFUSED = "refused"  # a flag that requests what PaRO does not do
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """The treatment of one flag, or of a family such as `--moe-*`, with its reason.
 
-    An accepted flag is a switch, or takes one of `values`, or is a switch where an argument has a
-    value. Other uses of it are refused, and the error gives `instead`. Other flags take any values.
+    An accepted flag is a switch or takes one of `values`; with `where`, it is accepted only if
+    another argument has a value. Other uses are refused, and the error says what to use `instead`.
+    Ignored and refused flags take any values.
     """
 
     flag: str
@@ -60,7 +61,7 @@ class Rule:
     why: str = ""
     instead: str = ""
     values: tuple[str | int | float, ...] = ()
-    where: tuple[str, object] | None = None  # an argument, and the value that it has or may get
+    where: tuple[str, object] | None = None  # (argument, value that makes the flag acceptable)
 
     @property
     def is_family(self) -> bool:
@@ -87,7 +88,7 @@ def _one_line(text: str) -> str:
 _TABLE: dict[str, Any] = tomllib.loads(
     Path(__file__).with_name("megatron_rules.toml").read_text(encoding="utf-8")
 )
-# The words to give in place of a refused flag, with any value or by its value.
+# Refused flag: the words to give instead, for any value or by the flag's value.
 BECOMES: Mapping[str, str | Mapping[str, str]] = _TABLE["becomes"]
 RULES = tuple(_rules())
 _BY_FLAG = {rule.flag: rule for rule in RULES}
@@ -96,13 +97,13 @@ _FAMILIES = {rule.flag[:-1]: rule for rule in RULES if rule.is_family}
 
 @cache
 def rule_of(flag: str) -> Rule | None:
-    """Return the rule for a flag or else for its family; None for a setting or an unknown flag."""
+    """Return the rule of a flag, else of its family; None for flags without a rule."""
     families = (rule for prefix, rule in _FAMILIES.items() if flag.startswith(prefix))
     return _BY_FLAG.get(flag) or next(families, None)
 
 
 def add_compatibility_args(parser: ArgumentParser) -> None:
-    """Add every flag that may be accepted; one not given does not appear in the namespace."""
+    """Add every flag that may be accepted; flags not given are absent from the namespace."""
     add = parser.add_argument_group(
         "Megatron-LM compatibility",
         "Accepted so that LLaMA scripts run unchanged; every one says why it changes nothing. "
@@ -123,7 +124,7 @@ def add_compatibility_args(parser: ArgumentParser) -> None:
 def take_other_flags(
     words: Sequence[str], parser: ArgumentParser
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Take the flags of rules that the parser lacks out of the words; also return their values."""
+    """Take flags that have a rule but are not in the parser out of `words`; map them to values."""
     left: list[str] = []
     taken: dict[str, list[str]] = {}
     for head, *values in by_flag(words):
@@ -139,7 +140,7 @@ def take_other_flags(
 def refused(args: Namespace) -> dict[str, list[str]]:
     """Return the given flags that are refused, grouped by what to do instead.
 
-    They would train another model or need an unsupported feature.
+    A refused flag would train another model or needs an unsupported feature.
     """
     found: dict[str, list[str]] = {}
     degree = math.prod(max(1, getattr(args, name, 1)) for name in _CUTS)
@@ -151,7 +152,7 @@ def refused(args: Namespace) -> dict[str, list[str]]:
 
 
 def refusals(args: Namespace) -> list[str]:
-    """Return one line per alternative to the flags that are refused."""
+    """Return one line per alternative, with the refused flags that it replaces."""
     return [
         f"{listed(given)} {'is' if len(given) == 1 else 'are'} not supported: {instead}"
         for instead, given in refused(args).items()
@@ -168,9 +169,9 @@ def ignored_lines(args: Namespace) -> tuple[str, ...]:
 
 
 def replacements(args: Namespace) -> dict[str, list[str]]:
-    """Return the words to give instead of each given flag that is refused or has no effect.
+    """Map each given flag that is refused or has no effect to the words to give instead.
 
-    There are none for a flag that is to be left out.
+    The words are empty for a flag that is to be left out.
     """
     found = {}
     for rule, flag, values in _given(args):
@@ -183,9 +184,9 @@ def replacements(args: Namespace) -> dict[str, list[str]]:
 
 
 def changed_parts(args: Namespace) -> tuple[str, ...]:
-    """Return a line with the parts of the model that Megatron-LM would make differently; or none.
+    """Return a line with the model parts that Megatron-LM would build differently, if any.
 
-    Flags that Megatron-LM alone has tell its script from one of this project, which asks for none.
+    Only a script with flags that Megatron-LM alone has gets the line.
     """
     given = list(_given(args))
     asked = {flag for rule, flag, values in given if _is_accepted(rule, args, values)}
@@ -199,7 +200,7 @@ def changed_parts(args: Namespace) -> tuple[str, ...]:
 
 
 def _given(args: Namespace) -> Iterator[tuple[Rule, str, list[object]]]:
-    """Yield the given flags that have a rule, with it and their values."""
+    """Yield (flag, rule, values) for each given flag that has a rule."""
     for name, value in vars(args).items():
         flag = f"--{name.replace('_', '-')}"
         rule = rule_of(flag)

@@ -223,7 +223,7 @@ def add_regularization_args(parser: ArgumentParser) -> None:
 
 
 def _optimizer(text: str) -> str:
-    """Return the name of the optimizer; dist_muon is an old name of muon with sharded states."""
+    """Return the optimizer's name; dist_muon is Megatron's old name of muon with sharded states."""
     return "muon" if text == "dist_muon" else text
 
 

@@ -1,4 +1,4 @@
-"""Flags that are missing, refused or unknown: what to say, and the command line to give instead."""
+"""Missing, refused and unknown flags: the error lines, and a corrected command line."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _DATA = (
 )
 _TOKENIZER = ("--tokenizer-type", "--vocab-file", "--merge-file")
 _VOCABULARY = ("--vocab-size", "--padded-vocab-size", "--llama-preset")
-ANY_VOCABULARY = 32000  # ids, as LLaMA-2 has
-# What a dry run can do without a tokenizer.
+ANY_VOCABULARY = 32000  # LLaMA-2's number of ids, for dry runs without a vocabulary
+# The lines on how a dry run gets a vocabulary without a tokenizer.
 VOCABULARY = (
     "a dry run needs only a size: give --tokenizer-type NullTokenizer --vocab-size N, such as "
     f"{ANY_VOCABULARY}"
 )
-# What stands in for a missing flag while the values of others are checked.
+# Placeholder values of missing flags while the values of other flags are checked.
 _STAND_INS: dict[str, dict[str, object]] = {
     "--seq-length": {"seq_length": 1},
     "--micro-batch-size": {"micro_batch_size": 1},
@@ -55,7 +55,7 @@ def missing_flags(
 ) -> list[str]:
     """Return one line per required value that is missing; flags in `named` count as given.
 
-    Values that --use-checkpoint-args can supply are not missing until the checkpoint is `loaded`.
+    Before the checkpoint is `loaded`, values that --use-checkpoint-args supplies are not missing.
     """
     lines = [
         f"{flag} is missing: {what}"
@@ -77,14 +77,14 @@ def missing_flags(
 
 
 def flags_in(lines: Iterable[str]) -> KeysView[str]:
-    """Return the flags that lines name, in their order."""
+    """Return the flags that appear in the lines, in order of appearance."""
     return dict.fromkeys(re.findall(r"--[a-z][\w-]*", " ".join(lines))).keys()
 
 
 def with_stand_ins(args: Namespace) -> tuple[Namespace, KeysView[str]]:
-    """Return the arguments with values for missing flags, sizes apart, and the flags so treated.
+    """Return the arguments with placeholders for missing flags, and these flags; not model sizes.
 
-    A line that names one of these flags is about a value that nobody gave.
+    An error line that names such a flag is about a placeholder, not about a value that was given.
     """
     missing = flags_in(line.split(" missing")[0] for line in missing_flags(args, loaded=True))
     filled = dict(vars(args))
@@ -117,9 +117,9 @@ def _any_given(args: Namespace, named: Collection[str], *flags: str) -> bool:
     )
 
 
-_LONGEST = 1000  # characters of a value that may be offered: a line is to be readable
+_LONGEST = 1000  # longest value, in characters, that a readable suggestion repeats
 _FRUGAL = [["--paro-strategy", "GGG"]]
-# What a flag that is added takes the place of.
+# Flag that a suggestion may add: the flags that it then replaces.
 _REPLACES = {
     "--paro-strategy": ("--use-distributed-optimizer",),
     "--recompute-granularity": ("--recompute-activations", "--recompute-modules"),
@@ -136,10 +136,11 @@ def corrected(
 ) -> str:
     """Build the command line to give instead of `words`; empty if only values are to change.
 
-    Flags that are refused, unknown or without effect are left out or replaced; a guess for an
-    unknown one never replaces a flag that is given. The arguments in `better`, by their names, have
-    other values: they are left out if these are their defaults, and added if they are not given.
-    The flags in `refused` have values that the parser did not take.
+    - Flags that are refused, unknown or without effect are left out or replaced. A guess for an
+      unknown flag never replaces a given flag.
+    - `better` maps argument names to corrected values; a flag whose correction is the default is
+      left out.
+    - `refused` has flags whose values the parser did not take.
     """
     actions = parser._option_string_actions
     instead = replacements(args)
@@ -148,7 +149,7 @@ def corrected(
     kept: dict[str, list[str]] = {}
     added: list[list[list[str]]] = []
     left_out: list[str] = []
-    is_foreign = False  # whether a flag is not one of this program
+    is_foreign = False  # True: some flag does not belong to this program
     for flag, *values in by_flag(words):
         name, equals, value = flag.partition("=")
         values = [value, *values] if equals else values
@@ -162,7 +163,7 @@ def corrected(
         *switches, name = names
         action = actions[name]
         other = better.get(action.dest, ...)
-        any_number = isinstance(action.nargs, str)  # of values, which the flag takes
+        any_number = isinstance(action.nargs, str)  # True: the flag takes any number of values
         most = None if any_number else 1 if action.nargs is None else int(action.nargs)
         is_long = max(map(len, values), default=0) > _LONGEST
         if name in refused or is_long or other == action.default:
@@ -186,7 +187,7 @@ def corrected(
 
 
 def _replace(kept: dict[str, list[str]], added: Sequence[list[list[str]]]) -> list[str]:
-    """Add flags in place of others, unless they are given; return notes about them."""
+    """Add replacement flags that are not given yet; return notes about the replacements."""
     notes = []
     for groups in added:
         if not groups or groups[0][0] in kept:

@@ -53,10 +53,10 @@ A mistake ends the run with status 2 and a line that says what to do; of flags t
 refused, unknown or missing all are said at once. Flags in groups:"""
 
 
-MOST = 2**63 - 1  # of every whole number
+MOST = 2**63 - 1  # largest value of a whole-number flag
 
 Config = TypeVar("Config")
-# Lines about values that are wrong, and arguments with values that would not be.
+# A function that returns a line for each wrong value, and the arguments that would correct them.
 WrongValues = Callable[[Namespace], tuple[Sequence[str], Mapping[str, object]]]
 
 
@@ -67,7 +67,7 @@ class _HelpFormatter(argparse.HelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        if "\n" in text:  # formatted by hand
+        if "\n" in text:  # a help text with its own line breaks
             return textwrap.indent(text, indent)
         return "\n".join(indent + line for line in self._split_lines(text, width - len(indent)))
 
@@ -80,7 +80,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 @cache
 def build_parser() -> ArgumentParser:
-    """Return the parser of pretrain_llama.py, which nobody changes: the same one for every call."""
+    """Return the parser of pretrain_llama.py; it is cached, so callers must not change it."""
     parser = FlagParser(
         usage="%(prog)s [flag ...]",  # listing all flags would fill a screen
         description=_ABOUT,
@@ -104,7 +104,7 @@ def build_parser() -> ArgumentParser:
 
 
 def _finite(text: str) -> float:
-    """Return the number in `text`; a `ValueError` for what is none, as `float` raises it."""
+    """Convert text to a finite float; an error, also a `ValueError` of `float`, otherwise."""
     number = float(text)
     if not math.isfinite(number):
         raise argparse.ArgumentTypeError(f"{text.strip()} is not a finite number")
@@ -112,14 +112,14 @@ def _finite(text: str) -> float:
 
 
 def _whole_number(text: str) -> int:
-    """Return an `int` of 64 bits; what is larger, torch and numpy cannot count with."""
+    """Convert text to an integer that fits 64 bits, as torch and numpy need."""
     number = int(text)
     if abs(number) > MOST:
         raise argparse.ArgumentTypeError(f"{text[:40]} must be at most {MOST}")
     return number
 
 
-_whole_number.__name__ = "int"  # argparse names it in its line about what is no number
+_whole_number.__name__ = "int"  # argparse prints this name in its error line
 
 
 def parse_args(
@@ -130,9 +130,9 @@ def parse_args(
 ) -> Namespace:
     """Parse a command line (by default this process's own); `UserError` lists all mistakes.
 
-    If there are mistakes, the error also lists refused and missing flags; otherwise `check_flags`
-    reports those. A program that does not train (`trains`) has neither. With `wrong_values` an
-    error also lists these and ends with the flags to give instead.
+    An error of a program that `trains` also lists refused and missing flags; without a mistake
+    `check_flags` reports refused and missing flags later. With `wrong_values` an error also lists
+    wrong values, and ends with the flags to give instead.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
@@ -159,7 +159,7 @@ def parse_args(
 
 
 def check_flags(args: Namespace, mistakes: Sequence[str] = ()) -> None:
-    """Raise `UserError` lists every flag that is refused or missing, after other `mistakes`."""
+    """Raise `UserError` with `mistakes`, then a line for every refused or missing flag."""
     if found := wrong_flags(args, mistakes):
         bare = not mistakes and nothing_needed_is_given(args)
         raise UserError(*found, example=f"This trains, on any machine:\n{EXAMPLE}" if bare else "")
@@ -173,10 +173,10 @@ def wrong_flags(args: Namespace, mistakes: Sequence[str] = ()) -> list[str]:
 def parse_known(
     parser: ArgumentParser, words: Sequence[str], mistakes: list[str]
 ) -> tuple[Namespace, list[str], set[str]]:
-    """Return the parsed flags, words that belong to no flag, and flags whose values are refused.
+    """Return the parsed flags, the unknown words, and the flags whose values are refused.
 
-    argparse stops at the first error, so that flag is removed and the rest is parsed again. The
-    errors are appended to `mistakes`.
+    argparse stops at the first error. The flag with the error is then removed, the error appended
+    to `mistakes`, and the rest parsed again.
     """
     words, others = take_other_flags(words, parser)
     refused: set[str] = set()
@@ -208,9 +208,9 @@ def non_default(arguments: Mapping[str, object]) -> list[str]:
 
 
 def take(config_type: type[Config], args: Namespace, **derived: Any) -> Config:
-    """Fill a config from the arguments of its fields' names, some of them behind `paro_`.
+    """Build a config dataclass: each field from the argument of its name, or `paro_` + its name.
 
-    `derived` gives the other fields.
+    `derived` has the values of fields that do not come from one argument.
     """
     named = {field.name for field in fields(config_type)} - derived.keys()  # type: ignore[arg-type]
     places = {name: name if hasattr(args, name) else f"paro_{name}" for name in named}

@@ -13,8 +13,8 @@ from paro.errors import UserError, is_word
 from paro.untrusted.regular_file import read_text
 
 FLAG = "--yaml-cfg"
-MOST_BYTES = 2**16  # a second of reading; long blends have --data-args-path
-MOST_DEPTH = 8  # flags need 2, and a value that is too deep is shown in its own line
+MOST_BYTES = 2**16  # largest file; parsing takes a second. Long blends have --data-args-path
+MOST_DEPTH = 8  # deepest nesting that is parsed; flags need 2 levels, and errors can show 8
 
 
 def read_flags(path: str, parser: ArgumentParser) -> tuple[list[str], list[str]]:
@@ -53,7 +53,7 @@ def _spell(option: object) -> str:
 def _read_mapping(path: str, most_keys: int) -> list[tuple[str, yaml.Node]]:
     """Read the keys, spelled like flags, and their values as texts with a type.
 
-    No value is made of a text: the flag's own type reads it as it reads a word.
+    Values stay text: the flag's own argparse type converts them, as on a command line.
     """
     text = read_text(path, f"{FLAG} {path}", max_bytes=MOST_BYTES)
     try:
@@ -78,9 +78,9 @@ def _read_mapping(path: str, most_keys: int) -> list[tuple[str, yaml.Node]]:
 
 
 def _refuse_what_no_flag_is(text: str, path: str) -> None:
-    """Raise `UserError` for an alias, which may repeat itself endlessly, or deep nesting.
+    """Raise `UserError` for aliases, which may expand endlessly, tags and deep nesting.
 
-    Also for what no command line could say: a tag, or a text that is no word of one.
+    Also refused: text that cannot be a command line word.
     """
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
@@ -110,7 +110,7 @@ def _kind(node: yaml.Node) -> str:
 
 
 def _words(flag: str, action: Action | None, value: yaml.Node) -> list[str]:
-    """Return the words for a flag; without an action any value is taken."""
+    """Return the command line words of a flag; an unknown flag (no action) takes any value."""
     kind = _kind(value)
     if kind == "null":
         return []
@@ -134,7 +134,7 @@ def _words(flag: str, action: Action | None, value: yaml.Node) -> list[str]:
 
 
 def _shown(value: yaml.Node) -> str:
-    """Return a value as the file spells it."""
+    """Format a value as the YAML file spells it."""
     begin, end = value.start_mark, value.end_mark
     assert begin is not None, "it was read from a text"
     assert end is not None

@@ -32,7 +32,7 @@ from paro.spec.states import is_for_muon
 from paro.spec.units import MUON_ROTATES, rotation_infeasible_reason
 from paro.strategy import Strategy
 
-if TYPE_CHECKING:  # a plan checks without torch
+if TYPE_CHECKING:  # importing these loads torch, and tools/plan.py checks flags without torch
     from paro.distributed.process_group import RuntimeConfig
     from paro.report.profiler import ProfileConfig
 
@@ -82,14 +82,14 @@ def check_context(sharding: ShardingConfig, model: LlamaConfig, seq_length: int)
 def check_attention(
     model: LlamaConfig, sharding: ShardingConfig, precision: PrecisionConfig, device_type: str
 ) -> None:
-    """Raise `UserError` where attention is to be computed in parts, or kept, and cannot be."""
+    """Raise `UserError` if flags need attention's log-sum-exp and no kernel returns one."""
     check_parts(model, sharding.context, device_type, precision.compute)
 
 
 def check_muon(
     precision: PrecisionConfig, sharding: ShardingConfig, trainable: Trainable, model: LlamaConfig
 ) -> None:
-    """Raise `UserError` where there are no whole matrices for Muon."""
+    """Raise `UserError` if Muon would have no unsharded matrix to update."""
     if precision.optimizer != "muon":
         return
     if sharding.materialize == "rotate":
@@ -109,7 +109,7 @@ def check_compile(model: LlamaConfig) -> None:
 
 
 def check_collective(sharding: ShardingConfig, device_type: str) -> None:
-    """Raise `UserError` for an algorithm of single messages under nccl."""
+    """Raise `UserError` under NCCL for a collective made of point-to-point messages."""
     name = sharding.collective
     if device_type == "cuda" and name not in (*NCCL_COLLECTIVES, "auto"):
         raise UserError(
@@ -119,7 +119,7 @@ def check_collective(sharding: ShardingConfig, device_type: str) -> None:
 
 
 def check_feedback(flag: str, precision: PrecisionConfig) -> None:
-    """Raise `UserError` if the remembered gradient errors of a rank would be lost with it."""
+    """Raise `UserError` if losing a rank would lose gradient errors that error feedback holds."""
     if precision.inter_grad_error_feedback:
         raise UserError(
             f"--paro-inter-grad-error-feedback and {flag} contradict each other: what a rank "
@@ -127,7 +127,7 @@ def check_feedback(flag: str, precision: PrecisionConfig) -> None:
         )
 
 
-# Each names as its parameters the fields of a RunConfig that it needs.
+# The checks that tools/plan.py also runs. A check's parameters name fields of RunConfig.
 PLANNED_CHECKS: tuple[Callable[..., None], ...] = (
     check_collective,
     check_sequence,
@@ -140,7 +140,7 @@ PLANNED_CHECKS: tuple[Callable[..., None], ...] = (
 
 
 def needs_of(make: Callable[..., object]) -> tuple[str, ...]:
-    """Return the names of the parts of a configuration that a check or a maker needs."""
+    """Return the parameter names of a check or a maker: the parts of the configuration it needs."""
     return tuple(signature(make).parameters)
 
 
@@ -164,7 +164,7 @@ def check_rotation(sharding: ShardingConfig, strategy: Strategy, model: LlamaCon
 
 
 def check_copy_engine(sharding: ShardingConfig, strategy: Strategy, runtime: RuntimeConfig) -> None:
-    """Raise `UserError` if copy engines have nothing to gather inside a node."""
+    """Raise `UserError` if --paro-nccl-copy-engine has no all-gather inside a node to speed up."""
     world, way = sharding.world, (sharding.materialize, sharding.collective)
     gather = world.topology(*strategy.degrees).axes_between(1, strategy.params)
     inside = bool(gather) and gather[0].outer <= min(world.group_size, world.ranks_per_node)
@@ -205,9 +205,10 @@ def check_sizes(
     sharding: ShardingConfig,
     launch: LaunchConfig,
 ) -> None:
-    """Raise `UserError` for sizes of a changing batch that do not divide, from --load on.
+    """Raise `UserError` if a later size of a changing batch does not divide over the ranks.
 
-    A run that may continue from in-memory checkpoints checks it when it knows where.
+    Sizes that a resumed run has passed are not checked. A run with in-memory checkpoints makes
+    this check later, when the iteration that it resumes from is known.
     """
     copies = checkpoint.non_persistent_ckpt_type or sharding.needs_in_memory_checkpoints
     if batches.changes and (launch.dry_run or not copies):
@@ -217,7 +218,7 @@ def check_sizes(
 def check_in_memory(
     checkpoint: CheckpointConfig, sharding: ShardingConfig, as_given: PrecisionConfig
 ) -> None:
-    """Raise `UserError` for flags of in-memory checkpoints without any, or a useless restart."""
+    """Raise `UserError` for flags of in-memory checkpoints that are off, or without --load."""
     is_local = checkpoint.non_persistent_ckpt_type == "local"
     if not (is_local or sharding.needs_in_memory_checkpoints):
         for flag, value in (
@@ -229,7 +230,7 @@ def check_in_memory(
         return
     needed_by = "--paro-elastic" if sharding.elastic else "--paro-survive"
     flag = "--non-persistent-ckpt-type local" if is_local else needed_by
-    check_feedback(flag, as_given)  # not what one group makes of it: a restart may have more
+    check_feedback(flag, as_given)  # bits as given: a restart may have more groups than this run
     if checkpoint.save is not None and not checkpoint.continues:
         raise UserError(
             f"{flag} is for a command that continues when it is started again: give --load "
@@ -250,7 +251,7 @@ def check_load(checkpoint: CheckpointConfig) -> None:
 
 
 def check_save(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
-    """Raise `UserError` now, not after hours, if --save cannot be written or is another run's."""
+    """Raise `UserError` at the start if --save is not writable or belongs to another run."""
     if checkpoint.save is not None:
         _check_writable("--save", checkpoint.save)
     check_overwriting(checkpoint, train)
@@ -322,7 +323,7 @@ def _check_writable(flag: str, place: str) -> None:
         raise UserError(f"{flag} {place} cannot be written: {folder}: {reason}") from error
 
 
-# Between fields of a RunConfig, each of which a check names as its parameter.
+# The checks between fields of RunConfig. A check's parameters name the fields that it compares.
 CHECKS: tuple[Callable[..., None], ...] = (
     *PLANNED_CHECKS,
     check_copy_engine,

@@ -41,7 +41,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallelConfig:
-    """The flags of context parallelism, none of them auto."""
+    """The context-parallel degree and communication type, with every auto resolved."""
 
     context_parallel_size: int = 1
     cp_comm_type: str = "p2p"
@@ -82,7 +82,7 @@ class ContextParallelConfig:
 
     @property
     def layout(self) -> ContextLayout:
-        """Return the tokens and heads of a rank, and the way of keys and values."""
+        """The tokens and heads that a rank computes, and how keys and values reach the rank."""
         return self._layout_at(self.context_parallel_size)
 
     def _layout_at(self, degree: int) -> ContextLayout:
@@ -104,11 +104,11 @@ class ContextParallelConfig:
         return limits.misfit(self._layout_at(degree))
 
     def fits(self, limits: ContextLimits) -> bool:
-        """Return whether a run within these limits can use the configuration."""
+        """Return whether this configuration fits the ranks, heads and sequence length."""
         return self._reason_against(self.context_parallel_size, limits) is None
 
     def check(self, limits: ContextLimits, *, rotates: bool) -> None:
-        """Raise `UserError` unless a run can use the configuration; name degrees that it can."""
+        """Raise `UserError` unless this configuration fits the limits; name degrees that fit."""
         if rotates:
             raise UserError(
                 f"--paro-materialize rotate and {SIZE_FLAG} contradict each other: "
@@ -137,7 +137,7 @@ class ContextParallelConfig:
 
     @property
     def type_flags(self) -> str:
-        """The words on a command line that select the type."""
+        """The command line words that select the communication type."""
         split = f" {self._sizes_text}" * (self.hierarchical_context_parallel_sizes is not None)
         return f"{TYPE_FLAG} {self.cp_comm_type}{split}"
 
@@ -153,7 +153,7 @@ class ContextParallelConfig:
 
 
 def take_context(args: Namespace) -> ContextParallelConfig:
-    """Build the configuration from the flags; auto is a degree of 1, and the type p2p."""
+    """Build the configuration from the flags; auto becomes degree 1 and type p2p for now."""
     types = [_SYNONYMS.get(name, name) for name in args.cp_comm_type]
     if len(set(types)) > 1:
         raise UserError(f"{TYPE_FLAG} {' '.join(types)}: all blocks have one: give it once")
@@ -172,9 +172,9 @@ def take_context(args: Namespace) -> ContextParallelConfig:
 
 
 def data_parallel_size_of(world: World, degree: int | str) -> int:
-    """Count the data-parallel ranks at a context-parallel degree; `UserError` if impossible.
+    """Count data-parallel ranks: world size / context-parallel degree; `UserError` if not whole.
 
-    With auto it is not chosen yet: 1, since a batch for more of them fits fewer.
+    While the degree is auto the count is 1, which divides every batch size.
     """
     if isinstance(degree, str):
         return 1
@@ -190,7 +190,7 @@ def data_parallel_size_of(world: World, degree: int | str) -> int:
 def check_parts(
     model: LlamaConfig, context: ContextParallelConfig, device_type: str, compute: str
 ) -> None:
-    """Raise `UserError` where attention is to be computed in parts, or kept, and cannot be."""
+    """Raise `UserError` if flags need attention's log-sum-exp and no kernel returns one."""
     reason = model.parts_misfit(device_type, compute)
     if reason is not None and context.layout.ring > 1:
         raise UserError(f"{reason}, or {TYPE_FLAG} a2a")
@@ -198,11 +198,11 @@ def check_parts(
         raise UserError(f"{reason}, or leave --paro-recompute-keep out")
 
 
-# The choice of auto
+# What auto chooses
 
 
 def auto_flag(args: Namespace) -> str | None:
-    """Return the flag that says auto, --context-parallel-size first; None if neither does."""
+    """Return the flag that is auto: --context-parallel-size, else --cp-comm-type, else None."""
     if args.context_parallel_size == AUTO:
         return SIZE_FLAG
     return TYPE_FLAG if {*args.cp_comm_type} == {AUTO} else None
@@ -215,9 +215,10 @@ def possible_configs(
     in_parts: bool,
     degrees: Sequence[int] | None = None,
 ) -> list[ContextParallelConfig]:
-    """List the configurations that the flags allow, or these degrees, and that fit the limits.
+    """List the configurations that the flags allow and that fit the limits.
 
-    Keys and values travel only where the model's attention can be computed `in_parts`.
+    `degrees` replaces the degrees of the flags. Without `in_parts` attention cannot merge partial
+    results, so only a2a, which exchanges heads, is possible.
     """
     base = take_context(args)
     types = TYPES if {*args.cp_comm_type} == {AUTO} else (base.cp_comm_type,)
@@ -236,7 +237,7 @@ def _fitting(
     *,
     in_parts: bool,
 ) -> Iterator[ContextParallelConfig]:
-    """Yield `base` with each of the degrees and types, where that fits; a2a+p2p split by groups."""
+    """Yield `base` with each fitting degree and type; a2a+p2p with each split inside a group."""
     types = [name for name in types if in_parts or name == "a2a"]
     for degree in degrees:
         for name in types if degree > 1 else ["p2p"]:
@@ -258,7 +259,7 @@ def _fitting(
 def preferred_config(
     configs: Iterable[ContextParallelConfig], group_size: int
 ) -> ContextParallelConfig:
-    """Pick, without a machine to compare times on, the one that exchanges most heads in groups."""
+    """Pick without timings: prefer exchanging heads inside a group, and as many as possible."""
 
     def order(config: ContextParallelConfig) -> tuple[bool, bool, int]:
         layout = config.layout
@@ -274,16 +275,16 @@ def with_micro_batches(
     *,
     grows: bool,
 ) -> dict[tuple[ContextParallelConfig, int], Made]:
-    """Map each configuration, with each possible micro-batch size, to `make(config, size)`.
+    """Map each configuration and possible micro-batch size to `make(config, size)`.
 
-    Where a micro-batch `grows`, it has up to as many times the samples as ranks share them.
-    `UserError` if the global batch is a multiple of none.
+    With `grows`, sizes are micro_batch_size times each divisor of the context-parallel degree.
+    `UserError` if the global batch is a multiple of no size.
     """
     made = {}
     for config in configs:
         most = config.context_parallel_size if grows else 1
         for size in (n * micro_batch_size for n in range(1, most + 1) if most % n == 0):
-            with suppress(UserError):  # the batch is no multiple
+            with suppress(UserError):  # the global batch is not a multiple of this size
                 made[config, size] = make(config, size)
     first = configs[0], micro_batch_size
     return made or {first: make(*first)}  # raises the error
@@ -295,9 +296,9 @@ def fastest_config(
     candidates: Iterable[tuple[ContextParallelConfig, int]],
     space: SearchSpace,
 ) -> tuple[ContextParallelConfig, int, tuple[str, ...]]:
-    """Pick the candidate with the fastest step, by the planner: a configuration and a micro-batch.
+    """Pick the configuration and micro-batch size with the planner's fastest step; add log lines.
 
-    Log lines are returned too. If nothing fits, the configuration that needs least memory.
+    If no candidate fits the memory, return the configuration that needs the least memory.
     """
     pairs = [*candidates]
     space = replace(space, contexts=tuple((config.layout, size) for config, size in pairs))

@@ -1,4 +1,4 @@
-"""Nodes that join or are lost: flags fitted to the ranks, and strategies that hold every state."""
+"""Elastic runs: fits flags to the ranks of a restart; finds strategies that survive lost nodes."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _FLAG = "--paro-elastic"
 def fitted_to_ranks(
     args: Namespace, world: World, model: LlamaConfig, strategy: str
 ) -> tuple[Namespace, tuple[str, ...]]:
-    """Fit the flags of sharding, `strategy` among them, to these ranks; add a log line.
+    """Fit the sharding flags and `strategy` to the ranks of this start; add a log line.
 
-    Groups become the largest that divide those given and the ranks. Degrees, also those of letters,
-    that do not fit or do not survive become the finest that do, with those of parameters and
-    gradients at most as they were. Where no degrees rotate and survive, parameters are gathered;
-    where collectives were measured on other ranks, or cannot be, they are native.
+    - Group size: the largest divisor of both the given group size and the world size.
+    - Degrees that do not fit or survive: the largest that do, params and grads not above the given.
+    - --paro-materialize rotate with no surviving degrees: gather.
+    - --paro-collective auto measured on another world size, or not measurable: native.
     """
     given_size = args.paro_group_size
     if given_size is not None and given_size < 1:
@@ -76,7 +76,7 @@ def fitted_to_ranks(
         if not rotating:
             fits |= {"paro_materialize": "gather", "paro_rotate_in_place": False}
     is_named = args.paro_machine not in (None, MEASURE)
-    if group_size == world.size and not is_named:  # nothing is measured on one group
+    if group_size == world.size and not is_named:  # with one group there is nothing to measure
         fits["paro_machine"] = None
         fits["paro_collective"] = args.paro_collective.replace(AUTO, "native")
         strategy = strategy.replace(AUTO, "III")
@@ -100,10 +100,9 @@ def fitted_to_ranks(
 
 
 def nodes_line(batches: BatchSchedule, world: World, num_sharing: int) -> tuple[str, ...]:
-    """Build a log line with the numbers of nodes that the batch allows, if not all up to now.
+    """Build a log line with the node counts that the batch sizes divide over, unless all do.
 
-    A ramp-up or a schedule of sizes counts from its beginning: once a size is past it may allow
-    more.
+    All sizes of a ramp-up or step schedule count, also sizes that the run has already passed.
     """
     allowed, refusals = [], []
     for num_nodes in range(1, world.num_nodes + 1):
@@ -127,7 +126,7 @@ def _fitting(
     kept: Callable[[Strategy], int],
     survive: int,
 ) -> str:
-    """Return `text` if a strategy has its degrees and survives, else the best one's degrees."""
+    """Return `text` if a surviving strategy has `degrees`, else the best strategy's degrees."""
     if any(one.degrees == degrees and kept(one) == survive for one in strategies):
         return text
     coarser = [one for one in strategies if one.params <= degrees[0] and one.grads <= degrees[1]]
@@ -142,9 +141,9 @@ def check_survival(
     trainable: Trainable,
     precision: PrecisionConfig,
 ) -> None:
-    """Raise `UserError` unless a strategy holds every state after the losses of --paro-survive.
+    """Raise `UserError` unless every state survives the loss of --paro-survive nodes.
 
-    It names the nearest degrees that do.
+    The error names the nearest degrees under which every state survives.
     """
     world = sharding.world
     check_nodes(sharding.survive, world.size, world.ranks_per_node)
@@ -173,9 +172,9 @@ def nearest_surviving(
     trainable: Trainable,
     precision: PrecisionConfig,
 ) -> tuple[str, int] | None:
-    """Find the nearest degrees that survive the loss of nodes, and their bytes more a rank.
+    """Find the nearest degrees that survive the loss of nodes, and their extra bytes per rank.
 
-    Those of params and grads change least, then the model states of a rank take least.
+    Nearest: least change of the params and grads degrees, then least model states per rank.
     """
     world, rotates = sharding.world, sharding.materialize == "rotate"
     trained = trainable.names(model)

@@ -1,4 +1,4 @@
-"""Wrong values of flags, in addition to refused flags, and values to give instead."""
+"""Wrong values of flags, and the values to give instead, for one message with all mistakes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def wrong_values(args: Namespace) -> tuple[Sequence[str], Mapping[str, object]]:
-    """List all wrong values of flags, next to refused flags, and arguments that would be right."""
+    """List a line for each wrong flag value, and the arguments that would correct the values."""
     filled, missing = with_stand_ins(args)
 
     def wrong(better: Mapping[str, object]) -> list[str]:
@@ -35,7 +35,7 @@ def wrong_values(args: Namespace) -> tuple[Sequence[str], Mapping[str, object]]:
 
     lines = wrong({})
     better = _fitting_tokenizer(args) | _fitting_positions(filled) | _fitting_sizes(filled, missing)
-    while rest := wrong(better):  # also what others hid
+    while rest := wrong(better):  # mistakes that earlier mistakes hid
         lines += rest
         helps = (
             left_out
@@ -50,9 +50,9 @@ def wrong_values(args: Namespace) -> tuple[Sequence[str], Mapping[str, object]]:
 
 
 def _left_out(line: str, args: Namespace) -> Iterator[dict[str, object]]:
-    """Yield the default of each flag in a line about wrong values that may be left out.
+    """Yield the default of each flag in `line` that the user may leave out.
 
-    Files and folders may not, and what is needed neither: no default means the same.
+    Flags for files and folders, and required flags, have no equivalent default: not yielded.
     """
     actions = build_parser()._option_string_actions
     for flag in flags_in([line]):
@@ -70,7 +70,7 @@ def _missing(args: Namespace) -> set[str]:
 
 
 def _fitting_sizes(args: Namespace, missing: Collection[str]) -> dict[str, object]:
-    """Find better batch sizes for the ranks that are given, if these are right."""
+    """Find batch sizes for the given world size; none if the world size is wrong or missing."""
     try:
         world = take(LaunchConfig, args).world()
         data_parallel_size = data_parallel_size_of(world, args.context_parallel_size)
@@ -80,17 +80,17 @@ def _fitting_sizes(args: Namespace, missing: Collection[str]) -> dict[str, objec
 
 
 def better_values(args: Namespace, data_parallel_size: int) -> dict[str, object]:
-    """Find batch sizes that divide into micro-batches on all ranks, in place of those given.
+    """Find batch sizes that divide into micro-batches on all ranks; return only changed values.
 
-    The micro-batch becomes smaller where that is enough; else sizes become larger. Negative
-    iterations of evaluation are none, as in Megatron-LM. None: the flag is to be left out.
+    A smaller micro-batch is preferred to larger batches. A negative --eval-iters becomes 0, as in
+    Megatron-LM. A value of None means: leave the flag out.
     """
     found = {**fitting_batches(args, data_parallel_size), "eval_iters": max(args.eval_iters, 0)}
     return {name: value for name, value in found.items() if value != getattr(args, name)}
 
 
 def _fitting_positions(args: Namespace) -> dict[str, object]:
-    """Return the flag of positions that a sample needs, where a preset has fewer."""
+    """Return max_position_embeddings for samples longer than the preset's positions."""
     preset = args.llama_preset and LLAMA_PRESETS[args.llama_preset]
     given = args.max_position_embeddings or 0
     if not preset or args.seq_length <= max(given, preset.max_position_embeddings):
@@ -99,9 +99,9 @@ def _fitting_positions(args: Namespace) -> dict[str, object]:
 
 
 def _fitting_tokenizer(args: Namespace) -> dict[str, object]:
-    """Find the tokenizer type that reads the given files, in place of an unknown type.
+    """Find the tokenizer type that reads the given files, to replace an unknown type.
 
-    A dry run without such files gets a vocabulary in their place.
+    A dry run without tokenizer files gets a NullTokenizer with a vocabulary size.
     """
     given, is_known = args.tokenizer_type, args.tokenizer_type in (None, *TOKENIZER_TYPES)
     if is_known and not args.dry_run:

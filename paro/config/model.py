@@ -13,13 +13,13 @@ from model.lora_config import LoraConfig, targets_of
 from paro.arguments.needed import missing_sizes
 from paro.errors import UserError, contradiction
 
-_MODULES = ("core_attn", "layernorm")  # what --recompute-modules may name
+_MODULES = ("core_attn", "layernorm")  # module names that --recompute-modules accepts
 
 
 def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
-    """Build the model: sizes from flags, else from the preset, else derived from other sizes."""
+    """Build the model config: each size from its flag, else the preset, else derived."""
     default = {item.name: item.default for item in fields(LlamaConfig)}
-    # Others are derived, or chosen on the device; the flag --vocab-size is the tokenizer's.
+    # Other fields are derived or chosen on the device; --vocab-size belongs to the tokenizer.
     named = default.keys() & vars(args).keys() - {"vocab_size"}
     given = _given(args, *(name for name in default if name in named))
     sizes = given
@@ -61,14 +61,14 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
 
 
 def vocab_size_given(args: Namespace) -> int | None:
-    """Find the vocabulary's size without a tokenizer: of flags, of the preset, or its rows."""
+    """Return the size of --vocab-size, the preset or --padded-vocab-size, in this order."""
     preset = args.llama_preset and LLAMA_PRESETS[args.llama_preset].vocab_size
     sizes: tuple[int | None, ...] = (args.vocab_size, preset, args.padded_vocab_size)
     return next((size for size in sizes if size is not None), None)
 
 
 def _published_sizes(preset: LlamaConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the preset's sizes, without those that are derived from sizes that flags changed."""
+    """Return the preset's sizes; leave out sizes derived from a size that a flag changes."""
     sizes = {field.name: getattr(preset, field.name) for field in fields(preset)}
     del sizes["vocab_size"], sizes["recompute"], sizes["lora"]
     if "hidden_size" in given or "num_attention_heads" in given:
@@ -90,7 +90,7 @@ def _given(args: Namespace, *names: str) -> dict[str, Any]:
 
 
 def _refuse_without(needed: str, given: Mapping[str, object]) -> None:
-    """Raise `UserError` if arguments are given that have no effect without a flag."""
+    """Raise `UserError` if arguments are given without the flag that they need."""
     if lines := [
         f"--{name.replace('_', '-')} {value} needs {needed}: give that too, or leave it out"
         for name, value in given.items()
@@ -107,7 +107,7 @@ def _take_lora(args: Namespace) -> LoraConfig | None:
         reason = "with adapters all else is frozen"
         raise contradiction(f"--trainable {args.trainable}", "--lora-rank", reason)
     modules = given.pop("lora_target_modules", None)
-    given.pop("lora_base_dtype", None)  # of the precision
+    given.pop("lora_base_dtype", None)  # PrecisionConfig holds the type of frozen weights
     detail = {name.removeprefix("lora_"): value for name, value in given.items()}
     if modules is not None:
         detail["targets"] = targets_of(modules)

@@ -16,7 +16,7 @@ from paro.schedule.loss_scale import LossScaleConfig
 from paro.schedule.lr_schedule import ScheduleConfig
 from paro.untrusted.schema import conform
 
-_MOST = 10**6  # samples in a batch, for which others are looked for
+_MOST = 10**6  # above this global batch size no alternative sizes are searched
 
 
 def with_values(args: Namespace, values: Mapping[str, object]) -> Namespace:
@@ -52,7 +52,7 @@ def take_batches(args: Namespace, data_parallel_size: int) -> BatchSchedule:
 
 
 def fitting_batches(args: Namespace, data_parallel_size: int) -> dict[str, object]:
-    """Round the arguments of batch sizes to multiples of one micro-batch on all ranks."""
+    """Shrink the micro-batch, else enlarge batches, until micro-batches divide over all ranks."""
     micro, whole = args.micro_batch_size, args.global_batch_size
     steps = args.step_batch_size_schedule
     if micro < 1 or (whole is not None and not 0 < whole < _MOST):
@@ -72,12 +72,12 @@ def fitting_batches(args: Namespace, data_parallel_size: int) -> dict[str, objec
 
 
 def _multiple(size: int, unit: int) -> int:
-    """Return the size, or the next larger one that is a multiple of the unit."""
+    """Round the size up to a multiple of the unit."""
     return -(-size // unit) * unit
 
 
 def _ramp(start: int, increment: int, whole: int, unit: int) -> tuple[int, int]:
-    """Return a start and an increment of multiples of the unit that lead to the whole batch."""
+    """Return start and increment, multiples of `unit`, that reach the global batch `whole`."""
     start = min(_multiple(max(start, 1), unit), whole)
     increment = min(_multiple(max(increment, 1), unit), max(whole - start, unit))
     while start < whole and (whole - start) % increment:
@@ -86,7 +86,7 @@ def _ramp(start: int, increment: int, whole: int, unit: int) -> tuple[int, int]:
 
 
 def _steps(text: str, unit: int) -> str:
-    """Round the sizes of a step schedule up to multiples of the unit; keep any other text."""
+    """Round the sizes of a step schedule up to multiples of `unit`; return wrong text unchanged."""
     steps = [entry.partition(":") for entry in text.replace(",", " ").split()]
     if not all(size.isdecimal() for *_, size in steps):
         return text
@@ -143,7 +143,7 @@ def take_schedule(
         weight_decay_incr_samples=train_samples,
     )
     saved = common.get("schedule") if args.use_checkpoint_opt_param_scheduler else None
-    if saved is None:  # a converted model has none
+    if saved is None:  # a converted model's checkpoint has no schedule
         return schedule
     kept: ScheduleConfig = conform(saved, ScheduleConfig, "--load: schedule in common.json")
     return kept

@@ -1,4 +1,4 @@
-"""The arguments in use: for logs, for checkpoints, and to compare between ranks."""
+"""The arguments in effect: logged, saved in checkpoints, and compared between ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def recorded_arguments(config: RunConfig) -> dict[str, Any]:
-    """Return every argument by its flag's name, for the log, the record of a run and checkpoints.
+    """Return every argument by name, for the log, the run record and checkpoints.
 
     Values that come from --llama-preset, --load, the launcher, the planner or another flag are
     filled in, as Megatron-LM does with its arguments.
@@ -43,7 +43,7 @@ def recorded_arguments(config: RunConfig) -> dict[str, Any]:
         "group_query_attention": model.num_query_groups < model.num_attention_heads,
         "padded_vocab_size": model.vocab_size,
         "paro_group_size": config.world.group_size,
-        "paro_inter_bits": None,  # auto is decided
+        "paro_inter_bits": None,  # auto is resolved into the bit widths below
         "paro_inter_grad_bits": config.precision.inter_grad_bits,
         "paro_inter_grad_error_feedback": config.precision.inter_grad_error_feedback,
         "paro_inter_param_bits": config.precision.inter_param_bits,
@@ -87,7 +87,7 @@ def model_line(model: LlamaConfig, seq_length: int, vocab_size: int) -> str:
 
 
 def trained_lines(model: LlamaConfig, trainable: Trainable) -> Iterator[str]:
-    """Yield a log line about the part of the model that trains, if some is frozen."""
+    """Yield a log line about the trainable parameters if any parameter is frozen."""
     if not trainable.is_part(model):
         return
     what, lora = f"--trainable {trainable}", model.lora
@@ -111,7 +111,7 @@ _HASH_DIGITS = 12
 def settings_of(config: RunConfig) -> dict[str, str]:
     """Collect the settings of this rank by name, for a comparison of all ranks.
 
-    Paths may differ from node to node, so only their number and the weights between them are in.
+    Paths may differ between nodes. Path flags keep only the number of paths and blend weights.
     """
     arguments = {n: value for n, value in config.arguments.items() if n != "ranks_per_node"}
     paths = path_flags()
@@ -132,13 +132,13 @@ def settings_of(config: RunConfig) -> dict[str, str]:
 
 
 def path_flags() -> set[str]:
-    """Return the arguments whose values are paths."""
+    """Return the names of arguments whose values are paths."""
     actions = build_parser()._actions
     return {action.dest for action in actions if action.metavar in PATHS} | {"paro_machine"}
 
 
 def code_version() -> str:
-    """Compute a hash of the source files: a commit would not show uncommitted changes."""
+    """Hash the source files; unlike a commit id, the hash covers uncommitted changes."""
     digest = sha256()
     for package in (paro, model, data):
         folder = Path(package.__path__[0])

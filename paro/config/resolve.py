@@ -67,8 +67,8 @@ from paro.spec.optim_config import MuonConfig
 from paro.strategy import FLAG, Strategy, parse_strategy
 from paro.untrusted.schema import conform
 
-_MUON_LR = 0.005  # below it a learning rate is of AdamW's size
-# Arguments that have no effect unless the run saves, decays its rate so, and so on.
+_MUON_LR = 0.005  # learning rates below this are typical of AdamW, too small for Muon
+# Arguments that have no effect unless the run saves, uses a WSD schedule, and so on.
 _SAVING = ("save_interval", "async_save", "no_save_optim", "on_save_failure")
 _WSD = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
 _SHARED = ("cp_comm_type",)
@@ -80,14 +80,14 @@ class PlannerInput(NamedTuple):
 
     task: TrainingTask
     sharding_flags: ShardingFlags
-    # The candidates of context parallelism with their micro-batch sizes, and the batches of each.
+    # (context-parallel configuration, micro-batch size) of each candidate: its batch schedule.
     batches: dict[tuple[ContextParallelConfig, int], BatchSchedule]
-    auto_flag: str | None  # of context parallelism
-    compares: bool = False  # whether the planner compares the candidates
-    lines: tuple[str, ...] = ()  # for the log
+    auto_flag: str | None  # the context-parallel flag that is auto; None: neither flag is
+    compares: bool = False  # True: the planner compares the context-parallel candidates
+    lines: tuple[str, ...] = ()  # log lines about choices made so far
 
     def measured(self, machine: Machine) -> PlannerInput:
-        """Return the input of a run whose machine is now measured."""
+        """Return a copy with the machine that was just measured."""
         sharding = replace(self.sharding_flags.sharding, machine=machine)
         return self._replace(
             sharding_flags=self.sharding_flags._replace(sharding=sharding, is_unmeasured=False)
@@ -95,7 +95,7 @@ class PlannerInput(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The planner's answer: fields of a RunConfig, log lines, and values of flags with auto."""
+    """The planner's choice: fields of RunConfig, log lines, and values for flags that said auto."""
 
     sharding: ShardingConfig
     strategy: Strategy
@@ -125,7 +125,7 @@ def with_saved(
 
 
 def flags_without_effect(args: Namespace) -> tuple[str, ...]:
-    """List lines for flags without effect, because a flag that they depend on is missing."""
+    """List a line for each flag that has no effect because a flag that it needs is missing."""
     changed = set(non_default(vars(args)))
     style, size = f"--lr-decay-style is {args.lr_decay_style}", args.context_parallel_size
     found = []
@@ -142,7 +142,7 @@ def flags_without_effect(args: Namespace) -> tuple[str, ...]:
 
 
 def _scale_notice(args: Namespace) -> list[str]:
-    """Return a line where Muon's update does not fit a learning rate of AdamW's size."""
+    """Return a warning if Muon's update scale does not fit a learning rate typical of AdamW."""
     if args.optimizer != "muon" or args.muon_extra_scale_factor != 1.0:
         return []
     mode = f"--muon-scale-mode {args.muon_scale_mode}"
@@ -159,7 +159,7 @@ def _scale_notice(args: Namespace) -> list[str]:
 def planner_input(
     args: Namespace, task: TrainingTask, sharding_flags: ShardingFlags, checkpoint: CheckpointConfig
 ) -> PlannerInput:
-    """Find the choices that flags leave to the planner, with candidates of context parallelism."""
+    """Collect the choices that flags leave to the planner, with context-parallel candidates."""
     flag, context, sharding = auto_flag(args), take_context(args), sharding_flags.sharding
     world, machine, size = sharding.world, sharding.machine, args.micro_batch_size
 
@@ -213,9 +213,9 @@ def planner_input(
 
 
 def decide(planner_input: PlannerInput) -> Decision:
-    """Decide by the planner what flags leave open; `UserError` if nothing fits.
+    """Let the planner choose what flags leave open; `UserError` if nothing fits.
 
-    Until the machine is measured, a choice that no other flag refuses stands for auto.
+    Before the machine is measured, auto is a placeholder that no other flag contradicts.
     """
     task = planner_input.task
     sharding, strategy, notices, is_unmeasured = planner_input.sharding_flags
@@ -230,7 +230,7 @@ def decide(planner_input: PlannerInput) -> Decision:
     sharding, precision, notices = take_inter_bits(sharding, task.precision)
     lines += notices
     if is_unmeasured:
-        # It rotates or not, and survives.
+        # The placeholder strategy: III can rotate, NNN replicates every state.
         letters = "III" if sharding.materialize == "rotate" else "NNN"
         stand_in = parse_strategy(letters, world_size=world.size, group_size=world.group_size)
         strategy = strategy or stand_in
@@ -247,7 +247,7 @@ def decide(planner_input: PlannerInput) -> Decision:
 def _context_of(
     planner_input: PlannerInput,
 ) -> tuple[tuple[ContextParallelConfig, BatchSchedule], tuple[str, ...]]:
-    """Choose the context-parallel configuration and its batches; add log lines about a choice."""
+    """Choose the context-parallel configuration and batch schedule; add log lines."""
     task, (sharding, strategy, _, is_unmeasured), candidates, flag, *_ = planner_input
     (config, size), batches = next(iter(candidates.items()))
     if flag is None or not planner_input.compares or is_unmeasured:
@@ -265,9 +265,9 @@ def _context_of(
 def _chosen(
     request: PlanRequest, strategy: Strategy | None
 ) -> tuple[Strategy, PrecisionConfig, tuple[str, ...]]:
-    """Choose the fastest strategy that fits, unless one is given, and its bits; add log lines.
+    """Choose the fastest strategy that fits and its bit widths; add log lines.
 
-    `UserError` if no strategy fits.
+    A given `strategy` is not replaced. `UserError` if no strategy fits.
     """
     if strategy is not None:
         own, other = Estimator(request).estimate_bits(request.candidate(strategy))
@@ -291,14 +291,14 @@ def saved_common(checkpoint: CheckpointConfig) -> dict[str, Any] | None:
 
 
 def resumed_samples(checkpoint: CheckpointConfig) -> int:
-    """Read the training samples consumed before the run continues; 0 for a new run."""
+    """Read the number of training samples that a resumed run has consumed; 0 for a new run."""
     directory = None if checkpoint.finetune else _directory(checkpoint)
     state = {} if directory is None else common_of(directory).get("state", {})
     return int(state.get("consumed_train_samples", 0))
 
 
 def resumed_arguments(checkpoint: CheckpointConfig) -> Mapping[str, Any]:
-    """Read the arguments of the run that continues; none for a new one."""
+    """Read the arguments saved by the run that is resumed; empty for a new run."""
     directory = None if checkpoint.finetune else _directory(checkpoint)
     manifest = None if directory is None else read_manifest(directory)
     return {} if manifest is None else manifest.arguments
@@ -307,9 +307,9 @@ def resumed_arguments(checkpoint: CheckpointConfig) -> Mapping[str, Any]:
 def keeping_choice(
     args: Namespace, world: World, checkpoint: CheckpointConfig
 ) -> tuple[Namespace, tuple[str, ...]]:
-    """Fill in the strategy and bits of a run that continues on as many ranks; add a log line.
+    """Fill in the saved strategy and bit widths of a run resumed on as many ranks; add a log line.
 
-    With --paro-machine they are chosen again.
+    With --paro-machine the planner chooses strategy and bit widths again.
     """
     if AUTO not in (args.paro_strategy, args.paro_inter_bits) or args.paro_machine is not None:
         return args, ()
@@ -366,7 +366,7 @@ def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
 
 
 def with_saved_muon(args: Namespace, checkpoint: CheckpointConfig) -> Namespace:
-    """Fill in Muon, and its settings that no flag gives, where its states are continued."""
+    """Fill in Muon and its saved settings if the run resumes Muon's optimizer states."""
     saved = resumed_arguments(checkpoint)
     continues = not checkpoint.no_load_optim and saved.get("lora_rank") == args.lora_rank
     if saved.get("optimizer") != "muon" or not continues:

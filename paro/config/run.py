@@ -72,7 +72,7 @@ class RunConfig:
     sharding: ShardingConfig
     strategy: Strategy
     precision: PrecisionConfig
-    fusions: Fusions | None  # None: some rank has no Triton
+    fusions: Fusions | None  # flags of fused kernels; None: some rank has no Triton
     optim: OptimConfig
     muon: MuonConfig
     schedule: ScheduleConfig
@@ -81,7 +81,7 @@ class RunConfig:
     checks: StepChecksConfig
     data: DataConfig
     tokenizer: TokenizerConfig
-    vocab_size: int  # the tokenizer's; the model's is padded
+    vocab_size: int  # ids of the tokenizer, without the padding rows of the model
     eod: int  # id of the token that ends a document
     checkpoint: CheckpointConfig
     report: ReportConfig
@@ -90,11 +90,11 @@ class RunConfig:
     runtime: RuntimeConfig
     launch: LaunchConfig
     notices: tuple[str, ...]  # log lines for the start: flags without effect, choices of auto
-    # The namespace, only to be recorded; values of --use-checkpoint-args and ranks filled in.
+    # The argparse namespace for the record of the run, with values that checkpoints filled in.
     arguments: Mapping[str, Any] = field(compare=False, repr=False)
-    # Before --load and the planner fill values in; equal after every restart of a run.
+    # The argparse namespace before --load and the planner fill values in; equal at every restart.
     command_line: Mapping[str, Any] = field(compare=False, repr=False)
-    # What the planner decides when the machine is measured; None: nothing is open.
+    # Input for `decide` once the machine is measured; None: every choice is made.
     open: PlannerInput | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -104,28 +104,28 @@ class RunConfig:
 
     @property
     def context(self) -> ContextParallelConfig:
-        """The ranks that share samples."""
+        """The context-parallel configuration: how many ranks share a sample, and how."""
         return self.sharding.context
 
     @property
     def seq_length(self) -> int:
-        """The tokens of a sample."""
+        """The number of tokens in a sample."""
         return self.data.seq_length
 
     @property
     def device_type(self) -> str:
-        """The kind of device that the backend sends from."""
+        """The torch device type of training: cuda under NCCL, else cpu."""
         return "cuda" if self.runtime.by_nccl else "cpu"
 
     @property
     def save_folder(self) -> Path | None:
-        """The folder that checkpoints are saved in; None: the run saves none."""
+        """The folder of --save; None if the run saves no checkpoints."""
         save = self.checkpoint.save
         return None if save is None or self.train.skip_train else Path(save)
 
     @property
     def in_memory_interval(self) -> int | None:
-        """The number of iterations between in-memory checkpoints; None: there are none."""
+        """The number of iterations between in-memory checkpoints; None if they are off."""
         flags = self.checkpoint
         if flags.non_persistent_ckpt_type is None and not self.sharding.needs_in_memory_checkpoints:
             return None
@@ -142,7 +142,7 @@ class RunConfig:
         return plan_request_of(task, self.batches, self.sharding)
 
     def on_measured(self, machine: Machine) -> RunConfig:
-        """Build the configuration of a run whose machine is now measured; `UserError`."""
+        """Build the configuration with a machine that was just measured; `UserError`."""
         assert self.open is not None, "the machine was known before"
         if self.device_type == "cuda":
             machine = replace(machine, launch_order=self.runtime.paro_nccl_launch_order)
@@ -156,21 +156,21 @@ class RunConfig:
 
     @property
     def trained(self) -> frozenset[str]:
-        """The names of the parameters that train; with --skip-train none."""
+        """The names of the trainable parameters; empty with --skip-train."""
         return frozenset() if self.train.skip_train else self.trainable.names(self.model)
 
 
 def configure(args: Namespace, world: World) -> RunConfig:
     """Build the configuration for `world`, whose ranks need not exist; `UserError` for mistakes.
 
-    It names all values that are wrong, as far as one does not hide another.
+    The error names all wrong values, except values that another mistake hides.
     """
     check_flags(args)
     command_line = vars(args)
     try:
         args, notices, saved = with_saved(args, world)
     except UserError as error:
-        if args.use_checkpoint_args:  # the values may be those of the checkpoint
+        if args.use_checkpoint_args:  # the wrong values may come from the checkpoint
             raise
         raise UserError(*distinct([*error.args, *value_mistakes(args, world)])) from error
     parts, wrong = _parts(args, world, saved)
@@ -186,7 +186,7 @@ def configure(args: Namespace, world: World) -> RunConfig:
         "open": undecided if is_open else None,
     }
     config = RunConfig(**{field.name: parts[field.name] for field in fields(RunConfig)})
-    if not config.launch.dry_run:  # they concern the machine that trains
+    if not config.launch.dry_run:  # a dry run may be on another machine than the training
         check_load(config.checkpoint)
         check_save(config.checkpoint, config.train)
         check_trackers(config.report, config.runtime)
@@ -194,7 +194,7 @@ def configure(args: Namespace, world: World) -> RunConfig:
 
 
 def distinct(lines: Iterable[str]) -> tuple[str, ...]:
-    """Keep the first line about each value: one that two parts refuse is one mistake."""
+    """Keep the first line about each flag value; two parts may refuse one value."""
     first_lines: dict[tuple[str, ...], str] = {}
     for line in lines:
         first_lines.setdefault(tuple(line.split()[:2]), line)
@@ -202,14 +202,14 @@ def distinct(lines: Iterable[str]) -> tuple[str, ...]:
 
 
 def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
-    """List a line for each part of the configuration that flags do not make, without a plan."""
+    """List a line for each part of the configuration that fails to build, without planning."""
     return _parts(args, world, {"common": {}}, plans=False)[1]
 
 
 def _parts(
     args: Namespace, world: World, known: Mapping[str, object], *, plans: bool = True
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Build every part of the configuration that can be made; list a line for each other one."""
+    """Build every part of the configuration that can be built; list a line for each failure."""
     wrong: list[str] = []
     parts: dict[str, Any] = {"args": args, "world": world, "wrong": wrong, **known}
     for name, make in _MAKERS:
@@ -263,9 +263,9 @@ def _data_parallel_size(args: Namespace, world: World) -> int:
     return data_parallel_size_of(world, args.context_parallel_size)
 
 
-# The parts of a configuration and their makers, in order. The parameters of a maker name the parts
-# that it needs. Of several makers of a part, a later one stands in where the earlier ones fail, so
-# that parts which need it can still be checked.
+# (part of the configuration, function that makes the part), in order. The function's parameters
+# name the parts that it needs. If the first function for a part fails, the next function for the
+# same part makes a placeholder, so that parts which depend on it are still checked.
 _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
     ("checkpoint", _filled(CheckpointConfig)),
     ("fusions", _filled(Fusions)),
@@ -280,10 +280,10 @@ _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
     ("tokenizer", lambda tokens: tokens[0]),
     ("vocab_size", lambda tokens: tokens[1].vocab_size),
     ("eod", lambda tokens: tokens[1].eod),
-    # With the length of its data, which is the number of its positions by default.
+    # `data` is a dependency: --seq-length is checked there, and is the default of positions.
     ("model", lambda args, vocab_size, data: take_model(args, vocab_size)),
     ("trainable", lambda args: Trainable.of_flag(args.trainable)),
-    ("names", lambda trainable, model: trainable.names(model)),  # a pattern must match one
+    ("names", lambda trainable, model: trainable.names(model)),  # refuses unmatched patterns
     ("as_given", take_precision),
     ("muon", _filled(MuonConfig)),
     ("task", _task),
@@ -314,9 +314,9 @@ _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
 
 
 def take_world(args: Namespace) -> World:
-    """Find the ranks to configure for: those of the launcher, or those of --dry-run.
+    """Find the world of the run: the ranks of the launcher, or the ranks that --dry-run assumes.
 
-    A node of a dry run is a group of --paro-machine, unless --ranks-per-node says otherwise.
+    In a dry run a node has the group size of --paro-machine by default (--ranks-per-node).
     """
     launch = take(LaunchConfig, args)
     if not launch.dry_run or args.paro_machine is None:

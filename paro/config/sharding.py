@@ -1,4 +1,4 @@
-"""The sharding and communication of model states, as far as flags say it, on --paro-machine."""
+"""ShardingConfig: sharding and communication of model states, from flags and the machine file."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from paro.strategy import FLAG, Strategy, check_group_size, effective_letters, p
 class ShardingConfig:
     """The sharding of the model states and its communication (the flags `--paro-*`)."""
 
-    world: World  # with the run's groups
+    world: World  # ranks, nodes and groups of the run
     context: ContextParallelConfig = field(default_factory=ContextParallelConfig)
     collective: str = "native"
     prefetch_units: int = 1
-    updated_ahead: int | None = None  # units ahead of updated parameters' all-gathers; None: all
-    machine: Machine | None = None  # measured speeds, for `auto` and the planner
-    materialize: str = "gather"  # or "rotate": how ranks get the parameters they compute with
+    updated_ahead: int | None = None  # units whose param all-gather is queued ahead; None: all
+    machine: Machine | None = None  # measured link and compute speeds, for `auto` and the planner
+    materialize: str = "gather"  # "gather": ranks all-gather weights; "rotate": weights ring-pass
     rotate_in_place: bool = False
-    survive: int = 0  # nodes that may be lost at once with every state still held
-    elastic: bool = False  # whether a restart may have fewer or more nodes
-    inter_bits: str | None = None  # auto: the planner chooses the bits between groups
+    survive: int = 0  # number of nodes whose simultaneous loss loses no model state
+    elastic: bool = False  # True: a restart may have fewer or more nodes
+    inter_bits: str | None = None  # "auto": the planner chooses bit widths between groups
 
     def __post_init__(self) -> None:
         if self.rotate_in_place and self.materialize != "rotate":
@@ -59,10 +59,10 @@ class ShardingConfig:
 
 
 def units_ahead(text: str | None, prefetch_units: int, *, by_nccl: bool) -> int | None:
-    """Return the value of --paro-updated-ahead, None for all.
+    """Return how many units' all-gathers of updated parameters are queued ahead; None: all.
 
-    Without the flag, all on CPU ranks. Under NCCL as few as possible, which costs almost nothing
-    where launches are free and saves most where they keep their order (docs/planning.md).
+    The default is all on CPU ranks, and prefetch_units + 1, the minimum, under NCCL: that costs
+    almost nothing, and saves most where NCCL executes in launch order (docs/planning.md).
     """
     if text == "all" or (text is None and not (by_nccl and prefetch_units)):
         return None
@@ -81,16 +81,16 @@ DISTRIBUTED_OPTIMIZER_STRATEGY = "NNG"
 
 
 class ShardingFlags(NamedTuple):
-    """The sharding as far as flags say it, and log lines."""
+    """The sharding that flags determine before planning, with log lines."""
 
     sharding: ShardingConfig
     strategy: Strategy | None  # None: the planner chooses it
     lines: tuple[str, ...]
-    is_unmeasured: bool  # the ranks are to measure their machine, and then plan
+    is_unmeasured: bool  # True: the ranks first measure their machine, then plan
 
 
 def take_sharding(args: Namespace, world: World, model: LlamaConfig) -> ShardingFlags:
-    """Build the sharding, in groups and on a machine that these ranks can have."""
+    """Build the sharding from flags; `UserError` if groups or machine do not fit the ranks."""
     given = text = args.paro_strategy
     if text is None:
         zero1 = args.use_distributed_optimizer
@@ -142,7 +142,7 @@ def take_sharding(args: Namespace, world: World, model: LlamaConfig) -> Sharding
 
 
 def check_measurable(flags: Sequence[str], world: World, dry_run: bool) -> None:
-    """Raise `UserError` where `flags` need a measured machine and none can be measured."""
+    """Raise `UserError` if `flags` need a measured machine and measuring is impossible."""
     why = why_unmeasurable(world.size, world.group_size, dry_run=dry_run)
     if why is not None:
         raise UserError(
@@ -152,7 +152,7 @@ def check_measurable(flags: Sequence[str], world: World, dry_run: bool) -> None:
 
 
 class TrainingTask(NamedTuple):
-    """The model that the ranks of a run train, and their devices."""
+    """The model, its precision and sample length, and the device that trains it."""
 
     model: LlamaConfig
     trainable: Trainable
@@ -160,14 +160,14 @@ class TrainingTask(NamedTuple):
     muon: MuonConfig
     seq_length: int
     device_type: str
-    memory_gb: float | None = None  # of a device; None: the machine's own
-    apart: bool = False  # whether documents of a sample are kept apart
+    memory_gb: float | None = None  # device memory by --device-memory-gb; None: the machine file's
+    apart: bool = False  # True: attention does not cross documents of a sample
 
 
 def plan_request_of(
     task: TrainingTask, batches: BatchSchedule, sharding: ShardingConfig
 ) -> PlanRequest:
-    """Make the plan request of a run whose machine is known."""
+    """Build the planner's request from a task, its batches and its sharding."""
     assert sharding.machine is not None, "measured, or from --paro-machine"
     return PlanRequest(
         model=task.model,
@@ -197,9 +197,9 @@ def plan_request_of(
 def take_inter_bits(
     sharding: ShardingConfig, precision: PrecisionConfig
 ) -> tuple[ShardingConfig, PrecisionConfig, tuple[str, ...]]:
-    """Resolve the bits between groups: chosen later, as given, or 16 on one group.
+    """Resolve the bit widths between groups: chosen by the planner, as given, or 16 on one group.
 
-    `UserError` for bits that contradict other flags.
+    `UserError` for bit widths that contradict other flags.
     """
     given, inter_bits, world = _given(precision), sharding.inter_bits, sharding.world
     if inter_bits == AUTO and given:
@@ -218,7 +218,7 @@ def take_inter_bits(
 
 
 def _given(precision: PrecisionConfig) -> tuple[str, ...]:
-    """Return the flags that ask for codes, with their values."""
+    """Return the given flags that quantize messages, with their values."""
     flags = {
         "--paro-inter-param-bits": precision.inter_param_bits,
         "--paro-inter-grad-bits": precision.inter_grad_bits,
@@ -229,7 +229,7 @@ def _given(precision: PrecisionConfig) -> tuple[str, ...]:
 def inter_bits_notices(
     precision: PrecisionConfig, group_size: int, strategy: Strategy, world_size: int
 ) -> tuple[str, ...]:
-    """Build log lines for bits without effect under a strategy."""
+    """Build log lines for bit widths that have no effect under a strategy."""
     notices: list[str] = []
     for flag, bits, states, degree in (
         ("--paro-inter-param-bits", precision.inter_param_bits, "parameters", strategy.params),

@@ -13,11 +13,11 @@ MOST_ITERATIONS = 10**9  # above 30 years of steps that take a second
 class TrainConfig:
     """The length of a training, the times of evaluations, and the reasons to exit."""
 
-    train_iters: int  # with train_samples: counted from the start of the run
+    train_iters: int  # iterations of the run, or those that --train-samples allows from the start
     train_samples: int | None = None
     eval_iters: int = 100
     eval_interval: int | None = 1000
-    skip_train: bool = False  # only evaluate the loaded model
+    skip_train: bool = False  # True: only evaluate the loaded model
     calculate_per_token_loss: bool = False
     exit_interval: int | None = None
     exit_duration_in_mins: float | None = None
@@ -30,7 +30,7 @@ class TrainConfig:
     log_num_zeros_in_grad: bool = False
     log_params_norm: bool = False
     seed: int = 1234
-    # In so many samples at the start nothing is sent quantized; None: while the rate warms up.
+    # Samples at the start with unquantized messages; None: until the learning rate has warmed up.
     inter_bits_warmup_samples: int | None = None
 
     def __post_init__(self) -> None:

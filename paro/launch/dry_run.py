@@ -41,17 +41,17 @@ from paro.training.step import Training, samples_in_full_precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPrediction:
-    """A run that is not started, and its rank 0 on the meta device: shapes without storage."""
+    """The prediction of a run, with rank 0 built on the meta device: shapes without storage."""
 
     config: RunConfig
     run: RunSpec
     training: Training
     memories: RunMemory
     memory: DeviceMemory
-    request: PlanRequest | None  # None unless --paro-machine names a device
-    launch: Estimate | None  # on that device; None with --skip-train
-    other_bits: Estimate | None = None  # the same with 16 bits instead of codes, or the reverse
-    consumed: int = 0  # training samples consumed before a resumed run
+    request: PlanRequest | None  # planner's request; None unless --paro-machine names a device
+    launch: Estimate | None  # step time and memory on that device; None with --skip-train
+    other_bits: Estimate | None = None  # estimate with 16 bits if `launch` quantizes, or vice versa
+    consumed: int = 0  # training samples that a resumed run has consumed; 0 for a new run
 
     @property
     def num_micro_batches(self) -> int:
@@ -59,7 +59,7 @@ class RunPrediction:
 
     @property
     def device_bytes(self) -> int | None:
-        """The memory of a device; None where neither flag names one."""
+        """The memory of a device; None without --device-memory-gb and --paro-machine."""
         gigabytes = self.config.launch.device_memory_gb
         if self.request is not None:
             return self.request.device_bytes
@@ -71,10 +71,10 @@ class RunPrediction:
 
 
 def predict_run(config: RunConfig) -> RunPrediction:
-    """Build one rank on the meta device; `UserError` for what cannot be built."""
+    """Build rank 0 on the meta device and predict its run; `UserError` if the build fails."""
     control = PlannedControl(config.world, torch.device("meta"))
     on_meta = build_training(config, control)
-    device = torch.device(config.device_type)  # decides which kernels are assumed
+    device = torch.device(config.device_type)  # the device type whose kernels are assumed
     training = replace(on_meta, device=device)
     memories, run = RunMemory(config.sharding.machine), run_spec_of(config, device.type)
     peak = memories.of(run)
@@ -83,7 +83,7 @@ def predict_run(config: RunConfig) -> RunPrediction:
         request = replace(request, memory_margin=MEMORY_MARGIN)
     if request is not None and config.trained:
         estimator, candidate = Estimator(request), request.candidate(config.strategy)
-        # Evaluations and other steps of a schedule may need more memory than the one that is timed.
+        # Evaluations, or steps with other batch sizes, may need more memory than the timed step.
         launch = replace(estimator.estimate(candidate), memory=peak)
         other = estimator.with_other_bits(candidate)
         other_bits = None if other is None else estimator.estimate(other)
@@ -134,7 +134,7 @@ def run_dry(config: RunConfig) -> None:
 def _answer(
     plan: RunPrediction, result: SearchResult | None, mistakes: Sequence[str]
 ) -> Iterator[str]:
-    """Yield the first lines: does it start, does it fit, what does it send, how long is a step."""
+    """Yield the first lines: whether the run starts and fits, bytes sent, and the step time."""
     world, backend = plan.config.world, plan.config.runtime.distributed_backend
     ranks = count_text(world.size, "rank")
     nodes = count_text(world.num_nodes, "node")
@@ -153,7 +153,7 @@ def _answer(
 
 
 def _traffic(plan: RunPrediction) -> Iterator[str]:
-    """Yield lines of the bytes of rank 0, and of the mean if ranks send different amounts."""
+    """Yield lines with the bytes that rank 0 sends, and the mean if ranks differ."""
     own, mean = (plan.memories.sent(plan.run, plan.num_micro_batches, rank) for rank in (0, None))
     yield f"> sent by a rank in a step: {_sent_text(own)}"
     warmup = samples_in_full_precision(plan.training)
@@ -213,7 +213,7 @@ def _why_not(plan: RunPrediction, result: SearchResult | None) -> str:
 
 
 def _planner(plan: RunPrediction, result: SearchResult | None) -> Iterator[str]:
-    """Yield lines of where a step's time goes on --paro-machine, and of faster candidates."""
+    """Yield lines with the parts of a step's time on --paro-machine, and with faster candidates."""
     if plan.launch is None or result is None:
         return
     yield f"> plan: {describe_launch(plan.launch)}"
@@ -267,7 +267,7 @@ def _placement(plan: RunPrediction) -> Iterator[str]:
 
 
 def _units(plan: RunPrediction) -> Iterator[str]:
-    """Yield the units of rank 0 as they were built, units of equal size in one line."""
+    """Yield a line for each size of unit on rank 0; units of equal size share a line."""
     units = plan.training.model.units
     yield f"> rank 0 on the meta device, {len(units)} units: elements of each state that it holds"
     by_sizes: dict[tuple[int, ...], list[str]] = {}
@@ -314,7 +314,7 @@ def _data(plan: RunPrediction) -> Iterator[str]:
 
 
 def _lacks_tokenizer(config: RunConfig) -> bool:
-    """Return whether a vocabulary stands for the tokenizer of the launch."""
+    """Return whether the dry run has only a vocabulary size instead of the run's tokenizer."""
     kind, *files = (
         config.arguments[name] for name in ("tokenizer_type", "tokenizer_model", "vocab_file")
     )

@@ -1,4 +1,4 @@
-"""The placement of every model state: described in the log, and checked."""
+"""Logs which ranks hold each shard of the model states, and checks the placement."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _copies(degree: int, world_size: int) -> str:
 
 
 def _sharing(config: RunConfig) -> list[str]:
-    """Describe the ranks that share samples, in a line; add one about a faster type, if any."""
+    """Describe the context-parallel ranks; add a line about a faster communication type, if any."""
     context, world = config.context, config.world
     size, group_size = context.context_parallel_size, world.group_size
     if size == 1:
@@ -119,7 +119,7 @@ def _muon_lines(training: Training, num_steps: int) -> Iterator[str]:
 
 
 def _after_a_failure(config: RunConfig, kept: Survival) -> list[str]:
-    """Describe in a line how a run with in-memory checkpoints goes on after a failure."""
+    """Describe in a line how a run with in-memory checkpoints resumes after a failure."""
     if config.in_memory_interval is None:
         return []
     load = config.checkpoint.load
@@ -146,8 +146,8 @@ def _after_a_failure(config: RunConfig, kept: Survival) -> list[str]:
 def check_placement(training: Training) -> None:
     """Assert that every rank holds exactly the shards that the strategy assigns to it.
 
-    Collective. Every rank reports the range of each state that it allocated; a state of sharding
-    degree d must be in d ranges that tile the unit, each on n / d of n ranks.
+    Collective. Every rank reports the range that it allocated for each state. With sharding degree
+    d and n ranks, the ranges must be d pieces that tile the unit, each on n / d ranks.
     """
     everywhere = training.control.gather([_held(unit) for unit in training.model.units])
     for number, unit in enumerate(training.model.units):
@@ -166,7 +166,7 @@ def check_placement(training: Training) -> None:
 
 
 def _held(unit: UnitShards) -> dict[str, tuple[int, int]]:
-    """Return first element and length of this rank's shard of each state."""
+    """Return (first element, length) of this rank's shard of each state."""
     held = {"params": (unit.param_start, unit.param_shard.numel())}
     if unit.trainable:
         held["grads"] = (unit.grad_start, unit.grad_shard.numel())

@@ -36,22 +36,22 @@ Fits = Callable[[DeviceMemory], bool]
 
 
 def predict_memory(config: RunConfig, device_type: str) -> DeviceMemory:
-    """Predict a rank's peak device memory, in a step or in an evaluation that needs more."""
+    """Predict a rank's peak device memory over training steps and evaluations."""
     return RunMemory(config.sharding.machine).of(run_spec_of(config, device_type))
 
 
 def check_memory(config: RunConfig, device: torch.device) -> str | None:
-    """Raise `UserError` if the run cannot fit; all ranks must call it before any of them allocates.
+    """Raise `UserError` if the run cannot fit; all ranks must call it before any rank allocates.
 
-    The ranks of a host share its memory. Only what is certain to be too much is refused: what a
-    rank's tensors take. Where the estimates of the rest make it too much, a warning is returned.
+    The ranks of a host share the host's memory. The error is raised if the tensors alone exceed the
+    memory. If tensors fit but estimates of context and fragmentation do not, return a warning.
     """
     memories, run = RunMemory(config.sharding.machine), run_spec_of(config, device.type)
     memory, ranks = memories.of(run), max(1, config.world.ranks_per_node)
     remedy = partial(remedy_of, memories, run, ranks)
     on_host, warning, checkpoint = 0, None, config.checkpoint
     if config.save_folder is not None and checkpoint.async_save:
-        # The least that the host copy takes: where all ranks share a folder.
+        # Lower bound of the host copy of an async save: the bytes per rank if all share a folder.
         has_base = checkpoint.load is not None and not checkpoint.save_frozen
         on_host = checkpoint_bytes(config, has_base=has_base) // config.world.size
     of_copy = on_host
@@ -77,7 +77,7 @@ def _check_device(
 ) -> str | None:
     free, total = torch.cuda.mem_get_info(device)
     left = f"{device} has {size_text(free)} free of {size_text(total)}"
-    more = memory.total - memory.context  # this process has its context already
+    more = memory.total - memory.context  # this process has already created its CUDA context
     if more <= free:
         return None
     advice = remedy(lambda other: other.total - other.context <= free)
@@ -93,9 +93,9 @@ def _check_device(
 
 
 def checkpoint_bytes(config: RunConfig, *, has_base: bool) -> int:
-    """Count the bytes of a checkpoint: fp32 masters and two moments of what trains.
+    """Count the bytes of a checkpoint: fp32 masters and two moments of trainable parameters.
 
-    Frozen parameters are saved in the type that they are held in, unless they are in its base.
+    Frozen parameters are saved in their own dtype, unless the base checkpoint has them.
     """
     shapes, trained = parameter_shapes(config.model), config.trained
     precision, by_muon = config.precision, config.precision.optimizer == "muon"
@@ -114,7 +114,7 @@ def checkpoint_bytes(config: RunConfig, *, has_base: bool) -> int:
 
 
 def remedy_of(memories: RunMemory, run: RunSpec, ranks_per_node: int, fits: Fits) -> str:
-    """List changes where the predicted memory does not fit; first those that surely suffice."""
+    """List changes by which the predicted memory fits; first the changes that surely suffice."""
 
     def with_recompute(recompute: RecomputeConfig | None) -> bool:
         return fits(memories.of(replace(run, recompute=recompute)))
@@ -145,7 +145,7 @@ def remedy_of(memories: RunMemory, run: RunSpec, ranks_per_node: int, fits: Fits
 def _more_ranks(
     memories: RunMemory, plans: Iterable[tuple[str, RunSpec]], ranks_per_node: int, fits: Fits
 ) -> Iterator[str]:
-    """Yield the ranks with which each plan fits, all states spread over all; fewer than before."""
+    """Yield how many ranks each plan needs under GGG, if fewer than for the plans before it."""
     fewest = math.inf
     for flags, run in plans:
 
@@ -161,7 +161,7 @@ def _more_ranks(
 
 
 def bytes_by_part(memory: DeviceMemory) -> dict[str, int]:
-    """Return the bytes of each part by its name on dashboards, and the allocated total."""
+    """Map each part of memory, by its name on dashboards, to bytes; add the allocated total."""
     always = memory.allocations.parts()
     parts = {name: size for name, size in memory.parts().items() if name in always or size}
     named = {name.replace(" ", "-"): size for name, size in parts.items()}

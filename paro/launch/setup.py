@@ -49,8 +49,8 @@ from paro.training.in_memory import InMemoryCheckpointer
 from paro.training.resume import FROM_NOTHING, Resumed, load_run
 from paro.training.step import Training, TrainState
 
-# Which flags choose torch's operations, where a kernel works on some ranks only. Codes have the
-# same bits by either, and attention's kernels the same memory.
+# Kernel group: how to fall back to torch's operations if a kernel works on some ranks only.
+# Quantization kernels need no fallback: all implementations give the same bits.
 _WITHOUT: dict[str, Callable[[RunConfig], RunConfig]] = {
     "blocks": lambda config: replace(config, fusions=None),
     "update": lambda config: replace(
@@ -60,7 +60,7 @@ _WITHOUT: dict[str, Callable[[RunConfig], RunConfig]] = {
 
 
 def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list[str]]:
-    """Build model and optimizer and log them; also return the lines of the placement table."""
+    """Build and log model and optimizer; return them with the lines of the placement table."""
     with control.raise_on_all_ranks(name_rank=True):
         warning = check_memory(config, control.device)
     if warning is not None:
@@ -68,7 +68,7 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
     with_kernels, lines = agree_on_kernels(config, control)
     for line in lines:
         log.log0(line)
-    random.seed(config.train.seed)  # for libraries: model and data have generators of their own
+    random.seed(config.train.seed)  # used by libraries; model and data have their own generators
     torch.manual_seed(config.train.seed)
     training = build_training(with_kernels, control, initialized=False)
     placement = placement_lines(config, training)
@@ -83,9 +83,9 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
 def fill(
     config: RunConfig, training: Training, snapshots: InMemoryCheckpointer | None, log: Log
 ) -> Resumed:
-    """Fill the run from in-memory checkpoints, else from --load, else with initial values.
+    """Load the states from in-memory checkpoints, else from --load, else initialize them.
 
-    No initial value is drawn for what is filled.
+    Initial values are drawn only for parameters that were not loaded.
     """
     recovered = snapshots.recover(training) if snapshots is not None else None
     if recovered is not None:
@@ -93,7 +93,7 @@ def fill(
     draw = initializer_of(config.model, config.train.seed, config.world)
     resumed = FROM_NOTHING
     if config.checkpoint.load is not None:
-        if config.model.lora is not None:  # a checkpoint may have no adapters
+        if config.model.lora is not None:  # a checkpoint may lack adapters, so initialize them
             training.optimizer.initialize(draw, frozen=False)
         with training.control.raise_on_all_ranks():
             resumed = load_run(config, training, log)
@@ -105,7 +105,7 @@ def fill(
 def open_data(config: RunConfig, state: TrainState, resumed: Resumed, log: Log) -> Datasets:
     """Open the data sets of the run; log whether their order changed since the checkpoint.
 
-    `UserError` where --skip-train leaves nothing to evaluate, or where nothing can be learnt.
+    `UserError` if --skip-train leaves nothing to evaluate, or no token of the data can be learnt.
     """
     datasets = build_data(config, state)
     corpora = datasets.corpora()
@@ -135,13 +135,13 @@ def open_data(config: RunConfig, state: TrainState, resumed: Resumed, log: Log) 
     return datasets
 
 
-# Replicas of an optimizer shard stay equal only if the same kernel updates them.
+# Kernels: replicas of an optimizer shard stay equal only if the same kernel updates all of them.
 
 
 def agree_on_kernels(config: RunConfig, control: Control) -> tuple[RunConfig, list[str]]:
     """Choose kernels that work on all ranks; also return log lines about them.
 
-    Collective. `UserError` on all ranks where one that the flags name does not work on some rank.
+    Collective. `UserError` on all ranks if a kernel that flags request fails on any rank.
     """
     with control.raise_on_all_ranks(name_rank=True):
         mine = dict(_tried(config, control))
@@ -160,7 +160,7 @@ def agree_on_kernels(config: RunConfig, control: Control) -> tuple[RunConfig, li
 
 
 def _tried(config: RunConfig, control: Control) -> Iterator[tuple[str, str]]:
-    """Yield the kernel that this rank would use for each purpose; empty without a choice."""
+    """Yield (purpose, kernel) that this rank would use; nothing where there is no choice."""
     device, dtype = control.device, TORCH_TYPES[config.precision.compute]
     check_matmul_types(config.model.fp8_format, dtype, device)
     check_compiler(config.model, device)
@@ -180,7 +180,7 @@ def _tried(config: RunConfig, control: Control) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def early_watchdog() -> Iterator[None]:
-    """Watch the block with the default limits: the file of --yaml-cfg may not answer."""
+    """Watch the block with the default limits, since reading --yaml-cfg may hang."""
     minutes = RuntimeConfig().distributed_timeout_minutes
     rank = world_or_alone().rank
     with Watchdog(WatchConfig(), rank=rank, timeout_minutes=minutes) as watchdog:
@@ -189,7 +189,7 @@ def early_watchdog() -> Iterator[None]:
 
 
 def watchdog_of(args: Namespace, world: World) -> Watchdog:
-    """Build the watchdog of this process, before anything may hang; set the limit of waits."""
+    """Build the watchdog of this process by its flags; set the time limit of all waits."""
     watch, runtime = take(WatchConfig, args), take(RuntimeConfig, args)
     Wait.limit_seconds = runtime.timeout.total_seconds()
     return Watchdog(
@@ -201,7 +201,7 @@ def watchdog_of(args: Namespace, world: World) -> Watchdog:
 
 
 def report_config(config: RunConfig) -> ReportConfig:
-    """Return the configuration of reports; a run that only evaluates leaves no records."""
+    """Return the report configuration; --skip-train writes no files and no dashboards."""
     return config.report.without_records() if config.train.skip_train else config.report
 
 
@@ -254,15 +254,15 @@ def title_of(model: LlamaConfig, strategy: Strategy) -> str:
 
 @contextmanager
 def closing(report: Report, control: Control) -> Iterator[None]:
-    """Close the report at the end, also after an error of all ranks: dashboards record it."""
+    """Close the report after the block; dashboards record an error that all ranks raised."""
     try:
         yield
     except (UserError, RunError) as error:
-        # All ranks raise it, or only this one: then the others do not reach the barrier.
+        # If only this rank has the error, the other ranks never reach the barrier below.
         if isinstance(error, RunError) or not error.on_this_rank:
-            with suppress(Exception):  # it must not hide the error
+            with suppress(Exception):  # a failure of the report must not hide the error
                 report.close()
-                control.barrier()  # the first rank to exit kills the others
+                control.barrier()  # wait: launchers kill the other ranks when one rank exits
         raise
     except KeyboardInterrupt:
         report.interrupted()

@@ -24,9 +24,9 @@ from paro.untrusted.regular_file import read_text
 Scalars = Mapping[str, float]
 
 _SAMPLES = "samples"  # TensorBoard's folder of curves over samples
-_QUEUE_LENGTH = 1000  # writes that a dashboard may lag behind
-_CLOSE_SECONDS = 60.0  # for the writes and uploads that remain at the end
-_MAX_NAME_CHARS = 128  # of a run or a figure, as Weights & Biases limits them
+_QUEUE_LENGTH = 1000  # at most so many writes wait in a dashboard's queue
+_CLOSE_SECONDS = 60.0  # at most so long the end of a run waits for writes and uploads
+_MAX_NAME_CHARS = 128  # Weights & Biases' limit for names of runs and figures
 RUN_ID_FILE = "wandb_run_id.txt"
 _LOCAL_MODES = ("offline", "dryrun", "disabled")  # wandb modes that send nothing
 
@@ -35,7 +35,7 @@ class Dashboard(Protocol):
     """Interface of a dashboard service."""
 
     name: str
-    place: str  # where a reader finds what is written
+    place: str  # the folder, or the service, where a reader finds the dashboard
 
     def write(self, scalars: Scalars, *, iteration: int, samples: int) -> None: ...
 
@@ -45,9 +45,9 @@ class Dashboard(Protocol):
 class TensorBoard:
     """Event files with each tag over iterations, and `<tag> vs samples` over samples.
 
-    Values that an earlier start wrote after `start_iteration` stay in its files, and TensorBoard
-    leaves them out: from a step on, which is why samples have files of their own. A run from the
-    beginning moves the files of an earlier one into a folder inside, a run of its own.
+    A resumed run purges values after `start_iteration`: TensorBoard hides the values of older files
+    from a step on. Steps are iterations or samples, so curves over samples have their own files.
+    A new run moves files of an earlier run into a subfolder, which TensorBoard shows separately.
     """
 
     name = "TensorBoard"
@@ -71,7 +71,7 @@ class TensorBoard:
     def write(self, scalars: Scalars, *, iteration: int, samples: int) -> None:
         for tag, value in scalars.items():
             self._over_iterations.add_scalar(tag, value, iteration)
-        if iteration <= self._start_iteration:  # of the start itself
+        if iteration <= self._start_iteration:  # values written at the start of the run
             return
         if self._over_samples is None:
             self._over_samples = self._open(str(Path(self._folder) / _SAMPLES), purge_step=samples)
@@ -87,9 +87,9 @@ class TensorBoard:
 class WeightsAndBiases:
     """Run of wandb with each tag over iterations, and the number of samples.
 
-    A run that resumes after `start_iteration` continues the wandb run whose id is stored in
-    `place`, where values of later iterations give way to its own. A server that cannot rewind keeps
-    them, as it takes one value a step, the first; then `place` says so.
+    A run resumed after `start_iteration` continues the wandb run whose id is stored in `place`,
+    rewound to `start_iteration`. A server that cannot rewind keeps the older values of repeated
+    steps, since it accepts one value per step; `place` then says so.
     """
 
     name = "Weights & Biases"
@@ -148,9 +148,9 @@ class WeightsAndBiases:
 
 
 def _continued(begin: Callable[..., Any], known: str, start_iteration: int) -> Any:
-    """Return the wandb run `known`, rewound to an iteration if it has values of later ones.
+    """Return the wandb run `known`, rewound to an iteration if it has later values.
 
-    Offline nobody knows whether it has; `wandb sync` rewinds it then.
+    Offline, the values on the server are unknown; `wandb sync` rewinds the run later.
     """
     import wandb
 
@@ -165,7 +165,7 @@ def _continued(begin: Callable[..., Any], known: str, start_iteration: int) -> A
     try:
         return rewound()
     except wandb.Error:
-        wandb.teardown()  # of its process, in which the id stays in use
+        wandb.teardown()  # ends wandb's service process, in which the id stays in use
         return resumed()
 
 
@@ -183,7 +183,7 @@ _Write = tuple[Scalars, int, int]
 
 
 class _Writer:
-    """Thread that writes to one dashboard, and its error if it failed."""
+    """The thread that writes to one dashboard, and the error that ended it, if any."""
 
     def __init__(self, board: Dashboard) -> None:
         self.name = board.name
@@ -219,7 +219,7 @@ class _Writer:
 
 
 class Dashboards:
-    """The open dashboards; one that fails is reported once and then no longer used."""
+    """The open dashboards; a dashboard that fails is reported once and then dropped."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -270,7 +270,7 @@ def open_dashboards(
         board = partial(TensorBoard, folder, queue_size=length, start_iteration=start_iteration)
         dashboards.open("--tensorboard-dir", board)
     if config.wandb_project is not None:
-        # Next to the checkpoints, else wandb's own files.
+        # wandb's local files: next to the checkpoints, else in --wandb-save-dir.
         save = arguments.get("save") or config.wandb_save_dir
         place = None if save is None else Path(str(save)) / RUN_ID_FILE
         run = partial(WeightsAndBiases, config, arguments, place=place)
@@ -281,8 +281,7 @@ def open_dashboards(
 def check_login(config: ReportConfig, log: Log) -> None:
     """Raise `UserError` if the rank that writes to Weights & Biases has no API key.
 
-    Like wandb itself it looks in the environment, wandb's settings and netrc. It contacts no
-    server.
+    As wandb does, look in the environment, wandb's settings and netrc. No server is contacted.
     """
     if config.wandb_project is None or not log.is_last:
         return
@@ -310,5 +309,5 @@ def check_login(config: ReportConfig, log: Log) -> None:
 
 
 def _named(text: str) -> str:
-    """Return a name of a run or of a figure, as services print and list it."""
+    """Make a text printable and short enough for the name of a run or figure."""
     return one_line(text, _MAX_NAME_CHARS)

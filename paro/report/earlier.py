@@ -1,4 +1,4 @@
-"""Results of an earlier run where a new one writes: kept, under the next free number."""
+"""Renames an earlier run's results that a new run would overwrite, under the next free number."""
 
 # A file becomes FILE.earlier_1, then FILE.earlier_2; what a folder holds goes into its earlier_1.
 
@@ -12,7 +12,7 @@ MARK = "earlier_"
 
 
 def next_number(folder: Path, before: str = "") -> int:
-    """Return the next unused N of the names in a folder that begin with `before` and earlier_N."""
+    """Return the next unused N for names `<before>earlier_N` in a folder."""
     if not folder.is_dir():
         return 1
     pattern = re.compile(rf"{re.escape(before)}{MARK}(\d{{1,9}})(?!\d)", re.ASCII)
@@ -21,20 +21,20 @@ def next_number(folder: Path, before: str = "") -> int:
 
 
 def earlier_file(path: Path) -> Path:
-    """Return the unused name under which the file `path` is kept, in the same folder."""
+    """Return the next unused `<path>.earlier_N`, in the same folder."""
     before = f"{path.name}."
     return path.with_name(f"{before}{MARK}{next_number(path.parent, before)}")
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename a file that another one will replace; its new name, or None if there is no file."""
+    """Rename a file that will be replaced; return the new name, or None if there is no file."""
     if not path.is_file():
         return None
     return path.rename(earlier_file(path))
 
 
 def set_aside_in(folder: Path, files: Iterable[Path]) -> Path | None:
-    """Move files below `folder` into its next earlier_N, which it returns; None without files."""
+    """Move files below `folder` into its next earlier_N; return the path, or None without files."""
     sources = sorted(files)
     if not sources:
         return None

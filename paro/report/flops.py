@@ -20,14 +20,14 @@ _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class _Device:
-    pattern: str  # matched against torch.cuda.get_device_name()
-    tensor: float  # bf16 and fp16
+    pattern: str  # regular expression for torch.cuda.get_device_name()
+    tensor: float  # dense TFLOP/s of tensor cores in bf16 and fp16
     fp32: float
     sheet: str
     has_bf16: bool = True
 
 
-# The first matching row counts: variants come before the plain name.
+# The first matching row counts, so variants of a device come before the plain name.
 _DEVICES = (
     _Device(r"\bB200\b", 2250.0, 75.0, "NVIDIA HGX B200 data sheet"),
     _Device(r"\bH200 NVL\b", 835.5, 60.0, "NVIDIA H200 data sheet"),
@@ -51,10 +51,10 @@ _DEVICES = (
 def find_peak(
     device: torch.device, *, compute: str, peak_tflops: float | None, control: Control
 ) -> Peak:
-    """Return the peak for matmuls in dtype `compute`, with its source for the first lines.
+    """Return the peak TFLOP/s of matmuls in dtype `compute`, with the source of the number.
 
-    Collective: the first rank finds it while the others wait, so that a measurement does not share
-    its cores and every rank uses the same number.
+    Collective. The first rank finds the peak while other ranks wait, so that a measurement has the
+    machine for itself and every rank uses one number.
     """
     found: Peak | None = None
     if peak_tflops is not None:
@@ -68,7 +68,7 @@ def find_peak(
 
 
 def listed_peak(device_name: str, compute: str) -> Peak | None:
-    """Return the table's peak for a device and a dtype; None if it has none."""
+    """Return the table's peak for a device and a dtype; None if the table has no such entry."""
     for row in _DEVICES:
         if re.search(row.pattern, device_name):
             if compute == "bf16" and not row.has_bf16:
@@ -80,7 +80,7 @@ def listed_peak(device_name: str, compute: str) -> Peak | None:
 
 
 def _timed_peak(device: torch.device, compute: str) -> Peak:
-    """Time square matmuls, larger ones until they run long enough, and return the best rate."""
+    """Time square matmuls of growing size until one runs long enough; return the best rate."""
     size, largest = (2048, 8192) if device.type == "cuda" else (256, 4096)
     seconds = _time_matmul(size, device, compute)
     while seconds < 0.02 and size < largest:

@@ -1,7 +1,7 @@
 """Live terminal view of a run: progress, loss, throughput, memory and where states are placed."""
 
-# It replaces the log lines on one node whose ranks share a terminal. Only the first rank draws, or
-# ranks would overwrite each other; all other output scrolls above the view.
+# The view replaces the log lines on one node whose ranks share a terminal. Only the first rank
+# draws, or ranks would overwrite each other. All other output scrolls above the view.
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from paro.report.record import IterationRecord, Metrics, RunFacts, Validation
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKS = 60
-_LEAST_SECONDS = 0.25  # between two redraws: faster ones are not visible
-_HOME = "\x1b[H"  # moves the cursor to the first line
+_LEAST_SECONDS = 0.25  # least time between two redraws; faster redraws are not visible
+_HOME = "\x1b[H"  # escape sequence that moves the cursor to the first line
 
 
 def spark_line(values: Sequence[float], *, width: int = _SPARKS) -> str:
-    """Draw values as block characters, from minimum to maximum; averaged down to `width`."""
+    """Draw values as at most `width` block characters, from minimum to maximum; average down."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -45,7 +45,7 @@ def spark_line(values: Sequence[float], *, width: int = _SPARKS) -> str:
 
 
 class Spark:
-    """Line of block characters for values, as wide as its column."""
+    """Renderable for rich: values as block characters, as wide as the column."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self._values = values
@@ -55,14 +55,14 @@ class Spark:
 
 
 class LiveConsole(Console):
-    """A console that raises `BrokenPipeError`, where rich would end the process with status 1."""
+    """Console that raises `BrokenPipeError`; rich's own would end the process with status 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class LiveView:
-    """View of a run, redrawn at most a few times a second."""
+    """The live view of a run, redrawn at most a few times a second."""
 
     def __init__(
         self,
@@ -76,21 +76,21 @@ class LiveView:
         self._facts = facts
         self._title = one_line(title)
         self._placement = tuple(map(shown, placement))
-        self._bytes_before = bytes_before  # on a CPU: of the process before the model was built
+        self._bytes_before = bytes_before  # on a CPU: process memory before the model was built
         self._losses: list[float] = []
-        self._held_out: dict[str, str] = {}  # the last loss on each set
+        self._held_out: dict[str, str] = {}  # data set: its last validation loss
         self._seconds_left = 0.0
         self._drawn = -math.inf
         self._latest: tuple[IterationRecord, Metrics] | None = None
         self._is_below = False
         self.console = console or LiveConsole()
         self._width = self.console.width
-        # What is printed scrolls above the view, unless standard output is not where it is drawn.
+        # Printed lines scroll above the view, unless the view is drawn on standard error.
         self._live = Live(
             console=self.console, auto_refresh=False, redirect_stdout=not self.console.stderr
         )
         self._live.start()
-        self.console.show_cursor(True)  # else it would stay hidden after the run is killed
+        self.console.show_cursor(True)  # a hidden cursor would stay hidden if the run is killed
 
     def show(self, message: str) -> None:
         """Print a message above the view."""
@@ -98,7 +98,7 @@ class LiveView:
         self.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def iteration(self, record: IterationRecord, metrics: Metrics, *, seconds_left: float) -> None:
-        """Take an iteration; `OSError` once the view is closed."""
+        """Show an iteration; `OSError` once the view is closed."""
         if not self._live.is_started:
             raise OSError("the terminal takes no more output")
         if not record.skipped:
@@ -109,7 +109,7 @@ class LiveView:
             self._draw()
 
     def validation(self, validation: Validation) -> None:
-        """Take an evaluation, which the next redraw shows."""
+        """Add an evaluation's loss to the next redraw."""
         name, bits = one_line(validation.name.removeprefix("validation-")), validation.bits_per_byte
         before = "" if name == "validation" else f"{name} "
         behind = "" if bits is None else f" ({bits:.4f} bits per byte)"
@@ -118,9 +118,9 @@ class LiveView:
         self._held_out[validation.name] = text
 
     def begin_below(self) -> None:
-        """Start the view again below, once: a launcher printed below it at an interrupt.
+        """Restart the view once below lines that a launcher printed at an interrupt.
 
-        It writes as many empty lines as the view has; the next redraw overwrites them.
+        Write as many empty lines as the view has; the next redraw overwrites the empty lines.
         """
         if self._latest is not None and not self._is_below:
             lines = self.console.render_lines(self.render(*self._latest))
@@ -142,9 +142,9 @@ class LiveView:
             self._live.update(self.render(*self._latest), refresh=True)
 
     def _leave_what_is_wrapped(self) -> None:
-        """Begin again on an empty screen if the terminal has become narrower.
+        """Restart the view on an empty screen if the terminal has become narrower.
 
-        It may have wrapped the lines of the view: then nobody knows how many to draw over.
+        The terminal may have wrapped lines of the view, so how many lines to overwrite is unknown.
         """
         width = self.console.width
         if width < self._width:
@@ -152,7 +152,7 @@ class LiveView:
         self._width = width
 
     def render(self, record: IterationRecord, metrics: Metrics) -> Panel:
-        """Draw the view after an iteration; without the placement where the terminal is too low."""
+        """Draw the view after an iteration; leave out the placement if the terminal is too low."""
         rows = Table.grid(padding=(0, 2), expand=True)
         rows.add_column(style="bold cyan", no_wrap=True)
         rows.add_column(overflow="fold", ratio=1)

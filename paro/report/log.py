@@ -1,4 +1,4 @@
-"""The only way to print: on the first rank, or on the last one like Megatron's log line."""
+"""The only way to print: on the first rank, or on the last rank like Megatron's log line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from paro.errors import printable, printing, shown
 
-if TYPE_CHECKING:  # torch starts slowly, and most programs print
+if TYPE_CHECKING:  # importing torch is slow, and programs without torch print too
     from paro.distributed.control import Control
     from paro.report.record import RunFacts
 
@@ -24,9 +24,9 @@ def print_line(
 ) -> None:
     """Print lines to `stream`, by default standard output, and flush it.
 
-    They may contain names from files and flags: characters that a terminal would act upon are
-    escaped, and long lines are cut. With `whole`, for a text that the user asked for, none is cut.
-    Another `stream` has what a reader may miss, such as progress: there an error costs the lines.
+    Lines may contain names from files and flags: control characters are escaped, long lines cut.
+    `whole` cuts no line, for a text that the user asked for. On another `stream`, which carries
+    dispensable text such as progress, a write error loses the lines.
     """
     text = "\n".join(lines)
     # One write: with a separate write for the newline, lines of different ranks would mix.
@@ -40,7 +40,7 @@ def print_line(
 
 
 def _print_elsewhere(*lines: str) -> None:
-    """Print on standard error or, if that fails, nowhere; standard output is that from then on."""
+    """Redirect standard output to standard error or, if that fails, to nowhere; print there."""
     sys.stdout = sys.stderr
     try:
         print_line(*lines)
@@ -57,16 +57,15 @@ def set_logging_level(level: int | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
-    """Printer that depends on this process's rank; made once and passed to all code that prints.
+    """Printer that knows this process's rank; made once and passed to all code that prints.
 
-    Where standard output fails (its reader has ended, its disk is full, its terminal is closed),
-    standard error stands for it from then on, and where that fails too nothing is printed: a
-    training goes on and saves.
+    If standard output fails (reader ended, disk full, terminal closed), lines go to standard
+    error from then on. If standard error fails too, nothing is printed: the training continues.
     """
 
     rank: int = 0
     world_size: int = 1
-    one_speaker: bool = False  # the first rank also prints the last rank's lines
+    one_speaker: bool = False  # True: the first rank prints the last rank's lines too
     write: Callable[[str], None] = print_line
 
     @property
@@ -75,7 +74,7 @@ class Log:
         return self.rank == (0 if self.one_speaker else self.world_size - 1)
 
     def show(self, message: str) -> None:
-        """Print on every rank that calls it."""
+        """Print on every rank that calls this method."""
         try:
             self.write(shown(message))
         except OSError as error:
@@ -106,10 +105,10 @@ def live_is_wanted(choice: str, control: Control) -> bool:
 
 
 class Terminal:
-    """Output of a rank: lines, above the view once it is open.
+    """Output of a rank: printed lines, which scroll above the live view once a view is open.
 
-    Where only standard error is a terminal, a view is drawn there, and the lines still go to
-    standard output: to the file or the pipe that it is.
+    If only standard error is a terminal, the view is drawn on standard error; lines still go to
+    standard output, a file or pipe then.
     """
 
     def __init__(self) -> None:

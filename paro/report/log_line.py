@@ -11,16 +11,16 @@ from datetime import datetime
 from statistics import median
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # it imports torch, which preprocessing does without
+if TYPE_CHECKING:  # importing this loads torch, which preprocessing does not need
     from paro.report.record import IterationRecord, Metrics, RankTimes, RunFacts, Validation
 
-_NAME_WIDTH = 48  # of an argument or a timer, with the dots after it
-_NOTICEABLE = 0.02  # fraction of an iteration
-_ITERATIONS = 1000  # a change of pace shows, and one slow save among them does not
+_NAME_WIDTH = 48  # characters of an argument's or timer's name with the dots after it
+_NOTICEABLE = 0.02  # least fraction of an iteration for which a straggler is named
+_ITERATIONS = 1000  # iterations that the time left averages over: one slow save has little effect
 
 
 def arguments_block(arguments: Mapping[str, object]) -> str:
-    """Return all arguments sorted by name, with dots up to one column."""
+    """Format all arguments sorted by name, with dots up to the column of values."""
     lines = [
         f"  {name} {'.' * (_NAME_WIDTH - len(name))} {value}"
         for name, value in sorted(arguments.items(), key=lambda item: item[0].lower())
@@ -39,7 +39,7 @@ def iteration_line(
     seconds_left: float,
     now: datetime,
 ) -> str:
-    """Format Megatron's log line of an interval: parsers find every field in its position."""
+    """Format Megatron's log line of an interval; parsers of Megatron's logs read it unchanged."""
     last = interval[-1]
     fields = [
         f" [{now:%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}/{facts.train_iters:8d}",
@@ -123,10 +123,10 @@ def timer_lines(everywhere: Sequence[Mapping[str, float]], *, option: str, itera
 
 
 def straggler_line(everywhere: Sequence[RankTimes], *, iterations: int) -> str:
-    """Name the rank that others wait for, and why: compute, data, or only communication.
+    """Name the rank that other ranks wait for, and the cause: compute, data or communication.
 
-    All ranks reach the end of a step together, so the straggler is the rank that waits least for
-    the others: the one with the most compute and data time.
+    All ranks reach the end of a step together. So the straggler is the rank that waits least for
+    other ranks: the rank with the most compute and data time.
     """
     to_ms = 1000.0 / iterations
     busy = [times.compute + times.data for times in everywhere]
@@ -162,7 +162,7 @@ def duration(seconds: float) -> str:
 
 @dataclass(slots=True)
 class TimeLeft:
-    """Estimate of the seconds until the end, from the ends of iterations and all between them."""
+    """Estimate of the seconds until the run ends, from the wall time between ends of iterations."""
 
     train_iters: int
     clock: Callable[[], float] = time.monotonic

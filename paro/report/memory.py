@@ -1,4 +1,4 @@
-"""Measured memory: what a rank has allocated, and what host and device have left."""
+"""Measures memory: bytes that a rank has allocated, and bytes that host and device have left."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def peak_reserved_bytes(device: torch.device) -> int | None:
-    """Return the most that the CUDA allocator has held for this rank so far; None on a CPU.
+    """Return the peak bytes that the CUDA allocator has reserved so far; None on a CPU.
 
-    What it holds in addition to what is allocated is kept for reuse, or fragmented.
+    Reserved minus allocated bytes are cached for reuse, or fragmented.
     """
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
@@ -45,7 +45,7 @@ def allocator_bytes(device: torch.device) -> dict[str, int]:
 
 
 def resident_bytes(device: torch.device) -> int:
-    """Return memory this process already uses: 0 on a GPU; on a CPU, interpreter and libraries."""
+    """Return the bytes that interpreter and libraries use, on a CPU; 0 on a GPU."""
     return 0 if device.type == "cuda" else peak_memory_bytes(device)
 
 
@@ -64,9 +64,9 @@ def give_back_freed_memory() -> None:
 
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:
-    """Return memory that the processes of this host or container can still take; None if not known.
+    """Return the bytes that processes of this host or container can still allocate; None: unknown.
 
-    What the system says is available, or less if a cgroup (v2) of this process has less left.
+    The minimum of the system's available memory and the rest in each cgroup (v2) of this process.
     """
     system = _fields(root / "proc/meminfo").get("MemAvailable")
     left = [] if system is None else [system * 1024]
@@ -74,7 +74,7 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _left_in_cgroups(root: Path) -> list[int]:
-    """Return what the limits of this process's cgroup and its parents leave."""
+    """Return the bytes left under the limit of this process's cgroup, and of each parent cgroup."""
     own = re.search(r"^0::/(.*)$", _text(root / "proc/self/cgroup"), re.MULTILINE)
     if own is None:
         return []
@@ -84,7 +84,7 @@ def _left_in_cgroups(root: Path) -> list[int]:
         limit, used = (_text(group / f"memory.{name}").strip() for name in ("max", "current"))
         if limit.isdigit() and used.isdigit():
             stat = _fields(group / "memory.stat")
-            cache = stat.get("active_file", 0) + stat.get("inactive_file", 0)  # can be given back
+            cache = stat.get("active_file", 0) + stat.get("inactive_file", 0)  # reclaimable
             left.append(max(0, int(limit) - int(used) + cache))
         if group == mount:
             break
@@ -105,12 +105,12 @@ def _text(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryForecast:
-    """Predicted memory of a run, on top of the process's memory before the model was built."""
+    """Predicted memory of a rank, and the process's memory before the model was built."""
 
-    predicted_bytes: int  # peak of a step, by formula
-    reserved_bytes: int  # the same with fragmentation: what the CUDA allocator may hold
-    states_bytes: int  # the part that is allocated throughout the step
-    bytes_before: int  # interpreter and libraries, if they count as this rank's memory
+    predicted_bytes: int  # predicted peak of allocated bytes in a step
+    reserved_bytes: int  # predicted peak with fragmentation: bytes that the CUDA allocator reserves
+    states_bytes: int  # predicted bytes of model states, allocated throughout the step
+    bytes_before: int  # bytes of interpreter and libraries, if measured memory includes them
 
 
 def memory_line(

@@ -22,7 +22,7 @@ from paro.report.earlier import earlier_file
 from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import parse_json
 
-if TYPE_CHECKING:  # it imports torch, which readers of the file do without
+if TYPE_CHECKING:  # importing this loads torch, which readers of the file do not need
     from paro.report.record import Metrics
 
 _BEGINNING = b'{"iteration": '
@@ -36,7 +36,7 @@ class _Line(TypedDict):
 class MetricsFile:
     """JSON lines of metrics, appended by the first rank; NaN is written as null.
 
-    `say` gets a line about what an existing file does not keep, and where it is.
+    `say` gets a line about lines of an existing file that move to another file, and its name.
     """
 
     def __init__(self, path: str, *, start_iteration: int, say: Callable[[str], None]) -> None:
@@ -60,14 +60,14 @@ class MetricsFile:
 
 
 def read_lines(path: Path, what: str, say: Callable[[str], None]) -> list[bytes]:
-    """Read the whole lines of a metrics file, unchecked; `say` gets a line about a cut one.
+    """Read the complete lines of a metrics file, unchecked; `say` gets a line about a partial line.
 
-    A run that was killed may leave a part of its last line, and one that goes on is writing it.
+    The last line is partial if its run was killed, or is writing the line right now.
     """
     *lines, rest = read_bytes(path, what, max_bytes=_MAX_BYTES).split(b"\n")
     if not rest:
         return lines
-    if lines or rest.startswith(_BEGINNING[: len(rest)]):  # else it is no metrics file
+    if lines or rest.startswith(_BEGINNING[: len(rest)]):  # otherwise not a metrics file
         try:
             parse_json(rest, _Line, "")
         except UserError:

@@ -8,20 +8,20 @@ from typing import NamedTuple
 
 from paro.report.record import IterationRecord, PlannedStep
 
-SETTLED, COMPARED = 10, 20  # iterations before those that are compared, and with them
-_TOLERANCE = 0.15  # of the step, or of memory
+SETTLED, COMPARED = 10, 20  # iterations 11 to 20 are compared with the plan
+_TOLERANCE = 0.15  # largest relative error of step time or memory without a warning
 
 _LINKS = "tools/bench_collectives.py --machine-file, launched as this run, measures the links"
 _DEVICE = "tools/bench_collectives.py --machine-file, given this model's sizes, measures the device"
 
 
 class Part(NamedTuple):
-    """A part of a step; waits are the exposed ones alone."""
+    """A part of a step's time: computation, or exposed communication of one kind."""
 
-    name: str  # in the record and in tags
+    name: str  # key in the run record and in dashboard tags
     words: str
     seconds: Callable[[IterationRecord], float]
-    remedy: str  # where the planner is wrong about it
+    remedy: str  # advice if the measured part differs from the planned part
 
 
 def _computing(record: IterationRecord) -> float:
@@ -56,7 +56,7 @@ def comparison(
     peak_bytes: int,
     planned_bytes: int,
 ) -> Iterator[str]:
-    """Yield a line with measured and, in brackets, planned values; one for each far off."""
+    """Yield a line of measured (planned) values, and a line for each part that is far off."""
     texts = [
         f"{part.words} {measured[part.name]:.3g} ({planned.seconds[part.name]:.3g})"
         for part in _parts(planned)

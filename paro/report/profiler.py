@@ -116,7 +116,7 @@ class MemoryHistory(Observer):
         if here and not self._is_on:
             log.show("--record-memory-history has no effect without a GPU")
         self._log = log
-        self._is_ours = False  # whether the file is of this start
+        self._is_ours = False  # True: this start wrote the file
         name = Path(config.memory_snapshot_path)
         # One file per rank.
         self._place = name if log.rank == 0 else name.with_name(f"rank{log.rank}.{name.name}")

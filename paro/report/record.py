@@ -1,4 +1,4 @@
-"""Measurements of the training loop, their summary for the metrics file, and dashboard tags."""
+"""Measurements of the training loop, the summary for the metrics file, and dashboard tags."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from paro.distributed.exposed_time import Exposed
 class IterationRecord:
     """Measurements of one iteration; every iteration makes one, whether it is logged or not."""
 
-    iteration: int  # 1 for the first
-    consumed_samples: int  # including this iteration's
+    iteration: int  # iteration number, from 1
+    consumed_samples: int  # training samples consumed up to and including this iteration
     global_batch_size: int
-    lm_loss: float  # mean over the global batch; may be NaN
-    grad_norm: float  # before clipping; may be NaN
+    lm_loss: float  # mean loss over the global batch; may be NaN
+    grad_norm: float  # L2 norm of gradients before clipping; may be NaN
     learning_rate: float
     loss_scale: float
     iteration_time_ms: float
-    skipped: bool  # no update, for example since a gradient was not finite
-    intra_bytes: int  # sent by this rank in this iteration inside its group
-    inter_bytes: int  # the same between groups
-    num_zeros: float | None = None  # among the gradients' elements; None: not counted, or skipped
-    params_norm: float | None = None  # after the update; None: not computed
-    data_wait_ms: float = 0.0  # time waiting for batches, mean over ranks
+    skipped: bool  # True: no update, for example since a gradient was not finite
+    intra_bytes: int  # bytes that this rank sent in this iteration inside its group
+    inter_bytes: int  # bytes that this rank sent in this iteration between groups
+    num_zeros: float | None = None  # gradient elements equal to 0; None: not counted, or skipped
+    params_norm: float | None = None  # L2 norm of updated parameters; None: not computed
+    data_wait_ms: float = 0.0  # ms of waiting for batches, mean over ranks
     exposed: Exposed = field(default_factory=Exposed)  # exposed communication, mean over ranks
-    has_tokens: bool = True  # whether a token has a weight; if not, loss and norm are NaN
-    held: Mapping[str, int] = field(default_factory=dict)  # bytes on this rank by kind
+    has_tokens: bool = True  # False: every token is masked, so loss and norm are NaN
+    held: Mapping[str, int] = field(default_factory=dict)  # bytes held on this rank by kind
     allocator: Mapping[str, int] = field(default_factory=dict)  # CUDA allocator statistics
 
 
 class Validation(NamedTuple):
-    """An evaluation of held-out data after an iteration, and which samples of them it has read."""
+    """An evaluation of held-out data after an iteration, and the samples that it read."""
 
     iteration: int
-    consumed_samples: int  # in training
-    lm_loss: float | None  # None: no token that was read has a weight
-    read: str  # such as `1 to 48`
+    consumed_samples: int  # training samples consumed before the evaluation
+    lm_loss: float | None  # mean loss; None: every token that was read is masked
+    read: str  # held-out samples that the evaluation read, such as `1 to 48`
     bits_per_byte: float | None = None
-    data_set: str | None = None  # its name if there are several, or after training
+    data_set: str | None = None  # the data set's name if there are several, or after training
 
     @property
     def name(self) -> str:
@@ -51,12 +51,12 @@ class Validation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """Seconds that one rank spent since the last log line, by kind."""
+    """The seconds that one rank spent since the last log line, by kind."""
 
     step: float = 0.0
-    data: float = 0.0  # waiting for batches
-    communication: float = 0.0  # exposed gathers, reductions, all-gather of updated parameters
-    agreement: float = 0.0  # waiting for all ranks to reach the end of the step
+    data: float = 0.0  # seconds of waiting for batches
+    communication: float = 0.0  # seconds of exposed gathers, reductions and param all-gathers
+    agreement: float = 0.0  # seconds of waiting for all ranks to reach the end of the step
 
     def __add__(self, other: RankTimes) -> RankTimes:
         sums = {name: value + getattr(other, name) for name, value in asdict(self).items()}
@@ -78,31 +78,31 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """Step as the planner expects it on the machine that --paro-machine names."""
+    """The planner's prediction of a step on the machine of --paro-machine."""
 
     machine: str
     global_batch_size: int
-    seconds: Mapping[str, float]  # of the step, of computing and of exposed communication by kind
+    seconds: Mapping[str, float]  # step, compute, and exposed communication by kind, in seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Constants of a run that convert seconds into throughput."""
+    """Constants of a run that convert seconds into throughput, and the planner's predictions."""
 
     world_size: int
     seq_length: int
     train_iters: int
-    flops_per_token: float  # forward and backward, with attention counted in full
-    flops_per_token_causal: float  # the same with causal attention counted half
+    flops_per_token: float  # FLOPs of forward and backward, attention over all positions
+    flops_per_token_causal: float  # FLOPs of forward and backward, causal attention counted half
     peak: Peak
     model_state_bytes: int  # this rank's parameters, gradients, master parameters and moments
-    predicted: Mapping[str, int] = field(default_factory=dict)  # bytes by kind, at the peak
-    planned: PlannedStep | None = None  # None without a machine whose device is known
+    predicted: Mapping[str, int] = field(default_factory=dict)  # predicted bytes by kind at peak
+    planned: PlannedStep | None = None  # predicted step; None unless the machine file has a device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """Line of the metrics file, with its fields in order."""
+    """A line of the metrics file, with the fields in the order of the file."""
 
     iteration: int
     consumed_samples: int
@@ -116,7 +116,7 @@ class Metrics:
     mfu: float
     mfu_causal: float
     peak_memory_bytes: int
-    peak_reserved_bytes: int | None  # by the CUDA allocator, for that; None on a CPU
+    peak_reserved_bytes: int | None  # peak that the CUDA allocator reserved; None on a CPU
     model_state_bytes: int
     intra_bytes: int
     inter_bytes: int
@@ -124,7 +124,7 @@ class Metrics:
     exposed_reduce_ms: float
     exposed_publish_ms: float
     exposed_context_ms: float
-    exposed_intra_ms: float | None  # None: not measured
+    exposed_intra_ms: float | None  # ms of exposed communication inside groups; None: not measured
     exposed_inter_ms: float | None
     skipped_iterations: int
     nan_iterations: int
@@ -175,7 +175,7 @@ def summarize(
 
 
 def _exposed_ms(seconds: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
-    """Return the means by the names of fields; None for what no iteration has measured."""
+    """Map each `exposed_*_ms` field to the mean over iterations; None if never measured."""
     means: dict[str, Any] = {}
     for name in seconds[0]:
         measured = [value for record in seconds if (value := record[name]) is not None]
@@ -184,7 +184,7 @@ def _exposed_ms(seconds: Sequence[Mapping[str, float | None]]) -> dict[str, Any]
     return means
 
 
-# Ours, by panel. Two conventions of MFU are in use, so both names state the convention.
+# This project's own tags, by panel. Both MFU tags state which of two conventions they use.
 TOKENS_PER_SECOND = "throughput/tokens-per-second"
 TOKENS_PER_SECOND_PER_DEVICE = "throughput/tokens-per-second-per-device"
 TFLOPS_PER_DEVICE = "throughput/tflops-per-device"
@@ -224,7 +224,7 @@ def scalars_of(
         "communication/intra-bytes": record.intra_bytes,
         "communication/inter-bytes": record.inter_bytes,
         **{f"communication/exposed-{name}-ms": s * 1000.0 for name, s in exposed.items()},
-        # To draw next to the iteration's time and its exposed communication.
+        # The plan's values, to draw next to the measured iteration time and exposed communication.
         **{f"planned/{name}-ms": seconds * 1000.0 for name, seconds in planned.items()},
         "data/wait-ms": record.data_wait_ms,
         **{f"steps/{name}": number for name, number in totals.items()},

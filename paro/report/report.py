@@ -49,14 +49,14 @@ from paro.report.record import (
 )
 from paro.report.run_record import RunRecord
 
-if TYPE_CHECKING:  # rich may be missing
+if TYPE_CHECKING:  # the package rich may not be installed
     from paro.report.live_view import LiveView
 
 
 class RunFiles:
-    """Metrics file and record of a run, on the first rank; a run that was replaced writes neither.
+    """The metrics file and the run record, on the first rank.
 
-    `is_ours` says whether no other run has replaced this one: its successor writes to the files.
+    `is_ours` returns False once a successor has taken the files over; then nothing is written.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RunFiles:
             self._record = None
 
     def _succeeds(self, write: Callable[[], None], name: str) -> bool:
-        """Write if the files are ours; print one line if that fails, for example on a full disk."""
+        """Write unless a successor owns the files; print a line on failure, such as a full disk."""
         if not self._is_ours():
             return True
         try:
@@ -101,10 +101,9 @@ class RunFiles:
 
 @dataclass(eq=False)
 class Report:
-    """Report of one rank, which takes every iteration of the training loop.
+    """The report of one rank, which receives every iteration of the training loop.
 
-    An iteration is logged if it is a multiple of --log-interval or the first that this process
-    runs.
+    Logged iterations are multiples of --log-interval, and the first iteration of this process.
     """
 
     config: ReportConfig
@@ -114,21 +113,21 @@ class Report:
     device: torch.device
     files: RunFiles
     dashboards: Dashboards
-    view: LiveView | None = None  # on the rank that draws
-    is_live: bool = False  # whether a view replaces the log lines
-    forecast: MemoryForecast | None = None  # predicted memory, once it is known
+    view: LiveView | None = None  # the live view, on the rank that draws it
+    is_live: bool = False  # True: a view on some rank replaces the log lines
+    forecast: MemoryForecast | None = None  # predicted memory; None: not known yet
 
     def __post_init__(self) -> None:
-        self._interval: list[IterationRecord] = []  # since the last log line
+        self._interval: list[IterationRecord] = []  # iterations since the last log line
         self._is_first = True
         self._doubts_speed = True
         self._time_left = TimeLeft(self.facts.train_iters)
         self._totals = {"skipped-iterations": 0, "nan-iterations": 0}
-        self._num_seen = 0  # iterations of the comparison with the plan
+        self._num_seen = 0  # iterations so far, until the comparison with the plan is printed
         self._to_compare: list[IterationRecord] = []
 
     def start(self, choices: Mapping[str, str]) -> None:
-        """Print the choices that the run's numbers depend on, one per line."""
+        """Print the facts that the run's numbers depend on, one per line."""
         facts = self.facts
         lines = {
             **choices,
@@ -145,11 +144,11 @@ class Report:
             self.log.log0(f"> {name}: {text}")
 
     def is_due(self, iteration: int) -> bool:
-        """Return whether `iteration`, the next one, will be logged; all ranks agree."""
+        """Return whether the next iteration, `iteration`, will be logged; all ranks agree."""
         return self._is_first or iteration % self.config.log_interval == 0
 
     def iteration(self, record: IterationRecord) -> None:
-        """Add one iteration; log it if that is due."""
+        """Add one iteration; write a log line if one is due."""
         self._interval.append(record)
         self._compare(record)
         due = self.is_due(record.iteration)
@@ -183,7 +182,7 @@ class Report:
         self._is_first = False
 
     def _compare(self, record: IterationRecord) -> None:
-        """Print once, after the first iterations, how far the planner was off."""
+        """Print once, after the first iterations, how measured steps differ from the plan."""
         planned, forecast = self.facts.planned, self.forecast
         if planned is None or forecast is None or self._num_seen == COMPARED:
             return
@@ -210,7 +209,7 @@ class Report:
         times: Sequence[RankTimes],
         iterations: int,
     ) -> None:
-        """Print timers and stragglers of all ranks since the last line, where flags enable them."""
+        """Print timers and stragglers of all ranks since the last line, if flags enable them."""
         config = self.config
         if any(timers):
             option = config.timing_log_option
@@ -272,7 +271,7 @@ class Report:
         except Exception as error:  # for example: the terminal is closed
             with suppress(Exception):
                 view.close()
-            self.view, self.is_live = None, False  # from here on lines
+            self.view, self.is_live = None, False  # print log lines from here on
             self.log.log_last(
                 f"--terminal live is left out from here on: {type_and_message(error)}"
             )
@@ -298,7 +297,7 @@ def open_report(
 ) -> Report:
     """Open the report of a run that resumes after `start_iteration`; 0 for a fresh run.
 
-    `is_ours` says whether no other run has replaced this one.
+    `is_ours` returns False once another run has replaced this run.
     """
     files = RunFiles(log)
     if log.rank == 0 and (name := config.metrics_file) is not None:

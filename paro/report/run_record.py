@@ -21,7 +21,7 @@ from data.atomic_file import replacing
 from paro.errors import UserError
 from paro.untrusted.schema import Count, Figure, Positive, read_json
 
-if TYPE_CHECKING:  # it starts slowly, and who reads the file does without
+if TYPE_CHECKING:  # importing these loads torch, which readers of the file do not need
     import torch
 
     from paro.report.record import RunFacts, Validation
@@ -45,7 +45,7 @@ class _Start(TypedDict):
     arguments: NotRequired[dict[str, Any]]
     facts: NotRequired[Facts]
     environment: NotRequired[dict[str, str]]
-    measured: NotRequired[dict[str, Any]]  # of steps; the planner's are in facts["planned"]
+    measured: NotRequired[dict[str, Any]]  # measured step; facts["planned"] has the predicted step
 
 
 class _Validation(TypedDict):
@@ -56,7 +56,7 @@ class _Validation(TypedDict):
 
 
 class Record(TypedDict):
-    """The fields of the file."""
+    """The top-level fields of a run record file."""
 
     starts: NotRequired[list[_Start]]
     validations: NotRequired[list[_Validation]]
@@ -74,7 +74,7 @@ def read_record(path: Path) -> Record:
 
 
 class RunRecord:
-    """Record of a run, by the first rank; every change rewrites the whole file."""
+    """The run record that the first rank writes; every change rewrites the whole file."""
 
     def __init__(self, path: Path, *, start_iteration: int) -> None:
         self._path = path
@@ -99,7 +99,7 @@ class RunRecord:
         self._write()
 
     def measured(self, seconds: Mapping[str, float], peak_bytes: int) -> None:
-        """Add to this start what steps take, as `facts.planned` has it, and the peak memory."""
+        """Add peak memory and measured seconds, with the keys of `facts.planned`, to this start."""
         self._starts[-1]["measured"] = {"seconds": dict(seconds), "peak_bytes": peak_bytes}
         self._write()
 
@@ -126,7 +126,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Return what a run's measurements depend on in addition to its flags."""
+    """Collect versions, hardware and settings that a run's measurements depend on besides flags."""
     import torch
 
     found = {

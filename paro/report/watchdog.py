@@ -26,8 +26,8 @@ from paro.distributed.flight_recorder import FLIGHT_PREFIX, recorded_collectives
 from paro.errors import UserError, describe, writing
 
 _BEAT_SECONDS = 1.0
-_GRACE = 1.1  # the limits of collectives and of other waits end first: they say more
-_MOVING_BYTES = 2**20  # in a tick; a log or a terminal moves less
+_GRACE = 1.1  # times the limit of waits: a collective's own timeout ends first, and says more
+_MOVING_BYTES = 2**20  # bytes read or written per tick that count as progress; logs move less
 _IO = Path("/proc/self/io")
 _State = tuple[str, int, float]  # current phase, iterations done, time of the last progress
 
@@ -37,7 +37,7 @@ class WatchConfig:
     """Flags for reports of a hang: heartbeat file and stack dump."""
 
     heartbeat_file: str | None = None
-    hang_dump_minutes: float | None = None  # None: half of --distributed-timeout-minutes
+    hang_dump_minutes: float | None = None  # stack dump after; None: half the distributed timeout
 
     def __post_init__(self) -> None:
         minutes = self.hang_dump_minutes
@@ -46,7 +46,7 @@ class WatchConfig:
 
 
 class Observer:
-    """Observer of the training loop, called by the training thread: it must cost almost nothing."""
+    """Observer of the training loop; the training thread calls it, so calls must be cheap."""
 
     def begins(self, what: str, iteration: int) -> None:
         """Note that `what` (training, evaluating, saving) begins after `iteration` iterations."""
@@ -59,7 +59,7 @@ class Observer:
 
 
 class Watchdog(Observer):
-    """Watch over one rank's progress; the first rank also writes the heartbeat."""
+    """Watch over one rank's progress; on the first rank also the writer of the heartbeat file."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Watchdog(Observer):
         self.begins(*self._state[:2])
 
     def ends(self) -> None:
-        self.begins("ending the run", self._state[1])  # dashboards and other ranks may hang
+        self.begins("ending the run", self._state[1])  # waits for dashboards and ranks may hang
 
     def close(self) -> None:
         """Stop watching."""
@@ -131,7 +131,7 @@ class Watchdog(Observer):
         self._beat(self._state)
 
     def _last_moved(self) -> float:
-        """Return the time of the last tick in which the process read or wrote much."""
+        """Return the time of the last tick in which the process read or wrote `_MOVING_BYTES`."""
         before, self._bytes = self._bytes, _bytes_moved()
         if self._bytes - before >= _MOVING_BYTES:
             self._moved_at = time.monotonic()
@@ -156,7 +156,7 @@ class Watchdog(Observer):
         os._exit(1)  # the training thread may be in a call that never returns
 
     def _say(self, text: str) -> None:
-        with suppress(OSError):  # of a closed terminal or a full disk: the watch goes on
+        with suppress(OSError):  # a closed terminal or a full disk must not end the watchdog
             self._stream.write(text)
             self._stream.flush()  # the next call may hang
 

@@ -15,8 +15,8 @@ from itertools import pairwise
 from paro.errors import UserError, check_least, check_multiple
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_MAX_MICRO_BATCHES = 10**6  # of a rank in a step, which would take hours
-_MAX_RAMPUP_ITERATIONS = 10**6  # they are counted one by one
+_MAX_MICRO_BATCHES = 10**6  # largest number of micro-batches per rank in a step
+_MAX_RAMPUP_ITERATIONS = 10**6  # longest ramp-up: its iterations are counted one by one
 _STEPS_FLAG = "--step-batch-size-schedule"
 
 
@@ -24,8 +24,8 @@ _STEPS_FLAG = "--step-batch-size-schedule"
 class BatchSchedule:
     """The batch sizes of a run, in training and in evaluations.
 
-    `rampup_batch_size` is (start, increment, samples); `step_batch_size_schedule` is (samples
-    after which a size begins, the size) in rising order, the last size `global_batch_size`.
+    `rampup_batch_size` is (start, increment, samples). `step_batch_size_schedule` has pairs (number
+    of samples after which a size begins, size) in rising order; the last is `global_batch_size`.
     """
 
     micro_batch_size: int
@@ -33,8 +33,8 @@ class BatchSchedule:
     data_parallel_size: int
     rampup_batch_size: tuple[int, int, int] | None = None
     step_batch_size_schedule: tuple[tuple[int, int], ...] | None = None
-    eval_global_batch_size: int | None = None  # None: as in training, after all changes
-    eval_micro_batch_size: int | None = None  # None: as in training
+    eval_global_batch_size: int | None = None  # samples per eval iteration; None: global_batch_size
+    eval_micro_batch_size: int | None = None  # samples of a micro-batch; None: micro_batch_size
 
     def __post_init__(self) -> None:
         check_least(
@@ -108,13 +108,13 @@ class BatchSchedule:
         return start + int(consumed_samples / (rampup_samples / num_increments)) * increment
 
     def num_micro_batches_at(self, consumed_samples: int) -> int:
-        """Return micro-batches per rank of the iteration that starts after `consumed_samples`."""
+        """Return a rank's micro-batches in the iteration that starts after `consumed_samples`."""
         size = self.batch_size_at(consumed_samples)
         assert size % self.samples_per_micro_batch == 0, "check_from was not called"
         return size // self.samples_per_micro_batch
 
     def samples_after(self, iterations: int, consumed: int = 0) -> int:
-        """Return the samples consumed `iterations` iterations after `consumed` of them."""
+        """Return the samples consumed after `iterations` iterations that start at `consumed`."""
         while iterations > 0:
             size, count = self._equal_from(consumed)
             count = iterations if count is None else min(count, iterations)
@@ -123,7 +123,7 @@ class BatchSchedule:
         return consumed
 
     def iterations_within(self, samples: int, consumed: int = 0) -> int:
-        """Count the iterations that `samples` allow after `consumed` of them, in whole batches."""
+        """Count the full global batches between `consumed` samples and `samples` in total."""
         iterations = 0
         while True:
             size, count = self._equal_from(consumed)
@@ -134,9 +134,9 @@ class BatchSchedule:
             consumed += count * size
 
     def check_from(self, consumed_samples: int) -> None:
-        """Raise `UserError` unless ranks can divide all batches after `consumed_samples`.
+        """Raise `UserError` unless all batches after `consumed_samples` divide over the ranks.
 
-        Earlier batches need not divide: the number of ranks may have changed since.
+        Earlier batches need not divide: the number of ranks may have been different.
         """
         size = self.batch_size_at(consumed_samples)
         if self.rampup_batch_size is not None and size < self.global_batch_size:
@@ -149,7 +149,7 @@ class BatchSchedule:
                 self._check_multiple(f"{_STEPS_FLAG}: the size", later)
 
     def _equal_from(self, consumed: int) -> tuple[int, int | None]:
-        """Return the batch size after `consumed`, and for how many iterations; None: to the end."""
+        """Return (batch size after `consumed`, iterations with this size; None: to the end)."""
         change: int | None = None
         if self.rampup_batch_size is not None and consumed < self.rampup_batch_size[2]:
             change = consumed + 1  # a ramp-up may change at every iteration

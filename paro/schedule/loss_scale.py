@@ -17,7 +17,7 @@ BACKOFF = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScaleConfig:
-    """Megatron's flags; `dynamic` is for fp16 without a constant --loss-scale."""
+    """Megatron's flags of loss scaling; `dynamic`: fp16 without a constant --loss-scale."""
 
     dynamic: bool = False
     loss_scale: float | None = None
@@ -56,7 +56,7 @@ def start_loss_scale(config: LossScaleConfig) -> LossScaleState:
 def update_loss_scale(
     config: LossScaleConfig, state: LossScaleState, *, found_nonfinite: bool
 ) -> LossScaleState:
-    """Return the state after a step; `found_nonfinite` if any of its gradients was not finite."""
+    """Return the state after a step; `found_nonfinite`: a gradient of the step was not finite."""
     if not config.dynamic:
         return state
     scale, growth, hysteresis = state.scale, state.growth_tracker, state.hysteresis_tracker

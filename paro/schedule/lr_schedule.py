@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from paro.errors import UserError
 
-# The fraction of lr - min_lr that remains after the fraction `ratio` of the decay.
+# Decay style: f(ratio) = the fraction of lr - min_lr that remains at `ratio` of the decay, 0 to 1.
 _DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda ratio: 1.0 - ratio,
     "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
@@ -27,13 +27,13 @@ WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
-    """The schedules of learning rate and weight decay, with Megatron's names; in samples."""
+    """Learning-rate and weight-decay schedules, with Megatron's names; lengths are in samples."""
 
     lr: float
     min_lr: float = 0.0
     lr_decay_style: str = "linear"
     lr_decay_samples: int
-    lr_warmup_samples: float = 0  # a float where --lr-warmup-fraction sets it
+    lr_warmup_samples: float = 0  # length of the warm-up; fractional under --lr-warmup-fraction
     lr_warmup_init: float = 0.0
     lr_wsd_decay_style: str = "exponential"
     lr_wsd_decay_samples: int | None = None
@@ -96,7 +96,7 @@ class ScheduleConfig:
             )
 
     def lr_at(self, samples: int) -> float:
-        """Return the learning rate after `samples` applied samples."""
+        """Return the learning rate after gradients of `samples` samples were applied."""
         if self.lr_warmup_samples > 0 and samples <= self.lr_warmup_samples:
             rise = (self.lr - self.lr_warmup_init) * samples / self.lr_warmup_samples
             return self.lr_warmup_init + rise
@@ -123,7 +123,7 @@ class ScheduleConfig:
         return _DECAYS[self.lr_wsd_decay_style](into_tail / self.lr_wsd_decay_samples)
 
     def weight_decay_at(self, samples: int) -> float:
-        """Return the weight decay after `samples` applied samples."""
+        """Return the weight decay after gradients of `samples` samples were applied."""
         if self.weight_decay_incr_style == "constant" or samples > self.weight_decay_incr_samples:
             return self.end_weight_decay
         left = _DECAYS[self.weight_decay_incr_style](samples / self.weight_decay_incr_samples)

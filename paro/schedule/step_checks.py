@@ -1,8 +1,8 @@
 """Checks that skip a step: no tokens, non-finite or spiky loss, non-finite or large gradients."""
 
-# A step is compared with running means of the loss, its variance and the gradient norm. They are
-# part of a run's state, so that a resumed run decides the same, and they include skipped steps
-# with finite values: a loss that stays high becomes the new mean.
+# A step is compared with running means of the loss, the loss's variance and the gradient norm. The
+# running means are part of a run's state, so that a resumed run decides the same. They include
+# skipped steps with finite values: a loss that stays high becomes the new mean.
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from enum import Enum
 
 from paro.errors import UserError
 
-EXIT_AFTER_SKIPPED = 20  # in a row: a spike that lasts is the usual loss after two or three
+EXIT_AFTER_SKIPPED = 20  # skipped steps in a row; a lasting spike becomes the mean after 2 or 3
 _MEMORY = 50.0  # length of the running means, in steps
 _WARMUP_STEPS = 100  # no check for spikes or large norms before this many finite steps
-_DEVIATIONS = 6.0  # a spike is above the mean loss by this many standard deviations
-_LEAST_RISE = 0.1  # and by at least this fraction of the mean
+_DEVIATIONS = 6.0  # a spike is above the mean loss by this many standard deviations, and ...
+_LEAST_RISE = 0.1  # ... a spike is above the mean loss by at least this fraction of the mean
 _LARGE_NORM = 10.0  # a large gradient norm is above this multiple of its mean
 
 
@@ -27,7 +27,7 @@ class StepChecksConfig:
     check_for_nan_in_loss_and_grad: bool = False
     check_for_spiky_loss: bool = False
     check_for_large_grads: bool = False
-    exit_after_skipped_iterations: int = EXIT_AFTER_SKIPPED  # 0: never
+    exit_after_skipped_iterations: int = EXIT_AFTER_SKIPPED  # skipped in a row; 0: never exit
 
     def __post_init__(self) -> None:
         limit = self.exit_after_skipped_iterations
@@ -36,10 +36,10 @@ class StepChecksConfig:
 
 
 class Verdict(Enum):
-    """The result of the checks; for all but FINE the update is skipped."""
+    """The result of the checks of a step; the update is skipped unless it is FINE."""
 
     FINE = "fine"
-    OVERFLOW = "fp16 overflow"  # the loss scale may fall; training continues
+    OVERFLOW = "fp16 overflow"  # non-finite gradients whose loss scale may fall; training goes on
     NOT_FINITE = "not finite"
     SPIKY_LOSS = "spiky loss"
     LARGE_GRADS = "large gradients"
@@ -50,11 +50,11 @@ class Verdict(Enum):
 class Expectation:
     """Running statistics of the steps so far."""
 
-    num_steps: int = 0  # steps with finite loss and gradients
+    num_steps: int = 0  # number of steps with finite loss and gradients
     loss: float = 0.0
     loss_variance: float = 0.0
     grad_norm: float = 0.0
-    skipped_in_a_row: int = 0  # without overflows
+    skipped_in_a_row: int = 0  # skipped steps since the last update, without fp16 overflows
 
 
 def judge(

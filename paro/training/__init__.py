@@ -1,1 +1,1 @@
-"""The training program: building a run, its steps, its loop, saving and resuming, the dry run."""
+"""The training program: builds a run, runs its steps and loop, saves and resumes."""

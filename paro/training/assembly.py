@@ -104,7 +104,7 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
 
 
 def run_spec_of(config: RunConfig, device_type: str) -> RunSpec:
-    """Compute the description of a run that engine and planner share."""
+    """Compute the `RunSpec` of a run, which engine and planner share."""
     batches, sharding, trained = config.batches, config.sharding, config.trained
     return RunSpec(
         model=config.model,
@@ -136,13 +136,13 @@ def _make_groups(
     specs: Sequence[ShardingSpec],
     choice: AlgorithmChoice,
 ) -> tuple[Groups, Groups]:
-    """Make the process groups of model states, and of ranks that share samples: all of a run."""
+    """Make all process groups of a run: for model states, and for context parallelism."""
     rank, device = control.world.rank, control.device
     spans = groups_of(run, specs, choice)
     settings = of_context = None
     if device.type != "meta":
         settings = runtime.groups_on(device, spans.number)
-        of_context = replace(settings, copy_engine=False)  # registered memory is for parameters
+        of_context = replace(settings, copy_engine=False)  # copy engines are for parameters only
     return (
         make_groups(run.topology, rank, spans.states, settings),
         make_groups(run.context_topology, rank, spans.context, of_context),
@@ -158,7 +158,7 @@ def _spread(
     links: Links,
     timers: Timers,
 ) -> DistributedModel:
-    """Shard the model's states over the ranks; its parameters are gathered or rotated."""
+    """Shard the model's states over the ranks; parameters are gathered or rotated in a step."""
     units = [*{spec.buffer.unit_index: spec.unit for spec in specs}.values()]
     shape, ahead = shape_of_run(run, units), run.updated_ahead
     if isinstance(shape, StepShape):
@@ -208,7 +208,7 @@ def _context_attention(
     *,
     apart: bool,
 ) -> ContextAttention:
-    """Build the model's attention where ranks share samples, and try it."""
+    """Build attention for context parallelism and run it once as a check."""
     layout, backend = run.context, run.model.attention_backend
     attention = make_context_attention(layout, groups, links, choice, backend)
     if control.device.type != "meta":
@@ -223,14 +223,15 @@ def _context_attention(
 def _algorithm(config: RunConfig) -> AlgorithmChoice:
     """Choose the algorithm of collectives; for auto, one per message by --paro-machine.
 
-    Ranks that chose by different machines would deadlock: they compare them when they meet.
+    Ranks with different machine files would choose differently and deadlock. So ranks compare
+    machine files at startup (`settings_of`).
     """
     sharding, by_nccl = config.sharding, config.runtime.by_nccl
     return choice_of(sharding.collective, sharding.machine, by_nccl=by_nccl)
 
 
 def initializer_of(model: LlamaConfig, seed: int, world: World) -> Initializer:
-    """Return a function that draws initial values, in the threads that a rank has of its node."""
+    """Return a function that draws initial values, with this rank's share of the node's threads."""
     specs = parameter_initializers(model)
     of_rank = len(os.sched_getaffinity(0)) // world.ranks_per_node
     num_threads = max(1, min(of_rank, _MAX_INIT_THREADS))
@@ -246,12 +247,12 @@ def count_samples(
 ) -> SplitCounts:
     """Count the samples of each split that the run draws, as Megatron counts them.
 
-    A run that continues from `state` with another global batch may need more, except of training
-    samples with --train-samples: then their number, and so their order, stays the same.
+    A run resumed from `state` with another global batch size may need more samples. Only with
+    --train-samples the number of training samples, and so their order, stays the same.
     """
     last = last_iteration(train, batches, state)
     per_evaluation = train.eval_iters * batches.eval_batch
-    # Evaluations while training, and one after it.
+    # Evaluations every --eval-interval iterations, and one after training.
     num_evaluations = last // train.eval_interval + 1 if train.eval_interval else 1
     num_train = train.train_samples or batches.samples_after(train.train_iters)
     num_valid = num_evaluations * per_evaluation
@@ -276,9 +277,9 @@ def build_sources(
     *,
     trained_on: Container[str] | None = None,
 ) -> Sources:
-    """Build this rank's micro-batches of every split, from the sample at which `state` is.
+    """Build this rank's micro-batches of every split, from the samples that `state` has consumed.
 
-    `trained_on`: fingerprints of the tokenizers that the loaded model knows, if it says so.
+    `trained_on`: fingerprints of the tokenizers that the loaded model was trained on, if known.
     """
 
     batches, rank, layout = config.batches, training.control.world.rank, config.context.layout
@@ -324,7 +325,7 @@ def build_sources(
 
 
 def build_data(config: RunConfig, state: TrainState | None = None) -> Datasets:
-    """Open the data sets of a run that starts, or continues from `state`."""
+    """Open the data sets of a new run, or of a run resumed from `state`."""
     counts = count_samples(config.data, config.train, config.batches, state)
     return build_datasets(config.data, counts, config.vocab_size, config.tokenizer)
 
@@ -337,10 +338,10 @@ def run_facts(
     *,
     state: TrainState | None = None,
 ) -> RunFacts:
-    """Collect the constants of throughput, and predictions, for the report; collective.
+    """Collect the constants of throughput, and the planner's predictions, for the report.
 
-    That is the bytes of a rank, `predicted`, and a step's time, `planned`. `state` is where the run
-    continues, if it does.
+    Collective. `predicted`: a rank's bytes by kind. `planned`: the time of a step. `state`: the
+    state from which the run resumes, if any.
     """
     seq_length, trained = config.data.seq_length, config.trained
     return RunFacts(

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 Record = Mapping[str, Any]
 
-_SHOWN = 3  # how many corpora of a blend a line names
-_DIGITS = 12  # blend weights are rounded: 0.3 A 0.7 B and 3 A 7 B are the same blend
+_SHOWN = 3  # at most so many corpora of a blend are named in a line
+_DIGITS = 12  # decimals to which blend weights are rounded: 0.3 A 0.7 B equals 3 A 7 B
 
-# The flags behind a schedule's fields. A length may also be derived from the length of the run.
+# Field of ScheduleConfig: its flags. Without a flag, a length follows from the run's length.
 _LENGTHS = {
     "lr_decay_samples": "--lr-decay-iters (or -samples)",
     "lr_warmup_samples": "--lr-warmup-iters (or -samples, -fraction)",
@@ -33,13 +33,13 @@ _WEIGHT_DECAY = {
     "start_weight_decay": "--start-weight-decay (or --weight-decay)",
     "end_weight_decay": "--end-weight-decay (or --weight-decay)",
 }
-_TOTAL = "weight_decay_incr_samples"  # always the number of samples the run trains on
+_TOTAL = "weight_decay_incr_samples"  # this field is always the run's number of training samples
 
 
 def order_record(
     data: DataConfig, train: TrainConfig, batches: BatchSchedule, datasets: Datasets
 ) -> dict[str, Any]:
-    """Record the determinants of the training samples and their order, for a checkpoint."""
+    """Record, for a checkpoint, all flags and data that determine the order of training samples."""
     blend = None if data.mock_data else data.blends()["train"]
     record = {
         "seed": data.seed,
@@ -77,7 +77,7 @@ def order_changes(
 ) -> Iterator[str]:
     """Yield a line for every flag that changed the order of training samples since the save.
 
-    Older checkpoints have no such record, at most the number of epochs.
+    Older checkpoints have no record of the order, at most the number of epochs.
     """
     saved = common.get("order") or {"epochs": common.get("train_order")}
     now = _as_read(order_record(data, train, batches, datasets))
@@ -157,13 +157,13 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def _contents(record: Record) -> list[tuple[Any, ...]]:
-    """Return the corpora without their paths: data in a folder that was moved are the same data."""
+    """Return the corpora without paths: moving a data folder does not change the data."""
     names = ("weight", "tokens", "sequence_lengths_crc32")
     return [tuple(corpus[name] for name in names) for corpus in record["corpora"]]
 
 
 def _corpora_text(record: Record, other: Record) -> str:
-    """Describe the data flag and the corpora that `other` lacks; all if it lacks none."""
+    """Describe the data flag and the corpora that `other` lacks; all corpora if it lacks none."""
     contents = _contents(other)
     pairs = list(zip(record["corpora"], _contents(record), strict=True))
     own = [corpus for corpus, content in pairs if content not in contents]
@@ -180,7 +180,7 @@ def _corpora_text(record: Record, other: Record) -> str:
 
 
 def _follows_total(name: str, saved: Record, now: Record) -> bool:
-    """Return whether a length changed in proportion to the run's samples, being derived."""
+    """Return whether a length is derived: it changed in proportion to the run's samples."""
     before, after = saved[name], now[name]
     if before is None or after is None or saved[_TOTAL] == now[_TOTAL]:
         return False
@@ -194,6 +194,6 @@ def _given(value: Any) -> str:
 
 
 def _as_read(record: Record) -> dict[str, Any]:
-    """Return a record after a JSON round trip (tuples become lists), to compare with saved ones."""
+    """Return a record after a JSON round trip (tuples become lists), as saved records are."""
     read: dict[str, Any] = json.loads(json.dumps(record))
     return read

@@ -11,7 +11,7 @@ from paro.config.train import TrainConfig
 
 
 class ExitSignal:
-    """The first signal that has asked this rank to leave, if any has."""
+    """The first signal that asked this rank to exit, if any."""
 
     def __init__(self) -> None:
         self.number: signal.Signals | None = None
@@ -22,24 +22,24 @@ class ExitSignal:
 
     @staticmethod
     def numbers(config: TrainConfig) -> set[signal.Signals]:
-        """Return the signals that ask a training to leave, by these flags."""
+        """Return the signal numbers that ask a training to exit under these flags."""
         if not config.exit_signal_handler:
             return set()
         numbers = {signal.Signals[config.exit_signal], signal.SIGTERM, signal.SIGINT}
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup makes it
-            numbers.add(signal.SIGHUP)  # of a terminal that is closed
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            numbers.add(signal.SIGHUP)  # sent when a terminal closes
         return numbers
 
     def catch(self, config: TrainConfig) -> None:
-        """Note signals from now on, if the flags ask for it, in place of their usual effect."""
+        """Record signals from now on instead of their usual effect, if the flags ask for it."""
         for number in self.numbers(config):
             signal.signal(number, self._came)
 
     @contextmanager
     def caught(self, config: TrainConfig) -> Iterator[None]:
-        """Note signals inside the block; a signal that came there is raised again after it.
+        """Record signals inside the block; raise a recorded signal again after the block.
 
-        After an exception this rank ends, and signals stay noted: others may send theirs late.
+        After an exception, signals stay recorded while this rank ends: signals may come late.
         """
         before = {number: signal.getsignal(number) for number in self.numbers(config)}
         self.catch(config)
@@ -50,5 +50,5 @@ class ExitSignal:
             signal.raise_signal(self.number)
 
     def _came(self, number: int, _frame: FrameType | None) -> None:
-        """Note the first signal; ignore later ones: torchrun and a terminal may both send one."""
+        """Record the first signal; ignore later ones: torchrun and a terminal may both send one."""
         self.number = self.number or signal.Signals(number)

@@ -1,10 +1,10 @@
 """In-memory checkpoints of a run: written to the node's memory during training, and read again."""
 
 # [Note: snapshots]
-# The copy of an iteration is written while the next one computes, and is whole before its rank
-# takes part in the sum that decides about the next update. So a rank that has updated its states
-# twice knows that every rank has a whole copy of the iteration in between: with two snapshots
-# each, all ranks have one iteration in common at any instant.
+# The snapshot of iteration i is written while iteration i + 1 computes. A rank completes the
+# snapshot before it joins the all-reduce that decides the update of iteration i + 1. So when any
+# rank updates its states for i + 1, every rank has a complete snapshot of i. Each rank keeps two
+# snapshots, so at any instant all ranks have one iteration in common.
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from paro.training.step import Training, TrainState
 if TYPE_CHECKING:
     from paro.config.run import RunConfig
 
-# What may differ after a restart: the launcher's ranks, and what changes no state.
+# Groups of flags, and flags, that may differ after a restart since they change no model state.
 _FREE_GROUPS = ("dry run", "logging", "profiling")
 _FREE = ("exit_interval", "exit_duration_in_mins", "exit_signal", "exit_signal_handler")
 
@@ -52,7 +52,7 @@ class InMemoryCheckpointer:
         self._folder = folder
         self._log = log
         self._background = Background()
-        # The files of an earlier start are kept until this one has a snapshot on all ranks.
+        # Files of an earlier start are kept until this start has a snapshot on all ranks.
         self._start = f"-{folder.control.gather(time.time_ns())[0]:x}"
         self._has_older = False
         self._writer: SnapshotWriter | None = None
@@ -60,9 +60,9 @@ class InMemoryCheckpointer:
         self._copy = _Copier(folder.control.device)
 
     def recover(self, training: Training) -> Resumed | None:
-        """Fill the run from the newest iteration that the nodes hold; None: from --load.
+        """Load the newest iteration that the nodes hold; return None to load from --load instead.
 
-        Copies that are no newer than the checkpoint of --load are not used.
+        Snapshots that are no newer than the checkpoint of --load are not used.
         """
         begin, control = time.monotonic(), self._folder.control
         newest = control.gather(_newest_saved(self._config.checkpoint))[0]
@@ -77,7 +77,7 @@ class InMemoryCheckpointer:
             return None
         with training.traffic.paused():
             training.optimizer.loaded(num_steps=int(found.common["num_optimizer_steps"]))
-        training.exposure.take()  # waits while loading belong to no step
+        training.exposure.take()  # discard waits during loading: they belong to no step
         self._has_older = True
         found = replace(found, seconds=time.monotonic() - begin)
         self._log.log0(
@@ -119,7 +119,7 @@ class InMemoryCheckpointer:
         assert self._writer is not None, "begin comes first"
         assert self._record is not None, "begin comes first"
         if self._has_older and self._writer.num_written:
-            # All ranks have taken part in a sum since they wrote a snapshot.
+            # Every rank has a snapshot: all joined an all-reduce after they wrote it.
             self._folder.remove_share(lambda name: self._start not in name)
             self._has_older = False
         self._copy.updated()
@@ -127,7 +127,7 @@ class InMemoryCheckpointer:
         self._background.start(job)
 
     def wait(self) -> None:
-        """Wait until the last copy is whole; raise its failure, on this rank alone."""
+        """Wait until the last copy is complete; raise the copy's failure, on this rank alone."""
         failure = self._background.wait()
         if isinstance(failure, OSError):
             raise StorageError(f"local copies in {self._folder.path}: {failure}") from failure
@@ -135,11 +135,11 @@ class InMemoryCheckpointer:
             raise failure
 
     def settle(self) -> None:
-        """Wait until the last copy has ended, whole or not; it waits for no other rank."""
+        """Wait until the last copy has ended, complete or failed; wait for no other rank."""
         self._background.wait()
 
     def discard(self) -> None:
-        """Remove the in-memory checkpoints: after a good end, or where they lead to a bad one."""
+        """Remove the in-memory checkpoints, at the run's end or if they hold a diverged state."""
         self.wait()
         self._folder.control.barrier()
         if self._folder.is_first:
@@ -158,7 +158,7 @@ def in_memory_bytes(ranks_per_node: int, training: Training) -> int:
 def in_memory_checkpoints(
     config: RunConfig, control: Control, log: Log
 ) -> Iterator[InMemoryCheckpointer | None]:
-    """Hold the folder of snapshots in the block; None for a run without them; collective."""
+    """Give the in-memory checkpointer to the block, or None if it is off; collective."""
     if config.in_memory_interval is None or config.train.skip_train:
         yield None
         return
@@ -168,7 +168,7 @@ def in_memory_checkpoints(
         try:
             yield copies
         finally:
-            copies.settle()  # while the folder is locked
+            copies.settle()  # end the last copy before the folder's lock is released
 
 
 def every_text(interval: int) -> str:
@@ -187,7 +187,7 @@ def identifying_flags(command_line: Mapping[str, object]) -> dict[str, str]:
 
 
 def _newest_saved(checkpoint: CheckpointConfig) -> int:
-    """Return the newest whole iteration in the folder from which the run continues, or -1."""
+    """Return the newest complete iteration in the folder of --load, or -1."""
     load = checkpoint.load
     if load is None or not checkpoint.continues or checkpoint.ckpt_step is not None:
         return -1
@@ -196,13 +196,13 @@ def _newest_saved(checkpoint: CheckpointConfig) -> int:
 
 
 class _Copier:
-    """The copying of shards to the host by the thread that writes; on CUDA by its own stream."""
+    """The copying of shards to the host, on the writer thread; under CUDA on its own stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def updated(self) -> None:
-        """Make the next copies wait for the update that the training thread has queued."""
+        """Make later copies wait for the update that the training thread has queued."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
 

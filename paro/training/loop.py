@@ -31,16 +31,16 @@ from paro.training.step import (
     train_step,
 )
 
-_STARTED = time.monotonic()  # --exit-duration-in-mins counts from here, when the script was loaded
+_STARTED = time.monotonic()  # load time of the script, from which --exit-duration-in-mins counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
     """A held-out data set, and the number of micro-batches that an evaluation reads of it."""
 
-    name: str | None = None  # set where there are several data sets
-    batches: Iterator[Batch]  # every evaluation continues where the last one ended
-    num_micro_batches: int | None = None  # None: --eval-iters global batches; else the whole set
+    name: str | None = None  # the data set's name in reports if there are several
+    batches: Iterator[Batch]  # endless; each evaluation reads on where the last one ended
+    num_micro_batches: int | None = None  # micro-batches of the whole set; None: by --eval-iters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._is_first = True
-        self._times = RankTimes()  # since the last log line
+        self._times = RankTimes()  # this rank's seconds since the last log line
         self._num_timed = 0
         self._signal = ExitSignal()
         self._states = self.training.optimizer.state_bytes()
@@ -102,7 +102,7 @@ class Loop:
             if every is not None and self.state.iteration % every == 0:
                 check_replicas(self.training, iteration=self.state.iteration)
             self._evaluate_if_due()
-            if self.snapshots is not None:  # after what an evaluation changes in the state
+            if self.snapshots is not None:  # after the evaluation, which changes the state
                 self.snapshots.start(self.state)
             if self.saving is not None and self.saving.is_due(self.state.iteration):
                 self._begin("saving")
@@ -126,7 +126,7 @@ class Loop:
             observer.begins(what, self.state.iteration)
 
     def _noted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield batches unchanged; observers are notified of each, as a step may take minutes."""
+        """Yield batches unchanged; notify observers of each one, as a step may take minutes."""
         for batch in batches:
             for observer in self.observers:
                 observer.progressed()
@@ -182,7 +182,7 @@ class Loop:
         if due:
             self._report_ranks(record)
         interval = self.report.config.log_memory_interval
-        # After the first iteration every buffer has been allocated once.
+        # Memory is logged after the first iteration, when every buffer has been allocated once.
         if self._is_first or (interval and state.iteration % interval == 0):
             self.report.memory(iteration=state.iteration)
         self._is_first = False
@@ -209,7 +209,7 @@ class Loop:
         if self.saving is not None:
             back = self.saving.resume_hint(state)
         if self.snapshots is not None:
-            self.snapshots.discard()  # a restart from them would end here again
+            self.snapshots.discard()  # a restart from these snapshots would diverge again
         raise RunError(f"{reason}{where}; {back}")
 
     def _held(self) -> dict[str, int]:
@@ -219,7 +219,7 @@ class Loop:
             "whole-parameters": ledger.whole_params.peak_bytes,
             "whole-gradients": ledger.whole_grads.peak_bytes,
         }
-        slices = ledger.slices.peak_bytes  # none where nothing rotates
+        slices = ledger.slices.peak_bytes  # 0 unless weights rotate
         return held | ({"slices-under-way": slices} if slices else {})
 
     def _take_times(self, result: StepResult, seconds: float) -> None:
@@ -263,9 +263,9 @@ class Loop:
     def _evaluate(
         self, sets: tuple[HeldOut, ...], *, begin: int, data_set: str | None = None
     ) -> bool:
-        """Evaluate every set; return whether the next evaluation reads on in any of them.
+        """Evaluate every set; return whether a later evaluation continues where this one ended.
 
-        One that is not read as a whole is read from the sample after the first `begin`.
+        A set that is not read as a whole is read from the sample after the first `begin`.
         """
         training = self.training
         if training.config.eval_iters == 0:

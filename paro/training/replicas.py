@@ -1,4 +1,4 @@
-"""Compares what several ranks hold: the replicas of a range must be equal bit for bit."""
+"""Checks that replicas of a range of model states are equal bit for bit on all their ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PRIME = 1_099_511_628_211
 
 
 class _Held(NamedTuple):
-    """The hash of one range on one rank, and the ranks that hold the range too."""
+    """The hash of one range of a state on one rank, and the ranks with replicas of the range."""
 
     name: str
-    replicas: tuple[int, int]  # the first of the ranks that hold it, and their number
+    replicas: tuple[int, int]  # (first rank, number of ranks) that hold the range
     hash: int
 
 
@@ -32,7 +32,7 @@ def check_replicas(training: Training, *, iteration: int) -> None:
     by_replicas: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for held in mine:
         by_replicas[held.replicas].append(held.hash)
-    # One digest for each set of ranks first: the hashes of all units would be long to gather.
+    # Gather one digest per set of ranks first: gathering the hashes of all units takes long.
     digests = {key: sha256(repr(hashes).encode()).digest() for key, hashes in by_replicas.items()}
     everyone: list[dict[tuple[int, int], bytes]] = training.control.gather(digests)
     different = {pair for theirs in everyone for pair in theirs.items()}
@@ -47,7 +47,7 @@ def check_replicas(training: Training, *, iteration: int) -> None:
 
 
 def first_difference(everyone: Sequence[Sequence[_Held]]) -> str:
-    """Name the first range that differs and its ranks; all of them without a majority."""
+    """Name the first range that differs and the deviating ranks; all ranks without a majority."""
     found: defaultdict[tuple[str, tuple[int, int]], dict[int, int]] = defaultdict(dict)
     for rank, held_by_rank in enumerate(everyone):
         for held in held_by_rank:
@@ -64,7 +64,7 @@ def first_difference(everyone: Sequence[Sequence[_Held]]) -> str:
 
 
 def _held(training: Training) -> Iterator[_Held]:
-    """Yield hashes of ranges that other ranks hold too: parameters and optimizer states."""
+    """Yield hashes of this rank's replicated ranges of parameters and optimizer states."""
     context = training.model.context
     topology, rank = context.topology, context.rank
     for unit in training.model.units:
@@ -84,8 +84,8 @@ def _held(training: Training) -> Iterator[_Held]:
 def hash_of(values: Tensor) -> int:
     """Compute a 64-bit hash of a tensor's bits, which a single flipped bit always changes.
 
-    Sums that wrap around, as one fast reduction without a copy: of every column of a table whose
-    rows have `_COLUMNS` words, which then count with a factor each.
+    The words form a table with `_COLUMNS` columns. The hash is sum_c factor_c * (sum of column c),
+    with sums that wrap around: one fast reduction, without a copy of the tensor.
     """
     octets = values.detach().view(torch.uint8)
     whole = octets.numel() - octets.numel() % (8 * _COLUMNS)

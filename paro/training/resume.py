@@ -1,4 +1,4 @@
-"""The record of a run in a checkpoint, in addition to tensors, and resuming from one."""
+"""Records a run's state besides its tensors in checkpoints, and resumes a run from checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def common_record(
     order: Mapping[str, Any] | None,
     resumed: Resumed,
 ) -> dict[str, Any]:
-    """Record all that a checkpoint holds besides tensors, as JSON."""
+    """Build the JSON record (common.json) of all that a checkpoint holds besides tensors."""
     lora = config.model.lora
     return {
         "model": saved_fields(config.model),
@@ -68,7 +68,7 @@ def common_record(
 def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Control) -> None:
     """Raise `UserError` if no rank finds the folder of --load; collective.
 
-    A folder that is also --save may be missing: it is created by the first save.
+    If --load and --save are the same folder, it may be missing: the first save creates it.
     """
     if checkpoint.load is None or (checkpoint.continues and not train.skip_train):
         return
@@ -83,8 +83,8 @@ def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Cont
 
 
 def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
-    """Fill the run from --load; return `FROM_NOTHING` itself if there is no checkpoint."""
-    # Imported here because DCP takes half a second.
+    """Load model and optimizer from --load; return `FROM_NOTHING` if there is no checkpoint."""
+    # Imported here because importing torch.distributed.checkpoint takes half a second.
     from paro.checkpoint.load import LoadRequest, load_checkpoint
 
     flags = config.checkpoint
@@ -117,7 +117,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
     num_steps = common.get("num_optimizer_steps", 0) if moments and not begins else 0
     with training.traffic.paused():
         training.optimizer.loaded(num_steps=num_steps)
-    training.exposure.take()  # waits while loading belong to no step
+    training.exposure.take()  # discard waits during loading: they belong to no step
     with training.control.raise_on_all_ranks():
         base = base_of(config, common)
     if None in training.control.gather(base):
@@ -143,9 +143,9 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
 def state_of(
     common: Mapping[str, Any], config: RunConfig, log: Log, source: str, *, restarts: bool = False
 ) -> TrainState:
-    """Return the state to continue from; `UserError` for a changed schedule that no flag allows.
+    """Return the state to resume from; `UserError` for a changed schedule that no flag allows.
 
-    `source` is named in lines about changes. Where the schedule `restarts`, so does the loss scale.
+    Lines about changes name `source`. If the schedule `restarts`, the loss scale restarts too.
     """
     saved: TrainState = conform(common.get("state"), TrainState, f"{source}: state in common.json")
     is_dynamic = config.loss_scale.dynamic and common.get("dynamic_loss_scale", True)
@@ -179,12 +179,12 @@ def state_of(
 
 
 class Resumed(NamedTuple):
-    """The state with which a run begins."""
+    """The result of loading: the state that a run starts from, and the record that came with it."""
 
-    state: TrainState | None = None  # to continue from; None: iteration 0
-    base: BaseCheckpoint | None = None  # of the checkpoints to save; None: they are complete
-    recovery: Recovery | None = None  # None: from --load
-    common: Mapping[str, Any] = MappingProxyType({})  # the record of what was loaded
+    state: TrainState | None = None  # the state to resume from; None: start at iteration 0
+    base: BaseCheckpoint | None = None  # checkpoint with the frozen parameters; None: save them too
+    recovery: Recovery | None = None  # the in-memory checkpoint that was loaded; None: --load
+    common: Mapping[str, Any] = MappingProxyType({})  # common.json of the loaded checkpoint
 
     @property
     def trained_on(self) -> frozenset[str] | None:
@@ -193,16 +193,16 @@ class Resumed(NamedTuple):
         return frozenset(filter(None, (corpus.get("tokenizer") for corpus in corpora))) or None
 
     def saved_iteration(self, checkpoint: CheckpointConfig) -> int | None:
-        """Return the iteration that was loaded from --save, and is not saved again."""
+        """Return the iteration that was loaded from --save: the run need not save it again."""
         if self.state is None or self.recovery is not None or not checkpoint.continues:
             return None
         return self.state.iteration
 
     def unpadded_rows(self, config: RunConfig) -> int:
-        """Count the model's vocabulary rows that are no padding.
+        """Count the model's vocabulary rows that are not padding.
 
-        Those of what was loaded, else of --padded-vocab-size: --make-vocab-size-divisible-by pads.
-        The tokenizer's other ids have a row only where it trains.
+        The count is the loaded checkpoint's, else --padded-vocab-size; at least the tokenizer's
+        number of ids if the vocabulary rows train.
         """
         if (frozen := self.frozen_rows(config.model, config.trained)) is not None:
             return frozen
@@ -212,9 +212,9 @@ class Resumed(NamedTuple):
         return min(max(rows, config.vocab_size), config.model.vocab_size)
 
     def frozen_rows(self, model: LlamaConfig, trained: frozenset[str]) -> int | None:
-        """Count the vocabulary rows of the loaded model, if any of its rows are frozen.
+        """Count the loaded model's vocabulary rows if embedding or output layer is frozen.
 
-        An id without such a row is never learnt. None if all rows train, or nothing was loaded.
+        Ids without a row can never be learnt then. None if all rows train or nothing was loaded.
         """
         frozen = parameter_shapes(model).keys() - trained
         rows = unpadded_vocab_size(self.common)
@@ -227,9 +227,9 @@ FROM_NOTHING = Resumed()
 
 
 def base_of(config: RunConfig, common: Mapping[str, Any]) -> BaseCheckpoint | None:
-    """Return the base of the checkpoints that a run saves after loading this common.json.
+    """Return the checkpoint that keeps the frozen parameters, so that saves can leave them out.
 
-    The frozen parameters must be in one folder that this run neither writes nor removes; else None.
+    None unless all frozen parameters are in one folder that this run neither writes nor removes.
     """
     flags = config.checkpoint
     is_part = config.trainable.is_part(config.model)

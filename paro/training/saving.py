@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """The saving of a run under --save, at once or in the background.
+    """The checkpoint writer of a run under --save, synchronous or in the background.
 
     Every method but `is_due` and `failed` is collective.
 
-    Saves use their own process groups: with --async-save a thread issues collectives on them
-    while the training thread uses the others. `facts` are for progress.txt.
+    Saves have their own process groups: with --async-save the save thread issues collectives on
+    these groups while the training thread uses the run's groups. `facts` go to progress.txt.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Saver:
         order: Mapping[str, Any] | None = None,
         resumed: Resumed = FROM_NOTHING,
     ) -> None:
-        # Imported here, and not when the first save stops training: DCP takes half a second.
+        # Imported here, since torch.distributed.checkpoint would delay the first save by 0.5 s.
         from paro.checkpoint.save import write_states
 
         assert config.checkpoint.save is not None, "nowhere to save"
@@ -70,8 +70,8 @@ class Saver:
         self._copy = HostCopy()
         self._write_states = write_states
         self._under_way: int | None = None
-        # The last iteration that was saved, maybe not whole yet; and the newest that is whole on
-        # every node.
+        # The iteration of the last save, which may be in progress; and the newest iteration whose
+        # checkpoint is complete on every node.
         self._saved = resumed.saved_iteration(config.checkpoint)
         self._whole = resumed.saved_iteration(config.checkpoint)
         control = training.control
@@ -86,7 +86,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """True if a save in progress failed and --on-save-failure is stop, or the lease is lost."""
+        """True if a save failed and --on-save-failure is stop, or the folder's lock is lost."""
         lock = self._ranks.lock
         if lock is not None and lock.is_lost:
             return True
@@ -114,12 +114,12 @@ class Saver:
         return interval is not None and iteration % interval == 0
 
     def save(self, state: TrainState) -> None:
-        """Save the run, maybe in the background, unless this iteration is saved already."""
+        """Save the run, in the background with --async-save, unless this iteration is saved."""
         if self._saved != state.iteration and self.write(state):
             self._saved = state.iteration
 
     def finish(self, state: TrainState) -> None:
-        """Save the final state; here a failed save is always an error."""
+        """Save the final state; raise if the save fails, whatever --on-save-failure says."""
         if not self.settle():
             self._saved = None
         self.save(state)
@@ -155,7 +155,7 @@ class Saver:
             return True
         try:
             job()
-        except (UserError, StorageError) as error:  # raised on all ranks
+        except (UserError, StorageError) as error:  # all ranks raise the same error
             return self._give_up(error)
         self._whole = state.iteration
         self._note(state, is_async=False)
@@ -164,14 +164,14 @@ class Saver:
     def settle(self) -> bool:
         """Wait for an async save in progress; False if it failed and training continues.
 
-        Raises `LockLostError` on all ranks if the folder is another run's by now.
+        Raises `LockLostError` on all ranks if another run has taken the folder's lock.
         """
         is_async = self._background.is_started
         failure = self._background.wait()
         if failure is not None and not isinstance(failure, (UserError, StorageError)):
             raise failure
         with self._ranks.raise_on_all_ranks(name_rank=False), suppress(OSError):
-            self._ranks.check_lock()  # a folder that is gone is the next save's to report
+            self._ranks.check_lock()  # a missing folder is no error here: the next save reports it
         if failure is None:
             self._whole = self._under_way if is_async else self._whole
             return True
@@ -179,7 +179,7 @@ class Saver:
 
     def resume_hint(self, state: TrainState) -> str:
         """Say how to load the last good iteration that was saved; collective."""
-        self._background.wait()  # a failed save matters no more: what is on disk is named
+        self._background.wait()  # ignore a failed save: the hint names what is on disk
         fine = state.iteration - state.expected.skipped_in_a_row
         good = self._ranks.first_decides(
             lambda: newest_good(self._root, last_fine=fine), f"--save {self._root}"
@@ -192,25 +192,25 @@ class Saver:
         )
 
     def _proved_good(self, state: TrainState) -> int | None:
-        """Return the last whole checkpoint, if training went on from it; else None.
+        """Return the last complete checkpoint if a later step succeeded from its state, else None.
 
-        While steps are skipped nothing proves that what was saved before the first of them is good.
+        While steps are skipped, a checkpoint saved just before them may hold a diverged state.
         """
         went_on = self._whole is not None and self._whole < state.iteration
         return self._whole if went_on and not state.expected.skipped_in_a_row else None
 
     def _retire_and_write(self, good: int | None, write: Callable[[], None]) -> None:
-        """Write a checkpoint, after the one before the last `good` one was removed."""
+        """Remove the checkpoint before the last `good` checkpoint, then write a new checkpoint."""
         interval = self._config.checkpoint.save_retain_interval
         if interval is not None and good is not None and self._ranks.is_first_of_folder:
-            # What could not be removed is no reason to stop; a lost lock ends the write below.
+            # A failed removal does not stop the run; a lost lock makes the write below fail.
             with suppress(OSError, UserError, LockLostError):
                 self._ranks.check_lock()
                 retire_checkpoint(self._root, before=good, interval=interval)
         write()
 
     def _refuse_not_finite(self, state: TrainState) -> None:
-        """Raise `RunError` on all ranks rather than save a state from which nothing can go on."""
+        """Raise `RunError` on all ranks if the state has NaN or infinity, before it is saved."""
         wrong = not_finite(self._training.optimizer.flat_shards(), self._training.control)
         if wrong is not None:
             raise RunError(
@@ -224,7 +224,7 @@ class Saver:
             self._progress.saved(state.iteration, samples, is_async=is_async)
 
     def _finish(self, write: Callable[[], None], iteration: int) -> None:
-        """Write a checkpoint and note its end; on the save thread."""
+        """Write a checkpoint and record its completion; with --async-save on the save thread."""
         write()
         if self._progress is not None:
             self._progress.finished(iteration)

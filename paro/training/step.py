@@ -38,13 +38,13 @@ from paro.training.token_weights import TokenWeights
 
 @dataclass(slots=True, kw_only=True)
 class TrainState:
-    """The state that a checkpoint restores in addition to the model and optimizer shards."""
+    """The state of a run besides model and optimizer shards, as checkpoints save and restore it."""
 
     loss_scale: LossScaleState
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
-    scheduled_samples: int = 0  # position in the learning rate schedule; skipped steps excluded
+    scheduled_samples: int = 0  # samples whose step was applied: position in the LR schedule
     expected: Expectation = field(default_factory=Expectation)
 
     @classmethod
@@ -55,16 +55,16 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnTimes(RankTimes):
-    """The parts of a rank's time in a step, whose whole time the caller knows."""
+    """One rank's waits in a step, by kind; the caller knows the time of the whole step."""
 
     exposed: Exposed = field(default_factory=Exposed)
     loss_is_finite: bool = True
 
 
 def last_iteration(config: TrainConfig, batches: BatchSchedule, state: TrainState | None) -> int:
-    """Compute the last iteration of a run that continues from `state`, maybe in other batches.
+    """Compute the last iteration of a run resumed from `state`, maybe with another batch size.
 
-    With --train-samples the samples left decide, whatever batch sizes were used before.
+    With --train-samples the remaining samples decide, whatever the batch sizes were before.
     """
     if state is None or config.train_samples is None:
         return config.train_iters
@@ -76,8 +76,8 @@ class Reasons(NamedTuple):
     """The reasons of a rank to exit early."""
 
     signalled: bool = False
-    late: bool = False  # past --exit-duration-in-mins
-    unsaved: bool = False  # an async save failed
+    late: bool = False  # True: --exit-duration-in-mins has passed
+    unsaved: bool = False  # True: an async save failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +86,13 @@ class StepResult:
 
     loss: float
     grad_norm: float
-    verdict: Verdict  # the same on all ranks
+    verdict: Verdict  # result of the step checks, equal on all ranks
     sent: Sent
-    num_zeros: float | None = None  # zero gradient elements; None unless logged and finite
-    params_norm: float | None = None  # L2 norm after the step; None unless logged
-    reasons: Reasons = field(default_factory=Reasons)  # those of any rank
-    data_wait_seconds: float = 0.0  # waiting for batches, mean over ranks
-    exposed: Exposed = field(default_factory=Exposed)  # mean over ranks
+    num_zeros: float | None = None  # gradient elements equal to 0; None unless logged and finite
+    params_norm: float | None = None  # L2 norm of parameters after the step; None unless logged
+    reasons: Reasons = field(default_factory=Reasons)  # reasons to exit of any rank, OR-reduced
+    data_wait_seconds: float = 0.0  # seconds of waiting for batches, mean over ranks
+    exposed: Exposed = field(default_factory=Exposed)  # exposed communication, mean over ranks
     own: OwnTimes = field(default_factory=OwnTimes)
 
     @property
@@ -116,7 +116,7 @@ class Training:
     device: torch.device
     checks: StepChecksConfig = field(default_factory=StepChecksConfig)
     timers: Timers = field(default_factory=Timers)
-    context_groups: Groups | None = None  # of ranks that share a sample, if any do
+    context_groups: Groups | None = None  # context-parallel process groups; None at degree 1
 
     @property
     def exposure(self) -> Exposure:
@@ -128,7 +128,7 @@ class Training:
         return self.control.world.size // self.batches.data_parallel_size
 
     def close(self) -> None:
-        """Wait for queued communication and end it; collective, after the last step."""
+        """Wait for queued communication and shut down; collective, after the last step."""
         self.model.wait_for_updated_params()
         self.model.close()
         if self.context_groups is not None:
@@ -156,10 +156,10 @@ def train_step(
     *,
     reasons: Callable[[], Reasons] = Reasons,
 ) -> StepResult:
-    """Run one optimizer step: micro-batches, sums over the ranks, the update unless skipped.
+    """Run one optimizer step: micro-batches, one all-reduce of scalars, the update unless skipped.
 
-    This rank's `reasons` to exit are part of the summed scalars, so that all ranks agree on them
-    without another collective; `reasons` is called just before.
+    The all-reduce includes this rank's `reasons` to exit, called just before, so that all ranks
+    agree to exit without another collective.
     """
     num_micro_batches = training.batches.num_micro_batches_at(state.consumed_train_samples)
     batch_size = training.batches.batch_size_at(state.consumed_train_samples)
@@ -179,11 +179,11 @@ def train_step(
     loss = sums.loss * unscale
     grad_norm = math.sqrt(sums.square_sum) * unscale if sums.square_sum >= 0 else math.nan
     verdict = _judge(training, state, loss=loss, grad_norm=grad_norm, tokens=sums.num_tokens)
-    sent = training.traffic.take()  # before the all-gather of updated parameters: the next step's
+    sent = training.traffic.take()  # the param all-gather below counts for the next step
     if verdict is Verdict.FINE:
         _update(training, state, grad_norm=grad_norm, unscale=unscale)
         state.scheduled_samples += batch_size
-    else:  # what its codes lost is of gradients that nobody applied, maybe not even finite
+    else:  # drop the errors of quantized gradients that were not applied, maybe not even finite
         training.model.forget_grad_errors()
     _empty_cache(training, from_level=2)
     state.iteration += 1
@@ -254,7 +254,7 @@ def _add_up(
     own_seconds = asdict(own)
     totals = training.control.sum([*mine, *(each or 0.0 for each in own_seconds.values())])
     agreement = time.perf_counter() - begin
-    means: dict[str, Any] = {  # None: not measured
+    means: dict[str, Any] = {  # mean exposed seconds by kind; None: not measured
         kind: None if seconds is None else total / num_ranks
         for (kind, seconds), total in zip(own_seconds.items(), totals[len(mine) :], strict=True)
     }
@@ -279,7 +279,7 @@ def _update(training: Training, state: TrainState, *, grad_norm: float, unscale:
 
 
 def samples_in_full_precision(training: Training) -> int:
-    """Count the samples at the start of a run in which nothing is quantized."""
+    """Count the samples at the start of a run during which messages are not quantized."""
     samples = training.config.inter_bits_warmup_samples
     return math.ceil(training.schedule.lr_warmup_samples) if samples is None else samples
 
@@ -336,7 +336,7 @@ class _TimedBatches(Iterator[Batch]):
         try:
             with self.timers.measure("batch-generator", level=2):
                 batch = next(self.source)
-        # A token id above the vocabulary, in a file too large to scan, or a worker that died.
+        # Causes: a token id above the vocabulary in a file too large to scan, or a dead worker.
         except UserError as error:
             raise UserError(*error.args, on_this_rank=True) from error
         self.seconds += time.perf_counter() - begin
@@ -346,16 +346,17 @@ class _TimedBatches(Iterator[Batch]):
 class Evaluation(NamedTuple):
     """The losses of a model on held-out data."""
 
-    loss: float | None  # nats per token; None: no token is unmasked
-    bits_per_byte: float | None  # None: nobody knows how much text the tokens are
+    loss: float | None  # mean loss in nats per token; None: every token is masked
+    bits_per_byte: float | None  # loss in bits per byte of text; None: token bytes are unknown
 
 
 def evaluate(
     training: Training, micro_batches: Iterator[Batch], num_micro_batches: int
 ) -> Evaluation:
-    """Compute the mean loss over the unmasked tokens of held-out data; no sent bytes count.
+    """Compute the mean loss over the unmasked tokens of held-out data.
 
-    The tokens of all micro-batches and ranks weigh the same, whatever is the mean in training.
+    All tokens of all ranks have equal weight, also without --calculate-per-token-loss. The bytes
+    that an evaluation sends are not counted.
     """
     model, num_sharing = training.model, training.num_sharing
     model.wait_for_updated_params()

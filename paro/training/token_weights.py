@@ -12,12 +12,13 @@ from data.batch import Batch
 class TokenWeights:
     """The weight of every token in the loss that backward starts from (Note: gradient scaling).
 
-    Megatron's loss is the mean over micro-batches of their token means; those without an unmasked
-    token have no mean and are left out. With --calculate-per-token-loss it is the mean over all
-    tokens of the global batch. How many micro-batches or tokens count is known only at the end of
-    the step: until then all are assumed to; `unscale` corrects it.
+    - By default, as in Megatron: mean over micro-batches of the micro-batch's token mean;
+      micro-batches without an unmasked token do not count.
+    - With --calculate-per-token-loss: mean over all unmasked tokens of the global batch.
 
-    Ranks that share a sample give its tokens equal weights: they divide by sums of whole samples.
+    Both counts are known only at the end of the step. Until then every micro-batch and token is
+    assumed to count; `unscale` corrects gradients and loss. Context-parallel ranks divide by counts
+    of whole samples, so the tokens of a sample have equal weights on all of them.
     """
 
     def __init__(self, num_parts: int, num_sharing: int, *, scale: float, per_token: bool) -> None:
@@ -29,7 +30,7 @@ class TokenWeights:
         self._scale = scale
         self._nominal_tokens = 0
         self._mask_sum = 0.0
-        self.num_filled = 0  # batches so far that have an unmasked token
+        self.num_filled = 0  # micro-batches so far with at least one unmasked token
 
     def __call__(self, batch: Batch) -> Tensor:
         self._nominal_tokens = batch.loss_mask_BS.numel() * self._num_sharing
@@ -40,13 +41,13 @@ class TokenWeights:
 
     @property
     def num_tokens(self) -> float:
-        """The unmasked tokens of this rank's samples in this step so far, its share of them."""
+        """The number of unmasked tokens in this step so far, divided by the ranks of a sample."""
         return self._mask_sum / self._num_sharing
 
     def unscale(self, num_tokens: float, num_filled: float) -> float:
         """Compute the factor from the accumulated loss and gradients to the true ones.
 
-        `num_tokens` and `num_filled` are sums over all ranks. NaN without tokens, as is the loss.
+        `num_tokens` and `num_filled` are sums over all ranks. The factor is NaN without tokens.
         """
         if num_tokens == 0.0:
             return math.nan
