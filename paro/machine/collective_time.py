@@ -65,7 +65,7 @@ class CollectiveTimes:
 
     @cached_by(lambda op, span, num_bytes: (op, span, num_bytes))
     def phases(self, op: Op, span: AxisSpan, num_bytes: int) -> tuple[ParallelJobs, ...]:
-        """Return the jobs of a collective along an axis span, for a whole buffer of `num_bytes`."""
+        """Return the jobs of a collective along an axis span, on `num_bytes` unsharded."""
         if not span or num_bytes == 0:
             return ()
         algorithm = self.algorithm

@@ -99,8 +99,8 @@ class Device:
     piece_seconds: float = 0.0  # time per extra slice of a part of the model, under rotation
     job_seconds: float = 0.0  # constant time per job in a comm stream that is no collective
     attention_flops: float | None = None  # FLOP/s of core attention; None: sustained_flops
-    parts_flops: float | None = None  # core attention in parts, or saved; None: attention_flops
-    documents_flops: float | None = None  # attention within documents; None: attention_flops
+    parts_flops: float | None = None  # FLOP/s of ring or saved attention; None: attention_flops
+    documents_flops: float | None = None  # FLOP/s within documents; None: attention_flops
     cores: float | None = None  # cores per CPU rank, for compute and communication; None: a GPU
     communicator_bytes: int | None = None  # bytes of an NCCL communicator; None: a default
     fragmentation: float | None = None  # share of tensors' bytes that torch's allocator adds

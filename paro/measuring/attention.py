@@ -32,7 +32,7 @@ class AttentionRates(NamedTuple):
 
     of_micro_batch: float  # samples of the micro-batch, by the kernel of training on one rank
     of_sequence: float  # a sample of the sequence length to plan for
-    of_parts: float  # such a sample by the kernel whose output is merged, or saved under recomputation
+    of_parts: float  # such a sample by the kernel for parts, or for outputs saved in recomputation
     of_documents: float  # such a sample by the kernel for attention within documents
 
 
@@ -67,7 +67,7 @@ def attention_rates(
     sizes = config.batches.micro_batch_size, length, kv_heads, model.num_layers
     alone = "parts" if model.keeps_core else "whole"
     of_micro_batch = rate(alone, *sizes)
-    channels = model.kv_channels * model.num_attention_heads // kv_heads  # of a key head's queries
+    channels = model.kv_channels * model.num_attention_heads // kv_heads  # queries of one key head
     in_time = of_micro_batch * _SECONDS / (_FLOPS * channels)  # pairs of tokens, of one key head
     longest = min(sequence, int(math.sqrt(in_time)) // _MULTIPLE * _MULTIPLE)
     few = _leaves(model, kv_heads, torch.empty(1, _MULTIPLE, 0).to(device, kind))

@@ -48,7 +48,7 @@ LEAST_REPEATS = 3
 SHORT_SECONDS = 0.2
 # Bytes of all buffers of a rank: more would not stay in the cache that CPU ranks share.
 MOST_BYTES = {"cpu": 4 << 20, "cuda": 4 << 30}
-SIZES = tuple(4 << (10 + 2 * step) for step in range(8))  # bytes of the whole buffer, up to 64 MiB
+SIZES = tuple(4 << (10 + 2 * step) for step in range(8))  # bytes of the unsharded buffer
 # The two largest timed sizes give the bandwidth for all larger sizes. So the larger one must not be
 # mostly latency: 4 and 16 KB say nothing about 1 MB.
 _GROWTH = 3  # the second timed size takes at least this many times as long as the smallest
@@ -56,7 +56,7 @@ _GROWTH = 3  # the second timed size takes at least this many times as long as t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedCollective:
-    """Collective on a whole buffer of `numel` elements along an axis span."""
+    """Collective on an unsharded buffer of `numel` elements along an axis span."""
 
     op: Op
     span: AxisSpan
@@ -85,8 +85,8 @@ class CheckedInput:
 
     collective: TimedCollective
     shard: slice
-    values: Tensor  # the input: this rank's shard for an all-gather, else the whole buffer
-    expected: Tensor  # the result: this rank's shard for a reduce-scatter, else the whole buffer
+    values: Tensor  # the input: this rank's shard for an all-gather, else the unsharded buffer
+    expected: Tensor  # the result: this rank's shard for a reduce-scatter, else unsharded
 
     def fill(self, buffer: Tensor) -> None:
         """Copy the input into `buffer`; elements that an all-gather must write become NaN."""

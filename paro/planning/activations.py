@@ -171,7 +171,7 @@ class Activations:
             norm + 4 * wide,
             4 * residual + narrow + 4 * wide + cast * weight,
         )
-        if not (self.direct or on_gpu or size == 4):  # to add it, a CPU converts the product
+        if not (self.direct or on_gpu or size == 4):  # a CPU converts the product to add it
             product += 4 * weight
         return found | {"before_gradients": before, "in_backward": max(product, inputs)}
 

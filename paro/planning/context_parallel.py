@@ -61,7 +61,7 @@ class Message(NamedTuple):
 
     to: To | Op
     span: AxisSpan
-    num_bytes: int  # bytes of the message, or of the whole buffer of the collective
+    num_bytes: int  # bytes of the message, or of the collective's unsharded buffer
     number: int = 1
 
 

@@ -233,7 +233,7 @@ class SearchSpace:
     strategies: tuple[Strategy, ...] | None = None
     micro_batch_sizes: tuple[int, ...] | None = None
     contexts: tuple[tuple[ContextLayout, int], ...] | None = (
-        None  # with micro-batch sizes; None: as given
+        None  # layouts, each with a micro-batch size; None: as given
     )
     collectives: tuple[str, ...] | None = None
     recomputes: tuple[RecomputeConfig | None, ...] | None = None

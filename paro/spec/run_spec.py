@@ -52,7 +52,7 @@ class MicroBatch:
 
     size: int
     seq_length: int
-    compute_bytes: int  # per element
+    compute_bytes: int  # bytes per element of the compute type
     device_type: str  # "cuda" or "cpu", which decides the kernels that exist
     context: ContextLayout = ALONE  # the layout of the context-parallel group
     apart: bool = False  # whether attention stays within each document of a sample

@@ -49,7 +49,7 @@ class Collective(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the whole buffer that is gathered or reduced, in the type that is sent."""
+        """The bytes of the unsharded buffer that is gathered or reduced, in the type sent."""
         return self.numel * self.itemsize
 
     @property

@@ -112,7 +112,7 @@ class GatheringPolicy:
         self._last = False  # whether the micro-batch is the last one of its step
         self._held = [False] * len(units)  # whether each unit stays unsharded until its backward
         self._has_input_grad = [False] * len(units)
-        self._to_arrive = [0] * len(units)  # by unit: number of buffers with missing gradients
+        self._to_arrive = [0] * len(units)  # number of buffers with missing gradients by unit
 
     # Frame #
 
