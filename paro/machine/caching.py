@@ -1,4 +1,4 @@
-"""Methods whose results an object keeps."""
+"""Methods whose results are cached in their object."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Method = Callable[Concatenate[Self, P], Found]
 def cached_by(
     key: Callable[P, Hashable],
 ) -> Callable[[Method[Self, P, Found]], Method[Self, P, Found]]:
-    """Make a method compute once what it returns for arguments of equal `key`."""
+    """Make a method cache its results in the object, by the `key` of its arguments."""
 
     def cached(method: Method[Self, P, Found]) -> Method[Self, P, Found]:
         name = f"_{method.__name__}_of"

@@ -1,4 +1,4 @@
-"""Chooses the fastest measured algorithm for every collective and size."""
+"""Chooses an algorithm for every collective and size: the fastest measured one under auto."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from paro.topology import Axes
 
 
 def chunk_count_by(machine: Machine | None) -> ChunkCount:
-    """Return a function that chooses a pipeline's chunks, by the machine's links if known."""
+    """Return a function that chooses the number of a pipeline's chunks, by link speeds if known."""
     if machine is None or machine.intra is None or machine.inter is None:
         return lambda _op, _span, num_bytes: default_num_chunks(num_bytes)
     return cache(partial(fastest_num_chunks, machine))
 
 
 def choice_of(name: str, machine: Machine | None, *, by_nccl: bool) -> AlgorithmChoice:
-    """Return the choice of --paro-collective: one algorithm, or the fastest by `machine`."""
+    """Return the choice of --paro-collective: a named algorithm, or the fastest on `machine`."""
     num_chunks = chunk_count_by(machine) if by_nccl else None
     if machine is not None and name == "auto":
         return choice_by(machine, num_chunks)
@@ -32,9 +32,9 @@ def choice_of(name: str, machine: Machine | None, *, by_nccl: bool) -> Algorithm
 def choice_by(machine: Machine, num_chunks: ChunkCount | None = None) -> AlgorithmChoice:
     """Return the choice of the fastest algorithm, by the measurements of a machine.
 
-    With `num_chunks` as under NCCL, without the algorithms that are refused there.
+    With `num_chunks`, the choice is for NCCL, without the algorithms that NCCL refuses.
 
-    Raises `UserError` if these name unknown algorithms, or lack a collective over some axes.
+    Raises `UserError` if the measurements have unknown algorithms or lack a collective on an axis.
     """
     if num_chunks is not None:
         rows = tuple(row for row in machine.measured if row.algorithm in NCCL_COLLECTIVES)

@@ -1,18 +1,19 @@
 """Cost model of collectives on a machine: their time, and the links and cores that they occupy."""
 
 # A collective takes the measured time where the machine file has it (machine.py interpolates), else
-# that of a latency-bandwidth model (alpha-beta): T = steps * latency + bytes / bandwidth, by the
-# ring formulas at the head of collectives/ring.py, h_ring.py and ho_ring.py. For s ranks along an
-# axis, with a buffer of V bytes at its coarse end:
+# the time of a latency-bandwidth model (alpha-beta): T = steps * latency + bytes / bandwidth, by
+# the ring formulas at the head of collectives/ring.py, h_ring.py and ho_ring.py. An all-gather of s
+# ranks along an axis, with an output of V bytes (of a reduce-scatter: an input), takes
 #
 #     inside a group    (s - 1) latency + (s - 1) / s * V / a rank's link
 #     between groups    (s - 1) latency + flows * (s - 1) / s * V / a group's NICs together
 #
-# All flows of a group, one per sending rank, have one size; an axis that begins below the group
-# size has fewer flows. An all-reduce of few bytes on many ranks uses a tree of 2 log2(s) hops.
+# where flows is the number of ranks of a group that send between groups: all ranks, or fewer for an
+# axis that begins below the group size. All flows have equal size. An all-reduce of few bytes on
+# many ranks uses a tree of 2 log2(s) hops.
 #
 # The simulated step overlaps collectives with computing and with each other. So a collective is a
-# list of phases, one after the other, and a phase a set of jobs that run at once, each in its comm
+# list of phases, one after the other. A phase is a set of jobs that run at once, each in a comm
 # stream, as collectives/ runs them:
 #
 #     native                one phase per axis: gathers outermost first, reductions innermost first
@@ -38,18 +39,18 @@ StreamAxes = tuple[int, ...]  # the axes that a comm stream serves
 
 
 class TimedJob(NamedTuple):
-    """Work for one comm stream, with the shares of its time for which it occupies links and cores.
+    """Work for one comm stream, with the shares of time for which it occupies links and cores.
 
-    Jobs that use one kind of link at the same time share it; compute loses the processor time that
-    jobs take on CPU ranks.
+    Jobs that use a kind of link at the same time share it. On CPU ranks computing loses the
+    processor time that jobs take.
     """
 
     stream: StreamAxes
-    seconds: float  # alone
-    intra: float  # share of the time, from 0 to 1, on links inside groups
-    inter: float  # on links between groups
-    cpu: float  # on a rank's cores
-    slowed: float = 1.0  # times as long while ranks compute
+    seconds: float  # duration if the job shares links and cores with no other work
+    intra: float  # share of the duration, from 0 to 1, in which links inside groups are busy
+    inter: float  # share of the duration, from 0 to 1, in which links between groups are busy
+    cpu: float  # share of the duration, from 0 to 1, in which a rank's cores are busy
+    slowed: float = 1.0  # factor of the duration while ranks compute
 
 
 ParallelJobs = tuple[TimedJob, ...]
@@ -57,14 +58,14 @@ ParallelJobs = tuple[TimedJob, ...]
 
 @dataclass(frozen=True, eq=False)
 class CollectiveTimes:
-    """Times of a machine's collectives by one algorithm, or by the fastest of every size: auto."""
+    """Times of a machine's collectives by one algorithm, or (auto) by the fastest for each size."""
 
     machine: Machine
     algorithm: str
 
     @cached_by(lambda op, span, num_bytes: (op, span, num_bytes))
     def phases(self, op: Op, span: AxisSpan, num_bytes: int) -> tuple[ParallelJobs, ...]:
-        """Return the jobs of a collective along an axis span, for a whole buffer of `num_bytes`."""
+        """Return the jobs of a collective along an axis span, on `num_bytes` unsharded."""
         if not span or num_bytes == 0:
             return ()
         algorithm = self.algorithm
@@ -77,17 +78,17 @@ class CollectiveTimes:
         return (self._rings(op, span, num_bytes, algorithm),)
 
     def seconds(self, op: Op, span: AxisSpan, num_bytes: int) -> float:
-        """Return the time of a whole collective that shares links with nothing else."""
+        """Return the time of a collective from start to end, if it shares links with no other."""
         return math.fsum(
             max(job.seconds for job in phase) for phase in self.phases(op, span, num_bytes)
         )
 
     def shift(self, span: AxisSpan, num_bytes: int, in_place: bool) -> tuple[ParallelJobs, ...]:
-        """Return the jobs of a rotation of all slices by one rank of the ring of an axis span.
+        """Return the jobs of a shift: every rank of a ring sends its slice to the next rank.
 
         A pass round the ring sends the messages of a ring all-gather, so a shift takes as long as
-        one of its steps. In place two chunks of a slice are in flight at a time, and have arrived
-        before the next two are sent.
+        one step of a ring all-gather. In place, two chunks of a slice are in flight at a time, and
+        have arrived before the next two are sent.
         """
         if not span or num_bytes == 0:
             return ()
@@ -105,10 +106,10 @@ class CollectiveTimes:
         return job._replace(seconds=job.seconds / (size - 1))
 
     def exchange(self, span: AxisSpan, num_bytes: int) -> TimedJob:
-        """Return the job of an all-to-all: so many bytes from each rank of a span to each other.
+        """Return the job of an all-to-all: `num_bytes` from each rank of a span to each other rank.
 
-        It takes as long as all-gathers for which a rank sends as many bytes inside its group, and
-        between groups, at the same time.
+        It takes as long as two all-gathers at the same time, inside groups and between them, in
+        which a rank sends as many bytes.
         """
         size, group_size = _size(span), self.machine.group_size
         inside = min(size, group_size)
@@ -129,7 +130,7 @@ class CollectiveTimes:
         )
 
     def _as_ring(self, span: AxisSpan) -> str:
-        """Return the measured algorithm whose messages are a ring's."""
+        """Return the measured algorithm that sends messages as a ring does."""
         axes = _axes(self.machine, span)
         names = {row.algorithm for row in self.machine.measured if row.axes is axes}
         rings = [name for name in ("ring", "h-ring", "ho-ring") if name in names]
@@ -143,7 +144,7 @@ class CollectiveTimes:
         return min(times, key=times.__getitem__)
 
     def _native(self, op: Op, span: AxisSpan, num_bytes: int) -> list[TimedJob]:
-        """Return one job per axis in time order; an all-reduce goes inwards, across and back."""
+        """Return one job per axis in time order; an all-reduce reduces, all-reduces and gathers."""
         sizes = [num_bytes]
         for axis in span:
             sizes.append(sizes[-1] // axis.size)
@@ -183,7 +184,7 @@ class CollectiveTimes:
         )
 
     def _rings(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> ParallelJobs:
-        """Return one job per kind of link, each as long as the whole, busy for its own share."""
+        """Return a job per kind of link, each as long as the collective, busy for a share of it."""
         machine = self.machine
         inner, outer = split_by_link(span)
         if algorithm == "ring" or not (inner and outer):
@@ -196,7 +197,7 @@ class CollectiveTimes:
             num_chunks = fastest_num_chunks(machine, op, span, num_bytes)
             cost = _Cost(pipeline_seconds(machine, op, span, num_bytes, num_chunks))
         elif cost is None and algorithm == "ho-ring" and not shares_links:
-            # After the last chunk has arrived from another group it is sent on inside the group.
+            # The last chunk from another group still has to be sent on inside the group.
             num_chunks = count_chunks(num_bytes // _size(inner) // _size(outer))
             chunk_bytes = num_bytes // _size(outer) // num_chunks
             cost = _Cost(max(within, between) + sum(_ring(machine, op, inner, chunk_bytes)))
@@ -214,8 +215,8 @@ class CollectiveTimes:
     def _measured(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> _Cost | None:
         """Return the measured cost of a collective; None if the machine has no measurement.
 
-        An axis of another size than the measured one takes as long as the measured one with a
-        buffer for which each rank sends as many bytes.
+        An axis that is smaller or larger than the measured one takes as long as the measured axis
+        with a buffer for which each rank sends as many bytes.
         """
         machine = self.machine
         if not machine.measured:
@@ -241,11 +242,11 @@ class CollectiveTimes:
 
 
 class _Cost(NamedTuple):
-    """Cost of a collective: its time alone, and what it takes of a rank's cores."""
+    """Cost of a collective: its time without other work, and the use of a rank's cores."""
 
     seconds: float
-    cpu: float = 0.0  # share of its time on a rank's cores
-    slowed: float = 1.0  # times as long while ranks compute
+    cpu: float = 0.0  # share of the time, from 0 to 1, in which a rank's cores are busy
+    slowed: float = 1.0  # factor of the time while ranks compute
 
 
 def _size(span: AxisSpan) -> int:
@@ -253,7 +254,7 @@ def _size(span: AxisSpan) -> int:
 
 
 def _axes(machine: Machine, span: AxisSpan) -> Axes:
-    """Return the links that a span uses on the machine; a strategy may have other groups."""
+    """Return the links that a span uses in groups of the machine (not of the strategy)."""
     inside = [axis.outer <= machine.group_size for axis in span]
     return Axes.INTRA if all(inside) else Axes.BOTH if any(inside) else Axes.INTER
 
@@ -265,10 +266,10 @@ def _uses_nics(machine: Machine, span: AxisSpan) -> bool:
 def _ring(
     machine: Machine, op: Op, span: AxisSpan, num_bytes: float, *, own_nics: bool = False
 ) -> tuple[float, float]:
-    """Return a ring's total latency, and the time for which it occupies its slowest links.
+    """Return a ring's total latency, and the time for which its slowest links are busy.
 
-    The ranks of a group are neighbours in the ring of a span. With `own_nics` each flow of a group
-    has one of its NICs at most, else all of them together.
+    The ranks of a group are neighbours in the ring of a span. A group's flows share the bandwidth
+    of all its NICs; with `own_nics` a flow uses at most one NIC.
     """
     size, share = _size(span), 1.0
     if span[-1].outer <= machine.group_size:
@@ -295,9 +296,9 @@ def _ring(
 def pipeline_seconds(
     machine: Machine, op: Op, span: AxisSpan, num_bytes: int, num_chunks: int
 ) -> float:
-    """Simulate a pipeline inside groups and between them: each level runs its stages in turn.
+    """Simulate a pipeline of two levels, inside and between groups; a level runs stages in turn.
 
-    If both levels use one kind of the machine's links, whose groups may differ, no stages overlap.
+    No stages overlap if both levels use one kind of links (the machine's groups may differ).
     """
     inner, outer = split_by_link(span)
     size = num_bytes / num_chunks
@@ -319,7 +320,7 @@ def pipeline_seconds(
 
 
 def fastest_num_chunks(machine: Machine, op: Op, span: AxisSpan, num_bytes: int) -> int:
-    """Return the number of chunks with which a pipeline takes the least time on known links."""
+    """Return the number of chunks with which a pipeline is fastest; link speeds must be known."""
     return min(
         range(1, MAX_CHUNKS + 1),
         key=lambda num_chunks: pipeline_seconds(machine, op, span, num_bytes, num_chunks),
@@ -344,9 +345,9 @@ def speed_of(machine: Machine, link: Link) -> LinkSpeed:
 
 
 def algorithms_of(machine: Machine | None, *, by_nccl: bool) -> tuple[str, ...]:
-    """Return the measured algorithms; `by_nccl`: those that NCCL takes.
+    """Return the measured algorithms; with `by_nccl` only those that run under NCCL.
 
-    Without any, the backend's own and the fastest of this project.
+    Without measurements: the backend's own algorithm and the fastest of this project.
     """
     names = dict.fromkeys(row.algorithm for row in machine.measured) if machine else {}
     allowed = (name for name in names if not by_nccl or name in NCCL_COLLECTIVES)
@@ -358,7 +359,7 @@ def scalar_seconds(machine: Machine) -> float:
     sizes = {Link.INTRA: machine.group_size, Link.INTER: machine.num_groups}
     sizes = {link: ranks for link, ranks in sizes.items() if ranks > 1}
     rows = [row for row in machine.measured if row.op is Op.ALL_REDUCE]
-    if sizes and rows:  # of the widest axes: all ranks take part
+    if sizes and rows:  # rows of the axes in which all ranks take part
         widest = max((row.axes for row in rows), key=list(Axes).index)
         return min(row.seconds for row in rows if row.axes is widest)
     return math.fsum(

@@ -1,7 +1,7 @@
 """Reads and writes machine files: JSON, typed by hand or from tools/bench_collectives.py."""
 
-# docs/planning.md shows and explains the fields. Unknown fields are rejected, since a misspelt one
-# would go unnoticed.
+# docs/planning.md shows and explains the fields. Unknown fields are rejected, so that no misspelt
+# field goes unnoticed.
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import parse_json
 
 FORMAT = "paro-machine-1"
-MEASURE = "measure"  # --paro-machine: measured at the start of the run
+MEASURE = "measure"  # the value of --paro-machine that measures the machine as the run starts
 SHIPPED = Path(__file__).parent / "shipped"
-_DEFAULTS: tuple[object, ...] = (None, [], {}, 1, "free")  # of fields that are left out of a file
+_DEFAULTS: tuple[object, ...] = (None, [], {}, 1, "free")  # values that a file omits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +85,12 @@ class _File:
         return ranks_mistakes(given)
 
 
-# Fields of a file that are those of a `Machine`.
+# The names of fields that a file and a `Machine` have in common.
 _COMMON = {field.name for field in fields(_File)} - {"format", "links", "sources", "conditions"}
 
 
 def why_unmeasurable(world_size: int, group_size: int, *, dry_run: bool) -> str | None:
-    """Say why no machine can be measured at the start of a run; None: it can."""
+    """Say why the machine cannot be measured at the start of a run; None if it can."""
     if dry_run:
         return "a dry run starts no ranks"
     if group_size == world_size:
@@ -104,7 +104,7 @@ def shipped_machines() -> tuple[str, ...]:
 
 
 def find_machine(text: str) -> Machine:
-    """Return the shipped machine of this name, or that of this file; `UserError` without."""
+    """Return the machine of a shipped name or of a file; `UserError` if there is neither."""
     if text == MEASURE:
         raise UserError(
             f"--paro-machine {MEASURE} times the ranks of a training at its start, and here none "
@@ -112,7 +112,7 @@ def find_machine(text: str) -> Machine:
         )
     if text in shipped_machines():
         return read_machine(SHIPPED / f"{text}.json")
-    if not os.path.exists(text):  # False too where the folder may not be searched
+    if not os.path.exists(text):  # `exists` is False also without permission for the folder
         raise UserError(
             f"--paro-machine {text}: no such file; machines that come with this project are "
             f"{', '.join(shipped_machines())}"
@@ -131,9 +131,9 @@ def machine_of_launch(
 ) -> tuple[Machine, int]:
     """Return the machine with the ranks of a launch, and the launch's group size: the degree I.
 
-    The group size is --paro-group-size, else a node's ranks; without `ranks_per_node` it is the
-    machine's. `UserError` if the machine contradicts the launch; `any_ranks` first cuts the machine
-    to its ranks.
+    The group size is that of --paro-group-size, else `ranks_per_node`, else that of the machine.
+    `UserError` if the machine contradicts the launch; `any_ranks` cuts the machine to the launch's
+    ranks before.
     """
     if any_ranks:
         machine = machine.cut_to(world_size)
@@ -165,7 +165,7 @@ def read_machine(path: Path) -> Machine:
     return machine_from_json(read_bytes(path, what), what)
 
 
-@lru_cache(maxsize=8)  # the parts of a run ask for the same file
+@lru_cache(maxsize=8)  # several parts of a run read one file
 def machine_from_json(text: str | bytes, where: str) -> Machine:
     """Return the machine in the text of a machine file; a `UserError` begins with `where`."""
     file: _File = parse_json(text, _File, where, repeats=False)

@@ -1,9 +1,9 @@
 """A cluster as data: its ranks, devices and link speeds, and its measured collectives."""
 
-# An intra link is a rank's own link inside its group; an inter link is a NIC: one per rank
-# ("per-rank") or one per group ("shared"). `bytes` are of the whole buffer: the
-# all-gather's output, the reduce-scatter's input. Measurements hold only for the ranks that they
-# were made on; links and devices alone hold for any number of groups.
+# A group is the ranks that fast links join, such as a node. An intra link is a rank's own link
+# inside its group; an inter link is a NIC: one per rank ("per-rank") or one per group ("shared").
+# Sizes in bytes are of the unsharded buffer: an all-gather's output, a reduce-scatter's input.
+# Measurements hold only for the ranks on which they were made; links and devices for any number.
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Nic(Enum):
     """Owner of a link between groups."""
 
     PER_RANK = "per-rank"
-    SHARED = "shared"  # one for all ranks of a group
+    SHARED = "shared"  # one link for all ranks of a group
 
 
 class BandwidthSource(Enum):
     """Source of a bandwidth."""
 
-    TYPED = "typed"  # what the link can do
-    FITTED = "fitted"  # what the fastest collectives achieve on it
+    TYPED = "typed"  # the nominal bandwidth of the link, as a user wrote it
+    FITTED = "fitted"  # the bandwidth that the fastest measured collectives achieve on the link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +67,8 @@ class Measured:
     algorithm: Literal[*COLLECTIVES]  # type: ignore[valid-type]
     bytes: int
     seconds: float
-    cpu_seconds: float | None = None  # processor time of a rank, mean over ranks
-    busy_seconds: float | None = None  # `seconds` while all ranks compute; CPU ranks
+    cpu_seconds: float | None = None  # processor time of a rank, the mean over ranks
+    busy_seconds: float | None = None  # the time while all ranks compute; only for CPU ranks
 
     def __post_init__(self) -> None:
         refuse(self.mistakes(asdict(self)))
@@ -84,27 +84,27 @@ class Measured:
 class Device:
     """The device of a rank.
 
-    FLOPs count attention in full, as MFU does, so a kernel that skips half of a causal attention
-    gets more FLOP/s.
+    FLOPs count attention in full, as MFU does: a kernel that skips half of a causal attention
+    appears to run at up to twice the FLOP/s.
     """
 
     name: str
     memory_bytes: int
-    reserved_bytes: int  # part of it, in use before there is a model: CUDA context, interpreter
-    peak_flops: float  # FLOP/s of the compute dtype
+    reserved_bytes: int  # memory in use before there is a model: CUDA context, interpreter
+    peak_flops: float  # peak FLOP/s of matmuls in the compute dtype
     sustained_flops: float  # FLOP/s of training without communication
-    memory_bytes_per_second: float  # for memory-bound work: updates, sums
-    coding_bytes_per_second: float | None = None  # the same where codes are made and read
-    step_seconds: float = 0.0  # per step, for any model and batch
-    piece_seconds: float = 0.0  # per extra slice of a part of the model
-    job_seconds: float = 0.0  # per job in a comm stream that is no collective, beyond its bytes
-    attention_flops: float | None = None  # of scores and their sums; None: as all of training
-    parts_flops: float | None = None  # in parts, or kept; None: attention_flops
-    documents_flops: float | None = None  # within documents; None: attention_flops
-    cores: float | None = None  # CPU ranks: cores per rank, used by compute and communication
-    communicator_bytes: int | None = None  # of one NCCL process group; None: a published figure
+    memory_bytes_per_second: float  # bandwidth of memory-bound work: updates, sums
+    coding_bytes_per_second: float | None = None  # bandwidth of quantizing and dequantizing
+    step_seconds: float = 0.0  # constant time per step, for any model and batch
+    piece_seconds: float = 0.0  # time per extra slice of a part of the model, under rotation
+    job_seconds: float = 0.0  # constant time per job in a comm stream that is no collective
+    attention_flops: float | None = None  # FLOP/s of core attention; None: sustained_flops
+    parts_flops: float | None = None  # FLOP/s of ring or saved attention; None: attention_flops
+    documents_flops: float | None = None  # FLOP/s within documents; None: attention_flops
+    cores: float | None = None  # cores per CPU rank, for compute and communication; None: a GPU
+    communicator_bytes: int | None = None  # bytes of an NCCL communicator; None: a default
     fragmentation: float | None = None  # share of tensors' bytes that torch's allocator adds
-    slowed: Slowed | None = None  # computing while collectives occupy thread blocks
+    slowed: Slowed | None = None  # slowdown of computing by thread blocks that collectives occupy
 
     def __post_init__(self) -> None:
         refuse(self.mistakes(asdict(self)))
@@ -149,15 +149,15 @@ class Machine:
     world_size: int
     group_size: int
     nic: Nic = Nic.PER_RANK
-    nics: int = 1  # that a group's shared link consists of; a rank sends to another over one
+    nics: int = 1  # NICs in a group's shared link; a message between two ranks uses one NIC
     intra: LinkSpeed | None = None
     inter: LinkSpeed | None = None
     measured: tuple[Measured, ...] = ()
     device: Device | None = None
     uneven: tuple[GroupSpeed, ...] = ()  # groups of another speed than the machine's
-    launch_order: LaunchOrder = "free"  # implicit: collectives begin in the order of the host
+    launch_order: LaunchOrder = "free"  # "implicit": collectives start in the host's launch order
     sources: tuple[tuple[str, str], ...] = ()  # (field of the file, source of its value)
-    conditions: tuple[tuple[str, str], ...] = ()  # of a run that measured it, by name
+    conditions: tuple[tuple[str, str], ...] = ()  # (name, value) of what a measurement depends on
 
     def __post_init__(self) -> None:
         ranks = ranks_mistakes({"world_size": self.world_size, "group_size": self.group_size})
@@ -172,11 +172,11 @@ class Machine:
 
     @property
     def is_of_gpus(self) -> bool:
-        """True if ranks communicate as GPUs do, by NCCL; only CPU ranks say how many cores."""
+        """True if ranks are GPUs, which communicate by NCCL: only CPU ranks have `cores`."""
         return self.device is None or self.device.cores is None
 
     def for_world(self, world_size: int, *, subject: str) -> Machine:
-        """Return this machine with other groups; a `UserError` begins with `subject`."""
+        """Return this machine with another world size; a `UserError` begins with `subject`."""
         if world_size == self.world_size:
             return self
         ranks = count_text(world_size, "rank")
@@ -196,7 +196,7 @@ class Machine:
             return replace(self, world_size=world_size, group_size=group_size)
 
     def cut_to(self, world_size: int) -> Machine:
-        """Return the machine with other ranks, for which nothing was measured; its links stay."""
+        """Return the machine with other ranks, with the links but without measurements."""
         if world_size == self.world_size:
             return self
         group_size = fitting_group_size(self.group_size, world_size)
@@ -259,9 +259,9 @@ def measured_at(
 ) -> float | None:
     """Return a measured figure of a collective at this buffer size; None if it was never measured.
 
-    Interpolates linearly on log-log scales between measured sizes. Below the smallest it uses the
-    latency and bandwidth of the two smallest sizes, above the largest the bandwidth of the two
-    largest.
+    Between measured sizes it interpolates linearly on log-log scales. Below the smallest size it
+    uses the latency and bandwidth of the two smallest sizes, above the largest size the bandwidth
+    of the two largest sizes.
     """
     assert num_bytes >= 0, f"{num_bytes} bytes"
     curve = sorted(
@@ -282,11 +282,11 @@ def measured_at(
     return at_low * (at_high / at_low) ** share
 
 
-Curve = list[tuple[int, float]]  # (bytes, seconds), ascending
+Curve = list[tuple[int, float]]  # (bytes, seconds) in increasing order of bytes
 
 
 def _below(curve: Curve, num_bytes: int) -> float:
-    """Extrapolate below the smallest size: a part of its time is latency, or all."""
+    """Extrapolate below the smallest size, whose time is latency in part, or entirely."""
     size, at_size = curve[0]
     latency = at_size
     if len(curve) > 1:
@@ -313,8 +313,8 @@ def _beyond(curve: Curve, num_bytes: int) -> float:
 def least_seconds(machine: Machine, op: Op, axes: Axes, num_bytes: int) -> float | None:
     """Return a lower bound over all algorithms, by links of known speed; None without any.
 
-    Both kinds of links work at the same time, each for as long as its bytes take. HO-Ring gets
-    close to this, the others do not.
+    It is the time of the slower kind of links, if both are always busy. HO-Ring comes close to it,
+    the other algorithms do not.
     """
     loads = [(machine.link(link), load) for link, load in _loads(machine, axes, num_bytes).items()]
     times = [8 * load / speed.bits_per_second for speed, load in loads if load and speed]
@@ -324,8 +324,9 @@ def least_seconds(machine: Machine, op: Op, axes: Axes, num_bytes: int) -> float
 def _loads(machine: Machine, axes: Axes, num_bytes: int) -> dict[Link, float]:
     """Return the least bytes on a link of each kind in one all-gather or one reduce-scatter.
 
-    For ng groups of m ranks, V bytes and any algorithm: V (m - 1) / m reach a rank inside, and
-    V (ng - 1) / ng a group, over m NICs or one. Along inter axes alone each rank has its own.
+    For ng groups of m ranks, V bytes and any algorithm: a rank receives V (m - 1) / m inside its
+    group, and a group receives V (ng - 1) / ng, over m NICs or one. Along inter axes alone every
+    rank has a buffer of its own.
     """
     m, ng = machine.group_size, machine.num_groups
     within = m if axes is not Axes.INTER else 1
@@ -345,9 +346,9 @@ def passes(op: Op) -> int:
 def fit_link(machine: Machine, link: Link, typed: int | None = None) -> LinkSpeed | None:
     """Fit latency and bandwidth of one kind of link to collectives along its axes alone.
 
-    Least squares of relative errors over the fastest algorithm of every op and size, modelled as a
-    ring: latency of its steps plus time of its bytes. A `typed` bandwidth is kept as it is. Without
-    measurements the result is the typed bandwidth with no latency, or None.
+    It minimizes squares of relative errors over the fastest algorithm of every op and size, in a
+    model of rings: latency of all steps plus time of all bytes. A `typed` bandwidth stays as it is.
+    Without measurements the result is the typed bandwidth with latency 0, or None.
     """
     axes = Axes(link.value)
     ranks = machine.group_size if link is Link.INTRA else machine.num_groups

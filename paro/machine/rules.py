@@ -1,4 +1,4 @@
-"""Rules for the fields of a machine; all that are broken are reported together."""
+"""Rules for the fields of a machine; all broken rules are reported together."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from paro.errors import UserError
 from paro.topology import MOST_RANKS
 from paro.untrusted.schema import Between
 
-# Ascending numbers of busy thread blocks (CTAs), and how many times as long computing takes then.
+# (number of busy thread blocks (CTAs), factor of compute time), in increasing order of numbers.
 Slowed = tuple[tuple[Annotated[int, range(2**20)], Annotated[float, Between(1.0, 1e3)]], ...]
 
-_MAX = 1e30  # of any time, size or rate; sums and products of them stay finite
+_MAX = 1e30  # largest time, size or rate; sums and products stay finite
 
 
 def refuse(mistakes: Sequence[str]) -> None:
-    """Raise `UserError` with these mistakes, if there are any."""
+    """Raise `UserError` with all mistakes, if there are any."""
     if mistakes:
         raise UserError(*mistakes)
 
 
 def rule(field: str, value: object, holds: bool, allowed: str) -> list[str]:
-    """Say what is wrong with the value of a field: nothing if the rule holds."""
+    """Say what is wrong with the value of a field; return nothing if the rule holds."""
     return [] if holds else [f"{field}: {value} is not allowed, it must be {allowed}"]
 
 
 def numbers(given: Mapping[str, Any], *fields: str, or_zero: bool = False) -> list[str]:
-    """Say which fields with a number break its limits: positive and finite."""
+    """Say which numbers among `fields` are not positive (or, with `or_zero`, 0) and finite."""
     least = "a number of 0 or more" if or_zero else "a positive number"
     wrong = []
     for field in fields:

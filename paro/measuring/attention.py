@@ -1,7 +1,8 @@
-"""The rate of attention's products without weights, timed alone, for the sequence to plan for."""
+"""The FLOP/s of core attention, timed alone, at the sequence length to plan for."""
 
-# Attention's share of a step grows with the sequence, and its kernels have a rate of their own: a
-# rate of all that a model computes holds only for sequences of the length with which it was timed.
+# Core attention (no products with weights) takes a share of a step that grows with the sequence,
+# and its kernels run at FLOP/s of their own. One FLOP/s figure for a whole model would hold only
+# for the sequence length with which it was timed, so core attention is timed apart.
 
 from __future__ import annotations
 
@@ -21,18 +22,18 @@ from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.sharding.buffers import TORCH_TYPES
 
-_SECONDS = 0.4  # of a sample longer than those of a micro-batch, about
-_MULTIPLE = 16  # of its tokens
-_FLOPS = 12  # of two tokens and a channel: two products in forward, and twice as many in backward
+_SECONDS = 0.4  # about the time for a sample longer than those of the micro-batch
+_MULTIPLE = 16  # a multiple of the number of tokens of such a sample
+_FLOPS = 12  # per pair of tokens and channel: two products in forward, four in backward
 
 
 class AttentionRates(NamedTuple):
     """FLOP/s of forward and backward, counted in full as in paro/planning/computing.py."""
 
-    of_micro_batch: float  # by the kernel of a training alone
-    of_sequence: float
-    of_parts: float  # of a sequence in parts, or kept
-    of_documents: float  # of a sequence that is one
+    of_micro_batch: float  # samples of the micro-batch, by the kernel of training on one rank
+    of_sequence: float  # a sample of the sequence length to plan for
+    of_parts: float  # such a sample by the kernel for parts, or for outputs saved in recomputation
+    of_documents: float  # such a sample by the kernel for attention within documents
 
 
 def attention_rates(
@@ -41,11 +42,11 @@ def attention_rates(
     control: Control,
     median: Callable[[Callable[[], object]], float],
 ) -> AttentionRates:
-    """Time attention of a micro-batch, and of a sample of `sequence` tokens, or for 0.4 s.
+    """Time attention of a micro-batch, and of a sample of `sequence` tokens; collective.
 
-    Of that sample no more key heads are computed, with their queries, than the time allows. Where
-    kernels keep all scores, which might not fit, the micro-batch's rate is both. `median` gives the
-    seconds of an action, the same on all ranks. Collective.
+    The sample takes about 0.4 s: only so many key heads are computed, with their queries. Where
+    kernels save all scores, which might not fit, the micro-batch's rate stands for both. `median`
+    returns the seconds of an action, equal on all ranks.
     """
     model, kind, device = config.model, TORCH_TYPES[config.precision.compute], control.device
 
@@ -66,7 +67,7 @@ def attention_rates(
     sizes = config.batches.micro_batch_size, length, kv_heads, model.num_layers
     alone = "parts" if model.keeps_core else "whole"
     of_micro_batch = rate(alone, *sizes)
-    channels = model.kv_channels * model.num_attention_heads // kv_heads  # of a key head's queries
+    channels = model.kv_channels * model.num_attention_heads // kv_heads  # queries of one key head
     in_time = of_micro_batch * _SECONDS / (_FLOPS * channels)  # pairs of tokens, of one key head
     longest = min(sequence, int(math.sqrt(in_time)) // _MULTIPLE * _MULTIPLE)
     few = _leaves(model, kv_heads, torch.empty(1, _MULTIPLE, 0).to(device, kind))
@@ -82,7 +83,7 @@ def attention_rates(
 
 
 def _leaves(model: LlamaConfig, kv_heads: int, like_BS0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw queries, keys and values: of equal numbers a GPU computes faster."""
+    """Draw random queries, keys and values: with constant numbers a GPU would compute faster."""
     generator = torch.Generator(like_BS0.device).manual_seed(0)
 
     def leaf(heads: int) -> Tensor:

@@ -1,14 +1,14 @@
 """Benchmark of this machine's collectives: timed runs of an algorithm, and curves over sizes."""
 
 # As in nccl-tests, a run is some repetitions of one collective on buffers of one size, between two
-# barriers. A first run of one repetition is not counted: it says how many the next ones have. A
-# result is the median over counted runs of the slowest rank.
+# barriers. A first run of one repetition is not counted: it decides how often the next runs repeat.
+# A result is the median, over counted runs, of the slowest rank's time.
 #
-# Idle process groups cost time: their threads wake up all the time. On one machine 8 idle ranks
-# took 0.015 of a core, with the groups of one algorithm 0.06, with those of all five 0.19: a tenth
-# of its two cores. Creating and closing them takes a tenth of a second or two. So only the groups
-# of the running algorithm exist, and it runs all sizes before those of the next are made.
-# tools/bench_collectives.py has minutes, in which a machine's speed drifts: there algorithms
+# Idle process groups cost processor time, because their threads keep waking up. On a machine of two
+# cores 8 idle ranks took 0.015 of a core, with the groups of one algorithm 0.06, with the groups of
+# all five algorithms 0.19. Making and closing groups takes 0.1 to 0.2 s. So only the groups of the
+# running algorithm exist, and it runs all sizes before the next algorithm's groups are made.
+# tools/bench_collectives.py runs for minutes, in which a machine's speed drifts: there algorithms
 # alternate (tools/collective_timing/rounds.py).
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from paro.machine.choice import chunk_count_by
 from paro.machine.machine import Device, Machine, Measured, fit_link
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Link, Topology, axes_of, nested_range
 
-# A run of small messages is repeated until it takes about so long, within the limits below; every
-# repetition has its own buffer, so that each result can be checked.
+# A run repeats a small collective until it takes about this long, within the limits below. Every
+# repetition has a buffer of its own, so that each result can be checked.
 RUN_SECONDS = 0.02
 MOST_REPEATS = 20
-# Ranks leave a barrier at different times: for a single short collective that would matter.
+# Ranks leave a barrier at different times, which would falsify a single collective that is short.
 LEAST_REPEATS = 3
 SHORT_SECONDS = 0.2
-# More per rank would not stay in a cache that CPU ranks share; GPUs have room for it.
+# Bytes of all buffers of a rank: more would not stay in the cache that CPU ranks share.
 MOST_BYTES = {"cpu": 4 << 20, "cuda": 4 << 30}
-SIZES = tuple(4 << (10 + 2 * step) for step in range(8))  # bytes of the whole buffer, up to 64 MiB
-# Larger messages than the largest that is timed take what the two largest say of bandwidth. Where
-# both are mostly latency, that is noise: 4 and 16 KB say nothing of 1 MB.
-_GROWTH = 3  # of the time of the smallest size, at the second that is timed
+SIZES = tuple(4 << (10 + 2 * step) for step in range(8))  # bytes of the unsharded buffer
+# The two largest timed sizes give the bandwidth for all larger sizes. So the larger one must not be
+# mostly latency: 4 and 16 KB say nothing about 1 MB.
+_GROWTH = 3  # the second timed size takes at least this many times as long as the smallest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedCollective:
-    """Collective on a whole buffer of `numel` elements along an axis span."""
+    """Collective on an unsharded buffer of `numel` elements along an axis span."""
 
     op: Op
     span: AxisSpan
@@ -81,12 +81,12 @@ def timed_collectives(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedInput:
-    """Input of a rank to a collective, and the result that is expected of it."""
+    """Input of a rank to a collective, and the expected result."""
 
     collective: TimedCollective
     shard: slice
-    values: Tensor  # of an all-gather: this rank's shard; else the whole buffer
-    expected: Tensor  # of a reduce-scatter: this rank's shard; else the whole buffer
+    values: Tensor  # the input: this rank's shard for an all-gather, else the unsharded buffer
+    expected: Tensor  # the result: this rank's shard for a reduce-scatter, else unsharded
 
     def fill(self, buffer: Tensor) -> None:
         """Copy the input into `buffer`; elements that an all-gather must write become NaN."""
@@ -103,7 +103,7 @@ class CheckedInput:
 
 
 def zero_input(collective: TimedCollective, rank: int, device: torch.device) -> CheckedInput:
-    """Make an input of zeros, which take no time to draw and sum."""
+    """Make an input of zeros, which takes no time to draw and sum."""
     shard = collective.shard_of(rank)
     whole = torch.zeros(collective.numel, dtype=collective.dtype, device=device)
     values = whole[shard] if collective.op is Op.ALL_GATHER else whole
@@ -121,7 +121,7 @@ class CollectiveResult:
     seconds_by_round: tuple[float, ...]
     correct: bool
     cpu_seconds: float | None = None  # a rank's processor time, the mean over ranks
-    busy_seconds: float | None = None  # while every rank also computes
+    busy_seconds: float | None = None  # the time while every rank also computes
 
     @property
     def seconds(self) -> float:
@@ -129,16 +129,16 @@ class CollectiveResult:
 
 
 class TimedRun(NamedTuple):
-    """Seconds of a repetition, and whether all results were right; of one rank, or of all."""
+    """Seconds of a repetition, and whether all results were right, on one rank or on all ranks."""
 
     seconds: float
     correct: bool
-    cpu_seconds: float = 0.0  # of all threads; over all ranks: the mean
-    busy_seconds: float | None = None  # while every rank also computes
+    cpu_seconds: float = 0.0  # processor time of all threads; on all ranks: the mean over ranks
+    busy_seconds: float | None = None  # the time while every rank also computes
 
 
 def over_ranks(runs: Sequence[TimedRun]) -> TimedRun:
-    """Combine the ranks' figures of one run."""
+    """Combine the figures of all ranks for one run."""
     busy = [run.busy_seconds for run in runs if run.busy_seconds is not None]
     return TimedRun(
         seconds=max(run.seconds for run in runs),
@@ -155,7 +155,7 @@ def result_of(
     counted: Sequence[TimedRun],
     repeats: int,
 ) -> CollectiveResult:
-    """Compute the medians over `counted` runs; the `first` one only has to be right."""
+    """Compute medians over `counted` runs; of the `first` run only the results are checked."""
     busy = [run.busy_seconds for run in counted if run.busy_seconds is not None]
     return CollectiveResult(
         collective=collective,
@@ -169,7 +169,7 @@ def result_of(
 
 
 def count_repeats(collective: TimedCollective, seconds: float, device_type: str) -> int:
-    """Compute how often a run repeats a collective that takes so long."""
+    """Compute how often a run repeats a collective that takes `seconds`."""
     room = max(1, MOST_BYTES[device_type] // collective.num_bytes)
     least = LEAST_REPEATS if seconds < SHORT_SECONDS else 1
     return max(least, min(math.ceil(RUN_SECONDS / seconds), MOST_REPEATS, room))
@@ -177,14 +177,14 @@ def count_repeats(collective: TimedCollective, seconds: float, device_type: str)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveBenchmark:
-    """Benchmark of some algorithms on a topology, with so many counted runs each."""
+    """Benchmark of some algorithms on a topology, each with `rounds` counted runs."""
 
     control: Control
     topology: Topology
     runtime: RuntimeConfig
     algorithms: tuple[str, ...]
     rounds: int
-    machine: Machine | None = None  # its links say in how many chunks ho-ring is cut under nccl
+    machine: Machine | None = None  # link speeds, for the number of ho-ring's chunks under NCCL
     while_computing: bool = False  # also time every collective while all ranks compute
 
     @contextmanager
@@ -197,13 +197,13 @@ class CollectiveBenchmark:
         groups = make_groups(self.topology, self.control.world.rank, needed, config)
         made = make_collectives(choice, groups, make_links(self.control.device, config.backend))
         yield made
-        made.close()  # not after an exception: with a dead peer this would hang
+        made.close()  # skipped after an exception: with a dead peer it would hang
 
     def run(self, collectives: Collectives, checked: CheckedInput, repeats: int) -> TimedRun:
-        """Time a run of this rank, which all ranks of the span begin together.
+        """Time a run of this rank; all ranks of the span begin it together.
 
-        On GPUs a collective that is not timed comes first: all ranks end it together, but leave the
-        barrier of their hosts at times that differ by as much as a collective takes.
+        On GPUs an untimed collective comes first, which all ranks end together. The hosts' barrier
+        is not enough: hosts leave it at times that differ by as much as a collective takes.
         """
         device, timed = self.control.device, checked.collective
         ahead = int(device.type == "cuda")
@@ -264,7 +264,7 @@ class CollectiveBenchmark:
 
 @contextmanager
 def computing(device: torch.device) -> Iterator[None]:
-    """Multiply matrices in another thread, as small as a block's in training."""
+    """Multiply matrices in another thread, as small as those of a block in training."""
     end = threading.Event()
     left, right = (torch.ones(128, 256, device=device), torch.ones(256, 256, device=device))
 
@@ -289,10 +289,10 @@ def time_links(
     seconds: float,
     say: Callable[[str], None],
 ) -> list[CollectiveResult]:
-    """Time every op along these spans by all algorithms, in about so many seconds; collective.
+    """Time every op along these spans by all algorithms, in about `seconds`; collective.
 
-    A curve has the smallest size, and one whose bytes take most of its time, or the largest; others
-    while its share of the time that is left lasts. The largest is `most_bytes`, or a step above.
+    A curve has the smallest size and one that is not mostly latency (or the largest), then further
+    sizes as long as time is left for the curve. The largest size is `most_bytes`, or one step more.
     """
     results: list[CollectiveResult] = []
     end = time.monotonic() + seconds
@@ -318,7 +318,7 @@ def _curve(
     timed: Sequence[TimedCollective],
     seconds: float,
 ) -> list[CollectiveResult]:
-    """Time a collective at two of these sizes or more, as `seconds` allow."""
+    """Time a collective at two or more of `sizes`, as `seconds` allow."""
     smallest, *larger = timed
     result = benchmark.time_zeros(collectives, name, smallest)
     results = {smallest.num_bytes: result}
@@ -326,7 +326,8 @@ def _curve(
     for one in larger:
         checked = zero_input(one, benchmark.control.world.rank, benchmark.control.device)
         runs = (benchmark.run_on_all(collectives, checked, 1) for _ in range(2))
-        if min(run.seconds for run in runs) >= enough or one is larger[-1]:  # undisturbed
+        # The minimum over runs is the least disturbed one.
+        if min(run.seconds for run in runs) >= enough or one is larger[-1]:
             result = results[one.num_bytes] = benchmark.time_zeros(collectives, name, one)
             if result.seconds >= enough:
                 break

@@ -1,6 +1,6 @@
-"""Compute rates of a rank's device, from steps of a model that every rank trains alone, at once."""
+"""Measures compute rates of a rank's device, by steps of a model that each rank trains alone."""
 
-# Without communication a step of n micro-batches takes, as the planner counts it
+# Without communication the planner counts for a step of n micro-batches
 # (paro/planning/computing.py):
 #
 #     step(n)     = step_seconds + n * micro_batch + update
@@ -8,14 +8,16 @@
 #                   + (bytes of norms and the like) / memory_bytes_per_second
 #     update      = (bytes of gradients, masters and moments) / memory_bytes_per_second
 #
-# So the rates of a `Device` follow from timed steps: the memory bandwidth from an update alone, a
-# micro-batch from step(1 + n) - step(1), attention's rate from its kernels alone (attention.py),
-# the rate of matmuls from what remains, and step_seconds from the rest of step(1). They hold for
-# models like the one that was timed. What a further slice of weights costs under rotation
-# (piece_seconds) follows from a model that is one slice large.
+# So the rates of a `Device` follow from timed steps, for models like the one that was timed:
 #
-# All ranks compute at once, because those that share cores, memory or a power budget slow each
-# other down; the slowest counts.
+#     memory_bytes_per_second   an update alone
+#     attention_flops           attention's kernels alone (attention.py)
+#     sustained_flops           the rest of a micro-batch, which takes (step(1 + n) - step(1)) / n
+#     step_seconds              the rest of step(1)
+#     piece_seconds             a model as large as one slice of weights, under rotation
+#
+# All ranks compute at once, because ranks that share cores, memory or a power budget slow each
+# other down; the slowest rank counts.
 
 from __future__ import annotations
 
@@ -55,24 +57,22 @@ from paro.spec.units import shape_of, units_of
 from paro.training.assembly import build_training
 from paro.training.step import Training, TrainState, train_step
 
-_PRODUCT = 1024  # size of a square matrix, in the search for the peak
-_QUANTIZED = 1 << 20  # elements that are quantized and dequantized
-_JOBS = 100  # each waited for
-_TILE = 1 << 16  # values of weights
+_PRODUCT = 1024  # rows and columns of the matrices that are multiplied to find peak FLOP/s
+_QUANTIZED = 1 << 20  # number of elements that are quantized and dequantized
+_JOBS = 100  # number of jobs in a comm stream that are queued, each with a wait
+_TILE = 1 << 16  # number of random values of which weights are made, by repetition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """Number of timed steps; the first ones of a process take longer, and do not count."""
+    """Numbers of timed steps; the first steps of a process take longer, and do not count."""
 
     warmup: int = 4
-    steps: int = 5  # at most, that count
+    steps: int = 5  # the most steps that count
     micro_batches: int = 4  # n of step(1 + n)
-    seconds: float = math.inf  # of the steps that count: at least one does
-    num_layers: int | None = (
-        None  # of the model that is timed; blocks of equal time are added to it
-    )
-    slices: bool = True  # whether to time what cutting into slices costs
+    seconds: float = math.inf  # the most seconds of steps that count, but at least one step counts
+    num_layers: int | None = None  # blocks that are timed; others take the time of these; None: all
+    slices: bool = True  # whether to time the cost of slices
 
 
 THOROUGH = Effort()
@@ -86,10 +86,10 @@ def measure_device(
     sequence: int | None = None,
     effort: Effort = THOROUGH,
 ) -> Device:
-    """Time the device of a rank, the slowest where they differ; collective over all ranks.
+    """Time the device of a rank, the slowest rank where ranks differ; collective over all ranks.
 
-    `sequence` is the length to plan for; None: that of the configuration's samples. Slices are cut
-    as for rotation over a group, or over as many of its ranks as divide the heads.
+    `sequence` is the sequence length to plan for, by default that of the configuration. Slices are
+    cut as for rotation over a group, or over as many ranks of a group as divide the heads.
     """
     reserved = bytes_in_use(control.device) if control.device.type == "cpu" else 0
     cores = min(control.gather(_cores(control))) if control.device.type == "cpu" else None
@@ -145,9 +145,9 @@ def _slowed(config: RunConfig, device: torch.device) -> Slowed | None:
 
 
 def _bytes_by_second(config: RunConfig, timer: _StepTimer) -> float:
-    """Time an update of all parameters, and return the memory bandwidth that it shows.
+    """Time an update of all parameters, and return its memory bandwidth.
 
-    All train, whatever the run trains: an update of a few takes no longer than its calls.
+    All parameters train, even if few do in the run, whose update would be mostly overhead.
     """
     whole = replace(config, trainable=Trainable(), model=replace(config.model, lora=None))
     device = timer.control.device
@@ -162,7 +162,7 @@ def _bytes_by_second(config: RunConfig, timer: _StepTimer) -> float:
 def _sustained_flops(
     config: RunConfig, micro_batch: float, bytes_by_second: float, attention_flops: float
 ) -> float:
-    """Compute the FLOP/s of a micro-batch without attention, as the planner counts."""
+    """Compute the FLOP/s of a micro-batch without attention, by the planner's count."""
     without_products = _planned(config, math.inf, bytes_by_second, attention_flops).micro_batch
     flops = _planned(config, 1.0, math.inf, math.inf).micro_batch
     return flops / max(micro_batch - without_products, micro_batch / 10)
@@ -200,7 +200,7 @@ def slice_of(model: LlamaConfig, number: int) -> LlamaConfig:
 def _planned(
     config: RunConfig, flops: float, bytes_by_second: float, attention_flops: float | None = None
 ) -> PartsOfStep:
-    """Return what the planner computes for a rank alone with these rates."""
+    """Return the planner's compute times for one rank with these rates."""
     fast = 1e30
     device = Device(
         name="",
@@ -228,7 +228,7 @@ def _planned(
 
 
 def with_layers(config: RunConfig, number: float) -> RunConfig:
-    """Return the training of a model of so many layers."""
+    """Return the training of a model of `number` layers."""
     return replace(config, model=replace(config.model, num_layers=int(number)))
 
 
@@ -246,7 +246,7 @@ def _of_all_layers(
 ) -> tuple[RunConfig, float]:
     """Return the model of all layers and seconds of its micro-batch, from those of `timed`.
 
-    `timed` has its first layers, and is returned where the time of a block cannot be inferred.
+    `timed` has the first layers, and is returned where the time of a block cannot be inferred.
     """
     layers, missing = timed.model.num_layers, config.model.num_layers - timed.model.num_layers
     if not missing or layers == 1:
@@ -274,7 +274,7 @@ def parts_of_step(config: RunConfig, control: Control) -> PartsOfStep:
 
 
 def alone(config: RunConfig, device: torch.device) -> Training:
-    """Build a training of this rank alone, whose weights repeat one random tile: fast to draw."""
+    """Build a training of one rank; weights repeat one random tile, which is fast to draw."""
     training = build_training(config, Control(World(), device), initialized=False)
     tile = torch.randn(_TILE, generator=torch.Generator().manual_seed(config.train.seed)) / 50
     training.optimizer.initialize(
@@ -315,7 +315,7 @@ def _product(config: RunConfig, device: torch.device) -> Callable[[], object]:
 
 
 def _coding(device: torch.device) -> Callable[[], object]:
-    """Return an action that encodes gradients in 4 bits and decodes them."""
+    """Return an action that quantizes gradients to 4 bits and dequantizes them."""
     form = BlockFormat(bits=4, block=GRADIENT_BLOCK)
     values = torch.linspace(-1.0, 1.0, _QUANTIZED, device=device)
     quantized = torch.empty(form.num_bytes(_QUANTIZED), dtype=torch.uint8, device=device)
@@ -331,7 +331,7 @@ def _coding(device: torch.device) -> Callable[[], object]:
 def _jobs(streams: CommStreams, device: torch.device) -> Callable[[], object]:
     """Return an action that queues jobs, and waits for each.
 
-    They add a few gradients to others, as after a reduction.
+    The jobs add a few gradients to others, as after a reduction.
     """
     total, part = torch.zeros(16, device=device), torch.ones(16, device=device)
 
@@ -347,7 +347,7 @@ def _jobs(streams: CommStreams, device: torch.device) -> Callable[[], object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepTimer:
-    """Timer of an action that all ranks do at once."""
+    """Timer of an action that all ranks run at once."""
 
     control: Control
     cores: float | None
@@ -356,8 +356,8 @@ class _StepTimer:
     def median(self, action: Callable[[], object]) -> float:
         """Time an action, and return the median over steps of the slowest rank, in seconds.
 
-        For ranks that share cores it is the processor time divided by a rank's share of the cores:
-        in wall-clock time the last rank has waited for others, which in training wait for it.
+        For ranks that share cores: the mean processor time divided by a rank's share of the cores.
+        Wall-clock time has waits for cores on which others compute; in training others are idle.
         """
         effort = self.effort
         warmup = [self._time(action) for _ in range(effort.warmup)]

@@ -1,4 +1,4 @@
-"""Measures the machine that a run is on, at the run's own shapes, in about a minute."""
+"""Measures the machine of a run with the run's own model and shapes, in about a minute."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ from paro.strategy import parse_strategy
 from paro.text import size_text
 from paro.topology import AxisSpan
 
-SECONDS = 60.0  # of a measurement, at most
-_LINKS = 25.0  # of them for links, or what is left
-_LEAST_FOR_LINKS = 20.0  # two sizes that take no time say little of large buffers
-_MICRO_BATCH = 1.0  # seconds; longer ones are cut, and compute slower the shorter they are
-_GROWTH = 4  # of the tokens of the next attempt: attention makes its time grow by more
-_STEP = 1.0  # seconds, of as many layers as are timed: the device has 30 of the 60
-_MOST_STEP = 4.0  # of one layer
+SECONDS = 60.0  # the most seconds of a measurement
+_LINKS = 25.0  # the most seconds for links
+_LEAST_FOR_LINKS = 20.0  # the least seconds for links: small sizes alone say little of large ones
+_MICRO_BATCH = 1.0  # the most seconds of a micro-batch; shorter ones than the run's compute slower
+_GROWTH = 4  # factor of the tokens of the next attempt; attention makes the time grow by more
+_STEP = 1.0  # the most seconds of a step of all timed layers; the device has 30 s of the 60 s
+_MOST_STEP = 4.0  # the most seconds of a step of one layer
 _LEAST_LENGTH = 64
-_MULTIPLE = 16  # of a sequence that is cut, for matmuls in fp8
+_MULTIPLE = 16  # a cut sequence length is a multiple of this, for matmuls in fp8
 _MOST_LAYERS = 4
-_MOST_MEMORY = 0.6  # of the device, for model states
+_MOST_MEMORY = 0.6  # the largest share of the device's memory for model states
 _EFFORT = Effort(warmup=2, steps=3, micro_batches=2, seconds=1.5)
-_LEAST_EFFORT = Effort(warmup=1, steps=1, micro_batches=1)  # where one layer takes over _STEP
+_LEAST_EFFORT = Effort(warmup=1, steps=1, micro_batches=1)  # if one layer takes more than _STEP
 
 
 def measure_machine(
     config: RunConfig, control: Control, *, name: str, source: str, say: Callable[[str], None]
 ) -> Machine:
-    """Measure the machine, equal on all ranks; collective. `say` gets what is measured next.
+    """Measure the machine, equal on all ranks; collective. `say` is called before each part.
 
-    `UserError` where not even one block fits a rank.
+    `UserError` if not even one block fits a rank.
     """
     begin = time.monotonic()
     world, runtime = config.world, config.runtime
@@ -68,7 +68,7 @@ def measure_machine(
         topology=world.topology(),
         runtime=runtime,
         algorithms=algorithms_of(config),
-        rounds=3,  # one of them may be disturbed
+        rounds=3,  # the median of 3 is right even if one run is disturbed
         while_computing=control.device.type == "cpu",
     )
     seconds = control.gather(max(left, _LEAST_FOR_LINKS))[0]
@@ -86,7 +86,7 @@ def algorithms_of(config: RunConfig) -> tuple[str, ...]:
     """Return the algorithms that the planner may have to time for a run."""
     chosen = config.sharding.collective
     if chosen != AUTO:
-        return tuple(dict.fromkeys(("native", chosen)))  # native also where parts of others are
+        return tuple(dict.fromkeys(("native", chosen)))  # other algorithms have native parts
     return NCCL_COLLECTIVES if config.runtime.by_nccl else COLLECTIVES
 
 
@@ -95,7 +95,7 @@ def spans_of(config: RunConfig) -> list[AxisSpan]:
     axes = config.world.topology().axes
     spans: list[AxisSpan] = [(axis,) for axis in axes]
     if algorithms_of(config) != ("native",) and len(axes) > 1:
-        spans.append(axes)  # native takes axis by axis
+        spans.append(axes)  # only native runs axis by axis
     return spans
 
 
@@ -117,10 +117,10 @@ def _device(config: RunConfig, control: Control) -> Device:
 def affordable(
     config: RunConfig, most_layers: int, parts_of_step: Callable[[RunConfig], PartsOfStep]
 ) -> tuple[RunConfig, Effort]:
-    """Choose the micro-batches and the effort of the timing that its seconds allow.
+    """Choose micro-batches and an effort of timing that fit the seconds for the device.
 
-    The first attempt is of one layer and few tokens: all of a large model may take minutes. Where
-    even that takes too long, `UserError`.
+    The first attempt has one layer and few tokens, since a large model may take minutes;
+    `UserError` if even this attempt takes too long.
     """
     cut = shortened(with_layers(config, 1), 0.0)
     took = parts_of_step(cut)
@@ -141,15 +141,15 @@ def affordable(
 
 
 def _share(cut: RunConfig, config: RunConfig) -> float:
-    """Return the share of tokens that a micro-batch has of another configuration's."""
+    """Return the tokens of a micro-batch of `cut` as a share of those of `config`."""
     tokens, whole = (one.batches.micro_batch_size * one.data.seq_length for one in (cut, config))
     return tokens / whole
 
 
 def one_rank(config: RunConfig) -> RunConfig:
-    """Return the training of one rank alone, with the run's model and shapes, and all that trains.
+    """Return the training of one rank, with the model, shapes and trained parameters of the run.
 
-    Without recomputation and compilation; the planner counts the former.
+    It has no recomputation, which the planner counts, and no compilation.
     """
     batches, sharing = config.batches, config.context.context_parallel_size
     size = batches.micro_batch_size
@@ -168,7 +168,7 @@ def one_rank(config: RunConfig) -> RunConfig:
 
 
 def layers_that_fit(config: RunConfig, memory_bytes: int) -> int:
-    """Count the layers that one rank can train alone, at most a few; `UserError` if not one."""
+    """Count the layers that one rank can train alone, at most a few; `UserError` if none."""
     for layers in range(min(_MOST_LAYERS, config.model.num_layers), 0, -1):
         fewer = with_layers(config, layers)
         units = units_of(fewer.model, world_size=1, is_trained=fewer.trained.__contains__)
@@ -185,7 +185,7 @@ def layers_that_fit(config: RunConfig, memory_bytes: int) -> int:
 
 
 def shortened(config: RunConfig, scale: float) -> RunConfig:
-    """Cut micro-batches to this part of their tokens at most; unchanged from 1 on."""
+    """Cut micro-batches to at most the share `scale` of their tokens; unchanged if it is >= 1."""
     if scale >= 1:
         return config
     size, length = config.batches.micro_batch_size, config.data.seq_length

@@ -1,8 +1,8 @@
-"""Memory of a rank: what it has, what it uses without a model, and what NCCL takes of a GPU's."""
+"""Measures a rank's memory: of the device, in use without a model, and of NCCL's communicators."""
 
-# A communicator is measured as training makes it: when its process group is created, and when it is
-# used for the first time, since NCCL allocates some buffers only then. The first communicator of a
-# process also loads NCCL's kernels, which stay; these count as the process's context.
+# A communicator is measured as training makes it: created with its process group and used once,
+# since NCCL allocates some buffers only at the first use. The first communicator of a process also
+# loads NCCL's kernels for good; these bytes count as context of the process.
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from paro.topology import COLLECTIVE_STREAMS, AxisSpan, StreamKind, Topology
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # identifies this machine, in any container
 _PAGES = Path("/proc/self/statm")
-_NUM_BYTES = 32 << 20  # of a collective: large enough for the protocol with the largest buffers
+_NUM_BYTES = 32 << 20  # size of a collective for which NCCL's protocol has the largest buffers
 
 
 def memory_of_rank(control: Control) -> int:
-    """Return a GPU's memory, or an equal share of the machine's for all ranks that run on it."""
+    """Return a GPU's memory, or an equal share of the machine's memory for each rank on it."""
     if control.device.type == "cuda":
         return int(torch.cuda.get_device_properties(control.device).total_memory)
     machine = BOOT_ID.read_text().strip()
@@ -40,7 +40,7 @@ def memory_of_rank(control: Control) -> int:
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """Return bytes that a rank uses without a model: libraries, or a GPU's context."""
+    """Return the bytes that a rank uses without a model: libraries, or a GPU's context."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, total - free - torch.cuda.memory_reserved(device))
@@ -48,10 +48,10 @@ def bytes_in_use(device: torch.device) -> int:
 
 
 class CommunicatorMemory(NamedTuple):
-    """Bytes of a GPU."""
+    """Bytes of a GPU that NCCL takes."""
 
-    communicator: int  # the most that one process group takes
-    loaded: int  # what the first of a process takes in addition
+    communicator: int  # the largest number of bytes of one process group's communicator
+    loaded: int  # bytes that the first communicator of a process takes in addition
 
 
 def with_communicators(
@@ -72,7 +72,7 @@ def with_communicators(
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of a GPU, and what torch's allocator holds of it."""
+    """Count free bytes of a GPU, and the bytes that torch's allocator holds."""
     torch.cuda.synchronize(device)
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
@@ -80,7 +80,7 @@ def available_bytes(device: torch.device) -> int:
 def measure_communicators(
     control: Control, topology: Topology, config: GroupConfig, *, free: Callable[[], int]
 ) -> CommunicatorMemory:
-    """Make and use groups along each axis and all of them, for gathers and reductions."""
+    """Make and use groups along each axis and along all axes, for gathers and reductions."""
     axes = topology.axes
     spans: list[AxisSpan] = [(axis,) for axis in axes]
     spans += [axes] * (len(axes) > 1)
@@ -105,7 +105,7 @@ def measure_communicators(
 def _make_and_use(
     control: Control, topology: Topology, config: GroupConfig, kind: StreamKind, span: AxisSpan
 ) -> Collectives:
-    """Return collectives with a single process group, after their first one."""
+    """Return collectives with one process group, after running a first collective."""
     device, flat = control.device, AlgorithmChoice(names=("flat",))
     groups = make_groups(topology, control.world.rank, {kind: frozenset({span})}, config)
     collectives = make_collectives(flat, groups, make_links(device, config.backend))

@@ -1,6 +1,6 @@
-"""Times matmuls on a GPU while a kernel of another stream keeps multiprocessors busy, as NCCL's."""
+"""Times matmuls on a GPU while a kernel in another stream keeps SMs busy, as NCCL's kernels do."""
 
-# Triton reads annotations of a kernel's arguments as its own: they have none.
+# Triton would interpret annotations of a kernel's arguments, so there are none.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import triton
 from triton.language.extra.cuda import globaltimer
 
 _CTAS = (0, 4, 8, 16, 22, 32, 64)
-_NANOSECONDS = 20_000_000  # several times what the products take
-_WARPS = 16  # as in NCCL's blocks: next to one there is no room for a block of a matmul
+_NANOSECONDS = 20_000_000  # duration of the busy kernel, several times that of the matmuls
+_WARPS = 16  # warps per block as in NCCL: a matmul's block does not fit an SM next to one
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _spin(nanoseconds):
 
 
 def slowed_matmuls(device: torch.device) -> tuple[tuple[int, float], ...]:
-    """Time a bf16 matmul of LLaMA-7B next to busy thread blocks, by their number."""
+    """Time a bf16 matmul of LLaMA-7B next to busy thread blocks, for several numbers of them."""
     a_RK = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device)
     b_KC = torch.randn(4096, 11008, dtype=torch.bfloat16, device=device)
     stream = torch.cuda.Stream(device, priority=-1)

@@ -1,4 +1,4 @@
-"""What a run does at its start where a flag says auto: finds its machine, and plans by it."""
+"""Finds or measures the machine at the start of a run, and plans by it, where a flag says auto."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from paro.training.exit_signal import ExitSignal
 
 
 class ExitRequestedError(Exception):
-    """Error on all ranks: a signal asks one of them to end the run."""
+    """Error on all ranks: a signal has asked one of the ranks to end the run."""
 
 
 class InterruptibleControl(Control):
-    """Control whose gathers raise `ExitRequestedError` on all ranks once one has got a signal."""
+    """Control whose gathers raise `ExitRequestedError` on all ranks once one rank has a signal."""
 
     def __init__(self, control: Control, exit_signal: ExitSignal) -> None:
         super().__init__(control.world, control.device, control.group)
@@ -68,10 +68,10 @@ class InterruptibleControl(Control):
 def plan_on_this_machine(
     config: RunConfig, control: Control, watchdog: Watchdog
 ) -> RunConfig | None:
-    """Decide what the flags leave open by a plan for this machine; collective.
+    """Replace values of auto in `config` by those of a plan for this machine; collective.
 
-    It is `config` itself where nothing is to be measured; None if a signal asks to leave meanwhile.
-    `UserError` on all ranks if nothing fits, or if they would choose differently.
+    Returns `config` itself if nothing is to be measured, None if a signal asks to exit meanwhile.
+    `UserError` on all ranks if nothing fits, or if ranks would choose differently.
     """
     if config.open is None:
         return config
@@ -96,7 +96,7 @@ def plan_on_this_machine(
 
 
 def find_measured(config: RunConfig, control: Control, watchdog: Watchdog) -> Machine:
-    """Return the machine from a file of an earlier start, or as it is measured now; collective."""
+    """Return the machine from an earlier start's file, or measure it now; collective."""
     log = Log(rank=control.world.rank, world_size=control.world.size)
     depends_on = conditions(config, control)
     # Machine files are kept with the run's checkpoints, else with the user's caches.
@@ -124,7 +124,7 @@ def find_measured(config: RunConfig, control: Control, watchdog: Watchdog) -> Ma
 
 
 def conditions(config: RunConfig, control: Control) -> dict[str, str]:
-    """Return all that a measurement depends on, equal on all ranks; collective."""
+    """Return everything on which a measurement depends, equal on all ranks; collective."""
     device = control.device
     on_gpu = device.type == "cuda"
     kind = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {platform.machine()}"
@@ -151,16 +151,16 @@ def conditions(config: RunConfig, control: Control) -> dict[str, str]:
 
 
 def file_stem(depends_on: dict[str, str]) -> str:
-    """Return the name of the machine file for what a measurement depends on."""
+    """Return the name of the machine file for the conditions of a measurement."""
     return f"machine-{hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:12]}"
 
 
 def earlier_machine(
     path: Path, misfit: Callable[[Machine], str | None], say: Callable[[str], None]
 ) -> Machine | None:
-    """Read the machine of an earlier start from `path` or its folder; None without.
+    """Read the machine of an earlier start from `path` or its folder; None if there is none.
 
-    What is in a file decides, whatever its name; `misfit` says why it is of no use.
+    The content of a file decides, not the name; `misfit` says why a file cannot be used.
     """
     for file in (path, *sorted({*path.parent.glob("*.json")} - {path})):
         try:
@@ -181,7 +181,7 @@ def earlier_machine(
 
 
 def misfit(config: RunConfig, depends_on: Mapping[str, str], machine: Machine) -> str | None:
-    """Say why this run would measure another machine; None if it would measure this one."""
+    """Say why `machine` does not hold for this run; None if it holds."""
     world = config.world
     if (machine.world_size, machine.group_size) != (world.size, world.group_size):
         return f"it is of {ranks_text(machine.world_size, machine.group_size)}"
@@ -198,7 +198,7 @@ def misfit(config: RunConfig, depends_on: Mapping[str, str], machine: Machine) -
 
 
 def write_machine(path: Path, machine: Machine) -> str:
-    """Write the file for the next start, and return a line about it; errors are no failure."""
+    """Write the machine file for the next start; return a line about it, also about an error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
@@ -209,7 +209,7 @@ def write_machine(path: Path, machine: Machine) -> str:
 
 
 def _forget(device: torch.device) -> None:
-    """Free the memory of the measurement, and reset the peak: it is no part of the run's."""
+    """Free the memory of the measurement, and reset the peak, which counts for the run alone."""
     give_back_freed_memory()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -33,36 +33,37 @@ from paro.spec.units import unit_parts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitActivations:
-    """Activation bytes of a unit: saved for backward (`kept`), and transient peaks on top of it."""
+    """Activation bytes of a unit: saved for backward (`kept`), and peaks of transient bytes."""
 
-    kept: int  # from forward to the end of the unit's backward
-    recomputed: int = 0  # from recomputation to the end of the unit's backward
-    in_forward: int  # transient
-    before_gradients: int = 0  # transient in backward, until the unit's first gradient exists
-    in_backward: int  # transient in backward from the unit's first gradient on
-    in_loss: int = 0  # transient in forward, if the chunked loss computes gradients there
-    kept_to_the_end: int = 0  # the part of `kept` that lasts until the whole backward ends
-    casts: int = 0  # cached fp8 weights, as long as the weights do not change
+    kept: int  # bytes saved from forward to the end of the unit's backward
+    recomputed: int = 0  # bytes that exist from recomputation to the end of the unit's backward
+    in_forward: int  # peak of transient bytes in forward
+    before_gradients: int = 0  # peak of transient bytes in backward before the first gradient
+    in_backward: int  # peak of transient bytes in backward from the unit's first gradient on
+    in_loss: int = 0  # peak of transient bytes of a chunked loss that makes gradients in forward
+    kept_to_the_end: int = 0  # the part of `kept` that is freed only when all of backward ends
+    casts: int = 0  # bytes of cached fp8 weights, which stay as long as the weights do not change
 
 
 class Activations:
-    """The bytes that a model's units keep and need in a micro-batch."""
+    """The activation bytes of a model's units in a micro-batch: saved, and transient."""
 
     def __init__(self, *, config: LlamaConfig, batch: MicroBatch, grad_bytes: int) -> None:
-        """Take the bytes of an element of the buffers for a micro-batch's gradients."""
+        """Compute shared sizes; `grad_bytes` is the size of an element of gradient buffers."""
         self.config, self.batch, self.grad_bytes = config, batch, grad_bytes
-        self.residual = batch.tensor_bytes(config.hidden_size)  # a block's input
-        self.ffn = batch.tensor_bytes(config.ffn_hidden_size)  # an inner tensor of the MLP
-        # Weights in the compute type: a matrix of the MLP; the embedding, or the output layer.
+        self.residual = batch.tensor_bytes(config.hidden_size)  # bytes of a block's input
+        self.ffn = batch.tensor_bytes(config.ffn_hidden_size)  # bytes of gate, of up
+        # Bytes of weights in the compute type: one matrix of the MLP; embedding or output layer.
         self._matrix = config.hidden_size * config.ffn_hidden_size * batch.compute_bytes
         self._vocabulary = config.vocab_size * config.hidden_size * batch.compute_bytes
-        # Whether matmuls write gradients into their buffers, and the embedding adds its rows there.
+        # Whether matmuls write weights' gradients directly into their buffers, without a copy; the
+        # embedding adds its rows there likewise.
         self.direct = self._matmuls_write(grad_bytes)
         in_fp32_on_cpu = batch.device_type == "cpu" and batch.compute_bytes == 4
         self.adds_rows = self.direct and in_fp32_on_cpu
-        # For the backward of a norm and the linear layers after it, without their weights: the
-        # gradients of the block's output, of the normalized input and of the input, and the
-        # normalized input; on a CPU, below fp32, the norm uses two fp32 tensors instead of that.
+        # Backward of a norm and the linear layers after it has the gradients of the block's
+        # output, of the normalized input and of the input, and the normalized input. On a CPU,
+        # below fp32, the norm uses two fp32 tensors instead of the normalized input.
         self.norm_backward = 4 * self.residual
         if batch.device_type == "cpu" and batch.compute_bytes < 4:
             self.norm_backward += 2 * self.residual * 4 // batch.compute_bytes - self.residual
@@ -72,12 +73,12 @@ class Activations:
         return in_fp32 or grad_bytes == self.batch.compute_bytes
 
     def of_step(self, step: StepCounts) -> Iterator[tuple[str, UnitActivations]]:
-        """Yield the units by name, in forward order."""
+        """Yield the name and the activations of every unit, in forward order."""
         specs = unit_specs(self.config)
         begins = {index: group[0] for group in step.shape.recomputed for index in group}
         yield specs[0].name, self._of_embedding()
         for index, spec in enumerate(specs[1:-1], start=1):
-            # Those below the first trained unit are counted as if they were recomputed too.
+            # Blocks below the first trained unit save nothing, as recomputed ones.
             yield spec.name, self._of_block(index, begins.get(index, spec.recomputed_from))
         yield specs[-1].name, self._of_head()
 
@@ -85,10 +86,10 @@ class Activations:
         tied = self.config.tie_embeddings_and_output_weights
         by_rows = self.adds_rows and not tied
         return UnitActivations(
-            kept=self.batch.num_tokens * 8,  # token ids
+            kept=self.batch.num_tokens * 8,  # token ids are int64
             in_forward=0,
             before_gradients=self.residual + (0 if by_rows else self._vocabulary),
-            # Tied: added to the head's, which is kept until then.
+            # A tied embedding adds its gradient to the head's, which is allocated already.
             in_backward=0 if tied else self.residual if by_rows else self._vocabulary,
         )
 
@@ -109,11 +110,11 @@ class Activations:
 
     @cached_property
     def _transients(self) -> dict[str, int]:
-        """The peak bytes of a block's forward and backward without those it keeps, by field."""
+        """The peaks of a block's transient bytes, by field of `UnitActivations`."""
         config, batch, residual, ffn = self.config, self.batch, self.residual, self.ffn
-        # Backward peaks at the start of the MLP: the gradients of w_down, of gate and up and of
-        # their product. Gate and up are then freed, which makes room for the gradients of their
-        # producers.
+        # Backward peaks at the start of the MLP, with the gradients of w_down, of gate and up and
+        # of the product of both. Gate and up are then freed, which makes room for the gradients
+        # of w_gate and w_up.
         found = {
             "in_forward": residual + max(residual, ffn),
             "before_gradients": residual + 3 * ffn + self._matrix + self._of_adapters(),
@@ -126,41 +127,42 @@ class Activations:
         elif config.lora is None and self.direct:
             found["before_gradients"] = residual + 2 * ffn
             found["in_backward"] = max(residual + 3 * ffn, self.norm_backward)
-        if config.keeps_scores:  # they and their mask, then their gradients
+        if config.keeps_scores:  # forward has scores and mask, backward the scores' gradients
             scores = 8 * batch.num_tokens * config.num_attention_heads * batch.seq_length
             for field in ("in_forward", "in_backward"):
                 found[field] = max(found[field], residual + scores)
         if batch.context.ring > 1:
-            # The block's input to the MLP is free by then, as are gate and up.
+            # The MLP's backward is over, so its input, gate and up are free.
             exchanging = kv_exchange_bytes(config, batch) - 2 * ffn
             found["in_backward"] = max(found["in_backward"], exchanging)
-        if config.lora is not None:  # what adapters of gate and up add to the weights' products
+        if config.lora is not None:  # adapters of gate and up have products of their own
             found["in_forward"] += ffn * len({"w_gate", "w_up"} & {*config.lora.targets})
         return found
 
     def _fp8_transients(self, without: Mapping[str, int]) -> dict[str, int]:
         """Compute the transients where operands are cast to fp8, weights at every use.
 
-        Backward casts a gradient as it is and transposed, and transposes the inputs of weights,
-        whose gradients are products that are then copied or added to their buffers.
+        Backward makes two fp8 casts of a gradient, one transposed, and transposes the saved inputs
+        of linear layers. A weight's gradient is a product, which is copied or added to its buffer.
         """
         config, batch, residual = self.config, self.batch, self.residual
         size, on_gpu, norm = batch.compute_bytes, batch.device_type == "cuda", self.norm_backward
         narrow = batch.num_tokens * config.hidden_size  # elements, which are bytes in fp8
         wide = batch.num_tokens * config.ffn_hidden_size
         weight = config.hidden_size * config.ffn_hidden_size
-        # At most, of an element: the result by Triton, and in fp32 by torch's operations.
+        # Bytes per element at most: Triton makes only the result, torch also fp32 tensors.
         cast = 1 if on_gpu or config.fuses_fp8_casts else 8 if size < 4 else 5
         casting = max(cast * wide + weight, residual + wide + weight, cast * weight)
         in_forward = max(size * wide + casting, 2 * residual)
-        width = 2 * sum(_attention_widths(config)) + 3 * config.ffn_hidden_size  # of all weights
+        # Rows, or columns, of all weight matrices of a block together.
+        width = 2 * sum(_attention_widths(config)) + 3 * config.ffn_hidden_size
         found = {"in_forward": in_forward, "casts": 2 * config.hidden_size * width}
         if config.lora is not None:
             return found | {
                 "before_gradients": without["before_gradients"] + narrow,
                 "in_backward": without["in_backward"] + 2 * wide,
             }
-        # Triton makes gate's and up's gradients and their product at once.
+        # Triton makes the gradients of gate and up and the product of gate and up at once.
         others = residual + 2 * narrow + (3 if on_gpu else 2) * size * wide
         before = max(others + cast * wide, residual + 2 * narrow + size * wide + cast * weight)
         product = others + wide + size * weight
@@ -169,14 +171,14 @@ class Activations:
             norm + 4 * wide,
             4 * residual + narrow + 4 * wide + cast * weight,
         )
-        if not (self.direct or on_gpu or size == 4):  # to add it, a CPU converts the product
+        if not (self.direct or on_gpu or size == 4):  # a CPU converts the product to add it
             product += 4 * weight
         return found | {"before_gradients": before, "in_backward": max(product, inputs)}
 
     def _compiled_backward(self) -> dict[str, int]:
-        """Compute the peak bytes of a compiled block's backward, which is at its most in the MLP.
+        """Compute the peak bytes of a compiled block's backward, which is reached in the MLP.
 
-        Gate and up, which are counted as kept, are freed before the first gradient of a weight.
+        Gate and up, which are counted as saved, are freed before the first gradient of a weight.
         """
         residual, ffn, weight = self.residual, self.ffn, self._matrix
         before, after = residual + 4 * ffn, 5 * residual
@@ -184,7 +186,7 @@ class Activations:
             if not self.direct:
                 before, after = max(before, residual + ffn + weight), after + weight
             return {"before_gradients": before, "in_backward": after}
-        # Its products arrive together, after the graph.
+        # The weights' gradients arrive together, after the compiled graph.
         output = self.config.hidden_size * _attention_widths(self.config)[0]
         together = 3 * weight + output * self.batch.compute_bytes + residual - 2 * ffn
         return {"before_gradients": max(before, together), "in_backward": max(after, together)}
@@ -195,11 +197,11 @@ class Activations:
         if lora is None or "w_down" not in lora.targets:
             return 0
         products = self.config.ffn_hidden_size * (2 * size + (1 if lora.dropout else 0))
-        # No gradient of the frozen weight is made.
+        # The frozen weight has no gradient.
         return self.batch.num_tokens * (products + lora.rank * size) - self._matrix
 
     def _before_adapters(self) -> int:
-        """Count the bytes before its adapters that the first block with any does not keep."""
+        """Count the bytes that the first block with adapters does not save: those before them."""
         lora = self.config.lora
         targets = {*lora.targets} if lora is not None else set()
         if not targets or targets & {"wq", "wk", "wv"}:
@@ -214,16 +216,16 @@ class Activations:
 
     @cached_property
     def of_block(self) -> int:
-        """The bytes that a block needs for backward, without a recomputed core attention's."""
+        """The bytes that backward of a block reads, except those of a recomputed core attention."""
         config = self.config
         query, key = _attention_widths(config)
         width = 2 * config.hidden_size + 2 * query + 2 * key + 2 * config.ffn_hidden_size
-        # A compiled graph keeps attention's output once more, as the next matmul reads it.
+        # A compiled graph saves attention's output once more, as input of the next matmul.
         in_fp8 = query if config.torch_compile is not None and config.fp8_format is not None else 0
         return self._with_scores(width) + self.batch.num_tokens * in_fp8
 
     def _with_scores(self, width: int) -> int:
-        """Count bytes of `width` elements per token, and of what attention and its norms keep."""
+        """Count bytes of `width` elements per token, and those saved by attention and its norms."""
         config, batch = self.config, self.batch
         without_core = config.recompute is not None and config.recompute.core_attention
         in_fp32 = 0 if without_core else config.num_attention_heads  # log-sum-exp
@@ -244,10 +246,10 @@ class Activations:
     # The head #
 
     def _of_head(self) -> UnitActivations:
-        # Kept: its input, an fp32 scale per token and, since the loss computes gradients in
-        # forward, that of its normalized input.
+        # The head saves its input, an fp32 scale per token and, since the loss computes gradients
+        # in forward, the gradient of the normalized input.
         residual, tied = self.residual, self.config.tie_embeddings_and_output_weights
-        # A tied weight's gradient is kept until the embedding's gradient exists.
+        # A tied weight's gradient stays until the embedding's gradient exists.
         weight = self._vocabulary if tied else 0
         before, _ = self._chunk_of_loss()
         return UnitActivations(
@@ -260,12 +262,12 @@ class Activations:
         )
 
     def _chunk_of_loss(self) -> tuple[int, int]:
-        """Compute peak bytes of a chunk of tokens, up to its logits' gradient and for the weight's.
+        """Compute peak bytes of a chunk of tokens: to the logits' gradient; for the weight's.
 
-        The fp32 logits become probabilities and their gradient in place. Below fp32 the product
-        before them, and the gradient after them, are tensors of their own on a CPU; on a GPU Triton
-        replaces the product by the gradient. Masked inputs, and
-        masked inputs times the tokens' weights, are added.
+        The fp32 logits become probabilities, then their gradient, in place. Below fp32 a CPU has
+        two more tensors in the compute type: the logits, and their gradient. On a GPU Triton
+        overwrites the logits by the gradient. Masked inputs, and masked inputs times the tokens'
+        weights, come on top.
         """
         size, vocab_size = self.batch.compute_bytes, self.config.vocab_size
         chunk = min(self.batch.num_tokens, self.batch.loss_chunk(self.config))
@@ -277,9 +279,9 @@ class Activations:
     def _summed_loss(self, grad_bytes: int) -> int:
         """Compute peak bytes of the loss where the output weight's gradient is summed over chunks.
 
-        In addition to the buffer, with elements of `grad_bytes`: the sum, if it is not summed
-        there, and one chunk's product, which a CPU converts before adding it, unless matmuls write
-        into the buffer, or into the sum.
+        The gradient's buffer, with `grad_bytes` per element, is not counted. Counted are the sum,
+        unless the buffer has it, and one chunk's product, which a CPU converts before adding it,
+        unless matmuls write into the buffer or the sum.
         """
         before, after = self._chunk_of_loss()
         numel = self.config.vocab_size * self.config.hidden_size
@@ -290,25 +292,25 @@ class Activations:
         return (4 * numel if sums else 0) + max(before, after)
 
     def _tied_loss(self) -> int:
-        """Compute the peak bytes of a tied weight's loss without the gradients that it keeps."""
+        """Compute the peak bytes of a tied weight's loss without the gradients that stay."""
         before, after = self._chunk_of_loss()
         if self.batch.num_tokens <= self.batch.loss_chunk(self.config):
-            return max(before - self._vocabulary, after)  # the weight's is computed last
+            return max(before - self._vocabulary, after)  # the weight's gradient comes last
         if self.batch.compute_bytes == 4:
             return max(before, after)
-        # Several chunks: the weight's gradient is summed in fp32, and kept as a two-byte copy.
+        # Several chunks: the weight's gradient is summed in fp32, and stays as a two-byte copy.
         return self._summed_loss(2) - self._vocabulary
 
 
 class PartActivations(Activations):
-    """The bytes that the parts of a model keep and need in a micro-batch where weights rotate.
+    """The activation bytes of a model's parts in a micro-batch where weights rotate.
 
-    A block keeps as much as without slices, since those add up. Transient are the work with one
-    slice and the gradients of input and output. Slots are not counted (paro/step/slices.py).
+    A block saves as much for all slices together as without slices. Transient are the work with
+    one slice and the gradients of input and output. Slots are not counted (paro/step/slices.py).
     """
 
     def of_step(self, step: StepCounts) -> Iterator[tuple[str, UnitActivations]]:
-        """Yield the parts by name, in forward order."""
+        """Yield the name and the activations of every part, in forward order."""
         shape = step.shape
         mlp = self.residual + 2 * self.ffn
         needed = {"attention": self.of_block - mlp, "mlp": mlp}

@@ -1,4 +1,4 @@
-"""The communication of a strategy on a machine: what each action queues in comm streams."""
+"""The communication of a strategy on a machine: the work of each action in comm streams."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import ShardingSpec
 from paro.step.actions import PASS_OF, Verb
 
-# Memory traffic of an element's codes, counted in paro/quantization/blocks.py: what every operation
-# reads and writes.
+# Bytes that all operations together read and write to quantize, dequantize or transform an element,
+# counted in paro/quantization/blocks.py.
 _ENCODED_BYTES = 70
 _DECODED_BYTES = 40
 _TRANSFORM_BYTES = 60
 CODING_BYTES = _ENCODED_BYTES + _DECODED_BYTES + _TRANSFORM_BYTES
-# Reads the error and the codes, encodes the new error; three operations on fp32 values.
+# Error feedback dequantizes the old error and the sent values, and quantizes the new error, with
+# three operations on fp32 values.
 _FEEDBACK_BYTES = 2 * _DECODED_BYTES + _ENCODED_BYTES + 3 * 12
 
-# Of what an action queues: the kind of exposed time, and the use of the comm streams.
+# The work that an action queues: the kind of its exposed time, and the use of its comm streams.
 _KINDS = {
     Verb.GATHER: ("gather", "gather"),
     Verb.REDUCE: ("reduce", "reduce"),
@@ -38,11 +39,11 @@ _KINDS = {
     Verb.SHIFT_BACK: ("gather", "rotate"),
     Verb.SHIFT_GRADS: ("reduce", "rotate"),
 }
-THREAD = "thread"  # the training thread, as a load like links and comm streams
+THREAD = "thread"  # the name of the training thread among links and comm streams that are busy
 
 
 def busy_of(work: Iterable[Queued]) -> Mapping[Hashable, float]:
-    """Compute for how long work keeps links, by name, comm streams and a waiting thread busy."""
+    """Compute for how long work keeps busy: links (by name), comm streams, a waiting thread."""
     busy: defaultdict[Hashable, float] = defaultdict(float)
     for use, phase in ((one.use, phase) for one in work for phase in one.phases):
         for job in phase:
@@ -57,8 +58,8 @@ class BufferCosts(NamedTuple):
     """The work that the actions on a flat buffer queue."""
 
     queued: Mapping[Verb, tuple[Queued, ...]]
-    busy: Mapping[Verb, Mapping[Hashable, float]]  # by `busy_of`
-    codes: Mapping[Verb, int]  # bytes read and written to encode or decode for an action
+    busy: Mapping[Verb, Mapping[Hashable, float]]  # seconds by link, stream or thread, of `busy_of`
+    codes: Mapping[Verb, int]  # bytes read and written to quantize or dequantize for an action
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class CommCosts:
 
     @cached_property
     def at_once(self) -> frozenset[Verb]:
-        """The actions whose collectives are waited for at once, and so overlap with nothing."""
+        """The actions whose collectives the training thread waits for at once, without overlap."""
         if not self.run.overlaps:
             return QUEUES
         return frozenset(PASS_OF) if self.run.materialize.in_place else frozenset()
@@ -88,7 +89,7 @@ class CommCosts:
 
     @cached_property
     def coding_bytes(self) -> int:
-        """The memory traffic of all codes of a step; 0 if none are sent."""
+        """The bytes that quantization reads and writes in a step; 0 without quantization."""
         return sum(sum(costs.codes.values()) for costs in self.of_buffers)
 
     def _costs_of(self, spec: ShardingSpec) -> BufferCosts:
@@ -97,7 +98,7 @@ class CommCosts:
         return BufferCosts(queued, {verb: busy_of(queued[verb]) for verb in queued}, codes)
 
     def _queued(self, spec: ShardingSpec) -> Iterator[tuple[Verb, tuple[Queued, ...]]]:
-        """Yield the collectives that each action queues, whole or shift by shift."""
+        """Yield the work that each action queues: collectives, or shifts."""
         way, times = self.run.materialize, self.times
         for verb in _KINDS:
             if verb in (PASS_OF.values() if way.rotates else PASS_OF):
@@ -117,7 +118,7 @@ class CommCosts:
     def _add_copies(
         self, spec: ShardingSpec, queued: dict[Verb, tuple[Queued, ...]]
     ) -> dict[Verb, int]:
-        """Add the copies of a trainable buffer to its collectives; return the bytes of codes."""
+        """Add copies to a trainable buffer's collectives; return traffic to (de)quantize."""
         precision, numel = spec.precision, spec.layout.numel
         params, grads, optim = (numel // degree for degree in spec.strategy.degrees)
         wire, accumulate = BYTES_OF[precision.wire], BYTES_OF[precision.accumulate]
@@ -134,7 +135,7 @@ class CommCosts:
                 codes[Verb.GRAD_SYNC] = encoded * (CODING_BYTES + feedback)
                 seconds = coding_seconds(self.device, codes[Verb.GRAD_SYNC])
                 synced = (self._beside("code", first, seconds), *synced)
-            if wire != accumulate:  # before and after
+            if wire != accumulate:  # types are converted before and after
                 converted = (
                     (grads + optim) * spec.unit.bucket_size * (wire + accumulate) / copy_rate
                 )
@@ -149,7 +150,7 @@ class CommCosts:
         return codes
 
     def _beside(self, name: str, other: TimedJob, seconds: float) -> Queued:
-        """Make work in the stream of another job; on CPU ranks it takes processor time."""
+        """Make work for the stream of another job; on CPU ranks it takes processor time."""
         cpu = 1.0 if self.device.cores is not None else 0.0
         seconds += self.device.job_seconds
         job = TimedJob(stream=other.stream, seconds=seconds, intra=0.0, inter=0.0, cpu=cpu)

@@ -1,17 +1,18 @@
 """Compute time of a rank in a micro-batch and in an update, unit by unit, or part by part."""
 
-# Matrix products are counted as in model/flops.py's flops_per_token, attention in full, and run at
-# the device's sustained FLOP/s; where the device has a rate of attention's own, its FLOPs count as
-# those that take as long. Memory-bound work takes its bytes over the memory bandwidth. The loss
-# computes its gradients in forward, so the head's backward is part of its forward. Backward is
-# twice the forward: once for the gradients of inputs, once for those of weights, as far as these
-# train. Below the first trained unit there is none.
+# In: a model, a micro-batch and the rates of a device. Out: seconds of every unit's forward,
+# recomputation and backward, and of updates and copies.
+#
+#     matrix products       FLOPs (model/flops.py) / sustained FLOP/s; attention is counted in full,
+#                           over a FLOP/s figure of its own where the device has one
+#     memory-bound work     bytes / memory bandwidth
+#     backward              two forwards: one for the gradients of inputs, one for those of trained
+#                           weights; none below the first trained unit; part of the head's forward
 #
 #     collect a gradient    read it, write it; if it is added to an accumulator, read that too
 #     update                read the gradient twice (norm, update), read and write master and
 #                           moments, write the parameter; with Muon counted as AdamW's
-#     codes                 what every operation reads and writes (comm_costs.py), at a rate of
-#                           their own
+#     (de)quantize          bytes of all operations (comm_costs.py) / a bandwidth of their own
 
 from __future__ import annotations
 
@@ -32,13 +33,13 @@ from paro.spec.states import adamw_states, bytes_of
 from paro.step.actions import StepShape, Verb
 from paro.strategy import Strategy
 
-# Share of the memory bandwidth at which CPU ranks make codes, where the machine file gives no rate:
-# measured 0.33 to 0.54, since codes take many small operations.
+# Share of the memory bandwidth at which CPU ranks quantize, where the machine file gives no rate:
+# measured 0.33 to 0.54, since quantization takes many small operations.
 _CODING_SHARE = 0.4
 _FIRST_GRADIENT_SHARE = 0.1  # share of a block's backward before its first gradient exists
-_FORWARD_SHARE = 1 / 3  # share of an extra slice's cost; backward has twice the products
+_FORWARD_SHARE = 1 / 3  # forward's share of the cost of an extra slice; backward has the rest
 
-# Training-thread time of a unit's actions in a micro-batch, without collecting its gradients.
+# Training-thread seconds of a unit's actions in a micro-batch, without collecting its gradients.
 UnitSeconds = dict[Verb, float]
 
 
@@ -46,8 +47,8 @@ UnitSeconds = dict[Verb, float]
 class Computing:
     """The compute time of a model's micro-batch on a device.
 
-    Where weights rotate, a rank computes a part with one slice after another; in place, with one
-    half of every slice, then with the other.
+    Where weights rotate, a rank computes a part with one slice after another. In place it computes
+    with the first half of every slice, then with the second half of every slice.
     """
 
     model: LlamaConfig
@@ -57,7 +58,7 @@ class Computing:
 
     @cached_property
     def per_unit(self) -> tuple[UnitSeconds, ...]:
-        """The times of every unit, or of all slices of every part together, in forward order."""
+        """The times of every unit, or of every part with all its slices, in forward order."""
         shape = self.step.shape
         computed: list[tuple[PartSpec, ...]] = [spec.parts for spec in unit_specs(self.model)]
         if shape.num_slices > 1:
@@ -76,7 +77,7 @@ class Computing:
         return sum(sum(unit.values()) for unit in self.per_unit)
 
     def attention_seconds(self, unit: int) -> float:
-        """Compute the time of a forward of a block's attention, without products with weights."""
+        """Compute the time of core attention (no products with weights) in a block's forward."""
         recomputed = unit in chain.from_iterable(self.step.shape.recomputed)
         return self._seconds(self._attention_flops(recomputed))
 
@@ -87,9 +88,8 @@ class Computing:
     def collect_seconds(self, strategy: Strategy, precision: PrecisionConfig, numel: int) -> float:
         """Compute the time to collect gradients, one by one, in the training thread.
 
-        Where weights rotate, to add them to the received sums, and complete sums to the
-        accumulator. The first rank of a pass writes its gradients without reading the buffer's old
-        content.
+        Where weights rotate, gradients are added to received sums, and complete sums to the
+        accumulator. The first rank of a pass only writes its gradients: it has received no sum.
         """
         compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
         accumulate, degree = BYTES_OF[precision.accumulate], self.step.shape.num_slices
@@ -111,7 +111,7 @@ class Computing:
         return self.batch.tensor_bytes(self.model.hidden_size)
 
     def _attention_flops(self, recomputed: bool) -> float:
-        """Count FLOPs of a forward of a block's attention, at the speed of other products."""
+        """Count FLOPs of core attention in forward, scaled as if run at the common rate."""
         config, tokens, device = self.model, self.batch.num_tokens, self.device
         query = config.num_attention_heads * config.kv_channels
         in_parts = self.batch.context.ring > 1 or (config.keeps_core and recomputed)
@@ -121,7 +121,7 @@ class Computing:
 
     @cached_property
     def _product_flops(self) -> dict[str, float]:
-        """The FLOPs of a forward's products with weights, by method."""
+        """The FLOPs of a forward's products with weights, by method of the model."""
         embedding, block, *_ = unit_specs(self.model)
         shapes, found = {**embedding.shapes, **block.shapes}, {}
         for part in (*embedding.parts, *block.parts):
@@ -130,10 +130,11 @@ class Computing:
         return found | {"loss": found["look_up"]}
 
     def _of_slices(self, index: int) -> tuple[float, float]:
-        """Compute the time that slices add to a forward, and to a backward, of a part."""
+        """Compute the time that slices add to a part's forward, and to its backward."""
         number = self.step.shape.num_slices * len(self.step.shape.halves(index))
         piece = self.device.piece_seconds
-        adding = self.memory_seconds(3 * self._residual_bytes)  # to the output, or its gradient
+        # Every further slice adds its result to the output, or to the input's gradient.
+        adding = self.memory_seconds(3 * self._residual_bytes)
         shares = (_FORWARD_SHARE, 1 - _FORWARD_SHARE)
         forward, backward = ((number - 1) * (piece * share + adding) for share in shares)
         return forward, backward
@@ -142,7 +143,7 @@ class Computing:
         """Compute the times of a unit, or of a part in slices; a block begins with attention."""
         shape, method = self.step.shape, parts[0].method
         more, more_back = self._of_slices(index)
-        reached = index >= shape.first_trained  # by backward
+        reached = index >= shape.first_trained  # whether the unit has a backward
         if method == "look_up":
             forward = self.memory_seconds(2 * self._residual_bytes) + more
             backward = self.memory_seconds(3 * self._residual_bytes)
@@ -153,11 +154,11 @@ class Computing:
         forward = self._seconds(products + attention)
         if not reached:
             return {Verb.FORWARD: forward + more}
-        # A tied head borrows its weights: they are of the last buffer's unit.
+        # A tied head borrows the embedding's weights: look up the unit that owns the buffer.
         units = {self.step.buffers[half[-1]].unit for half in shape.halves(index)}
         trained = sum(unit.trainable.numel for unit in units) / sum(unit.numel for unit in units)
         if method == "loss" and isinstance(shape, StepShape):
-            # As much again for the gradients of each operand.
+            # The gradients of each operand take as long as the forward.
             loss, chunk = (2 + trained) * forward, self.batch.loss_chunk(self.model)
             of_chunk = min(1.0, chunk / self.batch.num_tokens)
             later = loss - of_chunk * forward if shape.grads_in_forward else 0.0
@@ -166,7 +167,7 @@ class Computing:
         again = self._seconds(products) if self.model.keeps_core else forward
         core = attention if recompute is not None and recompute.core_attention else 0.0
         backward = self._seconds((1 + trained) * products + 2 * attention + core)
-        # Where weights rotate, the loss makes no gradients in forward: it computes logits again.
+        # Where weights rotate, the loss makes no gradients in forward; backward recomputes logits.
         logits = forward if method == "loss" else 0.0
         return {
             Verb.FORWARD: forward + more,
@@ -177,7 +178,7 @@ class Computing:
 
 
 def coding_seconds(device: Device, num_bytes: float) -> float:
-    """Compute the time to encode or decode with this memory traffic."""
+    """Compute the time to quantize or dequantize with this memory traffic."""
     rate = device.coding_bytes_per_second
     if rate is None:
         share = 1.0 if device.cores is None else _CODING_SHARE

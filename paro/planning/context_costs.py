@@ -1,8 +1,9 @@
-"""The time of attention in a context-parallel group: what it waits for, and what it keeps busy."""
+"""The time of attention in a context-parallel group, with its waits and its busy links."""
 
-# In: the schedule of each attention pass (context_parallel.py), the compute time of the actions
-# that make it, and the times of messages on a machine. Out: the requests of the training thread for
-# an action, and for how long its passes keep links and comm streams busy, for the lower bound.
+# In: the schedule of each attention pass (forward, recomputation or backward; context_parallel.py),
+# the compute time of the actions that contain it, and the times of messages on a machine. Out: for
+# the simulation, the requests of the training thread in an action: compute, queue, wait. For the
+# lower bound, the seconds for which passes keep links and comm streams busy.
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from paro.planning.sending import To
 from paro.planning.simulation import Compute, Program, Queue, Queued, Simulation, Wait
 from paro.step.actions import Move, Verb
 
-KIND = "context"  # of exposed time, and the use of the comm streams
+KIND = "context"  # the kind of exposed time, and the use of the comm streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +33,12 @@ class ContextCosts:
     attention: ContextAttention
     computing: Computing
     times: CollectiveTimes
-    overlaps: bool  # whether anything is sent while the thread computes
+    overlaps: bool  # whether the thread computes while messages are sent
 
     def program(self, move: Move, whole: Compute, name: str) -> Program:
-        """Yield the requests of an action; attention, which may wait, is nearest to its input.
+        """Yield the requests of an action.
 
-        So it comes first in forward, and last in backward.
+        Attention, which may wait, comes before the other work in forward, after it in backward.
         """
         passes = self.passes(move)
         attention = (self._requests(*one, name, whole.kind) for one in passes)
@@ -93,9 +94,9 @@ class ContextCosts:
 
     @cached_property
     def loads(self) -> tuple[Mapping[Hashable, float], Mapping[Hashable, float]]:
-        """The seconds for which attention of a forward, and of a backward, keeps each load busy.
+        """The busy seconds of attention in a forward, and in a backward of a micro-batch.
 
-        Loads are links, by name, comm streams, and the thread, which waits at least so long.
+        Keys are links (by name), comm streams, and the thread, which waits at least so long.
         """
         return self._load(Verb.FORWARD), self._load(Verb.RECOMPUTE, Verb.GRADIENTS)
 

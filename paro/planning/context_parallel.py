@@ -52,7 +52,7 @@ class AttentionPass(Enum):
 
     @property
     def num_forwards(self) -> int:
-        """The compute time, in forwards of attention: backward takes two."""
+        """The compute time in units of a forward of attention: backward takes two."""
         return 2 if self.is_backward else int(self is not AttentionPass.RECOMPUTE_EXCEPT_CORE)
 
 
@@ -61,7 +61,7 @@ class Message(NamedTuple):
 
     to: To | Op
     span: AxisSpan
-    num_bytes: int  # of a collective: of its whole buffer
+    num_bytes: int  # bytes of the message, or of the collective's unsharded buffer
     number: int = 1
 
 
@@ -72,7 +72,8 @@ class Send(NamedTuple):
     messages: tuple[Message, ...]
 
 
-# A pass in sequence: a float computes that share of it, a text waits for the send of that key.
+# The entries of a pass, in order: a `Send` is queued, a float is a share of the pass to compute, a
+# text is the key of a send to wait for.
 Schedule = tuple[Send | float | str, ...]
 
 
@@ -82,8 +83,8 @@ class ContextAttention:
 
     config: LlamaConfig
     batch: MicroBatch
-    trained: frozenset[str]  # names of parameters
-    topology: Topology  # of the context layout
+    trained: frozenset[str]  # names of the parameters that train
+    topology: Topology  # the axes of the context layout
 
     @classmethod
     def of_run(cls, run: RunSpec) -> ContextAttention:
@@ -112,7 +113,7 @@ class ContextAttention:
         if kind is AttentionPass.RECOMPUTE_CORE:
             last = last._replace(number=0)
         elif kind is AttentionPass.BACKWARD_OF_KV and not messages.kv_in_chunks:
-            # Only the chunk that came with keys and values goes back.
+            # Gradients of keys and values go back with one chunk: the one that brought them.
             others = (output(num_chunks - 1),)
             queries = messages.output // num_chunks
             last = last._replace(num_bytes=messages.qkv - (num_chunks - 1) * queries)
@@ -147,10 +148,10 @@ class ContextAttention:
 
     @cached_property
     def _first_backward(self) -> AttentionPass | None:
-        """The backward of attention in the first block that trains; None if only later parts train.
+        """The backward of attention in the first block that trains; None if it has no backward.
 
-        Earlier parts need no gradients. The projections of a norm's output are one operation: if
-        one of them trains, autograd needs the gradients of all.
+        Parts before the first trained parameter need no gradients. The projections of a norm's
+        output are one operation: if one projection trains, autograd needs the gradients of all.
         """
         unit = unit_specs(self.config)[self._first_trained]
         trains = {name for name in unit.shapes if f"{unit.name}.{name}" in self.trained}
@@ -170,7 +171,7 @@ class ContextAttention:
         return messages_of(self.config, self.batch)
 
     def _all_gather(self, is_backward: bool) -> Schedule:
-        """Build the schedule of a pass with keys and values of all ranks by a collective."""
+        """Build the schedule of a pass that all-gathers keys and values."""
         layout, messages = self.batch.context, self.messages
         span, own = layout.ring_span(self.topology), 1 / layout.ring
         kv = Send("kv", (Message(Op.ALL_GATHER, span, layout.ring * messages.kv),))
@@ -181,7 +182,7 @@ class ContextAttention:
         return kv, first, "kv", 1 - own, Send("grads", (grads,)), own - first, "grads"
 
     def _rings(self, is_backward: bool) -> Schedule:
-        """Build the schedule of a pass with keys and values round the inner and outer ring."""
+        """Build the schedule of a pass that sends keys and values round inner and outer ring."""
         rings = self.batch.context.rings(self.topology)
         inner, outer = (partial(self._hops, span) for span in rings)
         steps, turns = (math.prod(axis.size for axis in span) for span in rings)
@@ -198,7 +199,7 @@ class ContextAttention:
         )
         if turns == 1:
             return (*last_turn, (1 - first) * share, "inner")
-        hops = steps - 1  # of the inner ring, in each step of the outer one
+        hops = steps - 1  # sends of the inner ring in each step of the outer ring
         return (
             Send("outer", outer(turns - 1, grads * (turns - 2))),
             Send("inner", inner(hops, grads * hops, first)),
@@ -217,7 +218,7 @@ class ContextAttention:
         )
 
     def _hops(self, span: AxisSpan, kv: int, grads: int, heads: float = 1.0) -> tuple[Message, ...]:
-        """Return so many messages to the next ring rank, each of a share of the `heads`."""
+        """Return `kv` and `grads` messages to the next ring rank, for a share `heads` of heads."""
         messages = self.messages
         return tuple(
             Message(To.NEXT, span, round(num_bytes // messages.num_chunks * heads), times)
@@ -242,22 +243,22 @@ class ContextAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Messages:
-    """The bytes of a rank's messages for a block's attention, in one pass over it."""
+    """The sizes of a rank's messages in one attention pass of a block."""
 
-    qkv: int  # to each rank of an all-to-all: queries, keys and values
-    output: int  # and attention's output
-    num_chunks: int  # of an all-to-all
-    kv_in_chunks: bool  # whether each chunk has keys and values of its own; else the first has them
-    first_share: float  # of a rank's own share of gradients, what is computed first
-    kv: int  # keys and values of a ring rank, to the next one
-    kv_grads: int  # and their gradients
+    qkv: int  # bytes of queries, keys and values to each rank of an all-to-all
+    output: int  # bytes of attention's output to each rank of an all-to-all
+    num_chunks: int  # number of chunks of heads in which the all-to-alls are cut
+    kv_in_chunks: bool  # whether each chunk has its keys and values; else the first has all
+    first_share: float  # share of the gradients of a rank's own tokens that is computed first
+    kv: int  # bytes of a ring rank's keys and values, sent to the next rank
+    kv_grads: int  # bytes of the gradients of a ring rank's keys and values
 
 
 def messages_of(config: LlamaConfig, batch: MicroBatch) -> Messages:
     """Compute the messages of a micro-batch by its context-parallel layout."""
     layout, heads = batch.context, config.num_attention_heads
-    kv_heads = max(config.num_query_groups, layout.heads)  # as they are sent
-    numel = batch.num_tokens * config.kv_channels  # of a head
+    kv_heads = max(config.num_query_groups, layout.heads)  # heads sent, with repetitions
+    numel = batch.num_tokens * config.kv_channels  # elements of a head
     num_chunks = num_head_chunks(heads, kv_heads, layout) if layout.heads > 1 else 1
     of_piece = max(1, kv_heads // (layout.heads * num_chunks))
     return Messages(
@@ -274,8 +275,8 @@ def messages_of(config: LlamaConfig, batch: MicroBatch) -> Messages:
 def kv_exchange_bytes(config: LlamaConfig, batch: MicroBatch) -> int:
     """Compute the peak bytes of attention's backward where keys and values are exchanged.
 
-    These are the gradient of the output, gradients of queries, summed in fp32 and of one part,
-    gradients of a part's keys and values, and sent keys and values with fp32 sums of gradients.
+    Counted are the output's gradient, the queries' gradients (fp32 sum, and of one part), the
+    gradients of a part's keys and values, sent keys and values, and fp32 sums of their gradients.
     """
     layout, size, messages = batch.context, batch.compute_bytes, messages_of(config, batch)
     queries = batch.num_tokens * config.num_attention_heads * config.kv_channels
@@ -286,9 +287,9 @@ def kv_exchange_bytes(config: LlamaConfig, batch: MicroBatch) -> int:
     inner = layout.inner or layout.size
     steps, turns = inner // layout.heads, layout.size // inner
     moving, grads = min(2, steps - 1), 2 * (steps > 1)
-    # During the steps of the outer ring; the first share of one waits for its sum.
+    # The peak during the steps of the outer ring, where the first share waits for its sum.
     held: float = (moving + min(2, turns - 1) + (turns > 1)) * size + 4 * (grads + 2 * (turns > 2))
-    if turns > 1:  # at the end, with the sum between groups: keys that are cut, and sent
+    if turns > 1:  # the peak at the end, when sums are sent between groups, and keys are cut
         left = 1 - messages.first_share
         held = max(held, 4 * 2 + left * ((moving + (steps > 1)) * size + 4 * grads))
     return part + round(kv * (held + 4))

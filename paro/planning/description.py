@@ -1,4 +1,4 @@
-"""Text for a search result: the best candidate, the reason for it, and the runner-up."""
+"""Text for a search result: the best candidate, why it is the best, and the runner-up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def describe_launch(estimate: Estimate) -> str:
 
 
 def bits_text(own: Estimate, other: Estimate) -> str:
-    """Compare the time of a step with codes between groups and with 16 bits."""
+    """Write how step times differ with quantized values between groups and with 16 bits."""
     full, coded = (other, own) if own.precision.quantizes else (own, other)
     text = (
         f"a step takes {seconds_text(coded.seconds)} with {coded.precision.describe_inter_bits()} "
@@ -71,7 +71,7 @@ def _choice(plan: SearchResult, best: Estimate, chose: str) -> Iterator[str]:
 
 
 def behind(second: Estimate, best: Estimate) -> str:
-    """Write why the runner-up is second: it is slower, or sends more."""
+    """Write why the runner-up is second: it takes longer, or sends more."""
     slower = second.seconds / best.seconds - 1
     if abs(slower) > TIE:
         return f"is {abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"

@@ -1,4 +1,4 @@
-"""Predicts memory, step time and traffic of candidates; parts that they share are computed once."""
+"""Predicts memory, step time and traffic of candidates; shared parts are computed once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.spec.run_spec import RunSettings, RunSpec
 
-BITS_GAIN = 0.02  # share of a step that rounding to fewer bits must save to be chosen
+BITS_GAIN = 0.02  # share of the step time that quantization must save to be chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class Estimate:
     mfu: float
     sent: Sent
     precision: PrecisionConfig
-    coding_seconds: float  # a rank's time for codes in a step, exposed or not
-    muon_seconds: float  # of Newton-Schulz in a step, with what it waits for
+    coding_seconds: float  # a rank's time to quantize and dequantize in a step, exposed or not
+    muon_seconds: float  # time of Newton-Schulz in a step, with waits for matrices
 
     @property
     def seconds(self) -> float:
@@ -51,7 +51,7 @@ class Estimate:
 
 
 def faster_bits(full: Estimate | None, coded: Estimate | None) -> Estimate | None:
-    """Choose codes only where they save enough; None if there is neither estimate."""
+    """Choose the quantized candidate only where it saves enough; None without estimates."""
     if full is None or coded is None:
         return full or coded
     saves = coded.seconds < full.seconds * (1 - BITS_GAIN)
@@ -59,7 +59,7 @@ def faster_bits(full: Estimate | None, coded: Estimate | None) -> Estimate | Non
 
 
 class Estimator:
-    """The predictions for candidates of a request; parts that they share are computed once."""
+    """The predictions for candidates of a request; shared parts are computed once."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
@@ -75,12 +75,12 @@ class Estimator:
 
     @cached_property
     def _flops_per_token(self) -> float:
-        """The FLOPs as a training counts them for its MFU."""
+        """The FLOPs per token that the trainer counts for MFU."""
         request = self.request
         return flops_per_token(request.model, request.seq_length, request.trained, causal=False)
 
     def run_spec(self, candidate: Candidate) -> RunSpec:
-        """Compute the description of a run of the candidate."""
+        """Return the description of a run of the candidate."""
         request, size, context = self.request, candidate.micro_batch_size, candidate.context
         chosen = {
             "precision": candidate.precision(request),
@@ -122,7 +122,7 @@ class Estimator:
         recompute, rotates = run.recompute, run.materialize.rotates
         if recompute is not None and recompute.method == "block" and not rotates:
             every = replace(recompute, method="uniform", num_layers=1)
-            run = replace(run, recompute=every)  # blocks that are kept take no time
+            run = replace(run, recompute=every)  # recomputation of other blocks takes no time
         return self._memory.step(run)
 
     @cached_by(lambda run: (run.strategy.degrees, run.collective, run.materialize, run.precision))
@@ -149,24 +149,24 @@ class Estimator:
         )
 
     def memory(self, candidate: Candidate) -> DeviceMemory:
-        """Predict the memory that a rank takes of its device at most."""
+        """Predict the largest number of bytes that a rank takes of its device."""
         return self._memory.of(self.run_spec(candidate))
 
     def sent(self, candidate: Candidate) -> Sent:
-        """Count bytes that a rank sends in a step on average, axis by axis whatever the algorithm.
+        """Count bytes that a rank sends in a step on average, as if sent axis by axis (native).
 
-        Of all that flat and ring send, a part goes between groups that others send inside them.
+        Flat and ring send more bytes between groups, and fewer inside them.
         """
         run = replace(self.run_spec(candidate), collective="native")
         return self._memory.sent(run, run.num_micro_batches)
 
     def estimate(self, candidate: Candidate, *, record: bool = False) -> Estimate:
-        """Predict memory, time and traffic of a candidate; `record` keeps the activities."""
+        """Predict memory, time and traffic of a candidate; `record` also returns activities."""
         request, costs = self.request, self.costs(candidate)
         memory = self.memory(candidate)
         timeline = simulate(costs, record=record)
         tokens = request.global_batch_size * request.seq_length
-        flops = self._flops_per_token * tokens / request.world_size  # of a rank, in a step
+        flops = self._flops_per_token * tokens / request.world_size  # per rank and step
         return Estimate(
             candidate=candidate,
             num_micro_batches=costs.num_micro_batches,
@@ -182,11 +182,11 @@ class Estimator:
         )
 
     def quantizes(self, candidate: Candidate) -> bool:
-        """Say whether anything is sent between groups as codes under a candidate."""
+        """Say whether a candidate sends quantized values between groups."""
         return self._comm_costs_of(self.run_spec(candidate)).coding_bytes > 0
 
     def with_other_bits(self, candidate: Candidate) -> Candidate | None:
-        """Return a candidate with 16 bits instead of codes, or the reverse; None without codes."""
+        """Return a candidate with 16 bits for quantized values, or the reverse; None: no change."""
         if candidate.precision(self.request).quantizes:
             coded, other = candidate, replace(candidate, inter_bits=FULL_BITS)
         elif self.request.chooses_bits:
@@ -196,7 +196,7 @@ class Estimator:
         return other if self.quantizes(coded) else None
 
     def estimate_bits(self, candidate: Candidate) -> tuple[Estimate, Estimate | None]:
-        """Predict a candidate with its bits, or those that are chosen, and with the others."""
+        """Predict a candidate with its bit width, given or chosen, and with the other one."""
         own, other = self.estimate(candidate), self.with_other_bits(candidate)
         if other is None:
             return own, None

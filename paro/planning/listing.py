@@ -44,7 +44,7 @@ _WORDS = {
     Verb.BACKWARD: "BACKWARD {}: to its first gradient",
     Verb.GRADIENTS: "BACKWARD {}: the rest",
 }
-# The words of a collective, by action, kind and whether it sends quantized values.
+# The words for a collective, by action, kind and whether values are quantized.
 _SENT = {
     (Verb.GATHER, Op.ALL_GATHER, False): "all-gather {}",
     (Verb.REDUCE, Op.REDUCE_SCATTER, False): "reduce-scatter gradients of {}",
@@ -67,10 +67,10 @@ Cells = tuple[str, ...]
 
 
 class _Line(NamedTuple):
-    """A line of the listing; lines with equal keys differ only in the unit."""
+    """A line of the listing; two lines with equal keys differ at most in the unit."""
 
     key: tuple[object, ...]
-    unit: int  # relative to that of its segment
+    unit: int  # the unit's number relative to that of the segment
     words: str
     cells: Cells
 
@@ -91,10 +91,10 @@ class _Segment(NamedTuple):
 def step_lines(
     tally: StepTally, num_micro_batches: int, sender: Sender, *, other_bytes: int
 ) -> Iterator[str]:
-    """Yield the lines of a step's last micro-batch, its end and the update, then how others differ.
+    """Yield the lines of a step's last micro-batch, of the step's end and of the update.
 
-    Bytes sent are those of the `sender`, rank 0; `other_bytes` are allocated throughout, in
-    addition to the model states.
+    Then the differences of the other micro-batches. The bytes sent are those of the `sender`;
+    `other_bytes` are allocated throughout, in addition to the model states.
     """
     run, units = tally.run, tally.step.units
     schedule = tally.step.schedule(min(num_micro_batches, LISTED_MICRO_BATCHES))
@@ -143,7 +143,7 @@ def _range(segments: Sequence[_Segment]) -> str:
 def _merged(
     found: Sequence[_Listed], *, within: bool = False
 ) -> Iterator[tuple[Sequence[_Listed], Sequence[_Listed]]]:
-    """Yield lines or segments to print, each with its repetitions; `within` one unit alone."""
+    """Yield lines or segments to print, with repetitions; `within`: only those within a unit."""
     while found:
         period, stop = _repetition(found, within=within)
         yield found[:period], found[period:stop]
@@ -151,7 +151,7 @@ def _merged(
 
 
 def _repetition(found: Sequence[_Listed], *, within: bool) -> tuple[int, int]:
-    """Return how many of the first repeat, and where the repetition stops."""
+    """Return the length of the repeated sequence at the start, and where repetitions stop."""
     for period in range(1, len(found) // 2 + 1):
         step = 0 if within else found[period].unit - found[0].unit
         stop = period
@@ -166,7 +166,7 @@ def _repetition(found: Sequence[_Listed], *, within: bool) -> tuple[int, int]:
 
 
 class _StepLister:
-    """A lister of a step's actions, which carries them out in a tally from the beginning on."""
+    """A lister of a step's actions, which are carried out in a tally, from the beginning on."""
 
     def __init__(self, tally: StepTally, sender: Sender, other_bytes: int) -> None:
         self.tally, self.step, self.run, self.sender = tally, tally.step, tally.run, sender
@@ -182,12 +182,12 @@ class _StepLister:
             unit, name, _ = self._subject(computing[-1] if computing else segment[0])
             before = self.tally.total
             lines = [line for action in segment for line in self._lines(action, unit, before)]
-            whole, _, _ = name.partition(" ")  # not a half of its slices, nor what is frozen
+            whole, _, _ = name.partition(" ")  # the unit's name without "1/2" or "frozen"
             listed += [_Segment(unit, whole, before, lines)] if lines else []
         return listed
 
     def _subject(self, action: Move) -> tuple[int, str, bool]:
-        """Return the unit of an action, the name of its buffer or unit, and whether that trains."""
+        """Return an action's unit, the name of the buffer or unit, and whether it trains."""
         verb, number, *which = action
         buffer = self.step.buffers[self.step.buffer_of(action)]
         unit, trains, index = buffer
@@ -224,7 +224,7 @@ class _StepLister:
             yield _Line(key, unit - index, words, (text, *moved, stream, *allocated))
 
     def _sent(self, action: Move) -> Iterator[tuple[str, str, Sent]]:
-        """Yield the collectives of an action: words, comm stream, and the bytes that are sent."""
+        """Yield the collectives of an action: words, comm stream, bytes sent."""
         verb, number, *_ = action
         if verb >= Verb.FORWARD:
             return
@@ -237,13 +237,13 @@ class _StepLister:
             yield _SENT[verb, one.op, one.is_quantized], f"{kind.value} {axes}", sent
 
     def _axis_text(self, axis: Axis) -> str:
-        """Name an axis by its links, and by its degrees if several axes have these links."""
+        """Name an axis by its links, and by its degrees if several axes have equal links."""
         on_link = [other for other in self.topology.axes if other.link is axis.link]
         degrees = f" {axis.inner}-{axis.outer}" if len(on_link) > 1 else ""
         return f"{_WHERE[axis.link]}{degrees}"
 
     def lines_of(self, what: str, segments: Sequence[_Segment]) -> Iterator[Cells]:
-        """Yield the printed lines of a pass; an action alone has no heading."""
+        """Yield the printed lines of a pass; a single action has no heading."""
         for first, same in _merged(segments):
             lines = [line for segment in first for line in segment.lines]
             more = same[0].allocated - first[0].allocated if same else 0

@@ -3,11 +3,11 @@
 # In: a plan request and a search space. Out: the best candidate under the memory limit, the
 # runner-up, and the Pareto front of memory and time. The problem is AMSP's (arXiv 2311.00257v2,
 # section IV) over the degrees of parameters, gradients and optimizer state, here also over
-# micro-batch sizes, collectives, recomputation and bits between groups. All candidates are
-# enumerated but for the number of recomputed blocks, which is the least that fits of every other
-# choice. A lower bound of the step time (StepCosts.least_seconds) decides which are simulated: for
-# the best, those that may be as fast as the fastest; for the front, those that may be faster than
-# all that need less memory.
+# micro-batch sizes, collectives, recomputation and the bit width between groups. All combinations
+# are enumerated, each with the least number of recomputed blocks that fits. A lower bound of the
+# step time (StepCosts.least_seconds) avoids most simulations. For the best, only candidates are
+# simulated whose bound is below the fastest time found; for the front, only candidates whose bound
+# is below the times of all candidates that need less memory.
 
 from __future__ import annotations
 
@@ -30,40 +30,41 @@ from paro.planning.search_space import (
 )
 from paro.spec.context_layout import ContextLayout
 
-RESOLUTION = 0.002  # share of a step time to which a search is exact
+RESOLUTION = 0.002  # error of a search: a candidate faster by less than this share may be missed
 # Steps that differ by no more than this share are equally fast. Measured steps of one candidate
 # differ by at least 0.3% between repeats (examples/measured).
 TIE = 0.001
-# So much longer a step may take that sends no more and needs no more than this share of the memory.
+# A candidate also wins that takes up to 1% longer, if it sends no more bytes between groups and
+# needs at most 90% of the memory.
 MEMORY_TIE, _LESS_MEMORY = 0.01, 0.9
-FRONT_STEP = 0.02  # as much faster is the next candidate of the front that needs more memory
-_ANY = float("inf")  # seconds
+FRONT_STEP = 0.02  # share by which step times of neighbours on the Pareto front differ at least
+_ANY = float("inf")  # seconds: no limit of the step time
 _EVERYTHING = SearchSpace()
-_LARGEST_GROUP = 8  # blocks that keep one input together
-_FRONT_LIMIT = 4  # times the device's memory, at which the front ends
+_LARGEST_GROUP = 8  # the most blocks that are recomputed together from one saved input
+_FRONT_LIMIT = 4  # the Pareto front ends at this multiple of the device's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The result of a search."""
+    """The result of a search: the best candidate, the runner-up, and the Pareto front."""
 
-    best: Estimate | None  # the first of `best_first` if it fits
-    runner_up: Estimate | None  # the same among other strategies
-    front: tuple[Estimate, ...]  # memory against time with `best`, fastest first; fits or not
+    best: Estimate | None  # the best candidate by `best_first`; None if none fits
+    runner_up: Estimate | None  # the best candidate among strategies other than that of `best`
+    front: tuple[Estimate, ...]  # Pareto front of memory and time, fastest first; some may not fit
     least: Estimate  # the candidate that needs the least memory
     num_candidates: int
     num_simulated: int
-    searched: str  # what the candidates differ in
-    limit_text: str  # of memory
-    other_bits: Estimate | None = None  # the best with 16 bits instead of codes, or the reverse
-    with_memory: Callable[[int], Estimate | None]  # the fastest to 1% with so many bytes to take
+    searched: str  # the choices in which candidates differ, in words
+    limit_text: str  # the memory limit, in words
+    other_bits: Estimate | None = None  # `best` with 16 bits for quantized values, or the reverse
+    with_memory: Callable[[int], Estimate | None]  # finds the fastest within 1% for a memory limit
 
 
 def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
     """Sort estimates, best first; estimates that fit come before the others.
 
-    Of a tie the first by bytes between groups, then memory, is best; but an estimate that takes up
-    to `MEMORY_TIE` longer, sends no more and needs a tenth less memory is better.
+    The order is by time; ties go by bytes between groups, then by memory. An estimate that takes
+    at most `MEMORY_TIE` longer, sends no more and needs a tenth less memory comes before.
     """
     found: list[Estimate] = []
     left = sorted(estimates, key=lambda e: (not e.fits, e.seconds))
@@ -86,11 +87,11 @@ class _Bounded:
     candidate: Candidate
     memory_bytes: int
     least_seconds: float
-    limit: int | None = None  # of memory, for which more blocks are recomputed
+    limit: int | None = None  # the memory limit for which more blocks are to be recomputed
 
 
 class _Search:
-    """A search among the candidates of a request, which simulates as few of them as it can."""
+    """A search among the candidates of a request that simulates as few candidates as possible."""
 
     def __init__(self, request: PlanRequest, space: SearchSpace, enough: float = _ANY) -> None:
         self._estimator, self._model = Estimator(request), request.model
@@ -113,7 +114,8 @@ class _Search:
         self._done: dict[_Bounded, Estimate | None] = {}
         self._counts_blocks = space.recomputes is None
         self._least = {row.candidate: row.least_seconds for row in rows}
-        self._saved: dict[tuple[int, ContextLayout], float] = {}  # by a recomputed block, at most
+        # The most bytes that a recomputed block saves, by micro-batch size and context layout.
+        self._saved: dict[tuple[int, ContextLayout], float] = {}
 
     @property
     def num_simulated(self) -> int:
@@ -129,7 +131,7 @@ class _Search:
         return self._done[row]
 
     def within(self, limit: int) -> list[_Bounded]:
-        """Return the candidates that fit, also with more blocks recomputed."""
+        """Return the candidates that fit, as given or with more recomputed blocks."""
         found = [row for row in self.rows if row.memory_bytes <= limit]
         for row in self.rows if self._counts_blocks else ():
             over, own = row.memory_bytes - limit, row.candidate
@@ -147,14 +149,14 @@ class _Search:
         return found
 
     def _saved_bytes(self, candidate: Candidate) -> float:
-        """Compute how much less memory a recomputed block needs at most."""
+        """Compute the most bytes that recomputing one more block may save."""
         memory, run = self._estimator.memory(candidate), self._estimator.run_spec(candidate)
         activations = Activations(config=run.config, batch=run.batch, grad_bytes=4)
         saved = activations.of_block - activations.residual
         return saved * memory.reserved / memory.allocated
 
     def _with_more_blocks(self, candidate: Candidate, limit: int) -> Candidate | None:
-        """Recompute as few more blocks as fit, or all in the smallest groups; None: none fit."""
+        """Recompute as few more blocks as fit, or all in the smallest groups that fit; or None."""
         model, given = self._model, candidate.recompute
         assert given is not None, "some blocks are recomputed"
 
@@ -168,7 +170,7 @@ class _Search:
         return None if found is None else replace(candidate, recompute=found)
 
     def best(self, rows: Sequence[_Bounded]) -> Estimate | None:
-        """Return the best with 16 bits, or where codes save enough, the best with codes."""
+        """Return the best with 16 bits, or the best with quantized values if it saves enough."""
         return faster_bits(*map(self._best, _by_bits(rows)))
 
     def about_fastest(self, rows: Sequence[_Bounded]) -> Estimate | None:
@@ -180,9 +182,9 @@ class _Search:
         return None if other is None else self._estimator.estimate(other)
 
     def _best(self, rows: Sequence[_Bounded]) -> Estimate | None:
-        """Return the first by `best_first` of candidates that fit, to `RESOLUTION` of its time.
+        """Return the first by `best_first` of candidates that fit, within `RESOLUTION` in time.
 
-        A candidate that is not simulated does not win a tie.
+        Candidates that were not simulated cannot win a tie.
         """
         fastest = self._fastest(rows)
         while fastest is not None:
@@ -206,7 +208,7 @@ class _Search:
         return min(known, key=lambda e: e.seconds, default=None)
 
     def _least_as_fast(self, rows: Sequence[_Bounded], enough: float) -> Estimate | None:
-        """Find the candidate within `enough` seconds that sends least between groups."""
+        """Find the candidate of at most `enough` seconds that sends the least between groups."""
         tied = [
             (self._estimator.sent(row.candidate).inter, row.memory_bytes, row.least_seconds, row)
             for row in rows
@@ -222,7 +224,7 @@ class _Search:
         return found
 
     def _smallest(self, rows: Sequence[_Bounded], first: Estimate, enough: float) -> Estimate:
-        """Find a candidate within `enough` seconds that needs clearly less and sends no more."""
+        """Find a candidate of at most `enough` seconds, with less memory and no more sent bytes."""
         most = first.memory_bytes * _LESS_MEMORY
         smaller = (row for row in rows if row.memory_bytes <= most and row.least_seconds <= enough)
         for row in sorted(smaller, key=lambda row: (row.memory_bytes, row.least_seconds)):
@@ -234,7 +236,7 @@ class _Search:
     def front(self, best: Estimate | None) -> tuple[Estimate, ...]:
         """Find the Pareto front of memory and time in steps of `FRONT_STEP`, fastest first.
 
-        It includes `best`. Candidates that are not simulated are at most `RESOLUTION` faster.
+        The front includes `best`. Candidates not simulated are at most `RESOLUTION` faster.
         """
         rows = [(row.memory_bytes, row.least_seconds, row) for row in self.rows]
         rows += [(own.memory_bytes, own.seconds, row) for row, own in self._done.items() if own]
@@ -254,7 +256,7 @@ class _Search:
 
 
 def _by_bits(rows: Sequence[_Bounded]) -> tuple[list[_Bounded], list[_Bounded]]:
-    """Separate candidates with 16 bits from candidates with codes."""
+    """Separate candidates with 16 bits from candidates with quantized values."""
     coded = [row for row in rows if row.candidate.inter_bits == FEWEST_BITS]
     return [row for row in rows if row.candidate.inter_bits != FEWEST_BITS], coded
 
@@ -262,7 +264,7 @@ def _by_bits(rows: Sequence[_Bounded]) -> tuple[list[_Bounded], list[_Bounded]]:
 def best_that_fits(
     request: PlanRequest, space: SearchSpace, enough: float = _ANY
 ) -> Estimate | None:
-    """Find the best candidate that fits, if it may take no longer than `enough` seconds."""
+    """Find the best candidate that fits; candidates slower than `enough` seconds are ignored."""
     search = _Search(request, space, enough)
     return search.best(search.within(request.choice_bytes))
 

@@ -23,7 +23,7 @@ from paro.spec.run_spec import Materialize, RunSpec
 from paro.text import size_text
 
 MOST_RANKS = 16384  # the largest world size that is tried
-estimator_of = lru_cache(maxsize=64)(Estimator)  # changes of many candidates are the same workloads
+estimator_of = lru_cache(maxsize=64)(Estimator)  # many changes have equal requests
 _SMALLER = {
     Materialize.GATHER: (Materialize.ROTATE, "--paro-materialize rotate"),
     Materialize.ROTATE: (Materialize.ROTATE_IN_PLACE, "--paro-rotate-in-place"),
@@ -31,17 +31,17 @@ _SMALLER = {
 
 
 class Change(NamedTuple):
-    """A single change after which a candidate fits: the flags to give, and the plan with them."""
+    """A single change after which a candidate fits."""
 
-    what: str
+    what: str  # the flags to give, in words
     request: PlanRequest
     candidate: Candidate
 
 
 def why_nothing_fits(request: PlanRequest, plan: SearchResult) -> str:
-    """Write in a line the least memory, and each single change that would make it fit.
+    """Write a line with the least memory and each single change that would make a candidate fit.
 
-    Also more ranks with recomputation, where these are fewer than without.
+    More ranks are given with recomputation too, if that takes fewer ranks.
     """
     least = plan.least
     found = [*single_changes(request, least.candidate), *_recomputed(request, least.candidate)]
@@ -54,7 +54,7 @@ def why_nothing_fits(request: PlanRequest, plan: SearchResult) -> str:
 
 
 def single_changes(request: PlanRequest, least: Candidate) -> Iterator[Change]:
-    """Yield flags, and a number of ranks, each of which would be enough alone."""
+    """Yield changes of flags, and of the number of ranks, each of which alone would be enough."""
     at_once = replace(request, prefetch_units=0)
     if request.prefetch_units and _fits(at_once, least):
         yield Change("--paro-prefetch-units 0", at_once, least)
@@ -64,7 +64,7 @@ def single_changes(request: PlanRequest, least: Candidate) -> Iterator[Change]:
     )
     if recompute is not None:
         yield Change(recompute_flags(recompute), request, replace(least, recompute=recompute))
-    given = least.micro_batch_size  # the largest smaller size that divides it, and so the batch
+    given = least.micro_batch_size  # a divisor of this size divides the batch, too
     for size in (size for size in range(given - 1, 0, -1) if given % size == 0):
         smaller = replace(least, micro_batch_size=size)
         if _fits(request, smaller):
@@ -86,9 +86,9 @@ def single_changes(request: PlanRequest, least: Candidate) -> Iterator[Change]:
 
 
 def larger_contexts(run: RunSpec) -> Iterator[tuple[str, ContextLayout]]:
-    """Yield larger context-parallel layouts that a run may have, smallest first, with their flags.
+    """Yield larger context-parallel layouts that a run may have, smallest first, with flags.
 
-    Keys and values go round a ring only where attention can be computed in parts.
+    Rings are tried only where attention can be computed in parts.
     """
     limits = ContextLimits(
         model=run.model,
@@ -109,9 +109,9 @@ def _fits(request: PlanRequest, candidate: Candidate) -> bool:
 
 
 def fewest_ranks(given: int, step: int, fits: Callable[[int], bool]) -> int | None:
-    """Find the fewest ranks above `given`, in steps, that fit; None if even the most do not.
+    """Find the least number of ranks above `given` that fits, a multiple of `step`, else None.
 
-    The more ranks, the less memory.
+    Memory decreases with the number of ranks, so bisection finds it.
     """
     low, most = given // step, MOST_RANKS // step
     high = low + 1
@@ -123,7 +123,7 @@ def fewest_ranks(given: int, step: int, fits: Callable[[int], bool]) -> int | No
 
 
 def _recomputed(request: PlanRequest, least: Candidate) -> Iterator[Change]:
-    """Yield fewer ranks with recomputation of all blocks, unless that is enough alone."""
+    """Yield more ranks with all blocks recomputed, unless recomputation alone is enough."""
     every = first_blocks(request.model.num_layers, request.model)
     recomputed = replace(least, recompute=every)
     if least.recompute == every or _fits(request, recomputed):
@@ -135,9 +135,9 @@ def _recomputed(request: PlanRequest, least: Candidate) -> Iterator[Change]:
 
 
 def _more_ranks(request: PlanRequest, least: Candidate) -> Iterator[Change]:
-    """Yield the fewest whole groups of ranks that are enough at the same batch per rank.
+    """Yield the least number of groups that is enough, at an equal batch per rank.
 
-    None where collectives were measured: measurements hold only for their own ranks.
+    Nothing where collectives were measured: measurements hold only for the measured ranks.
     """
     if request.machine.measured:
         return

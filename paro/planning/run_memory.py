@@ -1,12 +1,14 @@
 """Predicts the memory of a rank and the bytes that it sends, for trainer and planner."""
 
 # In: the description of a run (RunSpec), and a machine. Out: the bytes that a rank sends in a step,
-# and the total that planner, dry run and trainer compare with the device's memory: the largest
-# memory snapshot of a step (tally.py), and what CUDA and NCCL need. Each comm stream keeps buffers
-# of its own: those in which HO-Ring's pipeline hands chunks on, those that flat collectives
-# permute, and those that native ones gather between groups for several units. Torch's allocator
-# holds a share more, for rounding, library workspaces and free blocks that are too small. Under
-# gloo only the allocations count, and what a machine file says a process takes without a model.
+# and the total that planner, dry run and trainer compare with the device's memory (DeviceMemory):
+#
+#     allocations      the largest memory snapshot of a step (tally.py)
+#     buffers, codes   each comm stream's buffers: chunks of HO-Ring's pipeline, permuted buffers of
+#                      flat collectives, gathered buckets of native ones; quantized values
+#     fragmentation    the allocator's rounding, library workspaces, free blocks that are too small
+#     communicators    of NCCL; under gloo only allocations and the context count
+#     context          of CUDA; on CPU ranks what a process takes without a model (machine file)
 
 from __future__ import annotations
 
@@ -36,9 +38,9 @@ from paro.spec.units import shape_of_run, units_of_run
 from paro.step.actions import Verb
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, StreamKind
 
-# Where the machine file has no figure. The CUDA context with all of torch's modules loaded (pytorch
-# pull request 86509). A communicator on 4 A100, whatever its ranks (nccl issues 964 and 864). The
-# allocator's share with expandable segments is assumed; `make gpu` compares it (part d).
+# Defaults for figures that a machine file lacks. CUDA context with all of torch's modules loaded:
+# pytorch pull request 86509. A communicator on 4 A100, whatever the number of ranks: nccl issues
+# 964 and 864. The allocator's share is assumed; `make gpu` compares it (part d).
 CONTEXT_BYTES = 667 * 10**6
 COMMUNICATOR_BYTES = 688 << 20
 FRAGMENTATION = 0.05
@@ -47,7 +49,7 @@ FRAGMENTATION = 0.05
 class RunMemory:
     """The memory and traffic of runs that differ only in the choices of a search.
 
-    Parts that they share are computed once.
+    Parts that several runs share are computed once.
     """
 
     def __init__(self, machine: Machine | None) -> None:
@@ -93,10 +95,10 @@ class RunMemory:
         return states + attention * num_micro_batches
 
     def of(self, run: RunSpec) -> DeviceMemory:
-        """Predict the memory at the largest snapshot of a step, or of an evaluation if larger."""
+        """Predict the memory at the largest snapshot of a step or of an evaluation."""
         machine, snapshot = self._machine, self._snapshot(run)
         if run.trained and run.eval_micro_batch_size > run.micro_batch_size:
-            # Only then: backward needs more than forward alone.
+            # Smaller evaluations never set the peak: backward needs more than forward alone.
             size = run.eval_micro_batch_size
             forward = self._snapshot(replace(run, trained=frozenset(), micro_batch_size=size))
             name = f"{forward.name} in an evaluation (--eval-micro-batch-size {size})"
@@ -147,14 +149,14 @@ class RunMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """The bytes that a rank takes of its device."""
+    """The bytes that a rank takes of its device, by part."""
 
     allocations: MemorySnapshot
-    buffers: int = 0
-    codes: int = 0
-    fragmentation: int = 0
-    communicators: int = 0
-    context: int = 0
+    buffers: int = 0  # bytes of collectives' own buffers
+    codes: int = 0  # bytes of quantized values and of error feedback
+    fragmentation: int = 0  # bytes that torch's allocator holds in addition to tensors
+    communicators: int = 0  # bytes of NCCL's communicators
+    context: int = 0  # bytes of the CUDA context, or of a CPU process without a model
 
     @property
     def name(self) -> str:
@@ -163,12 +165,12 @@ class DeviceMemory:
 
     @property
     def allocated(self) -> int:
-        """The most bytes of the rank's tensors."""
+        """The bytes of the rank's tensors at the peak."""
         return self.allocations.total + self.buffers + self.codes
 
     @property
     def reserved(self) -> int:
-        """The most bytes that torch's allocator holds."""
+        """The bytes that torch's allocator holds at the peak."""
         return self.allocated + self.fragmentation
 
     @property
@@ -203,8 +205,8 @@ class Communication(NamedTuple):
     """The number of process groups of a run, and the bytes of a rank's communication buffers."""
 
     num_groups: int = 0
-    buffer_bytes: int = 0  # of collectives
-    code_bytes: int = 0  # of updates and gradients that are quantized
+    buffer_bytes: int = 0  # bytes of collectives' own buffers
+    code_bytes: int = 0  # bytes of quantized updates and gradients, and of error feedback
 
 
 def device_memory(
@@ -213,7 +215,7 @@ def device_memory(
     device: Device | None,
     device_type: str,
 ) -> DeviceMemory:
-    """Predict a rank's memory by the figures of a machine file, or defaults; under gloo no NCCL."""
+    """Predict a rank's memory by the figures of a machine file, or defaults."""
     on_gpu = device_type == "cuda"
     context, communicator, fragmentation = 0, 0, 0.0
     if on_gpu:
@@ -238,7 +240,7 @@ def device_memory(
 def communication_of(
     run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice
 ) -> Communication:
-    """Count process groups and buffers of a run, with collectives by the `choice`."""
+    """Count process groups and communication buffers of a run, with algorithms by `choice`."""
     return Communication(
         num_groups=groups_of(run, specs, choice).number,
         buffer_bytes=_buffer_bytes(run, specs, choice),
@@ -247,7 +249,7 @@ def communication_of(
 
 
 def _buffer_bytes(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> int:
-    """Count bytes of a rank's buffers of collectives; none under gloo."""
+    """Count bytes of the buffers that collectives allocate on a rank; 0 under gloo."""
     largest: dict[tuple[str, StreamKind, AxisSpan], int] = {}
     names, num_chunks = choice.names, choice.num_chunks
     if num_chunks is None:
@@ -262,7 +264,7 @@ def _buffer_bytes(run: RunSpec, specs: Sequence[ShardingSpec], choice: Algorithm
         if "flat" in names and one.op is not Op.ALL_REDUCE:
             sizes["flat"] = one.num_bytes
         if "native" in names and one.op is Op.ALL_GATHER and one.units > 1 and len(one.span) > 1:
-            # Parts of all units.
+            # The buffer of a gather between groups, with a part of each of the bucket's units.
             sizes["native"] = one.num_bytes * one.span[0].inner // one.span[-1].inner
         for name, size in sizes.items():
             key = name, one.stream_kind, one.span
@@ -282,13 +284,13 @@ def _code_bytes(specs: Iterable[ShardingSpec]) -> int:
         errors += prod(spec.grad_error_bytes)
         if spec.grad_format is not None:
             sent, *gathered = (one.num_bytes for one in spec.exchange)
-            in_fp32 = 4 * 4 * spec.grad_format.numel  # the sum of a chunk and its transform
-            gradients = max(gradients, 2 * sent + sum(gathered) + in_fp32)  # sent and received
+            in_fp32 = 4 * 4 * spec.grad_format.numel  # the sum of a chunk, and the transformed sum
+            gradients = max(gradients, 2 * sent + sum(gathered) + in_fp32)  # 2: sent, received
     return updates + gradients + errors
 
 
 def pipeline_bytes(one: Collective, num_chunks: int) -> int:
-    """Count bytes of HO-Ring's pipeline for a collective: its slots, and one whole chunk."""
+    """Count bytes of HO-Ring's pipeline for a collective: the slots, and one whole chunk."""
     ranges = chunk_ranges(one.numel // one.num_shards, num_chunks)
     chunk = max(stop - start for start, stop in ranges) * one.itemsize
     between = prod(axis.size for level in ring_levels("ho-ring", one.span)[1:] for axis in level)

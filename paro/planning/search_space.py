@@ -30,22 +30,22 @@ from paro.strategy import (
 )
 from paro.text import listed
 
-MEMORY_MARGIN = 0.03  # of a device: with as few recomputed blocks as fit it would be full
-FEWEST_BITS = 4  # 8 are never faster: they take as long to encode and twice as long to send
+MEMORY_MARGIN = 0.03  # share of a device's memory to leave free, since searches fill the rest
+FEWEST_BITS = 4  # the bit width to choose; 8 bits quantize no faster, and send twice the bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest(RunSettings):
     """A request to the planner: the model, machine and batch to plan for, with the other flags."""
 
-    machine: Machine  # with the world size of the run
+    machine: Machine  # the cluster, with the world size of the run
     global_batch_size: int
     trainable: Trainable = field(default_factory=Trainable)
-    memory_bytes: int | None = None  # per device, instead of the machine's
-    memory_margin: float = 0.0  # share of it that a choice leaves free
-    ranks_per_node: int | None = None  # None: a group of the machine is a node
-    survive: int = 0  # nodes that may be lost at once with every state still held
-    chooses_bits: bool = False  # between 16 bits and `FEWEST_BITS` for what crosses groups
+    memory_bytes: int | None = None  # bytes per device; None: as the machine says
+    memory_margin: float = 0.0  # share of the device's memory that a choice leaves free
+    ranks_per_node: int | None = None  # None: each group of the machine is a node
+    survive: int = 0  # number of nodes that may be lost at once without losing any state
+    chooses_bits: bool = False  # whether to choose 16 bits or `FEWEST_BITS` between groups
 
     def __post_init__(self) -> None:
         device_of(self.machine)
@@ -58,7 +58,7 @@ class PlanRequest(RunSettings):
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of context-parallel groups, each of which reads samples of its own."""
+        """The number of context-parallel groups, each with samples of its own."""
         return self.world_size // self.context.size
 
     @property
@@ -84,12 +84,12 @@ class PlanRequest(RunSettings):
 
     @property
     def device_bytes(self) -> int:
-        """The memory of a rank's device, with which the total of a `DeviceMemory` is compared."""
+        """The bytes of a rank's device, the limit for the total of a `DeviceMemory`."""
         return self.memory_bytes or device_of(self.machine).memory_bytes
 
     @property
     def choice_bytes(self) -> int:
-        """The bytes of a device that a choice may take."""
+        """The bytes of a device that a choice may take: all but the margin."""
         return int(self.device_bytes * (1 - self.memory_margin))
 
     @property
@@ -102,7 +102,7 @@ class PlanRequest(RunSettings):
     def micro_batches(self, size: int, context: ContextLayout | None = None) -> int:
         """Count micro-batches of a size per rank and step; `UserError` if it does not divide.
 
-        None: the context-parallel layout of the request.
+        With `context` None the request's context-parallel layout counts.
         """
         check_least(1, micro_batch_size=size)
         num_sharing = (context or self.context).size
@@ -125,7 +125,7 @@ class PlanRequest(RunSettings):
         )
 
     def as_given(self, strategies: tuple[Strategy, ...] | None = None) -> SearchSpace:
-        """Make a search space of some strategies, or of all, with all else as requested."""
+        """Make a search space of some strategies, or of all, with other choices as requested."""
         return SearchSpace(
             strategies=strategies,
             micro_batch_sizes=(self.micro_batch_size,),
@@ -139,7 +139,7 @@ class PlanRequest(RunSettings):
         return survival(strategy, world_size=self.world_size, ranks_per_node=node)
 
     def infeasible_reason(self, strategy: Strategy, materialize: Materialize) -> str | None:
-        """Say why a strategy cannot materialize parameters this way; None if it can."""
+        """Say why a strategy cannot `materialize` parameters in this way; None if it can."""
         kept = self.survival(strategy)
         if kept.nodes < self.survive:
             return f"--paro-survive {self.survive}: under {strategy.name} {kept.describe()}"
@@ -154,7 +154,7 @@ class PlanRequest(RunSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A point of the search space."""
+    """A point of the search space: the choices of one possible run."""
 
     strategy: Strategy
     micro_batch_size: int
@@ -162,19 +162,19 @@ class Candidate:
     collective: str
     recompute: RecomputeConfig | None
     materialize: Materialize = Materialize.GATHER
-    letters: str | None = None  # of degrees that have letters at another group size
-    inter_bits: int | None = None  # of updates and gradients between groups; None: the request's
+    letters: str | None = None  # letters of the strategy, if they hold at another group size
+    inter_bits: int | None = None  # bit width between groups; None: as requested
 
     @property
     def name(self) -> str:
-        """The name of the strategy, of rotation, and of bits that were chosen."""
+        """The name of the strategy, with rotation and the chosen bit width if any."""
         suffix = f" {self.materialize.value}" if self.materialize.rotates else ""
         if self.inter_bits not in (None, FULL_BITS):
             suffix += f" {self.inter_bits}-bit"
         return self.strategy.name + suffix
 
     def precision(self, request: PlanRequest) -> PrecisionConfig:
-        """Return the precision of the request with the bits that were chosen."""
+        """Return the precision of the request with the chosen bit width."""
         given = request.precision
         return given if self.inter_bits is None else given.with_inter_bits(self.inter_bits)
 
@@ -186,7 +186,7 @@ class Candidate:
 
 
 def first_blocks(count: int, model: LlamaConfig) -> RecomputeConfig:
-    """Make the recomputation of the first blocks, with the model's choice of kept outputs."""
+    """Make the recomputation of the first `count` blocks, with the outputs that the model saves."""
     every = RecomputeConfig(granularity="full", keeps_core=model.keeps_core)
     return every if count == model.num_layers else replace(every, method="block", num_layers=count)
 
@@ -194,13 +194,13 @@ def first_blocks(count: int, model: LlamaConfig) -> RecomputeConfig:
 def least_recomputation(
     model: LlamaConfig, fits: Callable[[RecomputeConfig], bool]
 ) -> RecomputeConfig | None:
-    """Find the fewest more first blocks whose recomputation fits; None if even all are too few."""
+    """Recompute as few of the first blocks as fit, at least as many as now; None if none fits."""
     given, fewest = model.recompute, 1
     if given is not None and given.granularity == "full":
         if given.method == "uniform":
             return None
         fewest = given.num_layers + 1
-    counts = range(fewest, model.num_layers + 1)  # the more, the less memory
+    counts = range(fewest, model.num_layers + 1)  # in decreasing order of memory
     found = bisect_left(counts, True, key=lambda count: fits(first_blocks(count, model)))
     return first_blocks(counts[found], model) if found < len(counts) else None
 
@@ -228,18 +228,18 @@ def recompute_text(recompute: RecomputeConfig | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """The choices of a search; None: every possibility."""
+    """The choices of a search; a field that is None allows every possibility."""
 
     strategies: tuple[Strategy, ...] | None = None
     micro_batch_sizes: tuple[int, ...] | None = None
     contexts: tuple[tuple[ContextLayout, int], ...] | None = (
-        None  # with micro-batch sizes; None: as given
+        None  # layouts, each with a micro-batch size; None: as given
     )
     collectives: tuple[str, ...] | None = None
     recomputes: tuple[RecomputeConfig | None, ...] | None = None
 
     def describe(self) -> str:
-        """Name the choices in which candidates differ; all else is as given."""
+        """Name the choices in which candidates differ; the other choices are as given."""
         choices = {
             "strategies": self.strategies,
             "micro-batch sizes": self.micro_batch_sizes,
@@ -284,7 +284,7 @@ def all_candidates(request: PlanRequest, search_space: SearchSpace) -> Iterator[
 
 
 def _letters_elsewhere(strategy: Strategy, world_size: int) -> str | None:
-    """Return the letters of a strategy given as degrees, and the group size for which they hold."""
+    """Return a strategy's letters and the group size for which they hold; None without any."""
     sizes = {*strategy.degrees} - {1, world_size}
     if "," not in strategy.name or len(sizes) != 1:
         return None
@@ -296,10 +296,10 @@ def _letters_elsewhere(strategy: Strategy, world_size: int) -> str | None:
 def legal_strategies(
     world_size: int, group_size: int, links: int | None = None
 ) -> Iterator[Strategy]:
-    """Yield every legal triple of degrees, by its letters in groups of `group_size` if it has any.
+    """Yield every legal triple of degrees, as letters in groups of `group_size` where possible.
 
-    Degrees nest with these groups, and with the groups of `links` ranks that fast links join. Any
-    group size is a degree, so the triples include the letters of other group sizes.
+    Every degree divides, or is a multiple of, `group_size` and `links` (the ranks that fast links
+    join). Any group size is a degree, so the triples include letters of other group sizes.
     """
 
     def nests(degree: int, size: int) -> bool:
@@ -322,7 +322,7 @@ def legal_strategies(
 
 
 def micro_batch_sizes(request: PlanRequest) -> tuple[int, ...]:
-    """Return the sizes that divide a data-parallel rank's share of a batch, and may be in fp8."""
+    """Return the sizes that divide a data-parallel rank's share of a batch and that fp8 allows."""
     per_rank = request.global_batch_size // request.data_parallel_size
     tokens = request.seq_length // request.context.size
     multiple = 1 if request.model.fp8_format is None else FP8_MULTIPLE

@@ -1,15 +1,16 @@
 """Counts the bytes that a rank sends for a collective, a message or a step."""
 
-# An algorithm runs over parts of an axis span, and over each a rank sends (n - 1) / n of its part's
-# buffer, an all-reduce twice as much. To whom decides which links carry it, if the part has both:
+# An algorithm splits an axis span into parts. In a part of n ranks every rank sends (n - 1) / n of
+# the part's buffer (an all-reduce twice as much). If a part has links inside groups and between
+# groups, the receiver decides which links carry the bytes:
 #
 #     native, h-ring, ho-ring    no part has both kinds of links
 #     ring                       one part: gathers go to the next rank, reductions to the previous
-#     flat                       one part: to the next rank; but gloo's reduce-scatter sends every
-#                                rank what it sums
+#     flat                       one part: to the next rank; but gloo's reduce-scatter sends to
+#                                each rank the shard that this rank sums
 #
-# With both kinds of links in one part ranks differ: only the last rank of a group sends to the next
-# group, only the first one to the previous.
+# In a part with both kinds, only the last rank of a group sends to the next group, and only the
+# first rank to the previous group: ranks differ, so the mean over all ranks counts, or one rank.
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ NATIVE = AlgorithmChoice(names=("native",))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sender:
-    """A rank that sends, in groups of `group_size`; rank None: the mean of all ranks."""
+    """A rank that sends, in groups of `group_size`; with rank None the mean of all ranks."""
 
     group_size: int
     rank: int | None
@@ -75,9 +76,9 @@ class Sender:
                 yield self.message(to, part, size)
 
     def message(self, to: To, span: AxisSpan, num_bytes: int) -> Sent:
-        """Count the bytes that the rank sends for a message of so many bytes along a span."""
+        """Count the bytes that the rank sends for a message of `num_bytes` along a span."""
         inner, size = span[0].inner, span[-1].outer // span[0].inner
-        inside = min(size, max(1, self.group_size // inner))  # of its ranks, in one group
+        inside = min(size, max(1, self.group_size // inner))  # ranks of the span in one group
         if to is To.EACH:
             return Sent((inside - 1) * num_bytes, (size - inside) * num_bytes)
         if inside == size:
@@ -91,15 +92,15 @@ class Sender:
 
 
 def traffic_of(moves: Mapping[Move, int], specs: Sequence[ShardingSpec], sender: Sender) -> Sent:
-    """Count the bytes that a rank sends for the actions of a step, given the count of each.
+    """Count the bytes that a rank sends for the actions of a step, given the count of each action.
 
-    The all-gather of updated parameters is lazy: a step gathers what the previous one updated. So
-    the first step of a run sends less.
+    A step all-gathers the parameters that the previous step updated, so a run's first step sends
+    less than counted.
     """
     found = exchanged(specs, sender.rank)
     for (verb, number, *_), count in moves.items():
         spec = specs[number]
-        # A pass sends as much as a gather, or as a reduction, in several shifts.
+        # A pass of d - 1 shifts sends as much as a gather, or as a reduction.
         shifts = spec.strategy.params - 1 if verb in PASS_OF else 1
         whole = sender.sent(spec.collectives.get(PASS_OF.get(verb, verb), ()))
         found += Sent(whole.intra // shifts, whole.inter // shifts) * count
@@ -107,7 +108,7 @@ def traffic_of(moves: Mapping[Move, int], specs: Sequence[ShardingSpec], sender:
 
 
 def exchanged(specs: Sequence[ShardingSpec], rank: int | None = None) -> Sent:
-    """Count the bytes that a rank sends in a step for Muon's whole matrices; None: the mean."""
+    """Count the bytes that a rank sends in a step for Muon's all-to-alls; None: the mean."""
     total, topology = Sent(), specs[0].topology
     of_element = BYTES_OF[specs[0].precision.matrix_wire]
     for rounds in muon_rounds(specs):

@@ -1,14 +1,14 @@
 """Discrete-event simulation of training threads, communication streams and shared links."""
 
-# In: for the ranks of each group, which all do the same, one actor: a speed and the program of its
+# In: one actor for each group (its ranks all act alike), with a speed and the program of the
 # training thread, which computes, queues work in comm streams (at no cost) and waits for work. Out:
-# the time at which the last program ends; of every actor computed and exposed seconds.
+# the time at which the last program ends; for every actor, computed and exposed seconds.
 #
-# A stream runs work in order, each when all that it comes after is done. Work that crosses groups
-# starts when it is first in the stream of every group; where launches are ordered, also after all
-# that its actors have queued before. Running jobs share links: each progresses at 1 / (the sum of
-# the shares of time for which they use the link), if that is more than 1. The thread loses the
-# processor time that jobs use, and jobs and a computing thread slow each other down as measured.
+# A stream runs work in the order of queueing; work starts when the work that it comes after is
+# done. Work between groups starts when it is first in the stream of every group, and with ordered
+# launches only after all work that its actors have queued earlier. Running jobs share links: if the
+# shares of time for which jobs use a link sum to s > 1, each runs at 1 / s. The thread loses the
+# processor time that jobs use; jobs and computing slow each other down as measured.
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from typing import NamedTuple
 from paro.machine.collective_time import ParallelJobs, StreamAxes, TimedJob
 from paro.machine.machine import GroupSpeed
 
-_LEAST_COMPUTE = 0.05  # of its speed: a computing thread always makes progress
-_TINY = 1e-12  # seconds
+_LEAST_COMPUTE = 0.05  # least share of its speed at which a computing thread makes progress
+_TINY = 1e-12  # seconds below which remaining work counts as done
 
 
 class Queued(NamedTuple):
-    """Jobs for the comm streams of a use; each phase starts when the one before has ended."""
+    """Jobs for the comm streams of one `use`; each phase starts when the previous has ended."""
 
     name: str
-    kind: str  # of exposed time
+    kind: str  # the kind of exposed time while the thread waits for the work
     use: str
     phases: tuple[ParallelJobs, ...]
-    joins: bool = False  # all groups take part, also if nothing is sent between them
+    joins: bool = False  # whether all groups take part, even if nothing is sent between groups
 
 
 class Compute(NamedTuple):
@@ -49,8 +49,8 @@ class Queue(NamedTuple):
 
     key: Hashable
     parts: tuple[Queued, ...]
-    of: str = ""  # a unit or buffer, for the name
-    after: Hashable = None  # the key whose work it comes after
+    of: str = ""  # the unit or buffer, for the name of the activity
+    after: Hashable = None  # the key of work that must be done before this work starts
 
 
 class Wait(NamedTuple):
@@ -81,10 +81,10 @@ class _Work:
     of: str
     job: TimedJob
     members: int  # the number of actors that take part
-    after: _Works
-    left: float = 0.0  # remaining seconds if it did not share links
-    submitted: list[int] = field(default_factory=list)  # by these actors
-    is_ordered: bool = False  # among its actors' launches
+    after: _Works  # work that must be done before this job starts
+    left: float = 0.0  # remaining seconds at full speed, as if links were not shared
+    submitted: list[int] = field(default_factory=list)  # the actors that have queued the job
+    is_ordered: bool = False  # whether the job must start in the order of its actors' launches
     running: bool = False
     done: bool = False
     start: float = 0.0
@@ -95,7 +95,7 @@ class _Work:
         return f"{self.part.name} {self.of}".strip()
 
     def blocker(self) -> _Work:
-        """Return the unfinished work at the start of the chain that it waits for."""
+        """Return the unfinished work at the start of the chain for which this job waits."""
         return next((work.blocker() for work in self.after if not work.done), self)
 
 
@@ -109,7 +109,7 @@ class Actor:
     index: int
     speed: GroupSpeed
     program: Program
-    queued: dict[Hashable, _Works] = field(default_factory=dict)  # by key, until waited for
+    queued: dict[Hashable, _Works] = field(default_factory=dict)  # work not yet waited for, by key
     num_jobs: int = 0
     streams: defaultdict[tuple[str, StreamAxes], deque[_Work]] = field(
         default_factory=lambda: defaultdict(deque)
@@ -120,7 +120,7 @@ class Actor:
     start: float = 0.0
     waiting: _Works = ()
     finished: bool = False
-    launches: deque[_Work] = field(default_factory=deque)  # to start in this order
+    launches: deque[_Work] = field(default_factory=deque)  # jobs that must start in this order
     exposed: dict[str, float] = field(default_factory=dict)
     computed: dict[str, float] = field(default_factory=dict)
 
@@ -141,9 +141,9 @@ class Simulation:
         self.now = 0.0
         self._record = record
         self._launches_in_order = launches_in_order
-        self._slowed = slowed  # factors of compute time, by the number of running collectives
+        self._slowed = slowed  # factor of compute time by number of running collectives
         self._running: list[_Work] = []
-        self._joint: dict[int, _Work] = {}  # by their number, which all actors give them
+        self._joint: dict[int, _Work] = {}  # jobs of all actors, by their number in each program
 
     def run(self) -> float:
         """Run all programs; return the time at which the last one ends."""
@@ -154,7 +154,7 @@ class Simulation:
         return self.now
 
     def _queue(self, actor: Actor, request: Queue) -> None:
-        """Queue each phase of a request after the one before."""
+        """Queue the phases of a request, each after the previous phase."""
         works = actor.queued.get(request.after, ())
         for part in request.parts:
             for phase in part.phases:
@@ -165,13 +165,13 @@ class Simulation:
         actor.queued[request.key] = works
 
     def _submit(self, actor: Actor, work: _Work) -> _Work:
-        """Queue a job in an actor's stream; all actors share a joint one."""
+        """Queue a job in an actor's stream; return it, or the one job that all actors share."""
         job, speed = work.job, actor.speed
         work.left = job.seconds / (speed.inter if job.inter else speed.intra if job.intra else 1.0)
         actor.num_jobs += 1
         if work.members > 1:
             joint = self._joint.setdefault(actor.num_jobs, work)
-            if joint is not work:  # it waits for all actors, and is as slow as the slowest
+            if joint is not work:  # a shared job waits for all actors, at the slowest one's speed
                 joint.after += work.after
                 joint.left = max(joint.left, work.left)
                 work = joint
@@ -186,7 +186,7 @@ class Simulation:
         return work
 
     def _start_if_ready(self, work: _Work) -> None:
-        """Start work that is first in all of its streams, and among its actors' launches."""
+        """Start a job that is first in all of its streams and among its actors' launches."""
         actors = [self.actors[index] for index in work.submitted]
         if work.running or len(actors) < work.members or not all(w.done for w in work.after):
             return
@@ -205,7 +205,7 @@ class Simulation:
                 self._start_if_ready(launches[0])
 
     def _advance(self, actor: Actor) -> None:
-        """Run a program until it computes or has to wait."""
+        """Run an actor's program until it computes or has to wait."""
         for request in actor.program:
             if isinstance(request, Compute):
                 seconds = request.seconds / actor.speed.compute
@@ -245,8 +245,8 @@ class Simulation:
             self._wake(actor)
 
     def _set_rates(self) -> None:
-        """Set the speed of running jobs, by the links and processors that they share."""
-        loads = [[0.0, 0.0, 0.0] for _ in self.actors]  # of links inside, between, processor
+        """Set the speed of running jobs, by the sharing of links and processors."""
+        loads = [[0.0, 0.0, 0.0] for _ in self.actors]  # links inside and between, processor
         for work in self._running:
             _, _, *shares, _ = work.job
             for load in (loads[index] for index in work.submitted):
@@ -270,7 +270,7 @@ class Simulation:
         return speed / self._slowed[min(running, len(self._slowed) - 1)]
 
     def _blocking_kind(self, actor: Actor) -> str:
-        """Return the kind of the first unfinished work that an actor needs."""
+        """Return the kind of the first unfinished work for which an actor waits."""
         blocker = actor.waiting[0].blocker()
         queue = actor.streams[blocker.part.use, blocker.job.stream]
         return (queue[0] if queue else blocker).part.kind

@@ -44,10 +44,11 @@ from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_spec import RunSpec
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
 
-_MAX_SIMULATED = 4  # micro-batches
-# NCCL's CTAs per communicator, and the communicators, on a GPU of 128 SMs (distributed/groups.py).
+_MAX_SIMULATED = 4  # the most micro-batches that are all simulated
+# NCCL's CTAs per communicator, and the most communicators at once, on a GPU of 128 SMs
+# (distributed/groups.py).
 _CTAS, _MOST_COMMUNICATORS = 16, 8
-EXPOSED = {  # kinds of exposed communication, in words
+EXPOSED = {  # the kinds of exposed communication, in words
     "gather": "gathers",
     "reduce": "gradient reductions",
     "finish": "the gradient reductions at the end of a step",
@@ -55,16 +56,16 @@ EXPOSED = {  # kinds of exposed communication, in words
     "context": "attention's tokens on other ranks",
     "agree": "the gradient norm",
 }
-# The collectives of an action start after those of another action on the same buffer.
+# Collectives of an action (key) start after those of another action (value) on the same buffer.
 AFTER = {Verb.GATHER: Verb.PARAM_ALL_GATHER, Verb.GRAD_SYNC: Verb.REDUCE}
-_COMPUTES = {  # the kind of compute time
+_COMPUTES = {  # the kind of compute time of an action
     Verb.UPDATE: "update",
     Verb.FORWARD: "forward",
     Verb.LOSS: "forward",
     Verb.RECOMPUTE: "recompute",
     Verb.BACKWARD: "backward",
     Verb.GRADIENTS: "backward",
-    Verb.REDUCE: "backward",  # of norms, where weights rotate
+    Verb.REDUCE: "backward",  # collecting gradients of norms, where weights rotate
     Verb.SHIFT: "copy",
     Verb.SHIFT_BACK: "copy",
     Verb.SHIFT_GRADS: "copy",
@@ -77,12 +78,12 @@ class Timeline:
 
     seconds: float
     compute_seconds: float
-    exposed: dict[str, float]  # seconds for which the slowest group waits, by kind
+    exposed: dict[str, float]  # seconds for which the slowest group waits, by kind of communication
     activities: tuple[Activity, ...] = ()
 
 
 def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
-    """Simulate one step; `record` keeps the activities of all streams, for every micro-batch."""
+    """Simulate one step; `record` returns activities of all streams, for every micro-batch."""
     count = costs.num_micro_batches
     if count > _MAX_SIMULATED and not record:
         two, three = (simulate(replace(costs, num_micro_batches=n)) for n in (2, 3))
@@ -119,7 +120,7 @@ def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
 def _slowdowns(curve: Slowed) -> list[float]:
     """Compute the factors by which 0, 1, ... concurrent collectives slow down computing.
 
-    Between points of the curve it is a line, beyond the last as there.
+    The factor is linear between points of the curve, and constant beyond the last point.
     """
     points = [(0, 1.0), *sorted(curve)]
 
@@ -139,7 +140,7 @@ class StepCosts:
     comm_costs: CommCosts
     counts: StepCounts
     num_micro_batches: int
-    context: ContextCosts | None = None  # None: without context parallelism
+    context: ContextCosts | None = None  # attention's costs; None without context parallelism
 
     @property
     def run(self) -> RunSpec:
@@ -183,7 +184,7 @@ class StepCosts:
         """Return the unit for which the training thread computes in an action, and the time."""
         verb, number, *slots = move
         shape, halves, seconds = self.counts.shape, None, 0.0
-        if verb >= Verb.FORWARD:  # as in `buffer_of`, but this is called most of all
+        if verb >= Verb.FORWARD:  # duplicates `buffer_of`, since this method is called most of all
             halves = shape.halves(number)
         first = number if halves is None else halves[slots[0] if slots else 0][0]
         unit = self.counts.buffers[first].unit
@@ -198,7 +199,7 @@ class StepCosts:
             seconds += coding_seconds(self.device, encoded)
         elif verb is Verb.REDUCE and unit.replicated:
             seconds = self.collect_seconds(unit.trainable.numel)
-        elif verb in PASS_OF and slots[0] == slots[1]:  # in place, a copy out of staging
+        elif verb in PASS_OF and slots[0] == slots[1]:  # in place: a copy out of the scratch
             (one,) = self.comm_costs.specs[number].collectives[PASS_OF[verb]]
             seconds = self.computing.memory_seconds(2 * one.num_bytes // shape.num_slices)
         return unit, seconds
@@ -211,9 +212,9 @@ class StepCosts:
 
     @cached_property
     def muon_seconds(self) -> float:
-        """The time of Newton-Schulz on the busiest ranks, while other matrices are sent.
+        """The time of Newton-Schulz on the busiest ranks, or of its all-to-alls if that is longer.
 
-        Ranks send as many bytes as on average.
+        Without overlap it is the sum. All-to-alls send the mean number of bytes per rank.
         """
         run, specs = self.run, self.comm_costs.specs
         steps = run.muon.muon_num_ns_steps
@@ -231,7 +232,7 @@ class StepCosts:
     # Lower bound #
 
     def least_seconds(self) -> float:
-        """Compute a lower bound of the step's time: no order of its actions is faster."""
+        """Compute a lower bound of the step's time, for any order of the actions."""
         update = self._update_seconds(self.counts.num_trained) + self.muon_seconds
         begin, end = map(self._exposed_at_least, self.counts.ends)
         first, forward, backward, last = self.counts.passes
@@ -250,7 +251,7 @@ class StepCosts:
     def _bound(
         self, counts: Counts, *, forwards: int = 0, backwards: int = 0, more: float = 0.0
     ) -> float:
-        """Bound passes that queue these actions; the thread computes some seconds `more`."""
+        """Bound passes that queue these actions, with `more` seconds of computing in the thread."""
         busy = self.busy(counts)
         forward, collecting = self.computing.forward_seconds, self.counts.num_trained
         backward = self.computing.seconds - forward + self.collect_seconds(collecting)
@@ -262,21 +263,21 @@ class StepCosts:
         return max(busy.values())
 
     def busy(self, counts: Counts) -> defaultdict[Hashable, float]:
-        """Compute for how long actions keep each link and comm stream busy, and the thread."""
+        """Compute for how long actions keep busy each link, each comm stream and the thread."""
         busy: defaultdict[Hashable, float] = defaultdict(float)
         for move, count in counts.items():
             verb, number, *_ = move
             for load, seconds in self.comm_costs.of_buffers[number].busy.get(verb, {}).items():
                 if load != THREAD or verb in self.comm_costs.at_once:
                     busy[load] += count * seconds
-            if verb in PASS_OF:  # copies what it has received
+            if verb in PASS_OF:  # the thread copies received slices
                 busy[THREAD] += count * self.computed(move)[1]
         return busy
 
     def _exposed_at_least(self, counts: Counts) -> float:
         """Bound how long the thread waits for collectives with nothing left to overlap with.
 
-        Collectives of one buffer run one after the other.
+        Collectives of the same buffer run one after the other.
         """
         of_buffer: defaultdict[int, float] = defaultdict(float)
         for (verb, number, *_), count in counts.items():

@@ -1,4 +1,4 @@
-"""The schedule of a step with its units and buffers, and how often each action comes."""
+"""The schedule of a step with units and buffers, and the count of every action."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ QUEUES = frozenset(chain.from_iterable(WAITED_BY.values()))
 
 @dataclass(frozen=True, kw_only=True)
 class StepCounts:
-    """The schedule of a step and counts of its actions, which equal buffers have together."""
+    """The schedule of a step and counts of its actions, summed over equal buffers."""
 
     shape: StepShape | RotationShape
     units: tuple[Unit, ...]
-    updated_ahead: int | None = None  # units ahead of updated parameters' all-gathers; None: all
+    updated_ahead: int | None = None  # units ahead of which updates are gathered; None: all at once
 
     @cached_property
     def buffers(self) -> list[Buffer]:
@@ -37,7 +37,7 @@ class StepCounts:
         return sum(unit.trainable.numel for unit in self.units)
 
     def buffer_of(self, move: Move) -> int:
-        """Return the buffer of an action, the first one if it computes with several."""
+        """Return the buffer of an action, the first one if the action computes with several."""
         verb, number, *which = move
         if verb < Verb.FORWARD:
             return number
@@ -90,13 +90,13 @@ class StepCounts:
 
     @cached_property
     def first_of_kind(self) -> list[int]:
-        """The number of the first buffer of equal kind, for every buffer."""
+        """The number of the first buffer of equal kind, for every buffer by number."""
         kinds = ((unit.traffic_kind, trains) for unit, trains, _ in self.buffers)
         first: dict[object, int] = {}
         return [first.setdefault(kind, number) for number, kind in enumerate(kinds)]
 
     def by_kind(self, make: Callable[[int], Made]) -> list[Made]:
-        """Make something of every buffer by its number, once for all buffers of equal kind."""
+        """Call `make` with the number of every buffer, once for all buffers of equal kind."""
         made = {number: make(number) for number in dict.fromkeys(self.first_of_kind)}
         return [made[number] for number in self.first_of_kind]
 

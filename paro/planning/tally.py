@@ -2,12 +2,12 @@
 
 # In: the schedule of a step, the bytes of its buffers (ShardingSpec) and the activations of its
 # units. Out: memory snapshots, where a unit computes or a buffer is reduced or updated; the largest
-# is the peak. A snapshot adds up model states, whole parameters from gather to release (in
-# registered memory throughout), whole gradients until their reduction is waited for, slices where
-# weights rotate, weights in fp8 while their values stay, activations that units keep for backward,
-# and what a computation, a reduction's conversion or the update needs besides. Not counted: library
-# workspaces, the allocator's rounding, buffers of collectives (run_memory.py counts those on
-# GPUs), RoPE's rotations, labels and loss weights (16 bytes per token).
+# is the peak. A snapshot adds up model states, unsharded parameters from gather to release (in
+# registered memory: throughout), unsharded gradients until their reduction is waited for, slices
+# where weights rotate, fp8 casts of weights, activations saved for backward, and transient bytes of
+# a computation, of a reduction's conversion or of the update. Not counted: library workspaces, the
+# allocator's rounding, buffers of collectives (counted in run_memory.py for GPUs), RoPE's
+# rotations, labels and loss weights (16 bytes per token).
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paro.spec.units import registered_room
 from paro.step.actions import Move, Verb
 from paro.step.schedule import LISTED_MICRO_BATCHES
 
-_ALLOCATIONS = {  # the kind of bytes, and whether they are allocated or freed
+_ALLOCATIONS = {  # the kind of bytes that an action allocates (1) or frees (-1)
     Verb.GATHER: ("whole_params", 1),
     Verb.RELEASE: ("whole_params", -1),
     Verb.ALLOCATE: ("whole_grads", 1),
@@ -46,13 +46,13 @@ class MemorySnapshot(NamedTuple):
     states: int = 0
     whole_params: int = 0
     whole_grads: int = 0
-    slices: int = 0  # of parameters and gradients that rotate
-    casts: int = 0  # of weights, in fp8
+    slices: int = 0  # bytes of slots for slices of parameters and gradients that rotate
+    casts: int = 0  # bytes of cached fp8 weights
     activations: int = 0
     transient: int = 0
-    # Elements of whole units of which a shard is copied: converted for a reduction, or updated.
+    # Elements of unsharded buffers of which a shard is copied, for a reduction or for the update.
     converted: int = 0
-    bucket_size: int = 1  # units of the bucket that is reduced
+    bucket_size: int = 1  # number of units in the bucket that is reduced
     updated: int = 0
 
     @property
@@ -72,14 +72,14 @@ class MemorySnapshot(NamedTuple):
         }
 
     def with_copies(self, run: RunSpec, specs: Sequence[ShardingSpec]) -> MemorySnapshot:
-        """Add the bytes of copied shards, and in the update of Muon's whole matrices."""
+        """Add the bytes of copied shards and, in the update, of Muon's whole matrices."""
         strategy, precision = run.strategy, run.precision
         nothing_left = strategy.grads == strategy.optim == run.world_size
         wire, accumulate = precision.wire, precision.accumulate
         of_converted = 0 if nothing_left or wire == accumulate else BYTES_OF[wire]
         of_updated = 0 if accumulate == "fp32" else 4
         copied = self.converted // strategy.grads * of_converted
-        if self.bucket_size > 1:  # inside groups unit by unit, then between them all together
+        if self.bucket_size > 1:  # reduced unit by unit inside groups, then as a bucket between
             degree = strategy.optim // self.bucket_size
             of_part = of_converted if strategy.grads == degree else BYTES_OF[wire]
             copied = max(copied, self.bucket_size * self.converted // degree * of_part)
@@ -93,17 +93,17 @@ class MemorySnapshot(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class StepTally:
-    """A tally of allocated bytes, by carrying out the actions of a step one by one."""
+    """A tally of allocated bytes, updated by carrying out the actions of a step one by one."""
 
     run: RunSpec
     step: StepCounts
-    activations: Sequence[tuple[str, UnitActivations]]  # of every unit, or part, by name
+    activations: Sequence[tuple[str, UnitActivations]]  # name and bytes of every unit, or part
 
     def __post_init__(self) -> None:
-        self.now: Counter[str] = Counter()  # bytes by kind
-        self._kept: Counter[int] = Counter()
-        self._slices_done: Counter[int] = Counter()  # in backward
-        self._keeps: set[int] = set()  # buffers whose weights' casts stay
+        self.now: Counter[str] = Counter()  # allocated bytes by kind
+        self._saved: Counter[int] = Counter()
+        self._slices_done: Counter[int] = Counter()  # slices with a finished backward, by part
+        self._cached: set[int] = set()  # buffers whose weights' casts are cached
         self._cast: set[int] = set()  # units whose weights' casts exist
         self.now["whole_params"] = sum(size * number for size, number in self.registered.values())
 
@@ -113,7 +113,7 @@ class StepTally:
         return sum(self.now.values())
 
     def columns(self, now: MemorySnapshot) -> dict[str, int]:
-        """Return the bytes at a point by column; the total includes model states and transients."""
+        """Return a snapshot's bytes by column; the total has model states and transient bytes."""
         held = {"params": now.whole_params + now.casts, "grads": now.whole_grads}
         if self.run.materialize.rotates:
             held = {"slices": now.slices}
@@ -121,8 +121,8 @@ class StepTally:
         return {**held, "activations": now.activations, "total": total}
 
     def largest(self) -> list[MemorySnapshot]:
-        """Carry out a step; return the largest of its snapshots with equal copies."""
-        # Where weights rotate, micro-batches allocate the same.
+        """Carry out a step; return the largest snapshot for each combination of copied elements."""
+        # Where weights rotate, all micro-batches allocate equally.
         most = 1 if self.run.materialize.rotates else LISTED_MICRO_BATCHES
         actions = self.step.schedule(min(self.run.num_micro_batches, most)).actions()
         largest: dict[tuple[int, ...], MemorySnapshot] = {}
@@ -135,11 +135,11 @@ class StepTally:
 
     @cached_property
     def registered(self) -> dict[bool, tuple[int, int]]:
-        """The memory for whole parameters that copy engines fill: see `registered_room`."""
+        """The memory for unsharded parameters that copy engines fill: see `registered_room`."""
         return registered_room(self.run, self.step.units)
 
     def carry_out(self, move: Move) -> MemorySnapshot | None:
-        """Carry out an action; return a snapshot without model states if it computes or copies."""
+        """Carry out an action; return a snapshot, without model states, if bytes may peak there."""
         verb, number, *slots = move
         if verb >= Verb.FORWARD:
             return self._compute(verb, number)
@@ -149,10 +149,10 @@ class StepTally:
             sign *= counted != "whole_params" or not self.registered
             self.now[counted] += sign * self._sizes[number][slots[0] if slots else counted]
         if verb in (Verb.RELEASE, Verb.DROP_FP8):
-            self._keeps.discard(number)
+            self._cached.discard(number)
             self._cast_weights(index, exist=False)
         elif verb is Verb.CACHE_FP8:
-            self._keeps.add(number)
+            self._cached.add(number)
         elif verb is Verb.UPDATE:
             return self.at("the update", updated=unit.trainable.numel)
         elif verb is Verb.GRAD_SYNC:
@@ -163,12 +163,12 @@ class StepTally:
     def _compute(self, verb: Verb, index: int) -> MemorySnapshot | None:
         shape, (name, own) = self.step.shape, self.activations[index]
         if verb in (Verb.FORWARD, Verb.RECOMPUTE):
-            if any(not self._keeps.isdisjoint(needed) for needed in shape.halves(index)):
+            if any(not self._cached.isdisjoint(needed) for needed in shape.halves(index)):
                 self._cast_weights(index, exist=True)
             if verb is Verb.RECOMPUTE:
-                self._keep(index, own.kept + own.recomputed)
+                self._save(index, own.kept + own.recomputed)
                 return None
-            self._keep(index, own.kept if index >= shape.first_trained else 0)
+            self._save(index, own.kept if index >= shape.first_trained else 0)
             return self.at(f"the forward of {name}", own.in_forward)
         if verb is Verb.LOSS:
             return self.at(f"the forward of {name}", own.in_loss)
@@ -177,15 +177,15 @@ class StepTally:
         now = self.at(f"the backward of {name}", own.in_backward)
         self._slices_done[index] += 1
         if self._slices_done[index] % (shape.num_slices * len(shape.halves(index))) == 0:
-            self._keep(index, own.kept_to_the_end)
-            if index == shape.first_trained:  # the end of backward
-                self._kept.clear()
+            self._save(index, own.kept_to_the_end)
+            if index == shape.first_trained:  # this is the last unit of backward
+                self._saved.clear()
                 self.now["activations"] = 0
         return now
 
-    def _keep(self, index: int, num_bytes: int) -> None:
-        self.now["activations"] += num_bytes - self._kept[index]
-        self._kept[index] = num_bytes
+    def _save(self, index: int, num_bytes: int) -> None:
+        self.now["activations"] += num_bytes - self._saved[index]
+        self._saved[index] = num_bytes
 
     def _cast_weights(self, index: int, *, exist: bool) -> None:
         if exist is not (index in self._cast):
@@ -204,7 +204,7 @@ class StepTally:
 
     @cached_property
     def _sizes(self) -> list[Mapping[str | int, int]]:
-        """The bytes of every whole buffer, and of the slots of its slices, by buffer number."""
+        """The bytes of every unsharded buffer, and of each slot of slices, by buffer number."""
         return self.step.by_kind(lambda number: self._sizes_of(self.specs[number]))
 
     def _sizes_of(self, spec: ShardingSpec) -> Mapping[str | int, int]:

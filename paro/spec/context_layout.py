@@ -1,9 +1,10 @@
 """Layouts of context parallelism: the tokens and heads of a sample on each rank that shares it."""
 
-# C = U x R neighbouring ranks share a sample of S tokens. U of them exchange heads: outside
-# attention each has a share of their tokens, inside it all of their tokens and 1/U of the heads.
-# R such sets form a ring. Each rank of the ring owns two chunks of 2 R, one from either end, so
-# that all have equally much causal attention. With C = 4, by chunk of S / 8 tokens:
+# C = U x R neighbouring ranks share a sample, as R sets of U ranks. The ranks of a set exchange
+# heads (a2a): outside attention each has 1/U of the set's tokens and all heads, inside attention
+# all of the set's tokens and 1/U of the heads. The R sets form a ring (p2p). The sample is cut into
+# 2 R chunks, and each set owns one chunk from either end, so that causal attention costs all sets
+# equally much. With C = 4, the tokens of each rank in eighths of the sample:
 #
 #     U 1, R 4 (p2p)        rank 0: 0 7   1: 1 6   2: 2 5   3: 3 4
 #     U 4, R 1 (a2a)        rank 0: 0 1   1: 2 3   2: 4 5   3: 6 7
@@ -22,10 +23,11 @@ _MOST_HEAD_CHUNKS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextLayout:
-    """The division of a sample among `size` neighbouring ranks, of which `heads` exchange heads.
+    """The division of a sample among `size` neighbouring ranks, in sets of `heads` ranks.
 
-    Keys and values of the other ranks are gathered if it `gathers`, or go round a ring: round
-    `inner` neighbours first, where 0 stands for the ranks of a group.
+    The ranks of a set exchange heads. Keys and values of other sets are all-gathered with
+    `gathers`, else sent round rings: first round an inner ring of `inner` ranks (0: as many as a
+    group has), then round an outer ring.
     """
 
     size: int = 1
@@ -43,7 +45,7 @@ class ContextLayout:
         return self.size // self.heads
 
     def in_groups(self, group_size: int) -> ContextLayout:
-        """Return the layout with the size of the inner ring in groups of `group_size`."""
+        """Return the layout with `inner` set to its value in groups of `group_size`."""
         return replace(self, inner=min(max(self.inner or group_size, self.heads), self.size))
 
     def ranges(self, rank: int, seq_length: int) -> tuple[range, ...]:
@@ -57,7 +59,7 @@ class ContextLayout:
         begin = rank % self.heads * share
         ranges = []
         for number, index in enumerate((ring_rank, 2 * self.ring - 1 - ring_rank)):
-            # The chunk's part of this rank's share of the two chunks, which follow each other.
+            # This rank's share is a range over both chunks, laid end to end: cut it at each chunk.
             low = max(begin - number * chunk, 0)
             high = min(begin + share - number * chunk, chunk)
             if low < high:
@@ -65,7 +67,7 @@ class ContextLayout:
         return tuple(ranges)
 
     def topology(self, *, world_size: int, group_size: int) -> Topology:
-        """Return the axes of exchange and ring, in the groups of a run."""
+        """Return the axes of the head exchange and of the ring, in the groups of a run."""
         return make_topology(
             world_size=world_size,
             group_size=group_size,
@@ -73,7 +75,7 @@ class ContextLayout:
         )
 
     def heads_span(self, topology: Topology) -> AxisSpan:
-        """Return the axes, of `topology`, along which ranks exchange heads."""
+        """Return the axes of `topology` along which ranks exchange heads."""
         return topology.axes_between(1, self.heads)
 
     def ring_span(self, topology: Topology) -> AxisSpan:
@@ -81,7 +83,7 @@ class ContextLayout:
         return topology.axes_between(self.heads, self.size)
 
     def rings(self, topology: Topology) -> tuple[AxisSpan, AxisSpan]:
-        """Return the axes of the inner ring and of the outer, which are none if there is one."""
+        """Return the axes of the inner and of the outer ring; the latter may have none."""
         cut = self.in_groups(topology.group_size).inner
         inner, outer = (
             topology.axes_between(*ends) for ends in ((self.heads, cut), (cut, self.size))
@@ -97,13 +99,12 @@ class ContextLayout:
         return {StreamKind.CONTEXT: frozenset(filter(None, spans_of_messages))}
 
 
-ALONE = ContextLayout()  # no rank shares its samples
+ALONE = ContextLayout()  # without context parallelism: every rank has samples of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextLimits:
-    """Limits of a run's context-parallel layouts: ranks and groups, a sample's tokens, and
-    heads."""
+    """Limits of a run's context-parallel layouts: its ranks, groups, sequence length and heads."""
 
     model: LlamaConfig
     world_size: int
@@ -111,7 +112,7 @@ class ContextLimits:
     seq_length: int
 
     def misfit(self, layout: ContextLayout) -> str | None:
-        """Say why a sample cannot be shared by a layout, to follow a colon; None if it can."""
+        """Say why a layout cannot divide a sample, as text after a colon; None if it can."""
         size, heads, group_size = layout.size, layout.heads, self.group_size
         num_heads, num_kv_heads = self.model.num_attention_heads, self.model.num_query_groups
         if self.world_size % size:
@@ -137,9 +138,9 @@ class ContextLimits:
 def num_head_chunks(num_heads: int, num_kv_heads: int, layout: ContextLayout) -> int:
     """Return the number of chunks in which heads are exchanged, while another one computes.
 
-    A chunk has whole groups of query heads, or all chunks share one head of keys and values, unless
-    that head goes round a ring: it would do so for every chunk. `num_kv_heads` are the heads sent,
-    which are repeated where ranks are more.
+    A chunk has whole groups of query heads with their key and value heads. Or, without a ring, all
+    chunks share a single head of keys and values; on a ring it would be sent for every chunk.
+    `num_kv_heads` counts the heads sent: heads are repeated where there are more ranks than heads.
     """
     queries, keys = num_heads // layout.heads, num_kv_heads // layout.heads
     shared = keys == 1 and layout.ring == 1
@@ -148,9 +149,9 @@ def num_head_chunks(num_heads: int, num_kv_heads: int, layout: ContextLayout) ->
 
 
 def heads_at_first(num_kv_heads: int, item_bytes: int) -> int:
-    """Return for how many heads a rank computes gradients of its own queries and keys at first.
+    """Return for how many heads a rank first computes gradients of its own queries and keys.
 
-    The other heads follow at the end. Each part is computed under a transfer: of keys and values of
-    other ranks in their type, then of gradients for other ranks in fp32.
+    The other heads follow at the end. The first heads are computed while keys and values of other
+    ranks arrive, in their own type; the last heads while gradients are sent to them in fp32.
     """
     return max(1, num_kv_heads * item_bytes // (item_bytes + 4))

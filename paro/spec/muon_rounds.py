@@ -10,9 +10,9 @@
 #     Newton-Schulz    every owner rank has one whole matrix
 #     all-to-all       every owner rank sends back the shards of the update
 #
-# A round takes as long as its largest matrix, so matrices of equal cost share rounds; the few that
-# remain are assigned in decreasing order of cost. All ranks compute one assignment, and exchange
-# nothing for it.
+# A round takes as long as its largest matrix, so matrices of equal cost share rounds. The few that
+# remain are assigned in decreasing order of cost. All ranks compute the same assignment, without
+# communication.
 # A shard group of 4 ranks and two blocks of matrices Q O (square) and U D (up, down):
 #
 #     round    rank 0    rank 1    rank 2    rank 3
@@ -20,22 +20,22 @@
 #     1        0.U       0.D       1.U       1.D
 #
 # Where optimizer state is replicated on all ranks, the ranks of a group (fast links, such as a
-# node) act as the shard group: each has the whole momentum, and needs only a round's second
+# node) act as the shard group. Each has the whole momentum, so a round has only the second
 # all-to-all.
 
 # [Note: buckets]
-# Optimizer state may be sharded o ways, over several groups, though its matrices need not be: ways
-# enough are s, the largest of the group size and the degrees of parameters and gradients. Then o/s
-# consecutive units with equal layouts form a bucket, whose buffer has one unit after another. For
-# o/s = 2, rank by rank the optimizer shard of a bucket of two units, without and with it:
+# If optimizer state is sharded over o ranks in several groups, the all-to-alls would cross groups.
+# Buckets shard each unit over only s ranks, the largest of the group size and the degrees of
+# parameters and gradients: o/s consecutive units with equal layouts form a bucket, whose buffer has
+# one unit after another. The optimizer shards of two units on o = 4 ranks, s = 2:
 #
 #                          rank 0     rank 1     rank 2     rank 3
 #     two units apart      0.a 1.a    0.b 1.b    0.c 1.c    0.d 1.d     a rank: a part of each unit
 #     a bucket             0.a 0.b    0.c 0.d    1.a 1.b    1.c 1.d     a group of 2: a whole unit
 #
-# So a group updates whole units, and exchanges their matrices inside. A bucket has one step
-# reduce-scatter and one all-gather of updated parameters, of the total bytes of its units' own.
-# Units that fill no bucket stay sharded o ways, and their matrices are exchanged over o ranks.
+# So a group updates whole units, and its all-to-alls stay inside the group. A bucket has one step
+# reduce-scatter and one all-gather of updated parameters, with as many bytes as its units would
+# send apart. Units that fill no bucket stay sharded over o ranks, as do their all-to-alls.
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ class MuonMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A matrix and its owner, by rank in the shard group: the rank that has it whole in a round."""
+    """A matrix and the rank, in the shard group, that has the whole matrix in a round."""
 
     matrix: MuonMatrix
     owner: int
 
 
-MuonRound = tuple[Assignment, ...]  # every owner another rank
+MuonRound = tuple[Assignment, ...]  # at most one matrix for each owner rank
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class MuonRounds:
     """The rounds of a shard group (Note: Muon's rounds); ranks are numbered inside the group."""
 
     num_ranks: int
-    degree: int  # over how many ranks a matrix is sharded: all of the group, or 1
+    degree: int  # number of ranks over which a matrix is sharded: `num_ranks`, or 1
     rounds: tuple[MuonRound, ...]
 
     @property
@@ -104,7 +104,7 @@ class MuonRounds:
         return topology.axes_between(1, self.num_ranks)
 
     def shards(self, matrix: MuonMatrix) -> Iterator[tuple[int, int, int]]:
-        """Yield every rank that holds elements [low, high) of a matrix, with low and high."""
+        """Yield (rank, low, high) for every rank that holds elements [low, high) of a matrix."""
         if not self.is_sharded:
             yield from ((rank, 0, matrix.numel) for rank in range(self.num_ranks))
             return
@@ -128,7 +128,7 @@ class MuonRounds:
         return sent
 
     def newton_schulz_flops(self, steps: int) -> tuple[int, int]:
-        """Count FLOPs of the busiest ranks, summed over rounds, and of all ranks together."""
+        """Count FLOPs of each round's busiest rank, summed over rounds, and FLOPs of all ranks."""
         flops = [[one.matrix.newton_schulz_flops(steps) for one in each] for each in self.rounds]
         return sum(map(max, flops)), sum(map(sum, flops))
 
@@ -150,7 +150,7 @@ class MuonRounds:
         momentum = update if self.is_sharded else [0] * len(matrices)
         allocated = []
         for index in range(len(matrices)):
-            moved = 2 * whole[index]  # as it came, and the update
+            moved = 2 * whole[index]  # the matrix as received, and its update
             for other, shards in ((index - 1, update), (index + 1, momentum)):
                 if 0 <= other < len(matrices):
                     moved += whole[other] + shards[other]
@@ -158,7 +158,7 @@ class MuonRounds:
         return allocated
 
     def _most_held(self, matrices: Iterable[MuonMatrix]) -> int:
-        """Count the most elements of some matrices that a rank holds."""
+        """Count the elements of some matrices on the rank that holds most of them."""
         held: Counter[int] = Counter()
         for rank, low, high in chain.from_iterable(map(self.shards, matrices)):
             held[rank] += high - low
@@ -168,7 +168,7 @@ class MuonRounds:
 def muon_rounds(specs: Iterable[ShardingSpec]) -> list[MuonRounds]:
     """Assign the matrices of all buffers, for each of the shard groups that a rank is in.
 
-    A bucket counts as its first unit: every group has the rounds of the one unit that it updates.
+    A bucket counts as its first unit: each group updates one unit, all of them with equal rounds.
     """
     matrices: defaultdict[tuple[int, int], list[MuonMatrix]] = defaultdict(list)
     for number, spec in enumerate(specs):
@@ -186,7 +186,7 @@ def muon_rounds(specs: Iterable[ShardingSpec]) -> list[MuonRounds]:
 
 @lru_cache(maxsize=64)
 def assign(matrices: tuple[MuonMatrix, ...], num_ranks: int, degree: int) -> MuonRounds:
-    """Assign matrices to the ranks of a shard group; the next forward's first come first."""
+    """Assign matrices to the ranks of a shard group, those that forward reads first in front."""
     waiting: defaultdict[tuple[int, int], list[MuonMatrix]] = defaultdict(list)
     rounds = []
     for matrix in matrices:

@@ -98,7 +98,7 @@ class MuonConfig:
         return tuple(listed[min(index, len(listed) - 1)] for index in range(steps))
 
     def scale(self, rows: int, columns: int) -> float:
-        """Return the factor on the orthogonal matrix that updates a matrix of this shape."""
+        """Return the factor of the orthogonalized update of a matrix of this shape."""
         match self.muon_scale_mode:
             case "spectral":
                 scale = math.sqrt(max(rows, columns))
@@ -110,7 +110,7 @@ class MuonConfig:
 
 
 def check_apex() -> None:
-    """Raise `UserError` without NVIDIA's apex; PyPI's `apex` is another package without `amp_C`."""
+    """Raise `UserError` without NVIDIA's apex and its `amp_C`; PyPI's `apex` is another package."""
     if importlib.util.find_spec("amp_C") is None or importlib.util.find_spec("apex") is None:
         raise UserError(
             "--adam-implementation apex needs NVIDIA's apex with its CUDA extensions "

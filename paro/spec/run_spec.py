@@ -1,4 +1,4 @@
-"""The description of a run that engine and planner share: it decides memory, traffic, actions."""
+"""The description of a run for engine and planner: all that decides memory, traffic and actions."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class MicroBatch:
 
     size: int
     seq_length: int
-    compute_bytes: int  # per element
-    device_type: str  # decides which kernels exist
-    context: ContextLayout = ALONE  # the context-parallel group
-    apart: bool = False  # whether attention is within documents
+    compute_bytes: int  # bytes per element of the compute type
+    device_type: str  # "cuda" or "cpu", which decides the kernels that exist
+    context: ContextLayout = ALONE  # the layout of the context-parallel group
+    apart: bool = False  # whether attention stays within each document of a sample
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of its samples on one rank."""
+        """The number of tokens of the micro-batch on one rank."""
         return self.size * self.seq_length // self.context.size
 
     def tensor_bytes(self, width: int) -> int:
@@ -80,31 +80,31 @@ class RunSettings:
     """The settings of a run by its flags; the planner may choose others for some of them."""
 
     model: LlamaConfig
-    group_size: int  # the degree of letter I
-    context: ContextLayout = ALONE  # the context-parallel group
+    group_size: int  # the number of ranks with fast links, which is the degree of letter I
+    context: ContextLayout = ALONE  # the layout of the context-parallel group
     seq_length: int
-    apart: bool = False  # whether documents of a sample are kept apart
+    apart: bool = False  # whether attention stays within each document of a sample
     micro_batch_size: int
     precision: PrecisionConfig
     muon: MuonConfig = field(default_factory=MuonConfig)
     prefetch_units: int = 1
-    updated_ahead: int | None = None  # units ahead of updated parameters' all-gathers; None: all
+    updated_ahead: int | None = None  # units ahead of which updates are gathered; None: all at once
     collective: str = "native"
     materialize: Materialize = Materialize.GATHER
     device_type: str = "cuda"
-    eval_micro_batch_size: int = 0  # 0: no evaluation, or as in training
+    eval_micro_batch_size: int = 0  # samples; 0: without evaluation, or as in training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec(RunSettings):
-    """The description of a run: all that memory and traffic of a rank depend on but the machine."""
+    """The description of a run: all that decides a rank's memory and traffic, save the machine."""
 
     trained: frozenset[str]  # the names of the parameters that train
-    recompute: RecomputeConfig | None  # instead of the model's
+    recompute: RecomputeConfig | None  # the recomputation, which replaces that of `model`
     world_size: int
     strategy: Strategy
-    num_micro_batches: int  # the most of a step
-    copy_engine: bool = False  # whole parameters have registered memory throughout
+    num_micro_batches: int  # the largest number of micro-batches in a step
+    copy_engine: bool = False  # whether unsharded parameters stay in registered memory
 
     @property
     def step_kind(self) -> tuple[object, ...]:
@@ -115,7 +115,7 @@ class RunSpec(RunSettings):
 
     @property
     def bucket_size(self) -> int:
-        """The number of units that form a bucket if Muon updates them, else 1."""
+        """The number of units in a bucket; 1 without Muon."""
         return muon_bucket_size(self.strategy, self.precision, self.group_size)
 
     @property
@@ -159,8 +159,8 @@ class RunSpec(RunSettings):
 class RunGroups(NamedTuple):
     """The axis spans of a run's process groups."""
 
-    states: Spans  # on the topology of the model states
-    context: Spans  # on that of the ranks that share samples
+    states: Spans  # for model states, on the topology of the run
+    context: Spans  # for context parallelism, on the topology of the context layout
 
     @property
     def number(self) -> int:
@@ -175,7 +175,7 @@ def groups_of(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoi
 
 
 def collectives_of(run: RunSpec, specs: Iterable[ShardingSpec]) -> set[Collective]:
-    """Return the different collectives of a step; where weights rotate, passes stand for them."""
+    """Return the different collectives of a step; a pass of shifts counts as its collective."""
     passes = PASS_OF.values() if run.materialize.rotates else ()
     return {
         one._replace(stream_kind=StreamKind.ROTATE) if verb in passes else one
@@ -186,9 +186,9 @@ def collectives_of(run: RunSpec, specs: Iterable[ShardingSpec]) -> set[Collectiv
 
 
 def _state_groups(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> Spans:
-    """Return the process groups of model states: of all that a step sends, quantized or exact.
+    """Return the process groups of model states, for quantized steps and for exact steps.
 
-    The first steps of a run quantize nothing.
+    Both are needed, because the first steps of a run quantize nothing.
     """
     spans: defaultdict[StreamKind, set[AxisSpan]] = defaultdict(set)
     for one in collectives_of(run, specs) | collectives_of(run, (spec.exact for spec in specs)):

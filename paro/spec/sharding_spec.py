@@ -1,9 +1,10 @@
 """The shards of a flat buffer under a strategy, and the collectives of a step's actions."""
 
-# The engine allocates and sends by this description, and the planner counts it. Parameters,
-# gradients and optimizer state have degrees of their own: sharded d ways, a rank has 1 / d of the
-# buffer (Note: nested shards, paro/layout.py). Each of several collectives of an action operates on
-# the output shard of the one before it, as in a hierarchical reduce-scatter.
+# In: a flat buffer, a strategy, a topology and data types. Out: elements and bytes of every shard,
+# and the collectives of every action. The engine allocates and sends by them, the planner counts
+# them. Parameters, gradients and optimizer state each have a degree: with degree d a rank has 1 / d
+# of the buffer (Note: nested shards, paro/layout.py). If an action has several collectives, each
+# operates on the output shard of the one before, as in a hierarchical reduce-scatter.
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ class Collective(NamedTuple):
     stream_kind: StreamKind
     op: Op
     span: AxisSpan
-    numel: int  # of the buffer that it gathers or reduces
-    dtype: str  # as it is sent: a name of `BYTES_OF`, or UINT8
+    numel: int  # elements of the buffer that is gathered or reduced
+    dtype: str  # the type that is sent: a name of `BYTES_OF`, or UINT8
     units: int = 1  # units in the buffer, one after another, each sharded by itself
 
     @property
@@ -48,7 +49,7 @@ class Collective(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the whole buffer that is gathered or reduced, in the type that is sent."""
+        """The bytes of the unsharded buffer that is gathered or reduced, in the type sent."""
         return self.numel * self.itemsize
 
     @property
@@ -77,11 +78,11 @@ class ModelStateBytes(NamedTuple):
 class ShardingSpec:
     """The shards of a flat buffer on every rank, their types, and the collectives of its actions.
 
-    A buffer without gradients has nothing but parameters.
+    A frozen buffer has parameters alone: no gradients and no optimizer state.
     """
 
     buffer: Buffer
-    strategy: Strategy  # of this buffer
+    strategy: Strategy  # the degrees of this buffer, which may differ from those of the run
     topology: Topology
     precision: PrecisionConfig
 
@@ -95,7 +96,7 @@ class ShardingSpec:
 
     @cached_property
     def exact(self) -> ShardingSpec:
-        """Spec of a step that quantizes nothing."""
+        """The sharding spec of the buffer in a step that quantizes nothing."""
         if not self.precision.quantizes:
             return self
         return replace(self, precision=self.precision.with_inter_bits(FULL_BITS))
@@ -113,7 +114,7 @@ class ShardingSpec:
 
     @property
     def grad_numel(self) -> int:
-        """The elements of the gradient accumulator, which has the precision's type for it."""
+        """The elements of the gradient accumulator, of type `precision.accumulate`."""
         return self.layout.numel // self.strategy.grads if self.buffer.trains else 0
 
     @property
@@ -123,7 +124,7 @@ class ShardingSpec:
 
     @property
     def muon_stop(self) -> int:
-        """The end of the elements that Muon updates, from the start of the buffer."""
+        """The number of elements that Muon updates, which come first in the buffer."""
         by_muon = self.precision.optimizer == "muon" and self.buffer.trains
         return self.layout.decayed_stop if by_muon and self.unit.matrices else 0
 
@@ -136,8 +137,8 @@ class ShardingSpec:
     def optimizer_numels(self, numel: int) -> dict[OptimState, int]:
         """Return the elements of each optimizer state on a rank that updates `numel` of the buffer.
 
-        Ranges divide unequally between Muon and AdamW: every rank allocates as much as the largest
-        range of each needs.
+        Muon's and AdamW's shares of a range differ from rank to rank: every rank allocates as much
+        as the rank with the largest share of each.
         """
         stop, precision = self.muon_stop, self.precision
         in_last = max(0, min(numel, stop - (self.layout.numel - numel)))
@@ -149,7 +150,7 @@ class ShardingSpec:
     def state_bytes(self) -> ModelStateBytes:
         """Bytes of a rank's parameters, gradient accumulator and optimizer states.
 
-        The optimizer's range of a bucket, which is of one unit, counts for the first.
+        The optimizer range of a bucket lies in one of its units; it counts for the first unit.
         """
         range_numel = self.layout.numel * self.unit.bucket_size // self.strategy.optim
         numels = self.optimizer_numels(range_numel) if self.buffer.trains else {}
@@ -162,7 +163,7 @@ class ShardingSpec:
     def slots(self, device_type: str) -> dict[Slot, tuple[int, str]]:
         """Return the elements and the type of each slot of slices, where weights rotate.
 
-        A slice is the shard that a rank would send to a gather, or get of a reduction.
+        A slice is the shard of an all-gather's input, or of a reduce-scatter's output.
         """
         slots: dict[Slot, tuple[int, str]] = {}
         for verb, of_slices, scratch in (
@@ -196,7 +197,7 @@ class ShardingSpec:
     def _quantized(
         self, span: AxisSpan, bits: int, block: int, number: int, dtype: str
     ) -> RangeFormat | None:
-        """Return the format if its collectives cross groups and it saves bytes."""
+        """Return the format if values sent in it cross groups and take fewer bytes than exact."""
         crosses = any(axis.link is Link.INTER for axis in span)
         if bits == FULL_BITS or not (crosses and self.buffer.trains):
             return None
@@ -216,7 +217,7 @@ class ShardingSpec:
 
     @property
     def grad_error_bytes(self) -> tuple[int, int]:
-        """Bytes of the errors of quantized gradients: a row of bytes for every owner of a chunk."""
+        """Bytes of the errors of quantized gradients: (number of chunk owners, bytes for each)."""
         if self.grad_format is None or not self.precision.inter_grad_error_feedback:
             return 0, 0
         _, inter = split_by_link(self._grad_sync_span)

@@ -1,4 +1,4 @@
-"""The states that optimizers keep of every element: names in checkpoints, types, sizes."""
+"""The states that optimizers have of every element: names in checkpoints, types, sizes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from paro.precision import BYTES_OF, PrecisionConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-PARAM = "param"  # the state of the master, or of the parameter itself where it is frozen
-SENT = "sent"  # the state of parameters as they were sent, where those differ from the masters
-GRAD_ERRORS = "grad_errors"  # what codes of gradients have lost; only the same ranks can use it
+PARAM = "param"  # the fp32 master of a parameter, or a frozen parameter itself
+SENT = "sent"  # parameters as ranks received them, where quantized updates differ from masters
+GRAD_ERRORS = "grad_errors"  # quantization errors of gradients; valid only on the same ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimState:
-    """A value that the optimizer keeps of every element that it updates."""
+    """A value that the optimizer has for every element that it updates."""
 
     name: str
-    dtype: str = "fp32"  # a name of `BYTES_OF`
+    dtype: str = "fp32"  # the type of the value: a name of `BYTES_OF`
 
 
 MASTER = OptimState(name=PARAM)
@@ -32,7 +32,7 @@ STATE_NAMES = (PARAM, *MOMENTS, MOMENTUM)
 
 
 def adamw_states(precision: PrecisionConfig) -> tuple[OptimState, ...]:
-    """Return the master and the two moments."""
+    """Return AdamW's states: the master and the two moments."""
     return (
         MASTER,
         OptimState(name=MOMENTS[0], dtype=precision.exp_avg_dtype),
@@ -41,12 +41,12 @@ def adamw_states(precision: PrecisionConfig) -> tuple[OptimState, ...]:
 
 
 def muon_states(precision: PrecisionConfig) -> tuple[OptimState, ...]:
-    """Return the master and the momentum."""
+    """Return Muon's states: the master and the momentum."""
     return MASTER, OptimState(name=MOMENTUM, dtype=precision.exp_avg_dtype)
 
 
 def is_for_muon(name: str, shape: Shape) -> bool:
-    """Say whether Muon, if it is chosen, updates a parameter: the matrices of blocks."""
+    """Say whether a parameter is a matrix of a block, which Muon updates in a run with Muon."""
     return name.startswith("blocks.") and len(shape) > 1
 
 
@@ -62,9 +62,9 @@ class FlatShard:
     layout: UnitLayout
     start: int  # index of values[0] in the unit's flat buffer
     values: Tensor  # 1-D
-    state: str  # one of STATE_NAMES, SENT or GRAD_ERRORS
+    state: str  # the name of the state in `values`: of STATE_NAMES, SENT or GRAD_ERRORS
     rank: int = 0
-    replicas: Sequence[int] = (0,)  # the ranks that hold this range, including this one
+    replicas: Sequence[int] = (0,)  # the ranks that hold this range, `rank` included
 
     @property
     def is_primary_replica(self) -> bool:
@@ -74,7 +74,7 @@ class FlatShard:
     def own_part(self, writers: Collection[int]) -> tuple[int, int]:
         """Return the range [begin, end) of `values` that this rank writes.
 
-        The replicas in `writers` divide the range among them; other ranks write separately.
+        The replicas in `writers` divide the range equally; ranks outside `writers` write elsewhere.
         """
         sharing = [rank for rank in self.replicas if rank in writers]
         numel, index = self.values.numel(), sharing.index(self.rank)

@@ -1,9 +1,11 @@
 """The units of a run with their flat buffers, and the shape of its steps."""
 
-# Where weights rotate, a pass carries every slice to every rank of the ring: d - 1 shifts of a
-# slice. A matrix makes one pass in forward, one in backward, and its gradient one; one more if its
-# block is recomputed. The embedding's backward reads no weight. A tied head uses the embedding's
-# slices.
+# In: a model, a strategy and the names that train. Out: the units (parameters that are gathered
+# together), each with a flat buffer of trained and one of frozen parameters, and the shape of a
+# step, by which the policies of paro/step decide. Where weights rotate, each of d ranks owns 1/d of
+# every matrix, a slice. A pass carries every slice to every rank of the ring by d - 1 shifts: the
+# weights pass once in forward, once in backward and once more if recomputed, the gradients once.
+# The embedding's backward reads no weight. A tied head uses the embedding's slices.
 
 from __future__ import annotations
 
@@ -63,15 +65,15 @@ def _rotating_units(
 ) -> tuple[Unit, ...]:
     """Return units for rings of `degree` ranks: all norms, embedding, attentions, MLPs, head.
 
-    Names are `blocks.0.attention`, or `blocks.0.mlp 1/2` and `2/2` `in_place`, where slices are
-    sent in halves.
+    Names are as in `blocks.0.attention`. With `in_place`, slices may be sent in halves, each a
+    unit: `blocks.0.mlp 1/2` and `blocks.0.mlp 2/2`.
     """
     shapes, units = parameter_shapes(config), []
     for spec, part in unit_parts(config):
-        if spec.borrows:  # a tied head has the embedding's
+        if spec.borrows:  # a tied head has no slices of its own
             continue
         label, cuts = spec.label_of(part), spec.cuts_of(part)
-        own = {name: shapes.pop(name) for name in cuts}  # what is left is replicated
+        own = {name: shapes.pop(name) for name in cuts}  # the rest of `shapes` is replicated
         halves: tuple[int | None, ...] = (None,)
         if in_place:
             halves = halves_of(own, cuts=cuts, number=degree, shares=part.shares)
@@ -112,7 +114,7 @@ def _rotation_shape(run: RunSpec, units: Sequence[Unit]) -> RotationShape:
         for of_parts in zip(*names, strict=True)
     )
     first = min(first_cut, first_replicated)
-    starts = [*accumulate((len(spec.parts) for spec in specs), initial=0)]  # of units, and the end
+    starts = [*accumulate((len(spec.parts) for spec in specs), initial=0)]  # first part of a unit
     groups = recomputed_groups(specs, bisect_right(starts, first) - 1)
     return RotationShape(
         ring=ring,
@@ -132,7 +134,7 @@ def _rotation_shape(run: RunSpec, units: Sequence[Unit]) -> RotationShape:
 
 
 def rotation_conflict(config: LlamaConfig) -> str | None:
-    """Say why a model's weights cannot rotate on any ranks; None if they can on some."""
+    """Say why a model's weights cannot rotate on any number of ranks; None if they can on some."""
     if config.fp8_format is not None:
         conflict = "has no fp8, whose scales are those of whole weights: leave --fp8-format"
     elif config.torch_compile is not None:
@@ -150,7 +152,7 @@ def rotation_infeasible_reason(
 ) -> str | None:
     """Say why a model's weights cannot rotate under a strategy; None if they can.
 
-    They rotate only inside groups, and only if every rank of the ring gets a slice of each matrix.
+    Weights rotate only inside groups, and only if each matrix has a slice for every ring rank.
     """
     degree = strategy.params
     if (conflict := rotation_conflict(config)) is not None:
@@ -190,8 +192,8 @@ def units_of(
 ) -> tuple[Unit, ...]:
     """Return the model's units, sharded over `world_size` ranks: embedding, blocks and head.
 
-    A parameter trains unless `is_trained(name)` is false. Where weights rotate, over 2 or more
-    ranks, a block is two units, or three `in_place`, and all norms form one more unit.
+    A parameter trains unless `is_trained(name)` is false. Where weights rotate, over at least 2
+    ranks, a block is two units (three with `in_place`), and all norms form one more unit.
     """
     if rotated_over > 1:
         return _rotating_units(config, rotated_over, world_size, is_trained, in_place)
@@ -215,7 +217,7 @@ def shape_of(
     prefetch_units: int,
 ) -> StepShape:
     """Return the shape of a step of units whose parameters are gathered or replicated."""
-    # The loss writes gradients of the output weight in forward, if no other unit has it too.
+    # The loss writes gradients of an untied output weight in forward.
     writes = units[-1].trainable.numel and not config.tie_embeddings_and_output_weights
     shape = StepShape(
         units=number_buffers(units),
@@ -254,9 +256,9 @@ def shape_of_run(run: RunSpec, units: Sequence[Unit]) -> StepShape | RotationSha
 
 
 def registered_room(run: RunSpec, units: Sequence[Unit]) -> dict[bool, tuple[int, int]]:
-    """Return the memory for whole parameters that copy engines fill, by whether they train.
+    """Return the memory for unsharded parameters that copy engines fill, by whether they train.
 
-    It is the bytes of the largest buffer, and how many buffers are whole at once at most.
+    Values are the bytes of the largest buffer, and the largest number of unsharded buffers at once.
     """
     if not run.copy_engine:
         return {}

@@ -13,39 +13,39 @@ from paro.layout import Unit
 class Verb(IntEnum):
     """A kind of action on a buffer; the last five compute, with a unit."""
 
-    GATHER = 0  # queues the all-gather of its whole parameters
-    WAIT = 1  # until its parameters may be read
-    CACHE_FP8 = 2  # forward and backward use one fp8 cast of its weights
+    GATHER = 0  # queues the all-gather of the buffer's parameters
+    WAIT = 1  # waits until the buffer's parameters may be read
+    CACHE_FP8 = 2  # lets forward and backward use one fp8 cast of the buffer's weights
     DROP_FP8 = 3  # frees the cached casts
-    RELEASE = 4  # frees the whole parameters and their fp8 weight cache
-    ALLOCATE = 5  # its whole gradients
-    FREE = 6  # its whole gradients, once they are reduced
+    RELEASE = 4  # frees the unsharded parameters and their fp8 weight cache
+    ALLOCATE = 5  # allocates the buffer's unsharded gradients
+    FREE = 6  # frees the buffer's unsharded gradients, once they are reduced
     REDUCE = 7  # queues the reduction of a micro-batch's gradients, and their accumulation
     GRAD_SYNC = 8  # queues the step's reduce-scatter and replica all-reduce
-    WAIT_REDUCED = 9  # until its gradients are summed over all ranks
-    NORM = 10  # of all gradients over all ranks
-    UPDATE = 11  # its optimizer range
-    PARAM_ALL_GATHER = 12  # queues the all-gather of its updated parameters
-    # Where slices rotate (slices.py), followed by slots:
+    WAIT_REDUCED = 9  # waits until the buffer's gradients are summed over all ranks
+    NORM = 10  # computes the norm of all gradients over all ranks
+    UPDATE = 11  # updates this rank's optimizer range of the buffer
+    PARAM_ALL_GATHER = 12  # queues the all-gather of the buffer's updated parameters
+    # Actions on slices that rotate (slices.py); an action names the slots that it uses:
     ALLOCATE_SLOT = 13
     FREE_SLOT = 14
-    COPY = 15  # a slice from slot to slot
-    SHIFT = 16  # queues weights' slices one rank on, from slot to slot
+    COPY = 15  # copies a slice from slot to slot
+    SHIFT = 16  # queues sending a slice of weights to the next rank, from slot to slot
     SHIFT_BACK = 17
     WAIT_SHIFTED = 18
-    SHIFT_GRADS = 19  # queues gradients' slices one rank back
+    SHIFT_GRADS = 19  # queues sending a slice of gradients to the previous rank
     WAIT_GRADS = 20
-    ZERO_GAPS = 21  # the padding between gradients
-    ACCUMULATE = 22  # the sum that came home
-    # Computing:
+    ZERO_GAPS = 21  # zeroes the padding between gradients
+    ACCUMULATE = 22  # adds the complete sum of a slice's gradients to its owner's accumulator
+    # Actions that compute with a unit:
     FORWARD = 30
-    LOSS = 31  # the rest of a forward that makes gradients
-    RECOMPUTE = 32  # a forward again, in backward
-    BACKWARD = 33  # up to the unit's first gradient
-    GRADIENTS = 34  # the rest of its backward
+    LOSS = 31  # the rest of the head's forward, in which the loss makes gradients
+    RECOMPUTE = 32  # the unit's forward again, during backward
+    BACKWARD = 33  # the unit's backward up to the first gradient of a parameter
+    GRADIENTS = 34  # the rest of the unit's backward
 
 
-# The actions on a buffer whose communication a wait, or a free, waits for.
+# For a wait, or a free: the actions on the same buffer whose communication it waits for.
 WAITED_BY = {
     Verb.WAIT: (Verb.GATHER, Verb.PARAM_ALL_GATHER),
     Verb.FREE: (Verb.REDUCE,),
@@ -54,12 +54,12 @@ WAITED_BY = {
     Verb.WAIT_GRADS: (Verb.SHIFT_GRADS,),
 }
 
-# A shift is a step of a pass round the ring, which sends as many bytes as this action would.
+# For a shift: the action that sends as many bytes as a pass (all d - 1 shifts) round the ring.
 PASS_OF = {Verb.SHIFT: Verb.GATHER, Verb.SHIFT_BACK: Verb.GATHER, Verb.SHIFT_GRADS: Verb.REDUCE}
 
-Action = tuple[Verb, int]  # and the number of a buffer or a unit
-SliceMove = tuple[Verb, *tuple[int, ...]]  # of a slice of some buffer, with slots
-Move = tuple[Verb, int, *tuple[int, ...]]  # either, with the number
+Action = tuple[Verb, int]  # a verb, and the number of a buffer or a unit
+SliceMove = tuple[Verb, *tuple[int, ...]]  # an action on a slice: a verb and slots, no buffer
+Move = tuple[Verb, int, *tuple[int, ...]]  # any action: a verb, a buffer or unit, slots if any
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,10 @@ def number_buffers(units: Sequence[Unit]) -> tuple[StepUnit, ...]:
 
 
 class Buckets:
-    """Buffers that train, in buckets with one step reduce-scatter and one all-gather of updates.
+    """Buffers that train, grouped in buckets.
 
-    A unit's `bucket_size` is the number of buffers of the bucket that begins with it, 0 for others.
+    A bucket has one step reduce-scatter and one all-gather of updated parameters. A unit's
+    `bucket_size` is the number of buffers in the bucket that begins with the unit, else 0.
     """
 
     def __init__(self, units: Iterable[StepUnit] = ()) -> None:
@@ -110,7 +111,7 @@ class Buckets:
         self._ready: set[int] = set()
 
     def add(self, buffer: int) -> list[int]:
-        """Return the first buffer of a bucket, which stands for it, once all buffers are added."""
+        """Add a buffer; return the first one of the bucket, alone, once the bucket is complete."""
         bucket = self._bucket_of.get(buffer, (buffer,))
         self._ready.add(buffer)
         if not self._ready.issuperset(bucket):
@@ -121,17 +122,17 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """The inputs of a step's actions."""
+    """The facts about a model and a run that decide the actions of a step."""
 
     units: tuple[StepUnit, ...]
-    gathers: bool  # parameters are sharded: a unit's are whole only while it needs them
-    reduces: bool  # gradients are sharded: whole ones are reduced after every micro-batch
+    gathers: bool  # parameters are sharded: a unit's are unsharded only while it needs them
+    reduces: bool  # gradients are sharded: unsharded ones are reduced after every micro-batch
     prefetch_units: int  # units gathered ahead; 0: nothing overlaps
-    # Of the canonical order of events (schedule.py), which the engine meets by itself:
+    # Facts about the order of events, which schedule.py needs and the engine meets in its hooks:
     recomputed: tuple[range, ...] = ()  # indices of units that backward recomputes together
-    grads_in_forward: frozenset[int] = frozenset()  # units that make their first one there
+    grads_in_forward: frozenset[int] = frozenset()  # units whose first gradient forward makes
 
-    num_slices = 1  # of everything, which is computed as a whole
+    num_slices = 1  # slices of a unit's weights: a unit computes with all of its weights at once
 
     @property
     def needed(self) -> tuple[tuple[int, ...], ...]:
@@ -139,7 +140,7 @@ class StepShape:
         return tuple(unit.needed for unit in self.units)
 
     def halves(self, index: int) -> tuple[tuple[int, ...], ...]:
-        """Return the buffers with which a unit computes."""
+        """Return the buffers with which a unit computes, all at once: there are no halves."""
         return (self.units[index].needed,)
 
     @property

@@ -1,27 +1,28 @@
 """The policy of a step where parameters are gathered, event by event: gathers and reductions."""
 
 # [Note: the policy of a step]
-# The order of a step is known in advance: for every micro-batch all units forward, then backward in
-# reverse, where those whose backward reads weights are gathered again. Up to `1 + prefetch_units`
-# units are unsharded (gathered or being gathered) at once, or as many as are recomputed together.
-# In backward a unit is released when its input's gradient is computed and all its parameters'
-# gradients have arrived; below the first unit that trains no gradient flows, so backward gathers
-# nothing there. At most two buffers of unsharded gradients wait to be reduced.
+# In: the events of a step, which FSDP2 has as hooks. Out: the actions to carry out at each event.
+# The order is known in advance: for every micro-batch all units run forward, then backward in
+# reverse. Backward gathers again the units whose backward reads weights. At most
+# `1 + prefetch_units` units are unsharded (gathered or being gathered) at once, or as many as are
+# recomputed together. In backward a unit is released when the gradients of its input and of all
+# its parameters exist. Backward ends at the first unit that trains, and gathers nothing below it.
+# At most two buffers of unsharded gradients wait to be reduced.
 #
 # With unsharded parameters (ZeRO-1 and 2) and several micro-batches, the fp8 casts of weights are
 # cached for the whole step. Otherwise a unit caches them from its recomputation to its release.
 #
 # Without overlap (`prefetch_units` 0) one unit and one gradient are unsharded at a time, and the
-# executor of the actions waits at once for the collectives that they queue.
+# executor waits for a collective at once after queueing it.
 
 # [Note: updated parameters]
-# A step ends with the update, and the next forward is the first to read the result. The all-gather
-# of a unit's updated parameters may be queued at once, which leaves links most time. Or it is
-# queued some units ahead of the unit's first use, behind the gathers that an earlier unit's forward
-# queues: then no gather is queued behind a collective that only later units need. That is faster
-# where collectives begin in the order in which they are queued, on any stream
-# (planning/simulation.py). A unit is gathered `prefetch_units` ahead, and behind its own updates,
-# which are therefore queued at least one unit further ahead.
+# A step ends with the update, and the next forward is the first to read the result. There are two
+# times to queue the all-gather of a unit's updated parameters. At once: links have most time. Or
+# some units ahead of the unit's first use, behind the gathers queued at that point: no gather then
+# waits behind a collective that only later units need, which is faster where collectives begin in
+# the order in which they are queued on all streams (planning/simulation.py). A unit is gathered
+# `prefetch_units` ahead and after its updated parameters, so these are queued at least one unit
+# further ahead.
 
 from __future__ import annotations
 
@@ -30,16 +31,16 @@ from collections.abc import Iterable, Sequence
 
 from paro.step.actions import Action, Buckets, StepShape, Verb
 
-MAX_WHOLE_GRADS = 2  # where reductions overlap with the backward of other units
+MAX_WHOLE_GRADS = 2  # unsharded gradient buffers where reductions overlap with backward
 
 
 class ParamAllGatherPolicy:
     """The policy of when each all-gather of updated parameters is queued.
 
-    Its methods note an event of a step, and return the all-gathers to queue now. `needed` are the
-    buffers that each unit, or rotating part, reads, in forward order. With `ahead` None all-gathers
-    are queued at once. A bucket is queued as many units further ahead as it has other buffers: it
-    is sent while the bucket before it computes.
+    Each method notes an event of a step, and returns the all-gathers to queue now. `needed` has
+    the buffers that each unit, or rotating part, reads, in forward order. With `ahead` None
+    all-gathers are queued at once. A bucket of n buffers is queued n - 1 units further ahead, so
+    that it is sent while the bucket before it computes.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class ParamAllGatherPolicy:
         return self._queue(self._ahead - 1)
 
     def before_forward(self, index: int) -> list[Action]:
-        """Queue before a unit's forward, in training or evaluation, and behind its gathers."""
+        """Queue what is due before a unit's forward (also of an evaluation), behind its gathers."""
         return self._queue(index + self._ahead)
 
     def flush(self) -> list[Action]:
-        """Queue all, before parameters are read outside of a forward."""
+        """Queue all remaining all-gathers, before parameters are read outside of a forward."""
         return self._queue(self._num_units)
 
     def _queue(self, last: int) -> list[Action]:
@@ -79,11 +80,11 @@ class ParamAllGatherPolicy:
 class GatheringPolicy:
     """The policy of gathering: answers the events of a step with the actions to carry out.
 
-    `begin_step`, then for every micro-batch `begin_micro_batch`, `before_forward` and
-    `after_forward` of every unit, and `before_backward` from the last unit to the first that
-    trains, with `before_recompute` of the units that it recomputes, `first_gradient` and
-    `last_gradient` of its buffers, and `end_backward`; then `end_step`. An evaluation is
-    `begin_evaluation` and the forwards.
+    The order of calls: `begin_step`, all micro-batches, `end_step`. A micro-batch is
+    `begin_micro_batch`; `before_forward` and `after_forward` of every unit; from the last unit to
+    the first that trains `before_backward`, with `before_recompute` of the units recomputed then,
+    and `first_gradient` and `last_gradient` of the unit's buffers; `end_backward`. An evaluation
+    is `begin_evaluation` and the forwards.
     """
 
     def __init__(self, shape: StepShape, updated_ahead: int | None) -> None:
@@ -91,8 +92,8 @@ class GatheringPolicy:
         self.param_all_gathers = ParamAllGatherPolicy(
             shape.needed, updated_ahead, Buckets(shape.units)
         )
-        self._max_live = 1 + shape.prefetch_units
-        self._max_whole_grads = MAX_WHOLE_GRADS if shape.prefetch_units else 1
+        self._max_unsharded = 1 + shape.prefetch_units
+        self._max_unsharded_grads = MAX_WHOLE_GRADS if shape.prefetch_units else 1
         units, first = shape.units, shape.first_trained
         self._num_units = len(units)
         self._needed = shape.needed
@@ -102,16 +103,16 @@ class GatheringPolicy:
         self._first_trained = first
         self._unit_of = {b: index for index, unit in enumerate(units) for b in unit.trainable}
         self._upcoming: deque[int] = deque()  # units still to be gathered
-        self._live: list[int] = []
-        self._whole: set[int] = set()  # buffers with whole parameters
-        self._fp8_cache_stays = False  # until the end of the step
-        self._reducing: deque[int] = deque()  # buffers with whole gradients
+        self._unsharded: list[int] = []
+        self._gathered: set[int] = set()  # buffers with unsharded parameters
+        self._fp8_cache_stays = False  # whether fp8 casts are cached until the end of the step
+        self._reducing: deque[int] = deque()  # buffers whose unsharded gradients are being reduced
         self._reduced = Buckets(units)
-        # Of the current micro-batch:
-        self._last = False  # it is the last one of its step
-        self._held = [False] * len(units)  # for backward
+        # State of the current micro-batch:
+        self._last = False  # whether the micro-batch is the last one of its step
+        self._held = [False] * len(units)  # whether each unit stays unsharded until its backward
         self._has_input_grad = [False] * len(units)
-        self._to_arrive = [0] * len(units)  # buffers whose gradients are not complete
+        self._to_arrive = [0] * len(units)  # number of buffers with missing gradients by unit
 
     # Frame #
 
@@ -135,7 +136,7 @@ class GatheringPolicy:
 
     def begin_evaluation(self) -> list[Action]:
         """Begin a forward without a backward."""
-        assert not self._live, f"live outside a step: {self._live}"
+        assert not self._unsharded, f"live outside a step: {self._unsharded}"
         if self.shape.gathers:
             self._upcoming.extend(range(self._num_units))
         return []
@@ -150,14 +151,14 @@ class GatheringPolicy:
     def end_step(self) -> list[Action]:
         """Wait, after the last micro-batch, until all gradients are summed over all ranks."""
         assert not self._upcoming, f"the step has more to run: {self._upcoming}"
-        assert not self._live, f"live outside a step: {self._live}"
+        assert not self._unsharded, f"live outside a step: {self._unsharded}"
         actions = [(Verb.FREE, buffer) for buffer in self._reducing]
         self._reducing.clear()
         actions += self._fp8_cache_of_the_step(Verb.DROP_FP8)
         return [*actions, *((Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable)]
 
     def _fp8_cache_of_the_step(self, verb: Verb) -> list[Action]:
-        """Return an action for each buffer, if fp8 casts of weights serve all micro-batches."""
+        """Return `verb` for each buffer, if fp8 casts of weights serve all micro-batches."""
         units = self.shape.units if self._fp8_cache_stays else ()
         return [(verb, buffer) for unit in units for buffer in (*unit.trainable, *unit.frozen)]
 
@@ -181,7 +182,7 @@ class GatheringPolicy:
         return self._gather_and_wait(index, keeps=True)
 
     def before_backward(self, index: int) -> list[Action]:
-        """Prepare a unit's backward, after the next unit's: its output's gradient exists."""
+        """Prepare a unit's backward, once the next unit's has made the gradient of the output."""
         actions = []
         if index + 1 < self._num_units:
             self._has_input_grad[index + 1] = True
@@ -194,10 +195,10 @@ class GatheringPolicy:
     def _gather_and_wait(
         self, index: int, *, updates: Iterable[Action] = (), keeps: bool = False
     ) -> list[Action]:
-        """Make a unit's parameters readable, and gather others while it runs."""
+        """Make a unit's parameters readable, and gather those of later units while it runs."""
         actions = []
         if self.shape.gathers:
-            if index not in self._live:
+            if index not in self._unsharded:
                 self._upcoming.remove(index)  # not always the first one when recomputing
                 actions += self._gather(index)
             actions += self._prefetch()
@@ -210,17 +211,17 @@ class GatheringPolicy:
 
     def _prefetch(self) -> list[Action]:
         actions: list[Action] = []
-        while self._upcoming and len(self._live) < self._max_live:
+        while self._upcoming and len(self._unsharded) < self._max_unsharded:
             index = self._upcoming[0]
-            if index in self._live or not self._whole.isdisjoint(self._needed[index]):
+            if index in self._unsharded or not self._gathered.isdisjoint(self._needed[index]):
                 break
             actions += self._gather(self._upcoming.popleft())
         return actions
 
     def _gather(self, index: int) -> list[Action]:
-        self._live.append(index)
-        missing = [buffer for buffer in self._needed[index] if buffer not in self._whole]
-        self._whole.update(missing)
+        self._unsharded.append(index)
+        missing = [buffer for buffer in self._needed[index] if buffer not in self._gathered]
+        self._gathered.update(missing)
         return [(Verb.GATHER, buffer) for buffer in missing]
 
     def _release_if_done(self, index: int) -> list[Action]:
@@ -234,10 +235,10 @@ class GatheringPolicy:
         self._held[index] = False
         if not self.shape.gathers:
             return [(Verb.DROP_FP8, buffer) for buffer in self._needed[index] if drops_fp8]
-        self._live.remove(index)
-        shared = {buffer for other in self._live for buffer in self._needed[other]}
+        self._unsharded.remove(index)
+        shared = {buffer for other in self._unsharded for buffer in self._needed[other]}
         unneeded = [buffer for buffer in self._needed[index] if buffer not in shared]
-        self._whole.difference_update(unneeded)
+        self._gathered.difference_update(unneeded)
         return [(Verb.RELEASE, buffer) for buffer in unneeded]
 
     # Gradients #
@@ -247,8 +248,8 @@ class GatheringPolicy:
         if not self.shape.reduces:
             return []
         actions: list[Action] = []
-        # With few buffers, its own of the last micro-batch may also still be in use.
-        while buffer in self._reducing or len(self._reducing) >= self._max_whole_grads:
+        # With few buffers, this buffer's gradients of the previous micro-batch may still be in use.
+        while buffer in self._reducing or len(self._reducing) >= self._max_unsharded_grads:
             actions.append((Verb.FREE, self._reducing.popleft()))
         self._reducing.append(buffer)
         return [*actions, (Verb.ALLOCATE, buffer)]

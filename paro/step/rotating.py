@@ -2,17 +2,19 @@
 
 # [Note: the life of a slice]
 # A model consists of parts: embedding, attention and MLP of every block, head. The weights of a
-# part are cut into d slices, of which each of the d ranks of a ring owns one. A part computes in d
-# steps of the ring, each with another slice; in between, every rank sends its slice to the next
-# rank. In place a part's slices may be cut in halves, of which the first goes round the ring first.
+# part are cut into d slices, one owned by each of the d ranks of a ring. Forward of a part takes d
+# ring steps, each with another slice; between two steps every rank sends its slice to the next
+# rank. With d = 3 rank 0 computes with slices 0 2 1, rank 1 with 1 0 2, rank 2 with 2 1 0. In
+# place, slices may be cut in halves; all first halves go round the ring before the second ones.
 #
-# Backward takes the same steps in reverse. The sum of a slice's gradients moves with it, and every
-# rank adds its own. After step 0 weights and sum are at their owner, which accumulates the sum
-# over micro-batches; after the last one its step reduce-scatter is queued. A tied head computes
-# with the embedding's slices: their sum is not complete before the embedding's own backward.
+# Backward takes the same steps in reverse. The sum of a slice's gradients moves with the slice,
+# and every rank adds its own gradients. After step 0 slice and sum are at their owner, which
+# accumulates the sum over micro-batches. After the last micro-batch the step reduce-scatter of the
+# accumulated sum is queued. A tied head computes with the embedding's slices, so the sum of their
+# gradients is complete only after the embedding's own backward.
 #
-# Parameters that are whole on every rank (norms, adapters) do not move. Their gradients are reduced
-# once all have arrived.
+# Parameters that are replicated on every rank (norms, adapters) do not move. Their gradients are
+# reduced once all have arrived.
 
 from __future__ import annotations
 
@@ -44,20 +46,20 @@ class PartShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotationShape:
-    """The inputs of a step's actions where weights rotate; parts are in forward order."""
+    """The facts that decide the actions of a step where weights rotate; parts in forward order."""
 
     ring: RingShape
     parts: tuple[PartShape, ...]
-    trainable: tuple[int, ...]  # buffers
+    trainable: tuple[int, ...]  # buffers that train
     replicated: tuple[int, ...]  # buffers that are whole on every rank (norms)
-    # Of the canonical order of events (schedule.py), which the engine meets by itself:
+    # Facts about the order of events, which schedule.py needs and the engine meets in its hooks:
     first_trained: int  # the first part that backward reaches; the number of parts if none
     first_replicated: int  # the first part with replicated parameters that train
     recomputed: tuple[range, ...] = ()  # indices of parts that backward recomputes together
 
     @property
     def needed(self) -> tuple[tuple[int, ...], ...]:
-        """The buffers that each part reads; a forward begins with all that are replicated."""
+        """The buffers that each part reads; the first part also has all replicated buffers."""
         first, *others = (tuple(chain.from_iterable(part.halves)) for part in self.parts)
         return (*self.replicated, *first), *others
 
@@ -78,12 +80,12 @@ class RotationShape:
 class RotationPolicy:
     """The policy of a step where weights rotate: answers events with the actions to carry out.
 
-    `begin_step`, then for every micro-batch `begin_micro_batch`; `before_forward` and
-    `after_forward` of every ring step; in backward, from the last ring step to the first,
-    `before_backward` and `after_backward`, and in between `first_gradient` and `last_gradient` of
-    the buffers that it trains; `end_backward`; then `end_step`. Parts that are recomputed together
-    run forward again before the gradients of the last part. An evaluation is `begin_evaluation` and
-    the forwards.
+    The order of calls: `begin_step`, all micro-batches, `end_step`. A micro-batch is
+    `begin_micro_batch`; `before_forward` and `after_forward` of every ring step; from the last
+    ring step to the first `before_backward`, `first_gradient` and `last_gradient` of the step's
+    trained buffers, `after_backward`; `end_backward`. Parts that are recomputed together run
+    forward again before the gradients of the last of these parts. An evaluation is
+    `begin_evaluation` and the forwards.
     """
 
     def __init__(self, shape: RotationShape, updated_ahead: int | None) -> None:
@@ -95,10 +97,10 @@ class RotationPolicy:
             for buffer in chain.from_iterable(shape.needed)
             if buffer not in shape.replicated
         }
-        # Of the current micro-batch:
-        self._last = False  # it is the last one of its step
+        # State of the current micro-batch:
+        self._last = False  # whether the micro-batch is the last one of its step
         self._in_backward: RingStep | None = None
-        self._missing: set[int] = set()  # buffers some of whose gradients are still to come
+        self._missing: set[int] = set()  # buffers whose gradients have not all arrived
 
     # Frame #
 
@@ -127,7 +129,7 @@ class RotationPolicy:
     # Slices #
 
     def slot(self, buffer: int, step: int) -> Slot:
-        """Return the slot of a buffer's slice of a step, from `before_forward` on."""
+        """Return the slot of a buffer's slice at a ring step, valid from `before_forward` on."""
         return self._slices[buffer].slot(step)
 
     def grad_slot(self, buffer: int, step: int) -> Slot:
@@ -157,7 +159,7 @@ class RotationPolicy:
         return actions + self._of_half(at, lambda one: one.before_backward(at.step))
 
     def after_backward(self) -> list[Move]:
-        """End the backward of a ring step, if one has begun: called before the next one, too."""
+        """End the backward of a ring step if one has begun; the next ring step calls it as well."""
         at, self._in_backward = self._in_backward, None
         if at is None:
             return []

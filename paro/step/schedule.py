@@ -11,7 +11,7 @@ from paro.step.actions import Move, StepShape, Verb
 from paro.step.gathering import GatheringPolicy
 from paro.step.rotating import RotationPolicy, RotationShape
 
-UnitActions = tuple[Move, ...]  # what comes with the events of one unit
+UnitActions = tuple[Move, ...]  # the actions that answer the events of one unit
 Pass = tuple[UnitActions, ...]
 
 
@@ -19,8 +19,8 @@ Pass = tuple[UnitActions, ...]
 class StepSchedule:
     """The actions of a step in order, from one point at which gradients are complete to the next.
 
-    They begin with the update by the gradients of the step before, and the first forward waits for
-    the updated parameters.
+    The first actions update parameters by the gradients of the previous step; then the first
+    forward waits for the updated parameters.
     """
 
     update: Pass
@@ -33,7 +33,7 @@ class StepSchedule:
         return chain.from_iterable(chain.from_iterable(passes))
 
 
-LISTED_MICRO_BATCHES = 3  # the first, one in the middle, the last: all in the middle are equal
+LISTED_MICRO_BATCHES = 3  # the first, one that stands for all in the middle, and the last
 
 
 @lru_cache(maxsize=64)
@@ -70,7 +70,7 @@ def step_schedule(
 def policy_of(
     shape: StepShape | RotationShape, updated_ahead: int | None
 ) -> GatheringPolicy | RotationPolicy:
-    """Return the policy of a step, of gathering or of rotation."""
+    """Make the policy of a step: gathering, or rotation where the shape has weights rotate."""
     if isinstance(shape, RotationShape):
         return RotationPolicy(shape, updated_ahead)
     return GatheringPolicy(shape, updated_ahead)

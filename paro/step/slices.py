@@ -1,15 +1,15 @@
 """The policy of one buffer's slices and their gradients, which move round the ring."""
 
 # [Note: the slots of a slice]
-# Step t of a pass computes with the slice of the rank t positions before. SHARD is this rank's
-# shard of the parameters, always allocated; SPARE and SPARE_2 are more slots of weights; GRAD and
-# GRAD_2 are those of rotating gradients.
+# Step t of a pass computes with the slice of the rank t positions before this rank. A slot is a
+# buffer for one slice. SHARD is this rank's shard of the parameters, always allocated; SPARE and
+# SPARE_2 hold other slices of weights; GRAD and GRAD_2 hold rotating gradients.
 #
-# A forward that is followed by a backward shifts the slices themselves: after it the slice of the
-# next rank is in SHARD, and backward returns this rank's own, d - 1 shifts each way for d ranks.
-# Autograd saves the slices as views of their slots, so backward needs each slice in the slot of its
-# forward: SHARD at the last step and every second step before it, SPARE at the others. With an even
-# d the first slice is copied from SHARD to SPARE, and back at the end.
+# A forward that is followed by a backward overwrites SHARD: after d - 1 shifts (d ranks) it holds
+# the next rank's slice, and after the d - 1 shifts of backward this rank's own again. Autograd
+# saves slices as views of their slots, so backward needs each slice in the slot of its forward:
+# SHARD at the last step and every second step before it, SPARE at the others. With an even d the
+# first slice is copied from SHARD to SPARE, and back at the end.
 #
 # A forward without a backward (evaluation; blocks that will be recomputed; below the first trained
 # parameter; the embedding, whose backward reads no weight) does not modify SHARD: copies of the
@@ -23,12 +23,12 @@
 #   backward         SPARE, GRAD, GRAD_2              3 slices  GRAD          1 slice and scratch
 #
 # Weights and gradients have separate scratch if their communication dtypes differ. In place, a unit
-# holds half of every slice of its part if the slices can be halved, and the halves rotate one after
-# the other: 1 slice and scratch are then less than one slice of the part.
+# holds half of every slice of its part if the slices can be halved, and the two halves rotate one
+# after the other. "1 slice and scratch" is then less than one whole slice of the part.
 #
 # Out of place, a shift overlaps with the computation that reads the slice being sent. In backward
-# the comm stream carries, in this order, the gradients that arrive with slice t and the weights of
-# step t - 1; the gradients are waited for when the first gradient of step t is added to them.
+# the comm stream carries the gradients that arrive with slice t, then the weights of step t - 1.
+# The wait for these gradients comes when the first gradient of step t is added to them.
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class SliceState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingShape:
-    """The inputs of the moves of all slices of a model."""
+    """The facts that decide how the slices of a model move."""
 
     num_steps: int  # the ranks of the ring
     in_place: bool
@@ -73,10 +73,9 @@ class SlicePolicy:
 
     The actions are verbs and slots, without the number of the buffer.
 
-    Forward, for every step of the ring: `before_forward` and `after_forward`. Backward, from the
-    last step to the first: `before_backward`, `first_gradient`, `after_backward`. The slot of a
-    step may be read from `before_forward` to `after_forward`, and from `before_backward` to
-    `after_backward`.
+    The order of calls in forward, for every ring step: `before_forward`, `after_forward`. In
+    backward, from the last step to the first: `before_backward`, `first_gradient`,
+    `after_backward`. The slot of a step may be read between the first and the last of these calls.
     """
 
     def __init__(self, shape: RingShape, *, trainable: bool) -> None:
@@ -85,8 +84,8 @@ class SlicePolicy:
         self._trainable = trainable
         self._grad_scratch = Slot.SCRATCH if shape.shares_scratch else Slot.GRAD_SCRATCH
         self._state = SliceState.HOME
-        self._shifted_back_to: int | None = None  # the step whose weights are shifted back
-        self._alive: set[Slot] = set()
+        self._shifted_back_to: int | None = None  # the step whose weights were last shifted back
+        self._allocated: set[Slot] = set()
 
     # Forward #
 
@@ -148,7 +147,7 @@ class SlicePolicy:
             return []
         actions: list[SliceMove] = []
         if step + 1 == self._num_steps:
-            # Alive if a recomputed forward stopped early.
+            # This slot is still allocated if a recomputed forward stopped early.
             actions += self._allocate(Slot.SCRATCH if self._in_place else Slot.SPARE)
         elif not self._in_place:
             actions.append((Verb.WAIT_SHIFTED,))
@@ -159,7 +158,7 @@ class SlicePolicy:
 
     def first_gradient(self, step: int) -> list[SliceMove]:
         """Prepare the sum that rotates with a step's slice, before its first gradient is added."""
-        actions = self.before_backward(step)  # if the forward was recomputed after that event
+        actions = self.before_backward(step)  # not yet done if the forward was recomputed since
         if step + 1 < self._num_steps:
             return actions if self._in_place else [*actions, (Verb.WAIT_GRADS,)]
         second = self._grad_scratch if self._in_place else Slot.GRAD_2
@@ -168,7 +167,7 @@ class SlicePolicy:
 
     def after_backward(self, step: int) -> list[SliceMove]:
         """End the backward of a step: move its gradients on, or accumulate them at step 0."""
-        actions = self.before_backward(step)  # if it was recomputed and nothing trains
+        actions = self.before_backward(step)  # not yet done if recomputed and nothing trains
         if step == 0:
             return actions + self._end_backward()
         shifted = self._state is SliceState.SHIFTED
@@ -202,11 +201,11 @@ class SlicePolicy:
     # Memory #
 
     def _allocate(self, *slots: Slot) -> list[SliceMove]:
-        new = [slot for slot in slots if slot not in self._alive]
-        self._alive.update(new)
+        new = [slot for slot in slots if slot not in self._allocated]
+        self._allocated.update(new)
         return [(Verb.ALLOCATE_SLOT, slot) for slot in new]
 
     def _free(self, *slots: Slot) -> list[SliceMove]:
-        old = [slot for slot in slots if slot in self._alive]
-        self._alive.difference_update(old)
+        old = [slot for slot in slots if slot in self._allocated]
+        self._allocated.difference_update(old)
         return [(Verb.FREE_SLOT, slot) for slot in old]

@@ -146,6 +146,6 @@ def test_a_buffer_that_a_live_unit_needs_is_not_released() -> None:
         prefetch_units=1,
     )
     policy = GatheringPolicy(shape, None)
-    with patch.object(policy, "_live", [0, 1]), patch.object(policy, "_whole", {0, 1}):
+    with patch.object(policy, "_unsharded", [0, 1]), patch.object(policy, "_gathered", {0, 1}):
         assert policy._release(0) == []
         assert policy._release(1) == [(Verb.RELEASE, 1), (Verb.RELEASE, 0)]
