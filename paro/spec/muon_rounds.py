@@ -165,11 +165,13 @@ class MuonRounds:
         return max(held.values())
 
 
-def muon_rounds(specs: Iterable[ShardingSpec]) -> list[MuonRounds]:
+def muon_rounds(specs: Sequence[ShardingSpec]) -> list[MuonRounds]:
     """Assign the matrices of all buffers, for each of the shard groups that a rank is in.
 
     A bucket counts as its first unit: each group updates one unit, all of them with equal rounds.
     """
+    if not specs or specs[0].precision.optimizer != "muon":
+        return []  # at once: a search asks this of every candidate
     matrices: defaultdict[tuple[int, int], list[MuonMatrix]] = defaultdict(list)
     for number, spec in enumerate(specs):
         if spec.muon_stop and spec.unit.bucket_size:

@@ -191,7 +191,8 @@ def _state_groups(run: RunSpec, specs: Sequence[ShardingSpec], choice: Algorithm
     Both are needed, because the first steps of a run quantize nothing.
     """
     spans: defaultdict[StreamKind, set[AxisSpan]] = defaultdict(set)
-    for one in collectives_of(run, specs) | collectives_of(run, (spec.exact for spec in specs)):
+    exact = [spec.exact for spec in specs] if run.precision.quantizes else []
+    for one in collectives_of(run, specs) | collectives_of(run, exact):
         by_axis = one.stream_kind is StreamKind.EXCHANGE and one.op is Op.ALL_GATHER
         spans[one.stream_kind].update(((axis,) for axis in one.span) if by_axis else [one.span])
     spans[StreamKind.EXCHANGE].update(rounds.span(run.topology) for rounds in muon_rounds(specs))
