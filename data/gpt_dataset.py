@@ -91,7 +91,7 @@ class GPTDataset:
             return None
         parts = []
         for sequence, begin, length in self._places(index):
-            parts.append(self.indexed.loss_mask(sequence, begin, length).copy())
+            parts.append(self.indexed.marks(sequence, begin, length).copy())
             if begin == 0:  # the conversation begins with this token
                 parts[-1][:1] = BEGINS
         return self._filled(np.concatenate(parts), "constant")  # pads with MASKED, which is 0
@@ -272,4 +272,4 @@ def _has_answer(corpus: GPTDataset) -> bool:
     plan = corpus.plan
     end = plan.seq_length if plan.shared_tokens == 0 else None
     sequences = range(plan.bounds.first, plan.bounds.last)
-    return any((corpus.indexed.loss_mask(each)[1:end] == TRAINED).any() for each in sequences)
+    return any((corpus.indexed.marks(each)[1:end] == TRAINED).any() for each in sequences)

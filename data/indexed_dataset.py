@@ -157,8 +157,8 @@ class IndexedDataset:
         """Read the ids of sequence `index` from `offset` on, `length` of them or all; read-only."""
         return self.read(*self._place(index, offset, length))
 
-    def loss_mask(self, index: int, offset: int = 0, length: int | None = None) -> LossMask:
-        """Return the loss mask of the tokens that `get` returns, of a corpus that has one."""
+    def marks(self, index: int, offset: int = 0, length: int | None = None) -> LossMask:
+        """Return the loss mask of the tokens that `get` returns; scripts read it by this name."""
         assert self.loss_mask_file is not None, f"{self.prefix} has no loss mask"
         return self.loss_mask_file.read(*self._place(index, offset, length))
 

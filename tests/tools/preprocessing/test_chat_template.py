@@ -79,7 +79,7 @@ def written(prefix: Path, tokenizer: Path) -> list[tuple[str, str]]:
 
     theirs = AutoTokenizer.from_pretrained(tokenizer)
     corpus = IndexedDataset(prefix)
-    pairs = [(corpus.get(i), corpus.loss_mask(i)) for i in range(len(corpus))]
+    pairs = [(corpus.get(i), corpus.marks(i)) for i in range(len(corpus))]
     return [(theirs.decode(ids), theirs.decode(ids[marks == 1])) for ids, marks in pairs]
 
 
