@@ -212,12 +212,6 @@ def newest_whole(directory_root: str | Path) -> Path | None:
     return None
 
 
-def read_common(directory_root: str | Path, iteration: int | None = None) -> dict[str, Any] | None:
-    """Return the contents of common.json; None if nothing was saved."""
-    directory = find_checkpoint(directory_root, iteration)
-    return common_of(directory) if directory else None
-
-
 def common_of(directory: Path) -> dict[str, Any]:
     """Read common.json of an iteration's folder; `DamagedError` if it is damaged."""
     manifest = read_manifest(directory)

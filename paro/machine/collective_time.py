@@ -2,8 +2,8 @@
 
 # A collective takes the measured time where the machine file has it (machine.py interpolates), else
 # the time of a latency-bandwidth model (alpha-beta): T = steps * latency + bytes / bandwidth, by
-# the ring formulas at the head of collectives/ring.py, h_ring.py and ho_ring.py. An all-gather of s
-# ranks along an axis, with an output of V bytes (of a reduce-scatter: an input), takes
+# the ring formulas of collectives/hops.py. An all-gather of s ranks along an axis, with an output
+# of V bytes (of a reduce-scatter: an input), takes
 #
 #     inside a group    (s - 1) latency + (s - 1) / s * V / a rank's link
 #     between groups    (s - 1) latency + flows * (s - 1) / s * V / a group's NICs together

@@ -55,7 +55,7 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnTimes(RankTimes):
-    """One rank's waits in a step, by kind; the caller knows the time of the whole step."""
+    """Times of one rank in a step: its waits by kind, and whether its loss is finite."""
 
     exposed: Exposed = field(default_factory=Exposed)
     loss_is_finite: bool = True

@@ -16,7 +16,6 @@ from unittest.mock import Mock
 import pytest
 
 from paro.checkpoint import folder_lock
-from paro.checkpoint.directory import read_common
 from paro.checkpoint.lock_holder import LockHolder
 from paro.checkpoint.locked_folders import lock_folders
 from paro.report.config import run_record_path
@@ -29,6 +28,7 @@ from tests.end_to_end.test_training import (
     run,
     run_main,
 )
+from tests.helpers.checkpoints import read_common
 from tests.helpers.margins import assert_near
 from tests.helpers.parameters import load_parameters
 from tests.helpers.ranks import run_ranks

@@ -40,7 +40,11 @@ QUICK = (
     ("Launch",),
     ("Plan a run", "How a step is simulated", "Is it worth it?"),
     ("Design",),
-    ("Long sequences: context parallelism", "The longest sequence", "Beside published figures"),
+    (
+        "Long sequences: context parallelism",
+        "The longest sequence",
+        "Compared with published figures",
+    ),
 )
 # Sections whose commands take minutes: `make verify` runs them.
 LONG = (

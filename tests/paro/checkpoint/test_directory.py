@@ -19,11 +19,11 @@ from paro.checkpoint.directory import (
     finish_checkpoint,
     latest_iteration,
     newest_whole,
-    read_common,
     set_aside,
 )
 from paro.checkpoint.manifest import MANIFEST, DamagedError
 from paro.report.earlier import next_number
+from tests.helpers.checkpoints import read_common
 from tests.helpers.refusals import refused
 
 

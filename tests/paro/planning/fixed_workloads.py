@@ -45,7 +45,7 @@ def drawn(index: int) -> tuple[PlanRequest, Candidate]:
 
 
 def predicted(index: int) -> dict[str, Any]:
-    """What the planner says of a request's candidate, and for some what it would choose."""
+    """Return the planner's figures of a candidate, and for some requests the planner's choice."""
     request, candidate = drawn(index)
     estimate = Estimator(request).estimate(candidate)
     found: dict[str, Any] = {

@@ -15,7 +15,7 @@ from model.lora_config import is_adapter
 from model.units import parameter_shapes
 from paro.checkpoint.base import stored_parameters
 from paro.checkpoint.convert.native import open_native
-from paro.checkpoint.directory import find_checkpoint, read_common
+from paro.checkpoint.directory import find_checkpoint
 from paro.checkpoint.metadata import read_metadata
 from paro.config.record import trained_lines
 from paro.config.run import RunConfig
@@ -25,6 +25,7 @@ from paro.precision import BYTES_OF
 from paro.report.log import Log
 from paro.training.resume import FROM_NOTHING, Resumed, load_run
 from paro.training.step import Training
+from tests.helpers.checkpoints import read_common
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused, says
 from tests.helpers.training import TINY, built, run_steps, save_run

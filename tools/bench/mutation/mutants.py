@@ -24,7 +24,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """One change, kept by its content, so that it applies after a file has moved.
+    """A change to one expression of the product, found again by its content in a moved file.
 
     The change is to the `nth` occurrence, from 0, of `old` in the source of a function.
     """
