@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from paro.checkpoint.convert.megatron import open_megatron, write_megatron
 from paro.checkpoint.convert.meta import open_meta
 from paro.checkpoint.convert.native import open_native, write_adapters, write_native
 from paro.checkpoint.convert.peft import check_base, open_peft, write_peft
-from paro.checkpoint.convert.source import LazyTensor, Source
+from paro.checkpoint.convert.source import Source
 from paro.errors import UserError, about, reading
 from paro.text import size_text
 
@@ -80,13 +79,9 @@ class Conversion:
             check_base(source, self.base_model)
         self._rows(source)
         merges = bool(source.adapters) and not self.writes_adapters
-        cast = partial(_cast, dtype=self.dtype or (torch.float32 if merges else None))
-        return replace(
-            source,
-            tensors=cast(source.tensors),
-            adapters=cast(source.adapters),
-            notes=(*source.notes, *self._missing_rows(source)),
-        )
+        dtype = self.dtype or (torch.float32 if merges else None)
+        source = replace(source, notes=(*source.notes, *self._missing_rows(source)))
+        return source.with_each(lambda tensor: tensor.cast(dtype))
 
     def _open(self) -> Source:
         if self.source_format == "paro":
@@ -148,7 +143,7 @@ class Conversion:
             what = "get rows of zeros" if pads else "cannot be in its texts"
             yield f"the tokenizer has {ids} ids and the model {rows} rows: the others {what}"
 
-    def write(self, source: Source, advance: Callable[[int], None]) -> list[str]:
+    def write(self, source: Source, advance: Callable[[int], object]) -> list[str]:
         """Write under a temporary name, then rename; a failure leaves nothing behind.
 
         `advance` is called with the bytes of every chunk. Return lines to print about the result.
@@ -162,20 +157,21 @@ class Conversion:
                 f"--output {self.target} needs {size_text(self.num_bytes(source))}, and "
                 f"{size_text(free)} are free there"
             )
+        source = source.with_each(lambda tensor: tensor.counted(advance))
         temporary = temporary_beside(target)
         temporary.mkdir()
         try:
             if self.target_format == PEFT:
-                notes = [write_peft(source, temporary, advance, self.base_model)]
+                notes = [write_peft(source, temporary, self.base_model)]
             elif self.writes_adapters:
-                write_adapters(source, Path(str(self.base)), temporary, target, advance)
+                write_adapters(source, Path(str(self.base)), temporary, target)
             elif self.target_format == "hf":
-                notes = write_hugging_face(source, temporary, advance)
+                notes = write_hugging_face(source, temporary)
             elif self.target_format == "megatron":
-                rows, multiple = self._rows(source), self.divisible_by
-                write_megatron(source, temporary, advance, rows=rows, divisible_by=multiple)
+                rows = self._rows(source)
+                write_megatron(source, temporary, rows=rows, divisible_by=self.divisible_by)
             else:
-                write_native(source, temporary, target, advance, rows=self._rows(source))
+                write_native(source, temporary, target, rows=self._rows(source))
             temporary.rename(target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -190,7 +186,3 @@ def _num_ids(source: Source) -> int:
         return build_tokenizer(TokenizerConfig(**source.tokenizer)).vocab_size
     except UserError:  # reported by the first program that needs a tokenizer
         return 0
-
-
-def _cast(tensors: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> dict[str, LazyTensor]:
-    return {name: tensor.cast(dtype) for name, tensor in tensors.items()}

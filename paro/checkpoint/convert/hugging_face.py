@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -16,21 +16,23 @@ from data.hugging_face_tokenizer import ADDING_FILES, adds_tokens
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import GPT2_TYPE, TokenizerConfig
 from data.tokenizer_json import write_gpt2_tokenizer_json, write_tokenizer_json
+from model.config import LlamaConfig
 from model.hugging_face import (
     hugging_face_config,
     hugging_face_name,
     llama_config,
     output_biases,
 )
-from paro.checkpoint.convert.hugging_face_weights import INDEX, WEIGHTS, find_tensors
-from paro.checkpoint.convert.safetensors_file import write_safetensors
-from paro.checkpoint.convert.source import LazyTensor, Source, write_json
-from paro.checkpoint.convert.torch_file import lazy
+from model.units import parameter_shapes
+from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, write_json
+from paro.checkpoint.convert.tensor_files import lazy, open_safetensors, write_safetensors
 from paro.checkpoint.directory import TokenIds, in_files
 from paro.errors import UserError, about
 from paro.untrusted.schema import conform, read_json
 
 CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 COMPANIONS = "hugging_face"  # folder for the tokenizer and config files of a converted model
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = (
@@ -43,6 +45,15 @@ TOKENIZER_FILES = (
 )
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_FILE_BYTES = 5 * 10**9  # the limit of transformers
+
+# Parts of names that modules around a model, or around its blocks, put there: transformers' own
+# `model`, and those of DataParallel, torch.compile, FSDP and activation checkpointing.
+_AROUND = {"model", "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_BUFFER = "rotary_emb.inv_freq"  # buffer that older versions stored; it follows from RoPE fields
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
 
 
 class _Begins(TypedDict, total=False):
@@ -74,7 +85,7 @@ def open_hugging_face(directory: Path) -> Source:
         config = llama_config(fields)
         stated = {name: fields[name] for name in TOKEN_IDS if name in fields}
         token_ids: TokenIds = conform(stated, TokenIds, "")
-    config, tensors, notes = find_tensors(directory, config, output_biases(fields))
+    config, found, notes = _find_tensors(directory, config, output_biases(fields))
     companions = companions_in(directory)
     begins = begins_with_bos(companions)
     tokenizer = tokenizer_of(companions, begins=begins)
@@ -84,7 +95,7 @@ def open_hugging_face(directory: Path) -> Source:
         notes.append(f"{directory} has no {GENERATION_CONFIG}: none is written")
     return Source(
         config=config,
-        tensors=tensors,
+        tensors=checked_tensors(parameter_shapes(config), found, directory, hugging_face_name),
         companions=companions,
         tokenizer=tokenizer,
         origin=str(directory.resolve()),
@@ -92,6 +103,88 @@ def open_hugging_face(directory: Path) -> Source:
         token_ids=token_ids,
         notes=tuple(notes),
     )
+
+
+def _find_tensors(
+    directory: Path, config: LlamaConfig, biases: Sequence[str]
+) -> tuple[LlamaConfig, dict[str, LazyTensor], list[str]]:
+    """Return the model, the tensors under this project's names, and lines to print about them.
+
+    If config.json ties the output layer but the files have an output layer with other values, the
+    model is not tied. `biases` are names of tensors that may be present if they are zero.
+    `UserError` names the file or tensor that is wrong.
+    """
+    stored, notes = _stored_tensors(directory)
+    untied = replace(config, tie_embeddings_and_output_weights=False)
+    names = {name: hugging_face_name(name) for name in parameter_shapes(untied)}
+    known = {_core(theirs): theirs for theirs in (*names.values(), *biases)}
+    called: dict[str, str] = {}  # {name in transformers: name in the files}
+    for there in stored:
+        theirs = known.get(_core(there))
+        if theirs is None:
+            if there.endswith(_BUFFER):
+                continue
+            raise UserError(f"{directory} has {there}, which this model has not")
+        if theirs in called:
+            raise UserError(f"{directory} has {called[theirs]} and {there}: both are {theirs}")
+        called[theirs] = there
+    found = {name: stored[called[theirs]] for name, theirs in names.items() if theirs in called}
+    for theirs in biases:
+        if theirs in called and not _is_zero(stored[called[theirs]], config.hidden_size):
+            raise UserError(
+                f"{directory}: {called[theirs]} is not zero, and this model has no bias on the "
+                "output projection of attention"
+            )
+    if config.tie_embeddings_and_output_weights and "head.weight" in found:
+        head = found.pop("head.weight")
+        if not _are_equal(found.setdefault("embedding.weight", head), head):
+            notes.append(
+                f"{directory} says tie_word_embeddings, and stores another {names['head.weight']}: "
+                "the output layer is not tied"
+            )
+            config, found["head.weight"] = untied, head
+    return config, found, notes
+
+
+def _stored_tensors(directory: Path) -> tuple[dict[str, LazyTensor], list[str]]:
+    """Return all tensors by their names in the files, and lines to print about them."""
+    has_index = (directory / INDEX).is_file()
+    if (directory / WEIGHTS).is_file():
+        unread = f"{directory} has {WEIGHTS} too, which transformers reads: {INDEX} is not read"
+        return open_safetensors(directory / WEIGHTS), [unread] if has_index else []
+    if not has_index:
+        raise UserError(
+            f"{directory} has neither {WEIGHTS} nor {INDEX}: other files of weights may hold "
+            "programs; have transformers save it with safe_serialization"
+        )
+    index: _Index = read_json(directory / INDEX, _Index)
+    places = index["weight_map"]
+    if any(Path(file).name != file for file in places.values()):
+        raise UserError(f"{directory / INDEX} is damaged (it names files elsewhere)")
+    files = {file: open_safetensors(directory / file) for file in sorted({*places.values()})}
+    stored = {name: tensor for file in files.values() for name, tensor in file.items()}
+    for name, file in places.items():  # the index decides if several files have a tensor
+        if name not in files[file]:
+            raise UserError(f"{directory / file} has no {name}, which {INDEX} says it has")
+        stored[name] = files[file][name]
+    return stored, []
+
+
+def _core(name: str) -> str:
+    """Return a tensor's name without the prefixes of wrapping modules."""
+    return ".".join(part for part in name.split(".") if part not in _AROUND)
+
+
+def _are_equal(one: LazyTensor, other: LazyTensor) -> bool:
+    if one is other:
+        return True
+    if one.shape != other.shape or not one.shape:
+        return False
+    return all(bool((one.rows(*rows) == other.rows(*rows)).all()) for rows in one.row_ranges())
+
+
+def _is_zero(vector: LazyTensor, size: int) -> bool:
+    return vector.shape == (size,) and not bool(vector.rows(0, size).any())
 
 
 def companions_in(directory: Path) -> dict[str, Path]:
@@ -162,13 +255,8 @@ def copy_companions(companions: Mapping[str, Path], directory: Path) -> None:
         shutil.copyfile(path, directory / name)
 
 
-def write_hugging_face(
-    source: Source, directory: Path, advance: Callable[[int], None]
-) -> list[str]:
-    """Fill an empty folder; return lines to print about the result.
-
-    `advance` is called with the bytes of every chunk written.
-    """
+def write_hugging_face(source: Source, directory: Path) -> list[str]:
+    """Fill an empty folder; return lines to print about the result."""
     fields = _config_fields(source)
     tensors = {hugging_face_name(name): tensor for name, tensor in source.tensors.items()}
     tensors |= _zeros(source, output_biases(fields))
@@ -176,7 +264,7 @@ def write_hugging_face(
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else WEIGHTS
-        write_safetensors(directory / file, {name: tensors[name] for name in names}, advance)
+        write_safetensors(directory / file, {name: tensors[name] for name in names})
         weight_map |= dict.fromkeys(names, file)
     if len(files) > 1:
         size = sum(tensor.num_bytes for tensor in tensors.values())

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
@@ -29,20 +29,11 @@ from paro.checkpoint.convert.hugging_face import (
     copy_companions,
     tokenizer_of,
 )
-from paro.checkpoint.convert.source import (
-    LazyTensor,
-    Source,
-    checked_tensors,
-    joined,
-    unpadded,
-)
-from paro.checkpoint.convert.torch_file import (
-    fill_torch_file,
-    is_weight,
-    load_torch_file,
-)
+from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, joined, unpadded
+from paro.checkpoint.convert.tensor_files import fill_torch_file, is_weight, load_torch_file
 from paro.checkpoint.directory import MAX_TRACKER_BYTES, TRACKER
 from paro.errors import UserError
+from paro.layout import Shape
 from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import Count, conform
 
@@ -134,15 +125,16 @@ def open_megatron(root: Path) -> Source:
     others = [path.parents[1] / f"mp_rank_{rank:02d}" / path.name for rank in range(1, num_ranks)]
     ranks = [first, *(_contents(other)[1] for other in others)]
     config, vocab_size = _config(path, args, ranks)
-    names = {name: megatron_name(name) for name in parameter_shapes(config)}
-    found = _found(path, config, names, ranks)
+    found = _found(path, config, ranks)
     companions = companions_in(root / COMPANIONS)
     # A tokenizer.model alone is from a folder of Meta's, whose texts begin with BOS.
     begins = {*companions} == {"tokenizer.model"} or begins_with_bos(companions)
     notes = () if companions else (f"{root} has no tokenizer: prompts are token ids",)
     return Source(
         config=replace(config, vocab_size=vocab_size),
-        tensors=unpadded(config, checked_tensors(config, found, path, names), vocab_size),
+        tensors=unpadded(
+            checked_tensors(parameter_shapes(config), found, path, megatron_name), vocab_size
+        ),
         companions=companions,
         tokenizer=tokenizer_of(companions, begins=begins),
         begins_with_bos=begins,
@@ -150,36 +142,31 @@ def open_megatron(root: Path) -> Source:
     )
 
 
-def write_megatron(
-    source: Source, root: Path, advance: Callable[[int], None], *, rows: int, divisible_by: int
-) -> None:
+def write_megatron(source: Source, root: Path, *, rows: int, divisible_by: int) -> None:
     """Fill an empty folder with a `release` checkpoint; embedding and head have `rows` rows."""
     _check_rope_scaling(source.config)
     config = replace(source.config, vocab_size=rows)
-    parameters: dict[str, list[str]] = {}
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for name, shape in parameter_shapes(config).items():
-        theirs, tensor = megatron_name(name), source.tensors[name]
-        parameters.setdefault(theirs, []).append(name)
-        others, dtype = shapes.get(theirs, ((0, *shape[1:]), tensor.dtype))
-        dtype = torch.promote_types(dtype, tensor.dtype)  # so that no part loses bits
-        shapes[theirs] = ((others[0] + shape[0], *shape[1:]), dtype)
+    dtypes: dict[str, torch.dtype] = {}
+    for name, tensor in source.tensors.items():
+        theirs = megatron_name(name)
+        # The type that holds all parts, so that none loses bits.
+        dtypes[theirs] = torch.promote_types(dtypes.get(theirs, tensor.dtype), tensor.dtype)
     # Never written, so they take no memory; `skip_data` reserves their space in the file.
-    room = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    room = {
+        name: torch.empty(shape, dtype=dtypes[name])
+        for name, shape in _fused_shapes(config).items()
+    }
     path = root / "release" / FILE
     path.parent.mkdir(parents=True)
     with skip_data():
         torch.save(_state(source, config, room, divisible_by), path)
     del room
     with fill_torch_file(path) as saved:
-        for theirs, names in parameters.items():
-            fused = saved["model"][theirs]
-            for name in names:
-                index, tensor = _rows_of(config, name, len(fused)), source.tensors[name]
-                for start, stop in tensor.row_ranges():
-                    values = tensor.rows(start, stop)
-                    fused[index[start:stop]] = values.to(fused.dtype)
-                    advance(values.nbytes)
+        for name, tensor in source.tensors.items():
+            fused = saved["model"][megatron_name(name)]
+            index = _rows_of(config, name, len(fused))
+            for start, stop in tensor.row_ranges():
+                fused[index[start:stop]] = tensor.rows(start, stop).to(fused.dtype)
     copy_companions(source.companions, root / COMPANIONS)
     (root / TRACKER).write_text("release", encoding="utf-8")
 
@@ -260,7 +247,7 @@ def _config(path: Path, args: _Args, ranks: Sequence[Mapping[str, Any]]) -> tupl
 
 
 def _found(
-    path: Path, config: LlamaConfig, names: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]
+    path: Path, config: LlamaConfig, ranks: Sequence[Mapping[str, Any]]
 ) -> dict[str, LazyTensor]:
     """Return the parameters as lazy slices of Megatron's tensors."""
     of_a_rank = replace(
@@ -268,39 +255,42 @@ def _found(
         num_attention_heads=config.num_attention_heads // len(ranks),
         num_query_groups=config.num_query_groups // len(ranks),
         ffn_hidden_size=config.ffn_hidden_size // len(ranks),
+        vocab_size=config.vocab_size // len(ranks),
     )
-    fused, dims = _fused_shapes(of_a_rank), cut_dims(config)
+    shapes, dims = _fused_shapes(of_a_rank), cut_dims(config)
     found = {}
-    for name, theirs in names.items():
-        part = name.rpartition(".")[2]
-        tensors = [_stored(rank, name, theirs) for rank in ranks]
+    for name in parameter_shapes(config):
+        theirs = megatron_name(name)
+        tensors = [_stored(rank, name) for rank in ranks]
         if not all(map(is_weight, tensors)):
             continue
-        if len({tensor.shape for tensor in tensors}) > 1:
-            raise UserError(f"{path}: the ranks' parts of {theirs} differ in their shapes")
         for tensor in tensors:
-            if part in fused and tuple(tensor.shape) != fused[part]:
+            if tensor.shape != shapes[theirs]:
                 raise UserError(
                     f"{path}: {theirs} is {tuple(tensor.shape)}, and its arguments make it "
-                    f"{fused[part]}"
+                    f"{shapes[theirs]}"
                 )
         parts = [_cut_out(tensor, _rows_of(of_a_rank, name, len(tensor))) for tensor in tensors]
         found[name] = joined(parts, dims.get(name))
     return found
 
 
-def _stored(rank: Mapping[str, Any], name: str, theirs: str) -> Any:
+def _stored(rank: Mapping[str, Any], name: str) -> Any:
     """Return a rank's tensor; norms are looked up by both names."""
+    theirs = megatron_name(name)
     if theirs not in rank and name.endswith(("attention_norm", "mlp_norm")):
         return rank.get(name_in(_WITHOUT_TRANSFORMER_ENGINE, name))
     return rank.get(theirs)
 
 
-def _fused_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    rows = (config.num_attention_heads + 2 * config.num_query_groups) * config.kv_channels
-    both = (2 * config.ffn_hidden_size, config.hidden_size)
-    qkv = {part: (rows, config.hidden_size)[: 1 + part.startswith("w")] for part in _BY_GROUP}
-    return {**qkv, "w_gate": both, "w_up": both}
+def _fused_shapes(config: LlamaConfig) -> dict[str, Shape]:
+    """Return the shapes of Megatron's tensors, whose rows are those of one or more parameters."""
+    shapes: dict[str, Shape] = {}
+    for name, (rows, *columns) in parameter_shapes(config).items():
+        theirs = megatron_name(name)
+        others = shapes[theirs][0] if theirs in shapes else 0
+        shapes[theirs] = (others + rows, *columns)
+    return shapes
 
 
 def _rows_of(config: LlamaConfig, name: str, num_rows: int) -> Tensor:

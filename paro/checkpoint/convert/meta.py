@@ -13,13 +13,8 @@ from torch import Tensor
 from model.config import LLAMA_PRESETS, LlamaConfig
 from model.units import cut_dims, name_in, parameter_shapes
 from paro.checkpoint.convert.hugging_face import tokenizer_of
-from paro.checkpoint.convert.source import (
-    LazyTensor,
-    Source,
-    checked_tensors,
-    joined,
-)
-from paro.checkpoint.convert.torch_file import is_weight, lazy, load_torch_file
+from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, joined
+from paro.checkpoint.convert.tensor_files import is_weight, lazy, load_torch_file
 from paro.errors import UserError, about
 from paro.untrusted.regular_file import open_regular
 from paro.untrusted.schema import Positive, read_json
@@ -73,12 +68,11 @@ def open_meta(directory: Path) -> Source:
     params: _Params = read_json(directory / PARAMS, _Params)
     shards: list[Mapping[str, Tensor]] = [_tensors_in(path) for path in _files(directory)]
     config = _config(directory, params, shards)
-    names = {name: meta_name(name) for name in parameter_shapes(config)}
-    dims = cut_dims(config)
+    shapes, dims = parameter_shapes(config), cut_dims(config)
     found = {
-        name: _whole(config, name, dims.get(name), [shard[theirs] for shard in shards])
-        for name, theirs in names.items()
-        if all(theirs in shard for shard in shards)
+        name: _whole(config, name, dims.get(name), [shard[meta_name(name)] for shard in shards])
+        for name in shapes
+        if all(meta_name(name) in shard for shard in shards)
     }
     model = directory / "tokenizer.model"
     companions = {model.name: model} if model.is_file() else {}
@@ -91,7 +85,7 @@ def open_meta(directory: Path) -> Source:
         notes.append(f"{path} is left out: give tokenizer.json of the Hugging Face model instead")
     return Source(
         config=config,
-        tensors=checked_tensors(config, found, directory, names),
+        tensors=checked_tensors(shapes, found, directory, meta_name),
         companions=companions,
         tokenizer=tokenizer,
         begins_with_bos=True,

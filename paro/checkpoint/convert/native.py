@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from data.hub import how_to_fetch
 from data.tokenizer_config import saved_tokenizer, unpadded_vocab_size
 from model.config import LlamaConfig
 from model.lora_config import adapted_weight, is_adapter
-from model.units import BY_VOCABULARY
+from model.units import BY_VOCABULARY, parameter_shapes
 from paro.checkpoint.agreement import one_process
 from paro.checkpoint.base import adapters_of, as_base, open_base
 from paro.checkpoint.chunks import ChunkedState
@@ -37,7 +37,7 @@ from paro.checkpoint.convert.source import (
     unpadded,
     with_adapters,
 )
-from paro.checkpoint.convert.torch_file import lazy
+from paro.checkpoint.convert.tensor_files import lazy
 from paro.checkpoint.directory import (
     COMMON,
     TRACKER,
@@ -74,13 +74,13 @@ def open_native(root: Path, iteration: int | None = None, base: str | None = Non
         found = _tensors_in(*under) | found
     lora = adapters_of(common, directory)
     config = replace(_config(directory, common), lora=lora)
-    tensors = checked_tensors(config, found, directory, {})
+    tensors = checked_tensors(parameter_shapes(config), found, directory)
     adapters = {name: tensors.pop(name) for name in list(tensors) if is_adapter(name)}
     vocab_size = unpadded_vocab_size(common) or config.vocab_size
     companions, tokenizer, notes = _companions(root, common)
     source = Source(
         config=replace(config, vocab_size=vocab_size, lora=None),
-        tensors=unpadded(config, tensors, vocab_size),
+        tensors=unpadded(tensors, vocab_size),
         companions=companions,
         tokenizer=tokenizer,
         origin=origin,
@@ -111,9 +111,7 @@ def _tensors_in(directory: Path, manifest: Manifest | None) -> dict[str, LazyTen
     }
 
 
-def write_native(
-    source: Source, root: Path, final: Path, advance: Callable[[int], None], *, rows: int
-) -> None:
+def write_native(source: Source, root: Path, final: Path, *, rows: int) -> None:
     """Fill an empty folder, later renamed to `final`, with a checkpoint of the parameters.
 
     Embedding and output layer get `rows` rows; padding rows are zero, as their ids never occur.
@@ -130,13 +128,11 @@ def write_native(
         "converted_from": None if source.adapters else source.origin,
         "token_ids": source.token_ids,
     }
-    _write(_lazy_states(source.tensors, rows), root, final, advance, common)
+    _write(source.tensors, rows, root, final, common)
     copy_companions(source.companions, root / COMPANIONS)
 
 
-def write_adapters(
-    source: Source, base: Path, root: Path, final: Path, advance: Callable[[int], None]
-) -> None:
+def write_adapters(source: Source, base: Path, root: Path, final: Path) -> None:
     """Fill an empty folder, later renamed to `final`, with a source's adapters on a `base`."""
     assert source.lora is not None, "no adapters"
     under = find_checkpoint(base)
@@ -148,50 +144,24 @@ def write_adapters(
             f"--base {base}: the base of adapters must be complete, without adapters and of the "
             "newest format: convert it to paro, with --merge if it has adapters"
         )
-    kept = ("model", "max_position_embeddings", "init_method_std", "vocab_size", "tokenizer")
+    copied = ("model", "max_position_embeddings", "init_method_std", "vocab_size", "tokenizer")
     more = ("unpadded_vocab_size", "begins_with_bos", "token_ids")
-    own = {name: common[name] for name in (*kept, *more) if name in common}
-    own |= {"lora": asdict(source.lora), "base": named}
-    _write(_lazy_states(source.adapters, 0), root, final, advance, own)
+    fields = {name: common[name] for name in (*copied, *more) if name in common}
+    fields |= {"lora": asdict(source.lora), "base": named}
+    _write(source.adapters, 0, root, final, fields)
 
 
 def _write(
-    lazy_states: tuple[dict[str, ChunkedState], dict[str, LazyTensor]],
+    tensors: Mapping[str, LazyTensor],
+    vocab_rows: int,
     root: Path,
     final: Path,
-    advance: Callable[[int], None],
     common: Mapping[str, Any],
 ) -> None:
-    """Write an iteration 0 of parameters, and make it the latest checkpoint."""
-    directory, (states, sources) = begin_checkpoint(root, 0), lazy_states
-    planner = LazySavePlanner(sources, advance)
-    sums = write_files(directory, states, planner, one_process(), f"--output {final}")
-    check_files(directory, list(read_metadata(directory).storage_data.values()))
-    finish_checkpoint(directory, 0, {**common, "parameters_only": True}, sums)
+    """Write an iteration 0 of parameters, and make it the latest checkpoint.
 
-
-class LazySavePlanner(ChunkSavePlanner):
-    """A planner with shapes only; the values of a chunk are read when they are written."""
-
-    def __init__(self, sources: Mapping[str, LazyTensor], advance: Callable[[int], None]) -> None:
-        super().__init__()
-        self.sources = sources
-        self.advance = advance
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        index, data = write_item.index, write_item.tensor_data
-        assert index.offset is not None, f"{index.fqn} without a corner"
-        assert data is not None, f"{index.fqn} is no tensor"
-        start = index.offset[0]
-        values = self.sources[index.fqn].rows(start, start + data.chunk.sizes[0])
-        self.advance(values.nbytes)
-        return values
-
-
-def _lazy_states(
-    tensors: Mapping[str, LazyTensor], vocab_rows: int
-) -> tuple[dict[str, ChunkedState], dict[str, LazyTensor]]:
-    """Return every parameter as ranges of rows (meta tensors), and the tensors to read from."""
+    Parameters are written in ranges of rows: chunks of meta tensors, whose values are read later.
+    """
     states: dict[str, ChunkedState] = {}
     sources: dict[str, LazyTensor] = {}
     for parameter, tensor in tensors.items():
@@ -206,7 +176,25 @@ def _lazy_states(
         for start, stop in ranges:
             rows = torch.empty((stop - start, *others), dtype=tensor.dtype, device="meta")
             states[name].chunks[start, *(0 for _ in others)] = rows
-    return states, sources
+    directory, planner = begin_checkpoint(root, 0), LazySavePlanner(sources)
+    sums = write_files(directory, states, planner, one_process(), f"--output {final}")
+    check_files(directory, list(read_metadata(directory).storage_data.values()))
+    finish_checkpoint(directory, 0, {**common, "parameters_only": True}, sums)
+
+
+class LazySavePlanner(ChunkSavePlanner):
+    """A planner with shapes only; the values of a chunk are read when they are written."""
+
+    def __init__(self, sources: Mapping[str, LazyTensor]) -> None:
+        super().__init__()
+        self.sources = sources
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        index, data = write_item.index, write_item.tensor_data
+        assert index.offset is not None, f"{index.fqn} without a corner"
+        assert data is not None, f"{index.fqn} is no tensor"
+        start = index.offset[0]
+        return self.sources[index.fqn].rows(start, start + data.chunk.sizes[0])
 
 
 def _read_rows(
@@ -222,12 +210,9 @@ def _read_rows(
 
 
 def _config(directory: Path, common: Mapping[str, Any]) -> LlamaConfig:
-    free = {
-        name: common[name]
-        for name in ("max_position_embeddings", "init_method_std")
-        if name in common
-    }
-    fields = {"max_position_embeddings": 2048, **free, **common.get("model", {})}
+    fields: dict[str, Any] = {"max_position_embeddings": 2048}
+    apart = ("max_position_embeddings", "init_method_std")
+    fields |= {name: common[name] for name in apart if name in common} | common.get("model", {})
     config: LlamaConfig = conform(fields, LlamaConfig, f"{directory / COMMON}: model")
     return config
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nextafter, sqrt
 from pathlib import Path
@@ -13,10 +13,16 @@ from model.hugging_face import hugging_face_name, llama_config
 from model.lora_config import ALL_LINEAR, MODULES, LoraConfig, adapted_weight, down_name, up_name
 from paro.checkpoint.convert.hugging_face import CONFIG as BASE_CONFIG
 from paro.checkpoint.convert.hugging_face import TOKENIZER_FILES, copy_companions, is_hugging_face
-from paro.checkpoint.convert.safetensors_file import open_safetensors, write_safetensors
-from paro.checkpoint.convert.source import LazyTensor, Source, with_adapters, write_json
+from paro.checkpoint.convert.source import (
+    LazyTensor,
+    Source,
+    checked_tensors,
+    with_adapters,
+    write_json,
+)
+from paro.checkpoint.convert.tensor_files import open_safetensors, write_safetensors
 from paro.errors import UserError, about
-from paro.layout import shape_text
+from paro.layout import Shape
 from paro.untrusted.schema import Between, Positive, conform, read_json
 
 CONFIG = "adapter_config.json"
@@ -97,7 +103,12 @@ def open_peft(directory: Path, base: Source) -> Source:
             stored = next(iter(down.shape), 0) if fields.get("rank_pattern") else 0
             rank = stored or fields["r"]
             scales[module.weight] = (rank, _alpha_of(module, rank, fields))
-    _check_shapes(directory / WEIGHTS, base, adapters, scales)
+    shapes: dict[str, Shape] = {}
+    for weight, (rank, _) in scales.items():
+        rows, columns = base.tensors[weight].shape
+        shapes |= {down_name(weight): (rank, columns), up_name(weight): (rows, rank)}
+    with about(suffix=": these are adapters of another model than --base"):
+        adapters = checked_tensors(shapes, adapters, directory / WEIGHTS, peft_name)
     scalings = {weight: alpha / rank for weight, (rank, alpha) in scales.items()}
     return with_adapters(base, _alike(base, scales, fields), adapters, scalings)
 
@@ -117,9 +128,7 @@ def check_base(source: Source, base_model: str | None) -> None:
         )
 
 
-def write_peft(
-    source: Source, directory: Path, advance: Callable[[int], None], base_model: str | None
-) -> str:
+def write_peft(source: Source, directory: Path, base_model: str | None) -> str:
     """Fill an empty folder, which peft opens, with a source's adapters and the files of its
     tokenizer, chat template included; a line to print about it.
 
@@ -129,7 +138,7 @@ def write_peft(
     lora = source.lora
     assert lora is not None, "no adapters"
     tensors = {peft_name(name): tensor for name, tensor in source.adapters.items()}
-    write_safetensors(directory / WEIGHTS, tensors, advance)
+    write_safetensors(directory / WEIGHTS, tensors)
     tokenizer = [name for name in source.companions if name in TOKENIZER_FILES]
     copy_companions({name: source.companions[name] for name in tokenizer}, directory)
     modules = {weight: module for module, weight in MODULES.items()}
@@ -224,23 +233,6 @@ def _alpha_of(module: _Module, rank: int, fields: _Fields) -> float:
             alpha = value
             break
     return alpha * sqrt(rank) if fields.get("use_rslora") else float(alpha)
-
-
-def _check_shapes(
-    path: Path,
-    base: Source,
-    adapters: Mapping[str, LazyTensor],
-    scales: Mapping[str, tuple[int, float]],
-) -> None:
-    for weight, (rank, _) in scales.items():
-        rows, columns = base.tensors[weight].shape
-        for name, shape in ((down_name(weight), (rank, columns)), (up_name(weight), (rows, rank))):
-            if adapters[name].shape != shape:
-                there, here = map(shape_text, (adapters[name].shape, shape))
-                raise UserError(
-                    f"{path}: {peft_name(name)} is {there}, and a model of --base needs {here}: "
-                    "these are adapters of another model"
-                )
 
 
 def _alike(

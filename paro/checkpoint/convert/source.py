@@ -15,7 +15,7 @@ from torch import Tensor
 from data.hugging_face_tokenizer import ends_in
 from model.config import LlamaConfig
 from model.lora_config import LoraConfig, down_name, up_name
-from model.units import BY_VOCABULARY, parameter_shapes
+from model.units import BY_VOCABULARY
 from paro.checkpoint.directory import TokenIds
 from paro.errors import UserError
 from paro.layout import Shape, shape_text
@@ -64,6 +64,16 @@ class LazyTensor:
 
         return replace(self, dtype=wanted, rows=rows)
 
+    def counted(self, count: Callable[[int], object]) -> LazyTensor:
+        """Return a tensor that calls `count` with the bytes of the rows whenever some are read."""
+
+        def rows(start: int, stop: int) -> Tensor:
+            values = self.rows(start, stop)
+            count(values.nbytes)
+            return values
+
+        return replace(self, rows=rows)
+
 
 def _is_finite(values: Tensor) -> bool:
     """Tell whether all values are finite, by the least and the largest: both are NaN if any is."""
@@ -107,6 +117,12 @@ class Source:
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
+    def with_each(self, change: Callable[[LazyTensor], LazyTensor]) -> Source:
+        """Return the model with every tensor and every part of its adapters changed."""
+        tensors = {name: change(tensor) for name, tensor in self.tensors.items()}
+        adapters = {name: change(tensor) for name, tensor in self.adapters.items()}
+        return replace(self, tensors=tensors, adapters=adapters)
+
 
 def write_json(path: Path, fields: Mapping[str, Any]) -> None:
     """Write a configuration as Hugging Face's libraries do."""
@@ -137,29 +153,30 @@ def joined(parts: Sequence[LazyTensor], dim: int | None) -> LazyTensor:
 
 
 def checked_tensors(
-    config: LlamaConfig, found: Mapping[str, LazyTensor], where: Path, names: Mapping[str, str]
+    shapes: Mapping[str, Shape],
+    found: Mapping[str, LazyTensor],
+    where: Path,
+    called: Callable[[str], str] = str,
 ) -> dict[str, LazyTensor]:
-    """Return the model's tensors in model order; `names` are their names in the file.
+    """Return the tensors that must have these shapes; `called` names a tensor as its file does.
 
     Raises `UserError` for a tensor that is missing or has another shape.
     """
     tensors = {}
-    for name, shape in parameter_shapes(config).items():
-        theirs = names.get(name, name)
+    for name, shape in shapes.items():
         if name not in found:
-            raise UserError(f"{where} has no {theirs}: a file is missing or damaged")
+            raise UserError(f"{where} has no {called(name)}: a file is missing or damaged")
         if found[name].shape != shape:
             there, here = map(shape_text, (found[name].shape, shape))
-            raise UserError(f"{where}: {theirs} is {there}, and its configuration makes it {here}")
-        tensors[name] = replace(found[name], name=found[name].name or f"{where}: {theirs}")
+            raise UserError(
+                f"{where}: {called(name)} is {there}, and its configuration makes it {here}"
+            )
+        tensors[name] = replace(found[name], name=found[name].name or f"{where}: {called(name)}")
     return tensors
 
 
-def unpadded(
-    config: LlamaConfig, tensors: Mapping[str, LazyTensor], vocab_size: int
-) -> dict[str, LazyTensor]:
+def unpadded(tensors: Mapping[str, LazyTensor], vocab_size: int) -> dict[str, LazyTensor]:
     """Return the tensors with `vocab_size` rows in embedding and output layer."""
-    assert vocab_size <= config.vocab_size, f"{vocab_size} of {config.vocab_size} rows"
     shorter = {
         name: replace(tensors[name], shape=(vocab_size, *tensors[name].shape[1:]))
         for name in BY_VOCABULARY

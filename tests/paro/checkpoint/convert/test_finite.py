@@ -14,7 +14,7 @@ from paro.checkpoint.convert.hugging_face import write_hugging_face
 from paro.checkpoint.convert.megatron import write_megatron
 from paro.checkpoint.convert.native import open_native, write_native
 from paro.checkpoint.convert.source import Source
-from paro.checkpoint.convert.torch_file import lazy
+from paro.checkpoint.convert.tensor_files import lazy
 from tests.helpers.refusals import refused
 from tests.model.values import SMALL
 from tests.paro.checkpoint.convert.folders import random_tensors
@@ -24,23 +24,19 @@ from tools.generate import load_model
 ROWS = SMALL.vocab_size
 
 
-def ignored(_num_bytes: int) -> None:
-    pass
-
-
 # Of each format: what the weight is called, and what writes it without a check.
 FORMATS: dict[str, tuple[str, Callable[[Source, Path], object]]] = {
     "hf": (
         "model.layers.0.mlp.down_proj.weight",
-        lambda source, folder: write_hugging_face(source, folder, ignored),
+        lambda source, folder: write_hugging_face(source, folder),
     ),
     "paro": (
         "blocks.0.w_down",
-        lambda source, folder: write_native(source, folder, folder, ignored, rows=ROWS),
+        lambda source, folder: write_native(source, folder, folder, rows=ROWS),
     ),
     "megatron": (
         "decoder.layers.0.mlp.linear_fc2.weight",
-        lambda source, folder: write_megatron(source, folder, ignored, rows=ROWS, divisible_by=1),
+        lambda source, folder: write_megatron(source, folder, rows=ROWS, divisible_by=1),
     ),
 }
 

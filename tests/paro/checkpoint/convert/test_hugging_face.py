@@ -1,16 +1,216 @@
-"""Folders for transformers, written from runs whose tokenizer is present or missing."""
+"""Hugging Face folders: which tensor is a parameter, and folders of runs without a tokenizer."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
+from model.config import LlamaConfig
+from model.hugging_face import hugging_face_config, hugging_face_name
+from paro.checkpoint.convert.hugging_face import INDEX, WEIGHTS, open_hugging_face
 from tests.helpers.refusals import refused
+from tests.paro.checkpoint.convert.folders import random_tensors
 from tests.tools.conftest import TEXT
 from tests.tools.untrained import SIZES, convert, save_untrained
 from tools.train_tokenizer import main as train_tokenizer
+
+CONFIG = LlamaConfig(
+    num_layers=2,
+    hidden_size=16,
+    ffn_hidden_size=24,
+    num_attention_heads=2,
+    num_query_groups=1,
+    kv_channels=6,
+    max_position_embeddings=32,
+    vocab_size=21,
+)
+TENSORS = {hugging_face_name(name): t for name, t in random_tensors(CONFIG).items()}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+DOWN = "model.layers.0.mlp.down_proj.weight"
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def written(folder: Path, tensors: dict[str, Tensor], **fields: object) -> Path:
+    folder.mkdir()
+    config = hugging_face_config(CONFIG) | fields
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / WEIGHTS)
+    return folder
+
+
+def sharded(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Two files instead of one; the places to write into an index."""
+    written(folder, tensors)
+    (folder / WEIGHTS).unlink()
+    places = {name: (FIRST, SECOND)[number % 2] for number, name in enumerate(tensors)}
+    for file in (FIRST, SECOND):
+        save_file({n: t for n, t in tensors.items() if places[n] == file}, folder / file)
+    index(folder, places)
+    return places
+
+
+def index(folder: Path, places: dict[str, str]) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder by transformers' names."""
+    tensors = open_hugging_face(folder).tensors
+    return {hugging_face_name(name): t.whole(t.dtype) for name, t in tensors.items()}
+
+
+def assert_read(folder: Path, expected: dict[str, Tensor]) -> None:
+    found = read(folder)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def refuses(folder: Path, told: str) -> None:
+    refused(lambda: open_hugging_face(folder), told)
+
+
+@pytest.mark.parametrize(
+    "renamed",
+    [
+        lambda name: name.removeprefix("model."),
+        lambda name: f"module.{name}",
+        lambda name: f"_orig_mod.{name}",
+        lambda name: f"module._orig_mod.{name}",
+        lambda name: f"model.{name}",
+        lambda name: name.replace("layers.1.", "layers.1._orig_mod."),
+        lambda name: name.replace("self_attn.", "_checkpoint_wrapped_module.self_attn."),
+        lambda name: "_fsdp_wrapped_module." + name.replace("mlp.", "mlp._fsdp_wrapped_module."),
+    ],
+)
+def test_what_modules_around_a_model_add_to_names_is_left_out(
+    renamed: Callable[[str], str], tmp_path: Path
+) -> None:
+    assert_read(written(tmp_path / "hf", {renamed(n): t for n, t in TENSORS.items()}), TENSORS)
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    twice = {**TENSORS, f"module.{DOWN}": TENSORS[DOWN].clone()}
+    refuses(written(tmp_path / "hf", twice), f"has {DOWN} and module.{DOWN}: both are {DOWN}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["transformer.h.0.weight", "model.layers.2.mlp.up_proj.weight", "lm_head.bias", "vision.w"],
+)
+def test_a_tensor_that_this_model_has_not_is_named(name: str, tmp_path: Path) -> None:
+    more = {**TENSORS, name: torch.ones(3)}
+    refuses(written(tmp_path / "hf", more), f"has {name}, which this model has not")
+
+
+@pytest.mark.parametrize(
+    "name", ["model.rotary_emb.inv_freq", "model.layers.1.self_attn.rotary_emb.inv_freq"]
+)
+def test_stored_frequencies_are_passed_over(name: str, tmp_path: Path) -> None:
+    assert_read(written(tmp_path / "hf", {**TENSORS, name: torch.ones(3)}), TENSORS)
+
+
+# Several files
+
+
+def test_the_index_decides_which_of_two_files_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    places = sharded(folder, TENSORS)
+    new = torch.full_like(TENSORS[DOWN], 0.5)
+    for file in ("a-first.safetensors", "z-last.safetensors"):
+        save_file({DOWN: new}, folder / file)
+        index(folder, {**places, DOWN: file})
+        assert_read(folder, {**TENSORS, DOWN: new})
+    index(folder, places)
+    assert_read(folder, TENSORS)
+
+
+def test_what_the_index_leaves_out_is_found(tmp_path: Path) -> None:
+    places = sharded(tmp_path / "hf", TENSORS)
+    index(tmp_path / "hf", {name: file for name, file in places.items() if name != DOWN})
+    assert_read(tmp_path / "hf", TENSORS)
+
+
+def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    places = sharded(folder, TENSORS)
+    other = SECOND if places[DOWN] == FIRST else FIRST
+    index(folder, {**places, DOWN: other})
+    refuses(folder, f"{folder / other} has no {DOWN} ... {INDEX}")
+    index(folder, {**places, DOWN: "third.safetensors"})
+    refuses(folder, f"{folder / 'third.safetensors'} cannot be read: No such file")
+    index(folder, {**places, DOWN: "../hf/" + places[DOWN]})
+    refuses(folder, f"{folder / INDEX} is damaged (it names files elsewhere)")
+    index(folder, {})
+    refuses(folder, f"has no {EMBEDDING}: a file is missing")
+
+
+@pytest.mark.slow("imports transformers")
+def test_one_whole_file_is_read_rather_than_shards_as_transformers_does(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "hf"
+    sharded(folder, TENSORS)
+    new = {name: tensor + 1.0 for name, tensor in TENSORS.items()}
+    save_file(new, folder / WEIGHTS, {"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in new.items())
+    assert_read(folder, new)
+    (note,) = (note for note in open_hugging_face(folder).notes if INDEX in note)
+    assert note == f"{folder} has {WEIGHTS} too, which transformers reads: {INDEX} is not read"
+
+
+# Ties
+
+
+def test_a_tied_output_layer_is_what_is_stored(tmp_path: Path) -> None:
+    def stored(name: str, tensors: dict[str, Tensor]) -> Path:
+        return written(tmp_path / name, tensors, tie_word_embeddings=True)
+
+    tied = {name: tensor for name, tensor in TENSORS.items() if name != HEAD}
+    assert_read(stored("the same in fp64", {**tied, HEAD: tied[EMBEDDING].double()}), tied)
+    other = {**tied, HEAD: tied[EMBEDDING].clone()}
+    other[HEAD][-1, -1] += 0.5
+    folder = stored("another", other)
+    assert_read(folder, other)
+    (note,) = (note for note in open_hugging_face(folder).notes if "tie_word" in note)
+    assert note.endswith(f"stores another {HEAD}: the output layer is not tied")
+    longer = {**tied, HEAD: torch.cat((tied[EMBEDDING], tied[EMBEDDING]))}
+    refuses(stored("longer", longer), f"{HEAD} is 42x16")
+
+
+# Biases
+
+BIASED = {
+    **TENSORS,
+    **{
+        f"model.layers.{layer}.self_attn.{part}_proj.bias": torch.full((size,), 0.1 + layer)
+        for layer in range(2)
+        for part, size in (("q", 12), ("k", 6), ("v", 6))
+    },
+}
+OUTPUT = "model.layers.1.self_attn.o_proj.bias"
+ZEROS = {OUTPUT.replace("1", str(layer)): torch.zeros(16) for layer in range(2)}
+
+
+def test_a_bias_of_the_output_projection_has_to_be_zero(tmp_path: Path) -> None:
+    for name, there in (("zero", ZEROS), ("left out", {})):
+        folder = written(tmp_path / name, {**BIASED, **there}, attention_bias=True)
+        assert open_hugging_face(folder).config.add_qkv_bias
+        assert_read(folder, BIASED)
+    for value in (torch.eye(16)[5], torch.zeros(3), torch.tensor(0.0)):
+        folder = written(tmp_path / "no", {**BIASED, **ZEROS, OUTPUT: value}, attention_bias=True)
+        refuses(folder, f"{folder}: {OUTPUT} is not zero, and this model has no bias")
+        shutil.rmtree(folder)
+    folder = written(tmp_path / "unsaid", {**BIASED, **ZEROS})
+    refuses(folder, "self_attn.k_proj.bias, which this model has not")
 
 
 def test_a_run_whose_tokenizer_is_gone_is_converted_without_it(

@@ -19,8 +19,8 @@ from paro.checkpoint.base import stored_parameters
 from paro.checkpoint.convert.hugging_face import COMPANIONS
 from paro.checkpoint.convert.native import open_native
 from paro.checkpoint.convert.peft import WEIGHTS, peft_name
-from paro.checkpoint.convert.safetensors_file import open_safetensors
 from paro.checkpoint.convert.source import Source
+from paro.checkpoint.convert.tensor_files import open_safetensors
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.convert.folders import logits_of, own_model, some_tokens
 from tests.paro.training.test_base import assert_equal, started, trained
@@ -216,7 +216,7 @@ def test_flags_that_do_not_agree(root: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"r": 4}, "lora_A.weight is 3x20, and a model of --base needs 4x20"),
+        ({"r": 4}, "lora_A.weight is 3x20, and its configuration makes it 4x20"),
         ({"r": 0}, "r: 0 is not allowed, it must be 1 or more"),
         ({"lora_dropout": 1}, "lora_dropout: 1 is not allowed"),
         ({"r": "many"}, "adapter_config.json: r: 'many' is of the wrong type"),

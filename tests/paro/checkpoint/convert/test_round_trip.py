@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paro.checkpoint.convert.hugging_face import open_hugging_face
-from paro.checkpoint.convert.hugging_face_weights import INDEX, WEIGHTS
+from paro.checkpoint.convert.hugging_face import INDEX, WEIGHTS, open_hugging_face
 from paro.checkpoint.convert.native import open_native
 from tests.paro.checkpoint.convert.folders import (
     FAMILIES,

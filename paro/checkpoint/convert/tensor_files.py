@@ -1,0 +1,155 @@
+"""Opens untrusted files of safetensors and torch.save lazily; writes safetensors in chunks."""
+
+# The safetensors library only writes tensors that are all in memory. The format is a length of 8
+# bytes, a JSON header and the tensors' bytes, so a file of any size can be written in chunks.
+
+from __future__ import annotations
+
+import json
+import mmap
+import pickle
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.serialization import (
+    get_unsafe_globals_in_checkpoint,
+    safe_globals,
+    set_default_mmap_options,
+)
+
+from paro.checkpoint.convert.source import LazyTensor
+from paro.errors import UserError, describe, open_files_limit
+from paro.untrusted.regular_file import check_regular
+
+_DTYPES = {  # in the order in which the safetensors library writes tensors
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def open_safetensors(path: Path) -> dict[str, LazyTensor]:
+    """Return the tensors of a file, each read when its rows are requested.
+
+    The library checks the header against the file size, so `UserError` for a truncated file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    check_regular(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {}
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                view = file.get_slice(name)
+                kind = view.get_dtype()
+                if kind not in _DTYPES:
+                    raise UserError(f"{path}: {name} is {kind}, which is no weight's type")
+                tensors[name] = LazyTensor(
+                    shape=tuple(view.get_shape()),
+                    dtype=_DTYPES[kind],
+                    rows=partial(_read_rows, path, name),
+                    name=f"{path}: {name}",
+                )
+    except (OSError, SafetensorError) as error:
+        if open_files_limit(error) is not None:
+            raise
+        raise UserError(f"{path} is missing, truncated or damaged ({describe(error)})") from (None)
+    return tensors
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
+    """Write a file as the library does, with one chunk of one tensor in memory at a time."""
+    # Wide types first, for alignment, then by name.
+    order = [*_NAMES]
+    tensors = dict(sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.num_bytes
+        kind = _NAMES[tensor.dtype]
+        header[name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": (offset, end)}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for tensor in tensors.values():
+            for start, stop in tensor.row_ranges():
+                rows = tensor.rows(start, stop).contiguous()
+                file.write(rows.view(torch.uint8).numpy().data)
+
+
+def _read_rows(path: Path, name: str, start: int, stop: int) -> Tensor:
+    """Read rows [start, stop); reopens the file, so that earlier reads do not stay mapped."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        rows: Tensor = file.get_slice(name)[start:stop]
+    return rows.clone()
+
+
+class _Inert:
+    """A substitute for every class that a file names: accepts all arguments and does nothing."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, _state: Any) -> None:
+        pass
+
+
+def load_torch_file(path: Path) -> Any:
+    """Return the contents of a file, with its tensors memory-mapped.
+
+    torch's weights-only unpickler makes plain data, tensors and namespaces. Everything else that
+    the file names, functions included, becomes an inert object. `UserError` for bad files.
+    """
+    check_regular(path)
+    try:
+        names = get_unsafe_globals_in_checkpoint(str(path))
+        inert = [(_Inert, name) for name in names if name != "argparse.Namespace"]
+        with safe_globals([Namespace, *inert]):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{path} names code that cannot be left out: nothing of it was run, and it is not read"
+        ) from None
+    except Exception as error:  # damage causes many kinds of errors
+        if open_files_limit(error) is not None:
+            raise
+        raise UserError(f"{path} is missing, truncated or damaged ({describe(error)})") from (None)
+
+
+@contextmanager
+def fill_torch_file(path: Path) -> Iterator[Any]:
+    """Map the contents of this project's own file: writes to its tensors change the file."""
+    with safe_globals([Namespace]), set_default_mmap_options(mmap.MAP_SHARED):
+        yield torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def is_weight(value: object) -> TypeGuard[Tensor]:
+    """Return whether a value can be a parameter: a plain floating-point vector or matrix."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and value.is_floating_point()
+        and value.ndim in (1, 2)
+    )
+
+
+def lazy(tensor: Tensor) -> LazyTensor:
+    """Return a lazy tensor over a mapped tensor or a view of one; its rows are copied when read."""
+    return LazyTensor(
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        rows=lambda start, stop: tensor[start:stop].clone(memory_format=torch.contiguous_format),
+    )
