@@ -136,31 +136,20 @@ class _AllToAll(NamedTuple):
     whole: Tensor | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
 class MuonStep:
     """Muon's update of all matrices of a shard group, whose ranks must take the same steps.
 
-    `ranges` has this rank's range of each buffer, or bucket, with matrices. Momentum and updates
-    are sent in the dtype `wire`. While a round computes, the momentum of the next round arrives.
+    While a round computes, the momentum of the next round arrives.
     """
 
-    def __init__(
-        self,
-        rounds: MuonRounds,
-        ranges: Mapping[int, MuonRange],
-        exchange: MatrixExchange,
-        config: MuonConfig,
-        exposure: Exposure,
-        *,
-        wire: torch.dtype,
-        kernels: MuonKernels,
-    ) -> None:
-        self.rounds = rounds
-        self._ranges = ranges
-        self._exchange = exchange
-        self._config = config
-        self._exposure = exposure
-        self._wire = wire
-        self._kernels = kernels
+    rounds: MuonRounds
+    ranges: Mapping[int, MuonRange]  # this rank's range of each buffer, or bucket, with matrices
+    exchange: MatrixExchange
+    config: MuonConfig
+    exposure: Exposure
+    wire: torch.dtype  # dtype in which momentum and updates are sent
+    kernels: MuonKernels
 
     def update(self, update: Update, step: int) -> Iterator[int]:
         """Yield the number of each buffer as soon as all its matrices are updated.
@@ -184,7 +173,7 @@ class MuonStep:
 
     def _send_momentum(self, muon_round: MuonRound, update: Update, step: int) -> _AllToAll:
         """Update the momentum of a round, and queue the all-to-all to the owners."""
-        rank, is_sharded = self._exchange.group_rank, self.rounds.is_sharded
+        rank, is_sharded = self.exchange.group_rank, self.rounds.is_sharded
         sent: dict[int, Tensor] = {}
         for assignment, low, high in self._held(muon_round):
             read = self._momentum(assignment.matrix, low, high, update.factor, step)
@@ -193,7 +182,7 @@ class MuonStep:
         received: dict[int, Tensor] = {}
         owned, whole = self._owned(muon_round), None
         if owned is not None:
-            whole = self._ranges[owned.buffer].momentum.new_empty(owned.numel, dtype=self._wire)
+            whole = self.ranges[owned.buffer].momentum.new_empty(owned.numel, dtype=self.wire)
             for holder, low, high in self.rounds.shards(owned):
                 if is_sharded or holder == rank:
                     received[holder] = whole[low:high]
@@ -204,29 +193,27 @@ class MuonStep:
         self, matrix: MuonMatrix, low: int, high: int, factor: float, step: int
     ) -> Tensor:
         """Update the momentum of a matrix's shard; return the values that Newton-Schulz reads."""
-        held = self._ranges[matrix.buffer]
+        held = self.ranges[matrix.buffer]
         part = _part(held.unit, matrix, low, high)
         kept, start, rounding = held.momentum[part], held.unit.optim_start, None
         if kept.dtype != torch.float32:
             (chunk_range,) = held.unit.layout.chunk_ranges(start + part.start, start + part.stop)
             rounding = Rounding.of(chunk_range, held.seed)
-        update = MomentumUpdate(self._config, factor, self._wire, rounding, step)
-        return self._kernels.momentum(kept, held.unit.optim_grad[part], update)
+        update = MomentumUpdate(self.config, factor, self.wire, rounding, step)
+        return self.kernels.momentum(kept, held.unit.optim_grad[part], update)
 
     def _send_result(self, momentum: _AllToAll) -> _AllToAll:
         """Orthogonalize this rank's matrix of a round, and queue the all-to-all of the result."""
-        self._exposure.wait(WaitKind.REDUCE, momentum.event)
+        self.exposure.wait(WaitKind.REDUCE, momentum.event)
         owned = self._owned(momentum.muon_round)
         sent: dict[int, Tensor] = {}
         if owned is not None and momentum.whole is not None:
             whole = momentum.whole.view(owned.rows, owned.columns)
-            result = (
-                orthogonal(whole, self._config, self._kernels.square).to(self._wire).reshape(-1)
-            )
+            result = orthogonal(whole, self.config, self.kernels.square).to(self.wire).reshape(-1)
             sent = {rank: result[low:high] for rank, low, high in self.rounds.shards(owned)}
         received = {
-            assignment.owner: self._ranges[assignment.matrix.buffer].master.new_empty(
-                high - low, dtype=self._wire
+            assignment.owner: self.ranges[assignment.matrix.buffer].master.new_empty(
+                high - low, dtype=self.wire
             )
             for assignment, low, high in self._held(momentum.muon_round)
         }
@@ -235,30 +222,30 @@ class MuonStep:
 
     def _apply(self, result: _AllToAll, update: Update) -> None:
         """Update the masters of a round's matrices, once the result has arrived."""
-        self._exposure.wait(WaitKind.PARAM_ALL_GATHER, result.event)
+        self.exposure.wait(WaitKind.PARAM_ALL_GATHER, result.event)
         for assignment, low, high in self._held(result.muon_round):
             matrix = assignment.matrix
-            held = self._ranges[matrix.buffer]
+            held = self.ranges[matrix.buffer]
             master = held.master[_part(held.unit, matrix, low, high)]
             master.mul_(1.0 - update.lr * update.weight_decay)
-            scale = self._config.scale(matrix.rows, matrix.columns)
+            scale = self.config.scale(matrix.rows, matrix.columns)
             master.add_(result.received[assignment.owner].float(), alpha=-update.lr * scale)
 
     def _owned(self, muon_round: MuonRound) -> MuonMatrix | None:
         """Return the matrix of a round that this rank owns, if any."""
-        rank = self._exchange.group_rank
+        rank = self.exchange.group_rank
         return next((one.matrix for one in muon_round if one.owner == rank), None)
 
     def _held(self, muon_round: MuonRound) -> Iterator[tuple[Assignment, int, int]]:
         """Yield (matrix of a round, low, high): this rank holds its elements [low, high)."""
         for assignment in muon_round:
             for rank, low, high in self.rounds.shards(assignment.matrix):
-                if rank == self._exchange.group_rank:
+                if rank == self.exchange.group_rank:
                     yield assignment, low, high
 
     def _all_to_all(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> Event:
-        with self._exposure.submitting(WaitKind.REDUCE):
-            return self._exchange.all_to_all(sent, received)
+        with self.exposure.submitting(WaitKind.REDUCE):
+            return self.exchange.all_to_all(sent, received)
 
 
 def _part(unit: UnitShards, matrix: MuonMatrix, low: int, high: int) -> slice:

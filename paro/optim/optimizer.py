@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -127,19 +128,28 @@ class UnitOptimizer:
         momentum = self.states[MOMENTUM][: self.num_muon]
         return MuonRange(self.unit, self.master.detach()[: self.num_muon], momentum, self.seed)
 
-    def shards(self) -> Iterator[tuple[str, UnitLayout, int, Tensor]]:
-        """Yield (name of a state, layout of its chunks, its offset in the layout, its values)."""
+    def flat_shards(self) -> Iterator[FlatShard]:
+        """Yield this rank's range of each state of the unit that checkpoints have.
+
+        Where updates are quantized, parameters differ from masters and are a state of their own.
+        """
         unit, start, first = self.unit, self.unit.optim_start, self.num_muon
-        yield PARAM, unit.layout, start, self.master
+        shard = partial(unit.flat_shard, degree=unit.spec.strategy.optim)
+        yield shard(PARAM, start, self.master)
         of_muon = self.muon_chunks
         others = tuple(placed for placed in unit.layout.chunks if placed not in of_muon)
         for name in MOMENTS if others else ():
             layout = replace(unit.layout, chunks=others)
             values = self.states[name][: self.master.numel() - first]
-            yield name, layout, start + first, values
+            yield shard(name, start + first, values, layout=layout)
         if of_muon:
             layout = replace(unit.layout, chunks=of_muon)
-            yield MOMENTUM, layout, start, self.states[MOMENTUM][:first]
+            yield shard(MOMENTUM, start, self.states[MOMENTUM][:first], layout=layout)
+        if unit.quantized_update is not None:
+            # The parameters of this rank's own range, which are written before the all-gather.
+            yield shard(SENT, start, unit.optim_param)
+        if unit.grad_errors is not None:
+            yield unit.shard_of_errors(unit.grad_errors)
 
     @property
     def num_bytes(self) -> int:
@@ -179,11 +189,11 @@ class ParoOptimizer:
         }
         self.muons = [
             MuonStep(
-                rounds,
-                ranges,
-                model.context.matrix_exchanges[rounds.degree],
-                muon,
-                model.context.exposure,
+                rounds=rounds,
+                ranges=ranges,
+                exchange=model.context.matrix_exchanges[rounds.degree],
+                config=muon,
+                exposure=model.context.exposure,
                 wire=TORCH_TYPES[precision.matrix_wire],
                 kernels=choose_muon_kernels(config.adam_implementation, model.context.device),
             )
@@ -265,40 +275,13 @@ class ParoOptimizer:
     # Saving and loading #
 
     def flat_shards(self, *, frozen: bool = True) -> Iterator[FlatShard]:
-        """Yield this rank's shards of all checkpointed state; `frozen` parameters have no master.
-
-        Where updates are quantized, parameters differ from masters and are a state of their own.
-        """
-        context = self.model.context
-        topology = context.topology
-
-        def shard(
-            layout: UnitLayout, degree: int, start: int, values: Tensor, state: str
-        ) -> FlatShard:
-            span = topology.axes_between(degree, topology.world_size)
-            return FlatShard(
-                layout=layout,
-                start=start,
-                values=values,
-                state=state,
-                rank=context.rank,
-                replicas=topology.members(span, context.rank),
-            )
-
-        for unit, part in self._parts.items():
-            degree = unit.spec.strategy.optim
-            for state, layout, start, values in part.shards():
-                yield shard(layout, degree, start, values, state)
-            if unit.quantized_update is not None:
-                # The parameters of this rank's own range, which are written before the all-gather.
-                yield shard(unit.layout, degree, unit.optim_start, unit.optim_param, SENT)
-            errors = unit.shard_of_errors()
-            if errors is not None:
-                yield errors
+        """Yield this rank's shards of all checkpointed state, maybe without `frozen` parameters."""
+        for part in self._parts.values():
+            yield from part.flat_shards()
         for unit in self.model.units:
             if frozen and not unit.trainable:
                 degree = unit.spec.strategy.params
-                yield shard(unit.layout, degree, unit.param_start, unit.param_shard, PARAM)
+                yield unit.flat_shard(PARAM, unit.param_start, unit.param_shard, degree=degree)
 
     @torch.no_grad()
     def loaded(self, *, num_steps: int) -> None:

@@ -87,26 +87,43 @@ class UnitShards:
         self._updated: Event = DONE
         self._reduced: Event = DONE
 
-    def shard_of_errors(self) -> FlatShard | None:
+    def flat_shard(
+        self,
+        state: str,
+        start: int,
+        values: Tensor,
+        *,
+        degree: int,
+        layout: UnitLayout | None = None,
+    ) -> FlatShard:
+        """Return `values` of a state as checkpoints save them: sharded over `degree` ranks.
+
+        `layout` has the chunks in which the state exists, by default all of the unit.
+        """
+        topology, rank = self.context.topology, self.context.rank
+        span = topology.axes_between(degree, topology.world_size)
+        return FlatShard(
+            layout=layout or self.layout,
+            start=start,
+            values=values,
+            state=state,
+            rank=rank,
+            replicas=topology.members(span, rank),
+        )
+
+    def shard_of_errors(self, errors: Tensor) -> FlatShard:
         """Return the quantization errors of this rank's gradients, as checkpoints save them.
 
         The shard's name has the ranks and the strategy, as only equal ones can use the errors.
         """
-        if self.grad_errors is None:
-            return None
-        context, (num_owners, length) = self.context, self.grad_errors.shape
-        world_size, group_size = context.topology.world_size, context.topology.group_size
+        topology, (num_owners, length) = self.context.topology, errors.shape
+        world_size, group_size = topology.world_size, topology.group_size
         degrees = "-".join(map(str, self.spec.strategy.degrees))
         name = f"{self.name}@{world_size}x{group_size}@{degrees}"
         rows = whole_chunk(name, (world_size * num_owners, length))
-        return FlatShard(
-            layout=UnitLayout((PlacedChunk(rows, 0),), decayed_stop=0, numel=rows.numel),
-            start=context.rank * self.grad_errors.numel(),
-            values=self.grad_errors.view(-1),
-            state=GRAD_ERRORS,
-            rank=context.rank,
-            replicas=(context.rank,),
-        )
+        layout = UnitLayout((PlacedChunk(rows, 0),), decayed_stop=0, numel=rows.numel)
+        start, values = self.context.rank * errors.numel(), errors.view(-1)
+        return self.flat_shard(GRAD_ERRORS, start, values, degree=world_size, layout=layout)
 
     # Ranges #
 
