@@ -44,7 +44,7 @@ from paro.sharding.sharded_unit import ShardedUnit, bind_empty
 from paro.sharding.shards import ShardingContext, UnitShards
 from paro.spec.sharding_spec import ShardingSpec
 from paro.step.actions import Verb
-from paro.step.rotating import RingStep, RotationPolicy, RotationShape
+from paro.step.rotating import RingStep, RotationPolicy
 from paro.step.slices import Slot
 
 
@@ -63,21 +63,16 @@ class RotatedModel(DistributedModel):
         model: nn.Module,
         unit_specs: Sequence[UnitSpec],
         units: Sequence[UnitShards],
-        shape: RotationShape,
+        policy: RotationPolicy,
         timers: Timers,
-        *,
-        updated_ahead: int | None = None,
     ) -> None:
-        super().__init__(model, units, timers)
-        self.policy = RotationPolicy(shape, updated_ahead)
+        super().__init__(model, units, policy, timers)
         self._carried_out |= SLICE_ACTIONS | {
             Verb.WAIT: UnitShards.wait_for_updated_params,
             Verb.REDUCE: ShardedUnit.reduce,
         }
         parts = [(spec, part) for spec in unit_specs for part in spec.parts]
-        self._parts = [
-            RotatingPart(index, *part, self, self.policy) for index, part in enumerate(parts)
-        ]
+        self._parts = [RotatingPart(index, *part, self) for index, part in enumerate(parts)]
         parameters = dict(model.named_parameters())
         for unit in self.trainable_units:
             if isinstance(unit, ShardedUnit):
@@ -109,19 +104,12 @@ def make_rotated_units(
 class RotatingPart:
     """Replacement of a module's method that computes with one slice of its weights at a time."""
 
-    def __init__(
-        self,
-        index: int,
-        unit: UnitSpec,
-        spec: PartSpec,
-        model: DistributedModel,
-        policy: RotationPolicy,
-    ) -> None:
+    def __init__(self, index: int, unit: UnitSpec, spec: PartSpec, model: RotatedModel) -> None:
         self.module = module = model.model.get_submodule(unit.name)
         self.unit = unit
         self.spec = spec
         self._model = model
-        self._policy = policy
+        self._policy = policy = model.policy
         self._ring_steps = policy.shape.ring_steps(index)
         # {parameter name in the model: parameter name in the module}
         self._attributes = dict(zip(unit.cuts_of(spec), spec.cuts, strict=True))

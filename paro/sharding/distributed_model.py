@@ -40,10 +40,15 @@ class DistributedModel:
     is carried out is appended. After an exception the model is unusable.
     """
 
-    policy: GatheringPolicy | RotationPolicy
-
-    def __init__(self, model: nn.Module, units: Sequence[UnitShards], timers: Timers) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[UnitShards],
+        policy: GatheringPolicy | RotationPolicy,
+        timers: Timers,
+    ) -> None:
         self.model = model
+        self.policy = policy
         self.units = units
         self.specs = [unit.spec for unit in units]
         self.context = units[0].context

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from paro.distributed.timers import Timers, profile_range
 from paro.sharding.distributed_model import DistributedModel, Phase
 from paro.sharding.sharded_unit import ShardedUnit
-from paro.step.actions import StepShape, Verb
+from paro.step.actions import Verb
 from paro.step.gathering import GatheringPolicy
 
 
@@ -25,13 +25,10 @@ class ShardedModel(DistributedModel):
         self,
         model: nn.Module,
         units: Sequence[ShardedUnit],
-        shape: StepShape,
+        policy: GatheringPolicy,
         timers: Timers,
-        *,
-        updated_ahead: int | None = None,
     ) -> None:
-        super().__init__(model, units, timers)
-        self.policy = GatheringPolicy(shape, updated_ahead)
+        super().__init__(model, units, policy, timers)
         self._carried_out |= {
             Verb.GATHER: _gather,
             Verb.WAIT: ShardedUnit.use,

@@ -47,7 +47,9 @@ from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_spec import Materialize, RunSpec, groups_of
 from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.units import registered_room, shape_of_run, units_of_run
-from paro.step.actions import StepShape, Verb
+from paro.step.actions import Verb
+from paro.step.gathering import GatheringPolicy
+from paro.step.schedule import policy_of
 from paro.topology import StreamKind
 from paro.training.loop import HeldOut, Sources
 from paro.training.step import Training, TrainState, last_iteration
@@ -160,14 +162,13 @@ def _spread(
 ) -> DistributedModel:
     """Shard the model's states over the ranks; parameters are gathered or rotated in a step."""
     units = [*{spec.buffer.unit_index: spec.unit for spec in specs}.values()]
-    shape, ahead = shape_of_run(run, units), run.updated_ahead
-    if isinstance(shape, StepShape):
-        sharded = make_sharded_units(model, specs, context)
-        return ShardedModel(model, sharded, shape, timers, updated_ahead=ahead)
+    policy = policy_of(shape_of_run(run, units), run.updated_ahead)
+    if isinstance(policy, GatheringPolicy):
+        return ShardedModel(model, make_sharded_units(model, specs, context), policy, timers)
     (span,) = {one.span for spec in specs for one in spec.collectives[Verb.GATHER]}
     ring = Ring(StreamKind.ROTATE, span, groups, links)
     rotated = make_rotated_units(model, specs, context, ring)
-    return RotatedModel(model, model.units(), rotated, shape, timers, updated_ahead=ahead)
+    return RotatedModel(model, model.units(), rotated, policy, timers)
 
 
 def _sharding_context(
