@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.hops import ALGORITHMS
@@ -12,45 +13,37 @@ from paro.collectives.pipelined import PipelinedCollectives
 from paro.collectives.scheduled import GroupResources, ScheduledCollectives
 from paro.distributed.comm_stream import Event
 from paro.distributed.groups import Groups
-from paro.distributed.links import Links
 
 
-def make_collectives(choice: AlgorithmChoice, groups: Groups, links: Links) -> Collectives:
+def make_collectives(choice: AlgorithmChoice, groups: Groups) -> Collectives:
     """Return collectives by a choice of algorithms, for which `groups` has been made."""
     resources = GroupResources()
 
     def make(name: str) -> Collectives:
         if name == "ho-ring" and choice.num_chunks is not None:
-            return PipelinedCollectives(groups, links, choice.num_chunks)
+            return PipelinedCollectives(groups, choice.num_chunks)
         if name in ALGORITHMS:
-            return ScheduledCollectives(name, groups, links, resources)
-        return (FlatCollectives if name == "flat" else NativeCollectives)(groups, links)
+            return ScheduledCollectives(groups, resources, name)
+        return (FlatCollectives if name == "flat" else NativeCollectives)(groups)
 
     made = {name: make(name) for name in choice.names}
     if choice.best is None:
         return made[choice.names[0]]
-    return AutoCollectives(made, choice, groups, links)
+    return AutoCollectives(groups, made, choice)
 
 
+@dataclass(eq=False)
 class AutoCollectives(Collectives):
     """Collectives that choose an algorithm per call; all share comm streams and process groups.
 
     `run_after` may use any comm stream: its job waits for the reduction of any algorithm.
     """
 
-    def __init__(
-        self,
-        algorithms: Mapping[str, Collectives],
-        choice: AlgorithmChoice,
-        groups: Groups,
-        links: Links,
-    ) -> None:
-        super().__init__(groups, links)
-        self._algorithms = algorithms
-        self._choice = choice
+    algorithms: Mapping[str, Collectives]
+    choice: AlgorithmChoice
 
     def run(self, request: Request) -> Event:
-        name = next(iter(self._algorithms))
+        name = next(iter(self.algorithms))
         if request.span:
-            name = self._choice.of(request.op, request.span, request.num_bytes)
-        return self._algorithms[name].run(request)
+            name = self.choice.of(request.op, request.span, request.num_bytes)
+        return self.algorithms[name].run(request)

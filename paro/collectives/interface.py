@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,9 +12,8 @@ from torch import Tensor
 from paro.collectives.choice import group_spans
 from paro.collectives.schedule import Op
 from paro.collectives.wire import Wire
-from paro.distributed.comm_stream import Event, Job
+from paro.distributed.comm_stream import CommStreams, Event, Job
 from paro.distributed.groups import Groups
-from paro.distributed.links import Links
 from paro.distributed.registered_memory import RegisteredMemory
 from paro.topology import AxisSpan, StreamKind, by_units, nested_range
 
@@ -58,14 +58,22 @@ class Request(NamedTuple):
         return view if self.units == 1 else view.movedim(0, -2)
 
 
+@dataclass(eq=False)
 class Endpoint:
     """Base of a rank's collectives and messages along axis spans, in a run's process groups."""
 
-    def __init__(self, groups: Groups, links: Links) -> None:
-        self._groups = groups
-        self._rank = groups.rank
-        self._streams = links.streams
-        self._wire = Wire(groups, links.traffic)
+    groups: Groups
+
+    @property
+    def _rank(self) -> int:
+        return self.groups.rank
+
+    @property
+    def _streams(self) -> CommStreams:
+        return self.groups.links.streams
+
+    def _wire(self, kind: StreamKind, span: AxisSpan) -> Wire:
+        return Wire(self.groups, kind, span)
 
     def _submit(
         self, kind: StreamKind, span: AxisSpan, job: Job, *, after: Event | None = None
@@ -74,6 +82,7 @@ class Endpoint:
         return self._streams.submit((kind, *span), job, after=after)
 
 
+@dataclass(eq=False)
 class Collectives(Endpoint, ABC):
     """Collectives on flat buffers along `span`, an axis span ordered innermost first.
 
@@ -98,9 +107,9 @@ class Collectives(Endpoint, ABC):
     @property
     def registered(self) -> RegisteredMemory:
         """The memory of buffers that all-gathers fill."""
-        return self._groups.registered
+        return self.groups.registered
 
     def close(self) -> None:
         """Close comm streams and process groups; call it on every rank with no work in flight."""
         self._streams.close()
-        self._groups.close()
+        self.groups.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 
 from torch import Tensor
@@ -21,42 +22,33 @@ from paro.collectives.pipeline import SLOTS, PipelineStage, chunk_ranges, make_p
 from paro.collectives.schedule import Op
 from paro.collectives.scheduled import Scratch
 from paro.collectives.wire import Wire, as_nested
-from paro.distributed.comm_stream import DONE, AllEvents, Event, Job
-from paro.distributed.groups import Groups
-from paro.distributed.links import Links
+from paro.distributed.comm_stream import DONE, AllEvents, Event
 from paro.topology import AxisSpan, StreamKind
 
 
+@dataclass(eq=False)
 class PipelinedCollectives(Collectives):
     """HO-Ring as a pipeline; over one kind of links the backend's collectives, axis by axis."""
+
+    num_chunks: ChunkCount
 
     _algorithm = "ho-ring"
     _pipelined = True
 
-    def __init__(self, groups: Groups, links: Links, num_chunks: ChunkCount) -> None:
-        super().__init__(groups, links)
-        self._native = NativeCollectives(groups, links)
-        self._num_chunks = num_chunks
+    def __post_init__(self) -> None:
         self._memory: dict[tuple[StreamKind, AxisSpan], _Memory] = {}
 
     def run(self, request: Request) -> Event:
-        op, span, own = request.op, request.span, request.own(self._rank)
+        op, kind, span, own = request.op, request.stream_kind, request.span, request.own(self._rank)
         if not has_both_links(span):
-            return self._native.run(request)
-        num_chunks = self._num_chunks(op, span, request.num_bytes)
+            return NativeCollectives(self.groups).run(request)
+        num_chunks = self.num_chunks(op, span, request.num_bytes)
         ranges = chunk_ranges(own.numel(), num_chunks)
-        memory = self._memory.setdefault((request.stream_kind, span), _Memory())
+        memory = self._memory.setdefault((kind, span), _Memory())
         slots = [(memory.num_chunks + chunk) % SLOTS for chunk in range(len(ranges))]
         memory.num_chunks += len(ranges)
-        jobs = _StageJobs(
-            wire=self._wire,
-            request=request,
-            own=own,
-            ranges=ranges,
-            levels=ring_levels("ho-ring", span),
-            slots=slots,
-            scratch=memory.scratch,
-        )
+        wires = [self._wire(kind, level) for level in ring_levels("ho-ring", span)]
+        jobs = _StageJobs(request, own, wires, ranges, slots, memory.scratch)
         done: list[Event] = []  # completion of each stage
         for stage in make_pipeline(op, len(ranges)):
             slot = slots[stage.chunk]
@@ -65,8 +57,8 @@ class PipelinedCollectives(Collectives):
             else:  # later chunks follow the first chunk on the same comm stream
                 first = (request.after or DONE,) if stage.chunk == 0 else ()
                 ready = AllEvents([*first, memory.left[slot]])
-            level = jobs.levels[stage.level]
-            done.append(self._submit(request.stream_kind, level, jobs.job(stage), after=ready))
+            level = wires[stage.level].span
+            done.append(self._submit(kind, level, partial(jobs.run, stage), after=ready))
             if stage.is_last:
                 memory.left[slot] = done[-1]
         return done[-1]
@@ -81,47 +73,38 @@ class _Memory:
     num_chunks: int = 0  # number of chunks that have used the slots so far
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _StageJobs:
     """Jobs of a pipeline's stages."""
 
-    wire: Wire
     request: Request
     own: Tensor  # this rank's shard of the whole buffer
+    wires: list[Wire]  # [level]
     ranges: list[tuple[int, int]]  # [chunk] -> (start, stop) in every shard
-    levels: tuple[AxisSpan, ...]
     slots: list[int]  # [chunk] -> slot of scratch memory
     scratch: Scratch
 
-    def job(self, stage: PipelineStage) -> Job:
-        carry_out = {
-            Op.ALL_GATHER: self._gather,
-            Op.REDUCE_SCATTER: self._reduce_scatter,
-            Op.ALL_REDUCE: self._all_reduce,
-        }[stage.op]
-        return lambda: carry_out(stage.level, stage.chunk)
+    def run(self, stage: PipelineStage) -> None:
+        """Run the backend's collective of a stage on one chunk."""
+        chunk, wire, handoff = stage.chunk, self.wires[stage.level], self._handoff(stage.chunk)
+        by_rank = self._inside(chunk) if stage.level == 0 else handoff
+        match stage.op, stage.level:
+            case Op.ALL_REDUCE, _:
+                wire.all_reduce(handoff, self.request.comm_dtype)
+            case Op.ALL_GATHER, 1:
+                wire.all_gather(handoff, self._own_chunk(chunk))
+            case Op.ALL_GATHER, _:
+                wire.all_gather(by_rank, handoff)
+                self._chunk(chunk).copy_(as_nested(by_rank, *self._levels))
+            case Op.REDUCE_SCATTER, 1:
+                self._own_chunk(chunk).copy_(wire.reduce_scatter(handoff))
+            case _:
+                as_nested(by_rank, *self._levels).copy_(self._chunk(chunk))
+                handoff.copy_(wire.reduce_scatter(by_rank))
 
-    def _gather(self, level: int, chunk: int) -> None:
-        kind, handoff = self.request.stream_kind, self._handoff(chunk)
-        if level == 1:
-            self.wire.all_gather(kind, self.levels[1], handoff, self._own_chunk(chunk))
-            return
-        by_rank = self._inside(chunk)
-        self.wire.all_gather(kind, self.levels[0], by_rank, handoff)
-        self._chunk(chunk).copy_(as_nested(by_rank, *self.levels))
-
-    def _reduce_scatter(self, level: int, chunk: int) -> None:
-        kind, handoff = self.request.stream_kind, self._handoff(chunk)
-        if level == 1:
-            self._own_chunk(chunk).copy_(self.wire.reduce_scatter(kind, self.levels[1], handoff))
-            return
-        by_rank = self._inside(chunk)
-        as_nested(by_rank, *self.levels).copy_(self._chunk(chunk))
-        handoff.copy_(self.wire.reduce_scatter(kind, self.levels[0], by_rank))
-
-    def _all_reduce(self, level: int, chunk: int) -> None:
-        kind, comm_dtype = self.request.stream_kind, self.request.comm_dtype
-        self.wire.all_reduce(kind, self.levels[level], self._handoff(chunk), comm_dtype)
+    @property
+    def _levels(self) -> list[AxisSpan]:
+        return [wire.span for wire in self.wires]
 
     def _own_chunk(self, chunk: int) -> Tensor:
         return self.own[slice(*self.ranges[chunk])]
@@ -132,14 +115,14 @@ class _StageJobs:
 
     def _handoff(self, chunk: int) -> Tensor:
         """Return the slot in which stages hand the chunk on: of shards that go between groups."""
-        return self._scratch(self.slots[chunk], chunk, self.levels[1:])
+        return self._scratch(self.slots[chunk], chunk, self._levels[1:])
 
     def _inside(self, chunk: int) -> Tensor:
         """Return scratch memory for the chunk of all shards, in the order of backends.
 
         The jobs on level 0's comm stream use the memory one after another.
         """
-        return self._scratch(SLOTS, chunk, self.levels)
+        return self._scratch(SLOTS, chunk, self._levels)
 
     def _scratch(self, slot: int, chunk: int, levels: Sequence[AxisSpan]) -> Tensor:
         num_shards = prod(axis.size for level in levels for axis in level)

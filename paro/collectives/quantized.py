@@ -22,8 +22,6 @@ from torch import Tensor
 from paro.collectives.interface import Endpoint
 from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import Event
-from paro.distributed.groups import Groups
-from paro.distributed.links import Links
 from paro.quantization.blocks import dequantize, hadamard, quantize, split_range
 from paro.quantization.formats import PAD, RangeFormat, error_bytes, padded
 from paro.topology import AxisSpan, StreamKind, nested_range
@@ -43,12 +41,11 @@ class GroupSum:
     errors: Tensor | None = None  # quantization errors, a row for each owner: read and updated
 
 
+@dataclass(eq=False)
 class QuantizedReduction(Endpoint):
     """Quantized reduce-scatter between groups, and quantized all-gather to replicas of a range."""
 
-    def __init__(self, groups: Groups, links: Links, *, exact_dtype: torch.dtype) -> None:
-        super().__init__(groups, links)
-        self._exact_dtype = exact_dtype  # dtype in which unquantized elements are sent
+    exact_dtype: torch.dtype  # dtype in which unquantized elements are sent
 
     def reduce(self, gradients: GroupSum, result: Tensor, *, after: Event) -> Event:
         """Queue the sum of `gradients` over the ranks into `result`.
@@ -69,23 +66,23 @@ class QuantizedReduction(Endpoint):
         """Sum this rank's chunk: return its transformed and its exact elements, and its start."""
         rank, whole, start = self._rank, gradients.values, gradients.start
         ranges, errors, span = gradients.ranges, gradients.errors, gradients.span
-        members = self._groups.topology.members(span, rank)
+        members = self.groups.topology.members(span, rank)
         sent = torch.zeros(len(members), ranges.range_bytes, dtype=torch.uint8, device=whole.device)
         for index, member in enumerate(members):
             begin, end = nested_range(span, member, whole.numel())
-            quantized, exact = split_range(sent[index], ranges, start + begin, self._exact_dtype)
+            quantized, exact = split_range(sent[index], ranges, start + begin, self.exact_dtype)
             values, rest = whole[begin:end].tensor_split([ranges.num_quantized(start + begin)])
             error = None if errors is None else errors[index][: error_bytes(values.numel())]
             quantize(values, ranges.form, quantized, transforms=True, error=error)
             exact.copy_(rest)
         received = torch.empty_like(sent)
-        self._wire.all_to_all(StreamKind.EXCHANGE, span, sent, received)
+        self._wire(StreamKind.EXCHANGE, span).all_to_all(sent, received)
         start += nested_range(span, rank, whole.numel())[0]
         num_quantized = ranges.num_quantized(start)
         total = torch.zeros(padded(num_quantized), device=whole.device)
         exact_total = torch.zeros(ranges.numel - num_quantized, device=whole.device)
         for row in received:
-            quantized, exact = split_range(row, ranges, start, self._exact_dtype)
+            quantized, exact = split_range(row, ranges, start, self.exact_dtype)
             dequantize(quantized, ranges.form, total, adds=True)
             exact_total += exact
         return total, exact_total, start
@@ -95,22 +92,23 @@ class QuantizedReduction(Endpoint):
     ) -> None:
         """Quantize and all-gather transformed sums; all replicas dequantize equal bytes."""
         rank, span, ranges = self._rank, gradients.replicas, gradients.ranges
+        kind = StreamKind.EXCHANGE
         chunks = result.view(-1, ranges.numel)
         gathered = torch.zeros(
             len(chunks), ranges.range_bytes, dtype=torch.uint8, device=result.device
         )
         whole = gathered.view(-1)
         quantized, exact_sent = split_range(
-            shard_in(whole, span, rank), ranges, start, self._exact_dtype
+            shard_in(whole, span, rank), ranges, start, self.exact_dtype
         )
         quantize(total, ranges.form, quantized)
         exact_sent.copy_(exact)
         for depth in reversed(range(len(span))):
-            part, axis = shard_in(whole, span[:depth], rank), (span[depth],)
-            self._wire.all_gather(StreamKind.EXCHANGE, axis, part, shard_in(part, axis, rank))
+            part, wire = shard_in(whole, span[:depth], rank), self._wire(kind, (span[depth],))
+            wire.all_gather(part, wire.row(part))
         begin = start - nested_range(span, rank, result.numel())[0]
         for row, values in zip(gathered, chunks, strict=True):
-            quantized, exact = split_range(row, ranges, begin, self._exact_dtype)
+            quantized, exact = split_range(row, ranges, begin, self.exact_dtype)
             total = torch.zeros(padded(ranges.num_quantized(begin)), device=result.device)
             dequantize(quantized, ranges.form, total)
             _write(values, hadamard(total) / PAD, exact)

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,18 +37,15 @@ from paro.collectives.schedule import (
 )
 from paro.collectives.wire import Pending, Wire
 from paro.distributed.comm_stream import DONE, AllEvents, Event
-from paro.distributed.groups import Groups
-from paro.distributed.links import Links
 from paro.topology import AxisSpan, StreamKind
 
 
+@dataclass(eq=False)
 class ScheduledCollectives(Collectives):
     """Collectives by a point-to-point algorithm of hops.py."""
 
-    def __init__(self, name: str, groups: Groups, links: Links, resources: GroupResources) -> None:
-        super().__init__(groups, links)
-        self._algorithm = name
-        self._resources = resources
+    resources: GroupResources
+    _algorithm: str
 
     def run(self, request: Request) -> Event:
         op, whole, span, comm_dtype, shard, after, _ = request
@@ -81,8 +78,9 @@ class ScheduledCollectives(Collectives):
 
     def _transfer(self, request: Request, parts: Sequence[AxisSpan]) -> Transfer:
         op, whole, span, comm_dtype, *_ = request
-        members = self._groups.topology.members(span, self._rank)
-        sizes = tuple(len(self._groups.topology.members(part, self._rank)) for part in parts)
+        members = self.groups.topology.members(span, self._rank)
+        wires = [self._wire(request.stream_kind, part) for part in parts]
+        sizes = tuple(len(wire.members) for wire in wires)
         shard_numel = whole.numel() // len(members)
         # The second bound keeps every chunk of a small shard non-empty.
         num_chunks = min(count_chunks(shard_numel * comm_dtype.itemsize), max(1, shard_numel // 8))
@@ -92,11 +90,11 @@ class ScheduledCollectives(Collectives):
         schedule = make_schedule(op, hops, sizes, position, num_chunks)
         ranges = [cut(*request.range_of(member), num_chunks) for member in members]
         levels = [
-            self._resources.level(request.stream_kind, part, len(steps))
-            for part, steps in zip(parts, schedule.of_level, strict=True)
+            self.resources.level(wire, len(steps))
+            for wire, steps in zip(wires, schedule.of_level, strict=True)
         ]
         buffer = ChunkedBuffer(whole=whole, comm_dtype=comm_dtype, ranges=ranges)
-        return Transfer(schedule, levels, members, buffer, self._wire)
+        return Transfer(schedule, levels, members, buffer)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
@@ -107,15 +105,15 @@ class GroupResources:
     """Message tags and scratch buffers of process groups, shared by all algorithms on them."""
 
     def __init__(self) -> None:
-        self._next_tags: dict[tuple[StreamKind, AxisSpan], int] = {}
-        self._scratch: dict[tuple[StreamKind, AxisSpan], Scratch] = {}
+        self._next_tags: Counter[tuple[StreamKind, AxisSpan]] = Counter()
+        self._scratch: defaultdict[tuple[StreamKind, AxisSpan], Scratch] = defaultdict(Scratch)
 
-    def level(self, kind: StreamKind, span: AxisSpan, num_messages: int) -> Level:
+    def level(self, wire: Wire, num_messages: int) -> Level:
         """Return the level of one collective that sends `num_messages` messages on it."""
-        first_tag = self._next_tags.get((kind, span), 0)
-        self._next_tags[kind, span] = first_tag + num_messages
-        scratch = self._scratch.setdefault((kind, span), Scratch())
-        return Level(stream_kind=kind, span=span, first_tag=first_tag, scratch=scratch)
+        key = wire.kind, wire.span
+        first_tag = self._next_tags[key]
+        self._next_tags[key] += num_messages
+        return Level(wire, first_tag, self._scratch[key])
 
 
 class Scratch:
@@ -138,10 +136,9 @@ class Scratch:
 
 
 class Level(NamedTuple):
-    """The process group, first message tag and scratch buffers of one level of a schedule."""
+    """The wire, first message tag and scratch buffers of one level of a schedule."""
 
-    stream_kind: StreamKind
-    span: AxisSpan
+    wire: Wire
     first_tag: int
     scratch: Scratch
 
@@ -186,14 +183,12 @@ class Transfer:
         levels: Sequence[Level],
         members: Sequence[int],
         buffer: ChunkedBuffer,
-        wire: Wire,
     ) -> None:
         self.schedule = schedule
         self._steps = schedule.steps
         self._levels = levels
         self._members = members  # [position] -> rank
         self._buffer = buffer
-        self._wire = wire
         self._tags = {
             index: levels[level].first_tag + number
             for level, indices in enumerate(schedule.of_level)
@@ -208,20 +203,11 @@ class Transfer:
 
     def run_step(self, index: int) -> None:
         """Run the paired send and receive of one step."""
-        step = self._steps[index]
-        send, receive = step.send, step.receive
-        level = self._levels[step.level]
-        landed = self._buffer.view(receive.chunks)
-        if not self._buffer.lands_in_place(adds=receive.adds):
-            landed = torch.empty_like(landed, dtype=self._buffer.comm_dtype)
-        self._wire.exchange(
-            level.stream_kind,
-            level.span,
-            {self._members[send.peer]: self._buffer.outgoing(send.chunks)},
-            {self._members[receive.peer]: landed},
-            tag=self._tags[index],
-        )
-        self._buffer.take(receive.chunks, landed, adds=receive.adds)
+        landed, pending = self._post(index, 0)
+        self._send([index])
+        pending.wait()
+        self._take(index, landed)
+        self._sends[self._steps[index].level].pop().wait()
 
     def run_level(self, level: int) -> None:
         """Run all steps of one level; levels run concurrently, each in a thread."""
@@ -250,9 +236,8 @@ class Transfer:
             index = todo.popleft()
             landed, pending = posted.popleft()
             pending.wait()
-            receive = self._steps[index].receive
-            self._await(partial(self._all_arrived, receive.after))
-            self._buffer.take(receive.chunks, landed, adds=receive.adds)
+            self._await(partial(self._all_arrived, self._steps[index].receive.after))
+            self._take(index, landed)
             self._arrive(index)
             post()
             # Waiting for old sends bounds the number of converted copies, which live until sent.
@@ -272,9 +257,11 @@ class Transfer:
                 slot, landing.numel(), self._buffer.comm_dtype, landing.device
             )
         peer = self._members[receive.peer]
-        return landing, self._wire.receive(
-            level.stream_kind, level.span, landing, peer, self._tags[index]
-        )
+        return landing, level.wire.receive(landing, peer, self._tags[index])
+
+    def _take(self, index: int, landed: Tensor) -> None:
+        receive = self._steps[index].receive
+        self._buffer.take(receive.chunks, landed, adds=receive.adds)
 
     def _arrive(self, index: int) -> None:
         """Record an arrival and send the messages whose dependencies are now complete."""
@@ -290,9 +277,7 @@ class Transfer:
             step = self._steps[index]
             level, send = self._levels[step.level], step.send
             outgoing, peer = self._buffer.outgoing(send.chunks), self._members[send.peer]
-            pending = self._wire.send(
-                level.stream_kind, level.span, outgoing, peer, self._tags[index]
-            )
+            pending = level.wire.send(outgoing, peer, self._tags[index])
             with self._changed:
                 self._sends[step.level].append(pending)
                 self._unsent[step.level] -= 1

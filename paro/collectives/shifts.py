@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from torch import Tensor
@@ -20,8 +21,6 @@ from torch import Tensor
 from paro.collectives.interface import Endpoint
 from paro.collectives.wire import Pending
 from paro.distributed.comm_stream import Event, Stage
-from paro.distributed.groups import Groups
-from paro.distributed.links import Links
 from paro.topology import AxisSpan, StreamKind
 
 
@@ -49,6 +48,7 @@ class _Underway:
             yield self._stream, self
 
 
+@dataclass(eq=False)
 class Ring(Endpoint):
     """A ring of the ranks along `span`, as this rank uses it, with its own comm stream.
 
@@ -59,15 +59,14 @@ class Ring(Endpoint):
     the ring is unusable.
     """
 
-    def __init__(self, kind: StreamKind, span: AxisSpan, groups: Groups, links: Links) -> None:
-        super().__init__(groups, links)
-        self._kind = kind
-        self._span = span
-        self._stream = (kind, *span)
-        self._members = groups.topology.members(span, groups.rank)
+    kind: StreamKind
+    span: AxisSpan
+
+    def __post_init__(self) -> None:
+        self._members = self.groups.topology.members(self.span, self._rank)
         self._next_tag = 0
         self.size = len(self._members)
-        self.position = self._members.index(groups.rank)
+        self.position = self._members.index(self._rank)
 
     def owner_of(self, num_shifts: int) -> int:
         """Return the position whose slice this rank holds after `num_shifts` clockwise shifts."""
@@ -95,27 +94,26 @@ class Ring(Endpoint):
         self, pairs: Sequence[tuple[Tensor, Tensor]], turn: Turn, *, in_place: bool
     ) -> Event:
         """Send the first tensor of every pair and receive into the second, in order."""
-        kind, span, first_tag = self._kind, self._span, self._next_tag
+        wire, first_tag = self._wire(self.kind, self.span), self._next_tag
         self._next_tag += len(pairs)
         to = self._members[(self.position + turn.value) % self.size]
         source = self._members[(self.position - turn.value) % self.size]
 
         def exchange() -> None:
             for tag, (outgoing, incoming) in enumerate(pairs, first_tag):
-                self._wire.exchange(kind, span, {to: outgoing}, {source: incoming}, tag=tag)
+                wire.exchange({to: outgoing}, {source: incoming}, tag=tag)
                 if in_place:
                     outgoing.copy_(incoming)
 
         if not self._streams.runs_concurrently:
-            return self._submit(kind, span, exchange)
+            return self._submit(self.kind, self.span, exchange)
 
         def receive(number: int) -> Pending:
-            return self._wire.receive(kind, span, pairs[number][1], source, first_tag + number)
+            return wire.receive(pairs[number][1], source, first_tag + number)
 
         arriving = deque(receive(number) for number in range(min(2, len(pairs))))
         leaving = [
-            self._wire.send(kind, span, outgoing, to, tag)
-            for tag, (outgoing, _) in enumerate(pairs, first_tag)
+            wire.send(outgoing, to, tag) for tag, (outgoing, _) in enumerate(pairs, first_tag)
         ]
 
         def finish() -> None:
@@ -127,4 +125,4 @@ class Ring(Endpoint):
                 if number + 2 < len(pairs):
                     arriving.append(receive(number + 2))
 
-        return _Underway(self._stream, finish)
+        return _Underway((self.kind, *self.span), finish)

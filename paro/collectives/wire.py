@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.groups import Groups
 from paro.topology import AxisSpan, Link, StreamKind, nested_range
 
@@ -41,6 +41,7 @@ class Pending:
             raise RuntimeError(f"{self._what} failed: {reason}") from error
 
 
+@dataclass(frozen=True, slots=True)
 class Wire:
     """Backend collectives and messages along an axis span, in the calling thread.
 
@@ -48,90 +49,92 @@ class Wire:
     rank of a ring, but for gloo's reduce-scatters and for all-to-alls a part to every peer.
     """
 
-    def __init__(self, groups: Groups, traffic: ByteCounter) -> None:
-        self._groups = groups
-        self._traffic = traffic
-        self._rank = groups.rank
+    groups: Groups
+    kind: StreamKind  # kind of the comm stream that the process group is for
+    span: AxisSpan
 
-    def all_gather(self, kind: StreamKind, span: AxisSpan, whole: Tensor, shard: Tensor) -> None:
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Process group of the wire."""
+        return self.groups.of(self.kind, self.span)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks along the span, ascending."""
+        return self.groups.topology.members(self.span, self.groups.rank)
+
+    def row(self, whole: Tensor) -> Tensor:
+        """Return the part of this rank, where `whole` has an equal part of every rank in order."""
+        members = self.members
+        return whole.view(len(members), -1)[members.index(self.groups.rank)]
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> None:
         """Fill `whole` with every rank's `shard`, in rank order."""
-        self._count_ring(span, whole.nbytes - shard.nbytes)
-        _all_gather(whole, shard, group=self._groups.of(kind, span))
+        self._count_ring(whole.nbytes - shard.nbytes)
+        _all_gather(whole, shard, group=self.group)
 
-    def all_reduce(
-        self, kind: StreamKind, span: AxisSpan, whole: Tensor, comm_dtype: torch.dtype
-    ) -> None:
+    def all_reduce(self, whole: Tensor, comm_dtype: torch.dtype) -> None:
         """Sum `whole` in place over the axis span."""
         moved = whole.to(comm_dtype)
-        size = len(self._members(span))
-        self._count_ring(span, 2 * moved.nbytes * (size - 1) // size)
-        dist.all_reduce(moved, group=self._groups.of(kind, span))
+        size = len(self.members)
+        self._count_ring(2 * moved.nbytes * (size - 1) // size)
+        dist.all_reduce(moved, group=self.group)
         if moved is not whole:
             whole.copy_(moved)
 
-    def reduce_scatter(self, kind: StreamKind, span: AxisSpan, whole: Tensor) -> Tensor:
+    def reduce_scatter(self, whole: Tensor) -> Tensor:
         """Split `whole` by rank, sum this rank's part in place over all ranks, and return it."""
-        members = self._members(span)
-        parts = whole.view(len(members), -1)
-        own = parts[members.index(self._rank)]
-        group = self._groups.of(kind, span)
-        if dist.get_backend(group) != "gloo":
-            self._count_ring(span, whole.nbytes - own.nbytes)
-            _reduce_scatter(own, whole, group=group)
+        own = self.row(whole)
+        if dist.get_backend(self.group) != "gloo":
+            self._count_ring(whole.nbytes - own.nbytes)
+            _reduce_scatter(own, whole, group=self.group)
             return own
-        step = max(1, _STAGED_BYTES // (len(members) * whole.element_size()))
+        num_ranks = len(self.members)
+        parts = whole.view(num_ranks, -1)
+        step = max(1, _STAGED_BYTES // (num_ranks * whole.element_size()))
         for begin in range(0, own.numel(), step):
             sent = parts[:, begin : begin + step]
             received = torch.empty(sent.shape, dtype=sent.dtype, device=sent.device)
-            self._exchange_rows(kind, span, sent, received)
+            self._exchange_rows(sent, received)
             # Summed in rank order, in fp32: bitwise reproducible.
             own[begin : begin + step] = received.sum(0, dtype=torch.float32)
         return own
 
-    def all_to_all(self, kind: StreamKind, span: AxisSpan, parts: Tensor, received: Tensor) -> None:
+    def all_to_all(self, parts: Tensor, received: Tensor) -> None:
         """Send every member its row of `parts`; fill `received`, in rank order."""
-        group = self._groups.of(kind, span)
-        if dist.get_backend(group) == "gloo":
-            self._exchange_rows(kind, span, parts, received)
+        if dist.get_backend(self.group) == "gloo":
+            self._exchange_rows(parts, received)
             return
-        for member in self._members(span):
-            if member != self._rank:
-                self._traffic.add(self._link_to(member), parts[0].nbytes)
-        dist.all_to_all_single(received, parts, group=group)
+        for member in self.members:
+            if member != self.groups.rank:
+                self._count(member, parts[0].nbytes)
+        dist.all_to_all_single(received, parts, group=self.group)
 
-    def _exchange_rows(
-        self, kind: StreamKind, span: AxisSpan, parts: Tensor, received: Tensor
-    ) -> None:
+    def _exchange_rows(self, parts: Tensor, received: Tensor) -> None:
         """Send every member its row of `parts` as a separate message."""
-        members = self._members(span)
-        own = members.index(self._rank)
-        others = [(row, rank) for row, rank in enumerate(members) if rank != self._rank]
-        pending = [self.receive(kind, span, received[row], rank, 0) for row, rank in others]
-        pending += [self.send(kind, span, parts[row], rank, 0) for row, rank in others]
+        rank, members = self.groups.rank, self.members
+        others = [(row, member) for row, member in enumerate(members) if member != rank]
+        pending = [self.receive(received[row], member, 0) for row, member in others]
+        pending += [self.send(parts[row], member, 0) for row, member in others]
+        own = members.index(rank)
         received[own] = parts[own]
         for message in pending:
             message.wait()
 
     def exchange(
-        self,
-        kind: StreamKind,
-        span: AxisSpan,
-        sent: Mapping[int, Tensor],
-        received: Mapping[int, Tensor],
-        *,
-        tag: int = 0,
+        self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], *, tag: int = 0
     ) -> None:
         """Send and receive tensors of any size, by rank, as one grouped operation under NCCL."""
         if not sent and not received:
             return
-        group, tag = self._groups.of(kind, span), tag % _TAGS
+        group, tag = self.group, tag % _TAGS
         messages = [
             *(dist.P2POp(dist.irecv, part, rank, group, tag) for rank, part in received.items()),
             *(dist.P2POp(dist.isend, part, rank, group, tag) for rank, part in sent.items()),
         ]
         for rank, part in sent.items():
-            self._traffic.add(self._link_to(rank), part.nbytes)
-        what = f"rank {self._rank}: messages to ranks {sorted(sent)} from {sorted(received)}"
+            self._count(rank, part.nbytes)
+        what = f"rank {self.groups.rank}: messages to ranks {sorted(sent)} from {sorted(received)}"
         try:
             works = dist.batch_isend_irecv(messages)
         except RuntimeError as error:
@@ -139,52 +142,42 @@ class Wire:
         for work, message in zip(works, messages, strict=len(works) > 1):
             Pending(work, message.tensor, what).wait()
 
-    def send(
-        self, kind: StreamKind, span: AxisSpan, tensor: Tensor, peer: int, tag: int
-    ) -> Pending:
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Start to send a tensor, which must not change until the message is complete."""
-        self._traffic.add(self._link_to(peer), tensor.nbytes)
-        return self._start(dist.isend, "to", kind, span, tensor, peer, tag)
+        self._count(peer, tensor.nbytes)
+        return self._start(dist.isend, "to", tensor, peer, tag)
 
-    def receive(
-        self, kind: StreamKind, span: AxisSpan, tensor: Tensor, peer: int, tag: int
-    ) -> Pending:
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Start to receive into `tensor`."""
-        return self._start(dist.irecv, "from", kind, span, tensor, peer, tag)
+        return self._start(dist.irecv, "from", tensor, peer, tag)
 
     def _start(
         self,
         start: Callable[..., dist.Work | None],
         direction: str,
-        kind: StreamKind,
-        span: AxisSpan,
         tensor: Tensor,
         peer: int,
         tag: int,
     ) -> Pending:
-        group, transfer = self._groups.of(kind, span), self._describe(direction, peer)
+        link, rank = self._link_to(peer).value, self.groups.rank
+        transfer = f"rank {rank}: a message {direction} rank {peer} over {link}-group links"
         try:
-            work = start(tensor, peer, group=group, tag=tag % _TAGS)
+            work = start(tensor, peer, group=self.group, tag=tag % _TAGS)
         except RuntimeError as error:
             raise RuntimeError(f"{transfer} failed: {error}") from error
-        assert work is not None, f"rank {self._rank} is no member of the group along {span}"
+        assert work is not None, f"rank {rank} is no member of the group along {self.span}"
         return Pending(work, tensor, transfer)
 
-    def _describe(self, direction: str, peer: int) -> str:
-        link = self._link_to(peer).value
-        return f"rank {self._rank}: a message {direction} rank {peer} over {link}-group links"
+    def _link_to(self, peer: int) -> Link:
+        group_size = self.groups.topology.group_size
+        return Link.INTRA if peer // group_size == self.groups.rank // group_size else Link.INTER
 
-    def _members(self, span: AxisSpan) -> tuple[int, ...]:
-        return self._groups.topology.members(span, self._rank)
+    def _count(self, peer: int, num_bytes: int) -> None:
+        self.groups.links.traffic.add(self._link_to(peer), num_bytes)
 
-    def _link_to(self, rank: int) -> Link:
-        group_size = self._groups.topology.group_size
-        return Link.INTRA if rank // group_size == self._rank // group_size else Link.INTER
-
-    def _count_ring(self, span: AxisSpan, num_bytes: int) -> None:
-        members = self._members(span)
-        after = members[(members.index(self._rank) + 1) % len(members)]
-        self._traffic.add(self._link_to(after), num_bytes)
+    def _count_ring(self, num_bytes: int) -> None:
+        members = self.members
+        self._count(members[(members.index(self.groups.rank) + 1) % len(members)], num_bytes)
 
 
 def shard_in(whole: Tensor, span: AxisSpan, rank: int) -> Tensor:

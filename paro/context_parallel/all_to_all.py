@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,8 +25,6 @@ from torch import Tensor
 from paro.collectives.interface import Endpoint
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import WaitKind
-from paro.distributed.groups import Groups
-from paro.distributed.links import Links
 from paro.topology import AxisSpan, StreamKind
 
 
@@ -37,24 +36,27 @@ class AllToAllHandle(NamedTuple):
     received: Tensor
 
 
+@dataclass(eq=False)
 class AllToAll(Endpoint):
     """All-to-alls among the ranks along `span`, on a comm stream of their own.
 
     All ranks must start equal all-to-alls in the same order.
     """
 
-    def __init__(self, span: AxisSpan, groups: Groups, links: Links) -> None:
-        super().__init__(groups, links)
-        self._span = span
-        self._exposure = links.exposure
-        self.num_ranks = len(groups.topology.members(span, groups.rank))
+    span: AxisSpan
+
+    def __post_init__(self) -> None:
+        self._context_wire = self._wire(StreamKind.CONTEXT, self.span)
+        self._exposure = self.groups.links.exposure
+        self.num_ranks = len(self._context_wire.members)
 
     def start(self, sent: Tensor) -> AllToAllHandle:
         """Send row r to rank r of the span."""
-        kind, span, received = StreamKind.CONTEXT, self._span, torch.empty_like(sent)
+        received = torch.empty_like(sent)
         with self._exposure.submitting(WaitKind.CONTEXT):
-            job = partial(self._wire.all_to_all, kind, span, sent, received)
-            return AllToAllHandle(sent, self._submit(kind, span, job), received)
+            job = partial(self._context_wire.all_to_all, sent, received)
+            event = self._submit(StreamKind.CONTEXT, self.span, job)
+        return AllToAllHandle(sent, event, received)
 
     def finish(self, handle: AllToAllHandle) -> Tensor:
         """Return the rows received, in rank order."""

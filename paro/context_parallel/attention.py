@@ -20,7 +20,6 @@ from paro.context_parallel.blockwise import blockwise_attention
 from paro.context_parallel.gather import make_gather
 from paro.context_parallel.ring import make_rings
 from paro.distributed.groups import Groups
-from paro.distributed.links import Links
 from paro.spec.context_layout import ContextLayout, num_head_chunks
 
 
@@ -97,15 +96,14 @@ def _by_chunk(x_BTNH: Tensor, num_ranks: int, num_chunks: int) -> list[Tensor]:
 def make_context_attention(
     layout: ContextLayout,
     groups: Groups,
-    links: Links,
     choice: AlgorithmChoice,
     backend: AttentionBackend,
 ) -> ContextAttention:
     """Return the attention of a `layout`, with a KV exchange unless only heads are exchanged."""
     within: Core = partial(attend_saving, backend)
     if layout.gathers:
-        within = blockwise_attention(make_gather(layout, groups, links, choice), backend)
+        within = blockwise_attention(make_gather(layout, groups, choice), backend)
     elif layout.ring > 1:
-        within = blockwise_attention(make_rings(layout, groups, links), backend)
+        within = blockwise_attention(make_rings(layout, groups), backend)
     span = layout.heads_span(groups.topology)
-    return ContextAttention(layout, AllToAll(span, groups, links) if span else None, within)
+    return ContextAttention(layout, AllToAll(groups, span) if span else None, within)

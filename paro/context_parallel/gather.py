@@ -14,9 +14,8 @@ from paro.collectives.interface import Collectives, Request
 from paro.collectives.schedule import Op
 from paro.context_parallel.blockwise import Attend, GradsOf, in_two
 from paro.distributed.comm_stream import CommStreams, Event, Job
-from paro.distributed.exposed_time import Exposure, WaitKind
+from paro.distributed.exposed_time import WaitKind
 from paro.distributed.groups import Groups
-from paro.distributed.links import Links
 from paro.spec.context_layout import ContextLayout
 from paro.topology import AxisSpan, StreamKind, nested_range
 
@@ -24,17 +23,12 @@ from paro.topology import AxisSpan, StreamKind, nested_range
 class GatherKVExchange:
     """A `KVExchange` by collectives along `span`; attention to own keys overlaps with them."""
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        span: AxisSpan,
-        groups: Groups,
-        exposure: Exposure,
-    ) -> None:
+    def __init__(self, collectives: Collectives, span: AxisSpan) -> None:
+        groups = collectives.groups
         self._collectives = collectives
         self._span = span
         self._members = groups.topology.members(span, groups.rank)
-        self._exposure = exposure
+        self._exposure = groups.links.exposure
         self.ring_rank = self._members.index(groups.rank)
         self.ring_size = len(self._members)
 
@@ -93,10 +87,8 @@ class ContextStreams:
         """Do nothing: the engine closes the collectives."""
 
 
-def make_gather(
-    layout: ContextLayout, groups: Groups, links: Links, choice: AlgorithmChoice
-) -> GatherKVExchange:
+def make_gather(layout: ContextLayout, groups: Groups, choice: AlgorithmChoice) -> GatherKVExchange:
     """Return the gathers of a `layout`."""
-    apart = replace(links, streams=ContextStreams(links.streams))
-    span = layout.ring_span(groups.topology)
-    return GatherKVExchange(make_collectives(choice, groups, apart), span, groups, links.exposure)
+    links = replace(groups.links, streams=ContextStreams(groups.links.streams))
+    collectives = make_collectives(choice, replace(groups, links=links))
+    return GatherKVExchange(collectives, layout.ring_span(groups.topology))

@@ -40,7 +40,6 @@ from paro.context_parallel.blockwise import AddGrads, Attend, GradsOf, in_two
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.distributed.groups import Groups
-from paro.distributed.links import Links
 from paro.spec.context_layout import ContextLayout
 from paro.topology import StreamKind
 
@@ -141,11 +140,11 @@ class RingKVExchange:
         yield held
 
 
-def make_rings(layout: ContextLayout, groups: Groups, links: Links) -> RingKVExchange:
+def make_rings(layout: ContextLayout, groups: Groups) -> RingKVExchange:
     """Return the rings of a `layout`."""
     spans = layout.rings(groups.topology)
-    inner, outer = (Ring(StreamKind.CONTEXT, span, groups, links) for span in spans)
-    return RingKVExchange(inner, outer, links.exposure)
+    inner, outer = (Ring(groups, StreamKind.CONTEXT, span) for span in spans)
+    return RingKVExchange(inner, outer, groups.links.exposure)
 
 
 class _RingSum:

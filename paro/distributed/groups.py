@@ -30,6 +30,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from paro.distributed.links import Links
 from paro.distributed.registered_memory import RegisteredMemory, use_copy_engines
 from paro.errors import UserError
 from paro.topology import AxisSpan, Link, Spans, StreamKind, Topology
@@ -53,16 +54,19 @@ class GroupConfig:
     communicators: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Groups:
-    """The process groups of this rank, all created in advance.
+    """The process groups of this rank, all created in advance, and the links that they use.
 
     Scalars, barriers and checkpoint loading use the default gloo group, from the training thread.
     """
 
     topology: Topology
     rank: int
-    _by_kind_and_span: dict[tuple[StreamKind, AxisSpan], dist.ProcessGroup]
+    links: Links
+    _by_kind_and_span: dict[tuple[StreamKind, AxisSpan], dist.ProcessGroup] = field(
+        default_factory=dict
+    )
     registered: RegisteredMemory = field(default_factory=RegisteredMemory)
     copy_engine: bool = False
 
@@ -98,18 +102,17 @@ def make_save_groups(
     return world, near
 
 
-def make_groups(topology: Topology, rank: int, spans: Spans, config: GroupConfig | None) -> Groups:
+def make_groups(
+    topology: Topology, rank: int, spans: Spans, config: GroupConfig | None, links: Links
+) -> Groups:
     """Create the groups for `spans`, in one order on all ranks; collective over the world.
 
     With `config` None no group is created: for planning a rank that never runs.
     """
     if config is None:
-        return Groups(topology=topology, rank=rank, _by_kind_and_span={})
+        return Groups(topology, rank, links)
     device = config.device if config.backend == "nccl" else None
-    own_groups: dict[tuple[StreamKind, AxisSpan], dist.ProcessGroup] = {}
-    groups = Groups(
-        topology=topology, rank=rank, _by_kind_and_span=own_groups, copy_engine=config.copy_engine
-    )
+    groups = Groups(topology, rank, links, copy_engine=config.copy_engine)
     at_least = max(config.communicators, sum(map(len, spans.values())))
     config = replace(config, communicators=at_least)
     for kind in StreamKind:
@@ -126,7 +129,7 @@ def make_groups(topology: Topology, rank: int, spans: Spans, config: GroupConfig
                     device_id=device if rank in members else None,
                 )
                 if rank in members:
-                    own_groups[kind, span] = group
+                    groups._by_kind_and_span[kind, span] = group
                     if copies and device is not None:
                         groups.registered.add(group, device)
     return groups

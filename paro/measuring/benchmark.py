@@ -194,8 +194,9 @@ class CollectiveBenchmark:
         num_chunks = chunk_count_by(self.machine) if config.backend == "nccl" else None
         choice = AlgorithmChoice(names=(name,), num_chunks=num_chunks)
         needed = needed_groups(choice, dict.fromkeys(COLLECTIVE_STREAMS, spans))
-        groups = make_groups(self.topology, self.control.world.rank, needed, config)
-        made = make_collectives(choice, groups, make_links(self.control.device, config.backend))
+        links = make_links(self.control.device, config.backend)
+        groups = make_groups(self.topology, self.control.world.rank, needed, config, links)
+        made = make_collectives(choice, groups)
         yield made
         made.close()  # skipped after an exception: with a dead peer it would hang
 

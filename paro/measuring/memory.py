@@ -107,8 +107,9 @@ def _make_and_use(
 ) -> Collectives:
     """Return collectives with one process group, after running a first collective."""
     device, flat = control.device, AlgorithmChoice(names=("flat",))
-    groups = make_groups(topology, control.world.rank, {kind: frozenset({span})}, config)
-    collectives = make_collectives(flat, groups, make_links(device, config.backend))
+    spans, links = {kind: frozenset({span})}, make_links(device, config.backend)
+    groups = make_groups(topology, control.world.rank, spans, config, links)
+    collectives = make_collectives(flat, groups)
     numel = _NUM_BYTES // 4 // topology.world_size * topology.world_size
     buffer = torch.ones(numel, dtype=torch.float32, device=device)
     op = Op.ALL_GATHER if kind is StreamKind.GATHER else Op.REDUCE_SCATTER

@@ -77,13 +77,13 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     specs = run.specs(units)
     links = make_links(device, config.runtime.distributed_backend, overlap=overlap)
     choice = _algorithm(config)
-    groups, context_groups = _make_groups(config.runtime, control, run, specs, choice)
-    context = _sharding_context(run, control, specs, groups, links, choice)
-    sharded = _spread(model, run, specs, context, groups, links, timers)
+    groups, context_groups = _make_groups(config.runtime, control, run, specs, choice, links)
+    context = _sharding_context(run, control, specs, groups, choice)
+    sharded = _spread(model, run, specs, context, groups, timers)
     groups.registered.reserve(registered_room(run, units), control)
     if run.context.size > 1:
         apart = config.data.reset_attention_mask
-        model.core = _context_attention(run, control, context_groups, links, choice, apart=apart)
+        model.core = _context_attention(run, control, context_groups, choice, apart=apart)
     optimizer = ParoOptimizer(
         sharded, config.optim, config.precision, config.train.seed, config.muon
     )
@@ -137,6 +137,7 @@ def _make_groups(
     run: RunSpec,
     specs: Sequence[ShardingSpec],
     choice: AlgorithmChoice,
+    links: Links,
 ) -> tuple[Groups, Groups]:
     """Make all process groups of a run: for model states, and for context parallelism."""
     rank, device = control.world.rank, control.device
@@ -146,8 +147,8 @@ def _make_groups(
         settings = runtime.groups_on(device, spans.number)
         of_context = replace(settings, copy_engine=False)  # copy engines are for parameters only
     return (
-        make_groups(run.topology, rank, spans.states, settings),
-        make_groups(run.context_topology, rank, spans.context, of_context),
+        make_groups(run.topology, rank, spans.states, settings, links),
+        make_groups(run.context_topology, rank, spans.context, of_context, links),
     )
 
 
@@ -157,7 +158,6 @@ def _spread(
     specs: Sequence[ShardingSpec],
     context: ShardingContext,
     groups: Groups,
-    links: Links,
     timers: Timers,
 ) -> DistributedModel:
     """Shard the model's states over the ranks; parameters are gathered or rotated in a step."""
@@ -166,7 +166,7 @@ def _spread(
     if isinstance(policy, GatheringPolicy):
         return ShardedModel(model, make_sharded_units(model, specs, context), policy, timers)
     (span,) = {one.span for spec in specs for one in spec.collectives[Verb.GATHER]}
-    ring = Ring(StreamKind.ROTATE, span, groups, links)
+    ring = Ring(groups, StreamKind.ROTATE, span)
     rotated = make_rotated_units(model, specs, context, ring)
     return RotatedModel(model, model.units(), rotated, policy, timers)
 
@@ -176,27 +176,26 @@ def _sharding_context(
     control: Control,
     specs: Sequence[ShardingSpec],
     groups: Groups,
-    links: Links,
     choice: AlgorithmChoice,
 ) -> ShardingContext:
     topology = groups.topology
     reduction: QuantizedReduction | None = None
     if any(spec.exchange for spec in specs):
         wire = TORCH_TYPES[run.precision.wire]
-        reduction = QuantizedReduction(groups, links, exact_dtype=wire)
+        reduction = QuantizedReduction(groups, wire)
     return ShardingContext(
         topology=topology,
         rank=groups.rank,
         strategy=run.strategy,
-        collectives=make_collectives(choice, groups, links),
+        collectives=make_collectives(choice, groups),
         device=control.device,
         quantized_reduction=reduction,
         matrix_exchanges={
-            rounds.degree: MatrixExchange(rounds.span(topology), groups, links)
+            rounds.degree: MatrixExchange(groups, rounds.span(topology))
             for rounds in muon_rounds(specs)
         },
         ledger=Ledger(),
-        exposure=links.exposure,
+        exposure=groups.links.exposure,
     )
 
 
@@ -204,20 +203,19 @@ def _context_attention(
     run: RunSpec,
     control: Control,
     groups: Groups,
-    links: Links,
     choice: AlgorithmChoice,
     *,
     apart: bool,
 ) -> ContextAttention:
     """Build attention for context parallelism and run it once as a check."""
     layout, backend = run.context, run.model.attention_backend
-    attention = make_context_attention(layout, groups, links, choice, backend)
+    attention = make_context_attention(layout, groups, choice, backend)
     if control.device.type != "meta":
         dtype = TORCH_TYPES[run.precision.compute]
         head = torch.empty(run.model.kv_channels, dtype=dtype, device=control.device)
-        with links.traffic.paused(), control.raise_on_all_ranks():
+        with groups.links.traffic.paused(), control.raise_on_all_ranks():
             check_core(attention, layout, groups.rank, head, backend, apart=apart)
-        links.exposure.take()
+        groups.links.exposure.take()
     return attention
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.collectives.wire import Pending, Wire
-from paro.topology import AxisSpan, Link
+from paro.topology import Link
 
 
 @dataclass(slots=True)
@@ -51,14 +51,12 @@ def late_messages(*, may_change: bool, slow: Link | None = None) -> Iterator[lis
         self: Wire,
         how: object,
         direction: str,
-        use: object,
-        span: AxisSpan,
         tensor: Tensor,
         *to: int,
     ) -> _LateMessage:
         moved = tensor.clone()
-        pending = start(self, how, direction, use, span, moved, *to)  # type: ignore[arg-type]
-        seconds = 0.01 if span[0].link is slow else 0.0
+        pending = start(self, how, direction, moved, *to)  # type: ignore[arg-type]
+        seconds = 0.01 if self.span[0].link is slow else 0.0
         messages.append(_LateMessage(pending, tensor, moved, how is dist.isend, seconds))
         return messages[-1]
 

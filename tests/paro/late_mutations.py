@@ -61,7 +61,7 @@ _updating = partial(Mutation, ParamAllGatherPolicy, old="return self._queue", ne
 _rotating = partial(Mutation, SlicePolicy, strategy="IIG")
 _rotated = partial(Mutation, RotationPolicy, strategy="IIG", more=ROTATE)
 _muon = partial(Mutation, UnitShards, strategy="IIG", more=MUON)
-_by_units = partial(Mutation, NativeCollectives, "_run_by_units", more=MUON)
+_native = partial(Mutation, NativeCollectives, "run")
 _pipelined = partial(Mutation, PipelinedCollectives, "run", more=HO_RING)
 _NEXT, _GRADS = "(Verb.WAIT_SHIFTED,)", "(Verb.WAIT_GRADS,)"
 # An order that is no call of a wait and no `after=`.
@@ -86,17 +86,10 @@ MUTATIONS = (
     _rotated("end_step", "(Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable", ""),
     _muon("start_grad_sync", "_fresh = reduced,", "_fresh = DONE,"),
     _muon("start_param_all_gather", "unit._updated = updated", "pass"),
-    Mutation(NativeCollectives, "_sum", "comm_dtype, event)", "comm_dtype, DONE)", "NNI"),
-    _by_units("inner, None, event)", "inner, None, DONE)", "NNG"),
-    _by_units(
-        "inner, comm_dtype, event)",
-        "inner, comm_dtype, DONE)",
-        strategy="2,2,8",
-        world_size=8,
-        group_size=4,
-    ),
+    _native("[outermost], event)", "[outermost], DONE)", "NNI"),
+    _native("reversed(inner), event)", "reversed(inner), DONE)", "NNN"),
     Mutation(Collectives, "run_after", "after=after", "after=None", "IIG", f"{CODES} {HO_RING}"),
-    _pipelined("ready = ends[stage.after]", "ready = DONE", "GGG"),
+    _pipelined("ready = done[stage.after]", "ready = DONE", "GGG"),
     _pipelined("[*first, memory.left[slot]]", "[*first]", "GGG"),
     _pipelined("(request.after or DONE,)", "(DONE,)", "1,2,8", world_size=8, group_size=4),
 )
@@ -108,11 +101,7 @@ CAUGHT = {
     "collectives.native FlatCollectives.run: after=request.after": ("IIG", FLAT),
     "collectives.interface Endpoint._submit: after=after": ("IIG", ""),
     "collectives.interface Collectives.run_after: after=after": ("GGG", AUTO),
-    "collectives.native NativeCollectives._gather: after=event": ("GGG", ""),
-    "collectives.native NativeCollectives._scatter: after=event": ("GGG", ""),
-    "collectives.native NativeCollectives._run_by_units: after=event #2": ("NNG", MUON),
-    "collectives.native NativeCollectives._sum: after=event": ("NNN", ""),
-    "collectives.native NativeCollectives._sum: after=event #2": ("NNN", ""),
+    "collectives.native NativeCollectives._run: after=event": ("GGG", ""),
     "collectives.pipelined PipelinedCollectives.run: after=ready": ("GGG", HO_RING),
     "collectives.wire Wire._exchange_rows: message.wait()": ("NNI", ""),
     "collectives.wire Pending.wait: self._work.wait()": ("NNI", ""),
@@ -163,7 +152,6 @@ _CLOCK = "no order needs it: else a time would be that of launches alone"
 _THREAD = "the thread of a save; tests/end_to_end/test_checkpoint_flags.py"
 _COPIES = "the thread of local copies; tests/end_to_end/test_local_copies.py"
 _CONTEXT = "what attention waits for; tests/paro/context_parallel/test_blockwise.py removes each"
-_FIRST = "the trainer gathers what several units updated after no other job"
 _CLOSE = "no order needs it: a lost peer is named by it, before streams close"
 
 # The others, and why no run on late streams goes wrong without them: all those of a module, or one.
@@ -178,7 +166,6 @@ MODULES = {
     "training.in_memory": _COPIES,
 }
 ELSEWHERE = {
-    "collectives.native NativeCollectives._run_by_units: after=event": _FIRST,
     "collectives.pipeline make_pipeline: after=index_of.get((chunk, number - 1))": _PIPELINE,
     "distributed.exposed_time Exposure.wait: stage.wait()": _STAGES,
     "distributed.timers synchronize: torch.cuda.synchronize(device)": _CLOCK,

@@ -70,8 +70,8 @@ def make(
         choice = AlgorithmChoice(names=(choice,))
     along = dict.fromkeys(COLLECTIVE_STREAMS, frozenset(spans or {topology.axes}))
     config = GroupConfig(timeout=timedelta(seconds=seconds))
-    groups = make_groups(topology, dist.get_rank(), needed_groups(choice, along), config)
-    return make_collectives(choice, groups, links), links.traffic
+    groups = make_groups(topology, dist.get_rank(), needed_groups(choice, along), config, links)
+    return make_collectives(choice, groups), links.traffic
 
 
 def check_all(group_size: int, degrees: tuple[int, ...], overlap: bool) -> list[str]:

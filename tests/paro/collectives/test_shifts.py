@@ -51,8 +51,8 @@ def rotate(degree: int, *, in_place: bool, overlap: bool) -> tuple[list[str], Se
     config = GroupConfig(timeout=timedelta(seconds=30))
     links = make_links(torch.device("cpu"), "gloo", overlap=overlap)
     span = topology.axes_between(1, degree)
-    groups = make_groups(topology, rank, {StreamKind.ROTATE: frozenset({span})}, config)
-    ring = Ring(StreamKind.ROTATE, span, groups, links)
+    groups = make_groups(topology, rank, {StreamKind.ROTATE: frozenset({span})}, config, links)
+    ring = Ring(groups, StreamKind.ROTATE, span)
     group, wrong = rank // degree, []
     weights = Traveller(ring, slice_of(ring.position, group), in_place=in_place)
     for step in range(degree):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -101,16 +102,19 @@ class Ways:
         self.whole = self.topology.axes
         spans = frozenset({self.whole, *((axis,) for axis in self.whole)})
         self.traffic = ByteCounter()
-        self.groups = make_groups(self.topology, self.rank, {StreamKind.CONTEXT: spans}, CONFIG)
         self.exposure = Exposure()
+        by_kind = {StreamKind.CONTEXT: spans}
+        self.groups = make_groups(
+            self.topology, self.rank, by_kind, CONFIG, self.links(InlineStreams())
+        )
         self._closes: list[Callable[[], None]] = [self.groups.close]
 
     def links(self, streams: CommStreams) -> Links:
         return Links(streams, self.traffic, self.exposure)
 
     def ring(self, *spans: tuple[Any, ...], streams: CommStreams) -> RingKVExchange:
-        links = self.links(streams)
-        inner, outer = (Ring(StreamKind.CONTEXT, span, self.groups, links) for span in spans)
+        groups = replace(self.groups, links=self.links(streams))
+        inner, outer = (Ring(groups, StreamKind.CONTEXT, span) for span in spans)
         return RingKVExchange(inner, outer, self.exposure)
 
     def rings(self, streams: CommStreams) -> Iterator[RingKVExchange]:
@@ -123,10 +127,11 @@ class Ways:
         choice = AlgorithmChoice(names=(algorithm,))
         along = dict.fromkeys(COLLECTIVE_STREAMS, frozenset({self.whole}))
         needed = needed_groups(choice, along)
-        groups = make_groups(self.topology, self.rank, needed, CONFIG)
-        collectives = make_collectives(choice, groups, self.links(ContextStreams(streams)))
+        links = self.links(ContextStreams(streams))
+        groups = make_groups(self.topology, self.rank, needed, CONFIG, links)
+        collectives = make_collectives(choice, groups)
         self._closes.append(collectives.close)
-        return GatherKVExchange(collectives, self.whole, groups, self.exposure)
+        return GatherKVExchange(collectives, self.whole)
 
     def close(self) -> None:
         for close in reversed(self._closes):
@@ -191,7 +196,7 @@ def test_parts_on_hopper_are_by_cudnn_unless_documents_are_kept_apart() -> None:
 
 def by_heads(ways: Ways, streams: CommStreams, groups: int) -> list[Tensor]:
     """With heads exchanged, in pieces with keys and values of their own or shared, recomputed."""
-    exchange = AllToAll(ways.whole, ways.groups, ways.links(streams))
+    exchange = AllToAll(replace(ways.groups, links=ways.links(streams)), ways.whole)
     core = ContextAttention(ContextLayout(size=4, heads=4), exchange, attend_whole)
     given = inputs(4, groups, packed=True, num_heads=16)
     for _ in range(2):  # what a recomputation left under way is waited for

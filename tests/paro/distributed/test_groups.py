@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paro.collectives import wire
 from paro.collectives.native import NativeCollectives
-from paro.distributed.comm_stream import make_comm_streams
+from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import Control
 from paro.distributed.groups import GroupConfig, make_groups
 from paro.distributed.links import Links
@@ -31,6 +31,7 @@ INSIDE, BETWEEN = TOPOLOGY.axes_between(1, 2), TOPOLOGY.axes_between(2, 4)
 CONFIG = GroupConfig(timeout=timedelta(seconds=7), backend="nccl", device=torch.device("cuda", 1))
 COPYING = replace(CONFIG, copy_engine=True)
 CPU = torch.device("cpu")
+LINKS = Links(InlineStreams())
 ALONE = Control(World(), CPU)
 
 
@@ -40,7 +41,8 @@ def made_by(
     """The groups that a rank of 4 makes for an axis of 2, on a GPU of 132 multiprocessors."""
     nccl = FakeNccl(monkeypatch, Options=options)
     config = {"device": torch.device("cuda", rank), **config}
-    make_groups(TOPOLOGY, rank, {StreamKind.ROTATE: frozenset({INSIDE})}, replace(CONFIG, **config))
+    spans = {StreamKind.ROTATE: frozenset({INSIDE})}
+    make_groups(TOPOLOGY, rank, spans, replace(CONFIG, **config), LINKS)
     return nccl.calls
 
 
@@ -101,9 +103,8 @@ def test_a_torch_that_bounds_no_thread_blocks_keeps_the_order(
 def copying(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeNccl, NativeCollectives]:
     """Collectives that gather inside groups by copy engines, and between them."""
     nccl = FakeNccl(monkeypatch)
-    groups = make_groups(TOPOLOGY, 1, {StreamKind.GATHER: frozenset({INSIDE, BETWEEN})}, COPYING)
-    streams = make_comm_streams(CPU, overlap=False, backend="gloo")
-    return nccl, NativeCollectives(groups, Links(streams))
+    spans = {StreamKind.GATHER: frozenset({INSIDE, BETWEEN})}
+    return nccl, NativeCollectives(make_groups(TOPOLOGY, 1, spans, COPYING, LINKS))
 
 
 def whole(collectives: NativeCollectives, numel: int, *, trains: bool = True) -> ElasticBuffer:
@@ -177,7 +178,7 @@ def test_gathers_inside_a_group_send_registered_memory(monkeypatch: pytest.Monke
 
 def test_copy_engines_carry_gathers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl = FakeNccl(monkeypatch)
-    groups = make_groups(TOPOLOGY, 1, {StreamKind.REDUCE: frozenset({INSIDE})}, COPYING)
+    groups = make_groups(TOPOLOGY, 1, {StreamKind.REDUCE: frozenset({INSIDE})}, COPYING, LINKS)
     assert nccl.policies == {(0, 1): None, (2, 3): None}
     groups.registered.reserve({True: (64, 2)}, ALONE)
     assert nccl.notes == []
@@ -196,6 +197,6 @@ def test_copy_engines_are_refused_where_torch_or_nccl_lacks(
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
     spans = {StreamKind.GATHER: frozenset({INSIDE})}
     refused(
-        lambda: make_groups(TOPOLOGY, 1, spans, COPYING),
+        lambda: make_groups(TOPOLOGY, 1, spans, COPYING, LINKS),
         "--paro-nccl-copy-engine needs NCCL 2.28 ... leave the flag out",
     )

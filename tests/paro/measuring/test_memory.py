@@ -31,7 +31,7 @@ class SimulatedDevice:
         self.kernels = kernels
         self.closed = 0
 
-    def make(self, _topology: object, _rank: int, spans: Spans, _config: object) -> None:
+    def make(self, _topology: object, _rank: int, spans: Spans, *_more: object) -> None:
         (((span,)),) = spans.values()
         self.free -= 10 * MB * len(span) + self.kernels
         self.kernels = 0

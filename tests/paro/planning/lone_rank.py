@@ -116,8 +116,8 @@ class LoneRank:
 def attention_of(layout: ContextLayout, world: World, links: Links) -> ContextAttention:
     """Attention of a rank that shares samples."""
     topology = layout.topology(world_size=world.size, group_size=world.group_size)
-    groups = make_groups(topology, world.rank, {}, None)
-    return make_context_attention(layout, groups, links, NATIVE, "auto")
+    groups = make_groups(topology, world.rank, {}, None, links)
+    return make_context_attention(layout, groups, NATIVE, "auto")
 
 
 @cache
@@ -156,11 +156,9 @@ def lone_rank(
     control = PlannedControl(world, torch.device(device))
     spec = run_spec_of(run, "cpu")
     specs = spec.specs(units_of_run(spec))
-    groups = make_groups(topology, world.rank, {}, None)
-    context = assembly._sharding_context(
-        spec, control, specs, groups, links, assembly._algorithm(run)
-    )
-    model = assembly._spread(llama, spec, specs, context, groups, links, Timers())
+    groups = make_groups(topology, world.rank, {}, None, links)
+    context = assembly._sharding_context(spec, control, specs, groups, assembly._algorithm(run))
+    model = assembly._spread(llama, spec, specs, context, groups, Timers())
     optimizer = ParoOptimizer(model, OptimConfig(), precision, 0, MuonConfig())
     return LoneRank(config=config, model=model, optimizer=optimizer, traffic=links.traffic)
 

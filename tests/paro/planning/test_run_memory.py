@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from paro.collectives import native
 from paro.collectives.choice import AlgorithmChoice
-from paro.collectives.native import NativeCollectives
 from paro.collectives.wire import Wire
 from paro.distributed.groups import Groups
 from paro.machine.collective_time import algorithms_of
@@ -151,11 +152,10 @@ def test_buffers_that_flat_collectives_permute_are_predicted(
     def note(name: str) -> None:
         original = getattr(Wire, name)
 
-        def noted(
-            self: Wire, kind: StreamKind, span: AxisSpan, whole: Tensor, *more: Tensor
-        ) -> object:
-            permuted[kind, span] = max(whole.nbytes, permuted.get((kind, span), 0))
-            return original(self, kind, span, whole, *more)
+        def noted(self: Wire, whole: Tensor, *more: Tensor) -> object:
+            key = self.kind, self.span
+            permuted[key] = max(whole.nbytes, permuted.get(key, 0))
+            return original(self, whole, *more)
 
         monkeypatch.setattr(Wire, name, noted)
 
@@ -176,13 +176,13 @@ def test_parts_that_native_gathers_for_several_units_are_predicted(
     monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     gathered = [0]
-    original = NativeCollectives._gather_parts
+    original = native._gather
 
-    def noted(self: NativeCollectives, parts: Tensor, axis: AxisSpan, own: Tensor) -> None:
-        gathered.append(parts.nbytes)
-        original(self, parts, axis, own)
+    def noted(wire: Wire, part: Tensor, own: Tensor, comm_dtype: torch.dtype) -> None:
+        gathered.append(0 if part.is_contiguous() else part.nbytes)
+        original(wire, part, own, comm_dtype)
 
-    monkeypatch.setattr(NativeCollectives, "_gather_parts", noted)
+    monkeypatch.setattr(native, "_gather", noted)
     strategy, topology = on_ranks(text, world_size=8, group_size=4)
     precision = replace(BF16, optimizer="muon")
     rank = lone_rank(TINY, strategy, topology, precision, collective="native")

@@ -58,8 +58,8 @@ def test_ranks_count_what_a_sender_sends(
         total = Sent()
         for rank in range(world_size):
             links, whole = Links(InlineStreams()), torch.zeros(NUMEL, dtype=torch.bfloat16)
-            groups = make_groups(topology, rank, {}, None)
-            collectives = make_collectives(choice, groups, links)
+            groups = make_groups(topology, rank, {}, None, links)
+            collectives = make_collectives(choice, groups)
             collectives.run(Request(op, whole, span, whole.dtype))
             counted = links.traffic.take()
             sender = Sender(group_size=group_size, rank=rank, choice=choice)

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.groups import GroupConfig, Groups, make_groups
+from paro.distributed.links import Links
 from paro.topology import StreamKind, make_topology
 from tests.helpers.ranks import run_ranks
 from tools.bench.planning.steps import SharedGroups
@@ -23,6 +25,7 @@ def groups_of(rank: int, *kinds: StreamKind) -> Groups:
         rank,
         dict.fromkeys(kinds, frozenset({INTRA, INTER})),
         GroupConfig(timeout=timedelta(seconds=60)),
+        Links(InlineStreams()),
     )
 
 
