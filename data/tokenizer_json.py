@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data.gpt2_tokenizer import END, read_gpt2
-from data.tokenizer import BLANK, SentencePieceTokenizer
+from data.tokenizer import BLANK, END, SentencePieceTokenizer, read_gpt2
 from paro.untrusted.regular_file import read_bytes
 
 # Test texts that expose differences between the two libraries.

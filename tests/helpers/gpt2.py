@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from data.gpt2_tokenizer import END
+from data.tokenizer import END
 
 TEXT = "The fox's tail: it'll jump 123 times!\n\n  def f(x):\n\treturn x  # naïve 雪 🙂\r\n"
 

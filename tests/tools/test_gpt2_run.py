@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from data.gpt2_tokenizer import END
 from data.indexed_dataset import IndexedDataset
-from data.tokenizer import build_tokenizer
+from data.tokenizer import END, build_tokenizer
 from data.tokenizer_config import tokenizer_config
 from paro.checkpoint.convert.hugging_face import open_hugging_face
 from tests.helpers.commands import output_of, printed, write_lines

@@ -11,9 +11,8 @@ from typing import Any, TypedDict
 
 import torch
 
-from data.gpt2_tokenizer import MERGE_FILE, VOCAB_FILE
 from data.hugging_face_tokenizer import ADDING_FILES, adds_tokens
-from data.tokenizer import build_tokenizer
+from data.tokenizer import MERGE_FILE, VOCAB_FILE, build_tokenizer
 from data.tokenizer_config import GPT2_TYPE, TokenizerConfig
 from data.tokenizer_json import write_gpt2_tokenizer_json, write_tokenizer_json
 from model.config import LlamaConfig

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import TensorStorageMetadata, WriteItem
 
-from data.gpt2_tokenizer import MERGE_FILE, VOCAB_FILE
 from data.hub import how_to_fetch
+from data.tokenizer import MERGE_FILE, VOCAB_FILE
 from data.tokenizer_config import saved_tokenizer, unpadded_vocab_size
 from model.config import LlamaConfig
 from model.lora_config import adapted_weight, is_adapter
