@@ -29,7 +29,6 @@ MAGIC = b"PAROCRC\x00"
 VERSION = 1
 _FIELDS = struct.Struct("<8sIIQI")
 _HEADER_BYTES = _FIELDS.size + 4
-_TABLE_BYTES_AT_ONCE = 2**22
 
 
 def checksums_path(prefix: str | Path) -> Path:
@@ -118,11 +117,7 @@ class CheckedFile:
             )
         if self._sums.size != _HEADER_BYTES + 4 * -(-num_bytes // block_bytes):
             raise damaged
-        sum_read = 0
-        for begin in range(_HEADER_BYTES, self._sums.size, _TABLE_BYTES_AT_ONCE):
-            length = min(_TABLE_BYTES_AT_ONCE, self._sums.size - begin)
-            sum_read = crc32(self._sums.read(begin, length), sum_read)
-        if sum_read != sum_of_table:
+        if self._sums.checksum(_HEADER_BYTES) != sum_of_table:
             raise damaged
         return int(block_bytes), int(sum_of_table)
 

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from data.config import DataConfig
 from data.fingerprint import Fingerprint, check_tokenizer
-from data.index_cache import CacheEntry, cached_order, checksum
+from data.index_cache import CacheEntry, cached
 from data.indexed_dataset import IndexedDataset, Tokens, bin_path
 from data.loss_mask import BEGINS, TRAINED, LossMask
 from data.sample_order import (
     Bounds,
     OrderPlan,
     SampleOrder,
+    build_order,
     share_of,
     split_bounds,
     split_matrix,
@@ -27,6 +28,7 @@ from data.sample_order import (
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError
 from paro.text import listed
+from paro.untrusted.checksum import crc32
 
 # Token ids are checked against the vocabulary when a corpus is opened: all ids of a corpus of up to
 # this many bytes, which takes a tenth of a second, and evenly spaced blocks of larger corpora.
@@ -185,7 +187,8 @@ def build_gpt_dataset(indexed: IndexedDataset, request: SplitRequest) -> GPTData
     num_cut = int((lengths[slice(*plan.bounds)] > plan.seq_length).sum())
     if request.config.sft:
         lengths = np.full_like(lengths, plan.seq_length)
-    order, source = cached_order(_cache_entry(indexed.prefix, lengths, request), lengths, plan)
+    entry = _cache_entry(indexed.prefix, lengths, request)
+    order, source = cached(entry, SampleOrder, lambda: build_order(lengths, plan))
     vocab_size = request.vocab_size
     return GPTDataset(indexed, plan, order, vocab_size=vocab_size, source=source, num_cut=num_cut)
 
@@ -229,7 +232,7 @@ def _cache_entry(prefix: str, lengths: NDArray[np.int32], request: SplitRequest)
         "split": split,
         "split_matrix": None if split is None else split_matrix(split),
         # Files rewritten under the same prefix thereby never get the old order.
-        "sequence_lengths_crc32": checksum(lengths),
+        "sequence_lengths_crc32": crc32(lengths.data),
         **({"sft": True} if config.sft else {}),
     }
     return CacheEntry(

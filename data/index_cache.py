@@ -8,8 +8,10 @@ needs is read from the files when it is needed, so that no rank or worker has a 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import tempfile
@@ -17,31 +19,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from data.atomic_file import replacing
-from data.sample_order import (
-    DOCUMENT_DTYPE,
-    OrderPlan,
-    SampleOrder,
-    build_order,
-    sample_index_dtype,
-    shuffle_index_dtype,
-)
-from data.stored_array import StoredArray
 from data.waits import Wait
 from paro.errors import UserError, open_files_limit
-from paro.untrusted.checksum import crc32
-from paro.untrusted.regular_file import read_text
+from paro.untrusted.regular_file import RegularFile, read_text
 
 _POLL_SECONDS = 0.05
-Arrays = Mapping[str, NDArray[Any]]  # name of an index: its array in memory
-StoredArrays = Mapping[str, NDArray[Any] | StoredArray]
-Expected = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]  # name of an index: shape, dtype
+_HEADER_BYTES = 2**14  # largest .npy header that numpy writes for arrays of numbers
+_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+Indices = TypeVar("Indices", bound=NamedTuple)  # arrays, by the names of their files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,43 +55,28 @@ class CacheEntry:
         return self.folder / f"{self.digest}-{self.kind}-{self.split_name}-{part}"
 
 
-def cached_order(
-    entry: CacheEntry, lengths: NDArray[np.int32], plan: OrderPlan
-) -> tuple[SampleOrder, str]:
-    """Return a plan's order and its source: the cache if it has an intact copy, else built now."""
-    expected: Expected = {
-        "document_index": ((plan.num_entries,), DOCUMENT_DTYPE),
-        "sample_index": ((plan.total_samples + 1, 2), sample_index_dtype(plan, lengths)),
-        "shuffle_index": ((plan.total_samples,), shuffle_index_dtype(plan)),
-    }
-    arrays, source = cached_arrays(entry, expected, lambda: build_order(lengths, plan)._asdict())
-    return SampleOrder(**arrays), source
-
-
-def cached_arrays(
-    entry: CacheEntry, expected: Expected, build: Callable[[], Arrays]
-) -> tuple[StoredArrays, str]:
+def cached(
+    entry: CacheEntry, kind: type[Indices], build: Callable[[], Indices]
+) -> tuple[Indices, str]:
     """Return an entry's arrays and their source: the cache if intact there, else built now.
 
     One process per machine builds while the others wait for its files. Machines do not wait for
     each other. If the folder cannot be written, the run continues without the cache.
     """
-    arrays = _read(entry, expected)
-    if arrays is not None:
-        return arrays, f"indices read from {entry.folder}"
+    if (indices := _read(entry, kind)) is not None:
+        return indices, f"indices read from {entry.folder}"
     with _alone_on_this_machine(entry):
-        arrays = _read(entry, expected)
-        if arrays is not None:
-            return arrays, f"indices read from {entry.folder}"
-        arrays = build()
+        if (indices := _read(entry, kind)) is not None:
+            return indices, f"indices read from {entry.folder}"
+        indices = build()
         try:
-            _write(entry, arrays)
+            _write(entry, indices)
         except OSError as error:
             # numpy gives no reason if only a part of an array was written.
             why = open_files_limit(error) or error.strerror or "no room is left"
             cause = f"{entry.folder} cannot be written: {why}"
-            return arrays, f"indices kept in memory, {cause}"
-    return _read(entry, expected) or arrays, f"indices written to {entry.folder}"
+            return indices, f"indices kept in memory, {cause}"
+    return _read(entry, kind) or indices, f"indices written to {entry.folder}"
 
 
 @contextmanager
@@ -140,39 +119,81 @@ def _lock(descriptor: int, path: Path) -> None:
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
 
 
-def checksum(array: NDArray[Any] | StoredArray) -> int:
-    """Return the CRC-32 of an array's bytes."""
-    if not isinstance(array, StoredArray):
-        return crc32(np.ascontiguousarray(array).data)
-    found = 0
-    for part in array.parts():
-        found = crc32(part, found)
-    return found
-
-
-def _seal(entry: CacheEntry, arrays: StoredArrays) -> str:
+def _sealed(entry: CacheEntry, sums: Mapping[str, int]) -> str:
     """Return the content of the description file: Megatron's, and a line of checksums."""
-    sums = {name: checksum(array) for name, array in arrays.items()}
     return f"{entry.description}\n{json.dumps({'crc32': sums})}\n"
 
 
-def _write(entry: CacheEntry, arrays: Arrays) -> None:
+def _write(entry: CacheEntry, indices: NamedTuple) -> None:
     entry.folder.mkdir(parents=True, exist_ok=True)
-    for name, array in arrays.items():
-        with replacing(entry.path(f"{name}.npy")) as temporary, temporary.open("wb") as stream:
-            np.save(stream, array, allow_pickle=False)
+    sums = {}
+    for name, array in indices._asdict().items():
+        with replacing(entry.path(f"{name}.npy")) as temporary:
+            with temporary.open("wb") as stream:
+                np.save(stream, array, allow_pickle=False)
+            sums[name] = RegularFile(temporary).checksum()
     with replacing(entry.path("description.txt")) as temporary:
-        temporary.write_text(_seal(entry, arrays))
+        temporary.write_text(_sealed(entry, sums))
 
 
-def _read(entry: CacheEntry, expected: Expected) -> StoredArrays | None:
+def _read(entry: CacheEntry, kind: type[Indices]) -> Indices | None:
     """Return the stored arrays; None if a file is missing or differs from what was written."""
     try:
-        seal = read_text(entry.path("description.txt"))
-        arrays = {
-            name: StoredArray(entry.path(f"{name}.npy"), shape, dtype)
-            for name, (shape, dtype) in expected.items()
-        }
-        return arrays if seal == _seal(entry, arrays) else None
+        arrays = {name: StoredArray(entry.path(f"{name}.npy")) for name in kind._fields}
+        sums = {name: array.file.checksum() for name, array in arrays.items()}
+        sealed = read_text(entry.path("description.txt"))
     except (OSError, UserError):
         return None
+    return kind._make(arrays.values()) if sealed == _sealed(entry, sums) else None
+
+
+class StoredArray:
+    """A .npy file of numbers that is read row by row, as its own header describes it.
+
+    The file is read, not mapped: if another program truncates a mapped file, the process ends with
+    SIGBUS. All processes of a machine share the file's pages in the page cache.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = str(path)
+        self._open()
+
+    def _open(self) -> None:
+        self.file = RegularFile(self._path, remedy="run again, and it is written again")
+        head = io.BytesIO(self.file.read(0, min(_HEADER_BYTES, self.file.size)))
+        try:
+            self.shape, _, self.dtype = _HEADERS[npy.read_magic(head)](head)
+        except (ValueError, KeyError):
+            raise UserError(f"{self._path} is no array of numpy's") from None
+        self._begin = head.tell()
+        self._row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, key: int | slice) -> NDArray[Any]:
+        """Read a row, or a slice of rows, from the file; nothing is cached."""
+        begin, stop, step = (key if isinstance(key, slice) else slice(key, key + 1)).indices(
+            len(self)
+        )
+        assert step == 1, "neighbouring rows"
+        rows = np.frombuffer(self._read(begin, max(0, stop - begin)), self.dtype)
+        return rows.reshape(-1, *self.shape[1:])[slice(None) if isinstance(key, slice) else 0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """Return all rows, for numpy's functions."""
+        return self[:] if dtype is None else self[:].astype(dtype)
+
+    def _read(self, begin: int, count: int) -> bytes:
+        first, length = self._begin + begin * self._row_bytes, count * self._row_bytes
+        try:
+            return self.file.read(first, length)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+        # Over NFS: another machine has replaced the file by an equal one, which it built too.
+        self._open()
+        return self.file.read(first, length)
+
+    def __reduce__(self) -> tuple[type[StoredArray], tuple[str]]:
+        return StoredArray, (self._path,)

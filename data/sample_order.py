@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data.stored_array import StoredArray
+from data.index_cache import StoredArray
 from paro.errors import UserError
 
 SPLIT_NAMES = ("train", "valid", "test")
-DOCUMENT_DTYPE = np.dtype(np.int32)
 MOST_SAMPLES = 2**33  # most samples or documents in an order: 70 trillion tokens at 8192 each
 BLOCK = 2**16  # entries of the document index that are processed at a time
 # If less than this fraction of the final epoch is needed, it is shuffled separately, so that the
@@ -154,7 +153,7 @@ def build_order(sequence_lengths: NDArray[np.int32], plan: OrderPlan) -> SampleO
 
 
 def _document_index(plan: OrderPlan, random: np.random.RandomState) -> NDArray[np.int32]:
-    sequences = np.arange(*plan.bounds, dtype=DOCUMENT_DTYPE)
+    sequences = np.arange(*plan.bounds, dtype=np.int32)
     together = plan.num_epochs - (plan.samples_before_separate_epoch is not None)
     parts = [np.tile(sequences, together)]
     if together < plan.num_epochs:
@@ -169,7 +168,9 @@ def _sample_index(
 ) -> NDArray[Any]:
     """Return the sample index, built block by block so that temporaries stay in the CPU cache."""
     num_rows = plan.total_samples + 1
-    rows = np.empty((num_rows, 2), dtype=sample_index_dtype(plan, lengths))
+    largest = max(plan.num_entries, int(lengths.max(initial=0)))  # of positions and offsets
+    fits = largest <= np.iinfo(np.int32).max
+    rows = np.empty((num_rows, 2), dtype=np.int32 if fits else np.int64)
     begin, row = 0, 0  # the block's first token, and the first row not yet filled
     for first in range(0, len(document_index), BLOCK):
         block = lengths.take(document_index[first : first + BLOCK], mode="clip")
@@ -189,20 +190,9 @@ def _sample_index(
     return rows
 
 
-def sample_index_dtype(plan: OrderPlan, lengths: NDArray[np.int32]) -> np.dtype[Any]:
-    """Return int32 as long as positions and offsets fit, else int64."""
-    largest = max(plan.num_entries, int(lengths.max(initial=0)))
-    return np.dtype(np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
-
-
-def shuffle_index_dtype(plan: OrderPlan) -> np.dtype[Any]:
-    """Return uint32 as long as all samples fit, else int64."""
-    fits = plan.total_samples < np.iinfo(np.uint32).max - 1
-    return np.dtype(np.uint32 if fits else np.int64)
-
-
 def _shuffle_index(plan: OrderPlan, random: np.random.RandomState) -> NDArray[Any]:
-    order = np.arange(plan.total_samples, dtype=shuffle_index_dtype(plan))
+    fits = plan.total_samples < np.iinfo(np.uint32).max - 1
+    order = np.arange(plan.total_samples, dtype=np.uint32 if fits else np.int64)
     border = plan.samples_before_separate_epoch
     parts = (order,) if border is None else (order[:border], order[border:])
     for part in parts:  # views: shuffled in place

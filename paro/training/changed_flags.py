@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from data.index_cache import checksum
 from data.loader import Datasets
 from data.sample_order import parse_split
+from paro.untrusted.checksum import crc32
 
 if TYPE_CHECKING:
     from data.config import DataConfig
@@ -60,7 +60,7 @@ def order_record(
                 "prefix": prefix,
                 "weight": None if weight is None else round(weight, _DIGITS),
                 "tokens": read[prefix].num_tokens,
-                "sequence_lengths_crc32": checksum(read[prefix].sequence_lengths()),
+                "sequence_lengths_crc32": crc32(read[prefix].sequence_lengths().data),
                 "tokenizer": tokenizers.get(prefix),
             }
             for prefix, weight in zip(blend.prefixes, weights, strict=True)

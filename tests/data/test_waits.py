@@ -7,16 +7,23 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from data import waits
-from data.index_cache import Arrays, CacheEntry, cached_arrays
+from data.index_cache import CacheEntry, cached
 from data.waits import Wait
 from paro.errors import describe, is_storage_failure
 from tests.data.test_loader import Numbered, batches_of
+
+
+class Index(NamedTuple):
+    """An index of one array."""
+
+    index: NDArray[np.int64]
 
 
 @pytest.fixture(autouse=True)
@@ -30,19 +37,18 @@ def test_a_stuck_builder_is_named_and_waited_for_no_longer_than_the_limit(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     entry = CacheEntry(folder=tmp_path / "cache", split_name="train", description="one")
-    expected = {"index": ((2,), np.dtype(np.int64))}
     told = ""
 
-    def builds_forever() -> Arrays:
+    def builds_forever() -> Index:
         nonlocal told
         with pytest.raises(TimeoutError) as stuck:  # a second start, while this one builds
-            cached_arrays(entry, expected, dict)
+            cached(entry, Index, lambda: Index(np.arange(3)))
         told = describe(stuck.value)
         assert is_storage_failure(stuck.value)
-        return {"index": np.arange(2)}
+        return Index(np.arange(2))
 
-    arrays, _ = cached_arrays(entry, expected, builds_forever)
-    assert arrays["index"][:].tolist() == [0, 1]
+    built, _ = cached(entry, Index, builds_forever)
+    assert built.index[:].tolist() == [0, 1]
     held = f"process {os.getpid()} of this machine, which builds indices and holds the lock"
     assert f"for {held} {tmp_path}/llama-paro-" in told
     assert told.endswith("--distributed-timeout-minutes is the limit")

@@ -12,7 +12,7 @@ class Point(StrEnum):
     BUILDING = "paro.launch.setup:check_memory"
     READ_SAMPLE = "data.gpt_dataset:GPTDataset.__getitem__"
     READ_MOCK_SAMPLE = "data.mock:MockDataset.__getitem__"
-    BUILD_INDEX = "data.index_cache:build_order"
+    BUILD_INDEX = "data.gpt_dataset:build_order"
     STEP = "paro.training.loop:train_step"
     MICRO_BATCH = "paro.sharding.distributed_model:DistributedModel.forward_backward"
     EVALUATE = "paro.training.loop:evaluate"

@@ -33,7 +33,6 @@ READERS = {
     "data.hugging_face_tokenizer": "tokenizer",
     "data.index_cache": "tests/data/test_gpt_dataset.py",
     "data.indexed_dataset": "corpus",
-    "data.stored_array": "tests/data/test_gpt_dataset.py",
     "data.tokenizer": "sentencepiece",
     "data.tokenizer_json": "tests/data/test_tokenizer_json.py",
     "model.hugging_face": "hugging face",

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import blend_order
-from data.blend_order import BlendIndices, blend_by_share, blend_exhaustively
+from data import blended_dataset
+from data.blended_dataset import BlendIndices, blend_by_share, blend_exhaustively
 
 
 def sample_by_sample(
@@ -47,7 +47,7 @@ def test_many_lanes_give_what_one_loop_gives(
     weights: list[float], num_samples: int, stretch: int
 ) -> None:
     shares = [float(share) for share in np.array(weights) / np.sum(weights)]
-    with mock.patch.object(blend_order, "_LEAST_STRETCH", stretch):
+    with mock.patch.object(blended_dataset, "_LEAST_STRETCH", stretch):
         found = as_pairs(blend_by_share(shares, num_samples))
     assert found == sample_by_sample(shares, [np.inf] * len(shares), num_samples)
 
@@ -59,7 +59,7 @@ def test_many_lanes_give_what_one_loop_gives(
 )
 def test_many_lanes_exhaust_what_one_loop_exhausts(sizes: list[int], stretch: int) -> None:
     total = sum(sizes)
-    with mock.patch.object(blend_order, "_LEAST_STRETCH", stretch):
+    with mock.patch.object(blended_dataset, "_LEAST_STRETCH", stretch):
         found = as_pairs(blend_exhaustively(sizes))
     assert found == sample_by_sample([size / total for size in sizes], sizes, total)
 
@@ -72,8 +72,8 @@ def test_a_wrong_beginning_is_run_again() -> None:
         return np.stack([np.zeros_like(times), np.zeros_like(times), times])
 
     with (
-        mock.patch.object(blend_order, "_LEAST_STRETCH", 7),
-        mock.patch.object(blend_order, "_likely_counts", unlikely),
+        mock.patch.object(blended_dataset, "_LEAST_STRETCH", 7),
+        mock.patch.object(blended_dataset, "_likely_counts", unlikely),
     ):
         found = as_pairs(blend_by_share(shares, 200))
     assert found == sample_by_sample(shares, [np.inf] * 3, 200)
