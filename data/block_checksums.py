@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paro.errors import UserError, reading
-from paro.untrusted.checksum import crc32
+from paro.untrusted.checksum import crc32, crc32_of_file
 from paro.untrusted.regular_file import RegularFile
 
 # A check reads whole blocks. With this size, samples of 2,048 tokens are read at nine tenths of the
@@ -117,7 +117,7 @@ class CheckedFile:
             )
         if self._sums.size != _HEADER_BYTES + 4 * -(-num_bytes // block_bytes):
             raise damaged
-        if self._sums.checksum(_HEADER_BYTES) != sum_of_table:
+        if crc32_of_file(self._sums, _HEADER_BYTES) != sum_of_table:
             raise damaged
         return int(block_bytes), int(sum_of_table)
 

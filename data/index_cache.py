@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from data.atomic_file import replacing
 from data.waits import Wait
 from paro.errors import UserError, open_files_limit
+from paro.untrusted.checksum import crc32_of_file
 from paro.untrusted.regular_file import RegularFile, read_text
 
 _POLL_SECONDS = 0.05
@@ -131,7 +132,7 @@ def _write(entry: CacheEntry, indices: NamedTuple) -> None:
         with replacing(entry.path(f"{name}.npy")) as temporary:
             with temporary.open("wb") as stream:
                 np.save(stream, array, allow_pickle=False)
-            sums[name] = RegularFile(temporary).checksum()
+            sums[name] = crc32_of_file(RegularFile(temporary))
     with replacing(entry.path("description.txt")) as temporary:
         temporary.write_text(_sealed(entry, sums))
 
@@ -140,7 +141,7 @@ def _read(entry: CacheEntry, kind: type[Indices]) -> Indices | None:
     """Return the stored arrays; None if a file is missing or differs from what was written."""
     try:
         arrays = {name: StoredArray(entry.path(f"{name}.npy")) for name in kind._fields}
-        sums = {name: array.file.checksum() for name, array in arrays.items()}
+        sums = {name: crc32_of_file(array.file) for name, array in arrays.items()}
         sealed = read_text(entry.path("description.txt"))
     except (OSError, UserError):
         return None

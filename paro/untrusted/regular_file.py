@@ -12,9 +12,7 @@ from typing import BinaryIO
 from weakref import finalize
 
 from paro.errors import UserError, reading
-from paro.untrusted.checksum import crc32
 
-_PART_BYTES = 2**22
 MAX_BYTES = 2**28  # the largest tokenizer.json has a tenth of it
 
 
@@ -84,13 +82,6 @@ class RegularFile:
                 )
             content += more
         return content
-
-    def checksum(self, begin: int = 0) -> int:
-        """Return the CRC-32 of the bytes from byte `begin` on."""
-        found = 0
-        for start in range(begin, self.size, _PART_BYTES):
-            found = crc32(self.read(start, min(_PART_BYTES, self.size - start)), found)
-        return found
 
     def _read_some(self, begin: int, length: int) -> bytes:
         try:
