@@ -25,7 +25,6 @@ from paro.checkpoint.convert.source import Source
 from paro.checkpoint.directory import common_of, find_checkpoint, latest_iteration
 from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.metadata import read_metadata
-from paro.checkpoint.storage import check_files
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, reading
 from paro.report.log import print_line
@@ -105,12 +104,7 @@ def verify(kind: str, directory: Path, iteration: int | None) -> str:
     if kind == "paro":
         folder = find_checkpoint(directory, iteration)
         assert folder is not None, f"{directory} has a tracker"
-        places = list(read_metadata(folder).storage_data.values())
-        check_files(folder, places)
         manifest = read_manifest(folder)
-        if manifest is None:
-            num_files = len({place.relative_path for place in places})
-            return f"{num_files} files are there and long enough; format 1 has no checksums"
         num_bytes = manifest.verify()
         return f"{len(manifest.files)} files, {num_bytes:,} bytes: sizes and checksums are right"
     source = OPENERS[kind](directory)

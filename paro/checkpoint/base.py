@@ -14,11 +14,9 @@ from paro.spec.states import PARAM
 from paro.untrusted.schema import conform
 
 
-def as_base(directory: Path) -> BaseCheckpoint | None:
-    """Return an iteration's folder as a base; None for format 1, which has no checksums."""
+def as_base(directory: Path) -> BaseCheckpoint:
+    """Return an iteration's folder as a base."""
     manifest = read_manifest(directory)
-    if manifest is None:
-        return None
     return BaseCheckpoint(
         folder=str(directory.parent.resolve()),
         iteration=manifest.iteration,
@@ -35,10 +33,8 @@ def stored_parameters(directory: Path) -> frozenset[str]:
     return frozenset(name.removeprefix(f"{PARAM}.") for name in names if name.startswith(PARAM))
 
 
-def open_base(
-    named: BaseCheckpoint | None, moved_to: str | None, blame: str
-) -> tuple[Path, Manifest] | None:
-    """Return the folder and the manifest of a checkpoint's base; None if it needs no base.
+def open_base(named: BaseCheckpoint | None, moved_to: str | None, blame: str) -> Manifest | None:
+    """Return the manifest of a checkpoint's base; None if it needs no base.
 
     `moved_to` is the value of --base, and `blame` names the checkpoint in errors. `UserError` if
     the base is gone, damaged or another checkpoint than before.
@@ -56,12 +52,12 @@ def open_base(
     except DamagedError as error:
         where = "give --base DIR where it is now" if moved_to is None else "give another --base"
         raise UserError(f"{what}, cannot be read ({error}): {where}") from None
-    if manifest is None or manifest.checksum != named["checksum"]:
+    if manifest.checksum != named["checksum"]:
         raise UserError(
             f"{what}, has changed since, and what was trained belongs to the old one: restore it, "
             "or give --base DIR where that is"
         )
-    return directory, manifest
+    return manifest
 
 
 def adapters_of(common: Mapping[str, Any], directory: Path) -> LoraConfig | None:

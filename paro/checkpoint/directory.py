@@ -21,7 +21,6 @@ from paro.checkpoint.manifest import (
     FORMAT_VERSION,
     ChunkSums,
     DamagedError,
-    check_format,
     damaged,
     library_versions,
     read_manifest,
@@ -60,9 +59,7 @@ TokenIds = dict[str, int | list[int] | None]
 class _Common(TypedDict):
     """The fields of common.json that are read; older files and conversions have fewer."""
 
-    format_version: int
     iteration: Count
-    versions: NotRequired[dict[str, Any]]
     model: NotRequired[dict[str, int | float | bool | str | None]]
     state: NotRequired[dict[str, Any]]
     order: NotRequired[dict[str, Any] | None]
@@ -201,8 +198,8 @@ def newest_whole(directory_root: str | Path) -> Path | None:
             directory = find_checkpoint(directory_root, iteration)
             assert directory is not None, f"iteration {iteration}"
             common_of(directory)
-            if (manifest := read_manifest(directory)) is not None:
-                manifest.check_sizes()
+            manifest = read_manifest(directory)
+            manifest.check_sizes(manifest.files)
         except DamagedError as error:
             complaint = complaint or str(error)
         else:
@@ -217,9 +214,7 @@ def common_of(directory: Path) -> dict[str, Any]:
     manifest = read_manifest(directory)
     path = directory / COMMON
     with damaged(path):
-        content = read_bytes(path) if manifest is None else manifest.read_file(COMMON)
-        common: dict[str, Any] = parse_json(content, _Common, str(path))
-        check_format(directory, common)
+        common: dict[str, Any] = parse_json(manifest.read_file(COMMON), _Common, str(path))
     return common
 
 

@@ -21,7 +21,6 @@ from paro.checkpoint.chunks import (
 )
 from paro.checkpoint.directory import candidates, common_of, find_checkpoint
 from paro.checkpoint.manifest import DamagedError, read_manifest
-from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.planners import MISMATCH, check_states
 from paro.checkpoint.storage import CheckedReader
 from paro.distributed.control import Control
@@ -124,10 +123,11 @@ def _load_iteration(
         assert directory is not None, f"iteration {iteration}"
         manifest = read_manifest(directory)
         common = common_of(directory)
-        if manifest is not None and ranks.is_first_of_folder:
-            manifest.check_sizes()
+        if ranks.is_first_of_folder:
+            manifest.check_sizes(manifest.files)
         _check_model(common.get("model", {}), wanted.model or {})
-        metadata = read_metadata(directory)
+        reader = CheckedReader(manifest)
+        stored = reader.metadata.state_dict_metadata
         present = _parameters(states) if common.get("parameters_only") else states
         if not has_adapters(common, wanted.lora, directory):
             # Adapters keep their initial values; no other parameters have moments.
@@ -135,25 +135,22 @@ def _load_iteration(
         present = {
             name: state
             for name, state in present.items()
-            if not may_be_missing(name) or _fits(state, metadata.state_dict_metadata.get(name))
+            if not may_be_missing(name) or _fits(state, stored.get(name))
         }
         if common.get("has_moments") is False and len(_parameters(present)) < len(present):
             raise UserError(
                 f"{directory} was saved with --no-save-optim: give --no-load-optim or --finetune"
             )
-        stored = metadata.state_dict_metadata
         own = {name: state for name, state in present.items() if name in stored}
         read_as = {_source(name, stored, wanted): state for name, state in own.items()}
         base = open_base(common.get("base"), wanted.base, f"{directory}")
-        sources = [(CheckedReader(directory, manifest, metadata), read_as)]
+        sources = [(reader, read_as)]
         if base is None:
             check_states(present, stored)
         else:
-            base_metadata = read_metadata(base[0])
-            theirs = _parameters(base_metadata.state_dict_metadata)
-            check_states(present, theirs | stored)
-            rest = {name: present[name] for name in present.keys() - own.keys()}
-            sources.append((CheckedReader(*base, base_metadata), rest))
+            of_base = CheckedReader(base)
+            check_states(present, _parameters(of_base.metadata.state_dict_metadata) | stored)
+            sources.append((of_base, {name: present[name] for name in present.keys() - own.keys()}))
         plans = [(reader, reader.plan(of_it)) for reader, of_it in sources]
     for line in _conversions(own, stored):
         log(line)

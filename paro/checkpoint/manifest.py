@@ -10,9 +10,9 @@ import json
 import os
 import platform
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
@@ -25,7 +25,7 @@ from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import Count, conform, read_json
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 2  # version of the format that is written; format 1 had no manifest
+FORMAT_VERSION = 2  # version of the format that is written and read
 
 _PACKAGES = ("torch", "numpy", "safetensors", "sentencepiece", "tokenizers", "transformers")
 _BLOCK_BYTES = 2**20
@@ -35,11 +35,9 @@ class DamagedError(UserError):
     """A checkpoint is incomplete or damaged; an older one may be complete."""
 
 
-class LaterFormatError(UserError):
-    """A checkpoint of a later version of this project."""
-
-
 class _Versions(TypedDict):
+    """The fields of a manifest of any format."""
+
     format_version: int
     versions: NotRequired[dict[str, Any]]
 
@@ -49,10 +47,9 @@ class _File(TypedDict):
 
 
 class _Facts(TypedDict):
-    """The fields of a manifest."""
+    """The fields of a manifest that are read."""
 
     iteration: Count
-    versions: dict[str, str]
     arguments: dict[str, Any]
     files: dict[str, _File]
 
@@ -69,14 +66,13 @@ ChunkSums = tuple[ChunkSum, ...]  # the chunks of a file, in order and without g
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The other files of a checkpoint's folder, with the versions and arguments of the run."""
+    """The other files of a checkpoint's folder, with the arguments of the run."""
 
     directory: Path
     iteration: int
-    versions: Mapping[str, str]
     arguments: Mapping[str, Any]
-    files: Mapping[str, ChunkSums] = field(default_factory=dict)
-    checksum: int = 0  # checksum of the manifest, and so of all files
+    files: Mapping[str, ChunkSums]
+    checksum: int  # checksum of the manifest, and so of all files
 
     @cached_property
     def _by_place(self) -> dict[tuple[str, int], ChunkSum]:
@@ -86,18 +82,12 @@ class Manifest:
             for begin, chunk in _placed(sums)
         }
 
-    def check_sizes(self, names: list[str] | None = None) -> None:
-        """Raise `DamagedError` unless the files `names`, or all, exist with the written sizes."""
-        for name in self.files if names is None else names:
-            path = self.directory / name
-            wanted = self.files.get(name)
-            if wanted is None:
-                raise DamagedError(f"{path} is not in {MANIFEST}")
-            found = size_of(path)
-            num_bytes = _num_bytes(wanted)
-            if found != num_bytes:
-                what = "truncated" if found < num_bytes else "too long"
-                raise DamagedError(f"{path} is {what}: {found} bytes of {num_bytes}")
+    def check_sizes(self, names: Collection[str]) -> None:
+        """Raise `DamagedError` unless the files exist with the written sizes."""
+        for name in names:
+            if name not in self.files:
+                raise DamagedError(f"{self.directory / name} is not in {MANIFEST}")
+        check_sizes(self.directory, {name: self.files[name] for name in names})
 
     def check_sum(self, name: str, begin: int, length: int, checksum: int) -> None:
         """Raise `DamagedError` unless the file has such a chunk with this checksum."""
@@ -113,7 +103,7 @@ class Manifest:
 
     def verify(self, advance: Callable[[int], None] = lambda _num_bytes: None) -> int:
         """Verify every file; return the bytes read. `DamagedError` names the first bad file."""
-        self.check_sizes()
+        check_sizes(self.directory, self.files)
         for name, sums in self.files.items():
             path = self.directory / name
             with reading(f"{path}"), path.open("rb") as opened:
@@ -128,15 +118,20 @@ class Manifest:
         return sum(map(_num_bytes, self.files.values()))
 
 
-def size_of(path: Path) -> int:
-    """Return the size of a checkpoint's file; `DamagedError` if it is no regular file."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise DamagedError(f"{path} is missing ({describe(error)})") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise DamagedError(f"{path} is no regular file")
-    return status.st_size
+def check_sizes(directory: Path, files: Mapping[str, ChunkSums]) -> None:
+    """Raise `DamagedError` unless the files of a folder exist with the written sizes."""
+    for name, sums in files.items():
+        path = directory / name
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise DamagedError(f"{path} is missing ({describe(error)})") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedError(f"{path} is no regular file")
+        num_bytes = _num_bytes(sums)
+        if status.st_size != num_bytes:
+            what = "truncated" if status.st_size < num_bytes else "too long"
+            raise DamagedError(f"{path} is {what}: {status.st_size} bytes of {num_bytes}")
 
 
 def sum_of(content: bytes) -> ChunkSums:
@@ -182,16 +177,21 @@ def write_manifest(
     write_durably(directory / MANIFEST, text)
 
 
-def read_manifest(directory: Path) -> Manifest | None:
-    """Read an iteration's manifest, None for format 1; `DamagedError` if it is damaged."""
+def read_manifest(directory: Path) -> Manifest:
+    """Read an iteration's manifest; `DamagedError` if it is damaged, or of an unfinished save."""
     path = directory / MANIFEST
     with damaged(path):
         if not path.exists():
-            if _is_of_format_1(directory):
-                return None
             raise DamagedError(f"{path} is missing: the save was not finished")
-        facts = read_json(path, dict[str, Any])
-        check_format(directory, conform(facts, _Versions, str(path)))
+        facts = read_json(path, _Versions)
+    if facts["format_version"] > FORMAT_VERSION:
+        named = facts.get("versions", {}).items()
+        with_them = ", with " * bool(named) + ", ".join(f"{name} {v}" for name, v in named)
+        raise UserError(
+            f"{directory} has format {facts['format_version']}, and this version reads format "
+            f"{FORMAT_VERSION}: use the version that wrote it{with_them}"
+        )
+    with damaged(path):
         checksum = facts.pop("crc32", None)
         if checksum != crc32(_canonical(facts)):
             raise UserError(f"{path}: wrong checksum")
@@ -202,7 +202,6 @@ def read_manifest(directory: Path) -> Manifest | None:
     return Manifest(
         directory=directory,
         iteration=facts["iteration"],
-        versions=facts["versions"],
         arguments=facts["arguments"],
         files={
             name: tuple(ChunkSum(*pair) for pair in file["crc32"])
@@ -217,7 +216,7 @@ def damaged(path: Path) -> Iterator[None]:
     """Turn an error of the block, which reads a file of a checkpoint, into a `DamagedError`."""
     try:
         yield
-    except (DamagedError, LaterFormatError):
+    except DamagedError:
         raise
     except UserError as error:
         detail = str(error).removeprefix(str(path)).removeprefix(":").strip()
@@ -226,17 +225,6 @@ def damaged(path: Path) -> Iterator[None]:
         if open_files_limit(error) is not None:
             raise
         raise DamagedError(f"{path} is damaged ({describe(error)})") from None
-
-
-def check_format(directory: Path, facts: Mapping[str, Any]) -> None:
-    """Raise `LaterFormatError` for the format of a later version of this project."""
-    if facts["format_version"] > FORMAT_VERSION:
-        named = facts.get("versions", {}).items()
-        with_them = ", with " * bool(named) + ", ".join(f"{name} {v}" for name, v in named)
-        raise LaterFormatError(
-            f"{directory} has format {facts['format_version']}, and this version reads formats up "
-            f"to {FORMAT_VERSION}: use the version that wrote it{with_them}"
-        )
 
 
 def write_durably(path: Path, text: str) -> ChunkSums:
@@ -251,14 +239,6 @@ def write_durably(path: Path, text: str) -> ChunkSums:
 
 def _canonical(facts: Mapping[str, Any]) -> bytes:
     return json.dumps(facts, sort_keys=True, default=str).encode()
-
-
-def _is_of_format_1(directory: Path) -> bool:
-    try:
-        facts = read_json(directory / "common.json", _Versions)
-    except (OSError, UserError):
-        return False
-    return bool(facts["format_version"] == 1)
 
 
 def _wrong(path: Path, begin: int, stop: int) -> str:

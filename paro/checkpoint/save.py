@@ -19,10 +19,9 @@ from paro.checkpoint.directory import (
     finish_checkpoint,
 )
 from paro.checkpoint.folder_lock import LockLostError
-from paro.checkpoint.manifest import ChunkSums
-from paro.checkpoint.metadata import read_metadata
+from paro.checkpoint.manifest import ChunkSums, check_sizes
 from paro.checkpoint.planners import ChunkSavePlanner
-from paro.checkpoint.storage import BoundedWriter, check_files
+from paro.checkpoint.storage import BoundedWriter
 from paro.errors import StorageError, UserError
 
 
@@ -54,7 +53,7 @@ def write_states(
         # Each line raises on all ranks or on none: no folder is completed if any rank failed.
         planner = ChunkSavePlanner(whole=ranks.share_one_folder)
         files = write_files(folder, states, planner, ranks, blame)
-        ranks.first_decides(lambda: _read_back(folder), blame)
+        ranks.first_decides(lambda: _read_back(folder, files), blame)
         ranks.first_decides(
             lambda: finish_checkpoint(folder, iteration, common, files, check), blame
         )
@@ -100,10 +99,10 @@ def write_files(
     return {name: file for sums in ranks.near.gather(writer.sums) for name, file in sums.items()}
 
 
-def _read_back(folder: Path) -> None:
+def _read_back(folder: Path, files: Mapping[str, ChunkSums]) -> None:
     """Check that this rank sees the files of all ranks, before the folder is put in place."""
     try:
-        check_files(folder, list(read_metadata(folder).storage_data.values()))
+        check_sizes(folder, files)
     except UserError as error:
         raise UserError(
             "what was just written is gone or not seen by all ranks, which need one and the same "

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import (
     FileSystemWriter,
-    Metadata,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -29,7 +28,8 @@ from torch.utils.serialization import config
 
 from paro.checkpoint.chunks import MAX_ITEM_BYTES, ChunkedState
 from paro.checkpoint.directory import in_files
-from paro.checkpoint.manifest import ChunkSum, ChunkSums, DamagedError, Manifest, damaged, size_of
+from paro.checkpoint.manifest import ChunkSum, ChunkSums, DamagedError, Manifest, damaged
+from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.planners import items_to_read, values_at
 from paro.checkpoint.stored_tensor import RefusedError, tensor_in
 from paro.errors import describe
@@ -161,15 +161,12 @@ class Read(NamedTuple):
 
 
 class CheckedReader:
-    """A reader of untrusted checkpoints: no code in a checkpoint can run.
+    """A reader of untrusted checkpoints: no code in them can run, and data are verified."""
 
-    Data are verified by checksum before use, except in format 1, which has no manifest.
-    """
-
-    def __init__(self, directory: Path, manifest: Manifest | None, metadata: Metadata) -> None:
-        self.directory = directory
+    def __init__(self, manifest: Manifest) -> None:
+        self.directory = manifest.directory
+        self.metadata = read_metadata(manifest.directory)
         self._manifest = manifest
-        self._metadata = metadata
         self._room = bytearray()
 
     def plan(self, states: Mapping[str, ChunkedState]) -> list[Read]:
@@ -181,12 +178,10 @@ class CheckedReader:
         items = [
             item
             for name, state in states.items()
-            for item in items_to_read(name, state, self._metadata)
+            for item in items_to_read(name, state, self.metadata)
         ]
-        stored = [self._metadata.storage_data[item.storage_index] for item in items]
-        if self._manifest is not None:
-            self._manifest.check_sizes(sorted({str(info.relative_path) for info in stored}))
-        check_files(self.directory, stored)
+        stored = [self.metadata.storage_data[item.storage_index] for item in items]
+        self._manifest.check_sizes(sorted({str(info.relative_path) for info in stored}))
         reads = [
             Read(
                 (str(info.relative_path), info.offset, info.length),
@@ -220,8 +215,7 @@ class CheckedReader:
             self._room = bytearray(length)
         file.seek(begin)
         content, checksum = _read(file, memoryview(self._room)[:length])
-        if self._manifest is not None:
-            self._manifest.check_sum(name, begin, len(content), checksum)
+        self._manifest.check_sum(name, begin, len(content), checksum)
         try:
             saved, items = tensor_in(content), [read.item for read in reads]
             parts = [narrow_tensor_by_index(saved, i.storage_offsets, i.lengths) for i in items]
@@ -249,19 +243,6 @@ def _read(file: FileIO, room: memoryview) -> tuple[memoryview, int]:
         checksum = crc32(room[filled : filled + count], checksum)
         filled += count
     return room[:filled], checksum
-
-
-def check_files(directory: Path, places: list[Any]) -> None:
-    """Raise `DamagedError` unless the files of all `places` exist and are long enough."""
-    needed: dict[str, int] = {}
-    for place in places:
-        stop = place.offset + place.length
-        needed[place.relative_path] = max(stop, needed.get(place.relative_path, 0))
-    for name, num_bytes in needed.items():
-        path = directory / name
-        found = size_of(path)
-        if found < num_bytes:
-            raise DamagedError(f"{path} is truncated: {found} bytes of at least {num_bytes}")
 
 
 def _num_bytes(item: WriteItem) -> int:

@@ -300,8 +300,7 @@ def resumed_samples(checkpoint: CheckpointConfig) -> int:
 def resumed_arguments(checkpoint: CheckpointConfig) -> Mapping[str, Any]:
     """Read the arguments saved by the run that is resumed; empty for a new run."""
     directory = None if checkpoint.finetune else _directory(checkpoint)
-    manifest = None if directory is None else read_manifest(directory)
-    return {} if manifest is None else manifest.arguments
+    return {} if directory is None else read_manifest(directory).arguments
 
 
 def keeping_choice(

@@ -214,8 +214,8 @@ def change_a_record(path: Path, draw: Random) -> None:
     except (RuntimeError, TypeError, AttributeError):  # of classes that check as they are pickled
         return
     path.write_bytes(changed.getvalue())
-    manifest = read_manifest(path.parent) if is_plain else None
-    if manifest is not None:
+    if is_plain:
+        manifest = read_manifest(path.parent)
         sums = {**manifest.files, METADATA: sum_of(changed.getvalue())}
         write_manifest(path.parent, manifest.iteration, sums, manifest.arguments)
 

@@ -12,7 +12,6 @@ from paro.checkpoint.agreement import one_process
 from paro.checkpoint.chunks import PARAM, ChunkedState
 from paro.checkpoint.directory import find_checkpoint
 from paro.checkpoint.manifest import read_manifest
-from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.storage import CheckedReader
 from paro.errors import UserError
 
@@ -23,16 +22,15 @@ def load_parameters(root: Path, iteration: int | None = None) -> dict[str, Tenso
         directory = find_checkpoint(root, iteration)
         if directory is None:
             raise UserError("there is no checkpoint")
-        metadata = read_metadata(directory)
+        reader = CheckedReader(read_manifest(directory))
         tensors = {
             name: torch.empty(state.size, dtype=torch.float32)
-            for name, state in metadata.state_dict_metadata.items()
+            for name, state in reader.metadata.state_dict_metadata.items()
             if isinstance(state, TensorStorageMetadata) and name.startswith(f"{PARAM}.")
         }
         states = {
             name: ChunkedState(shape=tensor.shape, chunks={(0,) * tensor.dim(): tensor})
             for name, tensor in tensors.items()
         }
-        reader = CheckedReader(directory, read_manifest(directory), metadata)
         reader.read(reader.plan(states))
     return {name.removeprefix(f"{PARAM}."): tensor for name, tensor in tensors.items()}

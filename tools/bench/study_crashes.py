@@ -238,9 +238,8 @@ def judge(training: Launched, study: Study, undisturbed: dict[int, float]) -> No
     study.num_starts += len(re.findall("holds no checkpoint|successfully loaded", text))
     study.num_passed_over += text.count("passing over iteration")
     for path in training.checkpoints.glob("iter_*"):
-        manifest = None if path.suffix else read_manifest(path)
-        if manifest is not None:
-            manifest.verify()
+        if not path.suffix:
+            read_manifest(path).verify()
     running = psutil.process_iter(["cmdline"])
     left = [one.pid for one in running if str(training.checkpoints) in (one.info["cmdline"] or ())]
     if left:

@@ -47,10 +47,9 @@ from paro.checkpoint.directory import (
     finish_checkpoint,
 )
 from paro.checkpoint.manifest import Manifest, read_manifest
-from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.planners import ChunkSavePlanner
 from paro.checkpoint.save import write_files
-from paro.checkpoint.storage import CheckedReader, check_files
+from paro.checkpoint.storage import CheckedReader
 from paro.errors import UserError
 from paro.spec.states import PARAM
 from paro.untrusted.schema import conform
@@ -66,12 +65,13 @@ def open_native(root: Path, iteration: int | None = None, base: str | None = Non
     if directory is None:
         raise UserError(f"{root} holds no checkpoint: it has no {TRACKER}{how_to_fetch(root)}")
     common = common_of(directory)
-    found = _tensors_in(directory, read_manifest(directory))
+    found = _tensors_in(read_manifest(directory))
     origin = common.get("converted_from")
     under = open_base(common.get("base"), base, f"{directory}")
     if under is not None:
-        origin = common_of(under[0]).get("converted_from") if all(map(is_adapter, found)) else None
-        found = _tensors_in(*under) | found
+        is_whole = all(map(is_adapter, found))
+        origin = common_of(under.directory).get("converted_from") if is_whole else None
+        found = _tensors_in(under) | found
     lora = adapters_of(common, directory)
     config = replace(_config(directory, common), lora=lora)
     tensors = checked_tensors(parameter_shapes(config), found, directory)
@@ -94,19 +94,18 @@ def open_native(root: Path, iteration: int | None = None, base: str | None = Non
     return with_adapters(source, lora, adapters, scalings)
 
 
-def _tensors_in(directory: Path, manifest: Manifest | None) -> dict[str, LazyTensor]:
+def _tensors_in(manifest: Manifest) -> dict[str, LazyTensor]:
     """Return the parameters in an iteration's folder, by name."""
-    metadata = read_metadata(directory)
-    check_files(directory, list(metadata.storage_data.values()))
-    reader = CheckedReader(directory, manifest, metadata)
+    manifest.check_sizes(manifest.files)
+    reader = CheckedReader(manifest)
     return {
         name.removeprefix(f"{PARAM}."): LazyTensor(
             shape=tuple(state.size),
             dtype=state.properties.dtype,
             rows=partial(_read_rows, reader, name, state),
-            name=f"{directory}: {name.removeprefix(f'{PARAM}.')}",
+            name=f"{reader.directory}: {name.removeprefix(f'{PARAM}.')}",
         )
-        for name, state in metadata.state_dict_metadata.items()
+        for name, state in reader.metadata.state_dict_metadata.items()
         if isinstance(state, TensorStorageMetadata) and name.startswith(f"{PARAM}.")
     }
 
@@ -139,10 +138,10 @@ def write_adapters(source: Source, base: Path, root: Path, final: Path) -> None:
     if under is None:
         raise UserError(f"--base {base} holds no checkpoint: it has no {TRACKER}")
     named, common = as_base(under), common_of(under)
-    if named is None or common.get("base") is not None or common.get("lora") is not None:
+    if common.get("base") is not None or common.get("lora") is not None:
         raise UserError(
-            f"--base {base}: the base of adapters must be complete, without adapters and of the "
-            "newest format: convert it to paro, with --merge if it has adapters"
+            f"--base {base}: the base of adapters must be complete and without adapters: convert "
+            "it to paro, with --merge if it has adapters"
         )
     copied = ("model", "max_position_embeddings", "init_method_std", "vocab_size", "tokenizer")
     more = ("unpadded_vocab_size", "begins_with_bos", "token_ids")
@@ -178,7 +177,6 @@ def _write(
             states[name].chunks[start, *(0 for _ in others)] = rows
     directory, planner = begin_checkpoint(root, 0), LazySavePlanner(sources)
     sums = write_files(directory, states, planner, one_process(), f"--output {final}")
-    check_files(directory, list(read_metadata(directory).storage_data.values()))
     finish_checkpoint(directory, 0, {**common, "parameters_only": True}, sums)
 
 
