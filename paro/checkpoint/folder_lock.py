@@ -15,19 +15,18 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from paro.checkpoint.lock_holder import LockHolder
 from paro.errors import StorageError, UserError
-from paro.untrusted.schema import parse_json
 
 BEAT_SECONDS = 5.0
 STILL_SECONDS = 60.0
 _NAME = re.compile(r"lease_(\d{1,15})\.json")
+_REMOVED = (errno.ENOENT, errno.ESTALE)  # why a file cannot be opened
 _FILE_BYTES = 2048  # constant size of a lock file: one write replaces all of the content
 
 
@@ -43,7 +42,6 @@ class FolderLock:
         self._path = _path(root, number)
         self._number = number
         self._holder = holder
-        self._beats = 0
         self._lost: str | None = None
         self._device = root.stat().st_dev
         self._checked = time.monotonic()
@@ -74,15 +72,15 @@ class FolderLock:
     def beat(self) -> None:
         """Show that this process lives; raises as `check` does."""
         with self._lock, self._own_file() as descriptor:
-            self._beats += 1
-            _overwrite(descriptor, _content(self._holder, beats=self._beats, released=False))
+            self._holder = replace(self._holder, heartbeat=self._holder.heartbeat + 1)
+            _overwrite(descriptor, self._holder)
 
     def release(self) -> None:
         """Mark the lock file as released for the next run; write nothing if the lock is lost."""
         with self._lock:
             if self._lost is None and not self._ended.is_set():
                 with suppress(OSError, LockLostError), self._own_file() as descriptor:
-                    _overwrite(descriptor, _content(self._holder, beats=self._beats, released=True))
+                    _overwrite(descriptor, replace(self._holder, released=True))
             self._lost = self._lost or "this run has ended"
             self._ended.set()
 
@@ -102,11 +100,11 @@ class FolderLock:
             try:
                 descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
             except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ESTALE):
+                if error.errno not in _REMOVED:
                     raise
                 descriptor = self._restored()
             try:
-                found = LockHolder.from_json(_parsed(os.pread(descriptor, _FILE_BYTES, 0)))
+                found = LockHolder.parse(os.pread(descriptor, _FILE_BYTES, 0))
                 if found is not None and found.token != self.token:
                     self._lost = f"{found.describe()}, has taken it over"
                 if self._lost is None:
@@ -144,12 +142,9 @@ class LockWaiter:
     if the heartbeat does not change for a minute of this process's own clock.
     """
 
-    def __init__(
-        self, root: Path, holder: LockHolder, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, root: Path, holder: LockHolder) -> None:
         self._root = root
         self._holder = holder
-        self._clock = clock
         self._seen: _Found | None = None
         self._seen_at = 0.0
 
@@ -163,7 +158,7 @@ class LockWaiter:
                 return FolderLock(self._root, number, self._holder)
             return "another run, which starts at this moment"
         if self._seen is None:
-            self._seen, self._seen_at = found, self._clock()
+            self._seen, self._seen_at = found, time.monotonic()
         elif found != self._seen:
             raise UserError(
                 f"--save {self._root} is in use by {found.who}: give another --save, or end that "
@@ -174,10 +169,10 @@ class LockWaiter:
     def _is_free(self, found: _Found) -> bool:
         holder = found.holder
         if holder is not None and (
-            found.released or holder.is_same_job(self._holder) or holder.is_dead_here()
+            holder.released or holder.is_same_job(self._holder) or holder.is_dead_here()
         ):
             return True
-        return found == self._seen and self._clock() - self._seen_at >= STILL_SECONDS
+        return found == self._seen and time.monotonic() - self._seen_at >= STILL_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +184,6 @@ class _Found:
     content: bytes
     modified_ns: int
     holder: LockHolder | None  # the process named in the file; None: the file is damaged
-    released: bool
 
     @property
     def who(self) -> str:
@@ -204,32 +198,22 @@ def _newest(root: Path) -> _Found | None:
     while numbers := _numbers(root):
         path = _path(root, max(numbers))
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ESTALE):
-                continue  # a successor has just removed it
-            if error.errno == errno.ELOOP:
-                raise UserError(f"{path} is no regular file: remove it") from None
-            raise
-        try:
-            status = os.fstat(descriptor)
+            status = path.lstat()
             if not stat.S_ISREG(status.st_mode):
                 raise UserError(f"{path} is no regular file: remove it")
-            content = os.pread(descriptor, _FILE_BYTES, 0)
-        finally:
-            os.close(descriptor)
-        record = _parsed(content)
-        holder = LockHolder.from_json(record)
-        released = record.get("released") is True
-        return _Found(path, max(numbers), content, status.st_mtime_ns, holder, released)
+            with path.open("rb") as file:
+                content = file.read(_FILE_BYTES)
+        except OSError as error:
+            if error.errno in _REMOVED:
+                continue  # by a successor, just now
+            raise
+        holder = LockHolder.parse(content)
+        return _Found(path, max(numbers), content, status.st_mtime_ns, holder)
     return None
 
 
 def _numbers(root: Path) -> list[int]:
-    try:
-        names = os.listdir(root)
-    except FileNotFoundError:
-        return []
+    names = (path.name for path in root.glob("lease_*"))
     return [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
 
 
@@ -250,7 +234,7 @@ def _create(root: Path, number: int, holder: LockHolder) -> bool:
     except FileExistsError:
         return False
     try:
-        _overwrite(descriptor, _content(holder, beats=0, released=False))
+        _overwrite(descriptor, holder)
     except OSError:  # a full disk: an empty lock would be watched for a minute
         path.unlink(missing_ok=True)
         raise
@@ -266,24 +250,10 @@ def _create(root: Path, number: int, holder: LockHolder) -> bool:
     return True
 
 
-def _overwrite(descriptor: int, content: bytes) -> None:
+def _overwrite(descriptor: int, holder: LockHolder) -> None:
+    text = json.dumps(asdict(holder), indent=1)
+    content = f"{text.ljust(_FILE_BYTES - 1)}\n".encode()
+    assert len(content) == _FILE_BYTES, "texts of a holder are short"
     if os.pwrite(descriptor, content, 0) != len(content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.fsync(descriptor)
-
-
-def _content(holder: LockHolder, *, beats: int, released: bool) -> bytes:
-    record = {**asdict(holder), "heartbeat": beats, "released": released}
-    text = json.dumps(record, indent=1)
-    content = f"{text.ljust(_FILE_BYTES - 1)}\n".encode()
-    assert len(content) == _FILE_BYTES, "texts of a holder are short"
-    return content
-
-
-def _parsed(content: bytes) -> dict[str, Any]:
-    """Return the fields of a lock file; an empty dict if the file is damaged."""
-    try:
-        record: dict[str, Any] = parse_json(content, dict[str, Any], "")
-    except UserError:
-        return {}
-    return record

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
 from paro.distributed.world import read_job_id, read_rendezvous_id
 from paro.errors import UserError
-from paro.untrusted.schema import Count, Positive, conform
+from paro.untrusted.schema import Count, Positive, parse_json
 
 _TEXT_LENGTH = 128
 
@@ -31,6 +30,8 @@ class LockHolder:
     rendezvous_id: str  # torchrun's --rdzv-id, or empty
     slurm_job: str
     since: str
+    heartbeat: Count = 0
+    released: bool = False  # whether the process has ended its use of the lock
 
     @classmethod
     def this_process(cls) -> Self:
@@ -47,17 +48,15 @@ class LockHolder:
         )
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Self | None:
-        """Return the holder in a parsed lock file, with printable texts; None if it is damaged."""
-        own = {field.name: record[field.name] for field in fields(cls) if field.name in record}
+    def parse(cls, content: bytes) -> Self | None:
+        """Return the holder in a lock file's content, with printable texts; None if damaged."""
         try:
-            found: Self = conform(own, cls, "")
+            holder: Self = parse_json(content, cls, "")
         except UserError:
             return None
-        texts: dict[str, Any] = {
-            name: _short(text) for name, text in own.items() if isinstance(text, str)
-        }
-        return replace(found, **texts)
+        values = asdict(holder).items()
+        texts: dict[str, Any] = {n: _short(text) for n, text in values if isinstance(text, str)}
+        return replace(holder, **texts)
 
     def is_same_job(self, other: LockHolder) -> bool:
         """Return whether both are starts of one torchrun or SLURM job."""

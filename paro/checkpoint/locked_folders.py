@@ -90,23 +90,19 @@ def ranks_by_folder(
         return ((0,),)
     # Markers have rank 0's token in their names: leftovers of a killed run are not counted.
     token = control.gather(secrets.token_hex(8))[0]
-
-    def mark_of(other: int) -> str:
-        return f"{RANK_MARK}{other}_{token}"
-
-    mark = root / mark_of(rank)
+    marks = [root / f"{RANK_MARK}{other}_{token}" for other in range(size)]
     try:
         with control.raise_on_all_ranks(), writing(blame):
             root.mkdir(parents=True, exist_ok=True)
-            mark.touch()
+            marks[rank].touch()
         # All markers exist: the block above ends once all ranks have left it.
         with control.raise_on_all_ranks(), reading(blame):
-            names = {path.name for path in root.iterdir()}
-        seen = tuple(other for other in range(size) if mark_of(other) in names)
+            listed = {*root.iterdir()}
+        seen = tuple(other for other in range(size) if marks[other] in listed)
         # Also a barrier: no marker is removed before every rank has listed the folder.
         folders = control.gather(seen)
     finally:
-        mark.unlink(missing_ok=True)
+        marks[rank].unlink(missing_ok=True)
     with control.raise_on_all_ranks():
         for other in seen:
             if folders[other] != seen:

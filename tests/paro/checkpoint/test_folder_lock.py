@@ -49,6 +49,14 @@ class Clock:
         return self.now
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock that the lock reads."""
+    clock = Clock()
+    monkeypatch.setattr("time.monotonic", clock)
+    return clock
+
+
 @pytest.fixture(autouse=True)
 def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the tests beat, so that they say when."""
@@ -84,10 +92,11 @@ def test_a_second_owner_is_refused_once_the_first_beats(tmp_path: Path) -> None:
     first.check()
 
 
-def test_a_heart_that_stands_still_for_a_minute_costs_the_lease(tmp_path: Path) -> None:
-    clock = Clock()
+def test_a_heart_that_stands_still_for_a_minute_costs_the_lease(
+    tmp_path: Path, clock: Clock
+) -> None:
     first = take(tmp_path, holder(**ELSEWHERE))
-    second = LockWaiter(tmp_path, holder(), clock)
+    second = LockWaiter(tmp_path, holder())
     assert isinstance(second.attempt(), str)
     clock.now += STILL_SECONDS - 0.1
     assert isinstance(second.attempt(), str)
@@ -104,11 +113,7 @@ def test_a_heart_that_stands_still_for_a_minute_costs_the_lease(tmp_path: Path) 
     assert STILL_SECONDS > 5 * BEAT_SECONDS
 
 
-def test_after_a_long_sleep_the_file_says_whose_the_folder_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock()
-    monkeypatch.setattr("time.monotonic", clock)
+def test_after_a_long_sleep_the_file_says_whose_the_folder_is(tmp_path: Path, clock: Clock) -> None:
     lock = take(tmp_path, holder(rendezvous_id="a"))
     take(tmp_path, holder(rendezvous_id="a"))
     clock.now += STILL_SECONDS / 2
@@ -206,10 +211,11 @@ def test_no_lease_is_restored_in_the_folder_below_a_mount_that_is_gone(tmp_path:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 5000, b"[]", b'{"token": 5}', b"\xff" * 99])
-def test_a_damaged_lease_is_watched_like_any_other(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_lease_is_watched_like_any_other(
+    tmp_path: Path, content: bytes, clock: Clock
+) -> None:
     (tmp_path / "lease_9.json").write_bytes(content)
-    clock = Clock()
-    waiter = LockWaiter(tmp_path, holder(), clock)
+    waiter = LockWaiter(tmp_path, holder())
     assert waiter.attempt() == "an unknown run (lease_9.json is damaged)"
     clock.now += STILL_SECONDS
     assert isinstance(waiter.attempt(), FolderLock)
