@@ -38,12 +38,11 @@ from torch import Tensor, nn
 from model.units import PartSpec, UnitSpec
 from paro.collectives.shifts import Ring
 from paro.distributed.timers import Timers, profile_range
-from paro.rotation.rotating_unit import SLICE_ACTIONS, RotatingUnit
+from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding.distributed_model import DistributedModel, Phase, UnitGradSink
 from paro.sharding.sharded_unit import ShardedUnit, bind_empty
 from paro.sharding.shards import ShardingContext, UnitShards
 from paro.spec.sharding_spec import ShardingSpec
-from paro.step.actions import Verb
 from paro.step.rotating import RingStep, RotationPolicy
 from paro.step.slices import Slot
 
@@ -67,10 +66,6 @@ class RotatedModel(DistributedModel):
         timers: Timers,
     ) -> None:
         super().__init__(model, units, policy, timers)
-        self._carried_out |= SLICE_ACTIONS | {
-            Verb.WAIT: UnitShards.wait_for_updated_params,
-            Verb.REDUCE: ShardedUnit.reduce,
-        }
         parts = [(spec, part) for spec in unit_specs for part in spec.parts]
         self._parts = [RotatingPart(index, *part, self) for index, part in enumerate(parts)]
         parameters = dict(model.named_parameters())

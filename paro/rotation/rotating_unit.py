@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from model.matmul import store_grad
@@ -14,7 +12,6 @@ from paro.distributed.timers import profile_range
 from paro.sharding.buffers import TORCH_TYPES, ElasticBuffer
 from paro.sharding.shards import ShardingContext, UnitShards
 from paro.spec.sharding_spec import ShardingSpec
-from paro.step.actions import Verb
 from paro.step.slices import Slot
 
 
@@ -22,7 +19,7 @@ class RotatingUnit(UnitShards):
     """Slice of either the trainable or the frozen matrices of a part of the model.
 
     The unit's shard is the slice that this rank owns. The policy decides the order of
-    `SLICE_ACTIONS`; `views` of a slot are the matrices to compute with.
+    actions; `views` of a slot are the matrices to compute with.
     """
 
     def __init__(self, spec: ShardingSpec, context: ShardingContext, ring: Ring) -> None:
@@ -47,7 +44,8 @@ class RotatingUnit(UnitShards):
         self._slots = {slot: spare.values for slot, spare in self._spares.items()}
         self._slots[Slot.SHARD] = self.param_shard
         self._views: dict[tuple[int, Slot], dict[str, Tensor]] = {}  # {(step, slot): views}
-        self._arrived: dict[WaitKind, Event] = {}  # arrival of what is under way
+        self._weights_arrived: Event = DONE  # arrival of the slice of weights that is under way
+        self._grads_arrived: Event = DONE  # arrival of the gradients that are under way
 
     # Slices #
 
@@ -75,11 +73,13 @@ class RotatingUnit(UnitShards):
 
     # Actions #
 
-    def start_grad_sync(self) -> None:
-        with profile_range(f"reduce:{self.name}"):
-            super().start_grad_sync()
+    wait = UnitShards.wait_for_updated_params
 
-    def alloc_slot(self, slot: Slot) -> None:
+    def grad_sync(self) -> None:
+        with profile_range(f"reduce:{self.name}"):
+            super().grad_sync()
+
+    def allocate_slot(self, slot: Slot) -> None:
         self._spares[slot].alloc()
 
     def free_slot(self, slot: Slot) -> None:
@@ -88,18 +88,32 @@ class RotatingUnit(UnitShards):
     def copy(self, source: Slot, to: Slot) -> None:
         self._slots[to].copy_(self._slots[source])
 
-    def shift(
+    def shift(self, source: Slot, to: Slot) -> None:
+        self._weights_arrived = self._shift(WaitKind.GATHER, Turn.CLOCKWISE, source, to)
+
+    def shift_back(self, source: Slot, to: Slot) -> None:
+        self._weights_arrived = self._shift(WaitKind.GATHER, Turn.COUNTER_CLOCKWISE, source, to)
+
+    def wait_shifted(self) -> None:
+        self.context.exposure.wait(WaitKind.GATHER, self._weights_arrived)
+        self._weights_arrived = DONE
+
+    def shift_grads(self, source: Slot, to: Slot, scratch: Slot) -> None:
+        turn = Turn.COUNTER_CLOCKWISE
+        self._grads_arrived = self._shift(WaitKind.REDUCE, turn, source, to, scratch)
+
+    def wait_grads(self) -> None:
+        self.context.exposure.wait(WaitKind.REDUCE, self._grads_arrived)
+        self._grads_arrived = DONE
+
+    def _shift(
         self, kind: WaitKind, turn: Turn, source: Slot, to: Slot, scratch: Slot = Slot.SCRATCH
-    ) -> None:
+    ) -> Event:
         values, slots = self._slots[source], self._slots
         with self.context.exposure.submitting(kind):  # without overlap the shift runs here
             if source == to:
-                self._arrived[kind] = self._ring.shift_in_place(values, slots[scratch], turn)
-            else:
-                self._arrived[kind] = self._ring.shift(values, slots[to], turn)
-
-    def wait_shifted(self, kind: WaitKind) -> None:
-        self.context.exposure.wait(kind, self._arrived.pop(kind, DONE))
+                return self._ring.shift_in_place(values, slots[scratch], turn)
+            return self._ring.shift(values, slots[to], turn)
 
     def zero_gaps(self, slot: Slot, step: int) -> None:
         for low, high in self._gaps[self._ring.owner_of(step)]:
@@ -108,18 +122,3 @@ class RotatingUnit(UnitShards):
     def accumulate(self, slot: Slot) -> None:
         store_grad(self._slots[slot], self.grad_shard, adds=not self._fresh)
         self._fresh = False
-
-
-_WEIGHTS, _GRADS = WaitKind.GATHER, WaitKind.REDUCE
-SLICE_ACTIONS: dict[Verb, Callable[..., None]] = {
-    Verb.ALLOCATE_SLOT: RotatingUnit.alloc_slot,
-    Verb.FREE_SLOT: RotatingUnit.free_slot,
-    Verb.COPY: RotatingUnit.copy,
-    Verb.SHIFT: lambda unit, *slots: unit.shift(_WEIGHTS, Turn.CLOCKWISE, *slots),
-    Verb.SHIFT_BACK: lambda unit, *slots: unit.shift(_WEIGHTS, Turn.COUNTER_CLOCKWISE, *slots),
-    Verb.WAIT_SHIFTED: lambda unit: unit.wait_shifted(_WEIGHTS),
-    Verb.SHIFT_GRADS: lambda unit, *slots: unit.shift(_GRADS, Turn.COUNTER_CLOCKWISE, *slots),
-    Verb.WAIT_GRADS: lambda unit: unit.wait_shifted(_GRADS),
-    Verb.ZERO_GAPS: RotatingUnit.zero_gaps,
-    Verb.ACCUMULATE: RotatingUnit.accumulate,
-}

@@ -19,7 +19,7 @@ from model.matmul import GradSink
 from paro.distributed.timers import Timers
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import UnitShards
-from paro.step.actions import Move, Verb
+from paro.step.actions import Move
 from paro.step.gathering import GatheringPolicy
 from paro.step.rotating import RotationPolicy
 
@@ -57,11 +57,6 @@ class DistributedModel:
         self.num_arrived: Counter[int] = Counter()  # unit -> gradients that are in its buffer
         self._timers = timers
         self._numbers = {unit: number for number, unit in enumerate(units)}
-        self._carried_out: dict[Verb, Callable[..., None]] = {
-            Verb.GRAD_SYNC: lambda unit: unit.start_grad_sync(),
-            Verb.WAIT_REDUCED: UnitShards.wait_reduced,
-            Verb.PARAM_ALL_GATHER: lambda unit: unit.start_param_all_gather(),
-        }
         self.record: list[Move] | None = None
         self._removals: list[Callable[[], None]] = []  # functions that remove hooks
 
@@ -138,9 +133,9 @@ class DistributedModel:
             self._removals.pop()()
 
     def carry_out(self, actions: Iterable[Move]) -> None:
-        """Carry out the actions with which the policy answers an event."""
+        """Carry out the actions with which the policy answers an event, by methods of units."""
         for verb, number, *slots in actions:
-            self._carried_out[verb](self.units[number], *slots)
+            getattr(self.units[number], verb.name.lower())(*slots)
             if self.record is not None:
                 self.record.append((verb, number, *slots))
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from paro.distributed.timers import Timers, profile_range
+from paro.distributed.timers import Timers
 from paro.sharding.distributed_model import DistributedModel, Phase
 from paro.sharding.sharded_unit import ShardedUnit
-from paro.step.actions import Verb
 from paro.step.gathering import GatheringPolicy
 
 
@@ -29,16 +28,6 @@ class ShardedModel(DistributedModel):
         timers: Timers,
     ) -> None:
         super().__init__(model, units, policy, timers)
-        self._carried_out |= {
-            Verb.GATHER: _gather,
-            Verb.WAIT: ShardedUnit.use,
-            Verb.CACHE_FP8: ShardedUnit.cache_fp8_weights,
-            Verb.DROP_FP8: ShardedUnit.drop_fp8_weights,
-            Verb.RELEASE: ShardedUnit.release,
-            Verb.ALLOCATE: ShardedUnit.alloc_whole_grad,
-            Verb.FREE: ShardedUnit.free_whole_grad,
-            Verb.REDUCE: _reduce,
-        }
         parameters = dict(model.named_parameters())
         planned = dict.fromkeys(spec.unit for spec in self.specs)
         for index, unit_spec in enumerate(planned):
@@ -69,13 +58,3 @@ class ShardedModel(DistributedModel):
             # The hook runs once the gradient of the unit's output is computed.
             output.register_hook(lambda _g: self.carry_out(self.policy.before_backward(index)))
         self.carry_out(self.policy.after_forward(index, backward_follows=follows))
-
-
-def _gather(unit: ShardedUnit) -> None:
-    with profile_range(f"gather:{unit.name}"):
-        unit.gather()
-
-
-def _reduce(unit: ShardedUnit) -> None:
-    with profile_range(f"reduce:{unit.name}"):
-        unit.reduce()

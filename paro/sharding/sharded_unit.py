@@ -26,6 +26,7 @@ from model.fp8 import Fp8WeightCache
 from model.matmul import store_grad
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import WaitKind
+from paro.distributed.timers import profile_range
 from paro.sharding.buffers import TORCH_TYPES, ElasticBuffer, param_views
 from paro.sharding.shards import ShardingContext, UnitShards
 from paro.spec.sharding_spec import Collective, ShardingSpec
@@ -35,9 +36,9 @@ from paro.step.actions import Verb
 class ShardedUnit(UnitShards):
     """The flat buffers of either the trainable or the frozen parameters of a unit.
 
-    parameters    `bind` makes them views of `param_U`; they may be read between `use` and `release`
+    parameters    `bind` makes them views of `param_U`, to be read between `wait` and `release`
     gradients     written into `grad_view`; once all are there, `reduce` queues their reduction into
-                  `grad_shard`; after the last micro-batch `start_grad_sync` queues the reduction
+                  `grad_shard`; after the last micro-batch `grad_sync` queues the reduction
                   over all ranks, and `wait_reduced` waits. After an exception a unit is unusable.
     """
 
@@ -84,8 +85,9 @@ class ShardedUnit(UnitShards):
     def gather(self) -> None:
         """Queue the all-gather of unsharded parameters, after the step's all-gather of updates."""
         assert self._param_U is not None, f"{self.name} is whole"
-        self._param_U.alloc()
-        with self.context.exposure.submitting(WaitKind.GATHER):
+        exposure = self.context.exposure
+        with profile_range(f"gather:{self.name}"), exposure.submitting(WaitKind.GATHER):
+            self._param_U.alloc()
             _, self._gathered = self._queue(
                 self.spec.collectives[Verb.GATHER],
                 self._param_U.values,
@@ -93,19 +95,22 @@ class ShardedUnit(UnitShards):
                 after=self._updated,
             )
 
-    def use(self) -> None:
+    def wait(self) -> None:
         """Wait until the parameters may be read."""
+        self._use()
+
+    def _use(self) -> None:
         assert self._param_U is None or self._param_U.alive, f"{self.name} is not gathered"
         self.wait_for_updated_params()
         self.context.exposure.wait(WaitKind.GATHER, self._gathered)
         self._gathered = DONE
 
-    def cache_fp8_weights(self) -> None:
+    def cache_fp8(self) -> None:
         """Cache fp8 casts of weights from now on, for forward and backward."""
         for cache in self._fp8_caches:
             cache.is_on = True
 
-    def drop_fp8_weights(self) -> None:
+    def drop_fp8(self) -> None:
         """Free the cached fp8 casts, because the values of the parameters may change."""
         for cache in self._fp8_caches:
             cache.is_on, cache.cast = False, None
@@ -113,13 +118,13 @@ class ShardedUnit(UnitShards):
     def release(self) -> None:
         """Free the unsharded parameters."""
         assert self._param_U is not None, f"{self.name} stays whole"
-        self.use()  # an unused gather may still be writing the buffer
-        self.drop_fp8_weights()
+        self._use()  # an unused gather may still be writing the buffer
+        self.drop_fp8()
         self._param_U.free()
 
     # Gradients #
 
-    def alloc_whole_grad(self) -> None:
+    def allocate(self) -> None:
         assert self._grad_U is not None
         self._grad_U.alloc()
         for begin, end in self.layout.gaps():
@@ -132,7 +137,8 @@ class ShardedUnit(UnitShards):
     def reduce(self) -> None:
         """Queue the reduction of this micro-batch's gradients and the addition to `grad_shard`."""
         if self._grad_U is not None:
-            with self.context.exposure.submitting(WaitKind.REDUCE):
+            exposure = self.context.exposure
+            with profile_range(f"reduce:{self.name}"), exposure.submitting(WaitKind.REDUCE):
                 self._reduced = self._grad_U_read = self._queue_reduction(self._grad_U.values)
         self._fresh = False
 
@@ -146,7 +152,7 @@ class ShardedUnit(UnitShards):
 
         return self.context.collectives.run_after(sent[-1].span, accumulate, after=event)
 
-    def free_whole_grad(self) -> None:
+    def free(self) -> None:
         """Free the unsharded gradients after waiting for their reduction."""
         assert self._grad_U is not None
         self.context.exposure.wait(WaitKind.REDUCE, self._grad_U_read)

@@ -5,8 +5,8 @@
 # gradients and optimizer state may differ. The optimizer's range is inside both shards (Note:
 # nested shards, paro/layout.py). Once a step:
 #
-#     start_grad_sync           grads degree -> optimizer degree, then all-reduce over replicas
-#     start_param_all_gather    optimizer degree -> params degree, the updated parameters
+#     grad_sync           grads degree -> optimizer degree, then all-reduce over replicas
+#     param_all_gather    optimizer degree -> params degree, the updated parameters
 #
 # `ShardingSpec` describes all collectives; this file queues them on comm streams. Subclasses add
 # the collectives of a micro-batch (`ShardedUnit`: gathers and reductions, `RotatingUnit`: shifts).
@@ -83,7 +83,7 @@ class UnitShards:
         self.grad_errors = zeros(error_shape, dtype=torch.uint8) if any(error_shape) else None
         self.full_precision = False  # whether this step sends all values unquantized
         self._fresh = True  # whether the next gradients overwrite `grad_shard` instead of adding
-        self._is_quantized = False  # whether `start_param_all_gather` sends a quantized update next
+        self._is_quantized = False  # whether `param_all_gather` sends a quantized update next
         self._updated: Event = DONE
         self._reduced: Event = DONE
 
@@ -216,7 +216,7 @@ class UnitShards:
         self.quantized_update.quantize(master, self.optim_param, index)
         self._is_quantized = True
 
-    def start_param_all_gather(self) -> None:
+    def param_all_gather(self) -> None:
         """Queue the all-gather of updated parameters: optimizer ranges fill `param_shard`.
 
         After `quantize_update` the quantized differences are sent and added to the parameters.
@@ -238,7 +238,7 @@ class UnitShards:
         self.context.exposure.wait(WaitKind.PARAM_ALL_GATHER, self._updated)
         self._updated = DONE
 
-    def start_grad_sync(self) -> None:
+    def grad_sync(self) -> None:
         """Queue the step's gradient reductions of a bucket, after those of all micro-batches.
 
         Backward ends with the bucket's first unit: the comm stream has reduced the others before.

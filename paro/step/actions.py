@@ -11,7 +11,10 @@ from paro.layout import Unit
 
 
 class Verb(IntEnum):
-    """A kind of action on a buffer; the last five compute, with a unit."""
+    """A kind of action on a buffer; the last five compute, with a unit.
+
+    A buffer's action is carried out by the method of that name, in lower case, of its `UnitShards`.
+    """
 
     GATHER = 0  # queues the all-gather of the buffer's parameters
     WAIT = 1  # waits until the buffer's parameters may be read

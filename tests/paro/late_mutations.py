@@ -84,8 +84,8 @@ MUTATIONS = (
     _rotating("after_backward", f"actions.append({_GRADS})", "pass", more=IN_PLACE),
     _rotated("begin_evaluation", "(Verb.WAIT, buffer) for buffer in self.shape.replicated", ""),
     _rotated("end_step", "(Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable", ""),
-    _muon("start_grad_sync", "_fresh = reduced,", "_fresh = DONE,"),
-    _muon("start_param_all_gather", "unit._updated = updated", "pass"),
+    _muon("grad_sync", "_fresh = reduced,", "_fresh = DONE,"),
+    _muon("param_all_gather", "unit._updated = updated", "pass"),
     _native("[outermost], event)", "[outermost], DONE)", "NNI"),
     _native("reversed(inner), event)", "reversed(inner), DONE)", "NNN"),
     Mutation(Collectives, "run_after", "after=after", "after=None", "IIG", f"{CODES} {HO_RING}"),
@@ -116,22 +116,24 @@ CAUGHT = {
         MUON,
     ),
     "rotation.rotating_unit RotatingUnit.wait_shifted: "
-    "self.context.exposure.wait(kind, self._arrived.pop(kind, DONE))": ("IIG", ROTATE),
+    "self.context.exposure.wait(WaitKind.GATHER, self._weights_arrived)": ("IIG", ROTATE),
+    "rotation.rotating_unit RotatingUnit.wait_grads: "
+    "self.context.exposure.wait(WaitKind.REDUCE, self._grads_arrived)": ("IIG", ROTATE),
     "sharding.distributed_model DistributedModel.wait_for_updated_params: "
     "unit.wait_for_updated_params()": ("NIG", SAVED),
     "sharding.sharded_unit ShardedUnit.gather: after=self._updated": ("IIG", ""),
-    "sharding.sharded_unit ShardedUnit.use: self.wait_for_updated_params()": ("NNI", ""),
-    "sharding.sharded_unit ShardedUnit.use: "
+    "sharding.sharded_unit ShardedUnit._use: self.wait_for_updated_params()": ("NNI", ""),
+    "sharding.sharded_unit ShardedUnit._use: "
     "self.context.exposure.wait(WaitKind.GATHER, self._gathered)": ("IIG", ""),
     "sharding.sharded_unit ShardedUnit._queue_reduction: after=event": ("GGG", AUTO),
-    "sharding.sharded_unit ShardedUnit.free_whole_grad: "
+    "sharding.sharded_unit ShardedUnit.free: "
     "self.context.exposure.wait(WaitKind.REDUCE, self._grad_U_read)": ("IIG", ""),
     "sharding.shards UnitShards.wait_for_updated_params: "
     "self.context.exposure.wait(WaitKind.PARAM_ALL_GATHER, self._updated)": ("IIG", ""),
-    "sharding.shards UnitShards.start_param_all_gather: after=gathered": ("IIG", CODES),
+    "sharding.shards UnitShards.param_all_gather: after=gathered": ("IIG", CODES),
     "sharding.shards UnitShards._reduce_quantized: after=after": ("IIG", CODES),
     "sharding.shards UnitShards._queue: after=after": ("IIG", ""),
-    "sharding.shards UnitShards.start_grad_sync: after=self._reduced": ("IIG", ""),
+    "sharding.shards UnitShards.grad_sync: after=self._reduced": ("IIG", ""),
     "sharding.shards UnitShards.wait_reduced: "
     "self.context.exposure.wait(WaitKind.REDUCE, self._reduced)": ("IIG", ""),
     "training.replicas check_replicas: training.model.wait_for_updated_params()": ("NIG", SAVED),

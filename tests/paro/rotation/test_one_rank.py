@@ -14,6 +14,7 @@ import torch
 from model.config import LlamaConfig, RecomputeConfig
 from model.lora_config import LoraConfig, is_adapter
 from paro.distributed.comm_stream import Event, InlineStreams, Job
+from paro.distributed.links import Links
 from paro.precision import PrecisionConfig
 from paro.spec.run_spec import Materialize
 from tests.helpers.training import slices_by_part
@@ -129,7 +130,8 @@ def test_out_of_place_a_slice_leaves_before_it_is_computed_with(
     silence(monkeypatch)
     rank = rotating_rank(SMALL, strategy, topology, FP32, in_place=in_place)
     model, notes = rank.model, list[str]()
-    model.units[-1]._ring._streams = Noted(notes)
+    ring = model.units[-1]._ring
+    ring.groups = replace(ring.groups, links=Links(Noted(notes)))
     attention = next(part for part in model._parts if part.spec.method == "attention")
     computed = attention._of_slice
 

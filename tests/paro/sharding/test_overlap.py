@@ -81,9 +81,7 @@ def watch(flags: str, prefetch: int) -> dict[str, bool | None]:
 
         if Verb.PARAM_ALL_GATHER in spans:
             span = spans[Verb.PARAM_ALL_GATHER]
-            started = Hold(
-                units["head"], "start_param_all_gather", StreamKind.GATHER, span, patience
-            )
+            started = Hold(units["head"], "param_all_gather", StreamKind.GATHER, span, patience)
             holds["all-gather of the updated head under the next forward"] = started
             modules["blocks.0"].register_forward_pre_hook(lambda *_: started.reached())
 
