@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.document_bounds import DocumentRules, bounds_of
-from data.loss_mask import LossMask
+from data.config import DocumentRules
+from data.loss_mask import BEGINS, TRAINED, LossMask
 from paro.errors import UserError, is_storage_failure, open_files_limit
 
 TokenBytes = NDArray[np.int64]  # index: token id; value: bytes of text that the id stands for
@@ -87,37 +87,6 @@ class Batch:
         )
 
 
-def collate(
-    samples: Sequence[NDArray[np.int64]],
-    rules: DocumentRules | None = None,
-    *,
-    loss_masks: Sequence[LossMask | None] = (),
-    num_masked: int = 0,
-    token_bytes: TokenBytes | None = None,
-) -> Batch:
-    """Make a batch of samples of seq_length + 1 tokens; the last `num_masked` are masked.
-
-    Bytes of text are counted here, on the host, where worker processes read ahead. So no table is
-    copied to the device, and no sum is copied back.
-    """
-    text = np.stack(samples)
-    bounds = bounds_of(text[:, :-1], rules, loss_masks)
-    positions, loss_mask = bounds.positions_BS, bounds.loss_mask_BS
-    loss_mask[len(samples) - num_masked :] = 0.0
-    text_bytes = 0.0
-    if token_bytes is not None:
-        text_bytes = float((token_bytes[text[:, 1:]] * loss_mask).sum())
-    return Batch(
-        torch.from_numpy(text[:, :-1].copy()),
-        torch.from_numpy(text[:, 1:].copy()),
-        torch.from_numpy(loss_mask),
-        mask_sum=float(loss_mask.sum(dtype=np.float64)),
-        text_bytes=text_bytes,
-        positions_BS=None if positions is None else torch.from_numpy(positions),
-        document_lengths=bounds.document_lengths,
-    )
-
-
 Failure = UserError | OSError  # OSError: the storage failed, or too many files are open
 
 
@@ -130,34 +99,22 @@ class Fetch(Dataset[Batch | Failure]):
     """
 
     dataset: Samples
-    rules: DocumentRules | None = None
+    rules: DocumentRules = field(default_factory=DocumentRules)
     whole: bool = False  # True: read the set in rounds, each padded at its end with masked samples
     ranges: tuple[range, ...] | None = None  # the positions of each sample to keep; None: all
     token_bytes: TokenBytes | None = None  # bytes of text per id; None: do not count bytes
 
     def __getitem__(self, numbers: range) -> Batch | Failure:
         last = len(self.dataset) - 1
-        if self.whole:
-            beyond = sum(number > last for number in numbers)
-            return self._collate([min(number, last) for number in numbers], num_masked=beyond)
-        if numbers[-1] > last:
+        beyond = sum(number > last for number in numbers)
+        if beyond and not self.whole:
             return UserError(
                 f"the data set ends after {len(self.dataset)} samples and sample {numbers[-1]} is "
                 "asked for: more is drawn than --train-iters, --train-samples or --eval-iters "
                 "announced when it was built"
             )
-        return self._collate(numbers)
-
-    def _collate(self, numbers: Sequence[int], *, num_masked: int = 0) -> Batch | Failure:
         try:
-            samples = [self.dataset[number] for number in numbers]
-            batch = collate(
-                samples,
-                self.rules,
-                loss_masks=[self.dataset.loss_mask(number) for number in numbers],
-                num_masked=num_masked,
-                token_bytes=self.token_bytes,
-            )
+            batch = self._collate([min(number, last) for number in numbers], num_masked=beyond)
             return batch if self.ranges is None else batch.cut(self.ranges)
         except UserError as error:
             return error
@@ -165,3 +122,47 @@ class Fetch(Dataset[Batch | Failure]):
             if not is_storage_failure(error) and open_files_limit(error) is None:
                 raise
             return error
+
+    def _collate(self, numbers: Sequence[int], num_masked: int) -> Batch:
+        """Make a batch of samples of seq_length + 1 tokens; the last `num_masked` are masked.
+
+        Documents begin at the first token of a sample and after every EOD. The EOD token belongs to
+        the document that it ends, and predicts the first token of the next one unless its loss is
+        masked. In samples with a loss mask, documents are conversations, and only answered tokens
+        are predicted.
+
+        Bytes of text are counted here, on the host, where worker processes read ahead. So no table
+        is copied to the device, and no sum is copied back.
+        """
+        text = np.stack([self.dataset[number] for number in numbers])
+        tokens_BS, labels_BS = text[:, :-1].copy(), text[:, 1:].copy()
+        ends_BS = tokens_BS == self.rules.eod
+        begins_BS = np.ones_like(ends_BS)
+        begins_BS[:, 1:] = ends_BS[:, :-1]
+        loss_mask_BS = np.ones(tokens_BS.shape, dtype=np.float32)
+        for row, number in enumerate(numbers):
+            if (loss_mask := self.dataset.loss_mask(number)) is not None:
+                loss_mask_BS[row] = loss_mask[1:] == TRAINED
+                begins_BS[row, 1:] = loss_mask[1:-1] == BEGINS
+        if self.rules.eod_mask_loss:
+            loss_mask_BS[ends_BS] = 0.0
+        loss_mask_BS[len(numbers) - num_masked :] = 0.0
+        positions_BS, document_lengths, text_bytes = None, None, 0.0
+        if self.rules.reset_position_ids:
+            places = np.arange(tokens_BS.shape[1])
+            latest_begin = np.maximum.accumulate(np.where(begins_BS, places, 0), axis=1)
+            positions_BS = torch.from_numpy(places - latest_begin)
+        if self.rules.reset_attention_mask:
+            (begins,) = np.nonzero(begins_BS.reshape(-1))
+            document_lengths = tuple(np.diff(begins, append=tokens_BS.size).tolist())
+        if self.token_bytes is not None:
+            text_bytes = float((self.token_bytes[labels_BS] * loss_mask_BS).sum())
+        return Batch(
+            torch.from_numpy(tokens_BS),
+            torch.from_numpy(labels_BS),
+            torch.from_numpy(loss_mask_BS),
+            mask_sum=float(loss_mask_BS.sum(dtype=np.float64)),
+            text_bytes=text_bytes,
+            positions_BS=positions_BS,
+            document_lengths=document_lengths,
+        )

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.blend import Blend, parse_blend, read_blend, read_blend_per_split
-from data.document_bounds import DocumentRules
 from data.loss_mask import loss_mask_paths
 from data.sample_order import SPLIT_NAMES, parse_split
 from paro.errors import UserError, contradiction
@@ -15,6 +14,16 @@ DEFAULT_SPLIT = "969, 30, 1"
 MAX_SEED = 2**32 - 1
 MOST_TOKENS = 2**31  # largest --seq-length
 MOST_WORKERS = 1024  # most worker processes of one rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentRules:
+    """Effects of the end-of-document token; by default none, as in Megatron."""
+
+    eod: int = -1
+    eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +102,13 @@ class DataConfig:
                 "sample, or --reset-position-ids and --reset-attention-mask for as many as fit"
             )
 
-    def document_rules(self, eod: int) -> DocumentRules | None:
-        """Return the rules for end-of-document tokens; None if no rule is on."""
-        rules = DocumentRules(
+    def document_rules(self, eod: int) -> DocumentRules:
+        return DocumentRules(
             eod=eod,
             eod_mask_loss=self.eod_mask_loss,
             reset_position_ids=self.reset_position_ids,
             reset_attention_mask=self.reset_attention_mask,
         )
-        return None if rules == DocumentRules(eod=eod) else rules
 
     def _sources(self) -> dict[str, bool]:
         """Return each flag of a data source and whether it is given; exactly one must be."""

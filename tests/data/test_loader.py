@@ -15,9 +15,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from data.batch import Fetch, collate
-from data.config import DataConfig
-from data.document_bounds import DocumentRules
+from data.batch import Fetch
+from data.config import DataConfig, DocumentRules
 from data.loader import Batch, Datasets, MicroBatches, Samples, SplitCounts, build_datasets
 from paro.errors import UserError
 from tests.helpers.corpora import write_corpus
@@ -75,9 +74,9 @@ def test_order_is_megatrons(num_workers: int) -> None:
 
 
 def test_labels_follow_tokens_and_a_batch_moves_as_a_whole() -> None:
-    batch = collate([np.arange(5), np.arange(10, 15)])
-    assert batch.tokens_BS.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
-    assert batch.labels_BS.tolist() == [[1, 2, 3, 4], [11, 12, 13, 14]]
+    batch = next(batches_of(micro_batch_size=2))
+    assert batch.tokens_BS.tolist() == [[0, 1, 2, 3], [1, 2, 3, 4]]
+    assert batch.labels_BS.tolist() == [[1, 2, 3, 4], [2, 3, 4, 5]]
     assert batch.loss_mask_BS.tolist() == [[1.0] * 4] * 2
     assert (batch.tokens_BS.dtype, batch.loss_mask_BS.dtype) == (torch.int64, torch.float32)
     assert batch.tokens_BS.is_contiguous()

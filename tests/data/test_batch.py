@@ -10,10 +10,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from data.document_bounds import DocumentRules, bounds_of
+from data.batch import Fetch
+from data.config import DocumentRules
+from tests.data.test_loader import Numbered
 
 EOD = 9
+
+
+class One(Numbered):
+    """One sample of the given tokens, and a last label."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        super().__init__(1)
+        self.tokens = tokens
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        return np.array([*self.tokens, 0])
 
 
 def megatron_masks(tokens: list[int], rules: DocumentRules) -> tuple[torch.Tensor, ...]:
@@ -47,7 +61,7 @@ def test_one_sample(flags: tuple[bool, bool, bool], tokens: list[int]) -> None:
         eod=EOD, eod_mask_loss=flags[0], reset_position_ids=flags[1], reset_attention_mask=flags[2]
     )
     hidden, loss_mask, positions = megatron_masks(tokens, rules)
-    mine = bounds_of(np.array([tokens]), rules)
+    mine = Fetch(One(tokens), rules)[range(1)]
     assert mine.loss_mask_BS[0].tolist() == loss_mask.tolist()
     if rules.reset_position_ids:
         assert mine.positions_BS[0].tolist() == positions.tolist()
