@@ -22,7 +22,7 @@ from data.atomic_file import replacing
 from data.block_checksums import BlockSums, CheckedFile, checksums_path, with_checks
 from data.fingerprint import Fingerprint, fingerprint_path, replacing_fingerprint
 from data.loss_mask import LossMask, LossMaskFile, loss_mask_paths, replacing_loss_mask
-from paro.errors import UserError, is_storage_failure, reading, writing
+from paro.errors import UserError, reading, writing
 from paro.untrusted.regular_file import RegularFile
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -186,10 +186,14 @@ class IndexedDataset:
         size = self.dtype.itemsize
         return np.frombuffer(self._content.read(begin * size, count * size), self.dtype)
 
+    def part_ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield the first id and the number of ids of each part in which all ids are read."""
+        for begin in range(0, self.num_tokens, PART_TOKENS):
+            yield begin, min(PART_TOKENS, self.num_tokens - begin)
+
     def parts(self) -> Iterator[Tokens]:
         """Yield all ids, part by part."""
-        for begin in range(0, self.num_tokens, PART_TOKENS):
-            yield self.read(begin, min(PART_TOKENS, self.num_tokens - begin))
+        return (self.read(*part) for part in self.part_ranges())
 
     def __getitem__(self, index: int) -> Tokens:
         return self.get(index)
@@ -234,18 +238,6 @@ def _read_header(index: RegularFile) -> tuple[int, int, int]:
             f"damaged: {REMEDY}"
         )
     return code, count, entries
-
-
-@contextmanager
-def _room_on_disk(path: Path) -> Iterator[None]:
-    """Add the file name to an out-of-space error, which does not name the file."""
-    try:
-        yield
-    except OSError as error:
-        if not is_storage_failure(error) or error.filename:
-            raise
-        text = f"{path} cannot be written: {error.strerror}; make room or write elsewhere"
-        raise OSError(error.errno, text) from error
 
 
 class EncodedDocuments(NamedTuple):
@@ -294,7 +286,6 @@ class IndexedDatasetWriter:
             replacing_loss_mask(self.prefix, wanted=self._has_loss_mask) as self.loss_mask_writer,
             replacing(checksums_path(self.prefix)) as self._sums_file,
             replacing(bin_path(self.prefix)) as bin_file,
-            _room_on_disk(bin_path(self.prefix)),
             bin_file.open("wb") as self._stream,
         ):
             yield
@@ -315,7 +306,7 @@ class IndexedDatasetWriter:
         """
         if self._stream.closed:
             return
-        with _room_on_disk(bin_path(self.prefix)):
+        with writing(f"{bin_path(self.prefix)}"):
             self._stream.close()
             self._sums.write(self._sums_file)
             if self.loss_mask_writer is not None:
@@ -341,10 +332,7 @@ class IndexedDatasetWriter:
                 )
             self._lengths[-1] = length
             first, lengths = first - 1, lengths[1:]
-        self._write(ids)
-        if self.loss_mask_writer is not None:
-            assert documents.loss_mask is not None, "a conversation says which tokens are answered"
-            self.loss_mask_writer.write(documents.loss_mask)
+        self._write(ids, documents.loss_mask)
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         ends = first + np.cumsum(documents.sequences)
         self._open_sequence = documents.unfinished and (self._open_sequence or ends[-1] > first)
@@ -365,19 +353,22 @@ class IndexedDatasetWriter:
                 "(.answered), unlike those before it: join corpora of one kind; training blends "
                 "both"
             )
-        for ids in dataset.parts():
-            self._write(ids)
-        if dataset.loss_mask_file is not None and self.loss_mask_writer is not None:
-            for part in dataset.loss_mask_file.parts():
-                self.loss_mask_writer.write(part)
+        for part in dataset.part_ranges():
+            mask_file = dataset.loss_mask_file
+            loss_mask = None if mask_file is None else mask_file.read(*part)
+            self._write(dataset.read(*part), loss_mask)
         lengths = dataset.sequence_lengths()
         documents = dataset.document_indices()[1:] + len(self._lengths)
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         self._documents.frombytes(documents.astype(np.int64).tobytes())
         self.num_tokens += dataset.num_tokens
 
-    def _write(self, ids: Tokens) -> None:
-        self._stream.write(ids.data)
+    def _write(self, ids: Tokens, loss_mask: LossMask | None) -> None:
+        with writing(f"{bin_path(self.prefix)}"):
+            self._stream.write(ids.data)
+            if self.loss_mask_writer is not None:
+                assert loss_mask is not None, "a conversation says which tokens are answered"
+                self.loss_mask_writer.write(loss_mask)
         self._sums.update(ids)
 
     def _write_index(self, path: Path) -> None:

@@ -22,7 +22,6 @@ from paro.untrusted.regular_file import RegularFile
 
 MASKED, TRAINED, BEGINS = 0, 1, 2  # BEGINS: masked, and the first token of a conversation
 _SUM_BYTES = 4
-_PART_TOKENS = 2**22
 LossMask = NDArray[np.uint8]
 
 
@@ -38,7 +37,6 @@ class LossMaskFile:
         path, sums = loss_mask_paths(prefix)
         again = "write the corpus again"
         self._file = CheckedFile(RegularFile(path), RegularFile(sums), again)
-        self._size = size
         is_other = self._file.size != size + _SUM_BYTES
         if not is_other and isinstance(content, CheckedFile):
             is_other = bytes(self._file.read(size, _SUM_BYTES)) != _sum_bytes(content.sum_of_table)
@@ -51,11 +49,6 @@ class LossMaskFile:
     def read(self, begin: int, count: int) -> LossMask:
         """Return the loss mask of `count` tokens from the one at `begin` on."""
         return np.frombuffer(self._file.read(begin, count), np.uint8)
-
-    def parts(self) -> Iterator[LossMask]:
-        """Yield the loss mask of all tokens, part by part."""
-        for begin in range(0, self._size, _PART_TOKENS):
-            yield self.read(begin, min(_PART_TOKENS, self._size - begin))
 
 
 class LossMaskWriter:
