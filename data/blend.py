@@ -153,8 +153,3 @@ def number_in(word: str) -> float | None:
         return float(word)
     except ValueError:
         return None
-
-
-def members_of(shares: Sequence[float], num_samples: int) -> list[int]:
-    """Return the number of samples from each corpus for a blend of at least `num_samples`."""
-    return [math.ceil(num_samples * share) for share in shares]

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data.blend import SURPLUS, Blend, members_of
+from data.blend import SURPLUS, Blend
 from data.gpt_dataset import GPTDataset, SplitRequest, TooFewTokensError
 from data.index_cache import CacheEntry, StoredArray, cached
 from data.loss_mask import LossMask
@@ -129,7 +129,7 @@ def _by_weight(blend: Blend, request: SplitRequest) -> BlendedDataset:
             "weights out, or --full-validation"
         )
     shares = blend.shares()
-    wanted = members_of(shares, request.num_samples)
+    wanted = [math.ceil(request.num_samples * share) for share in shares]
     size = sum(wanted)
     build = partial(blend_by_share, shares, size)
     indices, source = _cached_indices(blend, request, shares, size, build)

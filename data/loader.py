@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
+from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -297,16 +298,15 @@ class MicroBatches:
 
     def sample_numbers(self) -> Iterator[range]:
         """Return the samples of micro-batch 0, 1, ...; endless."""
-        # A separate generator: one that references `self`, and so its own reader, would be freed by
-        # the garbage collector, which frees the queues of the workers before these are stopped,
-        # and then waits 5 seconds for each.
-        first = self.data_parallel_rank * self.micro_batch_size
-        return _sample_numbers(
-            range(first, first + self.micro_batch_size),
-            consumed=self.consumed_samples,
-            stride=self.micro_batch_size * self.data_parallel_size,
-            round_of=len(self.fetch.dataset) if self.fetch.whole else None,
-        )
+        own = self.data_parallel_rank * self.micro_batch_size
+        size, stride = self.micro_batch_size, self.micro_batch_size * self.data_parallel_size
+        starts: Iterable[int] = count(self.consumed_samples, stride)
+        if self.fetch.whole:  # round after round
+            starts = chain.from_iterable(repeat(range(0, len(self.fetch.dataset), stride)))
+        # An iterator that references `self`, and so its own reader, would be freed by the garbage
+        # collector, which frees the queues of the workers before these are stopped, and then waits
+        # 5 seconds for each.
+        return (range(start + own, start + own + size) for start in starts)
 
     def _read(self) -> Iterator[Batch | Failure]:
         for numbers in self.sample_numbers():
@@ -341,18 +341,6 @@ class MicroBatches:
             f"({cause}): make it writable and larger (docker run --shm-size), or give "
             "--num-workers 0"
         )
-
-
-def _sample_numbers(
-    own: range, *, consumed: int, stride: int, round_of: int | None
-) -> Iterator[range]:
-    """Yield a rank's part of every stride; restarts at 0 when a round is over."""
-    first = consumed
-    while True:
-        yield range(first + own.start, first + own.stop)
-        first += stride
-        if round_of is not None and first >= round_of:
-            first = 0
 
 
 @contextmanager

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 RESTART_PROBABILITY = 0.1  # per token, of a jump to another position of the cycle
 
 
+@dataclass(kw_only=True, eq=False)
 class MockDataset:
-    """Walks along a fixed random cycle through the vocabulary, with jumps to random positions.
+    """A walk along a fixed random cycle through the vocabulary, with jumps to random positions.
 
     The token after t is always the same unless there is a jump, and jumps favour some positions.
     So the loss falls at once (frequencies) and keeps falling (successors), down to the entropy of
     the jumps. Every stream (train, valid, test) has its own samples on the same cycle.
     """
 
-    def __init__(
-        self, *, num_samples: int, seq_length: int, vocab_size: int, seed: int, stream: int = 0
-    ) -> None:
-        self.num_samples = num_samples
-        self.seq_length = seq_length
-        self.seed = seed
-        self.stream = stream
-        self.cycle = np.random.RandomState(seed).permutation(vocab_size).astype(np.int64)
+    num_samples: int
+    seq_length: int
+    vocab_size: int
+    seed: int
+    stream: int = 0
+
+    def __post_init__(self) -> None:
+        order = np.random.RandomState(self.seed).permutation(self.vocab_size)
+        self.cycle = order.astype(np.int64)
 
     def __len__(self) -> int:
         return self.num_samples

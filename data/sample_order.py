@@ -21,18 +21,12 @@ from data.index_cache import StoredArray
 from paro.errors import UserError
 
 SPLIT_NAMES = ("train", "valid", "test")
+Share = tuple[float, float]  # a split as an interval of the corpus, between 0 and 1
 MOST_SAMPLES = 2**33  # most samples or documents in an order: 70 trillion tokens at 8192 each
 BLOCK = 2**16  # entries of the document index that are processed at a time
 # If less than this fraction of the final epoch is needed, it is shuffled separately, so that the
 # samples of the whole epochs come first.
 SEPARATE_BELOW = 0.80
-
-
-class Share(NamedTuple):
-    """A split as an interval of the corpus, between 0 and 1."""
-
-    begin: float
-    end: float
 
 
 class Bounds(NamedTuple):
@@ -126,22 +120,20 @@ def split_matrix(text: str) -> tuple[Share | None, Share | None, Share | None]:
     ends = [0.0]
     for weight in parse_split(text):
         ends.append(ends[-1] + weight)  # one by one: the rounding in `split_bounds` depends on it
-    train, valid, test = (
-        Share(begin, end) if end > begin else None for begin, end in pairwise(ends)
-    )
+    train, valid, test = ((begin, end) if end > begin else None for begin, end in pairwise(ends))
     return train, valid, test
 
 
 def share_of(split: str | None, split_name: str) -> Share | None:
     """Return the part of a corpus that a split uses; all of it without --split."""
     if split is None:
-        return Share(0.0, 1.0)
+        return 0.0, 1.0
     return split_matrix(split)[SPLIT_NAMES.index(split_name)]
 
 
 def split_bounds(share: Share, num_sequences: int) -> Bounds:
     """Return the sequences of a split: contiguous, in file order, not shuffled."""
-    return Bounds(round(share.begin * num_sequences), round(share.end * num_sequences))
+    return Bounds(*(round(end * num_sequences) for end in share))
 
 
 def build_order(sequence_lengths: NDArray[np.int32], plan: OrderPlan) -> SampleOrder:
