@@ -102,7 +102,8 @@ def run(
         observers = (watchdog, *setup.profilers_of(config, log, training))
     report, facts = setup.start_report(config, training, state, locked, log, bytes_before)
     if (recovery := resumed.recovery) is not None:
-        report.scalars(recovery.panel(), state.iteration, state.consumed_train_samples)
+        samples = state.consumed_train_samples
+        report.dashboards.write(recovery.panel(), state.iteration, samples)
     order = order_record(config.data, config.train, config.batches, datasets)
     if snapshots is not None:
         snapshots.begin(training, order, resumed)
@@ -120,10 +121,7 @@ def run(
     )
     report.is_live = is_live and not terminal.keeps_lines
     if is_live and log.is_last:
-        title = setup.title_of(config.model, config.strategy)
-        report.view = terminal.open_view(
-            facts, title=title, placement=placement, bytes_before=bytes_before
-        )
+        report.view = setup.open_view(config, facts, terminal, placement, bytes_before)
     train(loop, report, config.checkpoint)
 
 

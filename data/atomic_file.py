@@ -14,6 +14,12 @@ def temporary_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 
 
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a whole file; readers see its old content or its new one."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary path that is renamed to `path` if the block succeeds, else removed.

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from data.atomic_file import replacing
+from data.atomic_file import replace_file, replacing
 from data.waits import Wait
 from paro.errors import UserError, open_files_limit
 from paro.untrusted.checksum import crc32_of_file
@@ -133,8 +133,7 @@ def _write(entry: CacheEntry, indices: NamedTuple) -> None:
             with temporary.open("wb") as stream:
                 np.save(stream, array, allow_pickle=False)
             sums[name] = crc32_of_file(RegularFile(temporary))
-    with replacing(entry.path("description.txt")) as temporary:
-        temporary.write_text(_sealed(entry, sums))
+    replace_file(entry.path("description.txt"), _sealed(entry, sums))
 
 
 def _read(entry: CacheEntry, kind: type[Indices]) -> Indices | None:

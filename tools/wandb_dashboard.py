@@ -1,7 +1,7 @@
 """Makes a saved view of a Weights & Biases project: throughput and MFU first, then the rest."""
 
-# The panels are those of paro/report/record.py. Without an account, or with --dry-run, the view is
-# printed and nothing is sent.
+# The tags are those of `scalars_of` in paro/report/record.py. Without an account or with --dry-run,
+# the view is printed and nothing is sent.
 
 from __future__ import annotations
 
@@ -23,13 +23,6 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, type_and_message
 from paro.report.log import print_line
-from paro.report.record import (
-    MFU,
-    MFU_CAUSAL,
-    TFLOPS_PER_DEVICE,
-    TOKENS_PER_SECOND,
-    TOKENS_PER_SECOND_PER_DEVICE,
-)
 from tools.shared.command_line import Parser
 
 
@@ -44,10 +37,18 @@ class Panel:
 
 SECTIONS: dict[str, tuple[Panel, ...]] = {
     "throughput and MFU": (
-        Panel("tokens per second", (TOKENS_PER_SECOND,), "tokens/s"),
-        Panel("tokens per second and device", (TOKENS_PER_SECOND_PER_DEVICE,), "tokens/s/device"),
-        Panel("MFU, attention in full and halved", (MFU, MFU_CAUSAL), "of the peak"),
-        Panel("TFLOP/s of a device", (TFLOPS_PER_DEVICE,), "TFLOP/s"),
+        Panel("tokens per second", ("throughput/tokens-per-second",), "tokens/s"),
+        Panel(
+            "tokens per second and device",
+            ("throughput/tokens-per-second-per-device",),
+            "tokens/s/device",
+        ),
+        Panel(
+            "MFU, attention in full and halved",
+            ("throughput/mfu-attention-in-full", "throughput/mfu-causal-attention-halved"),
+            "of the peak",
+        ),
+        Panel("TFLOP/s of a device", ("throughput/tflops-per-device",), "TFLOP/s"),
         Panel("iteration time", ("iteration-time",), "s"),
     ),
     "training": (

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +16,6 @@ from data.loader import Datasets
 from data.waits import Wait
 from model.block_attention import check_attention
 from model.compilation import check_compiler
-from model.config import LlamaConfig
 from model.fusion import usable_kernels
 from model.matmul import check_matmul_types
 from model.units import num_parameters
@@ -35,19 +35,21 @@ from paro.optim.adamw import choose_adamw
 from paro.optim.muon import choose_muon_kernels
 from paro.quantization.blocks import choose_kernels
 from paro.report.config import ReportConfig
-from paro.report.log import Log
+from paro.report.log import Log, Terminal
 from paro.report.memory import MemoryForecast
 from paro.report.profiler import MemoryHistory, Profiler
 from paro.report.record import RunFacts
 from paro.report.report import Report, open_report
 from paro.report.watchdog import Observer, WatchConfig, Watchdog
 from paro.sharding.buffers import TORCH_TYPES
-from paro.strategy import Strategy
 from paro.training.assembly import build_data, build_training, initializer_of, run_facts
 from paro.training.changed_flags import order_changes
 from paro.training.in_memory import InMemoryCheckpointer
 from paro.training.resume import FROM_NOTHING, Resumed, load_run
 from paro.training.step import Training, TrainState
+
+if TYPE_CHECKING:  # the package rich may not be installed
+    from paro.report.live_view import LiveView
 
 # Kernel group: how to fall back to torch's operations if a kernel works on some ranks only.
 # Quantization kernels need no fallback: all implementations give the same bits.
@@ -247,9 +249,25 @@ def profilers_of(config: RunConfig, log: Log, training: Training) -> tuple[Obser
     )
 
 
-def title_of(model: LlamaConfig, strategy: Strategy) -> str:
-    """Return the title of the terminal view: model size and strategy."""
-    return f"LLaMA, {num_parameters(model) / 1e6:,.1f}M parameters, {strategy.name}"
+def open_view(
+    config: RunConfig,
+    facts: RunFacts,
+    terminal: Terminal,
+    placement: Sequence[str],
+    bytes_before: int,
+) -> LiveView:
+    """Open the live view on this rank's terminal, under model size and strategy as its title."""
+    from paro.report.live_view import LiveConsole, LiveView
+
+    millions = num_parameters(config.model) / 1e6
+    terminal.view = LiveView(
+        facts,
+        title=f"LLaMA, {millions:,.1f}M parameters, {config.strategy.name}",
+        placement=placement,
+        bytes_before=bytes_before,
+        console=LiveConsole(stderr=terminal.keeps_lines),
+    )
+    return terminal.view
 
 
 @contextmanager

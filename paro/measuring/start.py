@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from data.atomic_file import replacing
+from data.atomic_file import replace_file
 from model.block_attention import gpu_of
 from paro.collectives.schedule import Op
 from paro.config.run import RunConfig
@@ -201,8 +201,7 @@ def write_machine(path: Path, machine: Machine) -> str:
     """Write the machine file for the next start; return a line about it, also about an error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_text(machine_to_json(machine), encoding="utf-8")
+        replace_file(path, machine_to_json(machine))
     except OSError as error:
         return f"the next start measures again, {path} cannot be written: {describe(error)}"
     return f"machine file {path}, which --paro-machine takes"

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from data.atomic_file import replacing
+from data.atomic_file import replace_file
 from paro.errors import UserError, one_line, printable, shown, type_and_message
 from paro.report.config import ReportConfig
 from paro.report.earlier import set_aside_in
@@ -37,7 +37,7 @@ class Dashboard(Protocol):
     name: str
     place: str  # the folder, or the service, where a reader finds the dashboard
 
-    def write(self, scalars: Scalars, *, iteration: int, samples: int) -> None: ...
+    def write(self, scalars: Scalars, iteration: int, samples: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -68,7 +68,7 @@ class TensorBoard:
         self._over_iterations = self._open(folder, purge_step=start_iteration + 1)
         self._over_samples: Any = None
 
-    def write(self, scalars: Scalars, *, iteration: int, samples: int) -> None:
+    def write(self, scalars: Scalars, iteration: int, samples: int) -> None:
         for tag, value in scalars.items():
             self._over_iterations.add_scalar(tag, value, iteration)
         if iteration <= self._start_iteration:  # values written at the start of the run
@@ -134,10 +134,9 @@ class WeightsAndBiases:
             self.place += f", which keeps its values up to iteration {last}: it cannot rewind"
         if place is not None:
             place.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(place) as temporary:
-                temporary.write_text(f"{self._run.id}\n", encoding="utf-8")
+            replace_file(place, f"{self._run.id}\n")
 
-    def write(self, scalars: Scalars, *, iteration: int, samples: int) -> None:
+    def write(self, scalars: Scalars, iteration: int, samples: int) -> None:
         first: int = self._run.starting_step
         step = max(iteration, first) if iteration <= self._start_iteration else iteration
         if step >= first:
@@ -179,9 +178,6 @@ def read_run_id(place: Path | None) -> str | None:
     return text
 
 
-_Write = tuple[Scalars, int, int]
-
-
 class _Writer:
     """The thread that writes to one dashboard, and the error that ended it, if any."""
 
@@ -189,11 +185,11 @@ class _Writer:
         self.name = board.name
         self.failure: str | None = None
         self._board = board
-        self._writes: queue.Queue[_Write | None] = queue.Queue(_QUEUE_LENGTH)
+        self._writes: queue.Queue[tuple[Scalars, int, int] | None] = queue.Queue(_QUEUE_LENGTH)
         self._thread = threading.Thread(target=self._work, name=board.name, daemon=True)
         self._thread.start()
 
-    def write(self, scalars: Scalars, *, iteration: int, samples: int) -> None:
+    def write(self, scalars: Scalars, iteration: int, samples: int) -> None:
         try:
             self._writes.put_nowait((scalars, iteration, samples))
         except queue.Full:
@@ -211,8 +207,7 @@ class _Writer:
     def _work(self) -> None:
         try:
             while (write := self._writes.get()) is not None:
-                scalars, iteration, samples = write
-                self._board.write(scalars, iteration=iteration, samples=samples)
+                self._board.write(*write)
             self._board.close()
         except Exception as error:
             self.failure = type_and_message(error)
@@ -238,10 +233,10 @@ class Dashboards:
         except Exception as error:
             self._log.log_last(f"{flag} has no effect: {type_and_message(error)}")
 
-    def write(self, scalars: Scalars, *, iteration: int, samples: int) -> None:
+    def write(self, scalars: Scalars, iteration: int, samples: int) -> None:
         named = {_named(tag): value for tag, value in scalars.items()}
         for writer in self._open:
-            writer.write(named, iteration=iteration, samples=samples)
+            writer.write(named, iteration, samples)
         self._leave_out_failed()
 
     def close(self, *, seconds: float = _CLOSE_SECONDS) -> None:

@@ -7,16 +7,16 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from paro.errors import printable, printing, shown
 
-if TYPE_CHECKING:  # importing torch is slow, and programs without torch print too
+if TYPE_CHECKING:  # these load torch and rich, and programs without them print too
     from paro.distributed.control import Control
-    from paro.report.record import RunFacts
+    from paro.report.live_view import LiveView
 
 
 def print_line(
@@ -112,27 +112,16 @@ class Terminal:
     """
 
     def __init__(self) -> None:
-        self._view: Any = None
+        self.view: LiveView | None = None
         self.keeps_lines = sys.stderr.isatty() and not sys.stdout.isatty()
 
     def show(self, message: str) -> None:
-        if self._view is not None and not self.keeps_lines:
+        if self.view is not None and not self.keeps_lines:
             try:
-                self._view.show(message)
+                self.view.show(message)
                 return
             except Exception:  # for example: the terminal is closed
                 with suppress(Exception):
-                    self._view.close()
-                self._view = None
+                    self.view.close()
+                self.view = None
         print_line(message)
-
-    def open_view(
-        self, facts: RunFacts, *, title: str, placement: Sequence[str], bytes_before: int
-    ) -> Any:
-        """Open the live view on this rank and return it."""
-        module = importlib.import_module("paro.report.live_view")
-        console = module.LiveConsole(stderr=self.keeps_lines)
-        self._view = module.LiveView(
-            facts, title=title, placement=placement, bytes_before=bytes_before, console=console
-        )
-        return self._view

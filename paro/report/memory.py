@@ -117,20 +117,21 @@ def memory_line(
     device: torch.device, *, rank: int, iteration: int, forecast: MemoryForecast
 ) -> str:
     """Format Megatron's memory line, followed by the predicted figures."""
-    predicted = (
-        f"model states: {forecast.states_bytes / _MIB:.1f} | "
-        f"predicted peak: {(forecast.bytes_before + forecast.predicted_bytes) / _MIB:.1f}"
-    )
-    head = f"[Rank {rank}] (after {iteration} iterations) memory (MB)"
-    if device.type != "cuda":
-        return (
-            f"{head} | max resident: {peak_memory_bytes(device) / _MIB:.1f}"
-            f" | before the model was built: {forecast.bytes_before / _MIB:.1f} | {predicted}"
-        )
-    return (
-        f"{head} | allocated: {torch.cuda.memory_allocated(device) / _MIB:.1f}"
-        f" | max allocated: {torch.cuda.max_memory_allocated(device) / _MIB:.1f}"
-        f" | reserved: {torch.cuda.memory_reserved(device) / _MIB:.1f}"
-        f" | max reserved: {torch.cuda.max_memory_reserved(device) / _MIB:.1f} | {predicted}"
-        f" | predicted reserved: {forecast.reserved_bytes / _MIB:.1f}"
-    )
+    predicted = {
+        "model states": forecast.states_bytes,
+        "predicted peak": forecast.bytes_before + forecast.predicted_bytes,
+    }
+    measured = {
+        "max resident": peak_memory_bytes(device),
+        "before the model was built": forecast.bytes_before,
+    }
+    if device.type == "cuda":
+        measured = {
+            "allocated": torch.cuda.memory_allocated(device),
+            "max allocated": torch.cuda.max_memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+            "max reserved": torch.cuda.max_memory_reserved(device),
+        }
+        predicted["predicted reserved"] = forecast.reserved_bytes
+    sizes = (f"{name}: {size / _MIB:.1f}" for name, size in (measured | predicted).items())
+    return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {' | '.join(sizes)}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from data.atomic_file import replacing
+from data.atomic_file import replace_file
 from paro.distributed.timers import record_ranges
 from paro.errors import UserError, describe
 from paro.report.earlier import set_aside
@@ -143,7 +143,6 @@ class MemoryHistory(Observer):
             if not self._is_ours:
                 set_aside(self._place)
             self._is_ours = True
-            with replacing(self._place) as temporary:
-                temporary.write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
+            replace_file(self._place, pickle.dumps(torch.cuda.memory._snapshot()))
         except OSError as error:
             self._log.show(f"[Rank {self._log.rank}] no memory snapshot: {describe(error)}")

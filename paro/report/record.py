@@ -184,14 +184,6 @@ def _exposed_ms(seconds: Sequence[Mapping[str, float | None]]) -> dict[str, Any]
     return means
 
 
-# This project's own tags, by panel. Both MFU tags state which of two conventions they use.
-TOKENS_PER_SECOND = "throughput/tokens-per-second"
-TOKENS_PER_SECOND_PER_DEVICE = "throughput/tokens-per-second-per-device"
-TFLOPS_PER_DEVICE = "throughput/tflops-per-device"
-MFU = "throughput/mfu-attention-in-full"
-MFU_CAUSAL = "throughput/mfu-causal-attention-halved"
-
-
 def scalars_of(
     record: IterationRecord, metrics: Metrics, facts: RunFacts, *, totals: Mapping[str, int]
 ) -> dict[str, float]:
@@ -209,11 +201,11 @@ def scalars_of(
         "params-norm": record.params_norm,
         "iteration-time": record.iteration_time_ms / 1000.0,
         "throughput": metrics.tflops_per_device,
-        TOKENS_PER_SECOND: metrics.tokens_per_second,
-        TOKENS_PER_SECOND_PER_DEVICE: metrics.tokens_per_second / facts.world_size,
-        TFLOPS_PER_DEVICE: metrics.tflops_per_device,
-        MFU: metrics.mfu,
-        MFU_CAUSAL: metrics.mfu_causal,
+        "throughput/tokens-per-second": metrics.tokens_per_second,
+        "throughput/tokens-per-second-per-device": metrics.tokens_per_second / facts.world_size,
+        "throughput/tflops-per-device": metrics.tflops_per_device,
+        "throughput/mfu-attention-in-full": metrics.mfu,
+        "throughput/mfu-causal-attention-halved": metrics.mfu_causal,
         "mem-max-allocated-bytes": metrics.peak_memory_bytes,
         "memory/peak-measured-bytes": metrics.peak_memory_bytes,
         "memory/model-states-bytes": facts.model_state_bytes,

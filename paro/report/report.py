@@ -5,7 +5,7 @@
 #
 #     Megatron's log line           last rank, or first with a live view   log_line.py
 #     live view of the terminal     first rank                             live_view.py
-#     metrics file, run record      first rank                             metrics.py, run_record.py
+#     metrics file, run record      first rank                             run_files.py
 #     TensorBoard, Weights & Biases rank of the log line                   dashboards.py
 #
 # `record.summarize` reduces the records of a logging interval to `Metrics`: the fields of the log
@@ -14,15 +14,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from datetime import datetime
+from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 
-from paro.errors import describe, type_and_message, writing
+from paro.errors import type_and_message, writing
 from paro.report.config import ReportConfig, run_record_path
 from paro.report.dashboards import Dashboards, open_dashboards
 from paro.report.log import Log
@@ -36,67 +37,31 @@ from paro.report.log_line import (
     validation_block,
 )
 from paro.report.memory import MemoryForecast, memory_line, peak_memory_bytes, peak_reserved_bytes
-from paro.report.metrics import MetricsFile
-from paro.report.planned_step import COMPARED, SETTLED, comparison, measured_seconds
 from paro.report.record import (
     IterationRecord,
     Metrics,
+    PlannedStep,
     RankTimes,
     RunFacts,
     Validation,
     scalars_of,
     summarize,
 )
-from paro.report.run_record import RunRecord
+from paro.report.run_files import MetricsFile, RunFiles, RunRecord
 
 if TYPE_CHECKING:  # the package rich may not be installed
     from paro.report.live_view import LiveView
 
 
-class RunFiles:
-    """The metrics file and the run record, on the first rank.
-
-    `is_ours` returns False once a successor has taken the files over; then nothing is written.
-    """
-
-    def __init__(
-        self,
-        log: Log,
-        metrics: MetricsFile | None = None,
-        record: RunRecord | None = None,
-        is_ours: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._log = log
-        self._metrics = metrics
-        self._record = record
-        self._is_ours = is_ours
-
-    def write_metrics(self, metrics: Metrics) -> None:
-        """Append a line to the metrics file."""
-        file = self._metrics
-        if file and not self._succeeds(lambda: file.write(metrics), "--metrics-file"):
-            self._metrics = None
-
-    def write_record(self, write: Callable[[RunRecord], None]) -> None:
-        """Change the run's record by `write`."""
-        record = self._record
-        if record and not self._succeeds(lambda: write(record), "the record of --metrics-file"):
-            self._record = None
-
-    def _succeeds(self, write: Callable[[], None], name: str) -> bool:
-        """Write unless a successor owns the files; print a line on failure, such as a full disk."""
-        if not self._is_ours():
-            return True
-        try:
-            write()
-        except OSError as error:
-            self._log.log0(f"{name} is left out from here on: {describe(error)}")
-            return False
-        return True
-
-    def close(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
+_SETTLED, _COMPARED = 10, 20  # iterations 11 to 20 are compared with the plan
+_TOLERANCE = 0.15  # largest relative error of step time or memory without a warning
+_PARTS = {  # parts of a planned step, in words
+    "computing": "computing",
+    "gather": "gathers",
+    "reduce": "gradient reductions",
+    "publish": "updated parameters",
+    "context": "attention's tokens",
+}
 
 
 @dataclass(eq=False)
@@ -124,7 +89,7 @@ class Report:
         self._time_left = TimeLeft(self.facts.train_iters)
         self._totals = {"skipped-iterations": 0, "nan-iterations": 0}
         self._num_seen = 0  # iterations so far, until the comparison with the plan is printed
-        self._to_compare: list[IterationRecord] = []
+        self._to_compare: list[dict[str, float]] = []  # seconds of steps and of their parts
 
     def start(self, choices: Mapping[str, str]) -> None:
         """Print the facts that the run's numbers depend on, one per line."""
@@ -160,7 +125,7 @@ class Report:
         to_dashboards = due or record.iteration % self.config.tensorboard_log_interval == 0
         if to_dashboards and self.dashboards.any_open:
             values = scalars_of(record, alone, self.facts, totals=self._totals)
-            self.scalars(values, record.iteration, record.consumed_samples)
+            self.dashboards.write(values, record.iteration, record.consumed_samples)
         if not due:
             return
         metrics = self._summarize(self._interval)
@@ -184,20 +149,17 @@ class Report:
     def _compare(self, record: IterationRecord) -> None:
         """Print once, after the first iterations, how measured steps differ from the plan."""
         planned, forecast = self.facts.planned, self.forecast
-        if planned is None or forecast is None or self._num_seen == COMPARED:
+        if planned is None or forecast is None or self._num_seen == _COMPARED:
             return
         self._num_seen += 1
-        if self._num_seen > SETTLED and record.global_batch_size == planned.global_batch_size:
-            self._to_compare.append(record)
-        if self._num_seen < COMPARED or not self._to_compare:
+        if self._num_seen > _SETTLED and record.global_batch_size == planned.global_batch_size:
+            self._to_compare.append(_seconds_of(record))
+        if self._num_seen < _COMPARED or not self._to_compare:
             return
-        measured, peak = measured_seconds(self._to_compare, planned), peak_memory_bytes(self.device)
-        for line in comparison(
-            planned,
-            measured,
-            peak_bytes=peak,
-            planned_bytes=forecast.bytes_before + forecast.predicted_bytes,
-        ):
+        steps, peak = self._to_compare, peak_memory_bytes(self.device)
+        measured = {name: median(step[name] for step in steps) for name in planned.seconds}
+        planned_bytes = forecast.bytes_before + forecast.predicted_bytes
+        for line in _comparison(planned, measured, peak, planned_bytes):
             self.log.log0(line)
         self.files.write_record(lambda run: run.measured(measured, peak))
 
@@ -222,7 +184,7 @@ class Report:
                 f"{name}-time": max(of_rank.get(name, 0.0) for of_rank in timers) / iterations
                 for name in names
             }
-            self.scalars(slowest, record.iteration, record.consumed_samples)
+            self.dashboards.write(slowest, record.iteration, record.consumed_samples)
 
     def validation(self, validation: Validation) -> None:
         """Print and write an evaluation."""
@@ -235,12 +197,8 @@ class Report:
         if validation.bits_per_byte is not None:
             scalars[f"bits per byte {name}"] = validation.bits_per_byte
         if scalars:
-            self.scalars(scalars, validation.iteration, validation.consumed_samples)
+            self.dashboards.write(scalars, validation.iteration, validation.consumed_samples)
         self.files.write_record(lambda run: run.validation(validation))
-
-    def scalars(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
-        """Write values to the dashboards."""
-        self.dashboards.write(values, iteration=iteration, samples=samples)
 
     def memory(self, *, iteration: int) -> None:
         """Print measured and predicted memory, on the first rank."""
@@ -283,6 +241,41 @@ class Report:
             peak_memory_bytes=peak_memory_bytes(self.device),
             peak_reserved_bytes=peak_reserved_bytes(self.device),
         )
+
+
+def _seconds_of(record: IterationRecord) -> dict[str, float]:
+    """Return the seconds of a step and of its parts, named as in `PlannedStep.seconds`."""
+    computing = (record.iteration_time_ms - record.data_wait_ms) / 1000.0 - record.exposed.total
+    step = {"step": record.iteration_time_ms / 1000.0, "computing": computing}
+    return step | asdict(record.exposed)
+
+
+def _comparison(
+    planned: PlannedStep, measured: Mapping[str, float], peak_bytes: int, planned_bytes: int
+) -> Iterator[str]:
+    """Yield a line of measured (planned) values, and a line for each part that is far off."""
+    expected = planned.seconds
+    parts = {name: words for name, words in _PARTS.items() if name in expected}
+    texts = [f"{parts[name]} {measured[name]:.3g} ({expected[name]:.3g})" for name in parts]
+    yield (
+        f"> measured (and planned on machine {planned.machine}), in seconds: a step "
+        f"{measured['step']:.3g} ({expected['step']:.3g}): {', '.join(texts)}; memory "
+        f"{peak_bytes / 1e9:.3g} ({planned_bytes / 1e9:.3g}) GB"
+    )
+    step = max(measured["step"], expected["step"])
+    for name, words in parts.items():
+        more = measured[name] - expected[name]
+        if abs(more) > _TOLERANCE * step:
+            than = "more" if more > 0.0 else "less"
+            how = "given this model's sizes, measures the device"
+            if name != "computing":
+                how = "launched as this run, measures the links"
+            yield (
+                f"> {words}: {abs(more):.3g} s {than} than planned; "
+                f"tools/bench_collectives.py --machine-file, {how}"
+            )
+    if abs(peak_bytes - planned_bytes) > _TOLERANCE * planned_bytes:
+        yield "> memory is not as planned; --log-memory-interval 1 measures it by kind"
 
 
 def open_report(

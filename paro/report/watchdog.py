@@ -16,12 +16,12 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from data.atomic_file import replacing
+from data.atomic_file import replace_file
 from paro.distributed.flight_recorder import FLIGHT_PREFIX, recorded_collectives
 from paro.errors import UserError, describe, writing
 
@@ -58,7 +58,7 @@ class Observer:
         """Note that the run is over; no further call follows."""
 
 
-class Watchdog(Observer):
+class Watchdog(Observer, AbstractContextManager["Watchdog"]):
     """Watch over one rank's progress; on the first rank also the writer of the heartbeat file."""
 
     def __init__(
@@ -86,9 +86,6 @@ class Watchdog(Observer):
         self._moved_at = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Watchdog:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -122,11 +119,19 @@ class Watchdog(Observer):
             state = self._state
             self._beat(state)
             faulthandler.dump_traceback_later(self._end, exit=True, file=self._stream)
-            stalled = time.monotonic() - max(state[2], self._last_moved())
-            if self._limit and stalled > self._limit and state is not self._reported:
-                self._report(state, stalled)
+            what, iteration, begun = state
+            stalled = time.monotonic() - max(begun, self._last_moved())
+            is_late = self._limit and stalled > self._limit
+            fault = f"no progress for {stalled:.0f} s while {what}, after iteration {iteration}"
+            if (is_late or stalled > self._end) and state is not self._reported:
+                self._reported = state
+                self._report(fault)
             if stalled > self._end:
-                self._exit(state, stalled)
+                self._say(
+                    f"[Rank {self._rank}] error: {fault}: the run ends; "
+                    "--distributed-timeout-minutes is the limit\n"
+                )
+                os._exit(1)  # the training thread may be in a call that never returns
         faulthandler.cancel_dump_traceback_later()
         self._beat(self._state)
 
@@ -136,24 +141,6 @@ class Watchdog(Observer):
         if self._bytes - before >= _MOVING_BYTES:
             self._moved_at = time.monotonic()
         return self._moved_at
-
-    def _report(self, state: _State, stalled: float) -> None:
-        self._reported = state
-        self._say(self._stacks(state, stalled))
-        if self._flights is not None:
-            self._write_flights(self._flights)
-
-    def _exit(self, state: _State, stalled: float) -> None:
-        """End the process with status 1, the stacks and one line."""
-        if state is not self._reported:
-            self._report(state, stalled)
-        what, iteration, _ = state
-        line = (
-            f"[Rank {self._rank}] error: no progress for {stalled:.0f} s while {what}, after "
-            f"iteration {iteration}: the run ends; --distributed-timeout-minutes is the limit\n"
-        )
-        self._say(line)
-        os._exit(1)  # the training thread may be in a call that never returns
 
     def _say(self, text: str) -> None:
         with suppress(OSError):  # a closed terminal or a full disk must not end the watchdog
@@ -166,8 +153,7 @@ class Watchdog(Observer):
             return
         beat = {"iteration": iteration, "doing": what, "time": time.time()}
         try:
-            with replacing(path) as temporary:
-                temporary.write_text(json.dumps(beat) + "\n", encoding="utf-8")
+            replace_file(path, json.dumps(beat) + "\n")
         except OSError as error:
             self._say(f"--heartbeat-file is left out from here on: {describe(error)}\n")
             self._heartbeat = None
@@ -178,21 +164,16 @@ class Watchdog(Observer):
             recorded = recorded_collectives()
             if recorded is None:
                 return
-            with replacing(path) as temporary:
-                temporary.write_bytes(recorded)
+            replace_file(path, recorded)
             note = f"its last collectives are in {path}: torchfrtrace {path.parent} compares ranks"
         except (OSError, RuntimeError) as error:
             note = f"--flight-recorder-dir: {describe(error)}"
         self._say(f"[Rank {self._rank}] {note}\n")
 
-    def _stacks(self, state: _State, stalled: float) -> str:
-        """Return the stacks of all threads, as one text so that output of ranks does not mix."""
-        what, iteration, _ = state
+    def _report(self, fault: str) -> None:
+        """Show the stacks of all threads, in one write so that output of ranks does not mix."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        lines = [
-            f"[Rank {self._rank}] no progress for {stalled:.0f} s while {what}, after iteration "
-            f"{iteration}; the stacks of its threads:"
-        ]
+        lines = [f"[Rank {self._rank}] {fault}; the stacks of its threads:"]
         for ident, frame in sys._current_frames().items():
             if ident == self._thread.ident:
                 continue
@@ -202,7 +183,9 @@ class Watchdog(Observer):
                 for entry in traceback.format_stack(frame)
                 for line in entry.rstrip("\n").splitlines()
             ]
-        return "\n".join(lines) + "\n"
+        self._say("\n".join(lines) + "\n")
+        if self._flights is not None:
+            self._write_flights(self._flights)
 
 
 def _bytes_moved() -> int:

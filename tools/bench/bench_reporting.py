@@ -36,7 +36,8 @@ from paro.report.live_view import LiveView
 from paro.report.log import Log
 from paro.report.memory import MemoryForecast
 from paro.report.record import IterationRecord
-from paro.report.report import Report, RunFiles
+from paro.report.report import Report
+from paro.report.run_files import RunFiles
 from paro.training.assembly import build_data, build_sources, build_training, run_facts
 from paro.training.loop import Loop
 from paro.training.step import TrainState

@@ -14,8 +14,7 @@ from typing import Any, TypedDict
 from paro.errors import UserError, about, one_line
 from paro.report.config import run_record_path
 from paro.report.log import print_line
-from paro.report.metrics import read_lines
-from paro.report.run_record import read_record
+from paro.report.run_files import read_lines, read_record
 from paro.untrusted.schema import Count, Figure, conform, parse_json
 
 _EXPOSED = ("gather", "reduce", "publish", "context")  # kinds of waits in the metrics

@@ -134,21 +134,19 @@ def joined(parts: Sequence[LazyTensor], dim: int | None) -> LazyTensor:
     if dim is None or len(parts) == 1:
         return parts[0]
 
-    def below_each_other(start: int, stop: int) -> Tensor:
-        found, base = [], 0
+    def rows(start: int, stop: int) -> Tensor:
+        if dim:
+            return torch.cat([part.rows(start, stop) for part in parts], dim=1)
+        pieces, base = [], 0
         for part in parts:
             low, high = max(start, base), min(stop, base + part.shape[0])
             if low < high:
-                found.append(part.rows(low - base, high - base))
+                pieces.append(part.rows(low - base, high - base))
             base += part.shape[0]
-        return torch.cat(found)
-
-    def beside_each_other(start: int, stop: int) -> Tensor:
-        return torch.cat([part.rows(start, stop) for part in parts], dim=1)
+        return torch.cat(pieces)
 
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
-    rows = beside_each_other if dim else below_each_other
     return LazyTensor(shape=tuple(shape), dtype=parts[0].dtype, rows=rows)
 
 

@@ -57,7 +57,7 @@ class Broken:
         self.calls = 0
         self.failed = threading.Event()
 
-    def write(self, scalars: object, *, iteration: int, samples: int) -> None:
+    def write(self, scalars: object, iteration: int, samples: int) -> None:
         self.calls += 1
         self.failed.set()
         raise OSError("no space\nleft")
@@ -250,7 +250,7 @@ class Stuck:
     def __init__(self) -> None:
         self.released = threading.Event()
 
-    def write(self, scalars: object, *, iteration: int, samples: int) -> None:
+    def write(self, scalars: object, iteration: int, samples: int) -> None:
         self.released.wait()
 
     def close(self) -> None:

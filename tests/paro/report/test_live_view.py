@@ -13,7 +13,7 @@ from rich.console import Console
 
 from paro.distributed.exposed_time import Exposed
 from paro.report.config import ReportConfig
-from paro.report.live_view import LiveView, spark_line
+from paro.report.live_view import LiveConsole, LiveView, spark_line
 from paro.report.log import Log, Terminal
 from paro.report.record import IterationRecord, Validation, summarize
 from tests.helpers.streams import FAILURES, Failing
@@ -154,7 +154,8 @@ def test_a_terminal_that_is_gone_costs_the_view_and_not_the_run(
     terminal = Terminal()
     report = make_report(ReportConfig(log_interval=1))
     report.log = Log(one_speaker=True, write=terminal.show)
-    report.view = terminal.open_view(FACTS, title="", placement=(), bytes_before=0)
+    console = LiveConsole(stderr=terminal.keeps_lines)
+    report.view = terminal.view = LiveView(FACTS, title="", placement=(), console=console)
     report.is_live = True
     monkeypatch.setattr("paro.report.live_view._LEAST_SECONDS", 0.0)
     report.iteration(record(1))

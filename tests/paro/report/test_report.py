@@ -123,7 +123,7 @@ def test_a_full_disk_costs_the_metrics_and_not_the_run(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("paro.report.metrics.MetricsFile.write", fail)
+    monkeypatch.setattr("paro.report.run_files.MetricsFile.write", fail)
     text = run(report, range(1, 4))
     assert text.count("--metrics-file is left out from here on") == 1
     assert text.count("| lm loss: ") == 3
@@ -134,7 +134,7 @@ def test_an_evaluation_has_megatrons_tags_and_bits_where_they_are_known(
 ) -> None:
     written: list[Mapping[str, float]] = []
     report = make(ReportConfig())
-    monkeypatch.setattr(report, "scalars", lambda values, *_: written.append(values))
+    monkeypatch.setattr(report.dashboards, "write", lambda values, *_: written.append(values))
     report.validation(Validation(2, 16, 1.0, "all", 0.5))
     report.validation(Validation(2, 16, 1.0, "all", data_set="test"))
     report.validation(Validation(2, 16, None, "all", data_set="validation-empty"))

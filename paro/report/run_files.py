@@ -1,0 +1,277 @@
+"""The metrics file of a run, a line for each logged iteration, and the run's record next to it."""
+
+# A run that resumes from iteration k appends to the existing metrics file. Lines after k will be
+# written again, so they are removed first, as is a last line that a crash cut short: no iteration
+# appears twice. Lines after k are kept in FILE.earlier_N with a copy of the run's record, as are
+# all lines of an earlier run where a fresh one begins (k = 0).
+#
+# The record FILE.run.json has arguments, environment and evaluations:
+#
+#     {"starts": [{"iteration", "time", "arguments", "facts", "environment", "measured"}, ...],
+#      "validations": [{"iteration", "data_set", "lm_loss", "bits_per_byte"}, ...]}
+#
+# A resumed run adds its start, and removes evaluations of iterations that it will run again.
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
+
+from data.atomic_file import replace_file
+from paro.errors import UserError, about, describe, writing
+from paro.report.config import run_record_path
+from paro.report.earlier import earlier_file
+from paro.report.log import Log
+from paro.untrusted.regular_file import read_bytes
+from paro.untrusted.schema import Count, Figure, Positive, parse_json, read_json
+
+if TYPE_CHECKING:  # importing these loads torch, which readers of the files do not need
+    import torch
+
+    from paro.report.record import Metrics, RunFacts, Validation
+
+_BEGINNING = b'{"iteration": '
+_MAX_BYTES = 2**32
+
+
+class _Line(TypedDict):
+    iteration: float
+
+
+class MetricsFile:
+    """JSON lines of metrics, appended by the first rank; NaN is written as null.
+
+    `say` gets a line about lines of an existing file that move to another file, and its name.
+    """
+
+    def __init__(self, path: str, *, start_iteration: int, say: Callable[[str], None]) -> None:
+        file = Path(path)
+        with writing(f"--metrics-file {path}"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            _keep_up_to(file, start_iteration, say)
+            self._stream = file.open("a", encoding="utf-8")
+
+    def write(self, metrics: Metrics) -> None:
+        """Append one line and flush it."""
+        values = {name: _finite(value) for name, value in asdict(metrics).items()}
+        self._stream.write(json.dumps(values, allow_nan=False) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def read_lines(path: Path, what: str, say: Callable[[str], None]) -> list[bytes]:
+    """Read the complete lines of a metrics file, unchecked; `say` gets a line about a partial line.
+
+    The last line is partial if its run was killed, or is writing the line right now.
+    """
+    *lines, rest = read_bytes(path, what, max_bytes=_MAX_BYTES).split(b"\n")
+    if not rest:
+        return lines
+    if lines or rest.startswith(_BEGINNING[: len(rest)]):  # otherwise not a metrics file
+        try:
+            parse_json(rest, _Line, "")
+        except UserError:
+            say(f"{what}: the last line is cut short, as a killed run leaves it: it is left out")
+            return lines
+    return [*lines, rest]
+
+
+def _keep_up_to(path: Path, iteration: int, say: Callable[[str], None]) -> None:
+    """Move the lines after `iteration`, with a copy of the record, into files of their own."""
+    flag = f"--metrics-file {path}"
+    lines = read_lines(path, flag, say) if path.exists() else []
+    with about(suffix=": the file exists and is no metrics file; give another name"):
+        iterations = [
+            parse_json(line, _Line, f"{flag}, line {number}")["iteration"]
+            for number, line in enumerate(lines, start=1)
+        ]
+    lines_before = [line for line, at in zip(lines, iterations, strict=True) if at <= iteration]
+    removed = [line for line, at in zip(lines, iterations, strict=True) if at > iteration]
+    record = run_record_path(path)
+    if removed or (iteration == 0 and record.exists()):
+        earlier = earlier_file(path)
+        if record.exists():
+            shutil.copyfile(record, run_record_path(earlier))
+        if removed:
+            replace_file(earlier, b"".join(line + b"\n" for line in removed))
+        copy = earlier if removed else run_record_path(earlier)
+        after = f" after iteration {iteration}" if iteration else ""
+        say(f"{flag}: what an earlier start wrote{after} is in {copy} now")
+    if lines and sum(len(line) + 1 for line in lines_before) != path.stat().st_size:
+        replace_file(path, b"".join(line + b"\n" for line in lines_before))
+
+
+class _Peak(TypedDict):
+    source: str
+
+
+class Facts(TypedDict):
+    """Fields of a run's `RunFacts` that reports read."""
+
+    world_size: NotRequired[Positive]
+    peak: NotRequired[_Peak]
+    predicted: NotRequired[dict[str, Figure]]
+
+
+class _Start(TypedDict):
+    iteration: Count
+    time: NotRequired[str]
+    arguments: NotRequired[dict[str, Any]]
+    facts: NotRequired[Facts]
+    environment: NotRequired[dict[str, str]]
+    measured: NotRequired[dict[str, Any]]  # measured step; facts["planned"] has the predicted step
+
+
+class _Validation(TypedDict):
+    iteration: Count
+    data_set: str
+    lm_loss: Figure | None
+    bits_per_byte: NotRequired[Figure | None]
+
+
+class Record(TypedDict):
+    """The top-level fields of a run record file."""
+
+    starts: NotRequired[list[_Start]]
+    validations: NotRequired[list[_Validation]]
+
+
+def read_record(path: Path) -> Record:
+    """Read a run's record; empty if there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        record: Record = read_json(path, Record)
+    except UserError as error:
+        raise UserError(f"{error}; remove it to go on without what it says") from error
+    return record
+
+
+class RunRecord:
+    """The run record that the first rank writes; every change rewrites the whole file."""
+
+    def __init__(self, path: Path, *, start_iteration: int) -> None:
+        self._path = path
+        known = read_record(path) if start_iteration > 0 else Record()
+        self._starts = [s for s in known.get("starts", []) if s["iteration"] < start_iteration]
+        self._validations = [
+            v for v in known.get("validations", []) if v["iteration"] <= start_iteration
+        ]
+        self._start_iteration = start_iteration
+
+    def start(self, arguments: Mapping[str, object], facts: RunFacts, device: torch.device) -> None:
+        """Add this start of the run."""
+        self._starts.append(
+            {
+                "iteration": self._start_iteration,
+                "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+                "arguments": dict(arguments),
+                "facts": cast("Facts", asdict(facts)),
+                "environment": environment(device),
+            }
+        )
+        self._write()
+
+    def measured(self, seconds: Mapping[str, float], peak_bytes: int) -> None:
+        """Add peak memory and measured seconds, with the keys of `facts.planned`, to this start."""
+        self._starts[-1]["measured"] = {"seconds": dict(seconds), "peak_bytes": peak_bytes}
+        self._write()
+
+    def validation(self, validation: Validation) -> None:
+        """Add an evaluation."""
+        self._validations.append(
+            {
+                "iteration": validation.iteration,
+                "data_set": validation.name,
+                "lm_loss": _finite(validation.lm_loss),
+                "bits_per_byte": _finite(validation.bits_per_byte),
+            }
+        )
+        self._write()
+
+    def _write(self) -> None:
+        record = {"starts": self._starts, "validations": self._validations}
+        replace_file(self._path, json.dumps(record, indent=1, default=str) + "\n")
+
+
+def _finite(value: float | None) -> float | None:
+    """Return a number as JSON can have it: None where it is not finite."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Collect versions, hardware and settings that a run's measurements depend on besides flags."""
+    import torch
+
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "cores": str(os.cpu_count()),
+        "threads of a rank": str(torch.get_num_threads()),
+    }
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_device_name(device)
+        found["CUDA"] = str(torch.version.cuda)
+    else:
+        found["device"] = f"CPU, {_cpu_name()}"
+    return found
+
+
+def _cpu_name() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+@dataclass
+class RunFiles:
+    """The metrics file and the run record, on the first rank; each is left out after an I/O error.
+
+    `is_ours` returns False once a successor has taken the files over; then nothing is written.
+    """
+
+    log: Log
+    metrics: MetricsFile | None = None
+    record: RunRecord | None = None
+    is_ours: Callable[[], bool] = lambda: True
+
+    def write_metrics(self, metrics: Metrics) -> None:
+        """Append a line to the metrics file."""
+        file = self.metrics
+        if file and not self._succeeds(lambda: file.write(metrics), "--metrics-file"):
+            self.metrics = None
+
+    def write_record(self, write: Callable[[RunRecord], None]) -> None:
+        """Change the run's record by `write`."""
+        record = self.record
+        if record and not self._succeeds(lambda: write(record), "the record of --metrics-file"):
+            self.record = None
+
+    def _succeeds(self, write: Callable[[], None], name: str) -> bool:
+        """Write unless a successor owns the files; print a line on failure, such as a full disk."""
+        if not self.is_ours():
+            return True
+        try:
+            write()
+        except OSError as error:
+            self.log.log0(f"{name} is left out from here on: {describe(error)}")
+            return False
+        return True
+
+    def close(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
