@@ -61,7 +61,6 @@ def format_of(directory: Path) -> str:
 def inspect_native(directory: Path, iteration: int | None) -> tuple[dict[str, Any], list[Entry]]:
     """Return a checkpoint of this project, with the optimizer's moments."""
     folder = find_checkpoint(directory, iteration)
-    assert folder is not None, f"{directory} has a tracker"
     entries = [
         entry_of(name, state.size, state.properties.dtype)
         for name, state in read_metadata(folder).state_dict_metadata.items()
@@ -102,9 +101,7 @@ def lines(kind: str, facts: Mapping[str, Any], entries: Sequence[Entry]) -> Iter
 def verify(kind: str, directory: Path, iteration: int | None) -> str:
     """Read or measures all files that are needed; `UserError` names the first bad file."""
     if kind == "paro":
-        folder = find_checkpoint(directory, iteration)
-        assert folder is not None, f"{directory} has a tracker"
-        manifest = read_manifest(folder)
+        manifest = read_manifest(find_checkpoint(directory, iteration))
         num_bytes = manifest.verify()
         return f"{len(manifest.files)} files, {num_bytes:,} bytes: sizes and checksums are right"
     source = OPENERS[kind](directory)

@@ -46,9 +46,7 @@ def open_base(named: BaseCheckpoint | None, moved_to: str | None, blame: str) ->
     root = named["folder"] if moved_to is None else moved_to
     what = f"{root}, iteration {named['iteration']}, the base of {blame}"
     try:
-        directory = find_checkpoint(root, named["iteration"])
-        assert directory is not None, "an iteration was asked for"
-        manifest = read_manifest(directory)
+        manifest = read_manifest(find_checkpoint(root, named["iteration"]))
     except DamagedError as error:
         where = "give --base DIR where it is now" if moved_to is None else "give another --base"
         raise UserError(f"{what}, cannot be read ({error}): {where}") from None

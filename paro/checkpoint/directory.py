@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
 
+from data.hub import how_to_fetch
 from paro.checkpoint.manifest import (
     FORMAT_VERSION,
     ChunkSums,
@@ -171,16 +172,16 @@ def set_aside(directory_root: str | Path, number: int) -> Path | None:
     return earlier
 
 
-def find_checkpoint(directory_root: str | Path, iteration: int | None = None) -> Path | None:
-    """Return the folder of `iteration`, or of the latest one; None if nothing was saved."""
+def find_checkpoint(directory_root: str | Path, iteration: int | None = None) -> Path:
+    """Return the folder of `iteration`, or of the latest one; `UserError` if nothing was saved."""
     root = Path(directory_root)
     wanted = latest_iteration(root) if iteration is None else iteration
     if wanted is None:
-        return None
+        raise UserError(f"{root} holds no checkpoint: it has no {TRACKER}{how_to_fetch(root)}")
     directory = iteration_directory(root, wanted)
     # A crash between the two renames of `finish_checkpoint` leaves only the replaced folder.
     with reading(f"{directory}"):
-        for candidate in (directory, _beside(directory, _REPLACED)):
+        for candidate in (directory, directory.with_suffix(_REPLACED)):
             if candidate.is_dir():
                 return candidate
     says = f"{TRACKER} names iteration {wanted}, but " if iteration is None else ""
@@ -196,7 +197,6 @@ def newest_whole(directory_root: str | Path) -> Path | None:
     for iteration in order:
         try:
             directory = find_checkpoint(directory_root, iteration)
-            assert directory is not None, f"iteration {iteration}"
             common_of(directory)
             manifest = read_manifest(directory)
             manifest.check_sizes(manifest.files)
@@ -276,7 +276,7 @@ def finish_checkpoint(
     write_durably(next_tracker, str(iteration))
     _sync_directory(partial)  # file names in the folder must be durable before its name
     directory = iteration_directory(root, iteration)
-    replaced = _beside(directory, _REPLACED)
+    replaced = directory.with_suffix(_REPLACED)
     if directory.exists():
         check()
         shutil.rmtree(replaced, ignore_errors=True)
@@ -306,7 +306,7 @@ def retire_checkpoint(directory_root: str | Path, *, before: int, interval: int)
     if older % interval == 0:
         return
     directory = iteration_directory(root, older)
-    partial = _beside(directory, _PARTIAL)
+    partial = directory.with_suffix(_PARTIAL)
     try:
         directory.rename(partial)
     except OSError:
@@ -342,10 +342,6 @@ def _refuse_strangers(root: Path) -> None:
                 f"{root} holds no checkpoint of this project (it has {found.name}): convert it "
                 "with tools/convert_checkpoint.py"
             )
-
-
-def _beside(directory: Path, suffix: str) -> Path:
-    return directory.with_name(f"{directory.name}{suffix}")
 
 
 def _next_tracker(partial: Path) -> Path:

@@ -120,7 +120,6 @@ def _load_iteration(
     """Fill the states from one iteration, after every rank has found all chunks it needs."""
     with ranks.raise_on_all_ranks():
         directory = find_checkpoint(root, iteration)
-        assert directory is not None, f"iteration {iteration}"
         manifest = read_manifest(directory)
         common = common_of(directory)
         if ranks.is_first_of_folder:

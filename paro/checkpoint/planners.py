@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,25 +53,16 @@ class ChunkSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Join the plans; reject overlaps, as the base class does, and holes."""
-        if not self.whole:
-            plans, metadata = create_default_global_save_plan(all_plans)
-            for name, state in self.state_dict.items():
-                metadata.state_dict_metadata.setdefault(
-                    name,  # a state that only other nodes hold
-                    TensorStorageMetadata(
-                        properties=TensorProperties(dtype=state.dtype),
-                        size=torch.Size(state.shape),
-                        chunks=[],
-                    ),
-                )
-            return plans, metadata
-        plans, metadata = super().create_global_plan(all_plans)
+        """Join the plans; with `whole` reject overlaps, as the base class does, and holes."""
+        join = super().create_global_plan if self.whole else create_default_global_save_plan
+        plans, metadata = join(all_plans)
         for name, state in self.state_dict.items():
-            saved = metadata.state_dict_metadata.get(name)
-            chunks = saved.chunks if isinstance(saved, TensorStorageMetadata) else []
-            num_elements = sum(chunk.sizes.numel() for chunk in chunks)
-            assert num_elements == prod(state.shape), f"{name}: {num_elements} of {state.shape}"
+            properties, size = TensorProperties(dtype=state.dtype), torch.Size(state.shape)
+            held_elsewhere = TensorStorageMetadata(properties=properties, size=size, chunks=[])
+            saved: Any = metadata.state_dict_metadata.setdefault(name, held_elsewhere)
+            num_elements = sum(chunk.sizes.numel() for chunk in saved.chunks)
+            is_whole = num_elements == prod(state.shape)
+            assert is_whole or not self.whole, f"{name}: {num_elements} of {state.shape}"
         return plans, metadata
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:

@@ -80,7 +80,10 @@ class BoundedWriter(FileSystemWriter):
                 for item in items:
                     values = planner.resolve_data(item)
                     assert isinstance(values, Tensor), f"{item.index} is no tensor"
-                    torch.save(_alone_in_storage(values.detach().cpu()), stream)  # type: ignore[arg-type]
+                    # In a storage of its own, without a copy: torch.save writes entire storages.
+                    content = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                    alone = torch.frombuffer(content, dtype=values.dtype).view(values.shape)
+                    torch.save(alone, stream)  # type: ignore[arg-type]
                     begin, chunk = stream.end_chunk()
                     sums.append(chunk)
                     results.append(
@@ -137,19 +140,6 @@ class _SummingStream:
             os.posix_fadvise(self._file.fileno(), self._asked, 0, os.POSIX_FADV_DONTNEED)
             self._asked = self._written
         return begin, ChunkSum(self._written - begin, checksum)
-
-
-def _alone_in_storage(values: Tensor) -> Tensor:
-    """Return the values in a storage of their own size: torch.save writes entire storages."""
-    values = values.contiguous()
-    if values.untyped_storage().nbytes() == values.nbytes:
-        return values
-    flat = values.view(-1)
-    # A view of the same bytes; empty tensors are copied, as frombuffer rejects them.
-    if flat.numel() == 0:
-        return values.clone()
-    content = flat.view(torch.uint8).numpy()
-    return torch.frombuffer(content, dtype=values.dtype).view(values.shape)
 
 
 class Read(NamedTuple):

@@ -11,7 +11,7 @@ from data.gpt_dataset import open_checked
 from data.indexed_dataset import bin_path, idx_path
 from model.flops import flops_per_token
 from paro.arguments.parser import non_default
-from paro.checkpoint.directory import common_of, find_checkpoint
+from paro.checkpoint.directory import common_of, find_checkpoint, latest_iteration
 from paro.config.checks import check_overwriting
 from paro.config.record import model_line, precision_line, recorded_arguments, trained_lines
 from paro.config.resolve import resumed_samples
@@ -325,10 +325,11 @@ def _lacks_tokenizer(config: RunConfig) -> bool:
 def _checkpoints(plan: RunPrediction) -> Iterator[str]:
     checkpoint, base = plan.config.checkpoint, None
     if checkpoint.load is not None:
-        directory = find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
-        if directory is not None:
+        what = "no checkpoint on this machine"
+        if checkpoint.ckpt_step is not None or latest_iteration(checkpoint.load) is not None:
+            directory = find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
             base = base_of(plan.config, common_of(directory))
-        what = "no checkpoint on this machine" if directory is None else f"holds {directory.name}"
+            what = f"holds {directory.name}"
         yield f"> --load {checkpoint.load}: {what}"
     if checkpoint.save is not None:
         every = checkpoint.save_interval

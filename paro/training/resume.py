@@ -237,7 +237,6 @@ def base_of(config: RunConfig, common: Mapping[str, Any]) -> BaseCheckpoint | No
         return None
     assert flags.load is not None, "nothing was loaded"
     directory = find_checkpoint(flags.load, common["iteration"])
-    assert directory is not None, "it was loaded"
     named: BaseCheckpoint | None = common.get("base")
     if named is None:
         return None if flags.saves_where_it_loads else as_base(directory)

@@ -13,15 +13,12 @@ from paro.checkpoint.chunks import PARAM, ChunkedState
 from paro.checkpoint.directory import find_checkpoint
 from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.storage import CheckedReader
-from paro.errors import UserError
 
 
 def load_parameters(root: Path, iteration: int | None = None) -> dict[str, Tensor]:
     """Every parameter whole, in fp32 on the CPU, read by this process only."""
     with one_process().raise_on_all_ranks(f"--load {root}"):
         directory = find_checkpoint(root, iteration)
-        if directory is None:
-            raise UserError("there is no checkpoint")
         reader = CheckedReader(read_manifest(directory))
         tensors = {
             name: torch.empty(state.size, dtype=torch.float32)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import TensorStorageMetadata, WriteItem
 
-from data.hub import how_to_fetch
 from data.tokenizer import MERGE_FILE, VOCAB_FILE
 from data.tokenizer_config import saved_tokenizer, unpadded_vocab_size
 from model.config import LlamaConfig
@@ -40,7 +39,6 @@ from paro.checkpoint.convert.source import (
 from paro.checkpoint.convert.tensor_files import lazy
 from paro.checkpoint.directory import (
     COMMON,
-    TRACKER,
     begin_checkpoint,
     common_of,
     find_checkpoint,
@@ -50,7 +48,7 @@ from paro.checkpoint.manifest import Manifest, read_manifest
 from paro.checkpoint.planners import ChunkSavePlanner
 from paro.checkpoint.save import write_files
 from paro.checkpoint.storage import CheckedReader
-from paro.errors import UserError
+from paro.errors import UserError, about
 from paro.spec.states import PARAM
 from paro.untrusted.schema import conform
 
@@ -62,8 +60,6 @@ def open_native(root: Path, iteration: int | None = None, base: str | None = Non
     and adapters are merged into them.
     """
     directory = find_checkpoint(root, iteration)
-    if directory is None:
-        raise UserError(f"{root} holds no checkpoint: it has no {TRACKER}{how_to_fetch(root)}")
     common = common_of(directory)
     found = _tensors_in(read_manifest(directory))
     origin = common.get("converted_from")
@@ -134,9 +130,8 @@ def write_native(source: Source, root: Path, final: Path, *, rows: int) -> None:
 def write_adapters(source: Source, base: Path, root: Path, final: Path) -> None:
     """Fill an empty folder, later renamed to `final`, with a source's adapters on a `base`."""
     assert source.lora is not None, "no adapters"
-    under = find_checkpoint(base)
-    if under is None:
-        raise UserError(f"--base {base} holds no checkpoint: it has no {TRACKER}")
+    with about("--base "):
+        under = find_checkpoint(base)
     named, common = as_base(under), common_of(under)
     if common.get("base") is not None or common.get("lora") is not None:
         raise UserError(
