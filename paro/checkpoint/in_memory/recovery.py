@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.checkpoint.chunks import ChunkedState, begin_without, chunks_of, may_be_missing
+from paro.checkpoint.chunks import ChunkedState, begin_without, may_be_missing
 from paro.checkpoint.in_memory.folder import SnapshotFolder
-from paro.checkpoint.in_memory.overlap import overlap, remainder, split
 from paro.checkpoint.in_memory.snapshot import Snapshot
 from paro.errors import RunError, UserError
 from paro.layout import Chunk
@@ -30,23 +29,15 @@ _IN_FLIGHT = 4  # most messages of a rank at once, each at most one chunk of abo
 _SUM_BYTES = 8
 
 
-class ChunkRequest(NamedTuple):
-    """A chunk of a state that a rank needs and its own node does not hold."""
+class StateChunk(NamedTuple):
+    """A chunk of a state, which a rank holds, or needs and its own node does not hold."""
 
     state: str
     chunk: Chunk
 
 
-class ChunkOffer(NamedTuple):
-    """A part of another rank's request that this rank can send."""
-
-    wanted_by: int
-    number: int  # index of the request among the other rank's requests
-    chunk: Chunk
-
-
 class SnapshotChunk(NamedTuple):
-    """A part of a request that a snapshot holds, inside the snapshot's chunk `number`."""
+    """A part of a chunk that a snapshot holds, inside the snapshot's chunk `number`."""
 
     chunk: Chunk
     snapshot: Snapshot
@@ -203,40 +194,39 @@ class _VerifiedSnapshots:
         self._folder = folder
         self._on_node = _by_state(self.of_node)
         self._of_this_rank = _by_state(mine)  # snapshots from which this rank sends
-        # [(chunk that this rank needs, tensor to fill)]
-        self._wants = [
-            (ChunkRequest(name, Chunk(offsets, tuple(values.shape))), values)
-            for (name, offsets), values in chunks_of(states).items()
-        ]
+        # {state: [(chunk that this rank needs, tensor to fill)]}
+        self._targets = {
+            name: [(Chunk(o, tuple(values.shape)), values) for o, values in state.chunks.items()]
+            for name, state in states.items()
+        }
 
-    def plan(self) -> tuple[list[ChunkTransfer], list[ChunkRequest]]:
-        """Agree on the transfers of all ranks, and on the requests that nobody can serve."""
+    def plan(self) -> tuple[list[ChunkTransfer], list[StateChunk]]:
+        """Agree on the transfers of all ranks, and on the chunks that nobody holds."""
         control = self._folder.control
-        missing = [
-            ChunkRequest(want.state, chunk)
-            for want, _ in self._wants
-            for chunk in remainder(want.chunk, [p.chunk for p in _parts(self._on_node, want)])
-        ]
-        wants: list[list[ChunkRequest]] = control.gather(missing)
-        offers: list[list[ChunkOffer]] = control.gather(
+        wants: list[list[StateChunk]] = control.gather(
             [
-                ChunkOffer(rank, index, part.chunk)
-                for rank, of_rank in enumerate(wants)
-                if rank not in self._folder.folder_ranks
-                for index, want in enumerate(of_rank)
-                for part in _parts(self._of_this_rank, want)
+                StateChunk(state, missing)
+                for state, targets in self._targets.items()
+                for chunk, _ in targets
+                for missing in _parts(self._on_node, state, chunk)[1]
             ]
         )
-        return assign(wants, offers)
+        held = [
+            StateChunk(state, snapshot.record.regions[number].chunk)
+            for state in {want.state for of_rank in wants for want in of_rank}
+            for snapshot, number in self._of_this_rank.get(state, ())
+        ]
+        return assign(wants, control.gather(held))
 
     def fill_from_node(self) -> int:
         """Copy the chunks that this node holds into the states; return the number of bytes."""
         num_bytes = 0
-        for want, values in self._wants:
-            for part in _parts(self._on_node, want):
-                source = part.values()
-                values[part.chunk.index_in(want.chunk)].copy_(source)
-                num_bytes += source.nbytes
+        for state, targets in self._targets.items():
+            for chunk, values in targets:
+                for part in _parts(self._on_node, state, chunk)[0]:
+                    source = part.values()
+                    values[part.chunk.index_in(chunk)].copy_(source)
+                    num_bytes += source.nbytes
         return num_bytes
 
     def exchange(self, messages: Sequence[ChunkTransfer]) -> int:
@@ -246,9 +236,6 @@ class _VerifiedSnapshots:
         first incomplete message is open on both sender and receiver, so there is no deadlock.
         """
         rank = self._folder.control.world.rank
-        targets: dict[str, list[tuple[ChunkRequest, Tensor]]] = defaultdict(list)
-        for want, values in self._wants:
-            targets[want.state].append((want, values))
         open_ends: list[Callable[[], int]] = []
         received = 0
         for message in messages:
@@ -257,12 +244,11 @@ class _VerifiedSnapshots:
             if len(open_ends) == _IN_FLIGHT:
                 received += open_ends.pop(0)()
             is_sent = rank == message.source
-            end = self._send(message) if is_sent else self._receive(message, targets[message.state])
-            open_ends.append(end)
+            open_ends.append(self._send(message) if is_sent else self._receive(message))
         return received + sum(end() for end in open_ends)
 
     def _send(self, message: ChunkTransfer) -> Callable[[], int]:
-        part, *_ = _parts(self._of_this_rank, ChunkRequest(message.state, message.chunk))
+        (part, *_), _ = _parts(self._of_this_rank, message.state, message.chunk)
         assert part.chunk == message.chunk, f"{message} is {part.chunk} here"
         values = part.values().contiguous().view(-1).view(torch.uint8)
         checksum = crc32(values.numpy()).to_bytes(_SUM_BYTES, "little")
@@ -277,13 +263,11 @@ class _VerifiedSnapshots:
 
         return end
 
-    def _receive(
-        self, message: ChunkTransfer, targets: Sequence[tuple[ChunkRequest, Tensor]]
-    ) -> Callable[[], int]:
-        want, values = next(
-            (want, values)
-            for want, values in targets
-            if overlap(want.chunk, message.chunk) == message.chunk
+    def _receive(self, message: ChunkTransfer) -> Callable[[], int]:
+        target, values = next(
+            (chunk, values)
+            for chunk, values in self._targets[message.state]
+            if overlap(chunk, message.chunk) == message.chunk
         )
         num_bytes = message.chunk.numel * values.element_size()
         content = torch.empty(num_bytes + _SUM_BYTES, dtype=torch.uint8)
@@ -296,7 +280,7 @@ class _VerifiedSnapshots:
             if crc32(content[:-_SUM_BYTES].numpy()) != checksum:
                 raise RunError(f"{message.state} from rank {message.source} was changed on its way")
             part = content[:-_SUM_BYTES].view(values.dtype).view(message.chunk.sizes)
-            values[message.chunk.index_in(want.chunk)].copy_(part)
+            values[message.chunk.index_in(target)].copy_(part)
             return num_bytes
 
         return end
@@ -313,35 +297,64 @@ def _by_state(snapshots: Sequence[Snapshot]) -> _ByState:
     return found
 
 
-def _parts(held: _ByState, want: ChunkRequest) -> Iterator[SnapshotChunk]:
-    """Yield disjoint parts of a request; elements that are held twice count once."""
-    left = [want.chunk]
-    for snapshot, index in held.get(want.state, ()):
-        stored = snapshot.record.regions[index].chunk
-        if len(stored.offsets) == len(want.chunk.offsets):
-            parts, left = split(left, stored)
-            yield from (SnapshotChunk(part, snapshot, index) for part in parts)
+def _parts(held: _ByState, state: str, chunk: Chunk) -> tuple[list[SnapshotChunk], list[Chunk]]:
+    """Return the disjoint parts of a chunk that snapshots hold, and the parts that none holds."""
+    found, left = [], [chunk]
+    for snapshot, number in held.get(state, ()):
+        parts, left = split(left, snapshot.record.regions[number].chunk)
+        found += [SnapshotChunk(part, snapshot, number) for part in parts]
+    return found, left
 
 
 def assign(
-    wants: Sequence[Sequence[ChunkRequest]], offers: Sequence[Sequence[ChunkOffer]]
-) -> tuple[list[ChunkTransfer], list[ChunkRequest]]:
-    """Assign parts of requests to the holders that send least; also return unheld requests."""
-    by_want: dict[tuple[int, int], list[tuple[int, Chunk]]] = defaultdict(list)
-    for source, of_source in enumerate(offers):
-        for offer in of_source:
-            by_want[offer.wanted_by, offer.number].append((source, offer.chunk))
-    load = [0] * len(offers)
+    wants: Sequence[Sequence[StateChunk]], held: Sequence[Sequence[StateChunk]]
+) -> tuple[list[ChunkTransfer], list[StateChunk]]:
+    """Assign parts of wanted chunks to the holders that send least; also return unheld parts."""
+    holders: dict[str, list[tuple[int, Chunk]]] = defaultdict(list)
+    for source, of_source in enumerate(held):
+        for state, chunk in of_source:
+            holders[state].append((source, chunk))
+    load = [0] * len(held)
     messages, lost = [], []
     for target, of_target in enumerate(wants):
-        for index, want in enumerate(of_target):
-            left = [want.chunk]
+        for state, wanted in of_target:
+            left = [wanted]
             for source, chunk in sorted(
-                by_want[target, index], key=lambda offer: (load[offer[0]], offer[0])
+                holders[state], key=lambda holder: (load[holder[0]], holder[0])
             ):
                 parts, left = split(left, chunk)
                 for part in parts:
-                    messages.append(ChunkTransfer(source, target, want.state, part))
+                    messages.append(ChunkTransfer(source, target, state, part))
                     load[source] += part.numel
-            lost += [ChunkRequest(want.state, chunk) for chunk in left]
+            lost += [StateChunk(state, chunk) for chunk in left]
     return messages, lost
+
+
+def overlap(one: Chunk, other: Chunk) -> Chunk | None:
+    """Return the chunk of elements that are in both chunks; None if there are none."""
+    if len(one.offsets) != len(other.offsets):
+        return None
+    offsets = tuple(map(max, one.offsets, other.offsets))
+    stops = (min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
+    sizes = tuple(stop - offset for stop, offset in zip(stops, offsets, strict=True))
+    return Chunk(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def split(chunks: Sequence[Chunk], other: Chunk) -> tuple[list[Chunk], list[Chunk]]:
+    """Split chunks into (parts inside `other`, parts outside `other`)."""
+    inside, outside = [], []
+    for chunk in chunks:
+        common = overlap(chunk, other)
+        if common is None:
+            outside.append(chunk)
+            continue
+        inside.append(common)
+        offsets, sizes = list(chunk.offsets), list(chunk.sizes)
+        for dim, (begin, length) in enumerate(zip(*common, strict=True)):
+            stop = offsets[dim] + sizes[dim]
+            for low, high in ((offsets[dim], begin), (begin + length, stop)):
+                if low < high:
+                    corner = (*offsets[:dim], low, *offsets[dim + 1 :])
+                    outside.append(Chunk(corner, (*sizes[:dim], high - low, *sizes[dim + 1 :])))
+            offsets[dim], sizes[dim] = begin, length
+    return inside, outside

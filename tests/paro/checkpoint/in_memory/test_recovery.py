@@ -15,14 +15,14 @@ from torch import Tensor
 
 from paro.checkpoint.chunks import chunked_states
 from paro.checkpoint.in_memory.folder import SnapshotFolder
-from paro.checkpoint.in_memory.overlap import overlap, remainder
 from paro.checkpoint.in_memory.recovery import (
-    ChunkOffer,
-    ChunkRequest,
     ChunkTransfer,
     Recovery,
+    StateChunk,
     assign,
+    overlap,
     recover,
+    split,
 )
 from paro.checkpoint.in_memory.snapshot import DATA, RECORD, SnapshotWriter
 from paro.layout import Chunk
@@ -213,22 +213,22 @@ def test_nothing_there_is_no_line(tmp_path: Path) -> None:
 def test_each_part_comes_from_the_holder_that_sends_least() -> None:
     row = [Chunk((first,), (2,)) for first in (0, 2, 4)]
     whole = Chunk((0,), (6,))
-    wants = [[ChunkRequest("a", whole), ChunkRequest("b", row[0])], [], []]
-    offers = [
+    wants = [[StateChunk("a", whole), StateChunk("b", row[0])], [], []]
+    held = [
         [],
-        [ChunkOffer(0, 0, whole), ChunkOffer(0, 1, row[0])],
-        [ChunkOffer(0, 0, row[1]), ChunkOffer(0, 1, row[0])],
+        [StateChunk("a", whole), StateChunk("b", row[0])],
+        [StateChunk("a", row[1]), StateChunk("b", row[0])],
     ]
     messages = [ChunkTransfer(1, 0, "a", whole), ChunkTransfer(2, 0, "b", row[0])]
-    assert assign(wants, offers) == (messages, [])
+    assert assign(wants, held) == (messages, [])
 
 
 def test_parts_of_several_holders_make_a_whole_or_what_is_lost_is_returned() -> None:
-    wants = [[ChunkRequest("a", Chunk((0, 0), (4, 4)))]]
-    halves = [[ChunkOffer(0, 0, Chunk((0, 0), (4, 3)))], [ChunkOffer(0, 0, Chunk((1, 1), (3, 3)))]]
+    wants = [[StateChunk("a", Chunk((0, 0), (4, 4)))]]
+    halves = [[StateChunk("a", Chunk((0, 0), (4, 3)))], [StateChunk("a", Chunk((1, 1), (3, 3)))]]
     _, lost = assign(wants, halves)
-    assert lost == [ChunkRequest("a", Chunk((0, 3), (1, 1)))]
-    halves[1].append(ChunkOffer(0, 0, Chunk((0, 3), (1, 1))))
+    assert lost == [StateChunk("a", Chunk((0, 3), (1, 1)))]
+    halves[1].append(StateChunk("a", Chunk((0, 3), (1, 1))))
     messages, lost = assign(wants, halves)
     assert (sum(message.chunk.numel for message in messages), lost) == (16, [])
 
@@ -245,7 +245,7 @@ def any_chunk(random: Random, num_dims: int) -> Chunk:
     )
 
 
-def test_overlap_and_remainder_are_those_of_sets() -> None:
+def test_overlap_and_rest_are_those_of_sets() -> None:
     random = Random(0)
     for number in range(600):
         one, *others = (any_chunk(random, number % 4) for _ in range(4))
@@ -253,7 +253,9 @@ def test_overlap_and_remainder_are_those_of_sets() -> None:
         assert (set() if common is None else elements(common)) == elements(one) & elements(
             others[0]
         )
-        parts = remainder(one, others)
+        parts = [one]
+        for other in others:
+            _, parts = split(parts, other)
         left = elements(one).difference(*map(elements, others))
         assert sum(part.numel for part in parts) == len(left), "disjoint"
         assert set().union(*map(elements, parts)) == left
