@@ -199,13 +199,14 @@ def buffers_of(units: Iterable[Unit]) -> list[Buffer]:
     ]
 
 
-def make_layout(
-    *slices: Sequence[ParamChunk], decayed: frozenset[str], world_size: int
-) -> UnitLayout:
-    """Return the layout of chunks in slices of equal length; `world_size` bounds the degrees."""
+def make_layout(*slices: Sequence[ParamChunk], world_size: int) -> UnitLayout:
+    """Return the layout of chunks in slices of equal length; `world_size` bounds the degrees.
+
+    Weight decay applies to all but norms and biases, as in Megatron.
+    """
     number = len(slices)
-    first = [[chunk for chunk in chunks if chunk.name in decayed] for chunks in slices]
-    others = [[chunk for chunk in chunks if chunk.name not in decayed] for chunks in slices]
+    first = [[chunk for chunk in chunks if len(chunk.shape) > 1] for chunks in slices]
+    others = [[chunk for chunk in chunks if len(chunk.shape) <= 1] for chunks in slices]
     decayed_stop, longest_of_others = (
         max(sum(_round_up(chunk.numel, ALIGN) for chunk in chunks) for chunks in part)
         for part in (first, others)
@@ -225,7 +226,7 @@ def make_layout(
 def make_whole_layout(shapes: Mapping[str, Shape], *, world_size: int) -> UnitLayout:
     """Return the layout of whole parameters for any degree that divides `world_size`."""
     chunks = [whole_chunk(name, shape) for name, shape in shapes.items()]
-    return make_layout(chunks, decayed=_decayed(shapes), world_size=world_size)
+    return make_layout(chunks, world_size=world_size)
 
 
 def make_sliced_layout(
@@ -255,12 +256,7 @@ def make_sliced_layout(
         ]
         for index in range(number)
     ]
-    return make_layout(*slices, decayed=_decayed(shapes), world_size=world_size)
-
-
-def _decayed(shapes: Mapping[str, Shape]) -> frozenset[str]:
-    """Return the parameters with weight decay: not norms and biases, as in Megatron."""
-    return frozenset(name for name, shape in shapes.items() if len(shape) > 1)
+    return make_layout(*slices, world_size=world_size)
 
 
 def halves_of(

@@ -66,7 +66,7 @@ def make_shards(num_params: int, hidden_size: int, control: Control) -> list[Fla
     shards = []
     for unit in range(max(1, num_params // per_unit)):
         chunks = [whole_chunk(f"blocks.{unit}.w{i}", (hidden_size, hidden_size)) for i in range(12)]
-        layout = make_layout(chunks, decayed=frozenset(), world_size=world.size)
+        layout = make_layout(chunks, world_size=world.size)
         numel = layout.numel // world.size
         start = topology.shard_start(world.rank, world.size, layout.numel)
         for number, state in enumerate((PARAM, *MOMENTS)):

@@ -42,10 +42,6 @@ class HostCopy:
             for name, state in states.items()
         }
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(room.nbytes for room in self._room.values())
-
 
 def starts_of(sources: Iterable[Tensor]) -> list[int]:
     """Return the offset in bytes of each source's copy in a block; the last item is the size."""

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -101,7 +101,7 @@ class Manifest:
         self.check_sum(name, 0, len(content), crc32(content))
         return content
 
-    def verify(self, advance: Callable[[int], None] = lambda _num_bytes: None) -> int:
+    def verify(self) -> int:
         """Verify every file; return the bytes read. `DamagedError` names the first bad file."""
         check_sizes(self.directory, self.files)
         for name, sums in self.files.items():
@@ -112,7 +112,6 @@ class Manifest:
                     while block := opened.read(min(left, _BLOCK_BYTES)):
                         checksum = crc32(block, checksum)
                         left -= len(block)
-                        advance(len(block))
                     if checksum != chunk.checksum:
                         raise DamagedError(_wrong(path, begin, begin + chunk.length))
         return sum(map(_num_bytes, self.files.values()))

@@ -22,7 +22,7 @@ NEEDS_PADDING = {"norm": (5,), "weight": (3, 7), "scalar": ()}
 
 def _layout(world_size: int = 6) -> UnitLayout:
     chunks = [whole_chunk(name, shape) for name, shape in NEEDS_PADDING.items()]
-    return make_layout(chunks, decayed=frozenset({"weight"}), world_size=world_size)
+    return make_layout(chunks, world_size=world_size)
 
 
 def test_decayed_first_aligned_and_padded_for_the_world() -> None:

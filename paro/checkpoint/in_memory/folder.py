@@ -54,19 +54,10 @@ class SnapshotFolder:
         allocates as much.
         """
         index = self.folder_ranks.index(self.control.world.rank)
-        for path in self._files():
+        for path in sorted(self.path.glob("rank-*")):
             written_by = int(path.name.split("-")[1])
             if unwanted(path.name) and written_by % len(self.folder_ranks) == index:
                 path.unlink(missing_ok=True)
-
-    def remove(self, unwanted: Callable[[str], bool]) -> None:
-        """Remove all snapshots whose file names are `unwanted`; one rank of the node calls it."""
-        for path in self._files():
-            if unwanted(path.name):
-                path.unlink(missing_ok=True)
-
-    def _files(self) -> list[Path]:
-        return sorted(self.path.glob("rank-*"))
 
     def discard(self) -> None:
         """Remove the folder; another rank may do the same."""

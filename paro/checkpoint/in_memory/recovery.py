@@ -136,9 +136,8 @@ def _age(snapshot: Snapshot) -> tuple[int, int]:
 
 def _keep_only(folder: SnapshotFolder, snapshots: Sequence[Snapshot]) -> None:
     """Remove all other snapshots of this node, after all ranks have agreed on `snapshots`."""
-    kept = {snapshot.path.stem for snapshot in snapshots}
-    if folder.is_first:
-        folder.remove(lambda name: name.rsplit(".", 1)[0] not in kept)
+    stems = {snapshot.path.stem for snapshot in snapshots}
+    folder.remove_share(lambda name: name.rsplit(".", 1)[0] not in stems)
 
 
 def _snapshots_here(

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -114,13 +114,6 @@ class Snapshot:
         return content
 
 
-class _Slot(NamedTuple):
-    """A mapped file as tensors, and the checksums of the chunks copied into it."""
-
-    targets: list[Tensor]
-    checksums: list[int | None]
-
-
 class SnapshotWriter:
     """A writer of the states of one rank into two slots in turn, allocated at their first use.
 
@@ -162,7 +155,8 @@ class SnapshotWriter:
                 "regions": [asdict(chunk) for chunk in chunks],
             }
         )[:-1]
-        self._slots: dict[int, _Slot] = {}
+        # The mapped files as tensors, and the checksums of the chunks copied into them.
+        self._slots: list[tuple[list[Tensor], list[int | None]]] = []
         self.num_written = 0
 
     def write(
@@ -171,18 +165,17 @@ class SnapshotWriter:
         """Overwrite the older snapshot; `copy(target, source)` returns when target is filled."""
         slot = self.num_written % NUM_SLOTS
         record = Path(f"{self._stem}.{slot}{RECORD}")
-        held = self._slots.get(slot)
-        if held is None:
-            path = Path(f"{self._stem}.{slot}{DATA}")
-            held = self._slots[slot] = _Slot(self._allocate(path), [None] * len(self._sources))
+        if slot == len(self._slots):
+            room = self._allocate(Path(f"{self._stem}.{slot}{DATA}"))
+            self._slots.append((room, [None] * len(self._sources)))
+        targets, checksums = self._slots[slot]
         record.unlink(missing_ok=True)
         for index, source in enumerate(self._sources):
-            if self._constant[index] and held.checksums[index] is not None:
+            if self._constant[index] and checksums[index] is not None:
                 continue
-            target = held.targets[index]
-            copy(target, source)
-            held.checksums[index] = crc32(target.view(-1).view(torch.uint8).numpy())
-        changing = {"iteration": iteration, "checksums": held.checksums, "common": dict(common)}
+            copy(targets[index], source)
+            checksums[index] = crc32(targets[index].view(-1).view(torch.uint8).numpy())
+        changing = {"iteration": iteration, "checksums": checksums, "common": dict(common)}
         body = f"{self._head}, {json.dumps(changing)[1:]}".encode()
         written = record.with_suffix(".new")
         written.write_bytes(_sum_line(body) + b"\n" + body)

@@ -14,13 +14,13 @@ from tests.paro.checkpoint.toy_run import NNN, SHAPES, STATES, make_shards, save
 
 
 def shard_of(numel: int, *, start: int, stop: int) -> FlatShard:
-    layout = make_layout([whole_chunk("p", (numel,))], decayed=frozenset(), world_size=1)
+    layout = make_layout([whole_chunk("p", (numel,))], world_size=1)
     values = torch.arange(start, stop, dtype=torch.float32)
     return FlatShard(layout=layout, start=start, values=values, state="param")
 
 
 def test_a_range_becomes_part_row_full_rows_part_row() -> None:
-    layout = make_layout([whole_chunk("p", (6, 4))], decayed=frozenset(), world_size=1)
+    layout = make_layout([whole_chunk("p", (6, 4))], world_size=1)
     values = torch.arange(3.0, 18.0)
     shard = FlatShard(layout=layout, start=3, values=values, state="exp_avg")
     state = chunked_states([shard], writers={0})["exp_avg.p"]
@@ -53,7 +53,7 @@ def test_every_rank_knows_every_state_and_replicas_share_the_writing() -> None:
 
 def test_what_is_written_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paro.checkpoint.chunks.MAX_ITEM_BYTES", 64)
-    layout = make_layout([whole_chunk("p", (6, 10))], decayed=frozenset(), world_size=1)
+    layout = make_layout([whole_chunk("p", (6, 10))], world_size=1)
     values = torch.arange(layout.numel, dtype=torch.float32)
     shard = FlatShard(layout=layout, start=0, values=values, state="param")
     parts = chunked_states([shard], writers={0})["param.p"].chunks

@@ -54,7 +54,6 @@ def test_copies_share_one_block_and_later_ones_reuse_it() -> None:
     values = [v for state in states.values() for v in state.chunks.values()]
     copies = [v for state in taken.values() for v in state.chunks.values()]
     assert len(values) > 10
-    assert copy.num_bytes == sum(value.nbytes for value in values)
     for value, copied in zip(values, copies, strict=True):
         assert value.dtype == copied.dtype
         assert torch.equal(value, copied)

@@ -127,7 +127,7 @@ def test_a_hole_is_found_before_anything_is_read(saved: Path) -> None:
 @pytest.mark.parametrize("numel", [100, 10_000], ids=["in a header", "in the data"])
 def test_a_full_disk_is_called_by_its_name_and_leaves_nothing(tmp_path: Path, numel: int) -> None:
     chunks = [whole_chunk(f"p{number}", (numel,)) for number in range(10)]
-    layout = make_layout(chunks, decayed=frozenset(), world_size=1)
+    layout = make_layout(chunks, world_size=1)
     values = torch.zeros(layout.numel)
     shard = FlatShard(layout=layout, start=0, values=values, state="param")
     with small_files():

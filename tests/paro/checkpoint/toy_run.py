@@ -78,8 +78,7 @@ def layouts(world_size: int, shapes: dict[str, Shape] = SHAPES) -> list[UnitLayo
         for unit in (EMBEDDING, BLOCK, SMALLER_THAN_WORLD, FROZEN)
     ]
     units.insert(2, rotating_chunks())
-    decayed = frozenset(name for name, shape in shapes.items() if len(shape) > 1)
-    return [make_layout(chunks, decayed=decayed, world_size=world_size) for chunks in units]
+    return [make_layout(chunks, world_size=world_size) for chunks in units]
 
 
 def true_state(state: str, name: str) -> Tensor:
