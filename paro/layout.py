@@ -165,10 +165,10 @@ class Unit:
         return self.trainable.numel + self.frozen.numel
 
     @property
-    def traffic_kind(self) -> tuple[int, ...]:
-        """A key of units whose collectives send equal bytes."""
+    def traffic_kind(self) -> tuple[object, ...]:
+        """A key of units whose shards have equal bytes and whose collectives send equal bytes."""
         numels = self.trainable.numel, self.frozen.numel, self.trainable.decayed_stop
-        return *numels, self.replicated, self.bucket_size
+        return *numels, self.replicated, self.bucket_size, self.matrices
 
     @property
     def trains(self) -> tuple[bool, ...]:

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 
 import torch
 
-from model.config import RecomputeConfig
 from model.units import parameter_shapes
 from paro.config.run import RunConfig
 from paro.errors import UserError, count_text
 from paro.layout import Shape
 from paro.planning.estimator import Estimator
-from paro.planning.remedies import fewest_ranks, larger_contexts
+from paro.planning.remedies import larger_contexts, more_ranks
 from paro.planning.run_memory import DeviceMemory, RunMemory
-from paro.planning.search_space import (
-    first_blocks,
-    least_recomputation,
-    recompute_flags,
-)
+from paro.planning.search_space import least_recomputation, recompute_flags
 from paro.precision import BYTES_OF
 from paro.report.memory import available_host_bytes
 from paro.report.record import PlannedStep
 from paro.spec.run_spec import RunSpec
 from paro.spec.states import MASTER, adamw_states, bytes_of, is_for_muon, muon_states
-from paro.strategy import Strategy
 from paro.text import size_text
 from paro.training.assembly import run_spec_of
 
@@ -116,48 +110,26 @@ def checkpoint_bytes(config: RunConfig, *, has_base: bool) -> int:
 def remedy_of(memories: RunMemory, run: RunSpec, ranks_per_node: int, fits: Fits) -> str:
     """List changes by which the predicted memory fits; first the changes that surely suffice."""
 
-    def with_recompute(recompute: RecomputeConfig | None) -> bool:
-        return fits(memories.of(replace(run, recompute=recompute)))
+    def of_run(other: RunSpec) -> bool:
+        return fits(memories.of(other))
 
-    enough = least_recomputation(run.model, with_recompute)
+    enough = least_recomputation(run.model, lambda how: of_run(replace(run, recompute=how)))
     advice = [] if enough is None else [f"give {recompute_flags(enough)}"]
     contexts = () if run.materialize.rotates else larger_contexts(run)
-    fitting = (flags for flags, own in contexts if fits(memories.of(replace(run, context=own))))
+    fitting = (flags for flags, layout in contexts if of_run(replace(run, context=layout)))
     advice += [f"give {flags}" for flags in islice(fitting, 1)]
     if run.micro_batch_size > 1:
         advice.append("lower --micro-batch-size")
     snapshot = memories.of(run).allocations
     is_spread = min(run.strategy.degrees) == run.world_size
-    if is_spread:
-        plans = [("", run)]
-        if enough is None:
-            every = first_blocks(run.model.num_layers, run.model)
-            plans.append((f" with {recompute_flags(every)}", replace(run, recompute=every)))
-        advice += _more_ranks(memories, plans, ranks_per_node, fits)
+    for ranks, flags in more_ranks(run, ranks_per_node, of_run) if is_spread else ():
+        advice.append(f"start {ranks} ranks{flags and f' with {flags}'}")
     if snapshot.states * 2 > snapshot.total:
         spread_more = ["spread more by --paro-strategy", "start more ranks"]
         advice += [*spread_more * (not is_spread), "take a smaller model"]
     else:
         advice.append("lower --seq-length")
     return ", or ".join(advice)
-
-
-def _more_ranks(
-    memories: RunMemory, plans: Iterable[tuple[str, RunSpec]], ranks_per_node: int, fits: Fits
-) -> Iterator[str]:
-    """Yield how many ranks each plan needs under GGG, if fewer than for the plans before it."""
-    fewest = math.inf
-    for flags, run in plans:
-
-        def fits_on(ranks: int, run: RunSpec = run) -> bool:
-            strategy = Strategy(name="GGG", params=ranks, grads=ranks, optim=ranks)
-            return fits(memories.of(replace(run, world_size=ranks, strategy=strategy)))
-
-        step = math.lcm(run.group_size, ranks_per_node, run.context.size)
-        ranks = fewest_ranks(run.world_size, step, fits_on)
-        if ranks is not None and ranks < fewest:
-            yield f"start {ranks} ranks{flags}"
-            fewest = ranks
 
 
 def bytes_by_part(memory: DeviceMemory) -> dict[str, int]:

@@ -125,7 +125,7 @@ class Estimator:
             run = replace(run, recompute=every)  # recomputation of other blocks takes no time
         return self._memory.step(run)
 
-    @cached_by(lambda run: (run.strategy.degrees, run.collective, run.materialize, run.precision))
+    @cached_by(lambda run: (run.states_kind, run.collective))
     def _comm_costs_of(self, run: RunSpec) -> CommCosts:
         times = self._times_of(run.collective)
         specs = self._memory.specs(run)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from paro.planning.estimator import Estimator
 from paro.planning.planner import SearchResult
+from paro.planning.run_memory import RunMemory
 from paro.planning.search_space import (
     Candidate,
     PlanRequest,
@@ -20,6 +21,7 @@ from paro.planning.search_space import (
 )
 from paro.spec.context_layout import ContextLayout, ContextLimits
 from paro.spec.run_spec import Materialize, RunSpec
+from paro.strategy import Strategy
 from paro.text import size_text
 
 MOST_RANKS = 16384  # the largest world size that is tried
@@ -31,7 +33,7 @@ _SMALLER = {
 
 
 class Change(NamedTuple):
-    """A single change after which a candidate fits."""
+    """A single change of flags after which a candidate fits."""
 
     what: str  # the flags to give, in words
     request: PlanRequest
@@ -44,8 +46,11 @@ def why_nothing_fits(request: PlanRequest, plan: SearchResult) -> str:
     More ranks are given with recomputation too, if that takes fewer ranks.
     """
     least = plan.least
-    found = [*single_changes(request, least.candidate), *_recomputed(request, least.candidate)]
-    changes = "; or ".join(change.what for change in found)
+    found = [
+        *(change.what for change in single_changes(request, least.candidate)),
+        *(what for what, _ in rank_changes(request, least.candidate)),
+    ]
+    changes = "; or ".join(found)
     return (
         f"nothing fits the {request.choice_text}: the least is "
         f"{size_text(least.memory_bytes)} with {least.candidate.describe()} "
@@ -53,8 +58,25 @@ def why_nothing_fits(request: PlanRequest, plan: SearchResult) -> str:
     )
 
 
+def rank_changes(request: PlanRequest, least: Candidate) -> Iterator[tuple[str, str]]:
+    """Yield how many ranks would be enough, in words, and the flags of `more_ranks` that they need.
+
+    Nothing where collectives were measured: measurements hold only for the measured ranks.
+    """
+    machine, run = request.machine, estimator_of(request).run_spec(least)
+    memories, limit = RunMemory(machine), request.choice_bytes
+    how = ", gathered" if run.materialize.rotates else ""
+
+    def fits(run: RunSpec) -> bool:
+        return memories.of(run).total <= limit
+
+    for ranks, flags in more_ranks(run, machine.group_size, fits) if not machine.measured else ():
+        what = f"{ranks} ranks, with all states spread over all of them{how}"
+        yield f"{what}, and {flags}" if flags else what, flags
+
+
 def single_changes(request: PlanRequest, least: Candidate) -> Iterator[Change]:
-    """Yield changes of flags, and of the number of ranks, each of which alone would be enough."""
+    """Yield changes of flags, each of which alone would be enough."""
     at_once = replace(request, prefetch_units=0)
     if request.prefetch_units and _fits(at_once, least):
         yield Change("--paro-prefetch-units 0", at_once, least)
@@ -82,7 +104,6 @@ def single_changes(request: PlanRequest, least: Candidate) -> Iterator[Change]:
         possible = request.infeasible_reason(least.strategy, materialize) is None
         if possible and _fits(request, rotated):
             yield Change(flag, request, rotated)
-    yield from _more_ranks(request, least)
 
 
 def larger_contexts(run: RunSpec) -> Iterator[tuple[str, ContextLayout]]:
@@ -122,35 +143,26 @@ def fewest_ranks(given: int, step: int, fits: Callable[[int], bool]) -> int | No
     return counts[found] * step if found < len(counts) else None
 
 
-def _recomputed(request: PlanRequest, least: Candidate) -> Iterator[Change]:
-    """Yield more ranks with all blocks recomputed, unless recomputation alone is enough."""
-    every = first_blocks(request.model.num_layers, request.model)
-    recomputed = replace(least, recompute=every)
-    if least.recompute == every or _fits(request, recomputed):
-        return
-    fewest = [change.request.world_size for change in _more_ranks(request, least)]
-    for change in _more_ranks(request, recomputed):
-        if not fewest or change.request.world_size < fewest[0]:
-            yield change._replace(what=f"{change.what}, and {recompute_flags(every)}")
+def more_ranks(
+    run: RunSpec, ranks_per_node: int, fits: Callable[[RunSpec], bool]
+) -> Iterator[tuple[int, str]]:
+    """Yield the fewest ranks that are enough with all states spread over all of them, and "".
 
-
-def _more_ranks(request: PlanRequest, least: Candidate) -> Iterator[Change]:
-    """Yield the least number of groups that is enough, at an equal batch per rank.
-
-    Nothing where collectives were measured: measurements hold only for the measured ranks.
+    Then fewer ranks that are enough with all blocks recomputed, and the flags for it, unless
+    recomputation alone is enough. All are multiples of `ranks_per_node`, with equal batches.
     """
-    if request.machine.measured:
-        return
+    every = first_blocks(run.model.num_layers, run.model)
+    recomputed = replace(run, recompute=every)
+    plans = [("", run), *[(recompute_flags(every), recomputed)] * (not fits(recomputed))]
+    step, fewest = lcm(run.group_size, ranks_per_node, run.context.size), MOST_RANKS + 1
+    for flags, own in plans:
 
-    def spread(ranks: int) -> tuple[PlanRequest, Candidate]:
-        machine = replace(request.machine, uneven=()).for_world(ranks, subject="more ranks")
-        batch = request.global_batch_size * ranks // request.world_size
-        more = replace(request, machine=machine, global_batch_size=batch)
-        strategy = more.strategy(f"{ranks},{ranks},{ranks}")
-        return more, replace(least, strategy=strategy, materialize=Materialize.GATHER)
+        def fits_on(ranks: int, own: RunSpec = own) -> bool:
+            strategy = Strategy(name="GGG", params=ranks, grads=ranks, optim=ranks)
+            gathered = Materialize.GATHER
+            return fits(replace(own, world_size=ranks, strategy=strategy, materialize=gathered))
 
-    step = lcm(request.group_size, request.machine.group_size, least.context.size)
-    ranks = fewest_ranks(request.world_size, step, lambda ranks: _fits(*spread(ranks)))
-    if ranks is not None:
-        how = ", gathered" if least.materialize.rotates else ""
-        yield Change(f"{ranks} ranks, with all states spread over all of them{how}", *spread(ranks))
+        ranks = fewest_ranks(run.world_size, step, fits_on)
+        if ranks is not None and ranks < fewest:
+            yield ranks, flags
+            fewest = ranks

@@ -33,7 +33,7 @@ from paro.planning.step_counts import StepCounts
 from paro.planning.tally import MemorySnapshot, StepTally
 from paro.precision import BYTES_OF
 from paro.spec.run_spec import RunSpec, collectives_of, groups_of
-from paro.spec.sharding_spec import Collective, ModelStateBytes, ShardingSpec, state_bytes
+from paro.spec.sharding_spec import Collective, ModelStateBytes, ShardingSpec, spec_of, state_bytes
 from paro.spec.units import shape_of_run, units_of_run
 from paro.step.actions import Verb
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, StreamKind
@@ -58,6 +58,7 @@ class RunMemory:
 
     @cached_by(
         lambda run: (
+            run.world_size,
             run.trained,
             run.materialize.rotates and run.strategy.params,
             run.materialize,
@@ -68,10 +69,11 @@ class RunMemory:
         """Return the units of a run."""
         return units_of_run(run)
 
-    @cached_by(lambda run: (run.strategy, run.materialize, run.trained, run.precision))
+    @cached_by(lambda run: run.states_kind)
     def specs(self, run: RunSpec) -> list[ShardingSpec]:
-        """Return the sharding specs of a run's buffers."""
-        return run.specs(self.units(run))
+        """Return the sharding specs of a run's buffers; buffers of equal kind share one."""
+        step, placed = self.step(run), (run.strategy, run.topology, run.precision)
+        return step.by_kind(lambda number: spec_of(step.buffers[number], *placed))
 
     @cached_by(lambda run: run.step_kind)
     def step(self, run: RunSpec) -> StepCounts:
@@ -115,7 +117,7 @@ class RunMemory:
     def _points(self, run: RunSpec) -> list[MemorySnapshot]:
         return self.tally(run).largest()
 
-    @cached_by(lambda run: (run.strategy.degrees, run.materialize, run.trained, run.precision))
+    @cached_by(lambda run: run.states_kind)
     def _states(self, run: RunSpec) -> ModelStateBytes:
         return state_bytes(self.specs(run))
 
@@ -126,17 +128,10 @@ class RunMemory:
         kind = PartActivations if run.materialize.rotates else Activations
         activations = kind(config=run.config, batch=run.batch, grad_bytes=BYTES_OF[grad_dtype])
         step = self.step(run)
-        return StepTally(run=run, step=step, activations=[*activations.of_step(step)])
+        of_step = [*activations.of_step(step)]
+        return StepTally(run=run, step=step, specs=self.specs(run), activations=of_step)
 
-    @cached_by(
-        lambda run: (
-            run.strategy.degrees,
-            run.precision,
-            run.context,
-            run.collective,
-            run.materialize,
-        )
-    )
+    @cached_by(lambda run: (run.states_kind, run.context, run.collective))
     def communication(self, run: RunSpec) -> Communication:
         """Count the process groups and communication buffers of a run."""
         by_nccl = run.device_type == "cuda"

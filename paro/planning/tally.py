@@ -97,6 +97,7 @@ class StepTally:
 
     run: RunSpec
     step: StepCounts
+    specs: Sequence[ShardingSpec]  # of the buffers, by number
     activations: Sequence[tuple[str, UnitActivations]]  # name and bytes of every unit, or part
 
     def __post_init__(self) -> None:
@@ -196,11 +197,6 @@ class StepTally:
     def at(self, name: str = "", transient: int = 0, **copied: int) -> MemorySnapshot:
         """Take a snapshot without model states."""
         return MemorySnapshot(name, transient=transient, **self.now, **copied)
-
-    @cached_property
-    def specs(self) -> list[ShardingSpec]:
-        """The sharding specs of the buffers, by number."""
-        return self.run.specs(self.step.units)
 
     @cached_property
     def _sizes(self) -> list[Mapping[str | int, int]]:

@@ -111,7 +111,14 @@ class RunSpec(RunSettings):
         """The part of the description that decides the actions of a step."""
         params, grads, _ = self.strategy.degrees
         degrees = (params,) if self.materialize.rotates else (params > 1, grads > 1)
-        return self.trained, self.recompute, self.materialize, degrees, self.bucket_size
+        of_units = self.world_size, self.trained, self.bucket_size
+        return *of_units, self.recompute, self.materialize, degrees
+
+    @property
+    def states_kind(self) -> tuple[object, ...]:
+        """The part of the description that decides the shards of all states."""
+        degrees = self.strategy.degrees
+        return self.world_size, degrees, self.materialize, self.trained, self.precision
 
     @property
     def bucket_size(self) -> int:
@@ -179,7 +186,7 @@ def collectives_of(run: RunSpec, specs: Iterable[ShardingSpec]) -> set[Collectiv
     passes = PASS_OF.values() if run.materialize.rotates else ()
     return {
         one._replace(stream_kind=StreamKind.ROTATE) if verb in passes else one
-        for spec in {(s.unit.traffic_kind, s.buffer.trains): s for s in specs}.values()
+        for spec in {*specs}
         for verb, collectives in spec.collectives.items()
         for one in collectives
     }

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -74,7 +75,7 @@ class ModelStateBytes(NamedTuple):
         return sum(self)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ShardingSpec:
     """The shards of a flat buffer on every rank, their types, and the collectives of its actions.
 
@@ -277,22 +278,26 @@ class ShardingSpec:
         return Collective(*gather, self.layout.numel * units // params, self.param_dtype, units)
 
 
+def spec_of(
+    buffer: Buffer, strategy: Strategy, topology: Topology, precision: PrecisionConfig
+) -> ShardingSpec:
+    """Return the sharding spec of a buffer under the strategy of a run."""
+    return ShardingSpec(
+        buffer=buffer,
+        strategy=replicated(strategy) if buffer.unit.replicated else strategy,
+        topology=topology,
+        precision=precision,
+    )
+
+
 def specs_of(
     units: Iterable[Unit], strategy: Strategy, topology: Topology, precision: PrecisionConfig
 ) -> list[ShardingSpec]:
     """Return the sharding specs of all buffers, by their numbers."""
-    return [
-        ShardingSpec(
-            buffer=buffer,
-            strategy=replicated(strategy) if buffer.unit.replicated else strategy,
-            topology=topology,
-            precision=precision,
-        )
-        for buffer in buffers_of(units)
-    ]
+    return [spec_of(buffer, strategy, topology, precision) for buffer in buffers_of(units)]
 
 
 def state_bytes(specs: Iterable[ShardingSpec]) -> ModelStateBytes:
-    """Count bytes that a rank holds of all buffers."""
-    params, grads, optim = map(sum, zip(*(spec.state_bytes for spec in specs), strict=True))
-    return ModelStateBytes(params, grads, optim)
+    """Count bytes that a rank holds of all buffers; several buffers may share a spec."""
+    of_kinds = ([n * size for size in s.state_bytes] for s, n in Counter(specs).items())
+    return ModelStateBytes(*map(sum, zip(*of_kinds, strict=True)))

@@ -18,7 +18,7 @@ from paro.planning.planner import (
     best_first,
     best_that_fits,
 )
-from paro.planning.remedies import estimator_of, single_changes
+from paro.planning.remedies import estimator_of, rank_changes, single_changes
 from paro.planning.search_space import Candidate, PlanRequest, SearchSpace
 from paro.spec.run_spec import Materialize
 from paro.strategy import legal_letters
@@ -57,7 +57,9 @@ def _rows(request: PlanRequest, materializes: Sequence[Materialize]) -> tuple[Es
 
 def enough_alone(request: PlanRequest, least: Candidate) -> str:
     """Return the single changes after which a candidate fits, in words."""
-    changes = "; or ".join(change.what for change in single_changes(request, least))
+    found = [change.what for change in single_changes(request, least)]
+    found += [what for what, flags in rank_changes(request, least) if not flags]
+    changes = "; or ".join(found)
     return f"enough alone: {changes}" if changes else "no flag is enough alone"
 
 
@@ -146,7 +148,6 @@ def _changes_table(request: PlanRequest, merged: Sequence[tuple[str, Estimate]])
         fitting = (
             (estimator_of(change.request).estimate(change.candidate), change.what)
             for change in single_changes(request, row.candidate)
-            if change.request.world_size == request.world_size
         )
         best = min(fitting, key=lambda pair: pair[0].seconds, default=None)
         found.append((best is None, best[0].seconds if best else row.memory_bytes, name, row, best))

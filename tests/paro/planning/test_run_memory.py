@@ -243,3 +243,11 @@ def test_auto_makes_the_groups_of_all_that_was_measured() -> None:
         for name in ("native", "ho-ring", "auto")
     }
     assert numbers["auto"] > max(numbers["native"], numbers["ho-ring"]) > 0
+
+
+def test_a_run_on_other_ranks_has_units_padded_for_them() -> None:
+    memories, run = RunMemory(None), run_of(TINY, "NNG", BF16)
+    for world_size in (run.world_size, 7 * run.world_size):
+        spread = replace(run.strategy, optim=world_size)
+        other = replace(run, world_size=world_size, strategy=spread)
+        assert memories.of(other) == RunMemory(None).of(other)
