@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict
@@ -150,6 +149,8 @@ def _num_bytes(sums: ChunkSums) -> int:
 @cache
 def library_versions() -> Mapping[str, str]:
     """Return the versions of Python and of the libraries that a checkpoint depends on."""
+    from importlib.metadata import PackageNotFoundError, version  # slow, and plans need none
+
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
