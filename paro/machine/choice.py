@@ -7,8 +7,7 @@ from functools import cache, partial
 
 from paro.collectives.choice import AlgorithmChoice, ChunkCount
 from paro.collectives.pipeline import default_num_chunks
-from paro.collectives.schedule import COLLECTIVES, NCCL_COLLECTIVES, Op
-from paro.errors import UserError
+from paro.collectives.schedule import NCCL_COLLECTIVES, Op
 from paro.machine.collective_time import fastest_num_chunks
 from paro.machine.machine import Machine, fastest_algorithm
 from paro.topology import Axes
@@ -34,18 +33,12 @@ def choice_by(machine: Machine, num_chunks: ChunkCount | None = None) -> Algorit
 
     With `num_chunks`, the choice is for NCCL, without the algorithms that NCCL refuses.
 
-    Raises `UserError` if the measurements have unknown algorithms or lack a collective on an axis.
+    Raises `UserError` if the measurements lack a collective on an axis.
     """
     if num_chunks is not None:
         rows = tuple(row for row in machine.measured if row.algorithm in NCCL_COLLECTIVES)
         machine = replace(machine, measured=rows)
     names = tuple(dict.fromkeys(row.algorithm for row in machine.measured))
-    unknown = sorted(set(names) - set(COLLECTIVES))
-    if unknown:
-        raise UserError(
-            f"machine {machine.name} was measured with {', '.join(unknown)}; the algorithms are "
-            f"{', '.join(COLLECTIVES)}: measure it again"
-        )
     kinds = [Axes.INTRA] * (machine.group_size > 1) + [Axes.INTER] * (machine.num_groups > 1)
     for axes in [*kinds, Axes.BOTH] if len(kinds) == 2 else kinds:
         for op in Op:

@@ -9,8 +9,8 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
 from functools import lru_cache
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,13 +29,13 @@ from paro.machine.machine import (
 )
 from paro.machine.rules import numbers, ranks_mistakes
 from paro.strategy import check_group_size
+from paro.topology import Link
 from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import parse_json
 
 FORMAT = "paro-machine-1"
 MEASURE = "measure"  # the value of --paro-machine that measures the machine as the run starts
 SHIPPED = Path(__file__).parent / "shipped"
-_DEFAULTS: tuple[object, ...] = (None, [], {}, 1, "free")  # values that a file omits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class _Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """The fields of a machine file."""
+    """The fields of a machine file, in order."""
 
     format: Literal["paro-machine-1"]
     name: str
@@ -72,13 +72,13 @@ class _File:
     group_size: int
     nic: Nic
     links: _Links
-    measured: tuple[Measured, ...]
-    nics: int = 1
     device: Device | None = None
     uneven: tuple[GroupSpeed, ...] = ()
+    nics: int = 1
     launch_order: LaunchOrder = "free"
     sources: dict[str, str] = field(default_factory=dict)
     conditions: dict[str, str] = field(default_factory=dict)
+    measured: tuple[Measured, ...]
 
     @staticmethod
     def mistakes(given: Mapping[str, Any]) -> list[str]:
@@ -181,41 +181,34 @@ def machine_from_json(text: str | bytes, where: str) -> Machine:
 
 def machine_to_json(machine: Machine) -> str:
     """Return the text of a machine file, one measurement per line."""
-    head = {
+    known = {
         "format": FORMAT,
-        "name": machine.name,
-        "source": machine.source,
-        "world_size": machine.world_size,
-        "group_size": machine.group_size,
-        "nic": machine.nic.value,
-        "links": {"intra": _link_fields(machine.intra), "inter": _link_fields(machine.inter)},
-    }
-    of_planning = {
-        "device": None if machine.device is None else _known(machine.device),
-        "uneven": [asdict(part) for part in machine.uneven],
-        "nics": machine.nics,
-        "launch_order": machine.launch_order,
+        "links": {link.value: machine.link(link) for link in Link},
         "sources": dict(machine.sources),
         "conditions": dict(machine.conditions),
     }
-    head |= {name: value for name, value in of_planning.items() if value not in _DEFAULTS}
-    rows = [json.dumps(_known(row), default=attrgetter("value")) for row in machine.measured]
+    head = {}
+    for each in fields(_File):
+        value = known.get(each.name, getattr(machine, each.name, None))
+        if each.name != "measured" and value not in (each.default, {}):
+            head[each.name] = value
+    rows = [json.dumps(row, default=_plain) for row in machine.measured]
     measured = "".join(f"\n  {row}{',' * (row is not rows[-1])}" for row in rows)
-    return f'{json.dumps(head, indent=1)[:-2]},\n "measured": [{measured}]\n}}\n'
+    text = json.dumps(head, indent=1, default=_plain)
+    return f'{text[:-2]},\n "measured": [{measured}]\n}}\n'
 
 
-def _known(fields_of: Device | Measured) -> dict[str, object]:
-    return {name: value for name, value in asdict(fields_of).items() if value is not None}
-
-
-def _link_fields(speed: LinkSpeed | None) -> dict[str, object] | None:
-    if speed is None:
-        return None
-    return {
-        "bandwidth": rate_text(speed.bits_per_second),
-        "bandwidth_source": speed.bandwidth_source.value,
-        "latency_seconds": speed.latency_seconds,
-    }
+def _plain(value: Any) -> object:
+    """Return a value of a machine as a machine file has it, without fields that are None."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, LinkSpeed):
+        value = _Link(
+            bandwidth=rate_text(value.bits_per_second),
+            bandwidth_source=value.bandwidth_source,
+            latency_seconds=value.latency_seconds,
+        )
+    return {name: field for name, field in asdict(value).items() if field is not None}
 
 
 def _speed_of(link: _Link | None) -> LinkSpeed | None:

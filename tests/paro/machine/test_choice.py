@@ -57,8 +57,3 @@ def test_what_was_not_measured_is_named() -> None:
     # One group has no links between groups.
     one_group = replace(whole, group_size=4, measured=rows)
     assert choice_by(one_group).names == ("native",)
-
-
-def test_unknown_algorithms_are_named() -> None:
-    unknown = machine(native=(1.0, 1.0), warp_drive=(0.1, 0.1))
-    refused(lambda: choice_by(unknown), "warp-drive; ... native")
