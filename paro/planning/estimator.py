@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, partial
 
 from model.flops import flops_per_token
-from model.units import first_trained_unit, unit_specs
 from paro.distributed.byte_counter import Sent
 from paro.machine.caching import cached_by
 from paro.machine.collective_time import CollectiveTimes
@@ -66,12 +65,6 @@ class Estimator:
         self._times_of = cache(partial(CollectiveTimes, request.machine))
         self._memory = RunMemory(request.machine)
         self._given = {one.name: getattr(request, one.name) for one in fields(RunSettings)}
-
-    @cached_property
-    def first_trained(self) -> int:
-        """The index of the first unit that trains; the number of units if none does."""
-        trains = self.request.trained.__contains__
-        return first_trained_unit(unit_specs(self.request.model), trains)
 
     @cached_property
     def _flops_per_token(self) -> float:

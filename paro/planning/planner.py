@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from model.config import RecomputeConfig
+from model.units import first_trained_unit, unit_specs
 from paro.errors import UserError
 from paro.planning.activations import Activations
 from paro.planning.estimator import Estimate, Estimator, faster_bits
@@ -113,6 +114,8 @@ class _Search:
         self._device_bytes = request.device_bytes
         self._done: dict[_Bounded, Estimate | None] = {}
         self._counts_blocks = space.recomputes is None
+        first_trained = first_trained_unit(unit_specs(request.model), request.trained.__contains__)
+        self._unsaved = max(0, first_trained - 1)  # number of blocks that save nothing
         self._least = {row.candidate: row.least_seconds for row in rows}
         # The most bytes that a recomputed block saves, by micro-batch size and context layout.
         self._saved: dict[tuple[int, ContextLayout], float] = {}
@@ -140,7 +143,7 @@ class _Search:
                 if key not in self._saved:
                     self._saved[key] = self._saved_bytes(own)
                 share = (over - 1) / self._saved[key]  # rounded by a byte
-                count = max(0, self._estimator.first_trained - 1) + math.ceil(share)
+                count = self._unsaved + math.ceil(share)
                 recompute = first_blocks(min(count, self._model.num_layers), self._model)
                 candidate = replace(own, recompute=recompute)
                 if candidate not in self._least:

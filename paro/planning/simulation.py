@@ -187,9 +187,10 @@ class Simulation:
 
     def _start_if_ready(self, work: _Work) -> None:
         """Start a job that is first in all of its streams and among its actors' launches."""
-        actors = [self.actors[index] for index in work.submitted]
-        if work.running or len(actors) < work.members or not all(w.done for w in work.after):
+        some_left = len(work.submitted) < work.members
+        if work.running or some_left or not all(w.done for w in work.after):
             return
+        actors = [self.actors[index] for index in work.submitted]
         stream = work.part.use, work.job.stream
         for actor in actors:
             in_turn = not work.is_ordered or actor.launches[0] is work
