@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -47,28 +46,17 @@ def bytes_in_use(device: torch.device) -> int:
     return anonymous_bytes(_PAGES.read_text())
 
 
-class CommunicatorMemory(NamedTuple):
-    """Bytes of a GPU that NCCL takes."""
-
-    communicator: int  # the largest number of bytes of one process group's communicator
-    loaded: int  # bytes that the first communicator of a process takes in addition
-
-
 def with_communicators(
     device: Device, control: Control, topology: Topology, config: GroupConfig
 ) -> Device:
     """Add the memory of NCCL's communicators; collective. CPU ranks have none."""
     if control.device.type != "cuda":
         return device
-    memory = measure_communicators(
+    communicator, loaded = measure_communicators(
         control, topology, config, free=lambda: available_bytes(control.device)
     )
-    most = device.memory_bytes - 1
-    return replace(
-        device,
-        reserved_bytes=min(device.reserved_bytes + memory.loaded, most),
-        communicator_bytes=memory.communicator,
-    )
+    reserved = min(device.reserved_bytes + loaded, device.memory_bytes - 1)
+    return replace(device, reserved_bytes=reserved, communicator_bytes=communicator)
 
 
 def available_bytes(device: torch.device) -> int:
@@ -79,8 +67,12 @@ def available_bytes(device: torch.device) -> int:
 
 def measure_communicators(
     control: Control, topology: Topology, config: GroupConfig, *, free: Callable[[], int]
-) -> CommunicatorMemory:
-    """Make and use groups along each axis and along all axes, for gathers and reductions."""
+) -> tuple[int, int]:
+    """Make and use groups along each axis and along all axes, for gathers and reductions.
+
+    Return the most bytes of one group's communicator, and the bytes that the first communicator of
+    a process takes in addition.
+    """
     axes = topology.axes
     spans: list[AxisSpan] = [(axis,) for axis in axes]
     spans += [axes] * (len(axes) > 1)
@@ -99,7 +91,7 @@ def measure_communicators(
     by_rank = control.gather(tuple(sizes))
     communicator = max(0, *(size for _, *others in by_rank for size in others))
     loaded = max(0, *(first - second for first, second, *_ in by_rank))
-    return CommunicatorMemory(communicator=communicator, loaded=loaded)
+    return communicator, loaded
 
 
 def _make_and_use(

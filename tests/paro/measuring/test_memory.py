@@ -55,12 +55,12 @@ def test_the_largest_group_counts_and_the_first_loads_kernels(
     monkeypatch.setattr(memory, "make_collectives", lambda *_: device)
     control = Control(World(), torch.device("cpu"))
     found = memory.measure_communicators(control, TOPOLOGY, CONFIG, free=lambda: device.free)
-    assert found == memory.CommunicatorMemory(communicator=24 * MB, loaded=50 * MB)
+    assert found == (24 * MB, 50 * MB)
     assert device.closed == 7  # the first, and both uses of two axes and of all
 
 
 def test_the_figures_are_in_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = memory.CommunicatorMemory(communicator=24 * MB, loaded=50 * MB)
+    measured = 24 * MB, 50 * MB
     monkeypatch.setattr(memory, "measure_communicators", lambda *_, **__: measured)
     given = replace(DEVICE, reserved_bytes=400 * MB, communicator_bytes=None)
     gpu = Control(World(), torch.device("cuda", 0))
