@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -13,7 +14,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.config import AttentionBackend
-from model.recompute import SavedAttention
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -23,6 +23,8 @@ _KERNELS = {
 }
 FLASH_CAPABILITY = 8, 0
 
+AttentionOutput = tuple[Tensor, Tensor]  # an output, and the log-sum-exp of its scores
+
 
 class Documents(NamedTuple):
     """The lengths of a micro-batch's documents, sample after sample."""
@@ -31,8 +33,32 @@ class Documents(NamedTuple):
     bounds_N: Tensor | None = None  # noqa: N815  cu_seqlens, int32; None: a call per document
 
 
-# Causal attention within documents, of rotated q_BSNH and k_BSKH, and v_BSKH; returns [B, S, N, H].
-Core = Callable[[Tensor, Tensor, Tensor, Documents | None, SavedAttention | None], Tensor]
+class SavedAttention:
+    """Outputs and log-sum-exps of attention in a function that backward recomputes.
+
+    The first run saves the outputs. The second run, after `end_first_run`, takes the outputs in
+    order instead of computing attention; they then live as long as its other activations.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: deque[AttentionOutput] = deque()
+        self._is_second_run = False
+
+    def end_first_run(self) -> None:
+        self._is_second_run = True
+
+    def output_of(self, attend: Callable[[], AttentionOutput]) -> AttentionOutput:
+        """Call `attend` and save its output; take a saved one instead in the second run."""
+        if self._is_second_run:
+            return self._outputs.popleft()
+        out, lse = attend()
+        self._outputs.append((out.detach(), lse))
+        return out, lse
+
+
+QKV = tuple[Tensor, Tensor, Tensor]  # q_BSNH, k_BSKH and v_BSKH, the first two rotated
+# Causal attention within documents; returns [B, S, N, H].
+Core = Callable[[QKV, Documents | None, SavedAttention | None], Tensor]
 
 
 def documents_of(
@@ -48,19 +74,15 @@ def documents_of(
 
 
 def attend(
-    q_BSNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKH: Tensor,
-    backend: AttentionBackend = "auto",
-    documents: Documents | None = None,
+    qkv: QKV, backend: AttentionBackend = "auto", documents: Documents | None = None
 ) -> Tensor:
     """Compute causal scaled dot-product attention [B, S, N, H], one call per document."""
     if documents is not None:
-        flat = (part.flatten(0, 1).split(documents.lengths) for part in (q_BSNH, k_BSKH, v_BSKH))
+        flat = (part.flatten(0, 1).split(documents.lengths) for part in qkv)
         parts = zip(*flat, strict=True)
-        outs = [attend(q[None], k[None], v[None], backend)[0] for q, k, v in parts]
-        return torch.cat(outs).view_as(q_BSNH)
-    q_BNSH, k_BKSH, v_BKSH = (part.transpose(1, 2) for part in (q_BSNH, k_BSKH, v_BSKH))
+        outs = [attend((q[None], k[None], v[None]), backend)[0] for q, k, v in parts]
+        return torch.cat(outs).view_as(qkv[0])
+    q_BNSH, k_BKSH, v_BKSH = (part.transpose(1, 2) for part in qkv)
     grouped = q_BNSH.shape[1] != k_BKSH.shape[1]
     with nullcontext() if backend == "auto" else sdpa_kernel(_KERNELS[backend]):
         out_BNSH = F.scaled_dot_product_attention(
@@ -69,12 +91,10 @@ def attend(
     return out_BNSH.transpose(1, 2)
 
 
-def chosen_kernel(
-    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, backend: AttentionBackend
-) -> SDPBackend:
+def chosen_kernel(qkv: QKV, backend: AttentionBackend) -> SDPBackend:
     """Return the SDPA kernel for these queries, keys and values, without documents."""
     if backend != "auto":
         return _KERNELS[backend]
-    grouped = q_BSNH.shape[2] != k_BSKH.shape[2]
-    q, k, v = (part.transpose(1, 2) for part in (q_BSNH, k_BSKH, v_BSKH))
+    q, k, v = (part.transpose(1, 2) for part in qkv)
+    grouped = q.shape[1] != k.shape[1]
     return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=grouped))

@@ -23,19 +23,25 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from model.attention import FLASH_CAPABILITY, Documents, attend, chosen_kernel, documents_of
+from model.attention import (
+    FLASH_CAPABILITY,
+    QKV,
+    Documents,
+    SavedAttention,
+    attend,
+    chosen_kernel,
+    documents_of,
+)
 from model.config import BLOCK_BACKENDS, AttentionBackend, LlamaConfig, flash_takes
-from model.recompute import AttentionOutput, SavedAttention
 from paro.errors import UserError
-
-Grads = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values, in their types and shapes
 
 _NAMES = {
     SDPBackend.FLASH_ATTENTION: "FlashAttention",
@@ -86,9 +92,10 @@ class AttentionKernels(NamedTuple):
     documents: SDPBackend
 
 
-def kernels_of(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend) -> AttentionKernels:
+def kernels_of(qkv: QKV, backend: AttentionBackend) -> AttentionKernels:
     """Return the kernels that compute attention of queries, keys and values of these shapes."""
-    whole, parts = chosen_kernel(q, k, v, backend), _block_kernel(q, k, True, backend == "flash")
+    q, k, _ = qkv
+    whole, parts = chosen_kernel(qkv, backend), _block_kernel(q, k, True, backend == "flash")
     takes = backend in BLOCK_BACKENDS and flash_takes(q.itemsize, q.shape[-1])
     if parts is None or not takes or gpu_of(q.device).capability < FLASH_CAPABILITY:
         return AttentionKernels(whole, whole, whole)
@@ -112,12 +119,10 @@ class Partial(NamedTuple):
         self.lse_BSN.copy_(torch.logaddexp(self.lse_BSN, other.lse_BSN))
 
 
-def attend_block(
-    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, causal: bool = False, flash: bool = False
-) -> Partial:
+def attend_block(qkv: QKV, *, causal: bool = False, flash: bool = False) -> Partial:
     """Compute attention to a block of keys, by cuDNN unless `flash`; `causal` masks a square."""
-    _check_square(q_BSNH, k_BSKH, causal=causal)
-    tensors = _heads_first(q_BSNH, k_BSKH, v_BSKH)
+    q_BSNH, k_BSKH, _ = qkv
+    tensors = _heads_first(*qkv)
     kernel = _block_kernel(q_BSNH, k_BSKH, causal, flash)
     if kernel is None:
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, causal)
@@ -127,36 +132,29 @@ def attend_block(
         out_BNSH, lse_BNS1, *_ = attention(*tensors, None, True, 0.0, causal)
         return Partial(*_heads_first(out_BNSH, lse_BNS1.squeeze(-1)))
     lengths = None, None, q_BSNH.shape[1], k_BSKH.shape[1]
-    out_BSNH, lse_BNS = _flash(q_BSNH, k_BSKH, v_BSKH, *lengths, causal)
+    out_BSNH, lse_BNS = _flash(*qkv, *lengths, causal)
     return Partial(out_BSNH, lse_BNS.transpose(1, 2))
 
 
 def block_grads(
-    grad_BSNH: Tensor,
-    q_BSNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKH: Tensor,
-    whole: Partial,
-    *,
-    causal: bool = False,
-    flash: bool = False,
-) -> Grads:
+    grad_BSNH: Tensor, qkv: QKV, whole: Partial, *, causal: bool = False, flash: bool = False
+) -> QKV:
     """Compute a block's share of the gradients; `whole` is attention to all keys."""
-    _check_square(q_BSNH, k_BSKH, causal=causal)
-    parts, lengths = (q_BSNH, k_BSKH, v_BSKH), (None, None, q_BSNH.shape[1], k_BSKH.shape[1])
+    q_BSNH, k_BSKH, _ = qkv
+    lengths = None, None, q_BSNH.shape[1], k_BSKH.shape[1]
     lse_BNS, kernel = whole.lse_BSN.transpose(1, 2), _block_kernel(q_BSNH, k_BSKH, causal, flash)
     if kernel is None:
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *_heads_first(grad_BSNH, *parts, whole.out_BSNH), lse_BNS, 0.0, causal
+            *_heads_first(grad_BSNH, *qkv, whole.out_BSNH), lse_BNS, 0.0, causal
         )
     elif kernel == SDPBackend.FLASH_ATTENTION:
-        given = grad_BSNH, *parts, whole.out_BSNH, lse_BNS.contiguous()
-        return _flash_grads(*given, *lengths, causal)
+        of_all_keys = whole.out_BSNH, lse_BNS.contiguous()
+        return _flash_grads(grad_BSNH, *qkv, *of_all_keys, *lengths, causal)
     else:
         # torch looks up cuDNN plans by shapes and strides of q, k and v alone, so strides of other
         # tensors must not vary. A copy of the log-sum-exp has the alignment that cuDNN needs.
         lse_BNS1 = lse_BNS.clone(memory_format=torch.contiguous_format)[..., None]
-        tensors = _heads_first(grad_BSNH.contiguous(), *parts, whole.out_BSNH.contiguous())
+        tensors = _heads_first(grad_BSNH.contiguous(), *qkv, whole.out_BSNH.contiguous())
         unused = torch.zeros((), dtype=torch.int64, device=q_BSNH.device)  # as in `_flash_grads`
         found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *tensors, lse_BNS1, unused, unused, None, *lengths, 0.0, causal
@@ -165,90 +163,88 @@ def block_grads(
     return dq, dk, dv
 
 
-def attend_causally(
-    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, documents: Documents | None, flash: bool = False
-) -> Partial:
-    """Compute causal attention within each sample or, given documents, within each document."""
-    if documents is None:
-        return attend_block(q_BSNH, k_BSKH, v_BSKH, causal=True, flash=flash)
-    flat = [part.flatten(0, 1) for part in (q_BSNH, k_BSKH, v_BSKH)]
-    if documents.bounds_N is not None:
-        out_TNH, lse_NT = _flash(*flat, *_bounds(documents), True)
-        return Partial(out_TNH.view_as(q_BSNH), lse_NT.t().reshape(q_BSNH.shape[:3]))
-    parts = zip(*(part.split(documents.lengths) for part in flat), strict=True)
-    found = [attend_block(q[None], k[None], v[None], causal=True, flash=True) for q, k, v in parts]
-    outs, lses = zip(*found, strict=True)
-    lse_BSN = torch.cat(lses, 1).view(q_BSNH.shape[:3])
-    return Partial(torch.cat(outs, 1).view_as(q_BSNH), lse_BSN)
+class CausalAttention(NamedTuple):
+    """Causal attention within each sample or, given documents, within each document."""
 
+    documents: Documents | None
+    flash: bool = False
 
-def causal_grads(
-    grad_BSNH: Tensor,
-    q_BSNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKH: Tensor,
-    whole: Partial,
-    documents: Documents | None,
-    flash: bool = False,
-) -> Grads:
-    """Compute the gradients of queries, keys and values of `attend_causally`."""
-    if documents is None:
-        return block_grads(grad_BSNH, q_BSNH, k_BSKH, v_BSKH, whole, causal=True, flash=flash)
-    flat = [part.flatten(0, 1) for part in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, *whole)]
-    if documents.bounds_N is not None:
-        lse_NT = flat.pop().t().contiguous()
-        dq, dk, dv = _flash_grads(*flat, lse_NT, *_bounds(documents), True)
-    else:
-        parts = zip(*(part.split(documents.lengths) for part in flat), strict=True)
-        found = []
-        for one in parts:
-            grad, q, k, v, *own = (part[None] for part in one)
-            found.append(block_grads(grad, q, k, v, Partial(*own), causal=True, flash=True))
-        dq, dk, dv = (torch.cat(grads, 1) for grads in zip(*found, strict=True))
-    return dq.view_as(q_BSNH), dk.view_as(k_BSKH), dv.view_as(v_BSKH)
+    def attend(self, qkv: QKV) -> Partial:
+        """Compute the output and the log-sum-exp."""
+        documents, (q_BSNH, _, _) = self.documents, qkv
+        if documents is None:
+            return attend_block(qkv, causal=True, flash=self.flash)
+        flat = [part.flatten(0, 1) for part in qkv]
+        if documents.bounds_N is not None:
+            out_TNH, lse_NT = _flash(*flat, *_bounds(documents), True)
+            return Partial(out_TNH.view_as(q_BSNH), lse_NT.t().reshape(q_BSNH.shape[:3]))
+        apart = zip(*(part[None].split(documents.lengths, 1) for part in flat), strict=True)
+        parts = [attend_block(of_document, causal=True, flash=True) for of_document in apart]
+        outs, lses = zip(*parts, strict=True)
+        lse_BSN = torch.cat(lses, 1).view(q_BSNH.shape[:3])
+        return Partial(torch.cat(outs, 1).view_as(q_BSNH), lse_BSN)
+
+    def grads(self, grad_BSNH: Tensor, qkv: QKV, whole: Partial) -> QKV:
+        """Compute the gradients of queries, keys and values; `whole` is the result of `attend`."""
+        documents, (q_BSNH, k_BSKH, v_BSKH) = self.documents, qkv
+        if documents is None:
+            return block_grads(grad_BSNH, qkv, whole, causal=True, flash=self.flash)
+        flat = [part.flatten(0, 1) for part in (grad_BSNH, *qkv, *whole)]
+        if documents.bounds_N is not None:
+            lse_NT = flat.pop().t().contiguous()
+            dq, dk, dv = _flash_grads(*flat, lse_NT, *_bounds(documents), True)
+        else:
+            apart = zip(*(part[None].split(documents.lengths, 1) for part in flat), strict=True)
+            parts = [
+                block_grads(grad, (q, k, v), Partial(out, lse), causal=True, flash=True)
+                for grad, q, k, v, out, lse in apart
+            ]
+            dq, dk, dv = (torch.cat(grads, 1) for grads in zip(*parts, strict=True))
+        return dq.view_as(q_BSNH), dk.view_as(k_BSKH), dv.view_as(v_BSKH)
 
 
 def attend_saving(
     backend: AttentionBackend,
-    q_BSNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKH: Tensor,
+    qkv: QKV,
     documents: Documents | None,
     saved: SavedAttention | None,
 ) -> Tensor:
     """Compute causal attention within each document, or take its output from `saved`."""
-    if saved is None and not _in_one_call(documents, q_BSNH, backend):
-        return attend(q_BSNH, k_BSKH, v_BSKH, backend, documents)
-    out_BSNH: Tensor = _AttendSaving.apply(
-        backend == "flash", documents, saved, q_BSNH, k_BSKH, v_BSKH
-    )
+    if saved is None and not _in_one_call(documents, qkv[0], backend):
+        return attend(qkv, backend, documents)
+    attention = CausalAttention(documents, backend == "flash")
+    return attend_by(attention.attend, attention.grads, saved, *qkv)
+
+
+def attend_by(
+    attend: Callable[[Any], Partial],
+    grads: Callable[[Tensor, Any, Partial], tuple[Tensor, ...]],
+    saved: SavedAttention | None,
+    *tensors: Tensor,
+) -> Tensor:
+    """Return the output of `attend(tensors)`, or take it from `saved`.
+
+    Backward computes `grads(grad, tensors, whole)` from the output and the log-sum-exp.
+    """
+    out_BSNH: Tensor = _AttendBy.apply(attend, grads, saved, *tensors)
     return out_BSNH
 
 
-class _AttendSaving(torch.autograd.Function):
+class _AttendBy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        flash: bool,
-        documents: Documents | None,
-        saved: SavedAttention | None,
-        q_BSNH: Tensor,
-        k_BSKH: Tensor,
-        v_BSKH: Tensor,
+        ctx: Any, attend: Any, grads: Any, saved: SavedAttention | None, *tensors: Tensor
     ) -> Tensor:
-        def attend() -> AttentionOutput:
-            return attend_causally(q_BSNH, k_BSKH, v_BSKH, documents, flash)
-
-        whole = attend() if saved is None else saved.output_of(attend)
-        ctx.chosen = documents, flash
-        ctx.save_for_backward(q_BSNH, k_BSKH, v_BSKH, *whole)
-        return whole[0]
+        whole = attend(tensors) if saved is None else saved.output_of(partial(attend, tensors))
+        ctx.grads = grads
+        ctx.save_for_backward(*tensors, *whole)
+        out_BSNH, _ = whole
+        return out_BSNH
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_BSNH, k_BSKH, v_BSKH, *whole = ctx.saved_tensors
-        found = causal_grads(grads[0], q_BSNH, k_BSKH, v_BSKH, Partial(*whole), *ctx.chosen)
-        return None, None, None, *found
+        *tensors, out_BSNH, lse_BSN = ctx.saved_tensors
+        return None, None, None, *ctx.grads(grads[0], tensors, Partial(out_BSNH, lse_BSN))
 
 
 def check_attention(
@@ -266,7 +262,8 @@ def check_attention(
         ).requires_grad_()
         for heads in (config.num_attention_heads, *2 * (config.num_query_groups,))
     )
-    kernels = kernels_of(q_BSNH, k_BSKH, v_BSKH, backend)
+    qkv = q_BSNH, k_BSKH, v_BSKH
+    kernels = kernels_of(qkv, backend)
     chosen = kernels.parts if config.keeps_core else kernels.whole
     chosen = kernels.documents if documents else chosen
     name = _NAMES.get(chosen, "another kernel")
@@ -286,7 +283,7 @@ def check_attention(
     lengths = documents_of((half, half) if documents else None, 1, device)
     try:
         saved = SavedAttention() if config.keeps_core else None
-        attend_saving(backend, q_BSNH, k_BSKH, v_BSKH, lengths, saved).sum().backward()
+        attend_saving(backend, qkv, lengths, saved).sum().backward()
     except RuntimeError as error:
         kind = str(dtype).removeprefix("torch.")
         raise UserError(
@@ -303,7 +300,7 @@ def _flash(*args: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _flash_grads(*args: Any) -> Grads:
+def _flash_grads(*args: Any) -> QKV:
     *tensors, causal = args
     # The state of a random generator, which nothing reads without dropout.
     unused = torch.zeros(2, dtype=torch.uint64, device=args[0].device)
@@ -313,6 +310,7 @@ def _flash_grads(*args: Any) -> Grads:
 
 def _block_kernel(q: Tensor, k: Tensor, causal: bool, flash: bool) -> SDPBackend | None:
     """Return the kernel of a block on a GPU; None on a CPU, which has only one kernel."""
+    assert not causal or q.shape[1] == k.shape[1], "a causal block that is no square"
     if flash or not q.is_cuda:
         return SDPBackend.FLASH_ATTENTION if q.is_cuda else None
     return gpu_of(q.device).block_kernel(q.shape[-1], q.shape[1], k.shape[1], causal=causal)
@@ -333,7 +331,3 @@ def _bounds(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return views with tokens and heads exchanged."""
     return tuple(tensor.transpose(1, 2) for tensor in tensors)
-
-
-def _check_square(q_BSNH: Tensor, k_BSKH: Tensor, *, causal: bool) -> None:
-    assert not causal or q_BSNH.shape[1] == k_BSKH.shape[1], "a causal block that is no square"

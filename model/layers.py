@@ -9,20 +9,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from model.fp8 import Fp8, Operand, Scaled, cached_cast, fp8_cache_of, operand, weight_operand
 from model.matmul import input_grads, outputs, sink_of, weight_grad, weight_grad_to_number
 from model.norm import SharedNorm
-from model.recompute import checkpointed
 
 # Frozen weights may have another type than activations. A matmul converts such a weight only while
 # the matmul runs; the weight is saved for backward in its own type.
+
+
+def checkpointed(function: Callable[..., Any], *args: object) -> Any:
+    """Call the function; backward calls it again instead of saving activations."""
+    # Dropout is a hash, so there is no random generator state to save.
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class _NormedLinears(torch.autograd.Function):

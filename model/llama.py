@@ -22,22 +22,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.attention import Core, Documents, documents_of
+from model.attention import QKV, Core, Documents, SavedAttention, documents_of
 from model.block_attention import attend_saving
 from model.compilation import compiled
 from model.config import LlamaConfig
 from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
 from model.embedding import Embedding
 from model.fp8 import Fp8, cache_casts
-from model.layers import gated, gated_linear, linear, normed_linears
+from model.layers import checkpointed, gated, gated_linear, linear, normed_linears
 from model.lora import AdaptedBlock, DropKey
 from model.matmul import number_weights
 from model.norm import SharedNorm, Slices, add_slices_after, rms_norm
-from model.recompute import SavedAttention, checkpointed
 from model.rotary import rotate, rotations
 from model.units import UnitSpec, first_trained_unit, recomputed_groups, unit_specs
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (rotated q_BSNH, k_BSKH, v_BSKH) -> BSNH
 
 
 class TokenInfo(NamedTuple):
@@ -48,7 +45,7 @@ class TokenInfo(NamedTuple):
     documents: Documents | None = None  # documents of the samples; None: one per sample
     drops: DropKey | None = None  # key of the adapters' dropout; None: nothing is dropped
     splits_documents: bool = False  # True: this or another micro-batch has several per sample
-    core: Core | None = None  # context-parallel attention; None: attention within this rank's `x`
+    core: Core | None = None  # attention over ranks or a KV cache; None: within this rank's `x`
     saved: SavedAttention | None = None  # attention outputs saved from recomputation
 
 
@@ -77,51 +74,45 @@ class Block(AdaptedBlock):
         self.fp8 = Fp8(fp8, fused) if fp8 is not None else None
         self.recomputes_core = config.recompute is not None and config.recompute.core_attention
 
-    def forward(self, x_BSD: Tensor, info: TokenInfo, attend: Attend | None = None) -> Tensor:
-        """Compute the block; `attend` replaces attention within `x`, for example by a KV cache."""
+    def forward(self, x_BSD: Tensor, info: TokenInfo) -> Tensor:
         # Checkpoint inside forward, so that recomputation does not run this module's hooks again.
         if self.recomputed and torch.is_grad_enabled():
-            return _recomputed(self.config, partial(self._body, attend=attend), x_BSD, info)
-        return self._body(x_BSD, info, attend)
+            return _recomputed(self.config, self._body, x_BSD, info)
+        return self._body(x_BSD, info)
 
-    def _body(self, x_BSD: Tensor, info: TokenInfo, attend: Attend | None = None) -> Tensor:
+    def _body(self, x_BSD: Tensor, info: TokenInfo) -> Tensor:
         backend = self.config.torch_compile
         if backend is None:
-            return self._plain(x_BSD, info, attend)
+            return self._plain(x_BSD, info)
         plain, project, finish = _compiled_block(backend)
         number_weights(self.parameters())
         if self.fp8 is not None:
             projections = (self.wq, self.wk, self.wv, self.wo, self.w_gate, self.w_up, self.w_down)
             cache_casts(projections, x_BSD.dtype, self.fp8)
         whole = not (self.recomputes_core or self.config.keeps_scores)
-        if whole and not (info.splits_documents or attend or info.core or info.saved):
+        if whole and not (info.splits_documents or info.core or info.saved):
             return plain(self, x_BSD, info)
-        q_BSNH, k_BSKH, v_BSKH = project(self, x_BSD, info.cos, info.sin)
-        out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, info, attend)
-        return finish(self, x_BSD, out_BSNH)
+        qkv = project(self, x_BSD, info.cos, info.sin)
+        return finish(self, x_BSD, self._core(qkv, info))
 
-    def _plain(self, x_BSD: Tensor, info: TokenInfo, attend: Attend | None = None) -> Tensor:
-        return self.mlp(self.attention(x_BSD, info, attend), info.drops)
+    def _plain(self, x_BSD: Tensor, info: TokenInfo) -> Tensor:
+        return self.mlp(self.attention(x_BSD, info), info.drops)
 
-    def attention(
-        self, x_BSD: Tensor, info: TokenInfo, attend: Attend | None, norm: SharedNorm | None = None
-    ) -> Tensor:
+    def attention(self, x_BSD: Tensor, info: TokenInfo, norm: SharedNorm | None = None) -> Tensor:
         """Return `x` plus the attention output [B, S, D].
 
         Of slices of the weights, which share `norm`: a part of the output, without `x`.
         """
-        drops = info.drops
-        x_BSD, *projected = self._projected(x_BSD, info.cos, info.sin, drops, norm)
-        q_BSNH, k_BSKH, v_BSKH = projected
-        y_BSD = self._output(self._core(q_BSNH, k_BSKH, v_BSKH, info, attend), drops)
+        x_BSD, qkv = self._projected(x_BSD, info.cos, info.sin, info.drops, norm)
+        y_BSD = self._output(self._core(qkv, info), info.drops)
         return x_BSD + y_BSD if norm is None else y_BSD
 
     def join_attention(self, slices: Slices, x_BSD: Tensor, *args: Any) -> Tensor:
         return x_BSD + add_slices_after(slices, self.attention_norm, self.config, x_BSD, *args)
 
-    def project(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def project(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> QKV:
         """Compute queries [B, S, N, H], keys and values [B, S, K, H]; rotate queries and keys."""
-        return self._projected(x_BSD, cos, sin, None, None)[1:]
+        return self._projected(x_BSD, cos, sin, None, None)[1]
 
     def _projected(
         self,
@@ -130,7 +121,7 @@ class Block(AdaptedBlock):
         sin: Tensor,
         drops: DropKey | None,
         norm: SharedNorm | None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, QKV]:
         """Return `x` for the residual addition, and queries, keys and values."""
         epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
         names, sources = ("wq", "wk", "wv"), (x_BSD, self.attention_norm)
@@ -148,7 +139,7 @@ class Block(AdaptedBlock):
             k_BSKH = rms_norm(k_BSKH, self.k_norm, epsilon)
         how = {"fused": self.config.fuses_rotary, "for_cast": self.config.fuses_fp8_casts}
         q_BSNH, k_BSKH = (rotate(x, cos, sin, **how) for x in (q_BSNH, k_BSKH))
-        return x_BSD, q_BSNH, k_BSKH, v_BSKH
+        return x_BSD, (q_BSNH, k_BSKH, v_BSKH)
 
     def _after_norm(
         self,
@@ -165,21 +156,12 @@ class Block(AdaptedBlock):
         x_BSD, *made = normed_linears(norm, *sources, *weights, fp8=self.fp8, passes_x=True)
         return norm, x_BSD, tuple(made)
 
-    def _core(
-        self,
-        q_BSNH: Tensor,
-        k_BSKH: Tensor,
-        v_BSKH: Tensor,
-        info: TokenInfo,
-        attend: Attend | None,
-    ) -> Tensor:
-        if attend is not None:
-            return attend(q_BSNH, k_BSKH, v_BSKH)
+    def _core(self, qkv: QKV, info: TokenInfo) -> Tensor:
         core = info.core or partial(attend_saving, self.config.attention_backend)
         if self.recomputes_core and torch.is_grad_enabled():
-            out_BSNH: Tensor = checkpointed(core, q_BSNH, k_BSKH, v_BSKH, info.documents, None)
+            out_BSNH: Tensor = checkpointed(lambda *qkv: core(qkv, info.documents, None), *qkv)
             return out_BSNH
-        return core(q_BSNH, k_BSKH, v_BSKH, info.documents, info.saved)
+        return core(qkv, info.documents, info.saved)
 
     def _output(self, out_BSNH: Tensor, drops: DropKey | None) -> Tensor:
         out_BSD = out_BSNH.flatten(-2)

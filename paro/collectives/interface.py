@@ -79,6 +79,7 @@ class Endpoint:
         self, kind: StreamKind, span: AxisSpan, job: Job, *, after: Event | None = None
     ) -> Event:
         """Queue a job on the comm stream of the process group for `kind` along `span`."""
+        kind = self.groups.links.stream_kind or kind
         return self._streams.submit((kind, *span), job, after=after)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +26,6 @@ from paro.collectives.interface import Endpoint
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import WaitKind
 from paro.topology import AxisSpan, StreamKind
-
-
-class AllToAllHandle(NamedTuple):
-    """An all-to-all that has been started."""
-
-    sent: Tensor  # the outgoing message, referenced until the all-to-all has completed
-    event: Event
-    received: Tensor
 
 
 @dataclass(eq=False)
@@ -47,21 +39,14 @@ class AllToAll(Endpoint):
 
     def __post_init__(self) -> None:
         self._context_wire = self._wire(StreamKind.CONTEXT, self.span)
-        self._exposure = self.groups.links.exposure
+        self.exposure = self.groups.links.exposure
         self.num_ranks = len(self._context_wire.members)
 
-    def start(self, sent: Tensor) -> AllToAllHandle:
-        """Send row r to rank r of the span."""
-        received = torch.empty_like(sent)
-        with self._exposure.submitting(WaitKind.CONTEXT):
+    def start(self, sent: Tensor, received: Tensor) -> Event:
+        """Send row r to rank r of the span, and receive rows in rank order."""
+        with self.exposure.submitting(WaitKind.CONTEXT):
             job = partial(self._context_wire.all_to_all, sent, received)
-            event = self._submit(StreamKind.CONTEXT, self.span, job)
-        return AllToAllHandle(sent, event, received)
-
-    def finish(self, handle: AllToAllHandle) -> Tensor:
-        """Return the rows received, in rank order."""
-        self._exposure.wait(WaitKind.CONTEXT, handle.event)
-        return handle.received
+            return self._submit(StreamKind.CONTEXT, self.span, job)
 
 
 class AutogradAllToAll:
@@ -70,7 +55,7 @@ class AutogradAllToAll:
     def __init__(self, all_to_all: AllToAll, *, for_heads: bool) -> None:
         self._all_to_all = all_to_all
         self._for_heads = for_heads
-        self._handle: AllToAllHandle | None = None
+        self._underway: tuple[Tensor, Tensor, Event] | None = None  # sent, received, completion
         self._widths: list[int] = []  # number of heads of each tensor in a message
 
     def start(self, *tensors: Tensor) -> Tensor:
@@ -90,12 +75,15 @@ class AutogradAllToAll:
         else:
             split = [tensor.unflatten(1, by_rank).transpose(0, 1) for tensor in tensors]
         self._widths = [part.shape[3] for part in split]
-        self._handle = self._all_to_all.start(torch.cat(split, dim=3))
+        sent = torch.cat(split, dim=3)
+        received = torch.empty_like(sent)
+        self._underway = sent, received, self._all_to_all.start(sent, received)
 
     def receive(self, *, back: bool = False) -> tuple[Tensor, ...]:
-        assert self._handle is not None, "nothing is under way"
-        received = self._all_to_all.finish(self._handle)
-        self._handle = None
+        assert self._underway is not None, "nothing is under way"
+        _, received, event = self._underway
+        self._all_to_all.exposure.wait(WaitKind.CONTEXT, event)
+        self._underway = None
         parts = received.split(self._widths, dim=3)
         if self._for_heads is not back:
             return tuple(part.transpose(0, 1).flatten(1, 2) for part in parts)

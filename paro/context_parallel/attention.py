@@ -5,22 +5,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from model.attention import Core, Documents
-from model.block_attention import attend_saving
+from model.attention import QKV, Core, Documents, SavedAttention, documents_of
+from model.block_attention import TILE, attend_saving
 from model.config import AttentionBackend
-from model.recompute import SavedAttention
+from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
+from paro.collectives.shifts import Ring
 from paro.context_parallel.all_to_all import AllToAll, AutogradAllToAll
 from paro.context_parallel.blockwise import blockwise_attention
-from paro.context_parallel.gather import make_gather
-from paro.context_parallel.ring import make_rings
+from paro.context_parallel.exchange import GatherKVExchange, RingKVExchange
 from paro.distributed.groups import Groups
+from paro.errors import RunError
 from paro.spec.context_layout import ContextLayout, num_head_chunks
+from paro.topology import StreamKind
+
+_CHUNK = 16  # tokens per chunk of a sample on a CPU
+_WITHIN = {torch.float32: 1e-4}  # error / largest value; below: types of 8 mantissa bits or more
+_WITHIN_16_BITS = 2.0**-4
 
 
 class ContextAttention:
@@ -40,14 +47,13 @@ class ContextAttention:
 
     def __call__(
         self,
-        q_BTNH: Tensor,
-        k_BTKH: Tensor,
-        v_BTKH: Tensor,
+        qkv: QKV,
         documents: Documents | None,
         saved: SavedAttention | None,
     ) -> Tensor:
         if self._all_to_all is None:
-            return self._within(q_BTNH, k_BTKH, v_BTKH, documents, saved)
+            return self._within(qkv, documents, saved)
+        q_BTNH, k_BTKH, v_BTKH = qkv
         for exchange in self._abandoned:
             exchange.receive()
         num_ranks = self._all_to_all.num_ranks
@@ -77,7 +83,7 @@ class ContextAttention:
             assert key is not None, "they come with the first queries"
             assert value is not None, "and so do values"
             back = AutogradAllToAll(self._all_to_all, for_heads=False)
-            out = self._within(query, key, value, documents, saved)
+            out = self._within((query, key, value), documents, saved)
             incoming.append((back, back.start(out)))
             self._abandoned.append(back)
         self._abandoned = []
@@ -102,8 +108,68 @@ def make_context_attention(
     """Return the attention of a `layout`, with a KV exchange unless only heads are exchanged."""
     within: Core = partial(attend_saving, backend)
     if layout.gathers:
-        within = blockwise_attention(make_gather(layout, groups, choice), backend)
+        # Streams apart: attention never waits behind the collectives of model states.
+        apart = replace(groups, links=replace(groups.links, stream_kind=StreamKind.CONTEXT))
+        gather = GatherKVExchange(
+            make_collectives(choice, apart), layout.ring_span(groups.topology)
+        )
+        within = blockwise_attention(gather, backend)
     elif layout.ring > 1:
-        within = blockwise_attention(make_rings(layout, groups), backend)
+        spans = layout.rings(groups.topology)
+        inner, outer = (Ring(groups, StreamKind.CONTEXT, span) for span in spans)
+        rings = RingKVExchange(inner, outer, groups.links.exposure)
+        within = blockwise_attention(rings, backend)
     span = layout.heads_span(groups.topology)
     return ContextAttention(layout, AllToAll(groups, span) if span else None, within)
+
+
+# Attention that sends nothing, or to the wrong rank, would not stop training: every rank attends to
+# its own tokens, at a speed that looks good.
+
+
+def check_core(
+    core: Core,
+    layout: ContextLayout,
+    rank: int,
+    example: Tensor,
+    backend: AttentionBackend,
+    *,
+    apart: bool,
+) -> None:
+    """Raise `RunError` if `core` and local attention differ in outputs or gradients; collective.
+
+    The sample has 2C x 16 tokens (on a GPU 2C x 128) and one head for every rank that exchanges
+    heads. Every rank computes local attention to the entire sample. `example` has the dtype, device
+    and channels of queries; with `apart` the sample has two documents.
+    """
+    length = 2 * layout.size * (TILE if example.is_cuda else _CHUNK)
+    lengths = (length // 3, length - length // 3) if apart else None
+    documents = documents_of(lengths, 1, example.device)
+    generator = torch.Generator().manual_seed(0)
+    shape = 1, length, layout.heads, example.shape[-1]
+    q, k, v, grad = (torch.randn(shape, generator=generator).to(example) for _ in range(4))
+
+    def local(x_BSNH: Tensor) -> Tensor:
+        ranges = layout.ranges(rank, length)
+        return torch.cat([x_BSNH[:, part.start : part.stop] for part in ranges], 1)
+
+    whole = partial(attend_saving, backend)
+    expected = [local(tensor) for tensor in _run(whole, (q, k, v), grad, documents)]
+    actual = _run(core, (local(q), local(k), local(v)), local(grad), documents)
+    within = _WITHIN.get(example.dtype, _WITHIN_16_BITS)
+    for name, one, other in zip(("output", "dq", "dk", "dv"), actual, expected, strict=True):
+        error = float((one - other).abs().max() / other.abs().max())
+        if not error <= within:  # NaN too
+            raise RunError(
+                f"rank {rank}: attention over {layout.size} ranks that share a sample is not that "
+                f"of one rank: {name} differs by {error:.1e} of its largest value: links or "
+                "kernels are at fault; try another --cp-comm-type"
+            )
+
+
+def _run(core: Core, parts: QKV, grad: Tensor, documents: Documents | None) -> list[Tensor]:
+    """Return the output, and the gradients of queries, keys and values."""
+    leaves = [part.clone().requires_grad_() for part in parts]
+    with torch.enable_grad():
+        out = core((leaves[0], leaves[1], leaves[2]), documents, None)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]

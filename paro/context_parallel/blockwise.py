@@ -8,27 +8,42 @@
 # tokens on this rank, N query heads, K key and value heads, H head size; keys and values of a rank
 # are one tensor [2, B, T, K, H].
 
+# [Note: causal mask of a ring]
+# A sample is cut into 2R chunks; ring rank p of R owns chunks p and 2R - 1 - p, in this order. Ring
+# rank 1's queries (rows) attend to these keys (columns) if R is 3 and a sample is one document; x
+# is a full block of the mask, \ a causal one:
+#
+#     chunk   0  1  2  3  4  5
+#         1   x  \                  keys of ring rank 1     one causal square of both chunks
+#         4   x  x  x  x  \         keys of ring rank 0     all queries, keys of the first chunk
+#                                   keys of ring rank 2     queries of the second chunk, all keys
+#
+# Documents cut the causal square into smaller squares: a document's tokens are neighbours among a
+# rank's tokens even if the document is in both chunks. Between two ranks, only the document of the
+# last key before the queries can have queries and keys: at most one full block of the mask.
+
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
+from itertools import pairwise
 from types import EllipsisType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from model.attention import Core, Documents, documents_of
-from model.block_attention import Partial, attend_block, attend_causally, block_grads, causal_grads
+from model.attention import QKV, Core, Documents, SavedAttention, documents_of
+from model.block_attention import CausalAttention, Partial, attend_block, attend_by, block_grads
 from model.config import AttentionBackend
-from model.recompute import AttentionOutput, SavedAttention
-from paro.context_parallel.mask import Bounds, bounds_of, mask_block, own_lengths
 from paro.spec.context_layout import heads_at_first
 
 Attend = Callable[[int, Tensor], None]  # (ring rank, its keys and values): attend to them
 AddGrads = Callable[[Tensor], None]  # (fp32 tensor): add gradients of keys and values to it
 # (ring rank, keys and values of some of its heads, first of these heads): compute their gradients.
 GradsOf = Callable[[int, Tensor, int], AddGrads]
+Bounds = tuple[int, ...]  # first positions of the documents of a sample, and the sample's length
 
 
 class KVExchange(Protocol):
@@ -59,16 +74,12 @@ def blockwise_attention(exchange: KVExchange, backend: AttentionBackend = "auto"
     Documents are given for entire samples. `backend` chooses the kernel.
     """
 
-    def attend(
-        q_BTNH: Tensor,
-        k_BTKH: Tensor,
-        v_BTKH: Tensor,
-        documents: Documents | None,
-        saved: SavedAttention | None,
-    ) -> Tensor:
-        mask = _Mask(documents, q_BTNH, exchange, backend)
-        out: Tensor = _BlockwiseAttention.apply(exchange, mask, saved, q_BTNH, k_BTKH, v_BTKH)
-        return out
+    def attend(qkv: QKV, documents: Documents | None, saved: SavedAttention | None) -> Tensor:
+        q_BTNH, k_BTKH, v_BTKH = qkv
+        blockwise = _Blockwise(exchange, backend, documents, q_BTNH)
+        # A saved view of queries would keep the entire message of heads.
+        tensors = q_BTNH.contiguous(), torch.stack((k_BTKH, v_BTKH))
+        return attend_by(blockwise.attend, blockwise.grads, saved, *tensors)
 
     return attend
 
@@ -79,73 +90,63 @@ def in_two(own_2BTKH: Tensor) -> tuple[tuple[EllipsisType | slice, ...], ...]:
     return (..., slice(heads), slice(None)), (..., slice(heads, None), slice(None))
 
 
-class _Mask:
-    """The keys to which a rank's queries attend, and the kernel of their attention."""
+class _Blockwise:
+    """Attention of a rank's queries [B, T, N, H] to the keys and values of all ring ranks."""
 
     def __init__(
         self,
-        documents: Documents | None,
-        q_BTNH: Tensor,
         exchange: KVExchange,
         backend: AttentionBackend,
+        documents: Documents | None,
+        q_BTNH: Tensor,
     ) -> None:
+        self._exchange = exchange
         # Documents give blocks of any size, and cuDNN would make a plan for each size.
-        self.flash = documents is not None or backend == "flash"
-        self._ring_rank, self._ring_size = exchange.ring_rank, exchange.ring_size
+        self._flash = documents is not None or backend == "flash"
         seq_length = q_BTNH.shape[1] * exchange.ring_size
         self._samples: Sequence[tuple[slice, Bounds]] = [(slice(None), (0, seq_length))]
-        self.own_documents: Documents | None = None
+        own_documents: Documents | None = None
         if documents is not None:
             bounds = bounds_of(documents.lengths, seq_length)
             self._samples = [
                 (slice(number, number + 1), sample) for number, sample in enumerate(bounds)
             ]
-            self.own_documents = _own_documents(
-                bounds, self._ring_rank, self._ring_size, q_BTNH.device
+            own_documents = _own_documents(
+                bounds, exchange.ring_rank, exchange.ring_size, q_BTNH.device
             )
+        self._own = CausalAttention(own_documents, self._flash)  # to this rank's keys
 
-    def blocks(self, source: int) -> Iterator[tuple[slice, slice, slice]]:
+    def _blocks(self, source: int) -> Iterator[tuple[slice, slice, slice]]:
         """Yield samples, queries and the keys of another ring rank to which they attend."""
         for samples, bounds in self._samples:
-            block = mask_block(bounds, self._ring_rank, source, self._ring_size)
+            block = mask_block(bounds, self._exchange.ring_rank, source, self._exchange.ring_size)
             if block is not None:
                 yield samples, *block
 
+    def attend(self, tensors: tuple[Tensor, Tensor]) -> Partial:
+        """Compute the output, in the type of queries, and the log-sum-exp."""
+        q_BTNH, own_2BTKH = tensors
+        merged: list[Partial] = []
 
-@lru_cache(maxsize=4)  # all blocks of a micro-batch have equal arguments
-def _own_documents(
-    bounds: Sequence[Bounds], ring_rank: int, ring_size: int, device: torch.device
-) -> Documents | None:
-    lengths = [length for sample in bounds for length in own_lengths(sample, ring_rank, ring_size)]
-    return documents_of(tuple(lengths), len(bounds), device)
+        def attend(source: int, kv_2BTKH: Tensor) -> None:
+            if source == self._exchange.ring_rank:
+                own = self._own.attend((q_BTNH, kv_2BTKH[0], kv_2BTKH[1]))
+                merged.append(Partial(own.out_BSNH.float(), own.lse_BSN))
+                return
+            for samples, queries, keys in self._blocks(source):
+                k, v = kv_2BTKH[:, samples, keys]
+                part = attend_block((q_BTNH[samples, queries], k, v), flash=self._flash)
+                merged[0].of(samples, queries).merge_(part)
 
+        self._exchange.exchange_kv(own_2BTKH, attend)
+        return Partial(merged[0].out_BSNH.to(q_BTNH.dtype), merged[0].lse_BSN)
 
-class _BlockwiseAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        exchange: KVExchange,
-        mask: _Mask,
-        saved: SavedAttention | None,
-        q_BTNH: Tensor,
-        k_BTKH: Tensor,
-        v_BTKH: Tensor,
-    ) -> Tensor:
-        q_BTNH = q_BTNH.contiguous()  # a saved view would keep the entire message of heads
-        own_2BTKH = torch.stack((k_BTKH, v_BTKH))
-
-        def attend() -> AttentionOutput:
-            return _attended(exchange, mask, q_BTNH, own_2BTKH)
-
-        whole = attend() if saved is None else saved.output_of(attend)
-        ctx.exchange, ctx.mask = exchange, mask
-        ctx.save_for_backward(q_BTNH, own_2BTKH, *whole)
-        return whole[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_BTNH, own_2BTKH, *saved = ctx.saved_tensors
-        grad_BTNH, whole, mask = grads[0].contiguous(), Partial(*saved), ctx.mask
+    def grads(
+        self, grad_BTNH: Tensor, tensors: tuple[Tensor, Tensor], whole: Partial
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the gradients of queries, and of this rank's keys and values."""
+        q_BTNH, own_2BTKH = tensors
+        grad_BTNH = grad_BTNH.contiguous()
         dq_BTNH: list[Tensor] = []  # allocated after the kernel's buffers are freed
         group = q_BTNH.shape[2] // own_2BTKH.shape[3]  # query heads per KV head
 
@@ -156,19 +157,20 @@ class _BlockwiseAttention(torch.autograd.Function):
             def compute(samples: slice, queries: slice, keys: slice, *, own: bool) -> None:
                 at = samples, queries, heads
                 k, v = kv_2BTKH[:, samples, keys]
-                block = grad_BTNH[at], q_BTNH[at], k, v, whole.of(*at)
-                share = partial(causal_grads, documents=mask.own_documents) if own else block_grads
-                dq, *dkv = share(*block, flash=mask.flash)
+                block = grad_BTNH[at], (q_BTNH[at], k, v), whole.of(*at)
+                dq, *dkv = (
+                    self._own.grads(*block) if own else block_grads(*block, flash=self._flash)
+                )
                 if not dq_BTNH:
                     dq_BTNH.append(torch.zeros_like(q_BTNH, dtype=torch.float32))
                 dq_BTNH[0][at] += dq
                 shares.append((samples, keys, dkv))
 
-            if source == ctx.exchange.ring_rank:
+            if source == self._exchange.ring_rank:
                 if heads.start < heads.stop:  # with one head the second part is empty
                     compute(slice(None), slice(None), slice(None), own=True)
             else:
-                for block in mask.blocks(source):
+                for block in self._blocks(source):
                     compute(*block, own=False)
 
             def add(total_2BTKH: Tensor) -> None:
@@ -178,25 +180,70 @@ class _BlockwiseAttention(torch.autograd.Function):
 
             return add
 
-        dkv_2BTKH = ctx.exchange.exchange_kv_and_grads(own_2BTKH, grads_of).to(own_2BTKH.dtype)
-        return None, None, None, dq_BTNH[0].to(q_BTNH.dtype), *dkv_2BTKH
+        dkv_2BTKH = self._exchange.exchange_kv_and_grads(own_2BTKH, grads_of)
+        return dq_BTNH[0].to(q_BTNH.dtype), dkv_2BTKH.to(own_2BTKH.dtype)
 
 
-def _attended(
-    exchange: KVExchange, mask: _Mask, q_BTNH: Tensor, own_2BTKH: Tensor
-) -> AttentionOutput:
-    """Return attention to the keys of all ranks of the ring."""
-    merged: list[Partial] = []
+# [Note: causal mask of a ring]
 
-    def attend(source: int, kv_2BTKH: Tensor) -> None:
-        if source == exchange.ring_rank:
-            own = attend_causally(q_BTNH, kv_2BTKH[0], kv_2BTKH[1], mask.own_documents, mask.flash)
-            merged.append(Partial(own.out_BSNH.float(), own.lse_BSN))
-            return
-        for samples, queries, keys in mask.blocks(source):
-            k, v = kv_2BTKH[:, samples, keys]
-            part = attend_block(q_BTNH[samples, queries], k, v, flash=mask.flash)
-            merged[0].of(samples, queries).merge_(part)
 
-    exchange.exchange_kv(own_2BTKH, attend)
-    return merged[0].out_BSNH.to(q_BTNH.dtype), merged[0].lse_BSN
+@lru_cache(maxsize=4)  # all blocks of a micro-batch have equal arguments
+def _own_documents(
+    bounds: Sequence[Bounds], ring_rank: int, ring_size: int, device: torch.device
+) -> Documents | None:
+    lengths = [length for sample in bounds for length in own_lengths(sample, ring_rank, ring_size)]
+    return documents_of(tuple(lengths), len(bounds), device)
+
+
+@lru_cache(maxsize=8)
+def bounds_of(lengths: tuple[int, ...], seq_length: int) -> tuple[Bounds, ...]:
+    """Return the bounds of each sample, from the lengths of the documents of all samples."""
+    samples, bounds = [], [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+        if bounds[-1] == seq_length:
+            samples.append(tuple(bounds))
+            bounds = [0]
+    assert bounds == [0], f"documents of {lengths} tokens are no samples of {seq_length}"
+    return tuple(samples)
+
+
+def own_lengths(bounds: Bounds, ring_rank: int, ring_size: int) -> list[int]:
+    """Return the lengths of documents, or their parts, among a rank's own tokens."""
+    owned = _Chunks(bounds, ring_rank, ring_size)
+    cuts = sorted({owned.before(bound) for bound in bounds})
+    return [stop - start for start, stop in pairwise(cuts)]
+
+
+def mask_block(
+    bounds: Bounds, ring_rank: int, source: int, ring_size: int
+) -> tuple[slice, slice] | None:
+    """Return the queries of `ring_rank` and the keys of another ring rank that they attend to.
+
+    All of these queries attend to all of these keys; slices are of the ranks' tokens.
+    """
+    queries, keys = (_Chunks(bounds, at, ring_size) for at in (ring_rank, source))
+    if source < ring_rank:
+        first_query, query, key_stop, last_key = queries.first, 0, keys.size, keys.first
+    else:
+        first_query, query = queries.second, queries.size
+        key_stop, last_key = 2 * keys.size, keys.second
+    last_key += keys.size - 1
+    number = bisect_right(bounds, last_key)
+    begin, end = bounds[number - 1], bounds[number]
+    if end <= first_query:
+        return None
+    return slice(query, queries.before(end)), slice(keys.before(begin), key_stop)
+
+
+class _Chunks:
+    """The two chunks of a ring rank: their size and first positions."""
+
+    def __init__(self, bounds: Sequence[int], ring_rank: int, ring_size: int) -> None:
+        self.size = bounds[-1] // (2 * ring_size)
+        self.first = ring_rank * self.size
+        self.second = (2 * ring_size - 1 - ring_rank) * self.size
+
+    def before(self, position: int) -> int:
+        """Return the number of this rank's tokens before a position of the sample."""
+        return sum(min(max(position - start, 0), self.size) for start in (self.first, self.second))

@@ -9,15 +9,20 @@ import torch
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams, make_comm_streams
 from paro.distributed.exposed_time import Exposure
+from paro.topology import StreamKind
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Comm streams and counters that all communication of a rank shares."""
+    """Comm streams and counters that all communication of a rank shares.
+
+    With `stream_kind` jobs run on comm streams of this kind, whatever they send.
+    """
 
     streams: CommStreams
     traffic: ByteCounter = field(default_factory=ByteCounter)
     exposure: Exposure = field(default_factory=Exposure)
+    stream_kind: StreamKind | None = None
 
 
 def make_links(device: torch.device, backend: str, *, overlap: bool = True) -> Links:

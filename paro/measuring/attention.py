@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from model.attention import documents_of
+from model.attention import QKV, SavedAttention, documents_of
 from model.block_attention import AttentionKernels, attend_saving, kernels_of
 from model.config import LlamaConfig
-from model.recompute import SavedAttention
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.sharding.buffers import TORCH_TYPES
@@ -51,17 +50,17 @@ def attention_rates(
     model, kind, device = config.model, TORCH_TYPES[config.precision.compute], control.device
 
     def rate(way: str, size: int, length: int, kv_heads: int, calls: int) -> float:
-        q, k, v = leaves = _leaves(model, kv_heads, torch.empty(size, length, 0).to(device, kind))
+        qkv = _leaves(model, kv_heads, torch.empty(size, length, 0).to(device, kind))
         apart = (length - 1, 1) * size if way == "documents" else None  # nearly whole samples
         documents = documents_of(apart, size, device)
 
         def action() -> None:
             for _ in range(calls):
                 saved = SavedAttention() if way == "parts" else None
-                out = attend_saving(model.attention_backend, q, k, v, documents, saved)
-                torch.autograd.grad(out, leaves, out.detach())
+                out = attend_saving(model.attention_backend, qkv, documents, saved)
+                torch.autograd.grad(out, qkv, out.detach())
 
-        return calls * _FLOPS * q.numel() * length / median(action)
+        return calls * _FLOPS * qkv[0].numel() * length / median(action)
 
     length, kv_heads = config.data.seq_length, model.num_query_groups
     sizes = config.batches.micro_batch_size, length, kv_heads, model.num_layers
@@ -71,7 +70,7 @@ def attention_rates(
     in_time = of_micro_batch * _SECONDS / (_FLOPS * channels)  # pairs of tokens, of one key head
     longest = min(sequence, int(math.sqrt(in_time)) // _MULTIPLE * _MULTIPLE)
     few = _leaves(model, kv_heads, torch.empty(1, _MULTIPLE, 0).to(device, kind))
-    names = control.gather([kernel.name for kernel in kernels_of(*few, model.attention_backend)])
+    names = control.gather([kernel.name for kernel in kernels_of(few, model.attention_backend)])
     kernels = dict(zip(AttentionKernels._fields, names[0], strict=True))  # all ranks time as often
     timed = {kernels[alone]: of_micro_batch}
     if longest > length and kernels["whole"] != SDPBackend.MATH.name:
@@ -82,7 +81,7 @@ def attention_rates(
     return AttentionRates(of_micro_batch, *(timed[kernel] for kernel in kernels.values()))
 
 
-def _leaves(model: LlamaConfig, kv_heads: int, like_BS0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _leaves(model: LlamaConfig, kv_heads: int, like_BS0: Tensor) -> QKV:
     """Draw random queries, keys and values: with constant numbers a GPU would compute faster."""
     generator = torch.Generator(like_BS0.device).manual_seed(0)
 

@@ -24,8 +24,7 @@ from paro.collectives.matrices import MatrixExchange
 from paro.collectives.quantized import QuantizedReduction
 from paro.collectives.shifts import Ring
 from paro.config.train import TrainConfig
-from paro.context_parallel.attention import ContextAttention, make_context_attention
-from paro.context_parallel.probe import check_core
+from paro.context_parallel.attention import ContextAttention, check_core, make_context_attention
 from paro.distributed.control import Control
 from paro.distributed.groups import Groups, make_groups
 from paro.distributed.links import Links, make_links

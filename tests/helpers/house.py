@@ -22,7 +22,6 @@ PURE = (
     *("paro.topology", "paro.untrusted.pickled"),
     *("paro.untrusted.regular_file", "paro.untrusted.schema"),
     *(f"paro.collectives.{name}" for name in ("choice", "hops", "pipeline", "schedule")),
-    "paro.context_parallel.mask",
     "paro.distributed.byte_counter",
     *("paro.schedule", "paro.spec"),
     *("paro.machine", "paro.planning"),

@@ -13,21 +13,19 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from model import block_attention
-from model.attention import Documents, attend, documents_of
+from model.attention import Documents, SavedAttention, attend, documents_of
 from model.block_attention import (
+    CausalAttention,
     Gpu,
     Partial,
     attend_block,
-    attend_causally,
     attend_saving,
     block_grads,
-    causal_grads,
     check_attention,
     gpu_of,
     kernels_of,
 )
 from model.config import AttentionBackend
-from model.recompute import SavedAttention
 from tests.helpers.hopper import H100, hopper
 from tests.helpers.refusals import refused
 from tests.model.values import SMALL, all_near, attention_by_definition, normal
@@ -92,7 +90,7 @@ def test_every_kernel_of_a_cpu_computes_attention(
     backend: AttentionBackend, dtype: torch.dtype, groups: int, *, apart: bool
 ) -> None:
     documents = documents_of(LENGTHS, 3, CPU) if apart else None
-    compare(lambda q, k, v: attend(q, k, v, backend, documents), apart, dtype, groups)
+    compare(lambda *qkv: attend(qkv, backend, documents), apart, dtype, groups)
 
 
 def test_one_document_a_sample_needs_nothing() -> None:
@@ -147,7 +145,7 @@ def test_one_call_takes_what_flash_attention_takes(
 
     def flash(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         check("forward", *rest)
-        out, lse = attend_causally(q[None], k[None], v[None], Documents(LENGTHS))
+        out, lse = CausalAttention(Documents(LENGTHS)).attend((q[None], k[None], v[None]))
         return out[0], lse[0].t()
 
     def flash_grads(*args: Any) -> list[Tensor]:
@@ -155,13 +153,14 @@ def test_one_call_takes_what_flash_attention_takes(
         check("backward", *args[6:])
         whole = Partial(out[None], lse_NT.t()[None])
         grad, q, k, v = (part[None] for part in tensors)
-        return [part[0] for part in causal_grads(grad, q, k, v, whole, Documents(LENGTHS))]
+        grads = CausalAttention(Documents(LENGTHS)).grads(grad, (q, k, v), whole)
+        return [part[0] for part in grads]
 
     monkeypatch.setattr(block_attention, "_flash", flash)
     monkeypatch.setattr(block_attention, "_flash_grads", flash_grads)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend_saving(backend, q, k, v, documents, None)
+        return attend_saving(backend, (q, k, v), documents, None)
 
     compare(run, True, dtype, groups, size)
     assert calls == (["forward", "backward"] if taken else [])
@@ -221,9 +220,10 @@ def test_flash_attention_is_taken_where_it_is_asked_for(monkeypatch: pytest.Monk
         (torch.float32, 128, "auto", (CUDNN, CUDNN, CUDNN)),
     ):
         q, k, v, _ = inputs(2, dtype, size=size)
-        assert kernels_of(q, k, v, backend) == wanted, (dtype, size, backend)
+        assert kernels_of((q, k, v), backend) == wanted, (dtype, size, backend)
     monkeypatch.setattr(block_attention, "gpu_of", lambda _device: H100._replace(capability=(7, 5)))
-    assert kernels_of(*inputs(2, torch.float16)[:3], "auto") == (CUDNN, CUDNN, CUDNN)
+    q, k, v, _ = inputs(2, torch.float16)
+    assert kernels_of((q, k, v), "auto") == (CUDNN, CUDNN, CUDNN)
 
 
 def test_a_cudnn_that_torch_refuses_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,11 +272,11 @@ def test_parts_by_the_kernels_of_a_hopper_are_attention(
 def a_part(parts: Sequence[Tensor], *, causal: bool, flash: bool = False) -> list[Tensor]:
     """Output, log-sum-exp and gradients of some keys, where there are other keys, too."""
     q, k, v, grad, *others = parts
-    own = attend_block(q, k, v, causal=causal, flash=flash)
+    own = attend_block((q, k, v), causal=causal, flash=flash)
     whole = Partial(own.out_BSNH.to(torch.float32, copy=True), own.lse_BSN.clone())
-    whole.merge_(attend_block(q, *others, flash=flash))
+    whole.merge_(attend_block((q, *others), flash=flash))
     given = Partial(whole.out_BSNH.to(q.dtype), whole.lse_BSN)
-    return [*own, *block_grads(grad, q, k, v, given, causal=causal, flash=flash)]
+    return [*own, *block_grads(grad, (q, k, v), given, causal=causal, flash=flash)]
 
 
 @pytest.mark.parametrize("device", [CPU, GPU])
@@ -317,7 +317,7 @@ def test_what_is_kept_is_attention(
     documents = documents_of(LENGTHS, 3, CPU) if apart else None
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend_saving(backend, q, k, v, documents, SavedAttention())
+        return attend_saving(backend, (q, k, v), documents, SavedAttention())
 
     with hopper() as used:
         compare(run, apart, torch.float32, 2)
@@ -330,13 +330,14 @@ def test_what_is_kept_is_attention(
 def two_blocks(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Partial, list[Tensor]]:
     """Causal attention of the last queries: the keys before them, and their own."""
     late, early, own = slice(CUT, None), slice(CUT), (slice(None), slice(CUT, None))
-    first = attend_block(q[:, late], k[:, early], v[:, early])
+    first = attend_block((q[:, late], k[:, early], v[:, early]))
     whole = Partial(first.out_BSNH.float(), first.lse_BSN)
-    whole.merge_(attend_block(q[own], k[own], v[own], causal=True))
+    whole.merge_(attend_block((q[own], k[own], v[own]), causal=True))
     total = Partial(whole.out_BSNH.to(q.dtype), whole.lse_BSN)
     dq, dk, dv = (torch.zeros_like(part, dtype=torch.float32) for part in (q, k, v))
     for keys, causal in ((early, False), (late, True)):
-        found = block_grads(grad[own], q[own], k[:, keys], v[:, keys], total, causal=causal)
+        parts = q[own], k[:, keys], v[:, keys]
+        found = block_grads(grad[own], parts, total, causal=causal)
         dq[own] += found[0]
         dk[:, keys] += found[1]
         dv[:, keys] += found[2]
@@ -366,8 +367,9 @@ def test_squares_keep_documents_apart(
         pytest.skip("FlashAttention is for 16 bits")
     q, k, v, grad = inputs(groups, dtype, device)
     documents = documents_of(lengths, SAMPLES, device)
-    whole = attend_causally(q, k, v, documents)
-    grads = causal_grads(grad, q, k, v, whole, documents)
+    attention = CausalAttention(documents)
+    whole = attention.attend((q, k, v))
+    grads = attention.grads(grad, (q, k, v), whole)
     wanted = defined(q, k, v, grad, lengths)
     all_near([*whole, *grads], wanted, within=margin(dtype))
 

@@ -71,7 +71,7 @@ def test_attention_alone_is_reset() -> None:
     """Positions continue if only the attention mask is reset."""
     model = build(CONFIGS["gqa of 2"])
     ours = model(*draw(), document_lengths=LENGTHS)
-    model.core = lambda q, k, v, *_: attention_by_definition(q, k, v, LENGTHS)[0].float()
+    model.core = lambda qkv, *_: attention_by_definition(*qkv, LENGTHS)[0].float()
     torch.testing.assert_close(ours, model(*draw()), rtol=1e-5, atol=0.0)
 
 

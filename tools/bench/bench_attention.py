@@ -29,8 +29,8 @@ HEADS, HEAD, ROUNDS, CALLS = 32, 128, 6, 4
 def measure(length: int, flash: bool, device: torch.device) -> dict[str, float]:
     """Measure TFLOP/s in bf16: two products in forward, five in backward, half masked."""
     q, k, v, grad = torch.randn(4, 1, length, HEADS, HEAD, device=device).bfloat16()
-    forward = partial(attend_block, q, k, v, causal=True, flash=flash)
-    backward = partial(block_grads, grad, q, k, v, forward(), causal=True, flash=flash)
+    forward = partial(attend_block, (q, k, v), causal=True, flash=flash)
+    backward = partial(block_grads, grad, (q, k, v), forward(), causal=True, flash=flash)
 
     def rate(products: int, action: Callable[[], object]) -> float:
         turns = [time_of(lambda: [action() for _ in range(CALLS)], device) for _ in range(ROUNDS)]

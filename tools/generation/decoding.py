@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from model.attention import attend
+from model.attention import QKV, attend
 from model.llama import Llama, TokenInfo
 from model.rotary import rotations
 
@@ -37,10 +37,10 @@ class Decoder:
         longest = int(self.lengths_B.max())
         rows = [[*text, *[text[-1]] * (longest - len(text))] for text in texts]
         self._kept = []
-        info = TokenInfo(*self._rotations(longest))
+        info = TokenInfo(*self._rotations(longest), core=self._attend_from_start)
         x_BSD = self.model.embedding(torch.tensor(rows, device=device))
         for block in self.model.blocks:
-            x_BSD = block(x_BSD, info, self._attend_from_start)
+            x_BSD = block(x_BSD, info)
         last = (self.lengths_B - 1)[:, None, None].expand(-1, 1, x_BSD.shape[-1])
         return self._logits(x_BSD.gather(1, last))
 
@@ -55,7 +55,8 @@ class Decoder:
         seen = torch.arange(longest, device=positions_B.device) <= positions_B[:, None]
         x_BSD = self.model.embedding(tokens_B[:, None])
         for layer, block in enumerate(self.model.blocks):
-            x_BSD = block(x_BSD, info, partial(self._attend, layer, seen[:, None, None]))
+            core = partial(self._attend, layer, seen[:, None, None])
+            x_BSD = block(x_BSD, info._replace(core=core))
         self.lengths_B = positions_B + 1
         return self._logits(x_BSD)
 
@@ -69,13 +70,13 @@ class Decoder:
         logits_B1V: Tensor = self.model.head(x_B1D, None, None, tied_VD)
         return logits_B1V[:, 0]
 
-    def _attend_from_start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+    def _attend_from_start(self, qkv: QKV, *_rest: object) -> Tensor:
+        _, k_BSKH, v_BSKH = qkv
         self._kept.append((k_BSKH.transpose(1, 2), v_BSKH.transpose(1, 2)))
-        return attend(q_BSNH, k_BSKH, v_BSKH, self.model.config.attention_backend)
+        return attend(qkv, self.model.config.attention_backend)
 
-    def _attend(
-        self, layer: int, seen_B11T: Tensor, q_B1NH: Tensor, k_B1KH: Tensor, v_B1KH: Tensor
-    ) -> Tensor:
+    def _attend(self, layer: int, seen_B11T: Tensor, qkv: QKV, *_rest: object) -> Tensor:
+        q_B1NH, k_B1KH, v_B1KH = qkv
         keys_BKTH, values_BKTH = self._kept[layer]
         rows = torch.arange(len(self.lengths_B), device=self.lengths_B.device)
         keys_BKTH[rows, :, self.lengths_B] = k_B1KH[:, 0]

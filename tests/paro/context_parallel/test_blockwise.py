@@ -13,16 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.attention import documents_of
-from model.recompute import SavedAttention, checkpointed
+from model.attention import SavedAttention, documents_of
+from model.layers import checkpointed
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice, needed_groups
 from paro.collectives.shifts import Ring
 from paro.context_parallel.all_to_all import AllToAll
 from paro.context_parallel.attention import ContextAttention
 from paro.context_parallel.blockwise import KVExchange, blockwise_attention
-from paro.context_parallel.gather import ContextStreams, GatherKVExchange
-from paro.context_parallel.ring import RingKVExchange
+from paro.context_parallel.exchange import GatherKVExchange, RingKVExchange
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams, InlineStreams, ThreadStreams
 from paro.distributed.exposed_time import Exposure
@@ -35,7 +34,7 @@ from tests.helpers.late_streams import LateStreams
 from tests.helpers.ranks import run_ranks
 from tests.helpers.waits import all_waits
 from tests.model.values import assert_near, normal
-from tests.paro.context_parallel.test_probe import attend_whole
+from tests.paro.context_parallel.test_attention import attend_whole
 
 CHUNK, CHANNELS, SAMPLES, HEADS = 3, 8, 2, 4
 CPU = torch.device("cpu")
@@ -77,7 +76,7 @@ def attended(
 ) -> list[Tensor]:
     """Output and gradients of a rank's own tokens: by default of all."""
     leaves = [own(part).detach().requires_grad_() for part in given[:3]]
-    out = core(*leaves, documents_of(given.lengths, SAMPLES, CPU), saved)
+    out = core((*leaves,), documents_of(given.lengths, SAMPLES, CPU), saved)
     if saved is not None:
         saved.end_first_run()
     return [out.detach(), *torch.autograd.grad(out, leaves, own(given.grad))]
@@ -127,7 +126,7 @@ class Ways:
         choice = AlgorithmChoice(names=(algorithm,))
         along = dict.fromkeys(COLLECTIVE_STREAMS, frozenset({self.whole}))
         needed = needed_groups(choice, along)
-        links = self.links(ContextStreams(streams))
+        links = replace(self.links(streams), stream_kind=StreamKind.CONTEXT)
         groups = make_groups(self.topology, self.rank, needed, CONFIG, links)
         collectives = make_collectives(choice, groups)
         self._closes.append(collectives.close)

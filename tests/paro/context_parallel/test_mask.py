@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paro.context_parallel.mask import Bounds, bounds_of, mask_block, own_lengths
+from paro.context_parallel.blockwise import Bounds, bounds_of, mask_block, own_lengths
 
 Case = tuple[int, int, list[set[int]]]  # ring_size, tokens of a chunk, where documents begin
 
@@ -41,7 +41,7 @@ def pairs_of(bounds: Bounds, ring_rank: int, source: int, ring_size: int) -> lis
     block = mask_block(bounds, ring_rank, source, ring_size)
     if block is None:
         return []
-    rows, columns = queries[block.queries], keys[block.keys]
+    rows, columns = queries[block[0]], keys[block[1]]
     assert rows
     assert columns
     return [(row, column) for row in rows for column in columns]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from model.attention import QKV
 from model.block_attention import AttentionKernels
 from paro.distributed.control import Control
 from paro.distributed.world import World
@@ -45,14 +46,14 @@ def test_every_way_is_timed_by_its_kernel(
 ) -> None:
     attend, ways = attention.attend_saving, []
 
-    def noted(backend: Any, q: Tensor, *others: Any) -> Tensor:
-        *_, documents, saved = others
+    def noted(backend: Any, qkv: QKV, documents: Any, saved: Any) -> Tensor:
+        length = qkv[0].shape[1]
         way = "parts" if saved is not None else "whole"
         if documents is not None:
-            assert documents.lengths == (q.shape[1] - 1, 1)
+            assert documents.lengths == (length - 1, 1)
             way = "documents"
-        ways.append(f"{way} {q.shape[1]}")
-        return attend(backend, q, *others)
+        ways.append(f"{way} {length}")
+        return attend(backend, qkv, documents, saved)
 
     seconds: list[float] = []
 

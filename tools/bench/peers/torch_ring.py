@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from model.attention import Core, Documents
-from model.recompute import SavedAttention
+from model.attention import QKV, Core, Documents, SavedAttention
 
 ROTATIONS = {"allgather": "allgather", "p2p": "alltoall"}  # torch's name, by --cp-comm-type
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -25,16 +24,10 @@ def torch_ring(group: ProcessGroup, comm_type: str) -> Core:
     ring = importlib.import_module(_MODULE)
     ring.set_rotate_method(ROTATIONS[comm_type])
 
-    def attend(
-        q_BTNH: Tensor,
-        k_BTKH: Tensor,
-        v_BTKH: Tensor,
-        documents: Documents | None,
-        saved: SavedAttention | None,
-    ) -> Tensor:
+    def attend(qkv: QKV, documents: Documents | None, saved: SavedAttention | None) -> Tensor:
         assert documents is None, "torch's ring knows one document a sample"
         assert saved is None, "and keeps no attention"
-        heads_first = (part.transpose(_HEADS, _TOKENS) for part in (q_BTNH, k_BTKH, v_BTKH))
+        heads_first = (part.transpose(_HEADS, _TOKENS) for part in qkv)
         out: Tensor = _TorchRing.apply(ring, group, *heads_first)
         return out.transpose(_HEADS, _TOKENS)
 

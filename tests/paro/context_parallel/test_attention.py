@@ -8,24 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention import Documents, attend
-from model.recompute import SavedAttention
-from paro.context_parallel.probe import check_core
+from model.attention import QKV, Documents, SavedAttention, attend
+from paro.context_parallel.attention import check_core
 from paro.spec.context_layout import ContextLayout
 from tests.helpers.refusals import refused
 
 
-def attend_whole(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, _: SavedAttention | None
-) -> Tensor:
-    return attend(q, k, v, "auto", documents)
+def attend_whole(qkv: QKV, documents: Documents | None, _: SavedAttention | None) -> Tensor:
+    return attend(qkv, "auto", documents)
 
 
-def alone(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, _: SavedAttention | None
-) -> Tensor:
-    lengths = (5, q.shape[1] - 5)
-    return attend_whole(q, k, v, None if documents is None else Documents(lengths), None)
+def alone(qkv: QKV, documents: Documents | None, _: SavedAttention | None) -> Tensor:
+    lengths = (5, qkv[0].shape[1] - 5)
+    return attend_whole(qkv, None if documents is None else Documents(lengths), None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

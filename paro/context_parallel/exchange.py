@@ -1,4 +1,4 @@
-"""Keys and values sent round a ring of ranks, or round two nested ones: ring attention."""
+"""Exchanges of keys and values: round a ring of ranks, round two nested ones, or by collectives."""
 
 # [Note: double ring]
 # In ring attention a rank attends to the keys and values (KV) that it holds, sends them to the next
@@ -35,13 +35,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from paro.collectives.interface import Collectives, Request
+from paro.collectives.schedule import Op
 from paro.collectives.shifts import Ring, Turn
 from paro.context_parallel.blockwise import AddGrads, Attend, GradsOf, in_two
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import Exposure, WaitKind
-from paro.distributed.groups import Groups
-from paro.spec.context_layout import ContextLayout
-from paro.topology import StreamKind
+from paro.topology import AxisSpan, nested_range
 
 
 class RingKVExchange:
@@ -140,13 +140,6 @@ class RingKVExchange:
         yield held
 
 
-def make_rings(layout: ContextLayout, groups: Groups) -> RingKVExchange:
-    """Return the rings of a `layout`."""
-    spans = layout.rings(groups.topology)
-    inner, outer = (Ring(groups, StreamKind.CONTEXT, span) for span in spans)
-    return RingKVExchange(inner, outer, groups.links.exposure)
-
-
 class _RingSum:
     """A sum in fp32 that follows keys and values round a ring; every rank adds its share."""
 
@@ -186,3 +179,55 @@ class _RingSum:
 def _shift(ring: Ring, outgoing: Tensor, incoming: Tensor, exposure: Exposure) -> Event:
     with exposure.submitting(WaitKind.CONTEXT):
         return ring.shift(outgoing, incoming, Turn.CLOCKWISE)
+
+
+class GatherKVExchange:
+    """A `KVExchange` by collectives along `span`; attention to own keys overlaps with them."""
+
+    def __init__(self, collectives: Collectives, span: AxisSpan) -> None:
+        groups = collectives.groups
+        self._collectives = collectives
+        self._span = span
+        self._members = groups.topology.members(span, groups.rank)
+        self._exposure = groups.links.exposure
+        self.ring_rank = self._members.index(groups.rank)
+        self.ring_size = len(self._members)
+
+    def exchange_kv(self, own_2BTKH: Tensor, attend: Attend) -> None:
+        whole, event = self._gather(own_2BTKH)
+        attend(self.ring_rank, own_2BTKH)
+        self._exposure.wait(WaitKind.CONTEXT, event)
+        for source in self._others():
+            attend(source, self._part(whole, source).view_as(own_2BTKH))
+
+    def exchange_kv_and_grads(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
+        whole, event = self._gather(own_2BTKH)
+        total = torch.zeros_like(whole, dtype=torch.float32)
+        own_grads = self._part(total, self.ring_rank).view_as(own_2BTKH)
+        now, later = in_two(own_2BTKH)
+        grads_of(self.ring_rank, own_2BTKH[now], 0)(own_grads[now])
+        self._exposure.wait(WaitKind.CONTEXT, event)
+        for source in self._others():
+            kv_2BTKH = self._part(whole, source).view_as(own_2BTKH)
+            grads_of(source, kv_2BTKH, 0)(self._part(total, source).view_as(own_2BTKH))
+        with self._exposure.submitting(WaitKind.CONTEXT):
+            request = Request(Op.REDUCE_SCATTER, total, self._span, torch.float32)
+            event = self._collectives.run(request)
+        add_grads = grads_of(self.ring_rank, own_2BTKH[later], own_2BTKH[now].shape[3])
+        self._exposure.wait(WaitKind.CONTEXT, event)
+        add_grads(own_grads[later])
+        return own_grads
+
+    def _gather(self, own_2BTKH: Tensor) -> tuple[Tensor, Event]:
+        whole = own_2BTKH.new_empty(self.ring_size * own_2BTKH.numel())
+        with self._exposure.submitting(WaitKind.CONTEXT):
+            own = own_2BTKH.view(-1)
+            request = Request(Op.ALL_GATHER, whole, self._span, whole.dtype, shard=own)
+            return whole, self._collectives.run(request)
+
+    def _others(self) -> list[int]:
+        return [number for number in range(self.ring_size) if number != self.ring_rank]
+
+    def _part(self, whole: Tensor, ring_rank: int) -> Tensor:
+        start, stop = nested_range(self._span, self._members[ring_rank], whole.numel())
+        return whole[start:stop]
