@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import reduce
 from typing import Any
 
 import torch
@@ -287,14 +288,6 @@ def slice_scores(
 
 def join_scores(scores: Iterable[tuple[Tensor, Tensor]], token_weights_BS: Tensor) -> Tensor:
     """Compute the loss of `linear_cross_entropy` from the scores of all slices, one by one."""
-    log_norm_T: Tensor | None = None
-    label_logit_T: Tensor | None = None
-    for slice_norm_T, slice_logit_T in scores:
-        if log_norm_T is None or label_logit_T is None:
-            log_norm_T, label_logit_T = slice_norm_T, slice_logit_T
-        else:
-            log_norm_T = torch.logaddexp(log_norm_T, slice_norm_T)
-            label_logit_T = label_logit_T + slice_logit_T
-    assert log_norm_T is not None, "no slices"
-    assert label_logit_T is not None, "no slices"
-    return torch.dot(log_norm_T - label_logit_T, token_weights_BS.flatten().float())
+    log_norms, label_logits = zip(*scores, strict=True)
+    losses_T = reduce(torch.logaddexp, log_norms) - reduce(torch.add, label_logits)
+    return torch.dot(losses_T, token_weights_BS.flatten().float())

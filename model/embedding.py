@@ -60,7 +60,9 @@ class _RowsOfSink(torch.autograd.Function):
         (row_BS,) = ctx.saved_tensors
         (grad_BSD,) = grads
         into_VD, adds = ctx.sink.open()
-        if _adds_rows(into_VD, grad_BSD):
+        # Not row by row on a GPU, where the order of additions would vary, nor in 16 bits, where
+        # each would round.
+        if grad_BSD.device.type == "cpu" and into_VD.dtype == grad_BSD.dtype == torch.float32:
             if not adds:
                 into_VD.zero_()
             into_VD.index_add_(0, row_BS.flatten(), grad_BSD.flatten(0, -2))
@@ -71,11 +73,3 @@ class _RowsOfSink(torch.autograd.Function):
             store_grad(grad_VD, into_VD, adds=adds)
         ctx.sink.close()
         return None, None, None
-
-
-def _adds_rows(into_VD: Tensor, grad_BSD: Tensor) -> bool:
-    """Return whether the rows' gradients are added to the buffer one by one.
-
-    Not on a GPU, where the order of additions would vary, nor in 16 bits, where each would round.
-    """
-    return grad_BSD.device.type == "cpu" and into_VD.dtype == grad_BSD.dtype == torch.float32

@@ -17,6 +17,7 @@ from model.fp8 import Fp8, Scaled, known_largest, operand
 from model.layers import gated_linear, normed_linears
 from model.norm import SharedNorm
 from model.rotary import rotate
+from paro.errors import describe
 from paro.text import listed
 
 DEVICES = {"cuda"}  # tests add the CPU, for which Triton has an interpreter
@@ -29,12 +30,6 @@ class Fusions:
 
     bias_swiglu_fusion: bool = True
     apply_rope_fusion: bool = True
-
-
-class _Kernel(NamedTuple):
-    wanted: bool
-    field: str  # field of LlamaConfig that switches the kernel on
-    attempt: Callable[[LlamaConfig, torch.dtype, torch.device], None]  # trial; raises on failure
 
 
 class Kernels(NamedTuple):
@@ -58,33 +53,29 @@ def usable_kernels(
     plain = config.torch_compile is None  # else inductor makes the blocks' kernels
     compiled = "" if plain else f"blocks: torch.compile by {config.torch_compile}"
     casts = plain and config.fp8_format is not None
-    kernels = {
-        "norms": _Kernel(plain, "fuses_norms", _try_norm),
-        "SwiGLU": _Kernel(plain and fusions.bias_swiglu_fusion, "fuses_swiglu", _try_swiglu),
-        "rotary embedding": _Kernel(
-            plain and fusions.apply_rope_fusion, "fuses_rotary", _try_rotary
-        ),
-        "casts to fp8": _Kernel(casts, "fuses_fp8_casts", _try_casts),
-        "loss": _Kernel(True, "fuses_loss", _try_loss),
-    }
+    kernels = (  # name, whether it is asked for, the field that switches it on, trial
+        ("norms", plain, "fuses_norms", _try_norm),
+        ("SwiGLU", plain and fusions.bias_swiglu_fusion, "fuses_swiglu", _try_swiglu),
+        ("rotary embedding", plain and fusions.apply_rope_fusion, "fuses_rotary", _try_rotary),
+        ("casts to fp8", casts, "fuses_fp8_casts", _try_casts),
+        ("loss", True, "fuses_loss", _try_loss),
+    )
     if device.type not in DEVICES:
         return Kernels(config, compiled or None)
-    asked = {name: kernel for name, kernel in kernels.items() if kernel.wanted}
-    names = listed([*asked])
+    names = listed([name for name, asked, *_ in kernels if asked])
     names = f"{compiled}; {names}" if compiled else names
     try:
         from model.kernels import VERSION
 
-        for kernel in asked.values():
-            kernel.attempt(config, dtype, device)
+        for _, asked, _, attempt in kernels:
+            if asked:
+                attempt(config, dtype, device)
     except Exception as error:  # whatever Triton, its compiler or the device's driver raises
-        first = str(error).strip().partition("\n")[0]
-        reason = f"{type(error).__name__}: {first}"
-        line = f"{names}: torch's operations, because Triton fails: {reason}"
+        line = f"{names}: torch's operations, because Triton fails: {describe(error)}"
         if casts:
             line = f"WARNING: fp8 is slower than bf16 without Triton or --torch-compile; {line}"
         return Kernels(config, line)
-    fused: dict[str, Any] = {kernel.field: True for kernel in asked.values()}
+    fused: dict[str, Any] = {field: True for _, asked, field, _ in kernels if asked}
     return Kernels(replace(config, **fused), f"{names}: Triton {VERSION}")
 
 

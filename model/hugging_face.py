@@ -162,10 +162,6 @@ class _Scaling(TypedDict):
     high_freq_factor: float
 
 
-class _Kind(TypedDict, total=False):
-    model_type: str
-
-
 class _Fields(TypedDict):
     """Fields of config.json that are read."""
 
@@ -242,7 +238,7 @@ def llama_config(fields: Mapping[str, Any]) -> LlamaConfig:
     `UserError` names the first feature that this model does not support. Biases on attention's
     output projection, see `output_biases`, have to be zero.
     """
-    family = _family(conform(dict(fields), _Kind, ""))
+    family = _family(str(fields.get("model_type", "llama")))
     fields = conform(dict(fields), _Fields, "")
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     for name, (ours, meaning) in _FIXED.items():
@@ -269,8 +265,7 @@ def llama_config(fields: Mapping[str, Any]) -> LlamaConfig:
     )
 
 
-def _family(fields: Mapping[str, Any]) -> _Family:
-    model_type = fields.get("model_type", "llama")
+def _family(model_type: str) -> _Family:
     if model_type in _FAMILIES:
         return _FAMILIES[model_type]
     why = _OTHERS.get(model_type)

@@ -109,13 +109,10 @@ def _whole_block(seed: int, spec: ParameterInit, block: int, numel: int) -> Tens
 
 def _draw(values: Tensor, seed: int, spec: ParameterInit, block: int) -> None:
     """Fill `values` with standard normal numbers, or with uniform ones of [0, 1)."""
-    generator = _generator(seed, spec.name, block)
+    digest = hashlib.blake2b(f"{seed}/{spec.name}/{block}".encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little") >> 1
+    generator = torch.Generator(device="cpu").manual_seed(number)
     if spec.bound is None:
         values.normal_(generator=generator)
     else:
         values.uniform_(generator=generator)
-
-
-def _generator(seed: int, name: str, block: int) -> torch.Generator:
-    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
-    return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -125,14 +125,8 @@ class Block(AdaptedBlock):
         """Return `x` for the residual addition, and queries, keys and values."""
         epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
         names, sources = ("wq", "wk", "wv"), (x_BSD, self.attention_norm)
-        weights = (self.wq, self.wk, self.wv)
-        shared, x_BSD, projections = self._after_norm(norm, sources, weights)
-        if self.config.add_qkv_bias:
-            for part, bias in zip(projections, (self.bq, self.bk, self.bv), strict=True):
-                part.add_(bias)
-        projections = self.adapted(names, projections, shared, sources, drops)
-        if norm is None:
-            shared.release()
+        biases = (self.bq, self.bk, self.bv) if self.config.add_qkv_bias else ()
+        x_BSD, projections = self._after_norm(norm, sources, names, drops, biases)
         q_BSNH, k_BSKH, v_BSKH = (part.unflatten(-1, head) for part in projections)
         if self.config.qk_layernorm:
             q_BSNH = rms_norm(q_BSNH, self.q_norm, epsilon)
@@ -145,16 +139,30 @@ class Block(AdaptedBlock):
         self,
         norm: SharedNorm | None,
         sources: tuple[Tensor, Tensor],
-        weights: tuple[Tensor, ...],
-    ) -> tuple[SharedNorm, Tensor, tuple[Tensor, ...]]:
-        """Return the norm (shared or new), its input for the residual addition, and projections."""
-        if norm is not None:  # slices, whose sum is added to the input
-            return norm, sources[0], normed_linears(norm, *sources, *weights, fp8=self.fp8)
-        config = self.config
-        how = {"fused": config.fuses_norms, "for_cast": config.fuses_fp8_casts}
-        norm = SharedNorm(sources[0], sources[1], config.norm_epsilon, **how)
-        x_BSD, *made = normed_linears(norm, *sources, *weights, fp8=self.fp8, passes_x=True)
-        return norm, x_BSD, tuple(made)
+        names: tuple[str, ...],
+        drops: DropKey | None,
+        biases: tuple[Tensor, ...] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the norm's input for the residual addition, and projections of the norm.
+
+        Of slices of the weights, which share `norm`: parts of the projections.
+        """
+        config, weights = self.config, [getattr(self, name) for name in names]
+        if norm is None:
+            how = {"fused": config.fuses_norms, "for_cast": config.fuses_fp8_casts}
+            shared = SharedNorm(sources[0], sources[1], config.norm_epsilon, **how)
+            x_BSD, *made = normed_linears(shared, *sources, *weights, fp8=self.fp8, passes_x=True)
+        else:
+            shared, x_BSD = norm, sources[0]
+            made = [*normed_linears(norm, *sources, *weights, fp8=self.fp8)]
+        for part, bias in zip(made, biases, strict=False):
+            part.add_(bias)
+        # Backward runs in the opposite order: the adapter of the first weight first.
+        for index in reversed(range(len(names))):
+            made[index] = self.adapted(names[index], made[index], shared, sources, drops)
+        if norm is None:
+            shared.release()
+        return x_BSD, made
 
     def _core(self, qkv: QKV, info: TokenInfo) -> Tensor:
         core = info.core or partial(attend_saving, self.config.attention_backend)
@@ -166,9 +174,7 @@ class Block(AdaptedBlock):
     def _output(self, out_BSNH: Tensor, drops: DropKey | None) -> Tensor:
         out_BSD = out_BSNH.flatten(-2)
         y_BSD = linear(out_BSD, self.wo, self.fp8)
-        if self.adapts("wo"):
-            y_BSD = self.adapted_alone("wo", y_BSD, _same, (out_BSD,), drops)
-        return y_BSD
+        return self.adapted_alone("wo", y_BSD, _same, (out_BSD,), drops)
 
     def finish(self, x_BSD: Tensor, out_BSNH: Tensor) -> Tensor:
         """Compute the block's output from its input and the output of attention's core."""
@@ -179,16 +185,11 @@ class Block(AdaptedBlock):
 
         Of slices of the weights, which share `norm`: a part of the output, without `x`.
         """
-        sources = (x_BSD, self.mlp_norm)
-        shared, x_BSD, projections = self._after_norm(norm, sources, (self.w_gate, self.w_up))
-        names = ("w_gate", "w_up")
-        gate_BSF, up_BSF = self.adapted(names, projections, shared, sources, drops)
-        if norm is None:
-            shared.release()
+        sources, names = (x_BSD, self.mlp_norm), ("w_gate", "w_up")
+        x_BSD, (gate_BSF, up_BSF) = self._after_norm(norm, sources, names, drops)
         fused = self.config.fuses_swiglu
         y_BSD = gated_linear(gate_BSF, up_BSF, self.w_down, self.fp8, fused=fused)
-        if self.adapts("w_down"):
-            y_BSD = self.adapted_alone("w_down", y_BSD, gated, (gate_BSF, up_BSF), drops)
+        y_BSD = self.adapted_alone("w_down", y_BSD, gated, (gate_BSF, up_BSF), drops)
         return x_BSD + y_BSD if norm is None else y_BSD
 
     def join_mlp(self, slices: Slices, x_BSD: Tensor, *args: Any) -> Tensor:

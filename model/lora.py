@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,20 +33,12 @@ class DropKey(NamedTuple):
 
 
 def drops_of(
-    config: object, seed: int, step: int, data_parallel_rank: int, data_parallel_size: int
-) -> Callable[[int, int, tuple[range, ...] | None], dict[str, Any]]:
-    """Return a function that makes a micro-batch's `drops` argument; empty without dropout.
-
-    A sample's number in the global batch is the same for any number of ranks.
-    """
+    config: object, seed: int, step: int, samples: range, ranges: tuple[range, ...] | None
+) -> dict[str, Any]:
+    """Return a micro-batch's `drops` argument; empty without dropout."""
     if not (isinstance(config, LlamaConfig) and config.lora and config.lora.dropout):
-        return lambda _index, _size, _ranges: {}
-
-    def drops(index: int, size: int, ranges: tuple[range, ...] | None) -> dict[str, Any]:
-        first = (index * data_parallel_size + data_parallel_rank) * size
-        return {"drops": DropKey(seed, step, tuple(range(first, first + size)), ranges)}
-
-    return drops
+        return {}
+    return {"drops": DropKey(seed, step, tuple(samples), ranges)}
 
 
 class Columns(NamedTuple):
@@ -68,42 +60,29 @@ class AdaptedBlock(nn.Module):
         self.layer = layer
         self.starts: dict[str, int] = {}  # name of a sliced weight: its first row or column
 
-    def adapts(self, name: str) -> bool:
-        """Return whether the weight of this name has an adapter."""
-        lora = self.config.lora
-        return lora is not None and name in lora.targets
-
     def adapted(
         self,
-        names: Sequence[str],
-        outputs: Sequence[Tensor],
+        name: str,
+        output: Tensor,
         shared: SharedInput,
         sources: Sequence[Tensor],
         drops: DropKey | None,
-    ) -> tuple[Tensor, ...]:
-        """Add the outputs of adapters to those of the weights of these names.
+    ) -> Tensor:
+        """Add the output of the adapter, if any, of the weight of this name to the weight's.
 
-        All of them read the `shared` input, which is made of `sources`. Without `drops` nothing is
+        Both read the `shared` input, which is made of `sources`. Without `drops` nothing is
         dropped.
         """
-        lora, found = self.config.lora, dict(zip(names, outputs, strict=True))
-        targets = [name for name in names if self.adapts(name)]
-        if lora is None or not targets:
-            return tuple(outputs)
+        lora = self.config.lora
+        if lora is None or name not in lora.targets:
+            return output
         columns = shared.num_columns
-        pairs = [self._pair(name, columns, found[name].shape[-1]) for name in targets]
-        masks = tuple(self._mask_of(name, columns, drops) for name in targets)
-        added = _LowRank.apply(
-            shared,
-            lora,
-            masks,
-            *sources,
-            *(found[name] for name in targets),
-            *(down for down, _ in pairs),
-            *(up for _, up in pairs),
+        pair, mask = (
+            self._pair(name, columns, output.shape[-1]),
+            self._mask_of(name, columns, drops),
         )
-        found.update(zip(targets, added, strict=True))
-        return tuple(found.values())
+        sum_BSE: Tensor = _LowRank.apply(shared, lora, mask, output, *pair, *sources)
+        return sum_BSE
 
     def adapted_alone(
         self,
@@ -114,10 +93,12 @@ class AdaptedBlock(nn.Module):
         drops: DropKey | None,
     ) -> Tensor:
         """Add an adapter's output to that of a weight which alone reads `make_input(*sources)`."""
+        if self.config.lora is None or name not in self.config.lora.targets:
+            return output
         shared = SharedInput(make_input, *sources)
-        (found,) = self.adapted((name,), (output,), shared, sources, drops)
+        output = self.adapted(name, output, shared, sources, drops)
         shared.release()
-        return found
+        return output
 
     def _pair(self, name: str, columns: int, rows: int) -> tuple[Tensor, Tensor]:
         """Return an adapter's matrices, or their slices if the weight is a slice."""
@@ -141,7 +122,7 @@ class AdaptedBlock(nn.Module):
 
 
 class _LowRank(torch.autograd.Function):
-    """`output + scaling * up @ down @ dropout(input)` of the weights that share an input.
+    """`output + scaling * up @ down @ dropout(input)` of one weight.
 
     Saves no activation but what the input is made of.
     """
@@ -151,56 +132,43 @@ class _LowRank(torch.autograd.Function):
         ctx: Any,
         shared: SharedInput,
         lora: LoraConfig,
-        masks: Sequence[MakeMask | None],
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        outputs, downs, ups = _thirds(tensors, len(masks))
-        sources = tensors[: -3 * len(masks)]
-        ctx.save_for_backward(*sources, *downs, *ups)
-        ctx.shared, ctx.lora, ctx.masks = shared, lora, masks
-        ctx.sinks = [*map(sink_of, downs)], [*map(sink_of, ups)]
-        x_BSD = shared.in_forward(backward_follows=any(ctx.needs_input_grad))
-        made = []
-        for out_BSE, down_RD, up_ER, make_mask in zip(outputs, downs, ups, masks, strict=True):
-            in_BSD = x_BSD
-            if make_mask is not None:
-                kept = make_mask(x_BSD.shape, device=x_BSD.device)
-                in_BSD = _dropped(x_BSD, kept, lora.dropout)
-            low_TR = (in_BSD.flatten(0, -2) @ down_RD.t()).mul_(lora.scaling)
-            sum_TE = torch.addmm(out_BSE.flatten(0, -2), low_TR, up_ER.t())
-            made.append(sum_TE.view(out_BSE.shape))
-        return tuple(made)
+        make_mask: MakeMask | None,
+        out_BSE: Tensor,
+        down_RD: Tensor,
+        up_ER: Tensor,
+        *sources: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(down_RD, up_ER, *sources)
+        ctx.shared, ctx.lora, ctx.make_mask = shared, lora, make_mask
+        ctx.sinks = sink_of(down_RD), sink_of(up_ER)
+        in_BSD = shared.in_forward(backward_follows=any(ctx.needs_input_grad))
+        if make_mask is not None:
+            in_BSD = _dropped(in_BSD, make_mask(in_BSD.shape, device=in_BSD.device), lora.dropout)
+        low_TR = (in_BSD.flatten(0, -2) @ down_RD.t()).mul_(lora.scaling)
+        sum_TE = torch.addmm(out_BSE.flatten(0, -2), low_TR, up_ER.t())
+        return sum_TE.view(out_BSE.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        shared, lora, count = ctx.shared, ctx.lora, len(grads)
-        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[3:]
-        sources, downs, ups = saved[: -2 * count], saved[-2 * count : -count], saved[-count:]
-        needs_sources = needed[: len(sources)]
-        x_TD = shared.in_backward(sources, needs_sources)
-        grad_downs, grad_ups = [], []
-        for index, (grad, down_RD, up_ER) in enumerate(zip(grads, downs, ups, strict=True)):
-            in_TD, make_mask, kept = x_TD, ctx.masks[index], None
-            if make_mask is not None:
-                shape = (*grad.shape[:-1], x_TD.shape[-1])
-                kept = make_mask(torch.Size(shape), device=x_TD.device).flatten(0, -2)
-                in_TD = _dropped(x_TD, kept, lora.dropout)
-            grad_TE = grad.flatten(0, -2)
-            grad_TR = (grad_TE @ up_ER).mul_(lora.scaling)
-            low_TR = (in_TD @ down_RD.t()).mul_(lora.scaling)
-            grad_ups.append(weight_grad(grad_TE, low_TR, ctx.sinks[1][index]))
-            grad_downs.append(weight_grad(grad_TR, in_TD, ctx.sinks[0][index]))
-            if kept is not None and any(needs_sources):
-                shared.add(_dropped(grad_TR @ down_RD, kept, lora.dropout))
-            elif any(needs_sources):
-                shared.add_products([grad_TR], iter([down_RD]))
-        return None, None, None, *shared.source_grads(), *grads, *grad_downs, *grad_ups
-
-
-def _thirds(tensors: Sequence[Tensor], count: int) -> Iterator[Sequence[Tensor]]:
-    """Return the last three runs of `count` tensors."""
-    last = tensors[len(tensors) - 3 * count :]
-    return (last[first : first + count] for first in range(0, 3 * count, count))
+        shared, lora, (grad_BSE,) = ctx.shared, ctx.lora, grads
+        down_RD, up_ER, *sources = ctx.saved_tensors
+        needs_sources = ctx.needs_input_grad[6:]
+        x_TD = in_TD = shared.in_backward(sources, needs_sources)
+        kept: Tensor | None = None
+        if ctx.make_mask is not None:
+            shape = torch.Size((*grad_BSE.shape[:-1], x_TD.shape[-1]))
+            kept = ctx.make_mask(shape, device=x_TD.device).flatten(0, -2)
+            in_TD = _dropped(x_TD, kept, lora.dropout)
+        grad_TE = grad_BSE.flatten(0, -2)
+        grad_TR = (grad_TE @ up_ER).mul_(lora.scaling)
+        low_TR = (in_TD @ down_RD.t()).mul_(lora.scaling)
+        grad_up = weight_grad(grad_TE, low_TR, ctx.sinks[1])
+        grad_down = weight_grad(grad_TR, in_TD, ctx.sinks[0])
+        if kept is not None and any(needs_sources):
+            shared.add(_dropped(grad_TR @ down_RD, kept, lora.dropout))
+        elif any(needs_sources):
+            shared.add_products([grad_TR], iter([down_RD]))
+        return None, None, None, grad_BSE, grad_down, grad_up, *shared.source_grads()
 
 
 def _dropped(x: Tensor, kept: Tensor, dropout: float) -> Tensor:
@@ -221,35 +189,26 @@ def keep_mask(
     An element's number counts all columns and all tokens of the sample, also if this rank has only
     some `columns` or ranges of tokens. So the mask does not depend on the number of ranks.
     """
-    assert len(drops.samples) == shape[0], f"{len(drops.samples)} sample numbers for {shape}"
-    numel, threshold = shape[1:].numel(), round(dropout * 2**_BITS)
-    kept = torch.empty(shape[0], numel, dtype=torch.bool, device=device)
+    batch, seq, width = shape
+    assert len(drops.samples) == batch, f"{len(drops.samples)} sample numbers for {shape}"
+    first, all_columns = columns or (0, width)
+    columns_D = torch.arange(first, first + width, device=device)
+    parts = [
+        torch.arange(part.start, part.stop, device=device) for part in drops.ranges or (range(seq),)
+    ]
+    first_S = torch.cat(parts).mul_(all_columns)  # the first element of every token
+    threshold, kept = round(dropout * 2**_BITS), torch.empty(shape, dtype=torch.bool, device=device)
     for row, sample in enumerate(drops.samples):
-        key = _key(drops, name, sample)
-        for first, last, shift in _runs(drops.ranges or (range(shape[1]),), shape[2]):
-            mixed = torch.arange(first + shift, last + shift, device=device)
-            if columns is not None:
-                line, column = mixed // shape[-1], mixed % shape[-1]
-                mixed = line.mul_(columns.number).add_(column).add_(columns.first)
+        key, stop = _key(drops, name, sample), 0
+        for first_T in first_S.split(max(1, _AT_ONCE // width)):  # 64 bits per element
+            start, stop = stop, stop + len(first_T)
+            mixed = first_T[:, None] + columns_D
             mixed.add_(1).mul_(_GOLDEN).add_(key)
             for bits, factor in zip((30, 27), _MIX, strict=True):
                 mixed = mixed.bitwise_xor_(_shifted(mixed, bits)).mul_(factor)
             mixed.bitwise_xor_(_shifted(mixed, 31))
-            kept[row, first:last] = _shifted(mixed, 64 - _BITS) >= threshold
-    return kept.view(shape)
-
-
-def _runs(ranges: Sequence[range], width: int) -> Iterator[tuple[int, int, int]]:
-    """Yield runs of elements, with the offset from their place in `ranges` to the whole sample.
-
-    Runs are short, since hashing takes 64 bits per element.
-    """
-    begin = 0
-    for each in ranges:
-        end = begin + len(each) * width
-        for first in range(begin, end, _AT_ONCE):
-            yield first, min(first + _AT_ONCE, end), each.start * width - begin
-        begin = end
+            kept[row, start:stop] = _shifted(mixed, 64 - _BITS) >= threshold
+    return kept
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:

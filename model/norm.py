@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -217,12 +217,7 @@ class SharedNorm(SharedInput):
 
 def add_slices(slices: Slices, *args: Any) -> Tensor:
     """Sum the partial results of slices."""
-    total: Tensor | None = None
-    for run in slices:
-        partial_BSD = run(*args)
-        total = partial_BSD if total is None else total + partial_BSD
-    assert total is not None, "no slices"
-    return total
+    return reduce(torch.add, (run(*args) for run in slices))
 
 
 def add_slices_after(

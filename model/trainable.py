@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from fnmatch import fnmatchcase
 
 from model.config import LlamaConfig
@@ -15,48 +14,35 @@ from paro.errors import UserError
 FLAG = "--trainable"
 
 
-class TrainableKind(Enum):
-    """Kinds of parts of a model that train."""
-
-    ALL = "all"
-    LAST_BLOCKS = "last-blocks"  # the given share of all blocks, counted from the end; at least one
-    NAMES = "names"  # the parameters whose names match a pattern
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainable:
-    """The choice of trainable parameters: a kind, with its share of blocks or name patterns."""
+    """The choice of trainable parameters: a share of the blocks, name patterns, or all."""
 
-    kind: TrainableKind = TrainableKind.ALL
-    share: float = 1.0
+    share: float | None = None  # of the blocks, counted from the end; at least one trains
     patterns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
+        if self.share is not None and not 0 < self.share <= 1:
             raise UserError(f"{FLAG} share {self.share} must be above 0 and at most 1")
 
     def __str__(self) -> str:
         """Format the value of the flag."""
-        match self.kind:
-            case TrainableKind.ALL:
-                return self.kind.value
-            case TrainableKind.NAMES:
-                return f"{self.kind.value}:{','.join(self.patterns)}"
-            case _:
-                return f"{self.kind.value}:{self.share:g}"
+        if self.patterns:
+            return f"names:{','.join(self.patterns)}"
+        return "all" if self.share is None else f"last-blocks:{self.share:g}"
 
     @classmethod
     def of_flag(cls, text: str) -> Trainable:
         """Return the value of --trainable."""
-        kind, colon, rest = text.partition(":")
-        if text == TrainableKind.ALL.value:
+        kind, _, rest = text.partition(":")
+        if text == "all":
             return cls()
         patterns = tuple(rest.split(","))
-        if kind == TrainableKind.NAMES.value and all(patterns):
-            return cls(kind=TrainableKind.NAMES, patterns=patterns)
-        if kind == TrainableKind.LAST_BLOCKS.value and colon:
+        if kind == "names" and all(patterns):
+            return cls(patterns=patterns)
+        if kind == "last-blocks":
             with suppress(ValueError):
-                return cls(kind=TrainableKind.LAST_BLOCKS, share=float(rest))
+                return cls(share=float(rest))
         raise UserError(
             f"{FLAG} {text!r} is none of all, last-blocks:SHARE, names:PATTERN[,PATTERN], with a "
             "share above 0 and at most 1"
@@ -64,7 +50,7 @@ class Trainable:
 
     def is_part(self, config: LlamaConfig) -> bool:
         """Return whether some parameters of the model are frozen."""
-        return self.kind is not TrainableKind.ALL or config.lora is not None
+        return self != Trainable() or config.lora is not None
 
     def names(self, config: LlamaConfig) -> frozenset[str]:
         """Return the names of trainable parameters; `UserError` if a pattern matches none.
@@ -74,13 +60,11 @@ class Trainable:
         names = list(parameter_shapes(config))
         if config.lora is not None:
             return frozenset(filter(is_adapter, names))
-        if self.kind is TrainableKind.ALL:
-            return frozenset(names)
-        if self.kind is TrainableKind.LAST_BLOCKS:
+        if self.share is not None:
             _, *blocks, _ = unit_specs(config)
             trained = blocks[-max(1, round(self.share * config.num_layers)) :]
             return frozenset(name for block in trained for name in block.parameters)
-        matches = {p: [n for n in names if fnmatchcase(n, p)] for p in self.patterns}
+        matches = {p: [n for n in names if fnmatchcase(n, p)] for p in self.patterns or ("*",)}
         for pattern, found in matches.items():
             if not found:
                 raise UserError(

@@ -22,7 +22,7 @@ from torch import Tensor
 from paro.collectives.interface import Endpoint
 from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import Event
-from paro.quantization.blocks import dequantize, hadamard, quantize, split_range
+from paro.quantization.blocks import choose_kernels, hadamard, split_range
 from paro.quantization.formats import PAD, RangeFormat, error_bytes, padded
 from paro.topology import AxisSpan, StreamKind, nested_range
 
@@ -66,6 +66,7 @@ class QuantizedReduction(Endpoint):
         """Sum this rank's chunk: return its transformed and its exact elements, and its start."""
         rank, whole, start = self._rank, gradients.values, gradients.start
         ranges, errors, span = gradients.ranges, gradients.errors, gradients.span
+        kernels = choose_kernels(whole.device)
         members = self.groups.topology.members(span, rank)
         sent = torch.zeros(len(members), ranges.range_bytes, dtype=torch.uint8, device=whole.device)
         for index, member in enumerate(members):
@@ -73,7 +74,7 @@ class QuantizedReduction(Endpoint):
             quantized, exact = split_range(sent[index], ranges, start + begin, self.exact_dtype)
             values, rest = whole[begin:end].tensor_split([ranges.num_quantized(start + begin)])
             error = None if errors is None else errors[index][: error_bytes(values.numel())]
-            quantize(values, ranges.form, quantized, transforms=True, error=error)
+            kernels.quantize(values, ranges.form, quantized, transforms=True, error=error)
             exact.copy_(rest)
         received = torch.empty_like(sent)
         self._wire(StreamKind.EXCHANGE, span).all_to_all(sent, received)
@@ -83,7 +84,7 @@ class QuantizedReduction(Endpoint):
         exact_total = torch.zeros(ranges.numel - num_quantized, device=whole.device)
         for row in received:
             quantized, exact = split_range(row, ranges, start, self.exact_dtype)
-            dequantize(quantized, ranges.form, total, adds=True)
+            kernels.dequantize(quantized, ranges.form, total, adds=True)
             exact_total += exact
         return total, exact_total, start
 
@@ -92,7 +93,7 @@ class QuantizedReduction(Endpoint):
     ) -> None:
         """Quantize and all-gather transformed sums; all replicas dequantize equal bytes."""
         rank, span, ranges = self._rank, gradients.replicas, gradients.ranges
-        kind = StreamKind.EXCHANGE
+        kind, kernels = StreamKind.EXCHANGE, choose_kernels(result.device)
         chunks = result.view(-1, ranges.numel)
         gathered = torch.zeros(
             len(chunks), ranges.range_bytes, dtype=torch.uint8, device=result.device
@@ -101,7 +102,7 @@ class QuantizedReduction(Endpoint):
         quantized, exact_sent = split_range(
             shard_in(whole, span, rank), ranges, start, self.exact_dtype
         )
-        quantize(total, ranges.form, quantized)
+        kernels.quantize(total, ranges.form, quantized)
         exact_sent.copy_(exact)
         for depth in reversed(range(len(span))):
             part, wire = shard_in(whole, span[:depth], rank), self._wire(kind, (span[depth],))
@@ -110,7 +111,7 @@ class QuantizedReduction(Endpoint):
         for row, values in zip(gathered, chunks, strict=True):
             quantized, exact = split_range(row, ranges, begin, self.exact_dtype)
             total = torch.zeros(padded(ranges.num_quantized(begin)), device=result.device)
-            dequantize(quantized, ranges.form, total)
+            kernels.dequantize(quantized, ranges.form, total)
             _write(values, hadamard(total) / PAD, exact)
             begin += ranges.numel
 

@@ -177,7 +177,7 @@ def _tried(config: RunConfig, control: Control) -> Iterator[tuple[str, str]]:
         lines.append(choose_muon_kernels(name, device).line)
     yield "update", "; ".join(filter(None, lines))
     if config.precision.quantizes:
-        yield "codes", choose_kernels(device).line or ""
+        yield "codes", choose_kernels(device).line
 
 
 @contextmanager

@@ -48,7 +48,7 @@ from paro.planning.comm_costs import CODING_BYTES
 from paro.planning.computing import Computing
 from paro.planning.step_counts import StepCounts
 from paro.precision import BYTES_OF
-from paro.quantization.blocks import dequantize, quantize
+from paro.quantization.blocks import choose_kernels
 from paro.quantization.formats import GRADIENT_BLOCK, BlockFormat
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.sharding.buffers import TORCH_TYPES
@@ -319,11 +319,11 @@ def _coding(device: torch.device) -> Callable[[], object]:
     form = BlockFormat(bits=4, block=GRADIENT_BLOCK)
     values = torch.linspace(-1.0, 1.0, _QUANTIZED, device=device)
     quantized = torch.empty(form.num_bytes(_QUANTIZED), dtype=torch.uint8, device=device)
-    dequantized = torch.empty_like(values)
+    dequantized, kernels = torch.empty_like(values), choose_kernels(device)
 
     def action() -> None:
-        quantize(values, form, quantized, transforms=True)
-        dequantize(quantized, form, dequantized)
+        kernels.quantize(values, form, quantized, transforms=True)
+        kernels.dequantize(quantized, form, dequantized)
 
     return action
 

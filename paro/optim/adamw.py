@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from paro.errors import UserError
+from paro.errors import UserError, describe
 from paro.optim.rounding import Rounding, round_into, upper_half
 
 _CHUNK = 2**16  # number of elements whose bf16 moments torch updates at a time, in fp32
@@ -160,7 +160,7 @@ def choose_adamw(name: str, device: torch.device, *, rounds: bool = False) -> Ch
 
         _compare(TritonAdamW, device, rounds)
     except Exception as error:  # any exception of Triton, the compiler or the device's driver
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        reason = describe(error)
         if name == "triton":
             raise UserError(
                 f"--adam-implementation triton does not work here: {reason}; leave it out"

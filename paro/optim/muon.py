@@ -16,6 +16,7 @@ from torch import Tensor
 from paro.collectives.matrices import MatrixExchange
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import Exposure, WaitKind
+from paro.errors import describe
 from paro.optim import adamw
 from paro.optim.adamw import Update
 from paro.optim.rounding import Rounding, round_into
@@ -88,8 +89,8 @@ def choose_muon_kernels(name: str, device: torch.device) -> MuonKernels:
 
         _compare(MuonKernels(momentum, square), device)
     except Exception as error:  # any exception of Triton, the compiler or the device's driver
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        return BY_TORCH._replace(line=f"Muon: torch's operations, because Triton fails: {reason}")
+        line = f"Muon: torch's operations, because Triton fails: {describe(error)}"
+        return BY_TORCH._replace(line=line)
     line = f"Muon: momentum in one pass and symmetric products by Triton {VERSION}"
     return MuonKernels(momentum, square, line)
 

@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -29,7 +28,18 @@ DEVICES = {"cuda"}  # device types with Triton; tests add "cpu" for Triton's int
 _CHUNK = 1 << 20  # elements quantized at a time; a multiple of every block
 
 
-def quantize(
+def split_range(
+    payload: Tensor, ranges: RangeFormat, start: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return views of the range at `start`: quantized bytes, and exact elements of `dtype`."""
+    assert dtype.itemsize == ranges.exact_bytes, f"{dtype} is not of {ranges.exact_bytes} bytes"
+    num_quantized = ranges.num_quantized(start)
+    cut = ranges.form.num_bytes(num_quantized)
+    stop = cut + (ranges.numel - num_quantized) * dtype.itemsize
+    return payload[:cut], payload[cut:stop].view(dtype)
+
+
+def quantize_by_torch(
     values: Tensor,
     form: BlockFormat,
     out: Tensor,
@@ -45,84 +55,6 @@ def quantize(
     the moving average of quantization errors in 8 bits, E <- 0.8 E + 0.2 (X - dequantized X), as in
     LoCo (arXiv 2407.04480) with the constants of DeepSpeed.
     """
-    kernels = choose_kernels(values.device).module
-    run = _quantize if kernels is None else kernels.quantize
-    run(values, form, out, minus=minus, transforms=transforms, error=error)
-
-
-def dequantize(quantized: Tensor, form: BlockFormat, out: Tensor, *, adds: bool = False) -> None:
-    """Dequantize bytes into the 1-D `out`, or add the dequantized values to it in float32."""
-    kernels = choose_kernels(out.device).module
-    run = _dequantize if kernels is None else kernels.dequantize
-    run(quantized, form, out, adds=adds)
-
-
-def split_range(
-    payload: Tensor, ranges: RangeFormat, start: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return views of the range at `start`: quantized bytes, and exact elements of `dtype`."""
-    assert dtype.itemsize == ranges.exact_bytes, f"{dtype} is not of {ranges.exact_bytes} bytes"
-    num_quantized = ranges.num_quantized(start)
-    cut = ranges.form.num_bytes(num_quantized)
-    stop = cut + (ranges.numel - num_quantized) * dtype.itemsize
-    return payload[:cut], payload[cut:stop].view(dtype)
-
-
-class Chosen(NamedTuple):
-    """The Triton kernels, if they run, and a log line about the choice."""
-
-    module: ModuleType | None
-    line: str | None = None  # None: there is no choice
-
-
-@cache
-def choose_kernels(device: torch.device) -> Chosen:
-    """Return Triton kernels on a GPU where they are bitwise equal to torch's operations, else None.
-
-    Ranks with and without kernels then compute equal parameters.
-    """
-    if device.type not in DEVICES:
-        return Chosen(None)
-    try:
-        from paro.quantization import kernels
-
-        _compare(kernels, device)
-    except Exception as error:  # any exception of Triton, the compiler or the device's driver
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        return Chosen(None, f"codes: torch's operations, because Triton fails: {reason}")
-    return Chosen(kernels, f"codes: Triton {kernels.VERSION}")
-
-
-def _compare(kernels: ModuleType, device: torch.device) -> None:
-    """Raise `RuntimeError` unless kernels are bitwise equal to torch's operations."""
-    numel = 5000
-    values = torch.linspace(-40.0, 40.0, numel, device=device).sin_()
-    # The interpreter does not round to bf16.
-    kind = torch.float32 if device.type == "cpu" else torch.bfloat16
-    for form in (BlockFormat(bits=4, block=128), BlockFormat(bits=8, block=2048)):
-        results = []
-        for run, undo in ((_quantize, _dequantize), (kernels.quantize, kernels.dequantize)):
-            quantized = torch.zeros(form.num_bytes(numel), dtype=torch.uint8, device=device)
-            params = torch.ones(numel, dtype=kind, device=device)
-            run(values, form, quantized, minus=params, transforms=form.bits == 4)
-            undo(quantized, form, params, adds=True)
-            results.append((quantized, params))
-        if not all(map(torch.equal, *results)):
-            raise RuntimeError("results differ from those of torch's operations")
-
-
-# With torch's operations #
-
-
-def _quantize(
-    values: Tensor,
-    form: BlockFormat,
-    out: Tensor,
-    *,
-    minus: Tensor | None = None,
-    transforms: bool = False,
-    error: Tensor | None = None,
-) -> None:
     for begin, end in _chunks(values.numel()):
         chunk = values[begin:end].float()
         if minus is not None:
@@ -144,7 +76,10 @@ def _quantize(
         _write(earlier.add_((chunk - earlier).mul_(ERROR_WEIGHT)), ERROR_FORM, remembered)
 
 
-def _dequantize(quantized: Tensor, form: BlockFormat, out: Tensor, *, adds: bool) -> None:
+def dequantize_by_torch(
+    quantized: Tensor, form: BlockFormat, out: Tensor, *, adds: bool = False
+) -> None:
+    """Dequantize bytes into the 1-D `out`, or add the dequantized values to it in float32."""
     for begin, end in _chunks(out.numel()):
         part = _part(quantized, form, out.numel(), begin, end)
         values, target = _read(part, form, end - begin), out[begin:end]
@@ -225,3 +160,51 @@ def _unpack(packed: Tensor, form: BlockFormat) -> Tensor:
     if form.bits == 4:
         packed = torch.stack((packed & 15, packed >> 4), dim=1).view(-1)
     return packed.to(torch.float32) - (form.top + 1)
+
+
+class BlockKernels(NamedTuple):
+    """Implementations of quantization and dequantization, and a log line about the choice."""
+
+    quantize: Callable[..., None]
+    dequantize: Callable[..., None]
+    line: str = ""  # empty: there is no choice
+
+
+BY_TORCH = BlockKernels(quantize_by_torch, dequantize_by_torch)
+
+
+@cache
+def choose_kernels(device: torch.device) -> BlockKernels:
+    """Return Triton kernels on a GPU where they equal torch's operations bitwise, else the latter.
+
+    Ranks with and without kernels then compute equal parameters.
+    """
+    if device.type not in DEVICES:
+        return BY_TORCH
+    try:
+        from paro.quantization.kernels import VERSION, dequantize, quantize
+
+        kernels = BlockKernels(quantize, dequantize, f"codes: Triton {VERSION}")
+        _compare(kernels, device)
+    except Exception as error:  # any exception of Triton, the compiler or the device's driver
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return BY_TORCH._replace(line=f"codes: torch's operations, because Triton fails: {reason}")
+    return kernels
+
+
+def _compare(kernels: BlockKernels, device: torch.device) -> None:
+    """Raise `RuntimeError` unless kernels are bitwise equal to torch's operations."""
+    numel = 5000
+    values = torch.linspace(-40.0, 40.0, numel, device=device).sin_()
+    # The interpreter does not round to bf16.
+    kind = torch.float32 if device.type == "cpu" else torch.bfloat16
+    for form in (BlockFormat(bits=4, block=128), BlockFormat(bits=8, block=2048)):
+        results = []
+        for run, undo, _ in (BY_TORCH, kernels):
+            quantized = torch.zeros(form.num_bytes(numel), dtype=torch.uint8, device=device)
+            params = torch.ones(numel, dtype=kind, device=device)
+            run(values, form, quantized, minus=params, transforms=form.bits == 4)
+            undo(quantized, form, params, adds=True)
+            results.append((quantized, params))
+        if not all(map(torch.equal, *results)):
+            raise RuntimeError("results differ from those of torch's operations")

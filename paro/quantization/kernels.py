@@ -128,7 +128,7 @@ def quantize(
     transforms: bool = False,
     error: Tensor | None = None,
 ) -> None:
-    """Quantize as `quantize` of blocks.py does."""
+    """Quantize as `quantize_by_torch` does."""
     numel, size = values.numel(), _program_size(form)
     if numel == 0:
         return
@@ -158,8 +158,8 @@ def quantize(
     )
 
 
-def dequantize(quantized: Tensor, form: BlockFormat, out: Tensor, *, adds: bool) -> None:
-    """Dequantize as `dequantize` of blocks.py does."""
+def dequantize(quantized: Tensor, form: BlockFormat, out: Tensor, *, adds: bool = False) -> None:
+    """Dequantize as `dequantize_by_torch` does."""
     numel, size = out.numel(), _program_size(form)
     if numel == 0:
         return

@@ -28,7 +28,7 @@ from paro.collectives.schedule import Op
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.layout import PlacedChunk, UnitLayout, whole_chunk
-from paro.quantization.blocks import dequantize, quantize, split_range
+from paro.quantization.blocks import choose_kernels, split_range
 from paro.quantization.formats import RangeFormat
 from paro.sharding.buffers import TORCH_TYPES, Ledger
 from paro.spec.sharding_spec import Collective, ShardingSpec
@@ -321,6 +321,7 @@ class QuantizedUpdate:
         """
         difference, exact = self._split(index)
         num_quantized = param.numel() - exact.numel()
+        quantize = choose_kernels(param.device).quantize
         quantize(master[:num_quantized], self._ranges.form, difference, minus=param[:num_quantized])
         exact.copy_(master[num_quantized:])
         self._add(param, index)
@@ -336,6 +337,7 @@ class QuantizedUpdate:
         """Add the differences of a range to the parameters, and write the exact elements."""
         difference, exact = self._split(index)
         num_quantized = param.numel() - exact.numel()
+        dequantize = choose_kernels(param.device).dequantize
         dequantize(difference, self._ranges.form, param[:num_quantized], adds=True)
         param[num_quantized:] = exact
 

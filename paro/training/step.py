@@ -293,19 +293,21 @@ def _forward_backward(
 ) -> Tensor:
     """Compute this rank's weighted loss, a float32 scalar, and reduce all gradients."""
     model, rank = training.model, training.control.world.rank
-    place = rank // training.num_sharing, training.batches.data_parallel_size
-    drops = drops_of(model.model.config, training.config.seed, iteration, *place)
     loss_sum = torch.zeros((), dtype=torch.float32, device=training.device)
     with training.timers.measure("forward-backward"):
         for index in range(num_micro_batches):
             batch = next(micro_batches)
+            # A sample's number in the global batch is the same for any number of ranks.
+            part = index * training.batches.data_parallel_size + rank // training.num_sharing
+            samples = range(part * len(batch.tokens_BS), (part + 1) * len(batch.tokens_BS))
+            config, seed = model.model.config, training.config.seed
             loss_sum += model.forward_backward(
                 batch.tokens_BS,
                 batch.labels_BS,
                 weigh(batch),
                 last=index + 1 == num_micro_batches,
                 **batch.documents(),
-                **drops(index, len(batch.tokens_BS), batch.ranges),
+                **drops_of(config, seed, iteration, samples, batch.ranges),
             )
     with training.timers.measure("all-grads-sync"):
         model.finish_grad_sync()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.batch import Batch
-from model.trainable import Trainable, TrainableKind
+from model.trainable import Trainable
 from model.units import parameter_shapes
 from paro.checkpoint.locked_folders import LockedFolders, ranks_by_folder
 from paro.config.run import RunConfig
@@ -74,7 +74,7 @@ def built(
     config = configured(flags, world if control is None else control.world)
     if frozen:
         trained = tuple(name for name in parameter_shapes(config.model) if name not in frozen)
-        trainable = Trainable(kind=TrainableKind.NAMES, patterns=trained)
+        trainable = Trainable(patterns=trained)
         config = replace(config, trainable=trainable)
     control = copy(control) if control else Control(config.world, device_for(config.runtime, world))
     control.world = config.world  # with the ranks that share samples

@@ -99,7 +99,7 @@ ROTATIONS = [
     [
         ("num_hidden_layers", None, "num_hidden_layers: None ... a whole number"),
         ("vocab_size", "many", "vocab_size: 'many' ... a whole number"),
-        ("model_type", [], "model_type: [] ... must be text"),
+        ("model_type", [], "model_type is ... there ... has to be one of"),
         ("layer_types", [7], "layer_types[0]: 7 is of the wrong type"),
         *(("rope_parameters", scaling, told) for scaling, told in ROTATIONS),
         ("hidden_act", "gelu", "hidden_act is 'gelu' there ... activation"),

@@ -50,27 +50,23 @@ def loss_of(model: Llama, tokens_BS: Tensor, drops: DropKey | None = None) -> Te
 
 def adapted_by_autograd(
     block: AdaptedBlock,
-    names: Sequence[str],
-    outputs: Sequence[Tensor],
+    name: str,
+    output: Tensor,
     shared: SharedInput,
     sources: Sequence[Tensor],
     drops: DropKey | None,
-) -> tuple[Tensor, ...]:
+) -> Tensor:
     """`AdaptedBlock.adapted` in plain words: autograd keeps everything."""
-    lora, found = block.config.lora, []
-    x_BSD = shared.make(*sources)
-    for name, output in zip(names, outputs, strict=True):
-        if name not in lora.targets:
-            found.append(output)
-            continue
-        in_BSD = x_BSD
-        if drops is not None and lora.dropout > 0.0:
-            full = f"blocks.{block.layer}.{name}"
-            kept = keep_mask(x_BSD.shape, lora.dropout, drops, full, x_BSD.device)
-            in_BSD = x_BSD * kept / (1.0 - lora.dropout)
-        down_RD, up_ER = getattr(block, down_name(name)), getattr(block, up_name(name))
-        found.append(output + lora.scaling * F.linear(F.linear(in_BSD, down_RD), up_ER))
-    return tuple(found)
+    lora = block.config.lora
+    if name not in lora.targets:
+        return output
+    in_BSD = shared.make(*sources)
+    if drops is not None and lora.dropout > 0.0:
+        full = f"blocks.{block.layer}.{name}"
+        kept = keep_mask(in_BSD.shape, lora.dropout, drops, full, in_BSD.device)
+        in_BSD = in_BSD * kept / (1.0 - lora.dropout)
+    down_RD, up_ER = getattr(block, down_name(name)), getattr(block, up_name(name))
+    return output + lora.scaling * F.linear(F.linear(in_BSD, down_RD), up_ER)
 
 
 @pytest.fixture(name="tokens_BS")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
-from model.trainable import Trainable, TrainableKind
+from model.trainable import Trainable
 from paro.machine.machine import (
     BandwidthSource,
     Device,
@@ -108,9 +108,9 @@ ORDERS: dict[str, tuple[LlamaConfig, dict[str, Any]]] = {
     "recomputed in pairs": (replace(TINY, num_layers=4, recompute=PAIRS), {}),
     "recomputed in pairs, the first of one frozen": (
         replace(TINY, num_layers=4, recompute=PAIRS),
-        {"trainable": Trainable(kind=TrainableKind.LAST_BLOCKS, share=0.25)},
+        {"trainable": Trainable(share=0.25)},
     ),
-    "mostly frozen": (TINY, {"trainable": Trainable(kind=TrainableKind.LAST_BLOCKS, share=0.3)}),
+    "mostly frozen": (TINY, {"trainable": Trainable(share=0.3)}),
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from model.lora_config import LoraConfig, targets_of
-from model.trainable import Trainable, TrainableKind
+from model.trainable import Trainable
 from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.errors import UserError
 from paro.machine.files import find_machine
@@ -133,8 +133,8 @@ def _trainable(random: Random) -> Trainable:
     if random.random() < 0.7:
         return Trainable()
     if random.random() < 0.3:
-        return Trainable(kind=TrainableKind.NAMES, patterns=("*.wq", "*.mlp_norm", "head.*"))
-    return Trainable(kind=TrainableKind.LAST_BLOCKS, share=random.choice((0.25, 0.5)))
+        return Trainable(patterns=("*.wq", "*.mlp_norm", "head.*"))
+    return Trainable(share=random.choice((0.25, 0.5)))
 
 
 def _candidate(random: Random, request: PlanRequest) -> Candidate:

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from model.config import LlamaConfig
 from model.llama import Llama
-from model.trainable import Trainable, TrainableKind
+from model.trainable import Trainable
 from model.units import parameter_shapes
 from paro.collectives import wire
 from paro.config.run import RunConfig
@@ -147,7 +147,7 @@ def lone_rank(
     run = replace(
         _any_run(),
         model=config,
-        trainable=Trainable(kind=TrainableKind.NAMES, patterns=trained),
+        trainable=Trainable(patterns=trained),
         strategy=strategy,
         precision=precision,
         sharding=ShardingConfig(world=world, **sharding),

@@ -9,7 +9,7 @@ import pytest
 from model.config import RecomputeConfig
 from model.flops import flops_per_token
 from model.lora_config import LoraConfig, targets_of
-from model.trainable import Trainable, TrainableKind
+from model.trainable import Trainable
 from paro.planning.estimator import Estimator
 from paro.planning.search_space import PlanRequest
 from paro.spec.context_layout import ContextLayout
@@ -110,7 +110,7 @@ def test_blocks_that_keep_nothing_are_not_computed_as_if_they_did() -> None:
 @pytest.mark.parametrize(
     ("trainable", "lora"),
     [
-        (Trainable(kind=TrainableKind.LAST_BLOCKS, share=0.25), None),
+        (Trainable(share=0.25), None),
         (Trainable(), LoraConfig(rank=4, targets=targets_of("all-linear"))),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from model.config import RecomputeConfig
-from model.trainable import Trainable, TrainableKind
+from model.trainable import Trainable
 from paro.machine.machine import Nic
 from paro.planning.comm_costs import THREAD
 from paro.planning.context_costs import ContextCosts
@@ -29,7 +29,7 @@ LAYOUTS = {
     "a2a+p2p": ContextLayout(size=32, heads=8),
     "a2a+p2p in groups": ContextLayout(size=8, heads=4),
 }
-LAST_WEIGHTS = Trainable(kind=TrainableKind.NAMES, patterns=("*.wo", "head.weight"))
+LAST_WEIGHTS = Trainable(patterns=("*.wo", "head.weight"))
 RECOMPUTES = {
     "": None,
     "blocks": RecomputeConfig(granularity="full"),
@@ -63,7 +63,7 @@ def test_links_carry_the_bytes_that_ranks_send(
     given = shared(
         LAYOUTS[name],
         recompute=RECOMPUTES[recompute],
-        trainable=Trainable(kind=TrainableKind.NAMES, patterns=(trains,)),
+        trainable=Trainable(patterns=(trains,)),
         machine=machine(group_size=group_size),
         group_size=group_size,
     )

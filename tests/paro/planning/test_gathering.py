@@ -12,7 +12,7 @@ import torch
 from model.config import LlamaConfig, RecomputeConfig
 from model.fusion import Fusions, usable_kernels
 from model.lora_config import LoraConfig, targets_of
-from model.trainable import Trainable, TrainableKind
+from model.trainable import Trainable
 from paro.planning.run_memory import RunMemory
 from paro.precision import PrecisionConfig
 from paro.spec.run_spec import RunSpec
@@ -27,7 +27,7 @@ RUNS_OF_TWO = RecomputeConfig(granularity="full", num_layers=2)
 EACH = RecomputeConfig(granularity="full")
 KEEPS_CORE = replace(EACH, keeps_core=True)
 ALL = Trainable()
-LAST_HALF = Trainable(kind=TrainableKind.LAST_BLOCKS, share=0.5)
+LAST_HALF = Trainable(share=0.5)
 
 
 SMALL = LlamaConfig(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from model.config import LLAMA_PRESETS, RecomputeConfig
-from model.trainable import Trainable, TrainableKind
+from model.trainable import Trainable
 from paro.planning.description import describe
 from paro.planning.estimator import Estimate, Estimator
 from paro.planning.planner import MEMORY_TIE, RESOLUTION, TIE, best_first, plan
@@ -158,7 +158,7 @@ def test_ties_in_time_go_by_bytes_between_groups_then_by_memory() -> None:
 def test_memory_of_many_is_that_of_one(
     strategy: str, recompute: RecomputeConfig | None, ahead: int
 ) -> None:
-    for trainable in (Trainable(), Trainable(kind=TrainableKind.LAST_BLOCKS, share=0.5)):
+    for trainable in (Trainable(), Trainable(share=0.5)):
         given = plan_request(
             replace(SMALL, recompute=recompute), prefetch_units=ahead, trainable=trainable
         )

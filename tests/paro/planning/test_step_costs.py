@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from model.config import LLAMA_PRESETS
-from model.trainable import Trainable, TrainableKind
+from model.trainable import Trainable
 from paro.config.sharding import units_ahead
 from paro.machine.collective_time import TimedJob
 from paro.machine.files import find_machine
@@ -35,7 +35,7 @@ BY_WAY = [
     *product([Materialize.GATHER], [*legal_letters(), "2,4,16", "1,16,32", "16,2,32"]),
     *product(ROTATIONS, ["III", "IIG", "2,2,8", "4,4,16", "4,4,4"]),
 ]
-LAST = Trainable(kind=TrainableKind.LAST_BLOCKS, share=0.3)
+LAST = Trainable(share=0.3)
 
 
 @pytest.mark.parametrize(("way", "strategy"), BY_WAY)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paro.quantization import blocks
-from paro.quantization.blocks import dequantize, hadamard, quantize
+from paro.quantization.blocks import dequantize_by_torch, hadamard, quantize_by_torch
 from paro.quantization.formats import BlockFormat, error_bytes
 
 pytestmark = pytest.mark.bits
@@ -21,13 +21,13 @@ SIZES = [1, 31, 32, 33, 127, 128, 2047, 2048, 2049, 5000]
 
 def quantized(values: Tensor, form: BlockFormat) -> Tensor:
     out = torch.zeros(form.num_bytes(values.numel()), dtype=torch.uint8)
-    quantize(values, form, out)
+    quantize_by_torch(values, form, out)
     return out
 
 
 def dequantized(payload: Tensor, form: BlockFormat, numel: int) -> Tensor:
     whole = torch.full((numel,), torch.nan)
-    dequantize(payload, form, whole)
+    dequantize_by_torch(payload, form, whole)
     return whole
 
 
@@ -149,7 +149,7 @@ def sent_with_feedback(values: Tensor, form: BlockFormat, times: int) -> tuple[T
     out = torch.zeros(form.num_bytes(values.numel()), dtype=torch.uint8)
     mean = torch.zeros(-(-values.numel() // 32) * 32)
     for _ in range(times):
-        quantize(values, form, out, transforms=True, error=error)
+        quantize_by_torch(values, form, out, transforms=True, error=error)
         mean += (
             dequantized(out, form, values.numel() // 32 * 32 + 32 * (values.numel() % 32 > 0))
             / times
@@ -170,8 +170,8 @@ def test_feedback_begins_with_the_codes_of_none(monkeypatch: pytest.MonkeyPatch)
     form, values = BlockFormat(bits=4, block=128), values_of(9001)
     out, plain = (torch.zeros(form.num_bytes(9001), dtype=torch.uint8) for _ in range(2))
     error = torch.zeros(error_bytes(9001), dtype=torch.uint8)
-    quantize(values, form, out, transforms=True, error=error)
-    quantize(values, form, plain, transforms=True)
+    quantize_by_torch(values, form, out, transforms=True, error=error)
+    quantize_by_torch(values, form, plain, transforms=True)
     assert torch.equal(out, plain)
     whole = [sent_with_feedback(values, form, 3)]
     monkeypatch.setattr(blocks, "_CHUNK", 2048)

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paro.quantization import blocks
-from paro.quantization.blocks import choose_kernels, dequantize, quantize
+from paro.quantization.blocks import BY_TORCH, choose_kernels
 from paro.quantization.formats import BlockFormat, error_bytes
 from tests.helpers.triton_kernels import interpreter
 from tests.paro.quantization.test_blocks import FORMATS, values_of
@@ -26,7 +25,7 @@ SIZES = [1, 33, 127, 2049, 5000]
 @pytest.fixture
 def interpreted() -> Iterator[None]:
     with interpreter():
-        assert choose_kernels(CPU).module is not None
+        assert choose_kernels(CPU).quantize is not BY_TORCH.quantize
         yield
 
 
@@ -41,13 +40,13 @@ def test_codes_and_values(form: BlockFormat) -> None:
         values, params = values_of(numel), values_of(numel, 1).bfloat16()
         for minus, transforms in product((None, params), (False, True)):
             found, wanted = room(form, numel), room(form, numel)
-            quantize(values, form, found, minus=minus, transforms=transforms)
-            blocks._quantize(values, form, wanted, minus=minus, transforms=transforms)
+            choose_kernels(CPU).quantize(values, form, found, minus=minus, transforms=transforms)
+            BY_TORCH.quantize(values, form, wanted, minus=minus, transforms=transforms)
             assert torch.equal(found, wanted), numel
         for adds in (False, True):
             own, torchs = values.clone(), values.clone()
-            dequantize(found, form, own, adds=adds)
-            blocks._dequantize(found, form, torchs, adds=adds)
+            choose_kernels(CPU).dequantize(found, form, own, adds=adds)
+            BY_TORCH.dequantize(found, form, torchs, adds=adds)
             assert torch.equal(own, torchs), numel
 
 
@@ -59,8 +58,8 @@ def test_feedback(form: BlockFormat) -> None:
         for seed in range(3):
             found, wanted = room(form, numel), room(form, numel)
             values = values_of(numel, seed)
-            quantize(values, form, found, transforms=True, error=own)
-            blocks._quantize(values, form, wanted, transforms=True, error=torchs)
+            choose_kernels(CPU).quantize(values, form, found, transforms=True, error=own)
+            BY_TORCH.quantize(values, form, wanted, transforms=True, error=torchs)
             assert torch.equal(found, wanted), (numel, seed)
             assert torch.equal(own, torchs), (numel, seed)
 
@@ -78,26 +77,26 @@ def test_zeros_and_what_is_not_finite(
         values[begin + 22] = value
         out = room(form, numel)
         with runs_on():
-            quantize(values, form, out, transforms=True)
-            dequantize(out, form, back)
+            choose_kernels(CPU).quantize(values, form, out, transforms=True)
+            choose_kernels(CPU).dequantize(out, form, back)
         assert back[:begin].isfinite().all()
         finite = back[begin : 2 * begin].isfinite()
         assert bool(finite.all() if abs(value) < 1e39 else not finite.any()), value
 
 
 def test_what_runs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_kernels(CPU) == (None, None)
+    assert choose_kernels(CPU) == BY_TORCH
     with interpreter():
-        assert str(choose_kernels(CPU).line).startswith("codes: Triton 3.")
+        assert choose_kernels(CPU).line.startswith("codes: Triton 3.")
         from paro.quantization import kernels
 
         monkeypatch.setattr(kernels, "dequantize", lambda *_, **options: None)
         choose_kernels.cache_clear()
         found = choose_kernels(CPU)
-        assert found.module is None
-        assert "because Triton fails: RuntimeError: results differ" in str(found.line)
+        assert found.quantize is BY_TORCH.quantize
+        assert "because Triton fails: RuntimeError: results differ" in found.line
 
 
 def run_on_gpu() -> None:
     found = choose_kernels(torch.device("cuda"))
-    assert found.module is not None, found.line
+    assert found.quantize is not BY_TORCH.quantize, found.line

@@ -12,7 +12,7 @@ from paro.collectives.quantized import GroupSum
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import Event
 from paro.distributed.world import World
-from paro.quantization.blocks import dequantize, hadamard
+from paro.quantization.blocks import dequantize_by_torch, hadamard
 from paro.quantization.formats import ERROR_FORM, RangeFormat, error_bytes
 from paro.sharding.shards import UnitShards
 from paro.training.replicas import check_replicas
@@ -136,7 +136,7 @@ def _errors(gradients: GroupSum) -> Tensor | None:
     for index, (row, octets) in enumerate(zip(rows, gradients.errors, strict=True)):
         num_quantized = gradients.ranges.num_quantized(gradients.start + index * numel)
         whole = -(-num_quantized // 32) * 32
-        dequantize(octets[: error_bytes(num_quantized)], ERROR_FORM, row[:whole])
+        dequantize_by_torch(octets[: error_bytes(num_quantized)], ERROR_FORM, row[:whole])
     return rows
 
 
