@@ -51,6 +51,7 @@ _MAX_DEPTH = 64
 _SHOWN = 60  # characters of a wrong value
 _MOST = 20  # wrong fields that are named
 _NESTS = (dict, list)
+_Wrong = list[tuple[str, str]]  # mistakes: the path of a value, such as `.a[0]`, and a text
 _NAMES: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -75,7 +76,7 @@ def parse_json(text: str | bytes, kind: Any, what: str, *, repeats: bool = True)
     try:
         value = json.loads(text, object_pairs_hook=None if repeats else _without_repeats)
         _check_depth(value)
-    except _WrongError as error:
+    except UserError as error:
         raise UserError(f"{what}: {error}") from None
     except RecursionError:
         raise UserError(f"{what} is nested too deeply") from None
@@ -86,30 +87,15 @@ def parse_json(text: str | bytes, kind: Any, what: str, *, repeats: bool = True)
 
 def conform(value: Any, kind: Any, what: str) -> Any:
     """Return the value as one of type `kind`; `UserError` names `what` and the wrong fields."""
-    try:
-        return _conform(value, kind)
-    except _WrongError as error:
-        raise UserError(": ".join(filter(None, (what, str(error))))) from None
-
-
-class _WrongError(Exception):
-    """Mistakes in a value and its members: pairs of a path, such as `.a[0]`, and a text."""
-
-    def __init__(self, text: str, path: str = "") -> None:
-        self.found = [(path, text)]
-
-    def __str__(self) -> str:
-        named = [(path.removeprefix("."), text) for path, text in self.found]
-        shown = [f"{path}: {text}" if path else text for path, text in named[:_MOST]]
-        more = len(named) - len(shown)
-        return "; ".join([*shown, f"and {more} more"] if more else shown)
-
-
-def _raise_all(wrong: list[tuple[str, str]]) -> None:
-    if wrong:
-        error = _WrongError("")
-        error.found = wrong
-        raise error
+    wrong: _Wrong = []
+    found = _conform(value, kind, "", wrong)
+    if not wrong:
+        return found
+    named = [(path.removeprefix("."), text) for path, text in wrong[:_MOST]]
+    texts = [f"{path}: {text}" if path else text for path, text in named]
+    if len(wrong) > _MOST:
+        texts.append(f"and {len(wrong) - _MOST} more")
+    raise UserError(": ".join(filter(None, (what, "; ".join(texts)))))
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -118,7 +104,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         name = next(name for name in names if names.count(name) > 1)
-        raise _WrongError(f"is there {names.count(name)} times", name)
+        raise UserError(f"{name}: is there {names.count(name)} times")
     return found
 
 
@@ -132,100 +118,95 @@ def _check_depth(value: Any) -> None:
     raise RecursionError
 
 
-def _conform(value: Any, kind: Any) -> Any:
+def _conform(value: Any, kind: Any, path: str, wrong: _Wrong) -> Any:
+    """Return the value at `path` as one of type `kind`; add the mistakes in it to `wrong`."""
     origin = get_origin(kind)
     if kind is Any:
         return value
+    if origin in (Union, UnionType):
+        return _of_union(value, get_args(kind), path, wrong)
+    if is_dataclass(kind) or is_typeddict(kind):
+        return _record(value, kind, path, wrong)
+    if origin in (list, tuple, dict):
+        return _collection(value, kind, path, wrong)
     if origin is Annotated:
         inner, allowed = get_args(kind)
-        value = _conform(value, inner)
-        if value not in allowed:
+        fault, kind = _fault(value, inner), inner
+        if not fault and (int(value) if inner is int else value) not in allowed:
             low, high = allowed[0], allowed[-1]
             limits = f"{low} or more" if high == 2**63 - 1 else f"from {low} to {high}"
-            raise _WrongError(f"{_shown(value)} is not allowed, it must be {limits}")
-        return value
-    if origin in (Union, UnionType):
-        return _of_union(value, get_args(kind))
-    if is_dataclass(kind) or is_typeddict(kind):
-        return _record(value, kind)
-    if origin in (list, tuple, dict):
-        return _collection(value, origin, get_args(kind))
-    if origin is Literal or (isinstance(kind, type) and issubclass(kind, Enum)):
-        choices = get_args(kind) or [choice.value for choice in kind]
+            fault = f"{_shown(value)} is not allowed, it must be {limits}"
+    elif origin is Literal or (isinstance(kind, type) and issubclass(kind, Enum)):
+        choices, fault = get_args(kind) or [choice.value for choice in kind], ""
         if not isinstance(value, (str, int)) or value not in choices:
-            raise _WrongError(f"{_shown(value)} is none of {', '.join(map(str, choices))}")
-        return kind(value) if origin is None else value
-    return _plain(value, kind)
+            fault = f"{_shown(value)} is none of {', '.join(map(str, choices))}"
+    else:
+        fault = _fault(value, kind)
+    if fault:
+        wrong.append((path, fault))
+        return value
+    is_choice = origin is None and issubclass(kind, Enum)
+    return kind(value) if kind is int or is_choice else value
 
 
-def _plain(value: Any, kind: type) -> Any:
+def _fault(value: Any, kind: type) -> str:
+    """Say why a value is not a plain one of type `kind`; empty if it is."""
     is_number = kind in (int, float) and type(value) in (int, float)  # in Python true is one too
     if type(value) is not kind and not is_number:
-        raise _WrongError(f"{_shown(value)} is of the wrong type, it must be {_NAMES[kind]}")
+        return f"{_shown(value)} is of the wrong type, it must be {_NAMES[kind]}"
     if is_number and not abs(value) <= sys.float_info.max:  # infinite, NaN or too long
-        raise _WrongError(f"{_shown(value)} is not allowed, it must be a finite number")
+        return f"{_shown(value)} is not allowed, it must be a finite number"
     if kind is int and (value != int(value) or abs(value) >= 2**63):
-        raise _WrongError(f"{_shown(value)} is not allowed, it must be a whole number of 64 bits")
+        return f"{_shown(value)} is not allowed, it must be a whole number of 64 bits"
     if kind is str and "\0" in value:
-        raise _WrongError("it holds a zero byte")
-    if kind is str and not is_word(value):
-        raise _WrongError(f"{_shown(value)} holds half of a character")
-    return int(value) if kind is int else value
+        return "it holds a zero byte"
+    return (
+        f"{_shown(value)} holds half of a character" if kind is str and not is_word(value) else ""
+    )
 
 
-def _of_union(value: Any, kinds: tuple[Any, ...]) -> Any:
+def _of_union(value: Any, kinds: tuple[Any, ...], path: str, wrong: _Wrong) -> Any:
     if value is None and NoneType in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
-    errors = []
+    tried: list[_Wrong] = []
     for kind in kinds:
-        try:
-            return _conform(value, kind)
-        except _WrongError as error:
-            errors.append(error)
-    deepest = max(errors, key=lambda error: len(error.found[0][0]))
-    if deepest.found[0][0] or len(kinds) == 1:
-        raise deepest
-    names = " or ".join(_NAMES.get(get_origin(kind) or kind, "an object") for kind in kinds)
-    raise _WrongError(f"{_shown(value)} is of the wrong type, it must be {names}")
+        tried.append([])
+        found = _conform(value, kind, path, tried[-1])
+        if not tried[-1]:
+            return found
+    deepest = max(tried, key=lambda mistakes: len(mistakes[0][0]))
+    if deepest[0][0] == path and len(kinds) > 1:
+        names = " or ".join(_NAMES.get(get_origin(kind) or kind, "an object") for kind in kinds)
+        deepest = [(path, f"{_shown(value)} is of the wrong type, it must be {names}")]
+    wrong += deepest
+    return value
 
 
-def _collection(value: Any, origin: type, kinds: tuple[Any, ...]) -> Any:
-    _plain(value, dict if origin is dict else list)
+def _collection(value: Any, kind: Any, path: str, wrong: _Wrong) -> Any:
+    origin, kinds = get_origin(kind), get_args(kind)
+    if fault := _fault(value, dict if origin is dict else list):
+        wrong.append((path, fault))
+        return value
     if origin is dict:
-        if kinds[0] is int:
-            for name in value:
-                if not (name.isascii() and name.isdigit() and len(name) < 19):
-                    raise _WrongError("is no number", f".{name}")
-        members = _members((f".{name}", item, kinds[1]) for name, item in value.items())
-        return dict(zip(map(kinds[0], value), members, strict=True))
-    if origin is tuple and kinds[-1] is not Ellipsis:
-        if len(value) != len(kinds):
-            raise _WrongError(f"{_shown(value)} is not allowed, it must have {len(kinds)} items")
-    else:
+        for name in value if kinds[0] is int else ():
+            if not (name.isascii() and name.isdigit() and len(name) < 19):
+                wrong.append((f"{path}.{name}", "is no number"))
+                return value
+        return {
+            kinds[0](name): _conform(item, kinds[1], f"{path}.{name}", wrong)
+            for name, item in value.items()
+        }
+    if origin is not tuple or kinds[-1] is Ellipsis:
         kinds = (kinds[0],) * len(value)
-    places = enumerate(zip(value, kinds, strict=True))
-    return origin(_members((f"[{index}]", item, kind) for index, (item, kind) in places))
-
-
-def _members(members: Iterable[tuple[str, Any, Any]]) -> list[Any]:
-    """Return the values of members (path, value, type)."""
-    found, wrong = _conforming(members)
-    _raise_all(wrong)
-    return [*found.values()]
-
-
-def _conforming(
-    members: Iterable[tuple[str, Any, Any]],
-) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return the values of the members that conform, by path, and what is wrong with the others."""
-    found, wrong = {}, []
-    for name, value, kind in members:
-        try:
-            found[name] = _conform(value, kind)
-        except _WrongError as error:
-            wrong += [(f"{name}{path}", text) for path, text in error.found]
-    return found, wrong
+    if len(value) != len(kinds):
+        fault = f"{_shown(value)} is not allowed, it must have {len(kinds)} items"
+        wrong.append((path, fault))
+        return value
+    return origin(
+        _conform(item, kind, f"{path}[{index}]", wrong)
+        for index, (item, kind) in enumerate(zip(value, kinds, strict=True))
+    )
 
 
 @cache
@@ -241,35 +222,36 @@ def _hints(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
     return types, frozenset(needed) if kind.__total__ else frozenset()
 
 
-def _record(value: Any, kind: Any) -> Any:
+def _record(value: Any, kind: Any, path: str, wrong: _Wrong) -> Any:
     types, needed = _hints(kind)
     if not isinstance(value, dict):
-        raise _WrongError(f"{_shown(value)} is no object with the fields {', '.join(types)}")
-    wrong = [(f".{name}", "is missing") for name in types if name in needed and name not in value]
+        wrong.append((path, f"{_shown(value)} is no object with the fields {', '.join(types)}"))
+        return value
+    num_wrong = len(wrong)
+    wrong += [(f"{path}.{name}", "is missing") for name in types if name in needed - value.keys()]
     if not is_typeddict(kind):
         unknown = [name for name in value if name not in types]
         known = f"is unknown; the fields are {', '.join(types)}"
-        wrong += [(f".{n}", known if n == unknown[-1] else "is unknown") for n in unknown]
-    members = ((f".{name}", item, types[name]) for name, item in value.items() if name in types)
-    conforming, more = _conforming(members)
-    found = {path[1:]: item for path, item in conforming.items()}
-    own = getattr(kind, "mistakes", None)
-    _raise_all([*wrong, *more, *_of_fields(own(found) if own else (), types)])
-    if is_typeddict(kind):
-        return {**value, **found}
-    try:
-        return kind(**found)
-    except UserError as error:
-        _raise_all(_of_fields(error.args, types))
-
-
-def _of_fields(texts: Iterable[str], types: dict[str, Any]) -> list[tuple[str, str]]:
-    """Split the texts of a record's own checks into the path of a field and the rest."""
-    parts = [text.partition(": ") for text in texts]
-    return [
-        (f".{name}", rest) if name in types else ("", f"{name}{colon}{rest}")
-        for name, colon, rest in parts
-    ]
+        wrong += [(f"{path}.{n}", known if n == unknown[-1] else "is unknown") for n in unknown]
+    found = {}
+    for name in filter(types.__contains__, value):
+        mistakes: _Wrong = []
+        item = _conform(value[name], types[name], f"{path}.{name}", mistakes)
+        wrong += mistakes
+        if not mistakes:
+            found[name] = item
+    own: Iterable[str] = kind.mistakes(found) if hasattr(kind, "mistakes") else ()
+    if not own and num_wrong == len(wrong):
+        if is_typeddict(kind):
+            return {**value, **found}
+        try:
+            return kind(**found)
+        except UserError as error:
+            own = error.args
+    for text in own:  # a field and what is wrong with it, or only a text
+        name, _, rest = text.partition(": ")
+        wrong.append((f"{path}.{name}", rest) if name in types else (path, text))
+    return value
 
 
 def _shown(value: Any) -> str:
