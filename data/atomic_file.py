@@ -21,14 +21,18 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, wanted: bool = True) -> Iterator[Path]:
     """Give a temporary path that is renamed to `path` if the block succeeds, else removed.
 
-    Several processes may write the same `path` at the same time: readers see a complete file.
+    If unwanted, an earlier file at `path` is removed instead. Several processes may write the same
+    `path` at the same time: readers see a complete file.
     """
     temporary = temporary_beside(path)
     try:
         yield temporary
-        temporary.replace(path)
+        if wanted:
+            temporary.replace(path)
+        else:
+            path.unlink(missing_ok=True)
     finally:
         temporary.unlink(missing_ok=True)

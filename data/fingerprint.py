@@ -118,12 +118,8 @@ def check_tokenizer(prefix: str | Path, tokenizer: TokenizerConfig | None) -> Fi
 @contextmanager
 def replacing_fingerprint(prefix: str | Path, fingerprint: Fingerprint | None) -> Iterator[None]:
     """Write a corpus's fingerprint when the block succeeds; None removes an existing one."""
-    path = fingerprint_path(prefix)
-    if fingerprint is None:
-        yield
-        path.unlink(missing_ok=True)
-        return
-    with replacing(path) as temporary:
-        text = json.dumps(asdict(fingerprint), indent=1, ensure_ascii=False)
-        temporary.write_text(text + "\n", encoding="utf-8")
+    with replacing(fingerprint_path(prefix), wanted=fingerprint is not None) as temporary:
+        if fingerprint is not None:
+            text = json.dumps(asdict(fingerprint), indent=1, ensure_ascii=False)
+            temporary.write_text(text + "\n", encoding="utf-8")
         yield

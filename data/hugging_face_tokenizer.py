@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -124,16 +124,6 @@ def _load_tokenizer_json(file: Path) -> Any:
             f"--tokenizer-model {file} is not a tokenizer.json that transformers reads, with the "
             f"{', '.join(ADDING_FILES)} next to it: {type_and_message(error)}"
         ) from error
-
-
-def adds_tokens(folder: Path, vocabulary: Mapping[str, int], *, eos: int, bos: int | None) -> bool:
-    """Return whether a folder's files add tokens to a vocabulary, or name another end or begin."""
-    whole = load_transformers_tokenizer(str(folder))
-    return (
-        not whole.get_vocab().keys() <= vocabulary.keys()
-        or whole.eos_token_id not in (None, eos)
-        or whole.bos_token_id not in (None, bos)
-    )
 
 
 def _model_says(folder: Path, field: str) -> int | None:

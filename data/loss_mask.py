@@ -78,16 +78,14 @@ class LossMaskWriter:
 @contextmanager
 def replacing_loss_mask(prefix: str | Path, *, wanted: bool) -> Iterator[LossMaskWriter | None]:
     """Write the two files when the block succeeds; if unwanted, remove earlier ones."""
-    paths = loss_mask_paths(prefix)
-    if not wanted:
-        yield None
-        for path in paths:
-            path.unlink(missing_ok=True)
-        return
     with ExitStack() as files:
-        temporary, sums_file = (files.enter_context(replacing(path)) for path in paths)
-        stream = files.enter_context(temporary.open("wb"))
-        yield LossMaskWriter(stream, sums_file)
+        temporary, sums_file = (
+            files.enter_context(replacing(path, wanted=wanted)) for path in loss_mask_paths(prefix)
+        )
+        if wanted:
+            yield LossMaskWriter(files.enter_context(temporary.open("wb")), sums_file)
+        else:
+            yield None
 
 
 def _sum_bytes(number: int) -> bytes:
