@@ -19,7 +19,7 @@ PRODUCT = ("paro", "model", "data", "tools", "pretrain_llama")
 PURE = (
     *("paro.errors", "paro.layout", "paro.precision", "paro.step", "paro.text"),
     "paro.strategy",
-    *("paro.topology", "paro.untrusted.pickled"),
+    "paro.topology",
     *("paro.untrusted.regular_file", "paro.untrusted.schema"),
     *(f"paro.collectives.{name}" for name in ("choice", "hops", "pipeline", "schedule")),
     "paro.distributed.byte_counter",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +115,16 @@ def test_states_that_are_no_tensors_are_left_to_the_planner(tmp_path: Path) -> N
     assert isinstance(read_metadata(folder).state_dict_metadata[NAME], TensorStorageMetadata)
 
 
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_metadata_of_any_protocol_are_read(protocol: int, tmp_path: Path) -> None:
+    metadata = read_metadata(WHOLE)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
+    assert read_metadata(tmp_path) == metadata
+
+
+NESTED = b"\x80\x02}))" + b"\x85" * 150_000  # {}, (), (((...)))
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -124,12 +135,28 @@ def test_states_that_are_no_tensors_are_left_to_the_planner(tmp_path: Path) -> N
             b"\x80\x02ctorch.serialization\n_get_layout\n)" + b"\x85" * 150_000 + b"R.",
             "a layout has",
         ),
+        (pickle.dumps(print), "it refers to builtins.print"),
+        (NESTED[:3] + NESTED[4:] + b"Ns.", "keys of other types"),
+        (NESTED[:3] + b"(" + NESTED[4:] + b"Nu.", "keys of other types"),
+        (b"\x80\x02}(K\x01Nu.", "keys of other types"),
+        (f"\x80\x02c{Metadata.__module__}\nMetadata\n}}b.".encode("latin-1"), "it sets fields"),
+        (b"\x80\x02]}b.", "it sets fields"),
+        (pickle.dumps({1}), "it holds the opcode 143"),
+        (pickle.dumps(bytearray(1), 5), "it holds the opcode 150"),
+    ],
+    ids=[
+        *("a number", "nothing", "a memo of a billion places", "a nested name of a layout"),
+        *("code", "a nested key", "nested keys", "a number as key"),
+        *("fields of a class", "fields of a list", "a set", "a byte array"),
     ],
 )
 def test_what_is_no_metadata(content: bytes, message: str, tmp_path: Path) -> None:
+    """Nothing in it runs, and it takes no more memory than its size allows."""
     (tmp_path / ".metadata").write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DamagedError, match=message):
         read_metadata(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16  # KiB
 
 
 def test_neither_metadata_nor_its_files_may_be_pipes(tmp_path: Path) -> None:
