@@ -100,7 +100,7 @@ def run(
     with control.raise_on_all_ranks():
         watchdog.open_heartbeat(config.watch)
         observers = (watchdog, *setup.profilers_of(config, log, training))
-    report, facts = setup.start_report(config, training, state, locked, log, bytes_before)
+    report = setup.start_report(config, training, state, locked, log, bytes_before)
     if (recovery := resumed.recovery) is not None:
         samples = state.consumed_train_samples
         report.dashboards.write(recovery.panel(), state.iteration, samples)
@@ -109,7 +109,9 @@ def run(
         snapshots.begin(training, order, resumed)
     saver = None
     if locked is not None:
-        saver = Saver(config, training, log, locked, facts=facts, order=order, resumed=resumed)
+        saver = Saver(
+            config, training, log, locked, facts=report.facts, order=order, resumed=resumed
+        )
     loop = Loop(
         training,
         state,
@@ -119,9 +121,8 @@ def run(
         snapshots=snapshots,
         observers=observers,
     )
-    report.is_live = is_live and not terminal.keeps_lines
-    if is_live and log.is_last:
-        report.view = setup.open_view(config, facts, terminal, placement, bytes_before)
+    if is_live:
+        setup.open_view(config, report, terminal, placement)
     train(loop, report, config.checkpoint)
 
 

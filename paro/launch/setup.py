@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,7 +37,6 @@ from paro.report.config import ReportConfig
 from paro.report.log import Log, Terminal
 from paro.report.memory import MemoryForecast
 from paro.report.profiler import MemoryHistory, Profiler
-from paro.report.record import RunFacts
 from paro.report.report import Report, open_report
 from paro.report.watchdog import Observer, WatchConfig, Watchdog
 from paro.sharding.buffers import TORCH_TYPES
@@ -47,9 +45,6 @@ from paro.training.changed_flags import order_changes
 from paro.training.in_memory import InMemoryCheckpointer
 from paro.training.resume import FROM_NOTHING, Resumed, load_run
 from paro.training.step import Training, TrainState
-
-if TYPE_CHECKING:  # the package rich may not be installed
-    from paro.report.live_view import LiveView
 
 # Kernel group: how to fall back to torch's operations if a kernel works on some ranks only.
 # Quantization kernels need no fallback: all implementations give the same bits.
@@ -214,7 +209,7 @@ def start_report(
     locked: LockedFolders | None,
     log: Log,
     bytes_before: int,
-) -> tuple[Report, RunFacts]:
+) -> Report:
     """Open the report and log the facts that its numbers depend on; collective."""
     memory = predict_memory(config, training.device.type)
     planned = planned_step(config)
@@ -237,7 +232,7 @@ def start_report(
     )
     precision = precision_line(config.model, config.precision)
     report.start({"precision": precision, "memory": memory.describe()})
-    return report, facts
+    return report
 
 
 def profilers_of(config: RunConfig, log: Log, training: Training) -> tuple[Observer, ...]:
@@ -250,24 +245,23 @@ def profilers_of(config: RunConfig, log: Log, training: Training) -> tuple[Obser
 
 
 def open_view(
-    config: RunConfig,
-    facts: RunFacts,
-    terminal: Terminal,
-    placement: Sequence[str],
-    bytes_before: int,
-) -> LiveView:
-    """Open the live view on this rank's terminal, under model size and strategy as its title."""
-    from paro.report.live_view import LiveConsole, LiveView
+    config: RunConfig, report: Report, terminal: Terminal, placement: Sequence[str]
+) -> None:
+    """Replace the log lines by a live view, on the terminal of the rank that prints them."""
+    report.is_live = not terminal.keeps_lines
+    if not report.log.is_last:
+        return
+    from paro.report.live_view import LiveConsole, LiveView  # the package rich may be missing
 
+    assert report.forecast is not None, "the memory before the model is not known"
     millions = num_parameters(config.model) / 1e6
-    terminal.view = LiveView(
-        facts,
+    report.view = terminal.view = LiveView(
+        report.facts,
         title=f"LLaMA, {millions:,.1f}M parameters, {config.strategy.name}",
         placement=placement,
-        bytes_before=bytes_before,
+        bytes_before=report.forecast.bytes_before,
         console=LiveConsole(stderr=terminal.keeps_lines),
     )
-    return terminal.view
 
 
 @contextmanager

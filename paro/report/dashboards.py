@@ -52,20 +52,22 @@ class TensorBoard:
 
     name = "TensorBoard"
 
-    def __init__(self, folder: str, *, queue_size: int, start_iteration: int) -> None:
+    def __init__(
+        self, config: ReportConfig, _arguments: Mapping[str, object], start_iteration: int
+    ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.place = folder
+        self.place = str(config.tensorboard_dir)
+        folder = Path(self.place)
+        self._samples_folder = folder / _SAMPLES
         if start_iteration == 0:
-            pattern = "events.out.tfevents.*"
-            own = (Path(folder), Path(folder) / _SAMPLES)
-            files = [path for place in own for path in place.glob(pattern)]
-            if (earlier := set_aside_in(Path(folder), files)) is not None:
+            folders = (folder, self._samples_folder)
+            files = [path for each in folders for path in each.glob("events.out.tfevents.*")]
+            if (earlier := set_aside_in(folder, files)) is not None:
                 self.place += f"; what an earlier run wrote there is in {earlier} now"
-        self._folder = folder
         self._start_iteration = start_iteration
-        self._open: Any = partial(SummaryWriter, max_queue=queue_size)
-        self._over_iterations = self._open(folder, purge_step=start_iteration + 1)
+        self._open: Any = partial(SummaryWriter, max_queue=config.tensorboard_queue_size)
+        self._over_iterations = self._open(str(folder), purge_step=start_iteration + 1)
         self._over_samples: Any = None
 
     def write(self, scalars: Scalars, iteration: int, samples: int) -> None:
@@ -74,7 +76,7 @@ class TensorBoard:
         if iteration <= self._start_iteration:  # values written at the start of the run
             return
         if self._over_samples is None:
-            self._over_samples = self._open(str(Path(self._folder) / _SAMPLES), purge_step=samples)
+            self._over_samples = self._open(str(self._samples_folder), purge_step=samples)
         for tag, value in scalars.items():
             self._over_samples.add_scalar(f"{tag} vs samples", value, samples)
 
@@ -87,7 +89,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """Run of wandb with each tag over iterations, and the number of samples.
 
-    A run resumed after `start_iteration` continues the wandb run whose id is stored in `place`,
+    A run resumed after `start_iteration` continues the wandb run whose id is stored in a file,
     rewound to `start_iteration`. A server that cannot rewind keeps the older values of repeated
     steps, since it accepts one value per step; `place` then says so.
     """
@@ -95,16 +97,14 @@ class WeightsAndBiases:
     name = "Weights & Biases"
 
     def __init__(
-        self,
-        config: ReportConfig,
-        arguments: Mapping[str, object],
-        *,
-        start_iteration: int,
-        place: Path | None,
+        self, config: ReportConfig, arguments: Mapping[str, object], start_iteration: int
     ) -> None:
         import wandb
 
         self._start_iteration = start_iteration
+        # Next to the checkpoints, else to wandb's local files.
+        folder = arguments.get("save") or config.wandb_save_dir
+        id_file = None if folder is None else Path(str(folder)) / RUN_ID_FILE
 
         def begin(**how: Any) -> Any:
             return wandb.init(
@@ -123,18 +123,18 @@ class WeightsAndBiases:
                 **how,
             )
 
-        known = read_run_id(place) if start_iteration > 0 else None
+        known = read_run_id(id_file) if start_iteration > 0 else None
         self._run: Any = _continued(begin, known, start_iteration) if known else begin()
-        mode, folder = self._run.settings.mode, self._run.settings.sync_dir
+        mode = self._run.settings.mode
         self.place = mode if mode in _LOCAL_MODES else self._run.url
         if mode == "offline":
-            self.place += f", until you run wandb sync {folder}"
+            self.place += f", until you run wandb sync {self._run.settings.sync_dir}"
         if self._run.starting_step > start_iteration + 1:
             last = self._run.starting_step - 1
             self.place += f", which keeps its values up to iteration {last}: it cannot rewind"
-        if place is not None:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(place, f"{self._run.id}\n")
+        if id_file is not None:
+            id_file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(id_file, f"{self._run.id}\n")
 
     def write(self, scalars: Scalars, iteration: int, samples: int) -> None:
         first: int = self._run.starting_step
@@ -260,16 +260,11 @@ def open_dashboards(
     dashboards = Dashboards(log)
     if not log.is_last:
         return dashboards
+    given = config, arguments, start_iteration
     if config.tensorboard_dir is not None:
-        folder, length = config.tensorboard_dir, config.tensorboard_queue_size
-        board = partial(TensorBoard, folder, queue_size=length, start_iteration=start_iteration)
-        dashboards.open("--tensorboard-dir", board)
+        dashboards.open("--tensorboard-dir", lambda: TensorBoard(*given))
     if config.wandb_project is not None:
-        # wandb's local files: next to the checkpoints, else in --wandb-save-dir.
-        save = arguments.get("save") or config.wandb_save_dir
-        place = None if save is None else Path(str(save)) / RUN_ID_FILE
-        run = partial(WeightsAndBiases, config, arguments, place=place)
-        dashboards.open("--wandb-project", partial(run, start_iteration=start_iteration))
+        dashboards.open("--wandb-project", lambda: WeightsAndBiases(*given))
     return dashboards
 
 

@@ -47,7 +47,7 @@ from paro.report.record import (
     scalars_of,
     summarize,
 )
-from paro.report.run_files import MetricsFile, RunFiles, RunRecord
+from paro.report.run_files import MetricsFile, RunRecord
 
 if TYPE_CHECKING:  # the package rich may not be installed
     from paro.report.live_view import LiveView
@@ -76,8 +76,9 @@ class Report:
     log: Log
     _: KW_ONLY
     device: torch.device
-    files: RunFiles
     dashboards: Dashboards
+    metrics: MetricsFile | None = None  # the files of the run, on the first rank
+    record: RunRecord | None = None
     view: LiveView | None = None  # the live view, on the rank that draws it
     is_live: bool = False  # True: a view on some rank replaces the log lines
     forecast: MemoryForecast | None = None  # predicted memory; None: not known yet
@@ -142,7 +143,8 @@ class Report:
         if metrics.mfu_causal > 1.0 and self._doubts_speed:
             self.log.log_last(impossible_line(metrics, self.facts))
             self._doubts_speed = False
-        self.files.write_metrics(metrics)
+        if self.metrics is not None:
+            self.metrics.write(metrics)
         self._interval.clear()
         self._is_first = False
 
@@ -161,7 +163,8 @@ class Report:
         planned_bytes = forecast.bytes_before + forecast.predicted_bytes
         for line in _comparison(planned, measured, peak, planned_bytes):
             self.log.log0(line)
-        self.files.write_record(lambda run: run.measured(measured, peak))
+        if self.record is not None:
+            self.record.measured(measured, peak)
 
     def ranks(
         self,
@@ -198,7 +201,8 @@ class Report:
             scalars[f"bits per byte {name}"] = validation.bits_per_byte
         if scalars:
             self.dashboards.write(scalars, validation.iteration, validation.consumed_samples)
-        self.files.write_record(lambda run: run.validation(validation))
+        if self.record is not None:
+            self.record.validation(validation)
 
     def memory(self, *, iteration: int) -> None:
         """Print measured and predicted memory, on the first rank."""
@@ -218,7 +222,8 @@ class Report:
     def close(self) -> None:
         """Close files and dashboards; nothing is written afterwards."""
         self.close_view()
-        self.files.close()
+        if self.metrics is not None:
+            self.metrics.close()
         self.dashboards.close()
 
     def _show(self, change: Callable[[LiveView], None]) -> None:
@@ -292,13 +297,14 @@ def open_report(
 
     `is_ours` returns False once another run has replaced this run.
     """
-    files = RunFiles(log)
+    metrics = record = None
     if log.rank == 0 and (name := config.metrics_file) is not None:
-        metrics = MetricsFile(name, start_iteration=start_iteration, say=log.log0)
+        metrics = MetricsFile(name, log, is_ours, start_iteration=start_iteration)
         path = run_record_path(name)
-        record = RunRecord(path, start_iteration=start_iteration)
+        record = RunRecord(path, log, is_ours, start_iteration=start_iteration)
         with writing(f"--metrics-file {name}: {path}"):
             record.start(arguments, facts, device)
-        files = RunFiles(log, metrics, record, is_ours)
-    dashboards = open_dashboards(config, log, arguments, start_iteration=start_iteration)
-    return Report(config, facts, log, device=device, files=files, dashboards=dashboards)
+    boards = open_dashboards(config, log, arguments, start_iteration=start_iteration)
+    return Report(
+        config, facts, log, device=device, dashboards=boards, metrics=metrics, record=record
+    )

@@ -21,7 +21,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
@@ -47,27 +47,54 @@ class _Line(TypedDict):
     iteration: float
 
 
-class MetricsFile:
-    """JSON lines of metrics, appended by the first rank; NaN is written as null.
+class RunFile:
+    """A file that one rank writes during a run, called `name`; it is left out after an I/O error.
 
-    `say` gets a line about lines of an existing file that move to another file, and its name.
+    `is_ours` returns False once a successor has taken the file over; then nothing is written.
     """
 
-    def __init__(self, path: str, *, start_iteration: int, say: Callable[[str], None]) -> None:
+    def __init__(self, name: str, log: Log, is_ours: Callable[[], bool] = lambda: True) -> None:
+        self.name = name
+        self.log = log
+        self.is_ours = is_ours
+        self.is_open = True
+
+    def try_to(self, write: Callable[[], None]) -> None:
+        """Write; print a line if that fails, as on a full disk."""
+        if not (self.is_open and self.is_ours()):
+            return
+        try:
+            write()
+        except OSError as error:
+            self.is_open = False
+            self.log.log0(f"{self.name} is left out from here on: {describe(error)}")
+
+
+class MetricsFile(RunFile):
+    """JSON lines of metrics; NaN is written as null."""
+
+    def __init__(
+        self, path: str, log: Log, is_ours: Callable[[], bool], *, start_iteration: int
+    ) -> None:
+        super().__init__("--metrics-file", log, is_ours)
         file = Path(path)
         with writing(f"--metrics-file {path}"):
             file.parent.mkdir(parents=True, exist_ok=True)
-            _keep_up_to(file, start_iteration, say)
+            _keep_up_to(file, start_iteration, log.log0)
             self._stream = file.open("a", encoding="utf-8")
 
     def write(self, metrics: Metrics) -> None:
-        """Append one line and flush it."""
+        """Append one line."""
         values = {name: _finite(value) for name, value in asdict(metrics).items()}
-        self._stream.write(json.dumps(values, allow_nan=False) + "\n")
+        self.try_to(lambda: self._append(json.dumps(values, allow_nan=False) + "\n"))
+
+    def _append(self, line: str) -> None:
+        self._stream.write(line)
         self._stream.flush()
 
     def close(self) -> None:
-        self._stream.close()
+        if self.is_open:
+            self._stream.close()
 
 
 def read_lines(path: Path, what: str, say: Callable[[str], None]) -> list[bytes]:
@@ -158,10 +185,13 @@ def read_record(path: Path) -> Record:
     return record
 
 
-class RunRecord:
-    """The run record that the first rank writes; every change rewrites the whole file."""
+class RunRecord(RunFile):
+    """The run record; every change rewrites the whole file."""
 
-    def __init__(self, path: Path, *, start_iteration: int) -> None:
+    def __init__(
+        self, path: Path, log: Log, is_ours: Callable[[], bool], *, start_iteration: int
+    ) -> None:
+        super().__init__("the record of --metrics-file", log, is_ours)
         self._path = path
         known = read_record(path) if start_iteration > 0 else Record()
         self._starts = [s for s in known.get("starts", []) if s["iteration"] < start_iteration]
@@ -186,7 +216,7 @@ class RunRecord:
     def measured(self, seconds: Mapping[str, float], peak_bytes: int) -> None:
         """Add peak memory and measured seconds, with the keys of `facts.planned`, to this start."""
         self._starts[-1]["measured"] = {"seconds": dict(seconds), "peak_bytes": peak_bytes}
-        self._write()
+        self.try_to(self._write)
 
     def validation(self, validation: Validation) -> None:
         """Add an evaluation."""
@@ -198,7 +228,7 @@ class RunRecord:
                 "bits_per_byte": _finite(validation.bits_per_byte),
             }
         )
-        self._write()
+        self.try_to(self._write)
 
     def _write(self) -> None:
         record = {"starts": self._starts, "validations": self._validations}
@@ -235,43 +265,3 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or "unknown"
-
-
-@dataclass
-class RunFiles:
-    """The metrics file and the run record, on the first rank; each is left out after an I/O error.
-
-    `is_ours` returns False once a successor has taken the files over; then nothing is written.
-    """
-
-    log: Log
-    metrics: MetricsFile | None = None
-    record: RunRecord | None = None
-    is_ours: Callable[[], bool] = lambda: True
-
-    def write_metrics(self, metrics: Metrics) -> None:
-        """Append a line to the metrics file."""
-        file = self.metrics
-        if file and not self._succeeds(lambda: file.write(metrics), "--metrics-file"):
-            self.metrics = None
-
-    def write_record(self, write: Callable[[RunRecord], None]) -> None:
-        """Change the run's record by `write`."""
-        record = self.record
-        if record and not self._succeeds(lambda: write(record), "the record of --metrics-file"):
-            self.record = None
-
-    def _succeeds(self, write: Callable[[], None], name: str) -> bool:
-        """Write unless a successor owns the files; print a line on failure, such as a full disk."""
-        if not self.is_ours():
-            return True
-        try:
-            write()
-        except OSError as error:
-            self.log.log0(f"{name} is left out from here on: {describe(error)}")
-            return False
-        return True
-
-    def close(self) -> None:
-        if self.metrics is not None:
-            self.metrics.close()

@@ -37,7 +37,6 @@ from paro.report.log import Log
 from paro.report.memory import MemoryForecast
 from paro.report.record import IterationRecord
 from paro.report.report import Report
-from paro.report.run_files import RunFiles
 from paro.training.assembly import build_data, build_sources, build_training, run_facts
 from paro.training.loop import Loop
 from paro.training.step import TrainState
@@ -123,7 +122,7 @@ def measure(rounds: int, folder: Path) -> list[dict[str, Any]]:
         # Printing is part of the cost.
         log = Log(write=lambda message: print(message, file=nowhere, flush=True))
         given = (config.report, facts, log)
-        more: dict[str, Any] = {"device": training.device, "files": RunFiles(log)}
+        more: dict[str, Any] = {"device": training.device}
         bare = Alternating(*given, **more, dashboards=Dashboards(log))
         full = Report(*given, **more, dashboards=open_dashboards(config.report, log, {}))
         full.view = LiveView(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import nextafter, sqrt
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
@@ -61,19 +60,6 @@ _BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 _MERGED = "let peft merge these adapters, if it can (merge_and_unload), and convert its model"
 
 
-@dataclass(frozen=True, slots=True)
-class _Module:
-    """A linear layer of a block of the base; `name` is the one that peft knows it by."""
-
-    weight: str  # this project's name of the module's parameter
-    name: str
-    layer: int
-
-    def is_among(self, names: Sequence[str]) -> bool:
-        """Return whether this module's name is one of the names or ends, after a dot, with one."""
-        return any(f".{self.name}".endswith(f".{name}") for name in names)
-
-
 def open_peft(directory: Path, base: Source) -> Source:
     """Return the `base` with the adapters of a folder; `UserError` names the bad file or field.
 
@@ -91,18 +77,15 @@ def open_peft(directory: Path, base: Source) -> Source:
             f"{directory} has {_OLD_WEIGHTS}, which may hold programs, in place of {WEIGHTS}: open "
             "it with peft and save it again"
         )
-    modules = [
-        _Module(weight, _module_name(weight), layer)
-        for layer in range(base.config.num_layers)
-        for weight in (f"blocks.{layer}.{kind}" for kind in MODULES.values())
-    ]
-    adapters = _adapters_in(directory / WEIGHTS, modules, fields)
+    layers = range(base.config.num_layers)
+    weights = [f"blocks.{layer}.{kind}" for layer in layers for kind in MODULES.values()]
+    adapters = _adapters_in(directory / WEIGHTS, weights, fields)
     scales: dict[str, tuple[int, float]] = {}  # {weight: (rank, alpha)}
-    for module in modules:
-        if (down := adapters.get(down_name(module.weight))) is not None:
+    for weight in weights:
+        if (down := adapters.get(down_name(weight))) is not None:
             stored = next(iter(down.shape), 0) if fields.get("rank_pattern") else 0
             rank = stored or fields["r"]
-            scales[module.weight] = (rank, _alpha_of(module, rank, fields))
+            scales[weight] = (rank, _alpha_of(weight, rank, fields))
     shapes: dict[str, Shape] = {}
     for weight, (rank, _) in scales.items():
         rows, columns = base.tensors[weight].shape
@@ -139,8 +122,8 @@ def write_peft(source: Source, directory: Path, base_model: str | None) -> str:
     assert lora is not None, "no adapters"
     tensors = {peft_name(name): tensor for name, tensor in source.adapters.items()}
     write_safetensors(directory / WEIGHTS, tensors)
-    tokenizer = [name for name in source.companions if name in TOKENIZER_FILES]
-    copy_companions({name: source.companions[name] for name in tokenizer}, directory)
+    files = source.companions.items()
+    copy_companions({name: path for name, path in files if name in TOKENIZER_FILES}, directory)
     modules = {weight: module for module, weight in MODULES.items()}
     fields = {
         "peft_type": "LORA",
@@ -189,17 +172,17 @@ def _check_supported(everything: Mapping[str, Any], fields: _Fields) -> None:
             raise UserError(f"alpha_pattern has the regular expression {key}: {_MERGED}")
 
 
-def _adapters_in(path: Path, modules: Sequence[_Module], fields: _Fields) -> dict[str, LazyTensor]:
+def _adapters_in(path: Path, weights: Sequence[str], fields: _Fields) -> dict[str, LazyTensor]:
     """Return a file's tensors by this project's names; `UserError` if any is missing or strange."""
     stored = open_safetensors(path)
-    names = {part(module.weight): module for part in (down_name, up_name) for module in modules}
+    names = {part(weight): weight for part in (down_name, up_name) for weight in weights}
     found = {name: stored[peft_name(name)] for name in names if peft_name(name) in stored}
     if strange := sorted(stored.keys() - map(peft_name, names)):
         raise UserError(
             f"{path} has {strange[0]}, and only {', '.join(MODULES)} of the "
-            f"{modules[-1].layer + 1} layers of --base have adapters here: {_MERGED}"
+            f"{len(weights) // len(MODULES)} layers of --base have adapters here: {_MERGED}"
         )
-    targets = {name for name, module in names.items() if _is_target(module, fields, found)}
+    targets = {name for name, weight in names.items() if _is_target(weight, fields, found)}
     for name in sorted(targets ^ found.keys()):
         where = "only the file has" if name in found else "the file lacks"
         raise UserError(
@@ -210,29 +193,34 @@ def _adapters_in(path: Path, modules: Sequence[_Module], fields: _Fields) -> dic
     return found
 
 
-def _is_target(module: _Module, fields: _Fields, found: Mapping[str, LazyTensor]) -> bool:
-    """Return whether a module has adapters, by the names of targets; by the file for a regex."""
+def _is_target(weight: str, fields: _Fields, found: Mapping[str, LazyTensor]) -> bool:
+    """Return whether a weight has adapters, by the names of targets; by the file for a regex."""
     targets, excluded = fields.get("target_modules"), fields.get("exclude_modules") or []
     if targets == ALL_LINEAR:
         targets = list(MODULES)
     if targets is None or isinstance(targets, str) or isinstance(excluded, str):
-        return down_name(module.weight) in found or up_name(module.weight) in found
-    if module.is_among(excluded):
+        return down_name(weight) in found or up_name(weight) in found
+    name, layer = _module_name(weight), int(weight.split(".")[1])
+    if _is_among(excluded, name):
         return False
     layers = fields.get("layers_to_transform")
-    layers = [layers] if isinstance(layers, int) else layers or [module.layer]
-    return module.name in targets or (module.is_among(targets) and module.layer in layers)
+    layers = [layers] if isinstance(layers, int) else layers or [layer]
+    return name in targets or (_is_among(targets, name) and layer in layers)
 
 
-def _alpha_of(module: _Module, rank: int, fields: _Fields) -> float:
-    """Return the alpha with which a module's scaling is alpha / rank."""
-    alpha = fields["lora_alpha"]
+def _alpha_of(weight: str, rank: int, fields: _Fields) -> float:
+    """Return the alpha with which the scaling of a weight's adapters is alpha / rank."""
+    name, alpha = _module_name(weight), fields["lora_alpha"]
     for key, value in (fields.get("alpha_pattern") or {}).items():
-        name = key.removeprefix("^")
-        if module.name == name if key.startswith("^") else module.is_among([name]):
+        if name == key[1:] if key.startswith("^") else _is_among([key], name):
             alpha = value
             break
     return alpha * sqrt(rank) if fields.get("use_rslora") else float(alpha)
+
+
+def _is_among(names: Sequence[str], module: str) -> bool:
+    """Return whether a module's name is one of the names or ends, after a dot, with one."""
+    return any(f".{module}".endswith(f".{name}") for name in names)
 
 
 def _alike(

@@ -123,7 +123,7 @@ def test_a_full_disk_costs_the_metrics_and_not_the_run(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("paro.report.run_files.MetricsFile.write", fail)
+    monkeypatch.setattr("paro.report.run_files.MetricsFile._append", fail)
     text = run(report, range(1, 4))
     assert text.count("--metrics-file is left out from here on") == 1
     assert text.count("| lm loss: ") == 3

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from paro.report.config import run_record_path
+from paro.report.log import Log
 from paro.report.record import Metrics, Validation, summarize
 from paro.report.run_files import MetricsFile, RunRecord
 from tests.helpers.commands import read_lines
@@ -23,7 +24,8 @@ LINE = replace(summarize([record(1)], FACTS, peak_memory_bytes=10**9), lm_loss=0
 def opened(path: Path, start_iteration: int) -> tuple[MetricsFile, list[str]]:
     """The file of a run, and what it says of an existing one."""
     said: list[str] = []
-    return MetricsFile(str(path), start_iteration=start_iteration, say=said.append), said
+    log = Log(write=said.append)
+    return MetricsFile(str(path), log, lambda: True, start_iteration=start_iteration), said
 
 
 def write(path: Path, iterations: range, start_iteration: int, *, loss: float = 1.0) -> list[str]:
@@ -139,11 +141,11 @@ def read(path: Path) -> dict[str, Any]:
 def test_a_resumed_run_adds_its_start_and_repeats_no_evaluation(tmp_path: Path) -> None:
     path = run_record_path(tmp_path / "metrics.jsonl")
     assert path.name == "metrics.jsonl.run.json"
-    first = RunRecord(path, start_iteration=0)
+    first = RunRecord(path, Log(), lambda: True, start_iteration=0)
     first.start({"lr": 0.1, "save": Path("x")}, FACTS, CPU)
     for iteration in (10, 20):
         first.validation(Validation(iteration, 8 * iteration, 1.0, "all", 0.5))
-    second = RunRecord(path, start_iteration=10)
+    second = RunRecord(path, Log(), lambda: True, start_iteration=10)
     second.start({"lr": 0.2}, FACTS, CPU)
     second.validation(Validation(20, 160, math.nan, "all", math.nan))
     found = read(path)
@@ -160,9 +162,9 @@ def test_a_resumed_run_adds_its_start_and_repeats_no_evaluation(tmp_path: Path) 
 def test_a_fresh_run_starts_a_record_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "m.run.json"
     path.write_text("{ damaged")
-    resume = partial(RunRecord, path, start_iteration=5)
+    resume = partial(RunRecord, path, Log(), lambda: True, start_iteration=5)
     refused(resume, "m.run.json is not valid JSON ... remove it to go on")
-    RunRecord(path, start_iteration=0).start({}, FACTS, CPU)
+    RunRecord(path, Log(), lambda: True, start_iteration=0).start({}, FACTS, CPU)
     assert len(read(path)["starts"]) == 1
     path.write_text('{"starts": [{"iteration": "x"}]}')
     refused(resume, "m.run.json: starts[0].iteration: 'x' is of the wrong")
