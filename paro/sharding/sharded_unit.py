@@ -136,11 +136,11 @@ class ShardedUnit(UnitShards):
 
     def reduce(self) -> None:
         """Queue the reduction of this micro-batch's gradients and the addition to `grad_shard`."""
-        if self._grad_U is not None:
-            exposure = self.context.exposure
-            with profile_range(f"reduce:{self.name}"), exposure.submitting(WaitKind.REDUCE):
-                self._reduced = self._grad_U_read = self._queue_reduction(self._grad_U.values)
-        self._fresh = False
+        with profile_range(f"reduce:{self.name}"):
+            if self._grad_U is not None:
+                with self.context.exposure.submitting(WaitKind.REDUCE):
+                    self._reduced = self._grad_U_read = self._queue_reduction(self._grad_U.values)
+            self._fresh = False
 
     def _queue_reduction(self, grad_U: Tensor) -> Event:
         grad_shard, fresh = self.grad_shard, self._fresh
