@@ -81,18 +81,6 @@ def slice_chunk(name: str, shape: Shape, *, dim: int, index: int, number: int) -
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedChunk:
-    """A chunk and its offset in the flat buffer."""
-
-    chunk: ParamChunk
-    offset: int
-
-    @property
-    def stop(self) -> int:
-        return self.offset + self.chunk.numel
-
-
-@dataclass(frozen=True, slots=True)
 class ChunkRange:
     """The elements [low, high) of a chunk in row-major order, stored at `offset` of the buffer."""
 
@@ -100,6 +88,10 @@ class ChunkRange:
     low: int
     high: int
     offset: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.high - self.low
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +101,7 @@ class UnitLayout:
     A unit that is laid out slice by slice has this order in each of its equal slices.
     """
 
-    chunks: tuple[PlacedChunk, ...]
+    chunks: tuple[ChunkRange, ...]  # whole chunks
     decayed_stop: int  # weight decay applies to the elements of a slice before this one
     numel: int  # a multiple of ALIGN times the world size
     num_slices: int = 1
@@ -135,7 +127,7 @@ class UnitLayout:
         for part in self.chunk_ranges(start, end):
             if position < part.offset:
                 yield position, part.offset
-            position = part.offset + part.high - part.low
+            position = part.stop
         if position < end:
             yield position, end
 
@@ -218,7 +210,7 @@ def make_layout(*slices: Sequence[ParamChunk], world_size: int) -> UnitLayout:
         for chunks, start in ((first[index], 0), (others[index], decayed_stop)):
             position = index * length + start
             for chunk in chunks:
-                placed.append(PlacedChunk(chunk, position))
+                placed.append(ChunkRange(chunk, 0, chunk.numel, position))
                 position = _round_up(position + chunk.numel, ALIGN)
     return UnitLayout(tuple(placed), decayed_stop, number * length, num_slices=number)
 

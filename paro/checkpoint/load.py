@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch.distributed.checkpoint import TensorStorageMetadata
+import torch
 
 from model.lora_config import LoraConfig, is_adapter
 from paro.checkpoint.agreement import CheckpointRanks, with_one_folder
@@ -134,7 +134,8 @@ def _load_iteration(
         present = {
             name: state
             for name, state in present.items()
-            if not may_be_missing(name) or _fits(state, stored.get(name))
+            if not may_be_missing(name)
+            or getattr(stored.get(name), "size", None) == torch.Size(state.shape)
         }
         if common.get("has_moments") is False and len(_parameters(present)) < len(present):
             raise UserError(
@@ -157,8 +158,9 @@ def _load_iteration(
     with ranks.raise_on_all_ranks():
         for reader, plan in plans:
             reader.read(plan)
-    begin_without(states, states.keys() - present.keys())
-    if _has_errors(states) and not _has_errors(present):
+    missing = states.keys() - present.keys()
+    begin_without(states, missing)
+    if any(name.startswith(f"{GRAD_ERRORS}.") for name in missing):
         log("  error feedback of gradients begins anew: none was saved by such ranks and strategy")
     return common
 
@@ -185,14 +187,6 @@ def _source(name: str, stored: Mapping[str, object], wanted: LoadRequest) -> str
     """Return the name of the checkpoint's state that holds the values of the state `name`."""
     sent = SENT + name.removeprefix(PARAM)
     return sent if wanted.as_sent and sent in stored else name
-
-
-def _has_errors(names: Iterable[str]) -> bool:
-    return any(name.startswith(f"{GRAD_ERRORS}.") for name in names)
-
-
-def _fits(state: ChunkedState, saved: object) -> bool:
-    return isinstance(saved, TensorStorageMetadata) and tuple(saved.size) == state.shape
 
 
 def _check_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:

@@ -43,13 +43,20 @@ class ChunkSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         states: dict[str, ChunkedState] = self.state_dict
-        self.plan = SavePlan(
-            [
-                _write_item(name, state.shape, offsets, values)
-                for name, state in states.items()
-                for offsets, values in state.chunks.items()
-            ]
-        )
+        items = [
+            WriteItem(
+                index=MetadataIndex(name, offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk(offsets, values),
+                    properties=TensorProperties(dtype=values.dtype),
+                    size=torch.Size(state.shape),
+                ),
+            )
+            for name, state in states.items()
+            for offsets, values in state.chunks.items()
+        ]
+        self.plan = SavePlan(items)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -113,18 +120,6 @@ def check_states(states: dict[str, ChunkedState], saved: Mapping[str, object]) -
 
 def _chunk(offsets: Shape, values: Tensor) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=values.shape)
-
-
-def _write_item(name: str, shape: Shape, offsets: Shape, values: Tensor) -> WriteItem:
-    return WriteItem(
-        index=MetadataIndex(name, offsets),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=_chunk(offsets, values),
-            properties=TensorProperties(dtype=values.dtype),
-            size=torch.Size(shape),
-        ),
-    )
 
 
 def values_at(states: Mapping[str, ChunkedState], index: MetadataIndex) -> Tensor:

@@ -31,8 +31,8 @@ from paro.checkpoint.directory import in_files
 from paro.checkpoint.manifest import ChunkSum, ChunkSums, DamagedError, Manifest, damaged
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.planners import items_to_read, values_at
-from paro.checkpoint.stored_tensor import RefusedError, tensor_in
-from paro.errors import describe
+from paro.checkpoint.stored_tensor import tensor_in
+from paro.errors import UserError, describe
 from paro.untrusted.checksum import crc32
 
 Place = tuple[str, int, int]  # file name, offset and length in bytes
@@ -210,7 +210,7 @@ class CheckedReader:
             saved, items = tensor_in(content), [read.item for read in reads]
             parts = [narrow_tensor_by_index(saved, i.storage_offsets, i.lengths) for i in items]
             if any(part.shape != i.lengths for part, i in zip(parts, items, strict=True)):
-                raise RefusedError(f"refused: a tensor of the shape {tuple(saved.shape)}")
+                raise UserError(f"refused: a tensor of the shape {tuple(saved.shape)}")
         except Exception as error:  # an unpickler fails in many ways
             path = self.directory / name
             raise DamagedError(f"{path} is damaged ({describe(error)})") from error

@@ -34,16 +34,16 @@ def tensor_in(content: memoryview) -> Tensor:
         return TypedStorage(wrap_storage=storage, dtype=kind.dtype, _internal=True)
 
     if archive.get_record("byteorder") != sys.byteorder.encode():
-        raise RefusedError("refused: its bytes are in the order of another kind of machine")
+        raise UserError("refused: its bytes are in the order of another kind of machine")
     unpickler: Any = Unpickler(io.BytesIO(archive.get_record("data.pkl")), encoding="utf-8")
     unpickler.persistent_load = storage_of
     try:
         saved = unpickler.load()
     except pickle.UnpicklingError:
         # torch's own text explains how to run the code in a file.
-        raise RefusedError("refused: not a tensor, and no code in it was run") from None
+        raise UserError("refused: not a tensor, and no code in it was run") from None
     if not isinstance(saved, Tensor):
-        raise RefusedError(f"refused: not a tensor but a {type(saved).__name__}")
+        raise UserError(f"refused: not a tensor but a {type(saved).__name__}")
     return saved
 
 
@@ -64,7 +64,3 @@ class Window(io.RawIOBase):
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._content)}
         self._position = base[whence] + offset
         return self._position
-
-
-class RefusedError(UserError):
-    """A stored value that is no tensor."""

@@ -27,7 +27,7 @@ from paro.collectives.quantized import GroupSum, QuantizedReduction
 from paro.collectives.schedule import Op
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import Exposure, WaitKind
-from paro.layout import PlacedChunk, UnitLayout, whole_chunk
+from paro.layout import UnitLayout, make_whole_layout
 from paro.quantization.blocks import choose_kernels, split_range
 from paro.quantization.formats import RangeFormat
 from paro.sharding.buffers import TORCH_TYPES, Ledger
@@ -120,8 +120,7 @@ class UnitShards:
         world_size, group_size = topology.world_size, topology.group_size
         degrees = "-".join(map(str, self.spec.strategy.degrees))
         name = f"{self.name}@{world_size}x{group_size}@{degrees}"
-        rows = whole_chunk(name, (world_size * num_owners, length))
-        layout = UnitLayout((PlacedChunk(rows, 0),), decayed_stop=0, numel=rows.numel)
+        layout = make_whole_layout({name: (world_size * num_owners, length)}, world_size=1)
         start, values = self.context.rank * errors.numel(), errors.view(-1)
         return self.flat_shard(GRAD_ERRORS, start, values, degree=world_size, layout=layout)
 

@@ -45,7 +45,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 
-from paro.layout import PlacedChunk, Unit, UnitLayout
+from paro.layout import ChunkRange, Unit, UnitLayout
 from paro.precision import PrecisionConfig
 from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.states import is_for_muon
@@ -213,7 +213,7 @@ def _assign_round(matrices: Sequence[MuonMatrix], num_ranks: int) -> MuonRound:
     )
 
 
-def muon_chunks(layout: UnitLayout) -> tuple[PlacedChunk, ...]:
+def muon_chunks(layout: UnitLayout) -> tuple[ChunkRange, ...]:
     """Return the chunks of a unit that Muon updates."""
     return tuple(one for one in layout.chunks if is_for_muon(one.chunk.name, one.chunk.shape))
 

@@ -92,7 +92,7 @@ def recover(
     on every rank.
     """
     found, notes = _snapshots_here(folder, flags)
-    everyone = folder.control.gather((sorted({_age(g) for g in found}), notes))
+    everyone = folder.control.gather(({snapshot.age for snapshot in found}, notes))
     for line in dict.fromkeys(line for _, lines in everyone for line in lines):
         log(line)
     ages = sorted({each for own, _ in everyone for each in own}, reverse=True)
@@ -100,7 +100,7 @@ def recover(
         if iteration <= newer_than:
             log(f"local copies end at iteration {ages[0][0]}: the checkpoint is as new")
             break
-        of_age = [g for g in found if _age(g) == (iteration, start)]
+        of_age = [snapshot for snapshot in found if snapshot.age == (iteration, start)]
         copies = _VerifiedSnapshots(folder, states, of_age, log)
         messages, lost = copies.plan()
         needed = next((want for want in lost if not may_be_missing(want.state)), None)
@@ -128,10 +128,6 @@ def recover(
     folder.control.barrier()  # all ranks have read their chunks
     _keep_only(folder, ())
     return None
-
-
-def _age(snapshot: Snapshot) -> tuple[int, int]:
-    return snapshot.record.iteration, snapshot.start
 
 
 def _keep_only(folder: SnapshotFolder, snapshots: Sequence[Snapshot]) -> None:
@@ -252,8 +248,7 @@ class _VerifiedSnapshots:
         values = part.values().contiguous().view(-1).view(torch.uint8)
         checksum = crc32(values.numpy()).to_bytes(_SUM_BYTES, "little")
         content = torch.cat([values, torch.frombuffer(bytearray(checksum), dtype=torch.uint8)])
-        work = dist.isend(content, message.target, group=self._folder.control.group)
-        assert work is not None, "this rank is in the group"
+        work: Any = dist.isend(content, message.target, group=self._folder.control.group)
 
         def end() -> int:
             work.wait()
@@ -270,8 +265,7 @@ class _VerifiedSnapshots:
         )
         num_bytes = message.chunk.numel * values.element_size()
         content = torch.empty(num_bytes + _SUM_BYTES, dtype=torch.uint8)
-        work = dist.irecv(content, message.source, group=self._folder.control.group)
-        assert work is not None, "this rank is in the group"
+        work: Any = dist.irecv(content, message.source, group=self._folder.control.group)
 
         def end() -> int:
             work.wait()

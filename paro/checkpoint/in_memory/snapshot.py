@@ -32,8 +32,6 @@ NUM_SLOTS = 2
 RECORD, DATA = ".json", ".data"
 
 _FORMAT = 1
-_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +50,7 @@ class StoredChunk:
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.extent) * _TYPES[self.dtype].itemsize
+        return prod(self.extent) * getattr(torch, self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +74,9 @@ class Snapshot:
     record: SnapshotRecord
 
     @property
-    def start(self) -> int:
-        """Number of the start of the run that wrote the snapshot; it grows from start to start."""
-        return int(self.path.name.split("-")[2].split(".")[0], 16)
+    def age(self) -> tuple[int, int]:
+        """The iteration, and the number of the run's start, which grows from start to start."""
+        return self.record.iteration, int(self.path.name.split("-")[2].split(".")[0], 16)
 
     @classmethod
     def read(cls, path: Path) -> Snapshot:
@@ -101,7 +99,7 @@ class Snapshot:
         """Return the values of chunk `index`, verified."""
         stored = self.record.regions[index]
         content = self._read(RegularFile(self.path), index)
-        flat = torch.frombuffer(bytearray(content), dtype=_TYPES[stored.dtype])
+        flat = torch.frombuffer(bytearray(content), dtype=getattr(torch, stored.dtype))
         return flat.view(stored.extent)
 
     def _read(self, file: RegularFile, index: int) -> bytes:
@@ -139,7 +137,7 @@ class SnapshotWriter:
         chunks = [
             StoredChunk(
                 state=name,
-                dtype=_NAMES[values.dtype],  # type: ignore[arg-type]
+                dtype=str(values.dtype).removeprefix("torch."),  # type: ignore[arg-type]
                 corner=corner,
                 extent=tuple(values.shape),
                 offset=start,

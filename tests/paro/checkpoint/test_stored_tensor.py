@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paro.checkpoint.stored_tensor import RefusedError, tensor_in
+from paro.checkpoint.stored_tensor import tensor_in
+from paro.errors import UserError
 from tests.paro.checkpoint.toy_run import Harmful
 
 
@@ -68,19 +69,19 @@ def rewritten(content: memoryview, **entries: bytes) -> memoryview:
 
 def test_bytes_of_another_order_are_refused() -> None:
     other = {"little": b"big", "big": b"little"}[sys.byteorder]
-    with pytest.raises(RefusedError, match="order"):
+    with pytest.raises(UserError, match="order"):
         tensor_in(rewritten(saved(WIDE), byteorder=other))
 
 
 def test_what_is_no_tensor_is_refused() -> None:
-    with pytest.raises(RefusedError, match=r"^refused: not a tensor but a dict$"):
+    with pytest.raises(UserError, match=r"^refused: not a tensor but a dict$"):
         tensor_in(saved({"a": WIDE}))
 
 
 def test_no_code_runs(tmp_path: Path) -> None:
     made = tmp_path / "made"
     pickled = pickle.dumps(Harmful(os.mkdir, str(made)), 2)
-    with pytest.raises(RefusedError, match=r"^refused: not a tensor, and no code in it was run$"):
+    with pytest.raises(UserError, match=r"^refused: not a tensor, and no code in it was run$"):
         tensor_in(rewritten(saved(WIDE), data=pickled))
     assert not made.exists()
 
@@ -94,5 +95,5 @@ def test_nothing_beyond_the_bytes_is_reached() -> None:
     larger = rewritten(content, data=pickled.replace(sizes, b"K\x06K\x7f\x86"))
     with pytest.raises(RuntimeError, match=r"out of bounds|not resizable"):
         tensor_in(larger)
-    with pytest.raises((RuntimeError, RefusedError)):
+    with pytest.raises((RuntimeError, UserError)):
         tensor_in(content[:-30])
