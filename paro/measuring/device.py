@@ -46,15 +46,13 @@ from paro.measuring.attention import attention_rates
 from paro.measuring.memory import BOOT_ID, bytes_in_use, memory_of_rank
 from paro.planning.comm_costs import CODING_BYTES
 from paro.planning.computing import Computing
-from paro.planning.step_counts import StepCounts
+from paro.planning.run_memory import RunMemory
 from paro.precision import BYTES_OF
 from paro.quantization.blocks import choose_kernels
 from paro.quantization.formats import GRADIENT_BLOCK, BlockFormat
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.sharding.buffers import TORCH_TYPES
-from paro.spec.run_spec import MicroBatch
-from paro.spec.units import shape_of, units_of
-from paro.training.assembly import build_training
+from paro.training.assembly import build_training, run_spec_of
 from paro.training.step import Training, TrainState, train_step
 
 _PRODUCT = 1024  # rows and columns of the matrices that are multiplied to find peak FLOP/s
@@ -211,18 +209,10 @@ def _planned(
         memory_bytes_per_second=min(bytes_by_second, fast),
         attention_flops=None if attention_flops is None else min(attention_flops, fast),
     )
-    trains = config.trained.__contains__
-    units = units_of(config.model, world_size=1, is_trained=trains)
-    batch = MicroBatch(
-        size=config.batches.micro_batch_size,
-        seq_length=config.data.seq_length,
-        compute_bytes=BYTES_OF[config.precision.compute],
-        device_type="cpu",
-    )
-    shape = shape_of(config.model, units, gathers=False, reduces=False, prefetch_units=0)
-    step = StepCounts(shape=shape, units=units)
-    computing = Computing(model=config.model, step=step, batch=batch, device=device)
-    sharding = config.strategy, config.precision, step.num_trained
+    run = run_spec_of(config, "cpu")
+    step = RunMemory(None).step(run)
+    computing = Computing(model=run.config, step=step, batch=run.batch, device=device)
+    sharding = run.strategy, run.precision, step.num_trained
     collect = computing.collect_seconds(*sharding)
     return PartsOfStep(computing.seconds + collect, computing.update_seconds(*sharding))
 

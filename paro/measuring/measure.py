@@ -24,15 +24,16 @@ from paro.measuring.device import (
     with_layers,
 )
 from paro.measuring.memory import memory_of_rank, with_communicators
+from paro.planning.run_memory import RunMemory
 from paro.precision import BYTES_OF
 from paro.quantization.formats import FULL_BITS
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.schedule.step_checks import StepChecksConfig
-from paro.spec.sharding_spec import specs_of, state_bytes
 from paro.spec.units import units_of
 from paro.strategy import parse_strategy
 from paro.text import size_text
 from paro.topology import AxisSpan
+from paro.training.assembly import run_spec_of
 
 SECONDS = 60.0  # the most seconds of a measurement
 _LINKS = 25.0  # the most seconds for links
@@ -170,11 +171,8 @@ def one_rank(config: RunConfig) -> RunConfig:
 def layers_that_fit(config: RunConfig, memory_bytes: int) -> int:
     """Count the layers that one rank can train alone, at most a few; `UserError` if none."""
     for layers in range(min(_MOST_LAYERS, config.model.num_layers), 0, -1):
-        fewer = with_layers(config, layers)
-        units = units_of(fewer.model, world_size=1, is_trained=fewer.trained.__contains__)
-        topology = config.world.topology(*config.strategy.degrees)
-        specs = specs_of(units, config.strategy, topology, config.precision)
-        needed = state_bytes(specs).total
+        run = run_spec_of(with_layers(config, layers), "cpu")
+        needed = RunMemory(None).states(run).total
         if needed <= _MOST_MEMORY * memory_bytes:
             return layers
     raise UserError(

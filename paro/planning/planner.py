@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from model.config import RecomputeConfig
 from model.units import first_trained_unit, unit_specs
 from paro.errors import UserError
+from paro.machine.caching import cached_by
 from paro.planning.activations import Activations
 from paro.planning.estimator import Estimate, Estimator, faster_bits
 from paro.planning.search_space import (
@@ -97,7 +98,7 @@ class _Search:
     def __init__(self, request: PlanRequest, space: SearchSpace, enough: float = _ANY) -> None:
         self._estimator, self._model = Estimator(request), request.model
         bounds = (
-            (candidate, self._estimator.costs(candidate).least_seconds())
+            (candidate, self._least_seconds(candidate))
             for candidate in all_candidates(request, space)
             if candidate.inter_bits != FEWEST_BITS or self._estimator.quantizes(candidate)
         )
@@ -116,9 +117,6 @@ class _Search:
         self._counts_blocks = space.recomputes is None
         first_trained = first_trained_unit(unit_specs(request.model), request.trained.__contains__)
         self._unsaved = max(0, first_trained - 1)  # number of blocks that save nothing
-        self._least = {row.candidate: row.least_seconds for row in rows}
-        # The most bytes that a recomputed block saves, by micro-batch size and context layout.
-        self._saved: dict[tuple[int, ContextLayout], float] = {}
 
     @property
     def num_simulated(self) -> int:
@@ -139,18 +137,18 @@ class _Search:
         for row in self.rows if self._counts_blocks else ():
             over, own = row.memory_bytes - limit, row.candidate
             if own.recompute is None and over > 0:
-                key = own.micro_batch_size, own.context
-                if key not in self._saved:
-                    self._saved[key] = self._saved_bytes(own)
-                share = (over - 1) / self._saved[key]  # rounded by a byte
+                share = (over - 1) / self._saved_bytes(own)  # rounded by a byte
                 count = self._unsaved + math.ceil(share)
                 recompute = first_blocks(min(count, self._model.num_layers), self._model)
                 candidate = replace(own, recompute=recompute)
-                if candidate not in self._least:
-                    self._least[candidate] = self._estimator.costs(candidate).least_seconds()
-                found.append(_Bounded(candidate, limit, self._least[candidate], limit))
+                found.append(_Bounded(candidate, limit, self._least_seconds(candidate), limit))
         return found
 
+    @cached_by(lambda candidate: candidate)
+    def _least_seconds(self, candidate: Candidate) -> float:
+        return self._estimator.costs(candidate).least_seconds()
+
+    @cached_by(lambda candidate: (candidate.micro_batch_size, candidate.context))
     def _saved_bytes(self, candidate: Candidate) -> float:
         """Compute the most bytes that recomputing one more block may save."""
         memory, run = self._estimator.memory(candidate), self._estimator.run_spec(candidate)

@@ -111,14 +111,15 @@ class RunMemory:
 
     def _snapshot(self, run: RunSpec) -> MemorySnapshot:
         points = (now.with_copies(run, self.specs(run)) for now in self._points(run))
-        return max(points, key=lambda now: now.total)._replace(states=self._states(run).total)
+        return max(points, key=lambda now: now.total)._replace(states=self.states(run).total)
 
     @cached_by(lambda run: (run.step_kind, run.micro_batch_size, run.context))
     def _points(self, run: RunSpec) -> list[MemorySnapshot]:
         return self.tally(run).largest()
 
     @cached_by(lambda run: run.states_kind)
-    def _states(self, run: RunSpec) -> ModelStateBytes:
+    def states(self, run: RunSpec) -> ModelStateBytes:
+        """Count bytes of model state of a run."""
         return state_bytes(self.specs(run))
 
     def tally(self, run: RunSpec) -> StepTally:

@@ -208,28 +208,6 @@ def units_of(
     )
 
 
-def shape_of(
-    config: LlamaConfig,
-    units: Sequence[Unit],
-    *,
-    gathers: bool,
-    reduces: bool,
-    prefetch_units: int,
-) -> StepShape:
-    """Return the shape of a step of units whose parameters are gathered or replicated."""
-    # The loss writes gradients of an untied output weight in forward.
-    writes = units[-1].trainable.numel and not config.tie_embeddings_and_output_weights
-    shape = StepShape(
-        units=number_buffers(units),
-        gathers=gathers,
-        reduces=reduces,
-        prefetch_units=prefetch_units,
-        grads_in_forward=frozenset({len(units) - 1} if writes else ()),
-    )
-    recomputed = recomputed_groups(unit_specs(config), shape.first_trained)
-    return replace(shape, recomputed=recomputed)
-
-
 def units_of_run(run: RunSpec) -> tuple[Unit, ...]:
     """Return the units of a run, in buckets where Muon updates whole units."""
     units = units_of(
@@ -246,13 +224,17 @@ def shape_of_run(run: RunSpec, units: Sequence[Unit]) -> StepShape | RotationSha
     """Return the shape of a run's steps, with the units of the run."""
     if run.materialize.rotates:
         return _rotation_shape(run, units)
-    return shape_of(
-        run.config,
-        units,
+    # The loss writes gradients of an untied output weight in forward.
+    writes = units[-1].trainable.numel and not run.model.tie_embeddings_and_output_weights
+    shape = StepShape(
+        units=number_buffers(units),
         gathers=run.strategy.params > 1,
         reduces=run.strategy.grads > 1,
         prefetch_units=run.prefetch_units,
+        grads_in_forward=frozenset({len(units) - 1} if writes else ()),
     )
+    recomputed = recomputed_groups(unit_specs(run.config), shape.first_trained)
+    return replace(shape, recomputed=recomputed)
 
 
 def registered_room(run: RunSpec, units: Sequence[Unit]) -> dict[bool, tuple[int, int]]:
