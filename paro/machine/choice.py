@@ -7,7 +7,7 @@ from functools import cache, partial
 
 from paro.collectives.choice import AlgorithmChoice, ChunkCount
 from paro.collectives.pipeline import default_num_chunks
-from paro.collectives.schedule import NCCL_COLLECTIVES, Op
+from paro.collectives.schedule import COLLECTIVES, NCCL_COLLECTIVES, Op
 from paro.machine.collective_time import fastest_num_chunks
 from paro.machine.machine import Machine, fastest_algorithm
 from paro.topology import Axes
@@ -21,28 +21,22 @@ def chunk_count_by(machine: Machine | None) -> ChunkCount:
 
 
 def choice_of(name: str, machine: Machine | None, *, by_nccl: bool) -> AlgorithmChoice:
-    """Return the choice of --paro-collective: a named algorithm, or the fastest on `machine`."""
-    num_chunks = chunk_count_by(machine) if by_nccl else None
-    if machine is not None and name == "auto":
-        return choice_by(machine, num_chunks)
-    return AlgorithmChoice(names=(name,), num_chunks=num_chunks)
+    """Return the choice of --paro-collective: a named algorithm, or the fastest on `machine`.
 
-
-def choice_by(machine: Machine, num_chunks: ChunkCount | None = None) -> AlgorithmChoice:
-    """Return the choice of the fastest algorithm, by the measurements of a machine.
-
-    With `num_chunks`, the choice is for NCCL, without the algorithms that NCCL refuses.
-
-    Raises `UserError` if the measurements lack a collective on an axis.
+    Raises `UserError` if the machine's measurements lack a collective on an axis.
     """
-    if num_chunks is not None:
-        rows = tuple(row for row in machine.measured if row.algorithm in NCCL_COLLECTIVES)
-        machine = replace(machine, measured=rows)
-    names = tuple(dict.fromkeys(row.algorithm for row in machine.measured))
+    num_chunks = chunk_count_by(machine) if by_nccl else None
+    if machine is None or name != "auto":
+        return AlgorithmChoice(names=(name,), num_chunks=num_chunks)
+    allowed = NCCL_COLLECTIVES if by_nccl else COLLECTIVES
+    rows = tuple(row for row in machine.measured if row.algorithm in allowed)
+    machine = replace(machine, measured=rows)
     kinds = [Axes.INTRA] * (machine.group_size > 1) + [Axes.INTER] * (machine.num_groups > 1)
     for axes in [*kinds, Axes.BOTH] if len(kinds) == 2 else kinds:
         for op in Op:
             fastest_algorithm(machine, op, axes, 1)
     return AlgorithmChoice(
-        names=names, best=cache(partial(fastest_algorithm, machine)), num_chunks=num_chunks
+        names=tuple(dict.fromkeys(row.algorithm for row in rows)),
+        best=cache(partial(fastest_algorithm, machine)),
+        num_chunks=num_chunks,
     )

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from paro.collectives.api import Collectives, make_collectives
-from paro.collectives.choice import AlgorithmChoice, needed_groups
+from paro.collectives.choice import needed_groups
 from paro.collectives.interface import Request
 from paro.collectives.schedule import Op
 from paro.distributed.control import Control
@@ -35,7 +35,7 @@ from paro.distributed.links import make_links
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.timers import synchronize, time_of
 from paro.layout import ALIGN
-from paro.machine.choice import chunk_count_by
+from paro.machine.choice import choice_of
 from paro.machine.machine import Device, Machine, Measured, fit_link
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Link, Topology, axes_of, nested_range
 
@@ -191,8 +191,7 @@ class CollectiveBenchmark:
     def collectives(self, name: str, spans: frozenset[AxisSpan]) -> Iterator[Collectives]:
         """Make the collectives of an algorithm, whose process groups exist in the block."""
         config = self.runtime.groups_on(self.control.device)
-        num_chunks = chunk_count_by(self.machine) if config.backend == "nccl" else None
-        choice = AlgorithmChoice(names=(name,), num_chunks=num_chunks)
+        choice = choice_of(name, self.machine, by_nccl=config.backend == "nccl")
         needed = needed_groups(choice, dict.fromkeys(COLLECTIVE_STREAMS, spans))
         links = make_links(self.control.device, config.backend)
         groups = make_groups(self.topology, self.control.world.rank, needed, config, links)

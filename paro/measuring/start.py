@@ -55,9 +55,6 @@ class InterruptibleControl(Control):
         self._control = control
         self._exit_signal = exit_signal
 
-    def sum(self, values: list[float]) -> list[float]:
-        return self._control.sum(values)
-
     def gather(self, value: object) -> list[Any]:
         by_rank = self._control.gather((value, self._exit_signal.name))
         if names := [name for _, name in by_rank if name is not None]:

@@ -73,7 +73,8 @@ class ParamAllGatherPolicy:
     def _queue(self, last: int) -> list[Action]:
         """Return the all-gathers of updated buffers that the units up to `last` read."""
         due = [buffer for buffer in self._updated if self.first_use[buffer] <= last]
-        self._updated = [buffer for buffer in self._updated if self.first_use[buffer] > last]
+        if due:  # seldom, where all-gathers are queued just ahead of their use
+            self._updated = [buffer for buffer in self._updated if self.first_use[buffer] > last]
         return [(Verb.PARAM_ALL_GATHER, buffer) for buffer in due]
 
 

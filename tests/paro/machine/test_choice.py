@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paro.collectives.schedule import Op
-from paro.machine.choice import choice_by, chunk_count_by
+from paro.machine.choice import choice_of, chunk_count_by
 from paro.machine.machine import Machine, Measured
 from paro.topology import Axes, make_topology
 from tests.helpers.refusals import refused
@@ -25,7 +25,7 @@ def machine(**small_and_large: tuple[float, float]) -> Machine:
 
 
 def test_small_messages_take_the_one_that_wants_few_steps() -> None:
-    choice = choice_by(machine(h_ring=(1e-3, 1e-1), ho_ring=(2e-3, 5e-2)))
+    choice = choice_of("auto", machine(h_ring=(1e-3, 1e-1), ho_ring=(2e-3, 5e-2)), by_nccl=False)
     assert choice.names == ("h-ring", "ho-ring")
     best = [choice.best(Op.ALL_GATHER, Axes.BOTH, size) for size in (10, 10**3, 10**6, 10**8)]
     assert best == ["h-ring", "h-ring", "ho-ring", "ho-ring"]
@@ -33,10 +33,10 @@ def test_small_messages_take_the_one_that_wants_few_steps() -> None:
 
 def test_under_nccl_rings_of_single_messages_are_not_chosen() -> None:
     rows = machine(h_ring=(1e-3, 1e-3), native=(2e-3, 2e-3), ring=(1e-3, 1e-3))
-    choice = choice_by(rows, chunk_count_by(rows))
+    choice = choice_of("auto", rows, by_nccl=True)
     assert choice.names == ("native",)
     rings = machine(ring=(1.0, 1.0))
-    refused(lambda: choice_by(rings, chunk_count_by(None)), "no all_gather over intra axes")
+    refused(lambda: choice_of("auto", rings, by_nccl=True), "no all_gather over intra axes")
 
 
 def test_chunks_follow_the_links_or_the_size_alone() -> None:
@@ -53,7 +53,7 @@ def test_what_was_not_measured_is_named() -> None:
     whole = machine(native=(1.0, 2.0))
     rows = tuple(r for r in whole.measured if (r.op, r.axes) != (Op.ALL_REDUCE, Axes.INTER))
     partly = replace(whole, measured=rows)
-    refused(lambda: choice_by(partly), "no all_reduce over inter axes")
+    refused(lambda: choice_of("auto", partly, by_nccl=False), "no all_reduce over inter axes")
     # One group has no links between groups.
     one_group = replace(whole, group_size=4, measured=rows)
-    assert choice_by(one_group).names == ("native",)
+    assert choice_of("auto", one_group, by_nccl=False).names == ("native",)
