@@ -79,12 +79,17 @@ def find_pieces(
     for given in map(str, inputs):
         path = Path(given)
         with reading(f"--input {given}"):
+            is_saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
             if path.is_file():
                 pieces.append(_file_piece(path))
+            elif is_saved:
+                pieces.append(_hub_piece(given, None, split))
             elif path.is_dir():
-                pieces += _folder_pieces(path, split)
+                found = [file for file in path.rglob("*") if kind_of(file)]
+                pieces += _file_pieces(found, f"--input {given} holds no file that is {KINDS}")
             elif glob.has_magic(given):
-                pieces += _matching_pieces(given)
+                found = [*map(Path, glob.glob(given, recursive=True))]
+                pieces += _file_pieces(found, f"--input {given} matches no file")
             elif path.suffix not in (*SUFFIXES, *COMPRESSIONS) and HUB_NAME.fullmatch(given):
                 pieces.append(_hub_piece(given, config, split))
             else:
@@ -92,39 +97,26 @@ def find_pieces(
     return pieces
 
 
+def _file_pieces(paths: Sequence[Path], none_found: str) -> list[Piece]:
+    files = sorted(path for path in paths if path.is_file())
+    if not files:
+        raise UserError(none_found)
+    return [_file_piece(path) for path in files]
+
+
 def _file_piece(path: Path) -> Piece:
     kind = kind_of(path)
     if kind is None:
         raise UserError(f"--input {path}: give {KINDS} files, a folder of them, or a data set")
-    status = path.stat()
-    end = status.st_size
-    if kind is SourceKind.PARQUET:
-        end = open_parquet(str(path)).num_row_groups
+    status, is_parquet = path.stat(), kind is SourceKind.PARQUET
     return Piece(
         kind=kind,
         path=str(path),
         begin=0,
-        end=end,
+        end=open_parquet(str(path)).num_row_groups if is_parquet else status.st_size,
         num_bytes=status.st_size,
         stamp=status.st_mtime_ns,
     )
-
-
-def _matching_pieces(pattern: str) -> list[Piece]:
-    found = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
-    files = [path for path in found if path.is_file()]
-    if not files:
-        raise UserError(f"--input {pattern} matches no file")
-    return [_file_piece(path) for path in files]
-
-
-def _folder_pieces(folder: Path, split: str) -> list[Piece]:
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        return [_hub_piece(str(folder), None, split)]
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and kind_of(path))
-    if not files:
-        raise UserError(f"--input {folder} holds no file that is {KINDS}")
-    return [_file_piece(path) for path in files]
 
 
 def _hub_piece(name: str, config: str | None, split: str) -> Piece:
