@@ -98,16 +98,22 @@ def read_fingerprint(prefix: str | Path) -> Fingerprint | None:
         return None
     remedy = "write the corpus again, or remove this file to go without the check of its tokenizer"
     with about(suffix=f"; {remedy}"):
-        found: Fingerprint = read_json(path, Fingerprint)
-    return found
+        return _shared(read_json(path, Fingerprint))
 
 
-def check_tokenizer(prefix: str | Path, tokenizer: TokenizerConfig | None) -> Fingerprint | None:
-    """Return a corpus's fingerprint, if any; `UserError` if another tokenizer made the corpus."""
-    made_with = read_fingerprint(prefix)
+@cache
+def _shared(fingerprint: Fingerprint) -> Fingerprint:
+    """Return one object for equal fingerprints, of which thousands of corpora may have one."""
+    return fingerprint
+
+
+def check_tokenizer(
+    prefix: str | Path, made_with: Fingerprint | None, tokenizer: TokenizerConfig | None
+) -> None:
+    """Raise `UserError` if another tokenizer made a corpus, as far as both are known."""
     given = None if made_with is None or tokenizer is None else fingerprint_of(tokenizer)
     if made_with is None or given is None or given.digest == made_with.digest:
-        return made_with
+        return
     raise UserError(
         f"{prefix}.bin was made with {made_with.describe()}, and the tokenizer given is "
         f"{given.describe()}: give the first one, or write the corpus again with the second; if "

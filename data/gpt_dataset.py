@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.config import DataConfig
-from data.fingerprint import Fingerprint, check_tokenizer
+from data.fingerprint import check_tokenizer
 from data.index_cache import CacheEntry, cached
 from data.indexed_dataset import IndexedDataset, Tokens, bin_path
 from data.loss_mask import BEGINS, TRAINED, LossMask
@@ -137,12 +137,13 @@ class GPTDataset:
 
 def open_checked(
     config: DataConfig, prefix: str, vocab_size: int, tokenizer: TokenizerConfig | None
-) -> tuple[IndexedDataset, Fingerprint | None]:
-    """Return a corpus and its tokenizer's fingerprint; `UserError` unless the run can read it."""
-    corpus, recorded = IndexedDataset(prefix), check_tokenizer(prefix, tokenizer)
+) -> IndexedDataset:
+    """Return a corpus; `UserError` unless the run can read it."""
+    corpus = IndexedDataset(prefix)
+    check_tokenizer(prefix, corpus.made_with, tokenizer)
     check_vocabulary(corpus, vocab_size)
     config.check_conversations(prefix, has_loss_mask=corpus.loss_mask_file is not None)
-    return corpus, recorded
+    return corpus
 
 
 def check_vocabulary(indexed: IndexedDataset, vocab_size: int) -> None:

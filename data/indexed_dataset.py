@@ -12,6 +12,7 @@ import struct
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from data.atomic_file import replacing
 from data.block_checksums import BlockSums, CheckedFile, checksums_path, with_checks
-from data.fingerprint import Fingerprint, fingerprint_path, replacing_fingerprint
+from data.fingerprint import Fingerprint, fingerprint_path, read_fingerprint, replacing_fingerprint
 from data.loss_mask import LossMask, LossMaskFile, loss_mask_paths, replacing_loss_mask
 from paro.errors import UserError, reading, writing
 from paro.untrusted.regular_file import RegularFile
@@ -133,6 +134,11 @@ class IndexedDataset:
     @property
     def num_tokens(self) -> int:
         return self._content.size // self.dtype.itemsize
+
+    @cached_property
+    def made_with(self) -> Fingerprint | None:
+        """The tokenizer that made the corpus; None if it is unknown."""
+        return read_fingerprint(self.prefix)
 
     @property
     def has_checksums(self) -> bool:

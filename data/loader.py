@@ -6,9 +6,9 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 from itertools import chain, count, repeat
 from pathlib import Path
@@ -22,7 +22,6 @@ from data.batch import Batch, Failure, Fetch, Samples, TokenBytes
 from data.blend import Blend
 from data.blended_dataset import BlendedDataset, build_samples
 from data.config import DataConfig
-from data.fingerprint import Fingerprint
 from data.gpt_dataset import GPTDataset, SplitRequest, TooFewTokensError, open_checked
 from data.indexed_dataset import IndexedDataset
 from data.mock import MockDataset
@@ -51,12 +50,10 @@ class Datasets:
     """The data sets of all splits; None if a split is not requested or has no sample."""
 
     train: Samples
-    valid: Samples | None
-    test: Samples | None
+    valid: Samples | None = None
+    test: Samples | None = None
     named_valid: Mapping[str, Samples] = field(default_factory=dict)  # several sets, for `valid`
     causes: Mapping[str, str] = field(default_factory=dict)  # data set: why it has no sample
-    unchecked: Sequence[str] = ()  # prefixes of corpora without checksums
-    made_with: Mapping[str, Fingerprint | None] = field(default_factory=dict)  # prefix: tokenizer
 
     def describe(self) -> list[str]:
         """Return one line per split or validation set, printed at the start of a run."""
@@ -66,7 +63,15 @@ class Datasets:
         }
         for name, cause in self.causes.items():
             lines[name] = f"{name}: no samples, its evaluation is left out: {cause}"
-        return [*lines.values(), *no_checksums(self.unchecked)]
+        opened = {c.indexed.prefix: c.indexed for c in chain(*self.corpora().values())}
+        prefixes = [prefix for prefix, corpus in opened.items() if not corpus.has_checksums]
+        if prefixes:
+            names = [*prefixes[:_NAMED], f"{len(prefixes) - _NAMED} more"][: len(prefixes)]
+            lines["checksums"] = (
+                f"no checksums (.bin.crc), so damage is not noticed: {listed(names)}; "
+                "tools/inspect_dataset.py --write-checksums writes them"
+            )
+        return [*lines.values()]
 
     def corpora(self) -> dict[str, tuple[GPTDataset, ...]]:
         """Return the corpora of every data set, by the name under which it is reported."""
@@ -92,7 +97,7 @@ class Datasets:
         None unless all corpora of the set have equal counts, and their tokenizers are among those
         that the model was `trained_on`, if known.
         """
-        found = {self.made_with[corpus.indexed.prefix] for corpus in _corpora_of(samples)}
+        found = {corpus.indexed.made_with for corpus in _corpora_of(samples)}
         tables = {made_with.token_bytes if made_with else None for made_with in found}
         table = tables.pop() if len(tables) == 1 else None
         digests = (made_with.digest for made_with in found if made_with)
@@ -121,59 +126,39 @@ def build_datasets(
     vocab_size: int,
     tokenizer: TokenizerConfig | None = None,
 ) -> Datasets:
-    """Build the splits with the samples requested; `vocab_size` is unpadded."""
-    counts = {name: getattr(num_samples, name) for name in SPLIT_NAMES}
-    # Training data is opened even if no sample of it is requested: a run may only evaluate.
-    wanted = [name for name in SPLIT_NAMES if name == "train" or counts[name] != 0]
-    if config.mock_data:
-        mock = {
-            name: MockDataset(
-                num_samples=counts[name],
-                seq_length=config.seq_length,
-                vocab_size=vocab_size,
-                seed=config.seed,
-                stream=SPLIT_NAMES.index(name),
-            )
-            for name in wanted
-        }
-        return Datasets(train=mock["train"], valid=mock.get("valid"), test=mock.get("test"))
-    counts = {name: counts[name] for name in wanted}
-    return _build_from_corpora(config, counts, vocab_size, tokenizer)
+    """Build the splits with the samples requested; `vocab_size` is unpadded.
 
-
-def _build_from_corpora(
-    config: DataConfig,
-    counts: Mapping[str, int | None],
-    vocab_size: int,
-    tokenizer: TokenizerConfig | None,
-) -> Datasets:
-    """Return the splits in `counts`; a held-out split without a sample is skipped."""
-
-    unchecked = []
-    made_with: dict[str, Fingerprint | None] = {}
-    known: dict[Fingerprint | None, Fingerprint | None] = {}  # makes equal fingerprints one object
-    blends = _sets(config)
-    _allow_open_files(blends.values())
+    A held-out split of which no sample is requested, or which has none, is left out.
+    """
+    sets = _sets(config)
+    _allow_open_files(filter(None, sets.values()))
 
     @cache  # several splits and blends may share a corpus
     def open_corpus(prefix: str) -> IndexedDataset:
-        corpus, recorded = open_checked(config, prefix, vocab_size, tokenizer)
-        if not corpus.has_checksums:
-            unchecked.append(prefix)
-        made_with[corpus.prefix] = known.setdefault(recorded, recorded)
-        return corpus
+        return open_checked(config, prefix, vocab_size, tokenizer)
 
     found: dict[tuple[str, str], Samples] = {}
     causes: dict[str, str] = {}
-    for (split_name, set_name), blend in blends.items():
-        is_held_out = split_name != "train"
-        has_none = is_held_out and not share_of(config.split_in_use, split_name)
-        if split_name not in counts or has_none:
+    for (split_name, set_name), blend in sets.items():
+        # Training data is opened even if no sample of it is requested: a run may only evaluate.
+        is_held_out, count = split_name != "train", getattr(num_samples, split_name)
+        if is_held_out and count == 0:
+            continue
+        if blend is None:
+            found[split_name, set_name] = MockDataset(
+                num_samples=count,
+                seq_length=config.seq_length,
+                vocab_size=vocab_size,
+                seed=config.seed,
+                stream=SPLIT_NAMES.index(split_name),
+            )
+            continue
+        if is_held_out and not share_of(config.split_in_use, split_name):
             continue
         request = SplitRequest(
             split_name=split_name,
             config=config,
-            num_samples=counts[split_name],
+            num_samples=count,
             vocab_size=vocab_size,
             open_corpus=open_corpus,
         )
@@ -189,8 +174,6 @@ def _build_from_corpora(
         test=found.get(("test", "")),
         named_valid={name: samples for (_, name), samples in found.items() if name},
         causes=causes,
-        unchecked=unchecked,
-        made_with=made_with,
     )
 
 
@@ -204,25 +187,19 @@ def _allow_open_files(blends: Iterable[Blend]) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
-def no_checksums(prefixes: Sequence[str]) -> Iterator[str]:
-    """Yield a line on corpora without checksums, if there are any."""
-    if prefixes:
-        names = [*prefixes[:_NAMED], f"{len(prefixes) - _NAMED} more"][: len(prefixes)]
-        yield (
-            f"no checksums (.bin.crc), so damage is not noticed: {listed(names)}; "
-            "tools/inspect_dataset.py --write-checksums writes them"
-        )
-
-
-def _sets(config: DataConfig) -> dict[tuple[str, str], Blend]:
-    """Return the blend of each split, or of each named validation set."""
-    sets = {(split_name, ""): blend for split_name, blend in config.blends().items()}
-    if config.multiple_validation_sets:
-        valid = sets.pop(("valid", ""))
-        names = [Path(prefix).name for prefix in valid.prefixes]
-        for name, prefix in zip(names, valid.prefixes, strict=True):
+def _sets(config: DataConfig) -> dict[tuple[str, str], Blend | None]:
+    """Return the blend of each split, or of each named validation set; None: synthetic tokens."""
+    if config.mock_data:
+        return dict.fromkeys(((split_name, "") for split_name in SPLIT_NAMES), None)
+    sets: dict[tuple[str, str], Blend | None] = {}
+    for split_name, blend in config.blends().items():
+        if split_name != "valid" or not config.multiple_validation_sets:
+            sets[split_name, ""] = blend
+            continue
+        names = [Path(prefix).name for prefix in blend.prefixes]
+        for name, prefix in zip(names, blend.prefixes, strict=True):
             unique = name if names.count(name) == 1 else prefix
-            sets["valid", unique] = Blend(flag=valid.flag, prefixes=(prefix,))
+            sets[split_name, unique] = replace(blend, prefixes=(prefix,))
     return sets
 
 

@@ -306,7 +306,7 @@ def _data(plan: RunPrediction) -> Iterator[str]:
         if not (idx_path(prefix).exists() or bin_path(prefix).exists()):
             yield f"> data: {prefix} is not on this machine and was not checked"
             continue
-        corpus, _ = open_checked(config.data, prefix, config.vocab_size, config.tokenizer)
+        corpus = open_checked(config.data, prefix, config.vocab_size, config.tokenizer)
         yield (
             f"> data: {prefix} holds {corpus.num_tokens:,} tokens in {corpus.num_documents:,} "
             f"documents, {'with' if corpus.has_checksums else 'without'} checksums"

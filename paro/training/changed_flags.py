@@ -54,14 +54,13 @@ def order_record(
     if blend is not None:
         weights = [None] * len(blend.prefixes) if blend.weights is None else blend.shares()
         read = {corpus.indexed.prefix: corpus.indexed for corpus in datasets.train_corpora()}
-        tokenizers = {name: made.digest for name, made in datasets.made_with.items() if made}
         record["corpora"] = [
             {
                 "prefix": prefix,
                 "weight": None if weight is None else round(weight, _DIGITS),
                 "tokens": read[prefix].num_tokens,
                 "sequence_lengths_crc32": crc32(read[prefix].sequence_lengths().data),
-                "tokenizer": tokenizers.get(prefix),
+                "tokenizer": made.digest if (made := read[prefix].made_with) else None,
             }
             for prefix, weight in zip(blend.prefixes, weights, strict=True)
         ]
