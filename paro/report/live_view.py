@@ -156,7 +156,8 @@ class LiveView:
         rows = Table.grid(padding=(0, 2), expand=True)
         rows.add_column(style="bold cyan", no_wrap=True)
         rows.add_column(overflow="fold", ratio=1)
-        rows.add_row("loss", self._loss(metrics))
+        lowest = f"lowest so far {min(self._losses, default=math.nan):.4f}"
+        rows.add_row("loss", _row(f"{metrics.lm_loss:.4f}", Spark(self._losses), lowest))
         if self._held_out:
             rows.add_row("validation", Text(", ".join(self._held_out.values())))
         for name, text in self._figures(record, metrics).items():
@@ -177,10 +178,6 @@ class LiveView:
         label = Text(f"iteration {done}/{of}", style="bold")
         left = f"{100.0 * done / of:.1f}%, {duration(self._seconds_left)} left"
         return _row(label, ProgressBar(total=of, completed=done), left, justify="right")
-
-    def _loss(self, metrics: Metrics) -> Table:
-        lowest = f"lowest so far {min(self._losses, default=math.nan):.4f}"
-        return _row(f"{metrics.lm_loss:.4f}", Spark(self._losses), lowest)
 
     def _figures(self, record: IterationRecord, metrics: Metrics) -> dict[str, str]:
         facts, exposed = self._facts, record.exposed

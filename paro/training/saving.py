@@ -20,8 +20,8 @@ from paro.errors import RunError, StorageError, UserError
 from paro.optim.finite import not_finite
 from paro.report.earlier import next_number
 from paro.report.log import Log
-from paro.report.progress import ProgressFile
 from paro.report.record import RunFacts
+from paro.report.run_files import ProgressFile
 from paro.report.watchdog import Watchdog
 from paro.spec.states import PARAM
 from paro.training.resume import FROM_NOTHING, Resumed, common_record

@@ -58,7 +58,6 @@ READERS = {
     "paro.machine.files": "machine",
     "paro.machine.rules": "machine",
     "paro.report.dashboards": "tests/paro/report/test_dashboards.py",
-    "paro.report.progress": "tests/paro/report/test_progress.py",
     "paro.report.run_files": "metrics",
     "paro.training.resume": "records",
     "tools.bench.gpu_check.page": "tests/tools/bench/test_check_gpu.py",

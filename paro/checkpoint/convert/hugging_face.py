@@ -296,13 +296,12 @@ def _write_tokenizer(source: Source, directory: Path) -> list[str]:
 
 def _config_fields(source: Source) -> dict[str, Any]:
     """Return the source's own config.json if it describes this model; else a new one."""
-    ours = "tie_embeddings_and_output_weights"
-    tied = getattr(source.config, ours)
+    tied = source.config.tie_embeddings_and_output_weights
     if CONFIG in source.companions:
         fields = read_json(source.companions[CONFIG], dict[str, Any])
         described = llama_config(fields)
-        if replace(described, **{ours: tied}) == source.config:
-            if getattr(described, ours) != tied:  # the file stored another output layer
+        if replace(described, tie_embeddings_and_output_weights=tied) == source.config:
+            if described.tie_embeddings_and_output_weights != tied:  # another is stored
                 fields["tie_word_embeddings"] = tied
             known = [name for name in ("dtype", "torch_dtype") if name in fields]
             dtype = _stated_dtype(source, [fields[name] for name in known])
@@ -325,10 +324,10 @@ def _stated_dtype(source: Source, before: Sequence[Any]) -> str:
 
 def _zeros(source: Source, names: Sequence[str]) -> dict[str, LazyTensor]:
     """Return biases that are zero, one of each layer, in the type of its other biases."""
-    dtypes = [source.tensors[f"blocks.{layer}.bq"].dtype for layer in range(len(names))]
+    zeros = torch.zeros(source.config.hidden_size)
     return {
-        name: lazy(torch.zeros(source.config.hidden_size, dtype=dtype))
-        for name, dtype in zip(names, dtypes, strict=True)
+        name: lazy(zeros.to(source.tensors[f"blocks.{layer}.bq"].dtype))
+        for layer, name in enumerate(names)
     }
 
 

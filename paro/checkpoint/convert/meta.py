@@ -127,15 +127,15 @@ def _whole(config: LlamaConfig, name: str, dim: int | None, parts: list[Tensor])
     if name == "embedding.weight" and parts[0].shape[1] != config.hidden_size:
         dim = 1
     whole = joined([lazy(shard) for shard in parts], dim)
-    return _rotated(whole, config.kv_channels) if part in ("wq", "wk") else whole
+    if part not in ("wq", "wk"):
+        return whole
+    head = config.kv_channels
 
-
-def _rotated(tensor: LazyTensor, head: int) -> LazyTensor:
     def rows(start: int, stop: int) -> Tensor:
         low, high = start // head * head, -(-stop // head) * head
-        return half_rotation(tensor.rows(low, high), head)[start - low : stop - low]
+        return half_rotation(whole.rows(low, high), head)[start - low : stop - low]
 
-    return LazyTensor(shape=tensor.shape, dtype=tensor.dtype, rows=rows)
+    return replace(whole, rows=rows)
 
 
 def _config(directory: Path, params: _Params, shards: list[Mapping[str, Tensor]]) -> LlamaConfig:
