@@ -6,8 +6,8 @@ from datetime import datetime
 from typing import NoReturn
 
 from paro.arguments.parser import parse_args
+from paro.checkpoint.agreement import LockedFolders
 from paro.checkpoint.config import CheckpointConfig
-from paro.checkpoint.locked_folders import LockedFolders
 from paro.config.mistakes import wrong_values
 from paro.config.record import recorded_arguments, settings_of
 from paro.config.run import RunConfig, configure, take_world

@@ -26,10 +26,9 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 import torch
 
 from paro.arguments.parser import parse_args
-from paro.checkpoint.agreement import with_one_folder
+from paro.checkpoint.agreement import LockedFolders, ranks_by_folder, with_one_folder
 from paro.checkpoint.chunks import chunked_states
 from paro.checkpoint.load import load_checkpoint
-from paro.checkpoint.locked_folders import LockedFolders, ranks_by_folder
 from paro.checkpoint.save import write_states
 from paro.config.run import configure
 from paro.distributed.control import Control

@@ -239,8 +239,8 @@ def begin_checkpoint(
         tracker.unlink(missing_ok=True)
     for mark in root.glob(f"{RANK_MARK}*"):  # left by ranks killed in `ranks_by_folder`
         mark.unlink(missing_ok=True)
-    name = iteration_directory(root, iteration).name
-    partial = root / ".".join(filter(None, (name, token, _PARTIAL[1:])))
+    suffix = f".{token}{_PARTIAL}" if token else _PARTIAL
+    partial = iteration_directory(root, iteration).with_suffix(suffix)
     partial.mkdir()
     return partial
 

@@ -60,13 +60,8 @@ class LockHolder:
 
     def is_same_job(self, other: LockHolder) -> bool:
         """Return whether both are starts of one torchrun or SLURM job."""
-        return any(
-            mine and mine == theirs
-            for mine, theirs in (
-                (self.rendezvous_id, other.rendezvous_id),
-                (self.slurm_job, other.slurm_job),
-            )
-        )
+        jobs = (self.rendezvous_id, other.rendezvous_id), (self.slurm_job, other.slurm_job)
+        return any(mine and mine == theirs for mine, theirs in jobs)
 
     def is_dead_here(self) -> bool:
         """Return whether the process is known to be dead; False for a process on another host."""

@@ -42,9 +42,8 @@ def write_states(
     unchanged. If the lock of `ranks` is lost, nothing is renamed or removed.
     """
     blame = f"--save {directory_root}"
-    place = f"{directory_root} in torch_dist format"
-    log(f"saving checkpoint at iteration {iteration:7d} to {place}")
     root = Path(directory_root)
+    log(f"saving checkpoint at iteration {iteration:7d} to {root} in torch_dist format")
     check, token = ranks.check_lock, ranks.token
     folder = ranks.first_decides(
         lambda: begin_checkpoint(root, iteration, check=check, token=token), blame

@@ -19,8 +19,8 @@ from model.fusion import usable_kernels
 from model.matmul import check_matmul_types
 from model.units import num_parameters
 from paro.arguments.parser import take
+from paro.checkpoint.agreement import LockedFolders
 from paro.checkpoint.config import CheckpointConfig
-from paro.checkpoint.locked_folders import LockedFolders
 from paro.config.record import model_line, precision_line, recorded_arguments, trained_lines
 from paro.config.run import RunConfig
 from paro.distributed.control import Control

@@ -8,12 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paro.checkpoint.agreement import ranks_that_save
+from paro.checkpoint.agreement import LockedFolders, lock_folders, ranks_that_save
 from paro.checkpoint.background import Background, HostCopy
 from paro.checkpoint.chunks import chunked_states
 from paro.checkpoint.directory import newest_good, retire_checkpoint, set_aside
 from paro.checkpoint.folder_lock import LockLostError
-from paro.checkpoint.locked_folders import LockedFolders, lock_folders
 from paro.distributed.control import Control
 from paro.distributed.world import read_job_id
 from paro.errors import RunError, StorageError, UserError

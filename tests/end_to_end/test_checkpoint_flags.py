@@ -16,8 +16,8 @@ from unittest.mock import Mock
 import pytest
 
 from paro.checkpoint import folder_lock
+from paro.checkpoint.agreement import lock_folders
 from paro.checkpoint.lock_holder import LockHolder
-from paro.checkpoint.locked_folders import lock_folders
 from paro.report.config import run_record_path
 from tests.end_to_end.test_training import (
     RUN,

@@ -9,7 +9,7 @@ from random import Random
 
 from torch import Tensor
 
-from paro.checkpoint.locked_folders import LockedFolders, ranks_by_folder
+from paro.checkpoint.agreement import LockedFolders, ranks_by_folder
 from paro.distributed.world import World
 from paro.report.log import Log
 from paro.strategy import legal_letters

@@ -14,7 +14,7 @@ from torch import Tensor
 from data.batch import Batch
 from model.trainable import Trainable
 from model.units import parameter_shapes
-from paro.checkpoint.locked_folders import LockedFolders, ranks_by_folder
+from paro.checkpoint.agreement import LockedFolders, ranks_by_folder
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import device_for

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from paro.checkpoint.agreement import ranks_by_folder
 from paro.checkpoint.in_memory.snapshot import DATA, RECORD
-from paro.checkpoint.locked_folders import ranks_by_folder
 from paro.distributed.control import Control
 from paro.distributed.world import read_job_id, read_rendezvous_id
 from paro.errors import UserError, writing

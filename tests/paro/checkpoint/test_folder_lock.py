@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paro.checkpoint import folder_lock
-from paro.checkpoint.agreement import CheckpointRanks
+from paro.checkpoint.agreement import CheckpointRanks, lock_folders
 from paro.checkpoint.directory import (
     begin_checkpoint,
     finish_checkpoint,
@@ -29,7 +29,6 @@ from paro.checkpoint.folder_lock import (
     LockWaiter,
 )
 from paro.checkpoint.lock_holder import LockHolder
-from paro.checkpoint.locked_folders import lock_folders
 from paro.checkpoint.save import write_states
 from paro.errors import is_storage_failure
 from paro.training.saving import Saver

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 from paro.checkpoint import folder_lock
-from paro.checkpoint.agreement import ranks_that_save
+from paro.checkpoint.agreement import lock_folders, ranks_that_save
 from paro.checkpoint.folder_lock import FolderLock, LockLostError, LockWaiter
 from paro.checkpoint.lock_holder import LockHolder
-from paro.checkpoint.locked_folders import lock_folders
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.errors import UserError
