@@ -204,10 +204,7 @@ class CausalAttention(NamedTuple):
 
 
 def attend_saving(
-    backend: AttentionBackend,
-    qkv: QKV,
-    documents: Documents | None,
-    saved: SavedAttention | None,
+    backend: AttentionBackend, qkv: QKV, documents: Documents | None, saved: SavedAttention | None
 ) -> Tensor:
     """Compute causal attention within each document, or take its output from `saved`."""
     if saved is None and not _in_one_call(documents, qkv[0], backend):

@@ -130,16 +130,35 @@ class Fp8WeightCache:
     is_on: bool = False  # True: the weight's values stay until backward of the next forward
     cast: Any = None
 
+    def operand(
+        self, weight: Tensor, dtype: torch.dtype, fp8: Fp8 | None, *, transposed: bool
+    ) -> Operand:
+        """Cast the weight of a layer that computes in `dtype`, for `outputs` or `transposed`.
 
-def fp8_cache_of(weight: Tensor) -> Fp8WeightCache | None:
-    cache: Fp8WeightCache | None = getattr(weight, "fp8_cache", None)
+        If the weight's values stay until backward, forward makes both casts at once.
+        """
+        if self.cast is not None:
+            cached: Operand = self.cast
+            return cached
+        caches = fp8 is not None and self.is_on and not transposed
+        made = operand(weight.to(dtype), fp8, data=not transposed, transposed=transposed or caches)
+        if caches:
+            self.cast = made
+        return made
+
+
+NO_CACHE = Fp8WeightCache()
+
+
+def fp8_cache_of(weight: Tensor) -> Fp8WeightCache:
+    cache: Fp8WeightCache = getattr(weight, "fp8_cache", NO_CACHE)
     return cache
 
 
 def cached_cast(weight: Tensor) -> tuple[Tensor, ...]:
     """Return (data, transposed, scale) of a weight's cached cast as inputs of a compiled graph."""
-    cache = fp8_cache_of(weight)
-    return () if cache is None or cache.cast is None else cache.cast[:3]
+    cast = fp8_cache_of(weight).cast
+    return () if cast is None else cast[:3]
 
 
 def cache_casts(weights: Iterable[Tensor], dtype: torch.dtype, fp8: Fp8) -> None:
@@ -147,28 +166,5 @@ def cache_casts(weights: Iterable[Tensor], dtype: torch.dtype, fp8: Fp8) -> None
     with torch.no_grad():
         for weight in weights:
             cache = fp8_cache_of(weight)
-            if cache is not None and cache.is_on:
-                weight_operand(weight, dtype, fp8, cache, transposed=False)
-
-
-def weight_operand(
-    weight: Tensor,
-    dtype: torch.dtype,
-    fp8: Fp8 | None,
-    cache: Fp8WeightCache | None,
-    *,
-    transposed: bool,
-) -> Operand:
-    """Cast a weight of a layer that computes in `dtype`, for `outputs` or `transposed`.
-
-    If the weight's values stay until backward, forward makes both casts at once.
-    """
-    if cache is not None and cache.cast is not None:
-        cached: Operand = cache.cast
-        return cached
-    caches = fp8 is not None and cache is not None and cache.is_on and not transposed
-    made = operand(weight.to(dtype), fp8, data=not transposed, transposed=transposed or caches)
-    if caches:
-        assert cache is not None
-        cache.cast = made
-    return made
+            if cache.is_on:
+                cache.operand(weight, dtype, fp8, transposed=False)

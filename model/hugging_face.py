@@ -76,37 +76,13 @@ _FAMILIES = {
     ),
 }
 
-# Reasons why other models with gated MLPs are not supported.
+# Parts of the names of model types with gated MLPs that are not supported, and why.
 _EXPERTS = "its MLPs are mixtures of experts (MoE)"
-_GEMMA = "its norms multiply by 1 + weight, its embeddings are scaled, and its gate is GELU"
+_LAYER_NORM = "its norms are LayerNorm"
 _OTHERS = {
-    "gemma": _GEMMA,
-    "gemma2": f"{_GEMMA}; it also has norms after its layers and caps its logits",
-    "gemma3_text": f"{_GEMMA}; it also has norms after its layers and sliding windows",
-    "mixtral": _EXPERTS,
-    "qwen2_moe": _EXPERTS,
-    "qwen3_moe": _EXPERTS,
-    "olmoe": _EXPERTS,
-    "gpt_oss": _EXPERTS,
-    "llama4_text": _EXPERTS,
-    "deepseek_v2": f"{_EXPERTS}, and its attention is latent",
-    "deepseek_v3": f"{_EXPERTS}, and its attention is latent",
-    "qwen3_next": f"{_EXPERTS}, and some of its attention is linear",
-    "granite": "it multiplies embeddings, residuals, scores and logits by factors",
-    "olmo": "its norms have no weights",
-    "olmo2": "its norms come after its layers, and those of queries and keys span all heads",
-    "olmo3": "its norms come after its layers, and those of queries and keys span all heads",
-    "cohere": "its norms are LayerNorm, and attention and MLP run in parallel",
-    "cohere2": "its norms are LayerNorm, and attention and MLP run in parallel",
-    "phi": "its norms are LayerNorm, and it rotates a part of each head (partial_rotary_factor)",
-    "phi3": "its weights of queries, keys and values are one matrix, as are those of gate and up",
-    "stablelm": "its norms are LayerNorm, and it rotates a part of each head",
-    "starcoder2": "its norms are LayerNorm, and all its linear layers have biases",
-    "nemotron": "its norms are LayerNorm, and its MLP has no gate",
-    "glm": "it rotates a part of each head, in pairs of neighbours",
-    "glm4": "it rotates a part of each head, and has norms after its layers",
-    "smollm3": "some of its layers have no rotary positions",
-    "ministral": "its attention sees a sliding window",
+    "gemma": "its norms multiply by 1 + weight, its embeddings are scaled, and its gate is GELU",
+    **dict.fromkeys(("moe", "mixtral", "gpt_oss", "llama4", "deepseek", "qwen3_next"), _EXPERTS),
+    **dict.fromkeys(("cohere", "stablelm", "starcoder", "nemotron"), _LAYER_NORM),
 }
 
 # Fields that must have this value in every family; any other value is another architecture.
@@ -268,7 +244,7 @@ def llama_config(fields: Mapping[str, Any]) -> LlamaConfig:
 def _family(model_type: str) -> _Family:
     if model_type in _FAMILIES:
         return _FAMILIES[model_type]
-    why = _OTHERS.get(model_type)
+    why = next((reason for part, reason in _OTHERS.items() if part in model_type), None)
     raise UserError(
         f"model_type is {model_type!r} there, "
         + (f"which is another model: {why}" if why else f"and has to be one of {[*_FAMILIES]}")

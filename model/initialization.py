@@ -40,13 +40,12 @@ def parameter_initializers(config: LlamaConfig) -> dict[str, ParameterInit]:
     specs = {}
     for name, shape in parameter_shapes(config).items():
         part, numel = name.rpartition(".")[2], math.prod(shape)
-        std: float | None = narrow if part in ("wo", "w_down") else config.init_method_std
-        if len(shape) == 1:
-            std = None
+        std = bound = None
+        if part.endswith(down_name("")):
+            bound = shape[1] ** -0.5
+        elif len(shape) == 2 and not is_adapter(part):
+            std = narrow if part in ("wo", "w_down") else config.init_method_std
         constant = 0.0 if part in ("bq", "bk", "bv") or is_adapter(part) else 1.0
-        bound: float | None = None
-        if is_adapter(part):
-            std, bound = None, shape[1] ** -0.5 if part.endswith(down_name("")) else None
         specs[name] = ParameterInit(name=name, numel=numel, std=std, bound=bound, constant=constant)
     return specs
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from model.fp8 import Fp8, Operand, Scaled, cached_cast, fp8_cache_of, operand, weight_operand
-from model.matmul import input_grads, outputs, sink_of, weight_grad, weight_grad_to_number
+from model.fp8 import NO_CACHE, Fp8, Operand, Scaled, cached_cast, fp8_cache_of, operand
+from model.matmul import input_grads, outputs, sink_of, weight_grad
 from model.norm import SharedNorm
 
 # Frozen weights may have another type than activations. A matmul converts such a weight only while
@@ -51,7 +51,7 @@ class _NormedLinears(torch.autograd.Function):
         y_BSD = norm.in_forward(backward_follows=any(ctx.needs_input_grad))
         y = operand(y_BSD, fp8)
         made = (
-            outputs(y, weight_operand(weight, y_BSD.dtype, fp8, cache, transposed=False))
+            outputs(y, cache.operand(weight, y_BSD.dtype, fp8, transposed=False))
             for weight, cache in zip(weights, ctx.caches, strict=True)
         )
         return (x_BSD, *made) if passes_x else tuple(made)
@@ -76,7 +76,7 @@ class _NormedLinears(torch.autograd.Function):
         ]
         if needs_y:
             cast = (
-                weight_operand(weight, y_TD.dtype, ctx.fp8, cache, transposed=True)
+                cache.operand(weight, y_TD.dtype, ctx.fp8, transposed=True)
                 for weight, cache in zip(weights, ctx.caches, strict=True)
             )
             ctx.norm.add_products(flat_grads, cast)
@@ -133,7 +133,7 @@ class _GatedLinear(torch.autograd.Function):
             hidden_BSF = swiglu(gate_BSF, up_BSF, for_cast=bool(fp8 and fp8.fused))
         else:
             hidden_BSF = F.silu(gate_BSF).mul_(up_BSF)
-        weight = weight_operand(weight_DF, gate_BSF.dtype, fp8, ctx.cache, transposed=False)
+        weight = ctx.cache.operand(weight_DF, gate_BSF.dtype, fp8, transposed=False)
         return outputs(operand(hidden_BSF, fp8), weight)
 
     @staticmethod
@@ -145,7 +145,7 @@ class _GatedLinear(torch.autograd.Function):
         grad = operand(flat_TD, fp8, is_grad=True, data=needs_hidden, transposed=needs_weight)
 
         def hidden_grad() -> Tensor:
-            weight = weight_operand(weight_DF, gate_BSF.dtype, fp8, ctx.cache, transposed=True)
+            weight = ctx.cache.operand(weight_DF, gate_BSF.dtype, fp8, transposed=True)
             return input_grads(grad, weight).view_as(gate_BSF)
 
         def grad_of_weight(hidden_BSF: Tensor) -> Tensor | None:
@@ -199,7 +199,7 @@ class _Linear(torch.autograd.Function):
         needed_x = x_BSD if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(needed_x, weight_ED, *cached)
         ctx.fp8, ctx.sink = fp8, sink_of(weight_ED)
-        ctx.cache = None if torch.compiler.is_compiling() else fp8_cache_of(weight_ED)
+        ctx.cache = NO_CACHE if torch.compiler.is_compiling() else fp8_cache_of(weight_ED)
         weight = _Linear.weight(ctx, x_BSD, weight_ED, cached, transposed=False)
         return outputs(operand(x_BSD, fp8, again=needed_x is not None), weight)
 
@@ -211,7 +211,8 @@ class _Linear(torch.autograd.Function):
         if cached:
             data, turned, scale = cached
             return Scaled(data, turned, scale, x.dtype)
-        return weight_operand(weight_ED, x.dtype, ctx.fp8, ctx.cache, transposed=transposed)
+        made: Operand = ctx.cache.operand(weight_ED, x.dtype, ctx.fp8, transposed=transposed)
+        return made
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -230,7 +231,7 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, None, *(None for _ in cached)
 
 
-_LEAF = torch.zeros((), device="cpu", requires_grad=True)  # see `weight_grad_to_number`
+_LEAF = torch.zeros((), device="cpu", requires_grad=True)  # see `write_weight_grad` in matmul.py
 
 
 class _NumberedLinear(torch.autograd.Function):
@@ -249,7 +250,7 @@ class _NumberedLinear(torch.autograd.Function):
         grad_BSE = grads[0]
         grad_x = grad_BSE @ weight_ED if ctx.needs_input_grad[0] else None
         flat = grad_BSE.flatten(0, -2), x_BSD.flatten(0, -2)
-        return grad_x, None, None, weight_grad_to_number(*flat, number)
+        return grad_x, None, None, torch.ops.paro.write_weight_grad(*flat, number)
 
 
 def linear(x_BSD: Tensor, weight_ED: Tensor, fp8: Fp8 | None = None) -> Tensor:

@@ -34,7 +34,7 @@ from model.lora import AdaptedBlock, DropKey
 from model.matmul import number_weights
 from model.norm import SharedNorm, Slices, add_slices_after, rms_norm
 from model.rotary import rotate, rotations
-from model.units import UnitSpec, first_trained_unit, recomputed_groups, unit_specs
+from model.units import first_trained_unit, recomputed_groups, unit_specs
 
 
 class TokenInfo(NamedTuple):
@@ -174,7 +174,7 @@ class Block(AdaptedBlock):
     def _output(self, out_BSNH: Tensor, drops: DropKey | None) -> Tensor:
         out_BSD = out_BSNH.flatten(-2)
         y_BSD = linear(out_BSD, self.wo, self.fp8)
-        return self.adapted_alone("wo", y_BSD, _same, (out_BSD,), drops)
+        return self.adapted_alone("wo", y_BSD, lambda x_BSD: x_BSD, (out_BSD,), drops)
 
     def finish(self, x_BSD: Tensor, out_BSNH: Tensor) -> Tensor:
         """Compute the block's output from its input and the output of attention's core."""
@@ -201,10 +201,6 @@ def _compiled_block(backend: str) -> tuple[Callable[..., Any], ...]:
     """Return three compiled functions: a block; before attention's core; after it."""
     parts = (Block._plain, Block.project, Block.finish)
     return tuple(compiled(part, backend) for part in parts)
-
-
-def _same(x_BSD: Tensor) -> Tensor:
-    return x_BSD
 
 
 class Head(nn.Module):
@@ -266,7 +262,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.core: Core | None = None  # context-parallel attention of all blocks; None: within `x`
-        specs = self.units()
+        specs = unit_specs(self.config)
         # Groups of several blocks are recomputed by `forward`, not by each block.
         together = config.recompute is not None and config.recompute.group_size > 1
         self.embedding = Embedding()
@@ -295,7 +291,7 @@ class Llama(nn.Module):
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(is_trained(name))
         if self._together:
-            specs = self.units()
+            specs = unit_specs(self.config)
             self._groups = recomputed_groups(specs, first_trained_unit(specs, is_trained))
 
     def forward(
@@ -340,10 +336,6 @@ class Llama(nn.Module):
         tied_VD = self.embedding.weight if tied else None
         logits_or_loss: Tensor = self.head(x_BSD, labels_BS, token_weights_BS, tied_VD)
         return logits_or_loss
-
-    def units(self) -> tuple[UnitSpec, ...]:
-        """Return the units in forward order; the name of one is the path of its module."""
-        return unit_specs(self.config)
 
 
 def _recomputed(

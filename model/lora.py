@@ -76,7 +76,7 @@ class AdaptedBlock(nn.Module):
         lora = self.config.lora
         if lora is None or name not in lora.targets:
             return output
-        columns = shared.num_columns
+        columns = sources[0].shape[-1]  # of the input, too
         pair, mask = (
             self._pair(name, columns, output.shape[-1]),
             self._mask_of(name, columns, drops),

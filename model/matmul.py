@@ -123,19 +123,12 @@ _WRITE = "paro::write_weight_grad"
 torch.library.define(_WRITE, "(Tensor grad, Tensor x, Tensor number) -> Tensor")
 
 
+# Computes `weight_grad` into the sink of this number, in a graph, and returns 0 on the CPU. The 0
+# has to be the gradient of some leaf: a compiler drops a call whose result is unused.
 @torch.library.impl(_WRITE, "default")
 def _write(grad_TE: Tensor, x_TD: Tensor, number: Tensor) -> Tensor:
     weight_grad(grad_TE, x_TD, sink_of(_NUMBERED[int(number)]))
     return torch.zeros((), device="cpu")
-
-
-def weight_grad_to_number(grad_TE: Tensor, x_TD: Tensor, number: Tensor) -> Tensor:
-    """Compute `weight_grad` into the sink of this number, in a graph; return 0 on the CPU.
-
-    Use the 0 as the gradient of some leaf: a compiler drops a call whose result is unused.
-    """
-    zero: Tensor = torch.ops.paro.write_weight_grad(grad_TE, x_TD, number)
-    return zero
 
 
 @torch.library.register_fake(_WRITE)

@@ -106,12 +106,6 @@ class SharedInput:
         self._grad_y_TD: Tensor | None = None
         self._readers_left = 0  # number of readers whose backward has not run yet
 
-    @property
-    def num_columns(self) -> int:
-        """D, before `release`."""
-        assert self._y_BSD is not None, "released"
-        return self._y_BSD.shape[-1]
-
     def release(self) -> None:
         """Free the input; call it after the forward of every reader has finished."""
         self._y_BSD = None

@@ -49,7 +49,7 @@ class _Rotate(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.options = {"fused": fused, "for_cast": for_cast}
-        return _rotated(x_BSNH, cos, sin, fused=fused)
+        return _rotated(x_BSNH, cos, sin, inverse=False, fused=fused, for_cast=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -73,13 +73,7 @@ def rotate(
 
 
 def _rotated(
-    x_BSNH: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    inverse: bool = False,
-    fused: bool = False,
-    for_cast: bool = False,
+    x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool, fused: bool, for_cast: bool
 ) -> Tensor:
     if fused:
         from model.kernels import rotate as by_triton

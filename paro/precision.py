@@ -36,8 +36,6 @@ class PrecisionConfig:
         ):
             if dtype not in ("fp32", "bf16"):
                 raise UserError(f"{flag} {dtype} needs a scale per tensor: give bf16, or fp32")
-        if self.compute not in BYTES_OF:
-            raise ValueError(f"compute type {self.compute!r} is none of {', '.join(BYTES_OF)}")
         if self.grad_reduce_in_bf16 and self.compute != "bf16":
             raise UserError("--grad-reduce-in-bf16 needs --bf16")
         if self.grad_reduce_in_bf16 and self.accumulate_allreduce_grads_in_fp32:

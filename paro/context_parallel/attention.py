@@ -46,10 +46,7 @@ class ContextAttention:
         self._abandoned: list[AutogradAllToAll] = []
 
     def __call__(
-        self,
-        qkv: QKV,
-        documents: Documents | None,
-        saved: SavedAttention | None,
+        self, qkv: QKV, documents: Documents | None, saved: SavedAttention | None
     ) -> Tensor:
         if self._all_to_all is None:
             return self._within(qkv, documents, saved)
@@ -117,8 +114,7 @@ def make_context_attention(
     elif layout.ring > 1:
         spans = layout.rings(groups.topology)
         inner, outer = (Ring(groups, StreamKind.CONTEXT, span) for span in spans)
-        rings = RingKVExchange(inner, outer, groups.links.exposure)
-        within = blockwise_attention(rings, backend)
+        within = blockwise_attention(RingKVExchange(inner, outer), backend)
     span = layout.heads_span(groups.topology)
     return ContextAttention(layout, AllToAll(groups, span) if span else None, within)
 

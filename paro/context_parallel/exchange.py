@@ -40,17 +40,16 @@ from paro.collectives.schedule import Op
 from paro.collectives.shifts import Ring, Turn
 from paro.context_parallel.blockwise import AddGrads, Attend, GradsOf, in_two
 from paro.distributed.comm_stream import Event
-from paro.distributed.exposed_time import Exposure, WaitKind
+from paro.distributed.exposed_time import WaitKind
 from paro.topology import AxisSpan, nested_range
 
 
 class RingKVExchange:
     """A `KVExchange` along the ring `inner`, nested in `outer`; either may have one rank."""
 
-    def __init__(self, inner: Ring, outer: Ring, exposure: Exposure) -> None:
+    def __init__(self, inner: Ring, outer: Ring) -> None:
         self._inner = inner
         self._outer = outer
-        self._exposure = exposure
         self.ring_rank = inner.position + inner.size * outer.position
         self.ring_size = inner.size * outer.size
 
@@ -63,7 +62,7 @@ class RingKVExchange:
         if self._outer.size == 1:
             self._turn_0(own_2BTKH, 0, total, grads_of)
             return total
-        between = _RingSum(self._outer, total, self._exposure)
+        between = _RingSum(self._outer, total)
         now, later = in_two(own_2BTKH)
         turns = self._received(self._outer, own_2BTKH)
         next(turns)
@@ -83,7 +82,7 @@ class RingKVExchange:
             grads_of(self.ring_rank, own_2BTKH, first)(total_2BTKH)
             return
         now, later = in_two(own_2BTKH)
-        in_group = _RingSum(self._inner, total_2BTKH, self._exposure)
+        in_group = _RingSum(self._inner, total_2BTKH)
         for (_, step), source, kv_2BTKH in self._steps(iter([own_2BTKH.contiguous()])):
             if step:
                 in_group.add(grads_of(source, kv_2BTKH, first))
@@ -95,7 +94,7 @@ class RingKVExchange:
 
     def _later_turns(self, turns: Iterator[Tensor], between: _RingSum, grads_of: GradsOf) -> None:
         """Run the turns after turn 0, and send the last sum between groups to its owner."""
-        in_group = _RingSum(self._inner, between.like, self._exposure)
+        in_group = _RingSum(self._inner, between.like)
         started: list[AddGrads] = []  # a turn's own share, not yet summed
 
         def finish_turn() -> None:
@@ -133,9 +132,9 @@ class RingKVExchange:
             if len(buffers) < 2:
                 buffers.append(torch.empty_like(first))
             incoming = buffers[number % 2]
-            event = _shift(ring, held, incoming, self._exposure)
+            event = _shift(ring, held, incoming)
             yield held
-            self._exposure.wait(WaitKind.CONTEXT, event)
+            ring.groups.links.exposure.wait(WaitKind.CONTEXT, event)
             held = incoming
         yield held
 
@@ -143,10 +142,9 @@ class RingKVExchange:
 class _RingSum:
     """A sum in fp32 that follows keys and values round a ring; every rank adds its share."""
 
-    def __init__(self, ring: Ring, like: Tensor, exposure: Exposure) -> None:
+    def __init__(self, ring: Ring, like: Tensor) -> None:
         self._ring = ring
         self.like = like
-        self._exposure = exposure
         self._buffers: list[Tensor] = []  # this rank's sum, and the sum that arrives
         self._event: Event | None = None
 
@@ -161,12 +159,12 @@ class _RingSum:
         total, incoming = self._buffers
         for share in shares:
             share(total)
-        self._event = _shift(self._ring, total, incoming, self._exposure)
+        self._event = _shift(self._ring, total, incoming)
 
     def _receive(self) -> Tensor:
         """Return the sum that has arrived; it is valid until the next `add`."""
         assert self._event is not None, "nothing is on its way"
-        self._exposure.wait(WaitKind.CONTEXT, self._event)
+        self._ring.groups.links.exposure.wait(WaitKind.CONTEXT, self._event)
         self._event = None
         self._buffers.reverse()
         return self._buffers[0]
@@ -176,8 +174,8 @@ class _RingSum:
         total += self._receive()
 
 
-def _shift(ring: Ring, outgoing: Tensor, incoming: Tensor, exposure: Exposure) -> Event:
-    with exposure.submitting(WaitKind.CONTEXT):
+def _shift(ring: Ring, outgoing: Tensor, incoming: Tensor) -> Event:
+    with ring.groups.links.exposure.submitting(WaitKind.CONTEXT):
         return ring.shift(outgoing, incoming, Turn.CLOCKWISE)
 
 

@@ -18,6 +18,7 @@ from model.flops import flops_per_token
 from model.fusion import usable_kernels
 from model.initialization import initial_values, parameter_initializers
 from model.llama import Llama
+from model.units import unit_specs
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.matrices import MatrixExchange
@@ -167,7 +168,7 @@ def _spread(
     (span,) = {one.span for spec in specs for one in spec.collectives[Verb.GATHER]}
     ring = Ring(groups, StreamKind.ROTATE, span)
     rotated = make_rotated_units(model, specs, context, ring)
-    return RotatedModel(model, model.units(), rotated, policy, timers)
+    return RotatedModel(model, unit_specs(model.config), rotated, policy, timers)
 
 
 def _sharding_context(

@@ -17,6 +17,7 @@ from model.config import LlamaConfig, RecomputeConfig
 from model.hugging_face import hugging_face_config, hugging_face_name
 from model.initialization import initialize_whole
 from model.llama import Llama
+from model.units import unit_specs
 from tests.helpers.hopper import hopper
 from tests.model.values import SMALL, assert_near
 
@@ -171,7 +172,7 @@ def test_a_hopper_keeps_attention_by_cudnn(config: LlamaConfig, variant: str) ->
 def test_units_hold_everything_once_and_run_once(variant: str) -> None:
     """Hooks on units gather and release: recomputation must not run them again."""
     model = recomputing(variant)
-    units = model.units()
+    units = unit_specs(model.config)
     assert [unit.name for unit in units] == [
         "embedding", "blocks.0", "blocks.1", "blocks.2", "head",
     ]  # fmt: skip
@@ -203,7 +204,7 @@ def test_units_of_one_recomputed_run_run_again_together(
     model = recomputing("uniform, 2 and what is left")
     model.freeze(lambda name: not name.startswith(frozen))
     order: list[str] = []
-    for unit in model.units():
+    for unit in unit_specs(model.config):
         module = model.get_submodule(unit.name)
         module.register_forward_pre_hook(lambda *_, name=unit.name: order.append(name))
 

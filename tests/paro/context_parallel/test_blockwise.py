@@ -114,7 +114,7 @@ class Ways:
     def ring(self, *spans: tuple[Any, ...], streams: CommStreams) -> RingKVExchange:
         groups = replace(self.groups, links=self.links(streams))
         inner, outer = (Ring(groups, StreamKind.CONTEXT, span) for span in spans)
-        return RingKVExchange(inner, outer, self.exposure)
+        return RingKVExchange(inner, outer)
 
     def rings(self, streams: CommStreams) -> Iterator[RingKVExchange]:
         """A flat one and, with several groups, a double one."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from model import fp8, layers
 from model.config import RecomputeConfig
-from model.fp8 import Fp8, Operand
+from model.fp8 import NO_CACHE, Fp8, Operand
 from paro.precision import PrecisionConfig
 from paro.training.step import train_step
 from tests.helpers.training import TINY, begun, built
@@ -150,7 +150,7 @@ def test_results_are_those_of_casts_at_every_use(
 ) -> None:
     kept = trained(more)
     for module in (fp8, layers):
-        monkeypatch.setattr(module, "fp8_cache_of", lambda _: None)
+        monkeypatch.setattr(module, "fp8_cache_of", lambda _: NO_CACHE)
     torch._dynamo.reset()
     for found, wanted in zip(kept, trained(more), strict=True):
         assert torch.equal(found, wanted)

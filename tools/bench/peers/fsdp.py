@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from data.loader import Batch
+from model.units import unit_specs
 from paro.distributed.control import Control
 from paro.errors import UserError
 from tools.bench.peers.task import (
@@ -67,7 +68,7 @@ class FullySharded(Contender):
             shape = task.run.batches.data_parallel_size, context.context_parallel_size
             ranks = init_device_mesh(control.device.type, shape, mesh_dim_names=("data", "context"))
             self.model.core = torch_ring(ranks["context"].get_group(), context.cp_comm_type)
-        units = [self.model.get_submodule(unit.name) for unit in self.model.units()]
+        units = [self.model.get_submodule(unit.name) for unit in unit_specs(self.model.config)]
         for module in units:
             # The last unit's backward follows its forward at once.
             fully_shard(
