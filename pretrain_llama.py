@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from typing import NoReturn
 
 from paro.arguments.parser import parse_args
-from paro.checkpoint.agreement import LockedFolders
+from paro.checkpoint.agreement import LockedFolders, lock_folders
 from paro.checkpoint.config import CheckpointConfig
 from paro.config.mistakes import wrong_values
 from paro.config.record import recorded_arguments, settings_of
@@ -22,14 +23,14 @@ from paro.report.dashboards import check_login
 from paro.report.log import Log, Terminal, live_is_wanted, set_logging_level
 from paro.report.log_line import arguments_block
 from paro.report.memory import resident_bytes
+from paro.report.profiler import MemoryHistory, Profiler
 from paro.report.report import Report
 from paro.report.watchdog import Watchdog
 from paro.training.assembly import build_sources
-from paro.training.changed_flags import order_record
 from paro.training.in_memory import InMemoryCheckpointer, in_memory_checkpoints
 from paro.training.loop import Loop
 from paro.training.resume import check_source
-from paro.training.saving import Saver, locked_folders_of
+from paro.training.saving import Saver
 from paro.training.step import TrainState
 
 
@@ -55,12 +56,15 @@ def main() -> None:
         with distributed(config.runtime, world, settings) as control:
             check_source(config.checkpoint, config.train, control)
             watchdog.begins("claiming the folder of --save", 0)
+            log = Log(rank=world.rank, world_size=world.size)
             # Lock --save before anything is read from it or written to it.
-            with locked_folders_of(config.save_folder, control, watchdog) as locked:
+            lock: AbstractContextManager[LockedFolders | None] = nullcontext()
+            if (folder := config.save_folder) is not None:
+                lock = lock_folders(folder, control, log.log0, progressed=watchdog.progressed)
+            with lock as locked:
                 chosen = plan_on_this_machine(config, control, watchdog)
                 if chosen is None:
                     return
-                log = Log(rank=world.rank, world_size=world.size)
                 with in_memory_checkpoints(chosen, control, log) as snapshots:
                     run(chosen, control, locked, snapshots, watchdog)
 
@@ -92,34 +96,27 @@ def run(
         state.consumed_valid_samples = 0  # evaluate every checkpoint on the same samples
     watchdog.begins("opening the data sets and the report", state.iteration)
     with control.raise_on_all_ranks():
-        datasets = setup.open_data(config, state, resumed, log)
+        datasets, resumed = setup.open_data(config, state, resumed, log)
     for line in (*datasets.describe(), f"[after dataloaders are built] datetime: {datetime.now()}"):
         log.log0(line)
     sources = build_sources(config, datasets, training, state, trained_on=resumed.trained_on)
 
     with control.raise_on_all_ranks():
         watchdog.open_heartbeat(config.watch)
-        observers = (watchdog, *setup.profilers_of(config, log, training))
+        folder = config.report.tensorboard_dir or config.checkpoint.save
+        profiler = Profiler(config.profile, log, folder=folder)
+        observers = (watchdog, profiler, MemoryHistory(config.profile, log, control.device))
     report = setup.start_report(config, training, state, locked, log, bytes_before)
     if (recovery := resumed.recovery) is not None:
         samples = state.consumed_train_samples
         report.dashboards.write(recovery.panel(), state.iteration, samples)
-    order = order_record(config.data, config.train, config.batches, datasets)
     if snapshots is not None:
-        snapshots.begin(training, order, resumed)
+        snapshots.begin(training, resumed)
     saver = None
     if locked is not None:
-        saver = Saver(
-            config, training, log, locked, facts=report.facts, order=order, resumed=resumed
-        )
+        saver = Saver(config, training, log, locked, facts=report.facts, resumed=resumed)
     loop = Loop(
-        training,
-        state,
-        sources,
-        report,
-        saving=saver,
-        snapshots=snapshots,
-        observers=observers,
+        training, state, sources, report, saving=saver, snapshots=snapshots, observers=observers
     )
     if is_live:
         setup.open_view(config, report, terminal, placement)

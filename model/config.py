@@ -137,6 +137,8 @@ class LlamaConfig:
                 f"--rope-scaling-low-freq-factor {self.rope_scaling_low_freq_factor} must be below "
                 f"--rope-scaling-high-freq-factor {self.rope_scaling_high_freq_factor}"
             )
+        if self.torch_compile is not None and self.lora is not None:
+            raise UserError("--torch-compile compiles no adapters: leave it or --lora-rank out")
 
     def parts_misfit(self, device_type: str, compute: str) -> str | None:
         """Say why attention returns no log-sum-exp, needed to merge parts, and what to change.

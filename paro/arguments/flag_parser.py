@@ -30,13 +30,11 @@ class FlagParser(ArgumentParser):
             for path in arg_strings:
                 if not path:
                     raise ArgumentError(action, "the path is empty")
-                if _is_too_long(os.fsencode(path)):
+                encoded = os.fsencode(path)
+                longest_name = max(map(len, encoded.split(b"/")))
+                if len(encoded) > _MAX_PATH_BYTES or longest_name > _MAX_NAME_BYTES:
                     raise ArgumentError(action, f"too long: {path}")
         return super()._get_values(action, arg_strings)
-
-
-def _is_too_long(path: bytes) -> bool:
-    return len(path) > _MAX_PATH_BYTES or max(map(len, path.split(b"/"))) > _MAX_NAME_BYTES
 
 
 _FLAG = re.compile(r"--|-[a-zA-Z]+$")

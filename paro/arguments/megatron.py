@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paro.arguments.flag_parser import by_flag
+from paro.errors import one_line
 from paro.text import listed
 
 # ("LLaMA's part for the part of Megatron-LM's default GPT", flags that select LLaMA's part)
@@ -72,17 +73,13 @@ def _rules() -> Iterator[Rule]:
     """Yield all rows of the table, by flag."""
     for row in _TABLE["partly_accepted"]:
         values, where = tuple(row.get("values", ())), row.get("where")
-        why, instead = _one_line(row["why"]), _one_line(row["instead"])
+        why, instead = one_line(row["why"]), one_line(row["instead"])
         for flag in row["flags"].split():
             yield Rule(flag, Outcome.ACCEPTED, why, instead, values, where)
     for outcome in Outcome:
         for flags, text in _TABLE[outcome.value]:
-            texts = ("", _one_line(text)) if outcome is Outcome.REFUSED else (_one_line(text),)
+            texts = ("", one_line(text)) if outcome is Outcome.REFUSED else (one_line(text),)
             yield from (Rule(flag, outcome, *texts) for flag in flags.split())
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 _TABLE: dict[str, Any] = tomllib.loads(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError, _ArgumentGroup
+from argparse import ArgumentParser, _ArgumentGroup
 
 from model.config import ATTENTION_BACKENDS, COMPILERS, LLAMA_PRESETS, preset_name
 from paro.schedule.lr_schedule import DECAY_STYLES, WEIGHT_DECAY_STYLES, WSD_DECAY_STYLES
@@ -12,18 +12,15 @@ from paro.spec.optim_config import COEFFICIENT_TYPES, SCALE_MODES
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
 
-def _attention_backend(word: str) -> str:
-    return {"cudnn": "fused", "math": "unfused"}.get(word, word)
-
-
 # Flags in two or three lines each read as a table; the formatter would use six.
 # fmt: off
 
 
 def _add_kernel_args(group: _ArgumentGroup) -> None:
     add = group.add_argument
-    add("--attention-backend", type=_attention_backend, choices=ATTENTION_BACKENDS, default="auto",
-        metavar="NAME",
+    synonyms = {"cudnn": "fused", "math": "unfused"}
+    add("--attention-backend", type=lambda name: synonyms.get(name, name), metavar="NAME",
+        choices=ATTENTION_BACKENDS, default="auto",
         help="the kernel of attention: flash; fused or cudnn; unfused, local or math, matrix "
         "products that keep all scores; auto (the default): what torch chooses. It is tried at "
         "the start, and logged")
@@ -222,22 +219,16 @@ def add_regularization_args(parser: ArgumentParser) -> None:
         "where it works, which is tried at the start, and logged, else torch's")
 
 
-def _optimizer(text: str) -> str:
-    """Return the optimizer's name; dist_muon is Megatron's old name of muon with sharded states."""
-    return "muon" if text == "dist_muon" else text
-
-
-def add_optimizer_args(parser: ArgumentParser, *, trains: bool = True) -> None:
-    """`trains`: with the flags that only a training needs."""
+def add_optimizer_args(parser: ArgumentParser) -> None:
     add = parser.add_argument_group(
         "optimizer", "Muon is for the matrices of blocks; --adam-* and --weight-decay hold too.",
     ).add_argument
-    add("--optimizer", type=_optimizer, choices=("adam", "muon"), default="adam",
+    synonyms = {"dist_muon": "muon"}  # Megatron's old name of muon with sharded states
+    add("--optimizer", type=lambda name: synonyms.get(name, name), choices=("adam", "muon"),
+        default="adam",
         help="adam, which is AdamW; muon: Muon for the matrices of blocks, AdamW for all else")
     add("--muon-num-ns-steps", type=int, metavar="STEPS", default=5,
         help="steps of Newton-Schulz")
-    if not trains:
-        return
     add("--muon-momentum", type=float, metavar="X", default=0.9,
         help="decay of the mean of gradients")
     add("--muon-nesterov", action="store_true", help="read the mean a step ahead")
@@ -311,8 +302,7 @@ def add_mixed_precision_args(parser: ArgumentParser) -> None:
         help="it halves at a non-finite step once so many were seen since it last doubled")
 
 
-def add_inter_bits_args(parser: ArgumentParser, *, trains: bool) -> None:
-    """`trains`: with the flags that only a training needs."""
+def add_inter_bits_args(parser: ArgumentParser) -> None:
     add = parser.add_argument_group(
         "fewer bits between groups",
         "What crosses groups once a step may be rounded to codes; all else stays exact.",
@@ -332,8 +322,6 @@ def add_inter_bits_args(parser: ArgumentParser, *, trains: bool) -> None:
     add("--paro-inter-bits", choices=("auto",),
         help="auto: the planner chooses 4 bits for both where --paro-machine is faster with them, "
         "and 16 where packing costs more than it saves; without it the planner never chooses bits")
-    if not trains:
-        return
     add("--paro-inter-bits-warmup-iters", type=int, metavar="ITERATIONS",
         help="send 16 bits for so long at the start; default: the learning rate's warm-up")
 
@@ -363,13 +351,10 @@ def add_context_args(parser: ArgumentParser) -> None:
 
 
 def _ranks_or_auto(text: str) -> int | str:
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError as error:
-        raise ArgumentTypeError(f"{text!r} is neither a number of ranks nor auto") from error
+    return text if text == "auto" else int(text)
 
+
+_ranks_or_auto.__name__ = "number of ranks or auto"  # argparse prints this name in its error line
 
 # In the order of --help.
 MODEL_GROUPS = (

@@ -144,16 +144,16 @@ def corrected(
     """
     actions = parser._option_string_actions
     instead = replacements(args)
-    heads = (flag.partition("=")[0] for flag, *_ in by_flag(words))
+    heads = [flag.partition("=")[0] for flag, *_ in by_flag(words)]
+    if all(name in actions and name not in instead for name in heads):
+        return ""
     given = {actions[name].dest for name in heads if name in actions}
     kept: dict[str, list[str]] = {}
     added: list[list[list[str]]] = []
     left_out: list[str] = []
-    is_foreign = False  # True: some flag does not belong to this program
     for flag, *values in by_flag(words):
         name, equals, value = flag.partition("=")
         values = [value, *values] if equals else values
-        is_foreign |= name in instead or name not in actions
         if name in instead:
             added.append(list(by_flag(instead[name])))
             continue
@@ -163,8 +163,7 @@ def corrected(
         *switches, name = names
         action = actions[name]
         other = better.get(action.dest, ...)
-        any_number = isinstance(action.nargs, str)  # True: the flag takes any number of values
-        most = None if any_number else 1 if action.nargs is None else int(action.nargs)
+        most = 1 if action.nargs is None else action.nargs  # a text: any number of values
         is_long = max(map(len, values), default=0) > _LONGEST
         if name in refused or is_long or other == action.default:
             left_out.append(shlex.join([name, *values]))
@@ -172,7 +171,7 @@ def corrected(
         kept |= {switch: [switch] for switch in switches}
         if other is not ...:
             values = list(map(str, other)) if isinstance(other, list) else [str(other)]
-        kept[name] = [name, *values[:most]]
+        kept[name] = [name, *values[: most if isinstance(most, int) else None]]
     notes = [one_line(f"Left out for their values: {listed(left_out)}")] if left_out else []
     notes += _replace(kept, added)
     for action in parser._actions:
@@ -180,8 +179,6 @@ def corrected(
         if action.dest not in given and new not in (None, action.default):
             kept.setdefault(action.option_strings[0], [action.option_strings[0], str(new)])
     groups = list(kept.values())
-    if not is_foreign:
-        return ""
     head = "These flags are left; paste them after pretrain_llama.py:"
     return "\n".join([*notes, head, " \\\n".join(wrapped(groups))])
 

@@ -210,11 +210,13 @@ def non_default(arguments: Mapping[str, object]) -> list[str]:
 def take(config_type: type[Config], args: Namespace, **derived: Any) -> Config:
     """Build a config dataclass: each field from the argument of its name, or `paro_` + its name.
 
-    `derived` has the values of fields that do not come from one argument.
+    A flag with several values fills a tuple. `derived` has the values of fields that do not come
+    from one argument.
     """
-    named = {field.name for field in fields(config_type)} - derived.keys()  # type: ignore[arg-type]
-    places = {name: name if hasattr(args, name) else f"paro_{name}" for name in named}
-    return config_type(**{name: getattr(args, at) for name, at in places.items()}, **derived)
+    for name in {field.name for field in fields(config_type)} - derived.keys():  # type: ignore[arg-type]
+        value = getattr(args, name if hasattr(args, name) else f"paro_{name}")
+        derived[name] = tuple(value) if isinstance(value, list) else value
+    return config_type(**derived)
 
 
 def _describe_unknown(unknown: Sequence[str], parser: ArgumentParser) -> Iterator[str]:
@@ -277,8 +279,7 @@ def _add_paro_args(parser: ArgumentParser) -> None:
         help="how many units ahead of their first use updated parameters are all-gathered; all: "
         "as soon as they are updated; default: all under gloo, one more than "
         "--paro-prefetch-units under nccl")
-    add_inter_bits_args(parser, trains=True)
-
+    add_inter_bits_args(parser)
 
 
 def _add_distributed_args(parser: ArgumentParser) -> None:

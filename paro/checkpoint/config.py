@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from model.config import LlamaConfig
-from paro.errors import UserError, contradiction
+from paro.errors import UserError, check_least, contradiction
 
 # Fields of the model that a run may change when it continues.
 _FREE_FIELDS = frozenset(
@@ -67,6 +67,13 @@ class CheckpointConfig:
         ):
             if is_given and self.load is None:
                 raise UserError(f"{flag} needs --load")
+        check_least(0, ckpt_step=self.ckpt_step)
+        check_least(
+            1,
+            save_interval=self.save_interval,
+            save_retain_interval=self.save_retain_interval,
+            non_persistent_save_interval=self.non_persistent_save_interval,
+        )
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             one = "--override-opt_param-scheduler"
             raise contradiction(one, "--use-checkpoint-opt_param-scheduler")
@@ -80,7 +87,7 @@ class CheckpointConfig:
         if self.save_retain_interval is None:
             return
         flag = f"--save-retain-interval {self.save_retain_interval}"
-        if not self.save_interval:
+        if self.save_interval is None:
             raise UserError(f"{flag} needs --save-interval, of which it is a multiple")
         if self.save_retain_interval % self.save_interval != 0:
             raise UserError(f"{flag} must be a multiple of --save-interval {self.save_interval}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import tempfile
 from collections.abc import Callable
 from inspect import signature
@@ -22,7 +21,7 @@ from paro.config.resolve import resumed_samples
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
 from paro.distributed.world import LaunchConfig
-from paro.errors import UserError, check_least, count_text
+from paro.errors import UserError, count_text
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.schedule.batch_schedule import BatchSchedule
@@ -69,21 +68,24 @@ def check_fp8(
             )
 
 
-def check_context(sharding: ShardingConfig, model: LlamaConfig, seq_length: int) -> None:
-    """Raise `UserError` if ranks cannot share samples of this model and length."""
-    if sharding.context.context_parallel_size > 1:
-        world = sharding.world
+def check_context(
+    sharding: ShardingConfig,
+    model: LlamaConfig,
+    seq_length: int,
+    precision: PrecisionConfig,
+    device_type: str,
+) -> None:
+    """Raise `UserError` if ranks cannot share samples of this model and length.
+
+    Also if flags need attention's log-sum-exp and no kernel returns one.
+    """
+    world, context = sharding.world, sharding.context
+    if context.context_parallel_size > 1:
         limits = ContextLimits(
             model=model, world_size=world.size, group_size=world.group_size, seq_length=seq_length
         )
-        sharding.context.check(limits, rotates=sharding.materialize == "rotate")
-
-
-def check_attention(
-    model: LlamaConfig, sharding: ShardingConfig, precision: PrecisionConfig, device_type: str
-) -> None:
-    """Raise `UserError` if flags need attention's log-sum-exp and no kernel returns one."""
-    check_parts(model, sharding.context, device_type, precision.compute)
+        context.check(limits, rotates=sharding.materialize == "rotate")
+    check_parts(model, context, device_type, precision.compute)
 
 
 def check_muon(
@@ -101,11 +103,6 @@ def check_muon(
             f"--optimizer muon updates matrices of blocks, and --trainable {trainable} has none: "
             "leave it out"
         )
-
-
-def check_compile(model: LlamaConfig) -> None:
-    if model.torch_compile is not None and model.lora is not None:
-        raise UserError("--torch-compile compiles no adapters: leave it or --lora-rank out")
 
 
 def check_collective(sharding: ShardingConfig, device_type: str) -> None:
@@ -132,16 +129,15 @@ PLANNED_CHECKS: tuple[Callable[..., None], ...] = (
     check_collective,
     check_sequence,
     check_context,
-    check_attention,
-    check_compile,
     check_muon,
     check_fp8,
 )
 
 
 def needs_of(make: Callable[..., object]) -> tuple[str, ...]:
-    """Return the parameter names of a check or a maker: the parts of the configuration it needs."""
-    return tuple(signature(make).parameters)
+    """Return the parts of the configuration that a check or a maker needs, by its parameters."""
+    parameters = signature(make).parameters.values()
+    return tuple(each.name for each in parameters if each.default is each.empty)
 
 
 def check_moments(optim: OptimConfig, precision: PrecisionConfig) -> None:
@@ -175,28 +171,6 @@ def check_copy_engine(sharding: ShardingConfig, strategy: Strategy, runtime: Run
             f"{count_text(world.ranks_per_node, 'rank')} a node, --paro-materialize {way[0]}, "
             f"--paro-collective {way[1]}; leave it out"
         )
-
-
-def check_intervals(train: TrainConfig, checkpoint: CheckpointConfig) -> None:
-    check_least(
-        0,
-        eval_iters=train.eval_iters,
-        eval_interval=train.eval_interval,
-        manual_gc_interval=train.manual_gc_interval,
-        ckpt_step=checkpoint.ckpt_step,
-    )
-    hashes = train.check_weight_hash_across_dp_replicas_interval
-    check_least(
-        1,
-        exit_interval=train.exit_interval,
-        check_weight_hash_across_dp_replicas_interval=hashes,
-        save_interval=checkpoint.save_interval,
-        save_retain_interval=checkpoint.save_retain_interval,
-        non_persistent_save_interval=checkpoint.non_persistent_save_interval,
-    )
-    minutes = train.exit_duration_in_mins
-    if minutes is not None and not 0.0 < minutes < math.inf:
-        raise UserError(f"--exit-duration-in-mins {minutes} must be a positive number")
 
 
 def check_sizes(
@@ -250,13 +224,6 @@ def check_load(checkpoint: CheckpointConfig) -> None:
         )
 
 
-def check_save(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
-    """Raise `UserError` at the start if --save is not writable or belongs to another run."""
-    if checkpoint.save is not None:
-        _check_writable("--save", checkpoint.save)
-    check_overwriting(checkpoint, train)
-
-
 def check_overwriting(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
     """Raise `UserError` if a new run would mix its checkpoints with those already in --save."""
     save, load = checkpoint.save, checkpoint.load
@@ -278,8 +245,10 @@ def check_overwriting(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
     )
 
 
-def check_trackers(report: ReportConfig, runtime: RuntimeConfig) -> None:
-    """Raise `UserError` if a tracker's package is missing or its folder is not writable."""
+def check_outputs(
+    checkpoint: CheckpointConfig, report: ReportConfig, runtime: RuntimeConfig
+) -> None:
+    """Raise `UserError` if a folder is not writable, or the package of a tracker is missing."""
     for flag, value, package in (
         ("--tensorboard-dir", report.tensorboard_dir, "tensorboard"),
         ("--wandb-project", report.wandb_project, "wandb"),
@@ -290,6 +259,7 @@ def check_trackers(report: ReportConfig, runtime: RuntimeConfig) -> None:
                 f"{flag} needs the package {package}: pip install {package}, or leave it out"
             )
     for flag, folder in (
+        ("--save", checkpoint.save),
         ("--tensorboard-dir", report.tensorboard_dir),
         ("--wandb-save-dir", report.wandb_save_dir),
         ("--flight-recorder-dir", runtime.flight_recorder_dir),
@@ -330,7 +300,6 @@ CHECKS: tuple[Callable[..., None], ...] = (
     check_rotation,
     check_survival,
     check_moments,
-    check_intervals,
     check_profile,
     check_sizes,
 )

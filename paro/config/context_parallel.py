@@ -97,15 +97,12 @@ class ContextParallelConfig:
                 return ContextLayout(size=degree, gathers=degree > 1)
         return ContextLayout(size=degree, inner=flat or min(first, degree))
 
-    def _reason_against(self, degree: int, limits: ContextLimits) -> str | None:
+    def misfit(self, limits: ContextLimits, degree: int) -> str | None:
+        """Say why ranks, heads or sequence length forbid a degree; None if they allow it."""
         sizes = self.hierarchical_context_parallel_sizes
         if sizes is not None and degree % sizes[0]:
             return f"{sizes[0]} ranks do not divide it"
         return limits.misfit(self._layout_at(degree))
-
-    def fits(self, limits: ContextLimits) -> bool:
-        """Return whether this configuration fits the ranks, heads and sequence length."""
-        return self._reason_against(self.context_parallel_size, limits) is None
 
     def check(self, limits: ContextLimits, *, rotates: bool) -> None:
         """Raise `UserError` unless this configuration fits the limits; name degrees that fit."""
@@ -116,10 +113,10 @@ class ContextParallelConfig:
                 "one out"
             )
         degree = self.context_parallel_size
-        if (reason := self._reason_against(degree, limits)) is None:
+        if (reason := self.misfit(limits, degree)) is None:
             return
         degrees = range(1, limits.world_size + 1)
-        fitting = [str(each) for each in degrees if not self._reason_against(each, limits)]
+        fitting = [str(each) for each in degrees if not self.misfit(limits, each)]
         advice = f"give other {_SIZES_FLAG}"
         if fitting:
             advice = f"choose {'one of ' * (len(fitting) > 1)}{listed(fitting)}"
@@ -209,24 +206,16 @@ def auto_flag(args: Namespace) -> str | None:
 
 
 def possible_configs(
-    args: Namespace,
-    limits: ContextLimits,
-    *,
-    in_parts: bool,
-    degrees: Sequence[int] | None = None,
+    args: Namespace, limits: ContextLimits, degrees: Sequence[int] | None = None
 ) -> list[ContextParallelConfig]:
-    """List the configurations that the flags allow and that fit the limits.
-
-    `degrees` replaces the degrees of the flags. Without `in_parts` attention cannot merge partial
-    results, so only a2a, which exchanges heads, is possible.
-    """
+    """List the configurations that fit the limits, of the flags' degrees or of `degrees`."""
     base = take_context(args)
     types = TYPES if {*args.cp_comm_type} == {AUTO} else (base.cp_comm_type,)
     if degrees is None:
         degrees = [args.context_parallel_size]
     if AUTO in degrees:
         degrees = [n for n in range(1, limits.world_size + 1) if limits.world_size % n == 0]
-    return [*_fitting(base, degrees, types, limits, in_parts=in_parts)]
+    return [*_fitting(base, degrees, types, limits)]
 
 
 def _fitting(
@@ -234,11 +223,8 @@ def _fitting(
     degrees: Iterable[int],
     types: Iterable[str],
     limits: ContextLimits,
-    *,
-    in_parts: bool,
 ) -> Iterator[ContextParallelConfig]:
     """Yield `base` with each fitting degree and type; a2a+p2p with each split inside a group."""
-    types = [name for name in types if in_parts or name == "a2a"]
     for degree in degrees:
         for name in types if degree > 1 else ["p2p"]:
             splits: list[tuple[int, ...] | None] = [base.hierarchical_context_parallel_sizes]
@@ -252,7 +238,7 @@ def _fitting(
                     cp_comm_type=name,
                     hierarchical_context_parallel_sizes=split,
                 )
-                if config.fits(limits):
+                if config.misfit(limits, degree) is None:
                     yield config
 
 
@@ -344,9 +330,8 @@ def faster_comm_type(
     candidate, estimator = request.candidate(strategy), Estimator(request)
     seconds = estimator.estimate(candidate).seconds
     least, fastest = seconds / (1 + _CLEAR_GAIN), None
-    reason = request.model.parts_misfit(request.device_type, request.precision.compute)
     base, degree = replace(config, hierarchical_context_parallel_sizes=None), config.layout.size
-    for other in _fitting(base, [degree], TYPES, request.context_limits, in_parts=reason is None):
+    for other in _fitting(base, [degree], TYPES, request.context_limits):
         changed = replace(candidate, context=other.layout)
         if estimator.costs(changed).least_seconds() < least:
             estimate = estimator.estimate(changed)

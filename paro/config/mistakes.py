@@ -11,10 +11,9 @@ from paro.arguments.flag_parser import PATHS
 from paro.arguments.needed import ANY_VOCABULARY, flags_in, missing_flags, with_stand_ins
 from paro.arguments.parser import build_parser, take
 from paro.config.context_parallel import data_parallel_size_of
-from paro.config.data import take_tokenizer
 from paro.config.model import vocab_size_given
 from paro.config.parts import fitting_batches, with_values
-from paro.config.run import distinct, value_mistakes
+from paro.config.run import distinct, take_tokens, value_mistakes
 from paro.distributed.world import LaunchConfig
 from paro.errors import UserError
 
@@ -34,7 +33,7 @@ def wrong_values(args: Namespace) -> tuple[Sequence[str], Mapping[str, object]]:
         return [line for line in lines if not missing & flags_in([line])]
 
     lines = wrong({})
-    better = _fitting_tokenizer(args) | _fitting_positions(filled) | _fitting_sizes(filled, missing)
+    better = _fitting_tokenizer(args) | _fitting_positions(filled) | better_values(filled, missing)
     while rest := wrong(better):  # mistakes that earlier mistakes hid
         lines += rest
         helps = (
@@ -55,36 +54,30 @@ def _left_out(line: str, args: Namespace) -> Iterator[dict[str, object]]:
     Flags for files and folders, and required flags, have no equivalent default: not yielded.
     """
     actions = build_parser()._option_string_actions
+    missing = {*missing_flags(args, loaded=True)}
     for flag in flags_in([line]):
         action = actions.get(flag)
         if action is None or action.metavar in PATHS:
             continue
         default = {action.dest: action.default}
         is_given = getattr(args, action.dest, action.default) != action.default
-        if is_given and _missing(with_values(args, default)) <= _missing(args):
+        if is_given and missing.issuperset(missing_flags(with_values(args, default), loaded=True)):
             yield default
 
 
-def _missing(args: Namespace) -> set[str]:
-    return set(missing_flags(args, loaded=True))
+def better_values(args: Namespace, missing: Collection[str] = ()) -> dict[str, object]:
+    """Find batch sizes that divide into micro-batches on all ranks; return only changed values.
 
-
-def _fitting_sizes(args: Namespace, missing: Collection[str]) -> dict[str, object]:
-    """Find batch sizes for the given world size; none if the world size is wrong or missing."""
+    A smaller micro-batch is preferred to larger batches. A negative --eval-iters becomes 0, as in
+    Megatron-LM. A value of None means: leave the flag out. Nothing without a correct world size.
+    """
     try:
         world = take(LaunchConfig, args).world()
         data_parallel_size = data_parallel_size_of(world, args.context_parallel_size)
     except UserError:
         return {}
-    return {} if "--world-size" in missing else better_values(args, data_parallel_size)
-
-
-def better_values(args: Namespace, data_parallel_size: int) -> dict[str, object]:
-    """Find batch sizes that divide into micro-batches on all ranks; return only changed values.
-
-    A smaller micro-batch is preferred to larger batches. A negative --eval-iters becomes 0, as in
-    Megatron-LM. A value of None means: leave the flag out.
-    """
+    if "--world-size" in missing:
+        return {}
     found = {**fitting_batches(args, data_parallel_size), "eval_iters": max(args.eval_iters, 0)}
     return {name: value for name, value in found.items() if value != getattr(args, name)}
 
@@ -110,7 +103,7 @@ def _fitting_tokenizer(args: Namespace) -> dict[str, object]:
     for name in (given,) if is_known else TOKENIZER_TYPES:
         better = {} if is_known else {"tokenizer_type": name}
         try:
-            config, _ = take_tokenizer(with_values(args, better))
+            config = take_tokens(with_values(args, better)).tokenizer
         except UserError:
             continue
         if [*config.files] == files and not (files and name == "NullTokenizer"):

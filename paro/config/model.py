@@ -39,9 +39,12 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
         details = {name: others[name] for name in others if name.startswith("rope_scaling_")}
         _refuse_without("--use-rope-scaling", details)
     hidden_size, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    is_grouped = args.group_query_attention or args.llama_preset is not None
+    if args.num_query_groups not in (None, heads) and not is_grouped:
+        _refuse_without("--group-query-attention", {"num_query_groups": args.num_query_groups})
     defaults = {
         "ffn_hidden_size": 8 * hidden_size // 3 // 64 * 64,
-        "num_query_groups": _num_query_groups(args, heads),
+        "num_query_groups": 1 if args.group_query_attention else heads,
         "kv_channels": hidden_size // max(heads, 1),
         "max_position_embeddings": args.seq_length,
     }
@@ -76,13 +79,6 @@ def _published_sizes(preset: LlamaConfig, given: dict[str, Any]) -> dict[str, An
         if preset.num_query_groups == preset.num_attention_heads:
             del sizes["num_query_groups"]
     return sizes
-
-
-def _num_query_groups(args: Namespace, heads: int) -> int:
-    grouped = args.group_query_attention or args.llama_preset is not None
-    if args.num_query_groups not in (None, heads) and not grouped:
-        _refuse_without("--group-query-attention", {"num_query_groups": args.num_query_groups})
-    return 1 if args.group_query_attention else heads
 
 
 def _given(args: Namespace, *names: str) -> dict[str, Any]:
@@ -124,22 +120,12 @@ def _take_recompute(args: Namespace) -> RecomputeConfig | None:
     given = _given(args, "recompute_method", "recompute_num_layers", "paro_recompute_keep")
     if granularity != "full":
         _refuse_without("--recompute-granularity full", given)
-    if args.recompute_modules is not None and not _recomputes_core(args, granularity):
-        return None
-    keeps_core = given.pop("paro_recompute_keep", None) is not None
-    detail = {name.removeprefix("recompute_"): value for name, value in given.items()}
-    detail["keeps_core"] = keeps_core
-    return None if granularity is None else RecomputeConfig(granularity=granularity, **detail)
-
-
-def _recomputes_core(args: Namespace, granularity: str | None) -> bool:
-    """Return whether --recompute-modules names core attention; norms are always recomputed."""
-    flag = "--recompute-modules"
-    if granularity != "selective":
+    flag, modules = "--recompute-modules", args.recompute_modules
+    if modules is not None and granularity != "selective":
         raise UserError(
             f"{flag} needs --recompute-granularity selective: give that, or leave it out"
         )
-    for module in args.recompute_modules:
+    for module in modules or ():
         if module == "mlp":
             raise UserError(
                 f"{flag} {module} is not supported: core_attn and layernorm are recomputed by "
@@ -149,4 +135,8 @@ def _recomputes_core(args: Namespace, granularity: str | None) -> bool:
             raise UserError(
                 f"{flag} {module}: a LLaMA has no such module; give core_attn, layernorm or both"
             )
-    return "core_attn" in args.recompute_modules
+    if granularity is None or (modules is not None and "core_attn" not in modules):
+        return None  # norms are always recomputed
+    keeps_core = given.pop("paro_recompute_keep", None) is not None
+    detail = {name.removeprefix("recompute_"): value for name, value in given.items()}
+    return RecomputeConfig(granularity=granularity, keeps_core=keeps_core, **detail)

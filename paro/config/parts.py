@@ -40,13 +40,11 @@ def take_batches(args: Namespace, data_parallel_size: int) -> BatchSchedule:
                 "--paro-elastic keeps the global batch where the ranks change: give it, such as "
                 f"--global-batch-size {global_batch_size}, a multiple for every number of ranks"
             )
-    rampup = args.rampup_batch_size
     return take(
         BatchSchedule,
         args,
         global_batch_size=global_batch_size,
         data_parallel_size=data_parallel_size,
-        rampup_batch_size=None if rampup is None else tuple(rampup),
         step_batch_size_schedule=steps,
     )
 
@@ -67,22 +65,17 @@ def fitting_batches(args: Namespace, data_parallel_size: int) -> dict[str, objec
         found["global_batch_size"] = whole = _multiple(whole, unit)
         if args.rampup_batch_size is not None:
             start, increment, samples = args.rampup_batch_size
-            found["rampup_batch_size"] = [*_ramp(start, increment, whole, unit), samples]
+            start = min(_multiple(max(start, 1), unit), whole)
+            increment = min(_multiple(max(increment, 1), unit), max(whole - start, unit))
+            while start < whole and (whole - start) % increment:
+                increment += unit
+            found["rampup_batch_size"] = [start, increment, samples]
     return found
 
 
 def _multiple(size: int, unit: int) -> int:
     """Round the size up to a multiple of the unit."""
     return -(-size // unit) * unit
-
-
-def _ramp(start: int, increment: int, whole: int, unit: int) -> tuple[int, int]:
-    """Return start and increment, multiples of `unit`, that reach the global batch `whole`."""
-    start = min(_multiple(max(start, 1), unit), whole)
-    increment = min(_multiple(max(increment, 1), unit), max(whole - start, unit))
-    while start < whole and (whole - start) % increment:
-        increment += unit
-    return start, increment
 
 
 def _steps(text: str, unit: int) -> str:
@@ -104,7 +97,6 @@ def take_train(args: Namespace, batches: BatchSchedule) -> TrainConfig:
                 f"--train-samples {args.train_samples} is less than the first global batch of "
                 f"{batches.batch_size_at(0)}: there is no iteration to train"
             )
-    check_least(1, train_iters=train_iters)
     check_least(0, "is no warm-up", paro_inter_bits_warmup_iters=warmup)
     return take(
         TrainConfig,

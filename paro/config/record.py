@@ -15,7 +15,7 @@ import data
 import model
 import paro
 from data.blend import number_in
-from model.config import LlamaConfig, RecomputeConfig
+from model.config import LlamaConfig
 from model.trainable import Trainable
 from model.units import num_parameters, parameter_shapes
 from paro.arguments.flag_parser import PATHS
@@ -36,10 +36,18 @@ def recorded_arguments(config: RunConfig) -> dict[str, Any]:
     concerns = (model, config.batches, config.train, schedule, config.data, tokenizer)
     in_use = {of.name: getattr(concern, of.name) for concern in concerns for of in fields(concern)}
     filled_in = {name: in_use.get(name, value) for name, value in config.arguments.items()}
+    recompute = model.recompute
+    if recompute is not None:
+        filled_in["recompute_granularity"] = recompute.granularity
+    if recompute is not None and not recompute.core_attention:
+        filled_in |= {
+            "recompute_method": recompute.method,
+            "recompute_num_layers": recompute.num_layers,
+            "paro_recompute_keep": "core_attn" if recompute.keeps_core else None,
+        }
     if schedule.weight_decay_incr_style == "constant":
         filled_in["weight_decay"] = schedule.start_weight_decay
     return filled_in | {
-        **_recomputation(model.recompute),
         "group_query_attention": model.num_query_groups < model.num_attention_heads,
         "padded_vocab_size": model.vocab_size,
         "paro_group_size": config.world.group_size,
@@ -50,19 +58,6 @@ def recorded_arguments(config: RunConfig) -> dict[str, Any]:
         "paro_strategy": config.strategy.name,
         "split": config.data.split_in_use,
         "vocab_size": tokenizer.vocab_size or config.vocab_size,
-    }
-
-
-def _recomputation(recompute: RecomputeConfig | None) -> dict[str, Any]:
-    if recompute is None:
-        return {}
-    granularity = {"recompute_granularity": recompute.granularity}
-    if recompute.granularity == "selective":
-        return granularity
-    return granularity | {
-        "recompute_method": recompute.method,
-        "recompute_num_layers": recompute.num_layers,
-        "paro_recompute_keep": "core_attn" if recompute.keeps_core else None,
     }
 
 

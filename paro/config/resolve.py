@@ -75,25 +75,6 @@ _SHARED = ("cp_comm_type",)
 _MUON = tuple(asdict(MuonConfig()))
 
 
-class PlannerInput(NamedTuple):
-    """The choices that flags leave to the planner, with the facts of the run that it needs."""
-
-    task: TrainingTask
-    sharding_flags: ShardingFlags
-    # (context-parallel configuration, micro-batch size) of each candidate: its batch schedule.
-    batches: dict[tuple[ContextParallelConfig, int], BatchSchedule]
-    auto_flag: str | None  # the context-parallel flag that is auto; None: neither flag is
-    compares: bool = False  # True: the planner compares the context-parallel candidates
-    lines: tuple[str, ...] = ()  # log lines about choices made so far
-
-    def measured(self, machine: Machine) -> PlannerInput:
-        """Return a copy with the machine that was just measured."""
-        sharding = replace(self.sharding_flags.sharding, machine=machine)
-        return self._replace(
-            sharding_flags=self.sharding_flags._replace(sharding=sharding, is_unmeasured=False)
-        )
-
-
 class Decision(NamedTuple):
     """The planner's choice: fields of RunConfig, log lines, and values for flags that said auto."""
 
@@ -156,74 +137,30 @@ def _scale_notice(args: Namespace) -> list[str]:
     return []
 
 
-def planner_input(
-    args: Namespace, task: TrainingTask, sharding_flags: ShardingFlags, checkpoint: CheckpointConfig
-) -> PlannerInput:
-    """Collect the choices that flags leave to the planner, with context-parallel candidates."""
-    flag, context, sharding = auto_flag(args), take_context(args), sharding_flags.sharding
-    world, machine, size = sharding.world, sharding.machine, args.micro_batch_size
-
-    def batches(config: ContextParallelConfig, size: int) -> BatchSchedule:
-        data_parallel_size = data_parallel_size_of(world, config.context_parallel_size)
-        return take_batches(with_values(args, {"micro_batch_size": size}), data_parallel_size)
-
-    def only(config: ContextParallelConfig, size: int, *lines: str) -> PlannerInput:
-        return PlannerInput(
-            task, sharding_flags, {(config, size): batches(config, size)}, flag, lines=lines
-        )
-
-    if flag is None:
-        return only(context, size)
-    if sharding.materialize == "rotate":
-        return only(replace(context, context_parallel_size=1), size)
-    limits = ContextLimits(
-        model=task.model,
-        world_size=world.size,
-        group_size=world.group_size,
-        seq_length=args.seq_length,
-    )
-    in_parts = task.model.parts_misfit(task.device_type, task.precision.compute) is None
-    configs = possible_configs(args, limits, in_parts=in_parts)
-    if not configs:  # check_context says why
-        return only(context, size)
-    saved = resumed_arguments(checkpoint)
-    for config in configs if saved.get("world_size") == world.size else ():
-        if all(saved.get(name) == value for name, value in config.flags.items()):
-            saved_size = int(saved.get("micro_batch_size", 0)) if flag == SIZE_FLAG else size
-            with suppress(UserError):  # the batch is no multiple any more
-                return only(config, saved_size, f"{flag} auto: as in --load {checkpoint.load}")
-    is_timed = machine is not None and machine.device is not None
-    if flag == TYPE_FLAG and not (is_timed or sharding_flags.is_unmeasured):
-        config = preferred_config(configs, world.group_size)
-        line = f"{flag} auto: {config.describe()}; --paro-machine would compare times"
-        return only(config, size, line)
-    if machine is None and not sharding_flags.is_unmeasured:
-        check_measurable([f"{flag} auto"], world, args.dry_run)
-        raise UserError(f"{flag} auto: give --paro-machine, a shipped name, a file or {MEASURE}")
-    if flag == SIZE_FLAG and args.global_batch_size is args.step_batch_size_schedule is None:
-        raise UserError(f"{flag} auto compares steps of one batch: give --global-batch-size")
-
-    def whole(config: ContextParallelConfig, size: int) -> BatchSchedule:
-        made = batches(config, size)
-        check_multiple("--global-batch-size", made.global_batch_size, size, made.data_parallel_size)
-        return made
-
-    candidates = with_micro_batches(configs, size, whole, grows=flag == SIZE_FLAG)
-    return PlannerInput(task, sharding_flags, candidates, flag, compares=True)
-
-
-def decide(planner_input: PlannerInput) -> Decision:
+def decide(
+    args: Namespace,
+    task: TrainingTask,
+    sharding_flags: ShardingFlags,
+    checkpoint: CheckpointConfig,
+    machine: Machine | None = None,
+) -> Decision:
     """Let the planner choose what flags leave open; `UserError` if nothing fits.
 
-    Before the machine is measured, auto is a placeholder that no other flag contradicts.
+    Before the `machine` is measured, auto is a placeholder that no other flag contradicts.
     """
-    task = planner_input.task
-    sharding, strategy, notices, is_unmeasured = planner_input.sharding_flags
-    (context, batches), lines = _context_of(planner_input)
-    sharding, world = replace(sharding, context=context), sharding.world
+    if machine is not None:
+        measured = replace(sharding_flags.sharding, machine=machine)
+        sharding_flags = sharding_flags._replace(sharding=measured, is_unmeasured=False)
+    sharding, strategy, notices, is_unmeasured = sharding_flags
+    flag, world = auto_flag(args), sharding.world
+    context, size = take_context(args), args.micro_batch_size
     flags: dict[str, object] = {}
-    if planner_input.auto_flag:
-        flags = context.flags | {"micro_batch_size": batches.micro_batch_size}
+    lines: tuple[str, ...] = ()
+    if flag is not None:
+        context, size, lines = _context_of(flag, args, task, sharding_flags, checkpoint)
+        flags = context.flags | {"micro_batch_size": size}
+    batches = _batches_of(args, world, context, size)
+    sharding = replace(sharding, context=context)
     lines += notices
     if sharding.elastic:
         lines += nodes_line(batches, world, context.context_parallel_size)
@@ -233,8 +170,7 @@ def decide(planner_input: PlannerInput) -> Decision:
         # The placeholder strategy: III can rotate, NNN replicates every state.
         letters = "III" if sharding.materialize == "rotate" else "NNN"
         stand_in = parse_strategy(letters, world_size=world.size, group_size=world.group_size)
-        strategy = strategy or stand_in
-        return Decision(sharding, strategy, precision, batches, lines, flags)
+        return Decision(sharding, strategy or stand_in, precision, batches, lines, flags)
     if strategy is None or sharding.inter_bits is not None:
         request = plan_request_of(task._replace(precision=precision), batches, sharding)
         strategy, precision, notices = _chosen(request, strategy)
@@ -244,22 +180,73 @@ def decide(planner_input: PlannerInput) -> Decision:
     return Decision(sharding, strategy, precision, batches, lines, flags)
 
 
+def _batches_of(
+    args: Namespace, world: World, context: ContextParallelConfig, size: int
+) -> BatchSchedule:
+    num_ranks = data_parallel_size_of(world, context.context_parallel_size)
+    return take_batches(with_values(args, {"micro_batch_size": size}), num_ranks)
+
+
 def _context_of(
-    planner_input: PlannerInput,
-) -> tuple[tuple[ContextParallelConfig, BatchSchedule], tuple[str, ...]]:
-    """Choose the context-parallel configuration and batch schedule; add log lines."""
-    task, (sharding, strategy, _, is_unmeasured), candidates, flag, *_ = planner_input
+    flag: str,
+    args: Namespace,
+    task: TrainingTask,
+    sharding_flags: ShardingFlags,
+    checkpoint: CheckpointConfig,
+) -> tuple[ContextParallelConfig, int, tuple[str, ...]]:
+    """Choose the context-parallel configuration and micro-batch size if `flag` is auto.
+
+    Also returns log lines. While the machine is unmeasured, the first candidate is chosen.
+    """
+    sharding, strategy, _, is_unmeasured = sharding_flags
+    context, size = take_context(args), args.micro_batch_size
+    world, machine = sharding.world, sharding.machine
+    if sharding.materialize == "rotate":
+        return replace(context, context_parallel_size=1), size, ()
+    limits = ContextLimits(
+        model=task.model,
+        world_size=world.size,
+        group_size=world.group_size,
+        seq_length=args.seq_length,
+        in_parts=task.model.parts_misfit(task.device_type, task.precision.compute) is None,
+    )
+    configs = possible_configs(args, limits)
+    if not configs:  # check_context says why
+        return context, size, ()
+    saved = resumed_arguments(checkpoint)
+    for config in configs if saved.get("world_size") == world.size else ():
+        if all(saved.get(name) == value for name, value in config.flags.items()):
+            saved_size = int(saved.get("micro_batch_size", 0)) if flag == SIZE_FLAG else size
+            with suppress(UserError):  # the batch is no multiple any more
+                _batches_of(args, world, config, saved_size)
+                return config, saved_size, (f"{flag} auto: as in --load {checkpoint.load}",)
+    is_timed = is_unmeasured or (machine is not None and machine.device is not None)
+    if flag == TYPE_FLAG and not is_timed:
+        config = preferred_config(configs, world.group_size)
+        line = f"{flag} auto: {config.describe()}; --paro-machine would compare times"
+        return config, size, (line,)
+    if machine is None and not is_unmeasured:
+        check_measurable([f"{flag} auto"], world, args.dry_run)
+        raise UserError(f"{flag} auto: give --paro-machine, a shipped name, a file or {MEASURE}")
+    if flag == SIZE_FLAG and args.global_batch_size is args.step_batch_size_schedule is None:
+        raise UserError(f"{flag} auto compares steps of one batch: give --global-batch-size")
+
+    def whole(config: ContextParallelConfig, size: int) -> BatchSchedule:
+        made = _batches_of(args, world, config, size)
+        check_multiple("--global-batch-size", made.global_batch_size, size, made.data_parallel_size)
+        return made
+
+    candidates = with_micro_batches(configs, size, whole, grows=flag == SIZE_FLAG)
     (config, size), batches = next(iter(candidates.items()))
-    if flag is None or not planner_input.compares or is_unmeasured:
-        return (config, batches), planner_input.lines
+    if is_unmeasured:
+        return config, size, ()
     space = SearchSpace(
         strategies=None if strategy is None else (strategy,),
         collectives=(sharding.collective,),
         recomputes=(task.model.recompute,),
     )
     request = plan_request_of(task, batches, replace(sharding, context=config))
-    config, size, lines = fastest_config(flag, request, candidates, space)
-    return (config, candidates[config, size]), lines
+    return fastest_config(flag, request, candidates, space)
 
 
 def _chosen(

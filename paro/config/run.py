@@ -5,27 +5,29 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.config import DataConfig
-from data.tokenizer_config import TokenizerConfig
+from data.tokenizer import build_tokenizer
+from data.tokenizer_config import TokenizerConfig, tokenizer_config
 from model.config import LlamaConfig
 from model.fusion import Fusions
 from model.trainable import Trainable
+from paro.arguments.needed import VOCABULARY
 from paro.arguments.parser import check_flags, take
 from paro.checkpoint.config import CheckpointConfig
 from paro.config.checks import (
     CHECKS,
     check_in_memory,
     check_load,
-    check_save,
-    check_trackers,
+    check_outputs,
+    check_overwriting,
     needs_of,
 )
 from paro.config.context_parallel import ContextParallelConfig, data_parallel_size_of
-from paro.config.data import take_data, take_tokenizer
-from paro.config.model import take_model
+from paro.config.model import take_model, vocab_size_given
 from paro.config.parts import (
     fitting_batches,
     take_batches,
@@ -35,7 +37,7 @@ from paro.config.parts import (
     take_train,
     with_values,
 )
-from paro.config.resolve import PlannerInput, decide, planner_input, with_saved
+from paro.config.resolve import Decision, decide, with_saved
 from paro.config.sharding import (
     ShardingConfig,
     TrainingTask,
@@ -68,6 +70,7 @@ class RunConfig:
 
     model: LlamaConfig
     trainable: Trainable
+    task: TrainingTask  # for the planner, with the precision that flags give
     batches: BatchSchedule
     sharding: ShardingConfig
     strategy: Strategy
@@ -94,8 +97,8 @@ class RunConfig:
     arguments: Mapping[str, Any] = field(compare=False, repr=False)
     # The argparse namespace before --load and the planner fill values in; equal at every restart.
     command_line: Mapping[str, Any] = field(compare=False, repr=False)
-    # Input for `decide` once the machine is measured; None: every choice is made.
-    open: PlannerInput | None = field(default=None, compare=False, repr=False)
+    # `decide`, which then needs only the machine that is measured; None: every choice is made.
+    open: Callable[[Machine], Decision] | None = field(default=None, compare=False, repr=False)
 
     @property
     def world(self) -> World:
@@ -115,7 +118,7 @@ class RunConfig:
     @property
     def device_type(self) -> str:
         """The torch device type of training: cuda under NCCL, else cpu."""
-        return "cuda" if self.runtime.by_nccl else "cpu"
+        return self.task.device_type
 
     @property
     def save_folder(self) -> Path | None:
@@ -137,8 +140,7 @@ class RunConfig:
         machine = self.sharding.machine
         if machine is None or machine.device is None:
             return None
-        trained = self.model, self.trainable, self.precision, self.muon
-        task = _task(*trained, self.data, self.runtime, self.launch)
+        task = self.task._replace(model=self.model, precision=self.precision)
         return plan_request_of(task, self.batches, self.sharding)
 
     def on_measured(self, machine: Machine) -> RunConfig:
@@ -146,7 +148,7 @@ class RunConfig:
         assert self.open is not None, "the machine was known before"
         if self.device_type == "cuda":
             machine = replace(machine, launch_order=self.runtime.paro_nccl_launch_order)
-        changes = decide(self.open.measured(machine))._asdict()
+        changes = self.open(machine)._asdict()
         notices = self.notices + changes.pop("lines")
         arguments = {**self.arguments, **changes.pop("flags")}
         config = replace(self, **changes, notices=notices, arguments=arguments, open=None)
@@ -173,23 +175,22 @@ def configure(args: Namespace, world: World) -> RunConfig:
         if args.use_checkpoint_args:  # the wrong values may come from the checkpoint
             raise
         raise UserError(*distinct([*error.args, *value_mistakes(args, world)])) from error
-    parts, wrong = _parts(args, world, saved)
+    parts, wrong = _parts(args, world, saved, plans=True)
     if wrong:
         raise UserError(*wrong)
-    undecided, decision = parts["planner_input"], parts["decision"]
-    is_open = undecided.sharding_flags.is_unmeasured
+    decision, is_open = parts["decision"], parts["sharding_flags"].is_unmeasured
     of_world = {"world_size": world.size, "ranks_per_node": world.ranks_per_node}
     parts |= {
         "notices": notices + decision.lines * (not is_open),
         "command_line": command_line,
         "arguments": vars(args) | decision.flags | of_world,
-        "open": undecided if is_open else None,
+        "open": partial(decide, *(parts[need] for need in needs_of(decide))) if is_open else None,
     }
     config = RunConfig(**{field.name: parts[field.name] for field in fields(RunConfig)})
     if not config.launch.dry_run:  # a dry run may be on another machine than the training
         check_load(config.checkpoint)
-        check_save(config.checkpoint, config.train)
-        check_trackers(config.report, config.runtime)
+        check_outputs(config.checkpoint, config.report, config.runtime)
+        check_overwriting(config.checkpoint, config.train)
     return config
 
 
@@ -203,21 +204,23 @@ def distinct(lines: Iterable[str]) -> tuple[str, ...]:
 
 def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
     """List a line for each part of the configuration that fails to build, without planning."""
-    return _parts(args, world, {"common": {}}, plans=False)[1]
+    return _parts(args, world, {"common": {}})[1]
 
 
 def _parts(
-    args: Namespace, world: World, known: Mapping[str, object], *, plans: bool = True
+    args: Namespace, world: World, known: Mapping[str, object], *, plans: bool = False
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Build every part of the configuration that can be built; list a line for each failure."""
     wrong: list[str] = []
-    parts: dict[str, Any] = {"args": args, "world": world, "wrong": wrong, **known}
+    parts: dict[str, Any] = {"args": args, "world": world, **known}
     for name, make in _MAKERS:
-        inputs = [parts.get(need) for need in needs_of(make)]
-        is_open = parts.get(name) is None and (plans or name != "planner_input")
-        if is_open and all(part is not None for part in inputs):
+        needs = needs_of(make)
+        is_open = name not in parts and (name != "decision" or (plans and not wrong))
+        if is_open and all(need in parts for need in needs):
             try:
-                parts[name] = make(*inputs)
+                parts[name] = made = make(*(parts[need] for need in needs))
+                more: dict[str, object] = getattr(made, "_asdict", dict)()
+                parts |= {field: part for field, part in more.items() if part is not None}
             except UserError as error:
                 wrong.extend(error.args)
     return parts, distinct(wrong)
@@ -227,31 +230,40 @@ def _filled(kind: type[Any]) -> Callable[[Namespace], object]:
     return lambda args: take(kind, args)
 
 
-def _task(
-    model: LlamaConfig,
-    trainable: Trainable,
-    as_given: PrecisionConfig,
-    muon: MuonConfig,
-    data: DataConfig,
-    runtime: RuntimeConfig,
-    launch: LaunchConfig,
-) -> TrainingTask:
-    return TrainingTask(
-        model=model,
-        trainable=trainable,
-        precision=as_given,
-        muon=muon,
-        seq_length=data.seq_length,
-        device_type="cuda" if runtime.by_nccl else "cpu",
-        memory_gb=launch.device_memory_gb,
-        apart=data.reset_attention_mask,
-    )
+class Tokens(NamedTuple):
+    """The tokenizer of a run, the number of its ids, and the id that ends a document."""
+
+    tokenizer: TokenizerConfig
+    vocab_size: int
+    eod: int
 
 
-def _batches_of_steps(args: Namespace, data_parallel_size: int) -> BatchSchedule | None:
-    if args.step_batch_size_schedule is None:
-        return None
-    return take_batches(with_values(args, {"global_batch_size": None}), data_parallel_size)
+def take_tokens(args: Namespace) -> Tokens:
+    """Build the tokenizer; for synthetic tokens without one, a vocabulary without pieces.
+
+    A dry run needs only the number of ids: the vocabulary that flags give stands for a tokenizer
+    that is not on this machine.
+    """
+    flags = dict(vars(args))
+    if not any((args.tokenizer_type, args.vocab_file, args.merge_file)):
+        assert args.mock_data or args.dry_run, "a missing --tokenizer-type was refused before"
+        flags["tokenizer_type"] = "NullTokenizer"
+    size = vocab_size_given(args)
+    if flags["tokenizer_type"] == "NullTokenizer":
+        flags["vocab_size"] = size
+    config = tokenizer_config(flags)
+    assert config is not None, "there is a type"
+    try:
+        tokenizer = build_tokenizer(config)
+    except UserError as error:
+        if not args.dry_run or all(Path(file).exists() for file in config.files):
+            raise
+        if size is None:
+            *lines, last = error.args
+            raise UserError(*lines, f"{last}; {VOCABULARY}") from error
+        config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=size)
+        tokenizer = build_tokenizer(config)
+    return Tokens(config, tokenizer.vocab_size, tokenizer.eod)
 
 
 def _fitting_batches(args: Namespace, data_parallel_size: int) -> BatchSchedule:
@@ -259,56 +271,47 @@ def _fitting_batches(args: Namespace, data_parallel_size: int) -> BatchSchedule:
     return take_batches(with_values(args, fitting), data_parallel_size)
 
 
-def _data_parallel_size(args: Namespace, world: World) -> int:
-    return data_parallel_size_of(world, args.context_parallel_size)
-
-
 # (part of the configuration, function that makes the part), in order. The function's parameters
-# name the parts that it needs. If the first function for a part fails, the next function for the
-# same part makes a placeholder, so that parts which depend on it are still checked.
+# name the parts that it needs. The fields of a NamedTuple are parts too, and replace earlier ones.
+# If the first function for a part fails, the next function for the same part makes a placeholder,
+# so that parts which depend on it are still checked.
 _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
     ("checkpoint", _filled(CheckpointConfig)),
     ("fusions", _filled(Fusions)),
     ("optim", _filled(OptimConfig)),
     ("checks", _filled(StepChecksConfig)),
     ("report", _filled(ReportConfig)),
+    ("profile", _filled(ProfileConfig)),
     ("watch", _filled(WatchConfig)),
     ("runtime", _filled(RuntimeConfig)),
     ("launch", _filled(LaunchConfig)),
-    ("data", take_data),
-    ("tokens", take_tokenizer),
-    ("tokenizer", lambda tokens: tokens[0]),
-    ("vocab_size", lambda tokens: tokens[1].vocab_size),
-    ("eod", lambda tokens: tokens[1].eod),
+    ("data", _filled(DataConfig)),
+    ("tokens", take_tokens),
     # `data` is a dependency: --seq-length is checked there, and is the default of positions.
     ("model", lambda args, vocab_size, data: take_model(args, vocab_size)),
     ("trainable", lambda args: Trainable.of_flag(args.trainable)),
     ("names", lambda trainable, model: trainable.names(model)),  # refuses unmatched patterns
-    ("as_given", take_precision),
+    ("precision", take_precision),
+    ("as_given", lambda precision: precision),
     ("muon", _filled(MuonConfig)),
-    ("task", _task),
-    ("data_parallel_size", _data_parallel_size),
+    ("seq_length", lambda data: data.seq_length),
+    ("apart", lambda data: data.reset_attention_mask),
+    ("device_type", lambda runtime: "cuda" if runtime.by_nccl else "cpu"),
+    ("memory_gb", lambda launch: launch.device_memory_gb),
+    ("task", TrainingTask),
+    (
+        "data_parallel_size",
+        lambda args, world: data_parallel_size_of(world, args.context_parallel_size),
+    ),
     ("data_parallel_size", lambda world: world.size),
     ("sharding_flags", take_sharding),
     ("bits", lambda sharding_flags, as_given: take_inter_bits(sharding_flags.sharding, as_given)),
-    ("planner_input", planner_input),
-    ("decision", lambda planner_input, wrong: None if wrong else decide(planner_input)),
-    ("batches", lambda decision: decision.batches),
+    ("decision", decide),
     ("batches", take_batches),
-    ("batches", _batches_of_steps),
     ("batches", _fitting_batches),
-    ("sharding", lambda decision: decision.sharding),
-    ("sharding", lambda sharding_flags: sharding_flags.sharding),
-    ("strategy", lambda decision: decision.strategy),
-    ("strategy", lambda sharding_flags: sharding_flags.strategy),
-    ("precision", lambda decision: decision.precision),
-    ("precision", lambda as_given: as_given),
     ("train", take_train),
     ("schedule", take_schedule),
     ("loss_scale", take_loss_scale),
-    ("profile", lambda args: take(ProfileConfig, args, profile_ranks=tuple(args.profile_ranks))),
-    ("seq_length", lambda data: data.seq_length),
-    ("device_type", lambda task: task.device_type),
     *((check.__name__, check) for check in (*CHECKS, check_in_memory)),
 )
 

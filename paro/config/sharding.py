@@ -160,8 +160,8 @@ class TrainingTask(NamedTuple):
     muon: MuonConfig
     seq_length: int
     device_type: str
-    memory_gb: float | None = None  # device memory by --device-memory-gb; None: the machine file's
-    apart: bool = False  # True: attention does not cross documents of a sample
+    memory_gb: float | None  # device memory by --device-memory-gb; None: the machine file's
+    apart: bool  # True: attention does not cross documents of a sample
 
 
 def plan_request_of(

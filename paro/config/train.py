@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 
 MOST_ITERATIONS = 10**9  # above 30 years of steps that take a second
 
@@ -37,6 +38,22 @@ class TrainConfig:
         for flag, count in (("--train-iters", self.train_iters), ("--eval-iters", self.eval_iters)):
             if count > MOST_ITERATIONS:
                 raise UserError(f"{flag} {count} must be at most {MOST_ITERATIONS}")
+        check_least(
+            0,
+            eval_iters=self.eval_iters,
+            eval_interval=self.eval_interval,
+            manual_gc_interval=self.manual_gc_interval,
+        )
+        hashes = self.check_weight_hash_across_dp_replicas_interval
+        check_least(
+            1,
+            train_iters=self.train_iters,
+            exit_interval=self.exit_interval,
+            check_weight_hash_across_dp_replicas_interval=hashes,
+        )
+        minutes = self.exit_duration_in_mins
+        if minutes is not None and not 0.0 < minutes < math.inf:
+            raise UserError(f"--exit-duration-in-mins {minutes} must be a positive number")
         if self.skip_train and self.eval_iters == 0:
             raise UserError(
                 "--skip-train and --eval-iters 0 leave nothing to do: give 1 or more iterations to "

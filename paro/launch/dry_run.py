@@ -115,13 +115,17 @@ def run_dry(config: RunConfig) -> None:
     if not plan.fits:
         mistakes.append(_why_not(plan, result))
     recorded = recorded_arguments(config)
+    planned: list[str] = []
+    if plan.launch is not None and result is not None:
+        best = describe(result, chose="of all candidates that fit the best is")
+        planned = [f"plan: {describe_launch(plan.launch)}", *best]
     for line in (
         *_answer(plan, result, mistakes),
         arguments_block({name: recorded[name] for name in non_default(config.arguments)}),
         "> all other arguments have their defaults",
         *config.notices,
         *details,
-        *_planner(plan, result),
+        *(f"> {line}" for line in planned),
     ):
         print_line(line)
     if mistakes:
@@ -212,15 +216,6 @@ def _why_not(plan: RunPrediction, result: SearchResult | None) -> str:
     )
 
 
-def _planner(plan: RunPrediction, result: SearchResult | None) -> Iterator[str]:
-    """Yield lines with the parts of a step's time on --paro-machine, and with faster candidates."""
-    if plan.launch is None or result is None:
-        return
-    yield f"> plan: {describe_launch(plan.launch)}"
-    for line in describe(result, chose="of all candidates that fit the best is"):
-        yield f"> {line}"
-
-
 def _batch(plan: RunPrediction) -> Iterator[str]:
     batches, seq_length = plan.config.batches, plan.config.data.seq_length
     size = batches.batch_size_at(plan.consumed)
@@ -248,6 +243,7 @@ def _batch(plan: RunPrediction) -> Iterator[str]:
 
 
 def _model(plan: RunPrediction) -> Iterator[str]:
+    """Yield the lines about the model, the placement of its states, and their types."""
     model, seq_length = plan.config.model, plan.config.data.seq_length
     yield model_line(model, seq_length, plan.config.vocab_size)
     yield from trained_lines(model, plan.config.trainable)
@@ -259,11 +255,8 @@ def _model(plan: RunPrediction) -> Iterator[str]:
         f"> FLOPs: {full:.4e} a token with attention counted in full, {causal:.4e} with it halved; "
         f"{full * tokens / plan.config.world.size:.4e} a rank and step"
     )
-
-
-def _placement(plan: RunPrediction) -> Iterator[str]:
     yield from placement_lines(plan.config, plan.training)
-    yield f"> precision: {precision_line(plan.config.model, plan.config.precision)}"
+    yield f"> precision: {precision_line(model, plan.config.precision)}"
 
 
 def _units(plan: RunPrediction) -> Iterator[str]:
@@ -297,7 +290,11 @@ def _memory(plan: RunPrediction) -> Iterator[str]:
 def _data(plan: RunPrediction) -> Iterator[str]:
     """Open and check the corpora on this machine; list the others by name."""
     config = plan.config
-    if _lacks_tokenizer(config):
+    kind, *files = (
+        config.arguments[name] for name in ("tokenizer_type", "tokenizer_model", "vocab_file")
+    )
+    is_null = config.tokenizer.tokenizer_type == "NullTokenizer"
+    if is_null and kind != "NullTokenizer" and (any(files) or not config.data.mock_data):
         yield f"> tokenizer: none on this machine; a vocabulary of {config.vocab_size:,} instead"
     if config.data.mock_data:
         yield "> data: synthetic tokens"
@@ -311,15 +308,6 @@ def _data(plan: RunPrediction) -> Iterator[str]:
             f"> data: {prefix} holds {corpus.num_tokens:,} tokens in {corpus.num_documents:,} "
             f"documents, {'with' if corpus.has_checksums else 'without'} checksums"
         )
-
-
-def _lacks_tokenizer(config: RunConfig) -> bool:
-    """Return whether the dry run has only a vocabulary size instead of the run's tokenizer."""
-    kind, *files = (
-        config.arguments[name] for name in ("tokenizer_type", "tokenizer_model", "vocab_file")
-    )
-    is_null = config.tokenizer.tokenizer_type == "NullTokenizer"
-    return is_null and kind != "NullTokenizer" and (any(files) or not config.data.mock_data)
 
 
 def _checkpoints(plan: RunPrediction) -> Iterator[str]:
@@ -339,9 +327,6 @@ def _checkpoints(plan: RunPrediction) -> Iterator[str]:
         if base is not None:
             yield f">   without what is frozen, which is in {base['folder']}"
         check_overwriting(checkpoint, plan.config.train)
-
-
-def _in_memory(plan: RunPrediction) -> Iterator[str]:
     interval = plan.config.in_memory_interval
     if interval is not None:
         size = size_text(in_memory_bytes(plan.config.world.ranks_per_node, plan.training))
@@ -363,11 +348,9 @@ def _step(plan: RunPrediction) -> Iterator[str]:
 SECTIONS: tuple[Callable[[RunPrediction], Iterable[str]], ...] = (
     _batch,
     _model,
-    _placement,
     _units,
     _memory,
     _step,
     _data,
     _checkpoints,
-    _in_memory,
 )

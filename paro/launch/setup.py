@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -36,24 +36,14 @@ from paro.quantization.blocks import choose_kernels
 from paro.report.config import ReportConfig
 from paro.report.log import Log, Terminal
 from paro.report.memory import MemoryForecast
-from paro.report.profiler import MemoryHistory, Profiler
 from paro.report.report import Report, open_report
-from paro.report.watchdog import Observer, WatchConfig, Watchdog
+from paro.report.watchdog import WatchConfig, Watchdog
 from paro.sharding.buffers import TORCH_TYPES
 from paro.training.assembly import build_data, build_training, initializer_of, run_facts
-from paro.training.changed_flags import order_changes
+from paro.training.changed_flags import order_changes, order_record
 from paro.training.in_memory import InMemoryCheckpointer
 from paro.training.resume import FROM_NOTHING, Resumed, load_run
 from paro.training.step import Training, TrainState
-
-# Kernel group: how to fall back to torch's operations if a kernel works on some ranks only.
-# Quantization kernels need no fallback: all implementations give the same bits.
-_WITHOUT: dict[str, Callable[[RunConfig], RunConfig]] = {
-    "blocks": lambda config: replace(config, fusions=None),
-    "update": lambda config: replace(
-        config, optim=replace(config.optim, adam_implementation="torch")
-    ),
-}
 
 
 def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list[str]]:
@@ -99,9 +89,12 @@ def fill(
     return resumed
 
 
-def open_data(config: RunConfig, state: TrainState, resumed: Resumed, log: Log) -> Datasets:
+def open_data(
+    config: RunConfig, state: TrainState, resumed: Resumed, log: Log
+) -> tuple[Datasets, Resumed]:
     """Open the data sets of the run; log whether their order changed since the checkpoint.
 
+    Also returns `resumed` with the record of that order, for the next checkpoints.
     `UserError` if --skip-train leaves nothing to evaluate, or no token of the data can be learnt.
     """
     datasets = build_data(config, state)
@@ -123,13 +116,11 @@ def open_data(config: RunConfig, state: TrainState, resumed: Resumed, log: Log) 
         raise UserError(
             f"--skip-train has nothing to evaluate: {flags} leaves no sample for validation or test"
         )
+    order = order_record(config.data, config.train, config.batches, datasets)
     if resumed.state is not None and resumed.recovery is None and not config.train.skip_train:
-        assert resumed.common is not None, "a state was loaded"
-        for line in order_changes(
-            resumed.common, config.data, config.train, config.batches, datasets
-        ):
+        for line in order_changes(resumed.common, order):
             log.log0(line)
-    return datasets
+    return datasets, resumed._replace(order=order)
 
 
 # Kernels: replicas of an optimizer shard stay equal only if the same kernel updates all of them.
@@ -148,9 +139,12 @@ def agree_on_kernels(config: RunConfig, control: Control) -> tuple[RunConfig, li
         found = {rank: choices[what] for rank, choices in enumerate(everyone)}
         if len(set(found.values())) > 1:
             line = f"WARNING: ranks differ: {by_value(found)}"
-            if what in _WITHOUT:
-                config = _WITHOUT[what](config)
-                line += ": all use torch's operations"
+            # Quantization kernels may differ: all implementations give the same bits.
+            if what == "blocks":
+                config = replace(config, fusions=None)
+            elif what == "update":
+                config = replace(config, optim=replace(config.optim, adam_implementation="torch"))
+            line += ": all use torch's operations" * (what in ("blocks", "update"))
         if line:
             lines.append(f"> {line}")
     return config, lines
@@ -233,15 +227,6 @@ def start_report(
     precision = precision_line(config.model, config.precision)
     report.start({"precision": precision, "memory": memory.describe()})
     return report
-
-
-def profilers_of(config: RunConfig, log: Log, training: Training) -> tuple[Observer, ...]:
-    """Build the observers of the loop in addition to the report and the watchdog."""
-    folder = config.report.tensorboard_dir or config.checkpoint.save
-    return (
-        Profiler(config.profile, log, folder=folder),
-        MemoryHistory(config.profile, log, training.device),
-    )
 
 
 def open_view(

@@ -69,6 +69,7 @@ class PlanRequest(RunSettings):
             world_size=self.world_size,
             group_size=self.group_size,
             seq_length=self.seq_length,
+            in_parts=self.model.parts_misfit(self.device_type, self.precision.compute) is None,
         )
 
     @cached_property

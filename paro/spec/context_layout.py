@@ -110,11 +110,14 @@ class ContextLimits:
     world_size: int
     group_size: int
     seq_length: int
+    in_parts: bool = True  # whether a kernel computes attention in parts, which rings need
 
     def misfit(self, layout: ContextLayout) -> str | None:
         """Say why a layout cannot divide a sample, as text after a colon; None if it can."""
         size, heads, group_size = layout.size, layout.heads, self.group_size
         num_heads, num_kv_heads = self.model.num_attention_heads, self.model.num_query_groups
+        if layout.ring > 1 and not self.in_parts:
+            return "no kernel computes attention in parts"
         if self.world_size % size:
             return f"it does not divide the {self.world_size} ranks"
         for part in (size, heads, layout.inner or size):

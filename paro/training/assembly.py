@@ -28,8 +28,7 @@ from paro.config.train import TrainConfig
 from paro.context_parallel.attention import ContextAttention, check_core, make_context_attention
 from paro.distributed.control import Control
 from paro.distributed.groups import Groups, make_groups
-from paro.distributed.links import Links, make_links
-from paro.distributed.process_group import RuntimeConfig
+from paro.distributed.links import make_links
 from paro.distributed.timers import Timers, synchronize
 from paro.distributed.world import World
 from paro.machine.choice import choice_of
@@ -77,13 +76,18 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     specs = run.specs(units)
     links = make_links(device, config.runtime.distributed_backend, overlap=overlap)
     choice = _algorithm(config)
-    groups, context_groups = _make_groups(config.runtime, control, run, specs, choice, links)
+    spans, rank = groups_of(run, specs, choice), control.world.rank
+    settings = of_context = None
+    if device.type != "meta":
+        settings = config.runtime.groups_on(device, spans.number)
+        of_context = replace(settings, copy_engine=False)  # copy engines are for parameters only
+    groups = make_groups(run.topology, rank, spans.states, settings, links)
+    context_groups = make_groups(run.context_topology, rank, spans.context, of_context, links)
     context = _sharding_context(run, control, specs, groups, choice)
     sharded = _spread(model, run, specs, context, groups, timers)
     groups.registered.reserve(registered_room(run, units), control)
     if run.context.size > 1:
-        apart = config.data.reset_attention_mask
-        model.core = _context_attention(run, control, context_groups, choice, apart=apart)
+        model.core = _context_attention(run, control, context_groups, choice)
     optimizer = ParoOptimizer(
         sharded, config.optim, config.precision, config.train.seed, config.muon
     )
@@ -123,32 +127,12 @@ def run_spec_of(config: RunConfig, device_type: str) -> RunSpec:
         muon=config.muon,
         device_type=device_type,
         seq_length=config.data.seq_length,
+        apart=config.data.reset_attention_mask,
         micro_batch_size=batches.micro_batch_size if trained else batches.eval_micro_batch,
         num_micro_batches=batches.most_micro_batches,
         eval_micro_batch_size=batches.eval_micro_batch if config.train.eval_iters else 0,
         context=config.context.layout,
         copy_engine=config.runtime.paro_nccl_copy_engine,
-    )
-
-
-def _make_groups(
-    runtime: RuntimeConfig,
-    control: Control,
-    run: RunSpec,
-    specs: Sequence[ShardingSpec],
-    choice: AlgorithmChoice,
-    links: Links,
-) -> tuple[Groups, Groups]:
-    """Make all process groups of a run: for model states, and for context parallelism."""
-    rank, device = control.world.rank, control.device
-    spans = groups_of(run, specs, choice)
-    settings = of_context = None
-    if device.type != "meta":
-        settings = runtime.groups_on(device, spans.number)
-        of_context = replace(settings, copy_engine=False)  # copy engines are for parameters only
-    return (
-        make_groups(run.topology, rank, spans.states, settings, links),
-        make_groups(run.context_topology, rank, spans.context, of_context, links),
     )
 
 
@@ -200,12 +184,7 @@ def _sharding_context(
 
 
 def _context_attention(
-    run: RunSpec,
-    control: Control,
-    groups: Groups,
-    choice: AlgorithmChoice,
-    *,
-    apart: bool,
+    run: RunSpec, control: Control, groups: Groups, choice: AlgorithmChoice
 ) -> ContextAttention:
     """Build attention for context parallelism and run it once as a check."""
     layout, backend = run.context, run.model.attention_backend
@@ -214,7 +193,7 @@ def _context_attention(
         dtype = TORCH_TYPES[run.precision.compute]
         head = torch.empty(run.model.kv_channels, dtype=dtype, device=control.device)
         with groups.links.traffic.paused(), control.raise_on_all_ranks():
-            check_core(attention, layout, groups.rank, head, backend, apart=apart)
+            check_core(attention, layout, groups.rank, head, backend, apart=run.apart)
         groups.links.exposure.take()
     return attention
 

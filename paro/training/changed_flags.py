@@ -67,19 +67,13 @@ def order_record(
     return record
 
 
-def order_changes(
-    common: Record,
-    data: DataConfig,
-    train: TrainConfig,
-    batches: BatchSchedule,
-    datasets: Datasets,
-) -> Iterator[str]:
-    """Yield a line for every flag that changed the order of training samples since the save.
+def order_changes(common: Record, order: Record) -> Iterator[str]:
+    """Yield a line for every flag that changed the `order` of training samples since the save.
 
     Older checkpoints have no record of the order, at most the number of epochs.
     """
     saved = common.get("order") or {"epochs": common.get("train_order")}
-    now = _as_read(order_record(data, train, batches, datasets))
+    now = _as_read(order)
     changes = list(_data_changes(saved, now))
     if not changes and saved["epochs"] not in (None, now["epochs"]):
         causes = " and ".join(_length_changes(saved, now)) or "the number of samples changed"
@@ -125,8 +119,7 @@ def _length_record(train: TrainConfig, batches: BatchSchedule) -> dict[str, Any]
 def _length_changes(saved: Record, now: Record) -> Iterator[str]:
     for name in ("train_iters", "train_samples", "global_batch_size", "rampup_batch_size"):
         if name in saved and saved[name] != now[name]:
-            before, after = (_given(record[name]) for record in (saved, now))
-            yield f"--{name.replace('_', '-')} was {before} and is {after}"
+            yield _change(name, saved, now)
 
 
 def _data_changes(saved: Record, now: Record) -> Iterator[str]:
@@ -138,8 +131,7 @@ def _data_changes(saved: Record, now: Record) -> Iterator[str]:
     }
     for name, follows in consequences.items():
         if name in saved and not _is_same(saved[name], now[name]):
-            before, after = (_given(record[name]) for record in (saved, now))
-            yield f"--{name.replace('_', '-')} was {before} and is {after}: {follows}"
+            yield f"{_change(name, saved, now)}: {follows}"
     if "corpora" in saved and _contents(saved) != _contents(now):
         before, after = _corpora_text(saved, now), _corpora_text(now, saved)
         if before == after:
@@ -186,10 +178,13 @@ def _follows_total(name: str, saved: Record, now: Record) -> bool:
     return math.isclose(before * now[_TOTAL], after * saved[_TOTAL], rel_tol=1e-9)
 
 
-def _given(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    return "not given" if value is None else str(value)
+def _change(name: str, saved: Record, now: Record) -> str:
+    before, after = (
+        " ".join(map(str, value)) if isinstance(value, list) else value
+        for value in (saved[name], now[name])
+    )
+    flag = f"--{name.replace('_', '-')}"
+    return f"{flag} was {before} and is {after}".replace("None", "not given")
 
 
 def _as_read(record: Record) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from torch import Tensor
 from paro.arguments.parser import names_in
 from paro.checkpoint.background import Background
 from paro.checkpoint.chunks import chunked_states, chunks_of
-from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import common_of, newest_whole
 from paro.checkpoint.in_memory.folder import SnapshotFolder, check_room, snapshot_folder
 from paro.checkpoint.in_memory.recovery import recover
@@ -64,8 +63,12 @@ class InMemoryCheckpointer:
 
         Snapshots that are no newer than the checkpoint of --load are not used.
         """
-        begin, control = time.monotonic(), self._folder.control
-        newest = control.gather(_newest_saved(self._config.checkpoint))[0]
+        begin, flags = time.monotonic(), self._config.checkpoint
+        saved = None
+        if flags.load is not None and flags.continues and flags.ckpt_step is None:
+            saved = newest_whole(flags.load)
+        newest = -1 if saved is None else int(common_of(saved)["iteration"])
+        newest = self._folder.control.gather(newest)[0]
         found = recover(
             self._folder,
             chunked_states(training.optimizer.flat_shards()),
@@ -88,7 +91,7 @@ class InMemoryCheckpointer:
         state = state_of(found.common, self._config, self._log, "local copies")
         return Resumed(state, found.common["base"], found, found.common)
 
-    def begin(self, training: Training, order: Mapping[str, Any] | None, resumed: Resumed) -> None:
+    def begin(self, training: Training, resumed: Resumed) -> None:
         """Prepare the files; raise `UserError` on all ranks unless their nodes have room."""
         control, near = self._folder.control, self._folder.folder_ranks
         optimizer = training.optimizer
@@ -105,7 +108,7 @@ class InMemoryCheckpointer:
         everywhere = control.gather(NUM_SLOTS * self._writer.num_bytes)
         num_bytes = sum(everywhere[each] for each in near)
         check_room(self._folder, num_bytes)
-        self._record = partial(common_record, self._config, training, order=order, resumed=resumed)
+        self._record = partial(common_record, self._config, training, resumed)
         every = every_text(self._interval)
         self._log.log0(
             f"> local copies: {every}, two generations, {size_text(num_bytes)} of memory on this "
@@ -184,15 +187,6 @@ def identifying_flags(command_line: Mapping[str, object]) -> dict[str, str]:
     """
     free = names_in(*_FREE_GROUPS).union(_FREE)
     return {name: str(value) for name, value in command_line.items() if name not in free}
-
-
-def _newest_saved(checkpoint: CheckpointConfig) -> int:
-    """Return the newest complete iteration in the folder of --load, or -1."""
-    load = checkpoint.load
-    if load is None or not checkpoint.continues or checkpoint.ckpt_step is not None:
-        return -1
-    directory = newest_whole(load)
-    return -1 if directory is None else int(common_of(directory)["iteration"])
 
 
 class _Copier:

@@ -70,8 +70,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._is_first = True
-        self._times = RankTimes()  # this rank's seconds since the last log line
-        self._num_timed = 0
+        self._times: list[RankTimes] = []  # this rank's of each step since the last log line
         self._signal = ExitSignal()
         self._states = self.training.optimizer.state_bytes()
 
@@ -223,8 +222,7 @@ class Loop:
         return held | ({"slices-under-way": slices} if slices else {})
 
     def _take_times(self, result: StepResult, seconds: float) -> None:
-        self._num_timed += 1
-        self._times += replace(result.own, step=seconds)
+        self._times.append(replace(result.own, step=seconds))
         timers = self.training.timers
         timers.add("interval-time", seconds, level=1)
         for kind in WaitKind:
@@ -235,14 +233,15 @@ class Loop:
         """Log times per rank; collective with --timing-log-level above 0 or --log-straggler."""
         config, timers = self.report.config, self.training.timers.take()
         if config.timing_log_level > 0 or config.log_straggler:
-            everywhere = self.training.control.gather((timers, self._times))
+            own = sum(self._times, RankTimes())
+            everywhere = self.training.control.gather((timers, own))
             self.report.ranks(
                 record,
                 timers=[timers for timers, _ in everywhere],
                 times=[times for _, times in everywhere],
-                iterations=self._num_timed,
+                iterations=len(self._times),
             )
-        self._times, self._num_timed = RankTimes(), 0
+        self._times = []
 
     def _evaluate_if_due(self) -> None:
         config, state = self.training.config, self.state

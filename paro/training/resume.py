@@ -32,12 +32,7 @@ if TYPE_CHECKING:
 
 
 def common_record(
-    config: RunConfig,
-    training: Training,
-    state: TrainState,
-    *,
-    order: Mapping[str, Any] | None,
-    resumed: Resumed,
+    config: RunConfig, training: Training, resumed: Resumed, state: TrainState
 ) -> dict[str, Any]:
     """Build the JSON record (common.json) of all that a checkpoint holds besides tensors."""
     lora = config.model.lora
@@ -52,7 +47,7 @@ def common_record(
         "schedule": asdict(config.schedule),
         "dynamic_loss_scale": config.loss_scale.dynamic,
         "global_batch_size": config.batches.global_batch_size,
-        "order": order,
+        "order": resumed.order,
         "num_optimizer_steps": training.optimizer.num_steps,
         "has_moments": not config.checkpoint.no_save_optim,
         "strategy": config.strategy.name,
@@ -179,24 +174,19 @@ def state_of(
 
 
 class Resumed(NamedTuple):
-    """The result of loading: the state that a run starts from, and the record that came with it."""
+    """The state that a run starts from, the checkpoint that it came with, and the data's order."""
 
     state: TrainState | None = None  # the state to resume from; None: start at iteration 0
     base: BaseCheckpoint | None = None  # checkpoint with the frozen parameters; None: save them too
     recovery: Recovery | None = None  # the in-memory checkpoint that was loaded; None: --load
     common: Mapping[str, Any] = MappingProxyType({})  # common.json of the loaded checkpoint
+    order: Mapping[str, Any] | None = None  # what orders the training samples of this run
 
     @property
     def trained_on(self) -> frozenset[str] | None:
         """The fingerprints of the tokenizers of the training data that --load names, if any."""
         corpora = (self.common.get("order") or {}).get("corpora", ()) if not self.recovery else ()
         return frozenset(filter(None, (corpus.get("tokenizer") for corpus in corpora))) or None
-
-    def saved_iteration(self, checkpoint: CheckpointConfig) -> int | None:
-        """Return the iteration that was loaded from --save: the run need not save it again."""
-        if self.state is None or self.recovery is not None or not checkpoint.continues:
-            return None
-        return self.state.iteration
 
     def unpadded_rows(self, config: RunConfig) -> int:
         """Count the model's vocabulary rows that are not padding.

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from paro.checkpoint.agreement import LockedFolders, lock_folders, ranks_that_save
+from paro.checkpoint.agreement import LockedFolders, ranks_that_save
 from paro.checkpoint.background import Background, HostCopy
 from paro.checkpoint.chunks import chunked_states
 from paro.checkpoint.directory import newest_good, retire_checkpoint, set_aside
 from paro.checkpoint.folder_lock import LockLostError
-from paro.distributed.control import Control
 from paro.distributed.world import read_job_id
 from paro.errors import RunError, StorageError, UserError
 from paro.optim.finite import not_finite
@@ -21,7 +20,6 @@ from paro.report.earlier import next_number
 from paro.report.log import Log
 from paro.report.record import RunFacts
 from paro.report.run_files import ProgressFile
-from paro.report.watchdog import Watchdog
 from paro.spec.states import PARAM
 from paro.training.resume import FROM_NOTHING, Resumed, common_record
 from paro.training.step import Training, TrainState
@@ -47,7 +45,6 @@ class Saver:
         locked: LockedFolders,
         *,
         facts: RunFacts | None = None,
-        order: Mapping[str, Any] | None = None,
         resumed: Resumed = FROM_NOTHING,
     ) -> None:
         # Imported here, since torch.distributed.checkpoint would delay the first save by 0.5 s.
@@ -62,7 +59,6 @@ class Saver:
             start = 0 if resumed.state is None else resumed.state.consumed_train_samples
             folder, job = config.checkpoint.save, read_job_id()
             self._progress = ProgressFile(folder, facts, log, start_samples=start, job_id=job)
-        self._order = order
         self._resumed = resumed
         self._root = Path(config.checkpoint.save)
         self._background = Background()
@@ -71,8 +67,10 @@ class Saver:
         self._under_way: int | None = None
         # The iteration of the last save, which may be in progress; and the newest iteration whose
         # checkpoint is complete on every node.
-        self._saved = resumed.saved_iteration(config.checkpoint)
-        self._whole = resumed.saved_iteration(config.checkpoint)
+        # A state that was loaded from --save need not be saved again.
+        is_saved = config.checkpoint.continues and resumed.recovery is None
+        loaded = resumed.state if is_saved else None
+        self._saved = self._whole = None if loaded is None else loaded.iteration
         control = training.control
         self._ranks = ranks_that_save(locked, control, config.runtime.timeout)
         if len(locked.folders) > 1:
@@ -142,22 +140,28 @@ class Saver:
             self._root,
             state.iteration,
             states,
-            common_record(config, training, state, order=self._order, resumed=self._resumed),
+            common_record(config, training, self._resumed, state),
             ranks=self._ranks,
             log=self._log.log0,
         )
         self._under_way = state.iteration
-        job = partial(self._retire_and_write, self._proved_good(state), write)
-        if config.checkpoint.async_save:
-            self._note(state, is_async=True)
+        # The last complete checkpoint is good if a later step succeeded from its state. While steps
+        # are skipped, a checkpoint saved just before them may hold a diverged state.
+        went_on = self._whole is not None and self._whole < state.iteration
+        good = self._whole if went_on and not state.expected.skipped_in_a_row else None
+        job = partial(self._retire_and_write, good, write)
+        is_async = config.checkpoint.async_save
+        if not is_async:
+            try:
+                job()
+            except (UserError, StorageError) as error:  # all ranks raise the same error
+                return self._give_up(error)
+            self._whole = state.iteration
+        if self._progress is not None:
+            samples = state.consumed_train_samples
+            self._progress.saved(state.iteration, samples, is_async=is_async)
+        if is_async:
             self._background.start(partial(self._finish, job, state.iteration))
-            return True
-        try:
-            job()
-        except (UserError, StorageError) as error:  # all ranks raise the same error
-            return self._give_up(error)
-        self._whole = state.iteration
-        self._note(state, is_async=False)
         return True
 
     def settle(self) -> bool:
@@ -190,14 +194,6 @@ class Saver:
             f"--load {self._root} --ckpt-step {good}"
         )
 
-    def _proved_good(self, state: TrainState) -> int | None:
-        """Return the last complete checkpoint if a later step succeeded from its state, else None.
-
-        While steps are skipped, a checkpoint saved just before them may hold a diverged state.
-        """
-        went_on = self._whole is not None and self._whole < state.iteration
-        return self._whole if went_on and not state.expected.skipped_in_a_row else None
-
     def _retire_and_write(self, good: int | None, write: Callable[[], None]) -> None:
         """Remove the checkpoint before the last `good` checkpoint, then write a new checkpoint."""
         interval = self._config.checkpoint.save_retain_interval
@@ -217,11 +213,6 @@ class Saver:
                 f"{self.resume_hint(state)}"
             )
 
-    def _note(self, state: TrainState, *, is_async: bool) -> None:
-        if self._progress is not None:
-            samples = state.consumed_train_samples
-            self._progress.saved(state.iteration, samples, is_async=is_async)
-
     def _finish(self, write: Callable[[], None], iteration: int) -> None:
         """Write a checkpoint and record its completion; with --async-save on the save thread."""
         write()
@@ -235,16 +226,3 @@ class Saver:
             raise type(error)(message) from error
         self._log.log0(f"{message}; training continues (--on-save-failure continue)")
         return False
-
-
-@contextmanager
-def locked_folders_of(
-    folder: Path | None, control: Control, watchdog: Watchdog
-) -> Iterator[LockedFolders | None]:
-    """Hold the lock of --save in the block; None for a run that does not save."""
-    if folder is None:
-        yield None
-        return
-    log = Log(rank=control.world.rank, world_size=control.world.size)
-    with lock_folders(folder, control, log.log0, progressed=watchdog.progressed) as locked:
-        yield locked

@@ -135,20 +135,6 @@ class Training:
             self.context_groups.close()
 
 
-class _Sums(NamedTuple):
-    """The scalars that a step sums over the ranks, in one all-reduce with exposed times."""
-
-    square_sum: float
-    loss: float
-    num_tokens: float
-    num_filled: float
-    num_zeros: float
-    data_wait: float
-    signalled: float
-    late: float
-    unsaved: float
-
-
 def train_step(
     training: Training,
     state: TrainState,
@@ -175,10 +161,10 @@ def train_step(
     loss_sum = _forward_backward(training, timed, weigh, num_micro_batches, state.iteration)
     _empty_cache(training, from_level=1)
     sums, exposed, own = _add_up(training, loss_sum, weigh, timed.seconds, reasons)
-    unscale = weigh.unscale(sums.num_tokens, sums.num_filled)
-    loss = sums.loss * unscale
-    grad_norm = math.sqrt(sums.square_sum) * unscale if sums.square_sum >= 0 else math.nan
-    verdict = _judge(training, state, loss=loss, grad_norm=grad_norm, tokens=sums.num_tokens)
+    unscale = weigh.unscale(sums["num_tokens"], sums["num_filled"])
+    loss = sums["loss"] * unscale
+    grad_norm = math.sqrt(sums["square_sum"]) * unscale if sums["square_sum"] >= 0 else math.nan
+    verdict = _judge(training, state, loss=loss, grad_norm=grad_norm, tokens=sums["num_tokens"])
     sent = training.traffic.take()  # the param all-gather below counts for the next step
     if verdict is Verdict.FINE:
         _update(training, state, grad_norm=grad_norm, unscale=unscale)
@@ -199,12 +185,12 @@ def train_step(
         grad_norm=grad_norm,
         verdict=verdict,
         sent=sent,
-        num_zeros=sums.num_zeros
+        num_zeros=sums["num_zeros"]
         if training.config.log_num_zeros_in_grad and has_gradients
         else None,
         params_norm=_params_norm(training) if training.config.log_params_norm else None,
-        reasons=Reasons(sums.signalled > 0, sums.late > 0, sums.unsaved > 0),
-        data_wait_seconds=sums.data_wait / world.size,
+        reasons=Reasons(*(sums[name] > 0 for name in Reasons._fields)),
+        data_wait_seconds=sums["data_wait"] / world.size,
         exposed=exposed,
         own=own,
     )
@@ -230,8 +216,8 @@ def _add_up(
     weigh: TokenWeights,
     data_wait: float,
     reasons: Callable[[], Reasons],
-) -> tuple[_Sums, Exposed, OwnTimes]:
-    """Sum scalars over all ranks; also return mean exposed times and this rank's own times."""
+) -> tuple[dict[str, float], Exposed, OwnTimes]:
+    """Sum scalars over all ranks in one all-reduce; also return mean exposed and own times."""
     optimizer, num_ranks = training.optimizer, training.control.world.size
     on_device = [loss_sum.double()]
     if training.config.log_num_zeros_in_grad:
@@ -241,22 +227,23 @@ def _add_up(
     # The step's only copy to the host, which waits until the device has finished.
     own_loss, *zeros, square_sum = torch.stack(on_device).tolist()
     own = training.exposure.take()
-    mine = _Sums(
-        square_sum=square_sum,
-        loss=own_loss,
-        num_tokens=weigh.num_tokens,
-        num_filled=weigh.num_filled,
-        num_zeros=sum(zeros),
-        data_wait=data_wait,
-        **{name: float(holds) for name, holds in reasons()._asdict().items()},
-    )
-    begin = time.perf_counter()
     own_seconds = asdict(own)
-    totals = training.control.sum([*mine, *(each or 0.0 for each in own_seconds.values())])
+    mine = {
+        "square_sum": square_sum,
+        "loss": own_loss,
+        "num_tokens": weigh.num_tokens,
+        "num_filled": weigh.num_filled,
+        "num_zeros": sum(zeros),
+        "data_wait": data_wait,
+        **{name: float(holds) for name, holds in reasons()._asdict().items()},
+        **{kind: seconds or 0.0 for kind, seconds in own_seconds.items()},
+    }
+    begin = time.perf_counter()
+    sums = dict(zip(mine, training.control.sum([*mine.values()]), strict=True))
     agreement = time.perf_counter() - begin
     means: dict[str, Any] = {  # mean exposed seconds by kind; None: not measured
-        kind: None if seconds is None else total / num_ranks
-        for (kind, seconds), total in zip(own_seconds.items(), totals[len(mine) :], strict=True)
+        kind: None if seconds is None else sums[kind] / num_ranks
+        for kind, seconds in own_seconds.items()
     }
     times = OwnTimes(
         data=data_wait,
@@ -265,7 +252,7 @@ def _add_up(
         agreement=agreement,
         loss_is_finite=math.isfinite(own_loss),
     )
-    return _Sums(*totals[: len(mine)]), Exposed(**means), times
+    return sums, Exposed(**means), times
 
 
 def _update(training: Training, state: TrainState, *, grad_norm: float, unscale: float) -> None:

@@ -241,7 +241,7 @@ def test_a_bug_is_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     words = f"--mock-data --save {tmp_path} --load {tmp_path} --train-iters"
     launch(words, 2)
     for place in (
-        "config.run.decide",
+        "config.resolve.take_inter_bits",
         "checkpoint.load._check_model",
         "checkpoint.storage.CheckedReader._read_chunk",
         "checkpoint.load.common_of",

@@ -50,8 +50,9 @@ def test_batches_count_data_parallel_ranks() -> None:
     assert batches.num_micro_batches_at(0) == batches.num_eval_micro_batches == 3
     assert batches.samples_after(10) == 240
     refused(lambda: run_of("--global-batch-size 12"), "times 4 data-parallel ranks")
-    args = parse_args(f"{FLAGS} --micro-batch-size 3 --global-batch-size 20".split())
-    assert better_values(args, 4) == {"micro_batch_size": 1}
+    dry = "--context-parallel-size 2 --global-batch-size 20 --dry-run --world-size 8"
+    args = parse_args(f"{FLAGS} --micro-batch-size 3 {dry}".split())
+    assert better_values(args) == {"micro_batch_size": 1}
     (line,) = nodes_line(run_of("--global-batch-size 40").batches, replace(EIGHT, size=12), 2)
     assert "restart on 1 and 2 of 3 nodes" in line
 

@@ -75,6 +75,7 @@ UNOWNED = {
     "notices",
     "open",  # by what --paro-machine and flags that say auto ask for
     "schedule.weight_decay_incr_samples",
+    "task",
 }
 # Flags fill these as a whole.
 WHOLE = (LoraConfig, Machine, RecomputeConfig, Strategy, Trainable, World)
@@ -267,7 +268,7 @@ def test_a_flag_changes_its_field(
     monkeypatch.setattr(
         "paro.spec.optim_config.check_apex", lambda: None
     )  # as if it were installed
-    monkeypatch.setattr("paro.config.data.build_tokenizer", lambda _: NullTokenizer(1000))
+    monkeypatch.setattr("paro.config.run.build_tokenizer", lambda _: NullTokenizer(1000))
     monkeypatch.chdir(tmp_path)
     saved = configure(SMALL)
     sizes = {"model": asdict(saved.model), "schedule": asdict(saved.schedule)}

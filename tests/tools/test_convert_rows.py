@@ -86,7 +86,7 @@ def test_ids_that_can_never_be_learnt_are_refused_in_training_and_export(tmp_pat
 
         def opened(prefix: Path) -> Datasets:
             data = replace(config.data, mock_data=False, data_path=(str(prefix),), split="1,0,0")  # noqa: B023
-            return open_data(replace(config, data=data), start, resumed, log)  # noqa: B023
+            return open_data(replace(config, data=data), start, resumed, log)[0]  # noqa: B023
 
         opened(right)
         assert sum("279 vocabulary rows" in line for line in lines) == bool(more)

@@ -61,13 +61,12 @@ def longest_table(args: Namespace) -> str:
 def _options(args: Namespace, request: PlanRequest, size: int) -> list[ContextParallelConfig]:
     """Return the layouts of a context-parallel size; `UserError` if the flags ask in vain."""
     context, model, compute = take_context(args), request.model, request.precision.compute
-    in_parts = model.parts_misfit(request.device_type, compute) is None
     limits = replace(request.context_limits, seq_length=_unit(size))
-    found = possible_configs(args, limits, in_parts=in_parts, degrees=[size])
+    found = possible_configs(args, limits, [size])
     rotates = request.materialize.rotates
     if context.context_parallel_size == size > 1 and (rotates or not found):
-        context.check(limits, rotates=rotates)
         check_parts(model, context, request.device_type, compute)
+        context.check(limits, rotates=rotates)
     return found
 
 

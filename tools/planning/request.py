@@ -10,11 +10,9 @@ from model.config import LLAMA_PRESETS, LlamaConfig
 from model.trainable import Trainable
 from paro.arguments.model import (
     add_context_args,
-    add_inter_bits_args,
     add_lora_args,
     add_mixed_precision_args,
     add_model_args,
-    add_optimizer_args,
     add_recompute_args,
 )
 from paro.arguments.parser import take
@@ -92,10 +90,12 @@ def make_parser() -> Parser:
     add_model_args(parser)
     add_lora_args(parser)
     add_recompute_args(parser)
-    add_optimizer_args(parser, trains=False)
+    add_trainer_flags(parser.add_argument_group("optimizer"), "optimizer", "muon_num_ns_steps")
     add_mixed_precision_args(parser)
     add_context_args(parser)
-    add_inter_bits_args(parser, trains=False)
+    group = parser.add_argument_group("fewer bits between groups")
+    add_trainer_flags(group, "paro_inter_param_bits", "paro_inter_grad_bits", "paro_inter_bits")
+    add_trainer_flags(group, "paro_inter_grad_error_feedback")
     add_failure_args(parser)
     add_result_args(parser)
     return parser
@@ -239,6 +239,7 @@ def task_of(
         args.seq_length,
         kind,
         launch.device_memory_gb,
+        apart=False,
     )
     return task, sharding
 
@@ -262,8 +263,7 @@ def with_context(args: Namespace) -> tuple[Namespace, tuple[str, ...]]:
     base = plan_request_of_args(_with(args, **alone.flags, global_batch_size=None))
     batch = args.global_batch_size or base.global_batch_size
     args = _with(args, seq_length=base.seq_length, global_batch_size=batch)
-    in_parts = base.model.parts_misfit(base.device_type, base.precision.compute) is None
-    configs = possible_configs(args, base.context_limits, in_parts=in_parts)
+    configs = possible_configs(args, base.context_limits)
 
     def make(config: ContextParallelConfig, micro_batch_size: int) -> PlanRequest:
         changes = config.flags | {"micro_batch_size": micro_batch_size}

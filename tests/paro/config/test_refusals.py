@@ -230,7 +230,7 @@ OF_SHARED_SAMPLES = [
     (f"{RINGS} --cp-comm-type p2p --bf16 --seq-length 24", "24 is no multiple of 16"),
     (f"{RINGS} {SIZES} 8 1 --cp-comm-type a2a+p2p", "8 ... 4 heads"),
     ("--context-parallel-size auto", "--context-parallel-size auto: give ... or measure"),
-    ("--context-parallel-size many", "'many' is neither a number of ranks nor auto"),
+    ("--context-parallel-size many", "invalid number of ranks or auto value: 'many'"),
     (f"--context-parallel-size auto {SIZES} 2 2", "2 2 contradicts auto"),
     (
         "--cp-comm-type auto --context-parallel-size 4 --seq-length 28 --bf16",

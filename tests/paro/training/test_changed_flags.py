@@ -38,13 +38,17 @@ def run(words: str) -> RunConfig:
     return configure(f"{TINY} {words}", World())
 
 
+def order_of(config: RunConfig) -> dict[str, Any]:
+    return order_record(config.data, config.train, config.batches, build_data(config))
+
+
 def saved(words: str) -> dict[str, Any]:
     """The arguments of such a run in its checkpoint."""
     config = run(words)
     common = {
         "state": {"consumed_train_samples": 12},
         "schedule": asdict(config.schedule),
-        "order": order_record(config.data, config.train, config.batches, build_data(config)),
+        "order": order_of(config),
     }
     read: dict[str, Any] = json.loads(json.dumps(common))
     return read
@@ -55,10 +59,7 @@ def changed(common: dict[str, Any], config: RunConfig) -> str | None:
 
 
 def told(common: dict[str, Any], words: str) -> list[str]:
-    config = run(words)
-    return list(
-        order_changes(common, config.data, config.train, config.batches, build_data(config))
-    )
+    return list(order_changes(common, order_of(run(words))))
 
 
 TAIL = "reading continues after sample 12 of another order"
