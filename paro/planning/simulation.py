@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
-from operator import add
 from typing import NamedTuple
 
 from paro.machine.collective_time import ParallelJobs, StreamAxes, TimedJob
@@ -249,17 +247,20 @@ class Simulation:
         """Set the speed of running jobs, by the sharing of links and processors."""
         loads = [[0.0, 0.0, 0.0] for _ in self.actors]  # links inside and between, processor
         for work in self._running:
-            _, _, *shares, _ = work.job
-            for load in (loads[index] for index in work.submitted):
-                load[:] = map(add, load, shares)
-        for work in self._running:
-            _, _, *shares, slowed = work.job
-            slowdowns = [1.0]
+            _, _, intra, inter, cpu, _ = work.job
             for index in work.submitted:
-                slowdowns += compress(loads[index], shares)
-                if self.actors[index].computing:
-                    slowdowns.append(slowed)
-            work.rate = 1.0 / max(slowdowns)
+                load = loads[index]
+                load[0] += intra
+                load[1] += inter
+                load[2] += cpu
+        for work in self._running:
+            job, slowdown = work.job, 1.0
+            for index in work.submitted:
+                intra, inter, cpu = loads[index]
+                slowed = job.slowed if self.actors[index].computing else 1.0
+                shared = job.intra and intra, job.inter and inter, job.cpu and cpu
+                slowdown = max(slowdown, slowed, *shared)
+            work.rate = 1.0 / slowdown
 
     def _compute_speed(self, actor: Actor) -> float:
         """Return the speed of a computing thread while jobs run in its streams."""
