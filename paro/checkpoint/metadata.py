@@ -68,19 +68,6 @@ def read_metadata(directory: Path) -> Metadata:
     return metadata
 
 
-def _layout(name: object) -> Any:
-    """Return the tensor layout with this name; reject arguments that are no names."""
-    if type(name) is not str:
-        raise pickle.UnpicklingError("a layout has no name")
-    return _get_layout(name)
-
-
-def _memory_format(number: object) -> Any:
-    if type(number) is not int:
-        raise pickle.UnpicklingError("a memory format has no number")
-    return _MEM_FORMAT_ENCODING(number)
-
-
 _METADATA_CLASSES = (
     *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta),
     *(TensorProperties, TensorStorageMetadata),
@@ -110,9 +97,9 @@ class _MetadataUnpickler(pickle._Unpickler):
         },
         **{(_MODULE, kind.__name__): kind for kind in _METADATA_CLASSES},
         ("torch", "Size"): torch.Size,
-        ("torch.serialization", "_get_layout"): _layout,
+        ("torch.serialization", "_get_layout"): _get_layout,
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
-        (_MODULE, "_MEM_FORMAT_ENCODING"): _memory_format,
+        (_MODULE, "_MEM_FORMAT_ENCODING"): _MEM_FORMAT_ENCODING,
     }
     stack: list[Any]
 
@@ -146,6 +133,12 @@ def _is_key(key: object) -> bool:
 _OTHER_KEYS = "it holds a dict with keys of other types"
 _checked(pickle.SETITEM, lambda stack: _is_key(stack[-2]), _OTHER_KEYS)
 _checked(pickle.SETITEMS, lambda stack: all(map(_is_key, stack[::2])), _OTHER_KEYS)
+# A layout and a memory format are looked up by their argument, which is then hashed.
+_checked(
+    pickle.REDUCE,
+    lambda stack: stack[-2] is torch.Size or {*map(type, stack[-1])} <= {str, int},
+    "it calls a function of other arguments than names and numbers",
+)
 # On a class or a constant it would change the whole process.
 _checked(
     pickle.BUILD,

@@ -133,7 +133,7 @@ NESTED = b"\x80\x02}))" + b"\x85" * 150_000  # {}, (), (((...)))
         (b"\x80\x02]r\xff\xff\xff\x0f.", "is missing or damaged"),
         (
             b"\x80\x02ctorch.serialization\n_get_layout\n)" + b"\x85" * 150_000 + b"R.",
-            "a layout has",
+            "it calls a function",
         ),
         (pickle.dumps(print), "it refers to builtins.print"),
         (NESTED[:3] + NESTED[4:] + b"Ns.", "keys of other types"),
