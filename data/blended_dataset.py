@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -178,12 +177,8 @@ def _cached_indices(
         "weights": list(weights),
         "size": None if request.num_samples is None else size,
     }
-    entry = CacheEntry(
-        folder=request.config.cache_folder(blend.prefixes[0]),
-        split_name=request.split_name,
-        description=json.dumps(facts, indent=4),
-        kind="BlendedDataset",
-    )
+    folder = request.config.cache_folder(blend.prefixes[0])
+    entry = CacheEntry(folder=folder, split_name=request.split_name, facts=facts)
     return cached(entry, BlendIndices, build)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain
@@ -236,11 +235,8 @@ def _cache_entry(prefix: str, lengths: NDArray[np.int32], request: SplitRequest)
         "sequence_lengths_crc32": crc32(lengths.data),
         **({"sft": True} if config.sft else {}),
     }
-    return CacheEntry(
-        folder=config.cache_folder(prefix),
-        split_name=request.split_name,
-        description=json.dumps(facts, indent=4),
-    )
+    folder = config.cache_folder(prefix)
+    return CacheEntry(folder=folder, split_name=request.split_name, facts=facts)
 
 
 def check_answers(corpora: Mapping[str, Sequence[GPTDataset]]) -> None:

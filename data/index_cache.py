@@ -41,19 +41,22 @@ Indices = TypeVar("Indices", bound=NamedTuple)  # arrays, by the names of their 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEntry:
-    """The identity of cached indices: folder, split and kind, and the facts they depend on."""
+    """The identity of cached indices: folder, split, and the facts they depend on."""
 
     folder: Path
     split_name: str
-    description: str
-    kind: str = "GPTDataset"
+    facts: Mapping[str, Any]  # with the `class` of the data set
+
+    @property
+    def description(self) -> str:
+        return json.dumps(self.facts, indent=4)
 
     @property
     def digest(self) -> str:
         return hashlib.md5(self.description.encode(), usedforsecurity=False).hexdigest()
 
     def path(self, part: str) -> Path:
-        return self.folder / f"{self.digest}-{self.kind}-{self.split_name}-{part}"
+        return self.folder / f"{self.digest}-{self.facts['class']}-{self.split_name}-{part}"
 
 
 def cached(

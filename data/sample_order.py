@@ -97,7 +97,7 @@ class SampleOrder(NamedTuple):
     shuffle_index: NDArray[Any] | StoredArray  # entry i: the sample that is read as the i-th
 
 
-def parse_split(text: str) -> tuple[float, float, float]:
+def parse_split(text: str) -> tuple[float, ...]:
     """Parse the weights of train, valid and test, summing to 1; missing ones are 0."""
     words = [word for word in re.split(r"[,/\s]+", text.strip()) if word]
     try:
@@ -111,11 +111,10 @@ def parse_split(text: str) -> tuple[float, float, float]:
             f"--split {text!r} is not understood: give up to three weights of train, validation "
             "and test data, such as 969,30,1"
         )
-    train, valid, test = (weight / total for weight in weights)
-    return train, valid, test
+    return tuple(weight / total for weight in weights)
 
 
-def split_matrix(text: str) -> tuple[Share | None, Share | None, Share | None]:
+def split_matrix(text: str) -> tuple[Share | None, ...]:
     """Return each split as an interval of the corpus; None for a weight of 0."""
     ends = [0.0]
     for weight in parse_split(text):

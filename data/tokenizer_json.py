@@ -29,6 +29,7 @@ def write_tokenizer_json(model: Path, folder: Path, *, begins_texts: bool = Fals
     to each text.
     """
     from sentencepiece import SentencePieceProcessor
+    from tokenizers.processors import TemplateProcessing
 
     try:
         processor = SentencePieceProcessor(model_proto=read_bytes(model))
@@ -44,7 +45,12 @@ def write_tokenizer_json(model: Path, folder: Path, *, begins_texts: bool = Fals
         if list(whole.encode(text, add_special_tokens=False).ids) != own.encode(text):
             return False
     if begins_texts and own.bos is not None:
-        whole.post_processor = _beginning(processor.id_to_piece(own.bos), own.bos)
+        piece = processor.id_to_piece(own.bos)
+        whole.post_processor = TemplateProcessing(
+            single=[piece, "$A"],
+            pair=[piece, "$A", f"{piece}:1", "$B:1"],
+            special_tokens=[(piece, own.bos)],
+        )
     ids = {"bos": processor.bos_id(), "eos": processor.eos_id(), "unk": processor.unk_id()}
     _save(whole, folder, {role: processor.id_to_piece(i) for role, i in ids.items() if i >= 0})
     return True
@@ -100,17 +106,6 @@ def _tokenizer(processor: Any) -> Any:
         ]
     )
     return tokenizer
-
-
-def _beginning(piece: str, number: int) -> Any:
-    """Return the post-processor that puts a token before every text with special tokens."""
-    from tokenizers.processors import TemplateProcessing
-
-    return TemplateProcessing(
-        single=[piece, "$A"],
-        pair=[piece, "$A", f"{piece}:1", "$B:1"],
-        special_tokens=[(piece, number)],
-    )
 
 
 def _ordinary(processor: Any) -> dict[str, int]:

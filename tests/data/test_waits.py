@@ -36,7 +36,7 @@ def test_a_stuck_builder_is_named_and_waited_for_no_longer_than_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    entry = CacheEntry(folder=tmp_path / "cache", split_name="train", description="one")
+    entry = CacheEntry(folder=tmp_path / "cache", split_name="train", facts={"class": "one"})
     told = ""
 
     def builds_forever() -> Index:
