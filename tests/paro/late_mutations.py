@@ -161,9 +161,7 @@ MODULES = {
     "collectives.scheduled": _MESSAGES,
     "collectives.schedule": _SCHEDULE,
     "collectives.shifts": _RING,
-    **dict.fromkeys(
-        (f"context_parallel.{name}" for name in ("all_to_all", "gather", "ring")), _CONTEXT
-    ),
+    **dict.fromkeys(("context_parallel.all_to_all", "context_parallel.exchange"), _CONTEXT),
     "distributed.comm_stream": _STREAMS,
     "training.in_memory": _COPIES,
 }
