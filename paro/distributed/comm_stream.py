@@ -36,7 +36,8 @@ class Event(Protocol):
         """Make the training thread (on CUDA: its stream) wait; raise if a job has failed."""
 
     def stages(self) -> Iterator[Stage]:
-        """Yield the unfinished jobs that the event waits for, each with its comm stream."""
+        """Yield the unfinished jobs that the event waits for with their streams, if known."""
+        return iter(())
 
 
 Stage = tuple[Hashable, Event]
@@ -49,13 +50,14 @@ class CommStreams(Protocol):
     for each other. Otherwise a job may wait only for jobs submitted earlier.
     """
 
-    runs_concurrently: bool
+    runs_concurrently: bool = False
 
     def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
         """Queue `job` after the earlier jobs of `stream` and after the event `after`."""
 
     def close(self) -> None:
         """Close the comm streams after their jobs have run."""
+        return
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,11 +94,10 @@ def stream_name(stream: Hashable) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class InlineStreams:
+class InlineStreams(CommStreams):
     """Comm streams without overlap: jobs run at once on the training thread, timed by `note`."""
 
     note: Callable[[Hashable, float], None] | None = None
-    runs_concurrently = False
 
     def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
         begin = time.perf_counter()
@@ -105,9 +106,6 @@ class InlineStreams:
         if self.note is not None:
             self.note(stream, time.perf_counter() - begin)
         return DONE
-
-    def close(self) -> None:
-        return
 
 
 _GLANCE_SECONDS = 0.5  # interval at which a waiting thread checks for failures elsewhere
@@ -142,7 +140,7 @@ class _ThreadEvent:
 _Task = tuple[Job, Event | None, _ThreadEvent]
 
 
-class ThreadStreams:
+class ThreadStreams(CommStreams):
     """Comm streams that are daemon threads; every wait after the first failure raises the failure.
 
     After a failure the remaining jobs are skipped, so that the training thread never waits for a
@@ -194,24 +192,19 @@ class ThreadStreams:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _StreamEvent:
+class _StreamEvent(Event):  # without stages: the times of single jobs are not measured
     event: torch.cuda.Event
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)
-
-    def stages(self) -> Iterator[Stage]:
-        return iter(())  # the times of single jobs are not measured on a stream
 
 
 # A collective's few blocks run before waiting blocks of kernels that compute.
 _PRIORITY = -1
 
 
-class CudaStreams:
+class CudaStreams(CommStreams):
     """Comm streams that are CUDA streams; errors are raised where CUDA reports them."""
-
-    runs_concurrently = False
 
     def __init__(self) -> None:
         self._streams: dict[Hashable, torch.cuda.Stream] = {}

@@ -6,16 +6,15 @@
 # So the ranks agree on a prefix first:
 #
 #     every rank   writes a unique token, waits for an answer with a prefix, acknowledges it with
-#                  a digest of its settings, or with the reason why it refuses to run
+#                  its settings, or with the reason why it refuses to run
 #     rank 0       answers every token, old tokens too, until all ranks have acknowledged its own
-#                  prefix; compares the digests and writes the verdict, which all ranks read
+#                  prefix; compares the settings and writes the verdict, which all ranks read
 #
 # A restart count is no prefix, as nodes count restarts differently. Ranks of an earlier attempt
 # cannot answer: torchrun stops them first. Texts are JSON, as anyone can write to the store.
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import json
 import socket
@@ -25,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -122,16 +122,14 @@ def rendezvous(
     ranks. `PeerError` if a rank does not call within `timeout`.
     """
     own = uuid.uuid4().hex
-    digest = hashlib.sha256(json.dumps(list(settings.items())).encode()).hexdigest()
-    answer: dict[str, object] = {"settings": digest, "refusal": _written(refusal)}
+    answer: dict[str, Any] = {"settings": dict(settings), "refusal": _written(refusal)}
     try:
         if world.rank == 0:
             prefix = own
-            verdict = _Meeting(store, own, world.size, timeout, settings).lead(answer)
+            verdict = _Meeting(store, own, world.size, timeout).lead(answer)
         else:
             store.set(f"asks/{world.rank}", own)
             prefix = store.get(f"answer/{own}").decode()
-            store.set(f"settings/{prefix}/{world.rank}", json.dumps(dict(settings)))
             store.set(f"heard/{prefix}/{world.rank}", json.dumps(answer))
             verdict = _read(json.loads(store.get(f"verdict/{prefix}")))
             store.set(f"knows/{prefix}/{world.rank}", "")
@@ -173,9 +171,8 @@ class _Meeting:
     prefix: str
     world_size: int
     timeout: timedelta
-    settings: Mapping[str, str]  # rank 0's settings
 
-    def lead(self, own: dict[str, object]) -> SharedError | None:
+    def lead(self, own: dict[str, Any]) -> SharedError | None:
         """Return the verdict; `own` is rank 0's own text."""
         answers = self._listen(own)
         verdict = self._verdict(answers)
@@ -187,7 +184,7 @@ class _Meeting:
                 time.sleep(_POLL_SECONDS)
         return verdict
 
-    def _listen(self, own: dict[str, object]) -> dict[int, dict[str, object]]:
+    def _listen(self, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """Collect the texts of ranks until the timeout, a short one once a rank differs."""
         store, begin = self.store, time.monotonic()
         deadline = begin + self.timeout.total_seconds()
@@ -210,15 +207,13 @@ class _Meeting:
             time.sleep(_POLL_SECONDS)
         return answers
 
-    def _verdict(self, answers: Mapping[int, dict[str, object]]) -> SharedError | None:
+    def _verdict(self, answers: Mapping[int, dict[str, Any]]) -> SharedError | None:
         ranks = range(self.world_size)
         refusals = [_read(answers[rank]["refusal"]) if rank in answers else None for rank in ranks]
         if any(refusal is not None for refusal in refusals):
             return error_of_all(refusals, name_rank=True)
-        everyone = dict.fromkeys(sorted(answers), self.settings)
-        if different := [rank for rank in everyone if answers[rank] != answers[0]]:
-            for rank in different:
-                everyone[rank] = json.loads(self.store.get(f"settings/{self.prefix}/{rank}"))
+        everyone = {rank: answers[rank]["settings"] for rank in sorted(answers)}
+        if any(settings != everyone[0] for settings in everyone.values()):
             return UserError(first_difference(everyone))
         silent = [rank for rank in ranks if rank not in answers]
         if silent:

@@ -115,7 +115,7 @@ def _compare(kernels: MuonKernels, device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MuonRange:
-    """The elements of an optimizer range that Muon updates, its first; one tensor per state."""
+    """An optimizer range whose first elements Muon updates; one tensor per state."""
 
     unit: UnitShards
     master: Tensor

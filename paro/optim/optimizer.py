@@ -45,7 +45,7 @@ class UnitOptimizer:
     def __init__(
         self, unit: UnitShards, config: OptimConfig, precision: PrecisionConfig, seed: int
     ) -> None:
-        self.unit, self.seed = unit, seed
+        self.unit = unit
         grad, spec = unit.optim_grad, unit.spec
         numel = grad.numel()
         self.master_is_param = spec.master_is_param
@@ -122,12 +122,6 @@ class UnitOptimizer:
         if not self.master_is_param:
             self.unit.optim_param.copy_(self.master)
 
-    @property
-    def muon_range(self) -> MuonRange:
-        """Range of the elements that Muon updates."""
-        momentum = self.states[MOMENTUM][: self.num_muon]
-        return MuonRange(self.unit, self.master.detach()[: self.num_muon], momentum, self.seed)
-
     def flat_shards(self) -> Iterator[FlatShard]:
         """Yield this rank's range of each state of the unit that checkpoints have.
 
@@ -181,11 +175,11 @@ class ParoOptimizer:
         }
         # {first unit of a bucket: range of the bucket's unit that this rank updates}
         ranges = {
-            number: self._parts[member].muon_range
+            number: MuonRange(member, part.master.detach(), part.states[MOMENTUM], seed)
             for number, unit in enumerate(model.units)
             if unit.spec.muon_stop and unit.spec.unit.bucket_size
             for member in unit.bucket
-            if member.optim_grad.numel()
+            if (part := self._parts[member]).master.numel()
         }
         self.muons = [
             MuonStep(

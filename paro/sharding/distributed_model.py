@@ -67,23 +67,15 @@ class DistributedModel:
             unit.full_precision = full_precision
         self.carry_out(self.policy.begin_step(num_micro_batches))
 
-    def forward_backward(
-        self,
-        tokens_BS: Tensor,
-        labels_BS: Tensor,
-        weights_BS: Tensor,
-        *,
-        last: bool,
-        **documents: Any,
-    ) -> Tensor:
+    def forward_backward(self, *inputs: Tensor, last: bool, **documents: Any) -> Tensor:
         """Accumulate the gradients of one micro-batch and return its weighted loss.
 
-        `documents` are keyword arguments of the model.
+        `inputs` are the tokens, labels and weights of the model, `documents` keyword arguments.
         """
         self._begin(Phase.FORWARD)
         self.carry_out(self.policy.begin_micro_batch(last=last))
         with self._timers.measure("forward-compute", level=2):
-            loss = self.model(tokens_BS, labels_BS, weights_BS, **documents)
+            loss: Tensor = self.model(*inputs, **documents)
         self.phase = Phase.BACKWARD
         with self._timers.measure("backward-compute", level=2):
             loss.backward()
@@ -103,13 +95,11 @@ class DistributedModel:
                 unit.grad_errors.zero_()
 
     @torch.no_grad()
-    def evaluate(
-        self, tokens_BS: Tensor, labels_BS: Tensor, weights_BS: Tensor, **documents: Any
-    ) -> Tensor:
+    def evaluate(self, *inputs: Tensor, **documents: Any) -> Tensor:
         """Return the weighted loss of a batch, computed without gradients."""
         self._begin(Phase.EVALUATION)
         self.carry_out(self.policy.begin_evaluation())
-        loss = self.model(tokens_BS, labels_BS, weights_BS, **documents)
+        loss: Tensor = self.model(*inputs, **documents)
         self.phase = Phase.IDLE
         return loss
 

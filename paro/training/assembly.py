@@ -84,7 +84,7 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     groups = make_groups(run.topology, rank, spans.states, settings, links)
     context_groups = make_groups(run.context_topology, rank, spans.context, of_context, links)
     context = _sharding_context(run, control, specs, groups, choice)
-    sharded = _spread(model, run, specs, context, groups, timers)
+    sharded = _spread(model, run, specs, context, timers)
     groups.registered.reserve(registered_room(run, units), control)
     if run.context.size > 1:
         model.core = _context_attention(run, control, context_groups, choice)
@@ -141,7 +141,6 @@ def _spread(
     run: RunSpec,
     specs: Sequence[ShardingSpec],
     context: ShardingContext,
-    groups: Groups,
     timers: Timers,
 ) -> DistributedModel:
     """Shard the model's states over the ranks; parameters are gathered or rotated in a step."""
@@ -150,7 +149,7 @@ def _spread(
     if isinstance(policy, GatheringPolicy):
         return ShardedModel(model, make_sharded_units(model, specs, context), policy, timers)
     (span,) = {one.span for spec in specs for one in spec.collectives[Verb.GATHER]}
-    ring = Ring(groups, StreamKind.ROTATE, span)
+    ring = Ring(context.collectives.groups, StreamKind.ROTATE, span)
     rotated = make_rotated_units(model, specs, context, ring)
     return RotatedModel(model, unit_specs(model.config), rotated, policy, timers)
 
