@@ -13,6 +13,7 @@ from paro.collectives.choice import group_spans
 from paro.collectives.schedule import Op
 from paro.collectives.wire import Wire
 from paro.distributed.comm_stream import CommStreams, Event, Job
+from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import Groups
 from paro.distributed.registered_memory import RegisteredMemory
 from paro.topology import AxisSpan, StreamKind, by_units, nested_range
@@ -71,6 +72,11 @@ class Endpoint:
     @property
     def _streams(self) -> CommStreams:
         return self.groups.links.streams
+
+    @property
+    def exposure(self) -> Exposure:
+        """Counter of the time that compute waits for communication."""
+        return self.groups.links.exposure
 
     def _wire(self, kind: StreamKind, span: AxisSpan) -> Wire:
         return Wire(self.groups, kind, span)

@@ -29,45 +29,40 @@ from paro.topology import AxisSpan, StreamKind, nested_range
 FORGOTTEN_AFTER = 1024  # steps, as in DeepSpeed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSum:
-    """The sum of gradients of this rank's group, which the rank adds to the total."""
+@dataclass(eq=False, kw_only=True)
+class QuantizedSum(Endpoint):
+    """Quantized sum of the gradients of a flat buffer over groups, from the sums inside groups.
 
-    values: Tensor
-    start: int  # offset of the sum in the unit's flat buffer, in elements
+    A reduce-scatter between groups, and an all-gather to replicas of a range.
+    """
+
+    exact_dtype: torch.dtype  # dtype in which unquantized elements are sent
+    start: int  # offset of the group's sum in the unit's flat buffer, in elements
     ranges: RangeFormat
     span: AxisSpan  # axes of the all-to-all: each rank along them owns a chunk of the total
     replicas: AxisSpan  # axes of the all-gather: their ranks hold replicas of a range
     errors: Tensor | None = None  # quantization errors, a row for each owner: read and updated
 
-
-@dataclass(eq=False)
-class QuantizedReduction(Endpoint):
-    """Quantized reduce-scatter between groups, and quantized all-gather to replicas of a range."""
-
-    exact_dtype: torch.dtype  # dtype in which unquantized elements are sent
-
-    def reduce(self, gradients: GroupSum, result: Tensor, *, after: Event) -> Event:
-        """Queue the sum of `gradients` over the ranks into `result`.
+    def reduce(self, values: Tensor, result: Tensor, *, after: Event) -> Event:
+        """Queue the sum of `values`, the sum of this rank's group, over the groups into `result`.
 
         `result` is this rank's optimizer range: its chunk of the total or, with replicas, more.
         """
 
         def job() -> None:
-            total, exact, start = self._reduce_scatter(gradients)
-            if gradients.replicas:
-                self._all_gather(total, exact, start, gradients, result)
+            total, exact, start = self._reduce_scatter(values)
+            if self.replicas:
+                self._all_gather(total, exact, start, result)
             else:
                 _write(result, hadamard(total) / PAD, exact)
 
-        return self._submit(StreamKind.EXCHANGE, gradients.span, job, after=after)
+        return self._submit(StreamKind.EXCHANGE, self.span, job, after=after)
 
-    def _reduce_scatter(self, gradients: GroupSum) -> tuple[Tensor, Tensor, int]:
+    def _reduce_scatter(self, whole: Tensor) -> tuple[Tensor, Tensor, int]:
         """Sum this rank's chunk: return its transformed and its exact elements, and its start."""
-        rank, whole, start = self._rank, gradients.values, gradients.start
-        ranges, errors, span = gradients.ranges, gradients.errors, gradients.span
-        kernels = choose_kernels(whole.device)
-        members = self.groups.topology.members(span, rank)
+        ranges, errors, span, start = self.ranges, self.errors, self.span, self.start
+        wire, kernels = self._wire(StreamKind.EXCHANGE, span), choose_kernels(whole.device)
+        members = wire.members
         sent = torch.zeros(len(members), ranges.range_bytes, dtype=torch.uint8, device=whole.device)
         for index, member in enumerate(members):
             begin, end = nested_range(span, member, whole.numel())
@@ -77,8 +72,8 @@ class QuantizedReduction(Endpoint):
             kernels.quantize(values, ranges.form, quantized, transforms=True, error=error)
             exact.copy_(rest)
         received = torch.empty_like(sent)
-        self._wire(StreamKind.EXCHANGE, span).all_to_all(sent, received)
-        start += nested_range(span, rank, whole.numel())[0]
+        wire.all_to_all(sent, received)
+        start += nested_range(span, self._rank, whole.numel())[0]
         num_quantized = ranges.num_quantized(start)
         total = torch.zeros(padded(num_quantized), device=whole.device)
         exact_total = torch.zeros(ranges.numel - num_quantized, device=whole.device)
@@ -88,11 +83,9 @@ class QuantizedReduction(Endpoint):
             exact_total += exact
         return total, exact_total, start
 
-    def _all_gather(
-        self, total: Tensor, exact: Tensor, start: int, gradients: GroupSum, result: Tensor
-    ) -> None:
+    def _all_gather(self, total: Tensor, exact: Tensor, start: int, result: Tensor) -> None:
         """Quantize and all-gather transformed sums; all replicas dequantize equal bytes."""
-        rank, span, ranges = self._rank, gradients.replicas, gradients.ranges
+        rank, span, ranges = self._rank, self.replicas, self.ranges
         kind, kernels = StreamKind.EXCHANGE, choose_kernels(result.device)
         chunks = result.view(-1, ranges.numel)
         gathered = torch.zeros(

@@ -39,7 +39,6 @@ class AllToAll(Endpoint):
 
     def __post_init__(self) -> None:
         self._context_wire = self._wire(StreamKind.CONTEXT, self.span)
-        self.exposure = self.groups.links.exposure
         self.num_ranks = len(self._context_wire.members)
 
     def start(self, sent: Tensor, received: Tensor) -> Event:

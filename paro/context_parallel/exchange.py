@@ -134,7 +134,7 @@ class RingKVExchange:
             incoming = buffers[number % 2]
             event = _shift(ring, held, incoming)
             yield held
-            ring.groups.links.exposure.wait(WaitKind.CONTEXT, event)
+            ring.exposure.wait(WaitKind.CONTEXT, event)
             held = incoming
         yield held
 
@@ -164,7 +164,7 @@ class _RingSum:
     def _receive(self) -> Tensor:
         """Return the sum that has arrived; it is valid until the next `add`."""
         assert self._event is not None, "nothing is on its way"
-        self._ring.groups.links.exposure.wait(WaitKind.CONTEXT, self._event)
+        self._ring.exposure.wait(WaitKind.CONTEXT, self._event)
         self._event = None
         self._buffers.reverse()
         return self._buffers[0]
@@ -175,7 +175,7 @@ class _RingSum:
 
 
 def _shift(ring: Ring, outgoing: Tensor, incoming: Tensor) -> Event:
-    with ring.groups.links.exposure.submitting(WaitKind.CONTEXT):
+    with ring.exposure.submitting(WaitKind.CONTEXT):
         return ring.shift(outgoing, incoming, Turn.CLOCKWISE)
 
 
@@ -187,14 +187,13 @@ class GatherKVExchange:
         self._collectives = collectives
         self._span = span
         self._members = groups.topology.members(span, groups.rank)
-        self._exposure = groups.links.exposure
         self.ring_rank = self._members.index(groups.rank)
         self.ring_size = len(self._members)
 
     def exchange_kv(self, own_2BTKH: Tensor, attend: Attend) -> None:
         whole, event = self._gather(own_2BTKH)
         attend(self.ring_rank, own_2BTKH)
-        self._exposure.wait(WaitKind.CONTEXT, event)
+        self._collectives.exposure.wait(WaitKind.CONTEXT, event)
         for source in self._others():
             attend(source, self._part(whole, source).view_as(own_2BTKH))
 
@@ -204,21 +203,21 @@ class GatherKVExchange:
         own_grads = self._part(total, self.ring_rank).view_as(own_2BTKH)
         now, later = in_two(own_2BTKH)
         grads_of(self.ring_rank, own_2BTKH[now], 0)(own_grads[now])
-        self._exposure.wait(WaitKind.CONTEXT, event)
+        self._collectives.exposure.wait(WaitKind.CONTEXT, event)
         for source in self._others():
             kv_2BTKH = self._part(whole, source).view_as(own_2BTKH)
             grads_of(source, kv_2BTKH, 0)(self._part(total, source).view_as(own_2BTKH))
-        with self._exposure.submitting(WaitKind.CONTEXT):
+        with self._collectives.exposure.submitting(WaitKind.CONTEXT):
             request = Request(Op.REDUCE_SCATTER, total, self._span, torch.float32)
             event = self._collectives.run(request)
         add_grads = grads_of(self.ring_rank, own_2BTKH[later], own_2BTKH[now].shape[3])
-        self._exposure.wait(WaitKind.CONTEXT, event)
+        self._collectives.exposure.wait(WaitKind.CONTEXT, event)
         add_grads(own_grads[later])
         return own_grads
 
     def _gather(self, own_2BTKH: Tensor) -> tuple[Tensor, Event]:
         whole = own_2BTKH.new_empty(self.ring_size * own_2BTKH.numel())
-        with self._exposure.submitting(WaitKind.CONTEXT):
+        with self._collectives.exposure.submitting(WaitKind.CONTEXT):
             own = own_2BTKH.view(-1)
             request = Request(Op.ALL_GATHER, whole, self._span, whole.dtype, shard=own)
             return whole, self._collectives.run(request)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paro.collectives.matrices import MatrixExchange
 from paro.distributed.comm_stream import Event
-from paro.distributed.exposed_time import Exposure, WaitKind
+from paro.distributed.exposed_time import WaitKind
 from paro.errors import describe
 from paro.optim import adamw
 from paro.optim.adamw import Update
@@ -148,7 +148,6 @@ class MuonStep:
     ranges: Mapping[int, MuonRange]  # this rank's range of each buffer, or bucket, with matrices
     exchange: MatrixExchange
     config: MuonConfig
-    exposure: Exposure
     wire: torch.dtype  # dtype in which momentum and updates are sent
     kernels: MuonKernels
 
@@ -205,7 +204,7 @@ class MuonStep:
 
     def _send_result(self, momentum: _AllToAll) -> _AllToAll:
         """Orthogonalize this rank's matrix of a round, and queue the all-to-all of the result."""
-        self.exposure.wait(WaitKind.REDUCE, momentum.event)
+        self.exchange.exposure.wait(WaitKind.REDUCE, momentum.event)
         owned = self._owned(momentum.muon_round)
         sent: dict[int, Tensor] = {}
         if owned is not None and momentum.whole is not None:
@@ -223,7 +222,7 @@ class MuonStep:
 
     def _apply(self, result: _AllToAll, update: Update) -> None:
         """Update the masters of a round's matrices, once the result has arrived."""
-        self.exposure.wait(WaitKind.PARAM_ALL_GATHER, result.event)
+        self.exchange.exposure.wait(WaitKind.PARAM_ALL_GATHER, result.event)
         for assignment, low, high in self._held(result.muon_round):
             matrix = assignment.matrix
             held = self.ranges[matrix.buffer]
@@ -245,7 +244,7 @@ class MuonStep:
                     yield assignment, low, high
 
     def _all_to_all(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> Event:
-        with self.exposure.submitting(WaitKind.REDUCE):
+        with self.exchange.exposure.submitting(WaitKind.REDUCE):
             return self.exchange.all_to_all(sent, received)
 
 

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from paro.collectives.matrices import MatrixExchange
 from paro.distributed.timers import profile_range
 from paro.layout import UnitLayout, parameter_runs
 from paro.optim.adamw import AdamW, Update, choose_adamw
@@ -181,13 +182,13 @@ class ParoOptimizer:
             for member in unit.bucket
             if (part := self._parts[member]).master.numel()
         }
+        groups = model.context.collectives.groups
         self.muons = [
             MuonStep(
                 rounds=rounds,
                 ranges=ranges,
-                exchange=model.context.matrix_exchanges[rounds.degree],
+                exchange=MatrixExchange(groups, rounds.span(groups.topology)),
                 config=muon,
-                exposure=model.context.exposure,
                 wire=TORCH_TYPES[precision.matrix_wire],
                 kernels=choose_muon_kernels(config.adam_implementation, model.context.device),
             )

@@ -13,8 +13,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from paro.collectives.interface import Collectives, Request
-from paro.collectives.matrices import MatrixExchange
-from paro.collectives.quantized import GroupSum, QuantizedReduction
+from paro.collectives.quantized import QuantizedSum
 from paro.collectives.schedule import Op
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import Exposure, WaitKind
@@ -47,9 +46,6 @@ class ShardingContext:
     strategy: Strategy
     collectives: Collectives
     device: torch.device
-    quantized_reduction: QuantizedReduction | None = None  # None: gradients are sent exactly
-    # {number of ranks that shard a matrix: exchange of its shards}; empty without Muon.
-    matrix_exchanges: Mapping[int, MatrixExchange] = field(default_factory=dict)
     ledger: Ledger
     exposure: Exposure
 
@@ -81,6 +77,7 @@ class UnitShards:
             )
         error_shape = spec.grad_error_bytes
         self.grad_errors = zeros(error_shape, dtype=torch.uint8) if any(error_shape) else None
+        self.quantized_sum = self._make_quantized_sum() if spec.exchange else None
         self.full_precision = False  # whether this step sends all values unquantized
         self._fresh = True  # whether the next gradients overwrite `grad_shard` instead of adding
         self._is_quantized = False  # whether `param_all_gather` sends a quantized update next
@@ -248,34 +245,32 @@ class UnitShards:
             exact = (collective for collective in sent if collective not in quantized)
             shard, reduced = self._queue(exact, self._grads_of_bucket, after=self._reduced)
             if quantized:
-                reduced = self._reduce_quantized(shard, quantized, reduced)
+                assert self.quantized_sum is not None, f"{self.name} is sent quantized"
+                reduced = self.quantized_sum.reduce(shard, self.optim_grad, after=reduced)
         for unit in self.bucket:
             unit._reduced, unit._fresh = reduced, True
 
-    def _reduce_quantized(
-        self, gradients: Tensor, quantized: Sequence[Collective], after: Event
-    ) -> Event:
-        """Queue the quantized reduction between groups, of the sums inside groups."""
-        reduction, ranges = self.context.quantized_reduction, self.spec.grad_format
-        assert reduction is not None, f"{self.name} is quantized"
+    def _make_quantized_sum(self) -> QuantizedSum:
+        """Return the quantized reduction between groups, of the sums inside groups."""
+        exchange, ranges = self.spec.exchange, self.spec.grad_format
         assert ranges is not None, f"{self.name} is sent quantized"
-        span, *replicas = (collective.span for collective in quantized)
         sent = [
             (collective.stream_kind, collective.op, collective.numel // collective.num_shards)
-            for collective in quantized
+            for collective in exchange
         ]
         ops = (Op.REDUCE_SCATTER, Op.ALL_GATHER)[: len(sent)]
         planned = [(StreamKind.EXCHANGE, op, ranges.range_bytes) for op in ops]
         assert sent == planned, f"{self.name}: {sent}"
-        group_sum = GroupSum(
-            values=gradients,
+        span, *replicas = (collective.span for collective in exchange)
+        return QuantizedSum(
+            groups=self.context.collectives.groups,
+            exact_dtype=TORCH_TYPES[self.spec.precision.wire],
             start=self._start_at(span[0].inner),
             ranges=ranges,
             span=span,
             replicas=tuple(chain.from_iterable(replicas)),
             errors=self.grad_errors,
         )
-        return reduction.reduce(group_sum, self.optim_grad, after=after)
 
     def wait_reduced(self) -> None:
         self.context.exposure.wait(WaitKind.REDUCE, self._reduced)
@@ -296,6 +291,7 @@ class UnitShards:
             unit.bucket, unit._params_of_bucket, unit._grads_of_bucket = bucket, params, grads
 
 
+@dataclass(eq=False)
 class QuantizedUpdate:
     """Quantized updates of the optimizer ranges of a parameter shard, in a permanent buffer.
 
@@ -303,14 +299,11 @@ class QuantizedUpdate:
     `quantized`, `apply` applies the updates of the other ranges.
     """
 
-    def __init__(
-        self, ranges: RangeFormat, quantized: Tensor, param_shard: Tensor, start: int
-    ) -> None:
-        self.quantized = quantized
-        self._ranges = ranges
-        self._param_shard = param_shard
-        self._start = start  # offset of the shard in the unit's flat buffer
-        self._own_index: int | None = None  # index of this rank's range in the shard
+    ranges: RangeFormat
+    quantized: Tensor
+    param_shard: Tensor
+    start: int  # offset of the shard in the unit's flat buffer
+    _own_index: int | None = None  # index of this rank's range in the shard
 
     def quantize(self, master: Tensor, param: Tensor, index: int) -> None:
         """Quantize the difference between the master and the parameters of this rank's range.
@@ -321,14 +314,14 @@ class QuantizedUpdate:
         difference, exact = self._split(index)
         num_quantized = param.numel() - exact.numel()
         quantize = choose_kernels(param.device).quantize
-        quantize(master[:num_quantized], self._ranges.form, difference, minus=param[:num_quantized])
+        quantize(master[:num_quantized], self.ranges.form, difference, minus=param[:num_quantized])
         exact.copy_(master[num_quantized:])
         self._add(param, index)
         self._own_index = index
 
     def apply(self) -> None:
         """Add the differences of all other ranks' ranges to the parameters."""
-        for index, param in enumerate(self._param_shard.view(-1, self._ranges.numel)):
+        for index, param in enumerate(self.param_shard.view(-1, self.ranges.numel)):
             if index != self._own_index:
                 self._add(param, index)
 
@@ -337,11 +330,11 @@ class QuantizedUpdate:
         difference, exact = self._split(index)
         num_quantized = param.numel() - exact.numel()
         dequantize = choose_kernels(param.device).dequantize
-        dequantize(difference, self._ranges.form, param[:num_quantized], adds=True)
+        dequantize(difference, self.ranges.form, param[:num_quantized], adds=True)
         param[num_quantized:] = exact
 
     def _split(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the quantized difference and the exact elements of a range."""
-        size, start = self._ranges.range_bytes, self._start + index * self._ranges.numel
+        size, start = self.ranges.range_bytes, self.start + index * self.ranges.numel
         payload = self.quantized[index * size : (index + 1) * size]
-        return split_range(payload, self._ranges, start, self._param_shard.dtype)
+        return split_range(payload, self.ranges, start, self.param_shard.dtype)

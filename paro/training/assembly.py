@@ -21,8 +21,6 @@ from model.llama import Llama
 from model.units import unit_specs
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
-from paro.collectives.matrices import MatrixExchange
-from paro.collectives.quantized import QuantizedReduction
 from paro.collectives.shifts import Ring
 from paro.config.train import TrainConfig
 from paro.context_parallel.attention import ContextAttention, check_core, make_context_attention
@@ -42,7 +40,6 @@ from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
 from paro.sharding.sharded_unit import make_sharded_units
 from paro.sharding.shards import ShardingContext
-from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_spec import Materialize, RunSpec, groups_of
 from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.units import registered_room, shape_of_run, units_of_run
@@ -83,7 +80,7 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
         of_context = replace(settings, copy_engine=False)  # copy engines are for parameters only
     groups = make_groups(run.topology, rank, spans.states, settings, links)
     context_groups = make_groups(run.context_topology, rank, spans.context, of_context, links)
-    context = _sharding_context(run, control, specs, groups, choice)
+    context = _sharding_context(run, control, groups, choice)
     sharded = _spread(model, run, specs, context, timers)
     groups.registered.reserve(registered_room(run, units), control)
     if run.context.size > 1:
@@ -155,28 +152,14 @@ def _spread(
 
 
 def _sharding_context(
-    run: RunSpec,
-    control: Control,
-    specs: Sequence[ShardingSpec],
-    groups: Groups,
-    choice: AlgorithmChoice,
+    run: RunSpec, control: Control, groups: Groups, choice: AlgorithmChoice
 ) -> ShardingContext:
-    topology = groups.topology
-    reduction: QuantizedReduction | None = None
-    if any(spec.exchange for spec in specs):
-        wire = TORCH_TYPES[run.precision.wire]
-        reduction = QuantizedReduction(groups, wire)
     return ShardingContext(
-        topology=topology,
+        topology=groups.topology,
         rank=groups.rank,
         strategy=run.strategy,
         collectives=make_collectives(choice, groups),
         device=control.device,
-        quantized_reduction=reduction,
-        matrix_exchanges={
-            rounds.degree: MatrixExchange(groups, rounds.span(topology))
-            for rounds in muon_rounds(specs)
-        },
         ledger=Ledger(),
         exposure=groups.links.exposure,
     )

@@ -97,7 +97,7 @@ MUTATIONS = (
 # Every wait and `after=` of the product (tests/helpers/waits.py finds them), by name: a run, as a
 # strategy and flags, that goes wrong without it.
 CAUGHT = {
-    "collectives.quantized QuantizedReduction.reduce: after=after": ("IIG", CODES),
+    "collectives.quantized QuantizedSum.reduce: after=after": ("IIG", CODES),
     "collectives.native FlatCollectives.run: after=request.after": ("IIG", FLAT),
     "collectives.interface Endpoint._submit: after=after": ("IIG", ""),
     "collectives.interface Collectives.run_after: after=after": ("GGG", AUTO),
@@ -107,11 +107,13 @@ CAUGHT = {
     "collectives.wire Pending.wait: self._work.wait()": ("NNI", ""),
     "collectives.wire Wire.exchange: Pending(work, message.tensor, what).wait()": ("NIG", MUON),
     "distributed.exposed_time Exposure.wait: event.wait()": ("IIG", ""),
-    "optim.muon MuonStep._send_result: self.exposure.wait(WaitKind.REDUCE, momentum.event)": (
+    "optim.muon MuonStep._send_result: "
+    "self.exchange.exposure.wait(WaitKind.REDUCE, momentum.event)": (
         "IIG",
         MUON,
     ),
-    "optim.muon MuonStep._apply: self.exposure.wait(WaitKind.PARAM_ALL_GATHER, result.event)": (
+    "optim.muon MuonStep._apply: "
+    "self.exchange.exposure.wait(WaitKind.PARAM_ALL_GATHER, result.event)": (
         "IIG",
         MUON,
     ),
@@ -131,7 +133,7 @@ CAUGHT = {
     "sharding.shards UnitShards.wait_for_updated_params: "
     "self.context.exposure.wait(WaitKind.PARAM_ALL_GATHER, self._updated)": ("IIG", ""),
     "sharding.shards UnitShards.param_all_gather: after=gathered": ("IIG", CODES),
-    "sharding.shards UnitShards._reduce_quantized: after=after": ("IIG", CODES),
+    "sharding.shards UnitShards.grad_sync: after=reduced": ("IIG", CODES),
     "sharding.shards UnitShards._queue: after=after": ("IIG", ""),
     "sharding.shards UnitShards.grad_sync: after=self._reduced": ("IIG", ""),
     "sharding.shards UnitShards.wait_reduced: "

@@ -157,7 +157,7 @@ def lone_rank(
     spec = run_spec_of(run, "cpu")
     specs = spec.specs(units_of_run(spec))
     groups = make_groups(topology, world.rank, {}, None, links)
-    context = assembly._sharding_context(spec, control, specs, groups, assembly._algorithm(run))
+    context = assembly._sharding_context(spec, control, groups, assembly._algorithm(run))
     model = assembly._spread(llama, spec, specs, context, Timers())
     optimizer = ParoOptimizer(model, OptimConfig(), precision, 0, MuonConfig())
     return LoneRank(config=config, model=model, optimizer=optimizer, traffic=links.traffic)

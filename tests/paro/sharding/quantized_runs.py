@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paro.collectives.quantized import GroupSum
+from paro.collectives.quantized import QuantizedSum
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import Event
 from paro.distributed.world import World
@@ -109,32 +109,34 @@ def record(flags: str, group_size: int) -> Recorded:
 
 
 def _record_sums(training: Training, sums: list[Sum]) -> None:
-    reduction = training.model.context.quantized_reduction
-    if reduction is None:
-        return
-    original = reduction.reduce
+    for unit in training.model.trainable_units:
+        if unit.quantized_sum is not None:
+            _record_sum(unit.quantized_sum, sums)
 
-    def reduce(gradients: GroupSum, result: Tensor, *, after: Event) -> Event:
+
+def _record_sum(reduction: QuantizedSum, sums: list[Sum]) -> None:
+    original, start, ranges = reduction.reduce, reduction.start, reduction.ranges
+
+    def reduce(whole: Tensor, result: Tensor, *, after: Event) -> Event:
         after.wait()
-        whole, start, ranges = gradients.values, gradients.start, gradients.ranges
-        had, errors = whole.clone(), _errors(gradients)
-        event = original(gradients, result, after=after)
+        had, errors = whole.clone(), _errors(reduction)
+        event = original(whole, result, after=after)
         event.wait()
         begin = start + (result.data_ptr() - whole.data_ptr()) // whole.itemsize
-        sums.append(Sum(had, start, result.clone(), begin, ranges, errors, _errors(gradients)))
+        sums.append(Sum(had, start, result.clone(), begin, ranges, errors, _errors(reduction)))
         return event
 
     reduction.reduce = reduce  # type: ignore[method-assign]
 
 
-def _errors(gradients: GroupSum) -> Tensor | None:
+def _errors(reduction: QuantizedSum) -> Tensor | None:
     """Quantization errors, in fp32: a row of `ranges.numel` values for each owner's chunk."""
-    if gradients.errors is None:
+    if reduction.errors is None:
         return None
-    numel = gradients.ranges.numel
-    rows = torch.zeros(len(gradients.errors), -(-numel // 32) * 32)
-    for index, (row, octets) in enumerate(zip(rows, gradients.errors, strict=True)):
-        num_quantized = gradients.ranges.num_quantized(gradients.start + index * numel)
+    ranges = reduction.ranges
+    rows = torch.zeros(len(reduction.errors), -(-ranges.numel // 32) * 32)
+    for index, (row, octets) in enumerate(zip(rows, reduction.errors, strict=True)):
+        num_quantized = ranges.num_quantized(reduction.start + index * ranges.numel)
         whole = -(-num_quantized // 32) * 32
         dequantize_by_torch(octets[: error_bytes(num_quantized)], ERROR_FORM, row[:whole])
     return rows
