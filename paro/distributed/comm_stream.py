@@ -224,21 +224,3 @@ class CudaStreams(CommStreams):
     def close(self) -> None:
         for stream in self._streams.values():
             stream.synchronize()
-
-
-def make_comm_streams(
-    device: torch.device,
-    *,
-    overlap: bool,
-    backend: str,
-    note: Callable[[Hashable, float], None] | None = None,
-) -> CommStreams:
-    """Return the comm streams for a device; without overlap every job runs when it is submitted.
-
-    Without overlap `note` gets the key and seconds of every job.
-    """
-    if not overlap:
-        return InlineStreams(note)
-    if device.type == "cuda" and backend == "nccl":
-        return CudaStreams()
-    return ThreadStreams(device)

@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 import torch
 
 from paro.distributed.byte_counter import ByteCounter
-from paro.distributed.comm_stream import CommStreams, make_comm_streams
+from paro.distributed.comm_stream import (
+    CommStreams,
+    CudaStreams,
+    InlineStreams,
+    ThreadStreams,
+)
 from paro.distributed.exposed_time import Exposure
 from paro.topology import StreamKind
 
@@ -26,7 +31,10 @@ class Links:
 
 
 def make_links(device: torch.device, backend: str, *, overlap: bool = True) -> Links:
-    """Return links with comm streams of their own; on the meta device nothing ever runs."""
-    exposure = Exposure(on_streams=device.type == "cuda" and backend == "nccl")
-    streams = make_comm_streams(device, overlap=overlap, backend=backend, note=exposure.note)
+    """Return links with comm streams of their own; without `overlap` jobs run when submitted."""
+    has_cuda_streams = device.type == "cuda" and backend == "nccl"
+    exposure = Exposure(on_streams=has_cuda_streams)
+    streams: CommStreams = InlineStreams(exposure.note)
+    if overlap:
+        streams = CudaStreams() if has_cuda_streams else ThreadStreams(device)
     return Links(streams, ByteCounter(), exposure)

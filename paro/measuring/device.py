@@ -36,8 +36,9 @@ from model.config import LlamaConfig
 from model.fusion import usable_kernels
 from model.trainable import Trainable
 from paro.config.run import RunConfig
-from paro.distributed.comm_stream import CommStreams, make_comm_streams
+from paro.distributed.comm_stream import CommStreams
 from paro.distributed.control import Control
+from paro.distributed.links import make_links
 from paro.distributed.timers import Took, synchronize, time_of
 from paro.distributed.world import World
 from paro.machine.machine import Device
@@ -106,9 +107,7 @@ def measure_device(
         reserved = bytes_in_use(control.device)
     products = 2.0 * _PRODUCT**3 / timer.median(_product(config, control.device))
     coding = _QUANTIZED * CODING_BYTES / timer.median(_coding(control.device))
-    streams = make_comm_streams(
-        control.device, overlap=True, backend=config.runtime.distributed_backend
-    )
+    streams = make_links(control.device, config.runtime.distributed_backend).streams
     job = timer.median(_jobs(streams, control.device)) / _JOBS
     streams.close()
     memory = min(control.gather(memory_of_rank(control)))

@@ -68,16 +68,12 @@ class RotatedModel(DistributedModel):
         super().__init__(model, units, policy, timers)
         parts = [(spec, part) for spec in unit_specs for part in spec.parts]
         self._parts = [RotatingPart(index, *part, self) for index, part in enumerate(parts)]
+        # Autograd keeps leaves alive, and their hooks reference the parts.
+        self._removals += [part.leaves.clear for part in self._parts]
         parameters = dict(model.named_parameters())
         for unit in self.trainable_units:
             if isinstance(unit, ShardedUnit):
                 self._collect_gradients(unit, parameters, by_matmuls=False)
-
-    def close(self) -> None:
-        """Close comm streams and process groups; call it on every rank with no work in flight."""
-        super().close()
-        for part in self._parts:
-            part.close()
 
 
 def make_rotated_units(
@@ -117,7 +113,7 @@ class RotatingPart:
                 module.register_parameter(name, None)
         # {(buffer, step, slot): {name: leaf}}, made once: the storage of a slot is freed and
         # allocated again, but views of the storage stay valid.
-        self._leaves: dict[tuple[int, int, Slot], dict[str, nn.Parameter]] = {}
+        self.leaves: dict[tuple[int, int, Slot], dict[str, nn.Parameter]] = {}
         replicated = map(module.get_parameter, spec.replicated)
         buffers = chain.from_iterable(policy.shape.halves(index))
         trains = any(model.units[buffer].trainable for buffer in buffers)
@@ -155,9 +151,9 @@ class RotatingPart:
         for buffer in self._policy.shape.halves(at.part)[at.half]:
             unit, slot = self._unit(buffer), self._policy.slot(buffer, at.step)
             key = buffer, at.step, slot
-            if key not in self._leaves:
-                self._leaves[key] = dict(self._make_leaves(*key))
-            self.module._parameters.update(self._leaves[key])
+            if key not in self.leaves:
+                self.leaves[key] = dict(self._make_leaves(*key))
+            self.module._parameters.update(self.leaves[key])
             for name, start in unit.starts(at.step).items():
                 attribute = self._attributes[name]
                 starts[attribute] = start[self.spec.cuts[attribute]]
@@ -183,7 +179,3 @@ class RotatingPart:
                 leaf.grad_sink = sink  # type: ignore[attr-defined]
                 leaf.register_post_accumulate_grad_hook(sink.take)
             yield self._attributes[name], leaf
-
-    def close(self) -> None:
-        """Drop the leaves: autograd keeps them alive, and their hooks reference this part."""
-        self._leaves.clear()

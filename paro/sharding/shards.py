@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
@@ -37,17 +37,26 @@ from paro.strategy import Strategy
 from paro.topology import StreamKind, Topology, by_units, nested_range
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ShardingContext:
     """Settings and services that all units of a model share."""
 
-    topology: Topology
-    rank: int
     strategy: Strategy
     collectives: Collectives
     device: torch.device
-    ledger: Ledger
-    exposure: Exposure
+    ledger: Ledger = field(default_factory=Ledger)
+
+    @property
+    def topology(self) -> Topology:
+        return self.collectives.groups.topology
+
+    @property
+    def rank(self) -> int:
+        return self.collectives.groups.rank
+
+    @property
+    def exposure(self) -> Exposure:
+        return self.collectives.exposure
 
 
 class UnitShards:

@@ -35,7 +35,7 @@ from paro.report.flops import find_peak
 from paro.report.record import PlannedStep, RunFacts
 from paro.rotation.rotated_model import RotatedModel, make_rotated_units
 from paro.schedule.batch_schedule import BatchSchedule
-from paro.sharding.buffers import TORCH_TYPES, Ledger
+from paro.sharding.buffers import TORCH_TYPES
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
 from paro.sharding.sharded_unit import make_sharded_units
@@ -80,7 +80,7 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
         of_context = replace(settings, copy_engine=False)  # copy engines are for parameters only
     groups = make_groups(run.topology, rank, spans.states, settings, links)
     context_groups = make_groups(run.context_topology, rank, spans.context, of_context, links)
-    context = _sharding_context(run, control, groups, choice)
+    context = ShardingContext(run.strategy, make_collectives(choice, groups), device)
     sharded = _spread(model, run, specs, context, timers)
     groups.registered.reserve(registered_room(run, units), control)
     if run.context.size > 1:
@@ -149,20 +149,6 @@ def _spread(
     ring = Ring(context.collectives.groups, StreamKind.ROTATE, span)
     rotated = make_rotated_units(model, specs, context, ring)
     return RotatedModel(model, unit_specs(model.config), rotated, policy, timers)
-
-
-def _sharding_context(
-    run: RunSpec, control: Control, groups: Groups, choice: AlgorithmChoice
-) -> ShardingContext:
-    return ShardingContext(
-        topology=groups.topology,
-        rank=groups.rank,
-        strategy=run.strategy,
-        collectives=make_collectives(choice, groups),
-        device=control.device,
-        ledger=Ledger(),
-        exposure=groups.links.exposure,
-    )
 
 
 def _context_attention(

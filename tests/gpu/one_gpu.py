@@ -90,10 +90,10 @@ def _share_the_gpu() -> None:
 @contextmanager
 def changed_streams(change: Change) -> Iterator[None]:
     """Every training built in the block gets its comm streams through `change`."""
-    make = links.make_comm_streams
+    make = links.CudaStreams
 
-    def changed(device: torch.device, **options: Any) -> CommStreams:
-        return change(make(device, **options), device)
+    def changed() -> CommStreams:
+        return change(make(), torch.device("cuda", torch.cuda.current_device()))
 
-    with patch.object(links, "make_comm_streams", changed):
+    with patch.object(links, "CudaStreams", changed):
         yield

@@ -220,7 +220,7 @@ def _threads_for_processes(threads: _Threads) -> Iterator[None]:
         ):
             stack.enter_context(patch.object(owner, name, value))
         if threads.device.type == "cpu":
-            inline = patch.object(links, "make_comm_streams", lambda *_, **__: InlineStreams())
+            inline = patch.object(links, "ThreadStreams", lambda _device: InlineStreams())
             stack.enter_context(inline)
         yield
 

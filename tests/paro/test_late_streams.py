@@ -105,7 +105,7 @@ def train_on(streams: CommStreams, flags: str, group_size: int) -> tuple[Trained
         TemporaryDirectory() as folder,
         poisoned_buffers(),
         patch.object(assembly, "_algorithm", algorithm),
-        patch.object(links, "make_comm_streams", lambda *_args, **_more: streams),
+        patch.object(links, "ThreadStreams", lambda _device: streams),
         patch.object(training_of_tests, "run_steps", steps_and_evaluations),
     ):
         if FOLDER not in flags:

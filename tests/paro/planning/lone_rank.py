@@ -19,6 +19,7 @@ from model.llama import Llama
 from model.trainable import Trainable
 from model.units import parameter_shapes
 from paro.collectives import wire
+from paro.collectives.api import make_collectives
 from paro.config.run import RunConfig
 from paro.config.sharding import ShardingConfig
 from paro.context_parallel.attention import ContextAttention, make_context_attention
@@ -34,6 +35,7 @@ from paro.planning.sending import NATIVE
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES
 from paro.sharding.distributed_model import DistributedModel
+from paro.sharding.shards import ShardingContext
 from paro.spec.context_layout import ContextLayout
 from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.units import units_of_run
@@ -157,7 +159,8 @@ def lone_rank(
     spec = run_spec_of(run, "cpu")
     specs = spec.specs(units_of_run(spec))
     groups = make_groups(topology, world.rank, {}, None, links)
-    context = assembly._sharding_context(spec, control, groups, assembly._algorithm(run))
+    collectives = make_collectives(assembly._algorithm(run), groups)
+    context = ShardingContext(strategy, collectives, control.device)
     model = assembly._spread(llama, spec, specs, context, Timers())
     optimizer = ParoOptimizer(model, OptimConfig(), precision, 0, MuonConfig())
     return LoneRank(config=config, model=model, optimizer=optimizer, traffic=links.traffic)
