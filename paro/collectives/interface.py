@@ -15,7 +15,6 @@ from paro.collectives.wire import Wire
 from paro.distributed.comm_stream import CommStreams, Event, Job
 from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import Groups
-from paro.distributed.registered_memory import RegisteredMemory
 from paro.topology import AxisSpan, StreamKind, by_units, nested_range
 
 
@@ -110,11 +109,6 @@ class Collectives(Endpoint, ABC):
         """Queue local work after a collective over `span`, on a comm stream of reductions."""
         *_, outermost = group_spans(self._algorithm, span, pipelined=self._pipelined)
         return self._submit(StreamKind.REDUCE, outermost, job, after=after)
-
-    @property
-    def registered(self) -> RegisteredMemory:
-        """The memory of buffers that all-gathers fill."""
-        return self.groups.registered
 
     def close(self) -> None:
         """Close comm streams and process groups; call it on every rank with no work in flight."""

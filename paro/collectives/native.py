@@ -94,18 +94,16 @@ class FlatCollectives(Collectives):
             return request.after or DONE
         wire = self._wire(request.stream_kind, span)
 
-        def gather() -> None:
-            by_rank = torch.empty_like(whole)
-            wire.all_gather(by_rank, request.own(self._rank))
-            request.nested().copy_(as_nested(by_rank, span))
+        def job() -> None:
+            if request.op is Op.ALL_REDUCE:
+                wire.all_reduce(whole, comm_dtype)
+                return
+            by_rank, own = torch.empty_like(whole, dtype=comm_dtype), request.own(self._rank)
+            if request.op is Op.ALL_GATHER:
+                wire.all_gather(by_rank, own)
+                request.nested().copy_(as_nested(by_rank, span))
+            else:
+                as_nested(by_rank, span).copy_(request.nested())
+                own.copy_(wire.reduce_scatter(by_rank))
 
-        def scatter() -> None:
-            by_rank = torch.empty_like(whole, dtype=comm_dtype)
-            as_nested(by_rank, span).copy_(request.nested())
-            request.own(self._rank).copy_(wire.reduce_scatter(by_rank))
-
-        def add_up() -> None:
-            wire.all_reduce(whole, comm_dtype)
-
-        jobs = {Op.ALL_GATHER: gather, Op.REDUCE_SCATTER: scatter, Op.ALL_REDUCE: add_up}
-        return self._submit(request.stream_kind, span, jobs[request.op], after=request.after)
+        return self._submit(request.stream_kind, span, job, after=request.after)

@@ -154,7 +154,7 @@ def check_placement(training: Training) -> None:
         strategy = unit.spec.strategy
         degrees = {"params": strategy.params}
         if unit.trainable:
-            degrees |= {"grads": strategy.grads, "optimizer": unit.optim_degree}
+            degrees |= {"grads": strategy.grads, "optimizer": unit.bucket[0].spec.optim_degree}
         for state, degree in degrees.items():
             size = unit.layout.numel // degree
             ranges = Counter(held[number][state] for held in everywhere if held[number][state][1])
@@ -169,6 +169,6 @@ def _held(unit: UnitShards) -> dict[str, tuple[int, int]]:
     """Return (first element, length) of this rank's shard of each state."""
     held = {"params": (unit.param_start, unit.param_shard.numel())}
     if unit.trainable:
-        held["grads"] = (unit.grad_start, unit.grad_shard.numel())
+        held["grads"] = (unit.start_at(unit.spec.strategy.grads), unit.grad_shard.numel())
         held["optimizer"] = (unit.optim_start, unit.optim_grad.numel())
     return held

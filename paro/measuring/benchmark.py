@@ -208,7 +208,7 @@ class CollectiveBenchmark:
         device, timed = self.control.device, checked.collective
         ahead = int(device.type == "cuda")
         shape = ahead + repeats, -(-timed.numel // ALIGN) * ALIGN
-        registered, values = collectives.registered, checked.values.new_empty(0)
+        registered, values = collectives.groups.registered, checked.values.new_empty(0)
         num_bytes = math.prod(shape) * timed.dtype.itemsize
         registered.reserve({True: (num_bytes, 1)}, self.control)
         registered.resize(values.untyped_storage(), num_bytes, trains=True)

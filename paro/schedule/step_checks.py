@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from paro.errors import UserError
+from paro.errors import check_least
 
 EXIT_AFTER_SKIPPED = 20  # skipped steps in a row; a lasting spike becomes the mean after 2 or 3
 _MEMORY = 50.0  # length of the running means, in steps
@@ -31,8 +31,7 @@ class StepChecksConfig:
 
     def __post_init__(self) -> None:
         limit = self.exit_after_skipped_iterations
-        if limit < 0:
-            raise UserError(f"--exit-after-skipped-iterations {limit} must be at least 1, or 0")
+        check_least(0, "never exits", exit_after_skipped_iterations=limit)
 
 
 class Verdict(Enum):

@@ -46,7 +46,7 @@ class ShardedUnit(UnitShards):
         super().__init__(spec, context)
         self._gathered: Event = DONE
         self._grad_U_read: Event = DONE
-        ledger, resize = context.ledger, context.collectives.registered.resize
+        ledger, resize = context.ledger, context.collectives.groups.registered.resize
         self._param_U: ElasticBuffer | None = None
         for gather in spec.collectives[Verb.GATHER]:
             of_kind = partial(resize, trains=spec.buffer.trains)

@@ -135,12 +135,7 @@ class UnitShards:
     @property
     def param_start(self) -> int:
         """Offset of `param_shard` in the unit's flat buffer, in elements."""
-        return self._start_at(self.spec.strategy.params)
-
-    @property
-    def grad_start(self) -> int:
-        """Offset of `grad_shard` in the unit's flat buffer, in elements."""
-        return self._start_at(self.spec.strategy.grads)
+        return self.start_at(self.spec.strategy.params)
 
     @property
     def optim_start(self) -> int:
@@ -148,7 +143,8 @@ class UnitShards:
         begin, _ = self._own(self.param_shard, self.spec.strategy.params)
         return self.param_start + begin
 
-    def _start_at(self, degree: int) -> int:
+    def start_at(self, degree: int) -> int:
+        """Return the offset of this rank's shard at a degree in the unit's flat buffer."""
         context = self.context
         return context.topology.shard_start(context.rank, degree, self.layout.numel)
 
@@ -172,11 +168,6 @@ class UnitShards:
         own = nested_range(order, self.context.rank, size * len(self.bucket))
         begin, end = (min(max(0, at - number * size), size) for at in own)
         return begin, end
-
-    @property
-    def optim_degree(self) -> int:
-        """Number of ranks over which the unit's optimizer state is sharded."""
-        return self.bucket[0].spec.optim_degree
 
     # Collectives #
 
@@ -274,7 +265,7 @@ class UnitShards:
         return QuantizedSum(
             groups=self.context.collectives.groups,
             exact_dtype=TORCH_TYPES[self.spec.precision.wire],
-            start=self._start_at(span[0].inner),
+            start=self.start_at(span[0].inner),
             ranges=ranges,
             span=span,
             replicas=tuple(chain.from_iterable(replicas)),

@@ -108,7 +108,7 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeNccl, NativeCollective
 
 
 def whole(collectives: NativeCollectives, numel: int, *, trains: bool = True) -> ElasticBuffer:
-    resize = partial(collectives.registered.resize, trains=trains)
+    resize = partial(collectives.groups.registered.resize, trains=trains)
     return ElasticBuffer(numel, dtype=torch.float32, device=CPU, tally=Tally(), resize=resize)
 
 
@@ -117,7 +117,7 @@ def test_all_memory_is_there_before_it_is_registered_and_does_not_grow(
 ) -> None:
     nccl, collectives = copying(monkeypatch)
     assert nccl.policies == {(0, 1): 2, (2, 3): 2, (0, 2): None, (1, 3): None}
-    collectives.registered.reserve({True: (64, 2), False: (32, 1)}, ALONE)
+    collectives.groups.registered.reserve({True: (64, 2), False: (32, 1)}, ALONE)
     order = [(note[0], note[2] if note[0] == "segment" else note[1]) for note in nccl.notes]
     assert order == [("segment", 64)] * 2 + [("segment", 32)] + [("register", [0, 1])] * 3
     pools = [note[1] for note in nccl.notes if note[0] == "segment"]
@@ -145,7 +145,7 @@ def test_all_memory_is_there_before_it_is_registered_and_does_not_grow(
 
 def test_memory_that_grows_by_itself_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl, collectives = copying(monkeypatch)
-    collectives.registered.reserve({True: (64, 1)}, ALONE)
+    collectives.groups.registered.reserve({True: (64, 1)}, ALONE)
     ((_, pool, _), _) = nccl.notes
     pool.segments.clear()  # the allocator has given the segment back
     with pytest.raises(AssertionError, match="has grown"):
@@ -156,13 +156,13 @@ def test_a_rank_without_memory_registers_none(monkeypatch: pytest.MonkeyPatch) -
     nccl, collectives = copying(monkeypatch)
     nccl.room = 100
     with pytest.raises(RunError):
-        collectives.registered.reserve({True: (64, 2)}, ALONE)
+        collectives.groups.registered.reserve({True: (64, 2)}, ALONE)
     assert [note[0] for note in nccl.notes] == ["segment"]
 
 
 def test_gathers_inside_a_group_send_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     _, collectives = copying(monkeypatch)
-    collectives.registered.reserve({True: (32, 1)}, ALONE)
+    collectives.groups.registered.reserve({True: (32, 1)}, ALONE)
     buffer = whole(collectives, 8)
     buffer.alloc()
     sent: list[Tensor] = []

@@ -45,7 +45,7 @@ def benchmark_of(rounds: int, **more: Any) -> CollectiveBenchmark:
 class Still:
     """Collectives that leave every buffer unchanged."""
 
-    registered = RegisteredMemory()
+    groups = SimpleNamespace(registered=RegisteredMemory())
 
     def __getattr__(self, _name: str) -> Any:
         return lambda *_: DONE

@@ -161,6 +161,6 @@ def test_whole_parameters_have_all_the_registered_memory_that_they_ever_take(
     spec = run_spec_of(run.config, "cpu")
     room = registered_room(spec, units_of_run(spec))
     fewer = {trains: (size, number - 1) for trains, (size, number) in room.items()}
-    context.collectives.registered.reserve(fewer, run.training.control)
+    context.collectives.groups.registered.reserve(fewer, run.training.control)
     with pytest.raises(AssertionError, match="more parameters are whole"):
         train(run)
