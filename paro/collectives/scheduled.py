@@ -161,44 +161,28 @@ class ChunkedBuffer:
         """Return the chunks to send: the view, or a copy in the communication dtype."""
         return self.view(chunks).to(self.comm_dtype)
 
-    def lands_in_place(self, *, adds: bool) -> bool:
-        """Return whether a message is received into the buffer, and not into scratch first."""
-        return not adds and self.comm_dtype == self.whole.dtype
 
-    def take(self, chunks: Chunks, landed: Tensor, *, adds: bool) -> None:
-        """Add a received message to its chunks, or copy it there."""
-        view = self.view(chunks)
-        if adds:
-            view.add_(landed)
-        elif landed.data_ptr() != view.data_ptr():
-            view.copy_(landed)
-
-
+@dataclass(eq=False)
 class Transfer:
     """A schedule in execution: by one thread per level, or step by step."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        levels: Sequence[Level],
-        members: Sequence[int],
-        buffer: ChunkedBuffer,
-    ) -> None:
-        self.schedule = schedule
-        self._steps = schedule.steps
-        self._levels = levels
-        self._members = members  # [position] -> rank
-        self._buffer = buffer
+    schedule: Schedule
+    levels: Sequence[Level]
+    members: Sequence[int]  # [position] -> rank
+    buffer: ChunkedBuffer
+
+    def __post_init__(self) -> None:
+        self._steps = self.schedule.steps
         self._tags = {
-            index: levels[level].first_tag + number
-            for level, indices in enumerate(schedule.of_level)
+            index: self.levels[level].first_tag + number
+            for level, indices in enumerate(self.schedule.of_level)
             for number, index in enumerate(indices)
         }
         # State shared by the threads of all levels.
         self._changed = threading.Condition()
         self._arrived = [False] * len(self._steps)
-        self._unsent = [len(indices) for indices in schedule.of_level]
-        self._sends: list[deque[Pending]] = [deque() for _ in levels]
+        self._unsent = [len(indices) for indices in self.schedule.of_level]
+        self._sends: list[deque[Pending]] = [deque() for _ in self.levels]
         self._failure: BaseException | None = None  # the first exception on any level
 
     def run_step(self, index: int) -> None:
@@ -250,18 +234,23 @@ class Transfer:
 
     def _post(self, index: int, slot: int) -> tuple[Tensor, Pending]:
         step = self._steps[index]
-        level, receive = self._levels[step.level], step.receive
-        landing = self._buffer.view(receive.chunks)
-        if not self._buffer.lands_in_place(adds=receive.adds):
+        level, receive = self.levels[step.level], step.receive
+        landing = self.buffer.view(receive.chunks)
+        if receive.adds or landing.dtype != self.buffer.comm_dtype:  # else received in place
             landing = level.scratch.slot(
-                slot, landing.numel(), self._buffer.comm_dtype, landing.device
+                slot, landing.numel(), self.buffer.comm_dtype, landing.device
             )
-        peer = self._members[receive.peer]
+        peer = self.members[receive.peer]
         return landing, level.wire.receive(landing, peer, self._tags[index])
 
     def _take(self, index: int, landed: Tensor) -> None:
+        """Add a received message to its chunks, or copy it there."""
         receive = self._steps[index].receive
-        self._buffer.take(receive.chunks, landed, adds=receive.adds)
+        view = self.buffer.view(receive.chunks)
+        if receive.adds:
+            view.add_(landed)
+        elif landed.data_ptr() != view.data_ptr():
+            view.copy_(landed)
 
     def _arrive(self, index: int) -> None:
         """Record an arrival and send the messages whose dependencies are now complete."""
@@ -275,8 +264,8 @@ class Transfer:
     def _send(self, indices: Sequence[int]) -> None:
         for index in indices:
             step = self._steps[index]
-            level, send = self._levels[step.level], step.send
-            outgoing, peer = self._buffer.outgoing(send.chunks), self._members[send.peer]
+            level, send = self.levels[step.level], step.send
+            outgoing, peer = self.buffer.outgoing(send.chunks), self.members[send.peer]
             pending = level.wire.send(outgoing, peer, self._tags[index])
             with self._changed:
                 self._sends[step.level].append(pending)

@@ -151,8 +151,6 @@ def _buffers_in(job: Callable[..., Any]) -> list[ElasticBuffer]:
             todo += [value.func, *value.args, *value.keywords.values()]
         elif is_dataclass(value) and not isinstance(value, type):
             todo += [getattr(value, one.name) for one in fields(value)]
-        elif type(value).__name__ in ("_Transfer", "Transfer"):
-            todo.append(vars(value)["_buffer"])
         elif callable(value):
             todo += [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
             todo.append(getattr(value, "__self__", None))

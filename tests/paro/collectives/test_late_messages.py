@@ -112,7 +112,7 @@ OF_RINGS = (
 REMOVALS = (
     *OF_RINGS,
     _level("pending.wait()", "pass"),
-    _level("self._await(partial(self._all_arrived, receive.after))", "pass"),
+    _level("self._await(partial(self._all_arrived, self._steps[index].receive.after))", "pass"),
     _level(f"{_OLD_SENDS}.wait()", _OLD_SENDS),
     _level("self._await(lambda: self._unsent[level] == 0)", "pass"),
     _level(f"{_LAST_SENDS}.wait()", _LAST_SENDS),
