@@ -83,16 +83,15 @@ def _resolve(rank: int, host: str, port: int, timeout: timedelta) -> None:
     while True:
         try:
             socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return
         except (OSError, UnicodeError) as error:  # an invalid name, such as 64 characters
-            if time.monotonic() < deadline:
-                time.sleep(_RESOLVING_SECONDS)
-                continue
-            raise UserError(
-                f"rank {rank} cannot resolve MASTER_ADDR {host} ({_first_words(error)}): give one "
-                "name or address of rank 0's host, which all nodes know",
-                on_this_rank=True,
-            ) from error
-        return
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"rank {rank} cannot resolve MASTER_ADDR {host} ({_first_words(error)}): give "
+                    "one name or address of rank 0's host, which all nodes know",
+                    on_this_rank=True,
+                ) from error
+        time.sleep(_RESOLVING_SECONDS)
 
 
 def _loopback_listener(world: World, host: str, port: int) -> int | None:

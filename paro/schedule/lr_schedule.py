@@ -43,11 +43,6 @@ class ScheduleConfig:
     weight_decay_incr_samples: int = 1
 
     def __post_init__(self) -> None:
-        self._check_rates()
-        self._check_lengths()
-        self._check_weight_decay()
-
-    def _check_rates(self) -> None:
         if not (math.isfinite(self.lr) and self.lr > 0.0):
             raise UserError(f"--lr {self.lr} must be a positive number")
         if not 0.0 <= self.min_lr <= self.lr:
@@ -56,8 +51,6 @@ class ScheduleConfig:
             raise UserError(
                 f"--lr-warmup-init {self.lr_warmup_init} must be between 0 and --lr {self.lr}"
             )
-
-    def _check_lengths(self) -> None:
         if self.lr_decay_samples <= 0:
             raise UserError(
                 f"the learning rate decays over {self.lr_decay_samples} samples: give "
@@ -69,19 +62,8 @@ class ScheduleConfig:
                 f"the decay of {self.lr_decay_samples}: lower --lr-warmup-iters, "
                 "--lr-warmup-samples or --lr-warmup-fraction, or train longer"
             )
-        if self.lr_decay_style != "WSD":
-            return
-        if self.lr_wsd_decay_samples is None:
-            raise UserError(
-                "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples"
-            )
-        if not 0 < self.lr_wsd_decay_samples <= self.lr_decay_samples:
-            raise UserError(
-                f"the WSD tail of {self.lr_wsd_decay_samples} samples must be within the decay "
-                f"of {self.lr_decay_samples}: change --lr-wsd-decay-iters or -samples"
-            )
-
-    def _check_weight_decay(self) -> None:
+        if self.lr_decay_style == "WSD":
+            self._check_tail(self.lr_wsd_decay_samples)
         if not 0.0 <= self.start_weight_decay <= self.end_weight_decay:
             raise UserError(
                 f"weight decay goes from {self.start_weight_decay} to {self.end_weight_decay}: "
@@ -93,6 +75,17 @@ class ScheduleConfig:
             raise UserError(
                 f"--start-weight-decay {self.start_weight_decay} and --end-weight-decay "
                 f"{self.end_weight_decay} differ: choose --weight-decay-incr-style linear or cosine"
+            )
+
+    def _check_tail(self, samples: int | None) -> None:
+        if samples is None:
+            raise UserError(
+                "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples"
+            )
+        if not 0 < samples <= self.lr_decay_samples:
+            raise UserError(
+                f"the WSD tail of {samples} samples must be within the decay of "
+                f"{self.lr_decay_samples}: change --lr-wsd-decay-iters or -samples"
             )
 
     def lr_at(self, samples: int) -> float:
