@@ -220,12 +220,11 @@ class UnitShards:
         update = self.quantized_update if self._is_quantized else None
         sent = (self.spec.exact if update is None else self.spec).collectives[Verb.PARAM_ALL_GATHER]
         with self.context.exposure.submitting(WaitKind.PARAM_ALL_GATHER):
-            if update is None:
-                _, updated = self._queue(sent, self._params_of_bucket)
-            else:
-                _, gathered = self._queue(sent, update.quantized)
+            whole = self._params_of_bucket if update is None else update.quantized
+            _, updated = self._queue(sent, whole)
+            if update is not None:
                 run_after = self.context.collectives.run_after
-                updated = run_after(sent[-1].span, update.apply, after=gathered)
+                updated = run_after(sent[-1].span, update.apply, after=updated)
         for unit in self.bucket:
             unit._updated = updated
         self._is_quantized = False

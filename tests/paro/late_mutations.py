@@ -132,7 +132,7 @@ CAUGHT = {
     "self.context.exposure.wait(WaitKind.REDUCE, self._grad_U_read)": ("IIG", ""),
     "sharding.shards UnitShards.wait_for_updated_params: "
     "self.context.exposure.wait(WaitKind.PARAM_ALL_GATHER, self._updated)": ("IIG", ""),
-    "sharding.shards UnitShards.param_all_gather: after=gathered": ("IIG", CODES),
+    "sharding.shards UnitShards.param_all_gather: after=updated": ("IIG", CODES),
     "sharding.shards UnitShards.grad_sync: after=reduced": ("IIG", CODES),
     "sharding.shards UnitShards._queue: after=after": ("IIG", ""),
     "sharding.shards UnitShards.grad_sync: after=self._reduced": ("IIG", ""),
