@@ -45,8 +45,8 @@ class NativeCollectives(Collectives):
             parts = units[:, slice(*nested_range(span[:depth], self._rank, units.shape[1]))]
             wire = self._wire(kind, span[depth : depth + 1])
             for part in [parts] if depth + 1 == len(span) else parts.split(1):
-                own = wire.row(part) if shard is None else shard
-                job = partial(call, wire, part, own, request.comm_dtype)
+                row = wire.row(part) if shard is None else shard
+                job = partial(call, wire, part, row, request.comm_dtype)
                 event = self._submit(kind, wire.span, job, after=event)
             shard = None
         return event
@@ -56,25 +56,25 @@ class NativeCollectives(Collectives):
 # axes need no second buffer.
 
 
-def _gather(wire: Wire, part: Tensor, own: Tensor, comm_dtype: torch.dtype) -> None:
+def _gather(wire: Wire, part: Tensor, shard: Tensor, comm_dtype: torch.dtype) -> None:
     is_direct = part.dtype == comm_dtype and part.is_contiguous()
     if is_direct and wire.groups.copies(wire.kind, wire.span):  # [Note: copy engines]: in place
-        own = wire.row(part).copy_(own)
+        shard = wire.row(part).copy_(shard)
     moved = part if is_direct else torch.empty(part.shape, dtype=comm_dtype, device=part.device)
-    wire.all_gather(moved.view(-1), own.to(comm_dtype))
+    wire.all_gather(moved.view(-1), shard.to(comm_dtype))
     if not is_direct:
         part.copy_(moved)
 
 
-def _sum(wire: Wire, part: Tensor, _own: Tensor, comm_dtype: torch.dtype) -> None:
+def _sum(wire: Wire, part: Tensor, _row: Tensor, comm_dtype: torch.dtype) -> None:
     wire.all_reduce(part.view(-1), comm_dtype)
 
 
-def _scatter(wire: Wire, part: Tensor, own: Tensor, comm_dtype: torch.dtype) -> None:
+def _scatter(wire: Wire, part: Tensor, row: Tensor, comm_dtype: torch.dtype) -> None:
     moved = part.to(comm_dtype).contiguous()
     total = wire.reduce_scatter(moved.view(-1))
     if moved is not part:
-        own.copy_(total)
+        row.copy_(total)
 
 
 class FlatCollectives(Collectives):
@@ -98,12 +98,12 @@ class FlatCollectives(Collectives):
             if request.op is Op.ALL_REDUCE:
                 wire.all_reduce(whole, comm_dtype)
                 return
-            by_rank, own = torch.empty_like(whole, dtype=comm_dtype), request.own(self._rank)
+            by_rank, shard = torch.empty_like(whole, dtype=comm_dtype), request.own(self._rank)
             if request.op is Op.ALL_GATHER:
-                wire.all_gather(by_rank, own)
+                wire.all_gather(by_rank, shard)
                 request.nested().copy_(as_nested(by_rank, span))
             else:
                 as_nested(by_rank, span).copy_(request.nested())
-                own.copy_(wire.reduce_scatter(by_rank))
+                shard.copy_(wire.reduce_scatter(by_rank))
 
         return self._submit(request.stream_kind, span, job, after=request.after)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from paro.collectives.interface import Endpoint
-from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import Event
 from paro.quantization.blocks import choose_kernels, hadamard, split_range
 from paro.quantization.formats import PAD, RangeFormat, error_bytes, padded
@@ -86,21 +85,21 @@ class QuantizedSum(Endpoint):
     def _all_gather(self, total: Tensor, exact: Tensor, start: int, result: Tensor) -> None:
         """Quantize and all-gather transformed sums; all replicas dequantize equal bytes."""
         rank, span, ranges = self._rank, self.replicas, self.ranges
-        kind, kernels = StreamKind.EXCHANGE, choose_kernels(result.device)
+        kernels = choose_kernels(result.device)
         chunks = result.view(-1, ranges.numel)
+        row_of_rank, _ = nested_range(span, rank, len(chunks))
         gathered = torch.zeros(
             len(chunks), ranges.range_bytes, dtype=torch.uint8, device=result.device
         )
-        whole = gathered.view(-1)
-        quantized, exact_sent = split_range(
-            shard_in(whole, span, rank), ranges, start, self.exact_dtype
-        )
+        payload = gathered[row_of_rank]
+        quantized, exact_sent = split_range(payload, ranges, start, self.exact_dtype)
         kernels.quantize(total, ranges.form, quantized)
         exact_sent.copy_(exact)
         for depth in reversed(range(len(span))):
-            part, wire = shard_in(whole, span[:depth], rank), self._wire(kind, (span[depth],))
-            wire.all_gather(part, wire.row(part))
-        begin = start - nested_range(span, rank, result.numel())[0]
+            rows = gathered[slice(*nested_range(span[:depth], rank, len(chunks)))].view(-1)
+            wire = self._wire(StreamKind.EXCHANGE, (span[depth],))
+            wire.all_gather(rows, wire.row(rows))
+        begin = start - row_of_rank * ranges.numel
         for row, values in zip(gathered, chunks, strict=True):
             quantized, exact = split_range(row, ranges, begin, self.exact_dtype)
             total = torch.zeros(padded(ranges.num_quantized(begin)), device=result.device)

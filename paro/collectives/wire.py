@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.distributed.groups import Groups
-from paro.topology import AxisSpan, Link, StreamKind, nested_range
+from paro.topology import AxisSpan, Link, StreamKind
 
 # gloo implements reduce-scatter as an all-reduce, with twice the bytes. Here a rank sends messages
 # to every peer and sums locally (gloo's all-to-all leaves slow links idle in between). It stages
@@ -84,21 +84,21 @@ class Wire:
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
         """Split `whole` by rank, sum this rank's part in place over all ranks, and return it."""
-        own = self.row(whole)
+        row = self.row(whole)
         if dist.get_backend(self.group) != "gloo":
-            self._count_ring(whole.nbytes - own.nbytes)
-            _reduce_scatter(own, whole, group=self.group)
-            return own
+            self._count_ring(whole.nbytes - row.nbytes)
+            _reduce_scatter(row, whole, group=self.group)
+            return row
         num_ranks = len(self.members)
         parts = whole.view(num_ranks, -1)
         step = max(1, _STAGED_BYTES // (num_ranks * whole.element_size()))
-        for begin in range(0, own.numel(), step):
+        for begin in range(0, row.numel(), step):
             sent = parts[:, begin : begin + step]
             received = torch.empty(sent.shape, dtype=sent.dtype, device=sent.device)
             self._exchange_rows(sent, received)
             # Summed in rank order, in fp32: bitwise reproducible.
-            own[begin : begin + step] = received.sum(0, dtype=torch.float32)
-        return own
+            row[begin : begin + step] = received.sum(0, dtype=torch.float32)
+        return row
 
     def all_to_all(self, parts: Tensor, received: Tensor) -> None:
         """Send every member its row of `parts`; fill `received`, in rank order."""
@@ -116,8 +116,8 @@ class Wire:
         others = [(row, member) for row, member in enumerate(members) if member != rank]
         pending = [self.receive(received[row], member, 0) for row, member in others]
         pending += [self.send(parts[row], member, 0) for row, member in others]
-        own = members.index(rank)
-        received[own] = parts[own]
+        number = members.index(rank)
+        received[number] = parts[number]
         for message in pending:
             message.wait()
 
@@ -178,12 +178,6 @@ class Wire:
     def _count_ring(self, num_bytes: int) -> None:
         members = self.members
         self._count(members[(members.index(self.groups.rank) + 1) % len(members)], num_bytes)
-
-
-def shard_in(whole: Tensor, span: AxisSpan, rank: int) -> Tensor:
-    """Return a rank's shard at the fine degree: a view of `whole`, at the span's coarse degree."""
-    start, stop = nested_range(span, rank, whole.numel())
-    return whole[start:stop]
 
 
 def as_nested(by_rank: Tensor, *levels: AxisSpan) -> Tensor:
