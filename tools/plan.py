@@ -30,6 +30,7 @@ from tools.planning.failures import expected, failures_of, failures_table
 from tools.planning.launch import launch_lines, why_not
 from tools.planning.longest import longest_table
 from tools.planning.made_machine import described
+from tools.planning.outer import outer_lines
 from tools.planning.pictures import chrome_trace, draw_front, draw_scaling, draw_timeline
 from tools.planning.request import (
     device_flag,
@@ -84,6 +85,8 @@ def report(args: Namespace, request: PlanRequest, words: Sequence[str]) -> None:
     print_line(*describe(found))
     if args.why_not is not None:
         print_line("", *why_not(request, found, args.why_not))
+    if args.paro_outer_steps is not None:
+        print_line("", *outer_lines(args, request, found.best))
     bought = tables.purchases(request, found)
     if found.best is not None:
         print_line("", tables.front_table(found), "")

@@ -26,6 +26,7 @@ from paro.arguments.needed import (
     missing_flags,
     nothing_needed_is_given,
 )
+from paro.arguments.outer import add_outer_args
 from paro.arguments.yaml_flags import read_flags
 from paro.collectives.schedule import COLLECTIVES
 from paro.errors import UserError
@@ -280,6 +281,7 @@ def _add_paro_args(parser: ArgumentParser) -> None:
         "as soon as they are updated; default: all under gloo, one more than "
         "--paro-prefetch-units under nccl")
     add_inter_bits_args(parser)
+    add_outer_args(parser)
 
 
 def _add_distributed_args(parser: ArgumentParser) -> None:

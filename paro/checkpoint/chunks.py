@@ -5,6 +5,9 @@ chunks, without units, ranks or buffer offsets, so that any strategy and world s
 
     param.NAME, exp_avg.NAME, exp_avg_sq.NAME    the parameter (master) and its moments
     sent.NAME     with quantized updates: the parameter in the compute dtype, as all ranks have it
+    outer_anchor.NAME, outer_momentum.NAME    with outer steps, where `param` is the reference
+    outer_master@GROUP.NAME, exp_avg@GROUP.NAME    of a group that trains alone; moments without a
+                  group are of group 0
     grad_errors.UNIT@RANKSxRANKS_PER_GROUP@DEGREES    only for equal ranks and an equal strategy;
                   other runs begin without
 """
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paro.layout import Shape, split_range
-from paro.spec.states import GRAD_ERRORS, PARAM, SENT, FlatShard
+from paro.spec.states import BEGUN, GRAD_ERRORS, OUTER_MOMENTUM, PARAM, SENT, FlatShard
 
 # Bytes of a chunk that is written or read at once, which takes twice as much additional memory.
 MAX_ITEM_BYTES = 2**24
@@ -70,7 +73,8 @@ def chunks_of(states: Mapping[str, ChunkedState]) -> dict[tuple[str, Shape], Ten
 
 def may_be_missing(name: str) -> bool:
     """Return whether runs with other flags, ranks or strategies may lack the state `name`."""
-    return name.startswith((f"{SENT}.", f"{GRAD_ERRORS}."))
+    kinds = f"{SENT}.", f"{GRAD_ERRORS}.", f"{OUTER_MOMENTUM}.", f"{BEGUN}@"
+    return name.startswith(kinds)
 
 
 def begin_without(states: Mapping[str, ChunkedState], missing: Collection[str]) -> None:

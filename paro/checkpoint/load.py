@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,15 @@ from paro.checkpoint.planners import MISMATCH, check_states
 from paro.checkpoint.storage import CheckedReader
 from paro.distributed.control import Control
 from paro.errors import StorageError, UserError
-from paro.spec.states import GRAD_ERRORS, PARAM, SENT, FlatShard
+from paro.spec.states import (
+    ANCHOR,
+    GRAD_ERRORS,
+    MASTER_OF_GROUP,
+    PARAM,
+    SENT,
+    FlatShard,
+    is_of_group,
+)
 
 State = TypeVar("State")
 
@@ -39,6 +47,7 @@ class LoadRequest:
     model: Mapping[str, Any] | None = None  # model fields that must equal `common["model"]`
     base: str | None = None  # folder of the base, if the base has moved
     lora: LoraConfig | None = None  # the model's adapters, which a checkpoint of a base lacks
+    num_groups: int | None = None  # the groups that train alone; None: none do
     as_sent: bool = False  # whether to load `sent` states as parameters instead of the masters
 
 
@@ -131,6 +140,8 @@ def _load_iteration(
         if not has_adapters(common, wanted.lora, directory):
             # Adapters keep their initial values; no other parameters have moments.
             present = {n: state for n, state in _parameters(states).items() if not is_adapter(n)}
+        if common.get("num_groups") != wanted.num_groups:
+            stored = {name: stored[name] for name in stored if not is_of_group(name)}
         present = {
             name: state
             for name, state in present.items()
@@ -141,10 +152,14 @@ def _load_iteration(
             raise UserError(
                 f"{directory} was saved with --no-save-optim: give --no-load-optim or --finetune"
             )
-        own = {name: state for name, state in present.items() if name in stored}
-        read_as = {_source(name, stored, wanted): state for name, state in own.items()}
+        read_from = {name: _source(name, stored, wanted) for name in present}
+        own = {name: state for name, state in present.items() if read_from[name] in stored}
         base = open_base(common.get("base"), wanted.base, f"{directory}")
-        sources = [(reader, read_as)]
+        sources = [
+            (reader, {read_from[name]: own[name] for name in names})
+            for names in _without_repeats(own, read_from)
+        ]
+        stored = stored | {name: stored[read_from[name]] for name in own}
         if base is None:
             check_states(present, stored)
         else:
@@ -179,14 +194,38 @@ def _conversions(states: Mapping[str, ChunkedState], stored: Mapping[str, Any]) 
 
 
 def _parameters(states: dict[str, State]) -> dict[str, State]:
-    kinds = (f"{PARAM}.", f"{SENT}.")
+    kinds = (f"{PARAM}.", f"{SENT}.", f"{ANCHOR}.", f"{MASTER_OF_GROUP}@")
     return {name: state for name, state in states.items() if name.startswith(kinds)}
 
 
 def _source(name: str, stored: Mapping[str, object], wanted: LoadRequest) -> str:
-    """Return the name of the checkpoint's state that holds the values of the state `name`."""
-    sent = SENT + name.removeprefix(PARAM)
-    return sent if wanted.as_sent and sent in stored else name
+    """Return the name of the checkpoint's state that holds the values of the state `name`.
+
+    Groups of ranks that do not continue as they were all begin with the parameters on which groups
+    agreed, and with the moments that the checkpoint has for all.
+    """
+    kind, _, parameter = name.partition(".")
+    sent = f"{SENT}.{parameter}"
+    if kind == PARAM and wanted.as_sent and sent in stored:
+        return sent
+    if name in stored or not is_of_group(name):
+        return name
+    plain = kind.partition("@")[0]
+    return f"{PARAM if plain in (MASTER_OF_GROUP, ANCHOR) else plain}.{parameter}"
+
+
+def _without_repeats(
+    states: Iterable[str], read_from: Mapping[str, str]
+) -> Iterator[Sequence[str]]:
+    """Yield the states in as few lists as possible, none of which reads a source twice."""
+    lists: list[dict[str, str]] = []  # source -> state
+    for name in states:
+        source = read_from[name]
+        free = next((each for each in lists if source not in each), None)
+        if free is None:
+            lists.append(free := {})
+        free[source] = name
+    return ([*each.values()] for each in lists)
 
 
 def _check_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from paro.checkpoint.directory import describe_saved, newest_whole
 from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.config.context_parallel import check_parts
 from paro.config.elastic import check_survival
+from paro.config.outer_steps import check_outer
 from paro.config.resolve import resumed_samples
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
@@ -296,6 +297,7 @@ def _check_writable(flag: str, place: str) -> None:
 # The checks between fields of RunConfig. A check's parameters name the fields that it compares.
 CHECKS: tuple[Callable[..., None], ...] = (
     *PLANNED_CHECKS,
+    check_outer,
     check_copy_engine,
     check_rotation,
     check_survival,

@@ -12,6 +12,7 @@ from model.trainable import Trainable
 from paro.arguments.parser import take
 from paro.config.context_parallel import AUTO, ContextParallelConfig, take_context
 from paro.config.elastic import fitted_to_ranks
+from paro.config.outer_steps import outer_notices, take_outer
 from paro.distributed.world import World
 from paro.errors import UserError, check_least, contradiction, count_text
 from paro.machine.files import (
@@ -26,6 +27,7 @@ from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.optim_config import MuonConfig
+from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import Materialize
 from paro.strategy import FLAG, Strategy, check_group_size, effective_letters, parse_strategy
 
@@ -44,6 +46,7 @@ class ShardingConfig:
     rotate_in_place: bool = False
     survive: int = 0  # number of nodes whose simultaneous loss loses no model state
     elastic: bool = False  # True: a restart may have fewer or more nodes
+    outer: OuterConfig | None = None  # outer steps between groups; None: groups train in step
     inter_bits: str | None = None  # "auto": the planner chooses bit widths between groups
 
     def __post_init__(self) -> None:
@@ -122,6 +125,8 @@ def take_sharding(args: Namespace, world: World, model: LlamaConfig) -> Sharding
             f"--use-distributed-optimizer means --paro-strategy {DISTRIBUTED_OPTIMIZER_STRATEGY} "
             f"and contradicts --paro-strategy {given}: give one of them"
         )
+    outer = take_outer(args, world.size // group_size)
+    lines += outer_notices(outer, args.train_iters)
     ahead = units_ahead(args.paro_updated_ahead, args.paro_prefetch_units, by_nccl=by_nccl)
     sharding = take(
         ShardingConfig,
@@ -130,6 +135,7 @@ def take_sharding(args: Namespace, world: World, model: LlamaConfig) -> Sharding
         context=take_context(args),
         updated_ahead=ahead,
         machine=machine,
+        outer=outer,
     )
     autos = {FLAG: text, "--paro-collective": args.paro_collective}
     if group_size < world.size:
@@ -183,6 +189,7 @@ def plan_request_of(
         muon=task.muon,
         prefetch_units=sharding.prefetch_units,
         updated_ahead=sharding.updated_ahead,
+        outer=sharding.outer,
         collective=sharding.collective,
         materialize=Materialize.of_flags(sharding.materialize, sharding.rotate_in_place),
         device_type=task.device_type,

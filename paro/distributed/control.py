@@ -30,6 +30,7 @@ class Control:
     world: World
     device: torch.device
     group: dist.ProcessGroup | None = None  # None: the default group, for the training thread
+    store: dist.Store | None = None  # the store of all ranks; None: of tests, or of a single rank
 
     def over(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> Control:
         """Return the collectives over a group of `ranks`, which include this rank."""

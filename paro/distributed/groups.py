@@ -93,13 +93,17 @@ def make_save_groups(
 
     They carry save plans and results, by one thread at a time. Collective over the world.
     """
-    world = near = dist.new_group(backend="gloo", timeout=timeout)
-    if len(folders) > 1:
-        for members in folders:
-            group = dist.new_group(list(members), backend="gloo", timeout=timeout)
-            if rank in members:
-                near = group
-    return world, near
+    world = dist.new_group(backend="gloo", timeout=timeout)
+    return world, group_among(folders, rank, timeout) if len(folders) > 1 else world
+
+
+def group_among(
+    groups: Sequence[tuple[int, ...]], rank: int, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Make a gloo group of each tuple of ranks, and return that of `rank`; collective."""
+    made = {ranks: dist.new_group([*ranks], backend="gloo", timeout=timeout) for ranks in groups}
+    (own,) = (group for ranks, group in made.items() if rank in ranks)
+    return own
 
 
 def make_groups(

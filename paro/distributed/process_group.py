@@ -100,9 +100,8 @@ def distributed(
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
-    if world.size > 1:
-        _connect(config, world, settings or {})
-    control = Control(world, device)
+    store = _connect(config, world, settings or {}) if world.size > 1 else None
+    control = Control(world, device, store=store)
     yield control
     # Not after an exception: with a dead peer this would hang. A gloo group is not destroyed: its
     # destructor holds the GIL and sometimes deadlocks with one of its own threads, which needs the
@@ -113,8 +112,11 @@ def distributed(
         raise RuntimeError(f"at the end, while waiting for the others: {error}") from error
 
 
-def _connect(config: RuntimeConfig, world: World, settings: Mapping[str, str]) -> None:
-    """Make the default group of all ranks, once they agree; `RunError` if some do not connect."""
+def _connect(config: RuntimeConfig, world: World, settings: Mapping[str, str]) -> dist.Store:
+    """Make the default group of all ranks, once they agree, and return the store of its ranks.
+
+    `RunError` if some ranks do not connect.
+    """
     store = rendezvous(open_store(world, config.timeout), world, config.timeout, settings)
     choose_interface(store, world)
     try:
@@ -128,6 +130,7 @@ def _connect(config: RuntimeConfig, world: World, settings: Mapping[str, str]) -
     except RuntimeError as error:  # a DistError is one
         reason = str(error).partition("\n")[0]
         raise RunError(f"ranks do not reach each other ({reason}): {interface_text()}") from error
+    return store
 
 
 def keep_freed_memory() -> bool:

@@ -31,6 +31,7 @@ from paro.planning.run_memory import DeviceMemory, RunMemory
 from paro.planning.search_space import MEMORY_MARGIN, PlanRequest
 from paro.report.log import print_line
 from paro.report.log_line import arguments_block
+from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import RunSpec
 from paro.text import align, size_text
 from paro.training.assembly import build_training, run_spec_of
@@ -163,8 +164,25 @@ def _traffic(plan: RunPrediction) -> Iterator[str]:
     warmup = samples_in_full_precision(plan.training)
     if plan.run.precision.quantizes and mean.inter and warmup:
         yield f">   with codes; in the first {warmup:,} samples more, without codes"
+    if plan.run.outer is not None:
+        yield from _outer_traffic(plan, plan.run.outer)
     if own != mean:
         yield f">   those are rank 0's; on average a rank sends {_sent_text(mean)}"
+
+
+def _outer_traffic(plan: RunPrediction, outer: OuterConfig) -> Iterator[str]:
+    """Yield lines with the bytes of outer steps, and the time of a round."""
+    sent = plan.memories.sent_in_rounds(plan.run, rank=0)
+    parts = count_text(outer.outer_fragments, "fragment")
+    yield f">   and in {outer.outer_steps} steps for outer steps, {parts}: {_sent_text(sent)}"
+    if outer.outer_warmup:
+        yield f">   in the first {outer.outer_warmup} steps groups train in step: they send more"
+    launch = plan.launch
+    if launch is not None and (found := launch.outer_round) is not None:
+        yield (
+            f">   a round takes {found.seconds:.3g} s, of which {found.exposed:.3g} s are exposed: "
+            f"{found.seconds_a_step / launch.seconds:.1%} of the time"
+        )
 
 
 def _sent_text(sent: Sent) -> str:

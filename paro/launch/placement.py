@@ -33,9 +33,10 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
     )
     if same is not None and same != strategy.name:
         title += f" (here this is the same as {same})"
-    kept = survival(
-        strategy, world_size=config.world.size, ranks_per_node=config.world.ranks_per_node
-    )
+    outer, world = config.sharding.outer, config.world
+    # Groups that train alone have different states: only inside a group a state has copies.
+    holders = world.size if outer is None else world.group_size
+    kept = survival(strategy, world_size=holders, ranks_per_node=world.ranks_per_node)
     table = describe_placement(strategy, topology, states)
     copies = f"> copies: {kept.describe()}"
     if config.sharding.survive:
@@ -44,6 +45,7 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
         title,
         *_sharing(config),
         *table,
+        *([] if outer is None else [f"> outer steps: {outer.describe()}"]),
         copies,
         *_muon_lines(training, config.muon.muon_num_ns_steps),
         *_after_a_failure(config, kept),

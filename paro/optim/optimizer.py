@@ -11,7 +11,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -19,11 +20,13 @@ import torch
 from torch import Tensor
 
 from paro.collectives.matrices import MatrixExchange
+from paro.distributed.control import Control
 from paro.distributed.timers import profile_range
 from paro.layout import UnitLayout, parameter_runs
 from paro.optim.adamw import AdamW, Update, choose_adamw
 from paro.optim.finite import square_sum
 from paro.optim.muon import MuonRange, MuonStep, choose_muon_kernels
+from paro.optim.outer import OuterOptimizer, OuterUnit
 from paro.optim.rounding import Rounding
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES
@@ -31,6 +34,7 @@ from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import UnitShards
 from paro.spec.muon_rounds import muon_chunks, muon_rounds
 from paro.spec.optim_config import MuonConfig, OptimConfig
+from paro.spec.outer_steps import OuterConfig
 from paro.spec.states import MOMENTS, MOMENTUM, PARAM, SENT, FlatShard, adamw_states
 
 # (parameter's name, begin, end) -> fp32 values of the flattened elements [begin, end), on the CPU
@@ -102,7 +106,7 @@ class UnitOptimizer:
         Muon's step on the first part of the range comes before.
         """
         unit = self.unit
-        grad, in_full = unit.optim_grad, unit.quantized_update is None or unit.full_precision
+        grad, in_full = unit.optim_grad, unit.step_spec.update_format is None
         copy = unit.optim_param if in_full and not self.master_is_param else None
         for part, decays, adamw in self._adamws:
             weight_decay = update.weight_decay if decays else 0.0
@@ -167,6 +171,7 @@ class ParoOptimizer:
         precision: PrecisionConfig,
         seed: int,
         muon: MuonConfig,
+        outer: OuterConfig | None = None,
     ) -> None:
         self.model = model
         self.config = config
@@ -174,6 +179,13 @@ class ParoOptimizer:
         self._parts = {
             unit: UnitOptimizer(unit, config, precision, seed) for unit in model.trainable_units
         }
+        self.outer: OuterOptimizer | None = None  # the rounds of groups that train alone
+        if outer is not None:
+            outer_units = [
+                OuterUnit(unit, part.master, outer) for unit, part in self._parts.items()
+            ]
+            names = [*dict.fromkeys(spec.unit.name for spec in model.specs)]
+            self.outer = OuterOptimizer(outer_units, names, outer)
         # {first unit of a bucket: range of the bucket's unit that this rank updates}
         ranges = {
             number: MuonRange(member, part.master.detach(), part.states[MOMENTUM], seed)
@@ -207,6 +219,19 @@ class ParoOptimizer:
             if part is not None and not part.master_is_param:
                 offset = unit.optim_start - unit.param_start
                 part.master.copy_(values[offset : offset + part.master.numel()])
+        for outer_unit in self.outer.units if self.outer else ():
+            outer_unit.follow_masters()
+
+    @property
+    def parts(self) -> Collection[UnitOptimizer]:
+        """The optimizers of this rank's ranges, one for each unit that trains."""
+        return self._parts.values()
+
+    @property
+    def _is_counted(self) -> bool:
+        """True if gradients of this rank's ranges count in sums over the ranks that sum them."""
+        context = self.model.context
+        return context.rank % self.model.units[0].step_spec.sum_degree < context.strategy.optim
 
     def local_square_sum(self) -> Tensor:
         """Compute this rank's term of the squared norm of the scaled gradients, an fp64 scalar.
@@ -215,7 +240,7 @@ class ParoOptimizer:
         one rank's counts. The term is not finite if any gradient of the range is not finite.
         """
         context = self.model.context
-        counts = context.rank < context.strategy.optim
+        counts = self._is_counted
         grads = (unit.optim_grad for unit in self.model.trainable_units if counts)
         return square_sum(grads, context.device)
 
@@ -226,7 +251,7 @@ class ParoOptimizer:
         """
         context = self.model.context
         zeros = torch.zeros((), dtype=torch.float64, device=context.device)
-        if context.rank >= context.strategy.optim:
+        if not self._is_counted:
             return zeros
         for unit in self.model.trainable_units:
             grad, start = unit.optim_grad, unit.optim_start
@@ -237,18 +262,32 @@ class ParoOptimizer:
     def local_params_square_sum(self) -> float:
         """Compute this rank's term of the squared norm of all parameters, including frozen ones.
 
-        In the sum over all ranks every element counts once, as fp32 master if there is one.
+        In the sum over the ranks that train in step every element counts once, as fp32 master if
+        there is one.
         """
-        counted = (
-            shard.values
-            for shard in self.flat_shards()
-            if shard.state == PARAM and shard.is_primary_replica
+        rank, device = self.model.context.rank, self.model.context.device
+        masters = [part.master.detach() for part in self.parts] if self._is_counted else []
+        frozen = (
+            unit.param_shard
+            for unit in self.model.units
+            if not unit.trainable and rank % unit.step_spec.sum_degree < unit.spec.strategy.params
         )
-        return float(square_sum(counted, self.model.context.device))
+        return float(square_sum([*masters, *frozen], device))
 
     @torch.no_grad()
-    def step(self, *, lr: float, weight_decay: float, grad_norm: float, unscale: float) -> None:
-        """Clip and update; `grad_norm` is the global norm of gradients times `unscale`."""
+    def step(
+        self,
+        *,
+        lr: float,
+        weight_decay: float,
+        grad_norm: float,
+        unscale: float,
+        held: Container[UnitShards] = (),
+    ) -> None:
+        """Clip and update; `grad_norm` is the global norm of gradients times `unscale`.
+
+        Parameters of units that are `held` are sent by `end_step`, which changes them once more.
+        """
         assert math.isfinite(grad_norm), f"a step with gradient norm {grad_norm} must be skipped"
         factor = unscale
         if self.config.clip_grad > 0.0:
@@ -258,7 +297,34 @@ class ParoOptimizer:
         with profile_range("update"):
             for part in self._in_order(update):
                 part.update(update)
-                self.model.updated(part.unit)
+                if part.unit not in held:
+                    self.model.updated(part.unit)
+
+    def end_step(self, iteration: int, control: Control) -> None:
+        """Begin and end the outer rounds that are due after the step that ends `iteration`."""
+        if self.outer is not None:
+            self._write_moved(self.outer.after_update(iteration, control))
+
+    def _write_moved(self, moved: Iterable[UnitShards]) -> None:
+        for unit in moved:
+            self._parts[unit].write_params()
+            self.model.updated(unit)
+
+    @contextmanager
+    def agreed_parameters(self) -> Iterator[None]:
+        """Give the parameters on which groups last agreed to the block, then this group's again.
+
+        No all-gather of parameters is in flight before; the block waits for those that it begins,
+        as a forward of the model does.
+        """
+        if self.outer is None:
+            yield
+            return
+        self._write_moved(self.outer.exchange())
+        try:
+            yield
+        finally:
+            self._write_moved(self.outer.exchange())
 
     def _in_order(self, update: Update) -> Iterator[UnitOptimizer]:
         """Yield the units of each bucket, once Muon has updated this rank's matrices in it."""
@@ -271,8 +337,12 @@ class ParoOptimizer:
 
     def flat_shards(self, *, frozen: bool = True) -> Iterator[FlatShard]:
         """Yield this rank's shards of all checkpointed state, maybe without `frozen` parameters."""
+        outer = self.outer
         for part in self._parts.values():
-            yield from part.flat_shards()
+            for shard in part.flat_shards():
+                yield shard if outer is None else outer.of_group(shard)
+        for outer_unit in () if outer is None else outer.units:
+            yield from outer_unit.flat_shards()
         for unit in self.model.units:
             if frozen and not unit.trainable:
                 degree = unit.spec.strategy.params
@@ -301,7 +371,8 @@ class ParoOptimizer:
         return {
             "parameters": sum(unit.param_shard.nbytes for unit in units),
             "gradients": sum(unit.grad_shard.nbytes for unit in units),
-            "optimizer": sum(part.num_bytes for part in self._parts.values()),
+            "optimizer": sum(part.num_bytes for part in self._parts.values())
+            + sum(each.num_bytes for each in (self.outer.units if self.outer else ())),
         }
 
 

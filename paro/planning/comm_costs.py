@@ -38,6 +38,9 @@ _KINDS = {
     Verb.SHIFT: ("gather", "rotate"),
     Verb.SHIFT_BACK: ("gather", "rotate"),
     Verb.SHIFT_GRADS: ("reduce", "rotate"),
+    Verb.OUTER_REDUCE: ("outer", "reduce"),
+    Verb.OUTER_GATHER: ("outer", "gather"),
+    Verb.OUTER_SPREAD: ("outer", "gather"),
 }
 THREAD = "thread"  # the name of the training thread among links and comm streams that are busy
 

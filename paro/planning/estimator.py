@@ -15,13 +15,28 @@ from paro.planning.context_costs import ContextCosts
 from paro.planning.context_parallel import ContextAttention
 from paro.planning.run_memory import DeviceMemory, RunMemory
 from paro.planning.search_space import FEWEST_BITS, Candidate, PlanRequest
-from paro.planning.step_costs import StepCosts, Timeline, simulate
+from paro.planning.step_costs import StepCosts, Timeline, round_seconds, simulate
 from paro.planning.step_counts import StepCounts
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
+from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import RunSettings, RunSpec
 
 BITS_GAIN = 0.02  # share of the step time that quantization must save to be chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterRound:
+    """The time of the longest round of outer steps."""
+
+    outer: OuterConfig
+    seconds: float
+    exposed: float  # seconds for which groups wait, where training does not hide the round
+
+    @property
+    def seconds_a_step(self) -> float:
+        """The exposed time of all rounds, a step."""
+        return self.exposed * self.outer.outer_fragments / self.outer.outer_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +54,12 @@ class Estimate:
     precision: PrecisionConfig
     coding_seconds: float  # a rank's time to quantize and dequantize in a step, exposed or not
     muon_seconds: float  # time of Newton-Schulz in a step, with waits for matrices
+    outer_round: OuterRound | None = None  # None: groups train in step
 
     @property
     def seconds(self) -> float:
-        return self.timeline.seconds
+        """The time of a step, with the mean of what rounds of outer steps add."""
+        return self.timeline.seconds + (self.outer_round.seconds_a_step if self.outer_round else 0)
 
     @property
     def memory_bytes(self) -> int:
@@ -158,6 +175,13 @@ class Estimator:
         request, costs = self.request, self.costs(candidate)
         memory = self.memory(candidate)
         timeline = simulate(costs, record=record)
+        outer, outer_round = request.outer, None
+        seconds = timeline.seconds
+        if outer is not None:
+            whole = round_seconds(costs)
+            exposed = max(0.0, whole - outer.outer_delay * timeline.seconds)
+            outer_round = OuterRound(outer=outer, seconds=whole, exposed=exposed)
+            seconds += outer_round.seconds_a_step
         tokens = request.global_batch_size * request.seq_length
         flops = self._flops_per_token * tokens / request.world_size  # per rank and step
         return Estimate(
@@ -166,12 +190,13 @@ class Estimator:
             fits=memory.total <= request.device_bytes,
             memory=memory,
             timeline=timeline,
-            tokens_per_second=tokens / timeline.seconds,
-            mfu=flops / timeline.seconds / costs.device.peak_flops,
+            tokens_per_second=tokens / seconds,
+            mfu=flops / seconds / costs.device.peak_flops,
             sent=self.sent(candidate),
             precision=candidate.precision(request),
             coding_seconds=coding_seconds(costs.device, costs.comm_costs.coding_bytes),
             muon_seconds=costs.muon_seconds,
+            outer_round=outer_round,
         )
 
     def quantizes(self, candidate: Candidate) -> bool:

@@ -35,7 +35,7 @@ from paro.precision import BYTES_OF
 from paro.spec.run_spec import RunSpec, collectives_of, groups_of
 from paro.spec.sharding_spec import Collective, ModelStateBytes, ShardingSpec, spec_of, state_bytes
 from paro.spec.units import shape_of_run, units_of_run
-from paro.step.actions import Verb
+from paro.step.actions import OUTER_ROUND, Verb
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, StreamKind
 
 # Defaults for figures that a machine file lacks. CUDA context with all of torch's modules loaded:
@@ -71,9 +71,14 @@ class RunMemory:
 
     @cached_by(lambda run: run.states_kind)
     def specs(self, run: RunSpec) -> list[ShardingSpec]:
-        """Return the sharding specs of a run's buffers; buffers of equal kind share one."""
-        step, placed = self.step(run), (run.strategy, run.topology, run.precision)
-        return step.by_kind(lambda number: spec_of(step.buffers[number], *placed))
+        """Return the sharding specs of most steps of a run; buffers of equal kind share one."""
+        step, placed = self.step(run), (run.strategy, run.topology, run.precision, run.outer)
+
+        def make(number: int) -> ShardingSpec:
+            spec = spec_of(step.buffers[number], *placed)
+            return spec if run.outer is None else spec.alone
+
+        return step.by_kind(make)
 
     @cached_by(lambda run: run.step_kind)
     def step(self, run: RunSpec) -> StepCounts:
@@ -95,6 +100,14 @@ class RunMemory:
         moves = step.schedule(1).actions() if run.context.size > 1 else ()
         attention = ContextAttention.of_run(run).sent(moves, sender)
         return states + attention * num_micro_batches
+
+    def sent_in_rounds(self, run: RunSpec, rank: int | None = None) -> Sent:
+        """Count bytes that a rank sends in one round of every fragment; None: the mean."""
+        sender = self.sender(run, rank)
+        of_buffers = (spec.collectives for spec in self.specs(run))
+        return sum(
+            (sender.sent(sent.get(verb, ())) for sent in of_buffers for verb in OUTER_ROUND), Sent()
+        )
 
     def of(self, run: RunSpec) -> DeviceMemory:
         """Predict the memory at the largest snapshot of a step or of an evaluation."""

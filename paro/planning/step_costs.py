@@ -42,7 +42,7 @@ from paro.planning.simulation import (
 from paro.planning.step_counts import QUEUES, Counts, StepCounts
 from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_spec import RunSpec
-from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
+from paro.step.actions import OUTER_ROUND, PASS_OF, WAITED_BY, Move, Verb
 
 _MAX_SIMULATED = 4  # the most micro-batches that are all simulated
 # NCCL's CTAs per communicator, and the most communicators at once, on a GPU of 128 SMs
@@ -98,11 +98,8 @@ def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
             exposed={kind: max(0.0, seconds) for kind, seconds in exposed.items()},
         )
     machine, curve = costs.machine, costs.device.slowed
-    others = machine.num_groups - sum(part.num_groups for part in machine.uneven)
-    usual = [GroupSpeed(num_groups=others)] if others else []
     simulation = Simulation(
-        # One actor stands for all groups of the same speed.
-        ((speed, costs.program()) for speed in (*usual, *machine.uneven)),
+        ((speed, costs.program()) for speed in _speeds(machine)),
         record=record,
         launches_in_order=machine.launch_order == "implicit",
         slowed=_slowdowns(curve) if curve else (),
@@ -115,6 +112,17 @@ def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
         exposed={kind: slowest.exposed.get(kind, 0.0) for kind in EXPOSED},
         activities=tuple(simulation.activities),
     )
+
+
+def round_seconds(costs: StepCosts) -> float:
+    """Simulate the longest round of outer steps, with no training under it."""
+    return Simulation((speed, costs.round_program()) for speed in _speeds(costs.machine)).run()
+
+
+def _speeds(machine: Machine) -> list[GroupSpeed]:
+    """Return the different speeds of groups; one actor stands for all groups of a speed."""
+    others = machine.num_groups - sum(part.num_groups for part in machine.uneven)
+    return [*([GroupSpeed(num_groups=others)] if others else []), *machine.uneven]
 
 
 def _slowdowns(curve: Slowed) -> list[float]:
@@ -179,6 +187,26 @@ class StepCosts:
                 unit, seconds = self.computed(move)
                 whole = Compute(seconds, f"{_COMPUTES[verb]} {unit.name}", _COMPUTES[verb])
                 yield from context.program(move, whole, unit.name) if context else (whole,)
+
+    def round_program(self) -> Program:
+        """Yield the requests of a training thread for a round of the largest fragment."""
+        outer, units = self.run.outer, self.counts.units
+        assert outer is not None, "a run with outer steps"
+        fragments: defaultdict[int, list[int]] = defaultdict(list)
+        for number, (_, trains, index) in enumerate(self.counts.buffers):
+            if trains:
+                fragments[outer.fragment_of(index, len(units))].append(number)
+        specs, costs = self.comm_costs.specs, self.comm_costs.of_buffers
+        largest = max(fragments.values(), key=lambda of: sum(specs[n].layout.numel for n in of))
+        reduce, gather, spread = OUTER_ROUND
+        for number in largest:
+            for verb, after in ((reduce, None), (gather, (reduce, number))):
+                parts, name = costs[number].queued.get(verb, ()), self.counts.buffers[number].name
+                yield Queue((verb, number), parts, name, after)
+        for number in largest:
+            yield Wait((gather, number))
+            yield Queue((spread, number), costs[number].queued.get(spread, ()))
+        yield from (Wait((spread, number)) for number in largest)
 
     def computed(self, move: Move) -> tuple[Unit, float]:
         """Return the unit for which the training thread computes in an action, and the time."""

@@ -60,11 +60,18 @@ class DistributedModel:
         self.record: list[Move] | None = None
         self._removals: list[Callable[[], None]] = []  # functions that remove hooks
 
-    def begin_step(self, num_micro_batches: int, *, full_precision: bool = False) -> None:
-        """Start a step; with `full_precision` no communication is quantized in the step."""
+    def begin_step(
+        self, num_micro_batches: int, *, full_precision: bool = False, alone: bool = False
+    ) -> None:
+        """Start a step.
+
+        With `full_precision` no communication is quantized in the step; with `alone` the groups of
+        ranks train apart, and gradients are summed inside them only.
+        """
         self._assert_idle()
         for unit in self.units:
-            unit.full_precision = full_precision
+            spec = unit.spec.exact if full_precision else unit.spec
+            unit.step_spec = spec.alone if alone else spec
         self.carry_out(self.policy.begin_step(num_micro_batches))
 
     def forward_backward(self, *inputs: Tensor, last: bool, **documents: Any) -> Tensor:

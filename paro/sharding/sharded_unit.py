@@ -88,7 +88,7 @@ class ShardedUnit(UnitShards):
         exposure = self.context.exposure
         with profile_range(f"gather:{self.name}"), exposure.submitting(WaitKind.GATHER):
             self._param_U.alloc()
-            _, self._gathered = self._queue(
+            _, self._gathered = self.queue(
                 self.spec.collectives[Verb.GATHER],
                 self._param_U.values,
                 shard=self.param_shard,
@@ -145,7 +145,7 @@ class ShardedUnit(UnitShards):
     def _queue_reduction(self, grad_U: Tensor) -> Event:
         grad_shard, fresh = self.grad_shard, self._fresh
         sent = self.spec.collectives[Verb.REDUCE]
-        own, event = self._queue(sent, grad_U)
+        own, event = self.queue(sent, grad_U)
 
         def accumulate() -> None:
             store_grad(own, grad_shard, adds=not fresh)

@@ -87,7 +87,7 @@ class UnitShards:
         error_shape = spec.grad_error_bytes
         self.grad_errors = zeros(error_shape, dtype=torch.uint8) if any(error_shape) else None
         self.quantized_sum = self._make_quantized_sum() if spec.exchange else None
-        self.full_precision = False  # whether this step sends all values unquantized
+        self.step_spec = spec  # the sharding spec that the present step follows
         self._fresh = True  # whether the next gradients overwrite `grad_shard` instead of adding
         self._is_quantized = False  # whether `param_all_gather` sends a quantized update next
         self._updated: Event = DONE
@@ -171,7 +171,7 @@ class UnitShards:
 
     # Collectives #
 
-    def _queue(
+    def queue(
         self,
         sent: Iterable[Collective],
         whole: Tensor,
@@ -221,7 +221,7 @@ class UnitShards:
         sent = (self.spec.exact if update is None else self.spec).collectives[Verb.PARAM_ALL_GATHER]
         with self.context.exposure.submitting(WaitKind.PARAM_ALL_GATHER):
             whole = self._params_of_bucket if update is None else update.quantized
-            _, updated = self._queue(sent, whole)
+            _, updated = self.queue(sent, whole)
             if update is not None:
                 run_after = self.context.collectives.run_after
                 updated = run_after(sent[-1].span, update.apply, after=updated)
@@ -238,11 +238,11 @@ class UnitShards:
 
         Backward ends with the bucket's first unit: the comm stream has reduced the others before.
         """
-        spec = self.spec.exact if self.full_precision else self.spec
+        spec = self.step_spec
         sent, quantized = spec.collectives[Verb.GRAD_SYNC], spec.exchange
         with self.context.exposure.submitting(WaitKind.REDUCE):
             exact = (collective for collective in sent if collective not in quantized)
-            shard, reduced = self._queue(exact, self._grads_of_bucket, after=self._reduced)
+            shard, reduced = self.queue(exact, self._grads_of_bucket, after=self._reduced)
             if quantized:
                 assert self.quantized_sum is not None, f"{self.name} is sent quantized"
                 reduced = self.quantized_sum.reduce(shard, self.optim_grad, after=reduced)

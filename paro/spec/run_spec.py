@@ -17,6 +17,7 @@ from paro.precision import BYTES_OF, PrecisionConfig
 from paro.spec.context_layout import ALONE, ContextLayout
 from paro.spec.muon_rounds import muon_bucket_size, muon_rounds
 from paro.spec.optim_config import MuonConfig
+from paro.spec.outer_steps import OuterConfig
 from paro.spec.sharding_spec import Collective, ShardingSpec, specs_of
 from paro.step.actions import PASS_OF
 from paro.strategy import Strategy
@@ -89,6 +90,7 @@ class RunSettings:
     muon: MuonConfig = field(default_factory=MuonConfig)
     prefetch_units: int = 1
     updated_ahead: int | None = None  # units ahead of which updates are gathered; None: all at once
+    outer: OuterConfig | None = None  # outer steps between groups; None: groups train in step
     collective: str = "native"
     materialize: Materialize = Materialize.GATHER
     device_type: str = "cuda"
@@ -144,7 +146,7 @@ class RunSpec(RunSettings):
 
     def specs(self, units: Iterable[Unit]) -> list[ShardingSpec]:
         """Compute the sharding specs of the buffers of the run's units, by buffer number."""
-        return specs_of(units, self.strategy, self.topology, self.precision)
+        return specs_of(units, self.strategy, self.topology, self.precision, self.outer)
 
     @property
     def context_topology(self) -> Topology:
@@ -193,13 +195,13 @@ def collectives_of(run: RunSpec, specs: Iterable[ShardingSpec]) -> set[Collectiv
 
 
 def _state_groups(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> Spans:
-    """Return the process groups of model states, for quantized steps and for exact steps.
+    """Return the process groups of model states, for all kinds of steps of a run.
 
-    Both are needed, because the first steps of a run quantize nothing.
+    The first steps quantize nothing, and in them groups train in step.
     """
     spans: defaultdict[StreamKind, set[AxisSpan]] = defaultdict(set)
-    exact = [spec.exact for spec in specs] if run.precision.quantizes else []
-    for one in collectives_of(run, specs) | collectives_of(run, exact):
+    variants = zip(*(spec.variants for spec in specs), strict=True)
+    for one in chain.from_iterable(collectives_of(run, variant) for variant in variants):
         by_axis = one.stream_kind is StreamKind.EXCHANGE and one.op is Op.ALL_GATHER
         spans[one.stream_kind].update(((axis,) for axis in one.span) if by_axis else [one.span])
     spans[StreamKind.EXCHANGE].update(rounds.span(run.topology) for rounds in muon_rounds(specs))

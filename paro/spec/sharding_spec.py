@@ -24,6 +24,7 @@ from paro.quantization.formats import (
     BlockFormat,
     RangeFormat,
 )
+from paro.spec.outer_steps import OuterConfig
 from paro.spec.states import MASTER, OptimState, adamw_states, bytes_of, muon_states
 from paro.step.actions import Verb
 from paro.step.slices import Slot
@@ -75,6 +76,13 @@ class ModelStateBytes(NamedTuple):
         return sum(self)
 
 
+class OuterFormats(NamedTuple):
+    """The formats of quantized messages of a round of outer steps."""
+
+    gradient: RangeFormat  # of how far a group has moved
+    update: RangeFormat  # of how far the anchor moves
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardingSpec:
     """The shards of a flat buffer on every rank, their types, and the collectives of its actions.
@@ -86,6 +94,8 @@ class ShardingSpec:
     strategy: Strategy  # the degrees of this buffer, which may differ from those of the run
     topology: Topology
     precision: PrecisionConfig
+    outer: OuterConfig | None = None  # None: gradients are summed over all ranks in every step
+    groups_alone: bool = False  # whether gradients are summed inside groups only
 
     @property
     def unit(self) -> Unit:
@@ -95,12 +105,29 @@ class ShardingSpec:
     def layout(self) -> UnitLayout:
         return self.buffer.layout
 
+    @property
+    def variants(self) -> tuple[ShardingSpec, ...]:
+        """The sharding specs that steps of a run may follow, that of groups in step first."""
+        whole = replace(self, groups_alone=False) if self.groups_alone else self
+        exact = (whole.exact,) if self.precision.quantizes else ()
+        return whole, *exact, *((whole.alone,) if self.outer is not None else ())
+
     @cached_property
     def exact(self) -> ShardingSpec:
         """The sharding spec of the buffer in a step that quantizes nothing."""
         if not self.precision.quantizes:
             return self
         return replace(self, precision=self.precision.with_inter_bits(FULL_BITS))
+
+    @cached_property
+    def alone(self) -> ShardingSpec:
+        """The sharding spec of the buffer in a step in which each group trains alone."""
+        return replace(self, groups_alone=True)
+
+    @property
+    def sum_degree(self) -> int:
+        """The number of ranks over which gradients are summed."""
+        return self.topology.group_size if self.groups_alone else self.topology.world_size
 
     # States #
 
@@ -158,8 +185,24 @@ class ShardingSpec:
         return ModelStateBytes(
             self.param_numel * BYTES_OF[self.param_dtype],
             self.grad_numel * BYTES_OF[self.precision.accumulate],
-            sum(numel * bytes_of([state]) for state, numel in numels.items()),
+            sum(numel * bytes_of([state]) for state, numel in numels.items()) + self._outer_bytes,
         )
+
+    @property
+    def _outer_bytes(self) -> int:
+        """Bytes of outer states, and of a message in a round [Note: outer steps]."""
+        outer, formats = self.outer, self.outer_formats
+        if outer is None or not self.buffer.trains:
+            return 0
+        of_group = self.layout.numel // self.topology.group_size
+        of_rank = self.layout.numel // self.topology.world_size
+        (reduced, *_), message = self.collectives[Verb.OUTER_REDUCE] or (None,), 4 * of_group
+        if formats is not None:
+            message += formats.update.range_bytes * (of_group // of_rank)
+        elif reduced is not None:
+            message = reduced.num_bytes
+        num_copies = 2 if outer.outer_delay else 1  # the anchor, and masters when a round begins
+        return 4 * (num_copies * of_group + 2 * of_rank) + message
 
     def slots(self, device_type: str) -> dict[Slot, tuple[int, str]]:
         """Return the elements and the type of each slot of slices, where weights rotate.
@@ -214,7 +257,7 @@ class ShardingSpec:
     @property
     def _grad_sync_span(self) -> AxisSpan:
         """The axes along which gradients are summed once a step."""
-        return self.topology.axes_between(self.strategy.grads, self.topology.world_size)
+        return self.topology.axes_between(self.strategy.grads, self.sum_degree)
 
     @property
     def grad_error_bytes(self) -> tuple[int, int]:
@@ -240,6 +283,8 @@ class ShardingSpec:
         if self.buffer.trains and self.unit.bucket_size:
             by_verb[Verb.GRAD_SYNC] = self._grad_sync()
             by_verb[Verb.PARAM_ALL_GATHER] = (self._param_all_gather(),)
+        if self.buffer.trains and self.outer is not None:
+            by_verb |= self._outer_round(self.outer)
         return {verb: tuple(one for one in sent if one.span) for verb, sent in by_verb.items()}
 
     @property
@@ -249,7 +294,7 @@ class ShardingSpec:
 
     def _grad_sync(self) -> tuple[Collective, ...]:
         """Return the collectives of the gradient sync; exact inside groups before quantized."""
-        wire, units, size = self.precision.wire, self.unit.bucket_size, self.topology.world_size
+        wire, units, size = self.precision.wire, self.unit.bucket_size, self.sum_degree
         numel, (_, grads, optim) = self.layout.numel * units, self.strategy.degrees
         reduce = StreamKind.REDUCE, Op.REDUCE_SCATTER
         replicas = self.topology.axes_between(optim, size)
@@ -269,6 +314,46 @@ class ShardingSpec:
             Collective(StreamKind.EXCHANGE, Op.ALL_GATHER, replicas, quantized // optim, UINT8),
         )
 
+    @cached_property
+    def outer_formats(self) -> OuterFormats | None:
+        """The formats of quantized messages of a round; None if they are sent exactly."""
+        outer, topology = self.outer, self.topology
+        if outer is None or outer.outer_bits >= FULL_BITS:
+            return None
+        between = topology.axes_between(topology.group_size, topology.world_size)
+        gradient, update = (
+            self._quantized(between, outer.outer_bits, block, topology.world_size, "fp32")
+            for block in (GRADIENT_BLOCK, UPDATE_BLOCK)
+        )
+        return None if gradient is None or update is None else OuterFormats(gradient, update)
+
+    def _outer_round(self, outer: OuterConfig) -> dict[Verb, tuple[Collective, ...]]:
+        """Return the collectives of a round: between groups, then inside them [Note: outer steps].
+
+        Ranks of a group with the same optimizer shard each take a part of it to the round.
+        """
+        topology, numel, formats = self.topology, self.layout.numel, self.outer_formats
+        optim, group = self.strategy.optim, topology.group_size
+        between, inside = (
+            topology.axes_between(group, topology.world_size),
+            topology.axes_between(optim, group),
+        )
+        reduce, gather = (StreamKind.REDUCE, numel // group), (StreamKind.GATHER, numel // group)
+        dtype = "fp32" if outer.outer_bits == 32 else "bf16"
+        if formats is not None:
+            num_groups, dtype = topology.world_size // group, UINT8
+            reduce = StreamKind.EXCHANGE, formats.gradient.range_bytes * num_groups
+            gather = StreamKind.GATHER, formats.update.range_bytes * num_groups
+        spread = Collective(StreamKind.GATHER, Op.ALL_GATHER, inside, numel // optim, "fp32")
+        return {
+            # Groups that train alone send nothing else between them: the comm streams are free.
+            Verb.OUTER_REDUCE: (
+                Collective(reduce[0], Op.REDUCE_SCATTER, between, reduce[1], dtype),
+            ),
+            Verb.OUTER_GATHER: (Collective(gather[0], Op.ALL_GATHER, between, gather[1], dtype),),
+            Verb.OUTER_SPREAD: (spread,),
+        }
+
     def _param_all_gather(self) -> Collective:
         params, _, optim = self.strategy.degrees
         gather = StreamKind.GATHER, Op.ALL_GATHER, self.topology.axes_between(params, optim)
@@ -279,7 +364,11 @@ class ShardingSpec:
 
 
 def spec_of(
-    buffer: Buffer, strategy: Strategy, topology: Topology, precision: PrecisionConfig
+    buffer: Buffer,
+    strategy: Strategy,
+    topology: Topology,
+    precision: PrecisionConfig,
+    outer: OuterConfig | None = None,
 ) -> ShardingSpec:
     """Return the sharding spec of a buffer under the strategy of a run."""
     return ShardingSpec(
@@ -287,14 +376,19 @@ def spec_of(
         strategy=replicated(strategy) if buffer.unit.replicated else strategy,
         topology=topology,
         precision=precision,
+        outer=outer,
     )
 
 
 def specs_of(
-    units: Iterable[Unit], strategy: Strategy, topology: Topology, precision: PrecisionConfig
+    units: Iterable[Unit],
+    strategy: Strategy,
+    topology: Topology,
+    precision: PrecisionConfig,
+    outer: OuterConfig | None = None,
 ) -> list[ShardingSpec]:
     """Return the sharding specs of all buffers, by their numbers."""
-    return [spec_of(buffer, strategy, topology, precision) for buffer in buffers_of(units)]
+    return [spec_of(buffer, strategy, topology, precision, outer) for buffer in buffers_of(units)]
 
 
 def state_bytes(specs: Iterable[ShardingSpec]) -> ModelStateBytes:

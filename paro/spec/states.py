@@ -16,6 +16,23 @@ PARAM = "param"  # the fp32 master of a parameter, or a frozen parameter itself
 SENT = "sent"  # parameters as ranks received them, where quantized updates differ from masters
 GRAD_ERRORS = "grad_errors"  # quantization errors of gradients; valid only on the same ranks
 
+# States of outer steps. Of states that differ from group to group, `of_group` names those of one.
+ANCHOR = "outer_anchor"  # parameters on which groups last agreed
+OUTER_MOMENTUM = "outer_momentum"
+BEGUN = "outer_begun"  # a group's masters when the round in flight began
+MASTER_OF_GROUP = "outer_master"
+
+
+def of_group(state: str, group: int) -> str:
+    """Name a state of one of the groups that train alone."""
+    return f"{state}@{group}"
+
+
+def is_of_group(name: str) -> bool:
+    """Say whether a state of a parameter has meaning only for equal groups that train alone."""
+    kind = name.partition(".")[0]
+    return kind == ANCHOR or "@" in kind
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimState:

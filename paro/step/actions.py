@@ -40,6 +40,10 @@ class Verb(IntEnum):
     WAIT_GRADS = 20
     ZERO_GAPS = 21  # zeroes the padding between gradients
     ACCUMULATE = 22  # adds the complete sum of a slice's gradients to its owner's accumulator
+    # Actions of a round of outer steps (paro/spec/outer_steps.py):
+    OUTER_REDUCE = 23  # queues the sum over groups of how far they have moved the buffer
+    OUTER_GATHER = 24  # queues the all-gather of the outer step between groups
+    OUTER_SPREAD = 25  # queues the all-gather of masters inside groups
     # Actions that compute with a unit:
     FORWARD = 30
     LOSS = 31  # the rest of the head's forward, in which the loss makes gradients
@@ -59,6 +63,9 @@ WAITED_BY = {
 
 # For a shift: the action that sends as many bytes as a pass (all d - 1 shifts) round the ring.
 PASS_OF = {Verb.SHIFT: Verb.GATHER, Verb.SHIFT_BACK: Verb.GATHER, Verb.SHIFT_GRADS: Verb.REDUCE}
+
+# The actions of a round of outer steps, in order.
+OUTER_ROUND = (Verb.OUTER_REDUCE, Verb.OUTER_GATHER, Verb.OUTER_SPREAD)
 
 Action = tuple[Verb, int]  # a verb, and the number of a buffer or a unit
 SliceMove = tuple[Verb, *tuple[int, ...]]  # an action on a slice: a verb and slots, no buffer

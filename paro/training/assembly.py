@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from paro.collectives.shifts import Ring
 from paro.config.train import TrainConfig
 from paro.context_parallel.attention import ContextAttention, check_core, make_context_attention
 from paro.distributed.control import Control
-from paro.distributed.groups import Groups, make_groups
+from paro.distributed.groups import Groups, group_among, make_groups
 from paro.distributed.links import make_links
 from paro.distributed.timers import Timers, synchronize
 from paro.distributed.world import World
@@ -86,7 +87,7 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     if run.context.size > 1:
         model.core = _context_attention(run, control, context_groups, choice)
     optimizer = ParoOptimizer(
-        sharded, config.optim, config.precision, config.train.seed, config.muon
+        sharded, config.optim, config.precision, config.train.seed, config.muon, run.outer
     )
     if initialized and device.type != "meta":
         optimizer.initialize(initializer_of(config.model, config.train.seed, control.world))
@@ -103,7 +104,20 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
         checks=config.checks,
         timers=timers,
         context_groups=context_groups,
+        group_control=None
+        if run.outer is None
+        else _group_control(control, config.runtime.timeout),
     )
+
+
+def _group_control(control: Control, timeout: timedelta) -> Control:
+    """Make small collectives over the ranks of this rank's group; collective over the world."""
+    world, size = control.world, control.world.group_size
+    if control.device.type == "meta" or size == world.size:
+        return control
+    groups = [tuple(range(begin, begin + size)) for begin in range(0, world.size, size)]
+    ranks = groups[world.rank // size]
+    return control.over(group_among(groups, world.rank, timeout), ranks)
 
 
 def run_spec_of(config: RunConfig, device_type: str) -> RunSpec:
@@ -120,6 +134,7 @@ def run_spec_of(config: RunConfig, device_type: str) -> RunSpec:
         collective=sharding.collective,
         prefetch_units=sharding.prefetch_units,
         updated_ahead=sharding.updated_ahead,
+        outer=sharding.outer,
         precision=config.precision,
         muon=config.muon,
         device_type=device_type,

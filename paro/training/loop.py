@@ -18,11 +18,12 @@ from paro.report.report import Report
 from paro.report.watchdog import Observer
 from paro.schedule.step_checks import Expectation, Verdict, reason_to_stop
 from paro.training.exit_signal import ExitSignal
+from paro.training.groups_alone import GroupsAlone
 from paro.training.in_memory import InMemoryCheckpointer
+from paro.training.reasons import Reasons
 from paro.training.replicas import check_replicas
 from paro.training.saving import Saver
 from paro.training.step import (
-    Reasons,
     StepResult,
     Training,
     TrainState,
@@ -73,6 +74,7 @@ class Loop:
         self._times: list[RankTimes] = []  # this rank's of each step since the last log line
         self._signal = ExitSignal()
         self._states = self.training.optimizer.state_bytes()
+        self._groups = GroupsAlone(self.training)
 
     def run(self) -> bool:
         """Train, save the final state and evaluate it; return False if the run exited early."""
@@ -175,7 +177,8 @@ class Loop:
         )
         if self._signal.name is not None:
             self.report.interrupted()
-        self.report.iteration(record)
+        for each in self._groups.records(record, due=due):
+            self.report.iteration(each)
         if result.verdict in (Verdict.SPIKY_LOSS, Verdict.LARGE_GRADS, Verdict.NO_TOKENS):
             self.report.log.log_last(_skipped_line(record, result, state.expected))
         if due:
@@ -199,9 +202,14 @@ class Loop:
         )
         if reason is None:
             return
-        finite = training.control.gather(result.own.loss_is_finite)
+        alone = self._groups.are_alone(state.iteration)
+        control = training.control_of_step(state.iteration - 1)
+        finite = control.gather(result.own.loss_is_finite)
         ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
         where = f"; the loss is not finite on ranks {', '.join(ranks)}" if ranks else ""
+        if alone:  # the other groups train on, until they miss this one
+            first = training.control.world.rank - control.world.rank
+            raise RunError(f"the group of rank {first}: {reason}{where}; nothing is saved")
         wrong = not_finite(training.optimizer.flat_shards(), training.control)
         where += "" if wrong is None else f"; {wrong} is not finite"
         back = "nothing is saved: there was no --save"
@@ -289,20 +297,22 @@ class Loop:
             with self.training.timers.measure("non-persistent-save"):
                 self.snapshots.wait()  # see [Note: snapshots]
         minutes = self.training.config.exit_duration_in_mins
-        return Reasons(
+        reasons = Reasons(
             signalled=self._signal.name is not None,
             late=minutes is not None and time.monotonic() - _STARTED > minutes * 60.0,
             unsaved=self.saving is not None and self.saving.failed,
         )
+        return self._groups.reasons(reasons, self.state.iteration + 1)
 
     def _reason_to_leave(self, result: StepResult) -> str | None:
         config, iteration = self.training.config, self.state.iteration
-        if result.reasons.unsaved:
+        reasons = self._groups.reasons_of_all(result.reasons, iteration)
+        if reasons.unsaved:
             assert self.saving is not None, "nothing can have failed"
             self.saving.settle()  # waits for it on all ranks, then logs or raises the failure
-        if result.reasons.signalled:
+        if reasons.signalled:
             return f"receiving {self._signal.name or 'a signal on another rank'}."
-        if result.reasons.late:
+        if reasons.late:
             return f"{config.exit_duration_in_mins} minutes"
         if config.exit_interval and iteration % config.exit_interval == 0:
             return f"iteration {iteration}"

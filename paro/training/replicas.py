@@ -17,11 +17,14 @@ _COLUMNS = 1024
 _PRIME = 1_099_511_628_211
 
 
+Holders = tuple[int, int, int]  # the first and the last of the ranks with a range, their number
+
+
 class _Held(NamedTuple):
     """The hash of one range of a state on one rank, and the ranks with replicas of the range."""
 
     name: str
-    replicas: tuple[int, int]  # (first rank, number of ranks) that hold the range
+    replicas: Holders
     hash: int
 
 
@@ -29,12 +32,12 @@ def check_replicas(training: Training, *, iteration: int) -> None:
     """Raise `RunError` on all ranks if a replica differs from the others; collective."""
     training.model.wait_for_updated_params()
     mine = list(_held(training))
-    by_replicas: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    by_replicas: defaultdict[Holders, list[int]] = defaultdict(list)
     for held in mine:
         by_replicas[held.replicas].append(held.hash)
     # Gather one digest per set of ranks first: gathering the hashes of all units takes long.
     digests = {key: sha256(repr(hashes).encode()).digest() for key, hashes in by_replicas.items()}
-    everyone: list[dict[tuple[int, int], bytes]] = training.control.gather(digests)
+    everyone: list[dict[Holders, bytes]] = training.control.gather(digests)
     different = {pair for theirs in everyone for pair in theirs.items()}
     if len(different) == len(dict(different)):  # one digest for each set of ranks
         return
@@ -48,7 +51,7 @@ def check_replicas(training: Training, *, iteration: int) -> None:
 
 def first_difference(everyone: Sequence[Sequence[_Held]]) -> str:
     """Name the first range that differs and the deviating ranks; all ranks without a majority."""
-    found: defaultdict[tuple[str, tuple[int, int]], dict[int, int]] = defaultdict(dict)
+    found: defaultdict[tuple[str, Holders], dict[int, int]] = defaultdict(dict)
     for rank, held_by_rank in enumerate(everyone):
         for held in held_by_rank:
             found[held.name, held.replicas][rank] = held.hash
@@ -68,15 +71,15 @@ def _held(training: Training) -> Iterator[_Held]:
     context = training.model.context
     topology, rank = context.topology, context.rank
     for unit in training.model.units:
-        degree = unit.context.strategy.params
-        replicas = topology.members(topology.axes_between(degree, topology.world_size), rank)
+        span = topology.axes_between(unit.context.strategy.params, unit.step_spec.sum_degree)
+        replicas = topology.members(span, rank)
         if len(replicas) > 1:
-            key = replicas[0], len(replicas)
+            key = replicas[0], replicas[-1], len(replicas)
             yield _Held(f"the parameters of {unit.name}", key, hash_of(unit.param_shard))
     for shard in training.optimizer.flat_shards():
         if len(shard.replicas) > 1:
             name = f"{shard.state} of {shard.layout.chunks[0].chunk.name}"
-            key = shard.replicas[0], len(shard.replicas)
+            key = shard.replicas[0], shard.replicas[-1], len(shard.replicas)
             yield _Held(name, key, hash_of(shard.values))
 
 

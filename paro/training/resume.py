@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from paro.optim.finite import not_finite
 from paro.report.log import Log
 from paro.schedule.loss_scale import start_loss_scale
 from paro.training.changed_flags import schedule_change
+from paro.training.groups_alone import GroupState, group_state_of, regrouped_lines
 from paro.training.step import Training, TrainState
 from paro.untrusted.schema import conform
 
@@ -32,7 +33,11 @@ if TYPE_CHECKING:
 
 
 def common_record(
-    config: RunConfig, training: Training, resumed: Resumed, state: TrainState
+    config: RunConfig,
+    training: Training,
+    resumed: Resumed,
+    state: TrainState,
+    groups: Sequence[GroupState] = (),
 ) -> dict[str, Any]:
     """Build the JSON record (common.json) of all that a checkpoint holds besides tensors."""
     lora = config.model.lora
@@ -49,6 +54,8 @@ def common_record(
         "global_batch_size": config.batches.global_batch_size,
         "order": resumed.order,
         "num_optimizer_steps": training.optimizer.num_steps,
+        "num_groups": training.num_groups_alone,
+        "groups": [*map(asdict, groups)],
         "has_moments": not config.checkpoint.no_save_optim,
         "strategy": config.strategy.name,
         "world_size": training.control.world.size,
@@ -95,6 +102,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
             model=saved_fields(config.model),
             base=flags.base,
             lora=config.model.lora,
+            num_groups=training.num_groups_alone,
             as_sent=config.train.skip_train,
         ),
         log=log.log0,
@@ -102,16 +110,12 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
     if common is None:
         log.log0(f"--load {flags.load} holds no checkpoint: starting afresh")
         return FROM_NOTHING
-    wrong = not_finite(training.optimizer.flat_shards(), training.control)
-    if wrong is not None:
-        raise UserError(
-            f"--load {flags.load}: in iteration {common['iteration']} {wrong} is not finite: give "
-            "an earlier one with --ckpt-step"
-        )
+    _check_finite(flags.load, common, training)
     begins = config.model.lora is not None and common.get("lora") is None
-    num_steps = common.get("num_optimizer_steps", 0) if moments and not begins else 0
+    own = group_state_of(common, training)
+    num_steps = common.get("num_optimizer_steps", 0) if own is None else own.num_optimizer_steps
     with training.traffic.paused():
-        training.optimizer.loaded(num_steps=num_steps)
+        training.optimizer.loaded(num_steps=num_steps if moments and not begins else 0)
     training.exposure.take()  # discard waits during loading: they belong to no step
     with training.control.raise_on_all_ranks():
         base = base_of(config, common)
@@ -122,6 +126,8 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
             f"checkpoints hold what trains; the rest is in {base['folder']}, iteration "
             f"{base['iteration']}, which they name as their base"
         )
+    for line in regrouped_lines(f"--load {flags.load}", common, training):
+        log.log0(line)
     state = None
     if common.get("parameters_only"):
         log.log0(f"--load {flags.load} is a converted model: training begins with it")
@@ -132,7 +138,18 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
     else:
         source, restarts = f"--load {flags.load}", flags.no_load_optim
         state = state_of(common, config, log, source, restarts=restarts)
+        state = own.within(state) if own is not None and not restarts else state
     return Resumed(state, base, common=common)
+
+
+def _check_finite(source: str, common: Mapping[str, Any], training: Training) -> None:
+    """Raise `UserError` on all ranks if a state that was loaded has NaN or infinity."""
+    wrong = not_finite(training.optimizer.flat_shards(), training.control)
+    if wrong is not None:
+        raise UserError(
+            f"--load {source}: in iteration {common['iteration']} {wrong} is not finite: give "
+            "an earlier one with --ckpt-step"
+        )
 
 
 def state_of(

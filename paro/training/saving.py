@@ -21,6 +21,7 @@ from paro.report.log import Log
 from paro.report.record import RunFacts
 from paro.report.run_files import ProgressFile
 from paro.spec.states import PARAM
+from paro.training.groups_alone import record_of_groups
 from paro.training.resume import FROM_NOTHING, Resumed, common_record
 from paro.training.step import Training, TrainState
 
@@ -128,7 +129,10 @@ class Saver:
         if not self.settle():
             self._log.log0(f"trying again at iteration {state.iteration}")
         config, training = self._config, self._training
+        if training.optimizer.outer is not None:
+            training.optimizer.outer.wait()
         self._refuse_not_finite(state)
+        groups = record_of_groups(training, state)
         shards = training.optimizer.flat_shards(frozen=self._resumed.base is None)
         if config.checkpoint.no_save_optim:
             shards = (shard for shard in shards if shard.state == PARAM)
@@ -140,7 +144,7 @@ class Saver:
             self._root,
             state.iteration,
             states,
-            common_record(config, training, self._resumed, state),
+            common_record(config, training, self._resumed, state, groups),
             ranks=self._ranks,
             log=self._log.log0,
         )

@@ -33,6 +33,7 @@ from paro.schedule.loss_scale import (
 from paro.schedule.lr_schedule import ScheduleConfig
 from paro.schedule.step_checks import Expectation, StepChecksConfig, Verdict, expect_after, judge
 from paro.sharding.distributed_model import DistributedModel
+from paro.training.reasons import Reasons
 from paro.training.token_weights import TokenWeights
 
 
@@ -72,14 +73,6 @@ def last_iteration(config: TrainConfig, batches: BatchSchedule, state: TrainStat
     return state.iteration + batches.iterations_within(config.train_samples, consumed)
 
 
-class Reasons(NamedTuple):
-    """The reasons of a rank to exit early."""
-
-    signalled: bool = False
-    late: bool = False  # True: --exit-duration-in-mins has passed
-    unsaved: bool = False  # True: an async save failed
-
-
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The result of one optimizer step; loss and norm are NaN if no token has a weight."""
@@ -117,6 +110,7 @@ class Training:
     checks: StepChecksConfig = field(default_factory=StepChecksConfig)
     timers: Timers = field(default_factory=Timers)
     context_groups: Groups | None = None  # context-parallel process groups; None at degree 1
+    group_control: Control | None = None  # over the ranks of this rank's group, with outer steps
 
     @property
     def exposure(self) -> Exposure:
@@ -126,6 +120,16 @@ class Training:
     def num_sharing(self) -> int:
         """The number of ranks that share a sample."""
         return self.control.world.size // self.batches.data_parallel_size
+
+    @property
+    def num_groups_alone(self) -> int | None:
+        """The number of groups that train alone; None: all ranks train in step."""
+        return None if self.optimizer.outer is None else self.optimizer.outer.group.number
+
+    def control_of_step(self, iteration: int) -> Control:
+        """Return the small collectives among the ranks that train in step after `iteration`."""
+        outer, alone = self.optimizer.outer, self.group_control
+        return alone if outer and alone and outer.trains_alone(iteration) else self.control
 
     def close(self) -> None:
         """Wait for queued communication and shut down; collective, after the last step."""
@@ -149,18 +153,18 @@ def train_step(
     """
     num_micro_batches = training.batches.num_micro_batches_at(state.consumed_train_samples)
     batch_size = training.batches.batch_size_at(state.consumed_train_samples)
-    world, per_token = training.control.world, training.config.calculate_per_token_loss
-    scale = state.loss_scale.scale
-    num_parts = num_micro_batches * training.batches.data_parallel_size
+    per_token, scale = training.config.calculate_per_token_loss, state.loss_scale.scale
+    control = training.control_of_step(state.iteration)
+    world, alone = control.world, control is not training.control
+    num_parts = num_micro_batches * world.size // training.num_sharing
     weigh = TokenWeights(num_parts, training.num_sharing, scale=scale, per_token=per_token)
     timed = _TimedBatches(micro_batches, training.device, training.timers)
     if state.iteration % FORGOTTEN_AFTER == 0:
         training.model.forget_grad_errors()
     warms_up = state.scheduled_samples < samples_in_full_precision(training)
-    training.model.begin_step(num_micro_batches, full_precision=warms_up)
+    training.model.begin_step(num_micro_batches, full_precision=warms_up, alone=alone)
     loss_sum = _forward_backward(training, timed, weigh, num_micro_batches, state.iteration)
-    _empty_cache(training, from_level=1)
-    sums, exposed, own = _add_up(training, loss_sum, weigh, timed.seconds, reasons)
+    sums, exposed, own = _add_up(training, control, loss_sum, weigh, timed.seconds, reasons)
     unscale = weigh.unscale(sums["num_tokens"], sums["num_filled"])
     loss = sums["loss"] * unscale
     grad_norm = math.sqrt(sums["square_sum"]) * unscale if sums["square_sum"] >= 0 else math.nan
@@ -168,28 +172,29 @@ def train_step(
     sent = training.traffic.take()  # the param all-gather below counts for the next step
     if verdict is Verdict.FINE:
         _update(training, state, grad_norm=grad_norm, unscale=unscale)
-        state.scheduled_samples += batch_size
     else:  # drop the errors of quantized gradients that were not applied, maybe not even finite
         training.model.forget_grad_errors()
-    _empty_cache(training, from_level=2)
+    if verdict is Verdict.FINE or alone:  # groups that train alone have one learning rate
+        state.scheduled_samples += batch_size
     state.iteration += 1
+    training.optimizer.end_step(state.iteration, training.control)
+    _empty_cache(training, from_level=2)
     state.consumed_train_samples += batch_size
     state.expected = expect_after(state.expected, verdict, loss=loss, grad_norm=grad_norm)
     nonfinite = verdict in (Verdict.OVERFLOW, Verdict.NOT_FINITE)
     state.loss_scale = update_loss_scale(
         training.loss_scale, state.loss_scale, found_nonfinite=nonfinite
     )
-    has_gradients = not nonfinite and verdict is not Verdict.NO_TOKENS
+    counts_zeros = training.config.log_num_zeros_in_grad and not nonfinite
+    num_zeros = sums["num_zeros"] if counts_zeros and verdict is not Verdict.NO_TOKENS else None
     return StepResult(
         loss=loss,
         grad_norm=grad_norm,
         verdict=verdict,
         sent=sent,
-        num_zeros=sums["num_zeros"]
-        if training.config.log_num_zeros_in_grad and has_gradients
-        else None,
-        params_norm=_params_norm(training) if training.config.log_params_norm else None,
-        reasons=Reasons(*(sums[name] > 0 for name in Reasons._fields)),
+        num_zeros=num_zeros,
+        params_norm=_params_norm(training, control) if training.config.log_params_norm else None,
+        reasons=Reasons.summed(sums),
         data_wait_seconds=sums["data_wait"] / world.size,
         exposed=exposed,
         own=own,
@@ -212,13 +217,17 @@ def _judge(
 
 def _add_up(
     training: Training,
+    control: Control,
     loss_sum: Tensor,
     weigh: TokenWeights,
     data_wait: float,
     reasons: Callable[[], Reasons],
 ) -> tuple[dict[str, float], Exposed, OwnTimes]:
-    """Sum scalars over all ranks in one all-reduce; also return mean exposed and own times."""
-    optimizer, num_ranks = training.optimizer, training.control.world.size
+    """Sum scalars over the ranks of `control`, which train in step, in one all-reduce.
+
+    Also return mean exposed times and this rank's own times.
+    """
+    optimizer, num_ranks = training.optimizer, control.world.size
     on_device = [loss_sum.double()]
     if training.config.log_num_zeros_in_grad:
         on_device.append(optimizer.local_num_zeros())
@@ -239,7 +248,7 @@ def _add_up(
         **{kind: seconds or 0.0 for kind, seconds in own_seconds.items()},
     }
     begin = time.perf_counter()
-    sums = dict(zip(mine, training.control.sum([*mine.values()]), strict=True))
+    sums = dict(zip(mine, control.sum([*mine.values()]), strict=True))
     agreement = time.perf_counter() - begin
     means: dict[str, Any] = {  # mean exposed seconds by kind; None: not measured
         kind: None if seconds is None else sums[kind] / num_ranks
@@ -256,12 +265,14 @@ def _add_up(
 
 
 def _update(training: Training, state: TrainState, *, grad_norm: float, unscale: float) -> None:
+    outer = training.optimizer.outer
     with training.timers.measure("optimizer"):
         training.optimizer.step(
             lr=training.schedule.lr_at(state.scheduled_samples),
             weight_decay=training.schedule.weight_decay_at(state.scheduled_samples),
             grad_norm=grad_norm,
             unscale=unscale,
+            held=() if outer is None else outer.held(state.iteration + 1),
         )
 
 
@@ -298,6 +309,7 @@ def _forward_backward(
             )
     with training.timers.measure("all-grads-sync"):
         model.finish_grad_sync()
+    _empty_cache(training, from_level=1)
     return loss_sum
 
 
@@ -306,8 +318,8 @@ def _empty_cache(training: Training, *, from_level: int) -> None:
         torch.cuda.empty_cache()  # a no-op where CUDA is not in use
 
 
-def _params_norm(training: Training) -> float:
-    (square_sum,) = training.control.sum([training.optimizer.local_params_square_sum()])
+def _params_norm(training: Training, control: Control) -> float:
+    (square_sum,) = control.sum([training.optimizer.local_params_square_sum()])
     return math.sqrt(square_sum)
 
 
@@ -352,7 +364,7 @@ def evaluate(
     own_nats = torch.zeros((), dtype=torch.float64, device=training.device)
     own_tokens = own_bytes = 0.0
     batches = _TimedBatches(micro_batches, training.device, Timers())
-    with training.traffic.paused():
+    with training.traffic.paused(), training.optimizer.agreed_parameters():
         for _ in range(num_micro_batches):
             batch = next(batches)
             own_nats += model.evaluate(

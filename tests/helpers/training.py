@@ -40,12 +40,18 @@ TINY = (
 )
 
 
-def save_run(config: RunConfig, training: Training, resumed: Resumed = FROM_NOTHING) -> None:
-    """Saves a run that has just started under --save."""
+def save_run(
+    config: RunConfig,
+    training: Training,
+    resumed: Resumed = FROM_NOTHING,
+    *,
+    state: TrainState | None = None,
+) -> None:
+    """Saves a run under --save, by default one that has just started."""
     assert config.checkpoint.save is not None, "nowhere to save"
     locked = LockedFolders(ranks_by_folder(Path(config.checkpoint.save), training.control), None)
     saver = Saver(config, training, Log(rank=0, world_size=1), locked, resumed=resumed)
-    saver.write(TrainState.at_start(config.loss_scale))
+    saver.write(state or TrainState.at_start(config.loss_scale))
     saver.settle()
 
 

@@ -23,6 +23,7 @@ FULL = "--recompute-granularity full"
 AHEAD = "--paro-updated-ahead 2"
 FLAT = "--paro-collective flat"
 MUON = "--optimizer muon --lr 0.01"
+OUTER = "--paro-outer-steps 2 --paro-outer-warmup 0 --paro-outer-delay 1"
 AUTO = "AUTO"  # in flags: an algorithm chosen for every call
 FOLDER = "FOLDER"  # in flags: a folder of the ranks, made for the run
 SAVED = f"--save {FOLDER}"
@@ -30,6 +31,8 @@ CODES = (
     "--paro-inter-param-bits 4 --paro-inter-grad-bits 4 "
     "--bf16 --hidden-size 60 --ffn-hidden-size 151 --vocab-size 211"
 )
+AT_THE_SAVE = "--paro-outer-steps 3"  # a round is in flight then
+OUTER_CODES = "--paro-outer-bits 4 --hidden-size 60 --ffn-hidden-size 151 --vocab-size 211"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,24 @@ CAUGHT = {
         "IIG",
         MUON,
     ),
+    "optim.outer OuterOptimizer._spread: each.unit.context.exposure.wait(WaitKind.REDUCE, event)": (
+        "NNN",
+        f"{SAVED} {OUTER}",
+    ),
+    "optim.outer OuterUnit._after: after=after": ("III", f"{SAVED} {OUTER}"),
+    "optim.outer OuterUnit.begin: after=stepped": ("III", f"{SAVED} {OUTER}"),
+    "optim.outer OuterUnit.begin: after=stepped #2": ("III", f"{SAVED} {OUTER} {OUTER_CODES}"),
+    "optim.outer OuterUnit.end: self.wait()": ("III", f"{SAVED} {OUTER} --paro-outer-delay 0"),
+    "optim.outer OuterUnit.exchange: self.wait()": ("III", f"{SAVED} {OUTER}"),
+    "optim.outer OuterUnit.wait: self.unit.context.exposure.wait(WaitKind.REDUCE, self._arrived)": (
+        "III",
+        f"{SAVED} {OUTER}",
+    ),
+    "optim.outer OuterOptimizer.wait: each.wait()": ("III", f"{SAVED} {OUTER} {AT_THE_SAVE}"),
+    "training.saving Saver.write: training.optimizer.outer.wait()": (
+        "III",
+        f"{SAVED} {OUTER} {AT_THE_SAVE}",
+    ),
     "rotation.rotating_unit RotatingUnit.wait_shifted: "
     "self.context.exposure.wait(WaitKind.GATHER, self._weights_arrived)": ("IIG", ROTATE),
     "rotation.rotating_unit RotatingUnit.wait_grads: "
@@ -134,7 +155,7 @@ CAUGHT = {
     "self.context.exposure.wait(WaitKind.PARAM_ALL_GATHER, self._updated)": ("IIG", ""),
     "sharding.shards UnitShards.param_all_gather: after=updated": ("IIG", CODES),
     "sharding.shards UnitShards.grad_sync: after=reduced": ("IIG", CODES),
-    "sharding.shards UnitShards._queue: after=after": ("IIG", ""),
+    "sharding.shards UnitShards.queue: after=after": ("IIG", ""),
     "sharding.shards UnitShards.grad_sync: after=self._reduced": ("IIG", ""),
     "sharding.shards UnitShards.wait_reduced: "
     "self.context.exposure.wait(WaitKind.REDUCE, self._reduced)": ("IIG", ""),
@@ -171,6 +192,7 @@ ELSEWHERE = {
     "collectives.pipeline make_pipeline: after=index_of.get((chunk, number - 1))": _PIPELINE,
     "distributed.exposed_time Exposure.wait: stage.wait()": _STAGES,
     "distributed.timers synchronize: torch.cuda.synchronize(device)": _CLOCK,
+    "optim.outer OuterUnit.begin: after=DONE": "nothing comes before",
     "optim.optimizer ParoOptimizer.loaded: self.model.wait_for_updated_params()": _COUNTS,
     "training.loop Loop._reasons: self.snapshots.wait()": _COPIES,
     "training.loop Loop.run: self.training.model.wait_for_updated_params()": _SAVES,

@@ -28,6 +28,7 @@ from paro.distributed.world import World
 from paro.errors import StorageError, about
 from paro.machine.files import machine_to_json
 from paro.machine.machine import Machine
+from paro.spec.outer_steps import OuterConfig
 from paro.strategy import Strategy
 from tests.helpers.corpora import write_corpus
 from tests.helpers.field_reads import field_reads
@@ -54,6 +55,7 @@ RENAMED = {
     **dict.fromkeys(("recompute_method", "recompute_modules"), "model.recompute"),
     **dict.fromkeys(("paro_recompute_keep", "recompute_num_layers"), "model.recompute"),
     "paro_group_size": "sharding.world",
+    **{f"paro_{field.name}": "sharding.outer" for field in fields(OuterConfig)},
     "paro_inter_bits_warmup_iters": "train.inter_bits_warmup_samples",
     "use_distributed_optimizer": "strategy",
     "weight_decay": "schedule.start_weight_decay",
@@ -78,7 +80,7 @@ UNOWNED = {
     "task",
 }
 # Flags fill these as a whole.
-WHOLE = (LoraConfig, Machine, RecomputeConfig, Strategy, Trainable, World)
+WHOLE = (LoraConfig, Machine, OuterConfig, RecomputeConfig, Strategy, Trainable, World)
 DRY = "--dry-run --world-size 4"
 FULL = "--recompute-granularity full"
 GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file x"
@@ -89,6 +91,7 @@ PROFILE = "--profile --tensorboard-dir board"
 TRAIN = "--train-data-path corpus"
 VALID = f"{TRAIN} --valid-data-path corpus"
 LORA = "--lora-rank 2"
+OUTER = "--paro-strategy III --paro-outer-steps 6"
 LOCAL = "--non-persistent-ckpt-type local"
 SAVE = "--save new --save-interval 2"
 RISING = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay"
@@ -104,6 +107,7 @@ CHANGES = {
         *("--paro-updated-ahead 3", "--eval-global-batch-size 64", "--eval-micro-batch-size 4"),
         *("--padded-vocab-size 2000", "--profile-ranks 1 2", "--profile-step-start 5"),
         *("--rampup-batch-size 8 8 96", "--split 98,1,1"),
+        "--paro-outer-steps 4 --paro-strategy III",
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model gpt",
         "--trainable last-blocks:0.5",
     ),
@@ -120,6 +124,10 @@ CHANGES = {
         "--lora-target-modules all-linear",
     ),
     "--paro-inter-grad-bits 4": ("--paro-inter-grad-error-feedback",),
+    OUTER: (
+        *("--paro-outer-bits 4", "--paro-outer-delay 2", "--paro-outer-fragments 2"),
+        *("--paro-outer-lr 0.5", "--paro-outer-momentum 0.5", "--paro-outer-warmup 3"),
+    ),
     "--paro-machine dgx-h100 --paro-group-size 2": ("--paro-inter-bits auto",),
     f"--bf16 {FULL}": ("--paro-recompute-keep core_attn",),
     "--paro-materialize rotate": ("--paro-rotate-in-place",),
@@ -153,6 +161,7 @@ REPLACED = {
     "micro_batch_size": (("micro-batch-size",), "--micro-batch-size 2", "--micro-batch-size 4"),
     "mock_data": (("mock-data",), "--data-path corpus", "--mock-data"),
     "multiple_validation_sets": (("mock-data",), VALID, f"{VALID} --multiple-validation-sets"),
+    "paro_outer_nesterov": ((), OUTER, f"{OUTER} --no-paro-outer-nesterov"),
     "per_split_data_args_path": (("mock-data",), CORPUS, "--per-split-data-args-path splits.json"),
     "merge_file": ((), f"{GPT2} --merge-file a", f"{GPT2} --merge-file b"),
     "step_batch_size_schedule": (("global-batch-size",), "", f"{STEPS} 0:8,1K:16"),
@@ -260,14 +269,10 @@ def other_value(action: argparse.Action) -> str:
 
 @pytest.mark.parametrize("action", own_actions(), ids=lambda action: action.dest)
 def test_a_flag_changes_its_field(
-    action: argparse.Action,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    action: argparse.Action, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     dest = action.dest
-    monkeypatch.setattr(
-        "paro.spec.optim_config.check_apex", lambda: None
-    )  # as if it were installed
+    monkeypatch.setattr("paro.spec.optim_config.check_apex", lambda: None)  # as if installed
     monkeypatch.setattr("paro.config.run.build_tokenizer", lambda _: NullTokenizer(1000))
     monkeypatch.chdir(tmp_path)
     saved = configure(SMALL)
@@ -334,6 +339,8 @@ RUNS = (
     "--mock-data --train-iters 1 --lr 1 --lora-rank 2 --dry-run --world-size 8",
     f"{TINY} --tokenizer-type NullTokenizer --vocab-size 301 --mock-data --train-iters 1 --lr 1 "
     "--optimizer muon",
+    f"{TINY} --tokenizer-type NullTokenizer --vocab-size 301 --mock-data --train-iters 2 --lr 1 "
+    "--paro-outer-steps 1 --paro-outer-warmup 0",
 )
 
 

@@ -31,6 +31,7 @@ from tests.helpers.training import TINY, Trained, begun, save_run, train
 from tests.helpers.waits import Wait, all_waits
 from tests.paro.late_mutations import (
     AHEAD,
+    AT_THE_SAVE,
     AUTO,
     CAUGHT,
     CODES,
@@ -41,6 +42,8 @@ from tests.paro.late_mutations import (
     IN_PLACE,
     MODULES,
     MUTATIONS,
+    OUTER,
+    OUTER_CODES,
     ROTATE,
     SAVED,
     Mutation,
@@ -57,12 +60,14 @@ FEW = (
     ("GGG", "--trainable names:head.*", 0),
     ("IIG", f"{ROTATE} {AHEAD}", 1),
     ("IIG", IN_PLACE, 0),
+    ("NII", f"{SAVED} {OUTER}", 0),
 )
 MORE = (
     *("", "--bf16", "--bf16 --recompute-granularity selective", FULL),
     *(SAVED, f"{SAVED} --async-save", HO_RING, f"{HO_RING} --bf16 {FULL}"),
     *("--paro-collective flat", AUTO, ROTATE, IN_PLACE, f"{ROTATE} --bf16 {FULL}"),
     *(CODES, f"{CODES} {SAVED} --async-save", f"{CODES} {HO_RING}", f"{CODES} {ROTATE}"),
+    *(OUTER, f"{OUTER} {OUTER_CODES} --bf16", f"{SAVED} {OUTER} {AT_THE_SAVE}"),
     *(f"{more} {AHEAD}" for more in (SAVED, HO_RING, f"{ROTATE} {FULL}", CODES)),
 )
 algorithm_of = assembly._algorithm
@@ -172,8 +177,12 @@ def test_every_strategy(more: str) -> None:
 
 
 def is_legal(strategy: str, more: str) -> bool:
-    """Weights rotate where parameters and gradients are sharded over the ranks of a group."""
-    return ROTATE not in more or strategy.startswith("II")
+    """Weights rotate where parameters and gradients are sharded over the ranks of a group.
+
+    Groups train alone where no state is sharded over several.
+    """
+    rotates = ROTATE not in more or strategy.startswith("II")
+    return rotates and (OUTER not in more or "G" not in strategy)
 
 
 def outcome(wait: Wait | Mutation, flags: str, group_size: int) -> str:

@@ -15,6 +15,7 @@ from paro.arguments.model import (
     add_model_args,
     add_recompute_args,
 )
+from paro.arguments.outer import add_outer_args
 from paro.arguments.parser import take
 from paro.collectives.schedule import COLLECTIVES
 from paro.config.checks import PLANNED_CHECKS, check_feedback, needs_of
@@ -96,6 +97,7 @@ def make_parser() -> Parser:
     group = parser.add_argument_group("fewer bits between groups")
     add_trainer_flags(group, "paro_inter_param_bits", "paro_inter_grad_bits", "paro_inter_bits")
     add_trainer_flags(group, "paro_inter_grad_error_feedback")
+    add_outer_args(parser)
     add_failure_args(parser)
     add_result_args(parser)
     return parser
@@ -192,6 +194,7 @@ def plan_request_of_args(args: Namespace) -> PlanRequest:
         context=context,
         updated_ahead=units_ahead(ahead, prefetch_units, by_nccl=machine.is_of_gpus),
         machine=machine,
+        outer=None,
         elastic=False,
     )
     args.seq_length = seq_length_of(args)

@@ -1,0 +1,290 @@
+"""The outer optimizer: rounds in which groups that train alone agree on parameters."""
+
+# [Note: outer steps] in paro/spec/outer_steps.py has the states and the formulas.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from paro.collectives.quantized import QuantizedSum
+from paro.distributed.comm_stream import DONE, Event, Job
+from paro.distributed.control import Control
+from paro.distributed.exposed_time import WaitKind
+from paro.optim.finite import square_sum
+from paro.sharding.buffers import TORCH_TYPES
+from paro.sharding.shards import QuantizedUpdate, UnitShards
+from paro.spec.outer_steps import OuterConfig
+from paro.spec.sharding_spec import Collective
+from paro.spec.states import (
+    ANCHOR,
+    BEGUN,
+    MASTER_OF_GROUP,
+    OUTER_MOMENTUM,
+    PARAM,
+    FlatShard,
+    of_group,
+)
+from paro.step.actions import Verb
+from paro.topology import nested_range
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOfRanks:
+    """The group that trains alone with this rank."""
+
+    index: int
+    number: int  # of groups
+
+
+class OuterUnit:
+    """The outer states of this rank's part of one unit, and the unit's messages in a round.
+
+    The rank's part is 1/m of the unit, m ranks in a group: of an optimizer shard that several ranks
+    of the group have, each takes a part.
+    """
+
+    def __init__(self, unit: UnitShards, master: Tensor, config: OuterConfig) -> None:
+        self.unit, self._whole_master, self._config = unit, master.detach(), config
+        spec, topology, rank = unit.spec, unit.context.topology, unit.context.rank
+        sent = spec.collectives
+        self._reduce, self._gather = sent[Verb.OUTER_REDUCE], sent[Verb.OUTER_GATHER]
+        self._spread = sent[Verb.OUTER_SPREAD]
+        inside = topology.axes_between(spec.strategy.optim, topology.group_size)
+        between = topology.axes_between(topology.group_size, topology.world_size)
+        begin, end = nested_range(inside, rank, master.numel())
+        self.master = self._whole_master[begin:end]
+        self.start = unit.optim_start + begin  # offset in the unit's flat buffer
+        self.own = slice(*nested_range(between, rank, self.master.numel()))
+        self.anchor = torch.zeros_like(self.master)
+        self.reference = torch.zeros_like(self.master[self.own])
+        self.momentum = torch.zeros_like(self.reference)
+        # The master when the round began; without a delay it is the master when the round ends.
+        self.begun = torch.zeros_like(self.master) if config.outer_delay else None
+        self._update: QuantizedUpdate | None = None
+        self._sum: QuantizedSum | None = None
+        if (formats := spec.outer_formats) is None:
+            dtype = self._reduce[0].dtype if self._reduce else "fp32"
+            self._message = torch.zeros_like(self.master, dtype=TORCH_TYPES[dtype])
+        else:
+            (gather,) = self._gather
+            quantized = torch.zeros(gather.numel, dtype=torch.uint8, device=master.device)
+            self._update = QuantizedUpdate(formats.update, quantized, self.anchor, self.start)
+            self._message = torch.zeros_like(self.master)
+            self._sum = QuantizedSum(
+                groups=unit.context.collectives.groups,
+                exact_dtype=torch.float32,
+                start=self.start,
+                ranges=formats.gradient,
+                span=between,
+                replicas=(),
+            )
+        self._arrived: Event = DONE
+
+    def follow_masters(self) -> None:
+        """Take the masters, which are equal in all groups, as anchor and reference."""
+        self.anchor.copy_(self.master)
+        self.reference.copy_(self.anchor[self.own])
+
+    def moved(self) -> Tensor:
+        """Compute how far the masters have moved since groups last agreed."""
+        return self.anchor - self.master
+
+    def begin(self, weight: float) -> None:
+        """Queue the messages of a round, in which this group's movement has a weight.
+
+        The outer step is between them, on a comm stream. With weight 0 the movement may be of any
+        values, also infinity and NaN.
+        """
+        if self.begun is not None:
+            self.begun.copy_(self.master)
+        if weight:
+            self._message.copy_(self.moved().mul_(weight))
+        else:
+            self._message.zero_()
+        if self._update is None:
+            _, reduced = self.unit.queue(self._reduce, self._message)
+            stepped = self._after(self._reduce, self._step, reduced)
+            _, gathered = self.unit.queue(self._gather, self._message, after=stepped)
+            self._arrived = self._after(self._gather, self._move_anchor, gathered)
+            return
+        assert self._sum is not None, "a quantized message is summed"
+        reduced = self._sum.reduce(self._message, self._message[self.own], after=DONE)
+        stepped = self._after(self._reduce, self._quantized_step, reduced)
+        _, gathered = self.unit.queue(self._gather, self._update.quantized, after=stepped)
+        self._arrived = self._after(self._gather, self._update.apply, gathered)
+
+    def _after(self, sent: Sequence[Collective], job: Job, after: Event) -> Event:
+        """Queue local work after collectives; a single group does it at once."""
+        if not sent:
+            job()
+            return DONE
+        return self.unit.context.collectives.run_after(sent[-1].span, job, after=after)
+
+    def _step(self) -> None:
+        """Do the outer step on this rank's range, and write the anchor's change to the message."""
+        self._move_reference()
+        self._message[self.own].copy_(self.anchor[self.own] - self.reference)
+
+    def _quantized_step(self) -> None:
+        assert self._update is not None
+        self._move_reference()
+        self._update.quantize(
+            self.reference, self.anchor[self.own], self.own.start // self.reference.numel()
+        )
+
+    def _move_reference(self) -> None:
+        config, gradient = self._config, self._message[self.own].float()
+        self.momentum.mul_(config.outer_momentum).add_(gradient)
+        step = self.momentum
+        if config.outer_nesterov:
+            step = gradient.add(self.momentum, alpha=config.outer_momentum)
+        self.reference.sub_(step, alpha=config.outer_lr)
+
+    def _move_anchor(self) -> None:
+        self.anchor.sub_(self._message)
+
+    def wait(self) -> None:
+        """Wait until the anchor is what the last round made of it."""
+        self.unit.context.exposure.wait(WaitKind.REDUCE, self._arrived)
+        self._arrived = DONE
+
+    def end(self, *, takes_part: bool) -> Event:
+        """Wait for the round and move the master; queue the all-gather of masters inside the group.
+
+        A group that took no part in the round loses its movement.
+        """
+        self.wait()
+        if self.begun is None or not takes_part:
+            self.master.copy_(self.anchor)
+        else:
+            self.master.sub_(self.begun).add_(self.anchor)
+        return self.spread()
+
+    def exchange(self) -> Event:
+        """Exchange master and anchor, and queue the all-gather of masters inside the group."""
+        self.wait()
+        master = self.master.clone()
+        self.master.copy_(self.anchor)
+        self.anchor.copy_(master)
+        return self.spread()
+
+    def spread(self) -> Event:
+        """Queue the all-gather of masters among the ranks of a group with one optimizer shard."""
+        return self.unit.queue(self._spread, self._whole_master)[1]
+
+    def flat_shards(self) -> Iterator[FlatShard]:
+        """Yield this rank's range of every outer state, as checkpoints have them."""
+        shard, topology = self.unit.flat_shard, self.unit.context.topology
+        begin, everywhere = self.start + self.own.start, topology.world_size
+        yield shard(PARAM, begin, self.reference, degree=everywhere)
+        yield shard(OUTER_MOMENTUM, begin, self.momentum, degree=everywhere)
+        yield shard(ANCHOR, self.start, self.anchor, degree=topology.group_size)
+        if self.begun is not None:
+            rank = self.unit.context.rank
+            name = of_group(BEGUN, rank // topology.group_size)
+            begun = shard(name, self.start, self.begun, degree=topology.group_size)
+            yield replace(begun, replicas=(rank,))
+
+    @property
+    def num_bytes(self) -> int:
+        kept = (self.anchor, self.reference, self.momentum, self._message, self.begun)
+        quantized = None if self._update is None else self._update.quantized
+        return sum(each.nbytes for each in (*kept, quantized) if each is not None)
+
+
+class OuterOptimizer:
+    """The rounds of a run with outer steps.
+
+    In a step: `before_step`, `held` before the update of the inner optimizer, `after_update` after.
+    """
+
+    def __init__(
+        self, units: Sequence[OuterUnit], names: Sequence[str], config: OuterConfig
+    ) -> None:
+        """Make the rounds of `units` of a model whose units have `names`, in forward order."""
+        self.config = config
+        context = units[0].unit.context
+        topology, self._device = context.topology, context.device
+        self._group_size = size = topology.group_size
+        self.group = GroupOfRanks(index=context.rank // size, number=topology.world_size // size)
+        self.units = units
+        self.fragments: list[list[OuterUnit]] = [[] for _ in range(config.outer_fragments)]
+        for each in units:
+            index = names.index(each.unit.spec.unit.name)
+            self.fragments[config.fragment_of(index, len(names))].append(each)
+        # Whether each group takes part in the round in flight.
+        self.taken: tuple[bool, ...] = (True,) * self.group.number
+        self.norms: tuple[float, ...] = ()  # of each group's movement, at the last round
+
+    def of_group(self, shard: FlatShard) -> FlatShard:
+        """Return an inner optimizer's shard as a state of this group.
+
+        Moments of the first group keep their names: runs with other groups continue with them.
+        """
+        size, group = self._group_size, self.group.index
+        state = MASTER_OF_GROUP if shard.state == PARAM else shard.state
+        if group or shard.state == PARAM:
+            state = of_group(state, group)
+        inside = [rank for rank in shard.replicas if rank // size == group]
+        return replace(shard, state=state, replicas=inside)
+
+    def trains_alone(self, iteration: int) -> bool:
+        """Return whether groups train alone in the step after `iteration` steps."""
+        return iteration >= self.config.outer_warmup
+
+    def held(self, iteration: int) -> frozenset[UnitShards]:
+        """Return the units whose parameters move at the end of the step that ends `iteration`."""
+        fragment = self.config.merges(iteration)
+        if fragment is None:
+            return frozenset()
+        return frozenset(each.unit for each in self.fragments[fragment])
+
+    @torch.no_grad()
+    def after_update(self, iteration: int, control: Control) -> Iterator[UnitShards]:
+        """Begin and end the rounds that are due after the step that ends `iteration`.
+
+        Yield the units whose masters have moved. Collective over all ranks, by `control`, where a
+        round begins.
+        """
+        if iteration <= self.config.outer_warmup:
+            for each in self.units:
+                each.follow_masters()
+        begins, merges = self.config.begins(iteration), self.config.merges(iteration)
+        if begins is not None:
+            self._begin(self.fragments[begins], control)
+        if merges is not None:
+            units = self.fragments[merges] if any(self.taken) else []
+            yield from self._spread(
+                units, [each.end(takes_part=self.taken[self.group.index]) for each in units]
+            )
+
+    def _begin(self, units: Sequence[OuterUnit], control: Control) -> None:
+        """Begin a round without the groups whose movement is not finite."""
+        norms = [0.0] * self.group.number
+        norms[self.group.index] = float(square_sum((each.moved() for each in units), self._device))
+        self.norms = tuple(math.sqrt(norm) for norm in control.sum(norms))
+        self.taken = tuple(math.isfinite(norm) for norm in self.norms)
+        weight = self.taken[self.group.index] / max(1, sum(self.taken))
+        for each in units if any(self.taken) else ():
+            each.begin(weight)
+
+    @torch.no_grad()
+    def exchange(self) -> Iterator[UnitShards]:
+        """Exchange masters and anchors; yield the units whose masters have changed."""
+        yield from self._spread(self.units, [each.exchange() for each in self.units])
+
+    @staticmethod
+    def _spread(units: Sequence[OuterUnit], events: Sequence[Event]) -> Iterator[UnitShards]:
+        for each, event in zip(units, events, strict=True):
+            each.unit.context.exposure.wait(WaitKind.REDUCE, event)
+            yield each.unit
+
+    def wait(self) -> None:
+        """Wait for the messages in flight; masters move when their round ends."""
+        for each in self.units:
+            each.wait()

@@ -1,0 +1,128 @@
+"""Groups that train alone, as the loop sees them: all stop after one step, and logs have means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from paro.distributed.stop_step import StopStep
+from paro.errors import count_text
+from paro.report.record import IterationRecord
+from paro.schedule.loss_scale import LossScaleState
+from paro.schedule.step_checks import Expectation
+from paro.training.reasons import Reasons
+from paro.training.step import Training, TrainState
+from paro.untrusted.schema import conform
+
+
+class GroupsAlone:
+    """The agreement between groups of a run with outer steps; of other runs nothing changes."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._control = training.control
+        self._first: int | None = None  # the iteration before the first step that was counted
+        self._stop: StopStep | None = None  # on the first rank of each group
+        self._stop_after = 0  # the iteration after which all groups stop; 0: none
+        self._reasons = Reasons()  # of this group's ranks since the run began
+        self._records: list[IterationRecord] = []  # of iterations since the last log line
+        outer, store = training.optimizer.outer, training.control.store
+        own = training.group_control
+        if outer is not None and store is not None and own is not None and own.world.rank == 0:
+            group = outer.group
+            self._stop = StopStep(store=store, group=group.index, num_groups=group.number)
+
+    def are_alone(self, iteration: int) -> bool:
+        """Return whether groups train alone in the step that ends `iteration`."""
+        return self._training.control_of_step(iteration - 1) is not self._control
+
+    def reasons(self, own: Reasons, iteration: int) -> Reasons:
+        """Add what other groups want to a rank's reasons to stop, in the step of `iteration`."""
+        if self._stop is None or not self.are_alone(iteration):
+            return own
+        if self._first is None:
+            self._first = iteration - 1
+        step = self._stop.count(wants_to_stop=own.any or self._reasons.any)
+        return own._replace(stop_after=self._first + step if step else 0)
+
+    def reasons_of_all(self, reasons: Reasons, iteration: int) -> Reasons:
+        """Return the reasons for which all groups stop after `iteration`, from those of a step."""
+        if not self.are_alone(iteration):
+            return reasons
+        self._reasons = self._reasons.joined(reasons)
+        self._stop_after = reasons.stop_after or self._stop_after
+        if iteration != self._stop_after:
+            return Reasons()
+        # Groups must do the same from here on: the final save reports a save that failed.
+        is_late = self._reasons.late and not self._reasons.signalled
+        return Reasons(signalled=not is_late, late=is_late)
+
+    def records(self, record: IterationRecord, *, due: bool) -> Iterator[IterationRecord]:
+        """Yield records to report: at a log line, those of all groups' steps since the last one.
+
+        Loss and gradient norm are means over the groups whose step was not skipped.
+        """
+        if not self.are_alone(record.iteration):
+            yield record
+            return
+        self._records.append(record)
+        if not due:
+            return
+        mine = [(each.lm_loss, each.grad_norm, each.skipped) for each in self._records]
+        everyone = self._control.gather(mine)[:: self._control.world.group_size]
+        for each, of_groups in zip(self._records, zip(*everyone, strict=True), strict=True):
+            trained = [(loss, norm) for loss, norm, skipped in of_groups if not skipped]
+            loss, norm = map(fmean, zip(*trained, strict=True)) if trained else of_groups[0][:2]
+            yield replace(each, lm_loss=loss, grad_norm=norm, skipped=not trained)
+        self._records.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupState:
+    """The state of a group that trains alone, which differs from that of other groups."""
+
+    loss_scale: LossScaleState
+    expected: Expectation
+    num_optimizer_steps: int
+    taken: tuple[bool, ...]  # whether each group takes part in the outer round in flight
+
+    def within(self, state: TrainState) -> TrainState:
+        """Return the state of a run with what is this group's."""
+        return replace(state, loss_scale=self.loss_scale, expected=self.expected)
+
+
+def record_of_groups(training: Training, state: TrainState) -> list[GroupState]:
+    """Gather what differs between groups that train alone; collective unless none do."""
+    outer = training.optimizer.outer
+    if outer is None:
+        return []
+    mine = GroupState(
+        loss_scale=state.loss_scale,
+        expected=state.expected,
+        num_optimizer_steps=training.optimizer.num_steps,
+        taken=outer.taken,
+    )
+    return training.control.gather(mine)[:: training.control.world.group_size]
+
+
+def group_state_of(common: Mapping[str, Any], training: Training) -> GroupState | None:
+    """Return the state of this rank's group in a checkpoint of equal groups that train alone."""
+    outer = training.optimizer.outer
+    if outer is None or common.get("num_groups") != outer.group.number:
+        return None
+    recorded = common["groups"][outer.group.index]
+    group: GroupState = conform(recorded, GroupState, "groups in common.json")
+    outer.taken = group.taken
+    return group
+
+
+def regrouped_lines(source: str, common: Mapping[str, Any], training: Training) -> Iterator[str]:
+    """Yield a line about groups that trained alone, and do not go on as they were."""
+    before = common.get("num_groups")
+    if before not in (None, training.num_groups_alone):
+        yield (
+            f"{source}: {count_text(before, 'group')} trained alone: the run continues from the "
+            "parameters on which they agreed, with the first one's moments"
+        )

@@ -1,0 +1,377 @@
+"""Groups that train alone and meet every H steps train as models in turn, in one process, do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.batch import Batch, Fetch
+from data.loader import MicroBatches
+from paro.config.outer_steps import outer_defaults
+from paro.config.run import RunConfig
+from paro.distributed.byte_counter import Sent
+from paro.distributed.control import PlannedControl
+from paro.distributed.world import World
+from paro.planning.run_memory import RunMemory
+from paro.report.log import Log
+from paro.spec.outer_steps import OuterConfig
+from paro.spec.states import ANCHOR, MASTER_OF_GROUP, PARAM, of_group
+from paro.training.assembly import build_data, build_sources, build_training, run_spec_of
+from paro.training.resume import load_run
+from paro.training.step import Training, TrainState, evaluate, train_step
+from tests.helpers.flags import configured
+from tests.helpers.ranks import run_ranks
+from tests.helpers.refusals import refused
+from tests.helpers.training import TINY, begun, built, save_run, whole_states
+
+STEPS = 10
+PLAIN = f"{TINY} --adam-eps 1e-4 --clip-grad 0.5 --train-iters {STEPS}"
+FLAGS = f"{PLAIN} --paro-outer-bits 32"
+MUON = "--optimizer muon --muon-fp32-matmul-prec highest"
+INSIDE = ("NNN", "NNI", "NII", "INI", "III")  # strategies whose states stay inside a group
+States = dict[str, Tensor]
+
+
+def train_in_groups(cases: Sequence[str]) -> list[tuple[States, list[Sent]]]:
+    """The states after each of several runs, replicas compared, and bytes of steps on this rank."""
+    return [_train_in_groups(flags) for flags in cases]
+
+
+def _train_in_groups(flags: str) -> tuple[States, list[Sent]]:
+    config, training = built(flags)
+    state, source = begun(config, training)
+    sent = [train_step(training, state, source).sent for _ in range(STEPS)]
+    states = _states(training)
+    training.close()
+    return states, sent
+
+
+def _states(training: Training) -> States:
+    """All states, those of every group included, once the messages in flight have arrived."""
+    assert training.optimizer.outer is not None
+    training.optimizer.outer.wait()
+    return whole_states(training, replicas=True)
+
+
+def masters_of(states: States, group: int) -> States:
+    prefix = f"{of_group(MASTER_OF_GROUP, group)}."
+    return {name.removeprefix(prefix): states[name] for name in states if name.startswith(prefix)}
+
+
+def train_in_turn(
+    flags: str, batch: int, world: int, group: int, outer: OuterConfig
+) -> list[States]:
+    """Masters of one model for each group, trained in turn in this process with outer steps."""
+    num_groups = world // group
+    config = configured(f"{flags} --global-batch-size {batch}", World(size=world))
+    runs = [built(f"{flags} --global-batch-size {batch // num_groups}") for _ in range(num_groups)]
+    states = [begun(config, training)[0] for config, training in runs]
+    sources = [
+        _batches(config, range(index * group, (index + 1) * group)) for index in range(num_groups)
+    ]
+    if outer.outer_warmup:
+        whole, together = built(f"{flags} --global-batch-size {batch}")
+        state, every = begun(whole, together)[0], _in_turn(sources, group)
+        for _ in range(outer.outer_warmup):
+            train_step(together, state, every)
+        for index, (_, training) in enumerate(runs):
+            _copy_states(together, training)
+            states[index] = replace(state)
+    models = [training for _, training in runs]
+    loop = _OuterLoop(models, outer)
+    for iteration in range(outer.outer_warmup, STEPS):
+        for training, state, source in zip(models, states, sources, strict=True):
+            train_step(training, state, source)
+        loop.after_step(iteration + 1)
+    return [
+        {name[6:]: value for name, value in whole_states(each).items() if name[:6] == "param."}
+        for each in models
+    ]
+
+
+class _OuterLoop:
+    """Outer steps by the formulas, on whole masters of every model."""
+
+    def __init__(self, models: Sequence[Training], outer: OuterConfig) -> None:
+        self.outer, self.models = outer, models
+        self.masters = [[part.master for part in each.optimizer.parts] for each in models]
+        self.reference = [master.clone() for master in self.masters[0]]
+        self.momentum = [torch.zeros_like(master) for master in self.masters[0]]
+        self.begun: list[list[Tensor]] = []
+
+    def after_step(self, iteration: int) -> None:
+        outer = self.outer
+        if outer.begins(iteration) is not None:
+            self.begun = [[master.clone() for master in masters] for masters in self.masters]
+        fragment = outer.merges(iteration)
+        if fragment is None:
+            return
+        for index, reference in enumerate(self.reference):
+            if outer.fragment_of(index, len(self.reference)) != fragment:
+                continue
+            gradient = torch.stack([reference - before[index] for before in self.begun]).mean(0)
+            momentum = self.momentum[index]
+            momentum.mul_(outer.outer_momentum).add_(gradient)
+            step = gradient + outer.outer_momentum * momentum
+            reference -= outer.outer_lr * (step if outer.outer_nesterov else momentum)
+            for masters, before in zip(self.masters, self.begun, strict=True):
+                masters[index].add_(reference - before[index])
+        for training in self.models:
+            for part in training.optimizer.parts:
+                part.write_params()
+
+
+def _copy_states(source: Training, target: Training) -> None:
+    target.optimizer.num_steps = source.optimizer.num_steps
+    for theirs, ours in zip(source.optimizer.parts, target.optimizer.parts, strict=True):
+        for name, values in theirs.states.items():
+            ours.states[name].copy_(values)
+        ours.set_num_steps(source.optimizer.num_steps)
+        ours.write_params()
+
+
+def _batches(config: RunConfig, ranks: range) -> Iterator[Batch]:
+    """Every micro-batch that some ranks of a run read, step by step."""
+    samples, rules = build_data(config).train, config.data.document_rules(config.eod)
+    readers = [
+        MicroBatches(
+            Fetch(samples, rules),
+            micro_batch_size=config.batches.micro_batch_size,
+            data_parallel_rank=rank,
+            data_parallel_size=config.world.size,
+        )
+        for rank in ranks
+    ]
+    while True:
+        yield from (next(reader) for reader in readers)
+
+
+def _source_of(config: RunConfig, training: Training, state: TrainState) -> Iterator[Batch]:
+    return build_sources(config, build_data(config, state), training, state).train
+
+
+def _in_turn(sources: Sequence[Iterator[Batch]], count: int) -> Iterator[Batch]:
+    while True:
+        yield from (next(source) for source in sources for _ in range(count))
+
+
+CASES = {  # flags of the inner optimizer, flags of outer steps
+    "4 steps": ("", "--paro-outer-steps 4 --paro-outer-warmup 0"),
+    "warm-up": ("", "--paro-outer-steps 3 --paro-outer-warmup 4"),
+    "delay": ("", "--paro-outer-steps 4 --paro-outer-delay 2 --paro-outer-warmup 0"),
+    "fragments": (
+        "",
+        "--paro-outer-steps 4 --paro-outer-fragments 2 --paro-outer-delay 1 --paro-outer-warmup 1",
+    ),
+    "plain momentum": (
+        "",
+        "--paro-outer-steps 4 --paro-outer-lr 0.5 --no-paro-outer-nesterov --paro-outer-warmup 0",
+    ),
+    "4 fragments": ("", "--paro-outer-steps 5 --paro-outer-fragments 4 --paro-outer-warmup 0"),
+    "Muon": (MUON, "--paro-outer-steps 4 --paro-outer-warmup 0"),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world", "group"), [(6, 2), (8, 4), (2, 2)])
+def test_groups_train_as_models_in_turn_do(world: int, group: int) -> None:
+    batch = 2 * world  # two micro-batches of one sample
+    cases = list(zip(CASES.items(), cycle(INSIDE), strict=False))
+    flags = [
+        f"{FLAGS} {inner} {outer} --global-batch-size {batch} --paro-group-size {group} "
+        f"--paro-strategy {strategy}"
+        for (_, (inner, outer)), strategy in cases
+    ]
+    results, *_ = run_ranks(train_in_groups, world, flags)
+    for run, ((name, (inner, _)), strategy), (states, _) in zip(flags, cases, results, strict=True):
+        outer = configured(run, World(size=world)).sharding.outer
+        assert outer is not None
+        expected = train_in_turn(f"{PLAIN} {inner}", batch, world, group, outer)
+        for index, masters in enumerate(expected):
+            trained = masters_of(states, index)
+            assert trained.keys() == masters.keys()
+            for key, values in masters.items():
+                difference = float((trained[key] - values).abs().max())
+                assert difference < 2e-6, f"{name}, {strategy}, group {index}: {key} {difference}"
+
+
+@pytest.mark.ranks
+def test_rotating_weights_and_adapters_train_as_models_in_turn_do() -> None:
+    """The norm of parameters in the log is that of a group's own."""
+    world, group, batch = 4, 2, 8
+    outer_flags = "--paro-outer-steps 4 --paro-outer-delay 1 --paro-outer-warmup 2"
+    cases = ["--paro-materialize rotate", "--lora-rank 2 --lora-alpha 4", "--fp16"]
+    flags = [
+        f"{FLAGS} {case} {outer_flags} --global-batch-size {batch} --paro-group-size {group} "
+        "--paro-strategy III --log-params-norm"
+        for case in cases
+    ]
+    results, *_ = run_ranks(train_in_groups, world, flags)
+    for run, case, (states, _) in zip(flags, cases, results, strict=True):
+        outer = configured(run, World(size=world)).sharding.outer
+        assert outer is not None
+        plain = f"{PLAIN} {case if 'rotate' not in case else ''}"
+        allowed = 1e-3 if "fp16" in case else 2e-6
+        expected = train_in_turn(plain, batch, world, group, outer)
+        for index, masters in enumerate(expected):
+            trained = masters_of(states, index)
+            for key, values in trained.items():
+                difference = float((masters[key] - values).abs().max())
+                assert difference < allowed, f"{case}, group {index}: {key} {difference}"
+
+
+ROUNDS = "--paro-outer-steps 4 --paro-outer-warmup 0 --paro-strategy III --paro-group-size 2"
+
+
+@pytest.mark.ranks
+def test_a_round_sends_the_bytes_of_the_formula() -> None:
+    """Two rounds in 10 steps, of units large enough to be quantized; nothing else crosses."""
+    large = f"{PLAIN} --hidden-size 64 --ffn-hidden-size 96 {ROUNDS}"
+    bits = (32, 16, 8, 4)
+    flags = [f"{large} --paro-outer-bits {each}" for each in bits]
+    results, *_ = run_ranks(train_in_groups, 4, flags)
+    inter, lost = {}, {}
+    for each, run, (states, sent) in zip(bits, flags, results, strict=True):
+        spec = run_spec_of(configured(run, World(size=4)), "cpu")
+        memory = RunMemory(None)
+        inter[each] = sum(sent, Sent()).inter
+        assert inter[each] == 2 * memory.sent_in_rounds(spec, 0).inter
+        assert memory.sent(spec, 1, 0).inter == 0
+        lost[each] = max(
+            float((states[name] - states[name.replace(ANCHOR, PARAM)]).abs().max())
+            for name in states
+            if name.startswith(ANCHOR)
+        )
+    # What the anchor lacks of the reference, which masters have moved away from by about 0.01.
+    assert lost[32] < lost[16] < lost[8] < lost[4] < 0.01
+    numel = sum(unit.numel for unit in RunMemory(None).units(spec))
+    assert inter[16] == 2 * 2 * 2 * numel // 2 // 2  # rounds, messages, bytes; m = 2, (g - 1) / g
+    assert inter[32] == 2 * inter[16]
+    assert 0.5 < inter[8] / inter[16] < 0.58
+    assert 0.25 < inter[4] / inter[16] < 0.34
+
+
+def test_outer_states_take_the_bytes_that_are_predicted() -> None:
+    for more in ("", "--paro-outer-delay 2", "--paro-outer-bits 4 --bf16", "--paro-outer-bits 32"):
+        for strategy in INSIDE:
+            run = f"{PLAIN} --hidden-size 64 {ROUNDS} {more} --paro-strategy {strategy}"
+            config = configured(f"{run} --dry-run --world-size 8", World(size=8))
+            training = build_training(config, PlannedControl(config.world, torch.device("meta")))
+            spec = run_spec_of(config, "cpu")
+            states = RunMemory(None).of(spec).allocations.states
+            assert training.optimizer.model_state_bytes() == states
+
+
+def lose_a_group(flags: str) -> States:
+    """The states after a round that begins while the masters of group 1 have a NaN."""
+    config, training = built(flags)
+    state, source = begun(config, training)
+    for step in range(1, 5):
+        if step == 4 and training.control.world.rank >= 2:
+            for part in training.optimizer.parts:
+                part.master.detach()[0] = math.nan
+        train_step(training, state, source)
+    states = _states(training)
+    training.close()
+    return states
+
+
+@pytest.mark.ranks
+def test_a_group_that_is_not_finite_is_left_out_and_takes_the_others_parameters() -> None:
+    states, *_ = run_ranks(lose_a_group, 6, f"{FLAGS} {ROUNDS}")
+    left_out, others = masters_of(states, 1), [masters_of(states, each) for each in (0, 2)]
+    for name, values in left_out.items():
+        assert values.isfinite().all()
+        assert all(torch.equal(values, each[name]) for each in others)
+        assert torch.equal(values, states[f"{ANCHOR}.{name}"])
+
+
+def interrupt(cases: Sequence[str], folder: str) -> list[tuple[States, States]]:
+    """States of runs without an interruption, and of runs continued from a save after 5 steps.
+
+    Neither the save nor an evaluation after it changes what the interrupted run does.
+    """
+    results = []
+    for index, flags in enumerate(cases):
+        saved = f"{flags} --save {folder}/{index} --load {folder}/{index}"
+        whole, _ = _train_in_groups(flags)
+        config, training = built(saved)
+        state, source = begun(config, training)
+        for _ in range(5):
+            train_step(training, state, source)
+        save_run(config, training, state=state)
+        evaluate(training, _source_of(config, training, state), 1)
+        for _ in range(STEPS - 5):
+            train_step(training, state, source)
+        after = _states(training)
+        training.close()
+        assert all(torch.equal(whole[name], after[name]) for name in whole), f"{flags}: a save"
+        config, training = built(saved)
+        resumed = load_run(config, training, Log(rank=0, world_size=1))
+        assert resumed.state is not None
+        source = _source_of(config, training, resumed.state)
+        for _ in range(STEPS - 5):
+            train_step(training, resumed.state, source)
+        results.append((whole, _states(training)))
+        training.close()
+    return results
+
+
+@pytest.mark.ranks
+def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path) -> None:
+    """Also between the begin and the end of a round, and in the warm-up."""
+    cases = [
+        f"{FLAGS} --paro-group-size 2 {more}"
+        for more in (
+            "--paro-strategy NNI --paro-outer-steps 4 --paro-outer-delay 2 --paro-outer-warmup 0",
+            "--paro-strategy III --paro-outer-steps 3 --paro-outer-fragments 2 "
+            "--paro-outer-warmup 2 --paro-outer-bits 4",
+            "--paro-strategy INI --bf16 --paro-outer-steps 2 --paro-outer-warmup 7 "
+            "--paro-outer-bits 16",
+        )
+    ]
+    results, *_ = run_ranks(interrupt, 4, cases, str(tmp_path))
+    for flags, (whole, resumed) in zip(cases, results, strict=True):
+        assert whole.keys() == resumed.keys()
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole), flags
+
+
+def test_rounds_begin_and_end_in_turn() -> None:
+    outer = OuterConfig(outer_steps=6, outer_fragments=3, outer_delay=1, outer_warmup=10)
+    begun_after = {i: outer.begins(i) for i in range(9, 24) if outer.begins(i) is not None}
+    assert begun_after == {12: 0, 14: 1, 16: 2, 18: 0, 20: 1, 22: 2}
+    assert {i - 1: outer.merges(i) for i in range(9, 24) if outer.merges(i) is not None} == {
+        12: 0, 14: 1, 16: 2, 18: 0, 20: 1, 22: 2
+    }  # fmt: skip
+    five = OuterConfig(outer_steps=10, outer_fragments=5)
+    assert [five.fragment_of(unit, 8) for unit in range(8)] == [0, 2, 3, 4, 2, 3, 4, 1]
+    assert outer_defaults(2, "adam") == (0.6, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--paro-outer-steps 4 --paro-strategy IIG", "give --paro-strategy III"),
+        ("--paro-outer-steps 4 --paro-strategy 1,2,8", "give --paro-strategy NII"),
+        ("--paro-outer-steps 0", "must be at least 1"),
+        ("--paro-outer-steps 4 --paro-outer-fragments 5", "one round begins in a step at most"),
+        ("--paro-outer-steps 4 --paro-outer-fragments 2 --paro-outer-delay 2", "give less"),
+        ("--paro-outer-steps 4 --paro-outer-momentum 1", "must be in [0, 1)"),
+        ("--paro-outer-steps 4 --paro-outer-lr 0", "must be positive"),
+        ("--paro-outer-delay 2", "needs --paro-outer-steps"),
+        ("--paro-outer-steps 4 --paro-inter-grad-bits 4", "contradict each other"),
+        ("--paro-outer-steps 4 --paro-survive 1", "local copies"),
+        ("--paro-outer-steps 4 --context-parallel-size 4 --seq-length 16", "between groups"),
+    ],
+)
+def test_groups_that_cannot_train_alone_are_refused(flags: str, told: str) -> None:
+    strategy = "" if "--paro-strategy" in flags else "--paro-strategy III"
+    run = f"{PLAIN} --global-batch-size 8 --paro-group-size 2 {strategy} {flags}"
+    refused(lambda: configured(run, World(size=8, ranks_per_node=2)), told)

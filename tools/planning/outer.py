@@ -1,0 +1,94 @@
+"""What outer steps, for which groups train alone, would gain over the best plan in step."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+
+from paro.config.outer_steps import take_outer
+from paro.machine.machine import Machine, rate_text
+from paro.planning.estimator import Estimate, Estimator, OuterRound
+from paro.planning.search_space import PlanRequest
+from paro.strategy import legal_letters
+
+_SHARE = 0.05  # of a step's time that rounds may be exposed, for the number of steps that is named
+_STRATEGIES = [name for name in legal_letters() if "G" not in name]
+
+
+def outer_lines(args: Namespace, request: PlanRequest, best: Estimate | None) -> Iterator[str]:
+    """Yield lines about --paro-outer-steps beside the `best` plan in which all ranks train in step.
+
+    Of the strategies whose states stay in a group the fastest that fits, its rounds, and from which
+    speed of links on it is faster.
+    """
+    num_groups = request.world_size // request.group_size
+    outer = take_outer(args, num_groups)
+    if outer is None:
+        return
+    own = replace(request, outer=outer)
+    estimator = Estimator(own)
+    rows = [estimator.estimate(own.candidate(own.strategy(name))) for name in _STRATEGIES]
+    fitting = [row for row in rows if row.fits]
+    steps = f"outer steps every {outer.outer_steps}"
+    if not fitting:
+        least = min(rows, key=lambda row: row.memory_bytes)
+        yield (
+            f"{steps}: no strategy whose states stay in a group fits; "
+            f"{least.candidate.strategy.name} needs {least.memory.describe()}"
+        )
+        return
+    found = min(fitting, key=lambda row: row.seconds)
+    rounds = found.outer_round
+    assert rounds is not None, "of a request with outer steps"
+    yield (
+        f"{steps}: {found.candidate.strategy.name} takes {found.seconds:.3f} s a step and "
+        f"{found.memory_bytes / 1e9:.1f} GB; a round of {rounds.seconds:.3g} s is exposed for "
+        f"{rounds.exposed:.3g} s, {rounds.seconds_a_step / found.seconds:.1%} of the time"
+    )
+    yield "  the training is another one, with another loss: docs/outer-steps.md"
+    if rounds.exposed:
+        yield f"  {_steps_needed(found, rounds)} steps between rounds would expose {_SHARE:.0%}"
+    if best is not None:
+        gain = best.seconds / found.seconds
+        name = best.candidate.strategy.name
+        yield f"  {gain:.2f} times as fast as {name}, the best in which all ranks train in step"
+        yield from _threshold(request, own, best, found)
+
+
+def _steps_needed(found: Estimate, rounds: OuterRound) -> int:
+    """Compute the steps between rounds for which these are exposed for a share of the time."""
+    in_step = found.seconds - rounds.seconds_a_step
+    exposed = rounds.exposed * rounds.outer.outer_fragments
+    return math.ceil(exposed * (1 - _SHARE) / (_SHARE * in_step))
+
+
+def _threshold(
+    request: PlanRequest, own: PlanRequest, best: Estimate, found: Estimate
+) -> Iterator[str]:
+    """Yield a line with the speed of links between groups up to which outer steps are faster."""
+    machine = request.machine
+    if machine.inter is None or machine.measured:
+        return  # measured collectives do not change with a link's rate
+
+    def is_faster(bits: int) -> bool:
+        at = _with_links(machine, bits)
+        in_step = Estimator(replace(request, machine=at)).estimate(best.candidate)
+        alone = Estimator(replace(own, machine=at)).estimate(found.candidate)
+        return alone.seconds < in_step.seconds
+
+    low, high = 10**6, 10**13
+    if not is_faster(low) or is_faster(high):
+        return
+    while high / low > 1.1:
+        middle = math.isqrt(low * high)
+        low, high = (middle, high) if is_faster(middle) else (low, middle)
+    digits = 2 - len(str(low))
+    rate = rate_text(round(low, digits))
+    yield f"  faster where links between groups have less than about {rate}"
+
+
+def _with_links(machine: Machine, bits: int) -> Machine:
+    assert machine.inter is not None, "there are groups"
+    return replace(machine, inter=replace(machine.inter, bits_per_second=bits))
