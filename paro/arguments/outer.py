@@ -15,7 +15,7 @@ def add_outer_args(parser: ArgumentParser) -> None:
     ).add_argument
     add("--paro-outer-steps", type=int, metavar="STEPS",
         help="steps that a group trains alone before groups meet (DiLoCo, PyTorch's local SGD); "
-        "the strategy's states stay inside a group; default: all ranks train in step")
+        "the strategy's states stay inside a group; default: all ranks train synchronously")
     add("--paro-outer-lr", type=float, metavar="X",
         help="learning rate of the outer optimizer, which steps along the groups' mean movement; "
         "default: 0.6, 0.4 for one group, 0.8 from 8 groups on or with Muon")
@@ -33,4 +33,4 @@ def add_outer_args(parser: ArgumentParser) -> None:
         help="steps of training under which the messages of a round travel; less than the steps "
         "between two rounds")
     add("--paro-outer-warmup", type=int, default=100, metavar="STEPS",
-        help="steps at the start of the run in which all groups train in step")
+        help="steps at the start of the run in which all ranks train synchronously")

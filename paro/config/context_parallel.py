@@ -1,13 +1,14 @@
-"""Context parallelism: its flags, and the configuration that auto stands for."""
+"""Context parallelism: its flags, and how auto is resolved."""
 
 # A ContextParallelConfig is one value of the flags: how many ranks share a sample, and what they
 # send for attention. Where --context-parallel-size or --cp-comm-type says auto, `possible_configs`
-# lists every configuration that fits the ranks, the heads and the sequence length. The layout of
-# each is then a field of the planner's candidates, and `fastest_config` takes the configuration
-# with the fastest step; in a tie, the lowest degree.
+# lists every configuration that fits the ranks, the heads and the sequence length. The planner's
+# search covers each of them, and `fastest_config` takes the one with the fastest step; in a tie,
+# the lowest degree.
 #
-# With degree C a step has C times as many micro-batches, and each rank more free memory. So with
-# --context-parallel-size auto, micro-batches of up to C times as many samples are candidates too.
+# With degree C, the same ranks and the same global batch, a step has C times as many micro-batches,
+# and a micro-batch takes less memory of a rank. So with --context-parallel-size auto, micro-batches
+# of up to C times as many samples are candidates too.
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class ContextParallelConfig:
     context_parallel_size: int = 1
     cp_comm_type: str = "p2p"
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
-    context_ring: str = "double"
+    context_ring: str = "double"  # of p2p between groups: "double", nested rings, or "flat", one
 
     def __post_init__(self) -> None:
         size, sizes = self.context_parallel_size, self.hierarchical_context_parallel_sizes

@@ -51,8 +51,8 @@ def outer_notices(outer: OuterConfig | None, train_iters: int | None) -> tuple[s
     if outer is None or train_iters is None or train_iters > outer.outer_warmup:
         return ()
     return (
-        f"--paro-outer-steps {outer.outer_steps} without effect: groups train in step for the "
-        f"{outer.outer_warmup} steps of --paro-outer-warmup, and --train-iters is {train_iters}",
+        f"--paro-outer-steps {outer.outer_steps} without effect: all ranks train synchronously for "
+        f"the {outer.outer_warmup} steps of --paro-outer-warmup; --train-iters is {train_iters}",
     )
 
 

@@ -46,7 +46,7 @@ class ShardingConfig:
     rotate_in_place: bool = False
     survive: int = 0  # number of nodes whose simultaneous loss loses no model state
     elastic: bool = False  # True: a restart may have fewer or more nodes
-    outer: OuterConfig | None = None  # outer steps between groups; None: groups train in step
+    outer: OuterConfig | None = None  # outer steps between groups; None: all are synchronous
     inter_bits: str | None = None  # "auto": the planner chooses bit widths between groups
 
     def __post_init__(self) -> None:

@@ -3,24 +3,28 @@
 # Ring attention (and Megatron's all-gather of keys and values) as an autograd function. A
 # `KVExchange` brings the keys and values of each ring rank; attention to them is a partial output
 # with a log-sum-exp, merged as in flash attention. Only this rank's keys and values are saved for
-# backward, which exchanges them again. A recomputed forward whose attention output was saved
-# exchanges nothing. Outputs and all gradients are summed in fp32. Letters of tensors: B samples, T
-# tokens on this rank, N query heads, K key and value heads, H head size; keys and values of a rank
-# are one tensor [2, B, T, K, H].
+# backward, which exchanges them again. With selective recomputation that saves attention's output
+# the recomputed forward exchanges nothing. Outputs and gradients accumulate in fp32. Letters of
+# tensors: B samples, T tokens on this rank, N query heads, K key and value heads, H head size; keys
+# and values of a rank are one tensor [2, B, T, K, H].
 
 # [Note: causal mask of a ring]
-# A sample is cut into 2R chunks; ring rank p of R owns chunks p and 2R - 1 - p, in this order. Ring
-# rank 1's queries (rows) attend to these keys (columns) if R is 3 and a sample is one document; x
-# is a full block of the mask, \ a causal one:
+# The zigzag (load-balanced) layout of Megatron-LM: a sample is cut into 2R chunks, and ring rank p
+# of R owns chunks p and 2R - 1 - p, in this order. Ring rank 1's queries (rows) attend to these
+# keys (columns) if R is 3 and a sample is one document; x is a full block of the mask, \ a causal
+# one:
 #
 #     chunk   0  1  2  3  4  5
-#         1   x  \                  keys of ring rank 1     one causal square of both chunks
-#         4   x  x  x  x  \         keys of ring rank 0     all queries, keys of the first chunk
-#                                   keys of ring rank 2     queries of the second chunk, all keys
+#         1   x  \
+#         4   x  x  x  x  \
 #
-# Documents cut the causal square into smaller squares: a document's tokens are neighbours among a
-# rank's tokens even if the document is in both chunks. Between two ranks, only the document of the
-# last key before the queries can have queries and keys: at most one full block of the mask.
+#     keys of ring rank 1, chunks 1 and 4    with its queries one causal block, chunks concatenated
+#     keys of ring rank 0, chunks 0 and 5    a full block: all queries, keys of chunk 0
+#     keys of ring rank 2, chunks 2 and 3    a full block: queries of chunk 4, all keys
+#
+# Documents cut the causal block into smaller ones: a document's tokens are neighbours among those
+# of a rank even if the document is in both chunks. Of two ranks' tokens, only one document can have
+# queries on one rank and earlier keys on the other: at most one full block of the mask.
 
 from __future__ import annotations
 
@@ -40,8 +44,9 @@ from model.config import AttentionBackend
 from paro.spec.context_layout import heads_at_first
 
 Attend = Callable[[int, Tensor], None]  # (ring rank, its keys and values): attend to them
-AddGrads = Callable[[Tensor], None]  # (fp32 tensor): add gradients of keys and values to it
-# (ring rank, keys and values of some of its heads, first of these heads): compute their gradients.
+AddGrads = Callable[[Tensor], None]  # (fp32 sum of previous ranks): add this rank's dKV to it
+# (ring rank, keys and values of some of its heads, first of these heads): compute their gradients
+# now; the result adds them to the sum of the previous ranks once that has been received.
 GradsOf = Callable[[int, Tensor, int], AddGrads]
 Bounds = tuple[int, ...]  # first positions of the documents of a sample, and the sample's length
 
@@ -58,13 +63,13 @@ class KVExchange(Protocol):
     def exchange_kv(self, own_2BTKH: Tensor, attend: Attend) -> None:
         """Call `attend(ring_rank, kv)` for every ring rank, this rank first.
 
-        A tensor is valid only during the call that gets it.
+        `kv` is a receive buffer that is used again: `attend` must not keep it.
         """
 
     def exchange_kv_and_grads(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
-        """Call `grads_of` for every ring rank and head; return the sum of this rank's gradients.
+        """Call `grads_of` for the keys and values of every ring rank, some heads at a time.
 
-        This rank's own share is computed in two parts, the second while the last sums are sent.
+        Return the gradients of this rank's own keys and values, summed over all ranks of the ring.
         """
 
 

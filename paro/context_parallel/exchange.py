@@ -3,11 +3,12 @@
 # [Note: double ring]
 # In ring attention a rank attends to the keys and values (KV) that it holds, sends them to the next
 # rank of the ring, and receives the KV of the previous rank. Here an inner ring runs inside groups
-# and an outer ring between them, as in DoubleRing attention. A turn is one step of the outer ring:
-# a rank sends the KV that it has at the turn's start to the next group, and meanwhile the inner
-# ring brings the KV that the other ranks of the group had at the start. So all ranks of a group
-# send between groups at once, each as many bytes as in one flat ring. With 2 groups of 3 ranks, the
-# ring rank whose KV each rank uses, step by step:
+# and an outer ring between them, as in LoongTrain's DoubleRing attention (arXiv 2406.18485). A turn
+# is one step of the outer ring: a rank sends the KV that it has at the turn's start to the next
+# group, and meanwhile the inner ring brings the KV that the other ranks of the group had at the
+# start. So the links between groups of all ranks of a group are in use at once, where one flat ring
+# uses that of a single rank. With 2 groups of 3 ranks, the ring rank whose KV each rank uses, a
+# line for each step of the inner ring:
 #
 #     ring rank            0    1    2  |  3    4    5
 #     turn 0               0    1    2  |  3    4    5        meanwhile sent to the other group
@@ -17,16 +18,17 @@
 #                          5    3    4  |  2    0    1
 #                          4    5    3  |  1    2    0
 #
-# In backward KV go round again, and the sum of their gradients (dKV) follows one step behind: a
-# rank computes its own share before it waits for the sum of the ranks before it. The dKV of ring
-# rank 0, where -> sends the sum to a rank, which adds its share:
+# In backward KV go round again, and the sum of their gradients (dKV) follows one step behind: the
+# computation of a rank's own share overlaps with receiving the sum of the previous ranks. The dKV
+# of ring rank 0; a -> b: rank a sends the partial sum to rank b, which adds its share:
 #
 #     turn 0               1 -> 2 -> 0
 #     turn 1               4 -> 5 -> 3 -> 0                   the last one to the other group
 #
 # With more groups the sum goes on from rank 3 through the other groups: 3 -> 6 -> ... -> 0. A few
-# heads are computed last, to overlap with the last sends of dKV: heads of the KV at a turn's start
-# overlap with the inner ring's last send, heads of turn 0 with the outer ring's.
+# heads are held back, so that their computation overlaps with the last sends: some heads of the KV
+# at a turn's start with the last send of dKV in the inner ring, some heads of turn 0 with the last
+# one in the outer ring.
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ from paro.topology import AxisSpan, nested_range
 
 
 class RingKVExchange:
-    """A `KVExchange` along the ring `inner`, nested in `outer`; either may have one rank."""
+    """A `KVExchange` along the ring `inner`, nested in `outer`; either ring may have size 1."""
 
     def __init__(self, inner: Ring, outer: Ring) -> None:
         self._inner = inner

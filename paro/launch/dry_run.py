@@ -176,7 +176,7 @@ def _outer_traffic(plan: RunPrediction, outer: OuterConfig) -> Iterator[str]:
     parts = count_text(outer.outer_fragments, "fragment")
     yield f">   and in {outer.outer_steps} steps for outer steps, {parts}: {_sent_text(sent)}"
     if outer.outer_warmup:
-        yield f">   in the first {outer.outer_warmup} steps groups train in step: they send more"
+        yield f">   in the first {outer.outer_warmup} steps, all ranks synchronous, they send more"
     launch = plan.launch
     if launch is not None and (found := launch.outer_round) is not None:
         yield (

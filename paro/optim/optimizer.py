@@ -262,8 +262,8 @@ class ParoOptimizer:
     def local_params_square_sum(self) -> float:
         """Compute this rank's term of the squared norm of all parameters, including frozen ones.
 
-        In the sum over the ranks that train in step every element counts once, as fp32 master if
-        there is one.
+        In the sum over the ranks that train synchronously every element counts once, as fp32 master
+        if there is one.
         """
         rank, device = self.model.context.rank, self.model.context.device
         masters = [part.master.detach() for part in self.parts] if self._is_counted else []

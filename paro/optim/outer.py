@@ -1,6 +1,10 @@
-"""The outer optimizer: rounds in which groups that train alone agree on parameters."""
+"""The DiLoCo outer optimizer: groups of ranks synchronize their parameters every H steps."""
 
-# [Note: outer steps] in paro/spec/outer_steps.py has the states and the formulas.
+# A group, such as a node, trains alone between two rounds. A round reduce-scatters between groups
+# how far masters have moved from the anchor (`OUTER_REDUCE`), does an outer step on 1/n of the
+# parameters, all-gathers the anchor's change between groups (`OUTER_GATHER`) and, where ranks of a
+# group have replicas of an optimizer shard, all-gathers masters inside the group (`OUTER_SPREAD`).
+# [Note: outer steps] in paro/spec/outer_steps.py has the formulas and the states.
 
 from __future__ import annotations
 
@@ -35,17 +39,17 @@ from paro.topology import nested_range
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOfRanks:
-    """The group that trains alone with this rank."""
+    """The position of this rank's group among the groups that train alone."""
 
     index: int
-    number: int  # of groups
+    number: int  # the number of groups
 
 
 class OuterUnit:
-    """The outer states of this rank's part of one unit, and the unit's messages in a round.
+    """The outer states of this rank's part of one unit, and the collectives of a round on it.
 
-    The rank's part is 1/m of the unit, m ranks in a group: of an optimizer shard that several ranks
-    of the group have, each takes a part.
+    The part is 1/m of the unit, for m ranks in a group: where an optimizer shard is replicated
+    inside the group, its replicas split it evenly.
     """
 
     def __init__(self, unit: UnitShards, master: Tensor, config: OuterConfig) -> None:
@@ -63,7 +67,7 @@ class OuterUnit:
         self.anchor = torch.zeros_like(self.master)
         self.reference = torch.zeros_like(self.master[self.own])
         self.momentum = torch.zeros_like(self.reference)
-        # The master when the round began; without a delay it is the master when the round ends.
+        # With a delay: a snapshot of the master at the beginning of the round in flight.
         self.begun = torch.zeros_like(self.master) if config.outer_delay else None
         self._update: QuantizedUpdate | None = None
         self._sum: QuantizedSum | None = None

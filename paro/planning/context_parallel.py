@@ -1,17 +1,19 @@
 """Attention of a context-parallel group: the schedule of each pass, its bytes, and its memory."""
 
-# In: a model, a micro-batch with its context-parallel layout, and the actions of a step. Out: for
-# every pass over a block's attention a schedule of sends, compute segments and waits; the bytes
-# that a rank sends; the bytes that backward allocates. A group is the ranks with fast links, such
-# as a node. The schedule is the engine's, with identical ring steps, or all-to-all chunks, merged
-# into one: n steps that each send for m seconds and compute for p take n max(m, p) = max(n m, n p).
+# In: a model, a micro-batch with its context-parallel layout, and the schedule of a step. Out: for
+# every forward, recomputation or backward of a block's attention a list of sends, computation and
+# waits; the bytes that a rank sends; the bytes that backward allocates. A group is the ranks with
+# fast links, such as a node. Sends and computation have the order of paro/context_parallel, with n
+# equal ring steps, or chunks of heads, merged into one: if each sends for m seconds and computes
+# for c, they take n max(m, c) = max(n m, n c).
 #
-#   ring (p2p)    a step of the outer ring sends keys and values (KV) to the next group, overlapped
-#                 with a whole round of the inner ring, each of whose steps sends KV inside the
-#                 group; in backward dKV is sent one step later, the last without overlap
-#   allgather     the all-gather overlaps with attention to the rank's own tokens; in backward the
-#                 reduce-scatter of dKV overlaps with the rest of that attention
-#   all-to-all    the first and the last chunk of heads are exposed, the others overlap fully
+#   ring (p2p)    a turn, one step of the outer ring, sends keys and values (KV) to the next group,
+#                 overlapped with all steps of the inner ring, which send KV inside the group; in
+#                 backward dKV is sent one step later, and the last send overlaps with a few heads
+#   allgather     attention to the rank's own tokens is cut in two: the all-gather of KV overlaps
+#                 with the first part and, in backward, the reduce-scatter of dKV with the second
+#   all-to-all    the all-to-alls of the first and of the last chunk of heads are exposed, those of
+#                 the others overlap with computation
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class AttentionPass(Enum):
     RECOMPUTE_CORE = "recomputation of core attention alone"
     RECOMPUTE_EXCEPT_CORE = "recomputation of a block whose core attention's output was saved"
     BACKWARD = "backward"
-    BACKWARD_OF_KV = "backward where no query needs gradients"
+    BACKWARD_OF_KV = "backward of keys and values alone"
 
     @property
     def is_backward(self) -> bool:
@@ -52,7 +54,7 @@ class AttentionPass(Enum):
 
     @property
     def num_forwards(self) -> int:
-        """The compute time in units of a forward of attention: backward takes two."""
+        """The compute time in units of a forward of attention; backward counts as two."""
         return 2 if self.is_backward else int(self is not AttentionPass.RECOMPUTE_EXCEPT_CORE)
 
 
@@ -66,7 +68,7 @@ class Message(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Messages sent in sequence under a key, by which a later entry of the schedule waits."""
+    """Messages or collectives that are issued in sequence; a later wait names their key."""
 
     key: str
     messages: tuple[Message, ...]

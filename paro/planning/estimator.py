@@ -54,7 +54,7 @@ class Estimate:
     precision: PrecisionConfig
     coding_seconds: float  # a rank's time to quantize and dequantize in a step, exposed or not
     muon_seconds: float  # time of Newton-Schulz in a step, with waits for matrices
-    outer_round: OuterRound | None = None  # None: groups train in step
+    outer_round: OuterRound | None = None  # None: all ranks are synchronous
 
     @property
     def seconds(self) -> float:

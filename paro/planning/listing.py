@@ -3,8 +3,9 @@
 # In: a `StepTally`, which counts the bytes allocated after each action of a step's schedule, and
 # the rank whose sent bytes are shown. Out: lines of a table (`--show-step`). Actions without effect
 # are left out: a wait for nothing, a collective over no axis. The schedule comes in segments, the
-# actions issued at the hooks of one unit. Consecutive segments that differ only in the unit, as of
-# equal blocks, are printed once, and so are repeated actions of a unit, such as ring steps.
+# actions of one unit's forward or backward hooks. Consecutive segments that differ in the unit
+# alone, as of equal blocks, are printed once, and so are repeated actions, such as ring steps.
+# Columns name links inside groups (such as nodes) and between them.
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ _WORDS = {
     Verb.BACKWARD: "BACKWARD {}: to its first gradient",
     Verb.GRADIENTS: "BACKWARD {}: the rest",
 }
-# The words for a collective, by action, kind and whether values are quantized.
+# The words for a collective, by action, op and whether values are quantized. A quantized
+# reduce-scatter is an all-to-all with a local sum; a shift round the ring is listed with the op
+# that it replaces.
 _SENT = {
     (Verb.GATHER, Op.ALL_GATHER, False): "all-gather {}",
     (Verb.REDUCE, Op.REDUCE_SCATTER, False): "reduce-scatter gradients of {}",
@@ -58,7 +61,7 @@ _SENT = {
     (Verb.SHIFT_BACK, Op.ALL_GATHER, False): "send the slice of {} back",
     (Verb.SHIFT_GRADS, Op.REDUCE_SCATTER, False): "send the slice's gradients of {} back",
 }
-_OF_BUCKET = (Verb.GRAD_SYNC, Verb.PARAM_ALL_GATHER)
+_OF_BUCKET = (Verb.GRAD_SYNC, Verb.PARAM_ALL_GATHER)  # are of all units of a Muon bucket
 _WHERE = {Link.INTRA: "inside", Link.INTER: "between"}
 _COLUMNS = ("inside", "between", "stream")  # before allocated bytes
 _WAITS = (Verb.WAIT, Verb.WAIT_REDUCED, Verb.WAIT_SHIFTED, Verb.WAIT_GRADS)

@@ -3,14 +3,16 @@
 # In: a step's schedule of actions with the compute time and the collectives of each, and a machine.
 # Out: the duration of the step and its exposed communication, or a lower bound of the duration.
 #
-# `simulate` runs the program of one rank's training thread for each group of ranks with fast links
-# (`StepCosts.program`), with its comm streams and links, from the update to the next step's
-# gradient norm. With more than 4 micro-batches only 3 are simulated; each of the others costs as
-# much as the third. The bound, for pruning a search:
+# `simulate` runs one rank for each group of ranks with fast links, such as a node: the program of
+# its training thread (`StepCosts.program`), its comm streams and its links, from the optimizer's
+# update of one step to the all-reduce of the gradient norm of the next. With more than 4
+# micro-batches, steps with 2 and with 3 are simulated, and each further one costs their difference.
+# The bound, for pruning a search:
 #
 #     step >= max(time of the training thread, busy time of each link, of each comm stream)
 #     step >= sum over forwards and backwards of
-#             max(compute, busy time of each link and stream by what is queued and waited for in it)
+#             max(compute, busy time of each link and each comm stream by those collectives that are
+#                 both issued and waited for in that forward or backward)
 #
 # where the first forward includes the update, and the last backward the end of the step.
 
@@ -45,8 +47,8 @@ from paro.spec.run_spec import RunSpec
 from paro.step.actions import OUTER_ROUND, PASS_OF, WAITED_BY, Move, Verb
 
 _MAX_SIMULATED = 4  # the most micro-batches that are all simulated
-# NCCL's CTAs per communicator, and the most communicators at once, on a GPU of 128 SMs
-# (distributed/groups.py).
+# NCCL's thread blocks (CTAs) in a communicator, and the most communicators at once: together they
+# take at most the 128 SMs that every GPU here has (paro/distributed/groups.py).
 _CTAS, _MOST_COMMUNICATORS = 16, 8
 EXPOSED = {  # the kinds of exposed communication, in words
     "gather": "gathers",

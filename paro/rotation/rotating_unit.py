@@ -1,4 +1,17 @@
-"""The slice buffers of one rotating unit, and the ring shifts of its weights and gradients."""
+"""A unit whose weights circulate: receive buffers, and ring shifts of weights and gradients."""
+
+# With --paro-materialize rotate (Rotated Tensor Parallelism) no weights are all-gathered: a rank of
+# d ranks owns 1/d of every matrix, its slice, computes with one slice at a time, and sends it on:
+#
+#     ring step k, forward      rank r computes with the slice of rank r - k, while the shift of it
+#                               to rank r + 1 is in flight
+#     backward                  the other way round; the gradient of a slice moves with it, and
+#                               every rank adds its own, until both are at the owner again
+#
+# A slot is a buffer for one slice: SHARD is the rank's own parameter shard, SPARE and SPARE_2 are
+# receive buffers (double buffering), GRAD and GRAD_2 have sums of gradients. The step schedule
+# (paro/step/rotating.py, slices.py) says which slots to allocate, shift and compute with, and
+# calls the methods of the unit in that order.
 
 from __future__ import annotations
 
@@ -16,10 +29,10 @@ from paro.step.slices import Slot
 
 
 class RotatingUnit(UnitShards):
-    """Slice of either the trainable or the frozen matrices of a part of the model.
+    """A unit with 1/d of its trainable or of its frozen matrices on each of d ranks of a ring.
 
-    The unit's shard is the slice that this rank owns. The policy decides the order of
-    actions; `views` of a slot are the matrices to compute with.
+    Slices circulate by ring shifts in place of an all-gather. `param_shard` is the slice that this
+    rank owns; slots are buffers for the slices of other ranks.
     """
 
     def __init__(self, spec: ShardingSpec, context: ShardingContext, ring: Ring) -> None:
@@ -28,7 +41,7 @@ class RotatingUnit(UnitShards):
         layout, numel = spec.layout, spec.layout.numel // ring.size
         ranges = [(index * numel, (index + 1) * numel) for index in range(ring.size)]
         self._ranges = [tuple(layout.chunk_ranges(*of_slice)) for of_slice in ranges]
-        self._gaps = [
+        self._gaps = [  # the padding in each slice
             [(low - begin, high - begin) for low, high in layout.gaps(begin, end)]
             for begin, end in ranges
         ]
@@ -50,7 +63,10 @@ class RotatingUnit(UnitShards):
     # Slices #
 
     def views(self, step: int, slot: Slot) -> dict[str, Tensor]:
-        """Return views of a step's slice, by parameter name; valid while the slot is allocated."""
+        """Return the parameters of the slice that is used in a ring step, by name.
+
+        They are views of the slot, valid until the slot is freed.
+        """
         if (step, slot) not in self._views:
             values, index = self._slots[slot], self._ring.owner_of(step)
             begin = index * values.numel()
@@ -63,7 +79,7 @@ class RotatingUnit(UnitShards):
         return self._views[step, slot]
 
     def starts(self, step: int) -> dict[str, tuple[int, ...]]:
-        """Return the offsets of a step's slice in the unsharded parameters, by name."""
+        """Return where the slice of a ring step begins in each parameter: indices by dim."""
         parts = self._ranges[self._ring.owner_of(step)]
         return {part.chunk.name: part.chunk.offsets for part in parts}
 

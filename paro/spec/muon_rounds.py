@@ -2,18 +2,18 @@
 
 # [Note: Muon's rounds]
 # Newton-Schulz needs a whole matrix, but optimizer state is sharded in flat buffers, where a matrix
-# may cross shards. A shard group is the ranks that hold one copy of an optimizer state together.
-# Each matrix has an owner rank there, which computes the update of the whole matrix, as in
-# Moonlight's distributed Muon and in Dion. A round has at most one matrix for each rank:
+# may cross shards. A shard group is the ranks over which one copy of the optimizer state is sharded
+# (the shard dim of HSDP). Each matrix has an owner rank there, which computes the update of the
+# whole matrix. A round has at most one matrix for each rank:
 #
 #     all-to-all       every rank sends its shards of the round's momentum to the owner ranks
 #     Newton-Schulz    every owner rank has one whole matrix
 #     all-to-all       every owner rank sends back the shards of the update
 #
-# A round takes as long as its largest matrix, so matrices of equal cost share rounds. The few that
-# remain are assigned in decreasing order of cost. All ranks compute the same assignment, without
-# communication.
-# A shard group of 4 ranks and two blocks of matrices Q O (square) and U D (up, down):
+# A round takes as long as its largest matrix, so matrices of equal cost share rounds. Matrices that
+# fill no round with their equals are assigned in decreasing order of cost. All ranks compute the
+# same assignment, without communication. A shard group of 4 ranks, and blocks 0 and 1 with the
+# matrices Q O (square) and U D (up, down); the others are left out:
 #
 #     round    rank 0    rank 1    rank 2    rank 3
 #     0        0.Q       0.O       1.Q       1.O
@@ -21,21 +21,23 @@
 #
 # Where optimizer state is replicated on all ranks, the ranks of a group (fast links, such as a
 # node) act as the shard group. Each has the whole momentum, so a round has only the second
-# all-to-all.
+# all-to-all, in which an owner rank sends whole updates to every other rank.
 
 # [Note: buckets]
 # If optimizer state is sharded over o ranks in several groups, the all-to-alls would cross groups.
-# Buckets shard each unit over only s ranks, the largest of the group size and the degrees of
-# parameters and gradients: o/s consecutive units with equal layouts form a bucket, whose buffer has
-# one unit after another. The optimizer shards of two units on o = 4 ranks, s = 2:
+# Buckets shard each unit over only s ranks, the largest of the group size and the sharding degrees
+# of parameters and gradients: o/s consecutive units with equal layouts form a bucket, whose buffer
+# has one unit after another. The optimizer shards of units 0 and 1, each with parts a, b, c, d, on
+# o = 4 ranks with s = 2:
 #
-#                          rank 0     rank 1     rank 2     rank 3
-#     two units apart      0.a 1.a    0.b 1.b    0.c 1.c    0.d 1.d     a rank: a part of each unit
-#     a bucket             0.a 0.b    0.c 0.d    1.a 1.b    1.c 1.d     a group of 2: a whole unit
+#                     rank 0     rank 1     rank 2     rank 3
+#     separately      0.a 1.a    0.b 1.b    0.c 1.c    0.d 1.d     a rank: a part of each unit
+#     in a bucket     0.a 0.b    0.c 0.d    1.a 1.b    1.c 1.d     a group of 2: a whole unit
 #
-# So a group updates whole units, and its all-to-alls stay inside the group. A bucket has one step
-# reduce-scatter and one all-gather of updated parameters, with as many bytes as its units would
-# send apart. Units that fill no bucket stay sharded over o ranks, as do their all-to-alls.
+# So a group updates whole units, and its all-to-alls stay inside the group. Once a step a bucket
+# has one reduce-scatter of gradients and one all-gather of updated parameters, with as many bytes
+# as those of its units separately. Units that fill no bucket stay sharded over o ranks, as do their
+# all-to-alls.
 
 from __future__ import annotations
 

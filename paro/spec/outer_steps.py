@@ -1,23 +1,30 @@
-"""Outer steps: groups train alone and meet every H steps; settings, rounds and fragments."""
+"""Outer steps (DiLoCo): settings, and the steps after which groups of ranks synchronize."""
 
 # [Note: outer steps]
-# After a warm-up in which all ranks train in step, the ranks of each group train with AdamW or Muon
-# as if there were no other groups. Every H steps groups meet in a round: the mean of how far their
-# parameters have moved is a gradient for an outer optimizer, SGD with Nesterov momentum, whose
-# result all groups take (DiLoCo, arXiv 2311.08105). With m ranks in a group and n in all:
+# A group is the m neighbouring ranks with fast links, such as a node; n is the number of all ranks.
+# For the first steps of a run (warm-up) all ranks train synchronously. Then each group does inner
+# steps with AdamW or Muon, synchronously inside the group, as a data-parallel run of its own. Every
+# H inner steps groups synchronize in a round: the mean over groups of how far their parameters have
+# moved is the outer gradient of an outer optimizer, SGD with Nesterov momentum, and all groups take
+# its parameters (arXiv 2311.08105). States of a rank, as shares of the parameters, in fp32:
 #
-#     state       elements    meaning
-#     anchor      1/m         parameters on which groups last agreed, with equal bits in all
-#     reference   1/n         the outer optimizer's parameters: the anchor before rounding
-#     momentum    1/n         the outer momentum u
+#     master       1 / inner degree    this group's parameters, which inner steps update
+#     anchor       1 / m               parameters on which groups last agreed, equal bit for bit
+#     reference    1 / n               the outer optimizer's parameters, before rounding
+#     momentum     1 / n               the outer momentum u
 #
-#     D = mean over groups of anchor - master        reduce-scatter between groups
-#     u = mu u + D,  reference -= lr (D + mu u)      on 1/n
-#     anchor -= anchor - reference, as it was sent   all-gather between groups
-#     master = anchor + (master - master at the begin of the round)
+# A round, with Q(x) for x as it is sent (rounded to bf16 or quantized):
 #
-# With P fragments (Streaming DiLoCo, arXiv 2501.18512) each round is of some units only, and rounds
-# are H / P steps apart. With a delay the messages of a round travel under the next steps.
+#     D = mean over groups of Q(anchor - master)       reduce-scatter between groups
+#     u = mu u + D;  reference -= lr (D + mu u)        on 1 / n
+#     anchor -= Q(anchor - reference)                  all-gather between groups
+#     master = anchor
+#
+# What Q loses remains in anchor - reference, and is part of the next round. With a delay of tau the
+# communication of a round overlaps with the next tau inner steps. D is of the masters at the
+# beginning of the round, and what a group trained since stays: master = anchor + (master - master
+# at the beginning). With P fragments (Streaming DiLoCo, arXiv 2501.18512) a round is of some units
+# only, and rounds are H / P steps apart.
 
 from __future__ import annotations
 
@@ -28,16 +35,16 @@ from paro.errors import UserError, check_least
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterConfig:
-    """Settings of outer steps."""
+    """Settings of outer steps (DiLoCo): groups of ranks train alone and synchronize in rounds."""
 
-    outer_steps: int  # steps of a group between two rounds of a fragment
+    outer_steps: int  # H, the inner steps between two rounds of a fragment
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     outer_nesterov: bool = True
-    outer_bits: int = 16  # of a value that crosses groups: 32 fp32, 16 bf16, 8 and 4 quantized
-    outer_fragments: int = 1
-    outer_delay: int = 0  # steps under which the messages of a round travel
-    outer_warmup: int = 100  # steps at the start in which all groups train in step
+    outer_bits: int = 16  # of a value between groups: 32 fp32, 16 bf16, 8 and 4 quantized
+    outer_fragments: int = 1  # P, the parts of the model that have rounds of their own
+    outer_delay: int = 0  # inner steps with which the communication of a round overlaps
+    outer_warmup: int = 100  # steps at the start of the run with all ranks synchronous
 
     def __post_init__(self) -> None:
         check_least(1, paro_outer_steps=self.outer_steps, paro_outer_fragments=self.outer_fragments)
@@ -60,12 +67,13 @@ class OuterConfig:
 
     def describe(self) -> str:
         """Describe the rounds in a line."""
-        after = f"after {self.outer_warmup} steps in step " if self.outer_warmup else ""
+        after = f"after {self.outer_warmup} synchronous steps " if self.outer_warmup else ""
         parts = f" in {self.outer_fragments} fragments" if self.outer_fragments > 1 else ""
         delay = f", merged {self.outer_delay} steps later" if self.outer_delay else ""
         kind = "Nesterov momentum" if self.outer_nesterov else "momentum"
         return (
-            f"{after}groups train alone and meet every {self.outer_steps} steps{parts}{delay}, in "
+            f"{after}groups train alone and synchronize every {self.outer_steps} steps{parts}"
+            f"{delay}, in "
             f"{self.outer_bits} bits; learning rate {self.outer_lr:g}, {kind} "
             f"{self.outer_momentum:g}"
         )

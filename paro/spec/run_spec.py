@@ -90,7 +90,9 @@ class RunSettings:
     muon: MuonConfig = field(default_factory=MuonConfig)
     prefetch_units: int = 1
     updated_ahead: int | None = None  # units ahead of which updates are gathered; None: all at once
-    outer: OuterConfig | None = None  # outer steps between groups; None: groups train in step
+    outer: OuterConfig | None = (
+        None  # outer steps between groups; None: all ranks train synchronously
+    )
     collective: str = "native"
     materialize: Materialize = Materialize.GATHER
     device_type: str = "cuda"
@@ -197,7 +199,7 @@ def collectives_of(run: RunSpec, specs: Iterable[ShardingSpec]) -> set[Collectiv
 def _state_groups(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> Spans:
     """Return the process groups of model states, for all kinds of steps of a run.
 
-    The first steps quantize nothing, and in them groups train in step.
+    The first steps quantize nothing, and in them all ranks train synchronously.
     """
     spans: defaultdict[StreamKind, set[AxisSpan]] = defaultdict(set)
     variants = zip(*(spec.variants for spec in specs), strict=True)

@@ -107,7 +107,7 @@ class ShardingSpec:
 
     @property
     def variants(self) -> tuple[ShardingSpec, ...]:
-        """The sharding specs that steps of a run may follow, that of groups in step first."""
+        """The sharding specs that steps of a run may follow, that of synchronous ranks first."""
         whole = replace(self, groups_alone=False) if self.groups_alone else self
         exact = (whole.exact,) if self.precision.quantizes else ()
         return whole, *exact, *((whole.alone,) if self.outer is not None else ())

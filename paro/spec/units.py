@@ -1,11 +1,14 @@
-"""The units of a run with their flat buffers, and the shape of its steps."""
+"""The units of a run with their flat buffers, and the facts from which a step is scheduled."""
 
-# In: a model, a strategy and the names that train. Out: the units (parameters that are gathered
-# together), each with a flat buffer of trained and one of frozen parameters, and the shape of a
-# step, by which the policies of paro/step decide. Where weights rotate, each of d ranks owns 1/d of
-# every matrix, a slice. A pass carries every slice to every rank of the ring by d - 1 shifts: the
-# weights pass once in forward, once in backward and once more if recomputed, the gradients once.
-# The embedding's backward reads no weight. A tied head uses the embedding's slices.
+# In: a model, a strategy and the names that train. Out: units, as FSDP2 has them: the parameters
+# that are all-gathered together (the embedding, a block, the head), each with a flat buffer of
+# trained and one of frozen parameters; and the step shape, the facts about units by which paro/step
+# schedules all-gathers, computation and reductions.
+#
+# With --paro-materialize rotate nothing is all-gathered. Each of d ranks owns 1/d of every matrix,
+# which is called its slice, and slices go round a ring of the ranks in d - 1 shifts: once in
+# forward, once in backward, once more if a block is recomputed; gradients go round once. Backward
+# of the embedding reads no weight, so its slices stay. A tied head computes with the embedding's.
 
 from __future__ import annotations
 

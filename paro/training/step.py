@@ -123,11 +123,11 @@ class Training:
 
     @property
     def num_groups_alone(self) -> int | None:
-        """The number of groups that train alone; None: all ranks train in step."""
+        """The number of groups that train alone; None: all ranks train synchronously."""
         return None if self.optimizer.outer is None else self.optimizer.outer.group.number
 
     def control_of_step(self, iteration: int) -> Control:
-        """Return the small collectives among the ranks that train in step after `iteration`."""
+        """Return the small collectives among ranks that are synchronous after `iteration`."""
         outer, alone = self.optimizer.outer, self.group_control
         return alone if outer and alone and outer.trains_alone(iteration) else self.control
 
@@ -223,7 +223,7 @@ def _add_up(
     data_wait: float,
     reasons: Callable[[], Reasons],
 ) -> tuple[dict[str, float], Exposed, OwnTimes]:
-    """Sum scalars over the ranks of `control`, which train in step, in one all-reduce.
+    """Sum scalars over the ranks of `control`, which train synchronously, in one all-reduce.
 
     Also return mean exposed times and this rank's own times.
     """

@@ -1,4 +1,4 @@
-"""What outer steps, for which groups train alone, would gain over the best plan in step."""
+"""What outer steps, for which groups train alone, would gain over the best synchronous plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STRATEGIES = [name for name in legal_letters() if "G" not in name]
 
 
 def outer_lines(args: Namespace, request: PlanRequest, best: Estimate | None) -> Iterator[str]:
-    """Yield lines about --paro-outer-steps beside the `best` plan in which all ranks train in step.
+    """Yield lines about --paro-outer-steps beside the `best` plan, whose ranks are synchronous.
 
     Of the strategies whose states stay in a group the fastest that fits, its rounds, and from which
     speed of links on it is faster.
@@ -53,7 +53,7 @@ def outer_lines(args: Namespace, request: PlanRequest, best: Estimate | None) ->
     if best is not None:
         gain = best.seconds / found.seconds
         name = best.candidate.strategy.name
-        yield f"  {gain:.2f} times as fast as {name}, the best in which all ranks train in step"
+        yield f"  {gain:.2f} times as fast as {name}, the best in which all ranks are synchronous"
         yield from _threshold(request, own, best, found)
 
 
