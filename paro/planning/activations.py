@@ -135,8 +135,6 @@ class Activations:
             # The MLP's backward is over, so its input, gate and up are free.
             exchanging = kv_exchange_bytes(config, batch) - 2 * ffn
             found["in_backward"] = max(found["in_backward"], exchanging)
-        if config.lora is not None:  # adapters of gate and up have products of their own
-            found["in_forward"] += ffn * len({"w_gate", "w_up"} & {*config.lora.targets})
         return found
 
     def _fp8_transients(self, without: Mapping[str, int]) -> dict[str, int]:

@@ -59,6 +59,7 @@ READERS = {
     "paro.report.dashboards": "tests/paro/report/test_dashboards.py",
     "paro.report.run_files": "metrics",
     "paro.training.changed_flags": "records",
+    "paro.training.groups_alone": "records",
     "paro.training.resume": "records",
     "tools.bench.gpu_check.page": "tests/tools/bench/test_check_gpu.py",
     "tools.bench.shared.trainings": "tests/tools/bench/shared/test_trainings.py",

@@ -49,7 +49,9 @@ CASES = {
         "NNG", FP32, attention_backend="unfused", ffn_hidden_size=512
     ),
     "fp8, adapters": in_fp8("NNG", lora=ADAPTERS),
-    "fp8, adapters by torch": in_fp8("GGG", lora=ADAPTERS, fuses_fp8_casts=False),
+    "fp8, adapters by torch": in_fp8(
+        "NNG", lora=ADAPTERS, fuses_fp8_casts=False, ffn_hidden_size=2048
+    ),
     "the loss by Triton, in chunks": run(
         "GGG", replace(LOGITS, fuses_loss=True), BF16, micro_batch_size=4
     ),

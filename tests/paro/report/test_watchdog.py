@@ -20,7 +20,7 @@ import pretrain_llama
 from paro.launch import setup
 from paro.report.report import Report
 from paro.report.watchdog import WatchConfig, Watchdog
-from paro.training import loop, saving
+from paro.training import loop
 from tests.end_to_end.test_training import RUN, run_main
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
@@ -176,7 +176,7 @@ def test_a_run_is_watched_from_its_flags_to_its_end(
     for owner, name in (
         (pretrain_llama, "parse_args"),
         (pretrain_llama, "check_source"),
-        (saving, "lock_folders"),
+        (pretrain_llama, "lock_folders"),
         (setup, "build"),
         (loop, "train_step"),
         (Report, "close"),

@@ -84,9 +84,9 @@ def forget(flags: str, group_size: int, after: int = FORGOTTEN_AFTER) -> list[bo
     def before(training: Training) -> None:
         begin, finish = training.model.begin_step, training.model.finish_grad_sync
 
-        def begin_step(num_micro_batches: int, *, full_precision: bool = False) -> None:
+        def begin_step(num_micro_batches: int, **how: bool) -> None:
             remembered.append(_remembers(training))
-            begin(num_micro_batches, full_precision=full_precision)
+            begin(num_micro_batches, **how)
 
         def finish_grad_sync() -> None:
             finish()
