@@ -117,12 +117,18 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cheap tests run first, those of files with the slowest before others that start processes.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Studies are left out unless -m names their mark, verify; the other tests are put in order.
+
+    Cheap tests run first, those of files with the slowest before others that start processes.
 
     So no worker ends alone with one of these. What is slow for one reason runs in a row: a worker
     that imports a library for the first has it for the others.
     """
+    if not re.search(r"\bverify\b", config.getoption("markexpr")):
+        studies = [item for item in items if item.get_closest_marker("verify")]
+        config.hook.pytest_deselected(items=studies)
+        items[:] = [item for item in items if not item.get_closest_marker("verify")]
     slowest = re.findall(r"^[\d.]+s +(\S+?)::", SLOWEST.read_text(encoding="utf-8"), re.M)
     turns = {file: turn for turn, file in enumerate(dict.fromkeys(slowest))}
 

@@ -56,12 +56,17 @@ LONG = (
 )
 # Sections of studies that take a cluster for an hour; tests/tools/bench has tests of the programs.
 STUDIES = ("Measured on the emulated cluster", "Compared with AdamW")
-# Commands of other sections: CI runs the first four, `make verify` the next two.
+QUICK_TESTS = (
+    ".venv/bin/python -m pytest -n 2 tests/paro/optim \\\n"
+    '    -m "not (slow or ranks or process or gpu or root or browser)"'
+)
+# Commands of other sections: CI runs the first five, `make verify` the next two.
 RUN_ELSEWHERE = (
     "make test",
     "make setup",
     "make lint",
     ".venv/bin/python -m pytest -n 2 tests/paro/optim",
+    QUICK_TESTS,
     "make quickstart",
     "make check",
 )

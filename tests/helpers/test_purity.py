@@ -1,4 +1,4 @@
-"""An unmarked test fails if it starts a process or, under a limit, takes long."""
+"""An unmarked test fails if it starts a process or takes long; studies run if -m names them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import pytest_collection_modifyitems
 from tests.helpers.purity import MAY_START, ProcessStartedError, held
 
 
@@ -45,6 +46,22 @@ def test_an_unmarked_test_starts_no_process(start: Callable[[], None]) -> None:
 def test_a_marked_one_may(mark: str) -> None:
     with held(item(mark)):
         popen()
+
+
+@pytest.mark.parametrize(
+    ("expression", "are_left"),
+    [("", False), ("not slow", False), ("ranks", False), ("verify", True), ("not verify", True)],
+)
+def test_studies_are_left_out_unless_m_names_them(expression: str, are_left: bool) -> None:
+    deselected: list[Any] = []
+    config: Any = SimpleNamespace(
+        getoption={"markexpr": expression}.__getitem__,
+        hook=SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items)),
+    )
+    quick, study = item(), item("verify", "ranks")
+    items = [quick, study]
+    pytest_collection_modifyitems(config, items)
+    assert (items, deselected) == (([quick, study], []) if are_left else ([quick], [study]))
 
 
 def test_torch_computes_with_one_thread_in_the_tests_themselves() -> None:
