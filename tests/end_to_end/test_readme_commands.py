@@ -22,7 +22,7 @@ from pyarrow import parquet
 
 from data.tokenizer_json import write_tokenizer_json
 from paro.arguments.needed import EXAMPLE
-from tests.end_to_end.test_readme import TEXT
+from tests.end_to_end.test_readme import PAGES, TEXT
 from tests.helpers.ranks import HANGS_AFTER, ROOT
 from tests.helpers.warm_python import warm_python
 from tests.paro.checkpoint.convert.folders import save_folder
@@ -36,6 +36,7 @@ QUICK = (
     ("Continue from a Hugging Face model", "Convert between formats"),
     ("Launch on a cluster", "Survive the loss of a node"),
     ("Compare runs",),
+    ("Outer steps: groups that train alone and meet every H steps",),
     ("Try it",),
     ("Launch",),
     ("Plan a run", "How a step is simulated", "Is it worth it?"),
@@ -129,6 +130,7 @@ esac
 class Command(NamedTuple):
     """A command as printed, with continued lines, without trailing comments."""
 
+    page: str
     section: str
     text: str
 
@@ -145,9 +147,9 @@ def blocks(text: str) -> list[tuple[str, str, str]]:
     return found
 
 
-def commands(text: str) -> list[Command]:
+def commands(page: str, text: str) -> list[Command]:
     return [
-        Command(section, re.sub(r" +#.*", "", line).strip())
+        Command(page, section, re.sub(r" +#.*", "", line).strip())
         for section, language, content in blocks(text)
         if language == "bash"
         for line in re.split(r"(?<!\\)\n", content)
@@ -155,7 +157,7 @@ def commands(text: str) -> list[Command]:
     ]
 
 
-COMMANDS = commands(TEXT)
+COMMANDS = [command for path, text in PAGES.items() for command in commands(path.name, text)]
 
 
 def of(*sections: str) -> str:
@@ -193,8 +195,12 @@ def test_every_command_is_run_by_somebody() -> None:
     sections = {section for group in QUICK for section in group} | {*LONG, *STUDIES}
     left = [command for command in COMMANDS if command.section not in sections]
     known = {*RUN_ELSEWHERE, *BY_HAND}
-    others = [command.text for command in left if command.text not in known]
-    assert not others, f"{others} of the README are run by nobody: see {Path(__file__).name}"
+    others = [
+        f"{command.page}, section {command.section!r}: {command.text}"
+        for command in left
+        if command.text not in known
+    ]
+    assert not others, f"run by nobody, see {Path(__file__).name}:\n" + "\n".join(others)
     assert sections <= {command.section for command in COMMANDS}
     assert known == {command.text for command in left}
 
