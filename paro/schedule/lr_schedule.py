@@ -1,8 +1,9 @@
-"""Learning-rate and weight-decay schedules as functions of samples seen (Megatron's rules)."""
+"""Learning-rate and weight-decay schedules as functions of the samples of applied steps."""
 
-# All lengths are in samples, so that a batch-size ramp-up does not distort the schedules. Both
-# functions take the number of samples whose gradients were applied: an iteration that was skipped,
-# for a non-finite gradient or a spike, does not advance the schedule.
+# The rules are Megatron's. All lengths are in samples: a batch-size ramp-up does not distort the
+# schedules. Both functions take the samples of applied steps: a step that was skipped, for a
+# non-finite gradient or a spike, does not advance the schedule. Groups that train alone (outer
+# steps) count the samples of every step, so that all groups have one learning rate.
 
 from __future__ import annotations
 
@@ -13,15 +14,20 @@ from dataclasses import dataclass
 from paro.errors import UserError
 
 # Decay style: f(ratio) = the fraction of lr - min_lr that remains at `ratio` of the decay, 0 to 1.
-_DECAYS: dict[str, Callable[[float], float]] = {
+_REMAINING: dict[str, Callable[[float], float]] = {
     "linear": lambda ratio: 1.0 - ratio,
     "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
+}
+# The fraction that remains in the tail of WSD: an "exponential" tail is a curve of WSD's own.
+_REMAINING_IN_TAIL: dict[str, Callable[[float], float]] = {
     "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
+    "linear": _REMAINING["linear"],
+    "cosine": _REMAINING["cosine"],
     "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
 }
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+WSD_DECAY_STYLES = tuple(_REMAINING_IN_TAIL)
 WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 
 
@@ -89,7 +95,7 @@ class ScheduleConfig:
             )
 
     def lr_at(self, samples: int) -> float:
-        """Return the learning rate after gradients of `samples` samples were applied."""
+        """Return the learning rate after applied steps of `samples` samples in all."""
         if self.lr_warmup_samples > 0 and samples <= self.lr_warmup_samples:
             rise = (self.lr - self.lr_warmup_init) * samples / self.lr_warmup_samples
             return self.lr_warmup_init + rise
@@ -104,7 +110,7 @@ class ScheduleConfig:
             left = self._left_of_tail(samples)
         else:
             decay = self.lr_decay_samples - self.lr_warmup_samples
-            left = _DECAYS[self.lr_decay_style]((samples - self.lr_warmup_samples) / decay)
+            left = _REMAINING[self.lr_decay_style]((samples - self.lr_warmup_samples) / decay)
         return self.min_lr + left * (self.lr - self.min_lr)
 
     def _left_of_tail(self, samples: int) -> float:
@@ -113,11 +119,11 @@ class ScheduleConfig:
         into_tail = samples - (self.lr_decay_samples - self.lr_wsd_decay_samples)
         if into_tail <= 0:
             return 1.0
-        return _DECAYS[self.lr_wsd_decay_style](into_tail / self.lr_wsd_decay_samples)
+        return _REMAINING_IN_TAIL[self.lr_wsd_decay_style](into_tail / self.lr_wsd_decay_samples)
 
     def weight_decay_at(self, samples: int) -> float:
-        """Return the weight decay after gradients of `samples` samples were applied."""
+        """Return the weight decay after applied steps of `samples` samples in all."""
         if self.weight_decay_incr_style == "constant" or samples > self.weight_decay_incr_samples:
             return self.end_weight_decay
-        left = _DECAYS[self.weight_decay_incr_style](samples / self.weight_decay_incr_samples)
+        left = _REMAINING[self.weight_decay_incr_style](samples / self.weight_decay_incr_samples)
         return self.end_weight_decay - left * (self.end_weight_decay - self.start_weight_decay)

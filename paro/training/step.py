@@ -45,7 +45,7 @@ class TrainState:
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
-    scheduled_samples: int = 0  # samples whose step was applied: position in the LR schedule
+    scheduled_samples: int = 0  # samples of applied steps: the position in the LR schedule
     expected: Expectation = field(default_factory=Expectation)
 
     @classmethod
@@ -174,7 +174,7 @@ def train_step(
         _update(training, state, grad_norm=grad_norm, unscale=unscale)
     else:  # drop the errors of quantized gradients that were not applied, maybe not even finite
         training.model.forget_grad_errors()
-    if verdict is Verdict.FINE or alone:  # groups that train alone have one learning rate
+    if verdict is Verdict.FINE or alone:  # alone every step counts: one learning rate for all
         state.scheduled_samples += batch_size
     state.iteration += 1
     training.optimizer.end_step(state.iteration, training.control)

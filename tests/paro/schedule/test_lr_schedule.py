@@ -73,6 +73,12 @@ def test_rates_and_weight_decays_are_megatrons() -> None:
             assert [schedule.lr_at(at), schedule.weight_decay_at(at)] == wanted, schedule
 
 
+def test_a_tail_of_wsd_is_no_decay_of_its_own_name() -> None:
+    for style in {*WSD_DECAY_STYLES} - {*DECAY_STYLES}:
+        with pytest.raises(KeyError):
+            make(lr_decay_style=style).lr_at(600)
+
+
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
