@@ -72,7 +72,7 @@ verify: setup  ## the long studies that `make test` leaves out
 mutants: setup  ## change the product in 200 places, one by one: does a test see it (hours)
 	for stage in choose reach run table; do $(BIN)/python tools/bench/study_mutants.py $$stage || exit; done
 
-# On a machine with GPUs: its own Python, with its own torch, not .venv with the pinned CPU build.
+# On a machine with GPUs: its own Python, whose torch fits its driver, not .venv with the pinned one.
 GPU_PYTHON ?= $(if $(REHEARSE),$(BIN)/python,python3)
 
 gpu: $(if $(REHEARSE),setup)  ## check and measure GPUs: PARTS=a,e GPUS=8 QUICK=1 OUT=folder REHEARSE=1

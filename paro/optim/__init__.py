@@ -1,1 +1,1 @@
-"""The sharded optimizer, loss scaling, step checks and learning-rate schedules."""
+"""The sharded optimizer: AdamW and Muon on ranges of parameters, rounding, and outer steps."""

@@ -1,1 +1,1 @@
-"""What each iteration of a run does: batch sizes, learning rate, loss scale, and when to stop."""
+"""Schedules of a run: batch size, learning rate and weight decay, loss scale; checks of a step."""
