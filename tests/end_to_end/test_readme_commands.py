@@ -56,7 +56,11 @@ LONG = (
     "Let a run choose its strategy",
 )
 # Sections of studies that take a cluster for an hour; tests/tools/bench has tests of the programs.
-STUDIES = ("Measured on the emulated cluster", "Compared with AdamW")
+STUDIES = (
+    "Measured on the emulated cluster",
+    "Compared with AdamW",
+    "Compared with synchronous training",
+)
 QUICK_TESTS = (
     ".venv/bin/python -m pytest -n 2 tests/paro/optim \\\n"
     '    -m "not (slow or ranks or process or gpu or root or browser)"'

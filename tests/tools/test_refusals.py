@@ -24,6 +24,7 @@ from tools.bench import (
     study_bits,
     study_crashes,
     study_optimizers,
+    study_outer,
     study_plan,
 )
 
@@ -129,6 +130,10 @@ MISTAKES: dict[tuple[ModuleType, str], dict[str, str]] = {
     (study_optimizers, "--folder x --data ."): {
         "": "--data . holds no corpus ... make quickstart",
         "--at-once 0": "--at-once 0 must be at least 1",
+    },
+    (study_outer, "--folder x --data ."): {
+        "": "--data . holds no corpus ... make quickstart",
+        "--train-iters 0": "--train-iters 0 must be at least 1",
     },
     (study_plan, "measure --folder ."): {"--turns 0": "--turns 0 must be at least 1"},
     (study_plan, "measure --folder . --settings"): {
