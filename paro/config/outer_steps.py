@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paro.arguments.parser import take
@@ -12,7 +11,7 @@ from paro.errors import UserError, contradiction, count_text
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.spec.outer_steps import OuterConfig
-from paro.strategy import FLAG, Strategy, effective_letters
+from paro.strategy import Strategy
 
 if TYPE_CHECKING:
     from paro.config.sharding import ShardingConfig
@@ -79,15 +78,9 @@ def check_outer(
     if outer is None:
         return
     flag = f"--paro-outer-steps {outer.outer_steps}"
-    if strategy.optim > world.group_size:
-        degrees = [min(degree, world.group_size) for degree in strategy.degrees]
-        inside = replace(strategy, params=degrees[0], grads=degrees[1], optim=degrees[2])
-        letters = effective_letters(inside, world_size=world.size, group_size=world.group_size)
-        raise UserError(
-            f"{flag}: groups of {count_text(world.group_size, 'rank')} train alone, and under "
-            f"{FLAG} {strategy.name} optimizer state is sharded over {strategy.optim} ranks: give "
-            f"{FLAG} {letters or ','.join(map(str, degrees))}"
-        )
+    reason = outer.infeasible_reason(strategy, world_size=world.size, group_size=world.group_size)
+    if reason is not None:
+        raise UserError(reason)
     if sharding.context.context_parallel_size > world.group_size:
         raise UserError(
             f"{flag}: groups of {count_text(world.group_size, 'rank')} train alone, and "

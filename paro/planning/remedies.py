@@ -118,7 +118,8 @@ def larger_contexts(run: RunSpec) -> Iterator[tuple[str, ContextLayout]]:
         seq_length=run.seq_length,
     )
     in_parts = run.model.parts_misfit(run.device_type, run.precision.compute) is None
-    for size in range(run.context.size + 1, run.world_size + 1):
+    most = run.world_size if run.outer is None else run.group_size  # groups that train alone
+    for size in range(run.context.size + 1, most + 1):
         for name, heads in (("p2p", 1), ("a2a", size)) if in_parts else (("a2a", size),):
             layout = ContextLayout(size=size, heads=heads)
             if limits.misfit(layout) is None:

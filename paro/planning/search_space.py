@@ -140,17 +140,18 @@ class PlanRequest(RunSettings):
         return survival(strategy, world_size=self.world_size, ranks_per_node=node)
 
     def infeasible_reason(self, strategy: Strategy, materialize: Materialize) -> str | None:
-        """Say why a strategy cannot `materialize` parameters in this way; None if it can."""
+        """Say why a run cannot have a strategy and `materialize` parameters so; None if it can."""
         kept = self.survival(strategy)
         if kept.nodes < self.survive:
             return f"--paro-survive {self.survive}: under {strategy.name} {kept.describe()}"
+        sizes = {"world_size": self.world_size, "group_size": self.group_size}
+        if self.outer is not None and (reason := self.outer.infeasible_reason(strategy, **sizes)):
+            return reason
         if not materialize.rotates:
             return None
         if self.precision.optimizer == "muon":
             return MUON_ROTATES
-        return rotation_infeasible_reason(
-            strategy, self.model, world_size=self.world_size, group_size=self.group_size
-        )
+        return rotation_infeasible_reason(strategy, self.model, **sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,9 +28,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from paro.errors import UserError, check_least
+from paro.errors import UserError, check_least, count_text
+from paro.strategy import FLAG, Strategy, effective_letters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,21 @@ class OuterConfig:
             f"{delay}, in "
             f"{self.outer_bits} bits; learning rate {self.outer_lr:g}, {kind} "
             f"{self.outer_momentum:g}"
+        )
+
+    def infeasible_reason(
+        self, strategy: Strategy, *, world_size: int, group_size: int
+    ) -> str | None:
+        """Say why groups cannot train alone under a strategy; None if they can."""
+        if strategy.optim <= group_size:
+            return None
+        params, grads, optim = degrees = [min(each, group_size) for each in strategy.degrees]
+        inside = replace(strategy, params=params, grads=grads, optim=optim)
+        letters = effective_letters(inside, world_size=world_size, group_size=group_size)
+        return (
+            f"--paro-outer-steps {self.outer_steps}: groups of {count_text(group_size, 'rank')} "
+            f"train alone, and under {FLAG} {strategy.name} optimizer state is sharded over "
+            f"{strategy.optim} ranks: give {FLAG} {letters or ','.join(map(str, degrees))}"
         )
 
     def begins(self, iteration: int) -> int | None:

@@ -28,6 +28,7 @@ MISTAKES = [
     ("--paro-group-size 3", "--paro-group-size 3 ... 4 ranks"),
     ("--paro-strategy XYZ", "--paro-strategy 'XYZ' is unknown"),
     ("--paro-strategy IGI", "--paro-strategy IGI ... IGG"),
+    ("--paro-strategy IIG --paro-outer-steps 5", "--paro-outer-steps 5: ... IIG ... III"),
     ("--use-distributed-optimizer --paro-strategy GGG", "--use-distributed-optimizer ... NNG"),
     ("--paro-collective auto --paro-group-size 4", "--paro-collective auto ... one group"),
     ("--paro-machine nowhere.json", "nowhere.json: no such file"),

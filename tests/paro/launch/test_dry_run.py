@@ -206,6 +206,9 @@ def test_the_plan_for_a_machine_is_printed(capsys: pytest.CaptureFixture[str]) -
     rotating = printed(f"{PLANNED} --paro-strategy III --paro-materialize rotate", capsys)
     assert re.search(r"^> plan: III rotated, micro-batches of 4,", rotating, re.M)
     assert re.search(best + r" \S+ rotated", rotating, re.M)
+    alone = printed(f"{PLANNED} --paro-strategy III --paro-outer-steps 30", capsys)
+    assert re.search(r"^>   a round takes \S+ m?s, of which", alone, re.M)
+    assert re.search(best + r" [NI]{3}, micro-batches of", alone, re.M)
     without = printed(f"{MOCK} --dry-run --world-size 8", capsys)
     assert "> --paro-machine NAME would say how long a step takes" in without
 

@@ -21,6 +21,7 @@ from paro.planning.search_space import (
     all_candidates,
     legal_strategies,
 )
+from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import Materialize
 from paro.strategy import legal_letters
 from tests.helpers.refusals import refused
@@ -67,6 +68,15 @@ def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
     assert f"chose {found.best.candidate.describe()}" in text
     assert "because it computes" in text
     assert "runner-up" in text or "no other strategy fits" in text
+
+
+def test_groups_that_train_alone_keep_all_states_inside() -> None:
+    given = plan_request(
+        machine=machine(world_size=8, group_size=2), group_size=2, outer=OuterConfig(outer_steps=9)
+    )
+    degrees = {candidate.strategy.optim for candidate in all_candidates(given, SearchSpace())}
+    assert degrees == {1, 2}
+    assert plan(given, FEW).best is not None
 
 
 @pytest.mark.parametrize("number", range(12))
