@@ -139,6 +139,8 @@ _checked(
     lambda stack: stack[-2] is torch.Size or {*map(type, stack[-1])} <= {str, int},
     "it calls a function of other arguments than names and numbers",
 )
+# The lookup of an enum's member hashes its argument, too; instances of metadata are made without.
+_checked(pickle.NEWOBJ, lambda stack: stack[-1] == (), "it makes an instance with arguments")
 # On a class or a constant it would change the whole process.
 _checked(
     pickle.BUILD,

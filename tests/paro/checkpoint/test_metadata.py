@@ -135,6 +135,12 @@ NESTED = b"\x80\x02}))" + b"\x85" * 150_000  # {}, (), (((...)))
             b"\x80\x02ctorch.serialization\n_get_layout\n)" + b"\x85" * 150_000 + b"R.",
             "it calls a function",
         ),
+        (
+            f"\x80\x02c{Metadata.__module__}\n_MEM_FORMAT_ENCODING\n)".encode("latin-1")
+            + b"\x85" * 150_000
+            + b"\x81.",
+            "it makes an instance with arguments",
+        ),
         (pickle.dumps(print), "it refers to builtins.print"),
         (NESTED[:3] + NESTED[4:] + b"Ns.", "keys of other types"),
         (NESTED[:3] + b"(" + NESTED[4:] + b"Nu.", "keys of other types"),
@@ -146,7 +152,7 @@ NESTED = b"\x80\x02}))" + b"\x85" * 150_000  # {}, (), (((...)))
     ],
     ids=[
         *("a number", "nothing", "a memo of a billion places", "a nested name of a layout"),
-        *("code", "a nested key", "nested keys", "a number as key"),
+        *("a nested memory format", "code", "a nested key", "nested keys", "a number as key"),
         *("fields of a class", "fields of a list", "a set", "a byte array"),
     ],
 )
