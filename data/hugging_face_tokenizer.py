@@ -1,15 +1,15 @@
-"""Hugging Face tokenizers, which transformers reads and the tokenizers library runs."""
+"""Hugging Face tokenizers: tokenizer.json via the tokenizers library, others via transformers."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from data.hub import how_to_fetch
-from paro.errors import UserError, importing, type_and_message
+from paro.errors import UserError, importing
 from paro.untrusted.regular_file import check_regular, read_bytes
 from paro.untrusted.schema import read_json
 
@@ -18,6 +18,8 @@ TOKENIZER_JSON = "tokenizer.json"
 ADDING_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _ONE_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _UNCHANGING = ("ByteFallback", "ByteLevel", "Fuse", "Strip")  # decoder steps that keep the bytes
+# Special token roles of transformers; fields are named <role>_token.
+_NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class LibraryTokenizer:
@@ -58,8 +60,8 @@ class LibraryTokenizer:
         return bytes_of_pieces(self._tokenizer, self.vocab_size)
 
 
-class _PythonTokenizer(LibraryTokenizer):
-    """A tokenizer that transformers implements in Python."""
+class _TransformersTokenizer(LibraryTokenizer):
+    """A tokenizer of transformers."""
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -76,8 +78,9 @@ class _PythonTokenizer(LibraryTokenizer):
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return str(decode(list(ids), **options))
 
-    def token_bytes(self) -> None:
-        return None
+    def token_bytes(self) -> list[int] | None:
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        return None if fast is None else bytes_of_pieces(fast, self.vocab_size)
 
 
 def hugging_face_tokenizer(model: str) -> LibraryTokenizer:
@@ -94,36 +97,151 @@ def hugging_face_tokenizer(model: str) -> LibraryTokenizer:
     path = Path(model)
     file = path / TOKENIZER_JSON if path.is_dir() else path
     source = f"--tokenizer-model {model}"
-    tokenizer = _load_tokenizer_json(file) if file.exists() else load_transformers_tokenizer(model)
+    # Importing transformers alone takes ten times as long as reading a tokenizer.json.
+    if file.exists():
+        return _load_tokenizer_json(file, source)
+    tokenizer = load_transformers_tokenizer(model)
     eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
-    if eos is None:
-        eos = _model_says(file.parent, "eos_token_id")
-    if bos is None:
-        bos = _model_says(file.parent, "bos_token_id")
-    if not tokenizer.is_fast:
-        return _PythonTokenizer(tokenizer, source, eos=eos, bos=bos)
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()  # tokenizer.json may enable truncation
-    backend.no_padding()
-    return LibraryTokenizer(backend, source, eos=eos, bos=bos)
+    return _TransformersTokenizer(tokenizer, source, eos=eos, bos=bos)
 
 
-def _load_tokenizer_json(file: Path) -> Any:
-    """Return a tokenizer.json as it is, with the tokens that the files next to it add."""
-    with importing("--tokenizer-type HuggingFaceTokenizer needs the package transformers"):
-        from transformers import PreTrainedTokenizerFast
-    read_bytes(file, f"--tokenizer-model {file}")  # refuses a device, or a file without an end
-    for path in (file.parent / name for name in ADDING_FILES):
-        _read(path, dict[str, Any])
+class _Token(TypedDict):
+    """The fields of tokenizers.AddedToken."""
+
+    content: str
+    single_word: NotRequired[bool]
+    lstrip: NotRequired[bool]
+    rstrip: NotRequired[bool]
+    normalized: NotRequired[bool]
+    special: NotRequired[bool]
+
+
+_Named = str | _Token | None
+_Extra = list[str | _Token] | dict[str, str | _Token] | None
+
+
+class _TokenizerFields(TypedDict, total=False):
+    """The fields of tokenizer_config.json and special_tokens_map.json that are read."""
+
+    bos_token: _Named
+    eos_token: _Named
+    unk_token: _Named
+    sep_token: _Named
+    pad_token: _Named
+    cls_token: _Named
+    mask_token: _Named
+    added_tokens_decoder: dict[int, _Token]
+    extra_special_tokens: _Extra
+    additional_special_tokens: _Extra
+    split_special_tokens: bool | None
+
+
+def _load_tokenizer_json(path: Path, source: str) -> LibraryTokenizer:
+    """Return a tokenizer.json with the tokens that the files next to it add."""
+    with importing("--tokenizer-type HuggingFaceTokenizer needs tokenizers"):
+        import tokenizers
+    content = read_bytes(path, f"--tokenizer-model {path}")
     try:
-        return PreTrainedTokenizerFast.from_pretrained(
-            str(file.parent), tokenizer_file=str(file), local_files_only=True
-        )
-    except Exception as error:  # whatever a wrong field leads to
-        raise UserError(
-            f"--tokenizer-model {file} is not a tokenizer.json that transformers reads, with the "
-            f"{', '.join(ADDING_FILES)} next to it: {type_and_message(error)}"
-        ) from error
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises plain Exception
+        raise UserError(f"--tokenizer-model {path} is not a tokenizer.json") from error
+    tokenizer.no_truncation()  # tokenizer.json may enable truncation
+    tokenizer.no_padding()
+    config = _read_config(path.parent)
+    _add_tokens(tokenizer, path.parent, config)
+    tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
+
+    def special(part: str) -> int | None:
+        text = _content(config.get(f"{part}_token"))
+        if text is not None:
+            return tokenizer.token_to_id(text)
+        return _model_says(path.parent, f"{part}_token_id")
+
+    return LibraryTokenizer(tokenizer, source, eos=special("eos"), bos=special("bos"))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Read tokenizer_config.json, and in older folders special_tokens_map.json."""
+    config = _read(folder / "tokenizer_config.json", _TokenizerFields)
+    if "added_tokens_decoder" not in config:
+        config |= _read(folder / "special_tokens_map.json", _TokenizerFields)
+    return config
+
+
+def _add_tokens(tokenizer: Any, folder: Path, config: Mapping[str, Any]) -> None:
+    """Add the tokens that transformers adds to a tokenizer.json, in its order: those with an id of
+    their own, then those with a role, then the extra ones. A text that is there keeps its id."""
+    named, extra = _special_tokens(config)
+    names = {_content(token) for token in named}
+    present = tokenizer.get_added_tokens_decoder()
+    unchanged = {repr(token) for token in present.values()}
+    if "added_tokens_decoder" in config:
+        decoder = config["added_tokens_decoder"]
+        numbered = {number: _added_token(token) for number, token in decoder.items()}
+    else:
+        ids = _read(folder / "added_tokens.json", dict[str, int])
+        special = {*names, *map(_content, extra)}
+        numbered = {
+            ids[text]: _added_token({"content": text, "normalized": not is_one, "special": is_one})
+            for text, is_one in ((text, text in special) for text in ids)
+        }
+        numbered |= present
+        _mark_special(numbered.values(), names)
+    tokens = [numbered[number] for number in sorted(numbered)]
+    added = [token for token in tokens if repr(token) not in unchanged]
+    known = {token.content for token in (*present.values(), *added)}
+    added += [token for token in map(_added_token, (*named, *extra)) if token.content not in known]
+    _mark_special(added, names)
+    tokenizer.add_tokens(added)
+
+
+def adds_tokens(folder: Path, vocabulary: Mapping[str, int], *, eos: int, bos: int | None) -> bool:
+    """Return whether a folder's files add tokens to a vocabulary, or name another end or begin."""
+    config = _read_config(folder)
+    named, extra = _special_tokens(config)
+    numbered = config.get("added_tokens_decoder", {}).values()
+    texts = {*map(_content, (*named, *extra, *numbered))}
+    if "added_tokens_decoder" not in config:
+        texts |= _read(folder / "added_tokens.json", dict[str, int]).keys()
+    ends = (("eos", eos), ("bos", bos))
+    said = ((_content(config.get(f"{part}_token")), number) for part, number in ends)
+    return not texts <= vocabulary.keys() or any(
+        text is not None and vocabulary[text] != number for text, number in said
+    )
+
+
+def _special_tokens(config: Mapping[str, Any]) -> tuple[list[str | _Token], list[str | _Token]]:
+    """Return the tokens with a role (`eos_token`, `image_token`), and the extra ones."""
+    tokens = {f"{part}_token": config.get(f"{part}_token") for part in _NAMED}
+    tokens |= {
+        key: config[key]
+        for key in config
+        if key.endswith("_token") and isinstance(config[key], str)
+    }
+    extra, older = config.get("extra_special_tokens"), config.get("additional_special_tokens")
+    if isinstance(extra, dict):
+        tokens, extra = tokens | extra, None
+    return [token for token in tokens.values() if token is not None], extra or older or []
+
+
+def _mark_special(tokens: Iterable[Any], names: Container[str | None]) -> None:
+    for token in tokens:
+        token.special = token.special or token.content in names
+
+
+def _added_token(token: str | Mapping[str, Any]) -> Any:
+    """Build the library's token; a token given as plain text is special."""
+    from tokenizers import AddedToken
+
+    if isinstance(token, str):
+        return AddedToken(token, special=True)
+    return AddedToken(**{name: token[name] for name in _Token.__annotations__ if name in token})
+
+
+def _content(token: Any) -> str | None:
+    """Return the text of a token that is given as a string or as an object."""
+    text: str | None = token["content"] if isinstance(token, dict) else token
+    return text
 
 
 def _model_says(folder: Path, field: str) -> int | None:

@@ -1,4 +1,4 @@
-"""A folder's tokenizer.json gives the ids of transformers, whatever the files next to it add."""
+"""A folder's tokenizer.json, read without transformers, gives the same ids as transformers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from data.hugging_face_tokenizer import bytes_of_pieces, hugging_face_tokenizer
+from tests.helpers.processes import python_apart
 from tests.helpers.refusals import refused
 
 TEXT = "def f(x):\n    return x  # naïve\n"
@@ -156,19 +157,64 @@ def test_ids_and_ends_are_transformers(
     assert (ours.eod, ours.bos) == (theirs.eos_token_id, theirs.bos_token_id)
 
 
+@pytest.mark.process
+def test_transformers_is_not_imported(tmp_path: Path) -> None:
+    modern(tmp_path)
+    program = (
+        "import sys; from data.hugging_face_tokenizer import hugging_face_tokenizer as Tokenizer; "
+        f"Tokenizer({str(tmp_path)!r}); sys.exit('transformers' in sys.modules)"
+    )
+    python_apart(program)
+
+
+def test_padding_of_a_tokenizer_json_adds_no_token(tmp_path: Path) -> None:
+    gpt2(tmp_path)
+    plain = hugging_face_tokenizer(str(tmp_path))
+    padded = byte_level(["<|endoftext|>"])
+    padded.enable_padding(pad_token="[PAD]")
+    padded.save(str(tmp_path / "tokenizer.json"))
+    ours = hugging_face_tokenizer(str(tmp_path))
+    assert ours.vocabulary == plain.vocabulary
+    assert ours.encode("a[PAD]") == plain.encode("a[PAD]")
+
+
 SAYS, MAP = "tokenizer_config.json", "special_tokens_map.json"
-EMPTY = {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
+NEW = {"content": "<new>", "lstrip": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        *((name, {"additional_special_tokens": [NEW]}) for name in (SAYS, MAP)),
+        (SAYS, {"extra_special_tokens": [NEW]}),
+        (SAYS, {"pad_token": NEW}),
+        (SAYS, {"eos_token": NEW}),
+    ],
+)
+def test_a_token_needs_no_type(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """Those of other programs have none; transformers refuses such fields."""
+    gpt2(tmp_path)
+    size = hugging_face_tokenizer(str(tmp_path)).vocab_size
+    write(tmp_path, name, fields)
+    ours = hugging_face_tokenizer(str(tmp_path))
+    assert ours.encode("  <new>") == [size]
+    assert ours.vocab_size == size + 1
+    assert ours.eod == (size if "eos_token" in fields else 0)
+
+
+EMPTY = {"model": {"type": "BPE", "vocab": {}, "merges": []}}
 
 
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
         *((name, "{", f"{name} is not valid JSON") for name in (SAYS, MAP, "config.json")),
-        (SAYS, {"eos_token": 5}, f"{SAYS} ... eos_token"),
-        (SAYS, {"eos_token": {}}, f"{SAYS} ... eos_token"),
-        (SAYS, {"added_tokens_decoder": {"x": {"content": ""}}}, f"{SAYS} ... 'x'"),
-        (MAP, {"extra_special_tokens": [3]}, f"{MAP} ... AddedToken"),
-        ("added_tokens.json", {"<new>": "7"}, "added_tokens.json ... str"),
+        (SAYS, {"eos_token": 5}, "eos_token: 5 is of the wrong type"),
+        (SAYS, {"eos_token": {}}, "eos_token.content: is missing"),
+        (SAYS, {"added_tokens_decoder": {"x": {"content": ""}}}, "x: is no number"),
+        (SAYS, {"added_tokens_decoder": {"-1": {"content": ""}}}, "-1: is no number"),
+        (MAP, {"extra_special_tokens": [3]}, "[0]: 3 is of the wrong type"),
+        ("added_tokens.json", {"<new>": "7"}, "<new>: '7' is of the wrong type"),
         ("tokenizer.json", EMPTY, "empty vocabulary"),
         ("config.json", [], "config.json: [] is of the wrong type"),
         ("config.json", {"eos_token_id": 10**6}, "ends documents with the id 1000000"),

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from data.hugging_face_tokenizer import ADDING_FILES, load_transformers_tokenizer
+from data.hugging_face_tokenizer import ADDING_FILES, adds_tokens
 from data.tokenizer import MERGE_FILE, VOCAB_FILE, build_tokenizer
 from data.tokenizer_config import GPT2_TYPE, TokenizerConfig
 from data.tokenizer_json import write_gpt2_tokenizer_json, write_tokenizer_json
@@ -232,12 +232,7 @@ def _adds_tokens(companions: Mapping[str, Path]) -> bool:
         tokenizer = build_tokenizer(TokenizerConfig(**plain))
     except UserError:  # such as tiktoken's tokenizer.model, which transformers converts
         return True
-    whole = load_transformers_tokenizer(str(adding.parent))
-    return (
-        not whole.get_vocab().keys() <= tokenizer.vocabulary.keys()
-        or whole.eos_token_id not in (None, tokenizer.eod)
-        or whole.bos_token_id not in (None, tokenizer.bos)
-    )
+    return adds_tokens(adding.parent, tokenizer.vocabulary, eos=tokenizer.eod, bos=tokenizer.bos)
 
 
 def begins_with_bos(companions: Mapping[str, Path]) -> bool:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,14 @@ from torch import Tensor
 
 from model.config import LlamaConfig
 from model.hugging_face import hugging_face_config, hugging_face_name
-from paro.checkpoint.convert.hugging_face import INDEX, WEIGHTS, open_hugging_face
+from paro.checkpoint.convert.hugging_face import (
+    INDEX,
+    WEIGHTS,
+    companions_in,
+    open_hugging_face,
+    tokenizer_of,
+)
+from tests.data.test_tokenizer import train_sentencepiece
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.convert.folders import random_tensors
 from tests.tools.conftest import TEXT
@@ -231,6 +239,25 @@ def test_a_run_whose_tokenizer_is_gone_is_converted_without_it(
     assert written == ["config.json", "model.safetensors"]
     fields = json.loads((tmp_path / "hf" / "config.json").read_text(encoding="utf-8"))
     assert (fields["bos_token_id"], fields["eos_token_id"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}},
+        {"tokenizer_class": "T5Tokenizer"},
+        {"eos_token": {"content": "</s>"}},
+    ],
+)
+def test_the_tokenizer_of_a_folder_of_pieces_is_found_without_transformers(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    model = train_sentencepiece(tmp_path / "tokenizer.model")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", **fields}))
+    assert tokenizer_of(companions_in(tmp_path), begins=False) == {
+        "tokenizer_type": "SentencePieceTokenizer",
+        "tokenizer_model": str(model),
+    }
 
 
 def test_a_model_that_transformers_has_not_is_one_line(tmp_path: Path) -> None:
