@@ -30,9 +30,17 @@ _SUM_BYTES = 8
 
 
 class StateChunk(NamedTuple):
-    """A chunk of a state, which a rank holds, or needs and its own node does not hold."""
+    """A chunk of a state, which a rank needs and its own node does not hold."""
 
     state: str
+    chunk: Chunk
+
+
+class ChunkOffer(NamedTuple):
+    """A part of a chunk wanted by another node's rank, which this rank can send."""
+
+    wanted_by: int
+    number: int  # index of the chunk among those that the other rank wants
     chunk: Chunk
 
 
@@ -206,12 +214,7 @@ class _VerifiedSnapshots:
                 for missing in _parts(self._on_node, state, chunk)[1]
             ]
         )
-        held = [
-            StateChunk(state, snapshot.record.regions[number].chunk)
-            for state in {want.state for of_rank in wants for want in of_rank}
-            for snapshot, number in self._of_this_rank.get(state, ())
-        ]
-        return assign(wants, control.gather(held))
+        return assign(wants, control.gather(offers_for(wants, self._of_this_rank)))
 
     def fill_from_node(self) -> int:
         """Copy the chunks that this node holds into the states; return the number of bytes."""
@@ -299,22 +302,38 @@ def _parts(held: _ByState, state: str, chunk: Chunk) -> tuple[list[SnapshotChunk
     return found, left
 
 
+def offers_for(wants: Sequence[Sequence[StateChunk]], held: _ByState) -> list[ChunkOffer]:
+    """Return the parts of all ranks' wanted chunks that this rank holds.
+
+    Each rank compares its own chunks with the wants. All chunks of all ranks, compared by every
+    rank, would take a time that grows with the square of the number of ranks.
+    """
+    return [
+        ChunkOffer(target, number, part.chunk)
+        for target, of_target in enumerate(wants)
+        for number, (state, chunk) in enumerate(of_target)
+        for part in _parts(held, state, chunk)[0]
+    ]
+
+
 def assign(
-    wants: Sequence[Sequence[StateChunk]], held: Sequence[Sequence[StateChunk]]
+    wants: Sequence[Sequence[StateChunk]], offers: Sequence[Sequence[ChunkOffer]]
 ) -> tuple[list[ChunkTransfer], list[StateChunk]]:
     """Assign parts of wanted chunks to the holders that send least; also return unheld parts."""
-    holders: dict[str, list[tuple[int, Chunk]]] = defaultdict(list)
-    for source, of_source in enumerate(held):
-        for state, chunk in of_source:
-            holders[state].append((source, chunk))
-    load = [0] * len(held)
+    by_want: dict[tuple[int, int], list[tuple[int, Chunk]]] = defaultdict(list)
+    for source, of_source in enumerate(offers):
+        for wanted_by, number, part in of_source:
+            by_want[wanted_by, number].append((source, part))
+    load = [0] * len(offers)
     messages, lost = [], []
     for target, of_target in enumerate(wants):
-        for state, wanted in of_target:
+        for number, (state, wanted) in enumerate(of_target):
             left = [wanted]
             for source, chunk in sorted(
-                holders[state], key=lambda holder: (load[holder[0]], holder[0])
+                by_want[target, number], key=lambda offer: (load[offer[0]], offer[0])
             ):
+                if not left:
+                    break
                 parts, left = split(left, chunk)
                 for part in parts:
                     messages.append(ChunkTransfer(source, target, state, part))
@@ -327,10 +346,14 @@ def overlap(one: Chunk, other: Chunk) -> Chunk | None:
     """Return the chunk of elements that are in both chunks; None if there are none."""
     if len(one.offsets) != len(other.offsets):
         return None
-    offsets = tuple(map(max, one.offsets, other.offsets))
-    stops = (min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
-    sizes = tuple(stop - offset for stop, offset in zip(stops, offsets, strict=True))
-    return Chunk(offsets, sizes) if all(size > 0 for size in sizes) else None
+    offsets, sizes = [], []
+    for a, n, b, m in zip(*one, *other, strict=True):
+        low, high = max(a, b), min(a + n, b + m)
+        if low >= high:
+            return None  # at once: most chunks of a state differ in their rows
+        offsets.append(low)
+        sizes.append(high - low)
+    return Chunk(tuple(offsets), tuple(sizes))
 
 
 def split(chunks: Sequence[Chunk], other: Chunk) -> tuple[list[Chunk], list[Chunk]]:

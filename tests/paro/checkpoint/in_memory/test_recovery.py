@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -16,10 +18,12 @@ from torch import Tensor
 from paro.checkpoint.chunks import chunked_states
 from paro.checkpoint.in_memory.folder import SnapshotFolder
 from paro.checkpoint.in_memory.recovery import (
+    ChunkOffer,
     ChunkTransfer,
     Recovery,
     StateChunk,
     assign,
+    offers_for,
     overlap,
     recover,
     split,
@@ -214,23 +218,32 @@ def test_each_part_comes_from_the_holder_that_sends_least() -> None:
     row = [Chunk((first,), (2,)) for first in (0, 2, 4)]
     whole = Chunk((0,), (6,))
     wants = [[StateChunk("a", whole), StateChunk("b", row[0])], [], []]
-    held = [
+    offers = [
         [],
-        [StateChunk("a", whole), StateChunk("b", row[0])],
-        [StateChunk("a", row[1]), StateChunk("b", row[0])],
+        [ChunkOffer(0, 0, whole), ChunkOffer(0, 1, row[0])],
+        [ChunkOffer(0, 0, row[1]), ChunkOffer(0, 1, row[0])],
     ]
     messages = [ChunkTransfer(1, 0, "a", whole), ChunkTransfer(2, 0, "b", row[0])]
-    assert assign(wants, held) == (messages, [])
+    assert assign(wants, offers) == (messages, [])
 
 
 def test_parts_of_several_holders_make_a_whole_or_what_is_lost_is_returned() -> None:
     wants = [[StateChunk("a", Chunk((0, 0), (4, 4)))]]
-    halves = [[StateChunk("a", Chunk((0, 0), (4, 3)))], [StateChunk("a", Chunk((1, 1), (3, 3)))]]
+    halves = [[ChunkOffer(0, 0, Chunk((0, 0), (4, 3)))], [ChunkOffer(0, 0, Chunk((1, 1), (3, 3)))]]
     _, lost = assign(wants, halves)
     assert lost == [StateChunk("a", Chunk((0, 3), (1, 1)))]
-    halves[1].append(StateChunk("a", Chunk((0, 3), (1, 1))))
+    halves[1].append(ChunkOffer(0, 0, Chunk((0, 3), (1, 1))))
     messages, lost = assign(wants, halves)
     assert (sum(message.chunk.numel for message in messages), lost) == (16, [])
+
+
+def test_a_rank_offers_only_parts_that_it_holds_of_chunks_that_are_wanted() -> None:
+    """Of many ranks' chunks, every other rank looks at its own offers only."""
+    wants = [[StateChunk("a", Chunk((2 * rank,), (2,)))] for rank in range(50)]
+    regions = [StateChunk("a", Chunk((7,), (2,))), StateChunk("b", Chunk((0,), (100,)))]
+    snapshot: Any = SimpleNamespace(record=SimpleNamespace(regions=regions))
+    offers = offers_for(wants, {"a": [(snapshot, 0)], "b": [(snapshot, 1)]})
+    assert offers == [ChunkOffer(3, 0, Chunk((7,), (1,))), ChunkOffer(4, 0, Chunk((8,), (1,)))]
 
 
 def elements(chunk: Chunk) -> set[tuple[int, ...]]:
