@@ -219,7 +219,8 @@ def reading(what: str, *, how: str = "read") -> Iterator[None]:
             raise
         text = f"{what} cannot be {how}: {error.strerror or error}"
         if is_storage_failure(error):
-            raise OSError(error.errno, text) from error
+            remedy = "; make room or write elsewhere" if how == "written" else ""
+            raise OSError(error.errno, text + remedy) from error
         raise UserError(text) from error
 
 

@@ -83,11 +83,12 @@ def test_bugs_and_storage_are_not_the_user_s_mistakes() -> None:
         list(zip([1], [], strict=True))
     assert not isinstance(bug.value, UserError)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    for kind, how in ((reading, "read"), (writing, "written")):
+    remedy = "; make room or write elsewhere"
+    for kind, how, end in ((reading, "read", ""), (writing, "written", remedy)):
         with pytest.raises(OSError, match="No space") as caught, kind("--x"):
             raise full
         assert is_storage_failure(caught.value)
-        assert describe(caught.value) == f"--x cannot be {how}: No space left on device"
+        assert describe(caught.value) == f"--x cannot be {how}: No space left on device{end}"
     assert not is_storage_failure(FileNotFoundError(errno.ENOENT, "no"))
 
 
