@@ -269,7 +269,7 @@ def finish_checkpoint(
     sums = dict(files or {})
     text = json.dumps({**own, **rest, **own}, indent=1) + "\n"
     sums[COMMON] = write_durably(partial / COMMON, text)
-    if (partial / METADATA).exists():
+    if files is not None:
         sums[METADATA] = sum_of((partial / METADATA).read_bytes())
     write_manifest(partial, iteration, sums, arguments)
     next_tracker = _next_tracker(partial)

@@ -20,6 +20,7 @@ from paro.checkpoint.directory import (
 )
 from paro.checkpoint.folder_lock import LockLostError
 from paro.checkpoint.manifest import ChunkSums, check_sizes
+from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.planners import ChunkSavePlanner
 from paro.checkpoint.storage import BoundedWriter
 from paro.errors import StorageError, UserError
@@ -99,9 +100,10 @@ def write_files(
 
 
 def _read_back(folder: Path, files: Mapping[str, ChunkSums]) -> None:
-    """Check that this rank sees the files of all ranks, before the folder is put in place."""
+    """Check that this rank sees and can load what all ranks wrote, before it replaces anything."""
     try:
         check_sizes(folder, files)
+        read_metadata(folder)
     except UserError as error:
         raise UserError(
             "what was just written is gone or not seen by all ranks, which need one and the same "

@@ -44,7 +44,8 @@ from paro.checkpoint.directory import (
     find_checkpoint,
     finish_checkpoint,
 )
-from paro.checkpoint.manifest import Manifest, read_manifest
+from paro.checkpoint.manifest import Manifest, check_sizes, read_manifest
+from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.planners import ChunkSavePlanner
 from paro.checkpoint.save import write_files
 from paro.checkpoint.storage import CheckedReader
@@ -172,6 +173,8 @@ def _write(
             states[name].chunks[start, *(0 for _ in others)] = rows
     directory, planner = begin_checkpoint(root, 0), LazySavePlanner(sources)
     sums = write_files(directory, states, planner, one_process(), f"--output {final}")
+    check_sizes(directory, sums)
+    read_metadata(directory)
     finish_checkpoint(directory, 0, {**common, "parameters_only": True}, sums)
 
 

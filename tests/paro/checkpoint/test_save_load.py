@@ -16,9 +16,13 @@ import torch.distributed.checkpoint as dcp
 
 from paro.checkpoint.agreement import CheckpointRanks, one_process
 from paro.checkpoint.chunks import chunked_states
+from paro.checkpoint.convert.native import open_native, write_native
+from paro.checkpoint.directory import METADATA, latest_iteration
 from paro.checkpoint.load import LoadRequest
 from paro.checkpoint.save import write_states
+from paro.checkpoint.storage import BoundedWriter
 from paro.errors import UserError
+from tests.fixtures.write import FIXTURES
 from tests.helpers.parameters import load_parameters
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.toy_run import (
@@ -136,6 +140,28 @@ def test_the_one_before_stays_where_the_next_is_not_whole_on_every_node(tmp_path
         tmp_path, make_shards(ONE, 0, filled=False), wanted=LoadRequest(iteration=100)
     )
     assert common is not None
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"\x80\x04.")])
+def test_the_one_before_stays_where_the_metadata_of_the_next_cannot_be_read(
+    one: Path, damage: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finish(writer: BoundedWriter, **results: Any) -> None:
+        written(writer, **results)
+        damage(Path(writer.path) / METADATA)
+
+    written = BoundedWriter.finish
+    monkeypatch.setattr(BoundedWriter, "finish", finish)
+    shards = make_shards(ONE, 0, filled=True)
+    refused(lambda: save_checkpoint(one, 200, shards, {}), ".metadata is missing or damaged")
+    assert latest_iteration(one) == 100
+    source = open_native(FIXTURES / "2026-11-21/iii-rotated/saved")
+    output = one / "converted"
+    refused(
+        lambda: write_native(source, output, output, rows=source.config.vocab_size),
+        ".metadata is missing or damaged",
+    )
+    assert latest_iteration(output) is None
 
 
 def test_a_state_is_converted_to_the_type_it_is_loaded_into(one: Path) -> None:
