@@ -213,7 +213,10 @@ def _newest(root: Path) -> _Found | None:
 
 
 def _numbers(root: Path) -> list[int]:
-    names = (path.name for path in root.glob("lease_*"))
+    try:
+        names = os.listdir(root)  # unlike a glob, it raises where the folder may not be listed
+    except FileNotFoundError:
+        return []
     return [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
 
 

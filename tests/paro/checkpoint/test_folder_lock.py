@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -235,6 +236,20 @@ def test_an_owner_that_lives_repairs_its_damaged_lease(tmp_path: Path) -> None:
 def test_only_a_regular_file_is_read(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "lease_1.json")
     refused(LockWaiter(tmp_path, holder()).attempt, "lease_1.json is no regular file: remove it")
+
+
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_one_without_a_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: object = ".") -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", denied)
+        patch.setattr(os, "scandir", denied)
+        with pytest.raises(PermissionError):
+            LockWaiter(tmp_path, holder()).attempt()
+    assert files(tmp_path) == []
 
 
 def test_what_a_lease_says_is_fit_for_a_terminal(tmp_path: Path) -> None:
