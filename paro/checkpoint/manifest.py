@@ -182,7 +182,10 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     with damaged(path):
         if not path.exists():
-            raise DamagedError(f"{path} is missing: the save was not finished")
+            raise DamagedError(
+                f"{path} is missing: the save was not finished, or it is of a format before "
+                f"{FORMAT_VERSION}, which this version does not read"
+            )
         facts = read_json(path, _Versions)
     if facts["format_version"] > FORMAT_VERSION:
         named = facts.get("versions", {}).items()
