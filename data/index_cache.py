@@ -75,9 +75,10 @@ def cached(
         indices = build()
         try:
             _write(entry, indices)
-        except OSError as error:
+        except (OSError, UserError) as error:
             # numpy gives no reason if only a part of an array was written.
-            why = open_files_limit(error) or error.strerror or "no room is left"
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            why = open_files_limit(error) or why or "no room is left"
             cause = f"{entry.folder} cannot be written: {why}"
             return indices, f"indices kept in memory, {cause}"
     return _read(entry, kind) or indices, f"indices written to {entry.folder}"
@@ -166,7 +167,7 @@ class StoredArray:
         head = io.BytesIO(self.file.read(0, min(_HEADER_BYTES, self.file.size)))
         try:
             self.shape, _, self.dtype = _HEADERS[npy.read_magic(head)](head)
-        except (ValueError, KeyError):
+        except Exception:  # numpy's parser fails in many ways
             raise UserError(f"{self._path} is no array of numpy's") from None
         self._begin = head.tell()
         self._row_bytes = prod(self.shape[1:]) * self.dtype.itemsize

@@ -11,14 +11,17 @@ import pickle
 import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import data.gpt_dataset
+import data.index_cache
 from data.config import DataConfig
 from data.gpt_dataset import (
     GPTDataset,
@@ -30,6 +33,7 @@ from data.gpt_dataset import (
 from data.index_cache import StoredArray, cached
 from data.indexed_dataset import IndexedDataset
 from data.sample_order import SampleOrder
+from paro.errors import UserError
 from tests.helpers.corpora import write_corpus
 from tests.helpers.ranks import HANGS_AFTER
 from tests.helpers.refusals import refused
@@ -144,6 +148,29 @@ def test_a_cache_that_is_shortened_while_it_is_used_is_one_line(
     os.truncate(path, 128)
     refused(lambda: dataset[7], f"{path} has 128 bytes ... run again")
     assert all_samples(build(corpus)) == expected
+
+
+@pytest.mark.filterwarnings("ignore")  # of numpy and of Python, as they parse the header
+def test_any_damaged_byte_of_a_header_is_refused_or_harmless(tmp_path: Path) -> None:
+    path = tmp_path / "x.npy"
+    np.save(path, np.arange(5))
+    content = path.read_bytes()
+    for position, byte in product(range(80), b"\0 \n('\\{\xff"):
+        path.write_bytes(content[:position] + bytes([byte]) + content[position + 1 :])
+        with suppress(UserError):
+            StoredArray(path)
+
+
+def test_a_cache_that_cannot_be_read_back_is_kept_in_memory(
+    corpus: IndexedDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the umask takes the right to read from the owner."""
+
+    def denied(_file: object) -> int:
+        raise UserError("x.npy cannot be read: Permission denied")
+
+    monkeypatch.setattr(data.index_cache, "crc32_of_file", denied)
+    assert build(corpus).source.startswith("indices kept in memory")
 
 
 def test_rows_are_read_as_numpy_reads_them(tmp_path: Path) -> None:
