@@ -22,7 +22,7 @@ from paro.distributed.exposed_time import WaitKind
 from paro.optim.finite import square_sum
 from paro.sharding.buffers import TORCH_TYPES
 from paro.sharding.shards import QuantizedUpdate, UnitShards
-from paro.spec.outer_steps import OuterConfig, UsualNorm
+from paro.spec.outer_steps import OuterConfig
 from paro.spec.sharding_spec import Collective
 from paro.spec.states import (
     ANCHOR,
@@ -223,7 +223,7 @@ class OuterOptimizer:
             self.fragments[config.fragment_of(index, len(names))].append(each)
         # Whether each group takes part in the round in flight.
         self.taken: tuple[bool, ...] = (True,) * self.group.number
-        self.usual = [UsualNorm()] * config.outer_fragments  # by fragment
+        self.norms: tuple[float, ...] = ()  # of each group's movement, at the last round
 
     def of_group(self, shard: FlatShard) -> FlatShard:
         """Return an inner optimizer's shard as a state of this group.
@@ -260,23 +260,19 @@ class OuterOptimizer:
                 each.follow_masters()
         begins, merges = self.config.begins(iteration), self.config.merges(iteration)
         if begins is not None:
-            self._begin(begins, control)
+            self._begin(self.fragments[begins], control)
         if merges is not None:
             units = self.fragments[merges] if any(self.taken) else []
             yield from self._spread(
                 units, [each.end(takes_part=self.taken[self.group.index]) for each in units]
             )
 
-    def _begin(self, fragment: int, control: Control) -> None:
-        """Begin a round without groups whose movement is not finite, or is an outlier."""
-        units, usual = self.fragments[fragment], self.usual[fragment]
+    def _begin(self, units: Sequence[OuterUnit], control: Control) -> None:
+        """Begin a round without the groups whose movement is not finite."""
         norms = [0.0] * self.group.number
         norms[self.group.index] = float(square_sum((each.moved() for each in units), self._device))
-        norms = [math.sqrt(norm) for norm in control.sum(norms)]
-        self.taken = tuple(map(usual.allows, norms))
-        self.usual[fragment] = usual.after(
-            [n for n, takes in zip(norms, self.taken, strict=True) if takes]
-        )
+        self.norms = tuple(math.sqrt(norm) for norm in control.sum(norms))
+        self.taken = tuple(math.isfinite(norm) for norm in self.norms)
         weight = self.taken[self.group.index] / max(1, sum(self.taken))
         for each in units if any(self.taken) else ():
             each.begin(weight)

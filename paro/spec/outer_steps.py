@@ -28,42 +28,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 from paro.errors import UserError, check_least, count_text
 from paro.strategy import FLAG, Strategy, effective_letters
-
-# EDiT's guard against groups whose training has gone wrong (arXiv 2412.07210), counted in rounds.
-_MEMORY, _WARMUP_ROUNDS, _MOST_DEVIATIONS = 0.02, 120, 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class UsualNorm:
-    """Running mean and variance of the norms by which groups move between two rounds."""
-
-    num_rounds: int = 0
-    mean: float = 0.0
-    variance: float = 0.0
-
-    def after(self, norms: Sequence[float]) -> UsualNorm:
-        """Return the statistics after a round in which groups moved by finite `norms`."""
-        if not norms:
-            return self
-        norm, rounds = fmean(norms), self.num_rounds + 1
-        part = max(_MEMORY, 1.0 / rounds)  # a plain mean over the first rounds
-        apart = norm - self.mean
-        variance = (1.0 - part) * (self.variance + part * apart**2)
-        return UsualNorm(rounds, self.mean + part * apart, variance)
-
-    def allows(self, norm: float) -> bool:
-        """Say whether a group that moved by `norm` takes part in a round."""
-        if not math.isfinite(norm):
-            return False
-        most = self.mean + _MOST_DEVIATIONS * math.sqrt(self.variance)
-        return self.num_rounds < _WARMUP_ROUNDS or norm <= most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

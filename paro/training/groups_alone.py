@@ -12,7 +12,6 @@ from paro.errors import count_text
 from paro.report.record import IterationRecord
 from paro.schedule.loss_scale import LossScaleState
 from paro.schedule.step_checks import Expectation
-from paro.spec.outer_steps import UsualNorm
 from paro.training.reasons import Reasons
 from paro.training.step import Training, TrainState
 from paro.untrusted.schema import conform
@@ -88,7 +87,6 @@ class GroupState:
     expected: Expectation
     num_optimizer_steps: int
     taken: tuple[bool, ...]  # whether each group takes part in the outer round in flight
-    usual: tuple[UsualNorm, ...]  # norms of movements, by fragment; equal for all groups
 
     def within(self, state: TrainState) -> TrainState:
         """Return the state of a run with what is this group's."""
@@ -105,7 +103,6 @@ def record_of_groups(training: Training, state: TrainState) -> list[GroupState]:
         expected=state.expected,
         num_optimizer_steps=training.optimizer.num_steps,
         taken=outer.taken,
-        usual=tuple(outer.usual),
     )
     return training.control.gather(mine)[:: training.control.world.group_size]
 
@@ -118,8 +115,6 @@ def group_state_of(common: Mapping[str, Any], training: Training) -> GroupState 
     recorded = common["groups"][outer.group.index]
     group: GroupState = conform(recorded, GroupState, "groups in common.json")
     outer.taken = group.taken
-    if len(group.usual) == len(outer.usual):  # else with other --paro-outer-fragments
-        outer.usual = [*group.usual]
     return group
 
 

@@ -21,7 +21,7 @@ from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
 from paro.planning.run_memory import RunMemory
 from paro.report.log import Log
-from paro.spec.outer_steps import OuterConfig, UsualNorm
+from paro.spec.outer_steps import OuterConfig
 from paro.spec.states import ANCHOR, MASTER_OF_GROUP, PARAM, of_group
 from paro.training.assembly import build_data, build_sources, build_training, run_spec_of
 from paro.training.resume import load_run
@@ -353,20 +353,6 @@ def test_rounds_begin_and_end_in_turn() -> None:
     five = OuterConfig(outer_steps=10, outer_fragments=5)
     assert [five.fragment_of(unit, 8) for unit in range(8)] == [0, 2, 3, 4, 2, 3, 4, 1]
     assert outer_defaults(2, "adam") == (0.6, 0.9)
-
-
-def test_a_group_that_moves_far_more_than_usual_is_left_out() -> None:
-    """After 120 rounds; the group's norm does not become usual."""
-    usual = UsualNorm()
-    for index in range(119):
-        usual = usual.after([1.0 + index % 2 / 10, 1.1])
-    assert usual.allows(9.0)
-    usual = usual.after([1.0])
-    assert usual.mean == pytest.approx(1.075, abs=0.01)
-    assert usual.allows(1.15)
-    assert not usual.allows(1.3)
-    assert not usual.allows(math.nan)
-    assert usual.after([]) == usual
 
 
 @pytest.mark.parametrize(
