@@ -84,8 +84,10 @@ def contradiction(one: str, other: str, reason: str = "") -> UserError:
 class RunError(Exception):
     """The run cannot go on, by no mistake of the user and no bug; it ends with status 1.
 
-    A state that is not finite, or no memory left; raised on all ranks.
+    A state that is not finite, or no memory left; raised on all ranks, or `on_this_rank` alone.
     """
+
+    on_this_rank = False
 
     def __str__(self) -> str:
         return one_line(super().__str__())

@@ -27,6 +27,7 @@ from paro.distributed.control import Control
 from paro.errors import StorageError, UserError
 from paro.spec.states import (
     ANCHOR,
+    BEGUN,
     GRAD_ERRORS,
     MASTER_OF_GROUP,
     PARAM,
@@ -47,7 +48,7 @@ class LoadRequest:
     model: Mapping[str, Any] | None = None  # model fields that must equal `common["model"]`
     base: str | None = None  # folder of the base, if the base has moved
     lora: LoraConfig | None = None  # the model's adapters, which a checkpoint of a base lacks
-    num_groups: int | None = None  # the groups that train alone; None: none do
+    groups_alone: Mapping[str, int] | None = None  # groups that train alone, and their schedule
     as_sent: bool = False  # whether to load `sent` states as parameters instead of the masters
 
 
@@ -140,7 +141,7 @@ def _load_iteration(
         if not has_adapters(common, wanted.lora, directory):
             # Adapters keep their initial values; no other parameters have moments.
             present = {n: state for n, state in _parameters(states).items() if not is_adapter(n)}
-        if common.get("num_groups") != wanted.num_groups:
+        if wanted.groups_alone is None or common.get("groups_alone") != wanted.groups_alone:
             stored = {name: stored[name] for name in stored if not is_of_group(name)}
         present = {
             name: state
@@ -194,7 +195,7 @@ def _conversions(states: Mapping[str, ChunkedState], stored: Mapping[str, Any]) 
 
 
 def _parameters(states: dict[str, State]) -> dict[str, State]:
-    kinds = (f"{PARAM}.", f"{SENT}.", f"{ANCHOR}.", f"{MASTER_OF_GROUP}@")
+    kinds = (f"{PARAM}.", f"{SENT}.", f"{ANCHOR}.", f"{MASTER_OF_GROUP}@", f"{BEGUN}@")
     return {name: state for name, state in states.items() if name.startswith(kinds)}
 
 

@@ -63,7 +63,7 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
         line = open_files_limit(error) or str(error)
         _leave_with_line(name, line, 2, on_this_rank=error.on_this_rank)
     except RunError as error:
-        _leave_with_line(name, str(error), 1, on_this_rank=False)
+        _leave_with_line(name, str(error), 1, on_this_rank=error.on_this_rank)
     except PeerError as error:
         if (limit := open_files_limit(error)) is not None:
             _leave_with_line(name, limit, 2, on_this_rank=True)

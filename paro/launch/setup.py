@@ -256,7 +256,7 @@ def closing(report: Report, control: Control) -> Iterator[None]:
         yield
     except (UserError, RunError) as error:
         # If only this rank has the error, the other ranks never reach the barrier below.
-        if isinstance(error, RunError) or not error.on_this_rank:
+        if not error.on_this_rank:
             with suppress(Exception):  # a failure of the report must not hide the error
                 report.close()
                 control.barrier()  # wait: launchers kill the other ranks when one rank exits

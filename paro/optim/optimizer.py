@@ -117,6 +117,11 @@ class UnitOptimizer:
         if not in_full:
             unit.quantize_update(self.master)
 
+    def forget_moments(self) -> None:
+        for name, values in self.states.items():
+            if name != PARAM:
+                values.zero_()
+
     def set_num_steps(self, num_steps: int) -> None:
         """Set the number of updates in the moments, for bias correction."""
         for _, _, adamw in self._adamws:
@@ -180,7 +185,7 @@ class ParoOptimizer:
             unit: UnitOptimizer(unit, config, precision, seed) for unit in model.trainable_units
         }
         self.outer: OuterOptimizer | None = None  # the rounds of groups that train alone
-        if outer is not None:
+        if outer is not None and self._parts:
             outer_units = [
                 OuterUnit(unit, part.master, outer) for unit, part in self._parts.items()
             ]
@@ -301,9 +306,16 @@ class ParoOptimizer:
                     self.model.updated(part.unit)
 
     def end_step(self, iteration: int, control: Control) -> None:
-        """Begin and end the outer rounds that are due after the step that ends `iteration`."""
-        if self.outer is not None:
-            self._write_moved(self.outer.after_update(iteration, control))
+        """Begin and end the outer rounds that are due after the step that ends `iteration`.
+
+        A group whose movement was not finite begins anew, without moments.
+        """
+        if self.outer is None:
+            return
+        ended = [*self.outer.after_update(iteration, control)]
+        for unit in () if self.outer.takes_part else ended:
+            self._parts[unit].forget_moments()
+        self._write_moved(ended)
 
     def _write_moved(self, moved: Iterable[UnitShards]) -> None:
         for unit in moved:

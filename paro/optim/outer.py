@@ -223,7 +223,7 @@ class OuterOptimizer:
             self.fragments[config.fragment_of(index, len(names))].append(each)
         # Whether each group takes part in the round in flight.
         self.taken: tuple[bool, ...] = (True,) * self.group.number
-        self.norms: tuple[float, ...] = ()  # of each group's movement, at the last round
+        self.in_flight: int | None = None  # the fragment whose round has begun and not ended
 
     def of_group(self, shard: FlatShard) -> FlatShard:
         """Return an inner optimizer's shard as a state of this group.
@@ -244,36 +244,45 @@ class OuterOptimizer:
     def held(self, iteration: int) -> frozenset[UnitShards]:
         """Return the units whose parameters move at the end of the step that ends `iteration`."""
         fragment = self.config.merges(iteration)
-        if fragment is None:
+        if fragment is None or (self.config.outer_delay and fragment != self.in_flight):
             return frozenset()
         return frozenset(each.unit for each in self.fragments[fragment])
+
+    @property
+    def takes_part(self) -> bool:
+        """True if this rank's group takes part in the round in flight, or in the last one."""
+        return self.taken[self.group.index]
 
     @torch.no_grad()
     def after_update(self, iteration: int, control: Control) -> Iterator[UnitShards]:
         """Begin and end the rounds that are due after the step that ends `iteration`.
 
-        Yield the units whose masters have moved. Collective over all ranks, by `control`, where a
-        round begins.
+        Yield the units of a round that has ended. Collective over all ranks, by `control`, where a
+        round begins. A round that no rank of this run has begun does not end: the run may have been
+        resumed with other settings.
         """
         if iteration <= self.config.outer_warmup:
             for each in self.units:
                 each.follow_masters()
         begins, merges = self.config.begins(iteration), self.config.merges(iteration)
         if begins is not None:
-            self._begin(self.fragments[begins], control)
-        if merges is not None:
-            units = self.fragments[merges] if any(self.taken) else []
-            yield from self._spread(
-                units, [each.end(takes_part=self.taken[self.group.index]) for each in units]
-            )
+            self._begin(begins, control)
+        if merges is None or merges != self.in_flight:
+            return
+        units, self.in_flight = self.fragments[merges], None
+        if any(self.taken):
+            ended = [each.end(takes_part=self.takes_part) for each in units]
+            yield from self._spread(units, ended)
+        else:
+            yield from (each.unit for each in units)
 
-    def _begin(self, units: Sequence[OuterUnit], control: Control) -> None:
+    def _begin(self, fragment: int, control: Control) -> None:
         """Begin a round without the groups whose movement is not finite."""
+        units, self.in_flight = self.fragments[fragment], fragment
         norms = [0.0] * self.group.number
         norms[self.group.index] = float(square_sum((each.moved() for each in units), self._device))
-        self.norms = tuple(math.sqrt(norm) for norm in control.sum(norms))
-        self.taken = tuple(math.isfinite(norm) for norm in self.norms)
-        weight = self.taken[self.group.index] / max(1, sum(self.taken))
+        self.taken = tuple(map(math.isfinite, control.sum(norms)))
+        weight = self.takes_part / max(1, sum(self.taken))
         for each in units if any(self.taken) else ():
             each.begin(weight)
 

@@ -66,6 +66,16 @@ class OuterConfig:
                 "at a time: give less"
             )
 
+    @property
+    def schedule(self) -> dict[str, int]:
+        """The settings that decide when each unit's rounds begin and end."""
+        return {
+            "steps": self.outer_steps,
+            "fragments": self.outer_fragments,
+            "delay": self.outer_delay,
+            "warmup": self.outer_warmup,
+        }
+
     def describe(self) -> str:
         """Describe the rounds in a line."""
         after = f"after {self.outer_warmup} synchronous steps " if self.outer_warmup else ""

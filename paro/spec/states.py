@@ -21,6 +21,7 @@ ANCHOR = "outer_anchor"  # parameters on which groups last agreed
 OUTER_MOMENTUM = "outer_momentum"
 BEGUN = "outer_begun"  # a group's masters when the round in flight began
 MASTER_OF_GROUP = "outer_master"
+SHARED_BY_GROUPS = (PARAM, ANCHOR, OUTER_MOMENTUM)  # states that are equal in all groups
 
 
 def of_group(state: str, group: int) -> str:

@@ -87,6 +87,7 @@ class GroupState:
     expected: Expectation
     num_optimizer_steps: int
     taken: tuple[bool, ...]  # whether each group takes part in the outer round in flight
+    in_flight: int | None  # the fragment whose round has begun and not ended
 
     def within(self, state: TrainState) -> TrainState:
         """Return the state of a run with what is this group's."""
@@ -103,6 +104,7 @@ def record_of_groups(training: Training, state: TrainState) -> list[GroupState]:
         expected=state.expected,
         num_optimizer_steps=training.optimizer.num_steps,
         taken=outer.taken,
+        in_flight=outer.in_flight,
     )
     return training.control.gather(mine)[:: training.control.world.group_size]
 
@@ -110,19 +112,22 @@ def record_of_groups(training: Training, state: TrainState) -> list[GroupState]:
 def group_state_of(common: Mapping[str, Any], training: Training) -> GroupState | None:
     """Return the state of this rank's group in a checkpoint of equal groups that train alone."""
     outer = training.optimizer.outer
-    if outer is None or common.get("num_groups") != outer.group.number:
+    if outer is None or common.get("groups_alone") != training.groups_alone:
         return None
     recorded = common["groups"][outer.group.index]
     group: GroupState = conform(recorded, GroupState, "groups in common.json")
     outer.taken = group.taken
+    if common.get("has_moments", True):  # else masters were not saved: all are the reference
+        outer.in_flight = group.in_flight
     return group
 
 
 def regrouped_lines(source: str, common: Mapping[str, Any], training: Training) -> Iterator[str]:
     """Yield a line about groups that trained alone, and do not go on as they were."""
-    before = common.get("num_groups")
-    if before not in (None, training.num_groups_alone):
+    before = common.get("groups_alone")
+    if before not in (None, training.groups_alone):
         yield (
-            f"{source}: {count_text(before, 'group')} trained alone: the run continues from the "
-            "parameters on which they agreed, with the first one's moments"
+            f"{source}: {count_text(before['number'], 'group')} trained alone, by other flags or "
+            "ranks: the run continues from the parameters on which they agreed, with the first "
+            "one's moments"
         )

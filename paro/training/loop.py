@@ -10,7 +10,7 @@ from datetime import datetime
 
 from data.loader import Batch
 from paro.distributed.exposed_time import WaitKind
-from paro.errors import RunError
+from paro.errors import PeerError, RunError
 from paro.optim.finite import not_finite
 from paro.report.memory import allocator_bytes
 from paro.report.record import IterationRecord, RankTimes, Validation
@@ -194,7 +194,8 @@ class Loop:
     def _stop_if_wrong(self, result: StepResult) -> None:
         """End a diverging run without saving, so that it resumes from an earlier, good state.
 
-        Raises `RunError` on all ranks: the verdict is the same on all of them.
+        Raises `RunError` on all ranks: the verdict is the same on all of them. A group that trains
+        alone ends without the others, whose ranks then miss it.
         """
         training, state = self.training, self.state
         reason = reason_to_stop(
@@ -205,11 +206,16 @@ class Loop:
         alone = self._groups.are_alone(state.iteration)
         control = training.control_of_step(state.iteration - 1)
         finite = control.gather(result.own.loss_is_finite)
-        ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
+        first = training.control.world.rank - control.world.rank
+        ranks = [str(first + rank) for rank, is_finite in enumerate(finite) if not is_finite]
         where = f"; the loss is not finite on ranks {', '.join(ranks)}" if ranks else ""
-        if alone:  # the other groups train on, until they miss this one
-            first = training.control.world.rank - control.world.rank
-            raise RunError(f"the group of rank {first}: {reason}{where}; nothing is saved")
+        if alone:  # the first rank of the group says so
+            text = f"the group of rank {training.control.world.rank}: {reason}{where}"
+            if control.world.rank:
+                raise PeerError(text)
+            error = RunError(f"{text}; nothing is saved")
+            error.on_this_rank = True
+            raise error
         wrong = not_finite(training.optimizer.flat_shards(), training.control)
         where += "" if wrong is None else f"; {wrong} is not finite"
         back = "nothing is saved: there was no --save"

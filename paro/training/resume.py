@@ -23,6 +23,7 @@ from paro.errors import UserError, count_text, reading
 from paro.optim.finite import not_finite
 from paro.report.log import Log
 from paro.schedule.loss_scale import start_loss_scale
+from paro.spec.states import SHARED_BY_GROUPS
 from paro.training.changed_flags import schedule_change
 from paro.training.groups_alone import GroupState, group_state_of, regrouped_lines
 from paro.training.step import Training, TrainState
@@ -54,7 +55,7 @@ def common_record(
         "global_batch_size": config.batches.global_batch_size,
         "order": resumed.order,
         "num_optimizer_steps": training.optimizer.num_steps,
-        "num_groups": training.num_groups_alone,
+        "groups_alone": training.groups_alone,
         "groups": [*map(asdict, groups)],
         "has_moments": not config.checkpoint.no_save_optim,
         "strategy": config.strategy.name,
@@ -102,7 +103,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
             model=saved_fields(config.model),
             base=flags.base,
             lora=config.model.lora,
-            num_groups=training.num_groups_alone,
+            groups_alone=None if flags.finetune else training.groups_alone,
             as_sent=config.train.skip_train,
         ),
         log=log.log0,
@@ -112,7 +113,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
         return FROM_NOTHING
     _check_finite(flags.load, common, training)
     begins = config.model.lora is not None and common.get("lora") is None
-    own = group_state_of(common, training)
+    own = None if flags.finetune else group_state_of(common, training)
     num_steps = common.get("num_optimizer_steps", 0) if own is None else own.num_optimizer_steps
     with training.traffic.paused():
         training.optimizer.loaded(num_steps=num_steps if moments and not begins else 0)
@@ -144,7 +145,10 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
 
 def _check_finite(source: str, common: Mapping[str, Any], training: Training) -> None:
     """Raise `UserError` on all ranks if a state that was loaded has NaN or infinity."""
-    wrong = not_finite(training.optimizer.flat_shards(), training.control)
+    shards = training.optimizer.flat_shards()
+    if training.optimizer.outer is not None:
+        shards = (shard for shard in shards if shard.state in SHARED_BY_GROUPS)
+    wrong = not_finite(shards, training.control)
     if wrong is not None:
         raise UserError(
             f"--load {source}: in iteration {common['iteration']} {wrong} is not finite: give "

@@ -20,7 +20,7 @@ from paro.report.earlier import next_number
 from paro.report.log import Log
 from paro.report.record import RunFacts
 from paro.report.run_files import ProgressFile
-from paro.spec.states import PARAM
+from paro.spec.states import PARAM, SHARED_BY_GROUPS
 from paro.training.groups_alone import record_of_groups
 from paro.training.resume import FROM_NOTHING, Resumed, common_record
 from paro.training.step import Training, TrainState
@@ -209,8 +209,15 @@ class Saver:
         write()
 
     def _refuse_not_finite(self, state: TrainState) -> None:
-        """Raise `RunError` on all ranks if the state has NaN or infinity, before it is saved."""
-        wrong = not_finite(self._training.optimizer.flat_shards(), self._training.control)
+        """Raise `RunError` on all ranks if the state has NaN or infinity, before it is saved.
+
+        That of a group which trains alone may have: the next round leaves the group out.
+        """
+        optimizer = self._training.optimizer
+        shards = optimizer.flat_shards()
+        if optimizer.outer is not None:
+            shards = (shard for shard in shards if shard.state in SHARED_BY_GROUPS)
+        wrong = not_finite(shards, self._training.control)
         if wrong is not None:
             raise RunError(
                 f"iteration {state.iteration} is not saved: {wrong} is not finite; "

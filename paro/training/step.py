@@ -122,9 +122,13 @@ class Training:
         return self.control.world.size // self.batches.data_parallel_size
 
     @property
-    def num_groups_alone(self) -> int | None:
-        """The number of groups that train alone; None: all ranks train synchronously."""
-        return None if self.optimizer.outer is None else self.optimizer.outer.group.number
+    def groups_alone(self) -> dict[str, int] | None:
+        """The number of groups that train alone, and their schedule; None: there are none.
+
+        Checkpoints record it: only equal groups with an equal schedule continue as they were.
+        """
+        outer = self.optimizer.outer
+        return None if outer is None else {"number": outer.group.number, **outer.config.schedule}
 
     def control_of_step(self, iteration: int) -> Control:
         """Return the small collectives among ranks that are synchronous after `iteration`."""

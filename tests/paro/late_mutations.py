@@ -177,6 +177,7 @@ _CLOCK = "no order needs it: else a time would be that of launches alone"
 _THREAD = "the thread of a save; tests/end_to_end/test_checkpoint_flags.py"
 _COPIES = "the thread of local copies; tests/end_to_end/test_local_copies.py"
 _CONTEXT = "what attention waits for; tests/paro/context_parallel/test_blockwise.py removes each"
+_HASHES = "hashes of a moving anchor; tests/paro/optim/test_outer.py compares them in flight"
 _CLOSE = "no order needs it: a lost peer is named by it, before streams close"
 
 # The others, and why no run on late streams goes wrong without them: all those of a module, or one.
@@ -193,6 +194,7 @@ ELSEWHERE = {
     "distributed.exposed_time Exposure.wait: stage.wait()": _STAGES,
     "distributed.timers synchronize: torch.cuda.synchronize(device)": _CLOCK,
     "optim.outer OuterUnit.begin: after=DONE": "nothing comes before",
+    "training.replicas check_replicas: training.optimizer.outer.wait()": _HASHES,
     "optim.optimizer ParoOptimizer.loaded: self.model.wait_for_updated_params()": _COUNTS,
     "training.loop Loop._reasons: self.snapshots.wait()": _COPIES,
     "training.loop Loop.run: self.training.model.wait_for_updated_params()": _SAVES,

@@ -24,6 +24,7 @@ from paro.report.log import Log
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.states import ANCHOR, MASTER_OF_GROUP, PARAM, of_group
 from paro.training.assembly import build_data, build_sources, build_training, run_spec_of
+from paro.training.replicas import check_replicas
 from paro.training.resume import load_run
 from paro.training.step import Training, TrainState, evaluate, train_step
 from tests.helpers.flags import configured
@@ -341,6 +342,58 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path) -> No
     for flags, (whole, resumed) in zip(cases, results, strict=True):
         assert whole.keys() == resumed.keys()
         assert all(torch.equal(whole[name], resumed[name]) for name in whole), flags
+
+
+def continue_otherwise(cases: Sequence[tuple[str, str]], folder: str) -> list[tuple[float, float]]:
+    """Norms of the parameters at a save after 5 steps, and 5 steps after it with other flags."""
+    norms = []
+    for index, (before, after) in enumerate(cases):
+        config, training = built(f"{before} --save {folder}/{index}")
+        state, source = begun(config, training)
+        for _ in range(5):
+            train_step(training, state, source)
+        save_run(config, training, state=state)
+        start = _norm(training)
+        training.close()
+        config, training = built(f"{after} --load {folder}/{index}")
+        loaded = load_run(config, training, Log(rank=0, world_size=1)).state
+        state = loaded or TrainState.at_start(config.loss_scale)
+        source = _source_of(config, training, state)
+        for _ in range(5):
+            train_step(training, state, source)
+            check_replicas(training, iteration=state.iteration)
+        norms.append((start, _norm(training)))
+        training.close()
+    return norms
+
+
+def _norm(training: Training) -> float:
+    """The norm of the parameters that all groups agree on."""
+    if training.optimizer.outer is not None:
+        training.optimizer.outer.wait()
+    states = whole_states(training, replicas=True)
+    return math.hypot(*(float(states[n].norm()) for n in states if n.startswith(f"{PARAM}.")))
+
+
+@pytest.mark.ranks
+def test_runs_with_other_settings_continue_from_the_parameters_that_groups_agreed_on(
+    tmp_path: Path,
+) -> None:
+    """Replicas are compared after each step, also while a round is in flight."""
+    base = f"{PLAIN} --paro-group-size 2 --paro-strategy III --override-opt_param-scheduler"
+    outer = f"{base} --paro-outer-steps 4 --paro-outer-warmup 0"
+    cases = [
+        (base, f"{outer} --paro-outer-delay 2"),
+        (outer, f"{outer} --paro-outer-delay 3"),
+        (f"{outer} --paro-outer-delay 2", outer),
+        (f"{outer} --paro-outer-delay 2", f"{outer} --paro-outer-delay 2 --no-load-optim"),
+        (f"{outer} --paro-outer-delay 2", f"{outer} --paro-outer-delay 2 --finetune"),
+        (outer, f"{base} --paro-outer-steps 4"),  # 100 synchronous steps
+        (f"{outer} --paro-outer-delay 2", base),
+    ]
+    norms, *_ = run_ranks(continue_otherwise, 4, cases, str(tmp_path))
+    for (_, after), (start, end) in zip(cases, norms, strict=True):
+        assert end < 1.1 * start, f"{after}: {start} to {end}"
 
 
 def test_rounds_begin_and_end_in_turn() -> None:
