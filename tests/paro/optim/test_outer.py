@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,17 +19,14 @@ from paro.distributed.byte_counter import Sent
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
 from paro.planning.run_memory import RunMemory
-from paro.report.log import Log
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.states import ANCHOR, MASTER_OF_GROUP, PARAM, of_group
-from paro.training.assembly import build_data, build_sources, build_training, run_spec_of
-from paro.training.replicas import check_replicas
-from paro.training.resume import load_run
-from paro.training.step import Training, TrainState, evaluate, train_step
+from paro.training.assembly import build_data, build_training, run_spec_of
+from paro.training.step import Training, train_step
 from tests.helpers.flags import configured
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
-from tests.helpers.training import TINY, begun, built, save_run, whole_states
+from tests.helpers.training import TINY, begun, built, whole_states
 
 STEPS = 10
 PLAIN = f"{TINY} --adam-eps 1e-4 --clip-grad 0.5 --train-iters {STEPS}"
@@ -42,19 +38,19 @@ States = dict[str, Tensor]
 
 def train_in_groups(cases: Sequence[str]) -> list[tuple[States, list[Sent]]]:
     """The states after each of several runs, replicas compared, and bytes of steps on this rank."""
-    return [_train_in_groups(flags) for flags in cases]
+    return [train_group(flags) for flags in cases]
 
 
-def _train_in_groups(flags: str) -> tuple[States, list[Sent]]:
+def train_group(flags: str) -> tuple[States, list[Sent]]:
     config, training = built(flags)
     state, source = begun(config, training)
     sent = [train_step(training, state, source).sent for _ in range(STEPS)]
-    states = _states(training)
+    states = states_of(training)
     training.close()
     return states, sent
 
 
-def _states(training: Training) -> States:
+def states_of(training: Training) -> States:
     """All states, those of every group included, once the messages in flight have arrived."""
     assert training.optimizer.outer is not None
     training.optimizer.outer.wait()
@@ -152,10 +148,6 @@ def _batches(config: RunConfig, ranks: range) -> Iterator[Batch]:
     ]
     while True:
         yield from (next(reader) for reader in readers)
-
-
-def _source_of(config: RunConfig, training: Training, state: TrainState) -> Iterator[Batch]:
-    return build_sources(config, build_data(config, state), training, state).train
 
 
 def _in_turn(sources: Sequence[Iterator[Batch]], count: int) -> Iterator[Batch]:
@@ -279,7 +271,7 @@ def lose_a_group(flags: str) -> States:
             for part in training.optimizer.parts:
                 part.master.detach()[0] = math.nan
         train_step(training, state, source)
-    states = _states(training)
+    states = states_of(training)
     training.close()
     return states
 
@@ -292,108 +284,6 @@ def test_a_group_that_is_not_finite_is_left_out_and_takes_the_others_parameters(
         assert values.isfinite().all()
         assert all(torch.equal(values, each[name]) for each in others)
         assert torch.equal(values, states[f"{ANCHOR}.{name}"])
-
-
-def interrupt(cases: Sequence[str], folder: str) -> list[tuple[States, States]]:
-    """States of runs without an interruption, and of runs continued from a save after 5 steps.
-
-    Neither the save nor an evaluation after it changes what the interrupted run does.
-    """
-    results = []
-    for index, flags in enumerate(cases):
-        saved = f"{flags} --save {folder}/{index} --load {folder}/{index}"
-        whole, _ = _train_in_groups(flags)
-        config, training = built(saved)
-        state, source = begun(config, training)
-        for _ in range(5):
-            train_step(training, state, source)
-        save_run(config, training, state=state)
-        evaluate(training, _source_of(config, training, state), 1)
-        for _ in range(STEPS - 5):
-            train_step(training, state, source)
-        after = _states(training)
-        training.close()
-        assert all(torch.equal(whole[name], after[name]) for name in whole), f"{flags}: a save"
-        config, training = built(saved)
-        resumed = load_run(config, training, Log(rank=0, world_size=1))
-        assert resumed.state is not None
-        source = _source_of(config, training, resumed.state)
-        for _ in range(STEPS - 5):
-            train_step(training, resumed.state, source)
-        results.append((whole, _states(training)))
-        training.close()
-    return results
-
-
-@pytest.mark.ranks
-def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path) -> None:
-    """Also between the begin and the end of a round, and in the warm-up."""
-    cases = [
-        f"{FLAGS} --paro-group-size 2 {more}"
-        for more in (
-            "--paro-strategy NNI --paro-outer-steps 4 --paro-outer-delay 2 --paro-outer-warmup 0",
-            "--paro-strategy III --paro-outer-steps 3 --paro-outer-fragments 2 "
-            "--paro-outer-warmup 2 --paro-outer-bits 4",
-            "--paro-strategy INI --bf16 --paro-outer-steps 2 --paro-outer-warmup 7 "
-            "--paro-outer-bits 16",
-        )
-    ]
-    results, *_ = run_ranks(interrupt, 4, cases, str(tmp_path))
-    for flags, (whole, resumed) in zip(cases, results, strict=True):
-        assert whole.keys() == resumed.keys()
-        assert all(torch.equal(whole[name], resumed[name]) for name in whole), flags
-
-
-def continue_otherwise(cases: Sequence[tuple[str, str]], folder: str) -> list[tuple[float, float]]:
-    """Norms of the parameters at a save after 5 steps, and 5 steps after it with other flags."""
-    norms = []
-    for index, (before, after) in enumerate(cases):
-        config, training = built(f"{before} --save {folder}/{index}")
-        state, source = begun(config, training)
-        for _ in range(5):
-            train_step(training, state, source)
-        save_run(config, training, state=state)
-        start = _norm(training)
-        training.close()
-        config, training = built(f"{after} --load {folder}/{index}")
-        loaded = load_run(config, training, Log(rank=0, world_size=1)).state
-        state = loaded or TrainState.at_start(config.loss_scale)
-        source = _source_of(config, training, state)
-        for _ in range(5):
-            train_step(training, state, source)
-            check_replicas(training, iteration=state.iteration)
-        norms.append((start, _norm(training)))
-        training.close()
-    return norms
-
-
-def _norm(training: Training) -> float:
-    """The norm of the parameters that all groups agree on."""
-    if training.optimizer.outer is not None:
-        training.optimizer.outer.wait()
-    states = whole_states(training, replicas=True)
-    return math.hypot(*(float(states[n].norm()) for n in states if n.startswith(f"{PARAM}.")))
-
-
-@pytest.mark.ranks
-def test_runs_with_other_settings_continue_from_the_parameters_that_groups_agreed_on(
-    tmp_path: Path,
-) -> None:
-    """Replicas are compared after each step, also while a round is in flight."""
-    base = f"{PLAIN} --paro-group-size 2 --paro-strategy III --override-opt_param-scheduler"
-    outer = f"{base} --paro-outer-steps 4 --paro-outer-warmup 0"
-    cases = [
-        (base, f"{outer} --paro-outer-delay 2"),
-        (outer, f"{outer} --paro-outer-delay 3"),
-        (f"{outer} --paro-outer-delay 2", outer),
-        (f"{outer} --paro-outer-delay 2", f"{outer} --paro-outer-delay 2 --no-load-optim"),
-        (f"{outer} --paro-outer-delay 2", f"{outer} --paro-outer-delay 2 --finetune"),
-        (outer, f"{base} --paro-outer-steps 4"),  # 100 synchronous steps
-        (f"{outer} --paro-outer-delay 2", base),
-    ]
-    norms, *_ = run_ranks(continue_otherwise, 4, cases, str(tmp_path))
-    for (_, after), (start, end) in zip(cases, norms, strict=True):
-        assert end < 1.1 * start, f"{after}: {start} to {end}"
 
 
 def test_rounds_begin_and_end_in_turn() -> None:
