@@ -308,7 +308,7 @@ class ParoOptimizer:
     def end_step(self, iteration: int, control: Control) -> None:
         """Begin and end the outer rounds that are due after the step that ends `iteration`.
 
-        A group whose movement was not finite begins anew, without moments.
+        The moments of a group whose movement was not finite become 0.
         """
         if self.outer is None:
             return

@@ -204,7 +204,7 @@ class OuterUnit:
 class OuterOptimizer:
     """The rounds of a run with outer steps.
 
-    In a step: `before_step`, `held` before the update of the inner optimizer, `after_update` after.
+    In a step: `held` before the update of the inner optimizer, `after_update` after it.
     """
 
     def __init__(
