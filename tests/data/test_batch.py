@@ -20,7 +20,7 @@ EOD = 9
 
 
 class One(Numbered):
-    """One sample of the given tokens, and a last label."""
+    """Make one sample of the given tokens, and a last label."""
 
     def __init__(self, tokens: list[int]) -> None:
         super().__init__(1)

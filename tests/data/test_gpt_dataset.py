@@ -164,7 +164,7 @@ def test_any_damaged_byte_of_a_header_is_refused_or_harmless(tmp_path: Path) -> 
 def test_a_cache_that_cannot_be_read_back_is_kept_in_memory(
     corpus: IndexedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the umask takes the right to read from the owner."""
+    """A file that its owner may not read, as under some umasks, ends no run."""
 
     def denied(_file: object) -> int:
         raise UserError("x.npy cannot be read: Permission denied")

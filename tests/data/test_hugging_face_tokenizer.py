@@ -192,7 +192,7 @@ NEW = {"content": "<new>", "lstrip": True}
     ],
 )
 def test_a_token_needs_no_type(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    """Those of other programs have none; transformers refuses such fields."""
+    """Token objects of other programs have no `__type`; transformers refuses them."""
     gpt2(tmp_path)
     size = hugging_face_tokenizer(str(tmp_path)).vocab_size
     write(tmp_path, name, fields)

@@ -238,7 +238,7 @@ def test_parts_of_several_holders_make_a_whole_or_what_is_lost_is_returned() -> 
 
 
 def test_a_rank_offers_only_parts_that_it_holds_of_chunks_that_are_wanted() -> None:
-    """Of many ranks' chunks, every other rank looks at its own offers only."""
+    """A rank compares what other ranks want with its own chunks alone."""
     wants = [[StateChunk("a", Chunk((2 * rank,), (2,)))] for rank in range(50)]
     regions = [StateChunk("a", Chunk((7,), (2,))), StateChunk("b", Chunk((0,), (100,)))]
     snapshot: Any = SimpleNamespace(record=SimpleNamespace(regions=regions))
