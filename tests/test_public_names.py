@@ -18,7 +18,7 @@ from paro.distributed.comm_stream import stream_name
 from paro.distributed.exposed_time import Exposed
 from paro.distributed.timers import record_ranges
 from paro.precision import PrecisionConfig
-from paro.report.record import Metrics, scalars_of, summarize
+from paro.report.record import GroupsRecord, Metrics, scalars_of, summarize
 from paro.topology import StreamKind
 from tests.helpers.house import ROOT
 from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
@@ -48,6 +48,9 @@ def tags() -> set[str]:
         held={"params": 1},
         allocator={"max": 1},
         exposed=Exposed(intra=0.0, inter=0.0),
+        groups=GroupsRecord(
+            lm_losses=(1.0,), outer_grad_norm=1.0, outer_grad_cosine=1.0, num_left_out=1
+        ),
     )
     facts = replace(FACTS, predicted={"total": 1})
     made = summarize([last], facts, peak_memory_bytes=1, peak_reserved_bytes=1)

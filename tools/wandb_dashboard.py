@@ -56,6 +56,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("bits per byte", ("bits per byte validation",), "bits/byte"),
         Panel("learning rate", ("learning-rate",)),
         Panel("gradient norm", ("grad-norm",)),
+        Panel("cosine of outer gradients", ("outer/grad-cosine",)),
         Panel("steps left out", ("steps/skipped-iterations", "steps/nan-iterations"), "iterations"),
     ),
     "memory": (

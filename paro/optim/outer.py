@@ -20,6 +20,7 @@ from paro.distributed.comm_stream import DONE, Event, Job
 from paro.distributed.control import Control
 from paro.distributed.exposed_time import WaitKind
 from paro.optim.finite import square_sum
+from paro.schedule.movement import UsualMovement
 from paro.sharding.buffers import TORCH_TYPES
 from paro.sharding.shards import QuantizedUpdate, UnitShards
 from paro.spec.outer_steps import OuterConfig
@@ -43,6 +44,15 @@ class GroupOfRanks:
 
     index: int
     number: int  # the number of groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRound:
+    """The norms of a round that has ended: of what each group moved, and of the outer gradient."""
+
+    norms: tuple[float, ...]
+    taken: tuple[bool, ...]  # whether each group took part
+    square: Tensor  # this rank's part of the outer gradient's squared norm
 
 
 class OuterUnit:
@@ -88,6 +98,7 @@ class OuterUnit:
                 replicas=(),
             )
         self._arrived: Event = DONE
+        self.gradient_norm = torch.zeros((), device=master.device)  # of the last outer gradient
 
     def follow_masters(self) -> None:
         """Take the masters, which are equal in all groups, as anchor and reference."""
@@ -143,6 +154,7 @@ class OuterUnit:
 
     def _move_reference(self) -> None:
         config, gradient = self._config, self._message[self.own].float()
+        self.gradient_norm = torch.linalg.vector_norm(gradient)
         self.momentum.mul_(config.outer_momentum).add_(gradient)
         step = self.momentum
         if config.outer_nesterov:
@@ -224,6 +236,10 @@ class OuterOptimizer:
         # Whether each group takes part in the round in flight.
         self.taken: tuple[bool, ...] = (True,) * self.group.number
         self.in_flight: int | None = None  # the fragment whose round has begun and not ended
+        self.usual = [UsualMovement()] * config.outer_fragments
+        # Norms of every group's movement in the round that this run began last.
+        self.norms: tuple[float, ...] | None = None
+        self.ended: EndedRound | None = None  # the round that ended in the last step
 
     def of_group(self, shard: FlatShard) -> FlatShard:
         """Return an inner optimizer's shard as a state of this group.
@@ -264,6 +280,7 @@ class OuterOptimizer:
         if iteration <= self.config.outer_warmup:
             for each in self.units:
                 each.follow_masters()
+        self.ended = None
         begins, merges = self.config.begins(iteration), self.config.merges(iteration)
         if begins is not None:
             self._begin(begins, control)
@@ -272,16 +289,22 @@ class OuterOptimizer:
         units, self.in_flight = self.fragments[merges], None
         if any(self.taken):
             ended = [each.end(takes_part=self.takes_part) for each in units]
+            if self.norms is not None:
+                square = torch.stack([each.gradient_norm for each in units]).square().sum()
+                self.ended = EndedRound(norms=self.norms, taken=self.taken, square=square)
             yield from self._spread(units, ended)
         else:
             yield from (each.unit for each in units)
 
     def _begin(self, fragment: int, control: Control) -> None:
-        """Begin a round without the groups whose movement is not finite."""
+        """Begin a round without the groups whose movement is not finite, or an outlier."""
         units, self.in_flight = self.fragments[fragment], fragment
-        norms = [0.0] * self.group.number
-        norms[self.group.index] = float(square_sum((each.moved() for each in units), self._device))
-        self.taken = tuple(map(math.isfinite, control.sum(norms)))
+        squares = [0.0] * self.group.number
+        moved = (each.moved() for each in units)
+        squares[self.group.index] = float(square_sum(moved, self._device))
+        self.norms = tuple(map(math.sqrt, control.sum(squares)))
+        self.taken = self.usual[fragment].taken(self.norms)
+        self.usual[fragment] = self.usual[fragment].after(self.norms)
         weight = self.takes_part / max(1, sum(self.taken))
         for each in units if any(self.taken) else ():
             each.begin(weight)

@@ -59,6 +59,9 @@ def iteration_line(
         fields.append(f"num zeros: {last.num_zeros}")
     if last.params_norm is not None:
         fields.append(f"params norm: {last.params_norm:.3f}")
+    if metrics.outer_grad_norm is not None:
+        fields.append(f"outer grad norm: {metrics.outer_grad_norm:.3f}")
+        fields.append(f"outer grad cosine: {metrics.outer_grad_cosine:.3f}")
     fields.append(f"number of skipped iterations: {metrics.skipped_iterations:3d}")
     fields.append(f"number of nan iterations: {metrics.nan_iterations:3d}")
     fields.append(f"tokens/s: {metrics.tokens_per_second:.1f}")

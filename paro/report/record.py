@@ -5,9 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from paro.distributed.exposed_time import Exposed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsRecord:
+    """Measurements of an iteration in which groups trained alone (outer steps)."""
+
+    lm_losses: tuple[float, ...]  # of each group; NaN: the group skipped the step
+    # Of the round that ended in the iteration; None: none did.
+    outer_grad_norm: float | None = None  # L2 norm of the mean of what groups moved
+    # Mean cosine between what a group moved and their mean, weighted by what groups moved.
+    outer_grad_cosine: float | None = None
+    num_left_out: int | None = None  # groups that took no part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +45,7 @@ class IterationRecord:
     has_tokens: bool = True  # False: every token is masked, so loss and norm are NaN
     held: Mapping[str, int] = field(default_factory=dict)  # bytes held on this rank by kind
     allocator: Mapping[str, int] = field(default_factory=dict)  # CUDA allocator statistics
+    groups: GroupsRecord | None = None  # None: all ranks are synchronous
 
 
 class Validation(NamedTuple):
@@ -128,6 +142,10 @@ class Metrics:
     exposed_inter_ms: float | None
     skipped_iterations: int
     nan_iterations: int
+    # With outer steps alone, else None: the mean loss of each group, and the last round's gradient.
+    group_lm_losses: tuple[float | None, ...] | None = None
+    outer_grad_norm: float | None = None
+    outer_grad_cosine: float | None = None
 
 
 def summarize(
@@ -171,7 +189,24 @@ def summarize(
         nan_iterations=sum(
             record.has_tokens and not math.isfinite(record.lm_loss) for record in interval
         ),
+        **_of_groups([record.groups for record in interval if record.groups is not None]),
     )
+
+
+def _of_groups(interval: Sequence[GroupsRecord]) -> dict[str, Any]:
+    """Map the fields of groups that trained alone in an interval to values; empty if none did."""
+    if not interval:
+        return {}
+    rounds = [groups for groups in interval if groups.outer_grad_norm is not None]
+    losses = [
+        [loss for loss in of_group if not math.isnan(loss)]
+        for of_group in zip(*(groups.lm_losses for groups in interval), strict=True)
+    ]
+    return {
+        "group_lm_losses": tuple(fmean(each) if each else None for each in losses),
+        "outer_grad_norm": rounds[-1].outer_grad_norm if rounds else None,
+        "outer_grad_cosine": rounds[-1].outer_grad_cosine if rounds else None,
+    }
 
 
 def _exposed_ms(seconds: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
@@ -220,5 +255,21 @@ def scalars_of(
         **{f"planned/{name}-ms": seconds * 1000.0 for name, seconds in planned.items()},
         "data/wait-ms": record.data_wait_ms,
         **{f"steps/{name}": number for name, number in totals.items()},
+        **_tags_of_groups(record.groups),
     }
     return {tag: value for tag, value in tags.items() if value is not None}
+
+
+def _tags_of_groups(groups: GroupsRecord | None) -> dict[str, float | None]:
+    if groups is None:
+        return {}
+    losses = {
+        f"outer/lm-loss-group-{group}": None if math.isnan(loss) else loss
+        for group, loss in enumerate(groups.lm_losses)
+    }
+    return {
+        **losses,
+        "outer/grad-norm": groups.outer_grad_norm,
+        "outer/grad-cosine": groups.outer_grad_cosine,
+        "outer/groups-left-out": groups.num_left_out,
+    }

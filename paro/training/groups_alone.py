@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -9,8 +10,10 @@ from typing import Any
 
 from paro.distributed.stop_step import StopStep
 from paro.errors import count_text
-from paro.report.record import IterationRecord
+from paro.optim.outer import EndedRound
+from paro.report.record import GroupsRecord, IterationRecord
 from paro.schedule.loss_scale import LossScaleState
+from paro.schedule.movement import UsualMovement
 from paro.schedule.step_checks import Expectation
 from paro.training.reasons import Reasons
 from paro.training.step import Training, TrainState
@@ -27,7 +30,8 @@ class GroupsAlone:
         self._stop: StopStep | None = None  # on the first rank of each group
         self._stop_after = 0  # the iteration after which all groups stop; 0: none
         self._reasons = Reasons()  # of this group's ranks since the run began
-        self._records: list[IterationRecord] = []  # of iterations since the last log line
+        # Iterations since the last log line, each with the round that ended in it.
+        self._records: list[tuple[IterationRecord, EndedRound | None]] = []
         outer, store = training.optimizer.outer, training.control.store
         own = training.group_control
         if outer is not None and store is not None and own is not None and own.world.rank == 0:
@@ -59,23 +63,60 @@ class GroupsAlone:
         is_late = self._reasons.late and not self._reasons.signalled
         return Reasons(signalled=not is_late, late=is_late)
 
+    def left_out_line(self, iteration: int) -> str | None:
+        """Say which groups the round that begins after `iteration` leaves out; None if none."""
+        outer = self._training.optimizer.outer
+        if not self.are_alone(iteration) or outer is None:
+            return None
+        fragment = outer.config.begins(iteration)
+        if fragment is None or outer.norms is None or all(outer.taken):
+            return None
+        left = [
+            f"group {group}, which moved by {norm:.3g}"
+            for group, (norm, taken) in enumerate(zip(outer.norms, outer.taken, strict=True))
+            if not taken
+        ]
+        return (
+            f" the round after iteration {iteration} leaves out {', '.join(left)} | "
+            f"usual {outer.usual[fragment].mean:.3g} |"
+        )
+
     def records(self, record: IterationRecord, *, due: bool) -> Iterator[IterationRecord]:
         """Yield records to report: at a log line, those of all groups' steps since the last one.
 
         Loss and gradient norm are means over the groups whose step was not skipped.
         """
-        if not self.are_alone(record.iteration):
+        outer = self._training.optimizer.outer
+        if not self.are_alone(record.iteration) or outer is None:
             yield record
             return
-        self._records.append(record)
+        self._records.append((record, outer.ended))
         if not due:
             return
-        mine = [(each.lm_loss, each.grad_norm, each.skipped) for each in self._records]
-        everyone = self._control.gather(mine)[:: self._control.world.group_size]
-        for each, of_groups in zip(self._records, zip(*everyone, strict=True), strict=True):
-            trained = [(loss, norm) for loss, norm, skipped in of_groups if not skipped]
-            loss, norm = map(fmean, zip(*trained, strict=True)) if trained else of_groups[0][:2]
-            yield replace(each, lm_loss=loss, grad_norm=norm, skipped=not trained)
+        mine = [
+            (each.lm_loss, each.grad_norm, each.skipped, ended and float(ended.square))
+            for each, ended in self._records
+        ]
+        everyone = self._control.gather(mine)
+        size = self._control.world.group_size
+        for (each, ended), of_ranks in zip(self._records, zip(*everyone, strict=True), strict=True):
+            steps = [step[:3] for step in of_ranks[::size]]
+            trained = [(loss, norm) for loss, norm, skipped in steps if not skipped]
+            loss, norm = map(fmean, zip(*trained, strict=True)) if trained else steps[0][:2]
+            groups = GroupsRecord(
+                lm_losses=tuple(math.nan if skipped else loss for loss, _, skipped in steps),
+            )
+            if ended is not None:
+                gradient = math.sqrt(math.fsum(square for *_, square in of_ranks))
+                norms = zip(ended.norms, ended.taken, strict=True)
+                moved = fmean(norm for norm, taken in norms if taken)
+                groups = replace(
+                    groups,
+                    outer_grad_norm=gradient,
+                    outer_grad_cosine=gradient / moved if moved else math.nan,
+                    num_left_out=ended.taken.count(False),
+                )
+            yield replace(each, lm_loss=loss, grad_norm=norm, skipped=not trained, groups=groups)
         self._records.clear()
 
 
@@ -88,6 +129,7 @@ class GroupState:
     num_optimizer_steps: int
     taken: tuple[bool, ...]  # whether each group takes part in the outer round in flight
     in_flight: int | None  # the fragment whose round has begun and not ended
+    usual: tuple[UsualMovement, ...] = ()  # of each fragment; the groups' are equal
 
     def within(self, state: TrainState) -> TrainState:
         """Return the state of a run with what is this group's."""
@@ -105,6 +147,7 @@ def record_of_groups(training: Training, state: TrainState) -> list[GroupState]:
         num_optimizer_steps=training.optimizer.num_steps,
         taken=outer.taken,
         in_flight=outer.in_flight,
+        usual=tuple(outer.usual),
     )
     return training.control.gather(mine)[:: training.control.world.group_size]
 
@@ -117,6 +160,7 @@ def group_state_of(common: Mapping[str, Any], training: Training) -> GroupState 
     recorded = common["groups"][outer.group.index]
     group: GroupState = conform(recorded, GroupState, "groups in common.json")
     outer.taken = group.taken
+    outer.usual = [*group.usual] or outer.usual
     if common.get("has_moments", True):  # else masters were not saved: all are the reference
         outer.in_flight = group.in_flight
     return group

@@ -181,6 +181,8 @@ class Loop:
             self.report.iteration(each)
         if result.verdict in (Verdict.SPIKY_LOSS, Verdict.LARGE_GRADS, Verdict.NO_TOKENS):
             self.report.log.log_last(_skipped_line(record, result, state.expected))
+        if (left_out := self._groups.left_out_line(state.iteration)) is not None:
+            self.report.log.log_last(left_out)
         if due:
             self._report_ranks(record)
         interval = self.report.config.log_memory_interval

@@ -19,9 +19,12 @@ from paro.distributed.byte_counter import Sent
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
 from paro.planning.run_memory import RunMemory
+from paro.report.record import IterationRecord
+from paro.schedule.movement import UsualMovement
 from paro.spec.outer_steps import OuterConfig
-from paro.spec.states import ANCHOR, MASTER_OF_GROUP, PARAM, of_group
+from paro.spec.states import ANCHOR, BEGUN, MASTER_OF_GROUP, PARAM, of_group
 from paro.training.assembly import build_data, build_training, run_spec_of
+from paro.training.groups_alone import GroupsAlone
 from paro.training.step import Training, train_step
 from tests.helpers.flags import configured
 from tests.helpers.ranks import run_ranks
@@ -32,6 +35,19 @@ STEPS = 10
 PLAIN = f"{TINY} --adam-eps 1e-4 --clip-grad 0.5 --train-iters {STEPS}"
 FLAGS = f"{PLAIN} --paro-outer-bits 32"
 MUON = "--optimizer muon --muon-fp32-matmul-prec highest"
+RECORD = IterationRecord(
+    iteration=1,
+    consumed_samples=0,
+    global_batch_size=1,
+    lm_loss=0.0,
+    grad_norm=0.0,
+    learning_rate=0.0,
+    loss_scale=1.0,
+    iteration_time_ms=1.0,
+    skipped=False,
+    intra_bytes=0,
+    inter_bytes=0,
+)
 INSIDE = ("NNN", "NNI", "NII", "INI", "III")  # strategies whose states stay inside a group
 States = dict[str, Tensor]
 
@@ -262,28 +278,81 @@ def test_outer_states_take_the_bytes_that_are_predicted() -> None:
             assert training.optimizer.model_state_bytes() == states
 
 
-def lose_a_group(flags: str) -> States:
-    """The states after a round that begins while the masters of group 1 have a NaN."""
-    config, training = built(flags)
-    state, source = begun(config, training)
-    for step in range(1, 5):
-        if step == 4 and training.control.world.rank >= 2:
-            for part in training.optimizer.parts:
-                part.master.detach()[0] = math.nan
-        train_step(training, state, source)
-    states = states_of(training)
-    training.close()
-    return states
+def lose_a_group(cases: Sequence[tuple[str, float]]) -> list[tuple[States, str | None]]:
+    """The states and the line after a round before which a value of group 1's masters moves."""
+    results = []
+    for flags, moved in cases:
+        config, training = built(flags)
+        (state, source), outer = begun(config, training), training.optimizer.outer
+        assert outer is not None
+        outer.usual = [UsualMovement(num_rounds=100, mean=0.2, variance=0.01)]
+        for step in range(1, 5):
+            if step == 4 and outer.group.index == 1:
+                for part in training.optimizer.parts:
+                    part.master.detach()[0] += moved
+            train_step(training, state, source)
+        line = GroupsAlone(training).left_out_line(state.iteration)
+        results.append((states_of(training), line))
+        training.close()
+    return results
 
 
 @pytest.mark.ranks
-def test_a_group_that_is_not_finite_is_left_out_and_takes_the_others_parameters() -> None:
-    states, *_ = run_ranks(lose_a_group, 6, f"{FLAGS} {ROUNDS}")
-    left_out, others = masters_of(states, 1), [masters_of(states, each) for each in (0, 2)]
-    for name, values in left_out.items():
-        assert values.isfinite().all()
-        assert all(torch.equal(values, each[name]) for each in others)
-        assert torch.equal(values, states[f"{ANCHOR}.{name}"])
+def test_a_group_that_moves_too_far_is_left_out_and_takes_the_others_parameters() -> None:
+    flags = f"{FLAGS} {ROUNDS}"
+    cases = [(flags, math.nan), (flags, 10.0), (flags, 0.0)]
+    (*without, whole), *_ = run_ranks(lose_a_group, 6, cases)
+    for states, line in without:
+        left_out, others = masters_of(states, 1), [masters_of(states, each) for each in (0, 2)]
+        for name, values in left_out.items():
+            assert values.isfinite().all()
+            assert all(torch.equal(values, each[name]) for each in others)
+            assert torch.equal(values, states[f"{ANCHOR}.{name}"])
+            assert torch.equal(values, without[0][0][f"{ANCHOR}.{name}"])
+        assert line is not None
+        assert "group 1" in line
+    states, line = whole
+    assert line is None
+    assert any(not torch.equal(states[name], without[0][0][name]) for name in states)
+
+
+def measure_a_round(flags: str) -> tuple[States, States, IterationRecord]:
+    """The states at the start and after a round of 4 steps merged one later, and its record."""
+    config, training = built(flags)
+    (state, source), groups = begun(config, training), GroupsAlone(training)
+    start = states_of(training)
+    for step in range(1, 6):
+        loss = train_step(training, state, source).loss
+        record = replace(RECORD, iteration=step, lm_loss=loss)
+        records = [*groups.records(record, due=step == 5)]
+    after = states_of(training)
+    training.close()
+    return start, after, records[-1]
+
+
+@pytest.mark.ranks
+def test_a_record_has_the_loss_of_each_group_and_how_far_groups_are_apart() -> None:
+    flags = f"{FLAGS} {ROUNDS} --paro-outer-delay 1"
+    (start, after, record), *others = run_ranks(measure_a_round, 4, flags)
+    losses = [others[rank][2].lm_loss for rank in (0, 1)]
+    assert record.groups is not None
+    assert len(set(record.groups.lm_losses)) == 2
+    assert record.lm_loss == pytest.approx(sum(record.groups.lm_losses) / 2)
+    assert losses == [record.lm_loss] * 2
+    moved = [
+        torch.cat([
+            (start[name] - after[name.replace(ANCHOR, of_group(BEGUN, group))]).flatten()
+            for name in sorted(start)
+            if name.startswith(ANCHOR)
+        ]).double()
+        for group in (0, 1)
+    ]  # fmt: skip
+    mean = (moved[0] + moved[1]) / 2
+    norms = [float(each.norm()) for each in moved]
+    cosine = sum(float(each @ mean) for each in moved) / float(mean.norm()) / sum(norms)
+    assert record.groups.outer_grad_norm == pytest.approx(float(mean.norm()), rel=1e-5)
+    assert record.groups.outer_grad_cosine == pytest.approx(cosine, rel=1e-5)
+    assert record.groups.num_left_out == 0
 
 
 def test_rounds_begin_and_end_in_turn() -> None:

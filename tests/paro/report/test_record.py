@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from paro.distributed.exposed_time import Exposed
-from paro.report.record import Peak, scalars_of, summarize
+from paro.report.record import GroupsRecord, Peak, scalars_of, summarize
 from tests.paro.report import test_report
 from tests.paro.report.test_report import record
 
@@ -63,6 +63,9 @@ def test_loss_and_speed_are_means_and_the_rest_is_the_last_iterations() -> None:
         "exposed_inter_ms": 10.0,
         "skipped_iterations": 0,
         "nan_iterations": 0,
+        "group_lm_losses": None,
+        "outer_grad_norm": None,
+        "outer_grad_cosine": None,
     }
 
 
@@ -89,3 +92,24 @@ def test_a_dashboard_has_tags_of_what_was_measured() -> None:
         assert (found.get("num-zeros"), found.get("params-norm")) == (
             seen.num_zeros, seen.params_norm,
         )  # fmt: skip
+
+
+def test_groups_that_train_alone_have_values_of_their_own() -> None:
+    nan = math.nan
+    apart = GroupsRecord(
+        lm_losses=(3.0, nan), outer_grad_norm=0.5, outer_grad_cosine=0.8, num_left_out=1
+    )
+    interval = [
+        replace(FIRST, groups=apart),
+        replace(FIRST, groups=GroupsRecord(lm_losses=(4.0, nan))),
+    ]
+    metrics = summarize(interval, FACTS, peak_memory_bytes=0)
+    assert metrics.group_lm_losses == (3.5, None)
+    assert (metrics.outer_grad_norm, metrics.outer_grad_cosine) == (0.5, 0.8)
+    tags = scalars_of(interval[0], metrics, FACTS, totals={})
+    assert {tag: tags[tag] for tag in tags if tag.startswith("outer/")} == {
+        "outer/lm-loss-group-0": 3.0,
+        "outer/grad-norm": 0.5,
+        "outer/grad-cosine": 0.8,
+        "outer/groups-left-out": 1,
+    }

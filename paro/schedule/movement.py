@@ -1,0 +1,61 @@
+"""The groups that take part in a round of outer steps, by how far each has moved since the last."""
+
+# A group's movement is compared with running statistics of all groups' movements in the earlier
+# rounds of a fragment, as EDiT does (arXiv 2412.07210: a memory of 50 rounds, 3 deviations). The
+# statistics include finite movements that were left out, cut to a limit: no single one ruins them,
+# and a level that lasts becomes the new mean. They are part of a run's state.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median_low
+
+_MEMORY = 50.0  # length of the running means, in rounds
+_WARMUP_ROUNDS = 50  # only movements that are not finite are left out before
+_DEVIATIONS = 3.0  # an outlier is above the mean by this many standard deviations, and ...
+_LEAST_RISE = 0.1  # ... by at least this fraction of the mean
+_MOST_DEVIATIONS = 10.0  # a movement changes the statistics as one of at most so many deviations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsualMovement:
+    """Running statistics of the norms of all groups' movements in a fragment's rounds."""
+
+    num_rounds: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    def taken(self, norms: Sequence[float]) -> tuple[bool, ...]:
+        """Return whether each group, whose movement has this norm, takes part in a round.
+
+        Groups with infinite or NaN norms never do. An outlier is one among the groups, too: if
+        most of them move further than before, then training has changed, and all take part.
+        """
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        if self.num_rounds < _WARMUP_ROUNDS or not finite:
+            return tuple(map(math.isfinite, norms))
+        limit = self._above(_DEVIATIONS, max(self.mean, median_low(finite)))
+        return tuple(norm <= limit for norm in norms)
+
+    def after(self, norms: Sequence[float]) -> UsualMovement:
+        """Return the statistics after a round in which groups' movements had these norms."""
+        has_limit = self.num_rounds >= _WARMUP_ROUNDS
+        most = self._above(_MOST_DEVIATIONS, self.mean) if has_limit else math.inf
+        finite = [min(norm, most) for norm in norms if math.isfinite(norm)]
+        if not finite:
+            return self
+        num_rounds = self.num_rounds + 1
+        part = 1.0 / min(num_rounds, _MEMORY)  # a plain mean over the first rounds
+        away = fmean(finite) - self.mean
+        mean = self.mean + part * away
+        # The variance of single norms: within the round, and of the round's mean.
+        within = fmean((norm - fmean(finite)) ** 2 for norm in finite)
+        between = self.variance + part * away * away
+        return UsualMovement(
+            num_rounds=num_rounds, mean=mean, variance=(1.0 - part) * between + part * within
+        )
+
+    def _above(self, deviations: float, level: float) -> float:
+        return level + max(deviations * math.sqrt(self.variance), _LEAST_RISE * level)
