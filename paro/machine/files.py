@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from paro.errors import UserError, about, count_text
 from paro.machine.machine import (
+    Amount,
     BandwidthSource,
     Device,
     GroupSpeed,
@@ -25,13 +26,13 @@ from paro.machine.machine import (
     Measured,
     Nic,
     bits_per_second,
+    ranks_mistakes,
     rate_text,
 )
-from paro.machine.rules import numbers, ranks_mistakes
 from paro.strategy import check_group_size
 from paro.topology import Link
 from paro.untrusted.regular_file import read_bytes
-from paro.untrusted.schema import parse_json
+from paro.untrusted.schema import Positive, parse_json
 
 FORMAT = "paro-machine-1"
 MEASURE = "measure"  # the value of --paro-machine that measures the machine as the run starts
@@ -42,17 +43,15 @@ SHIPPED = Path(__file__).parent / "shipped"
 class _Link:
     bandwidth: str
     bandwidth_source: BandwidthSource
-    latency_seconds: float
+    latency_seconds: Amount
 
     @staticmethod
     def mistakes(given: Mapping[str, Any]) -> list[str]:
-        wrong = numbers(given, "latency_seconds", or_zero=True)
-        if "bandwidth" in given:
-            try:
-                bits_per_second(given["bandwidth"])
-            except UserError as error:
-                wrong.insert(0, f"bandwidth: {error}")
-        return wrong
+        try:
+            bits_per_second(given.get("bandwidth", "1bit"))
+        except UserError as error:
+            return [f"bandwidth: {error}"]
+        return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +73,7 @@ class _File:
     links: _Links
     device: Device | None = None
     uneven: tuple[GroupSpeed, ...] = ()
-    nics: int = 1
+    nics: Positive = 1
     launch_order: LaunchOrder = "free"
     sources: dict[str, str] = field(default_factory=dict)
     conditions: dict[str, str] = field(default_factory=dict)

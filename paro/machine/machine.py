@@ -11,18 +11,24 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from enum import Enum
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.errors import UserError, about, count_text
-from paro.machine.rules import Slowed, numbers, ranks_mistakes, refuse, rule
 from paro.strategy import fitting_group_size
-from paro.topology import Axes, Link
+from paro.topology import MOST_RANKS, Axes, Link
+from paro.untrusted.schema import Between, Count, Positive
 
+_MAX = 1e30  # the largest time, size or rate: sums and products stay finite
+Rate = Annotated[float, Between(1 / _MAX, _MAX)]  # above 0
+Amount = Annotated[float, Between(0, _MAX)]
+Share = Annotated[float, Between(0, 0.999)]
+# (number of busy thread blocks (CTAs), factor of compute time), in increasing order of numbers.
+Slowed = tuple[tuple[Annotated[int, range(2**20)], Annotated[float, Between(1.0, 1e3)]], ...]
 LaunchOrder = Literal["free", "implicit"]
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
@@ -49,10 +55,6 @@ class LinkSpeed:
     latency_seconds: float
     bandwidth_source: BandwidthSource
 
-    def __post_init__(self) -> None:
-        given = asdict(self)
-        refuse(numbers(given, "bits_per_second") + numbers(given, "latency_seconds", or_zero=True))
-
     @property
     def is_typed(self) -> bool:
         return self.bandwidth_source is BandwidthSource.TYPED
@@ -65,19 +67,10 @@ class Measured:
     axes: Axes
     op: Op
     algorithm: Literal[*COLLECTIVES]  # type: ignore[valid-type]
-    bytes: int
-    seconds: float
-    cpu_seconds: float | None = None  # processor time of a rank, the mean over ranks
-    busy_seconds: float | None = None  # the time while all ranks compute; only for CPU ranks
-
-    def __post_init__(self) -> None:
-        refuse(self.mistakes(asdict(self)))
-
-    @staticmethod
-    def mistakes(given: Mapping[str, Any]) -> list[str]:
-        """Say what is wrong with these fields, of which some may be missing."""
-        wrong = numbers(given, "bytes", "seconds")
-        return wrong + numbers(given, "cpu_seconds", "busy_seconds", or_zero=True)
+    bytes: Positive
+    seconds: Rate
+    cpu_seconds: Amount | None = None  # processor time of a rank, the mean over ranks
+    busy_seconds: Amount | None = None  # the time while all ranks compute; only for CPU ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,55 +82,54 @@ class Device:
     """
 
     name: str
-    memory_bytes: int
-    reserved_bytes: int  # memory in use before there is a model: CUDA context, interpreter
-    peak_flops: float  # peak FLOP/s of matmuls in the compute dtype
-    sustained_flops: float  # FLOP/s of training without communication
-    memory_bytes_per_second: float  # bandwidth of memory-bound work: updates, sums
-    coding_bytes_per_second: float | None = None  # bandwidth of quantizing and dequantizing
-    step_seconds: float = 0.0  # constant time per step, for any model and batch
-    piece_seconds: float = 0.0  # time per extra slice of a part of the model, under rotation
-    job_seconds: float = 0.0  # constant time per job in a comm stream that is no collective
-    attention_flops: float | None = None  # FLOP/s of core attention; None: sustained_flops
-    parts_flops: float | None = None  # FLOP/s of ring or saved attention; None: attention_flops
-    documents_flops: float | None = None  # FLOP/s within documents; None: attention_flops
-    cores: float | None = None  # cores per CPU rank, for compute and communication; None: a GPU
-    communicator_bytes: int | None = None  # bytes of an NCCL communicator; None: a default
-    fragmentation: float | None = None  # share of tensors' bytes that torch's allocator adds
+    memory_bytes: Positive
+    reserved_bytes: Count  # memory in use before there is a model: CUDA context, interpreter
+    peak_flops: Rate  # peak FLOP/s of matmuls in the compute dtype
+    sustained_flops: Rate  # FLOP/s of training without communication
+    memory_bytes_per_second: Rate  # bandwidth of memory-bound work: updates, sums
+    coding_bytes_per_second: Rate | None = None  # bandwidth of quantizing and dequantizing
+    step_seconds: Amount = 0.0  # constant time per step, for any model and batch
+    piece_seconds: Amount = 0.0  # time per extra slice of a part of the model, under rotation
+    job_seconds: Amount = 0.0  # constant time per job in a comm stream that is no collective
+    attention_flops: Rate | None = None  # FLOP/s of core attention; None: sustained_flops
+    parts_flops: Rate | None = None  # FLOP/s of ring or saved attention; None: attention_flops
+    documents_flops: Rate | None = None  # FLOP/s within documents; None: attention_flops
+    cores: Rate | None = None  # cores per CPU rank, for compute and communication; None: a GPU
+    communicator_bytes: Count | None = None  # bytes of an NCCL communicator; None: a default
+    fragmentation: Share | None = None  # share of tensors' bytes that torch's allocator adds
     slowed: Slowed | None = None  # slowdown of computing by thread blocks that collectives occupy
-
-    def __post_init__(self) -> None:
-        refuse(self.mistakes(asdict(self)))
 
     @staticmethod
     def mistakes(given: Mapping[str, Any]) -> list[str]:
-        """Say what is wrong with these fields, of which some may be missing."""
-        rates = {name for name in given if name.endswith(("_flops", "_per_second"))}
-        wrong = numbers(given, "memory_bytes", "cores", *sorted(rates - {"sustained_flops"}))
-        may_be_zero = ("step_seconds", "piece_seconds", "job_seconds", "communicator_bytes")
-        wrong += numbers(given, *may_be_zero, or_zero=True)
-        memory, reserved = given.get("memory_bytes"), given.get("reserved_bytes")
-        if memory is not None and reserved is not None:
-            wrong += rule("reserved_bytes", reserved, 0 <= reserved < memory, "below memory_bytes")
-        peak, sustained = given.get("peak_flops"), given.get("sustained_flops")
-        if peak is not None and sustained is not None:
-            at_most = f"positive, and no more than peak_flops ({peak:g})"
-            wrong += rule("sustained_flops", sustained, 0 < sustained <= peak, at_most)
-        share = given.get("fragmentation")
-        return wrong + rule("fragmentation", share, 0 <= (share or 0) < 1, "0 or more and below 1")
+        """Say which of these fields, of which some may be missing, are above their limit."""
+        limits = (("reserved_bytes", "memory_bytes"), ("sustained_flops", "peak_flops"))
+        return [
+            f"{name}: {given[name]} is not allowed, it must be at most {most} ({given[most]:g})"
+            for name, most in limits
+            if {name, most} <= given.keys() and given[name] > given[most]
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpeed:
     """Speed of some groups relative to the machine's; a group is as slow as its slowest rank."""
 
-    num_groups: int
-    compute: float = 1.0
-    intra: float = 1.0
-    inter: float = 1.0
+    num_groups: Positive
+    compute: Rate = 1.0
+    intra: Rate = 1.0
+    inter: Rate = 1.0
 
-    def __post_init__(self) -> None:
-        refuse(numbers(asdict(self), "num_groups", "compute", "intra", "inter"))
+
+def ranks_mistakes(given: Mapping[str, Any]) -> list[str]:
+    """Say what is wrong with `world_size` and `group_size`, of which one may be missing."""
+    ranks, group = given.get("world_size"), given.get("group_size", 1)
+    wrong = []
+    if ranks is not None and not 0 < ranks <= MOST_RANKS:
+        wrong.append(f"world_size: {ranks} is not allowed, it must be 1 to {MOST_RANKS}")
+    if group < 1 or (ranks or group) % group:
+        divisor = f"a divisor of world_size ({ranks})"
+        wrong.append(f"group_size: {group} is not allowed, it must be {divisor}")
+    return wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +152,9 @@ class Machine:
     conditions: tuple[tuple[str, str], ...] = ()  # (name, value) of what a measurement depends on
 
     def __post_init__(self) -> None:
-        ranks = ranks_mistakes({"world_size": self.world_size, "group_size": self.group_size})
-        refuse(ranks + numbers({"nics": self.nics}, "nics"))
+        sizes = {"world_size": self.world_size, "group_size": self.group_size}
+        if wrong := ranks_mistakes(sizes):
+            raise UserError(*wrong)
         rows = ((row.axes, row.op, row.algorithm, row.bytes) for row in self.measured)
         for row, following in pairwise(sorted(rows, key=str)):
             if row == following:
@@ -214,7 +207,7 @@ def bits_per_second(text: str) -> int:
     """Parse a rate as tc writes it: 100mbit, 2.5gbit."""
     match = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(_UNITS)})", text.strip().lower())
     bits = round(Decimal(match[1]) * _UNITS[match[2]]) if match else 0
-    if bits <= 0:
+    if not 0 < bits <= _MAX:
         raise UserError(f"{text!r} is no rate: write it as 100mbit or 2.5gbit")
     return bits
 

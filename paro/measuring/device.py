@@ -41,8 +41,7 @@ from paro.distributed.control import Control
 from paro.distributed.links import make_links
 from paro.distributed.timers import Took, synchronize, time_of
 from paro.distributed.world import World
-from paro.machine.machine import Device
-from paro.machine.rules import Slowed
+from paro.machine.machine import Device, Slowed
 from paro.measuring.attention import attention_rates
 from paro.measuring.memory import BOOT_ID, bytes_in_use, memory_of_rank
 from paro.planning.comm_costs import CODING_BYTES

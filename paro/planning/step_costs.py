@@ -26,8 +26,7 @@ from itertools import pairwise
 
 from paro.layout import Unit
 from paro.machine.collective_time import TimedJob, scalar_seconds
-from paro.machine.machine import Device, GroupSpeed, Machine, Nic
-from paro.machine.rules import Slowed
+from paro.machine.machine import Device, GroupSpeed, Machine, Nic, Slowed
 from paro.planning.comm_costs import THREAD, CommCosts
 from paro.planning.computing import Computing, coding_seconds
 from paro.planning.context_costs import ContextCosts

@@ -55,7 +55,7 @@ READERS = {
     "paro.config.parts": "records",
     "paro.config.resolve": "records",
     "paro.machine.files": "machine",
-    "paro.machine.rules": "machine",
+    "paro.machine.machine": "machine",
     "paro.report.dashboards": "tests/paro/report/test_dashboards.py",
     "paro.report.run_files": "metrics",
     "paro.training.changed_flags": "records",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -261,8 +260,3 @@ def test_one_size_alone_is_all_bandwidth() -> None:
 )
 def test_a_machine_that_cannot_be_is_refused(field: str, value: object) -> None:
     refused(lambda: replace(machine(), **{field: value}), field)
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
-def test_a_time_that_cannot_be_is_refused(value: float) -> None:
-    refused(lambda: replace(FEW_STEPS[0], seconds=value), "seconds")
