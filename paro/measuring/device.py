@@ -209,10 +209,10 @@ def _planned(
     )
     run = run_spec_of(config, "cpu")
     step = RunMemory(None).step(run)
-    computing = Computing(model=run.config, step=step, batch=run.batch, device=device)
-    sharding = run.strategy, run.precision, step.num_trained
-    collect = computing.collect_seconds(*sharding)
-    return PartsOfStep(computing.seconds + collect, computing.update_seconds(*sharding))
+    computing = Computing(run=run, step=step, device=device)
+    trained = run.strategy, step.num_trained
+    micro_batch = computing.seconds + computing.collect_seconds(*trained)
+    return PartsOfStep(micro_batch, computing.update_seconds(*trained))
 
 
 def with_layers(config: RunConfig, number: float) -> RunConfig:

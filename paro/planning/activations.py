@@ -27,7 +27,7 @@ from model.config import LlamaConfig, loss_chunk
 from model.units import unit_specs
 from paro.planning.context_parallel import kv_exchange_bytes
 from paro.planning.step_counts import StepCounts
-from paro.spec.run_spec import MicroBatch
+from paro.spec.run_spec import RunSpec
 from paro.spec.units import unit_parts
 
 
@@ -48,29 +48,30 @@ class UnitActivations:
 class Activations:
     """The activation bytes of a model's units in a micro-batch: saved, and transient."""
 
-    def __init__(self, *, config: LlamaConfig, batch: MicroBatch, grad_bytes: int) -> None:
+    def __init__(self, run: RunSpec, *, grad_bytes: int) -> None:
         """Compute shared sizes; `grad_bytes` is the size of an element of gradient buffers."""
-        self.config, self.batch, self.grad_bytes = config, batch, grad_bytes
-        self.residual = batch.tensor_bytes(config.hidden_size)  # bytes of a block's input
-        self.ffn = batch.tensor_bytes(config.ffn_hidden_size)  # bytes of gate, of up
+        self.run, self.config, self.grad_bytes = run, run.config, grad_bytes
+        config = self.config
+        self.residual = run.tensor_bytes(config.hidden_size)  # bytes of a block's input
+        self.ffn = run.tensor_bytes(config.ffn_hidden_size)  # bytes of gate, of up
         # Bytes of weights in the compute type: one matrix of the MLP; embedding or output layer.
-        self._matrix = config.hidden_size * config.ffn_hidden_size * batch.compute_bytes
-        self._vocabulary = config.vocab_size * config.hidden_size * batch.compute_bytes
+        self._matrix = config.hidden_size * config.ffn_hidden_size * run.compute_bytes
+        self._vocabulary = config.vocab_size * config.hidden_size * run.compute_bytes
         # Whether matmuls write weights' gradients directly into their buffers, without a copy; the
         # embedding adds its rows there likewise.
         self.direct = self._matmuls_write(grad_bytes)
-        in_fp32_on_cpu = batch.device_type == "cpu" and batch.compute_bytes == 4
+        in_fp32_on_cpu = run.device_type == "cpu" and run.compute_bytes == 4
         self.adds_rows = self.direct and in_fp32_on_cpu
         # Backward of a norm and the linear layers after it has the gradients of the block's
         # output, of the normalized input and of the input, and the normalized input. On a CPU,
         # below fp32, the norm uses two fp32 tensors instead of the normalized input.
         self.norm_backward = 4 * self.residual
-        if batch.device_type == "cpu" and batch.compute_bytes < 4:
-            self.norm_backward += 2 * self.residual * 4 // batch.compute_bytes - self.residual
+        if run.device_type == "cpu" and run.compute_bytes < 4:
+            self.norm_backward += 2 * self.residual * 4 // run.compute_bytes - self.residual
 
     def _matmuls_write(self, grad_bytes: int) -> bool:
-        in_fp32 = grad_bytes == 4 and self.batch.device_type == "cuda"
-        return in_fp32 or grad_bytes == self.batch.compute_bytes
+        in_fp32 = grad_bytes == 4 and self.run.device_type == "cuda"
+        return in_fp32 or grad_bytes == self.run.compute_bytes
 
     def of_step(self, step: StepCounts) -> Iterator[tuple[str, UnitActivations]]:
         """Yield the name and the activations of every unit, in forward order."""
@@ -86,7 +87,7 @@ class Activations:
         tied = self.config.tie_embeddings_and_output_weights
         by_rows = self.adds_rows and not tied
         return UnitActivations(
-            kept=self.batch.num_tokens * 8,  # token ids are int64
+            kept=self.run.num_tokens * 8,  # token ids are int64
             in_forward=0,
             before_gradients=self.residual + (0 if by_rows else self._vocabulary),
             # A tied embedding adds its gradient to the head's, which is allocated already.
@@ -102,8 +103,8 @@ class Activations:
             return UnitActivations(kept=needed - unkept, **self._transients)
         kept = self.residual if index == recomputed_from else 0
         if config.keeps_core:
-            width = config.kv_channels * self.batch.compute_bytes
-            kept += self.batch.num_tokens * config.num_attention_heads * (width + 4)
+            width = config.kv_channels * self.run.compute_bytes
+            kept += self.run.num_tokens * config.num_attention_heads * (width + 4)
         recomputed = needed - max(kept, unkept)
         found = UnitActivations(kept=kept, recomputed=recomputed, **self._transients)
         return replace(found, in_forward=found.in_forward + recomputed)
@@ -111,7 +112,7 @@ class Activations:
     @cached_property
     def _transients(self) -> dict[str, int]:
         """The peaks of a block's transient bytes, by field of `UnitActivations`."""
-        config, batch, residual, ffn = self.config, self.batch, self.residual, self.ffn
+        config, run, residual, ffn = self.config, self.run, self.residual, self.ffn
         # Backward peaks at the start of the MLP, with the gradients of w_down, of gate and up and
         # of the product of both. Gate and up are then freed, which makes room for the gradients
         # of w_gate and w_up.
@@ -128,12 +129,12 @@ class Activations:
             found["before_gradients"] = residual + 2 * ffn
             found["in_backward"] = max(residual + 3 * ffn, self.norm_backward)
         if config.keeps_scores:  # forward has scores and mask, backward the scores' gradients
-            scores = 8 * batch.num_tokens * config.num_attention_heads * batch.seq_length
+            scores = 8 * run.num_tokens * config.num_attention_heads * run.seq_length
             for field in ("in_forward", "in_backward"):
                 found[field] = max(found[field], residual + scores)
-        if batch.context.ring > 1:
+        if run.context.ring > 1:
             # The MLP's backward is over, so its input, gate and up are free.
-            exchanging = kv_exchange_bytes(config, batch) - 2 * ffn
+            exchanging = kv_exchange_bytes(run) - 2 * ffn
             found["in_backward"] = max(found["in_backward"], exchanging)
         return found
 
@@ -143,10 +144,10 @@ class Activations:
         Backward makes two fp8 casts of a gradient, one transposed, and transposes the saved inputs
         of linear layers. A weight's gradient is a product, which is copied or added to its buffer.
         """
-        config, batch, residual = self.config, self.batch, self.residual
-        size, on_gpu, norm = batch.compute_bytes, batch.device_type == "cuda", self.norm_backward
-        narrow = batch.num_tokens * config.hidden_size  # elements, which are bytes in fp8
-        wide = batch.num_tokens * config.ffn_hidden_size
+        config, run, residual = self.config, self.run, self.residual
+        size, on_gpu, norm = run.compute_bytes, run.device_type == "cuda", self.norm_backward
+        narrow = run.num_tokens * config.hidden_size  # elements, which are bytes in fp8
+        wide = run.num_tokens * config.ffn_hidden_size
         weight = config.hidden_size * config.ffn_hidden_size
         # Bytes per element at most: Triton makes only the result, torch also fp32 tensors.
         cast = 1 if on_gpu or config.fuses_fp8_casts else 8 if size < 4 else 5
@@ -186,17 +187,17 @@ class Activations:
             return {"before_gradients": before, "in_backward": after}
         # The weights' gradients arrive together, after the compiled graph.
         output = self.config.hidden_size * _attention_widths(self.config)[0]
-        together = 3 * weight + output * self.batch.compute_bytes + residual - 2 * ffn
+        together = 3 * weight + output * self.run.compute_bytes + residual - 2 * ffn
         return {"before_gradients": max(before, together), "in_backward": max(after, together)}
 
     def _of_adapters(self) -> int:
         """Compute the peak bytes of adapters, and their dropout's mask, in the MLP's backward."""
-        lora, size = self.config.lora, self.batch.compute_bytes
+        lora, size = self.config.lora, self.run.compute_bytes
         if lora is None or "w_down" not in lora.targets:
             return 0
         products = self.config.ffn_hidden_size * (2 * size + (1 if lora.dropout else 0))
         # The frozen weight has no gradient.
-        return self.batch.num_tokens * (products + lora.rank * size) - self._matrix
+        return self.run.num_tokens * (products + lora.rank * size) - self._matrix
 
     def _before_adapters(self) -> int:
         """Count the bytes that the first block with adapters does not save: those before them."""
@@ -220,26 +221,26 @@ class Activations:
         width = 2 * config.hidden_size + 2 * query + 2 * key + 2 * config.ffn_hidden_size
         # A compiled graph saves attention's output once more, as input of the next matmul.
         in_fp8 = query if config.torch_compile is not None and config.fp8_format is not None else 0
-        return self._with_scores(width) + self.batch.num_tokens * in_fp8
+        return self._with_scores(width) + self.run.num_tokens * in_fp8
 
     def _with_scores(self, width: int) -> int:
         """Count bytes of `width` elements per token, and those saved by attention and its norms."""
-        config, batch = self.config, self.batch
+        config, run = self.config, self.run
         without_core = config.recompute is not None and config.recompute.core_attention
         in_fp32 = 0 if without_core else config.num_attention_heads  # log-sum-exp
         query, key = _attention_widths(config)
         if config.keeps_scores and not without_core:
             # Instead of queries, keys and values: an fp32 copy of each for every query head.
             width -= query + 2 * key
-            in_fp32 = 3 * query + config.num_attention_heads * batch.seq_length
-        if batch.context.heads > 1 and not without_core:
+            in_fp32 = 3 * query + config.num_attention_heads * run.seq_length
+        if run.context.heads > 1 and not without_core:
             # Queries, keys and values as exchanged, and the output before and after.
-            repeats = max(1, batch.context.heads // config.num_query_groups)
+            repeats = max(1, run.context.heads // config.num_query_groups)
             width += query + 2 * (repeats - 1) * key
         if config.qk_layernorm:
             width += query + key
             in_fp32 += config.num_attention_heads + config.num_query_groups
-        return batch.num_tokens * (width * batch.compute_bytes + 4 * in_fp32)
+        return run.num_tokens * (width * run.compute_bytes + 4 * in_fp32)
 
     # The head #
 
@@ -251,7 +252,7 @@ class Activations:
         weight = self._vocabulary if tied else 0
         before, _ = self._chunk_of_loss()
         return UnitActivations(
-            kept=self.batch.num_tokens * 4 + 2 * residual + weight,
+            kept=self.run.num_tokens * 4 + 2 * residual + weight,
             in_forward=residual + (self._tied_loss() if tied else before),
             in_loss=0 if tied else residual + self._summed_loss(self.grad_bytes),
             before_gradients=residual,
@@ -267,9 +268,9 @@ class Activations:
         overwrites the logits by the gradient. Masked inputs, and masked inputs times the tokens'
         weights, come on top.
         """
-        size, vocab_size = self.batch.compute_bytes, self.config.vocab_size
-        chunk = min(self.batch.num_tokens, self.batch.loss_chunk(self.config))
-        in_place = size == 4 or self.batch.fuses_loss(self.config)
+        size, vocab_size = self.run.compute_bytes, self.config.vocab_size
+        chunk = self.run.loss_chunk
+        in_place = size == 4 or self.run.fuses_loss
         logits = chunk * vocab_size * (size if in_place else 4 + size)
         inputs = chunk * self.config.hidden_size * size
         return logits + inputs, chunk * vocab_size * size + 2 * inputs
@@ -283,18 +284,18 @@ class Activations:
         """
         before, after = self._chunk_of_loss()
         numel = self.config.vocab_size * self.config.hidden_size
-        on_cpu = self.batch.device_type == "cpu"
-        sums = self.batch.num_tokens > self.batch.loss_chunk(self.config) and grad_bytes < 4
+        on_cpu = self.run.device_type == "cpu"
+        sums = self.run.num_tokens > self.run.loss_chunk and grad_bytes < 4
         if not self._matmuls_write(4 if sums else grad_bytes):
-            after += numel * (self.batch.compute_bytes + (4 if on_cpu else 0))
+            after += numel * (self.run.compute_bytes + (4 if on_cpu else 0))
         return (4 * numel if sums else 0) + max(before, after)
 
     def _tied_loss(self) -> int:
         """Compute the peak bytes of a tied weight's loss without the gradients that stay."""
         before, after = self._chunk_of_loss()
-        if self.batch.num_tokens <= self.batch.loss_chunk(self.config):
+        if self.run.num_tokens <= self.run.loss_chunk:
             return max(before - self._vocabulary, after)  # the weight's gradient comes last
-        if self.batch.compute_bytes == 4:
+        if self.run.compute_bytes == 4:
             return max(before, after)
         # Several chunks: the weight's gradient is summed in fp32, and stays as a two-byte copy.
         return self._summed_loss(2) - self._vocabulary
@@ -329,17 +330,17 @@ class PartActivations(Activations):
 
     def _look_up(self, steps: int) -> UnitActivations:
         rows = -(-self.config.vocab_size // steps)
-        vocabulary = rows * self.config.hidden_size * self.batch.compute_bytes
+        vocabulary = rows * self.config.hidden_size * self.run.compute_bytes
         return UnitActivations(
-            kept=self.batch.num_tokens * 9 * steps,
+            kept=self.run.num_tokens * 9 * steps,
             in_forward=3 * self.residual,
             in_backward=2 * self.residual + (0 if self.adds_rows else vocabulary),
         )
 
     def _in_block(self, steps: int, needed: int) -> UnitActivations:
         residual, columns = self.residual, -(-self.config.ffn_hidden_size // steps)
-        ffn = self.batch.tensor_bytes(columns)
-        size = 0 if self.direct else self.batch.compute_bytes
+        ffn = self.run.tensor_bytes(columns)
+        size = 0 if self.direct else self.run.compute_bytes
         matrix = columns * self.config.hidden_size * size
         before = 3 * residual + 3 * ffn + matrix
         return UnitActivations(
@@ -349,7 +350,7 @@ class PartActivations(Activations):
         )
 
     def _loss(self, steps: int) -> UnitActivations:
-        residual, tokens, size = self.residual, self.batch.num_tokens, self.batch.compute_bytes
+        residual, tokens, size = self.residual, self.run.num_tokens, self.run.compute_bytes
         rows = -(-self.config.vocab_size // steps)
         chunk = min(tokens, loss_chunk(rows, size, fused=False)) * rows
         gradient = 0 if self.direct else rows * self.config.hidden_size * size

@@ -27,8 +27,8 @@ from model.units import PartSpec, unit_specs
 from paro.errors import UserError
 from paro.machine.machine import Device, Machine
 from paro.planning.step_counts import StepCounts
-from paro.precision import BYTES_OF, PrecisionConfig
-from paro.spec.run_spec import MicroBatch
+from paro.precision import BYTES_OF
+from paro.spec.run_spec import RunSpec
 from paro.spec.states import adamw_states, bytes_of
 from paro.step.actions import StepShape, Verb
 from paro.strategy import Strategy
@@ -51,10 +51,13 @@ class Computing:
     with the first half of every slice, then with the second half of every slice.
     """
 
-    model: LlamaConfig
+    run: RunSpec  # a run with these micro-batches, under any strategy
     step: StepCounts
-    batch: MicroBatch
     device: Device
+
+    @cached_property
+    def model(self) -> LlamaConfig:
+        return self.run.config
 
     @cached_property
     def per_unit(self) -> tuple[UnitSeconds, ...]:
@@ -85,22 +88,24 @@ class Computing:
         """Compute the time of memory-bound work that reads and writes this many bytes."""
         return num_bytes / self.device.memory_bytes_per_second
 
-    def collect_seconds(self, strategy: Strategy, precision: PrecisionConfig, numel: int) -> float:
+    def collect_seconds(self, strategy: Strategy, numel: int) -> float:
         """Compute the time to collect gradients, one by one, in the training thread.
 
         Where weights rotate, gradients are added to received sums, and complete sums to the
         accumulator. The first rank of a pass only writes its gradients: it has received no sum.
         """
-        compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
-        accumulate, degree = BYTES_OF[precision.accumulate], self.step.shape.num_slices
+        precision, compute = self.run.precision, self.run.compute_bytes
+        wire, accumulate = BYTES_OF[precision.wire], BYTES_OF[precision.accumulate]
+        degree = self.step.shape.num_slices
         of_element: float = compute + (wire if strategy.grads > 1 else 2 * accumulate)
         if degree > 1:
             of_element = compute + 2 * wire - wire / degree + (wire + 2 * accumulate) / degree
         return self.memory_seconds(numel * of_element)
 
-    def update_seconds(self, strategy: Strategy, precision: PrecisionConfig, numel: int) -> float:
+    def update_seconds(self, strategy: Strategy, numel: int) -> float:
+        precision = self.run.precision
         twice = BYTES_OF[precision.accumulate] + bytes_of(adamw_states(precision))
-        of_element = 2 * twice + BYTES_OF[precision.compute]
+        of_element = 2 * twice + self.run.compute_bytes
         return self.memory_seconds(numel // strategy.optim * of_element)
 
     def _seconds(self, flops: float) -> float:
@@ -108,16 +113,16 @@ class Computing:
 
     @property
     def _residual_bytes(self) -> int:
-        return self.batch.tensor_bytes(self.model.hidden_size)
+        return self.run.tensor_bytes(self.model.hidden_size)
 
     def _attention_flops(self, recomputed: bool) -> float:
         """Count FLOPs of core attention in forward, scaled as if run at the common rate."""
-        config, tokens, device = self.model, self.batch.num_tokens, self.device
+        config, tokens, device = self.model, self.run.num_tokens, self.device
         query = config.num_attention_heads * config.kv_channels
-        in_parts = self.batch.context.ring > 1 or (config.keeps_core and recomputed)
-        own = device.documents_flops if self.batch.apart else in_parts and device.parts_flops
+        in_parts = self.run.context.ring > 1 or (config.keeps_core and recomputed)
+        own = device.documents_flops if self.run.apart else in_parts and device.parts_flops
         own, others = own or device.attention_flops, device.sustained_flops
-        return 2.0 * tokens * 2 * self.batch.seq_length * query * (others / (own or others))
+        return 2.0 * tokens * 2 * self.run.seq_length * query * (others / (own or others))
 
     @cached_property
     def _product_flops(self) -> dict[str, float]:
@@ -126,7 +131,7 @@ class Computing:
         shapes, found = {**embedding.shapes, **block.shapes}, {}
         for part in (*embedding.parts, *block.parts):
             weights = (math.prod(shapes[name]) for name in part.cuts if len(shapes[name]) > 1)
-            found[part.method] = 2.0 * self.batch.num_tokens * sum(weights)
+            found[part.method] = 2.0 * self.run.num_tokens * sum(weights)
         return found | {"loss": found["look_up"]}
 
     def _of_slices(self, index: int) -> tuple[float, float]:
@@ -159,8 +164,8 @@ class Computing:
         trained = sum(unit.trainable.numel for unit in units) / sum(unit.numel for unit in units)
         if method == "loss" and isinstance(shape, StepShape):
             # The gradients of each operand take as long as the forward.
-            loss, chunk = (2 + trained) * forward, self.batch.loss_chunk(self.model)
-            of_chunk = min(1.0, chunk / self.batch.num_tokens)
+            loss, chunk = (2 + trained) * forward, self.run.loss_chunk
+            of_chunk = chunk / self.run.num_tokens
             later = loss - of_chunk * forward if shape.grads_in_forward else 0.0
             return {Verb.FORWARD: loss - later, Verb.LOSS: later}
         recompute = self.model.recompute

@@ -26,17 +26,16 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import NamedTuple
 
-from model.config import LlamaConfig
 from model.lora_config import down_name, up_name
 from model.units import first_trained_unit, unit_specs
 from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import Sent
 from paro.planning.sending import Sender, To
 from paro.spec.context_layout import heads_at_first, num_head_chunks
-from paro.spec.run_spec import MicroBatch, RunSpec
+from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import UINT8, Collective
 from paro.step.actions import Move, Verb
-from paro.topology import AxisSpan, StreamKind, Topology
+from paro.topology import AxisSpan, StreamKind
 
 
 class AttentionPass(Enum):
@@ -79,24 +78,16 @@ class Send(NamedTuple):
 Schedule = tuple[Send | float | str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
 class ContextAttention:
     """The attention of a model's blocks for a micro-batch of a context-parallel group."""
 
-    config: LlamaConfig
-    batch: MicroBatch
-    trained: frozenset[str]  # names of the parameters that train
-    topology: Topology  # the axes of the context layout
-
-    @classmethod
-    def of_run(cls, run: RunSpec) -> ContextAttention:
-        batch = run.batch
-        topology = batch.context.topology(world_size=run.world_size, group_size=run.group_size)
-        return cls(config=run.config, batch=batch, trained=run.trained, topology=topology)
+    def __init__(self, run: RunSpec) -> None:
+        self.config, self.layout, self.trained = run.config, run.context, run.trained
+        self.topology, self.messages = run.context_topology, messages_of(run)
 
     def schedule(self, kind: AttentionPass) -> Schedule:
         """Build the schedule of a pass: the KV exchange, with the all-to-all of heads around it."""
-        layout, messages = self.batch.context, self.messages
+        layout, messages = self.layout, self.messages
         if kind is AttentionPass.RECOMPUTE_EXCEPT_CORE:
             kv_exchange: Schedule = ()
         elif layout.gathers:
@@ -168,13 +159,9 @@ class ContextAttention:
             return AttentionPass.BACKWARD
         return AttentionPass.BACKWARD_OF_KV if trains & set().union(*kv) else None
 
-    @cached_property
-    def messages(self) -> Messages:
-        return messages_of(self.config, self.batch)
-
     def _all_gather(self, is_backward: bool) -> Schedule:
         """Build the schedule of a pass that all-gathers keys and values."""
-        layout, messages = self.batch.context, self.messages
+        layout, messages = self.layout, self.messages
         span, own = layout.ring_span(self.topology), 1 / layout.ring
         kv = Send("kv", (Message(Op.ALL_GATHER, span, layout.ring * messages.kv),))
         if not is_backward:
@@ -185,7 +172,7 @@ class ContextAttention:
 
     def _rings(self, is_backward: bool) -> Schedule:
         """Build the schedule of a pass that sends keys and values round inner and outer ring."""
-        rings = self.batch.context.rings(self.topology)
+        rings = self.layout.rings(self.topology)
         inner, outer = (partial(self._hops, span) for span in rings)
         steps, turns = (math.prod(axis.size for axis in span) for span in rings)
         share, grads = 1 / (steps * turns), int(is_backward)
@@ -256,37 +243,38 @@ class Messages:
     kv_grads: int  # bytes of the gradients of a ring rank's keys and values
 
 
-def messages_of(config: LlamaConfig, batch: MicroBatch) -> Messages:
-    """Compute the messages of a micro-batch by its context-parallel layout."""
-    layout, heads = batch.context, config.num_attention_heads
+def messages_of(run: RunSpec) -> Messages:
+    """Compute the messages of a run's micro-batch by its context-parallel layout."""
+    layout, config, size = run.context, run.model, run.compute_bytes
+    heads = config.num_attention_heads
     kv_heads = max(config.num_query_groups, layout.heads)  # heads sent, with repetitions
-    numel = batch.num_tokens * config.kv_channels  # elements of a head
+    numel = run.num_tokens * config.kv_channels  # elements of a head
     num_chunks = num_head_chunks(heads, kv_heads, layout) if layout.heads > 1 else 1
     of_piece = max(1, kv_heads // (layout.heads * num_chunks))
     return Messages(
-        qkv=(heads + 2 * kv_heads) // layout.heads * numel * batch.compute_bytes,
-        output=heads // layout.heads * numel * batch.compute_bytes,
+        qkv=(heads + 2 * kv_heads) // layout.heads * numel * size,
+        output=heads // layout.heads * numel * size,
         num_chunks=num_chunks,
         kv_in_chunks=kv_heads > layout.heads,
-        first_share=heads_at_first(of_piece, batch.compute_bytes) / of_piece,
-        kv=2 * kv_heads * numel * batch.compute_bytes,
+        first_share=heads_at_first(of_piece, size) / of_piece,
+        kv=2 * kv_heads * numel * size,
         kv_grads=2 * kv_heads * numel * 4,
     )
 
 
-def kv_exchange_bytes(config: LlamaConfig, batch: MicroBatch) -> int:
+def kv_exchange_bytes(run: RunSpec) -> int:
     """Compute the peak bytes of attention's backward where keys and values are exchanged.
 
     Counted are the output's gradient, the queries' gradients (fp32 sum, and of one part), the
     gradients of a part's keys and values, sent keys and values, and fp32 sums of their gradients.
     """
-    layout, size, messages = batch.context, batch.compute_bytes, messages_of(config, batch)
-    queries = batch.num_tokens * config.num_attention_heads * config.kv_channels
+    layout, size, messages = run.context, run.compute_bytes, messages_of(run)
+    queries = run.num_tokens * run.model.num_attention_heads * run.model.kv_channels
     kv = messages.kv // size  # elements of a ring rank's keys and values
     part = queries * (2 * size + 4) + kv * size
     if layout.gathers:
         return part + layout.ring * kv * (size + 4)
-    inner = layout.inner or layout.size
+    inner = layout.in_groups(run.group_size).inner
     steps, turns = inner // layout.heads, layout.size // inner
     moving, grads = min(2, steps - 1), 2 * (steps > 1)
     # The peak during the steps of the outer ring, where the first share waits for its sum.

@@ -122,7 +122,7 @@ class Estimator:
     @cached_by(lambda run: (run.micro_batch_size, run.context, run.recompute, run.collective))
     def _context_costs_of(self, run: RunSpec) -> ContextCosts:
         return ContextCosts(
-            attention=ContextAttention.of_run(run),
+            attention=ContextAttention(run),
             computing=self._computing_of(run),
             times=self._times_of(run.collective),
             overlaps=run.overlaps,
@@ -151,12 +151,8 @@ class Estimator:
         )
     )
     def _computing_of(self, run: RunSpec) -> Computing:
-        return Computing(
-            model=run.config,
-            step=self._memory.step(run),
-            batch=run.batch,
-            device=device_of(self.request.machine),
-        )
+        device = device_of(self.request.machine)
+        return Computing(run=run, step=self._memory.step(run), device=device)
 
     def memory(self, candidate: Candidate) -> DeviceMemory:
         """Predict the largest number of bytes that a rank takes of its device."""

@@ -98,7 +98,7 @@ class RunMemory:
         step, sender = self.step(run), self.sender(run, rank)
         states = traffic_of(step.of_step(num_micro_batches), self.specs(run), sender)
         moves = step.schedule(1).actions() if run.context.size > 1 else ()
-        attention = ContextAttention.of_run(run).sent(moves, sender)
+        attention = ContextAttention(run).sent(moves, sender)
         return states + attention * num_micro_batches
 
     def sent_in_rounds(self, run: RunSpec, rank: int | None = None) -> Sent:
@@ -140,7 +140,7 @@ class RunMemory:
         precision = run.precision
         grad_dtype = precision.wire if run.strategy.grads > 1 else precision.accumulate
         kind = PartActivations if run.materialize.rotates else Activations
-        activations = kind(config=run.config, batch=run.batch, grad_bytes=BYTES_OF[grad_dtype])
+        activations = kind(run, grad_bytes=BYTES_OF[grad_dtype])
         step = self.step(run)
         of_step = [*activations.of_step(step)]
         return StepTally(run=run, step=step, specs=self.specs(run), activations=of_step)

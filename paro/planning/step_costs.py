@@ -234,10 +234,10 @@ class StepCosts:
         return unit, seconds
 
     def collect_seconds(self, numel: int) -> float:
-        return self.computing.collect_seconds(self.run.strategy, self.run.precision, numel)
+        return self.computing.collect_seconds(self.run.strategy, numel)
 
     def _update_seconds(self, numel: int) -> float:
-        return self.computing.update_seconds(self.run.strategy, self.run.precision, numel)
+        return self.computing.update_seconds(self.run.strategy, numel)
 
     @cached_property
     def muon_seconds(self) -> float:

@@ -48,35 +48,6 @@ class Materialize(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """The size and data type of a micro-batch on a rank, and the device type that computes it."""
-
-    size: int
-    seq_length: int
-    compute_bytes: int  # bytes per element of the compute type
-    device_type: str  # "cuda" or "cpu", which decides the kernels that exist
-    context: ContextLayout = ALONE  # the layout of the context-parallel group
-    apart: bool = False  # whether attention stays within each document of a sample
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens of the micro-batch on one rank."""
-        return self.size * self.seq_length // self.context.size
-
-    def tensor_bytes(self, width: int) -> int:
-        """Compute the bytes of a tensor of `width` elements per token in the compute type."""
-        return self.num_tokens * width * self.compute_bytes
-
-    def fuses_loss(self, model: LlamaConfig) -> bool:
-        """Say whether Triton makes gradients of logits in place, as it is expected to on a GPU."""
-        return model.fuses_loss or self.device_type == "cuda"
-
-    def loss_chunk(self, model: LlamaConfig) -> int:
-        """Return the number of tokens whose logits the loss computes at a time."""
-        return loss_chunk(model.vocab_size, self.compute_bytes, fused=self.fuses_loss(model))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
     """The settings of a run by its flags; the planner may choose others for some of them."""
 
@@ -95,7 +66,7 @@ class RunSettings:
     )
     collective: str = "native"
     materialize: Materialize = Materialize.GATHER
-    device_type: str = "cuda"
+    device_type: str = "cuda"  # or "cpu"; decides the kernels that exist
     eval_micro_batch_size: int = 0  # samples; 0: without evaluation, or as in training
 
 
@@ -156,15 +127,29 @@ class RunSpec(RunSettings):
         return self.context.topology(world_size=self.world_size, group_size=self.group_size)
 
     @property
-    def batch(self) -> MicroBatch:
-        return MicroBatch(
-            size=self.micro_batch_size,
-            seq_length=self.seq_length,
-            compute_bytes=BYTES_OF[self.precision.compute],
-            device_type=self.device_type,
-            context=self.context.in_groups(self.group_size),
-            apart=self.apart,
-        )
+    def compute_bytes(self) -> int:
+        """The bytes per element of the compute type."""
+        return BYTES_OF[self.precision.compute]
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of a micro-batch on one rank."""
+        return self.micro_batch_size * self.seq_length // self.context.size
+
+    def tensor_bytes(self, width: int) -> int:
+        """Compute the bytes of a tensor of `width` elements per token in the compute type."""
+        return self.num_tokens * width * self.compute_bytes
+
+    @property
+    def fuses_loss(self) -> bool:
+        """True if Triton makes gradients of logits in place, as it is expected to on a GPU."""
+        return self.model.fuses_loss or self.device_type == "cuda"
+
+    @property
+    def loss_chunk(self) -> int:
+        """The number of tokens whose logits the loss computes at a time, at most."""
+        size = loss_chunk(self.model.vocab_size, self.compute_bytes, fused=self.fuses_loss)
+        return min(self.num_tokens, size)
 
 
 class RunGroups(NamedTuple):

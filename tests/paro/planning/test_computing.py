@@ -123,4 +123,4 @@ def test_what_is_not_computed_does_not_count(trainable: Trainable, lora: LoraCon
     of_token = flops_per_token(given.model, given.seq_length, trained, causal=False)
     # The first trained block's gradients of its input are computed, too; adapters take no time.
     products = part.seconds * DEVICE.sustained_flops
-    assert products == pytest.approx(of_token * part.batch.num_tokens, rel=0.1)
+    assert products == pytest.approx(of_token * part.run.num_tokens, rel=0.1)

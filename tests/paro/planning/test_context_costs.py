@@ -146,7 +146,7 @@ def test_turns_that_are_alike_take_as_long_as_one_by_one(
     groups = machine(group_size=inner, device=faster)
     step = costs(shared(ContextLayout(size=8), group_size=inner, machine=groups))
     context, outer = context_of(step), 8 // inner
-    messages = messages_of(step.computing.model, step.computing.batch)
+    messages = messages_of(step.computing.run)
     grads = messages.kv_grads if verb is Verb.GRADIENTS else 0
     hops = {
         ring: (messages.kv * 8 / rate, grads * 8 / rate)

@@ -88,5 +88,5 @@ def test_a_rank_sends_what_the_part_that_trains_needs(
         llama(tokens_BS, tokens_BS, torch.ones(tokens_BS.shape)).backward()
         run = run_of(config, "NNG", precision, world_size=4, is_trained=is_trained, context=shared)
         moves = RunMemory(None).step(run).schedule(1).actions()
-        said = ContextAttention.of_run(run).sent(moves, sender)
+        said = ContextAttention(run).sent(moves, sender)
         assert links.traffic.take() == said, names or config.lora

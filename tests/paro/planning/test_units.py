@@ -18,7 +18,7 @@ from model.rotary import rotations
 from paro.planning.run_memory import RunMemory
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES
-from paro.spec.run_spec import Materialize, MicroBatch
+from paro.spec.run_spec import Materialize, RunSpec
 from paro.spec.sharding_spec import state_bytes
 from paro.strategy import legal_letters
 from tests.paro.planning.lone_rank import lone_rank, silence
@@ -135,19 +135,19 @@ def test_activations_are_what_autograd_saves(
     config = replace(model, recompute=RECOMPUTE[recompute])
     precision, shape = PrecisionConfig(compute=compute), {"world_size": 1, "group_size": 1}
     run = run_of(config, "NNN", precision, micro_batch_size=2, device_type="cpu", **shape)
-    batch = run.batch
     *units, head = (own for _, own in RunMemory(None).tally(run).activations)
     # The gradient of the head's normalized input is no saved tensor: the loss itself keeps it.
-    gradient = batch.num_tokens * config.hidden_size * batch.compute_bytes
+    gradient = run.num_tokens * config.hidden_size * run.compute_bytes
     expected = sum(unit.kept for unit in units) + head.kept - gradient
-    assert saved_bytes(config, batch, TORCH_TYPES[compute]) == expected
+    assert saved_bytes(run) == expected
 
 
-def saved_bytes(config: LlamaConfig, batch: MicroBatch, dtype: torch.dtype) -> int:
+def saved_bytes(run: RunSpec) -> int:
     """Bytes of the storages saved for backward, without parameters and rotary tables."""
+    config, dtype = run.config, TORCH_TYPES[run.precision.compute]
     model = Llama(config).to(dtype)
     initialize_whole(model, config, seed=1)
-    turned = rotations(config, batch.seq_length, dtype, torch.device("cpu"))
+    turned = rotations(config, run.seq_length, dtype, torch.device("cpu"))
     resident = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *turned)}
     saved: dict[int, Tensor] = {}
 
@@ -155,7 +155,7 @@ def saved_bytes(config: LlamaConfig, batch: MicroBatch, dtype: torch.dtype) -> i
         saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
-    tokens_BS = torch.zeros(batch.size, batch.seq_length, dtype=torch.int64)
+    tokens_BS = torch.zeros(run.micro_batch_size, run.seq_length, dtype=torch.int64)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(tokens_BS, tokens_BS.clone(), torch.ones(tokens_BS.shape))
     return sum(
