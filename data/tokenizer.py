@@ -16,7 +16,6 @@ from paro.errors import UserError, importing, reading
 from paro.untrusted.regular_file import check_regular, read_bytes
 from paro.untrusted.schema import read_json
 
-_MAX_ROWS = 2**31  # most rows of an embedding
 BLANK = "\u2581"  # how SentencePiece spells a space
 END = "<|endoftext|>"
 VOCAB_FILE, MERGE_FILE = "vocab.json", "merges.txt"  # their names in a Hugging Face folder
@@ -86,28 +85,6 @@ def _read_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if config.tokenizer_type == "TikTokenizer":
         return TikTokenizer(model)
     return hugging_face_tokenizer(model)
-
-
-def padded_vocab_size(vocab_size: int, divisible_by: int, exactly: int | None = None) -> int:
-    """Round `vocab_size` up to --make-vocab-size-divisible-by: rows of embedding and head.
-
-    With --padded-vocab-size the number is `exactly`, and the multiple is ignored.
-    """
-    if exactly is not None:
-        if exactly < vocab_size:
-            raise UserError(
-                f"--padded-vocab-size {exactly} is less than the {vocab_size} entries of the "
-                f"vocabulary: give {vocab_size} or more, or leave it out"
-            )
-        if exactly > _MAX_ROWS:
-            raise UserError(f"--padded-vocab-size {exactly} must be at most {_MAX_ROWS}")
-        return exactly
-    if not 1 <= divisible_by <= _MAX_ROWS:
-        raise UserError(
-            f"--make-vocab-size-divisible-by {divisible_by} must be at least 1 and at most "
-            f"{_MAX_ROWS}"
-        )
-    return -(-vocab_size // divisible_by) * divisible_by
 
 
 class SentencePieceTokenizer(Tokenizer):

@@ -10,6 +10,7 @@ from paro.errors import UserError, check_least
 
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 GPT2_TYPE = "GPT2BPETokenizer"
+_MAX_ROWS = 2**31  # most rows of an embedding
 TOKENIZER_TYPES = (
     *SENTENCEPIECE_TYPES,
     "HuggingFaceTokenizer",
@@ -113,6 +114,28 @@ def saved_tokenizer(common: Mapping[str, Any]) -> dict[str, Any]:
     if saved.get("tokenizer_type") == "NullTokenizer":
         saved["vocab_size"] = common.get("vocab_size", saved["vocab_size"] + 1)
     return saved
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, exactly: int | None = None) -> int:
+    """Round `vocab_size` up to --make-vocab-size-divisible-by: rows of embedding and head.
+
+    With --padded-vocab-size the number is `exactly`, and the multiple is ignored.
+    """
+    if exactly is not None:
+        if exactly < vocab_size:
+            raise UserError(
+                f"--padded-vocab-size {exactly} is less than the {vocab_size} entries of the "
+                f"vocabulary: give {vocab_size} or more, or leave it out"
+            )
+        if exactly > _MAX_ROWS:
+            raise UserError(f"--padded-vocab-size {exactly} must be at most {_MAX_ROWS}")
+        return exactly
+    if not 1 <= divisible_by <= _MAX_ROWS:
+        raise UserError(
+            f"--make-vocab-size-divisible-by {divisible_by} must be at least 1 and at most "
+            f"{_MAX_ROWS}"
+        )
+    return -(-vocab_size // divisible_by) * divisible_by
 
 
 def unpadded_vocab_size(common: Mapping[str, Any]) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from data.tokenizer import padded_vocab_size
+from data.tokenizer_config import padded_vocab_size
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from model.lora_config import LoraConfig, targets_of
 from paro.arguments.needed import missing_sizes

@@ -24,7 +24,6 @@ from paro.config.checks import (
     check_load,
     check_outputs,
     check_overwriting,
-    needs_of,
 )
 from paro.config.context_parallel import ContextParallelConfig, data_parallel_size_of
 from paro.config.model import take_model, vocab_size_given
@@ -37,6 +36,7 @@ from paro.config.parts import (
     take_train,
     with_values,
 )
+from paro.config.planned_checks import needs_of
 from paro.config.resolve import Decision, decide, with_saved
 from paro.config.sharding import (
     ShardingConfig,

@@ -16,10 +16,11 @@ import sentencepiece
 import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-from data.tokenizer import END, Tokenizer, build_tokenizer, padded_vocab_size
+from data.tokenizer import END, Tokenizer, build_tokenizer
 from data.tokenizer_config import (
     SENTENCEPIECE_TYPES,
     TokenizerConfig,
+    padded_vocab_size,
     saved_tokenizer,
     tokenizer_config,
 )

@@ -312,8 +312,8 @@ DECIDES = {
     "sharding.world": "paro.config.run.RunConfig.world",
     "launch.ranks_per_node": "paro.config.run.take_world",
     "launch.world_size": "paro.config.run.take_world",
-    "model.max_position_embeddings": "paro.config.checks.check_sequence",
-    "precision.inter_grad_error_feedback": "paro.config.checks.check_feedback",
+    "model.max_position_embeddings": "paro.config.planned_checks.check_sequence",
+    "precision.inter_grad_error_feedback": "paro.config.planned_checks.check_feedback",
 }
 TINY = (
     "--distributed-backend gloo --num-layers 1 --hidden-size 8 --num-attention-heads 2 "

@@ -18,7 +18,6 @@ from paro.arguments.model import (
 from paro.arguments.outer import add_outer_args
 from paro.arguments.parser import take
 from paro.collectives.schedule import COLLECTIVES
-from paro.config.checks import PLANNED_CHECKS, check_feedback, needs_of
 from paro.config.context_parallel import (
     SIZE_FLAG,
     ContextParallelConfig,
@@ -31,6 +30,7 @@ from paro.config.context_parallel import (
 )
 from paro.config.model import take_model, vocab_size_given
 from paro.config.parts import take_loss_scale, take_precision
+from paro.config.planned_checks import PLANNED_CHECKS, check_feedback, needs_of
 from paro.config.sharding import (
     ShardingConfig,
     TrainingTask,

@@ -11,8 +11,8 @@ import torch
 
 from data.atomic_file import temporary_beside
 from data.hub import how_to_fetch
-from data.tokenizer import build_tokenizer, padded_vocab_size
-from data.tokenizer_config import TokenizerConfig
+from data.tokenizer import build_tokenizer
+from data.tokenizer_config import TokenizerConfig, padded_vocab_size
 from paro.checkpoint.convert.hugging_face import (
     is_hugging_face,
     open_hugging_face,

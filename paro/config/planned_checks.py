@@ -1,0 +1,123 @@
+"""Checks between flags that tools/plan.py has too: of the model, its batches and its sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+
+from model.config import FP8_MULTIPLE, LlamaConfig
+from model.trainable import Trainable
+from model.units import parameter_shapes
+from paro.collectives.schedule import NCCL_COLLECTIVES
+from paro.config.context_parallel import check_parts
+from paro.config.sharding import ShardingConfig
+from paro.errors import UserError
+from paro.precision import PrecisionConfig
+from paro.schedule.batch_schedule import BatchSchedule
+from paro.spec.context_layout import ContextLimits
+from paro.spec.states import is_for_muon
+from paro.spec.units import MUON_ROTATES
+
+
+def check_sequence(model: LlamaConfig, seq_length: int) -> None:
+    most = model.max_position_embeddings
+    if seq_length > most:
+        raise UserError(
+            f"--seq-length {seq_length} is above --max-position-embeddings {most}: give "
+            f"--max-position-embeddings {seq_length}, or --seq-length {most}"
+        )
+
+
+def check_fp8(
+    model: LlamaConfig, seq_length: int, batches: BatchSchedule, sharding: ShardingConfig
+) -> None:
+    """Raise `UserError` for sizes that a GPU's matmuls in fp8 do not take."""
+    if model.fp8_format is None:
+        return
+    sharing, tokens = sharding.context.context_parallel_size, "--micro-batch-size x --seq-length"
+    if sharing > 1:
+        tokens += " / --context-parallel-size"
+    for flags, size in (
+        ("--hidden-size", model.hidden_size),
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+        ("--num-attention-heads x --kv-channels", model.num_attention_heads * model.kv_channels),
+        ("--num-query-groups x --kv-channels", model.num_query_groups * model.kv_channels),
+        (tokens, batches.micro_batch_size * seq_length // sharing),
+    ):
+        if size % FP8_MULTIPLE != 0:
+            raise UserError(
+                f"--fp8-format {model.fp8_format} needs multiples of {FP8_MULTIPLE}: change "
+                f"{flags}, which is {size}, or leave fp8 out"
+            )
+
+
+def check_context(
+    sharding: ShardingConfig,
+    model: LlamaConfig,
+    seq_length: int,
+    precision: PrecisionConfig,
+    device_type: str,
+) -> None:
+    """Raise `UserError` if ranks cannot share samples of this model and length.
+
+    Also if flags need attention's log-sum-exp and no kernel returns one.
+    """
+    world, context = sharding.world, sharding.context
+    if context.context_parallel_size > 1:
+        limits = ContextLimits(
+            model=model, world_size=world.size, group_size=world.group_size, seq_length=seq_length
+        )
+        context.check(limits, rotates=sharding.materialize == "rotate")
+    check_parts(model, context, device_type, precision.compute)
+
+
+def check_muon(
+    precision: PrecisionConfig, sharding: ShardingConfig, trainable: Trainable, model: LlamaConfig
+) -> None:
+    """Raise `UserError` if Muon would have no unsharded matrix to update."""
+    if precision.optimizer != "muon":
+        return
+    if sharding.materialize == "rotate":
+        raise UserError(MUON_ROTATES)
+    shapes = parameter_shapes(model)
+    names = trainable.names(model)
+    if not any(is_for_muon(name, shapes[name]) for name in names):
+        raise UserError(
+            f"--optimizer muon updates matrices of blocks, and --trainable {trainable} has none: "
+            "leave it out"
+        )
+
+
+def check_collective(sharding: ShardingConfig, device_type: str) -> None:
+    """Raise `UserError` under NCCL for a collective made of point-to-point messages."""
+    name = sharding.collective
+    if device_type == "cuda" and name not in (*NCCL_COLLECTIVES, "auto"):
+        raise UserError(
+            f"--paro-collective {name} sends a gather as hundreds of messages from point to point, "
+            "which take longer to launch than to send under nccl: give native or ho-ring"
+        )
+
+
+def check_feedback(flag: str, precision: PrecisionConfig) -> None:
+    """Raise `UserError` if losing a rank would lose gradient errors that error feedback holds."""
+    if precision.inter_grad_error_feedback:
+        raise UserError(
+            f"--paro-inter-grad-error-feedback and {flag} contradict each other: what a rank "
+            "remembers of its gradients nobody else holds: give one of them"
+        )
+
+
+# A check's parameters name fields of RunConfig.
+PLANNED_CHECKS: tuple[Callable[..., None], ...] = (
+    check_collective,
+    check_sequence,
+    check_context,
+    check_muon,
+    check_fp8,
+)
+
+
+def needs_of(make: Callable[..., object]) -> tuple[str, ...]:
+    """Return the parts of the configuration that a check or a maker needs, by its parameters."""
+    parameters = signature(make).parameters.values()
+    return tuple(each.name for each in parameters if each.default is each.empty)
