@@ -31,7 +31,7 @@ from paro.checkpoint.manifest import (
 )
 from paro.errors import UserError, reading
 from paro.report.earlier import MARK
-from paro.untrusted.regular_file import read_bytes
+from paro.untrusted.regular_file import paths_in, read_bytes
 from paro.untrusted.schema import Count, parse_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -90,8 +90,6 @@ def latest_iteration(directory_root: str | Path) -> int | None:
     root = Path(directory_root)
     path = root / TRACKER
     with reading(f"{path}"):
-        if root.exists() and not root.is_dir():
-            raise UserError(f"{root} is a file: give a folder of checkpoints")
         if not path.exists():
             _refuse_strangers(root)
             return None
@@ -127,7 +125,8 @@ def candidates(directory_root: str | Path) -> tuple[list[int], str | None]:
 def iterations_in(root: Path) -> set[int]:
     """Return every iteration that has a folder, complete or not."""
     with reading(f"{root}"):
-        names = [path.name.removesuffix(_REPLACED) for path in root.glob("iter_*") if path.is_dir()]
+        folders = [path for path in paths_in(root, "iter_*") if path.is_dir()]
+    names = [folder.name.removesuffix(_REPLACED) for folder in folders]
     return {int(name[5:]) for name in names if name[5:].isascii() and name[5:].isdigit()}
 
 
@@ -163,9 +162,8 @@ def set_aside(directory_root: str | Path, number: int) -> Path | None:
         return None
     earlier = root / f"{MARK}{number}"
     earlier.mkdir()
-    folders = (path for path in root.glob("iter_*") if path.suffix != _PARTIAL)
-    for path in (*sorted(folders), root / TRACKER):
-        if path.exists():
+    for path in (*paths_in(root, "iter_*"), root / TRACKER):
+        if path.suffix != _PARTIAL and path.exists():
             path.rename(earlier / path.name)
     _sync_directory(earlier)
     _sync_directory(root)
@@ -233,12 +231,11 @@ def begin_checkpoint(
     root = Path(directory_root)
     root.mkdir(parents=True, exist_ok=True)
     check()
-    for leftover in root.glob(f"iter_*{_PARTIAL}"):
-        shutil.rmtree(leftover)
-    for tracker in root.glob(f"{TRACKER}*{_PARTIAL}"):
-        tracker.unlink(missing_ok=True)
-    for mark in root.glob(f"{RANK_MARK}*"):  # left by ranks killed in `ranks_by_folder`
-        mark.unlink(missing_ok=True)
+    for folder in paths_in(root, f"iter_*{_PARTIAL}"):
+        shutil.rmtree(folder)
+    # Marks are left by ranks killed in `ranks_by_folder`.
+    for file in paths_in(root, f"{TRACKER}*{_PARTIAL}", f"{RANK_MARK}*"):
+        file.unlink(missing_ok=True)
     suffix = f".{token}{_PARTIAL}" if token else _PARTIAL
     partial = iteration_directory(root, iteration).with_suffix(suffix)
     partial.mkdir()
@@ -335,13 +332,14 @@ def _refuse_strangers(root: Path) -> None:
             f"{root} is one iteration of a checkpoint: give the folder that holds it, "
             f"{root.absolute().parent}"
         )
-    strangers = ("config.json", "params.json", "*.safetensors", "*.pth", "mp_rank_*")
-    for pattern in (*strangers, "release/mp_rank_*"):
-        if found := next(root.glob(pattern), None):
-            raise UserError(
-                f"{root} holds no checkpoint of this project (it has {found.name}): convert it "
-                "with tools/convert_checkpoint.py"
-            )
+    strangers = paths_in(root, "config.json", "params.json", "*.safetensors", "*.pth", "mp_rank_*")
+    if (root / "release").is_dir():
+        strangers += paths_in(root / "release", "mp_rank_*")
+    if strangers:
+        raise UserError(
+            f"{root} holds no checkpoint of this project (it has {strangers[0].name}): convert it "
+            "with tools/convert_checkpoint.py"
+        )
 
 
 def _next_tracker(partial: Path) -> Path:

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO
 from weakref import finalize
@@ -25,6 +26,21 @@ def open_regular(path: str | Path, what: str = "") -> Iterator[BinaryIO]:
     what = what or str(path)
     with reading(what), open(_open(path, what), "rb") as file:
         yield file
+
+
+def paths_in(folder: Path, *patterns: str) -> list[Path]:
+    """Return the sorted paths in a folder whose names match a pattern; none if it does not exist.
+
+    `UserError` if it may not be listed, where a glob would find nothing.
+    """
+    with reading(f"{folder}"):
+        try:
+            names = sorted(os.listdir(folder))
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:
+            raise UserError(f"{folder} is a file: give a folder") from None
+    return [folder / name for name in names if any(fnmatchcase(name, each) for each in patterns)]
 
 
 def check_regular(path: str | Path, what: str = "") -> None:

@@ -16,7 +16,7 @@ from paro.checkpoint.convert.hugging_face import tokenizer_of
 from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, joined
 from paro.checkpoint.convert.tensor_files import is_weight, lazy, load_torch_file
 from paro.errors import UserError, about
-from paro.untrusted.regular_file import open_regular
+from paro.untrusted.regular_file import open_regular, paths_in
 from paro.untrusted.schema import Positive, read_json
 
 PARAMS = "params.json"
@@ -100,7 +100,7 @@ def half_rotation(weight_RD: Tensor, head: int) -> Tensor:
 
 
 def _files(directory: Path) -> list[Path]:
-    files = sorted(directory.glob("consolidated.*.pth"))
+    files = paths_in(directory, "consolidated.*.pth")
     if not files:
         raise UserError(f"{directory} has no consolidated.00.pth")
     for number, path in enumerate(files):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -90,6 +91,19 @@ def test_what_is_no_folder_of_checkpoints_is_not_taken_for_an_empty_one(tmp_path
     (other / "release" / "mp_rank_00").mkdir(parents=True)
     (other / TRACKER).write_text("release")
     refused(lambda: candidates(other), "mp_rank_00): convert it with tools/convert_checkpoint")
+
+
+def test_a_folder_that_may_not_be_listed_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 100)
+    (tmp_path / TRACKER).unlink()
+    denied = Mock(side_effect=PermissionError(13, "Permission denied"))
+    monkeypatch.setattr(os, "listdir", denied)
+    monkeypatch.setattr(os, "scandir", denied)  # of a glob, which then finds nothing
+    for look in (candidates, latest_iteration, describe_saved, lambda root: set_aside(root, 1)):
+        refused(lambda look=look: look(tmp_path), f"{tmp_path} cannot be read: Permission denied")
+    refused(lambda: begin_checkpoint(tmp_path, 200), f"{tmp_path} ... Permission denied")
 
 
 def test_a_folder_without_its_manifest_is_of_an_unfinished_save(tmp_path: Path) -> None:
