@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from statistics import fmean
 from typing import Any
 
@@ -52,16 +53,18 @@ class GroupsAlone:
         return own._replace(stop_after=self._first + step if step else 0)
 
     def reasons_of_all(self, reasons: Reasons, iteration: int) -> Reasons:
-        """Return the reasons for which all groups stop after `iteration`, from those of a step."""
+        """Return the reasons for which all groups stop after `iteration`, from those of a step.
+
+        Collective over all groups at the step after which they stop.
+        """
         if not self.are_alone(iteration):
             return reasons
         self._reasons = self._reasons.joined(reasons)
         self._stop_after = reasons.stop_after or self._stop_after
         if iteration != self._stop_after:
             return Reasons()
-        # Groups must do the same from here on: the final save reports a save that failed.
-        is_late = self._reasons.late and not self._reasons.signalled
-        return Reasons(signalled=not is_late, late=is_late)
+        # All groups are at this step now, and must do the same from here on.
+        return reduce(Reasons.joined, self._control.gather(self._reasons))
 
     def left_out_line(self, iteration: int) -> str | None:
         """Say which groups the round that begins after `iteration` leaves out; None if none."""

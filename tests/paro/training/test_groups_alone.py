@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from paro.config.run import RunConfig
 from paro.report.log import Log
 from paro.spec.states import PARAM
 from paro.training.assembly import build_data, build_sources
+from paro.training.groups_alone import GroupsAlone
+from paro.training.reasons import Reasons
 from paro.training.replicas import check_replicas
 from paro.training.resume import load_run
 from paro.training.step import Training, TrainState, evaluate, train_step
@@ -126,3 +129,13 @@ def test_runs_with_other_settings_continue_from_the_parameters_that_groups_agree
     norms, *_ = run_ranks(continue_otherwise, 4, cases, str(tmp_path))
     for (_, after), (start, end) in zip(cases, norms, strict=True):
         assert end < 1.1 * start, f"{after}: {start} to {end}"
+
+
+@pytest.mark.parametrize("name", ["signalled", "late", "unsaved"])
+def test_all_groups_stop_for_the_reason_that_one_of_them_has(name: str) -> None:
+    training = Mock()
+    training.control.gather = lambda own: [own, Reasons(**{name: True})]
+    groups = GroupsAlone(training)
+    agreed = Reasons(stop_after=7)
+    assert groups.reasons_of_all(agreed, 6) == Reasons()
+    assert groups.reasons_of_all(agreed, 7) == agreed._replace(**{name: True})
