@@ -137,11 +137,11 @@ def fill_torch_file(path: Path) -> Iterator[Any]:
 
 
 def is_weight(value: object) -> TypeGuard[Tensor]:
-    """Return whether a value can be a parameter: a plain floating-point vector or matrix."""
+    """Return whether a value can be a parameter: a vector or matrix of a type of weights."""
     return (
         isinstance(value, Tensor)
         and value.layout is torch.strided
-        and value.is_floating_point()
+        and value.dtype in _NAMES
         and value.ndim in (1, 2)
     )
 

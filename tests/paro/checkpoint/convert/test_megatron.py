@@ -263,8 +263,11 @@ def test_a_wrong_argument_is_named(name: str, value: Any, message: str, tmp_path
 
 @pytest.mark.parametrize(
     "tensor",
-    [torch.ones(()), torch.ones(3, dtype=torch.int64), torch.ones(2, 2).to_sparse(), "x"],
-    ids=["scalar", "integers", "sparse", "text"],
+    [
+        *(torch.ones(()), torch.ones(3, dtype=torch.int64), torch.ones(2, 2).to_sparse(), "x"),
+        torch.ones(2, 2).to(torch.float8_e4m3fn),
+    ],
+    ids=["scalar", "integers", "sparse", "text", "fp8"],
 )
 @pytest.mark.parametrize(
     "name", ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight"]
