@@ -14,8 +14,7 @@ from typing import TypeVar
 import torch
 
 from paro.checkpoint.directory import RANK_MARK
-from paro.checkpoint.folder_lock import STILL_SECONDS, FolderLock, LockWaiter
-from paro.checkpoint.lock_holder import LockHolder
+from paro.checkpoint.folder_lock import STILL_SECONDS, FolderLock, LockHolder, LockWaiter
 from paro.distributed.control import Control
 from paro.distributed.groups import make_save_groups
 from paro.distributed.world import World
@@ -104,10 +103,6 @@ class LockedFolders:
     folders: tuple[tuple[int, ...], ...]
     lock: FolderLock | None
 
-    def is_ours(self) -> bool:
-        """Return whether no other run may have locked this rank's folder yet."""
-        return self.lock is None or self.lock.is_ours()
-
 
 def ranks_that_save(locked: LockedFolders, control: Control, timeout: timedelta) -> CheckpointRanks:
     """Return ranks with process groups of their own, for saves while the ranks train."""
@@ -115,10 +110,9 @@ def ranks_that_save(locked: LockedFolders, control: Control, timeout: timedelta)
         return CheckpointRanks(control, control, range(1), locked.lock)
     world, near = make_save_groups(locked.folders, control.world.rank, timeout)
     everyone = control.over(world, range(control.world.size))
-    if len(locked.folders) == 1:
-        return CheckpointRanks(everyone, everyone, range(control.world.size), locked.lock)
     (members,) = (ranks for ranks in locked.folders if control.world.rank in ranks)
-    return CheckpointRanks(everyone, control.over(near, members), members, locked.lock)
+    among = everyone if near is world else control.over(near, members)
+    return CheckpointRanks(everyone, among, members, locked.lock)
 
 
 @contextmanager

@@ -60,10 +60,9 @@ def open_base(named: BaseCheckpoint | None, moved_to: str | None, blame: str) ->
 
 def adapters_of(common: Mapping[str, Any], directory: Path) -> LoraConfig | None:
     """Return the adapters of a checkpoint with this common.json; None if it has none."""
-    if common.get("lora") is None:
-        return None
-    found: LoraConfig = conform(common["lora"], LoraConfig, f"{directory / COMMON}: lora")
-    return found
+    where = f"{directory / COMMON}: lora"
+    adapters: LoraConfig | None = conform(common.get("lora"), LoraConfig | None, where)
+    return adapters
 
 
 def has_adapters(common: Mapping[str, Any], wanted: LoraConfig | None, directory: Path) -> bool:

@@ -25,7 +25,6 @@ from paro.checkpoint.manifest import (
     damaged,
     library_versions,
     read_manifest,
-    sum_of,
     write_durably,
     write_manifest,
 )
@@ -246,13 +245,13 @@ def finish_checkpoint(
     partial: Path,
     iteration: int,
     common: Mapping[str, Any],
-    files: Mapping[str, ChunkSums] | None = None,
+    files: Mapping[str, ChunkSums] = {},
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Turn a written folder into the latest checkpoint, with the last of several renames.
 
     `check` is called before every rename and raises if another run holds the folder now. `files`
-    are the files of tensors; `common["arguments"]` goes into the manifest. All writes that may fail
+    are the other files; `common["arguments"]` goes into the manifest. All writes that may fail
     on a full disk come before the first rename.
     """
     root = partial.parent
@@ -263,11 +262,8 @@ def finish_checkpoint(
     }
     arguments = common.get("arguments", {})
     rest = {name: value for name, value in common.items() if name != "arguments"}
-    sums = dict(files or {})
     text = json.dumps({**own, **rest, **own}, indent=1) + "\n"
-    sums[COMMON] = write_durably(partial / COMMON, text)
-    if files is not None:
-        sums[METADATA] = sum_of((partial / METADATA).read_bytes())
+    sums = {**files, COMMON: write_durably(partial / COMMON, text)}
     write_manifest(partial, iteration, sums, arguments)
     next_tracker = _next_tracker(partial)
     write_durably(next_tracker, str(iteration))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -154,21 +154,20 @@ def _load_iteration(
                 f"{directory} was saved with --no-save-optim: give --no-load-optim or --finetune"
             )
         read_from = {name: _source(name, stored, wanted) for name in present}
-        own = {name: state for name, state in present.items() if read_from[name] in stored}
+        stored = stored | {n: stored[source] for n, source in read_from.items() if source in stored}
+        readers = [(reader, [name for name in present if name in stored])]
         base = open_base(common.get("base"), wanted.base, f"{directory}")
-        sources = [
-            (reader, {read_from[name]: own[name] for name in names})
-            for names in _without_repeats(own, read_from)
-        ]
-        stored = stored | {name: stored[read_from[name]] for name in own}
         if base is None:
             check_states(present, stored)
         else:
             of_base = CheckedReader(base)
             check_states(present, _parameters(of_base.metadata.state_dict_metadata) | stored)
-            sources.append((of_base, {name: present[name] for name in present.keys() - own.keys()}))
-        plans = [(reader, reader.plan(of_it)) for reader, of_it in sources]
-    for line in _conversions(own, stored):
+            readers.append((of_base, [name for name in present if name not in stored]))
+        plans = [
+            (each, each.plan((read_from[name], present[name]) for name in names))
+            for each, names in readers
+        ]
+    for line in _conversions(present, stored):
         log(line)
     # Shards are overwritten only now, after the checks have passed on every rank.
     with ranks.raise_on_all_ranks():
@@ -186,6 +185,7 @@ def _conversions(states: Mapping[str, ChunkedState], stored: Mapping[str, Any]) 
     kinds = {
         (name.partition(".")[0], stored[name].properties.dtype, state.dtype)
         for name, state in states.items()
+        if name in stored
     }
     return {
         f"  {kind} is {there} in the checkpoint and {here} now: converted".replace("torch.", "")
@@ -213,20 +213,6 @@ def _source(name: str, stored: Mapping[str, object], wanted: LoadRequest) -> str
         return name
     plain = kind.partition("@")[0]
     return f"{PARAM if plain in (MASTER_OF_GROUP, ANCHOR) else plain}.{parameter}"
-
-
-def _without_repeats(
-    states: Iterable[str], read_from: Mapping[str, str]
-) -> Iterator[Sequence[str]]:
-    """Yield the states in as few lists as possible, none of which reads a source twice."""
-    lists: list[dict[str, str]] = []  # source -> state
-    for name in states:
-        source = read_from[name]
-        free = next((each for each in lists if source not in each), None)
-        if free is None:
-            lists.append(free := {})
-        free[source] = name
-    return ([*each.values()] for each in lists)
 
 
 def _check_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:

@@ -18,16 +18,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
-from paro.errors import UserError, describe, open_files_limit, reading
-from paro.untrusted.checksum import crc32
-from paro.untrusted.regular_file import read_bytes
+from paro.errors import UserError, describe, open_files_limit
+from paro.untrusted.checksum import crc32, crc32_of_file
+from paro.untrusted.regular_file import RegularFile, read_bytes
 from paro.untrusted.schema import Count, conform, read_json
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2  # version of the format that is written and read
 
 _PACKAGES = ("torch", "numpy", "safetensors", "sentencepiece", "tokenizers", "transformers")
-_BLOCK_BYTES = 2**20
 
 
 class DamagedError(UserError):
@@ -104,15 +103,10 @@ class Manifest:
         """Verify every file; return the bytes read. `DamagedError` names the first bad file."""
         check_sizes(self.directory, self.files)
         for name, sums in self.files.items():
-            path = self.directory / name
-            with reading(f"{path}"), path.open("rb") as opened:
-                for begin, chunk in _placed(sums):
-                    checksum, left = 0, chunk.length
-                    while block := opened.read(min(left, _BLOCK_BYTES)):
-                        checksum = crc32(block, checksum)
-                        left -= len(block)
-                    if checksum != chunk.checksum:
-                        raise DamagedError(_wrong(path, begin, begin + chunk.length))
+            file = RegularFile(self.directory / name)
+            for begin, chunk in _placed(sums):
+                if crc32_of_file(file, begin, begin + chunk.length) != chunk.checksum:
+                    raise DamagedError(_wrong(file.path, begin, begin + chunk.length))
         return sum(map(_num_bytes, self.files.values()))
 
 
@@ -244,5 +238,5 @@ def _canonical(facts: Mapping[str, Any]) -> bytes:
     return json.dumps(facts, sort_keys=True, default=str).encode()
 
 
-def _wrong(path: Path, begin: int, stop: int) -> str:
+def _wrong(path: str | Path, begin: int, stop: int) -> str:
     return f"{path} is damaged (wrong checksum of bytes {begin} to {stop})"

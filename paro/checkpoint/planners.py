@@ -73,24 +73,26 @@ class ChunkSavePlanner(DefaultSavePlanner):
         return plans, metadata
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return values_at(self.state_dict, write_item.index)
+        return _values_at(self.state_dict[write_item.index.fqn], write_item.index)
 
 
-def items_to_read(name: str, state: ChunkedState, metadata: Metadata) -> list[ReadItem]:
+def items_to_read(
+    name: str, state: ChunkedState, metadata: Metadata
+) -> list[tuple[ReadItem, Tensor]]:
     """List the reads that fill every chunk of a state from saved chunks of any shape."""
     saved = metadata.state_dict_metadata.get(name)
     assert isinstance(saved, TensorStorageMetadata), f"{name} is a {type(saved)}"
     chunks = [_chunk(offsets, values) for offsets, values in state.chunks.items()]
     items = create_read_items_for_chunk_list(name, saved, chunks)
-    found = sum(item.lengths.numel() for item in items)
-    wanted = sum(values.numel() for values in state.chunks.values())
-    if found != wanted:
+    num_found = sum(item.lengths.numel() for item in items)
+    num_wanted = sum(values.numel() for values in state.chunks.values())
+    if num_found != num_wanted:
         raise DamagedError(
-            f"{name} has a hole: {found} of {wanted} elements found; nodes without a shared file "
-            "system have the rest if other nodes saved it: load with the same ranks on the same "
-            "nodes, under the same strategy"
+            f"{name} has a hole: {num_found} of {num_wanted} elements found; nodes without a "
+            "shared file system have the rest if other nodes saved it: load with the same ranks on "
+            "the same nodes, under the same strategy"
         )
-    return items
+    return [(item, _values_at(state, item.dest_index)) for item in items]
 
 
 def check_states(states: dict[str, ChunkedState], saved: Mapping[str, object]) -> None:
@@ -122,7 +124,6 @@ def _chunk(offsets: Shape, values: Tensor) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=values.shape)
 
 
-def values_at(states: Mapping[str, ChunkedState], index: MetadataIndex) -> Tensor:
-    """Return the values of the chunk with DCP's index."""
-    assert index.offset is not None, f"{index.fqn} without a offsets"
-    return states[index.fqn].chunks[tuple(index.offset)]
+def _values_at(state: ChunkedState, index: MetadataIndex) -> Tensor:
+    assert index.offset is not None, f"{index.fqn} without offsets"
+    return state.chunks[tuple(index.offset)]

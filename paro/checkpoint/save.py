@@ -14,12 +14,13 @@ from torch.distributed.checkpoint import CheckpointException, SavePlanner
 from paro.checkpoint.agreement import CheckpointRanks
 from paro.checkpoint.chunks import ChunkedState
 from paro.checkpoint.directory import (
+    METADATA,
     begin_checkpoint,
     discard_checkpoint,
     finish_checkpoint,
 )
 from paro.checkpoint.folder_lock import LockLostError
-from paro.checkpoint.manifest import ChunkSums, check_sizes
+from paro.checkpoint.manifest import ChunkSums, check_sizes, sum_of
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.planners import ChunkSavePlanner
 from paro.checkpoint.storage import BoundedWriter
@@ -53,7 +54,6 @@ def write_states(
         # Each line raises on all ranks or on none: no folder is completed if any rank failed.
         planner = ChunkSavePlanner(whole=ranks.share_one_folder)
         files = write_files(folder, states, planner, ranks, blame)
-        ranks.first_decides(lambda: _read_back(folder, files), blame)
         ranks.first_decides(
             lambda: finish_checkpoint(folder, iteration, common, files, check), blame
         )
@@ -62,7 +62,10 @@ def write_states(
             discard_checkpoint(folder)
         is_shared = isinstance(error, (UserError, StorageError))  # raised on all ranks
         if is_shared and not isinstance(error, LockLostError):
-            ranks.first_decides(lambda: _blame_new_owner(check), blame)
+            # Another run may hold the folder and have removed this run's files; of a removed
+            # folder none does.
+            with ranks.raise_on_all_ranks(blame, name_rank=False), suppress(OSError):
+                check()
         raise
     log(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory_root}")
 
@@ -74,7 +77,7 @@ def write_files(
     ranks: CheckpointRanks,
     blame: str,
 ) -> dict[str, ChunkSums]:
-    """Write the tensor files; return the checksums of all files in this rank's folder.
+    """Write the tensor files and their metadata; return the checksums of this rank's folder.
 
     Collective; an error begins with `blame`, and is raised on all ranks.
     """
@@ -90,28 +93,23 @@ def write_files(
                 no_dist=ranks.everyone.world.size == 1,
             )
         except CheckpointException as error:  # has all ranks' failures; raise this rank's
-            failures, near = dict(error.failures), ranks.near.world  # {rank in the group: failure}
-            own = failures.pop(near.rank, None)
-            if own is not None:
-                raise own[0] from error
-            if not failures.keys() <= set(range(near.size)):
+            near = ranks.near.world  # its ranks are the keys of the failures
+            if near.rank in error.failures:
+                raise error.failures[near.rank][0] from error
+            if not error.failures.keys() <= set(range(near.size)):
                 raise RuntimeError("DCP names ranks that do not save here") from error
-    return {name: file for sums in ranks.near.gather(writer.sums) for name, file in sums.items()}
+    files = {name: file for sums in ranks.near.gather(writer.sums) for name, file in sums.items()}
+    return ranks.first_decides(lambda: _read_back(folder, files), blame)
 
 
-def _read_back(folder: Path, files: Mapping[str, ChunkSums]) -> None:
-    """Check that this rank sees and can load what all ranks wrote, before it replaces anything."""
+def _read_back(folder: Path, files: Mapping[str, ChunkSums]) -> dict[str, ChunkSums]:
+    """Check that this rank sees and can load what all ranks wrote; add the metadata's checksum."""
     try:
         check_sizes(folder, files)
         read_metadata(folder)
+        return {**files, METADATA: sum_of((folder / METADATA).read_bytes())}
     except UserError as error:
         raise UserError(
             "what was just written is gone or not seen by all ranks, which need one and the same "
             f"folder: {error}"
         ) from None
-
-
-def _blame_new_owner(check: Callable[[], None]) -> None:
-    """Raise `LockLostError` if another run holds the folder and so removed this run's files."""
-    with suppress(OSError):  # a removed folder is not held by another run
-        check()

@@ -216,7 +216,7 @@ def start_report(
             device=training.device,
             start_iteration=state.iteration,
             arguments=recorded_arguments(config),
-            is_ours=(lambda: True) if locked is None else locked.is_ours,
+            is_ours=locked.lock.is_ours if locked and locked.lock else lambda: True,
         )
     report.forecast = MemoryForecast(
         predicted_bytes=memory.allocated,

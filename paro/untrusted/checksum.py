@@ -12,9 +12,9 @@ __all__ = ["crc32", "crc32_of_file"]
 _PART_BYTES = 2**22
 
 
-def crc32_of_file(file: RegularFile, begin: int = 0) -> int:
-    """Return the CRC-32 of a file's bytes from byte `begin` on."""
-    found = 0
-    for start in range(begin, file.size, _PART_BYTES):
-        found = crc32(file.read(start, min(_PART_BYTES, file.size - start)), found)
-    return found
+def crc32_of_file(file: RegularFile, begin: int = 0, stop: int | None = None) -> int:
+    """Return the CRC-32 of a file's bytes from byte `begin` up to byte `stop`, or its end."""
+    checksum, stop = 0, file.size if stop is None else stop
+    for start in range(begin, stop, _PART_BYTES):
+        checksum = crc32(file.read(start, min(_PART_BYTES, stop - start)), checksum)
+    return checksum

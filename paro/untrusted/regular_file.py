@@ -87,24 +87,21 @@ class RegularFile:
 
     def read(self, begin: int, length: int) -> bytes:
         """Return the `length` bytes from byte `begin` on, of the file as it was opened."""
-        content = self._read_some(begin, length)
-        while len(content) < length:  # the system reads at most 2 GiB at once
-            more = self._read_some(begin + len(content), length - len(content))
-            if not more:
-                raise UserError(
-                    f"{self.path} has {os.fstat(self._descriptor).st_size:,} bytes and had "
-                    f"{self.size:,} when it was opened: another program has shortened it; "
-                    f"{self._remedy}"
-                )
-            content += more
-        return content
-
-    def _read_some(self, begin: int, length: int) -> bytes:
+        content = b""
         try:
-            return os.pread(self._descriptor, length, begin)
+            while len(content) < length:  # the system reads at most 2 GiB at once
+                more = os.pread(self._descriptor, length - len(content), begin + len(content))
+                if not more:
+                    raise UserError(
+                        f"{self.path} has {os.fstat(self._descriptor).st_size:,} bytes and had "
+                        f"{self.size:,} when it was opened: another program has shortened it; "
+                        f"{self._remedy}"
+                    )
+                content += more
         except OSError:
             with reading(self.path):
                 raise
+        return content
 
 
 def _open(path: str | Path, what: str) -> int:

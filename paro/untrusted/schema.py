@@ -158,11 +158,9 @@ def _fault(value: Any, kind: type) -> str:
         return f"{_shown(value)} is not allowed, it must be a finite number"
     if kind is int and (value != int(value) or abs(value) >= 2**63):
         return f"{_shown(value)} is not allowed, it must be a whole number of 64 bits"
-    if kind is str and "\0" in value:
-        return "it holds a zero byte"
-    return (
-        f"{_shown(value)} holds half of a character" if kind is str and not is_word(value) else ""
-    )
+    if kind is str and not is_word(value):
+        return f"{_shown(value)} holds a zero byte or half of a character"
+    return ""
 
 
 def _of_union(value: Any, kinds: tuple[Any, ...], path: str, wrong: _Wrong) -> Any:

@@ -17,7 +17,7 @@ import pytest
 
 from paro.checkpoint import folder_lock
 from paro.checkpoint.agreement import lock_folders
-from paro.checkpoint.lock_holder import LockHolder
+from paro.checkpoint.folder_lock import LockHolder
 from paro.report.config import run_record_path
 from tests.end_to_end.test_training import (
     RUN,

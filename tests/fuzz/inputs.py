@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from data.fingerprint import fingerprint_of
 from data.tokenizer_config import TokenizerConfig
-from paro.checkpoint.lock_holder import LockHolder
+from paro.checkpoint.folder_lock import LockHolder
 from tests.data.test_tokenizer import sentencepiece_model, write_tik
 from tests.helpers.gpt2 import write_gpt2
 from tests.paro.checkpoint.convert.folders import random_tensors

@@ -50,7 +50,7 @@ READERS = {
     "paro.checkpoint.in_memory.recovery": "tests/paro/checkpoint/in_memory/test_recovery.py",
     "paro.checkpoint.manifest": "records",
     "paro.checkpoint.metadata": "checkpoint",
-    "paro.checkpoint.lock_holder": "lease",
+    "paro.checkpoint.folder_lock": "lease",
     "paro.checkpoint.storage": "checkpoint",
     "paro.config.parts": "records",
     "paro.config.resolve": "records",

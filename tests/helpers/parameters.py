@@ -29,5 +29,5 @@ def load_parameters(root: Path, iteration: int | None = None) -> dict[str, Tenso
             name: ChunkedState(shape=tensor.shape, chunks={(0,) * tensor.dim(): tensor})
             for name, tensor in tensors.items()
         }
-        reader.read(reader.plan(states))
+        reader.read(reader.plan(states.items()))
     return {name.removeprefix(f"{PARAM}."): tensor for name, tensor in tensors.items()}

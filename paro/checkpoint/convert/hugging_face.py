@@ -279,14 +279,12 @@ def _write_tokenizer(source: Source, directory: Path) -> list[str]:
     companions = source.companions
     if "tokenizer.json" in companions or companions.keys() & {*ADDING_FILES}:
         return []  # transformers opens the folder as it was
-    pieces = companions.get("tokenizer.model")
-    if pieces is None:
-        if VOCAB_FILE in companions and MERGE_FILE in companions:
-            write_gpt2_tokenizer_json(companions[VOCAB_FILE], companions[MERGE_FILE], directory)
-        return []
-    if write_tokenizer_json(pieces, directory, begins_texts=source.begins_with_bos):
-        return []
-    return [f"{pieces} is copied as it is: it has no equal in a tokenizer.json"]
+    if (pieces := companions.get("tokenizer.model")) is not None:
+        if not write_tokenizer_json(pieces, directory, begins_texts=source.begins_with_bos):
+            return [f"{pieces} is copied as it is: it has no equal in a tokenizer.json"]
+    elif VOCAB_FILE in companions and MERGE_FILE in companions:
+        write_gpt2_tokenizer_json(companions[VOCAB_FILE], companions[MERGE_FILE], directory)
+    return []
 
 
 def _config_fields(source: Source) -> dict[str, Any]:

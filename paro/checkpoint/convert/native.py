@@ -44,8 +44,7 @@ from paro.checkpoint.directory import (
     find_checkpoint,
     finish_checkpoint,
 )
-from paro.checkpoint.manifest import Manifest, check_sizes, read_manifest
-from paro.checkpoint.metadata import read_metadata
+from paro.checkpoint.manifest import Manifest, read_manifest
 from paro.checkpoint.planners import ChunkSavePlanner
 from paro.checkpoint.save import write_files
 from paro.checkpoint.storage import CheckedReader
@@ -173,8 +172,6 @@ def _write(
             states[name].chunks[start, *(0 for _ in others)] = rows
     directory, planner = begin_checkpoint(root, 0), LazySavePlanner(sources)
     sums = write_files(directory, states, planner, one_process(), f"--output {final}")
-    check_sizes(directory, sums)
-    read_metadata(directory)
     finish_checkpoint(directory, 0, {**common, "parameters_only": True}, sums)
 
 
@@ -199,9 +196,9 @@ def _read_rows(
     columns = stored.size[1:]
     rows = torch.empty((stop - start, *columns), dtype=stored.properties.dtype)
     corner = (start, *(0 for _ in columns))
-    states = {name: ChunkedState(shape=tuple(stored.size), chunks={corner: rows})}
+    state = ChunkedState(shape=tuple(stored.size), chunks={corner: rows})
     with one_process().raise_on_all_ranks(f"{reader.directory}"):
-        reader.read(reader.plan(states))
+        reader.read(reader.plan([(name, state)]))
     return rows
 
 

@@ -16,7 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from paro.checkpoint.agreement import ranks_by_folder
-from paro.checkpoint.in_memory.snapshot import DATA, RECORD
+from paro.checkpoint.in_memory.snapshot import DATA
 from paro.distributed.control import Control
 from paro.distributed.world import read_job_id, read_rendezvous_id
 from paro.errors import UserError, writing
@@ -42,10 +42,6 @@ class SnapshotFolder:
     @property
     def is_first(self) -> bool:
         return self.control.world.rank == self.folder_ranks[0]
-
-    def records(self) -> list[Path]:
-        """List the records of all snapshots here, in one order on all ranks of the node."""
-        return sorted(self.path.glob(f"*{RECORD}"))
 
     def remove_share(self, unwanted: Callable[[str], bool]) -> None:
         """Remove this rank's share of the snapshots whose file names are `unwanted`.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paro.checkpoint.chunks import ChunkedState, begin_without, may_be_missing
 from paro.checkpoint.in_memory.folder import SnapshotFolder
-from paro.checkpoint.in_memory.snapshot import Snapshot
+from paro.checkpoint.in_memory.snapshot import RECORD, Snapshot
 from paro.errors import RunError, UserError
 from paro.layout import Chunk
 from paro.untrusted.checksum import crc32
@@ -36,12 +36,8 @@ class StateChunk(NamedTuple):
     chunk: Chunk
 
 
-class ChunkOffer(NamedTuple):
-    """A part of a chunk wanted by another node's rank, which this rank can send."""
-
-    wanted_by: int
-    number: int  # index of the chunk among those that the other rank wants
-    chunk: Chunk
+# A part that a rank can send of a chunk: the rank that wants it, the chunk's index there, the part.
+ChunkOffer = tuple[int, int, Chunk]
 
 
 class SnapshotChunk(NamedTuple):
@@ -149,7 +145,7 @@ def _snapshots_here(
 ) -> tuple[list[Snapshot], list[str]]:
     """List this run's readable snapshots on this node, and lines about the others."""
     found, notes = [], []
-    for path in folder.records():
+    for path in sorted(folder.path.glob(f"*{RECORD}")):  # in one order on all ranks of the node
         try:
             snapshot = Snapshot.read(path)
         except UserError as error:
@@ -282,24 +278,24 @@ class _VerifiedSnapshots:
         return end
 
 
-_ByState = Mapping[str, Sequence[tuple[Snapshot, int]]]
+_ByState = Mapping[str, Sequence[SnapshotChunk]]
 
 
 def _by_state(snapshots: Sequence[Snapshot]) -> _ByState:
-    found: dict[str, list[tuple[Snapshot, int]]] = defaultdict(list)
+    held: dict[str, list[SnapshotChunk]] = defaultdict(list)
     for snapshot in snapshots:
-        for index, stored in enumerate(snapshot.record.regions):
-            found[stored.state].append((snapshot, index))
-    return found
+        for number, stored in enumerate(snapshot.record.regions):
+            held[stored.state].append(SnapshotChunk(stored.chunk, snapshot, number))
+    return held
 
 
 def _parts(held: _ByState, state: str, chunk: Chunk) -> tuple[list[SnapshotChunk], list[Chunk]]:
     """Return the disjoint parts of a chunk that snapshots hold, and the parts that none holds."""
-    found, left = [], [chunk]
-    for snapshot, number in held.get(state, ()):
-        parts, left = split(left, snapshot.record.regions[number].chunk)
-        found += [SnapshotChunk(part, snapshot, number) for part in parts]
-    return found, left
+    held_parts, left = [], [chunk]
+    for stored in held.get(state, ()):
+        parts, left = split(left, stored.chunk)
+        held_parts += [stored._replace(chunk=part) for part in parts]
+    return held_parts, left
 
 
 def offers_for(wants: Sequence[Sequence[StateChunk]], held: _ByState) -> list[ChunkOffer]:
@@ -309,7 +305,7 @@ def offers_for(wants: Sequence[Sequence[StateChunk]], held: _ByState) -> list[Ch
     rank, would take a time that grows with the square of the number of ranks.
     """
     return [
-        ChunkOffer(target, number, part.chunk)
+        (target, number, part.chunk)
         for target, of_target in enumerate(wants)
         for number, (state, chunk) in enumerate(of_target)
         for part in _parts(held, state, chunk)[0]

@@ -12,7 +12,7 @@ import mmap
 import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -30,8 +30,6 @@ from paro.untrusted.schema import Count, parse_json
 
 NUM_SLOTS = 2
 RECORD, DATA = ".json", ".data"
-
-_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,25 +132,19 @@ class SnapshotWriter:
         self._sources = [*sources.values()]
         self._constant = [name in constant for name, _ in sources]
         *starts, self.num_bytes = starts_of(self._sources)
-        chunks = [
-            StoredChunk(
-                state=name,
-                dtype=str(values.dtype).removeprefix("torch."),  # type: ignore[arg-type]
-                corner=corner,
-                extent=tuple(values.shape),
-                offset=start,
-            )
+        regions = [
+            {
+                "state": name,
+                "dtype": str(values.dtype).removeprefix("torch."),
+                "corner": corner,
+                "extent": tuple(values.shape),
+                "offset": start,
+            }
             for start, ((name, corner), values) in zip(starts, sources.items(), strict=True)
         ]
         # The head is equal in all records and serialized once.
-        self._head = json.dumps(
-            {
-                "format": _FORMAT,
-                "rank": rank,
-                "flags": dict(flags),
-                "regions": [asdict(chunk) for chunk in chunks],
-            }
-        )[:-1]
+        head = {"format": 1, "rank": rank, "flags": dict(flags), "regions": regions}
+        self._head = json.dumps(head)[:-1]
         # The mapped files as tensors, and the checksums of the chunks copied into them.
         self._slots: list[tuple[list[Tensor], list[int | None]]] = []
         self.num_written = 0

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from paro.checkpoint import folder_lock
 from paro.checkpoint.agreement import lock_folders, ranks_that_save
-from paro.checkpoint.folder_lock import FolderLock, LockLostError, LockWaiter
-from paro.checkpoint.lock_holder import LockHolder
+from paro.checkpoint.folder_lock import FolderLock, LockHolder, LockLostError, LockWaiter
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.errors import UserError

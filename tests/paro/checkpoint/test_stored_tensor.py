@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paro.checkpoint.stored_tensor import tensor_in
+from paro.checkpoint.storage import tensor_in
 from paro.errors import UserError
 from tests.paro.checkpoint.toy_run import Harmful
 

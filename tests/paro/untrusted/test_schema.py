@@ -65,8 +65,8 @@ def test_json_becomes_the_types() -> None:
     ("more", "message"),
     [
         ('"name": 5', "name: 5 is of the wrong type, it must be text"),
-        ('"name": "a\\u0000b"', "name: it holds a zero byte"),
-        ('"name": "a\\ud800"', "name: 'a\\ud800' holds half of a character"),
+        ('"name": "a\\u0000b"', "name: ... holds a zero byte"),
+        ('"name": "a\\ud800"', "name: 'a\\ud800' holds ... half of a character"),
         ('"kind": "c"', "kind: 'c' is none of a, b"),
         ('"kind": []', "kind: [] is none of a, b"),
         ('"parts": {}', "parts: {} is of the wrong type, it must be a list"),

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +17,9 @@ from torch import Tensor
 from paro.checkpoint.chunks import chunked_states
 from paro.checkpoint.in_memory.folder import SnapshotFolder
 from paro.checkpoint.in_memory.recovery import (
-    ChunkOffer,
     ChunkTransfer,
     Recovery,
+    SnapshotChunk,
     StateChunk,
     assign,
     offers_for,
@@ -220,8 +219,8 @@ def test_each_part_comes_from_the_holder_that_sends_least() -> None:
     wants = [[StateChunk("a", whole), StateChunk("b", row[0])], [], []]
     offers = [
         [],
-        [ChunkOffer(0, 0, whole), ChunkOffer(0, 1, row[0])],
-        [ChunkOffer(0, 0, row[1]), ChunkOffer(0, 1, row[0])],
+        [(0, 0, whole), (0, 1, row[0])],
+        [(0, 0, row[1]), (0, 1, row[0])],
     ]
     messages = [ChunkTransfer(1, 0, "a", whole), ChunkTransfer(2, 0, "b", row[0])]
     assert assign(wants, offers) == (messages, [])
@@ -229,10 +228,10 @@ def test_each_part_comes_from_the_holder_that_sends_least() -> None:
 
 def test_parts_of_several_holders_make_a_whole_or_what_is_lost_is_returned() -> None:
     wants = [[StateChunk("a", Chunk((0, 0), (4, 4)))]]
-    halves = [[ChunkOffer(0, 0, Chunk((0, 0), (4, 3)))], [ChunkOffer(0, 0, Chunk((1, 1), (3, 3)))]]
+    halves = [[(0, 0, Chunk((0, 0), (4, 3)))], [(0, 0, Chunk((1, 1), (3, 3)))]]
     _, lost = assign(wants, halves)
     assert lost == [StateChunk("a", Chunk((0, 3), (1, 1)))]
-    halves[1].append(ChunkOffer(0, 0, Chunk((0, 3), (1, 1))))
+    halves[1].append((0, 0, Chunk((0, 3), (1, 1))))
     messages, lost = assign(wants, halves)
     assert (sum(message.chunk.numel for message in messages), lost) == (16, [])
 
@@ -240,10 +239,11 @@ def test_parts_of_several_holders_make_a_whole_or_what_is_lost_is_returned() -> 
 def test_a_rank_offers_only_parts_that_it_holds_of_chunks_that_are_wanted() -> None:
     """A rank compares what other ranks want with its own chunks alone."""
     wants = [[StateChunk("a", Chunk((2 * rank,), (2,)))] for rank in range(50)]
-    regions = [StateChunk("a", Chunk((7,), (2,))), StateChunk("b", Chunk((0,), (100,)))]
-    snapshot: Any = SimpleNamespace(record=SimpleNamespace(regions=regions))
-    offers = offers_for(wants, {"a": [(snapshot, 0)], "b": [(snapshot, 1)]})
-    assert offers == [ChunkOffer(3, 0, Chunk((7,), (1,))), ChunkOffer(4, 0, Chunk((8,), (1,)))]
+    snapshot: Any = None
+    held = {"a": Chunk((7,), (2,)), "b": Chunk((0,), (100,))}
+    parts = {name: [SnapshotChunk(chunk, snapshot, 0)] for name, chunk in held.items()}
+    offers = offers_for(wants, parts)
+    assert offers == [(3, 0, Chunk((7,), (1,))), (4, 0, Chunk((8,), (1,)))]
 
 
 def elements(chunk: Chunk) -> set[tuple[int, ...]]:
