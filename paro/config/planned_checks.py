@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from inspect import signature
 
+from data.config import DataConfig
 from model.config import FP8_MULTIPLE, LlamaConfig
 from model.trainable import Trainable
 from model.units import parameter_shapes
@@ -19,8 +20,8 @@ from paro.spec.states import is_for_muon
 from paro.spec.units import MUON_ROTATES
 
 
-def check_sequence(model: LlamaConfig, seq_length: int) -> None:
-    most = model.max_position_embeddings
+def check_sequence(model: LlamaConfig, data: DataConfig) -> None:
+    most, seq_length = model.max_position_embeddings, data.seq_length
     if seq_length > most:
         raise UserError(
             f"--seq-length {seq_length} is above --max-position-embeddings {most}: give "
@@ -29,7 +30,7 @@ def check_sequence(model: LlamaConfig, seq_length: int) -> None:
 
 
 def check_fp8(
-    model: LlamaConfig, seq_length: int, batches: BatchSchedule, sharding: ShardingConfig
+    model: LlamaConfig, data: DataConfig, batches: BatchSchedule, sharding: ShardingConfig
 ) -> None:
     """Raise `UserError` for sizes that a GPU's matmuls in fp8 do not take."""
     if model.fp8_format is None:
@@ -42,7 +43,7 @@ def check_fp8(
         ("--ffn-hidden-size", model.ffn_hidden_size),
         ("--num-attention-heads x --kv-channels", model.num_attention_heads * model.kv_channels),
         ("--num-query-groups x --kv-channels", model.num_query_groups * model.kv_channels),
-        (tokens, batches.micro_batch_size * seq_length // sharing),
+        (tokens, batches.micro_batch_size * data.seq_length // sharing),
     ):
         if size % FP8_MULTIPLE != 0:
             raise UserError(
@@ -54,7 +55,7 @@ def check_fp8(
 def check_context(
     sharding: ShardingConfig,
     model: LlamaConfig,
-    seq_length: int,
+    data: DataConfig,
     precision: PrecisionConfig,
     device_type: str,
 ) -> None:
@@ -62,10 +63,10 @@ def check_context(
 
     Also if flags need attention's log-sum-exp and no kernel returns one.
     """
-    world, context = sharding.world, sharding.context
+    world, context, length = sharding.world, sharding.context, data.seq_length
     if context.context_parallel_size > 1:
         limits = ContextLimits(
-            model=model, world_size=world.size, group_size=world.group_size, seq_length=seq_length
+            model=model, world_size=world.size, group_size=world.group_size, seq_length=length
         )
         context.check(limits, rotates=sharding.materialize == "rotate")
     check_parts(model, context, device_type, precision.compute)

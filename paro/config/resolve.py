@@ -47,7 +47,6 @@ from paro.config.sharding import (
     TrainingTask,
     check_measurable,
     inter_bits_notices,
-    plan_request_of,
     take_inter_bits,
 )
 from paro.distributed.world import World
@@ -172,7 +171,7 @@ def decide(
         stand_in = parse_strategy(letters, world_size=world.size, group_size=world.group_size)
         return Decision(sharding, strategy or stand_in, precision, batches, lines, flags)
     if strategy is None or sharding.inter_bits is not None:
-        request = plan_request_of(task._replace(precision=precision), batches, sharding)
+        request = task._replace(precision=precision).plan_request(batches, sharding)
         strategy, precision, notices = _chosen(request, strategy)
         lines += notices
     if sharding.inter_bits is None:
@@ -245,7 +244,7 @@ def _context_of(
         collectives=(sharding.collective,),
         recomputes=(task.model.recompute,),
     )
-    request = plan_request_of(task, batches, replace(sharding, context=config))
+    request = task.plan_request(batches, replace(sharding, context=config))
     return fastest_config(flag, request, candidates, space)
 
 

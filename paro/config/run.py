@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,6 @@ from paro.config.resolve import Decision, decide, with_saved
 from paro.config.sharding import (
     ShardingConfig,
     TrainingTask,
-    plan_request_of,
     take_inter_bits,
     take_sharding,
 )
@@ -61,16 +60,16 @@ from paro.schedule.loss_scale import LossScaleConfig
 from paro.schedule.lr_schedule import ScheduleConfig
 from paro.schedule.step_checks import StepChecksConfig
 from paro.spec.optim_config import MuonConfig, OptimConfig
+from paro.spec.run_spec import RunSpec
 from paro.strategy import Strategy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The checked configuration of a run; no code below this file sees the argparse namespace."""
 
     model: LlamaConfig
     trainable: Trainable
-    task: TrainingTask  # for the planner, with the precision that flags give
     batches: BatchSchedule
     sharding: ShardingConfig
     strategy: Strategy
@@ -111,14 +110,9 @@ class RunConfig:
         return self.sharding.context
 
     @property
-    def seq_length(self) -> int:
-        """The number of tokens in a sample."""
-        return self.data.seq_length
-
-    @property
     def device_type(self) -> str:
         """The torch device type of training: cuda under NCCL, else cpu."""
-        return self.task.device_type
+        return self.runtime.device_type
 
     @property
     def save_folder(self) -> Path | None:
@@ -140,8 +134,27 @@ class RunConfig:
         machine = self.sharding.machine
         if machine is None or machine.device is None:
             return None
-        task = self.task._replace(model=self.model, precision=self.precision)
-        return plan_request_of(task, self.batches, self.sharding)
+        return self._task.plan_request(self.batches, self.sharding)
+
+    @property
+    def _task(self) -> TrainingTask:
+        return TrainingTask(*(getattr(self, name) for name in TrainingTask._fields))
+
+    @cached_property
+    def spec(self) -> RunSpec:
+        """The description of the run, which engine and planner share."""
+        batches, trained = self.batches, self.trained
+        return RunSpec(
+            **self._task.settings(self.sharding),
+            trained=trained,
+            recompute=self.model.recompute,
+            world_size=self.world.size,
+            strategy=self.strategy,
+            micro_batch_size=batches.micro_batch_size if trained else batches.eval_micro_batch,
+            num_micro_batches=batches.most_micro_batches,
+            eval_micro_batch_size=batches.eval_micro_batch if self.train.eval_iters else 0,
+            copy_engine=self.runtime.paro_nccl_copy_engine,
+        )
 
     def on_measured(self, machine: Machine) -> RunConfig:
         """Build the configuration with a machine that was just measured; `UserError`."""
@@ -156,7 +169,7 @@ class RunConfig:
             check(*(getattr(config, name) for name in needs_of(check)))
         return config
 
-    @property
+    @cached_property
     def trained(self) -> frozenset[str]:
         """The names of the trainable parameters; empty with --skip-train."""
         return frozenset() if self.train.skip_train else self.trainable.names(self.model)
@@ -294,10 +307,7 @@ _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
     ("precision", take_precision),
     ("as_given", lambda precision: precision),
     ("muon", _filled(MuonConfig)),
-    ("seq_length", lambda data: data.seq_length),
-    ("apart", lambda data: data.reset_attention_mask),
-    ("device_type", lambda runtime: "cuda" if runtime.by_nccl else "cpu"),
-    ("memory_gb", lambda launch: launch.device_memory_gb),
+    ("device_type", lambda runtime: runtime.device_type),
     ("task", TrainingTask),
     (
         "data_parallel_size",

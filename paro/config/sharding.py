@@ -5,15 +5,16 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from data.config import DataConfig
 from model.config import LlamaConfig
 from model.trainable import Trainable
 from paro.arguments.parser import take
 from paro.config.context_parallel import AUTO, ContextParallelConfig, take_context
 from paro.config.elastic import fitted_to_ranks
 from paro.config.outer_steps import outer_notices, take_outer
-from paro.distributed.world import World
+from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError, check_least, contradiction, count_text
 from paro.machine.files import (
     MEASURE,
@@ -158,47 +159,50 @@ def check_measurable(flags: Sequence[str], world: World, dry_run: bool) -> None:
 
 
 class TrainingTask(NamedTuple):
-    """The model, its precision and sample length, and the device that trains it."""
+    """The model, its precision and its data, and the device that trains it."""
 
     model: LlamaConfig
     trainable: Trainable
     precision: PrecisionConfig
     muon: MuonConfig
-    seq_length: int
+    data: DataConfig
+    launch: LaunchConfig
     device_type: str
-    memory_gb: float | None  # device memory by --device-memory-gb; None: the machine file's
-    apart: bool  # True: attention does not cross documents of a sample
 
+    def settings(self, sharding: ShardingConfig) -> dict[str, Any]:
+        """Return all fields of `RunSettings` but batch sizes, by name."""
+        return {
+            "model": self.model,
+            "group_size": sharding.world.group_size,
+            "context": sharding.context.layout,
+            "seq_length": self.data.seq_length,
+            "apart": self.data.reset_attention_mask,
+            "precision": self.precision,
+            "muon": self.muon,
+            "prefetch_units": sharding.prefetch_units,
+            "updated_ahead": sharding.updated_ahead,
+            "outer": sharding.outer,
+            "collective": sharding.collective,
+            "materialize": Materialize.of_flags(sharding.materialize, sharding.rotate_in_place),
+            "device_type": self.device_type,
+        }
 
-def plan_request_of(
-    task: TrainingTask, batches: BatchSchedule, sharding: ShardingConfig
-) -> PlanRequest:
-    """Build the planner's request from a task, its batches and its sharding."""
-    assert sharding.machine is not None, "measured, or from --paro-machine"
-    return PlanRequest(
-        model=task.model,
-        machine=sharding.machine,
-        group_size=sharding.world.group_size,
-        context=sharding.context.layout,
-        seq_length=task.seq_length,
-        apart=task.apart,
-        micro_batch_size=batches.micro_batch_size,
-        eval_micro_batch_size=batches.eval_micro_batch_size or 0,
-        global_batch_size=batches.global_batch_size,
-        precision=task.precision,
-        muon=task.muon,
-        prefetch_units=sharding.prefetch_units,
-        updated_ahead=sharding.updated_ahead,
-        outer=sharding.outer,
-        collective=sharding.collective,
-        materialize=Materialize.of_flags(sharding.materialize, sharding.rotate_in_place),
-        device_type=task.device_type,
-        memory_bytes=None if task.memory_gb is None else round(task.memory_gb * 1e9),
-        ranks_per_node=sharding.world.ranks_per_node,
-        survive=sharding.survive,
-        trainable=task.trainable,
-        chooses_bits=sharding.inter_bits is not None,
-    )
+    def plan_request(self, batches: BatchSchedule, sharding: ShardingConfig) -> PlanRequest:
+        """Build the planner's request from the task, its batches and its sharding."""
+        assert sharding.machine is not None, "measured, or from --paro-machine"
+        gigabytes = self.launch.device_memory_gb
+        return PlanRequest(
+            **self.settings(sharding),
+            machine=sharding.machine,
+            micro_batch_size=batches.micro_batch_size,
+            eval_micro_batch_size=batches.eval_micro_batch_size or 0,
+            global_batch_size=batches.global_batch_size,
+            memory_bytes=None if gigabytes is None else round(gigabytes * 1e9),
+            ranks_per_node=sharding.world.ranks_per_node,
+            survive=sharding.survive,
+            trainable=self.trainable,
+            chooses_bits=sharding.inter_bits is not None,
+        )
 
 
 def take_inter_bits(

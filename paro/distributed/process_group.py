@@ -51,6 +51,11 @@ class RuntimeConfig:
         """Whether ranks have GPUs, and NCCL sends between them."""
         return self.distributed_backend == "nccl"
 
+    @property
+    def device_type(self) -> str:
+        """The torch device type of ranks."""
+        return "cuda" if self.by_nccl else "cpu"
+
     def groups_on(self, device: torch.device, communicators: int = 0) -> GroupConfig:
         """Return the settings of model states' process groups, `communicators` in the whole run."""
         return GroupConfig(

@@ -34,7 +34,7 @@ from paro.report.log_line import arguments_block
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import RunSpec
 from paro.text import align, size_text
-from paro.training.assembly import build_training, run_spec_of
+from paro.training.assembly import build_training
 from paro.training.in_memory import every_text, in_memory_bytes
 from paro.training.resume import base_of
 from paro.training.step import Training, samples_in_full_precision
@@ -77,7 +77,7 @@ def predict_run(config: RunConfig) -> RunPrediction:
     on_meta = build_training(config, control)
     device = torch.device(config.device_type)  # the device type whose kernels are assumed
     training = replace(on_meta, device=device)
-    memories, run = RunMemory(config.sharding.machine), run_spec_of(config, device.type)
+    memories, run = RunMemory(config.sharding.machine), config.spec
     peak = memories.of(run)
     request, launch, other_bits = config.plan_request, None, None
     if request is not None:
@@ -340,8 +340,9 @@ def _checkpoints(plan: RunPrediction) -> Iterator[str]:
     if checkpoint.save is not None:
         every = checkpoint.save_interval
         when = "at the end" if every is None else f"every {every} iterations"
-        size = size_text(checkpoint_bytes(plan.config, has_base=base is not None))
-        yield f"> --save {checkpoint.save}: {size} a checkpoint, {when}"
+        has_base, has_moments = base is not None, not checkpoint.no_save_optim
+        num_bytes = checkpoint_bytes(plan.run, has_base=has_base, has_moments=has_moments)
+        yield f"> --save {checkpoint.save}: {size_text(num_bytes)} a checkpoint, {when}"
         if base is not None:
             yield f">   without what is frozen, which is in {base['folder']}"
         check_overwriting(checkpoint, plan.config.train)

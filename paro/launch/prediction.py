@@ -24,14 +24,14 @@ from paro.report.record import PlannedStep
 from paro.spec.run_spec import RunSpec
 from paro.spec.states import MASTER, adamw_states, bytes_of, is_for_muon, muon_states
 from paro.text import size_text
-from paro.training.assembly import run_spec_of
 
 Fits = Callable[[DeviceMemory], bool]
 
 
 def predict_memory(config: RunConfig, device_type: str) -> DeviceMemory:
     """Predict a rank's peak device memory over training steps and evaluations."""
-    return RunMemory(config.sharding.machine).of(run_spec_of(config, device_type))
+    run = replace(config.spec, device_type=device_type)
+    return RunMemory(config.sharding.machine).of(run)
 
 
 def check_memory(config: RunConfig, device: torch.device) -> str | None:
@@ -40,14 +40,15 @@ def check_memory(config: RunConfig, device: torch.device) -> str | None:
     The ranks of a host share the host's memory. The error is raised if the tensors alone exceed the
     memory. If tensors fit but estimates of context and fragmentation do not, return a warning.
     """
-    memories, run = RunMemory(config.sharding.machine), run_spec_of(config, device.type)
+    memories, run = RunMemory(config.sharding.machine), config.spec
     memory, ranks = memories.of(run), max(1, config.world.ranks_per_node)
     remedy = partial(remedy_of, memories, run, ranks)
     on_host, warning, checkpoint = 0, None, config.checkpoint
     if config.save_folder is not None and checkpoint.async_save:
         # Lower bound of the host copy of an async save: the bytes per rank if all share a folder.
         has_base = checkpoint.load is not None and not checkpoint.save_frozen
-        on_host = checkpoint_bytes(config, has_base=has_base) // config.world.size
+        size = checkpoint_bytes(run, has_base=has_base, has_moments=not checkpoint.no_save_optim)
+        on_host = size // run.world_size
     of_copy = on_host
     if device.type == "cuda":
         warning = _check_device(memory, device, remedy)
@@ -86,24 +87,23 @@ def _check_device(
     )
 
 
-def checkpoint_bytes(config: RunConfig, *, has_base: bool) -> int:
+def checkpoint_bytes(run: RunSpec, *, has_base: bool, has_moments: bool) -> int:
     """Count the bytes of a checkpoint: fp32 masters and two moments of trainable parameters.
 
     Frozen parameters are saved in their own dtype, unless the base checkpoint has them.
     """
-    shapes, trained = parameter_shapes(config.model), config.trained
-    precision, by_muon = config.precision, config.precision.optimizer == "muon"
+    precision, by_muon = run.precision, run.precision.optimizer == "muon"
 
     def of_trained(name: str, shape: Shape) -> int:
-        if config.checkpoint.no_save_optim:
+        if not has_moments:
             return bytes_of([MASTER])
         has_momentum = by_muon and is_for_muon(name, shape)
         return bytes_of((muon_states if has_momentum else adamw_states)(precision))
 
-    of_frozen = 0 if has_base else BYTES_OF[config.precision.frozen]
+    of_frozen = 0 if has_base else BYTES_OF[precision.frozen]
     return sum(
-        math.prod(shape) * (of_trained(name, shape) if name in trained else of_frozen)
-        for name, shape in shapes.items()
+        math.prod(shape) * (of_trained(name, shape) if name in run.trained else of_frozen)
+        for name, shape in parameter_shapes(run.model).items()
     )
 
 

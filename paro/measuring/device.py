@@ -52,7 +52,7 @@ from paro.quantization.blocks import choose_kernels
 from paro.quantization.formats import GRADIENT_BLOCK, BlockFormat
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.sharding.buffers import TORCH_TYPES
-from paro.training.assembly import build_training, run_spec_of
+from paro.training.assembly import build_training
 from paro.training.step import Training, TrainState, train_step
 
 _PRODUCT = 1024  # rows and columns of the matrices that are multiplied to find peak FLOP/s
@@ -207,7 +207,7 @@ def _planned(
         memory_bytes_per_second=min(bytes_by_second, fast),
         attention_flops=None if attention_flops is None else min(attention_flops, fast),
     )
-    run = run_spec_of(config, "cpu")
+    run = replace(config.spec, device_type="cpu")
     step = RunMemory(None).step(run)
     computing = Computing(run=run, step=step, device=device)
     trained = run.strategy, step.num_trained

@@ -33,7 +33,6 @@ from paro.spec.units import units_of
 from paro.strategy import parse_strategy
 from paro.text import size_text
 from paro.topology import AxisSpan
-from paro.training.assembly import run_spec_of
 
 SECONDS = 60.0  # the most seconds of a measurement
 _LINKS = 25.0  # the most seconds for links
@@ -171,8 +170,7 @@ def one_rank(config: RunConfig) -> RunConfig:
 def layers_that_fit(config: RunConfig, memory_bytes: int) -> int:
     """Count the layers that one rank can train alone, at most a few; `UserError` if none."""
     for layers in range(min(_MOST_LAYERS, config.model.num_layers), 0, -1):
-        run = run_spec_of(with_layers(config, layers), "cpu")
-        needed = RunMemory(None).states(run).total
+        needed = RunMemory(None).states(with_layers(config, layers).spec).total
         if needed <= _MOST_MEMORY * memory_bytes:
             return layers
     raise UserError(

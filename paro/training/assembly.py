@@ -41,7 +41,7 @@ from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
 from paro.sharding.sharded_unit import make_sharded_units
 from paro.sharding.shards import ShardingContext
-from paro.spec.run_spec import Materialize, RunSpec, groups_of
+from paro.spec.run_spec import RunSpec, groups_of
 from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.units import registered_room, shape_of_run, units_of_run
 from paro.step.actions import Verb
@@ -69,11 +69,12 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     model.freeze(config.trained.__contains__, activations=compute_dtype)
     timers = Timers(config.report.timing_log_level, synchronize=partial(synchronize, device))
     overlap = config.sharding.prefetch_units > 0
-    run = run_spec_of(config, config.device_type)
+    run = config.spec
     units = units_of_run(run)
     specs = run.specs(units)
     links = make_links(device, config.runtime.distributed_backend, overlap=overlap)
-    choice = _algorithm(config)
+    # Ranks with different machine files would choose differently and deadlock: `settings_of`.
+    choice = choice_of(run.collective, config.sharding.machine, by_nccl=config.runtime.by_nccl)
     spans, rank = groups_of(run, specs, choice), control.world.rank
     settings = of_context = None
     if device.type != "meta":
@@ -120,34 +121,6 @@ def _group_control(control: Control, timeout: timedelta) -> Control:
     return control.over(group_among(groups, world.rank, timeout), ranks)
 
 
-def run_spec_of(config: RunConfig, device_type: str) -> RunSpec:
-    """Compute the `RunSpec` of a run, which engine and planner share."""
-    batches, sharding, trained = config.batches, config.sharding, config.trained
-    return RunSpec(
-        model=config.model,
-        trained=trained,
-        recompute=config.model.recompute,
-        world_size=config.world.size,
-        group_size=config.world.group_size,
-        strategy=config.strategy,
-        materialize=Materialize.of_flags(sharding.materialize, sharding.rotate_in_place),
-        collective=sharding.collective,
-        prefetch_units=sharding.prefetch_units,
-        updated_ahead=sharding.updated_ahead,
-        outer=sharding.outer,
-        precision=config.precision,
-        muon=config.muon,
-        device_type=device_type,
-        seq_length=config.data.seq_length,
-        apart=config.data.reset_attention_mask,
-        micro_batch_size=batches.micro_batch_size if trained else batches.eval_micro_batch,
-        num_micro_batches=batches.most_micro_batches,
-        eval_micro_batch_size=batches.eval_micro_batch if config.train.eval_iters else 0,
-        context=config.context.layout,
-        copy_engine=config.runtime.paro_nccl_copy_engine,
-    )
-
-
 def _spread(
     model: Llama,
     run: RunSpec,
@@ -179,16 +152,6 @@ def _context_attention(
             check_core(attention, layout, groups.rank, head, backend, apart=run.apart)
         groups.links.exposure.take()
     return attention
-
-
-def _algorithm(config: RunConfig) -> AlgorithmChoice:
-    """Choose the algorithm of collectives; for auto, one per message by --paro-machine.
-
-    Ranks with different machine files would choose differently and deadlock. So ranks compare
-    machine files at startup (`settings_of`).
-    """
-    sharding, by_nccl = config.sharding, config.runtime.by_nccl
-    return choice_of(sharding.collective, sharding.machine, by_nccl=by_nccl)
 
 
 def initializer_of(model: LlamaConfig, seed: int, world: World) -> Initializer:

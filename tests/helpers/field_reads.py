@@ -61,7 +61,7 @@ def _reader(frame: FrameType | None, owner: type, get: Any) -> str:
         )
         if code.co_filename == "<string>" or (is_own and code.co_name == "describe"):
             return ""  # dataclasses compile their methods from strings
-        if not is_own and code is not get.__code__:
+        if not is_own and module != "functools" and code is not get.__code__:
             return f"{module}.{code.co_qualname.partition('.<locals>')[0]}"
         frame = frame.f_back
     return ""

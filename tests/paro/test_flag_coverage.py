@@ -77,7 +77,6 @@ UNOWNED = {
     "notices",
     "open",  # by what --paro-machine and flags that say auto ask for
     "schedule.weight_decay_incr_samples",
-    "task",
 }
 # Flags fill these as a whole.
 WHOLE = (LoraConfig, Machine, OuterConfig, RecomputeConfig, Strategy, Trainable, World)
@@ -299,6 +298,8 @@ NO_USE = (
     *("paro.arguments", "paro.config", "paro.training.changed_flags"),
     "paro.training.resume.common_record",
 )
+# Functions that fill `RunSpec`, which the engine reads.
+SPECIFIES = ("paro.config.run.RunConfig.spec", "paro.config.sharding.TrainingTask.settings")
 # Exceptions: the field itself decides the values of others, or whether the run may start.
 DECIDES = {
     "checkpoint.exit_on_missing_checkpoint": "paro.config.checks.check_load",
@@ -306,10 +307,8 @@ DECIDES = {
     "checkpoint.non_persistent_save_interval": "paro.config.run.RunConfig.in_memory_interval",
     "checkpoint.use_checkpoint_args": "paro.config.resolve.with_saved",
     "checkpoint.use_checkpoint_opt_param_scheduler": "paro.config.resolve.saved_common",
-    "sharding.context": "paro.config.run.RunConfig.context",
     "sharding.inter_bits": "paro.config.resolve.decide",
     "sharding.elastic": "paro.config.run.RunConfig.in_memory_interval",
-    "sharding.world": "paro.config.run.RunConfig.world",
     "launch.ranks_per_node": "paro.config.run.take_world",
     "launch.world_size": "paro.config.run.take_world",
     "model.max_position_embeddings": "paro.config.planned_checks.check_sequence",
@@ -345,7 +344,7 @@ RUNS = (
 
 
 def is_use(reader: str) -> bool:
-    return is_within(reader, PRODUCT) and not is_within(reader, NO_USE)
+    return is_within(reader, PRODUCT) and (reader in SPECIFIES or not is_within(reader, NO_USE))
 
 
 @pytest.fixture

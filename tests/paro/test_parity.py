@@ -16,7 +16,6 @@ from paro.layout import Unit
 from paro.planning.run_memory import RunMemory
 from paro.sharding.buffers import Ledger
 from paro.strategy import legal_letters
-from paro.training.assembly import run_spec_of
 from tests.helpers.comparison import (
     ADAM_EPS,
     BF16,
@@ -68,7 +67,7 @@ def counted(
 ) -> tuple[Sequence[Unit], Sent]:
     """The units of a run, padding included, and the bytes of a step by the formula."""
     config = configured(f"{flags} --paro-group-size {group_size}", World(size=world_size))
-    spec, num_micro_batches = run_spec_of(config, "cpu"), config.batches.num_micro_batches_at(0)
+    spec, num_micro_batches = config.spec, config.batches.num_micro_batches_at(0)
     memory = RunMemory(None)
     return memory.units(spec), memory.sent(spec, num_micro_batches, rank)
 

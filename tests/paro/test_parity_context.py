@@ -13,7 +13,7 @@ from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
 from paro.planning.run_memory import RunMemory
 from paro.strategy import legal_letters
-from paro.training.assembly import build_data, build_sources, run_spec_of
+from paro.training.assembly import build_data, build_sources
 from paro.training.step import Evaluation, Training, TrainState, evaluate
 from tests.helpers.comparison import ADAM_EPS, FP32, assert_same
 from tests.helpers.flags import configured
@@ -149,7 +149,7 @@ def check(world_size: int, group_size: int, cases: list[Case], steps: int) -> No
 
 def predicted(case: Case, world: World, group_size: int) -> Sent:
     config = configured(f"{case.flags()} --paro-group-size {group_size}", world)
-    spec, batches = run_spec_of(config, "cpu"), config.batches
+    spec, batches = config.spec, config.batches
     return RunMemory(None).sent(spec, batches.num_micro_batches_at(0), world.rank)
 
 

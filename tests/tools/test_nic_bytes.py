@@ -11,7 +11,6 @@ from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
 from paro.planning.run_memory import RunMemory
 from paro.strategy import legal_letters
-from paro.training.assembly import run_spec_of
 from tests.helpers.flags import configured
 from tests.helpers.ranks import ROOT
 from tests.tools.cluster.nic_bytes import FLAGS, STEPS, WAYS
@@ -30,7 +29,7 @@ def formula(strategy: str, group_size: int, nodes: int = 2) -> Sent:
     world = World(size=size, ranks_per_node=group_size)
     config = configured(words, world)
     num_micro_batches = config.batches.num_micro_batches_at(0)
-    sent = RunMemory(None).sent(run_spec_of(config, "cpu"), num_micro_batches)
+    sent = RunMemory(None).sent(config.spec, num_micro_batches)
     return Sent(size * sent.intra, size * sent.inter)
 
 

@@ -6,6 +6,7 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
+from data.config import DataConfig
 from model.config import LLAMA_PRESETS, LlamaConfig
 from model.trainable import Trainable
 from paro.arguments.model import (
@@ -34,7 +35,6 @@ from paro.config.planned_checks import PLANNED_CHECKS, check_feedback, needs_of
 from paro.config.sharding import (
     ShardingConfig,
     TrainingTask,
-    plan_request_of,
     take_inter_bits,
     units_ahead,
 )
@@ -214,7 +214,7 @@ def plan_request_of_args(args: Namespace) -> PlanRequest:
     fields = task._asdict() | {"batches": batches, "sharding": sharding}
     for check in PLANNED_CHECKS:
         check(*(fields[name] for name in needs_of(check)))
-    request = plan_request_of(task, batches, sharding)
+    request = task.plan_request(batches, sharding)
     return replace(request, memory_margin=args.memory_margin)
 
 
@@ -231,7 +231,6 @@ def task_of(
     sharding, precision, _ = take_inter_bits(sharding, given)
     kind = "cpu" if machine.device and machine.device.cores else "cuda"
     gigabytes = args.device_memory_gb
-    launch = LaunchConfig(dry_run=True, world_size=world.size, device_memory_gb=gigabytes)
     trainable = Trainable.of_flag(args.trainable)
     trainable.names(model)  # refuses patterns that match no parameter
     task = TrainingTask(
@@ -239,10 +238,9 @@ def task_of(
         trainable,
         precision,
         MuonConfig(muon_num_ns_steps=args.muon_num_ns_steps),
-        args.seq_length,
+        DataConfig(seq_length=args.seq_length, mock_data=True),
+        LaunchConfig(dry_run=True, world_size=world.size, device_memory_gb=gigabytes),
         kind,
-        launch.device_memory_gb,
-        apart=False,
     )
     return task, sharding
 

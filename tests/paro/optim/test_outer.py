@@ -23,7 +23,7 @@ from paro.report.record import IterationRecord
 from paro.schedule.movement import UsualMovement
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.states import ANCHOR, BEGUN, MASTER_OF_GROUP, PARAM, of_group
-from paro.training.assembly import build_data, build_training, run_spec_of
+from paro.training.assembly import build_data, build_training
 from paro.training.groups_alone import GroupsAlone
 from paro.training.step import Training, train_step
 from tests.helpers.flags import configured
@@ -248,7 +248,7 @@ def test_a_round_sends_the_bytes_of_the_formula() -> None:
     results, *_ = run_ranks(train_in_groups, 4, flags)
     inter, lost = {}, {}
     for each, run, (states, sent) in zip(bits, flags, results, strict=True):
-        spec = run_spec_of(configured(run, World(size=4)), "cpu")
+        spec = configured(run, World(size=4)).spec
         memory = RunMemory(None)
         inter[each] = sum(sent, Sent()).inter
         assert inter[each] == 2 * memory.sent_in_rounds(spec, 0).inter
@@ -273,7 +273,7 @@ def test_outer_states_take_the_bytes_that_are_predicted() -> None:
             run = f"{PLAIN} --hidden-size 64 {ROUNDS} {more} --paro-strategy {strategy}"
             config = configured(f"{run} --dry-run --world-size 8", World(size=8))
             training = build_training(config, PlannedControl(config.world, torch.device("meta")))
-            spec = run_spec_of(config, "cpu")
+            spec = config.spec
             states = RunMemory(None).of(spec).allocations.states
             assert training.optimizer.model_state_bytes() == states
 

@@ -30,6 +30,7 @@ from paro.distributed.groups import Groups, make_groups
 from paro.distributed.links import Links
 from paro.distributed.timers import Timers
 from paro.distributed.world import World
+from paro.machine.choice import choice_of
 from paro.optim.optimizer import ParoOptimizer
 from paro.planning.sending import NATIVE
 from paro.precision import PrecisionConfig
@@ -42,7 +43,6 @@ from paro.spec.units import units_of_run
 from paro.strategy import Strategy
 from paro.topology import Topology
 from paro.training import assembly
-from paro.training.assembly import run_spec_of
 from tests.helpers.flags import configured
 from tests.helpers.training import TINY
 
@@ -156,10 +156,10 @@ def lone_rank(
     )
     links = Links(InlineStreams())
     control = PlannedControl(world, torch.device(device))
-    spec = run_spec_of(run, "cpu")
+    spec = run.spec
     specs = spec.specs(units_of_run(spec))
     groups = make_groups(topology, world.rank, {}, None, links)
-    collectives = make_collectives(assembly._algorithm(run), groups)
+    collectives = make_collectives(choice_of(spec.collective, None, by_nccl=False), groups)
     context = ShardingContext(strategy, collectives, control.device)
     model = assembly._spread(llama, spec, specs, context, Timers())
     optimizer = ParoOptimizer(model, OptimConfig(), precision, 0, MuonConfig())

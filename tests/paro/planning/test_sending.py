@@ -21,7 +21,6 @@ from paro.precision import PrecisionConfig
 from paro.spec.sharding_spec import Collective, specs_of, state_bytes
 from paro.text import size_text
 from paro.topology import Axes, StreamKind, make_topology
-from paro.training.assembly import run_spec_of
 from tests.helpers.closed_form import letter_traffic
 from tests.paro.launch.test_dry_run import MOCK, planned, printed
 from tests.paro.planning.lone_rank import silence
@@ -101,7 +100,7 @@ def test_where_ranks_send_different_amounts_it_says_rank_0s_and_the_mean(
 ) -> None:
     words = f"{MOCK} --paro-strategy NIG {more} --dry-run --world-size 8 --ranks-per-node 4"
     plan, (*_, lines) = planned(words), printed(words, capsys).partition("> sent by a rank ")
-    run = run_spec_of(plan.config, "cpu")
+    run = plan.config.spec
     own, mean = (RunMemory(None).sent(run, plan.num_micro_batches, rank) for rank in (0, None))
     texts = [f"{size_text(sent.intra)} .*{size_text(sent.inter)} " for sent in (own, mean)]
     found, then, *_ = lines.splitlines()

@@ -22,7 +22,6 @@ from paro.spec import run_spec
 from paro.spec.units import registered_room, units_of_run
 from paro.topology import Spans, StreamKind
 from paro.training import assembly
-from paro.training.assembly import run_spec_of
 from paro.training.step import Training
 from tests.helpers.fake_nccl import FakeNccl
 from tests.helpers.flags import configured
@@ -85,7 +84,7 @@ def test_all_communicators_of_a_rank_fit_on_its_gpu(
         flags = f"--paro-strategy {strategy} {way}"
         run = built(monkeypatch, flags)
         own = [call["pg_options"].config for call in run.nccl.calls if RANK in call["ranks"]]
-        spec = run_spec_of(run.config, "cuda")
+        spec = run.config.spec
         assert RunMemory(None).communication(spec).num_groups == len(own), flags
         assert {config.max_ctas for config in own} == {bounded_ctas(132, len(own))}, flags
         for multiprocessors in (132, 108, 58):
@@ -158,7 +157,7 @@ def test_whole_parameters_have_all_the_registered_memory_that_they_ever_take(
     predicted = predict_memory(run.config, "cuda").allocations
     assert predicted.whole_params == sum(reserved)
 
-    spec = run_spec_of(run.config, "cpu")
+    spec = run.config.spec
     room = registered_room(spec, units_of_run(spec))
     fewer = {trains: (size, number - 1) for trains, (size, number) in room.items()}
     context.collectives.groups.registered.reserve(fewer, run.training.control)
