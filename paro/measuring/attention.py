@@ -17,9 +17,9 @@ from torch.nn.attention import SDPBackend
 from model.attention import QKV, SavedAttention, documents_of
 from model.block_attention import AttentionKernels, attend_saving, kernels_of
 from model.config import LlamaConfig
-from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.sharding.buffers import TORCH_TYPES
+from paro.spec.run_spec import RunSpec
 
 _SECONDS = 0.4  # about the time for a sample longer than those of the micro-batch
 _MULTIPLE = 16  # a multiple of the number of tokens of such a sample
@@ -36,7 +36,7 @@ class AttentionRates(NamedTuple):
 
 
 def attention_rates(
-    config: RunConfig,
+    run: RunSpec,
     sequence: int,
     control: Control,
     median: Callable[[Callable[[], object]], float],
@@ -47,7 +47,7 @@ def attention_rates(
     kernels save all scores, which might not fit, the micro-batch's rate stands for both. `median`
     returns the seconds of an action, equal on all ranks.
     """
-    model, kind, device = config.model, TORCH_TYPES[config.precision.compute], control.device
+    model, kind, device = run.model, TORCH_TYPES[run.precision.compute], control.device
 
     def rate(way: str, size: int, length: int, kv_heads: int, calls: int) -> float:
         qkv = _leaves(model, kv_heads, torch.empty(size, length, 0).to(device, kind))
@@ -62,8 +62,8 @@ def attention_rates(
 
         return calls * _FLOPS * qkv[0].numel() * length / median(action)
 
-    length, kv_heads = config.data.seq_length, model.num_query_groups
-    sizes = config.batches.micro_batch_size, length, kv_heads, model.num_layers
+    length, kv_heads = run.seq_length, model.num_query_groups
+    sizes = run.micro_batch_size, length, kv_heads, model.num_layers
     alone = "parts" if model.keeps_core else "whole"
     of_micro_batch = rate(alone, *sizes)
     channels = model.kv_channels * model.num_attention_heads // kv_heads  # queries of one key head

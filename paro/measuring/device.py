@@ -47,11 +47,11 @@ from paro.measuring.memory import BOOT_ID, bytes_in_use, memory_of_rank
 from paro.planning.comm_costs import CODING_BYTES
 from paro.planning.computing import Computing
 from paro.planning.run_memory import RunMemory
-from paro.precision import BYTES_OF
 from paro.quantization.blocks import choose_kernels
 from paro.quantization.formats import GRADIENT_BLOCK, BlockFormat
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.sharding.buffers import TORCH_TYPES
+from paro.spec.run_spec import RunSpec
 from paro.training.assembly import build_training
 from paro.training.step import Training, TrainState, train_step
 
@@ -93,18 +93,20 @@ def measure_device(
     cores = min(control.gather(_cores(control))) if control.device.type == "cpu" else None
     timer = _StepTimer(control=control, cores=cores, effort=effort)
     timed = with_layers(config, min(config.model.num_layers, effort.num_layers or math.inf))
-    bytes_by_second = _bytes_by_second(timed, timer)
-    step, micro_batch = _seconds_of(timed, timer)
-    update = _planned(timed, math.inf, bytes_by_second).update
-    whole, of_whole = _of_all_layers(config, timed, micro_batch, timer)
+    lone = _LoneRank(timed, timer)
+    bytes_by_second = lone.bytes_by_second()
+    step, micro_batch = lone.seconds()
+    update = _planned(timed.spec, math.inf, bytes_by_second).update
+    whole, of_whole = lone.of_all_layers(config, micro_batch)
     sequence = sequence or config.data.seq_length
-    attention = attention_rates(timed, sequence, control, timer.median)
+    attention = attention_rates(timed.spec, sequence, control, timer.median)
     sustained = _sustained_flops(whole, of_whole, bytes_by_second, attention.of_micro_batch)
     slices = math.gcd(config.model.num_query_groups, group_size) if effort.slices else 1
-    piece = _piece_seconds(timed, timer, slices, micro_batch, bytes_by_second)
+    piece = lone.piece_seconds(slices, micro_batch, bytes_by_second)
     if control.device.type == "cuda":  # now that the kernels of a training step are loaded
         reserved = bytes_in_use(control.device)
-    products = 2.0 * _PRODUCT**3 / timer.median(_product(config, control.device))
+    kind = TORCH_TYPES[config.precision.compute]
+    products = 2.0 * _PRODUCT**3 / timer.median(_product(kind, control.device))
     coding = _QUANTIZED * CODING_BYTES / timer.median(_coding(control.device))
     streams = make_links(control.device, config.runtime.distributed_backend).streams
     job = timer.median(_jobs(streams, control.device)) / _JOBS
@@ -140,46 +142,83 @@ def _slowed(config: RunConfig, device: torch.device) -> Slowed | None:
     return slowed_matmuls(device)
 
 
-def _bytes_by_second(config: RunConfig, timer: _StepTimer) -> float:
-    """Time an update of all parameters, and return its memory bandwidth.
+@dataclass(frozen=True, slots=True)
+class _LoneRank:
+    """A training that each rank runs alone, and the timer of its steps."""
 
-    All parameters train, even if few do in the run, whose update would be mostly overhead.
-    """
-    whole = replace(config, trainable=Trainable(), model=replace(config.model, lora=None))
-    device = timer.control.device
-    training = alone(whole, device)
-    start = TrainState.at_start(whole.loss_scale)
-    train_step(training, start, same_batches(whole, device))  # gradients to update by
-    seconds = timer.median(lambda: _update(training))
-    training.close()
-    return _planned(whole, math.inf, 1.0).update / seconds
+    config: RunConfig
+    timer: _StepTimer
+
+    def bytes_by_second(self) -> float:
+        """Time an update of all parameters, and return its memory bandwidth.
+
+        All parameters train, even if few do in the run, whose update would be mostly overhead.
+        """
+        model = replace(self.config.model, lora=None)
+        whole = replace(self.config, trainable=Trainable(), model=model)
+        device = self.timer.control.device
+        training = alone(whole, device)
+        start = TrainState.at_start(whole.loss_scale)
+        train_step(training, start, same_batches(whole, device))  # gradients to update by
+        seconds = self.timer.median(lambda: _update(training))
+        training.close()
+        return _planned(whole.spec, math.inf, 1.0).update / seconds
+
+    def piece_seconds(self, slices: int, micro_batch: float, bytes_by_second: float) -> float:
+        """Time a model of one slice, and return seconds that a further slice of a part costs.
+
+        The sum of the slices' results is not counted: the planner adds it.
+        """
+        if slices == 1:
+            return 0.0
+        model, batch = self.config.model, self.config.spec.batch
+        cut = replace(self.config, model=slice_of(model, slices))
+        _, of_slice = _LoneRank(cut, self.timer).seconds()
+        of_piece = (slices * of_slice - micro_batch) / ((slices - 1) * (2 + 2 * model.num_layers))
+        num_bytes = 3 * batch.tensor_bytes(model.hidden_size)
+        return max(0.0, of_piece - 2 * num_bytes / bytes_by_second)  # forward and backward
+
+    def seconds(self) -> tuple[float, float]:
+        """Time a step of one micro-batch, and a micro-batch, in seconds."""
+        training, more = alone(self.config, self.timer.control.device), self.timer.effort
+        first = self.step_seconds(training, 1)
+        later = self.step_seconds(training, 1 + more.micro_batches)
+        training.close()
+        return first, max((later - first) / more.micro_batches, 1e-9)
+
+    def step_seconds(self, training: Training, count: int) -> float:
+        """Time a step of `count` micro-batches, in seconds."""
+        size = self.config.batches.micro_batch_size
+        batches = BatchSchedule(
+            micro_batch_size=size, global_batch_size=size * count, data_parallel_size=1
+        )
+        resized = replace(training, batches=batches)
+        state = TrainState.at_start(training.loss_scale)
+        source = same_batches(self.config, training.device)
+        return self.timer.median(lambda: train_step(resized, state, source))
+
+    def of_all_layers(self, whole: RunConfig, micro_batch: float) -> tuple[RunSpec, float]:
+        """Return the model of all layers and seconds of its micro-batch, from those of this one.
+
+        This training has the first layers of `whole`, and is returned where the time of a block
+        cannot be inferred.
+        """
+        run, layers = self.config.spec, self.config.model.num_layers
+        missing = whole.model.num_layers - layers
+        if not missing or layers == 1:
+            return run, micro_batch
+        _, of_first = _LoneRank(with_layers(self.config, 1), self.timer).seconds()
+        block = (micro_batch - of_first) / (layers - 1)
+        return (whole.spec, micro_batch + missing * block) if block > 0 else (run, micro_batch)
 
 
 def _sustained_flops(
-    config: RunConfig, micro_batch: float, bytes_by_second: float, attention_flops: float
+    run: RunSpec, micro_batch: float, bytes_by_second: float, attention_flops: float
 ) -> float:
     """Compute the FLOP/s of a micro-batch without attention, by the planner's count."""
-    without_products = _planned(config, math.inf, bytes_by_second, attention_flops).micro_batch
-    flops = _planned(config, 1.0, math.inf, math.inf).micro_batch
+    without_products = _planned(run, math.inf, bytes_by_second, attention_flops).micro_batch
+    flops = _planned(run, 1.0, math.inf, math.inf).micro_batch
     return flops / max(micro_batch - without_products, micro_batch / 10)
-
-
-def _piece_seconds(
-    config: RunConfig, timer: _StepTimer, slices: int, micro_batch: float, bytes_by_second: float
-) -> float:
-    """Time a model of one slice, and return seconds that a further slice of a part costs.
-
-    The sum of the slices' results is not counted: the planner adds it.
-    """
-    if slices == 1:
-        return 0.0
-    cut = replace(config, model=slice_of(config.model, slices))
-    _, of_slice = _seconds_of(cut, timer)
-    num_parts = 2 + 2 * config.model.num_layers
-    of_piece = (slices * of_slice - micro_batch) / ((slices - 1) * num_parts)
-    residual = config.batches.micro_batch_size * config.data.seq_length * config.model.hidden_size
-    num_bytes = 3 * residual * BYTES_OF[config.precision.compute]
-    return max(0.0, of_piece - 2 * num_bytes / bytes_by_second)  # forward and backward
 
 
 def slice_of(model: LlamaConfig, number: int) -> LlamaConfig:
@@ -194,7 +233,7 @@ def slice_of(model: LlamaConfig, number: int) -> LlamaConfig:
 
 
 def _planned(
-    config: RunConfig, flops: float, bytes_by_second: float, attention_flops: float | None = None
+    run: RunSpec, flops: float, bytes_by_second: float, attention_flops: float | None = None
 ) -> PartsOfStep:
     """Return the planner's compute times for one rank with these rates."""
     fast = 1e30
@@ -207,7 +246,7 @@ def _planned(
         memory_bytes_per_second=min(bytes_by_second, fast),
         attention_flops=None if attention_flops is None else min(attention_flops, fast),
     )
-    run = replace(config.spec, device_type="cpu")
+    run = replace(run, device_type="cpu")
     step = RunMemory(None).step(run)
     computing = Computing(run=run, step=step, device=device)
     trained = run.strategy, step.num_trained
@@ -218,30 +257,6 @@ def _planned(
 def with_layers(config: RunConfig, number: float) -> RunConfig:
     """Return the training of a model of `number` layers."""
     return replace(config, model=replace(config.model, num_layers=int(number)))
-
-
-def _seconds_of(config: RunConfig, timer: _StepTimer) -> tuple[float, float]:
-    """Time a step of one micro-batch, and a micro-batch, in seconds."""
-    training = alone(config, timer.control.device)
-    one = _step_seconds(training, config, timer, 1)
-    more = _step_seconds(training, config, timer, 1 + timer.effort.micro_batches)
-    training.close()
-    return one, max((more - one) / timer.effort.micro_batches, 1e-9)
-
-
-def _of_all_layers(
-    config: RunConfig, timed: RunConfig, micro_batch: float, timer: _StepTimer
-) -> tuple[RunConfig, float]:
-    """Return the model of all layers and seconds of its micro-batch, from those of `timed`.
-
-    `timed` has the first layers, and is returned where the time of a block cannot be inferred.
-    """
-    layers, missing = timed.model.num_layers, config.model.num_layers - timed.model.num_layers
-    if not missing or layers == 1:
-        return timed, micro_batch
-    _, of_one = _seconds_of(with_layers(config, 1), timer)
-    block = (micro_batch - of_one) / (layers - 1)
-    return (config, micro_batch + missing * block) if block > 0 else (timed, micro_batch)
 
 
 class PartsOfStep(NamedTuple):
@@ -255,7 +270,7 @@ def parts_of_step(config: RunConfig, control: Control) -> PartsOfStep:
     """Time a micro-batch and an update once on all ranks, roughly; collective."""
     timer = _StepTimer(control=control, cores=None, effort=Effort(warmup=1, steps=1))
     training = alone(config, control.device)
-    step = _step_seconds(training, config, timer, 1)
+    step = _LoneRank(config, timer).step_seconds(training, 1)
     update = timer.median(lambda: _update(training))
     training.close()
     return PartsOfStep(micro_batch=max(step - update, 1e-9), update=update)
@@ -269,17 +284,6 @@ def alone(config: RunConfig, device: torch.device) -> Training:
         lambda _, begin, end: tile.repeat(-(-(end - begin) // _TILE))[: end - begin]
     )
     return training
-
-
-def _step_seconds(training: Training, config: RunConfig, timer: _StepTimer, count: int) -> float:
-    """Time a step of `count` micro-batches, in seconds."""
-    size = config.batches.micro_batch_size
-    batches = BatchSchedule(
-        micro_batch_size=size, global_batch_size=size * count, data_parallel_size=1
-    )
-    resized = replace(training, batches=batches)
-    state, source = TrainState.at_start(config.loss_scale), same_batches(config, training.device)
-    return timer.median(lambda: train_step(resized, state, source))
 
 
 def same_batches(config: RunConfig, device: torch.device) -> Iterator[Batch]:
@@ -296,8 +300,7 @@ def _update(training: Training) -> None:
     training.optimizer.step(lr=0.0, weight_decay=0.0, grad_norm=1.0, unscale=0.5)
 
 
-def _product(config: RunConfig, device: torch.device) -> Callable[[], object]:
-    kind = TORCH_TYPES[config.precision.compute]
+def _product(kind: torch.dtype, device: torch.device) -> Callable[[], object]:
     matrix = torch.ones(_PRODUCT, _PRODUCT, dtype=kind, device=device)
     return lambda: matrix @ matrix
 

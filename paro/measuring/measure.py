@@ -29,10 +29,11 @@ from paro.precision import BYTES_OF
 from paro.quantization.formats import FULL_BITS
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.schedule.step_checks import StepChecksConfig
+from paro.spec.run_spec import RunSpec
 from paro.spec.units import units_of
 from paro.strategy import parse_strategy
 from paro.text import size_text
-from paro.topology import AxisSpan
+from paro.topology import AxisSpan, make_topology
 
 SECONDS = 60.0  # the most seconds of a measurement
 _LINKS = 25.0  # the most seconds for links
@@ -57,7 +58,7 @@ def measure_machine(
     `UserError` if not even one block fits a rank.
     """
     begin = time.monotonic()
-    world, runtime = config.world, config.runtime
+    run, world, runtime = config.spec, config.world, config.runtime
     say("what a rank computes")
     device = _device(config, control)
     groups = runtime.groups_on(control.device)
@@ -67,34 +68,33 @@ def measure_machine(
         control=control,
         topology=world.topology(),
         runtime=runtime,
-        algorithms=algorithms_of(config),
+        algorithms=algorithms_of(run),
         rounds=3,  # the median of 3 is right even if one run is disturbed
         while_computing=control.device.type == "cpu",
     )
     seconds = control.gather(max(left, _LEAST_FOR_LINKS))[0]
-    trains = config.trained.__contains__
-    units = units_of(config.model, world_size=world.size, is_trained=trains)
+    units = units_of(run.model, world_size=world.size, is_trained=run.trained.__contains__)
     largest = max(unit.numel for unit in units) * BYTES_OF["fp32"]
-    results = time_links(benchmark, spans_of(config), most_bytes=largest, seconds=seconds, say=say)
+    results = time_links(benchmark, spans_of(run), most_bytes=largest, seconds=seconds, say=say)
     machine = Machine(name=name, source="", world_size=world.size, group_size=world.group_size)
     machine = with_measured(machine, results, device, source=source)
     of_first_rank: Machine = control.gather(machine)[0]
     return of_first_rank
 
 
-def algorithms_of(config: RunConfig) -> tuple[str, ...]:
+def algorithms_of(run: RunSpec) -> tuple[str, ...]:
     """Return the algorithms that the planner may have to time for a run."""
-    chosen = config.sharding.collective
-    if chosen != AUTO:
-        return tuple(dict.fromkeys(("native", chosen)))  # other algorithms have native parts
-    return NCCL_COLLECTIVES if config.runtime.by_nccl else COLLECTIVES
+    if run.collective != AUTO:
+        return tuple(dict.fromkeys(("native", run.collective)))  # others have native parts
+    return NCCL_COLLECTIVES if run.device_type == "cuda" else COLLECTIVES
 
 
-def spans_of(config: RunConfig) -> list[AxisSpan]:
+def spans_of(run: RunSpec) -> list[AxisSpan]:
     """Return the axis spans along which collectives of a run are timed."""
-    axes = config.world.topology().axes
+    topology = make_topology(world_size=run.world_size, group_size=run.group_size, degrees=())
+    axes = topology.axes
     spans: list[AxisSpan] = [(axis,) for axis in axes]
-    if algorithms_of(config) != ("native",) and len(axes) > 1:
+    if algorithms_of(run) != ("native",) and len(axes) > 1:
         spans.append(axes)  # only native runs axis by axis
     return spans
 
@@ -133,17 +133,12 @@ def affordable(
         )
     layers = max(1, min(most_layers, int(_STEP / step)))
     effort = _EFFORT if step <= _STEP else _LEAST_EFFORT
-    share, seconds = _share(cut, config), layers * took.micro_batch
+    whole = config.spec.batch.num_tokens
+    share, seconds = cut.spec.batch.num_tokens / whole, layers * took.micro_batch
     while share < 1 and seconds < _MICRO_BATCH / _GROWTH:
         cut = shortened(with_layers(config, layers), _GROWTH * share)
-        share, seconds = _share(cut, config), parts_of_step(cut).micro_batch
+        share, seconds = cut.spec.batch.num_tokens / whole, parts_of_step(cut).micro_batch
     return shortened(config, share * _MICRO_BATCH / seconds), replace(effort, num_layers=layers)
-
-
-def _share(cut: RunConfig, config: RunConfig) -> float:
-    """Return the tokens of a micro-batch of `cut` as a share of those of `config`."""
-    tokens, whole = (one.batches.micro_batch_size * one.data.seq_length for one in (cut, config))
-    return tokens / whole
 
 
 def one_rank(config: RunConfig) -> RunConfig:

@@ -38,6 +38,7 @@ from paro.measuring.measure import (
 from paro.report.log import Log
 from paro.report.memory import give_back_freed_memory
 from paro.report.watchdog import Watchdog
+from paro.spec.run_spec import RunSpec
 from paro.text import listed, ranks_text
 from paro.topology import axes_of
 from paro.training.exit_signal import ExitSignal
@@ -100,7 +101,7 @@ def find_measured(config: RunConfig, control: Control, watchdog: Watchdog) -> Ma
     path = (config.save_folder or read_cache_folder()) / f"{file_stem(depends_on)}.json"
     machine: Machine | None = None
     if control.world.rank == 0 and config.arguments["paro_machine"] != MEASURE:
-        machine = earlier_machine(path, partial(misfit, config, depends_on), log.log0)
+        machine = earlier_machine(path, partial(misfit, config.spec, depends_on), log.log0)
     machine = control.gather(machine)[0]
     if machine is not None:
         return machine
@@ -134,7 +135,7 @@ def conditions(config: RunConfig, control: Control) -> dict[str, str]:
         "device": ", ".join(dict.fromkeys(kind for _, kind, _ in hosts)),
         "torch": f"torch {torch.__version__}",
         "backend": config.runtime.distributed_backend,
-        "collectives": ", ".join(algorithms_of(config)),
+        "collectives": ", ".join(algorithms_of(config.spec)),
         "launch_order": config.runtime.paro_nccl_launch_order
         + ", copy engine" * config.runtime.paro_nccl_copy_engine,
         "places": str(hosts),
@@ -177,10 +178,9 @@ def earlier_machine(
     return None
 
 
-def misfit(config: RunConfig, depends_on: Mapping[str, str], machine: Machine) -> str | None:
+def misfit(run: RunSpec, depends_on: Mapping[str, str], machine: Machine) -> str | None:
     """Say why `machine` does not hold for this run; None if it holds."""
-    world = config.world
-    if (machine.world_size, machine.group_size) != (world.size, world.group_size):
+    if (machine.world_size, machine.group_size) != (run.world_size, run.group_size):
         return f"it is of {ranks_text(machine.world_size, machine.group_size)}"
     earlier = dict(machine.conditions)
     for name, now in depends_on.items():
@@ -188,7 +188,7 @@ def misfit(config: RunConfig, depends_on: Mapping[str, str], machine: Machine) -
             before = earlier.get(name, "not in the file")
             return f"its conditions.{name} is {before}, and here it is {now}"
     measured = {(row.axes, row.op, row.algorithm) for row in machine.measured}
-    for span, op, name in product(spans_of(config), Op, algorithms_of(config)):
+    for span, op, name in product(spans_of(run), Op, algorithms_of(run)):
         if (axes_of(span), op, name) not in measured:
             return f"it has no {op.value} over {axes_of(span).value} axes by {name}"
     return "it has no device" if machine.device is None else None

@@ -65,7 +65,7 @@ def test_every_way_is_timed_by_its_kernel(
     monkeypatch.setattr(attention, "attend_saving", noted)
     monkeypatch.setattr(attention, "kernels_of", lambda *_: AttentionKernels(*kernels))
     config = training_config(f"{TINY} {flags}", "gloo")
-    rates = attention_rates(config, sequence, alone(), median)
+    rates = attention_rates(config.spec, sequence, alone(), median)
     assert [*dict.fromkeys(ways)] == timed
     found = dict(zip(timed, seconds, strict=True))
     by_kernel = dict(zip(kernels, rates[1:], strict=True))  # equal kernels have equal rates
@@ -89,7 +89,7 @@ def test_all_ranks_time_as_often_where_their_kernels_differ(
 
     timed: list[None] = []
     rates = attention_rates(
-        training_config(TINY, "gloo"),
+        training_config(TINY, "gloo").spec,
         16,
         FirstHasCudnn(World(), torch.device("cpu")),
         lambda action: timed.append(None) or 1.0,

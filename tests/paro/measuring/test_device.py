@@ -96,7 +96,7 @@ def test_blocks_that_are_not_timed_take_as_long_as_those_that_are(timed: Timing)
     effort = Effort(num_layers=2, micro_batches=2)
     config, device = timed("--num-layers 6", *times, effort=effort)
     rates = device.sustained_flops, device.memory_bytes_per_second, device.attention_flops
-    computed = timing._planned(config, *rates)
+    computed = timing._planned(config.spec, *rates)
     assert computed.micro_batch == pytest.approx(1.0 + 4 * (1.0 - 0.6))
     assert device.piece_seconds == 0
 
