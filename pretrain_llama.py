@@ -83,7 +83,7 @@ def run(
     rank, size = control.world.rank, control.world.size
     log = Log(rank=rank, world_size=size, one_speaker=is_live, write=terminal.show)
     with control.raise_on_all_ranks():
-        check_login(setup.report_config(config), log)
+        check_login(config.report_in_use, log)
     log.log0(arguments_block(recorded_arguments(config)))
     watchdog.begins("building and loading the model", 0)
     bytes_before = resident_bytes(control.device)
@@ -119,7 +119,7 @@ def run(
         training, state, sources, report, saving=saver, snapshots=snapshots, observers=observers
     )
     if is_live:
-        setup.open_view(config, report, terminal, placement)
+        setup.open_view(config.spec, report, terminal, placement)
     train(loop, report, config.checkpoint)
 
 

@@ -18,7 +18,12 @@ from typing import Any, TypeVar
 from paro.arguments.flag_parser import FlagParser, by_flag, hint_for
 from paro.arguments.job import JOB_GROUPS
 from paro.arguments.megatron import add_compatibility_args, refusals, take_other_flags
-from paro.arguments.model import MODEL_GROUPS, add_context_args, add_inter_bits_args
+from paro.arguments.model import (
+    MODEL_GROUPS,
+    add_context_args,
+    add_inter_bits_args,
+    add_outer_args,
+)
 from paro.arguments.needed import (
     EXAMPLE,
     corrected,
@@ -26,7 +31,6 @@ from paro.arguments.needed import (
     missing_flags,
     nothing_needed_is_given,
 )
-from paro.arguments.outer import add_outer_args
 from paro.arguments.yaml_flags import read_flags
 from paro.collectives.schedule import COLLECTIVES
 from paro.errors import UserError

@@ -121,6 +121,11 @@ class RunConfig:
         return None if save is None or self.train.skip_train else Path(save)
 
     @property
+    def report_in_use(self) -> ReportConfig:
+        """The report configuration; --skip-train writes no files and no dashboards."""
+        return self.report.without_records() if self.train.skip_train else self.report
+
+    @property
     def in_memory_interval(self) -> int | None:
         """The number of iterations between in-memory checkpoints; None if they are off."""
         flags = self.checkpoint

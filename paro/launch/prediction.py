@@ -40,7 +40,8 @@ def check_memory(config: RunConfig, device: torch.device) -> str | None:
     The ranks of a host share the host's memory. The error is raised if the tensors alone exceed the
     memory. If tensors fit but estimates of context and fragmentation do not, return a warning.
     """
-    memories, run = RunMemory(config.sharding.machine), config.spec
+    memories = RunMemory(config.sharding.machine)
+    run = replace(config.spec, device_type=device.type)
     memory, ranks = memories.of(run), max(1, config.world.ranks_per_node)
     remedy = partial(remedy_of, memories, run, ranks)
     on_host, warning, checkpoint = 0, None, config.checkpoint

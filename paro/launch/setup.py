@@ -33,12 +33,12 @@ from paro.launch.prediction import bytes_by_part, check_memory, planned_step, pr
 from paro.optim.adamw import choose_adamw
 from paro.optim.muon import choose_muon_kernels
 from paro.quantization.blocks import choose_kernels
-from paro.report.config import ReportConfig
 from paro.report.log import Log, Terminal
 from paro.report.memory import MemoryForecast
 from paro.report.report import Report, open_report
 from paro.report.watchdog import WatchConfig, Watchdog
 from paro.sharding.buffers import TORCH_TYPES
+from paro.spec.run_spec import RunSpec
 from paro.training.assembly import build_data, build_training, initializer_of, run_facts
 from paro.training.changed_flags import order_changes, order_record
 from paro.training.in_memory import InMemoryCheckpointer
@@ -191,11 +191,6 @@ def watchdog_of(args: Namespace, world: World) -> Watchdog:
     )
 
 
-def report_config(config: RunConfig) -> ReportConfig:
-    """Return the report configuration; --skip-train writes no files and no dashboards."""
-    return config.report.without_records() if config.train.skip_train else config.report
-
-
 def start_report(
     config: RunConfig,
     training: Training,
@@ -206,11 +201,11 @@ def start_report(
 ) -> Report:
     """Open the report and log the facts that its numbers depend on; collective."""
     memory = predict_memory(config, training.device.type)
-    planned = planned_step(config)
-    facts = run_facts(config, training, bytes_by_part(memory), planned, state=state)
+    predicted, planned = bytes_by_part(memory), planned_step(config)
+    facts = replace(run_facts(config, training, state), predicted=predicted, planned=planned)
     with training.control.raise_on_all_ranks():
         report = open_report(
-            report_config(config),
+            config.report_in_use,
             facts,
             log,
             device=training.device,
@@ -229,9 +224,7 @@ def start_report(
     return report
 
 
-def open_view(
-    config: RunConfig, report: Report, terminal: Terminal, placement: Sequence[str]
-) -> None:
+def open_view(run: RunSpec, report: Report, terminal: Terminal, placement: Sequence[str]) -> None:
     """Replace the log lines by a live view, on the terminal of the rank that prints them."""
     report.is_live = not terminal.keeps_lines
     if not report.log.is_last:
@@ -239,10 +232,10 @@ def open_view(
     from paro.report.live_view import LiveConsole, LiveView  # the package rich may be missing
 
     assert report.forecast is not None, "the memory before the model is not known"
-    millions = num_parameters(config.model) / 1e6
+    millions = num_parameters(run.model) / 1e6
     report.view = terminal.view = LiveView(
         report.facts,
-        title=f"LLaMA, {millions:,.1f}M parameters, {config.strategy.name}",
+        title=f"LLaMA, {millions:,.1f}M parameters, {run.strategy.name}",
         placement=placement,
         bytes_before=report.forecast.bytes_before,
         console=LiveConsole(stderr=terminal.keeps_lines),

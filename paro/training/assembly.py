@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -33,7 +33,7 @@ from paro.distributed.world import World
 from paro.machine.choice import choice_of
 from paro.optim.optimizer import Initializer, ParoOptimizer
 from paro.report.flops import find_peak
-from paro.report.record import PlannedStep, RunFacts
+from paro.report.record import RunFacts
 from paro.rotation.rotated_model import RotatedModel, make_rotated_units
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.sharding.buffers import TORCH_TYPES
@@ -254,19 +254,8 @@ def build_data(config: RunConfig, state: TrainState | None = None) -> Datasets:
     return build_datasets(config.data, counts, config.vocab_size, config.tokenizer)
 
 
-def run_facts(
-    config: RunConfig,
-    training: Training,
-    predicted: Mapping[str, int] | None = None,
-    planned: PlannedStep | None = None,
-    *,
-    state: TrainState | None = None,
-) -> RunFacts:
-    """Collect the constants of throughput, and the planner's predictions, for the report.
-
-    Collective. `predicted`: a rank's bytes by kind. `planned`: the time of a step. `state`: the
-    state from which the run resumes, if any.
-    """
+def run_facts(config: RunConfig, training: Training, state: TrainState | None = None) -> RunFacts:
+    """Collect the constants of throughput of a run, maybe resumed from `state`; collective."""
     seq_length, trained = config.data.seq_length, config.trained
     return RunFacts(
         world_size=training.control.world.size,
@@ -281,6 +270,4 @@ def run_facts(
             control=training.control,
         ),
         model_state_bytes=training.optimizer.model_state_bytes(),
-        predicted=predicted or {},
-        planned=planned,
     )

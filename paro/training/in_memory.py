@@ -50,7 +50,7 @@ class InMemoryCheckpointer:
         self._interval = config.in_memory_interval
         self._folder = folder
         self._log = log
-        self._background = Background()
+        self.background = Background()
         # Files of an earlier start are kept until this start has a snapshot on all ranks.
         self._start = f"-{folder.control.gather(time.time_ns())[0]:x}"
         self._has_older = False
@@ -127,19 +127,15 @@ class InMemoryCheckpointer:
             self._has_older = False
         self._copy.updated()
         job = partial(self._writer.write, state.iteration, self._record(state), self._copy)
-        self._background.start(job)
+        self.background.start(job)
 
     def wait(self) -> None:
         """Wait until the last copy is complete; raise the copy's failure, on this rank alone."""
-        failure = self._background.wait()
+        failure = self.background.wait()
         if isinstance(failure, OSError):
             raise StorageError(f"local copies in {self._folder.path}: {failure}") from failure
         if failure is not None:
             raise failure
-
-    def settle(self) -> None:
-        """Wait until the last copy has ended, complete or failed; wait for no other rank."""
-        self._background.wait()
 
     def discard(self) -> None:
         """Remove the in-memory checkpoints, at the run's end or if they hold a diverged state."""
@@ -171,7 +167,7 @@ def in_memory_checkpoints(
         try:
             yield copies
         finally:
-            copies.settle()  # end the last copy before the folder's lock is released
+            copies.background.wait()  # end the last copy before the folder's lock is released
 
 
 def every_text(interval: int) -> str:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -115,7 +116,8 @@ def measure(rounds: int, folder: Path) -> list[dict[str, Any]]:
     config = configure(parse_args([*flags.split(), *boards.split()]), World())
     control = Control(World(), device_for(config.runtime, World()))
     training = build_training(config, control)
-    facts = run_facts(config, training, bytes_by_part(predict_memory(config, training.device.type)))
+    predicted = bytes_by_part(predict_memory(config, training.device.type))
+    facts = replace(run_facts(config, training), predicted=predicted)
     state = TrainState.at_start(config.loss_scale)
     forecast = MemoryForecast(predicted_bytes=1, reserved_bytes=1, states_bytes=1, bytes_before=0)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:

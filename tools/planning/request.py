@@ -14,9 +14,9 @@ from paro.arguments.model import (
     add_lora_args,
     add_mixed_precision_args,
     add_model_args,
+    add_outer_args,
     add_recompute_args,
 )
-from paro.arguments.outer import add_outer_args
 from paro.arguments.parser import take
 from paro.collectives.schedule import COLLECTIVES
 from paro.config.context_parallel import (
