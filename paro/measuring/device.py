@@ -171,11 +171,11 @@ class _LoneRank:
         """
         if slices == 1:
             return 0.0
-        model, batch = self.config.model, self.config.spec.batch
+        model, run = self.config.model, self.config.spec
         cut = replace(self.config, model=slice_of(model, slices))
         _, of_slice = _LoneRank(cut, self.timer).seconds()
         of_piece = (slices * of_slice - micro_batch) / ((slices - 1) * (2 + 2 * model.num_layers))
-        num_bytes = 3 * batch.tensor_bytes(model.hidden_size)
+        num_bytes = 3 * run.tensor_bytes(model.hidden_size)
         return max(0.0, of_piece - 2 * num_bytes / bytes_by_second)  # forward and backward
 
     def seconds(self) -> tuple[float, float]:

@@ -133,11 +133,11 @@ def affordable(
         )
     layers = max(1, min(most_layers, int(_STEP / step)))
     effort = _EFFORT if step <= _STEP else _LEAST_EFFORT
-    whole = config.spec.batch.num_tokens
-    share, seconds = cut.spec.batch.num_tokens / whole, layers * took.micro_batch
+    whole = config.spec.num_tokens
+    share, seconds = cut.spec.num_tokens / whole, layers * took.micro_batch
     while share < 1 and seconds < _MICRO_BATCH / _GROWTH:
         cut = shortened(with_layers(config, layers), _GROWTH * share)
-        share, seconds = cut.spec.batch.num_tokens / whole, parts_of_step(cut).micro_batch
+        share, seconds = cut.spec.num_tokens / whole, parts_of_step(cut).micro_batch
     return shortened(config, share * _MICRO_BATCH / seconds), replace(effort, num_layers=layers)
 
 

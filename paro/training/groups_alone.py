@@ -59,7 +59,7 @@ class GroupsAlone:
         """
         if not self.are_alone(iteration):
             return reasons
-        self._reasons = Reasons._make(map(max, self._reasons, reasons))
+        self._reasons = self._reasons.joined(reasons)
         self._stop_after = reasons.stop_after or self._stop_after
         if iteration != self._stop_after:
             return Reasons()

@@ -25,3 +25,7 @@ class Reasons(NamedTuple):
         """Return the reasons that any rank has, from sums over the ranks by field."""
         signalled, late, unsaved = (sums[name] > 0.0 for name in cls._fields[:3])
         return cls(signalled, late, unsaved, int(sums["stop_after"]))
+
+    def joined(self, other: Reasons) -> Reasons:
+        """Return the reasons that either has."""
+        return Reasons._make(map(max, self, other))
