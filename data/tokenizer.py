@@ -141,8 +141,6 @@ class SentencePieceTokenizer(Tokenizer):
 def _load_sentencepiece(path: Path) -> Any:
     with importing("this --tokenizer-type needs the package sentencepiece"):
         from sentencepiece import SentencePieceProcessor
-    if not path.is_file():
-        raise UserError(f"--tokenizer-model {path} is missing: give a SentencePiece .model")
     content = read_bytes(path, f"--tokenizer-model {path}")
     try:
         processor = SentencePieceProcessor(model_proto=content)
@@ -245,8 +243,6 @@ class TikTokenizer(Tokenizer):
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    if not path.is_file():
-        raise UserError(f"--tokenizer-model {path} is missing: give a tiktoken file")
     content = read_bytes(path, f"--tokenizer-model {path}")
     ranks = {}
     try:

@@ -9,27 +9,30 @@ from typing import Any
 from paro.errors import UserError, check_least
 
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-GPT2_TYPE = "GPT2BPETokenizer"
+GPT2_TYPE, NULL_TYPE = "GPT2BPETokenizer", "NullTokenizer"
 _MAX_ROWS = 2**31  # most rows of an embedding
 TOKENIZER_TYPES = (
     *SENTENCEPIECE_TYPES,
     "HuggingFaceTokenizer",
     "TikTokenizer",
     GPT2_TYPE,
-    "NullTokenizer",
+    NULL_TYPE,
 )
 # Megatron's tokenizer types that do not fit a plain-text language model, and what to use instead.
 _REFUSED_TYPES = {
-    "BertWordPieceLowerCase": "it is BERT's and has no end of a document: tokenize again with "
-    "HuggingFaceTokenizer or SentencePieceTokenizer",
-    "BertWordPieceCase": "it is BERT's and has no end of a document: tokenize again with "
-    "HuggingFaceTokenizer or SentencePieceTokenizer",
+    **dict.fromkeys(
+        ("BertWordPieceLowerCase", "BertWordPieceCase"),
+        "it is BERT's and has no end of a document: tokenize again with HuggingFaceTokenizer or "
+        "SentencePieceTokenizer",
+    ),
     "MultimodalTokenizer": "the model reads text alone: give HuggingFaceTokenizer and the same "
     "--tokenizer-model",
     "NullMultimodalTokenizer": "the model reads text alone: give NullTokenizer",
     "SFTTokenizer": "tools/preprocess_data.py --apply-chat-template writes conversations: give "
     "HuggingFaceTokenizer and the same --tokenizer-model",
 }
+_NEEDED = {GPT2_TYPE: ("vocab_file", "merge_file"), NULL_TYPE: ("vocab_size",)}
+_ONLY = {"vocab_file": GPT2_TYPE, "merge_file": GPT2_TYPE, "null_tokenizer_eod_id": NULL_TYPE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,47 +53,30 @@ class TokenizerConfig:
         if self.tokenizer_type not in TOKENIZER_TYPES:
             raise UserError(f"{flag} is unknown: choose one of {', '.join(TOKENIZER_TYPES)}")
         check_least(1, vocab_size=self.vocab_size)
-        if self.tokenizer_type != "NullTokenizer" and self.null_tokenizer_eod_id is not None:
+        for name, kind in _ONLY.items():
+            if self.tokenizer_type != kind and getattr(self, name) not in (None, ""):
+                raise UserError(
+                    f"--{name.replace('_', '-')} contradicts {flag}: it goes with {kind}; leave it "
+                    "out or change the type"
+                )
+        if self.tokenizer_type == GPT2_TYPE and self.tokenizer_model is not None:
             raise UserError(
-                f"--null-tokenizer-eod-id contradicts {flag}, which has an end of its own"
+                f"{flag} is read from --vocab-file and --merge-file: leave --tokenizer-model out; "
+                "a tokenizer.json goes with HuggingFaceTokenizer"
             )
-        is_gpt2 = self.tokenizer_type == GPT2_TYPE
-        if not is_gpt2 and (self.vocab_file or self.merge_file):
+        for name in _NEEDED.get(self.tokenizer_type, ("tokenizer_model",)):
+            if getattr(self, name) is None:
+                raise UserError(f"{flag} needs --{name.replace('_', '-')}")
+        eod, size = self.null_tokenizer_eod_id, self.vocab_size
+        if eod is not None and size is not None and not 0 <= eod < size:
             raise UserError(
-                f"--vocab-file and --merge-file contradict {flag}: they go with {GPT2_TYPE}; leave "
-                "them out or change the type"
+                f"--null-tokenizer-eod-id {eod} must be at least 0 and below --vocab-size {size}"
             )
-        if is_gpt2:
-            self._check_gpt2()
-        elif self.tokenizer_type == "NullTokenizer":
-            self._check_null()
-        elif self.tokenizer_model is None:
-            raise UserError(f"{flag} needs --tokenizer-model")
 
     @property
     def files(self) -> tuple[str, ...]:
         """All files and folders that the tokenizer is read from."""
         return tuple(filter(None, (self.tokenizer_model, self.vocab_file, self.merge_file)))
-
-    def _check_gpt2(self) -> None:
-        if self.tokenizer_model is not None:
-            raise UserError(
-                f"--tokenizer-type {GPT2_TYPE} is read from --vocab-file and --merge-file: leave "
-                "--tokenizer-model out; a tokenizer.json goes with HuggingFaceTokenizer"
-            )
-        for flag, value in (("--vocab-file", self.vocab_file), ("--merge-file", self.merge_file)):
-            if value is None:
-                raise UserError(f"--tokenizer-type {GPT2_TYPE} needs {flag}")
-
-    def _check_null(self) -> None:
-        if self.vocab_size is None:
-            raise UserError("--tokenizer-type NullTokenizer needs --vocab-size")
-        eod = self.null_tokenizer_eod_id
-        if eod is not None and not 0 <= eod < self.vocab_size:
-            raise UserError(
-                f"--null-tokenizer-eod-id {eod} must be at least 0 and below --vocab-size "
-                f"{self.vocab_size}"
-            )
 
 
 def tokenizer_config(flags: Mapping[str, Any]) -> TokenizerConfig | None:
@@ -111,7 +97,7 @@ def saved_tokenizer(common: Mapping[str, Any]) -> dict[str, Any]:
     own `vocab_size` counts all ids; if it is missing, the checkpoint is older than that change.
     """
     saved = dict(common.get("tokenizer") or {})
-    if saved.get("tokenizer_type") == "NullTokenizer":
+    if saved.get("tokenizer_type") == NULL_TYPE:
         saved["vocab_size"] = common.get("vocab_size", saved["vocab_size"] + 1)
     return saved
 

@@ -180,7 +180,7 @@ def test_null_tokenizer_refuses_what_is_no_id(text: str) -> None:
         (("BertWordPieceCase", None, None), "BertWordPieceCase is not supported: it is BERT's"),
         (("MultimodalTokenizer", Path("x"), None), "give HuggingFaceTokenizer and the same"),
         (("Llama2Tokenizer", None, None), "Llama2Tokenizer needs --tokenizer-model"),
-        (("Llama2Tokenizer", Path("none.model"), None), "--tokenizer-model none.model is missing"),
+        (("Llama2Tokenizer", Path("none.model"), None), "--tokenizer-model none.model"),
         (("HuggingFaceTokenizer", Path("no/ne"), None), "--tokenizer-model no/ne is neither"),
     ],
 )
