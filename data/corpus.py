@@ -234,12 +234,19 @@ def texts_of(
         if raw is None:
             continue
         try:
-            yield _read(batch, number, raw, keys, value_of)
+            entry = raw if isinstance(raw, dict) else _parsed(batch, raw, keys)
+            texts = tuple(value_of(entry, key) for key in keys)
         except _BadError as error:
             message = f"{place_of(batch.piece, number)}{error}"
             if on_bad is None:
                 raise UserError(message) from error
             on_bad(message)
+            continue
+        if isinstance(raw, dict):
+            num_bytes = sum(len(str(text).encode()) for by_key in texts for text in by_key or ())
+        else:
+            num_bytes = len(raw)
+        yield Texts(number, texts, num_bytes)
 
 
 def place_of(piece: Piece, number: int) -> str:
@@ -277,32 +284,22 @@ def _raw_documents(batch: RawBatch) -> Iterable[Any]:
     return (line if line.strip() else None for line in content.split(b"\n"))
 
 
-def _read(
-    batch: RawBatch,
-    number: int,
-    raw: Any,
-    keys: Sequence[str],
-    value_of: Callable[[Mapping[str, Any], str], Any],
-) -> Texts:
+def _parsed(batch: RawBatch, raw: bytes, keys: Sequence[str]) -> dict[str, Any]:
     is_text = batch.piece.kind is SourceKind.TEXT
-    if isinstance(raw, dict):
-        texts = tuple(value_of(raw, key) for key in keys)
-        num_bytes = sum(len(str(text).encode()) for by_key in texts for text in by_key or ())
-        return Texts(number, texts, num_bytes)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         offset = error.start + (batch.first if is_text else 0)
         raise _BadError(f" is not UTF-8 (byte {offset + 1}): convert it first") from error
     if is_text:
-        return Texts(number, tuple([text] for _ in keys), len(raw))
+        return {key: [text] for key in keys}
     try:
         entry = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _BadError(f" is not valid JSON: {error}{_way_to_lines(text)}") from error
     if not isinstance(entry, dict):
         raise _BadError(f" is not a JSON object such as {{{keys[0]!r}: ...}}{_way_to_lines(text)}")
-    return Texts(number, tuple(value_of(entry, key) for key in keys), len(raw))
+    return entry
 
 
 def _way_to_lines(text: str) -> str:

@@ -25,12 +25,7 @@ class SourceKind(Enum):
     HUGGING_FACE = "datasets"
 
 
-SUFFIXES = {
-    ".txt": SourceKind.TEXT,
-    ".jsonl": SourceKind.JSON_LINES,
-    ".json": SourceKind.JSON_LINES,
-    ".parquet": SourceKind.PARQUET,
-}
+SUFFIXES = {kind.value: kind for kind in SourceKind} | {".json": SourceKind.JSON_LINES}
 KINDS = ".txt (one document), .jsonl (a JSON object per line; both also .gz or .zst) or .parquet"
 
 
