@@ -100,6 +100,7 @@ class Fetch(Dataset[Batch | Failure]):
 
     dataset: Samples
     rules: DocumentRules = field(default_factory=DocumentRules)
+    eod: int = -1  # id of the token that ends a document; -1: no token does
     whole: bool = False  # True: read the set in rounds, each padded at its end with masked samples
     ranges: tuple[range, ...] | None = None  # the positions of each sample to keep; None: all
     token_bytes: TokenBytes | None = None  # bytes of text per id; None: do not count bytes
@@ -136,7 +137,7 @@ class Fetch(Dataset[Batch | Failure]):
         """
         text = np.stack([self.dataset[number] for number in numbers])
         tokens_BS, labels_BS = text[:, :-1].copy(), text[:, 1:].copy()
-        ends_BS = tokens_BS == self.rules.eod
+        ends_BS = tokens_BS == self.eod
         begins_BS = np.ones_like(ends_BS)
         begins_BS[:, 1:] = ends_BS[:, :-1]
         loss_mask_BS = np.ones(tokens_BS.shape, dtype=np.float32)

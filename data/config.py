@@ -20,14 +20,13 @@ MOST_WORKERS = 1024  # most worker processes of one rank
 class DocumentRules:
     """Effects of the end-of-document token; by default none, as in Megatron."""
 
-    eod: int = -1
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
+class DataConfig(DocumentRules):
     """The tokens to train on and the way to read them."""
 
     seq_length: int
@@ -40,9 +39,6 @@ class DataConfig:
     mock_data: bool = False
     split: str | None = None  # weights that cut shared data into splits; None: DEFAULT_SPLIT
     data_cache_path: str | None = None
-    eod_mask_loss: bool = False
-    reset_position_ids: bool = False
-    reset_attention_mask: bool = False
     sft: bool = False  # True: a sample is one conversation
     multiple_validation_sets: bool = False
     full_validation: bool = False
@@ -50,7 +46,7 @@ class DataConfig:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        given = [flag for flag, is_given in self._sources().items() if is_given]
+        given = self._sources()
         if len(given) > 1:
             raise contradiction(given[0], given[1])
         if not given:
@@ -102,25 +98,17 @@ class DataConfig:
                 "sample, or --reset-position-ids and --reset-attention-mask for as many as fit"
             )
 
-    def document_rules(self, eod: int) -> DocumentRules:
-        return DocumentRules(
-            eod=eod,
-            eod_mask_loss=self.eod_mask_loss,
-            reset_position_ids=self.reset_position_ids,
-            reset_attention_mask=self.reset_attention_mask,
-        )
-
-    def _sources(self) -> dict[str, bool]:
-        """Return each flag of a data source and whether it is given; exactly one must be."""
-        per_split = {f"--{name}-data-path": words for name, words in self._words().items()}
-        first_given = next((flag for flag, words in per_split.items() if words), "")
-        return {
+    def _sources(self) -> list[str]:
+        """Return the flags that name data, of all splits or of each; exactly one must be given."""
+        per_split = [f"--{name}-data-path" for name, words in self._words().items() if words]
+        is_given = {
             "--mock-data": self.mock_data,
             "--data-path": bool(self.data_path),
             "--data-args-path": self.data_args_path is not None,
-            first_given or "--train-data-path": bool(first_given),
+            **dict.fromkeys(per_split[:1], True),
             "--per-split-data-args-path": self.per_split_data_args_path is not None,
         }
+        return [flag for flag, given in is_given.items() if given]
 
     def _words(self) -> dict[str, tuple[str, ...]]:
         return {name: getattr(self, f"{name}_data_path") for name in SPLIT_NAMES}

@@ -16,7 +16,6 @@ from data.index_cache import CacheEntry, cached
 from data.indexed_dataset import IndexedDataset, Tokens, bin_path
 from data.loss_mask import BEGINS, TRAINED, LossMask
 from data.sample_order import (
-    Bounds,
     OrderPlan,
     SampleOrder,
     build_order,
@@ -122,12 +121,13 @@ class GPTDataset:
     def describe(self) -> str:
         """Describe in one line the amount of data, the epochs, and the place of the order."""
         plan = self.plan
-        sequences = plan.bounds.last - plan.bounds.first
         wanted = plan.total_samples if plan.num_samples is None else plan.num_samples
         epochs = (wanted * plan.seq_length + plan.shared_tokens) / plan.tokens_per_epoch
-        content = f"{plan.tokens_per_epoch:,} tokens in {sequences:,} sequences"
+        content = f"{plan.tokens_per_epoch:,} tokens in {len(plan.bounds):,} sequences"
         if plan.shared_tokens == 0:
-            content = f"{sequences:,} conversations, {self.num_cut:,} of them cut to --seq-length"
+            content = (
+                f"{len(plan.bounds):,} conversations, {self.num_cut:,} of them cut to --seq-length"
+            )
         return (
             f"{wanted:,} samples, {epochs:.2f} epochs of {content} of {self.indexed.prefix}; "
             f"{self.source}"
@@ -184,7 +184,8 @@ def build_gpt_dataset(indexed: IndexedDataset, request: SplitRequest) -> GPTData
     """
     plan = plan_split(indexed, request)
     lengths = indexed.sequence_lengths()
-    num_cut = int((lengths[slice(*plan.bounds)] > plan.seq_length).sum())
+    of_split = lengths[plan.bounds.start : plan.bounds.stop]
+    num_cut = int((of_split > plan.seq_length).sum())
     if request.config.sft:
         lengths = np.full_like(lengths, plan.seq_length)
     entry = _cache_entry(indexed.prefix, lengths, request)
@@ -198,10 +199,10 @@ def plan_split(indexed: IndexedDataset, request: SplitRequest) -> OrderPlan:
     config, split_name = request.config, request.split_name
     split, seq_length = config.split_in_use, config.seq_length
     share = share_of(split, split_name)
-    bounds = Bounds(0, 0) if share is None else split_bounds(share, len(indexed))
-    tokens, shared_tokens = indexed.tokens_in(bounds.first, bounds.last), 1
+    bounds = range(0) if share is None else split_bounds(share, len(indexed))
+    tokens, shared_tokens = indexed.tokens_in(bounds.start, bounds.stop), 1
     if config.sft:
-        tokens, shared_tokens = (bounds.last - bounds.first) * seq_length, 0
+        tokens, shared_tokens = len(bounds) * seq_length, 0
     if tokens < seq_length + shared_tokens:
         cause = "there are" if split is None else f"--split {split!r} leaves"
         raise TooFewTokensError(
@@ -271,5 +272,4 @@ def _has_answer(corpus: GPTDataset) -> bool:
         return True
     plan = corpus.plan
     end = plan.seq_length if plan.shared_tokens == 0 else None
-    sequences = range(plan.bounds.first, plan.bounds.last)
-    return any((corpus.indexed.marks(each)[1:end] == TRAINED).any() for each in sequences)
+    return any((corpus.indexed.marks(each)[1:end] == TRAINED).any() for each in plan.bounds)

@@ -47,12 +47,11 @@ class SplitCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datasets:
-    """The data sets of all splits; None if a split is not requested or has no sample."""
+    """The data sets of all splits; none of a split that is not requested or has no sample."""
 
     train: Samples
-    valid: Samples | None = None
+    valid: Mapping[str, Samples] = field(default_factory=dict)  # by name; "": one without a name
     test: Samples | None = None
-    named_valid: Mapping[str, Samples] = field(default_factory=dict)  # several sets, for `valid`
     causes: Mapping[str, str] = field(default_factory=dict)  # data set: why it has no sample
 
     def describe(self) -> list[str]:
@@ -79,15 +78,9 @@ class Datasets:
 
     def _by_name(self) -> dict[str, Samples | None]:
         """Return all data sets by the names under which they are reported."""
-        sets: dict[str, Samples | None] = {name: getattr(self, name) for name in SPLIT_NAMES}
-        sets |= {f"valid, {name}": samples for name, samples in self.named_valid.items()}
-        if self.named_valid:
-            del sets["valid"]
-        return sets
-
-    def train_corpora(self) -> tuple[GPTDataset, ...]:
-        """Return the training corpora, one or all of a blend; empty for synthetic tokens."""
-        return _corpora_of(self.train)
+        sets: Mapping[str, Samples | None] = self.valid or {"": None}
+        valid = {f"valid, {name}" if name else "valid": samples for name, samples in sets.items()}
+        return {"train": self.train, **valid, "test": self.test}
 
     def token_bytes(
         self, samples: Samples, vocab_size: int, trained_on: Container[str] | None = None
@@ -111,7 +104,7 @@ class Datasets:
 
         For each corpus: the shuffled epochs, and the samples before a separately shuffled last one.
         """
-        plans = [corpus.plan for corpus in self.train_corpora()]
+        plans = [corpus.plan for corpus in self.corpora()["train"]]
         return [[plan.num_epochs, plan.samples_before_separate_epoch or 0] for plan in plans]
 
 
@@ -170,9 +163,8 @@ def build_datasets(
             causes[f"{split_name}, {set_name}" if set_name else split_name] = str(error)
     return Datasets(
         train=found["train", ""],
-        valid=found.get(("valid", "")),
+        valid={name: found[split, name] for split, name in found if split == "valid"},
         test=found.get(("test", "")),
-        named_valid={name: samples for (_, name), samples in found.items() if name},
         causes=causes,
     )
 

@@ -29,18 +29,11 @@ BLOCK = 2**16  # entries of the document index that are processed at a time
 SEPARATE_BELOW = 0.80
 
 
-class Bounds(NamedTuple):
-    """A split as a half-open range of sequences."""
-
-    first: int
-    last: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderPlan:
     """The epochs and samples of an order; all sizes are known before anything is built."""
 
-    bounds: Bounds
+    bounds: range  # of the split's sequences
     tokens_per_epoch: int
     num_samples: int | None  # requested samples, which the order has at least; None: one epoch
     seq_length: int
@@ -70,7 +63,7 @@ class OrderPlan:
     @property
     def num_entries(self) -> int:
         """The length of the document index."""
-        return self.num_epochs * (self.bounds.last - self.bounds.first)
+        return self.num_epochs * len(self.bounds)
 
     @property
     def total_samples(self) -> int:
@@ -130,9 +123,9 @@ def share_of(split: str | None, split_name: str) -> Share | None:
     return split_matrix(split)[SPLIT_NAMES.index(split_name)]
 
 
-def split_bounds(share: Share, num_sequences: int) -> Bounds:
+def split_bounds(share: Share, num_sequences: int) -> range:
     """Return the sequences of a split: contiguous, in file order, not shuffled."""
-    return Bounds(*(round(end * num_sequences) for end in share))
+    return range(*(round(end * num_sequences) for end in share))
 
 
 def build_order(sequence_lengths: NDArray[np.int32], plan: OrderPlan) -> SampleOrder:
@@ -144,7 +137,7 @@ def build_order(sequence_lengths: NDArray[np.int32], plan: OrderPlan) -> SampleO
 
 
 def _document_index(plan: OrderPlan, random: np.random.RandomState) -> NDArray[np.int32]:
-    sequences = np.arange(*plan.bounds, dtype=np.int32)
+    sequences = np.arange(plan.bounds.start, plan.bounds.stop, dtype=np.int32)
     together = plan.num_epochs - (plan.samples_before_separate_epoch is not None)
     parts = [np.tile(sequences, together)]
     if together < plan.num_epochs:

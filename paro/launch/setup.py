@@ -109,8 +109,7 @@ def open_data(
             f"WARNING: the tokenizer has {config.vocab_size} ids, and the model of --load {rows} "
             "vocabulary rows, which are frozen: no other id was found in the data"
         )
-    held_out = datasets.valid or datasets.named_valid or datasets.test
-    if config.train.skip_train and not held_out:
+    if config.train.skip_train and not (datasets.valid or datasets.test):
         split = config.data.split_in_use
         flags = f"--split {split}" if split else "--valid-data-path and --test-data-path"
         raise UserError(

@@ -210,8 +210,8 @@ def build_sources(
     ranges = layout.ranges(rank, config.data.seq_length)
 
     def fetch(samples: Samples) -> Fetch:
-        rules = config.data.document_rules(config.eod)
-        return Fetch(samples, rules, ranges=ranges if layout.size > 1 else None)
+        cut = ranges if layout.size > 1 else None
+        return Fetch(samples, config.data, config.eod, ranges=cut)
 
     def read(fetch: Fetch, size: int, consumed: int) -> MicroBatches:
         return MicroBatches(
@@ -235,14 +235,12 @@ def build_sources(
             num_micro_batches=-(-len(samples) // at_once) if whole else None,
         )
 
-    valid = dict(datasets.named_valid)
-    if datasets.valid is not None:
-        valid[""] = datasets.valid
     consumed, whole = state.consumed_valid_samples, config.data.full_validation
     return Sources(
         train=read(fetch(datasets.train), batches.micro_batch_size, state.consumed_train_samples),
         valid=tuple(
-            hold_out(samples, consumed, whole=whole, name=name) for name, samples in valid.items()
+            hold_out(samples, consumed, whole=whole, name=name)
+            for name, samples in datasets.valid.items()
         ),
         test=() if datasets.test is None else (hold_out(datasets.test, 0, whole=False),),
     )

@@ -53,7 +53,7 @@ def order_record(
     }
     if blend is not None:
         weights = [None] * len(blend.prefixes) if blend.weights is None else blend.shares()
-        read = {corpus.indexed.prefix: corpus.indexed for corpus in datasets.train_corpora()}
+        read = {corpus.indexed.prefix: corpus.indexed for corpus in datasets.corpora()["train"]}
         record["corpora"] = [
             {
                 "prefix": prefix,

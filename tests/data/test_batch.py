@@ -58,10 +58,10 @@ def hidden_by(lengths: tuple[int, ...]) -> torch.Tensor:
 @given(tokens=st.lists(st.sampled_from([1, 2, EOD]), min_size=1, max_size=12))
 def test_one_sample(flags: tuple[bool, bool, bool], tokens: list[int]) -> None:
     rules = DocumentRules(
-        eod=EOD, eod_mask_loss=flags[0], reset_position_ids=flags[1], reset_attention_mask=flags[2]
+        eod_mask_loss=flags[0], reset_position_ids=flags[1], reset_attention_mask=flags[2]
     )
     hidden, loss_mask, positions = megatron_masks(tokens, rules)
-    mine = Fetch(One(tokens), rules)[range(1)]
+    mine = Fetch(One(tokens), rules, EOD)[range(1)]
     assert mine.loss_mask_BS[0].tolist() == loss_mask.tolist()
     if rules.reset_position_ids:
         assert mine.positions_BS[0].tolist() == positions.tolist()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from data.sample_order import Bounds, OrderPlan, build_order
+from data.sample_order import OrderPlan, build_order
 from tests.data.megatron import megatron_datasets
 from tests.helpers.ranks import HANGS_AFTER
 from tests.helpers.refusals import refused
@@ -30,7 +30,7 @@ def sizes() -> NDArray[np.int32]:
 
 def plan_of(num_samples: int) -> OrderPlan:
     return OrderPlan(
-        bounds=Bounds(0, DOCUMENTS),
+        bounds=range(DOCUMENTS),
         tokens_per_epoch=TOKENS,
         num_samples=num_samples,
         seq_length=SEQ,

@@ -89,10 +89,8 @@ def test_labels_follow_tokens_and_a_batch_moves_as_a_whole() -> None:
 
 @pytest.mark.parametrize("num_workers", NUM_WORKERS)
 def test_batches_tell_where_documents_end_when_asked(num_workers: int) -> None:
-    rules = DocumentRules(
-        eod=2, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True
-    )
-    batch = next(batches_of(micro_batch_size=2, num_workers=num_workers, rules=rules))
+    rules = DocumentRules(eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True)
+    batch = next(batches_of(micro_batch_size=2, num_workers=num_workers, rules=rules, eod=2))
     # 0 1 2 3, and 1 2 3 4
     assert batch.positions_BS.tolist() == [[0, 1, 2, 0], [0, 1, 0, 1]]
     assert batch.document_lengths == (3, 1, 2, 2)
@@ -104,12 +102,12 @@ def test_batches_tell_where_documents_end_when_asked(num_workers: int) -> None:
 
 @pytest.mark.parametrize("num_workers", NUM_WORKERS)
 def test_a_part_of_each_sample_keeps_what_whole_samples_say(num_workers: int) -> None:
-    rules = DocumentRules(eod=2, eod_mask_loss=True, reset_attention_mask=True)
-    ranges = (range(1), range(3, 4))
-    batches = batches_of(
-        micro_batch_size=2, num_workers=num_workers, rules=rules, ranges=ranges, pin_memory=False
-    )
-    batch = next(batches)
+    fetch = {
+        "rules": DocumentRules(eod_mask_loss=True, reset_attention_mask=True),
+        "eod": 2,
+        "ranges": (range(1), range(3, 4)),
+    }
+    batch = next(batches_of(micro_batch_size=2, num_workers=num_workers, **fetch))
     # 0 1 2 3, and 1 2 3 4
     assert batch.tokens_BS.tolist() == [[0, 3], [1, 4]]
     assert batch.labels_BS.tolist() == [[1, 4], [2, 5]]  # shifted before
@@ -117,7 +115,7 @@ def test_a_part_of_each_sample_keeps_what_whole_samples_say(num_workers: int) ->
     assert batch.mask_sum == 6.0
     assert batch.positions_BS.tolist() == [[0, 3]]
     assert batch.documents()["document_lengths"] == (3, 1, 2, 2)
-    assert (batch.ranges, batch.documents()["seq_length"]) == (ranges, 4)
+    assert (batch.ranges, batch.documents()["seq_length"]) == (fetch["ranges"], 4)
 
 
 @pytest.mark.process
@@ -175,7 +173,7 @@ def test_mock_splits() -> None:
     assert len(datasets.train) == 20
     assert datasets.test is None
     assert datasets.train[0].shape == (9,)
-    assert datasets.train[0].tolist() != datasets.valid[0].tolist()
+    assert datasets.train[0].tolist() != datasets.valid[""][0].tolist()
     assert [line.partition(":")[0] for line in datasets.describe()] == ["train", "valid", "test"]
     assert datasets.describe()[2] == "test: no samples"
 
@@ -192,12 +190,12 @@ def built(*words: str, counts: Sequence[int | None] = (10, 5, 5), **fields: Any)
 def test_corpus_splits(prefix: str, num_workers: int) -> None:
     datasets = built(prefix, split="90,10,0")
     assert len(datasets.train) >= 10
-    assert datasets.valid is not None
+    assert [*datasets.valid] == [""]
     assert datasets.test is None
     batch = next(batches_of(datasets.train, micro_batch_size=4, num_workers=num_workers))
     assert batch.labels_BS[0].tolist() == datasets.train[0][1:].tolist()
     evaluated = built(prefix, split="90,10,0", counts=(0, 5))
-    assert len(evaluated.valid) >= 5, "evaluation alone needs no training samples"
+    assert len(evaluated.valid[""]) >= 5, "evaluation alone needs no training samples"
 
 
 @pytest.mark.parametrize(
@@ -214,9 +212,9 @@ def test_what_the_number_of_samples_does_to_their_order(
 
 
 def test_a_held_out_split_without_a_sample_is_named_in_one_line(prefix: str) -> None:
-    assert built("1", prefix, split="99,1,0").valid is not None
+    assert built("1", prefix, split="99,1,0").valid
     datasets = built("1", prefix, split="99,1,0", seq_length=30)
-    assert datasets.valid is None
+    assert not datasets.valid
     assert datasets.describe()[1].startswith(
         "valid: no samples, its evaluation is left out: --seq-length 30 is longer than the data: "
         "--split '99,1,0' leaves 20 tokens"
@@ -226,9 +224,9 @@ def test_a_held_out_split_without_a_sample_is_named_in_one_line(prefix: str) -> 
 
 def test_training_data_without_weights_are_not_read_twice(prefix: str) -> None:
     datasets = built(prefix, prefix, split="90,10,0", counts=(10, 500))
-    assert len(datasets.valid) == 500
+    assert len(datasets.valid[""]) == 500
     once = 2 * ((200 - 1) // 8)  # samples of the validation split of both
-    first, again = datasets.valid[3].tolist(), datasets.valid[3 + once].tolist()
+    first, again = datasets.valid[""][3].tolist(), datasets.valid[""][3 + once].tolist()
     assert first == again
     assert f"500 samples in {500 / once:.2f} rounds" in datasets.describe()[1]
     more = partial(built, prefix, prefix, split="90,10,0", counts=(1000,))

@@ -77,7 +77,7 @@ def test_a_blend_may_have_more_files_than_the_limit(prefix: str) -> None:
     used = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, before[1]))
     try:
-        for corpus in built(*words, split="1,0,0", counts=(200,)).train_corpora():
+        for corpus in built(*words, split="1,0,0", counts=(200,)).corpora()["train"]:
             assert corpus.source.startswith("indices written to")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -43,8 +43,8 @@ def built(*words: str, **fields: Any) -> Datasets:
 
 
 def batches(datasets: Datasets, config: dict[str, bool], **fields: object) -> MicroBatches:
-    rules = DataConfig(seq_length=SEQ, data_path=("x",), **config).document_rules(EOD)  # type: ignore[arg-type]
-    return batches_of(datasets.train, rules=rules, **fields)
+    rules = DataConfig(seq_length=SEQ, data_path=("x",), **config)  # type: ignore[arg-type]
+    return batches_of(datasets.train, rules=rules, eod=EOD, **fields)
 
 
 def test_a_packed_sample_weighs_answers_and_keeps_conversations_apart(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_packed_sample_weighs_answers_and_keeps_conversations_apart(tmp_path: 
         for place in range(1, len(marks)):
             weights[number, place] = float(marks[place])
     datasets = built(prefix, **APART)
-    order = datasets.train_corpora()[0].order
+    order = datasets.corpora()["train"][0].order
     row = [(n, place) for n in order.document_index for place in range(len(talks[n][0]))]
     source = batches(datasets, APART)
     for i in range(40):
@@ -102,8 +102,8 @@ def test_every_conversation_is_read_once_in_a_full_validation(tmp_path: Path) ->
     prefix = str(write_conversations(tmp_path / "x", talks))
     paths = {"train_data_path": (prefix,), "valid_data_path": (prefix,)}
     valid = of_words(**paths, counts=(1, None), full_validation=True, sft=True).valid
-    assert len(valid) == 40
-    found = sorted(valid[i].tolist() for i in range(40))
+    assert len(valid[""]) == 40
+    found = sorted(valid[""][i].tolist() for i in range(40))
     assert found == sorted((ids[:SEQ] + ids[:SEQ][-1:] * SEQ)[: SEQ + 1] for ids, _ in talks)
 
 

@@ -152,10 +152,10 @@ def _copy_states(source: Training, target: Training) -> None:
 
 def _batches(config: RunConfig, ranks: range) -> Iterator[Batch]:
     """Every micro-batch that some ranks of a run read, step by step."""
-    samples, rules = build_data(config).train, config.data.document_rules(config.eod)
+    samples = build_data(config).train
     readers = [
         MicroBatches(
-            Fetch(samples, rules),
+            Fetch(samples, config.data, config.eod),
             micro_batch_size=config.batches.micro_batch_size,
             data_parallel_rank=rank,
             data_parallel_size=config.world.size,
