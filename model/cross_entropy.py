@@ -46,7 +46,7 @@ def _losses_and_probabilities(
 ) -> tuple[Tensor, Tensor]:
     scores_TV = _logits(x_TD, weight_VD)
     if scores_TV.device.type == "cpu":  # reading a value of a GPU tensor would make the host wait
-        _softmax_(scores_TV)
+        torch.softmax(scores_TV, dim=-1, out=scores_TV)
         of_label_T = scores_TV.gather(1, labels_T1).squeeze(1)
         if float(of_label_T.min()) >= torch.finfo(torch.float32).tiny:  # false for NaN
             return of_label_T.log_().neg_(), scores_TV
@@ -60,15 +60,10 @@ def _logits(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
     return (x_TD @ weight_VD.t()).float()
 
 
-def _softmax_(logits_TV: Tensor) -> None:
-    """Replace logits by probabilities; in place, as torch reads an element before it is written."""
-    torch.softmax(logits_TV, dim=-1, out=logits_TV)
-
-
 def _log_sum_exp_softmax_(logits_TV: Tensor) -> Tensor:
     """Return the log-sum-exp of each row, and replace the logits by probabilities."""
     highest_T = logits_TV.amax(-1)
-    _softmax_(logits_TV)
+    torch.softmax(logits_TV, dim=-1, out=logits_TV)  # in place: it reads an element first
     # exp(highest - log-sum-exp) is the largest probability, which is at least 1 / V.
     return highest_T - logits_TV.amax(-1).log_()
 

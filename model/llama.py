@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from model.attention import QKV, Core, Documents, SavedAttention, documents_of
 from model.block_attention import attend_saving
-from model.compilation import compiled
 from model.config import LlamaConfig
 from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
 from model.embedding import Embedding
 from model.fp8 import Fp8, cache_casts
+from model.fusion import compiled
 from model.layers import checkpointed, gated, gated_linear, linear, normed_linears
 from model.lora import AdaptedBlock, DropKey
 from model.matmul import number_weights

@@ -76,12 +76,18 @@ class AdaptedBlock(nn.Module):
         lora = self.config.lora
         if lora is None or name not in lora.targets:
             return output
-        columns = sources[0].shape[-1]  # of the input, too
-        pair, mask = (
-            self._pair(name, columns, output.shape[-1]),
-            self._mask_of(name, columns, drops),
-        )
-        sum_BSE: Tensor = _LowRank.apply(shared, lora, mask, output, *pair, *sources)
+        down_RD, up_ER = getattr(self, down_name(name)), getattr(self, up_name(name))
+        first, columns, rows = self.starts.get(name, 0), sources[0].shape[-1], output.shape[-1]
+        part = Columns(first, down_RD.shape[1]) if columns < down_RD.shape[1] else None
+        mask: MakeMask | None = None
+        if drops is not None and lora.dropout > 0.0:
+            full = f"blocks.{self.layer}.{name}"
+            mask = partial(keep_mask, dropout=lora.dropout, drops=drops, name=full, columns=part)
+        if part is not None:
+            down_RD = down_RD[:, first : first + columns]
+        elif rows < up_ER.shape[0]:
+            up_ER = up_ER[first : first + rows]
+        sum_BSE: Tensor = _LowRank.apply(shared, lora, mask, output, down_RD, up_ER, *sources)
         return sum_BSE
 
     def adapted_alone(
@@ -99,26 +105,6 @@ class AdaptedBlock(nn.Module):
         output = self.adapted(name, output, shared, sources, drops)
         shared.release()
         return output
-
-    def _pair(self, name: str, columns: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Return an adapter's matrices, or their slices if the weight is a slice."""
-        down_RD, up_ER = getattr(self, down_name(name)), getattr(self, up_name(name))
-        first = self.starts.get(name, 0)
-        if columns < down_RD.shape[1]:
-            return down_RD[:, first : first + columns], up_ER
-        if rows < up_ER.shape[0]:
-            return down_RD, up_ER[first : first + rows]
-        return down_RD, up_ER
-
-    def _mask_of(self, name: str, columns: int, drops: DropKey | None) -> MakeMask | None:
-        """Make the mask of a weight's input; None if nothing is dropped."""
-        lora = self.config.lora
-        if lora is None or drops is None or lora.dropout == 0.0:
-            return None
-        whole = getattr(self, down_name(name)).shape[1]
-        part = Columns(self.starts.get(name, 0), whole) if columns < whole else None
-        full = f"blocks.{self.layer}.{name}"
-        return partial(keep_mask, dropout=lora.dropout, drops=drops, name=full, columns=part)
 
 
 class _LowRank(torch.autograd.Function):

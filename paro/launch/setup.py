@@ -14,8 +14,7 @@ from data.gpt_dataset import check_answers, check_rows
 from data.loader import Datasets
 from data.waits import Wait
 from model.block_attention import check_attention
-from model.compilation import check_compiler
-from model.fusion import usable_kernels
+from model.fusion import check_compiler, usable_kernels
 from model.matmul import check_matmul_types
 from model.units import num_parameters
 from paro.arguments.parser import take

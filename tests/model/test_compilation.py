@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.compilation import check_compiler, compiled
 from model.config import Compiler, LlamaConfig, RecomputeConfig
+from model.fusion import check_compiler, compiled
 from model.llama import Llama
 from tests.helpers.refusals import refused
 from tests.model.test_llama import (
