@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data.atomic_file import replacing
 from paro.errors import UserError, reading
 from paro.untrusted.checksum import crc32, crc32_of_file
 from paro.untrusted.regular_file import RegularFile
@@ -71,6 +74,34 @@ class BlockSums:
         table, size = self._content(), self._block_bytes
         fields = _FIELDS.pack(MAGIC, VERSION, size, self._num_bytes, crc32(table))
         path.write_bytes(fields + crc32(fields).to_bytes(4, "little") + table)
+
+
+class CheckedWriter:
+    """A writer of a file and of the checksums of its blocks, which `complete` writes."""
+
+    def __init__(self, stream: BinaryIO, sums_file: Path) -> None:
+        self.stream = stream
+        self.sums = BlockSums()
+        self._sums_file = sums_file
+
+    def write(self, content: bytes | memoryview) -> None:
+        self.stream.write(content)
+        self.sums.update(content)
+
+    def complete(self) -> None:
+        self.stream.close()
+        self.sums.write(self._sums_file)
+
+
+@contextmanager
+def replacing_checked(path: Path, *, wanted: bool = True) -> Iterator[CheckedWriter]:
+    """Write a file and its checksums when the block succeeds; if unwanted, remove earlier ones."""
+    with (
+        replacing(Path(f"{path}.crc"), wanted=wanted) as sums_file,
+        replacing(path, wanted=wanted) as temporary,
+        temporary.open("wb") as stream,
+    ):
+        yield CheckedWriter(stream, sums_file)
 
 
 class CheckedFile:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from data.atomic_file import replacing
 from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError, about
@@ -41,6 +39,10 @@ class Fingerprint:
             return
         if not _COUNTS.fullmatch(text) or text.count(" ") + 1 != self.vocab_size:
             raise UserError(f"token_bytes: must be {self.vocab_size} counts with blanks between")
+
+    def write(self, path: Path) -> None:
+        text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
 
     def describe(self) -> str:
         name = f"{self.tokenizer_type} {self.file}".rstrip()
@@ -119,13 +121,3 @@ def check_tokenizer(
         f"{given.describe()}: give the first one, or write the corpus again with the second; if "
         f"you know that their ids mean the same, remove {fingerprint_path(prefix)}"
     )
-
-
-@contextmanager
-def replacing_fingerprint(prefix: str | Path, fingerprint: Fingerprint | None) -> Iterator[None]:
-    """Write a corpus's fingerprint when the block succeeds; None removes an existing one."""
-    with replacing(fingerprint_path(prefix), wanted=fingerprint is not None) as temporary:
-        if fingerprint is not None:
-            text = json.dumps(asdict(fingerprint), indent=1, ensure_ascii=False)
-            temporary.write_text(text + "\n", encoding="utf-8")
-        yield

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.atomic_file import replacing
-from data.block_checksums import BlockSums, CheckedFile, checksums_path, with_checks
-from data.fingerprint import Fingerprint, fingerprint_path, read_fingerprint, replacing_fingerprint
-from data.loss_mask import LossMask, LossMaskFile, loss_mask_paths, replacing_loss_mask
+from data.block_checksums import CheckedFile, checksums_path, replacing_checked, with_checks
+from data.fingerprint import Fingerprint, fingerprint_path, read_fingerprint
+from data.loss_mask import LossMask, LossMaskFile, loss_mask_paths, sum_bytes
 from paro.errors import UserError, reading, writing
 from paro.untrusted.regular_file import RegularFile
 
@@ -275,25 +275,26 @@ class IndexedDatasetWriter:
         self.prefix = str(prefix)
         self.dtype = dtype
         self._tokenizer = tokenizer
-        self._has_loss_mask = has_loss_mask
+        self.has_loss_mask = has_loss_mask
         self.num_tokens = 0
+        self.num_trained = 0
         self._lengths = array("i")
         self._documents = array("q", [0])
         self._open_sequence = False
-        self._sums = BlockSums()
         self._files = self._open_files()
 
     @contextmanager
     def _open_files(self) -> Iterator[None]:
         bin_path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        made_with, (mask_path, _) = self._tokenizer, loss_mask_paths(self.prefix)
         with (
             replacing(idx_path(self.prefix)) as self._idx_file,
-            replacing_fingerprint(self.prefix, self._tokenizer),
-            replacing_loss_mask(self.prefix, wanted=self._has_loss_mask) as self.loss_mask_writer,
-            replacing(checksums_path(self.prefix)) as self._sums_file,
-            replacing(bin_path(self.prefix)) as bin_file,
-            bin_file.open("wb") as self._stream,
+            replacing(fingerprint_path(self.prefix), wanted=made_with is not None) as fingerprint,
+            replacing_checked(mask_path, wanted=self.has_loss_mask) as self._loss_mask,
+            replacing_checked(bin_path(self.prefix)) as self._content,
         ):
+            if made_with is not None:
+                made_with.write(fingerprint)
             yield
             self.complete()
 
@@ -310,13 +311,13 @@ class IndexedDatasetWriter:
 
         No document can be added afterwards.
         """
-        if self._stream.closed:
+        if self._content.stream.closed:
             return
         with writing(f"{bin_path(self.prefix)}"):
-            self._stream.close()
-            self._sums.write(self._sums_file)
-            if self.loss_mask_writer is not None:
-                self.loss_mask_writer.complete(self._sums)
+            self._content.complete()
+            if self.has_loss_mask:
+                self._loss_mask.write(sum_bytes(self._content.sums.sum_of_table))
+                self._loss_mask.complete()
             self._write_index(self._idx_file)
 
     @property
@@ -353,9 +354,9 @@ class IndexedDatasetWriter:
                 f"{bin_path(dataset.prefix)} holds {dataset.dtype.name} and {self.prefix} is to "
                 f"hold {self.dtype.name}: only data sets of one tokenizer can be joined"
             )
-        if (dataset.loss_mask_file is None) != (self.loss_mask_writer is None):
+        if (dataset.loss_mask_file is not None) != self.has_loss_mask:
             raise UserError(
-                f"{dataset.prefix} has {'no ' if self.loss_mask_writer else ''}conversations "
+                f"{dataset.prefix} has {'no ' if self.has_loss_mask else ''}conversations "
                 "(.answered), unlike those before it: join corpora of one kind; training blends "
                 "both"
             )
@@ -371,11 +372,11 @@ class IndexedDatasetWriter:
 
     def _write(self, ids: Tokens, loss_mask: LossMask | None) -> None:
         with writing(f"{bin_path(self.prefix)}"):
-            self._stream.write(ids.data)
-            if self.loss_mask_writer is not None:
+            self._content.write(ids.data)
+            if self.has_loss_mask:
                 assert loss_mask is not None, "a conversation says which tokens are answered"
-                self.loss_mask_writer.write(loss_mask)
-        self._sums.update(ids)
+                self._loss_mask.write(loss_mask.data)
+                self.num_trained += int(np.count_nonzero(loss_mask))
 
     def _write_index(self, path: Path) -> None:
         lengths = np.array(self._lengths, dtype="<i4")

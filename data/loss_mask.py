@@ -7,16 +7,12 @@ CRC-32 of the checksums of .bin (uint32, little-endian), so that it is not taken
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data.atomic_file import replacing
-from data.block_checksums import BlockSums, CheckedFile
+from data.block_checksums import CheckedFile
 from paro.errors import UserError
 from paro.untrusted.regular_file import RegularFile
 
@@ -39,7 +35,7 @@ class LossMaskFile:
         self._file = CheckedFile(RegularFile(path), RegularFile(sums), again)
         is_other = self._file.size != size + _SUM_BYTES
         if not is_other and isinstance(content, CheckedFile):
-            is_other = bytes(self._file.read(size, _SUM_BYTES)) != _sum_bytes(content.sum_of_table)
+            is_other = bytes(self._file.read(size, _SUM_BYTES)) != sum_bytes(content.sum_of_table)
         if is_other:
             raise UserError(
                 f"{path} does not belong to {content.path}: restore both, write them again with "
@@ -51,42 +47,6 @@ class LossMaskFile:
         return np.frombuffer(self._file.read(begin, count), np.uint8)
 
 
-class LossMaskWriter:
-    """A writer that appends to the loss mask of a corpus."""
-
-    def __init__(self, stream: BinaryIO, sums_file: Path) -> None:
-        self._stream = stream
-        self._sums_file = sums_file
-        self._sums = BlockSums()
-        self.num_trained = 0
-
-    def write(self, loss_mask: LossMask) -> None:
-        self.num_trained += int(np.count_nonzero(loss_mask))
-        self._append(loss_mask.tobytes())
-
-    def _append(self, content: bytes) -> None:
-        self._stream.write(content)
-        self._sums.update(content)
-
-    def complete(self, bin_sums: BlockSums) -> None:
-        """End the file for the .bin file with these checksums."""
-        self._append(_sum_bytes(bin_sums.sum_of_table))
-        self._stream.close()
-        self._sums.write(self._sums_file)
-
-
-@contextmanager
-def replacing_loss_mask(prefix: str | Path, *, wanted: bool) -> Iterator[LossMaskWriter | None]:
-    """Write the two files when the block succeeds; if unwanted, remove earlier ones."""
-    with ExitStack() as files:
-        temporary, sums_file = (
-            files.enter_context(replacing(path, wanted=wanted)) for path in loss_mask_paths(prefix)
-        )
-        if wanted:
-            yield LossMaskWriter(files.enter_context(temporary.open("wb")), sums_file)
-        else:
-            yield None
-
-
-def _sum_bytes(number: int) -> bytes:
+def sum_bytes(number: int) -> bytes:
+    """Encode the CRC-32 that ends the file."""
     return number.to_bytes(_SUM_BYTES, "little")

@@ -31,8 +31,7 @@ def describe_written(writer: IndexedDatasetWriter) -> str:
         f"wrote {bin_path(writer.prefix)} and .idx: {writer.num_documents:,} documents, "
         f"{writer.num_tokens:,} tokens as {writer.dtype.name}"
     )
-    loss_mask = writer.loss_mask_writer
-    return line if loss_mask is None else f"{line}, {loss_mask.num_trained:,} of them answered"
+    return f"{line}, {writer.num_trained:,} of them answered" if writer.has_loss_mask else line
 
 
 def describe_skipped(tally: Tally) -> list[str]:
