@@ -54,7 +54,10 @@ class DataConfig(DocumentRules):
         blends = self.blends()
         if not self.mock_data and "train" not in blends:
             raise UserError(f"{given[0]} is given and no training data: give --train-data-path")
-        self._check_validation(blends.get("valid"))
+        if self.full_validation and self.mock_data:
+            raise UserError("--full-validation needs a corpus: --mock-data have no end")
+        if self.multiple_validation_sets:
+            self._check_sets(blends.get("valid"))
         if self.sft and self.mock_data:
             raise UserError("--sft needs a corpus of conversations: --mock-data have none")
         if self.is_per_split and self.split is not None:
@@ -68,11 +71,7 @@ class DataConfig(DocumentRules):
                 raise UserError(f"{flag} {value} must be at least {low} and at most {high}")
         parse_split(self.split or DEFAULT_SPLIT)
 
-    def _check_validation(self, valid: Blend | None) -> None:
-        if self.full_validation and self.mock_data:
-            raise UserError("--full-validation needs a corpus: --mock-data have no end")
-        if not self.multiple_validation_sets:
-            return
+    def _check_sets(self, valid: Blend | None) -> None:
         if not self.is_per_split or valid is None:
             raise UserError(
                 "--multiple-validation-sets needs --valid-data-path with a path for each of them"

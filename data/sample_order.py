@@ -48,9 +48,8 @@ class OrderPlan:
                 "with --train-iters, --train-samples or --eval-iters"
             )
 
-    @property
-    def samples_per_epoch(self) -> int:
-        return (self.tokens_per_epoch - self.shared_tokens) // self.seq_length
+    def _samples_in(self, epochs: int) -> int:
+        return (epochs * self.tokens_per_epoch - self.shared_tokens) // self.seq_length
 
     @property
     def num_epochs(self) -> int:
@@ -67,17 +66,16 @@ class OrderPlan:
 
     @property
     def total_samples(self) -> int:
-        return (self.num_epochs * self.tokens_per_epoch - self.shared_tokens) // self.seq_length
+        return self._samples_in(self.num_epochs)
 
     @property
     def samples_before_separate_epoch(self) -> int | None:
         """Samples of all epochs but the last if the last is shuffled separately, else None."""
         if self.num_samples is None or self.num_epochs == 1:
             return None
-        tokens_before = (self.num_epochs - 1) * self.tokens_per_epoch
-        before = (tokens_before - self.shared_tokens) // self.seq_length
+        before = self._samples_in(self.num_epochs - 1)
         from_last = self.num_samples - before
-        return before if from_last < int(SEPARATE_BELOW * self.samples_per_epoch) else None
+        return before if from_last < int(SEPARATE_BELOW * self._samples_in(1)) else None
 
 
 class SampleOrder(NamedTuple):
