@@ -9,7 +9,7 @@ import torch
 
 from data.gpt_dataset import open_checked
 from data.indexed_dataset import bin_path, idx_path
-from model.flops import flops_per_token
+from model.units import flops_per_token
 from paro.arguments.parser import non_default
 from paro.checkpoint.directory import common_of, find_checkpoint, latest_iteration
 from paro.config.checks import check_overwriting

@@ -3,7 +3,7 @@
 # In: a model, a micro-batch and the rates of a device. Out: seconds of every unit's forward,
 # recomputation and backward, and of updates and copies.
 #
-#     matrix products       FLOPs (model/flops.py) / sustained FLOP/s; attention is counted in full,
+#     matrix products       FLOPs (model/units.py) / sustained FLOP/s; attention is counted in full,
 #                           over a FLOP/s figure of its own where the device has one
 #     memory-bound work     bytes / memory bandwidth
 #     backward              two forwards: one for the gradients of inputs, one for those of trained

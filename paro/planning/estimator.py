@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, partial
 
-from model.flops import flops_per_token
+from model.units import flops_per_token
 from paro.distributed.byte_counter import Sent
 from paro.machine.caching import cached_by
 from paro.machine.collective_time import CollectiveTimes

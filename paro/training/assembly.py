@@ -15,11 +15,10 @@ from data.batch import Fetch
 from data.config import DataConfig
 from data.loader import Datasets, MicroBatches, Samples, SplitCounts, build_datasets
 from model.config import LlamaConfig
-from model.flops import flops_per_token
 from model.fusion import usable_kernels
 from model.initialization import initial_values, parameter_initializers
 from model.llama import Llama
-from model.units import unit_specs
+from model.units import flops_per_token, unit_specs
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.shifts import Ring

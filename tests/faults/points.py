@@ -11,7 +11,7 @@ class Point(StrEnum):
     RENDEZVOUS = "paro.distributed.process_group:open_store"
     BUILDING = "paro.launch.setup:check_memory"
     READ_SAMPLE = "data.gpt_dataset:GPTDataset.__getitem__"
-    READ_MOCK_SAMPLE = "data.mock:MockDataset.__getitem__"
+    READ_MOCK_SAMPLE = "data.batch:MockDataset.__getitem__"
     BUILD_INDEX = "data.gpt_dataset:build_order"
     STEP = "paro.training.loop:train_step"
     MICRO_BATCH = "paro.sharding.distributed_model:DistributedModel.forward_backward"

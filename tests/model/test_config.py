@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig, preset_name
-from model.flops import flops_per_token
 from model.initialization import initialize_whole
 from model.llama import Llama
-from model.units import num_parameters, parameter_shapes
+from model.units import flops_per_token, num_parameters, parameter_shapes
 from tests.helpers.refusals import refused
 from tests.model.values import SMALL, flops_of
 

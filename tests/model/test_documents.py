@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from model.config import LlamaConfig, RecomputeConfig
-from model.flops import flops_per_token
 from model.llama import Llama
+from model.units import flops_per_token
 from tests.model.test_llama import CONFIGS, build
 from tests.model.values import attention_by_definition, flops_of
 

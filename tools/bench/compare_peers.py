@@ -32,8 +32,7 @@ from pathlib import Path
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from model.flops import flops_per_token
-from model.units import num_parameters
+from model.units import flops_per_token, num_parameters
 from paro.arguments.parser import parse_args
 from paro.config.run import configure
 from paro.distributed.user_errors import run_script

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from model.config import RecomputeConfig
-from model.flops import flops_per_token
 from model.lora_config import LoraConfig, targets_of
 from model.trainable import Trainable
+from model.units import flops_per_token
 from paro.planning.estimator import Estimator
 from paro.planning.search_space import PlanRequest
 from paro.spec.context_layout import ContextLayout
