@@ -1,4 +1,4 @@
-"""Samples, and micro-batches made of them, including document positions and lengths."""
+"""Samples, also synthetic ones, and micro-batches made of them, with their documents."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from data.config import DocumentRules
 from data.loss_mask import BEGINS, TRAINED, LossMask
 from paro.errors import UserError, is_storage_failure, open_files_limit
 
+RESTART_PROBABILITY = 0.1  # per token, of a jump to another position of the cycle
 TokenBytes = NDArray[np.int64]  # index: token id; value: bytes of text that the id stands for
 
 
@@ -30,6 +31,47 @@ class Samples(Protocol):
         """Return the loss mask of a sample's tokens; None: every token is trained on."""
 
     def describe(self) -> str: ...
+
+
+@dataclass(kw_only=True, eq=False)
+class MockDataset:
+    """A walk along a fixed random cycle through the vocabulary, with jumps to random positions.
+
+    The token after t is always the same unless there is a jump, and jumps favour some positions.
+    So the loss falls at once (frequencies) and keeps falling (successors), down to the entropy of
+    the jumps. Every stream (train, valid, test) has its own samples on the same cycle.
+    """
+
+    num_samples: int
+    seq_length: int
+    vocab_size: int
+    seed: int
+    stream: int = 0
+
+    def __post_init__(self) -> None:
+        order = np.random.RandomState(self.seed).permutation(self.vocab_size)
+        self.cycle = order.astype(np.int64)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        random = np.random.Generator(np.random.PCG64([self.seed, self.stream, index]))
+        count = self.seq_length + 1
+        jumps = random.random(count) < RESTART_PROBABILITY
+        jumps[0] = True
+        uniform = random.random(count)
+        targets = (len(self.cycle) * uniform * uniform * uniform).astype(np.int64)  # skewed
+        times = np.arange(count)
+        latest_jump = np.maximum.accumulate(np.where(jumps, times, 0))
+        places = targets[latest_jump] + times - latest_jump
+        return self.cycle[places % len(self.cycle)]
+
+    def loss_mask(self, index: int) -> None:
+        """Return None: every token is trained on."""
+
+    def describe(self) -> str:
+        return f"{self.num_samples:,} samples of synthetic tokens (--mock-data)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,8 +69,6 @@ class BlendedDataset:
         return member.loss_mask(sample)
 
     def _place(self, index: int) -> tuple[GPTDataset, int]:
-        if not 0 <= index < self.num_samples:
-            raise IndexError(f"sample {index} of {self.num_samples}")
         place = index % len(self.indices.dataset_index)
         member = self.members[int(self.indices.dataset_index[place])]
         return member, int(self.indices.dataset_sample_index[place])

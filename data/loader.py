@@ -18,13 +18,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from data.batch import Batch, Failure, Fetch, Samples, TokenBytes
+from data.batch import Batch, Failure, Fetch, MockDataset, Samples, TokenBytes
 from data.blend import Blend
 from data.blended_dataset import BlendedDataset, build_samples
 from data.config import DataConfig
 from data.gpt_dataset import GPTDataset, SplitRequest, TooFewTokensError, open_checked
 from data.indexed_dataset import IndexedDataset
-from data.mock import MockDataset
 from data.sample_order import SPLIT_NAMES, share_of
 from data.tokenizer_config import TokenizerConfig
 from data.waits import Wait
@@ -216,12 +215,6 @@ class MicroBatches:
     num_workers: int = 0
     pin_memory: bool = False
     _source: Iterator[Batch | Failure] | None = field(default=None, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        rank, num_ranks = self.data_parallel_rank, self.data_parallel_size
-        assert 0 <= rank < num_ranks, f"data-parallel rank {rank} of {num_ranks}"
-        assert self.micro_batch_size > 0, f"micro-batch of {self.micro_batch_size}"
-        assert self.consumed_samples >= 0, f"{self.consumed_samples} samples consumed"
 
     def __iter__(self) -> MicroBatches:
         return self
