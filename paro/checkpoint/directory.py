@@ -151,12 +151,11 @@ def describe_saved(directory_root: str | Path) -> str | None:
     return f"a {TRACKER}" if (root / TRACKER).exists() else None
 
 
-def set_aside(directory_root: str | Path, number: int) -> Path | None:
+def set_aside(root: Path, number: int) -> Path | None:
     """Move all checkpoints into a subfolder, which can be loaded like the root; None without any.
 
     The tracker is moved last: after a crash before that, a new run still refuses the root.
     """
-    root = Path(directory_root)
     if describe_saved(root) is None:
         return None
     earlier = root / f"{MARK}{number}"
@@ -216,7 +215,7 @@ def common_of(directory: Path) -> dict[str, Any]:
 
 
 def begin_checkpoint(
-    directory_root: str | Path,
+    root: Path,
     iteration: int,
     *,
     check: Callable[[], None] = lambda: None,
@@ -227,7 +226,6 @@ def begin_checkpoint(
     `check` raises if another run holds the folder now. With a `token` in its name, no other run
     writes into the new folder, not even a run that has lost the lock without noticing yet.
     """
-    root = Path(directory_root)
     root.mkdir(parents=True, exist_ok=True)
     check()
     for folder in paths_in(root, f"iter_*{_PARTIAL}"):
@@ -289,12 +287,11 @@ def discard_checkpoint(partial: Path) -> None:
     _next_tracker(partial).unlink(missing_ok=True)
 
 
-def retire_checkpoint(directory_root: str | Path, *, before: int, interval: int) -> None:
+def retire_checkpoint(root: Path, *, before: int, interval: int) -> None:
     """Remove the newest checkpoint before an iteration, unless it is a multiple of `interval`.
 
     The folder is renamed before its files are removed: no partial checkpoint is ever visible.
     """
-    root = Path(directory_root)
     older = max((n for n in iterations_in(root) if n < before), default=0)
     if older % interval == 0:
         return

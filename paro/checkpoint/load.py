@@ -21,10 +21,10 @@ from paro.checkpoint.chunks import (
 )
 from paro.checkpoint.directory import candidates, common_of, find_checkpoint
 from paro.checkpoint.manifest import DamagedError, read_manifest
-from paro.checkpoint.planners import MISMATCH, check_states
 from paro.checkpoint.storage import CheckedReader
 from paro.distributed.control import Control
 from paro.errors import StorageError, UserError
+from paro.layout import shape_text
 from paro.spec.states import (
     ANCHOR,
     BEGUN,
@@ -37,6 +37,7 @@ from paro.spec.states import (
 )
 
 State = TypeVar("State")
+_MISMATCH = "the checkpoint does not match the model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,10 +159,10 @@ def _load_iteration(
         readers = [(reader, [name for name in present if name in stored])]
         base = open_base(common.get("base"), wanted.base, f"{directory}")
         if base is None:
-            check_states(present, stored)
+            _check_states(present, stored)
         else:
             of_base = CheckedReader(base)
-            check_states(present, _parameters(of_base.metadata.state_dict_metadata) | stored)
+            _check_states(present, _parameters(of_base.metadata.state_dict_metadata) | stored)
             readers.append((of_base, [name for name in present if name not in stored]))
         plans = [
             (each, each.plan((read_from[name], present[name]) for name in names))
@@ -215,6 +216,31 @@ def _source(name: str, stored: Mapping[str, object], wanted: LoadRequest) -> str
     return f"{PARAM if plain in (MASTER_OF_GROUP, ANCHOR) else plain}.{parameter}"
 
 
+def _check_states(states: dict[str, ChunkedState], saved: Mapping[str, object]) -> None:
+    """Raise `UserError` unless a checkpoint has exactly the model's parameters and `states`."""
+    for name, state in states.items():
+        kind, _, parameter = name.partition(".")
+        if name not in saved:
+            if kind != PARAM and f"{PARAM}.{parameter}" in saved:
+                raise UserError(
+                    f"the checkpoint has no {kind} of {parameter}: it did not train there, or by "
+                    "another --optimizer: give the --trainable and --optimizer of that run, or "
+                    "--no-load-optim or --finetune"
+                )
+            what = parameter if kind == PARAM else f"{kind} of {parameter}"
+            raise UserError(f"{_MISMATCH}: only the model has {what}")
+        there = getattr(saved[name], "size", None)
+        if there is None or tuple(there) != state.shape:
+            found = "no tensor" if there is None else shape_text(there)
+            raise UserError(
+                f"{_MISMATCH}: {name} is {found} there and {shape_text(state.shape)} here"
+            )
+    for name in saved:
+        kind, _, parameter = name.partition(".")
+        if kind == PARAM and name not in states:
+            raise UserError(f"{_MISMATCH}: only the checkpoint has {parameter}")
+
+
 def _check_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise `UserError` for the first field that differs, even if all shapes are equal.
 
@@ -222,7 +248,7 @@ def _check_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """
     for name, value in json.loads(json.dumps(dict(here))).items():
         if name in there and there[name] != value:
-            text = f"{MISMATCH}: {name} is {there[name]} there and {value} here"
+            text = f"{_MISMATCH}: {name} is {there[name]} there and {value} here"
             if name == "vocab_size":  # padded rows; no tokenizer flag has their number
                 text += f": give --padded-vocab-size {there[name]}, or --use-checkpoint-args"
             raise UserError(text)

@@ -5,11 +5,25 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, SavePlanner
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    ChunkStorageMetadata,
+    DefaultSavePlanner,
+    Metadata,
+    SavePlan,
+    TensorStorageMetadata,
+    WriteItem,
+)
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
 from paro.checkpoint.agreement import CheckpointRanks
 from paro.checkpoint.chunks import ChunkedState
@@ -22,13 +36,16 @@ from paro.checkpoint.directory import (
 from paro.checkpoint.folder_lock import LockLostError
 from paro.checkpoint.manifest import ChunkSums, check_sizes, sum_of
 from paro.checkpoint.metadata import read_metadata
-from paro.checkpoint.planners import ChunkSavePlanner
 from paro.checkpoint.storage import BoundedWriter
 from paro.errors import StorageError, UserError
+from paro.layout import Shape
+
+# Returns the values to write, of a state's name, the offsets of a chunk and the chunk.
+ReadChunk = Callable[[str, Shape, Tensor], Tensor]
 
 
 def write_states(
-    directory_root: str | Path,
+    root: Path,
     iteration: int,
     states: dict[str, ChunkedState],
     common: Mapping[str, Any],
@@ -43,8 +60,7 @@ def write_states(
     is called on every rank. After an error, raised on all ranks, the previous checkpoint is
     unchanged. If the lock of `ranks` is lost, nothing is renamed or removed.
     """
-    blame = f"--save {directory_root}"
-    root = Path(directory_root)
+    blame = f"--save {root}"
     log(f"saving checkpoint at iteration {iteration:7d} to {root} in torch_dist format")
     check, token = ranks.check_lock, ranks.token
     folder = ranks.first_decides(
@@ -52,8 +68,7 @@ def write_states(
     )
     try:
         # Each line raises on all ranks or on none: no folder is completed if any rank failed.
-        planner = ChunkSavePlanner(whole=ranks.share_one_folder)
-        files = write_files(folder, states, planner, ranks, blame)
+        files = write_files(folder, states, ranks, blame)
         ranks.first_decides(
             lambda: finish_checkpoint(folder, iteration, common, files, check), blame
         )
@@ -67,19 +82,21 @@ def write_states(
             with ranks.raise_on_all_ranks(blame, name_rank=False), suppress(OSError):
                 check()
         raise
-    log(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory_root}")
+    log(f"  successfully saved checkpoint from iteration {iteration:7d} to {root}")
 
 
 def write_files(
     folder: Path,
     states: dict[str, ChunkedState],
-    planner: SavePlanner,
     ranks: CheckpointRanks,
     blame: str,
+    *,
+    read: ReadChunk = lambda _name, _offsets, values: values,
 ) -> dict[str, ChunkSums]:
     """Write the tensor files and their metadata; return the checksums of this rank's folder.
 
-    Collective; an error begins with `blame`, and is raised on all ranks.
+    Collective; an error begins with `blame`, and is raised on all ranks. `read` returns the values
+    of a chunk when they are written.
     """
     writer = BoundedWriter(folder)
     with ranks.raise_on_all_ranks(blame), warnings.catch_warnings():
@@ -88,7 +105,7 @@ def write_files(
             dcp.save(
                 states,
                 storage_writer=writer,
-                planner=planner,
+                planner=ChunkSavePlanner(whole=ranks.share_one_folder, read=read),
                 process_group=ranks.near.group,
                 no_dist=ranks.everyone.world.size == 1,
             )
@@ -113,3 +130,51 @@ def _read_back(folder: Path, files: Mapping[str, ChunkSums]) -> dict[str, ChunkS
             "what was just written is gone or not seen by all ranks, which need one and the same "
             f"folder: {error}"
         ) from None
+
+
+class ChunkSavePlanner(DefaultSavePlanner):
+    """A planner that writes every chunk of a dict of chunked states.
+
+    With `whole` the ranks that save together must hold every state completely. `read` returns the
+    values of a chunk when they are written.
+    """
+
+    def __init__(self, *, whole: bool, read: ReadChunk) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.whole = whole
+        self.read = read
+
+    def create_local_plan(self) -> SavePlan:
+        states: dict[str, ChunkedState] = self.state_dict
+        items = [
+            WriteItem(
+                index=MetadataIndex(name, offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(offsets), values.shape),
+                    properties=TensorProperties(dtype=values.dtype),
+                    size=torch.Size(state.shape),
+                ),
+            )
+            for name, state in states.items()
+            for offsets, values in state.chunks.items()
+        ]
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Join the plans; with `whole` reject overlaps, as the base class does, and holes."""
+        join = super().create_global_plan if self.whole else create_default_global_save_plan
+        plans, metadata = join(all_plans)
+        for name, state in self.state_dict.items():
+            properties, size = TensorProperties(dtype=state.dtype), torch.Size(state.shape)
+            held_elsewhere = TensorStorageMetadata(properties=properties, size=size, chunks=[])
+            saved: Any = metadata.state_dict_metadata.setdefault(name, held_elsewhere)
+            num_elements = sum(chunk.sizes.numel() for chunk in saved.chunks)
+            is_whole = num_elements == prod(state.shape)
+            assert is_whole or not self.whole, f"{name}: {num_elements} of {state.shape}"
+        return plans, metadata
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        name, offsets = write_item.index.fqn, tuple(write_item.index.offset or ())
+        return self.read(name, offsets, self.state_dict[name].chunks[offsets])

@@ -18,14 +18,18 @@ from torch._C import PyTorchFileReader
 from torch._weights_only_unpickler import Unpickler
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import (
+    ChunkStorageMetadata,
     FileSystemWriter,
+    Metadata,
     ReadItem,
     SavePlan,
     SavePlanner,
+    TensorStorageMetadata,
     WriteItem,
 )
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import StorageType
@@ -36,7 +40,6 @@ from paro.checkpoint.chunks import MAX_ITEM_BYTES, ChunkedState
 from paro.checkpoint.directory import in_files
 from paro.checkpoint.manifest import ChunkSum, ChunkSums, DamagedError, Manifest, damaged
 from paro.checkpoint.metadata import read_metadata
-from paro.checkpoint.planners import items_to_read
 from paro.errors import UserError, describe
 from paro.untrusted.checksum import crc32
 
@@ -166,7 +169,7 @@ class CheckedReader:
         """
         reads = []
         for name, state in wanted:
-            for item, values in items_to_read(name, state, self.metadata):
+            for item, values in _items_to_read(name, state, self.metadata):
                 stored = self.metadata.storage_data[item.storage_index]
                 place = str(stored.relative_path), stored.offset, stored.length
                 target = narrow_tensor_by_index(values, item.dest_offsets, item.lengths)
@@ -207,6 +210,25 @@ class CheckedReader:
         for read, part in zip(reads, parts, strict=True):
             assert read.target.shape == part.shape, f"{read.item.storage_index}: {part.shape}"
             read.target.copy_(part)
+
+
+def _items_to_read(
+    name: str, state: ChunkedState, metadata: Metadata
+) -> list[tuple[ReadItem, Tensor]]:
+    """List the reads that fill every chunk of a state from saved chunks of any shape."""
+    saved = metadata.state_dict_metadata.get(name)
+    assert isinstance(saved, TensorStorageMetadata), f"{name} is a {type(saved)}"
+    chunks = [ChunkStorageMetadata(torch.Size(o), v.shape) for o, v in state.chunks.items()]
+    items = create_read_items_for_chunk_list(name, saved, chunks)
+    num_found = sum(item.lengths.numel() for item in items)
+    num_wanted = sum(values.numel() for values in state.chunks.values())
+    if num_found != num_wanted:
+        raise DamagedError(
+            f"{name} has a hole: {num_found} of {num_wanted} elements found; nodes without a "
+            "shared file system have the rest if other nodes saved it: load with the same ranks on "
+            "the same nodes, under the same strategy"
+        )
+    return [(item, state.chunks[tuple(item.dest_index.offset or ())]) for item in items]
 
 
 def _read_soon(file: io.FileIO, place: Place) -> None:

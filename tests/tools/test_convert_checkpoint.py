@@ -20,8 +20,9 @@ import paro.checkpoint.storage
 from model.llama import Llama
 from paro.checkpoint.convert import hugging_face
 from paro.checkpoint.convert.hugging_face import open_hugging_face
-from paro.checkpoint.convert.native import LazySavePlanner, open_native
+from paro.checkpoint.convert.native import open_native
 from paro.checkpoint.convert.source import LazyTensor
+from paro.checkpoint.save import ChunkSavePlanner
 from paro.config.run import RunConfig
 from paro.errors import StorageError, describe
 from paro.report.log import Log
@@ -256,7 +257,7 @@ def test_a_truncated_checkpoint_is_named(tmp_path: Path) -> None:
     ("target", "owner", "name", "told"),
     [
         ("hf", hugging_face, "copy_companions", "out cannot be written: No space left on device"),
-        ("paro", LazySavePlanner, "resolve_data", "--output {out}: No space left on device"),
+        ("paro", ChunkSavePlanner, "resolve_data", "--output {out}: No space left on device"),
     ],
 )
 def test_a_failing_disk_is_one_line_and_leaves_nothing(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import TensorStorageMetadata, WriteItem
+from torch.distributed.checkpoint import TensorStorageMetadata
 
 from data.tokenizer import MERGE_FILE, VOCAB_FILE
 from data.tokenizer_config import saved_tokenizer, unpadded_vocab_size
@@ -45,10 +45,10 @@ from paro.checkpoint.directory import (
     finish_checkpoint,
 )
 from paro.checkpoint.manifest import Manifest, read_manifest
-from paro.checkpoint.planners import ChunkSavePlanner
 from paro.checkpoint.save import write_files
 from paro.checkpoint.storage import CheckedReader
 from paro.errors import UserError, about
+from paro.layout import Shape
 from paro.spec.states import PARAM
 from paro.untrusted.schema import conform
 
@@ -170,24 +170,13 @@ def _write(
         for start, stop in ranges:
             rows = torch.empty((stop - start, *others), dtype=tensor.dtype, device="meta")
             states[name].chunks[start, *(0 for _ in others)] = rows
-    directory, planner = begin_checkpoint(root, 0), LazySavePlanner(sources)
-    sums = write_files(directory, states, planner, one_process(), f"--output {final}")
+
+    def read(name: str, offsets: Shape, rows: Tensor) -> Tensor:
+        return sources[name].rows(offsets[0], offsets[0] + len(rows))
+
+    directory = begin_checkpoint(root, 0)
+    sums = write_files(directory, states, one_process(), f"--output {final}", read=read)
     finish_checkpoint(directory, 0, {**common, "parameters_only": True}, sums)
-
-
-class LazySavePlanner(ChunkSavePlanner):
-    """A planner with shapes only; the values of a chunk are read when they are written."""
-
-    def __init__(self, sources: Mapping[str, LazyTensor]) -> None:
-        super().__init__()
-        self.sources = sources
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        index, data = write_item.index, write_item.tensor_data
-        assert index.offset is not None, f"{index.fqn} without a corner"
-        assert data is not None, f"{index.fqn} is no tensor"
-        start = index.offset[0]
-        return self.sources[index.fqn].rows(start, start + data.chunk.sizes[0])
 
 
 def _read_rows(

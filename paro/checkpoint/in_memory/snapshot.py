@@ -89,19 +89,17 @@ class Snapshot:
 
     def check(self) -> None:
         """Raise `UserError` unless all data are as they were written."""
-        file = RegularFile(self.path)
         for index in range(len(self.record.regions)):
-            self._read(file, index)
+            self._read(index)
 
     def values(self, index: int) -> Tensor:
         """Return the values of chunk `index`, verified."""
         stored = self.record.regions[index]
-        content = self._read(RegularFile(self.path), index)
-        flat = torch.frombuffer(bytearray(content), dtype=getattr(torch, stored.dtype))
+        flat = torch.frombuffer(bytearray(self._read(index)), dtype=getattr(torch, stored.dtype))
         return flat.view(stored.extent)
 
-    def _read(self, file: RegularFile, index: int) -> bytes:
-        stored = self.record.regions[index]
+    def _read(self, index: int) -> bytes:
+        stored, file = self.record.regions[index], RegularFile(self.path)
         if stored.offset + stored.num_bytes > file.size:
             raise UserError(f"{self.path} is damaged: it is truncated")
         content = file.read(stored.offset, stored.num_bytes)
