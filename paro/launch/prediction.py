@@ -28,12 +28,6 @@ from paro.text import size_text
 Fits = Callable[[DeviceMemory], bool]
 
 
-def predict_memory(config: RunConfig, device_type: str) -> DeviceMemory:
-    """Predict a rank's peak device memory over training steps and evaluations."""
-    run = replace(config.spec, device_type=device_type)
-    return RunMemory(config.sharding.machine).of(run)
-
-
 def check_memory(config: RunConfig, device: torch.device) -> str | None:
     """Raise `UserError` if the run cannot fit; all ranks must call it before any rank allocates.
 

@@ -33,7 +33,7 @@ import torch
 
 from data.loader import Batch
 from model.config import LlamaConfig
-from model.fusion import usable_kernels
+from model.fusion import Fusions, usable_kernels
 from model.trainable import Trainable
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import CommStreams
@@ -97,7 +97,7 @@ def measure_device(
     bytes_by_second = lone.bytes_by_second()
     step, micro_batch = lone.seconds()
     update = _planned(timed.spec, math.inf, bytes_by_second).update
-    whole, of_whole = lone.of_all_layers(config, micro_batch)
+    whole, of_whole = lone.of_all_layers(config.spec, micro_batch)
     sequence = sequence or config.data.seq_length
     attention = attention_rates(timed.spec, sequence, control, timer.median)
     sustained = _sustained_flops(whole, of_whole, bytes_by_second, attention.of_micro_batch)
@@ -127,14 +127,13 @@ def measure_device(
         parts_flops=attention.of_parts,
         documents_flops=attention.of_documents,
         cores=cores,
-        slowed=_slowed(config, control.device),
+        slowed=_slowed(config.spec, config.fusions, control.device),
     )
 
 
-def _slowed(config: RunConfig, device: torch.device) -> Slowed | None:
+def _slowed(run: RunSpec, fusions: Fusions | None, device: torch.device) -> Slowed | None:
     """Time matmuls during collectives on a GPU; None on a CPU, and where Triton does not run."""
-    kind = TORCH_TYPES[config.precision.compute]
-    kernels = usable_kernels(config.model, config.fusions, kind, device)
+    kernels = usable_kernels(run.model, fusions, TORCH_TYPES[run.precision.compute], device)
     if device.type != "cuda" or not kernels.config.fuses_loss:
         return None
     from paro.measuring.slowdown import slowed_matmuls
@@ -159,7 +158,7 @@ class _LoneRank:
         device = self.timer.control.device
         training = alone(whole, device)
         start = TrainState.at_start(whole.loss_scale)
-        train_step(training, start, same_batches(whole, device))  # gradients to update by
+        train_step(training, start, same_batches(whole.spec, device))  # gradients to update by
         seconds = self.timer.median(lambda: _update(training))
         training.close()
         return _planned(whole.spec, math.inf, 1.0).update / seconds
@@ -194,10 +193,10 @@ class _LoneRank:
         )
         resized = replace(training, batches=batches)
         state = TrainState.at_start(training.loss_scale)
-        source = same_batches(self.config, training.device)
+        source = same_batches(self.config.spec, training.device)
         return self.timer.median(lambda: train_step(resized, state, source))
 
-    def of_all_layers(self, whole: RunConfig, micro_batch: float) -> tuple[RunSpec, float]:
+    def of_all_layers(self, whole: RunSpec, micro_batch: float) -> tuple[RunSpec, float]:
         """Return the model of all layers and seconds of its micro-batch, from those of this one.
 
         This training has the first layers of `whole`, and is returned where the time of a block
@@ -209,7 +208,7 @@ class _LoneRank:
             return run, micro_batch
         _, of_first = _LoneRank(with_layers(self.config, 1), self.timer).seconds()
         block = (micro_batch - of_first) / (layers - 1)
-        return (whole.spec, micro_batch + missing * block) if block > 0 else (run, micro_batch)
+        return (whole, micro_batch + missing * block) if block > 0 else (run, micro_batch)
 
 
 def _sustained_flops(
@@ -286,11 +285,11 @@ def alone(config: RunConfig, device: torch.device) -> Training:
     return training
 
 
-def same_batches(config: RunConfig, device: torch.device) -> Iterator[Batch]:
+def same_batches(run: RunSpec, device: torch.device) -> Iterator[Batch]:
     """Yield one synthetic micro-batch forever."""
-    size = config.batches.micro_batch_size, config.data.seq_length
-    generator = torch.Generator().manual_seed(config.train.seed)
-    tokens_BS = torch.randint(0, config.model.vocab_size, size, generator=generator)
+    size = run.micro_batch_size, run.seq_length
+    generator = torch.Generator().manual_seed(0)
+    tokens_BS = torch.randint(0, run.model.vocab_size, size, generator=generator)
     mask_BS = torch.ones(size)
     batch = Batch(tokens_BS, tokens_BS, mask_BS, mask_sum=mask_BS.numel())
     return repeat(batch.to(device))

@@ -14,7 +14,7 @@ from paro.config.sharding import ShardingConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.errors import UserError
-from paro.machine.machine import Device, Machine
+from paro.machine.machine import Machine
 from paro.measuring.benchmark import CollectiveBenchmark, time_links, with_measured
 from paro.measuring.device import (
     Effort,
@@ -60,7 +60,13 @@ def measure_machine(
     begin = time.monotonic()
     run, world, runtime = config.spec, config.world, config.runtime
     say("what a rank computes")
-    device = _device(config, control)
+    lone = one_rank(config)
+    fitting = layers_that_fit(lone.spec, min(control.gather(memory_of_rank(control))))
+    timed, effort = affordable(lone, fitting, lambda cut: parts_of_step(cut, control))
+    effort = replace(effort, slices=run.materialize.rotates)
+    device = measure_device(
+        timed, control, group_size=run.group_size, sequence=run.seq_length, effort=effort
+    )
     groups = runtime.groups_on(control.device)
     device = with_communicators(device, control, world.topology(), groups)
     left = min(_LINKS, SECONDS - 10.0 - (time.monotonic() - begin))
@@ -97,21 +103,6 @@ def spans_of(run: RunSpec) -> list[AxisSpan]:
     if algorithms_of(run) != ("native",) and len(axes) > 1:
         spans.append(axes)  # only native runs axis by axis
     return spans
-
-
-def _device(config: RunConfig, control: Control) -> Device:
-    """Time the device with a few layers of the model at the run's micro-batch."""
-    lone = one_rank(config)
-    fitting = layers_that_fit(lone, min(control.gather(memory_of_rank(control))))
-    timed, effort = affordable(lone, fitting, lambda cut: parts_of_step(cut, control))
-    effort = replace(effort, slices=config.sharding.materialize == "rotate")
-    return measure_device(
-        timed,
-        control,
-        group_size=config.world.group_size,
-        sequence=config.data.seq_length,
-        effort=effort,
-    )
 
 
 def affordable(
@@ -162,10 +153,11 @@ def one_rank(config: RunConfig) -> RunConfig:
     )
 
 
-def layers_that_fit(config: RunConfig, memory_bytes: int) -> int:
+def layers_that_fit(run: RunSpec, memory_bytes: int) -> int:
     """Count the layers that one rank can train alone, at most a few; `UserError` if none."""
-    for layers in range(min(_MOST_LAYERS, config.model.num_layers), 0, -1):
-        needed = RunMemory(None).states(with_layers(config, layers).spec).total
+    for layers in range(min(_MOST_LAYERS, run.model.num_layers), 0, -1):
+        fewer = replace(run, model=replace(run.model, num_layers=layers))
+        needed = RunMemory(None).states(fewer).total
         if needed <= _MOST_MEMORY * memory_bytes:
             return layers
     raise UserError(

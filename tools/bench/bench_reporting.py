@@ -31,7 +31,8 @@ from paro.distributed.user_errors import run_script
 from paro.distributed.world import World
 from paro.errors import check_least
 from paro.launch.placement import placement_lines
-from paro.launch.prediction import bytes_by_part, predict_memory
+from paro.launch.prediction import bytes_by_part
+from paro.planning.run_memory import RunMemory
 from paro.report.dashboards import Dashboards, open_dashboards
 from paro.report.live_view import LiveView
 from paro.report.log import Log
@@ -116,7 +117,7 @@ def measure(rounds: int, folder: Path) -> list[dict[str, Any]]:
     config = configure(parse_args([*flags.split(), *boards.split()]), World())
     control = Control(World(), device_for(config.runtime, World()))
     training = build_training(config, control)
-    predicted = bytes_by_part(predict_memory(config, training.device.type))
+    predicted = bytes_by_part(RunMemory(None).of(config.spec))
     facts = replace(run_facts(config, training), predicted=predicted)
     state = TrainState.at_start(config.loss_scale)
     forecast = MemoryForecast(predicted_bytes=1, reserved_bytes=1, states_bytes=1, bytes_before=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from paro.config.run import RunConfig, configure, take_world
 from paro.config.sharding import ShardingConfig
 from paro.distributed.world import World
 from paro.errors import UserError
-from paro.launch.prediction import predict_memory
 from paro.machine.files import machine_to_json
+from paro.planning.run_memory import RunMemory
 from paro.strategy import survival
 from tests.helpers.flags import configured as configured_on
 from tests.helpers.refusals import refused
@@ -65,7 +66,8 @@ def test_auto_keeps_to_the_memory_of_a_dry_run() -> None:
     words = f"{flags} {dry} --device-memory-gb 2"
     refused(lambda: configured(words), "nothing fits the 2 GB of a device")
     evaluates = "--eval-global-batch-size 10240 --eval-micro-batch-size 320"
-    peak = predict_memory(configured(f"{flags} {dry} --device-memory-gb 12 {evaluates}"), "cuda")
+    config = configured(f"{flags} {dry} --device-memory-gb 12 {evaluates}")
+    peak = RunMemory(config.sharding.machine).of(replace(config.spec, device_type="cuda"))
     assert "in an evaluation" in peak.allocations.name
     assert peak.total <= 12e9
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.errors import UserError
-from paro.launch.prediction import check_memory, predict_memory
+from paro.launch.prediction import check_memory
+from paro.planning.run_memory import RunMemory
 from tests.end_to_end.test_training import RUN, launch
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused, says
@@ -35,7 +37,7 @@ def refusal(words: str, left: int | None, device: torch.device = CPU, world: Wor
 
 
 def needs(words: str) -> int:
-    return predict_memory(config_of(words), "cpu").total
+    return RunMemory(None).of(config_of(words).spec).total
 
 
 def test_the_ranks_of_a_host_share_its_memory() -> None:
@@ -77,7 +79,7 @@ def test_where_all_is_spread_the_fewest_ranks_are_named(recompute: str) -> None:
         """The need of a host's two ranks among so many."""
         world = World(size=ranks, ranks_per_node=2)
         flags = f"{words}{recompute} --global-batch-size {16 * ranks}"
-        return 2 * predict_memory(config_of(flags, world), "cpu").total
+        return 2 * RunMemory(None).of(config_of(flags, world).spec).total
 
     assert on(8) > on(10)
     words += " --global-batch-size 64"
@@ -109,7 +111,7 @@ def test_a_device_must_have_what_a_rank_needs() -> None:
 
 def test_estimates_of_the_rest_only_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("")
-    memory = predict_memory(config, "cuda")
+    memory = RunMemory(None).of(replace(config.spec, device_type="cuda"))
     assert memory.communicators > 0
     more = memory.total - memory.context
     for free, warns in ((more, False), (more - 1, True), (memory.allocated, True)):

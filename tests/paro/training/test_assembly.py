@@ -16,7 +16,6 @@ from paro.distributed.control import PlannedControl
 from paro.distributed.groups import bounded_ctas
 from paro.distributed.links import Links
 from paro.distributed.world import World
-from paro.launch.prediction import predict_memory
 from paro.planning.run_memory import COMMUNICATOR_BYTES, RunMemory
 from paro.spec import run_spec
 from paro.spec.units import registered_room, units_of_run
@@ -105,7 +104,7 @@ def test_a_use_that_the_description_lacks_has_no_group_and_no_communicator(
     for _ in range(2):
         run = built(monkeypatch, "--paro-strategy IIG")
         made.append(sum(RANK in call["ranks"] for call in run.nccl.calls))
-        predicted.append(predict_memory(run.config, "cuda").communicators // COMMUNICATOR_BYTES)
+        predicted.append(RunMemory(None).of(run.config.spec).communicators // COMMUNICATOR_BYTES)
         monkeypatch.setattr(run_spec, "_state_groups", without_gathers)
     assert made == predicted == [4, 2]
     with pytest.raises(KeyError):
@@ -154,7 +153,7 @@ def test_whole_parameters_have_all_the_registered_memory_that_they_ever_take(
     train(run)
     assert len(notes) == num_notes  # nothing more is allocated, and nothing registered
     assert 0 < context.ledger.whole_params.peak_bytes <= sum(reserved)
-    predicted = predict_memory(run.config, "cuda").allocations
+    predicted = RunMemory(None).of(run.config.spec).allocations
     assert predicted.whole_params == sum(reserved)
 
     spec = run.config.spec

@@ -207,13 +207,13 @@ def _speed(runner: Runner, title: str, shape: Shape, seconds: float) -> Outcome:
 
 def num_layers_that_fit(shape: Shape, device_bytes: int) -> int:
     """Count the blocks, at most the shape's, that fit a GPU by the memory prediction."""
-    from paro.launch.prediction import predict_memory  # with torch, which starts
+    from paro.planning.run_memory import RunMemory
     from tools.bench.bench_model import make_parser, task_of
 
     for number in range(shape.blocks, 1, -1):
         words = [*shape.flags.split(), "--dtype", "bf16", "--num-layers", str(number)]
         run = task_of(make_parser().parse_args(words)).run
-        if predict_memory(run, "cuda").total <= device_bytes:
+        if RunMemory(None).of(replace(run.spec, device_type="cuda")).total <= device_bytes:
             return number
     return 1
 

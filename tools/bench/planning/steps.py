@@ -186,7 +186,7 @@ def _built(
             num_micro_batches=count,
             training=_with(training, config, count),
             state=TrainState.at_start(config.loss_scale),
-            batches=same_batches(config, control.device),
+            batches=same_batches(config.spec, control.device),
             peak_in_use=None,
         )
         memory.start()
