@@ -11,8 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from model.config import LlamaConfig
-from model.lora_config import down_name, is_adapter
+from model.config import LlamaConfig, down_name, is_adapter
 from model.units import parameter_shapes
 
 BLOCK = 2**16  # elements of a flattened parameter that are drawn from one seed

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.config import LlamaConfig
-from model.lora_config import LoraConfig, down_name, up_name
+from model.config import LlamaConfig, LoraConfig, down_name, up_name
 from model.matmul import sink_of, weight_grad
 from model.norm import SharedInput
 

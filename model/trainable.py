@@ -6,8 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from model.config import LlamaConfig
-from model.lora_config import is_adapter
+from model.config import LlamaConfig, is_adapter
 from model.units import parameter_shapes, unit_specs
 from paro.errors import UserError
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from model.config import LlamaConfig
-from model.lora_config import Shape, down_name, up_name
+from model.config import LlamaConfig, Shape, down_name, up_name
 
 BY_VOCABULARY = ("embedding.weight", "head.weight")  # their rows are those of the vocabulary
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from model.lora_config import LoraConfig, is_adapter
+from model.config import LoraConfig, is_adapter
 from paro.arguments.parser import build_parser
 from paro.checkpoint.chunks import chunked_states
 from paro.distributed.comm_stream import stream_name

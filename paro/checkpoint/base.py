@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model.lora_config import LoraConfig
+from model.config import LoraConfig
 from paro.checkpoint.directory import COMMON, BaseCheckpoint, find_checkpoint
 from paro.checkpoint.manifest import DamagedError, Manifest, read_manifest
 from paro.errors import UserError

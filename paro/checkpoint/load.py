@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from model.lora_config import LoraConfig, is_adapter
+from model.config import LoraConfig, is_adapter
 from paro.checkpoint.agreement import CheckpointRanks, with_one_folder
 from paro.checkpoint.base import has_adapters, open_base
 from paro.checkpoint.chunks import (

@@ -8,8 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from data.tokenizer_config import padded_vocab_size
-from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
-from model.lora_config import LoraConfig, targets_of
+from model.config import LLAMA_PRESETS, LlamaConfig, LoraConfig, RecomputeConfig, targets_of
 from paro.arguments.needed import missing_sizes
 from paro.errors import UserError, contradiction
 

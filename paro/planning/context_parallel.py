@@ -26,7 +26,7 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import NamedTuple
 
-from model.lora_config import down_name, up_name
+from model.config import down_name, up_name
 from model.units import first_trained_unit, unit_specs
 from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import Sent

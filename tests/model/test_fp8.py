@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from model import fp8, layers
-from model.config import Fp8Format, LlamaConfig
+from model.config import Fp8Format, LlamaConfig, LoraConfig
 from model.fp8 import Fp8, Operand, known_largest, operand, remember_largest
 from model.llama import Llama, TokenInfo
-from model.lora_config import LoraConfig
 from model.rotary import rotations
 from tests.helpers.triton_kernels import bytes_by_kernel, interpreter
 from tests.model.test_fusion import CONFIG

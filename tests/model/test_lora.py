@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from model.config import LlamaConfig
+from model.config import LlamaConfig, LoraConfig, down_name, is_adapter, targets_of, up_name
 from model.initialization import initial_values, initialize_whole, parameter_initializers
 from model.llama import Llama
 from model.lora import AdaptedBlock, Columns, DropKey, keep_mask
-from model.lora_config import LoraConfig, down_name, is_adapter, targets_of, up_name
 from model.norm import SharedInput
 from model.units import flops_per_token, parameter_shapes
 from tests.helpers.refusals import refused

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from model.lora_config import LoraConfig
+from model.config import LoraConfig
 from model.trainable import Trainable
 from model.units import parameter_shapes
 from tests.helpers.refusals import refused

@@ -16,8 +16,7 @@ import pytest
 
 import pretrain_llama
 from data.tokenizer import NullTokenizer
-from model.config import RecomputeConfig
-from model.lora_config import LoraConfig
+from model.config import LoraConfig, RecomputeConfig
 from model.trainable import Trainable
 from paro.arguments.megatron import rule_of
 from paro.arguments.parser import build_parser

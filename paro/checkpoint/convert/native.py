@@ -14,8 +14,7 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 
 from data.tokenizer import MERGE_FILE, VOCAB_FILE
 from data.tokenizer_config import saved_tokenizer, unpadded_vocab_size
-from model.config import LlamaConfig
-from model.lora_config import adapted_weight, is_adapter
+from model.config import LlamaConfig, adapted_weight, is_adapter
 from model.units import BY_VOCABULARY, parameter_shapes
 from paro.checkpoint.agreement import one_process
 from paro.checkpoint.base import adapters_of, as_base, open_base

@@ -8,8 +8,8 @@ from math import nextafter, sqrt
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
+from model.config import ALL_LINEAR, MODULES, LoraConfig, adapted_weight, down_name, up_name
 from model.hugging_face import hugging_face_name, llama_config
-from model.lora_config import ALL_LINEAR, MODULES, LoraConfig, adapted_weight, down_name, up_name
 from paro.checkpoint.convert.hugging_face import CONFIG as BASE_CONFIG
 from paro.checkpoint.convert.hugging_face import TOKENIZER_FILES, copy_companions, is_hugging_face
 from paro.checkpoint.convert.source import (

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from data.hugging_face_tokenizer import ends_in
-from model.config import LlamaConfig
-from model.lora_config import LoraConfig, down_name, up_name
+from model.config import LlamaConfig, LoraConfig, down_name, up_name
 from model.units import BY_VOCABULARY
 from paro.checkpoint.directory import TokenIds
 from paro.errors import UserError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.lora_config import is_adapter
+from model.config import is_adapter
 from paro.checkpoint.base import stored_parameters
 from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks

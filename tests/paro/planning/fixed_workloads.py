@@ -13,8 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
-from model.lora_config import LoraConfig, targets_of
+from model.config import LLAMA_PRESETS, LlamaConfig, LoraConfig, RecomputeConfig, targets_of
 from model.trainable import Trainable
 from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.errors import UserError

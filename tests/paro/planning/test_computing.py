@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from model.config import RecomputeConfig
-from model.lora_config import LoraConfig, targets_of
+from model.config import LoraConfig, RecomputeConfig, targets_of
 from model.trainable import Trainable
 from model.units import flops_per_token
 from paro.planning.estimator import Estimator

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.config import LlamaConfig, RecomputeConfig
+from model.config import LlamaConfig, LoraConfig, RecomputeConfig, is_adapter
 from model.llama import Llama
-from model.lora_config import LoraConfig, is_adapter
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.links import Links
 from paro.distributed.world import World

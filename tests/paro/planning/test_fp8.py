@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from model import kernels
-from model.lora_config import LoraConfig, targets_of
+from model.config import LoraConfig, targets_of
 from paro.precision import PrecisionConfig
 from paro.spec.run_spec import RunSpec
 from tests.paro.planning.test_gathering import (

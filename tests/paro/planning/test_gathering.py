@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from model.config import LlamaConfig, RecomputeConfig
+from model.config import LlamaConfig, LoraConfig, RecomputeConfig, targets_of
 from model.fusion import Fusions, usable_kernels
-from model.lora_config import LoraConfig, targets_of
 from model.trainable import Trainable
 from paro.planning.run_memory import RunMemory
 from paro.precision import PrecisionConfig

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from model.config import LLAMA_PRESETS, RecomputeConfig
-from model.lora_config import LoraConfig, targets_of
+from model.config import LLAMA_PRESETS, LoraConfig, RecomputeConfig, targets_of
 from model.trainable import Trainable
 from paro.machine.files import find_machine
 from paro.planning.computing import device_of

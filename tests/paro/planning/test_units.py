@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.config import LlamaConfig, RecomputeConfig
+from model.config import LlamaConfig, LoraConfig, RecomputeConfig, is_adapter, targets_of
 from model.initialization import initialize_whole
 from model.llama import Llama
-from model.lora_config import LoraConfig, is_adapter, targets_of
 from model.rotary import rotations
 from paro.planning.run_memory import RunMemory
 from paro.precision import PrecisionConfig

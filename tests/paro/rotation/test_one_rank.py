@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.config import LlamaConfig, RecomputeConfig
-from model.lora_config import LoraConfig, is_adapter
+from model.config import LlamaConfig, LoraConfig, RecomputeConfig, is_adapter
 from paro.distributed.comm_stream import Event, InlineStreams, Job
 from paro.distributed.links import Links
 from paro.precision import PrecisionConfig

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from model.config import LlamaConfig
-from model.lora_config import LoraConfig, is_adapter
+from model.config import LlamaConfig, LoraConfig, is_adapter
 from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import Sent
 from paro.planning.run_memory import RunMemory

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.lora_config import LoraConfig, targets_of
+from model.config import LoraConfig, targets_of
 from paro.planning.search_space import PlanRequest
 from paro.spec.run_spec import Materialize
 from paro.step.actions import Move, Verb

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.lora_config import is_adapter
+from model.config import is_adapter
 from model.units import parameter_shapes
 from paro.checkpoint.base import stored_parameters
 from paro.checkpoint.convert.native import open_native

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.config import is_adapter
 from model.llama import Llama
-from model.lora_config import is_adapter
 from paro.checkpoint.base import adapters_of
 from paro.training.step import Training
 from tests.helpers.refusals import refused

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from data.batch import Batch
-from model.lora_config import is_adapter
+from model.config import is_adapter
 from paro.checkpoint.convert.peft import peft_name
 from paro.config.run import RunConfig
 from paro.training.assembly import build_data, build_sources
