@@ -18,14 +18,7 @@ from paro.checkpoint.folder_lock import STILL_SECONDS, FolderLock, LockHolder, L
 from paro.distributed.control import Control
 from paro.distributed.groups import make_save_groups
 from paro.distributed.world import World
-from paro.errors import (
-    UserError,
-    describe,
-    is_memory_failure,
-    is_storage_failure,
-    reading,
-    writing,
-)
+from paro.errors import UserError, describe, is_memory_failure, is_storage_failure, reading, writing
 
 T = TypeVar("T")
 _LOOK_SECONDS = 0.5

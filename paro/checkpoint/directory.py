@@ -215,11 +215,7 @@ def common_of(directory: Path) -> dict[str, Any]:
 
 
 def begin_checkpoint(
-    root: Path,
-    iteration: int,
-    *,
-    check: Callable[[], None] = lambda: None,
-    token: str = "",
+    root: Path, iteration: int, *, check: Callable[[], None] = lambda: None, token: str = ""
 ) -> Path:
     """Create an empty folder for `iteration`; remove leftovers of crashed saves.
 

@@ -13,12 +13,7 @@ import torch
 from model.config import LoraConfig, is_adapter
 from paro.checkpoint.agreement import CheckpointRanks, with_one_folder
 from paro.checkpoint.base import has_adapters, open_base
-from paro.checkpoint.chunks import (
-    ChunkedState,
-    begin_without,
-    chunked_states,
-    may_be_missing,
-)
+from paro.checkpoint.chunks import ChunkedState, begin_without, chunked_states, may_be_missing
 from paro.checkpoint.directory import candidates, common_of, find_checkpoint
 from paro.checkpoint.manifest import DamagedError, read_manifest
 from paro.checkpoint.storage import CheckedReader

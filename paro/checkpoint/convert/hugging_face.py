@@ -16,12 +16,7 @@ from data.tokenizer import MERGE_FILE, VOCAB_FILE, build_tokenizer
 from data.tokenizer_config import GPT2_TYPE, TokenizerConfig
 from data.tokenizer_json import write_gpt2_tokenizer_json, write_tokenizer_json
 from model.config import LlamaConfig
-from model.hugging_face import (
-    hugging_face_config,
-    hugging_face_name,
-    llama_config,
-    output_biases,
-)
+from model.hugging_face import hugging_face_config, hugging_face_name, llama_config, output_biases
 from model.units import parameter_shapes
 from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, write_json
 from paro.checkpoint.convert.tensor_files import lazy, open_safetensors, write_safetensors
