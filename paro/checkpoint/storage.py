@@ -79,11 +79,12 @@ class BoundedWriter(FileSystemWriter):
         self, name: str, items: list[WriteItem], planner: SavePlanner
     ) -> list[WriteResult]:
         results, sums = [], []
+        end = asked = 0  # bytes that were written, and for which writeback was started
         # No reader compares torch's own checksums, which cost as much as the manifest's.
         without_sums = config.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
         with without_sums, (Path(self.path) / name).open("xb", buffering=0) as file:
-            stream = _SummingStream(file)
             for item in items:
+                stream, begin = _SummingStream(file), end
                 values = planner.resolve_data(item)
                 assert isinstance(values, Tensor), f"{item.index} is no tensor"
                 # In a storage of its own, without a copy: torch.save writes entire storages.
@@ -96,23 +97,25 @@ class BoundedWriter(FileSystemWriter):
                     if stream.failure is not None:
                         raise stream.failure from error
                     raise
-                begin, chunk = stream.end_chunk()
-                sums.append(chunk)
-                place = _StorageInfo(name, begin, chunk.length)
-                results.append(WriteResult(item.index, chunk.length, place))
+                end = file.tell()
+                sums.append(ChunkSum(end - begin, stream.checksum))
+                place = _StorageInfo(name, begin, end - begin)
+                results.append(WriteResult(item.index, end - begin, place))
+                if end - asked >= MAX_ITEM_BYTES:
+                    # Linux cannot drop dirty pages yet: it starts to write them, without waiting.
+                    os.posix_fadvise(file.fileno(), asked, 0, os.POSIX_FADV_DONTNEED)
+                    asked = end
             os.fsync(file.fileno())
         self.sums[name] = tuple(sums)
         return results
 
 
 class _SummingStream:
-    """A stream into a file that computes checksums and starts writeback during the writes."""
+    """A stream of one chunk into a file that computes the checksum during the writes."""
 
     def __init__(self, file: io.FileIO) -> None:
         self._file = file
-        self._begin = self._written = 0  # start of the current chunk; number of bytes written
-        self._asked = 0  # number of bytes for which writeback was started
-        self._checksum = 0
+        self.checksum = 0
         self.failure: OSError | None = None
 
     def write(self, content: Any) -> int:
@@ -121,8 +124,7 @@ class _SummingStream:
         try:
             for begin in range(0, len(view), _BLOCK_BYTES):
                 block = view[begin : begin + _BLOCK_BYTES]
-                self._checksum = crc32(block, self._checksum)
-                self._written += len(block)
+                self.checksum = crc32(block, self.checksum)
                 while len(block) > 0:
                     block = block[self._file.write(block) or 0 :]
         except OSError as error:
@@ -132,16 +134,6 @@ class _SummingStream:
 
     def flush(self) -> None:
         """Do nothing: nothing is buffered."""
-
-    def end_chunk(self) -> tuple[int, ChunkSum]:
-        """End a chunk, the bytes since the last call; return (first byte, sum) of the chunk."""
-        begin, self._begin = self._begin, self._written
-        checksum, self._checksum = self._checksum, 0
-        if self._written - self._asked >= MAX_ITEM_BYTES:
-            # Linux cannot drop dirty pages yet: it starts to write them, without waiting.
-            os.posix_fadvise(self._file.fileno(), self._asked, 0, os.POSIX_FADV_DONTNEED)
-            self._asked = self._written
-        return begin, ChunkSum(self._written - begin, checksum)
 
 
 class Read(NamedTuple):
