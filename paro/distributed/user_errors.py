@@ -60,17 +60,9 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
         with printing():
             sys.stdout.flush()
     except UserError as error:
-        line = open_files_limit(error) or str(error)
-        _leave_with_line(name, line, 2, on_this_rank=error.on_this_rank)
+        _leave_with_line(name, describe(error), 2, on_this_rank=error.on_this_rank)
     except RunError as error:
         _leave_with_line(name, str(error), 1, on_this_rank=error.on_this_rank)
-    except PeerError as error:
-        if (limit := open_files_limit(error)) is not None:
-            _leave_with_line(name, limit, 2, on_this_rank=True)
-        _wait_to_be_ended(1, _PRINTING_RANK_SECONDS)
-        if local_rank_to_print() == 0:
-            _print_error(f"{name}: error: {error}")
-        _leave(1)
     except KeyboardInterrupt:
         if local_rank_to_print() == 0:
             _print_error(f"{name}: interrupted")
@@ -80,6 +72,11 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
             _leave(128 + signal.SIGPIPE)
         if (limit := open_files_limit(error)) is not None:
             _leave_with_line(name, limit, 2, on_this_rank=True)
+        if isinstance(error, PeerError):
+            _wait_to_be_ended(1, _PRINTING_RANK_SECONDS)
+            if local_rank_to_print() == 0:
+                _print_error(f"{name}: error: {error}")
+            _leave(1)
         if (lost := lost_peer(error)) is not None:
             is_printing_rank = local_rank_to_print() == 0
             if is_printing_rank:
