@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paro.collectives.matrices import MatrixExchange
-from paro.distributed.comm_stream import Event
+from paro.collectives.interface import Endpoint
+from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import WaitKind
 from paro.errors import describe
 from paro.optim import adamw
@@ -23,6 +23,7 @@ from paro.optim.rounding import Rounding, round_into
 from paro.sharding.shards import UnitShards
 from paro.spec.muon_rounds import Assignment, MuonMatrix, MuonRound, MuonRounds
 from paro.spec.optim_config import Coefficients, MuonConfig
+from paro.topology import StreamKind
 
 Square = Callable[[Tensor, tuple[float, float] | None], Tensor]
 _EPS = 1e-7  # smallest norm by which a matrix is divided
@@ -137,19 +138,24 @@ class _AllToAll(NamedTuple):
     whole: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class MuonStep:
+@dataclass(eq=False, kw_only=True)
+class MuonStep(Endpoint):
     """Muon's update of all matrices of a shard group, whose ranks must take the same steps.
 
-    While a round computes, the momentum of the next round arrives.
+    While a round computes, the momentum of the next round arrives. Ranks are numbered inside the
+    group, in the order of their optimizer shards.
     """
 
     rounds: MuonRounds
     ranges: Mapping[int, MuonRange]  # this rank's range of each buffer, or bucket, with matrices
-    exchange: MatrixExchange
     config: MuonConfig
     wire: torch.dtype  # dtype in which momentum and updates are sent
     kernels: MuonKernels
+
+    def __post_init__(self) -> None:
+        self._span = self.rounds.span(self.groups.topology)
+        self._ranks = self.groups.topology.in_order_of_shards(self._span, self._rank)
+        self._group_rank = self._ranks.index(self._rank)
 
     def update(self, update: Update, step: int) -> Iterator[int]:
         """Yield the number of each buffer as soon as all its matrices are updated.
@@ -173,7 +179,7 @@ class MuonStep:
 
     def _send_momentum(self, muon_round: MuonRound, update: Update, step: int) -> _AllToAll:
         """Update the momentum of a round, and queue the all-to-all to the owners."""
-        rank, is_sharded = self.exchange.group_rank, self.rounds.is_sharded
+        rank, is_sharded = self._group_rank, self.rounds.is_sharded
         sent: dict[int, Tensor] = {}
         for assignment, low, high in self._held(muon_round):
             read = self._momentum(assignment.matrix, low, high, update.factor, step)
@@ -204,7 +210,7 @@ class MuonStep:
 
     def _send_result(self, momentum: _AllToAll) -> _AllToAll:
         """Orthogonalize this rank's matrix of a round, and queue the all-to-all of the result."""
-        self.exchange.exposure.wait(WaitKind.REDUCE, momentum.event)
+        self.exposure.wait(WaitKind.REDUCE, momentum.event)
         owned = self._owned(momentum.muon_round)
         sent: dict[int, Tensor] = {}
         if owned is not None and momentum.whole is not None:
@@ -222,7 +228,7 @@ class MuonStep:
 
     def _apply(self, result: _AllToAll, update: Update) -> None:
         """Update the masters of a round's matrices, once the result has arrived."""
-        self.exchange.exposure.wait(WaitKind.PARAM_ALL_GATHER, result.event)
+        self.exposure.wait(WaitKind.PARAM_ALL_GATHER, result.event)
         for assignment, low, high in self._held(result.muon_round):
             matrix = assignment.matrix
             held = self.ranges[matrix.buffer]
@@ -233,19 +239,33 @@ class MuonStep:
 
     def _owned(self, muon_round: MuonRound) -> MuonMatrix | None:
         """Return the matrix of a round that this rank owns, if any."""
-        rank = self.exchange.group_rank
-        return next((one.matrix for one in muon_round if one.owner == rank), None)
+        return next((one.matrix for one in muon_round if one.owner == self._group_rank), None)
 
     def _held(self, muon_round: MuonRound) -> Iterator[tuple[Assignment, int, int]]:
         """Yield (matrix of a round, low, high): this rank holds its elements [low, high)."""
         for assignment in muon_round:
             for rank, low, high in self.rounds.shards(assignment.matrix):
-                if rank == self.exchange.group_rank:
+                if rank == self._group_rank:
                     yield assignment, low, high
 
-    def _all_to_all(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> Event:
-        with self.exchange.exposure.submitting(WaitKind.REDUCE):
-            return self.exchange.all_to_all(sent, received)
+    def _all_to_all(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Event:
+        """Queue an all-to-all of shards by group rank; both ends know the size of each shard.
+
+        The caller must not free or change the tensors before the event is done.
+        """
+        own = self._group_rank
+
+        def job() -> None:
+            out, into = (
+                {self._ranks[rank]: shard for rank, shard in shards.items() if rank != own}
+                for shards in (sent, received)
+            )
+            self._wire(StreamKind.EXCHANGE, self._span).exchange(out, into)
+
+        with self.exposure.submitting(WaitKind.REDUCE):
+            if own in received:
+                received[own].copy_(sent[own])
+            return self._submit(StreamKind.EXCHANGE, self._span, job) if self._span else DONE
 
 
 def _part(unit: UnitShards, matrix: MuonMatrix, low: int, high: int) -> slice:

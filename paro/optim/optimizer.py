@@ -19,7 +19,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from paro.collectives.matrices import MatrixExchange
 from paro.distributed.control import Control
 from paro.distributed.timers import profile_range
 from paro.layout import UnitLayout, parameter_runs
@@ -199,12 +198,11 @@ class ParoOptimizer:
             for member in unit.bucket
             if (part := self._parts[member]).master.numel()
         }
-        groups = model.context.collectives.groups
         self.muons = [
             MuonStep(
+                model.context.collectives.groups,
                 rounds=rounds,
                 ranges=ranges,
-                exchange=MatrixExchange(groups, rounds.span(groups.topology)),
                 config=muon,
                 wire=TORCH_TYPES[precision.matrix_wire],
                 kernels=choose_muon_kernels(config.adam_implementation, model.context.device),

@@ -110,13 +110,11 @@ CAUGHT = {
     "collectives.wire Pending.wait: self._work.wait()": ("NNI", ""),
     "collectives.wire Wire.exchange: Pending(work, message.tensor, what).wait()": ("NIG", MUON),
     "distributed.exposed_time Exposure.wait: event.wait()": ("IIG", ""),
-    "optim.muon MuonStep._send_result: "
-    "self.exchange.exposure.wait(WaitKind.REDUCE, momentum.event)": (
+    "optim.muon MuonStep._send_result: self.exposure.wait(WaitKind.REDUCE, momentum.event)": (
         "IIG",
         MUON,
     ),
-    "optim.muon MuonStep._apply: "
-    "self.exchange.exposure.wait(WaitKind.PARAM_ALL_GATHER, result.event)": (
+    "optim.muon MuonStep._apply: self.exposure.wait(WaitKind.PARAM_ALL_GATHER, result.event)": (
         "IIG",
         MUON,
     ),
