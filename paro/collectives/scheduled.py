@@ -55,13 +55,13 @@ class ScheduledCollectives(Collectives):
         if shard is not None and shard.data_ptr() != own.data_ptr():
             outermost = ring_levels(self._algorithm, span)[-1]
             after = self._submit(
-                StreamKind.GATHER, outermost, lambda: _copy(own, shard), after=after
+                StreamKind.GATHER, outermost, partial(own.copy_, shard), after=after
             )
         event = self._start(request._replace(after=after))
         if op is not Op.ALL_REDUCE or whole.dtype == comm_dtype:
             return event
         # Round this rank's shard as the other ranks received it.
-        return self.run_after(span, lambda: _copy(own, own.to(comm_dtype)), after=event)
+        return self.run_after(span, lambda: own.copy_(own.to(comm_dtype)), after=event)
 
     def _start(self, request: Request) -> Event:
         kind, parts = request.stream_kind, ring_levels(self._algorithm, request.span)
@@ -93,12 +93,7 @@ class ScheduledCollectives(Collectives):
             self.resources.level(wire, len(steps))
             for wire, steps in zip(wires, schedule.of_level, strict=True)
         ]
-        buffer = ChunkedBuffer(whole=whole, comm_dtype=comm_dtype, ranges=ranges)
-        return Transfer(schedule, levels, members, buffer)
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
+        return Transfer(schedule, levels, members, whole, comm_dtype, ranges)
 
 
 class GroupResources:
@@ -143,25 +138,6 @@ class Level(NamedTuple):
     scratch: Scratch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkedBuffer:
-    """The whole buffer, the communication dtype, and the range of every chunk."""
-
-    whole: Tensor
-    comm_dtype: torch.dtype
-    ranges: list[list[tuple[int, int]]]  # [owner][chunk] -> (start, stop)
-
-    def view(self, chunks: Chunks) -> Tensor:
-        """Return the chunks of one message, as a view of the buffer."""
-        ranges = sorted(self.ranges[chunk.owner][chunk.number] for chunk in chunks)
-        assert all(a[1] == b[0] for a, b in pairwise(ranges)), f"{chunks} are no neighbours"
-        return self.whole[ranges[0][0] : ranges[-1][1]]
-
-    def outgoing(self, chunks: Chunks) -> Tensor:
-        """Return the chunks to send: the view, or a copy in the communication dtype."""
-        return self.view(chunks).to(self.comm_dtype)
-
-
 @dataclass(eq=False)
 class Transfer:
     """A schedule in execution: by one thread per level, or step by step."""
@@ -169,7 +145,9 @@ class Transfer:
     schedule: Schedule
     levels: Sequence[Level]
     members: Sequence[int]  # [position] -> rank
-    buffer: ChunkedBuffer
+    whole: Tensor
+    comm_dtype: torch.dtype
+    ranges: Sequence[Sequence[tuple[int, int]]]  # [owner][chunk] -> (start, stop)
 
     def __post_init__(self) -> None:
         self._steps = self.schedule.steps
@@ -235,18 +213,16 @@ class Transfer:
     def _post(self, index: int, slot: int) -> tuple[Tensor, Pending]:
         step = self._steps[index]
         level, receive = self.levels[step.level], step.receive
-        landing = self.buffer.view(receive.chunks)
-        if receive.adds or landing.dtype != self.buffer.comm_dtype:  # else received in place
-            landing = level.scratch.slot(
-                slot, landing.numel(), self.buffer.comm_dtype, landing.device
-            )
+        landing = self._view(receive.chunks)
+        if receive.adds or landing.dtype != self.comm_dtype:  # else received in place
+            landing = level.scratch.slot(slot, landing.numel(), self.comm_dtype, landing.device)
         peer = self.members[receive.peer]
         return landing, level.wire.receive(landing, peer, self._tags[index])
 
     def _take(self, index: int, landed: Tensor) -> None:
         """Add a received message to its chunks, or copy it there."""
         receive = self._steps[index].receive
-        view = self.buffer.view(receive.chunks)
+        view = self._view(receive.chunks)
         if receive.adds:
             view.add_(landed)
         elif landed.data_ptr() != view.data_ptr():
@@ -265,12 +241,22 @@ class Transfer:
         for index in indices:
             step = self._steps[index]
             level, send = self.levels[step.level], step.send
-            outgoing, peer = self.buffer.outgoing(send.chunks), self.members[send.peer]
+            outgoing, peer = self._outgoing(send.chunks), self.members[send.peer]
             pending = level.wire.send(outgoing, peer, self._tags[index])
             with self._changed:
                 self._sends[step.level].append(pending)
                 self._unsent[step.level] -= 1
                 self._changed.notify_all()
+
+    def _view(self, chunks: Chunks) -> Tensor:
+        """Return the chunks of one message, as a view of the buffer."""
+        ranges = sorted(self.ranges[chunk.owner][chunk.number] for chunk in chunks)
+        assert all(a[1] == b[0] for a, b in pairwise(ranges)), f"{chunks} are no neighbours"
+        return self.whole[ranges[0][0] : ranges[-1][1]]
+
+    def _outgoing(self, chunks: Chunks) -> Tensor:
+        """Return the chunks to send: the view, or a copy in the communication dtype."""
+        return self._view(chunks).to(self.comm_dtype)
 
     def _all_arrived(self, steps: Sequence[int]) -> bool:
         return all(self._arrived[index] for index in steps)

@@ -26,7 +26,7 @@ import torch
 from paro.distributed.timers import profile_range
 from paro.topology import Link
 
-Job = Callable[[], None]
+Job = Callable[[], object]
 
 
 class Event(Protocol):

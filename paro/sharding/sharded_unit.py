@@ -143,13 +143,9 @@ class ShardedUnit(UnitShards):
             self._fresh = False
 
     def _queue_reduction(self, grad_U: Tensor) -> Event:
-        grad_shard, fresh = self.grad_shard, self._fresh
         sent = self.spec.collectives[Verb.REDUCE]
         own, event = self.queue(sent, grad_U)
-
-        def accumulate() -> None:
-            store_grad(own, grad_shard, adds=not fresh)
-
+        accumulate = partial(store_grad, own, self.grad_shard, adds=not self._fresh)
         return self.context.collectives.run_after(sent[-1].span, accumulate, after=event)
 
     def free(self) -> None:

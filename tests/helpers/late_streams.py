@@ -28,7 +28,7 @@ class _LateEvent:
     """A stored job, and the jobs that must run before it: its stream's last one and `after`."""
 
     streams: LateStreams
-    job: Callable[[], None] | None
+    job: Job | None
     needs: list[_LateEvent]
     buffers: list[tuple[ElasticBuffer, int]] = field(default_factory=list)
 

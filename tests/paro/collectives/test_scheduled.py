@@ -16,7 +16,7 @@ from paro.collectives import schedule
 from paro.collectives.choice import ring_levels
 from paro.collectives.hops import ALGORITHMS
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks
-from paro.collectives.scheduled import ChunkedBuffer, Scratch
+from paro.collectives.scheduled import Scratch, Transfer
 from paro.distributed.byte_counter import Sent
 from paro.topology import Link, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
@@ -108,9 +108,9 @@ def measure_room(name: str, numel: int) -> tuple[int, Sent]:
             alive += num_bytes
             peak = max(peak, alive)
 
-    outgoing, slot = ChunkedBuffer.outgoing, Scratch.slot
+    outgoing, slot = Transfer._outgoing, Scratch.slot
 
-    def counted_outgoing(self: ChunkedBuffer, chunks: Chunks) -> Tensor:
+    def counted_outgoing(self: Transfer, chunks: Chunks) -> Tensor:
         tensor = outgoing(self, chunks)
         count(tensor.nbytes)
         weakref.finalize(tensor, count, -tensor.nbytes)
@@ -125,7 +125,7 @@ def measure_room(name: str, numel: int) -> tuple[int, Sent]:
 
     buffer = torch.ones(numel)
     with (
-        mock.patch.object(ChunkedBuffer, "outgoing", counted_outgoing),
+        mock.patch.object(Transfer, "_outgoing", counted_outgoing),
         mock.patch.object(Scratch, "slot", counted_slot),
     ):
         all_reduce(collectives, buffer, topology.axes, torch.bfloat16).wait()
