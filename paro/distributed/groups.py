@@ -1,4 +1,4 @@
-"""Creates the process groups of a topology; the only caller of torch.distributed.new_group."""
+"""Process groups of a topology and the links under them; the only caller of new_group."""
 
 # [Note: no communicator of the world]
 # The default group is gloo's under any backend: it sends scalars and objects, which are on the
@@ -30,7 +30,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from paro.distributed.links import Links
+from paro.distributed.byte_counter import ByteCounter
+from paro.distributed.comm_stream import CommStreams, CudaStreams, InlineStreams, ThreadStreams
+from paro.distributed.exposed_time import Exposure
 from paro.distributed.registered_memory import RegisteredMemory, use_copy_engines
 from paro.errors import UserError
 from paro.topology import AxisSpan, Link, Spans, StreamKind, Topology
@@ -52,6 +54,29 @@ class GroupConfig:
     launch_order: str = "free"
     copy_engine: bool = False
     communicators: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Comm streams and counters that all communication of a rank shares.
+
+    With `stream_kind` jobs run on comm streams of this kind, whatever they send.
+    """
+
+    streams: CommStreams
+    traffic: ByteCounter = field(default_factory=ByteCounter)
+    exposure: Exposure = field(default_factory=Exposure)
+    stream_kind: StreamKind | None = None
+
+
+def make_links(device: torch.device, backend: str, *, overlap: bool = True) -> Links:
+    """Return links with comm streams of their own; without `overlap` jobs run when submitted."""
+    has_cuda_streams = device.type == "cuda" and backend == "nccl"
+    exposure = Exposure(on_streams=has_cuda_streams)
+    streams: CommStreams = InlineStreams(exposure.note)
+    if overlap:
+        streams = CudaStreams() if has_cuda_streams else ThreadStreams(device)
+    return Links(streams, exposure=exposure)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,7 @@ from paro.collectives.choice import needed_groups
 from paro.collectives.interface import Request
 from paro.collectives.schedule import Op
 from paro.distributed.control import Control
-from paro.distributed.groups import make_groups
-from paro.distributed.links import make_links
+from paro.distributed.groups import make_groups, make_links
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.timers import synchronize, time_of
 from paro.layout import ALIGN

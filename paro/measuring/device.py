@@ -38,7 +38,7 @@ from model.trainable import Trainable
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import CommStreams
 from paro.distributed.control import Control
-from paro.distributed.links import make_links
+from paro.distributed.groups import make_links
 from paro.distributed.timers import Took, synchronize, time_of
 from paro.distributed.world import World
 from paro.machine.machine import Device, Slowed

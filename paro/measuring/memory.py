@@ -18,8 +18,7 @@ from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.interface import Collectives, Request
 from paro.collectives.schedule import Op
 from paro.distributed.control import Control
-from paro.distributed.groups import GroupConfig, make_groups
-from paro.distributed.links import make_links
+from paro.distributed.groups import GroupConfig, make_groups, make_links
 from paro.machine.machine import Device
 from paro.report.memory import anonymous_bytes
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, StreamKind, Topology

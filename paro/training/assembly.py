@@ -25,8 +25,7 @@ from paro.collectives.shifts import Ring
 from paro.config.train import TrainConfig
 from paro.context_parallel.attention import ContextAttention, check_core, make_context_attention
 from paro.distributed.control import Control
-from paro.distributed.groups import Groups, group_among, make_groups
-from paro.distributed.links import make_links
+from paro.distributed.groups import Groups, group_among, make_groups, make_links
 from paro.distributed.timers import Timers, synchronize
 from paro.distributed.world import World
 from paro.machine.choice import choice_of

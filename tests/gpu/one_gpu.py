@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from paro.distributed import links
+from paro.distributed import groups
 from paro.distributed.comm_stream import CommStreams
 from paro.distributed.control import Control
 from tests.helpers.comparison import ADAM_EPS
@@ -90,10 +90,10 @@ def _share_the_gpu() -> None:
 @contextmanager
 def changed_streams(change: Change) -> Iterator[None]:
     """Every training built in the block gets its comm streams through `change`."""
-    make = links.CudaStreams
+    make = groups.CudaStreams
 
     def changed() -> CommStreams:
         return change(make(), torch.device("cuda", torch.cuda.current_device()))
 
-    with patch.object(links, "CudaStreams", changed):
+    with patch.object(groups, "CudaStreams", changed):
         yield

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.collectives import wire
-from paro.distributed import groups, links
+from paro.distributed import groups
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import Control
 from paro.distributed.world import World
@@ -220,7 +220,7 @@ def _threads_for_processes(threads: _Threads) -> Iterator[None]:
         ):
             stack.enter_context(patch.object(owner, name, value))
         if threads.device.type == "cpu":
-            inline = patch.object(links, "ThreadStreams", lambda _device: InlineStreams())
+            inline = patch.object(groups, "ThreadStreams", lambda _device: InlineStreams())
             stack.enter_context(inline)
         yield
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.schedule import Op
 from paro.config.run import RunConfig
-from paro.distributed import links
+from paro.distributed import groups
 from paro.distributed.comm_stream import CommStreams, InlineStreams
 from paro.errors import RunError
 from paro.strategy import legal_letters
@@ -110,7 +110,7 @@ def train_on(streams: CommStreams, flags: str, group_size: int) -> tuple[Trained
         TemporaryDirectory() as folder,
         poisoned_buffers(),
         patch.object(assembly, "_algorithm", algorithm),
-        patch.object(links, "ThreadStreams", lambda _device: streams),
+        patch.object(groups, "ThreadStreams", lambda _device: streams),
         patch.object(training_of_tests, "run_steps", steps_and_evaluations),
     ):
         if FOLDER not in flags:

@@ -16,8 +16,7 @@ from paro.collectives.choice import AlgorithmChoice, needed_groups
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import COLLECTIVES
 from paro.distributed.byte_counter import ByteCounter, Sent
-from paro.distributed.groups import GroupConfig, make_groups
-from paro.distributed.links import make_links
+from paro.distributed.groups import GroupConfig, make_groups, make_links
 from paro.topology import (
     COLLECTIVE_STREAMS,
     AxisSpan,

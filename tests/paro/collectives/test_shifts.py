@@ -12,8 +12,7 @@ from torch import Tensor
 
 from paro.collectives.shifts import Ring, Turn
 from paro.distributed.byte_counter import Sent
-from paro.distributed.groups import GroupConfig, make_groups
-from paro.distributed.links import make_links
+from paro.distributed.groups import GroupConfig, make_groups, make_links
 from paro.layout import chunk_numel
 from paro.topology import StreamKind, make_topology
 from tests.helpers.ranks import run_ranks

@@ -25,8 +25,7 @@ from paro.context_parallel.exchange import GatherKVExchange, RingKVExchange
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams, InlineStreams, ThreadStreams
 from paro.distributed.exposed_time import Exposure
-from paro.distributed.groups import GroupConfig, make_groups
-from paro.distributed.links import Links
+from paro.distributed.groups import GroupConfig, Links, make_groups
 from paro.spec.context_layout import ContextLayout
 from paro.topology import COLLECTIVE_STREAMS, StreamKind, make_topology
 from tests.helpers.hopper import hopper

@@ -16,8 +16,7 @@ from paro.collectives import wire
 from paro.collectives.native import NativeCollectives
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import Control
-from paro.distributed.groups import GroupConfig, make_groups
-from paro.distributed.links import Links
+from paro.distributed.groups import GroupConfig, Links, make_groups
 from paro.distributed.world import World
 from paro.errors import RunError
 from paro.sharding.buffers import ElasticBuffer, Tally

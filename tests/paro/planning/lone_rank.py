@@ -26,8 +26,7 @@ from paro.context_parallel.attention import ContextAttention, make_context_atten
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import PlannedControl
-from paro.distributed.groups import Groups, make_groups
-from paro.distributed.links import Links
+from paro.distributed.groups import Groups, Links, make_groups
 from paro.distributed.timers import Timers
 from paro.distributed.world import World
 from paro.machine.choice import choice_of

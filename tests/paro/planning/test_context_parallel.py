@@ -10,7 +10,7 @@ import torch
 from model.config import LlamaConfig, LoraConfig, RecomputeConfig, is_adapter
 from model.llama import Llama
 from paro.distributed.comm_stream import InlineStreams
-from paro.distributed.links import Links
+from paro.distributed.groups import Links
 from paro.distributed.world import World
 from paro.planning.context_parallel import ContextAttention
 from paro.planning.run_memory import RunMemory

@@ -13,8 +13,7 @@ from paro.collectives.interface import Request
 from paro.collectives.schedule import COLLECTIVES, NCCL_COLLECTIVES, Op
 from paro.distributed.byte_counter import Sent
 from paro.distributed.comm_stream import InlineStreams
-from paro.distributed.groups import make_groups
-from paro.distributed.links import Links
+from paro.distributed.groups import Links, make_groups
 from paro.planning.run_memory import RunMemory
 from paro.planning.sending import Sender, traffic_of
 from paro.precision import PrecisionConfig

@@ -13,7 +13,7 @@ import torch
 
 from model.config import LlamaConfig, LoraConfig, RecomputeConfig, is_adapter
 from paro.distributed.comm_stream import Event, InlineStreams, Job
-from paro.distributed.links import Links
+from paro.distributed.groups import Links
 from paro.precision import PrecisionConfig
 from paro.spec.run_spec import Materialize
 from tests.helpers.training import slices_by_part

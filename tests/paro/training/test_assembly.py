@@ -13,8 +13,7 @@ import torch
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import PlannedControl
-from paro.distributed.groups import bounded_ctas
-from paro.distributed.links import Links
+from paro.distributed.groups import Links, bounded_ctas
 from paro.distributed.world import World
 from paro.planning.run_memory import COMMUNICATOR_BYTES, RunMemory
 from paro.spec import run_spec

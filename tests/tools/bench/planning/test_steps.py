@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from paro.distributed.comm_stream import InlineStreams
-from paro.distributed.groups import GroupConfig, Groups, make_groups
-from paro.distributed.links import Links
+from paro.distributed.groups import GroupConfig, Groups, Links, make_groups
 from paro.topology import StreamKind, make_topology
 from tests.helpers.ranks import run_ranks
 from tools.bench.planning.steps import SharedGroups
