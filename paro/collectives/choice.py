@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paro.collectives.schedule import Op
-from paro.topology import Axes, AxisSpan, Link, Spans, axes_of
+from paro.topology import Axes, AxisSpan, Spans, axes_of, split_by_link
 
 BestOf = Callable[[Op, Axes, int], str]
 ChunkCount = Callable[[Op, AxisSpan, int], int]
@@ -70,8 +70,7 @@ def ring_levels(name: str, span: AxisSpan) -> tuple[AxisSpan, ...]:
         return ()
     if name == "ring":
         return (span,)
-    kinds = [tuple(axis for axis in span if axis.link is link) for link in (Link.INTRA, Link.INTER)]
-    return tuple(part for part in kinds if part)
+    return tuple(part for part in split_by_link(span) if part)
 
 
 def has_both_links(span: AxisSpan) -> bool:

@@ -86,8 +86,12 @@ class _StageJobs:
 
     def run(self, stage: PipelineStage) -> None:
         """Run the backend's collective of a stage on one chunk."""
-        chunk, wire, handoff = stage.chunk, self.wires[stage.level], self._handoff(stage.chunk)
-        by_rank = self._inside(chunk) if stage.level == 0 else handoff
+        chunk, wire = stage.chunk, self.wires[stage.level]
+        levels = [wire.span for wire in self.wires]
+        # Stages hand the chunk on in a slot: of the shards that go between groups.
+        handoff = by_rank = self._scratch(self.slots[chunk], chunk, levels[1:])
+        if stage.level == 0:  # the chunk of all shards, in the order of backends
+            by_rank = self._scratch(SLOTS, chunk, levels)  # for one job after another
         match stage.op, stage.level:
             case Op.ALL_REDUCE, _:
                 wire.all_reduce(handoff, self.request.comm_dtype)
@@ -95,16 +99,12 @@ class _StageJobs:
                 wire.all_gather(handoff, self._own_chunk(chunk))
             case Op.ALL_GATHER, _:
                 wire.all_gather(by_rank, handoff)
-                self._chunk(chunk).copy_(as_nested(by_rank, *self._levels))
+                self._chunk(chunk).copy_(as_nested(by_rank, *levels))
             case Op.REDUCE_SCATTER, 1:
                 self._own_chunk(chunk).copy_(wire.reduce_scatter(handoff))
             case _:
-                as_nested(by_rank, *self._levels).copy_(self._chunk(chunk))
+                as_nested(by_rank, *levels).copy_(self._chunk(chunk))
                 handoff.copy_(wire.reduce_scatter(by_rank))
-
-    @property
-    def _levels(self) -> list[AxisSpan]:
-        return [wire.span for wire in self.wires]
 
     def _own_chunk(self, chunk: int) -> Tensor:
         return self.own[slice(*self.ranges[chunk])]
@@ -112,17 +112,6 @@ class _StageJobs:
     def _chunk(self, chunk: int) -> Tensor:
         """Return a chunk of all shards: a dim per axis, innermost first, and one for elements."""
         return self.request.nested()[..., slice(*self.ranges[chunk])]
-
-    def _handoff(self, chunk: int) -> Tensor:
-        """Return the slot in which stages hand the chunk on: of shards that go between groups."""
-        return self._scratch(self.slots[chunk], chunk, self._levels[1:])
-
-    def _inside(self, chunk: int) -> Tensor:
-        """Return scratch memory for the chunk of all shards, in the order of backends.
-
-        The jobs on level 0's comm stream use the memory one after another.
-        """
-        return self._scratch(SLOTS, chunk, self._levels)
 
     def _scratch(self, slot: int, chunk: int, levels: Sequence[AxisSpan]) -> Tensor:
         num_shards = prod(axis.size for level in levels for axis in level)

@@ -119,29 +119,21 @@ def make_schedule(
         draft += [(hop, True) for hop in reversed(forward)]
     if op in (Op.ALL_GATHER, Op.ALL_REDUCE):
         draft += [(hop, False) for hop in forward]
-    steps = _linked(draft, sizes, position)
-    followers: list[list[int]] = [[] for _ in steps]
-    of_level: list[list[int]] = [[] for _ in sizes]
-    for index, step in enumerate(steps):
-        of_level[step.level].append(index)
-        for before in step.send.after:
-            followers[before].append(index)
-    return Schedule(steps, tuple(map(tuple, followers)), tuple(map(tuple, of_level)))
+    return _linked(draft, sizes, position)
 
 
-def _linked(
-    draft: Sequence[tuple[Hop, bool]], sizes: Sequence[int], position: int
-) -> tuple[Step, ...]:
+def _linked(draft: Sequence[tuple[Hop, bool]], sizes: Sequence[int], position: int) -> Schedule:
     """Return the steps with their dependencies."""
     steps: list[Step] = []
+    followers: list[list[int]] = [[] for _ in draft]
+    of_level: list[list[int]] = [[] for _ in sizes]
     arrived: dict[Chunk, int] = {}  # the last step so far that changed a chunk on this rank
-    of_level: dict[int, list[int]] = {}
     barrier: int | None = None  # the last step of the previous phase
     for index, (hop, backwards) in enumerate(draft):
         if index and (hop.phase, backwards) != (draft[index - 1][0].phase, draft[index - 1][1]):
             barrier = index - 1 if _in_phases(draft) else None
         sent, received = (hop.received, hop.sent) if backwards else (hop.sent, hop.received)
-        earlier = of_level.setdefault(hop.level, [])
+        earlier = of_level[hop.level]
         lead = earlier[-MESSAGES_UNDER_WAY] if len(earlier) >= MESSAGES_UNDER_WAY else None
         send = Message(
             chunks=sent,
@@ -157,7 +149,9 @@ def _linked(
         steps.append(Step(level=hop.level, send=send, receive=receive))
         arrived |= dict.fromkeys(received, index)
         earlier.append(index)
-    return tuple(steps)
+        for before in send.after:
+            followers[before].append(index)
+    return Schedule(tuple(steps), tuple(map(tuple, followers)), tuple(map(tuple, of_level)))
 
 
 def _in_phases(draft: Sequence[tuple[Hop, bool]]) -> bool:
