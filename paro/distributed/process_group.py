@@ -138,18 +138,15 @@ def _connect(config: RuntimeConfig, world: World, settings: Mapping[str, str]) -
     return store
 
 
-def keep_freed_memory() -> bool:
-    """Make glibc's malloc keep freed memory; return False where there is another malloc.
+def keep_freed_memory() -> None:
+    """Make glibc's malloc keep freed memory; do nothing where there is another malloc.
 
     By default it gives the memory of large tensors back to the system. The system then maps the
     memory of the next tensors page by page: a page fault and a page of zeros each.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    if not any(mallopt(_M_MMAP_THRESHOLD, size) for size in _LARGEST_KEPT):
-        return False
-    return bool(mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT))
+    if mallopt is not None and any(mallopt(_M_MMAP_THRESHOLD, size) for size in _LARGEST_KEPT):
+        mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT)
 
 
 def check_gpu(local_rank: int) -> torch.device:
