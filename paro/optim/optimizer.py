@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -185,9 +185,7 @@ class ParoOptimizer:
         }
         self.outer: OuterOptimizer | None = None  # the rounds of groups that train alone
         if outer is not None and self._parts:
-            outer_units = [
-                OuterUnit(unit, part.master, outer) for unit, part in self._parts.items()
-            ]
+            outer_units = [OuterUnit(unit, part.master, outer) for unit, part in self._parts.items()]
             names = [*dict.fromkeys(spec.unit.name for spec in model.specs)]
             self.outer = OuterOptimizer(outer_units, names, outer)
         # {first unit of a bucket: range of the bucket's unit that this rank updates}
@@ -231,10 +229,11 @@ class ParoOptimizer:
         return self._parts.values()
 
     @property
-    def _is_counted(self) -> bool:
-        """True if gradients of this rank's ranges count in sums over the ranks that sum them."""
+    def _counted(self) -> Sequence[UnitShards]:
+        """The units whose ranges on this rank count in sums over the ranks that sum gradients."""
         context = self.model.context
-        return context.rank % self.model.units[0].step_spec.sum_degree < context.strategy.optim
+        counts = context.rank % self.model.units[0].step_spec.sum_degree < context.strategy.optim
+        return self.model.trainable_units if counts else ()
 
     def local_square_sum(self) -> Tensor:
         """Compute this rank's term of the squared norm of the scaled gradients, an fp64 scalar.
@@ -242,21 +241,16 @@ class ParoOptimizer:
         In the sum over all ranks every element counts once: of several replicas of a range, only
         one rank's counts. The term is not finite if any gradient of the range is not finite.
         """
-        context = self.model.context
-        counts = self._is_counted
-        grads = (unit.optim_grad for unit in self.model.trainable_units if counts)
-        return square_sum(grads, context.device)
+        grads = (unit.optim_grad for unit in self._counted)
+        return square_sum(grads, self.model.context.device)
 
     def local_num_zeros(self) -> Tensor:
         """Count this rank's gradient elements that are zero, without padding, in fp64.
 
         In the sum over all ranks every element counts once.
         """
-        context = self.model.context
-        zeros = torch.zeros((), dtype=torch.float64, device=context.device)
-        if not self._is_counted:
-            return zeros
-        for unit in self.model.trainable_units:
+        zeros = torch.zeros((), dtype=torch.float64, device=self.model.context.device)
+        for unit in self._counted:
             grad, start = unit.optim_grad, unit.optim_start
             ranges = unit.layout.chunk_ranges(start, start + grad.numel())
             zeros += sum(part.high - part.low for part in ranges) - torch.count_nonzero(grad)
@@ -269,7 +263,7 @@ class ParoOptimizer:
         if there is one.
         """
         rank, device = self.model.context.rank, self.model.context.device
-        masters = [part.master.detach() for part in self.parts] if self._is_counted else []
+        masters = (self._parts[unit].master.detach() for unit in self._counted)
         frozen = (
             unit.param_shard
             for unit in self.model.units
