@@ -110,7 +110,7 @@ class WeightsAndBiases:
             return wandb.init(
                 project=printable(config.wandb_project or ""),
                 entity=config.wandb_entity and printable(config.wandb_entity),
-                name=config.wandb_exp_name and _named(config.wandb_exp_name),
+                name=config.wandb_exp_name and one_line(config.wandb_exp_name, _MAX_NAME_CHARS),
                 dir=config.wandb_save_dir,
                 config={
                     name: shown(value) if isinstance(value, str) else value
@@ -234,7 +234,7 @@ class Dashboards:
             self._log.log_last(f"{flag} has no effect: {type_and_message(error)}")
 
     def write(self, scalars: Scalars, iteration: int, samples: int) -> None:
-        named = {_named(tag): value for tag, value in scalars.items()}
+        named = {one_line(tag, _MAX_NAME_CHARS): value for tag, value in scalars.items()}
         for writer in self._open:
             writer.write(named, iteration, samples)
         self._leave_out_failed()
@@ -296,8 +296,3 @@ def check_login(config: ReportConfig, log: Log) -> None:
             "Biases, run wandb login or set WANDB_API_KEY; WANDB_MODE=offline needs no key and "
             "keeps the run on disk"
         )
-
-
-def _named(text: str) -> str:
-    """Make a text printable and short enough for the name of a run or figure."""
-    return one_line(text, _MAX_NAME_CHARS)

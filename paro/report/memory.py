@@ -113,10 +113,8 @@ class MemoryForecast:
     bytes_before: int  # bytes of interpreter and libraries, if measured memory includes them
 
 
-def memory_line(
-    device: torch.device, *, rank: int, iteration: int, forecast: MemoryForecast
-) -> str:
-    """Format Megatron's memory line, followed by the predicted figures."""
+def memory_line(device: torch.device, *, iteration: int, forecast: MemoryForecast) -> str:
+    """Format Megatron's memory line, of the first rank, followed by the predicted figures."""
     predicted = {
         "model states": forecast.states_bytes,
         "predicted peak": forecast.bytes_before + forecast.predicted_bytes,
@@ -134,4 +132,4 @@ def memory_line(
         }
         predicted["predicted reserved"] = forecast.reserved_bytes
     sizes = (f"{name}: {size / _MIB:.1f}" for name, size in (measured | predicted).items())
-    return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {' | '.join(sizes)}"
+    return f"[Rank 0] (after {iteration} iterations) memory (MB) | {' | '.join(sizes)}"

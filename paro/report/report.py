@@ -207,9 +207,7 @@ class Report:
     def memory(self, *, iteration: int) -> None:
         """Print measured and predicted memory, on the first rank."""
         if self.forecast is not None:
-            device, rank = self.device, self.log.rank
-            line = memory_line(device, rank=rank, iteration=iteration, forecast=self.forecast)
-            self.log.log0(line)
+            self.log.log0(memory_line(self.device, iteration=iteration, forecast=self.forecast))
 
     def interrupted(self) -> None:
         """Move the view below the lines that a launcher prints at a signal."""

@@ -31,8 +31,8 @@ FORECAST = MemoryForecast(
 
 
 def test_the_line_shows_the_peak_as_it_is_and_as_predicted() -> None:
-    line = memory_line(torch.device("cpu"), rank=3, iteration=1, forecast=FORECAST)
-    assert line.startswith("[Rank 3] (after 1 iterations) memory (MB) | max resident: ")
+    line = memory_line(torch.device("cpu"), iteration=1, forecast=FORECAST)
+    assert line.startswith("[Rank 0] (after 1 iterations) memory (MB) | max resident: ")
     assert line.endswith(
         " | before the model was built: 2.0 | model states: 3.0 | predicted peak: 7.0"
     )
@@ -42,7 +42,7 @@ def test_the_line_of_a_gpu_has_what_is_reserved_too(monkeypatch: pytest.MonkeyPa
     for index, name in enumerate(("memory_allocated", "memory_reserved"), start=1):
         monkeypatch.setattr(f"torch.cuda.{name}", lambda _, index=index: index * MIB)
         monkeypatch.setattr(f"torch.cuda.max_{name}", lambda _, index=index: (4 + index) * MIB)
-    line = memory_line(torch.device("cuda", 0), rank=0, iteration=1, forecast=FORECAST)
+    line = memory_line(torch.device("cuda", 0), iteration=1, forecast=FORECAST)
     assert line.endswith(
         " | max allocated: 5.0 | reserved: 2.0 | max reserved: 6.0 | model states: 3.0"
         " | predicted peak: 7.0 | predicted reserved: 6.0"
@@ -78,6 +78,6 @@ def test_on_cuda_the_allocator_is_asked() -> None:
     del block
     assert peak_memory_bytes(device) == before + 2**24
     assert peak_reserved_bytes(device) >= peak_memory_bytes(device)
-    line = memory_line(device, rank=0, iteration=1, forecast=FORECAST)
+    line = memory_line(device, iteration=1, forecast=FORECAST)
     assert " | allocated: " in line
     assert " | max reserved: " in line
