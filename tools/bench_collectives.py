@@ -267,9 +267,8 @@ def measured_device(settings: Settings, control: Control) -> Device | None:
     """Time the device of a rank, and measure the memory of its context and communicators."""
     if settings.trained is None:
         return None
-    config = settings.runtime.groups_on(control.device)
     timed = measure_device(settings.trained, control, group_size=settings.machine.group_size)
-    return with_communicators(timed, control, settings.topology, config)
+    return with_communicators(timed, control, settings.topology, settings.runtime)
 
 
 def write(

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -33,27 +33,10 @@ import torch.distributed as dist
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams, CudaStreams, InlineStreams, ThreadStreams
 from paro.distributed.exposed_time import Exposure
+from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.registered_memory import RegisteredMemory, use_copy_engines
 from paro.errors import UserError
 from paro.topology import AxisSpan, Link, Spans, StreamKind, Topology
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupConfig:
-    """The backend and timeout of process groups for model states; under nccl, the rank's GPU.
-
-    `launch_order`: NCCL begins collectives of several groups in the order in which the host queues
-    them ("implicit") or in any order ("free"; [Note: room on the GPU]). `copy_engine`: all-gathers
-    inside groups are copies by copy engines (registered_memory.py). `communicators`: how many a
-    rank makes in the entire run; 0: as many as one call of `make_groups` makes, for benchmarks.
-    """
-
-    timeout: timedelta
-    backend: str = "gloo"
-    device: torch.device | None = None
-    launch_order: str = "free"
-    copy_engine: bool = False
-    communicators: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,27 +115,36 @@ def group_among(
 
 
 def make_groups(
-    topology: Topology, rank: int, spans: Spans, config: GroupConfig | None, links: Links
+    topology: Topology,
+    rank: int,
+    spans: Spans,
+    config: RuntimeConfig | None,
+    links: Links,
+    *,
+    device: torch.device | None = None,
+    communicators: int = 0,
 ) -> Groups:
     """Create the groups for `spans`, in one order on all ranks; collective over the world.
 
-    With `config` None no group is created: for planning a rank that never runs.
+    With `config` None no group is created: for planning a rank that never runs. NCCL's are on a
+    `device`, where a rank makes `communicators` in the entire run; 0: only those of this call.
     """
     if config is None:
         return Groups(topology, rank, links)
-    device = config.device if config.backend == "nccl" else None
-    groups = Groups(topology, rank, links, copy_engine=config.copy_engine)
-    at_least = max(config.communicators, sum(map(len, spans.values())))
-    config = replace(config, communicators=at_least)
+    device = device if config.by_nccl else None
+    groups = Groups(topology, rank, links, copy_engine=config.paro_nccl_copy_engine)
+    number = max(communicators, sum(map(len, spans.values())))
     for kind in StreamKind:
         for span in sorted(spans.get(kind, ()), key=lambda span: [axis.index for axis in span]):
             ranks = range(topology.world_size)
             for members in dict.fromkeys(topology.members(span, other) for other in ranks):
                 copies = groups.copies(kind, span)
-                options = None if device is None else _nccl_options(config, device, copies=copies)
+                options = None
+                if device is not None:
+                    options = _nccl_options(config, device, number, copies=copies)
                 group = dist.new_group(
                     list(members),
-                    backend=config.backend,
+                    backend=config.distributed_backend,
                     timeout=config.timeout,
                     pg_options=options,
                     device_id=device if rank in members else None,
@@ -190,7 +182,7 @@ def bounded_ctas(multiprocessors: int, communicators: int) -> int:
 
 
 def _nccl_options(
-    config: GroupConfig, device: torch.device, *, copies: bool
+    config: RuntimeConfig, device: torch.device, communicators: int, *, copies: bool
 ) -> dist.ProcessGroupNCCL.Options:
     """Return the options of one NCCL group, an object of its own, as the group keeps it.
 
@@ -201,7 +193,7 @@ def _nccl_options(
     options._timeout = config.timeout  # otherwise torch warns
     if copies:
         use_copy_engines(options)
-    if config.launch_order == "implicit":
+    if config.paro_nccl_launch_order == "implicit":
         os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"  # read by NCCL from 2.26
         return options
     if not hasattr(getattr(options, "config", None), "max_ctas"):
@@ -211,5 +203,5 @@ def _nccl_options(
             "on a GPU: give --paro-nccl-launch-order implicit, or install another torch"
         )
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    options.config.max_ctas = bounded_ctas(multiprocessors, config.communicators)
+    options.config.max_ctas = bounded_ctas(multiprocessors, communicators)
     return options

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from paro.distributed.control import Control
 from paro.distributed.flight_recorder import record_flights
-from paro.distributed.groups import GroupConfig
 from paro.distributed.interface import choose_interface, interface_text
 from paro.distributed.rendezvous import open_store, refusals_are_shared, rendezvous
 from paro.distributed.world import World
@@ -55,17 +54,6 @@ class RuntimeConfig:
     def device_type(self) -> str:
         """The torch device type of ranks."""
         return "cuda" if self.by_nccl else "cpu"
-
-    def groups_on(self, device: torch.device, communicators: int = 0) -> GroupConfig:
-        """Return the settings of model states' process groups, `communicators` in the whole run."""
-        return GroupConfig(
-            timeout=self.timeout,
-            backend=self.distributed_backend,
-            device=device,
-            launch_order=self.paro_nccl_launch_order,
-            copy_engine=self.paro_nccl_copy_engine,
-            communicators=communicators,
-        )
 
     def __post_init__(self) -> None:
         minutes = self.distributed_timeout_minutes

@@ -189,11 +189,11 @@ class CollectiveBenchmark:
     @contextmanager
     def collectives(self, name: str, spans: frozenset[AxisSpan]) -> Iterator[Collectives]:
         """Make the collectives of an algorithm, whose process groups exist in the block."""
-        config = self.runtime.groups_on(self.control.device)
-        choice = choice_of(name, self.machine, by_nccl=config.backend == "nccl")
+        config, device = self.runtime, self.control.device
+        choice = choice_of(name, self.machine, by_nccl=config.by_nccl)
         needed = needed_groups(choice, dict.fromkeys(COLLECTIVE_STREAMS, spans))
-        links = make_links(self.control.device, config.backend)
-        groups = make_groups(self.topology, self.control.world.rank, needed, config, links)
+        links, rank = make_links(device, config.distributed_backend), self.control.world.rank
+        groups = make_groups(self.topology, rank, needed, config, links, device=device)
         made = make_collectives(choice, groups)
         yield made
         made.close()  # skipped after an exception: with a dead peer it would hang

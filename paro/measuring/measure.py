@@ -67,8 +67,7 @@ def measure_machine(
     device = measure_device(
         timed, control, group_size=run.group_size, sequence=run.seq_length, effort=effort
     )
-    groups = runtime.groups_on(control.device)
-    device = with_communicators(device, control, world.topology(), groups)
+    device = with_communicators(device, control, world.topology(), runtime)
     left = min(_LINKS, SECONDS - 10.0 - (time.monotonic() - begin))
     benchmark = CollectiveBenchmark(
         control=control,

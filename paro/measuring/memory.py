@@ -18,7 +18,8 @@ from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.interface import Collectives, Request
 from paro.collectives.schedule import Op
 from paro.distributed.control import Control
-from paro.distributed.groups import GroupConfig, make_groups, make_links
+from paro.distributed.groups import make_groups, make_links
+from paro.distributed.process_group import RuntimeConfig
 from paro.machine.machine import Device
 from paro.report.memory import anonymous_bytes
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, StreamKind, Topology
@@ -46,7 +47,7 @@ def bytes_in_use(device: torch.device) -> int:
 
 
 def with_communicators(
-    device: Device, control: Control, topology: Topology, config: GroupConfig
+    device: Device, control: Control, topology: Topology, config: RuntimeConfig
 ) -> Device:
     """Add the memory of NCCL's communicators; collective. CPU ranks have none."""
     if control.device.type != "cuda":
@@ -65,7 +66,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def measure_communicators(
-    control: Control, topology: Topology, config: GroupConfig, *, free: Callable[[], int]
+    control: Control, topology: Topology, config: RuntimeConfig, *, free: Callable[[], int]
 ) -> tuple[int, int]:
     """Make and use groups along each axis and along all axes, for gathers and reductions.
 
@@ -94,12 +95,12 @@ def measure_communicators(
 
 
 def _make_and_use(
-    control: Control, topology: Topology, config: GroupConfig, kind: StreamKind, span: AxisSpan
+    control: Control, topology: Topology, config: RuntimeConfig, kind: StreamKind, span: AxisSpan
 ) -> Collectives:
     """Return collectives with one process group, after running a first collective."""
     device, flat = control.device, AlgorithmChoice(names=("flat",))
-    spans, links = {kind: frozenset({span})}, make_links(device, config.backend)
-    groups = make_groups(topology, control.world.rank, spans, config, links)
+    spans, links = {kind: frozenset({span})}, make_links(device, config.distributed_backend)
+    groups = make_groups(topology, control.world.rank, spans, config, links, device=device)
     collectives = make_collectives(flat, groups)
     numel = _NUM_BYTES // 4 // topology.world_size * topology.world_size
     buffer = torch.ones(numel, dtype=torch.float32, device=device)

@@ -76,10 +76,12 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     spans, rank = groups_of(run, specs, choice), control.world.rank
     settings = of_context = None
     if device.type != "meta":
-        settings = config.runtime.groups_on(device, spans.number)
-        of_context = replace(settings, copy_engine=False)  # copy engines are for parameters only
-    groups = make_groups(run.topology, rank, spans.states, settings, links)
-    context_groups = make_groups(run.context_topology, rank, spans.context, of_context, links)
+        settings = config.runtime
+        # Copy engines are for parameters only.
+        of_context = replace(settings, paro_nccl_copy_engine=False)
+    make = partial(make_groups, device=device, communicators=spans.number)
+    groups = make(run.topology, rank, spans.states, settings, links)
+    context_groups = make(run.context_topology, rank, spans.context, of_context, links)
     context = ShardingContext(run.strategy, make_collectives(choice, groups), device)
     sharded = _spread(model, run, specs, context, timers)
     groups.registered.reserve(registered_room(run, units), control)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from datetime import timedelta
 from itertools import product
 
 import pytest
@@ -16,7 +15,8 @@ from paro.collectives.choice import AlgorithmChoice, needed_groups
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import COLLECTIVES
 from paro.distributed.byte_counter import ByteCounter, Sent
-from paro.distributed.groups import GroupConfig, make_groups, make_links
+from paro.distributed.groups import make_groups, make_links
+from paro.distributed.process_group import RuntimeConfig
 from paro.topology import (
     COLLECTIVE_STREAMS,
     AxisSpan,
@@ -61,14 +61,13 @@ def make(
     *,
     spans: Collection[AxisSpan] = (),
     overlap: bool = True,
-    seconds: float = 30.0,
 ) -> tuple[Collectives, ByteCounter]:
     """This rank's collectives over the given runs, or over all axes."""
     links, choice = make_links(CPU, "gloo", overlap=overlap), algorithm
     if isinstance(choice, str):
         choice = AlgorithmChoice(names=(choice,))
     along = dict.fromkeys(COLLECTIVE_STREAMS, frozenset(spans or {topology.axes}))
-    config = GroupConfig(timeout=timedelta(seconds=seconds))
+    config = RuntimeConfig(distributed_backend="gloo")
     groups = make_groups(topology, dist.get_rank(), needed_groups(choice, along), config, links)
     return make_collectives(choice, groups), links.traffic
 

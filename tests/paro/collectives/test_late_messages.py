@@ -116,7 +116,7 @@ REMOVALS = (
     _level(f"{_OLD_SENDS}.wait()", _OLD_SENDS),
     _level("self._await(lambda: self._unsent[level] == 0)", "pass"),
     _level(f"{_LAST_SENDS}.wait()", _LAST_SENDS),
-    _run("_copy(own, shard), after=after)", "_copy(own, shard))"),
+    _run("partial(own.copy_, shard), after=after", "partial(own.copy_, shard)"),
     _run("request._replace(after=after)", "request._replace(after=None)"),
     _run("own.to(comm_dtype)), after=event)", "own.to(comm_dtype)), after=DONE)"),
     Removal(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from paro.collectives.hops import ALGORITHMS
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks
 from paro.collectives.scheduled import Scratch, Transfer
 from paro.distributed.byte_counter import Sent
+from paro.distributed.process_group import RuntimeConfig
 from paro.topology import Link, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
 from tests.helpers.requests import all_gather, all_reduce, reduce_scatter
@@ -147,7 +149,8 @@ def test_no_buffer_of_the_whole_size_is_added() -> None:
 
 def wait_for_a_silent_peer(name: str) -> str:
     topology = make_topology(world_size=4, group_size=2, degrees=())
-    collectives, _ = make(name, topology, seconds=2.0)
+    with mock.patch.object(RuntimeConfig, "timeout", timedelta(seconds=2.0)):
+        collectives, _ = make(name, topology)
     if dist.get_rank() == 3:
         time.sleep(6.0)
         return ""

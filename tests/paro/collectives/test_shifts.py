@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from itertools import product
 
 import pytest
@@ -12,7 +11,8 @@ from torch import Tensor
 
 from paro.collectives.shifts import Ring, Turn
 from paro.distributed.byte_counter import Sent
-from paro.distributed.groups import GroupConfig, make_groups, make_links
+from paro.distributed.groups import make_groups, make_links
+from paro.distributed.process_group import RuntimeConfig
 from paro.layout import chunk_numel
 from paro.topology import StreamKind, make_topology
 from tests.helpers.ranks import run_ranks
@@ -47,7 +47,7 @@ def rotate(degree: int, *, in_place: bool, overlap: bool) -> tuple[list[str], Se
     """The shifts of a forward and a backward; returns the values that are wrong."""
     rank, size = dist.get_rank(), dist.get_world_size()
     topology = make_topology(world_size=size, group_size=degree, degrees=(degree,))
-    config = GroupConfig(timeout=timedelta(seconds=30))
+    config = RuntimeConfig(distributed_backend="gloo")
     links = make_links(torch.device("cpu"), "gloo", overlap=overlap)
     span = topology.axes_between(1, degree)
     groups = make_groups(topology, rank, {StreamKind.ROTATE: frozenset({span})}, config, links)

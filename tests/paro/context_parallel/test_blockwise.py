@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +24,8 @@ from paro.context_parallel.exchange import GatherKVExchange, RingKVExchange
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams, InlineStreams, ThreadStreams
 from paro.distributed.exposed_time import Exposure
-from paro.distributed.groups import GroupConfig, Links, make_groups
+from paro.distributed.groups import Links, make_groups
+from paro.distributed.process_group import RuntimeConfig
 from paro.spec.context_layout import ContextLayout
 from paro.topology import COLLECTIVE_STREAMS, StreamKind, make_topology
 from tests.helpers.hopper import hopper
@@ -37,7 +37,7 @@ from tests.paro.context_parallel.test_attention import attend_whole
 
 CHUNK, CHANNELS, SAMPLES, HEADS = 3, 8, 2, 4
 CPU = torch.device("cpu")
-CONFIG = GroupConfig(timeout=timedelta(seconds=60))
+CONFIG = RuntimeConfig(distributed_backend="gloo")
 
 
 class Inputs(NamedTuple):

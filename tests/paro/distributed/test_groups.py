@@ -16,7 +16,8 @@ from paro.collectives import wire
 from paro.collectives.native import NativeCollectives
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import Control
-from paro.distributed.groups import GroupConfig, Links, make_groups
+from paro.distributed.groups import Links, make_groups
+from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import World
 from paro.errors import RunError
 from paro.sharding.buffers import ElasticBuffer, Tally
@@ -27,21 +28,27 @@ from tests.helpers.requests import all_gather
 
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
 INSIDE, BETWEEN = TOPOLOGY.axes_between(1, 2), TOPOLOGY.axes_between(2, 4)
-CONFIG = GroupConfig(timeout=timedelta(seconds=7), backend="nccl", device=torch.device("cuda", 1))
-COPYING = replace(CONFIG, copy_engine=True)
-CPU = torch.device("cpu")
+CONFIG = RuntimeConfig(distributed_timeout_minutes=7)
+COPYING = replace(CONFIG, paro_nccl_copy_engine=True)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 LINKS = Links(InlineStreams())
 ALONE = Control(World(), CPU)
+copying_groups = partial(make_groups, TOPOLOGY, 1, config=COPYING, links=LINKS, device=GPU)
 
 
 def made_by(
-    monkeypatch: pytest.MonkeyPatch, rank: int, *, options: type[Options] = Options, **config: Any
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    *,
+    options: type[Options] = Options,
+    communicators: int = 0,
+    **config: Any,
 ) -> list[dict[str, Any]]:
     """The groups that a rank of 4 makes for an axis of 2, on a GPU of 132 multiprocessors."""
     nccl = FakeNccl(monkeypatch, Options=options)
-    config = {"device": torch.device("cuda", rank), **config}
     spans = {StreamKind.ROTATE: frozenset({INSIDE})}
-    make_groups(TOPOLOGY, rank, spans, replace(CONFIG, **config), LINKS)
+    where = {"device": torch.device("cuda", rank), "communicators": communicators}
+    make_groups(TOPOLOGY, rank, spans, replace(CONFIG, **config), LINKS, **where)  # type: ignore[arg-type]
     return nccl.calls
 
 
@@ -53,9 +60,10 @@ def test_only_members_connect_at_once_and_with_the_priority_of_comm_streams(
     assert [call["device_id"] for call in calls] == [None, torch.device("cuda", 3)]
     options = [call["pg_options"] for call in calls]
     assert all(one.is_high_priority_stream for one in options)
-    assert [one._timeout for one in options] == [timedelta(seconds=7)] * 2
+    assert [one._timeout for one in options] == [timedelta(minutes=7)] * 2
     assert options[0] is not options[1]  # torch writes the group's name and ranks into them
-    assert [call["pg_options"] for call in made_by(monkeypatch, 0, backend="gloo")] == [None, None]
+    by_gloo = made_by(monkeypatch, 0, distributed_backend="gloo")
+    assert [call["pg_options"] for call in by_gloo] == [None, None]
 
 
 @pytest.mark.parametrize(("launch_order", "max_ctas"), [("free", 8), ("implicit", None)])
@@ -63,7 +71,7 @@ def test_communicators_that_begin_in_any_order_have_few_thread_blocks(
     launch_order: str, max_ctas: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", {})
-    calls = made_by(monkeypatch, 0, launch_order=launch_order, communicators=9)
+    calls = made_by(monkeypatch, 0, paro_nccl_launch_order=launch_order, communicators=9)
     assert [call["pg_options"].config.max_ctas for call in calls] == [max_ctas] * 2
     assert (os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1") == (max_ctas is None)
 
@@ -84,7 +92,7 @@ def test_more_thread_blocks_than_fit_are_refused(
 ) -> None:
     monkeypatch.setattr(os, "environ", environment)
     refused(partial(made_by, monkeypatch, 0, communicators=communicators), told)
-    assert made_by(monkeypatch, 0, communicators=communicators, launch_order="implicit")
+    assert made_by(monkeypatch, 0, communicators=communicators, paro_nccl_launch_order="implicit")
     fewer = dict.fromkeys(environment, "16")
     monkeypatch.setattr(os, "environ", fewer)
     assert made_by(monkeypatch, 0, communicators=min(8, communicators))
@@ -96,14 +104,14 @@ def test_a_torch_that_bounds_no_thread_blocks_keeps_the_order(
     monkeypatch.setattr(os, "environ", {})
     make = partial(made_by, monkeypatch, 0, options=lacking("max_ctas"))
     refused(make, "--paro-nccl-launch-order implicit")
-    assert len(make(launch_order="implicit")) == 2
+    assert len(make(paro_nccl_launch_order="implicit")) == 2
 
 
 def copying(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeNccl, NativeCollectives]:
     """Collectives that gather inside groups by copy engines, and between them."""
     nccl = FakeNccl(monkeypatch)
     spans = {StreamKind.GATHER: frozenset({INSIDE, BETWEEN})}
-    return nccl, NativeCollectives(make_groups(TOPOLOGY, 1, spans, COPYING, LINKS))
+    return nccl, NativeCollectives(copying_groups(spans))
 
 
 def whole(collectives: NativeCollectives, numel: int, *, trains: bool = True) -> ElasticBuffer:
@@ -177,7 +185,7 @@ def test_gathers_inside_a_group_send_registered_memory(monkeypatch: pytest.Monke
 
 def test_copy_engines_carry_gathers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl = FakeNccl(monkeypatch)
-    groups = make_groups(TOPOLOGY, 1, {StreamKind.REDUCE: frozenset({INSIDE})}, COPYING, LINKS)
+    groups = copying_groups({StreamKind.REDUCE: frozenset({INSIDE})})
     assert nccl.policies == {(0, 1): None, (2, 3): None}
     groups.registered.reserve({True: (64, 2)}, ALONE)
     assert nccl.notes == []
@@ -196,6 +204,6 @@ def test_copy_engines_are_refused_where_torch_or_nccl_lacks(
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
     spans = {StreamKind.GATHER: frozenset({INSIDE})}
     refused(
-        lambda: make_groups(TOPOLOGY, 1, spans, COPYING, LINKS),
+        lambda: copying_groups(spans),
         "--paro-nccl-copy-engine needs NCCL 2.28 ... leave the flag out",
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 from paro.collectives.interface import Request
 from paro.collectives.schedule import Op
 from paro.distributed.control import Control
-from paro.distributed.groups import GroupConfig
+from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import World
 from paro.measuring import memory
 from paro.topology import Spans, make_topology
@@ -19,7 +18,7 @@ from tests.paro.planning.cases import DEVICE
 from tools.collective_timing.results import memory_line
 
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=())
-CONFIG = GroupConfig(timeout=timedelta(seconds=1))
+CONFIG = RuntimeConfig(distributed_backend="gloo")
 MB = 10**6
 
 
@@ -31,7 +30,7 @@ class SimulatedDevice:
         self.kernels = kernels
         self.closed = 0
 
-    def make(self, _topology: object, _rank: int, spans: Spans, *_more: object) -> None:
+    def make(self, _topology: object, _rank: int, spans: Spans, *_: object, **__: object) -> None:
         (((span,)),) = spans.values()
         self.free -= 10 * MB * len(span) + self.kernels
         self.kernels = 0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from paro.distributed.comm_stream import InlineStreams
-from paro.distributed.groups import GroupConfig, Groups, Links, make_groups
+from paro.distributed.groups import Groups, Links, make_groups
+from paro.distributed.process_group import RuntimeConfig
 from paro.topology import StreamKind, make_topology
 from tests.helpers.ranks import run_ranks
 from tools.bench.planning.steps import SharedGroups
@@ -23,7 +22,7 @@ def groups_of(rank: int, *kinds: StreamKind) -> Groups:
         TOPOLOGY,
         rank,
         dict.fromkeys(kinds, frozenset({INTRA, INTER})),
-        GroupConfig(timeout=timedelta(seconds=60)),
+        RuntimeConfig(distributed_backend="gloo"),
         Links(InlineStreams()),
     )
 
