@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,14 +11,14 @@ from paro.collectives.hops import ALGORITHMS
 from paro.collectives.interface import Collectives, Request
 from paro.collectives.native import FlatCollectives, NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
-from paro.collectives.scheduled import GroupResources, ScheduledCollectives
+from paro.collectives.scheduled import GroupResources, Resources, ScheduledCollectives
 from paro.distributed.comm_stream import Event
 from paro.distributed.groups import Groups
 
 
 def make_collectives(choice: AlgorithmChoice, groups: Groups) -> Collectives:
     """Return collectives by a choice of algorithms, for which `groups` has been made."""
-    resources = GroupResources()
+    resources: Resources = defaultdict(GroupResources)
 
     def make(name: str) -> Collectives:
         if name == "ho-ring" and choice.num_chunks is not None:

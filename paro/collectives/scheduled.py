@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +44,7 @@ from paro.topology import AxisSpan, StreamKind
 class ScheduledCollectives(Collectives):
     """Collectives by a point-to-point algorithm of hops.py."""
 
-    resources: GroupResources
+    resources: Resources
     _algorithm: str
 
     def run(self, request: Request) -> Event:
@@ -89,26 +89,23 @@ class ScheduledCollectives(Collectives):
         hops, position = ALGORITHMS[self._algorithm], members.index(self._rank)
         schedule = make_schedule(op, hops, sizes, position, num_chunks)
         ranges = [cut(*request.range_of(member), num_chunks) for member in members]
-        levels = [
-            self.resources.level(wire, len(steps))
-            for wire, steps in zip(wires, schedule.of_level, strict=True)
-        ]
+        levels = []
+        for wire, steps in zip(wires, schedule.of_level, strict=True):
+            group = self.resources[wire.kind, wire.span]
+            levels.append(Level(wire, group.next_tag, group.scratch))
+            group.next_tag += len(steps)
         return Transfer(schedule, levels, members, whole, comm_dtype, ranges)
 
 
 class GroupResources:
-    """Message tags and scratch buffers of process groups, shared by all algorithms on them."""
+    """Message tags and scratch buffers of a process group, shared by all algorithms on it."""
 
     def __init__(self) -> None:
-        self._next_tags: Counter[tuple[StreamKind, AxisSpan]] = Counter()
-        self._scratch: defaultdict[tuple[StreamKind, AxisSpan], Scratch] = defaultdict(Scratch)
+        self.next_tag = 0
+        self.scratch = Scratch()
 
-    def level(self, wire: Wire, num_messages: int) -> Level:
-        """Return the level of one collective that sends `num_messages` messages on it."""
-        key = wire.kind, wire.span
-        first_tag = self._next_tags[key]
-        self._next_tags[key] += num_messages
-        return Level(wire, first_tag, self._scratch[key])
+
+Resources = defaultdict[tuple[StreamKind, AxisSpan], GroupResources]
 
 
 class Scratch:
