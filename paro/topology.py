@@ -25,6 +25,20 @@ class Link(Enum):
     INTER = "inter"
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Bytes sent over each kind of link."""
+
+    intra: int = 0
+    inter: int = 0
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(self.intra + other.intra, self.inter + other.inter)
+
+    def __mul__(self, times: int) -> Sent:
+        return Sent(self.intra * times, self.inter * times)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
     """A digit of a rank (a mesh dim), which spans from degree `inner` to degree `outer`."""

@@ -23,20 +23,51 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams, CudaStreams, InlineStreams, ThreadStreams
 from paro.distributed.exposed_time import Exposure
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.registered_memory import RegisteredMemory, use_copy_engines
 from paro.errors import UserError
-from paro.topology import AxisSpan, Link, Spans, StreamKind, Topology
+from paro.topology import AxisSpan, Link, Sent, Spans, StreamKind, Topology
+
+
+class ByteCounter:
+    """Counter of bytes sent, which the training loop reads once per iteration."""
+
+    def __init__(self) -> None:
+        self._bytes = dict.fromkeys(Link, 0)
+        self._paused = False
+        self._lock = threading.Lock()  # several comm stream threads call add
+
+    def add(self, link: Link, num_bytes: int) -> None:
+        with self._lock:
+            if not self._paused:
+                self._bytes[link] += num_bytes
+
+    def take(self) -> Sent:
+        """Return the bytes sent since the last call of `take`."""
+        with self._lock:
+            sent = Sent(self._bytes[Link.INTRA], self._bytes[Link.INTER])
+            self._bytes = dict.fromkeys(Link, 0)
+        return sent
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count no bytes inside the block: for evaluation and saving."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +164,8 @@ def make_groups(
         return Groups(topology, rank, links)
     device = device if config.by_nccl else None
     groups = Groups(topology, rank, links, copy_engine=config.paro_nccl_copy_engine)
-    number = max(communicators, sum(map(len, spans.values())))
+    in_order = config.paro_nccl_launch_order == "implicit"
+    number = None if in_order else max(communicators, sum(map(len, spans.values())))
     for kind in StreamKind:
         for span in sorted(spans.get(kind, ()), key=lambda span: [axis.index for axis in span]):
             ranks = range(topology.world_size)
@@ -141,7 +173,7 @@ def make_groups(
                 copies = groups.copies(kind, span)
                 options = None
                 if device is not None:
-                    options = _nccl_options(config, device, number, copies=copies)
+                    options = _nccl_options(config.timeout, device, number, copies=copies)
                 group = dist.new_group(
                     list(members),
                     backend=config.distributed_backend,
@@ -182,18 +214,19 @@ def bounded_ctas(multiprocessors: int, communicators: int) -> int:
 
 
 def _nccl_options(
-    config: RuntimeConfig, device: torch.device, communicators: int, *, copies: bool
+    timeout: timedelta, device: torch.device, communicators: int | None, *, copies: bool
 ) -> dist.ProcessGroupNCCL.Options:
     """Return the options of one NCCL group, an object of its own, as the group keeps it.
 
-    Collectives run on the comm stream that calls them. Only the rotation's grouped messages run on
-    the group's own stream, with the same priority.
+    The thread blocks of `communicators` fit on the GPU at once; None: NCCL begins collectives in
+    the order in which they are queued. Collectives run on the comm stream that calls them. Only the
+    rotation's grouped messages run on the group's own stream, with the same priority.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = config.timeout  # otherwise torch warns
+    options._timeout = timeout  # otherwise torch warns
     if copies:
         use_copy_engines(options)
-    if config.paro_nccl_launch_order == "implicit":
+    if communicators is None:
         os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"  # read by NCCL from 2.26
         return options
     if not hasattr(getattr(options, "config", None), "max_ctas"):

@@ -16,7 +16,6 @@ from paro.config.checks import check_overwriting
 from paro.config.record import model_line, precision_line, recorded_arguments, trained_lines
 from paro.config.resolve import resumed_samples
 from paro.config.run import RunConfig
-from paro.distributed.byte_counter import Sent
 from paro.distributed.control import PlannedControl
 from paro.errors import UserError, count_text
 from paro.launch.placement import placement_lines
@@ -34,6 +33,7 @@ from paro.report.log_line import arguments_block
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import RunSpec
 from paro.text import align, size_text
+from paro.topology import Sent
 from paro.training.assembly import build_training
 from paro.training.in_memory import every_text, in_memory_bytes
 from paro.training.resume import base_of

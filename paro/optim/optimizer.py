@@ -185,7 +185,9 @@ class ParoOptimizer:
         }
         self.outer: OuterOptimizer | None = None  # the rounds of groups that train alone
         if outer is not None and self._parts:
-            outer_units = [OuterUnit(unit, part.master, outer) for unit, part in self._parts.items()]
+            outer_units = [
+                OuterUnit(unit, part.master, outer) for unit, part in self._parts.items()
+            ]
             names = [*dict.fromkeys(spec.unit.name for spec in model.specs)]
             self.outer = OuterOptimizer(outer_units, names, outer)
         # {first unit of a bucket: range of the bucket's unit that this rank updates}

@@ -29,13 +29,12 @@ from typing import NamedTuple
 from model.config import down_name, up_name
 from model.units import first_trained_unit, unit_specs
 from paro.collectives.schedule import Op
-from paro.distributed.byte_counter import Sent
 from paro.planning.sending import Sender, To
 from paro.spec.context_layout import heads_at_first, num_head_chunks
 from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import UINT8, Collective
 from paro.step.actions import Move, Verb
-from paro.topology import AxisSpan, StreamKind
+from paro.topology import AxisSpan, Sent, StreamKind
 
 
 class AttentionPass(Enum):

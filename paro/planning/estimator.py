@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, partial
 
 from model.units import flops_per_token
-from paro.distributed.byte_counter import Sent
 from paro.machine.caching import cached_by
 from paro.machine.collective_time import CollectiveTimes
 from paro.planning.comm_costs import CommCosts
@@ -21,6 +20,7 @@ from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import RunSettings, RunSpec
+from paro.topology import Sent
 
 BITS_GAIN = 0.02  # share of the step time that quantization must save to be chosen
 

@@ -15,14 +15,13 @@ from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from paro.collectives.schedule import Op
-from paro.distributed.byte_counter import Sent
 from paro.errors import count_text
 from paro.planning.sending import Sender, exchanged
 from paro.planning.tally import StepTally
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
 from paro.step.schedule import LISTED_MICRO_BATCHES, Pass, StepSchedule
 from paro.text import align, size_text
-from paro.topology import Axis, Link, StreamKind
+from paro.topology import Axis, Link, Sent, StreamKind
 
 _WORDS = {
     Verb.WAIT: "wait for {}",

@@ -20,7 +20,6 @@ from typing import NamedTuple
 from paro.collectives.choice import AlgorithmChoice, has_both_links, ring_levels
 from paro.collectives.pipeline import SLOTS, chunk_ranges
 from paro.collectives.schedule import Op
-from paro.distributed.byte_counter import Sent
 from paro.layout import Unit
 from paro.machine.caching import cached_by
 from paro.machine.choice import choice_of, chunk_count_by
@@ -36,7 +35,7 @@ from paro.spec.run_spec import RunSpec, collectives_of, groups_of
 from paro.spec.sharding_spec import Collective, ModelStateBytes, ShardingSpec, spec_of, state_bytes
 from paro.spec.units import shape_of_run, units_of_run
 from paro.step.actions import OUTER_ROUND, Verb
-from paro.topology import COLLECTIVE_STREAMS, AxisSpan, StreamKind
+from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Sent, StreamKind
 
 # Defaults for figures that a machine file lacks. CUDA context with all of torch's modules loaded:
 # pytorch pull request 86509. A communicator on 4 A100, whatever the number of ranks: nccl issues

@@ -20,12 +20,11 @@ from enum import Enum
 
 from paro.collectives.choice import AlgorithmChoice, group_spans
 from paro.collectives.schedule import Op
-from paro.distributed.byte_counter import Sent
 from paro.precision import BYTES_OF
 from paro.spec.muon_rounds import muon_rounds
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import PASS_OF, Move
-from paro.topology import AxisSpan, Link, StreamKind
+from paro.topology import AxisSpan, Link, Sent, StreamKind
 
 
 class To(Enum):

@@ -15,10 +15,9 @@ from data.loader import Batch
 from model.lora import drops_of
 from paro.collectives.quantized import FORGOTTEN_AFTER
 from paro.config.train import TrainConfig
-from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.control import Control
 from paro.distributed.exposed_time import Exposed, Exposure
-from paro.distributed.groups import Groups
+from paro.distributed.groups import ByteCounter, Groups
 from paro.distributed.timers import Timers
 from paro.errors import UserError
 from paro.optim.optimizer import ParoOptimizer
@@ -33,6 +32,7 @@ from paro.schedule.loss_scale import (
 from paro.schedule.lr_schedule import ScheduleConfig
 from paro.schedule.step_checks import Expectation, StepChecksConfig, Verdict, expect_after, judge
 from paro.sharding.distributed_model import DistributedModel
+from paro.topology import Sent
 from paro.training.reasons import Reasons
 from paro.training.token_weights import TokenWeights
 

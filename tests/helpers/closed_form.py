@@ -14,8 +14,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paro.distributed.byte_counter import Sent
 from paro.strategy import is_legal
+from paro.topology import Sent
 
 Multiples = tuple[int, int]  # multiples of X, multiples of Y
 

@@ -22,7 +22,6 @@ PURE = (
     "paro.topology",
     *("paro.untrusted.regular_file", "paro.untrusted.schema"),
     *(f"paro.collectives.{name}" for name in ("choice", "hops", "pipeline", "schedule")),
-    "paro.distributed.byte_counter",
     *("paro.schedule", "paro.spec"),
     *("paro.machine", "paro.planning"),
     "paro.quantization.formats",

@@ -10,12 +10,12 @@ from random import Random
 
 import pytest
 
-from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
 from paro.layout import Unit
 from paro.planning.run_memory import RunMemory
 from paro.sharding.buffers import Ledger
 from paro.strategy import legal_letters
+from paro.topology import Sent
 from tests.helpers.comparison import (
     ADAM_EPS,
     BF16,

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
 from paro.planning.run_memory import RunMemory
 from paro.strategy import legal_letters
+from paro.topology import Sent
 from paro.training.assembly import build_data, build_sources
 from paro.training.step import Evaluation, Training, TrainState, evaluate
 from tests.helpers.comparison import ADAM_EPS, FP32, assert_same

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
 from paro.planning.run_memory import RunMemory
 from paro.strategy import legal_letters
+from paro.topology import Sent
 from tests.helpers.flags import configured
 from tests.helpers.ranks import ROOT
 from tests.tools.cluster.nic_bytes import FLAGS, STEPS, WAYS

@@ -14,12 +14,12 @@ from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice, needed_groups
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import COLLECTIVES
-from paro.distributed.byte_counter import ByteCounter, Sent
-from paro.distributed.groups import make_groups, make_links
+from paro.distributed.groups import ByteCounter, make_groups, make_links
 from paro.distributed.process_group import RuntimeConfig
 from paro.topology import (
     COLLECTIVE_STREAMS,
     AxisSpan,
+    Sent,
     Topology,
     by_units,
     make_topology,

@@ -18,9 +18,8 @@ from paro.collectives.choice import ring_levels
 from paro.collectives.hops import ALGORITHMS
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks
 from paro.collectives.scheduled import Scratch, Transfer
-from paro.distributed.byte_counter import Sent
 from paro.distributed.process_group import RuntimeConfig
-from paro.topology import Link, make_topology, nested_range
+from paro.topology import Link, Sent, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
 from tests.helpers.requests import all_gather, all_reduce, reduce_scatter
 from tests.paro.collectives.test_collectives import make

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.collectives.shifts import Ring, Turn
-from paro.distributed.byte_counter import Sent
 from paro.distributed.groups import make_groups, make_links
 from paro.distributed.process_group import RuntimeConfig
 from paro.layout import chunk_numel
-from paro.topology import StreamKind, make_topology
+from paro.topology import Sent, StreamKind, make_topology
 from tests.helpers.ranks import run_ranks
 
 NUMEL = 1003  # several chunks, the last one shorter

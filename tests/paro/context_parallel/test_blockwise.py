@@ -21,10 +21,9 @@ from paro.context_parallel.all_to_all import AllToAll
 from paro.context_parallel.attention import ContextAttention
 from paro.context_parallel.blockwise import KVExchange, blockwise_attention
 from paro.context_parallel.exchange import GatherKVExchange, RingKVExchange
-from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams, InlineStreams, ThreadStreams
 from paro.distributed.exposed_time import Exposure
-from paro.distributed.groups import Links, make_groups
+from paro.distributed.groups import ByteCounter, Links, make_groups
 from paro.distributed.process_group import RuntimeConfig
 from paro.spec.context_layout import ContextLayout
 from paro.topology import COLLECTIVE_STREAMS, StreamKind, make_topology

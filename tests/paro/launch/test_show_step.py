@@ -7,10 +7,10 @@ import shlex
 
 import pytest
 
-from paro.distributed.byte_counter import Sent
 from paro.planning.estimator import Estimator
 from paro.planning.sending import Sender
 from paro.step.actions import Verb
+from paro.topology import Sent
 from tests.helpers.ranks import ROOT
 from tests.paro.launch.test_dry_run import planned, printed
 from tests.paro.planning.cases import ORDERS, order_case, schedule_of

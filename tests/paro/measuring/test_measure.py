@@ -133,7 +133,7 @@ def timed(
         seconds = LATENCY + per_byte * num_bytes
         return TimedRun(disturbed * seconds, correct=True, cpu_seconds=1e-4)
 
-    monkeypatch.setattr(benchmark_module, "make_groups", lambda *_: None)
+    monkeypatch.setattr(benchmark_module, "make_groups", lambda *_, **__: None)
     monkeypatch.setattr(benchmark_module, "make_collectives", lambda *_: Still())
     monkeypatch.setattr(CollectiveBenchmark, "run", run)
     benchmark = benchmark_of(3)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from paro.config.outer_steps import outer_defaults
-from paro.distributed.byte_counter import Sent
 from paro.distributed.comm_stream import Event
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
@@ -23,6 +22,7 @@ from paro.report.record import IterationRecord
 from paro.schedule.movement import UsualMovement
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.states import ANCHOR, BEGUN, MASTER_OF_GROUP, PARAM, of_group
+from paro.topology import Sent
 from paro.training.assembly import build_training
 from paro.training.groups_alone import GroupsAlone
 from paro.training.step import Training, train_step

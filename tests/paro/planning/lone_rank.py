@@ -23,10 +23,9 @@ from paro.collectives.api import make_collectives
 from paro.config.run import RunConfig
 from paro.config.sharding import ShardingConfig
 from paro.context_parallel.attention import ContextAttention, make_context_attention
-from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import PlannedControl
-from paro.distributed.groups import Groups, Links, make_groups
+from paro.distributed.groups import ByteCounter, Groups, Links, make_groups
 from paro.distributed.timers import Timers
 from paro.distributed.world import World
 from paro.machine.choice import choice_of
@@ -40,7 +39,7 @@ from paro.spec.context_layout import ContextLayout
 from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.units import units_of_run
 from paro.strategy import Strategy
-from paro.topology import Topology
+from paro.topology import Sent, Topology
 from paro.training import assembly
 from tests.helpers.flags import configured
 from tests.helpers.training import TINY

@@ -11,7 +11,6 @@ from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.interface import Request
 from paro.collectives.schedule import COLLECTIVES, NCCL_COLLECTIVES, Op
-from paro.distributed.byte_counter import Sent
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.groups import Links, make_groups
 from paro.planning.run_memory import RunMemory
@@ -19,7 +18,7 @@ from paro.planning.sending import Sender, traffic_of
 from paro.precision import PrecisionConfig
 from paro.spec.sharding_spec import Collective, specs_of, state_bytes
 from paro.text import size_text
-from paro.topology import Axes, StreamKind, make_topology
+from paro.topology import Axes, Sent, StreamKind, make_topology
 from tests.helpers.closed_form import letter_traffic
 from tests.paro.launch.test_dry_run import MOCK, planned, printed
 from tests.paro.planning.lone_rank import silence

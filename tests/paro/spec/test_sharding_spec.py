@@ -12,7 +12,6 @@ import pytest
 
 from model.config import LlamaConfig, LoraConfig, is_adapter
 from paro.collectives.schedule import Op
-from paro.distributed.byte_counter import Sent
 from paro.planning.run_memory import RunMemory
 from paro.planning.sending import traffic_of
 from paro.precision import PrecisionConfig
@@ -20,7 +19,7 @@ from paro.spec import muon_rounds, sharding_spec
 from paro.spec.run_spec import Materialize
 from paro.spec.sharding_spec import Collective, ShardingSpec, specs_of, state_bytes
 from paro.step.actions import Verb
-from paro.topology import AxisSpan, StreamKind
+from paro.topology import AxisSpan, Sent, StreamKind
 from tests.paro.planning.lone_rank import lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks, one_unit, run_of
 from tests.paro.planning.test_units import SMALL

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from paro.distributed.byte_counter import Sent
 from paro.planning.estimator import Estimator
 from paro.planning.step_costs import simulate
 from paro.spec.run_spec import Materialize
@@ -14,6 +13,7 @@ from paro.step import schedule
 from paro.step.actions import Move
 from paro.step.gathering import GatheringPolicy
 from paro.step.rotating import RotationPolicy
+from paro.topology import Sent
 from tests.paro.late_mutations import Mutation
 from tests.paro.planning import cases
 from tests.paro.planning.cases import TINY, costs, machine, order_case, plan_request

@@ -19,7 +19,7 @@ from tools.collective_timing.rounds import BUSY_ROUNDS, run_rounds
 def test_the_last_rounds_are_timed_while_computing_too(
     monkeypatch: pytest.MonkeyPatch, while_computing: bool
 ) -> None:
-    monkeypatch.setattr(benchmark, "make_groups", lambda *_: None)
+    monkeypatch.setattr(benchmark, "make_groups", lambda *_, **__: None)
     monkeypatch.setattr(benchmark, "make_collectives", lambda *_: Still())
     busy: list[bool] = []
     run_algorithm = rounds.run_algorithm
