@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from data.tokenizer import Tokenizer, build_tokenizer
+from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError, about
 from paro.untrusted.schema import read_json
@@ -58,6 +58,10 @@ def fingerprint_of(config: TokenizerConfig, *, with_bytes: bool = False) -> Fing
     tokenizer = build_tokenizer(config)
     if not tokenizer.vocabulary:
         return None
+    counts = tokenizer.token_bytes() if with_bytes else None
+    for number in (tokenizer.eod, tokenizer.bos):  # either may be an ordinary piece
+        if counts is not None and number is not None:
+            counts[number] = 0
     # Tokenizer files of published models share one name; only their folders differ.
     file = "/".join(Path(config.files[0]).absolute().parts[-2:]) if config.files else ""
     return Fingerprint(
@@ -65,18 +69,8 @@ def fingerprint_of(config: TokenizerConfig, *, with_bytes: bool = False) -> Fing
         file=file,
         vocab_size=tokenizer.vocab_size,
         digest=digest_of(tokenizer.vocabulary, tokenizer.eod),
-        token_bytes=_token_bytes(tokenizer) if with_bytes else None,
+        token_bytes=None if counts is None else " ".join(map(str, counts)),
     )
-
-
-def _token_bytes(tokenizer: Tokenizer) -> str | None:
-    counts = tokenizer.token_bytes()
-    if counts is None:
-        return None
-    for number in (tokenizer.eod, tokenizer.bos):  # either may be an ordinary piece
-        if number is not None:
-            counts[number] = 0
-    return " ".join(map(str, counts))
 
 
 def digest_of(vocabulary: Mapping[str, int], eod: int) -> str:

@@ -40,13 +40,6 @@ def drops_of(
     return {"drops": DropKey(seed, step, tuple(samples), ranges)}
 
 
-class Columns(NamedTuple):
-    """The place of a column slice in a weight: first column, and columns of the whole weight."""
-
-    first: int
-    number: int
-
-
 MakeMask = Callable[..., Tensor]  # (shape, device) -> mask of elements that dropout leaves
 
 
@@ -77,7 +70,7 @@ class AdaptedBlock(nn.Module):
             return output
         down_RD, up_ER = getattr(self, down_name(name)), getattr(self, up_name(name))
         first, columns, rows = self.starts.get(name, 0), sources[0].shape[-1], output.shape[-1]
-        part = Columns(first, down_RD.shape[1]) if columns < down_RD.shape[1] else None
+        part = (first, down_RD.shape[1]) if columns < down_RD.shape[1] else None
         mask: MakeMask | None = None
         if drops is not None and lora.dropout > 0.0:
             full = f"blocks.{self.layer}.{name}"
@@ -167,12 +160,13 @@ def keep_mask(
     drops: DropKey,
     name: str,
     device: torch.device,
-    columns: Columns | None = None,
+    columns: tuple[int, int] | None = None,
 ) -> Tensor:
     """Draw which elements stay: a hash of seed, parameter name, step, sample and element.
 
     An element's number counts all columns and all tokens of the sample, also if this rank has only
-    some `columns` or ranges of tokens. So the mask does not depend on the number of ranks.
+    ranges of tokens, or some columns: `columns` are the first one and the number of all. So the
+    mask does not depend on the number of ranks.
     """
     batch, seq, width = shape
     assert len(drops.samples) == batch, f"{len(drops.samples)} sample numbers for {shape}"

@@ -15,7 +15,7 @@ from torch import Tensor
 from model.config import LlamaConfig, LoraConfig, down_name, is_adapter, targets_of, up_name
 from model.initialization import initial_values, initialize_whole, parameter_initializers
 from model.llama import Llama
-from model.lora import AdaptedBlock, Columns, DropKey, keep_mask
+from model.lora import AdaptedBlock, DropKey, keep_mask
 from model.norm import SharedInput
 from model.units import flops_per_token, parameter_shapes
 from tests.helpers.refusals import refused
@@ -113,7 +113,7 @@ def test_a_part_of_tokens_and_columns_drops_what_the_whole_drops(
     cpu = torch.device("cpu")
     whole = keep_mask(torch.Size((2, 8, 12)), 0.4, key, "w", cpu)
     some = torch.cat([whole[:, own.start : own.stop] for own in ranges], dim=1)
-    for first, last, columns in ((0, 12, None), (0, 5, Columns(0, 12)), (5, 12, Columns(5, 12))):
+    for first, last, columns in ((0, 12, None), (0, 5, (0, 12)), (5, 12, (5, 12))):
         for own_key, all_columns in ((key, whole), (key._replace(ranges=ranges), some)):
             wanted = all_columns[..., first:last]
             found = keep_mask(wanted.shape, 0.4, own_key, "w", cpu, columns)
