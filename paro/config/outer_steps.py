@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from paro.arguments.parser import take
+from paro.arguments.parser import non_default, take
 from paro.checkpoint.config import CheckpointConfig
 from paro.errors import UserError, contradiction, count_text
 from paro.precision import PrecisionConfig
@@ -16,22 +16,11 @@ from paro.strategy import Strategy
 if TYPE_CHECKING:
     from paro.config.sharding import ShardingConfig
 
-_FLAGS = {
-    "paro_outer_lr": None,
-    "paro_outer_momentum": None,
-    "paro_outer_nesterov": True,
-    "paro_outer_bits": 16,
-    "paro_outer_fragments": 1,
-    "paro_outer_delay": 0,
-    "paro_outer_warmup": 100,
-}
-
 
 def take_outer(args: Namespace, num_groups: int) -> OuterConfig | None:
     """Build the settings of outer steps between groups, if flags ask for them."""
-    given = [name for name, default in _FLAGS.items() if getattr(args, name) != default]
     if args.paro_outer_steps is None:
-        if given:
+        if given := [name for name in non_default(vars(args)) if name.startswith("paro_outer_")]:
             negated = "no-" if given[0] == "paro_outer_nesterov" else ""
             flag = f"--{negated}{given[0].replace('_', '-')}"
             raise UserError(f"{flag} needs --paro-outer-steps")

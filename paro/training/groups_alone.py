@@ -169,10 +169,6 @@ class GroupState:
     in_flight: int | None  # the fragment whose round has begun and not ended
     usual: tuple[UsualMovement, ...] = ()  # of each fragment; the groups' are equal
 
-    def within(self, state: TrainState) -> TrainState:
-        """Return the state of a run with what is this group's."""
-        return replace(state, loss_scale=self.loss_scale, expected=self.expected)
-
 
 def record_of_groups(training: Training, state: TrainState) -> list[GroupState]:
     """Gather what differs between groups that train alone; collective unless none do."""

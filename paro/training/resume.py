@@ -139,7 +139,8 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
     else:
         source, restarts = f"--load {flags.load}", flags.no_load_optim
         state = state_of(common, config, log, source, restarts=restarts)
-        state = own.within(state) if own is not None and not restarts else state
+        if own is not None and not restarts:
+            state = replace(state, loss_scale=own.loss_scale, expected=own.expected)
     return Resumed(state, base, common=common)
 
 
