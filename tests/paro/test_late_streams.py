@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from unittest.mock import patch
 from zlib import crc32
 
@@ -19,6 +20,7 @@ from paro.config.run import RunConfig
 from paro.distributed import groups
 from paro.distributed.comm_stream import CommStreams, InlineStreams
 from paro.errors import RunError
+from paro.machine.choice import choice_of
 from paro.strategy import legal_letters
 from paro.topology import Axes
 from paro.training import assembly
@@ -70,7 +72,6 @@ MORE = (
     *(OUTER, f"{OUTER} {OUTER_CODES} --bf16", f"{SAVED} {OUTER} {AT_THE_SAVE}"),
     *(f"{more} {AHEAD}" for more in (SAVED, HO_RING, f"{ROTATE} {FULL}", CODES)),
 )
-algorithm_of = assembly._algorithm
 
 
 def flags_for(strategy: str, more: str = "") -> str:
@@ -103,13 +104,13 @@ def train_on(streams: CommStreams, flags: str, group_size: int) -> tuple[Trained
         flags = flags.replace(AUTO, HO_RING)
         choice = replace(choice, names=("ho-ring", "native", "flat"), best=algorithm_of_op)
 
-    def algorithm(config: RunConfig) -> AlgorithmChoice:
-        return choice if HO_RING in flags else algorithm_of(config)
+    def chosen(*of_run: Any, **how: bool) -> AlgorithmChoice:
+        return choice if HO_RING in flags else choice_of(*of_run, **how)
 
     with (
         TemporaryDirectory() as folder,
         poisoned_buffers(),
-        patch.object(assembly, "_algorithm", algorithm),
+        patch.object(assembly, "choice_of", chosen),
         patch.object(groups, "ThreadStreams", lambda _device: streams),
         patch.object(training_of_tests, "run_steps", steps_and_evaluations),
     ):

@@ -42,7 +42,7 @@ def train_each(cases: Sequence[tuple[str, str]]) -> list[Trained]:
         with (
             mock.patch.object(schedule, "_CHUNK_BYTES", 1024),
             mock.patch.object(schedule, "_LEAST_CHUNK_BYTES", 128),
-            mock.patch.object(assembly, "_algorithm", return_value=choice)
+            mock.patch.object(assembly, "choice_of", return_value=choice)
             if collective == PIPELINE
             else nullcontext(),
         ):

@@ -28,7 +28,6 @@ from paro.distributed.control import PlannedControl
 from paro.distributed.groups import ByteCounter, Groups, Links, make_groups
 from paro.distributed.timers import Timers
 from paro.distributed.world import World
-from paro.machine.choice import choice_of
 from paro.optim.optimizer import ParoOptimizer
 from paro.planning.sending import NATIVE
 from paro.precision import PrecisionConfig
@@ -157,7 +156,7 @@ def lone_rank(
     spec = run.spec
     specs = spec.specs(units_of_run(spec))
     groups = make_groups(topology, world.rank, {}, None, links)
-    collectives = make_collectives(choice_of(spec.collective, None, by_nccl=False), groups)
+    collectives = make_collectives(assembly.choice_of(spec.collective, None, by_nccl=False), groups)
     context = ShardingContext(strategy, collectives, control.device)
     model = assembly._spread(llama, spec, specs, context, Timers())
     optimizer = ParoOptimizer(model, OptimConfig(), precision, 0, MuonConfig())

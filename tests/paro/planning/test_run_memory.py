@@ -123,7 +123,7 @@ def test_the_pipeline_s_buffers_are_predicted(
 
     strategy, topology = on_ranks(text, world_size=8, group_size=4)
     pipelines = AlgorithmChoice(names=("ho-ring",), num_chunks=lambda *_: 3)
-    monkeypatch.setattr(assembly, "_algorithm", lambda *_: pipelines)
+    monkeypatch.setattr(assembly, "choice_of", lambda *_, **__: pipelines)
     rank = lone_rank(TINY, strategy, topology, precision, is_trained=is_trained)
     silence(monkeypatch)
     for _ in range(2):
