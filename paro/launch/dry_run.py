@@ -20,7 +20,7 @@ from paro.distributed.control import PlannedControl
 from paro.errors import UserError, count_text
 from paro.launch.placement import placement_lines
 from paro.launch.prediction import checkpoint_bytes, remedy_of
-from paro.planning.description import bits_text, describe, describe_launch, describe_time
+from paro.planning.description import bits_text, describe, seconds_text, spent_text
 from paro.planning.estimator import Estimate, Estimator
 from paro.planning.listing import step_lines
 from paro.planning.planner import TIE, SearchResult
@@ -119,7 +119,7 @@ def run_dry(config: RunConfig) -> None:
     planned: list[str] = []
     if plan.launch is not None and result is not None:
         best = describe(result, chose="of all candidates that fit the best is")
-        planned = [f"plan: {describe_launch(plan.launch)}", *best]
+        planned = [f"plan: {plan.launch.candidate.describe()} {spent_text(plan.launch)}", *best]
     for line in (
         *_answer(plan, result, mistakes),
         arguments_block({name: recorded[name] for name in non_default(config.arguments)}),
@@ -199,7 +199,10 @@ def _time(plan: RunPrediction, result: SearchResult | None) -> Iterator[str]:
     elif launch is None:
         yield "> steps that train nothing are not timed"
     else:
-        yield f"> a step on machine {machine.name} {describe_time(launch)}"
+        yield (
+            f"> a step on machine {machine.name} takes {seconds_text(launch.seconds)}, "
+            f"{launch.tokens_per_second:,.0f} tokens/s, MFU {launch.mfu:.1%}"
+        )
         if plan.other_bits is not None:
             yield f"> {bits_text(launch, plan.other_bits)}"
         best = None if result is None else result.best

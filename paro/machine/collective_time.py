@@ -24,15 +24,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import NamedTuple
 
-from paro.collectives.pipeline import MAX_CHUNKS, make_pipeline
+from paro.collectives.choice import AlgorithmChoice, ChunkCount
+from paro.collectives.pipeline import MAX_CHUNKS, default_num_chunks, make_pipeline
 from paro.collectives.schedule import NCCL_COLLECTIVES, Op, count_chunks
 from paro.errors import UserError
 from paro.layout import chunk_numel
 from paro.machine.caching import cached_by
-from paro.machine.machine import LinkSpeed, Machine, Nic, measured_at, passes, seconds
+from paro.machine.machine import (
+    LinkSpeed,
+    Machine,
+    Nic,
+    fastest_algorithm,
+    measured_at,
+    passes,
+    seconds,
+)
 from paro.topology import Axes, Axis, AxisSpan, Link, split_by_link
 
 StreamAxes = tuple[int, ...]  # the axes that a comm stream serves
@@ -137,18 +147,13 @@ class CollectiveTimes:
         return rings[0] if rings else "native" if names else "ring"
 
     def _fastest(self, op: Op, span: AxisSpan, num_bytes: int) -> str:
-        times = {
-            name: CollectiveTimes(self.machine, name).seconds(op, span, num_bytes)
-            for name in algorithms_of(self.machine, by_nccl=False)
-        }
-        return min(times, key=times.__getitem__)
+        names = algorithms_of(self.machine, by_nccl=False)
+        of_names = {name: CollectiveTimes(self.machine, name) for name in names}
+        return min(names, key=lambda name: of_names[name].seconds(op, span, num_bytes))
 
     def _native(self, op: Op, span: AxisSpan, num_bytes: int) -> list[TimedJob]:
         """Return one job per axis in time order; an all-reduce reduces, all-reduces and gathers."""
-        sizes = [num_bytes]
-        for axis in span:
-            sizes.append(sizes[-1] // axis.size)
-        inwards = list(zip(span, sizes, strict=False))
+        inwards = [(axis, num_bytes // (axis.inner // span[0].inner)) for axis in span]
         steps: list[tuple[Op, Axis, int]]
         if op is Op.ALL_GATHER:
             steps = [(op, *step) for step in reversed(inwards)]
@@ -255,12 +260,13 @@ def _size(span: AxisSpan) -> int:
 
 def _axes(machine: Machine, span: AxisSpan) -> Axes:
     """Return the links that a span uses in groups of the machine (not of the strategy)."""
-    inside = [axis.outer <= machine.group_size for axis in span]
-    return Axes.INTRA if all(inside) else Axes.BOTH if any(inside) else Axes.INTER
+    if not _uses_nics(machine, span):
+        return Axes.INTRA
+    return Axes.BOTH if span[0].outer <= machine.group_size else Axes.INTER
 
 
 def _uses_nics(machine: Machine, span: AxisSpan) -> bool:
-    return _axes(machine, span) is not Axes.INTRA
+    return span[-1].outer > machine.group_size
 
 
 def _ring(
@@ -272,7 +278,7 @@ def _ring(
     of all its NICs; with `own_nics` a flow uses at most one NIC.
     """
     size, share = _size(span), 1.0
-    if span[-1].outer <= machine.group_size:
+    if not _uses_nics(machine, span):
         speed = speed_of(machine, Link.INTRA)
         lap = (size - 1) * speed.latency_seconds
     else:
@@ -330,8 +336,8 @@ def fastest_num_chunks(machine: Machine, op: Op, span: AxisSpan, num_bytes: int)
 def _has_links(machine: Machine, span: AxisSpan) -> bool:
     """Return whether the speed of all links that a span uses is known."""
     axes = _axes(machine, span)
-    unknown = [link for link in Link if machine.link(link) is None]
-    return not any(axes in (Axes(link.value), Axes.BOTH) for link in unknown)
+    used = [link for link in Link if axes in (Axes(link.value), Axes.BOTH)]
+    return all(machine.link(link) is not None for link in used)
 
 
 def speed_of(machine: Machine, link: Link) -> LinkSpeed:
@@ -366,3 +372,29 @@ def scalar_seconds(machine: Machine) -> float:
         2 * math.ceil(math.log2(ranks)) * speed_of(machine, link).latency_seconds
         for link, ranks in sizes.items()
     )
+
+
+def chunk_count_by(machine: Machine | None) -> ChunkCount:
+    """Return a function that chooses the number of a pipeline's chunks, by link speeds if known."""
+    if machine is None or machine.intra is None or machine.inter is None:
+        return lambda _op, _span, num_bytes: default_num_chunks(num_bytes)
+    return cache(partial(fastest_num_chunks, machine))
+
+
+def choice_of(name: str, machine: Machine | None, *, by_nccl: bool) -> AlgorithmChoice:
+    """Return the choice of --paro-collective: a named algorithm, or the fastest on `machine`.
+
+    Raises `UserError` if the machine's measurements lack a collective on an axis.
+    """
+    num_chunks = chunk_count_by(machine) if by_nccl else None
+    if machine is None or name != "auto":
+        return AlgorithmChoice(names=(name,), num_chunks=num_chunks)
+    names = algorithms_of(machine, by_nccl=by_nccl)
+    rows = tuple(row for row in machine.measured if row.algorithm in names)
+    machine = replace(machine, measured=rows)
+    kinds = [Axes.INTRA] * (machine.group_size > 1) + [Axes.INTER] * (machine.num_groups > 1)
+    for axes in [*kinds, Axes.BOTH] if len(kinds) == 2 else kinds:
+        for op in Op:
+            fastest_algorithm(machine, op, axes, 1)
+    best = cache(partial(fastest_algorithm, machine))
+    return AlgorithmChoice(names=names, best=best, num_chunks=num_chunks)

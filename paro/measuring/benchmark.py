@@ -34,7 +34,7 @@ from paro.distributed.groups import make_groups, make_links
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.timers import synchronize, time_of
 from paro.layout import ALIGN
-from paro.machine.choice import choice_of
+from paro.machine.collective_time import choice_of
 from paro.machine.machine import Device, Machine, Measured, fit_link
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Link, Topology, axes_of, nested_range
 

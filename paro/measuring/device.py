@@ -58,6 +58,7 @@ from paro.training.step import Training, TrainState, train_step
 _PRODUCT = 1024  # rows and columns of the matrices that are multiplied to find peak FLOP/s
 _QUANTIZED = 1 << 20  # number of elements that are quantized and dequantized
 _JOBS = 100  # number of jobs in a comm stream that are queued, each with a wait
+_FAST = 1e30  # a rate at which work takes no time
 _TILE = 1 << 16  # number of random values of which weights are made, by repetition
 
 
@@ -96,7 +97,7 @@ def measure_device(
     lone = _LoneRank(timed, timer)
     bytes_by_second = lone.bytes_by_second()
     step, micro_batch = lone.seconds()
-    update = _planned(timed.spec, math.inf, bytes_by_second).update
+    update = _planned(timed.spec, _FAST, bytes_by_second).update
     whole, of_whole = lone.of_all_layers(config.spec, micro_batch)
     sequence = sequence or config.data.seq_length
     attention = attention_rates(timed.spec, sequence, control, timer.median)
@@ -161,7 +162,7 @@ class _LoneRank:
         train_step(training, start, same_batches(whole.spec, device))  # gradients to update by
         seconds = self.timer.median(lambda: _update(training))
         training.close()
-        return _planned(whole.spec, math.inf, 1.0).update / seconds
+        return _planned(whole.spec, _FAST, 1.0).update / seconds
 
     def piece_seconds(self, slices: int, micro_batch: float, bytes_by_second: float) -> float:
         """Time a model of one slice, and return seconds that a further slice of a part costs.
@@ -215,8 +216,8 @@ def _sustained_flops(
     run: RunSpec, micro_batch: float, bytes_by_second: float, attention_flops: float
 ) -> float:
     """Compute the FLOP/s of a micro-batch without attention, by the planner's count."""
-    without_products = _planned(run, math.inf, bytes_by_second, attention_flops).micro_batch
-    flops = _planned(run, 1.0, math.inf, math.inf).micro_batch
+    without_products = _planned(run, _FAST, bytes_by_second, attention_flops).micro_batch
+    flops = _planned(run, 1.0, _FAST, _FAST).micro_batch
     return flops / max(micro_batch - without_products, micro_batch / 10)
 
 
@@ -235,15 +236,14 @@ def _planned(
     run: RunSpec, flops: float, bytes_by_second: float, attention_flops: float | None = None
 ) -> PartsOfStep:
     """Return the planner's compute times for one rank with these rates."""
-    fast = 1e30
     device = Device(
         name="",
         memory_bytes=1,
         reserved_bytes=0,
-        peak_flops=min(flops, fast),
-        sustained_flops=min(flops, fast),
-        memory_bytes_per_second=min(bytes_by_second, fast),
-        attention_flops=None if attention_flops is None else min(attention_flops, fast),
+        peak_flops=flops,
+        sustained_flops=flops,
+        memory_bytes_per_second=bytes_by_second,
+        attention_flops=attention_flops,
     )
     run = replace(run, device_type="cpu")
     step = RunMemory(None).step(run)

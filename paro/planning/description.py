@@ -20,22 +20,6 @@ def describe(plan: SearchResult, *, chose: str = "chose") -> tuple[str, ...]:
     return (head,) if plan.best is None else (head, *_choice(plan, plan.best, chose))
 
 
-def describe_time(estimate: Estimate) -> str:
-    """Write step time, tokens per second and MFU."""
-    return (
-        f"takes {seconds_text(estimate.seconds)}, {estimate.tokens_per_second:,.0f} tokens/s, "
-        f"MFU {estimate.mfu:.1%}"
-    )
-
-
-def describe_launch(estimate: Estimate) -> str:
-    """Write compute time and exposed communication of a launch with its flags as given."""
-    return (
-        f"{estimate.candidate.describe()} computes for "
-        f"{seconds_text(estimate.timeline.compute_seconds)} and waits {exposed_text(estimate)}"
-    )
-
-
 def bits_text(own: Estimate, other: Estimate) -> str:
     """Write how step times differ with quantized values between groups and with 16 bits."""
     full, coded = (other, own) if own.precision.quantizes else (own, other)
@@ -82,8 +66,7 @@ def behind(second: Estimate, best: Estimate) -> str:
 
 
 def _reason(plan: SearchResult, best: Estimate) -> str:
-    hidden = f"it computes for {seconds_text(best.timeline.compute_seconds)} and waits "
-    reason = hidden + exposed_text(best)
+    reason = f"it {spent_text(best)}"
     enough = best.seconds / (1 + MEMORY_TIE)
     faster = [e for e in plan.front if not e.fits and e.seconds < enough]
     if not faster:
@@ -102,6 +85,12 @@ def exposed_text(estimate: Estimate) -> str:
     floor = 0.001 * estimate.seconds
     listed = [f"{seconds_text(time)} for {EXPOSED[kind]}" for kind, time in parts if time > floor]
     return ", ".join(listed) or "for nothing"
+
+
+def spent_text(estimate: Estimate) -> str:
+    """Write the compute time and the exposed communication of a step."""
+    seconds = seconds_text(estimate.timeline.compute_seconds)
+    return f"computes for {seconds} and waits {exposed_text(estimate)}"
 
 
 def seconds_text(seconds: float) -> str:

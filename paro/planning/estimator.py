@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 
 from model.units import flops_per_token
 from paro.machine.caching import cached_by
@@ -82,12 +82,6 @@ class Estimator:
         self._times_of = cache(partial(CollectiveTimes, request.machine))
         self._memory = RunMemory(request.machine)
         self._given = {one.name: getattr(request, one.name) for one in fields(RunSettings)}
-
-    @cached_property
-    def _flops_per_token(self) -> float:
-        """The FLOPs per token that the trainer counts for MFU."""
-        request = self.request
-        return flops_per_token(request.model, request.seq_length, request.trained, causal=False)
 
     def run_spec(self, candidate: Candidate) -> RunSpec:
         """Return the description of a run of the candidate."""
@@ -179,7 +173,8 @@ class Estimator:
             outer_round = OuterRound(outer=outer, seconds=whole, exposed=exposed)
             seconds += outer_round.seconds_a_step
         tokens = request.global_batch_size * request.seq_length
-        flops = self._flops_per_token * tokens / request.world_size  # per rank and step
+        counted = request.model, request.seq_length, request.trained  # for MFU, as by the trainer
+        flops = flops_per_token(*counted, causal=False) * tokens / request.world_size
         return Estimate(
             candidate=candidate,
             num_micro_batches=costs.num_micro_batches,

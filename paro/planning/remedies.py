@@ -107,20 +107,17 @@ def single_changes(request: PlanRequest, least: Candidate) -> Iterator[Change]:
 
 
 def larger_contexts(run: RunSpec) -> Iterator[tuple[str, ContextLayout]]:
-    """Yield larger context-parallel layouts that a run may have, smallest first, with flags.
-
-    Rings are tried only where attention can be computed in parts.
-    """
+    """Yield larger context-parallel layouts that a run may have, smallest first, with flags."""
     limits = ContextLimits(
         model=run.model,
         world_size=run.world_size,
         group_size=run.group_size,
         seq_length=run.seq_length,
+        in_parts=run.model.parts_misfit(run.device_type, run.precision.compute) is None,
     )
-    in_parts = run.model.parts_misfit(run.device_type, run.precision.compute) is None
     most = run.world_size if run.outer is None else run.group_size  # groups that train alone
     for size in range(run.context.size + 1, most + 1):
-        for name, heads in (("p2p", 1), ("a2a", size)) if in_parts else (("a2a", size),):
+        for name, heads in (("p2p", 1), ("a2a", size)):
             layout = ContextLayout(size=size, heads=heads)
             if limits.misfit(layout) is None:
                 yield f"--context-parallel-size {size} --cp-comm-type {name}", layout

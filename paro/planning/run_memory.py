@@ -22,8 +22,7 @@ from paro.collectives.pipeline import SLOTS, chunk_ranges
 from paro.collectives.schedule import Op
 from paro.layout import Unit
 from paro.machine.caching import cached_by
-from paro.machine.choice import choice_of, chunk_count_by
-from paro.machine.collective_time import algorithms_of
+from paro.machine.collective_time import algorithms_of, choice_of, chunk_count_by
 from paro.machine.machine import Device, Machine
 from paro.planning.activations import Activations, PartActivations
 from paro.planning.context_parallel import ContextAttention
@@ -32,7 +31,7 @@ from paro.planning.step_counts import StepCounts
 from paro.planning.tally import MemorySnapshot, StepTally
 from paro.precision import BYTES_OF
 from paro.spec.run_spec import RunSpec, collectives_of, groups_of
-from paro.spec.sharding_spec import Collective, ModelStateBytes, ShardingSpec, spec_of, state_bytes
+from paro.spec.sharding_spec import Collective, ModelStateBytes, ShardingSpec, state_bytes
 from paro.spec.units import shape_of_run, units_of_run
 from paro.step.actions import OUTER_ROUND, Verb
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Sent, StreamKind
@@ -71,13 +70,9 @@ class RunMemory:
     @cached_by(lambda run: run.states_kind)
     def specs(self, run: RunSpec) -> list[ShardingSpec]:
         """Return the sharding specs of most steps of a run; buffers of equal kind share one."""
-        step, placed = self.step(run), (run.strategy, run.topology, run.precision, run.outer)
-
-        def make(number: int) -> ShardingSpec:
-            spec = spec_of(step.buffers[number], *placed)
-            return spec if run.outer is None else spec.alone
-
-        return step.by_kind(make)
+        step = self.step(run)
+        specs = run.specs(step.units)
+        return step.by_kind(lambda n: specs[n] if run.outer is None else specs[n].alone)
 
     @cached_by(lambda run: run.step_kind)
     def step(self, run: RunSpec) -> StepCounts:

@@ -106,7 +106,8 @@ class StepTally:
         self._slices_done: Counter[int] = Counter()  # slices with a finished backward, by part
         self._cached: set[int] = set()  # buffers whose weights' casts are cached
         self._cast: set[int] = set()  # units whose weights' casts exist
-        self.now["whole_params"] = sum(size * number for size, number in self.registered.values())
+        self._registered = registered_room(self.run, self.step.units)
+        self.now["whole_params"] = sum(size * number for size, number in self._registered.values())
 
     @property
     def total(self) -> int:
@@ -134,11 +135,6 @@ class StepTally:
                     largest[copied] = now
         return [*largest.values()]
 
-    @cached_property
-    def registered(self) -> dict[bool, tuple[int, int]]:
-        """The memory for unsharded parameters that copy engines fill: see `registered_room`."""
-        return registered_room(self.run, self.step.units)
-
     def carry_out(self, move: Move) -> MemorySnapshot | None:
         """Carry out an action; return a snapshot, without model states, if bytes may peak there."""
         verb, number, *slots = move
@@ -147,7 +143,7 @@ class StepTally:
         unit, _, index = self.step.buffers[number]
         if verb in _ALLOCATIONS:
             counted, sign = _ALLOCATIONS[verb]
-            sign *= counted != "whole_params" or not self.registered
+            sign *= counted != "whole_params" or not self._registered
             self.now[counted] += sign * self._sizes[number][slots[0] if slots else counted]
         if verb in (Verb.RELEASE, Verb.DROP_FP8):
             self._cached.discard(number)

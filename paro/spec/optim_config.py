@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import dataclass
+from itertools import chain, cycle, islice
 
 from paro.errors import UserError
 
@@ -90,12 +91,10 @@ class MuonConfig:
 
     def coefficients(self) -> tuple[Coefficients, ...]:
         """Return the coefficients of every step of Newton-Schulz."""
-        kind, steps = self.muon_coefficient_type, self.muon_num_ns_steps
-        if kind in _CYCLED:
-            listed = _CYCLED[kind]
-            return tuple(listed[index % len(listed)] for index in range(steps))
-        listed = _LAST_REPEATED[kind]
-        return tuple(listed[min(index, len(listed) - 1)] for index in range(steps))
+        kind = self.muon_coefficient_type
+        again = _CYCLED.get(kind) or _LAST_REPEATED[kind][-1:]
+        listed = chain(_LAST_REPEATED.get(kind, ()), cycle(again))
+        return tuple(islice(listed, self.muon_num_ns_steps))
 
     def scale(self, rows: int, columns: int) -> float:
         """Return the factor of the orthogonalized update of a matrix of this shape."""

@@ -363,23 +363,6 @@ class ShardingSpec:
         return Collective(*gather, self.layout.numel * units // params, self.param_dtype, units)
 
 
-def spec_of(
-    buffer: Buffer,
-    strategy: Strategy,
-    topology: Topology,
-    precision: PrecisionConfig,
-    outer: OuterConfig | None = None,
-) -> ShardingSpec:
-    """Return the sharding spec of a buffer under the strategy of a run."""
-    return ShardingSpec(
-        buffer=buffer,
-        strategy=replicated(strategy) if buffer.unit.replicated else strategy,
-        topology=topology,
-        precision=precision,
-        outer=outer,
-    )
-
-
 def specs_of(
     units: Iterable[Unit],
     strategy: Strategy,
@@ -387,8 +370,17 @@ def specs_of(
     precision: PrecisionConfig,
     outer: OuterConfig | None = None,
 ) -> list[ShardingSpec]:
-    """Return the sharding specs of all buffers, by their numbers."""
-    return [spec_of(buffer, strategy, topology, precision, outer) for buffer in buffers_of(units)]
+    """Return the sharding specs of all buffers under the strategy of a run, by their numbers."""
+    return [
+        ShardingSpec(
+            buffer=buffer,
+            strategy=replicated(strategy) if buffer.unit.replicated else strategy,
+            topology=topology,
+            precision=precision,
+            outer=outer,
+        )
+        for buffer in buffers_of(units)
+    ]
 
 
 def state_bytes(specs: Iterable[ShardingSpec]) -> ModelStateBytes:

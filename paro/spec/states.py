@@ -84,11 +84,6 @@ class FlatShard:
     rank: int = 0
     replicas: Sequence[int] = (0,)  # the ranks that hold this range, `rank` included
 
-    @property
-    def is_primary_replica(self) -> bool:
-        """True on exactly one replica, for sums that must count each element once."""
-        return self.rank == self.replicas[0]
-
     def own_part(self, writers: Collection[int]) -> tuple[int, int]:
         """Return the range [begin, end) of `values` that this rank writes.
 

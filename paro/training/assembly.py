@@ -28,7 +28,7 @@ from paro.distributed.control import Control
 from paro.distributed.groups import Groups, group_among, make_groups, make_links
 from paro.distributed.timers import Timers, synchronize
 from paro.distributed.world import World
-from paro.machine.choice import choice_of
+from paro.machine.collective_time import choice_of
 from paro.optim.optimizer import Initializer, ParoOptimizer
 from paro.report.flops import find_peak
 from paro.report.record import RunFacts

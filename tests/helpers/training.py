@@ -155,7 +155,7 @@ def whole_states(training: Training, *, replicas: bool = False) -> dict[str, Ten
     mine = [
         (f"{shard.state}.{part.chunk.name}", part.chunk.shape, chunk.offsets, values)
         for shard in training.optimizer.flat_shards()
-        if shard.is_primary_replica or replicas
+        if shard.rank == shard.replicas[0] or replicas
         for part in shard.layout.chunk_ranges(shard.start, shard.start + shard.values.numel())
         for low, chunk in split_range(part.chunk, part.low, part.high)
         for begin in [part.offset - shard.start + low - part.low]

@@ -143,7 +143,7 @@ def all_shards(cut: Cut) -> list[FlatShard]:
         replace(shard, rank=0, replicas=(0,))
         for shards in every
         for shard in shards
-        if shard.is_primary_replica
+        if shard.rank == shard.replicas[0]
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paro.collectives.schedule import Op
-from paro.machine.choice import choice_of, chunk_count_by
+from paro.machine.collective_time import choice_of, chunk_count_by
 from paro.machine.machine import Machine, Measured
 from paro.topology import Axes, make_topology
 from tests.helpers.refusals import refused
