@@ -357,17 +357,14 @@ def fit_link(machine: Machine, link: Link, typed: int | None = None) -> LinkSpee
         for (op, num_bytes), time in best.items()
     ]
     if typed is not None:
+        rate, source = typed, BandwidthSource.TYPED
         latency = _slope(steps, [1 - x / typed for x in bits])
-        source = BandwidthSource.TYPED
-        return LinkSpeed(bits_per_second=typed, latency_seconds=latency, bandwidth_source=source)
-    if not best:
+    elif best:
+        latency, per_bit = _two_slopes(steps, bits)
+        rate, source = max(1, round(1 / per_bit)), BandwidthSource.FITTED
+    else:
         return None
-    latency, per_bit = _two_slopes(steps, bits)
-    return LinkSpeed(
-        bits_per_second=max(1, round(1 / per_bit)),
-        latency_seconds=latency,
-        bandwidth_source=BandwidthSource.FITTED,
-    )
+    return LinkSpeed(bits_per_second=rate, latency_seconds=latency, bandwidth_source=source)
 
 
 def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:

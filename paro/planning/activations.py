@@ -27,6 +27,7 @@ from model.config import LlamaConfig, loss_chunk
 from model.units import unit_specs
 from paro.planning.context_parallel import kv_exchange_bytes
 from paro.planning.step_counts import StepCounts
+from paro.precision import BYTES_OF
 from paro.spec.run_spec import RunSpec
 from paro.spec.units import unit_parts
 
@@ -48,10 +49,12 @@ class UnitActivations:
 class Activations:
     """The activation bytes of a model's units in a micro-batch: saved, and transient."""
 
-    def __init__(self, run: RunSpec, *, grad_bytes: int) -> None:
-        """Compute shared sizes; `grad_bytes` is the size of an element of gradient buffers."""
-        self.run, self.config, self.grad_bytes = run, run.config, grad_bytes
-        config = self.config
+    def __init__(self, run: RunSpec) -> None:
+        """Compute shared sizes."""
+        self.run, self.config = run, run.config
+        config, precision = self.config, run.precision
+        dtype = precision.wire if run.strategy.grads > 1 else precision.accumulate
+        self.grad_bytes = BYTES_OF[dtype]  # bytes of an element of gradient buffers
         self.residual = run.tensor_bytes(config.hidden_size)  # bytes of a block's input
         self.ffn = run.tensor_bytes(config.ffn_hidden_size)  # bytes of gate, of up
         # Bytes of weights in the compute type: one matrix of the MLP; embedding or output layer.
@@ -59,7 +62,7 @@ class Activations:
         self._vocabulary = config.vocab_size * config.hidden_size * run.compute_bytes
         # Whether matmuls write weights' gradients directly into their buffers, without a copy; the
         # embedding adds its rows there likewise.
-        self.direct = self._matmuls_write(grad_bytes)
+        self.direct = self._matmuls_write(self.grad_bytes)
         in_fp32_on_cpu = run.device_type == "cpu" and run.compute_bytes == 4
         self.adds_rows = self.direct and in_fp32_on_cpu
         # Backward of a norm and the linear layers after it has the gradients of the block's

@@ -30,10 +30,13 @@ KIND = "context"  # the kind of exposed time, and the use of the comm streams
 class ContextCosts:
     """The times of attention's passes for a micro-batch of a context-parallel group."""
 
-    attention: ContextAttention
     computing: Computing
     times: CollectiveTimes
-    overlaps: bool  # whether the thread computes while messages are sent
+
+    @cached_property
+    def attention(self) -> ContextAttention:
+        """The attention of the micro-batch that is computed."""
+        return ContextAttention(self.computing.run)
 
     def program(self, move: Move, whole: Compute, name: str) -> Program:
         """Yield the requests of an action.
@@ -74,7 +77,7 @@ class ContextCosts:
             if isinstance(one, Send):
                 phases = tuple(chain.from_iterable(map(self._phases, one.messages)))
                 yield Queue(one.key, (Queued("attention", KIND, KIND, phases),))
-                if not self.overlaps:
+                if not self.computing.run.overlaps:
                     yield Wait(one.key)
             else:
                 yield Wait(one) if isinstance(one, str) else one

@@ -11,7 +11,6 @@ from paro.machine.collective_time import CollectiveTimes
 from paro.planning.comm_costs import CommCosts
 from paro.planning.computing import Computing, coding_seconds, device_of
 from paro.planning.context_costs import ContextCosts
-from paro.planning.context_parallel import ContextAttention
 from paro.planning.run_memory import DeviceMemory, RunMemory
 from paro.planning.search_space import FEWEST_BITS, Candidate, PlanRequest
 from paro.planning.step_costs import StepCosts, Timeline, round_seconds, simulate
@@ -48,6 +47,7 @@ class Estimate:
     fits: bool
     memory: DeviceMemory
     timeline: Timeline
+    seconds: float  # the time of a step, with the mean of what rounds of outer steps add
     tokens_per_second: float
     mfu: float
     sent: Sent
@@ -55,11 +55,6 @@ class Estimate:
     coding_seconds: float  # a rank's time to quantize and dequantize in a step, exposed or not
     muon_seconds: float  # time of Newton-Schulz in a step, with waits for matrices
     outer_round: OuterRound | None = None  # None: all ranks are synchronous
-
-    @property
-    def seconds(self) -> float:
-        """The time of a step, with the mean of what rounds of outer steps add."""
-        return self.timeline.seconds + (self.outer_round.seconds_a_step if self.outer_round else 0)
 
     @property
     def memory_bytes(self) -> int:
@@ -115,12 +110,8 @@ class Estimator:
 
     @cached_by(lambda run: (run.micro_batch_size, run.context, run.recompute, run.collective))
     def _context_costs_of(self, run: RunSpec) -> ContextCosts:
-        return ContextCosts(
-            attention=ContextAttention(run),
-            computing=self._computing_of(run),
-            times=self._times_of(run.collective),
-            overlaps=run.overlaps,
-        )
+        times = self._times_of(run.collective)
+        return ContextCosts(computing=self._computing_of(run), times=times)
 
     def _counts_of(self, run: RunSpec) -> StepCounts:
         recompute, rotates = run.recompute, run.materialize.rotates
@@ -181,6 +172,7 @@ class Estimator:
             fits=memory.total <= request.device_bytes,
             memory=memory,
             timeline=timeline,
+            seconds=seconds,
             tokens_per_second=tokens / seconds,
             mfu=flops / seconds / costs.device.peak_flops,
             sent=self.sent(candidate),

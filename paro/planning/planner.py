@@ -152,7 +152,7 @@ class _Search:
     def _saved_bytes(self, candidate: Candidate) -> float:
         """Compute the most bytes that recomputing one more block may save."""
         memory, run = self._estimator.memory(candidate), self._estimator.run_spec(candidate)
-        activations = Activations(run, grad_bytes=4)
+        activations = Activations(run)
         saved = activations.of_block - activations.residual
         return saved * memory.reserved / memory.allocated
 

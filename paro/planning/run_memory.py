@@ -29,7 +29,6 @@ from paro.planning.context_parallel import ContextAttention
 from paro.planning.sending import Sender, traffic_of
 from paro.planning.step_counts import StepCounts
 from paro.planning.tally import MemorySnapshot, StepTally
-from paro.precision import BYTES_OF
 from paro.spec.run_spec import RunSpec, collectives_of, groups_of
 from paro.spec.sharding_spec import Collective, ModelStateBytes, ShardingSpec, state_bytes
 from paro.spec.units import shape_of_run, units_of_run
@@ -131,13 +130,9 @@ class RunMemory:
 
     def tally(self, run: RunSpec) -> StepTally:
         """Make a tally of the bytes that the actions of a step allocate."""
-        precision = run.precision
-        grad_dtype = precision.wire if run.strategy.grads > 1 else precision.accumulate
-        kind = PartActivations if run.materialize.rotates else Activations
-        activations = kind(run, grad_bytes=BYTES_OF[grad_dtype])
-        step = self.step(run)
-        of_step = [*activations.of_step(step)]
-        return StepTally(run=run, step=step, specs=self.specs(run), activations=of_step)
+        step, kind = self.step(run), PartActivations if run.materialize.rotates else Activations
+        activations = [*kind(run).of_step(step)]
+        return StepTally(run=run, step=step, specs=self.specs(run), activations=activations)
 
     @cached_by(lambda run: (run.states_kind, run.context, run.collective))
     def communication(self, run: RunSpec) -> Communication:
@@ -147,7 +142,12 @@ class RunMemory:
         if run.collective == "auto":
             names = algorithms_of(self._machine, by_nccl=by_nccl)
         choice = AlgorithmChoice(names=names, num_chunks=self._num_chunks if by_nccl else None)
-        return communication_of(run, self.specs(run), choice)
+        specs = self.specs(run)
+        return Communication(
+            num_groups=groups_of(run, specs, choice).number,
+            buffer_bytes=_buffer_bytes(run, specs, choice),
+            code_bytes=_code_bytes(specs) if run.precision.quantizes else 0,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,10 +191,6 @@ class DeviceMemory:
             "context": self.context,
         }
 
-    @property
-    def largest_part(self) -> str:
-        return max(self.parts().items(), key=lambda part: part[1])[0]
-
     def describe(self) -> str:
         """Return one line with all parts that are not 0, in GB, or in MB below 1 GB."""
         unit, scale = ("GB", 1e9) if self.total >= 1e9 else ("MB", 1e6)
@@ -237,17 +233,6 @@ def device_memory(
         fragmentation=round(fragmentation * allocated),
         communicators=communication.num_groups * communicator,
         context=context,
-    )
-
-
-def communication_of(
-    run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice
-) -> Communication:
-    """Count process groups and communication buffers of a run, with algorithms by `choice`."""
-    return Communication(
-        num_groups=groups_of(run, specs, choice).number,
-        buffer_bytes=_buffer_bytes(run, specs, choice),
-        code_bytes=_code_bytes(specs) if run.precision.quantizes else 0,
     )
 
 

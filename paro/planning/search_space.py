@@ -11,7 +11,6 @@ from itertools import pairwise, product
 from model.config import FP8_MULTIPLE, LlamaConfig, RecomputeConfig
 from model.trainable import Trainable
 from paro.errors import check_least, check_multiple
-from paro.layout import Unit
 from paro.machine.collective_time import algorithms_of
 from paro.machine.machine import Machine
 from paro.planning.computing import device_of
@@ -19,7 +18,7 @@ from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.spec.context_layout import ContextLayout, ContextLimits
 from paro.spec.run_spec import Materialize, RunSettings
-from paro.spec.units import MUON_ROTATES, rotation_infeasible_reason, units_of
+from paro.spec.units import MUON_ROTATES, rotation_infeasible_reason
 from paro.strategy import (
     Strategy,
     Survival,
@@ -76,12 +75,6 @@ class PlanRequest(RunSettings):
     def trained(self) -> frozenset[str]:
         """The names of the parameters that train."""
         return self.trainable.names(self.model)
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """The units where parameters are gathered."""
-        trains = self.trained.__contains__
-        return units_of(self.model, world_size=self.world_size, is_trained=trains)
 
     @property
     def device_bytes(self) -> int:
@@ -234,9 +227,8 @@ class SearchSpace:
 
     strategies: tuple[Strategy, ...] | None = None
     micro_batch_sizes: tuple[int, ...] | None = None
-    contexts: tuple[tuple[ContextLayout, int], ...] | None = (
-        None  # layouts, each with a micro-batch size; None: as given
-    )
+    # Layouts, each with a micro-batch size; None: as given.
+    contexts: tuple[tuple[ContextLayout, int], ...] | None = None
     collectives: tuple[str, ...] | None = None
     recomputes: tuple[RecomputeConfig | None, ...] | None = None
 

@@ -68,8 +68,16 @@ class ScheduleConfig:
                 f"the decay of {self.lr_decay_samples}: lower --lr-warmup-iters, "
                 "--lr-warmup-samples or --lr-warmup-fraction, or train longer"
             )
-        if self.lr_decay_style == "WSD":
-            self._check_tail(self.lr_wsd_decay_samples)
+        tail = self.lr_wsd_decay_samples
+        if self.lr_decay_style == "WSD" and tail is None:
+            raise UserError(
+                "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples"
+            )
+        if self.lr_decay_style == "WSD" and not 0 < (tail or 0) <= self.lr_decay_samples:
+            raise UserError(
+                f"the WSD tail of {tail} samples must be within the decay of "
+                f"{self.lr_decay_samples}: change --lr-wsd-decay-iters or -samples"
+            )
         if not 0.0 <= self.start_weight_decay <= self.end_weight_decay:
             raise UserError(
                 f"weight decay goes from {self.start_weight_decay} to {self.end_weight_decay}: "
@@ -81,17 +89,6 @@ class ScheduleConfig:
             raise UserError(
                 f"--start-weight-decay {self.start_weight_decay} and --end-weight-decay "
                 f"{self.end_weight_decay} differ: choose --weight-decay-incr-style linear or cosine"
-            )
-
-    def _check_tail(self, samples: int | None) -> None:
-        if samples is None:
-            raise UserError(
-                "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples"
-            )
-        if not 0 < samples <= self.lr_decay_samples:
-            raise UserError(
-                f"the WSD tail of {samples} samples must be within the decay of "
-                f"{self.lr_decay_samples}: change --lr-wsd-decay-iters or -samples"
             )
 
     def lr_at(self, samples: int) -> float:

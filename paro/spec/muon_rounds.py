@@ -204,15 +204,12 @@ def assign(matrices: tuple[MuonMatrix, ...], num_ranks: int, degree: int) -> Muo
         key=lambda matrix: -matrix.numel * matrix.short_side,  # nearly proportional to FLOPs
     )
     rounds += (tuple(rest[low : low + num_ranks]) for low in range(0, len(rest), num_ranks))
-    return MuonRounds(num_ranks, degree, tuple(_assign_round(each, num_ranks) for each in rounds))
-
-
-def _assign_round(matrices: Sequence[MuonMatrix], num_ranks: int) -> MuonRound:
-    """Spread the owners of at most one matrix for each rank evenly over ranks, so over nodes."""
-    number = len(matrices)
-    return tuple(
-        Assignment(matrix, index * num_ranks // number) for index, matrix in enumerate(matrices)
+    # The owners of a round are spread evenly over ranks, so over nodes.
+    assigned = (
+        tuple(Assignment(one, index * num_ranks // len(each)) for index, one in enumerate(each))
+        for each in rounds
     )
+    return MuonRounds(num_ranks, degree, tuple(assigned))
 
 
 def muon_chunks(layout: UnitLayout) -> tuple[ChunkRange, ...]:

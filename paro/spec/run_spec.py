@@ -61,9 +61,7 @@ class RunSettings:
     muon: MuonConfig = field(default_factory=MuonConfig)
     prefetch_units: int = 1
     updated_ahead: int | None = None  # units ahead of which updates are gathered; None: all at once
-    outer: OuterConfig | None = (
-        None  # outer steps between groups; None: all ranks train synchronously
-    )
+    outer: OuterConfig | None = None  # outer steps between groups; None: ranks are synchronous
     collective: str = "native"
     materialize: Materialize = Materialize.GATHER
     device_type: str = "cuda"  # or "cpu"; decides the kernels that exist

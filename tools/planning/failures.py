@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from paro.errors import UserError, count_text
+from paro.layout import Unit
 from paro.machine.machine import Nic
 from paro.planning.estimator import Estimate
 from paro.planning.planner import SearchResult, best_that_fits
@@ -16,6 +17,7 @@ from paro.planning.search_space import PlanRequest, SearchSpace
 from paro.precision import BYTES_OF
 from paro.spec.sharding_spec import specs_of
 from paro.spec.states import MASTER, bytes_of
+from paro.spec.units import units_of
 from paro.topology import make_topology
 from tools.planning.goodput import Failures, from_disk, from_memory
 
@@ -30,8 +32,9 @@ def failures_of(args: Namespace, request: PlanRequest) -> Failures:
     if not rate > 0.0:
         raise UserError(f"--storage-gb-per-second {args.storage_gb_per_second:g} must be positive")
     node = request.ranks_per_node or request.machine.group_size
-    units = request.units
-    frozen = sum(unit.frozen.numel for unit in units) * BYTES_OF[request.precision.compute]
+    frozen = (
+        sum(unit.frozen.numel for unit in _units(request)) * BYTES_OF[request.precision.compute]
+    )
     trained = _trained_bytes(request)
     return Failures(
         num_nodes=-(-request.world_size // node),
@@ -97,13 +100,18 @@ def _transfer_seconds(request: PlanRequest, setting: Estimate) -> float:
     return num_bytes / (machine.inter.bits_per_second / 8 / ranks)
 
 
+def _units(request: PlanRequest) -> tuple[Unit, ...]:
+    trains = request.trained.__contains__
+    return units_of(request.model, world_size=request.world_size, is_trained=trains)
+
+
 def _trained_bytes(request: PlanRequest) -> int:
     """Count the bytes of all trained parameters: master and moments."""
     strategy, size = request.strategy("NNN"), request.world_size
     topology = make_topology(world_size=size, group_size=size, degrees=())
     return sum(
         numel * bytes_of([state])
-        for spec in specs_of(request.units, strategy, topology, request.precision)
+        for spec in specs_of(_units(request), strategy, topology, request.precision)
         if spec.buffer.trains
         for whole in [spec.layout.numel]
         for state, numel in (spec.optimizer_numels(whole) | {MASTER: whole}).items()

@@ -131,10 +131,12 @@ def nothing_fits(request: PlanRequest, rows: Sequence[Estimate]) -> list[str]:
     """Say, where no row fits, which one needs least and which changes make rows fit."""
     merged = _merged(rows)
     name, least = min(merged, key=lambda row: row[1].memory_bytes)
+    parts = least.memory.parts()
     return [
         f"as given nothing fits the {request.device_bytes / 1e9:g} GB of a device",
         f"{name} needs the least: {least.memory.describe()}",
-        f"largest part: {least.memory.largest_part}; {enough_alone(request, least.candidate)}",
+        f"largest part: {max(parts, key=lambda name: parts[name])}; "
+        f"{enough_alone(request, least.candidate)}",
         "",
         _changes_table(request, merged),
     ]

@@ -23,7 +23,6 @@ from paro.planning.run_memory import (
     Communication,
     DeviceMemory,
     RunMemory,
-    communication_of,
     device_memory,
 )
 from paro.planning.tally import MemorySnapshot
@@ -44,9 +43,8 @@ SNAPSHOT = MemorySnapshot(name="the update", states=8_000_000_000, transient=2_0
 
 def communication(
     text: str,
-    names: Sequence[str],
+    collective: str,
     *,
-    rotates: bool = False,
     is_trained: Callable[[str], bool] = lambda _name: True,
     precision: PrecisionConfig = BF16,
 ) -> Communication:
@@ -56,12 +54,13 @@ def communication(
         group_size=4,
         global_batch_size=16,
         precision=precision,
-        materialize=Materialize.ROTATE if rotates else Materialize.GATHER,
+        collective=collective,
     )
     run = Estimator(given).run_spec(given.candidate(given.strategy(text)))
     run = replace(run, trained=frozenset(filter(is_trained, run.trained)))
-    choice = AlgorithmChoice(names=tuple(names), num_chunks=lambda *_: 3)
-    return communication_of(run, run.specs(RunMemory(None).units(run)), choice)
+    memories = RunMemory(None)
+    memories._num_chunks = lambda *_: 3
+    return memories.communication(run)
 
 
 def groups_in(by_kind: Spans) -> set[tuple[StreamKind, AxisSpan]]:
@@ -134,7 +133,7 @@ def test_the_pipeline_s_buffers_are_predicted(
         for buffers in collectives._memory.values()
         for slot in buffers.scratch._slots.values()
     )
-    predicted = communication(text, ("ho-ring",), is_trained=is_trained, precision=precision)
+    predicted = communication(text, "ho-ring", is_trained=is_trained, precision=precision)
     assert held == predicted.buffer_bytes
     assert (held > 0) is (text != "IIG")  # its collectives use one kind of links
 
@@ -166,7 +165,7 @@ def test_buffers_that_flat_collectives_permute_are_predicted(
     silence(monkeypatch)
     for _ in range(2):
         rank.step(2)
-    predicted = communication(text, ("flat",), precision=precision)
+    predicted = communication(text, "flat", precision=precision)
     assert sum(permuted.values()) == predicted.buffer_bytes
     assert (predicted.buffer_bytes > 0) is (text != "NNN")  # an all-reduce permutes nothing
 
@@ -188,7 +187,7 @@ def test_parts_that_native_gathers_for_several_units_are_predicted(
     rank = lone_rank(TINY, strategy, topology, precision, collective="native")
     silence(monkeypatch)
     rank.step(2)
-    assert max(gathered) == communication(text, ("native",), precision=precision).buffer_bytes
+    assert max(gathered) == communication(text, "native", precision=precision).buffer_bytes
     # Where parameters are at I only groups gather, whole units; gradients at G have no buckets.
     assert (max(gathered) > 0) is (text not in ("ING", "IIG", "NGG"))
 
