@@ -31,11 +31,12 @@ from paro.distributed.world import World, read_world
 from paro.errors import UserError, about, check_least
 from paro.machine.files import machine_to_json, read_machine
 from paro.machine.machine import (
+    BandwidthSource,
     Device,
+    LinkSpeed,
     Machine,
     Nic,
     bits_per_second,
-    fit_link,
     least_seconds,
     passes,
     rate_text,
@@ -189,8 +190,12 @@ def known_machine(args: argparse.Namespace, world_size: int, group_size: int) ->
     for link in Link:
         text = getattr(args, f"{link.value}_bandwidth")
         with about(f"--{link.value}-bandwidth: "):
-            bits = None if text is None else bits_per_second(text)
-        speeds[link.value] = machine.link(link) if bits is None else fit_link(machine, link, bits)
+            if text is not None:
+                speeds[link.value] = LinkSpeed(
+                    bits_per_second=bits_per_second(text),
+                    latency_seconds=0.0,
+                    bandwidth_source=BandwidthSource.TYPED,
+                )
     return replace(machine, **speeds)
 
 

@@ -55,10 +55,6 @@ class LinkSpeed:
     latency_seconds: float
     bandwidth_source: BandwidthSource
 
-    @property
-    def is_typed(self) -> bool:
-        return self.bandwidth_source is BandwidthSource.TYPED
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
@@ -336,11 +332,11 @@ def passes(op: Op) -> int:
     return 2 if op is Op.ALL_REDUCE else 1
 
 
-def fit_link(machine: Machine, link: Link, typed: int | None = None) -> LinkSpeed | None:
+def fit_link(machine: Machine, link: Link) -> LinkSpeed | None:
     """Fit latency and bandwidth of one kind of link to collectives along its axes alone.
 
     It minimizes squares of relative errors over the fastest algorithm of every op and size, in a
-    model of rings: latency of all steps plus time of all bytes. A `typed` bandwidth stays as it is.
+    model of rings: latency of all steps plus time of all bytes. A typed bandwidth stays as it is.
     Without measurements the result is the typed bandwidth with latency 0, or None.
     """
     axes = Axes(link.value)
@@ -356,9 +352,10 @@ def fit_link(machine: Machine, link: Link, typed: int | None = None) -> LinkSpee
         8 * passes(op) * _loads(machine, axes, num_bytes)[link] / time
         for (op, num_bytes), time in best.items()
     ]
-    if typed is not None:
-        rate, source = typed, BandwidthSource.TYPED
-        latency = _slope(steps, [1 - x / typed for x in bits])
+    given, source = machine.link(link), BandwidthSource.TYPED
+    if given is not None and given.bandwidth_source is source:
+        rate = given.bits_per_second
+        latency = _slope(steps, [1 - x / rate for x in bits])
     elif best:
         latency, per_bit = _two_slopes(steps, bits)
         rate, source = max(1, round(1 / per_bit)), BandwidthSource.FITTED

@@ -357,9 +357,5 @@ def with_measured(
         if result.correct
     )
     machine = replace(machine, source=source, device=device, measured=measured)
-    speeds = {link: machine.link(link) for link in Link}
-    intra, inter = (
-        fit_link(machine, link, speed.bits_per_second if speed and speed.is_typed else None)
-        for link, speed in speeds.items()
-    )
+    intra, inter = (fit_link(machine, link) for link in Link)
     return replace(machine, intra=intra, inter=inter)

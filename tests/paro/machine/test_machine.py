@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from paro.collectives.hops import ho_ring_hops
 from paro.collectives.schedule import Op, make_schedule
 from paro.machine.machine import (
+    BandwidthSource,
     LinkSpeed,
     Machine,
     Measured,
@@ -235,17 +236,18 @@ def test_links_are_fitted_to_the_fastest(axes: Axes, nic: Nic, steps: int, share
     fitted = fit_link(machine(nic=nic, measured=(*rows, *FEW_STEPS)), Link(axes.value))
     assert fitted.latency_seconds == pytest.approx(latency, rel=1e-6)
     assert fitted.bits_per_second == pytest.approx(bits, rel=1e-6)
-    assert not fitted.is_typed
+    assert fitted.bandwidth_source is BandwidthSource.FITTED
     # Hand-written values stay; a faster link leaves more of the time to latency.
-    other = fit_link(machine(nic=nic, measured=tuple(rows)), Link(axes.value), 2 * bits)
+    faster = machine(nic=nic, measured=tuple(rows), **{axes.value: 2 * bits})
+    other = fit_link(faster, Link(axes.value))
     assert other.bits_per_second == 2 * bits
     assert other.latency_seconds > latency
-    assert other.is_typed
+    assert other.bandwidth_source is BandwidthSource.TYPED
 
 
 def test_links_that_nobody_measured() -> None:
     assert fit_link(machine(measured=FEW_STEPS), Link.INTER) is None
-    assert fit_link(machine(), Link.INTER, BITS) == typed(BITS)
+    assert fit_link(machine(inter=BITS), Link.INTER) == typed(BITS)
 
 
 def test_one_size_alone_is_all_bandwidth() -> None:
