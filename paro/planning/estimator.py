@@ -8,9 +8,8 @@ from functools import cache, partial
 from model.units import flops_per_token
 from paro.machine.caching import cached_by
 from paro.machine.collective_time import CollectiveTimes
-from paro.planning.comm_costs import CommCosts
+from paro.planning.comm_costs import CommCosts, ContextCosts
 from paro.planning.computing import Computing, coding_seconds, device_of
-from paro.planning.context_costs import ContextCosts
 from paro.planning.run_memory import DeviceMemory, RunMemory
 from paro.planning.search_space import FEWEST_BITS, Candidate, PlanRequest
 from paro.planning.step_costs import StepCosts, Timeline, round_seconds, simulate

@@ -27,9 +27,8 @@ from itertools import pairwise
 from paro.layout import Unit
 from paro.machine.collective_time import TimedJob, scalar_seconds
 from paro.machine.machine import Device, GroupSpeed, Machine, Nic, Slowed
-from paro.planning.comm_costs import THREAD, CommCosts
+from paro.planning.comm_costs import THREAD, CommCosts, ContextCosts
 from paro.planning.computing import Computing, coding_seconds
-from paro.planning.context_costs import ContextCosts
 from paro.planning.sending import exchanged
 from paro.planning.simulation import (
     Activity,

@@ -103,20 +103,15 @@ class ScheduleConfig:
         if self.lr_decay_style == "inverse-square-root":
             warmup = max(self.lr_warmup_samples, 1)
             return max(self.min_lr, self.lr * math.sqrt(warmup) / math.sqrt(max(samples, 1)))
-        if self.lr_decay_style == "WSD":
-            left = self._left_of_tail(samples)
+        if self.lr_decay_style == "WSD":  # the whole rate remains until the tail
+            tail = self.lr_wsd_decay_samples
+            assert tail is not None, "a WSD schedule has a tail"
+            into_tail = max(0, samples - (self.lr_decay_samples - tail))
+            left = _REMAINING_IN_TAIL[self.lr_wsd_decay_style](into_tail / tail)
         else:
             decay = self.lr_decay_samples - self.lr_warmup_samples
             left = _REMAINING[self.lr_decay_style]((samples - self.lr_warmup_samples) / decay)
         return self.min_lr + left * (self.lr - self.min_lr)
-
-    def _left_of_tail(self, samples: int) -> float:
-        """Compute the fraction that remains under WSD, 1 until the last `lr_wsd_decay_samples`."""
-        assert self.lr_wsd_decay_samples is not None, "a WSD schedule has a tail"
-        into_tail = samples - (self.lr_decay_samples - self.lr_wsd_decay_samples)
-        if into_tail <= 0:
-            return 1.0
-        return _REMAINING_IN_TAIL[self.lr_wsd_decay_style](into_tail / self.lr_wsd_decay_samples)
 
     def weight_decay_at(self, samples: int) -> float:
         """Return the weight decay after applied steps of `samples` samples in all."""

@@ -11,7 +11,7 @@ from paro.errors import UserError
 
 Coefficients = tuple[float, float, float]
 
-_CYCLED: dict[str, tuple[Coefficients, ...]] = {
+_COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
     "simple": ((3.4445, -4.7750, 2.0315),),
     "quintic": (
         (4.0848, -6.8946, 2.9270),
@@ -21,8 +21,6 @@ _CYCLED: dict[str, tuple[Coefficients, ...]] = {
         (2.8366, -3.0525, 1.2012),
     ),
     "deepseekv4": (*((3.4445, -4.7750, 2.0315),) * 8, *((2.0, -1.5, 0.5),) * 2),
-}
-_LAST_REPEATED: dict[str, tuple[Coefficients, ...]] = {
     "polar_express": (
         (8.2051, -22.9019, 16.4607),
         (4.0664, -2.8612, 0.5184),
@@ -41,7 +39,8 @@ _LAST_REPEATED: dict[str, tuple[Coefficients, ...]] = {
         (2.2737, -1.6447, 0.4162),
     ),
 }
-COEFFICIENT_TYPES = (*_CYCLED, *_LAST_REPEATED)
+_LAST_REPEATED = ("polar_express", "cans")  # other coefficients repeat as a whole
+COEFFICIENT_TYPES = tuple(_COEFFICIENTS)
 SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
 
 
@@ -91,10 +90,9 @@ class MuonConfig:
 
     def coefficients(self) -> tuple[Coefficients, ...]:
         """Return the coefficients of every step of Newton-Schulz."""
-        kind = self.muon_coefficient_type
-        again = _CYCLED.get(kind) or _LAST_REPEATED[kind][-1:]
-        listed = chain(_LAST_REPEATED.get(kind, ()), cycle(again))
-        return tuple(islice(listed, self.muon_num_ns_steps))
+        listed = _COEFFICIENTS[self.muon_coefficient_type]
+        again = listed[-1:] if self.muon_coefficient_type in _LAST_REPEATED else listed
+        return tuple(islice(chain(listed, cycle(again)), self.muon_num_ns_steps))
 
     def scale(self, rows: int, columns: int) -> float:
         """Return the factor of the orthogonalized update of a matrix of this shape."""

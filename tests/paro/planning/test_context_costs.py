@@ -9,8 +9,7 @@ import pytest
 from model.config import RecomputeConfig
 from model.trainable import Trainable
 from paro.machine.machine import Nic
-from paro.planning.comm_costs import THREAD
-from paro.planning.context_costs import ContextCosts
+from paro.planning.comm_costs import THREAD, ContextCosts
 from paro.planning.context_parallel import messages_of
 from paro.planning.search_space import PlanRequest
 from paro.planning.sending import Sender

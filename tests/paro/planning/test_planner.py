@@ -140,7 +140,7 @@ def weighed(
     return replace(
         found,
         fits=fits,
-        timeline=replace(found.timeline, seconds=seconds),
+        seconds=seconds,
         sent=replace(found.sent, inter=inter),
         memory=replace(found.memory, allocations=found.memory.allocations._replace(states=states)),
     )
