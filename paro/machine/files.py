@@ -85,7 +85,7 @@ class _File:
 
 
 # The names of fields that a file and a `Machine` have in common.
-_COMMON = {field.name for field in fields(_File)} - {"format", "links", "sources", "conditions"}
+_COMMON = {field.name for field in fields(_File)} - {"format", "links"}
 
 
 def why_unmeasurable(world_size: int, group_size: int, *, dry_run: bool) -> str | None:
@@ -173,19 +173,13 @@ def machine_from_json(text: str | bytes, where: str) -> Machine:
             **{name: getattr(file, name) for name in _COMMON},
             intra=_speed_of(file.links.intra),
             inter=_speed_of(file.links.inter),
-            sources=tuple(file.sources.items()),
-            conditions=tuple(file.conditions.items()),
         )
 
 
 def machine_to_json(machine: Machine) -> str:
     """Return the text of a machine file, one measurement per line."""
-    known = {
-        "format": FORMAT,
-        "links": {link.value: machine.link(link) for link in Link},
-        "sources": dict(machine.sources),
-        "conditions": dict(machine.conditions),
-    }
+    links = {link.value: machine.link(link) for link in Link}
+    known: dict[str, object] = {"format": FORMAT, "links": links}
     head = {}
     for each in fields(_File):
         value = known.get(each.name, getattr(machine, each.name, None))

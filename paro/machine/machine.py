@@ -11,7 +11,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import Enum
 from itertools import pairwise
@@ -144,8 +144,8 @@ class Machine:
     device: Device | None = None
     uneven: tuple[GroupSpeed, ...] = ()  # groups of another speed than the machine's
     launch_order: LaunchOrder = "free"  # "implicit": collectives start in the host's launch order
-    sources: tuple[tuple[str, str], ...] = ()  # (field of the file, source of its value)
-    conditions: tuple[tuple[str, str], ...] = ()  # (name, value) of what a measurement depends on
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)  # by field of the file
+    conditions: Mapping[str, str] = field(default_factory=dict, hash=False)  # of a measurement
 
     def __post_init__(self) -> None:
         sizes = {"world_size": self.world_size, "group_size": self.group_size}

@@ -113,7 +113,7 @@ def find_measured(config: RunConfig, control: Control, watchdog: Watchdog) -> Ma
     begin = time.monotonic()
     source = f"measured at the start of a run: {listed([*map(str, depends_on.values())][:6])}"
     machine = measure_machine(config, control, name=path.stem, source=source, say=say)
-    machine = replace(machine, conditions=tuple(depends_on.items()))
+    machine = replace(machine, conditions=depends_on)
     _forget(control.device)
     took = time.monotonic() - begin
     if control.world.rank == 0:
@@ -182,7 +182,7 @@ def misfit(run: RunSpec, depends_on: Mapping[str, str], machine: Machine) -> str
     """Say why `machine` does not hold for this run; None if it holds."""
     if (machine.world_size, machine.group_size) != (run.world_size, run.group_size):
         return f"it is of {ranks_text(machine.world_size, machine.group_size)}"
-    earlier = dict(machine.conditions)
+    earlier = machine.conditions
     for name, now in depends_on.items():
         if earlier.get(name) != now:
             before = earlier.get(name, "not in the file")

@@ -16,7 +16,6 @@ from paro.planning.step_costs import StepCosts, Timeline, round_seconds, simulat
 from paro.planning.step_counts import StepCounts
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
-from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import RunSettings, RunSpec
 from paro.topology import Sent
 
@@ -27,14 +26,9 @@ BITS_GAIN = 0.02  # share of the step time that quantization must save to be cho
 class OuterRound:
     """The time of the longest round of outer steps."""
 
-    outer: OuterConfig
     seconds: float
     exposed: float  # seconds for which groups wait, where training does not hide the round
-
-    @property
-    def seconds_a_step(self) -> float:
-        """The exposed time of all rounds, a step."""
-        return self.exposed * self.outer.outer_fragments / self.outer.outer_steps
+    seconds_a_step: float  # the exposed time of all rounds, a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +154,9 @@ class Estimator:
         if outer is not None:
             whole = round_seconds(costs)
             exposed = max(0.0, whole - outer.outer_delay * timeline.seconds)
-            outer_round = OuterRound(outer=outer, seconds=whole, exposed=exposed)
-            seconds += outer_round.seconds_a_step
+            a_step = exposed * outer.outer_fragments / outer.outer_steps
+            outer_round = OuterRound(seconds=whole, exposed=exposed, seconds_a_step=a_step)
+            seconds += a_step
         tokens = request.global_batch_size * request.seq_length
         counted = request.model, request.seq_length, request.trained  # for MFU, as by the trainer
         flops = flops_per_token(*counted, causal=False) * tokens / request.world_size

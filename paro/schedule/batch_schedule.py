@@ -41,8 +41,8 @@ class BatchSchedule:
             1,
             micro_batch_size=self.micro_batch_size,
             global_batch_size=self.global_batch_size,
-            eval_micro_batch_size=self.eval_micro_batch,
-            eval_global_batch_size=self.eval_batch,
+            eval_micro_batch_size=self.eval_micro_batch_size,
+            eval_global_batch_size=self.eval_global_batch_size,
         )
         if self.step_batch_size_schedule is None:
             self._check_multiple("--global-batch-size", self.global_batch_size)
@@ -78,14 +78,12 @@ class BatchSchedule:
     @property
     def eval_micro_batch(self) -> int:
         """Samples of one evaluation micro-batch on one rank."""
-        size = self.eval_micro_batch_size
-        return self.micro_batch_size if size is None else size
+        return self.eval_micro_batch_size or self.micro_batch_size
 
     @property
     def eval_batch(self) -> int:
         """Samples of one evaluation iteration on all ranks together."""
-        size = self.eval_global_batch_size
-        return self.global_batch_size if size is None else size
+        return self.eval_global_batch_size or self.global_batch_size
 
     @property
     def num_eval_micro_batches(self) -> int:

@@ -33,7 +33,7 @@ def machine_of_gpus(
             f"more than one node of {gpus_per_node} (--gpus-per-node)"
         )
     shipped = find_machine(GPUS[gpu])
-    known = dict(shipped.sources)
+    known = shipped.sources
     sources = {field: known[field] for field in known if not field.endswith(("size", "bandwidth"))}
     links = {"intra": shipped.intra, "inter": shipped.inter}
     for name, given in (("intra", intra), ("inter", inter)):
@@ -53,7 +53,7 @@ def machine_of_gpus(
         inter=None if inter is None else links["inter"],
         device=shipped.device,
         launch_order=shipped.launch_order,
-        sources=tuple(sources.items()),
+        sources=sources,
     )
     return machine.for_world(world_size, subject="--gpu")
 
@@ -76,7 +76,7 @@ def described(machine: Machine) -> str:
         for link, what in ((machine.intra, "inside a node"), (machine.inter, f"by {whose}"))
         if link is not None
     ]
-    source = dict(machine.sources)["device.sustained_flops"]
+    source = machine.sources["device.sustained_flops"]
     return (
         ", ".join((f"nodes of {machine.group_size} {device.name}", *rates))
         + f"; {device.sustained_flops / 1e12:.0f} TFLOP/s sustained ({source})"

@@ -11,6 +11,7 @@ from paro.config.outer_steps import take_outer
 from paro.machine.machine import Machine, rate_text
 from paro.planning.estimator import Estimate, Estimator, OuterRound
 from paro.planning.search_space import PlanRequest
+from paro.spec.outer_steps import OuterConfig
 from paro.strategy import legal_letters
 
 _SHARE = 0.05  # of a step's time that rounds may be exposed, for the number of steps that is named
@@ -49,7 +50,8 @@ def outer_lines(args: Namespace, request: PlanRequest, best: Estimate | None) ->
     )
     yield "  the training is another one, with another loss: docs/outer-steps.md"
     if rounds.exposed:
-        yield f"  {_steps_needed(found, rounds)} steps between rounds would expose {_SHARE:.0%}"
+        steps_needed = _steps_needed(found, rounds, outer)
+        yield f"  {steps_needed} steps between rounds would expose {_SHARE:.0%}"
     if best is not None:
         gain = best.seconds / found.seconds
         name = best.candidate.strategy.name
@@ -57,10 +59,10 @@ def outer_lines(args: Namespace, request: PlanRequest, best: Estimate | None) ->
         yield from _threshold(request, own, best, found)
 
 
-def _steps_needed(found: Estimate, rounds: OuterRound) -> int:
+def _steps_needed(found: Estimate, rounds: OuterRound, outer: OuterConfig) -> int:
     """Compute the steps between rounds for which these are exposed for a share of the time."""
     in_step = found.seconds - rounds.seconds_a_step
-    exposed = rounds.exposed * rounds.outer.outer_fragments
+    exposed = rounds.exposed * outer.outer_fragments
     return math.ceil(exposed * (1 - _SHARE) / (_SHARE * in_step))
 
 

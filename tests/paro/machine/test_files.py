@@ -44,7 +44,7 @@ MACHINE = Machine(
     nic=Nic.SHARED,
     nics=2,
     launch_order="implicit",
-    conditions=(("ranks", "8 ranks in groups of 4"),),
+    conditions={"ranks": "8 ranks in groups of 4"},
     inter=replace(speed(0.094310123, 3.1e-4), bandwidth_source=BandwidthSource.FITTED),
     measured=(
         Measured(axes=Axes.BOTH, op=Op.ALL_GATHER, algorithm="ring", bytes=4_000, seconds=0.1 / 3),

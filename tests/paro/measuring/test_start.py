@@ -115,7 +115,7 @@ def found(flags: str) -> Machine:
     with Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9) as watchdog:
         made = start.find_measured(configure(f"{AUTO} {flags}"), alone(), watchdog)
     assert made.conditions
-    return replace(made, conditions=())
+    return replace(made, conditions={})
 
 
 def test_a_machine_is_measured_once_and_again_when_asked(
@@ -174,7 +174,7 @@ def test_a_file_that_cannot_be_read_is_measured_again(measured: list[str], tmp_p
     (tmp_path / "another.json").write_text("[]", encoding="utf-8")
     told = output_of(lambda: found(flags))
     assert f"{path} is measured again: machine file {path} is not valid JSON" in told
-    assert replace(read_machine(path), conditions=()) == MACHINE
+    assert replace(read_machine(path), conditions={}) == MACHINE
     assert len(measured) == 1
 
 
