@@ -332,7 +332,7 @@ def faster_comm_type(
     seconds = estimator.estimate(candidate).seconds
     least, fastest = seconds / (1 + _CLEAR_GAIN), None
     base, degree = replace(config, hierarchical_context_parallel_sizes=None), config.layout.size
-    for other in _fitting(base, [degree], TYPES, request.context_limits):
+    for other in _fitting(base, [degree], TYPES, request.context_limits(request.world_size)):
         changed = replace(candidate, context=other.layout)
         if estimator.costs(changed).least_seconds() < least:
             estimate = estimator.estimate(changed)

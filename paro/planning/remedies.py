@@ -19,7 +19,7 @@ from paro.planning.search_space import (
     least_recomputation,
     recompute_flags,
 )
-from paro.spec.context_layout import ContextLayout, ContextLimits
+from paro.spec.context_layout import ContextLayout
 from paro.spec.run_spec import Materialize, RunSpec
 from paro.strategy import Strategy
 from paro.text import size_text
@@ -108,13 +108,7 @@ def single_changes(request: PlanRequest, least: Candidate) -> Iterator[Change]:
 
 def larger_contexts(run: RunSpec) -> Iterator[tuple[str, ContextLayout]]:
     """Yield larger context-parallel layouts that a run may have, smallest first, with flags."""
-    limits = ContextLimits(
-        model=run.model,
-        world_size=run.world_size,
-        group_size=run.group_size,
-        seq_length=run.seq_length,
-        in_parts=run.model.parts_misfit(run.device_type, run.precision.compute) is None,
-    )
+    limits = run.context_limits(run.world_size)
     most = run.world_size if run.outer is None else run.group_size  # groups that train alone
     for size in range(run.context.size + 1, most + 1):
         for name, heads in (("p2p", 1), ("a2a", size)):

@@ -16,7 +16,7 @@ from paro.machine.machine import Machine
 from paro.planning.computing import device_of
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
-from paro.spec.context_layout import ContextLayout, ContextLimits
+from paro.spec.context_layout import ContextLayout
 from paro.spec.run_spec import Materialize, RunSettings
 from paro.spec.units import MUON_ROTATES, rotation_infeasible_reason
 from paro.strategy import (
@@ -59,17 +59,6 @@ class PlanRequest(RunSettings):
     def data_parallel_size(self) -> int:
         """The number of context-parallel groups, each with samples of its own."""
         return self.world_size // self.context.size
-
-    @property
-    def context_limits(self) -> ContextLimits:
-        """The limits of context-parallel layouts."""
-        return ContextLimits(
-            model=self.model,
-            world_size=self.world_size,
-            group_size=self.group_size,
-            seq_length=self.seq_length,
-            in_parts=self.model.parts_misfit(self.device_type, self.precision.compute) is None,
-        )
 
     @cached_property
     def trained(self) -> frozenset[str]:

@@ -14,7 +14,7 @@ from paro.collectives.choice import AlgorithmChoice, needed_groups
 from paro.collectives.schedule import Op
 from paro.layout import Unit
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.spec.context_layout import ALONE, ContextLayout
+from paro.spec.context_layout import ALONE, ContextLayout, ContextLimits
 from paro.spec.muon_rounds import muon_bucket_size, muon_rounds
 from paro.spec.optim_config import MuonConfig
 from paro.spec.outer_steps import OuterConfig
@@ -66,6 +66,16 @@ class RunSettings:
     materialize: Materialize = Materialize.GATHER
     device_type: str = "cuda"  # or "cpu"; decides the kernels that exist
     eval_micro_batch_size: int = 0  # samples; 0: without evaluation, or as in training
+
+    def context_limits(self, world_size: int) -> ContextLimits:
+        """Return the limits of context-parallel layouts on a number of ranks."""
+        return ContextLimits(
+            model=self.model,
+            world_size=world_size,
+            group_size=self.group_size,
+            seq_length=self.seq_length,
+            in_parts=self.model.parts_misfit(self.device_type, self.precision.compute) is None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

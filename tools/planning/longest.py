@@ -61,7 +61,7 @@ def longest_table(args: Namespace) -> str:
 def _options(args: Namespace, request: PlanRequest, size: int) -> list[ContextParallelConfig]:
     """Return the layouts of a context-parallel size; `UserError` if the flags ask in vain."""
     context, model, compute = take_context(args), request.model, request.precision.compute
-    limits = replace(request.context_limits, seq_length=_unit(size))
+    limits = replace(request.context_limits(request.world_size), seq_length=_unit(size))
     found = possible_configs(args, limits, [size])
     rotates = request.materialize.rotates
     if context.context_parallel_size == size > 1 and (rotates or not found):

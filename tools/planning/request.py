@@ -264,7 +264,7 @@ def with_context(args: Namespace) -> tuple[Namespace, tuple[str, ...]]:
     base = plan_request_of_args(_with(args, **alone.flags, global_batch_size=None))
     batch = args.global_batch_size or base.global_batch_size
     args = _with(args, seq_length=base.seq_length, global_batch_size=batch)
-    configs = possible_configs(args, base.context_limits)
+    configs = possible_configs(args, base.context_limits(base.world_size))
 
     def make(config: ContextParallelConfig, micro_batch_size: int) -> PlanRequest:
         changes = config.flags | {"micro_batch_size": micro_batch_size}
