@@ -20,7 +20,7 @@ from paro.config.run import RunConfig
 from paro.distributed import groups
 from paro.distributed.comm_stream import CommStreams, InlineStreams
 from paro.errors import RunError
-from paro.machine.choice import choice_of
+from paro.machine.collective_time import choice_of
 from paro.strategy import legal_letters
 from paro.topology import Axes
 from paro.training import assembly
