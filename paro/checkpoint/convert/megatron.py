@@ -172,17 +172,12 @@ def write_megatron(source: Source, root: Path, *, rows: int, divisible_by: int) 
 
 
 def _check_rope_scaling(config: LlamaConfig) -> None:
-    for name in _ROTARY:
-        if getattr(config, name) % 1.0:
+    for name in (*_ROTARY, *(_ROPE_SCALING if config.use_rope_scaling else ())):
+        value = getattr(config, name)
+        if value != _ROPE_SCALING.get(name, int(value)):
             raise UserError(
-                f"Megatron-LM's --{name.replace('_', '-')} is a whole number, and this model has "
-                f"{getattr(config, name)}"
-            )
-    for name, theirs in _ROPE_SCALING.items() if config.use_rope_scaling else ():
-        if getattr(config, name) != theirs:
-            raise UserError(
-                f"Megatron-LM has no --{name.replace('_', '-')}: it takes {theirs}, and this model "
-                f"has {getattr(config, name)}"
+                f"Megatron-LM has no --{name.replace('_', '-')} {value}, as this model has: it "
+                f"takes {_ROPE_SCALING.get(name, 'a whole number')}"
             )
 
 
@@ -201,13 +196,11 @@ def _iteration(root: Path) -> Path:
 def _contents(path: Path) -> tuple[_Args, Mapping[str, Any]]:
     """Return the arguments and tensors in a rank's file; `UserError` if it has none."""
     saved = load_torch_file(path)
-    if not isinstance(saved, dict) or not isinstance(saved.get("args"), Namespace):
-        raise UserError(f"{path} is no checkpoint of Megatron's: it has no args")
-    stored = saved.get("model")
-    if not isinstance(stored, dict):
-        raise UserError(f"{path} is no checkpoint of Megatron's: it has no model")
+    for name, kind in (("args", Namespace), ("model", dict)):
+        if not isinstance(saved, dict) or not isinstance(saved.get(name), kind):
+            raise UserError(f"{path} is no checkpoint of Megatron's: it has no {name}")
     args: _Args = conform(vars(saved["args"]), _Args, f"{path}: args")
-    return args, stored
+    return args, saved["model"]
 
 
 def _config(path: Path, args: _Args, ranks: Sequence[Mapping[str, Any]]) -> tuple[LlamaConfig, int]:

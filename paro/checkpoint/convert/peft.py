@@ -81,15 +81,14 @@ def open_peft(directory: Path, base: Source) -> Source:
     weights = [f"blocks.{layer}.{kind}" for layer in layers for kind in MODULES.values()]
     adapters = _adapters_in(directory / WEIGHTS, weights, fields)
     scales: dict[str, tuple[int, float]] = {}  # {weight: (rank, alpha)}
+    shapes: dict[str, Shape] = {}
     for weight in weights:
         if (down := adapters.get(down_name(weight))) is not None:
             stored = next(iter(down.shape), 0) if fields.get("rank_pattern") else 0
             rank = stored or fields["r"]
             scales[weight] = (rank, _alpha_of(weight, rank, fields))
-    shapes: dict[str, Shape] = {}
-    for weight, (rank, _) in scales.items():
-        rows, columns = base.tensors[weight].shape
-        shapes |= {down_name(weight): (rank, columns), up_name(weight): (rows, rank)}
+            rows, columns = base.tensors[weight].shape
+            shapes |= {down_name(weight): (rank, columns), up_name(weight): (rows, rank)}
     with about(suffix=": these are adapters of another model than --base"):
         adapters = checked_tensors(shapes, adapters, directory / WEIGHTS, peft_name)
     scalings = {weight: alpha / rank for weight, (rank, alpha) in scales.items()}

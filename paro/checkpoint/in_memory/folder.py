@@ -86,8 +86,7 @@ def snapshot_folder(
                     f"{path} holds the local copies of another run with the same job ID on this "
                     f"node: give torchrun a --rdzv-id of its own, or another {FLAG}"
                 )
-            for line in _remove_leftovers(path):
-                log(line)
+            _remove_leftovers(path, log)
     if not _is_in_memory(path):
         log(f"local copies are in {path}, which is no memory: they cost time of a disk")
     try:
@@ -150,8 +149,8 @@ def _lock(path: Path, deadline: float) -> int | None:
         time.sleep(0.1)
 
 
-def _remove_leftovers(own: Path) -> Iterator[str]:
-    """Remove folders of this user's jobs on this node that ended long ago; yield a line each."""
+def _remove_leftovers(own: Path, log: Callable[[str], None]) -> None:
+    """Remove folders of this user's jobs on this node that ended long ago; log a line each."""
     for path in own.parent.glob(f"paro-{os.getuid()}-*-{_as_file_name(socket.gethostname())}"):
         if path == own:
             continue
@@ -161,7 +160,7 @@ def _remove_leftovers(own: Path) -> Iterator[str]:
             if lock is not None:
                 shutil.rmtree(path)
                 os.close(lock)
-                yield f"removed the local copies in {path}: their job has ended"
+                log(f"removed the local copies in {path}: their job has ended")
 
 
 def _is_in_memory(path: Path) -> bool:
