@@ -1,8 +1,10 @@
-"""The order of a blend: its rule sample by sample."""
+"""Blends: the words and files that make one, its order sample by sample, and the refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -11,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import blended_dataset
+from data.blend import (
+    Blend,
+    parse_blend,
+    read_blend,
+    read_blend_per_split,
+)
 from data.blended_dataset import BlendIndices, blend_by_share, blend_exhaustively
+from tests.helpers.refusals import refused
 
 
 def sample_by_sample(
@@ -83,3 +92,94 @@ def test_a_wrong_beginning_is_run_again() -> None:
 def test_a_share_near_zero_is_no_overflow() -> None:
     order = blend_by_share([1.0, 3e-309], 1000)
     assert np.flatnonzero(order.dataset_index).tolist() == [1]
+
+
+MISMATCHES = ("1", "1 2", "x 1", "1 x 2", "1 x y", "x 1 y 2", "1 x y z", "1 2 x y", "x y 3")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        *((words, "--f ... do not match") for words in MISMATCHES),
+        *((f"{w} x 1 y", "--f the weight ... is no share") for w in ("-1", "-0.5", "inf", "nan")),
+    ],
+)
+def test_weights_that_match_no_paths_or_are_no_shares_are_refused(words: str, told: str) -> None:
+    refused(lambda: parse_blend(words.split(), "--f"), told)
+
+
+@pytest.mark.parametrize("path", [r"a\u0000b", r"\ud83d"])
+def test_a_path_that_no_file_can_have_is_refused(tmp_path: Path, path: str) -> None:
+    (tmp_path / "blend").write_text(f'["{path}"]')
+    refused(lambda: read_blend(str(tmp_path / "blend"), "--f"), f"--f {tmp_path / 'blend'}")
+
+
+def test_a_file_of_words(tmp_path: Path) -> None:
+    (tmp_path / "blend").write_text("0.5 x\n0.25 y\n0.25 z\n")
+    blend = read_blend(str(tmp_path / "blend"), "--f")
+    assert (blend.prefixes, blend.shares()) == (("x", "y", "z"), [0.5, 0.25, 0.25])
+    assert blend.flag == f"--f {tmp_path / 'blend'}:"
+    refused(lambda: read_blend(str(tmp_path / "none"), "--f"), f"--f {tmp_path / 'none'}")
+
+
+@pytest.mark.parametrize(
+    ("content", "prefixes", "weights"),
+    [
+        ("x", "x", None),
+        ("x y z", "xyz", None),
+        ("30 x 70 y", "xy", (30.0, 70.0)),
+        ("1 x 0 y 3 z", "xz", (1.0, 3.0)),
+        (["x", "y"], "xy", None),
+        ([1, "x", 3, "y"], "xy", (1.0, 3.0)),
+        ([2, [1, "x", 3, "y"], 6, "z"], "xyz", (0.5, 1.5, 6.0)),
+        ([2, [1, [1, "w", 1, "x"], 3, "y"], 6, "z"], "wxyz", (0.25, 0.25, 1.5, 6.0)),
+        (["x", ["y", ["z"]]], "xyz", None),
+        ([2, [0, "x", 3, "y"], 6, "z"], "yz", (2.0, 6.0)),
+    ],
+)
+def test_weights_come_before_their_paths_or_lists_and_zero_is_no_corpus(
+    tmp_path: Path, content: str | list[object], prefixes: str, weights: tuple[float, ...] | None
+) -> None:
+    """Words after a flag or in a file, or nested lists in a file."""
+    path = tmp_path / "blend"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    blend = read_blend(str(path), "--f")
+    assert (blend.prefixes, blend.weights) == (tuple(prefixes), weights)
+    if isinstance(content, str):
+        given = Blend(flag="--f", prefixes=tuple(prefixes), weights=weights)
+        assert parse_blend(content.split(), "--f") == given
+
+
+@pytest.mark.parametrize(
+    ("read", "content", "told"),
+    [
+        (read_blend, '[1, ["x", "y"], 2, "z"]', "a list inside a list has weights where"),
+        (read_blend, '["x", [1, "y"]]', "a list inside a list has weights where"),
+        (read_blend, '[1, {"x": 2}]', "is neither a path nor a weight"),
+        (read_blend, "[1, true]", "true is neither a path nor a weight"),
+        (read_blend, '["x"', "is not valid JSON"),
+        (read_blend, "[]", "names no corpus"),
+        (read_blend, "", "names no corpus"),
+        (read_blend, "1 x 2", "do not match"),
+        (read_blend, "0 x", "all weights are 0"),
+        *(
+            (read_blend_per_split, content, 'give ... "train":')
+            for content in ('["x"]', '{"training": ["x"]}', "3", '{"train": 3}')
+        ),
+    ],
+)
+def test_a_senseless_file_is_refused(
+    tmp_path: Path, read: Callable[[str, str], object], content: str, told: str
+) -> None:
+    path = tmp_path / "blend"
+    path.write_text(content)
+    refused(lambda: read(str(path), "--f"), f"--f {path} ... {told}")
+
+
+def test_a_blend_for_each_split(tmp_path: Path) -> None:
+    path = tmp_path / "splits.json"
+    path.write_text(json.dumps({"train": "1 x 3 y", "valid": ["v"], "test": []}))
+    blends = read_blend_per_split(str(path), "--f")
+    assert set(blends) == {"train", "valid"}
+    assert blends["train"].shares() == [0.25, 0.75]
+    assert blends["valid"].flag == f"--f {path}, valid:"

@@ -1,4 +1,4 @@
-"""Checksums of blocks: their file, damage that they find, and files that change while open."""
+"""Files are complete or absent; checksums of blocks find damage, and changes while open."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.atomic_file import replacing
 from data.block_checksums import BLOCK_BYTES, BlockSums, checksums_path
 from data.indexed_dataset import IndexedDataset
 from tests.helpers.corpora import write_corpus
@@ -223,3 +224,23 @@ def test_no_descriptor_is_left_open(prefix: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before + 3
     del indexed
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_file_appears_when_the_block_ends(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("old")
+    with replacing(path) as temporary:
+        temporary.write_text("new")
+        assert path.read_text() == "old"
+        assert temporary.parent == path.parent
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_writers_of_the_same_file_do_not_share_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    with replacing(path) as first, replacing(path) as second:
+        first.write_text("first")
+        second.write_text("second")
+        assert first != second
+    assert path.read_text() == "first"  # the one that ended last

@@ -1,4 +1,4 @@
-"""A folder's tokenizer.json, read without transformers, gives the same ids as transformers."""
+"""A tokenizer.json, read or written here, gives transformers' ids; names of the hub in refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
+from data.hub import how_to_fetch
 from data.hugging_face_tokenizer import bytes_of_pieces, hugging_face_tokenizer
+from data.tokenizer import SentencePieceTokenizer
+from data.tokenizer_json import write_tokenizer_json
+from tests.data.test_tokenizer import train_sentencepiece
 from tests.helpers.processes import python_apart
 from tests.helpers.refusals import refused
 
@@ -254,3 +258,80 @@ def test_a_folder_without_a_tokenizer_json_is_for_transformers(tmp_path: Path) -
     os.mkfifo(tmp_path / "merges.txt")
     told = "--tokenizer-model ... merges.txt is no regular file"
     refused(lambda: hugging_face_tokenizer(str(tmp_path)), told)
+
+
+LINES = ["def main() -> None:", "    print('naïve 雪 text')", "the quick  brown fox", "a b c"] * 20
+LLAMA: dict[str, Any] = {  # as LLaMA-1's, LLaMA-2's and this project's were trained
+    "lines": LINES,
+    "vocab_size": 320,
+    "hard_vocab_limit": False,
+    "allow_whitespace_only_pieces": True,
+    "split_digits": True,
+}
+CODE = ["def main() -> None:", "  def  naïve(雪):\n\t", "quick é brown 🙂 2025"]
+CODE += ["a", " a", "\n", "x" * 40]
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_ids_and_texts_are_the_same(prefix: bool, out: Path) -> None:
+    from transformers import AutoTokenizer
+
+    model = train_sentencepiece(out.with_name("x.model"), **LLAMA, add_dummy_prefix=prefix)
+    assert write_tokenizer_json(model, out)
+    own = SentencePieceTokenizer(str(model))
+    file = hugging_face_tokenizer(str(out / "tokenizer.json"))
+    theirs = AutoTokenizer.from_pretrained(out)
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (own.bos, own.eod) == (1, 2)
+    assert (file.bos, file.eod, file.vocab_size) == (1, 2, own.vocab_size)
+    for text in CODE:
+        ids = own.encode(text)
+        assert theirs.encode(text) == ids == file.encode(text), text
+        assert theirs.decode(ids) == own.decode(ids) == file.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"normalization_rule_name": "nmt_nfkc"},
+        {"remove_extra_whitespaces": True},
+        {"model_type": "unigram", "byte_fallback": True},
+    ],
+)
+def test_what_would_have_other_ids_is_not_written(options: dict[str, Any], out: Path) -> None:
+    model = train_sentencepiece(out.with_name("x.model"), **LLAMA, **options)
+    assert not write_tokenizer_json(model, out)
+    assert not list(out.iterdir())
+
+
+def test_a_file_of_another_library_is_not_written(tmp_path: Path) -> None:
+    model = tmp_path / "tokenizer.model"
+    model.write_text("IQ== 0\nIg== 1\n")
+    assert not write_tokenizer_json(model, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B", "Qwen/Qwen3-0.6B", "o_1/m.v2"])
+def test_a_refusal_says_how_to_fetch_what_may_be_a_model(name: str) -> None:
+    folder = name.partition("/")[2]
+    assert f"'hf download {name} --local-dir {folder}'" in how_to_fetch(name)
+    assert how_to_fetch(Path(name)) == how_to_fetch(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/meta-llama/Llama-3.2-1B", "a/b/c", "../runs", "~/model", "model", "owner/", "own er/model"],
+)
+def test_other_folders_get_no_such_advice(name: str) -> None:
+    assert how_to_fetch(name) == ""
+
+
+def test_a_folder_beside_others_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert how_to_fetch("runs/gone")
+    (tmp_path / "runs").mkdir()
+    assert how_to_fetch("runs/gone") == ""

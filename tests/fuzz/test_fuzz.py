@@ -35,7 +35,7 @@ READERS = {
     "data.index_cache": "tests/data/test_gpt_dataset.py",
     "data.indexed_dataset": "corpus",
     "data.tokenizer": "sentencepiece",
-    "data.tokenizer_json": "tests/data/test_tokenizer_json.py",
+    "data.tokenizer_json": "tests/data/test_hugging_face_tokenizer.py",
     "model.hugging_face": "hugging face",
     "paro.arguments.yaml_flags": "yaml",
     "paro.checkpoint.base": "tests/paro/training/test_lora.py",

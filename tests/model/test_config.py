@@ -1,4 +1,4 @@
-"""Sizes, presets, and the numbers of parameters and FLOPs that follow."""
+"""Sizes, presets, units, what trains, and the numbers of parameters and FLOPs that follow."""
 
 from __future__ import annotations
 
@@ -9,11 +9,20 @@ from functools import partial
 import pytest
 import torch
 
-from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig, preset_name
+from model.config import LLAMA_PRESETS, LlamaConfig, LoraConfig, RecomputeConfig, preset_name
 from model.initialization import initialize_whole
 from model.llama import Llama
-from model.units import flops_per_token, num_parameters, parameter_shapes
+from model.trainable import Trainable
+from model.units import (
+    first_trained_unit,
+    flops_per_token,
+    num_parameters,
+    parameter_shapes,
+    recomputed_groups,
+    unit_specs,
+)
 from tests.helpers.refusals import refused
+from tests.model.test_llama import CONFIGS, MHA
 from tests.model.values import SMALL, flops_of
 
 
@@ -152,3 +161,114 @@ def test_a_mistake_names_its_flag_and_what_it_contradicts(
 def test_a_number_of_blocks_to_recompute_is_positive() -> None:
     wrong = partial(RecomputeConfig, granularity="full", num_layers=0)
     refused(wrong, "--recompute-num-layers 0")
+
+
+def test_who_borrows_and_whose_backward_reads_weights() -> None:
+    untied, tied = (unit_specs(CONFIGS[name]) for name in ("mha", "tied"))
+
+    assert [unit.borrows for unit in untied] == [()] * 5
+    assert [unit.borrows for unit in tied] == [(), (), (), (), ("embedding",)]
+    assert [unit.backward_needs_weight for unit in untied] == [False, True, True, True, True]
+
+
+def test_parts_are_called_by_who_holds_their_matrices() -> None:
+    for name, head in (("mha", "head"), ("tied", "embedding")):
+        units = unit_specs(replace(CONFIGS[name], num_layers=1))
+        labels = [unit.label_of(part) for unit in units for part in unit.parts]
+        assert labels == ["embedding", "blocks.0.attention", "blocks.0.mlp", head]
+
+
+@pytest.mark.parametrize(
+    ("trained", "first"),
+    [("embedding.weight", 0), ("blocks.1.wo", 2), ("head.norm", 4), ("another", 5)],
+)
+def test_the_first_unit_that_trains(trained: str, first: int) -> None:
+    assert first_trained_unit(unit_specs(MHA), trained.__eq__) == first
+
+
+PAIRS = RecomputeConfig(granularity="full", num_layers=2)
+FIRST_TWO = RecomputeConfig(granularity="full", method="block", num_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "first", "groups"),
+    [
+        (None, 0, []),
+        (RecomputeConfig(granularity="selective"), 0, []),
+        (RecomputeConfig(granularity="selective", method="block", num_layers=2), 0, []),
+        (replace(PAIRS, num_layers=8), 0, [[1, 2, 3, 4, 5]]),
+        (replace(FIRST_TWO, num_layers=8), 4, [[4], [5]]),
+        (RecomputeConfig(granularity="full"), 2, [[2], [3], [4], [5]]),
+        (PAIRS, 0, [[1, 2], [3, 4], [5]]),
+        (PAIRS, 2, [[2], [3, 4], [5]]),
+        (PAIRS, 3, [[3, 4], [5]]),
+        (PAIRS, 6, []),
+        (FIRST_TWO, 1, [[1], [2]]),
+        (FIRST_TWO, 2, [[2]]),
+    ],
+)
+def test_groups_begin_at_the_first_unit_that_trains(
+    recompute: RecomputeConfig | None, first: int, groups: list[list[int]]
+) -> None:
+    units = unit_specs(replace(MHA, num_layers=5, recompute=recompute))
+    assert [[*group] for group in recomputed_groups(units, first)] == groups
+
+
+CONFIG = replace(SMALL, num_layers=5)
+NAMES = frozenset(parameter_shapes(CONFIG))
+
+
+def names(text: str) -> frozenset[str]:
+    return Trainable.of_flag(text).names(CONFIG)
+
+
+def test_all_trains_every_parameter() -> None:
+    assert names("all") == NAMES
+
+
+@pytest.mark.parametrize(
+    ("share", "layers"),
+    [("0.0625", [4]), ("0.2", [4]), ("0.5", [3, 4]), ("0.6", [2, 3, 4]), ("1", [0, 1, 2, 3, 4])],
+)
+def test_the_last_blocks_train_and_the_head_does_not(share: str, layers: list[int]) -> None:
+    wanted = {n for n in NAMES if any(n.startswith(f"blocks.{layer}.") for layer in layers)}
+    assert names(f"last-blocks:{share}") == wanted
+
+
+def test_patterns_match_whole_names() -> None:
+    assert names("names:head.*") == {"head.norm", "head.weight"}
+    assert names("names:blocks.[13].wq,head.norm") == {"blocks.1.wq", "blocks.3.wq", "head.norm"}
+    assert names("names:*") == NAMES
+
+
+@pytest.mark.parametrize(
+    "text", ["full", "last-blocks", "last-blocks:x", "names", "names:", "names:a,,b", "all:1", ""]
+)
+def test_other_words_are_refused(text: str) -> None:
+    refused(lambda: Trainable.of_flag(text), "is none of all, last-blocks:SHARE, names:PATTERN")
+
+
+@pytest.mark.parametrize("share", ["0", "-1", "1.01", "nan", "inf"])
+def test_a_share_is_above_0_and_at_most_1(share: str) -> None:
+    refused(lambda: Trainable.of_flag(f"last-blocks:{share}"), "above 0 and at most 1")
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    refused(lambda: names("names:head.norm,wq"), "matches 'wq'; ... blocks.*.wq,")
+    tied = replace(CONFIG, tie_embeddings_and_output_weights=True)
+    tied_head = Trainable.of_flag("names:head.weight")
+    refused(lambda: tied_head.names(tied), "no parameter matches 'head.weight'")
+
+
+def test_a_models_adapters_train() -> None:
+    adapted = replace(CONFIG, lora=LoraConfig(rank=2, targets=("wo",)))
+    wanted = {f"blocks.{layer}.wo_lora_{part}" for layer in range(5) for part in "ab"}
+    assert Trainable().names(adapted) == wanted
+    assert Trainable().is_part(adapted)
+    assert not Trainable().is_part(CONFIG)
+    refused(lambda: Trainable.of_flag("adapters:0.1"), "'adapters:0.1' is none of")
+
+
+@pytest.mark.parametrize("text", ["all", "last-blocks:0.0625", "names:*.wq,head.norm"])
+def test_it_prints_as_it_is_given(text: str) -> None:
+    assert str(Trainable.of_flag(text)) == text

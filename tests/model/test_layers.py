@@ -1,9 +1,10 @@
-"""Norms and linear layers equal torch's plain operations and save less for backward."""
+"""Norms, linear layers, embedding and rotation equal torch's plain operations and save less."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,9 +14,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from model.config import LLAMA_PRESETS
+from model.embedding import Embedding
 from model.layers import gated_linear, normed_linears
 from model.norm import SharedNorm, rms_norm
-from tests.model.values import assert_rounded
+from model.rotary import inverse_frequencies, rotate, rotations
+from tests.model.values import SMALL, Sink, assert_rounded, normal
+from tests.paro.planning.lone_rank import allocated_at_most
 
 B, S, D, FFN = 2, 5, 6, 7
 EPSILON = 1e-3
@@ -166,3 +171,103 @@ def test_a_gpu_computes_the_same(name: str) -> None:
 
     torch.testing.assert_close([out.cpu() for out in outputs], wanted_outputs)
     torch.testing.assert_close([None if g is None else g.cpu() for g in grads], wanted_grads)
+
+
+ROWS, WIDTH = 60, 20
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def threes(dtype: torch.dtype, *, adds: bool = False) -> Sink:
+    return Sink(torch.full((ROWS, WIDTH), 3.0, dtype=dtype), adds=adds)
+
+
+def with_sink(sink: Sink, *, dtype: torch.dtype = FP32) -> Embedding:
+    model = Embedding()
+    model.weight = torch.nn.Parameter(normal(ROWS, WIDTH, seed=5, dtype=dtype))
+    model.weight.grad_sink = sink  # type: ignore[attr-defined]
+    return model
+
+
+def looked_up(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Tokens, many of them more than once, and a gradient."""
+    seeded = torch.Generator().manual_seed(6)
+    tokens_BS = torch.randint(ROWS // 2, (3, 37), generator=seeded)
+    return tokens_BS, torch.randn(3, 37, WIDTH, generator=seeded).to(dtype)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(("dtype", "kind"), [(FP32, FP32), (BF16, FP32), (BF16, BF16)])
+def test_a_sink_gets_torchs_gradient(dtype: torch.dtype, kind: torch.dtype, adds: bool) -> None:
+    tokens_BS, grad_BSD = looked_up(dtype)
+    sink = threes(kind, adds=adds)
+    model = with_sink(sink, dtype=dtype)
+    x_BSD = model(tokens_BS)
+    plain = model.weight.detach().clone().requires_grad_()
+    wanted_BSD = F.embedding(tokens_BS, plain)
+    assert torch.equal(x_BSD, wanted_BSD)
+    assert not sink.calls
+
+    x_BSD.backward(grad_BSD)
+    wanted_BSD.backward(grad_BSD)
+
+    assert sink.calls == ["open", "close"]
+    assert model.weight.grad is None
+    wanted = plain.grad.to(kind) + (3.0 if adds else 0.0)
+    torch.testing.assert_close(sink.buffer, wanted, rtol=1e-6 if kind == FP32 else 2**-8, atol=2e-6)
+
+
+def test_no_gradient_of_the_weights_size_is_made() -> None:
+    tokens_BS, grad_BSD = (tensor[:, :1] for tensor in looked_up(FP32))
+    x_BSD = with_sink(threes(FP32))(tokens_BS)
+    assert allocated_at_most(lambda: x_BSD.backward(grad_BSD)) < ROWS * WIDTH * 4
+
+
+def test_a_frozen_weights_sink_stays_closed() -> None:
+    tokens_BS, _ = looked_up(FP32)
+    sink = threes(FP32)
+    model = with_sink(sink)
+    with torch.no_grad():
+        model(tokens_BS)
+    assert not model.requires_grad_(requires_grad=False)(tokens_BS).requires_grad
+    assert not sink.calls
+
+
+HEADS = replace(SMALL, kv_channels=8)
+
+
+@pytest.mark.parametrize("preset", ["7B", "llama3.1-8B"])
+def test_interpolated_positions_are_divided(preset: str) -> None:
+    """As Megatron-LM does it: positions, whatever scales the frequencies."""
+    plain = LLAMA_PRESETS[preset]
+    stretched = replace(plain, rotary_seq_len_interpolation_factor=2.5)
+    divided = torch.arange(9, dtype=torch.float32) / 2.5
+    cos, sin = rotations(stretched, 9, torch.float32, torch.device("cpu"))
+
+    angles = torch.outer(divided, inverse_frequencies(plain))[:, None, :]
+
+    torch.testing.assert_close(cos, torch.cat((angles, angles), dim=-1).cos())
+    torch.testing.assert_close(sin, angles.sin())
+
+
+def test_input_of_any_layout() -> None:
+    x_BNSH = torch.randn(2, 3, 5, 8)
+    x_BSNH = x_BNSH.transpose(1, 2)
+    tables = rotations(HEADS, 5, torch.float32, torch.device("cpu"))
+
+    assert torch.equal(rotate(x_BSNH, *tables), rotate(x_BSNH.contiguous(), *tables))
+    assert torch.equal(x_BSNH, x_BNSH.transpose(1, 2)), "the input was changed"
+
+
+def test_low_precision_angles_are_computed_in_fp32() -> None:
+    """bf16 cannot represent both position 1000 and 1002: only cosines and sines may be rounded."""
+    exact = rotations(HEADS, 2048, torch.float32, torch.device("cpu"))
+    rounded = rotations(HEADS, 2048, torch.bfloat16, torch.device("cpu"))
+
+    for fine, coarse in zip(exact, rounded, strict=True):
+        assert torch.equal(fine.bfloat16(), coarse)
+
+
+def test_tables_are_made_once() -> None:
+    first, second = (rotations(HEADS, 17, torch.float32, torch.device("cpu")) for _ in range(2))
+
+    assert all(a is b for a, b in zip(first, second, strict=True))
