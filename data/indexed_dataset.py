@@ -209,19 +209,13 @@ class IndexedDataset:
 
 
 def _check_present(prefix: str) -> None:
+    file = Path(prefix)
+    meant = "of a .bin and a .idx file as tools/preprocess_data.py writes them"
+    if file.suffix in (".bin", ".idx") and file.is_file():
+        meant = f"alone, {file.with_suffix('')}, without .bin or .idx"
     for path in (idx_path(prefix), bin_path(prefix)):
-        if path.is_file():
-            continue
-        given = Path(prefix)
-        if given.suffix in (".bin", ".idx") and given.is_file():
-            raise UserError(
-                f"{path} is missing: --data-path takes the prefix, {given.with_suffix('')}, "
-                "without .bin or .idx"
-            )
-        raise UserError(
-            f"{path} is missing: --data-path takes the prefix of a .bin and a .idx file as "
-            "tools/preprocess_data.py writes them"
-        )
+        if not path.is_file():
+            raise UserError(f"{path} is missing: --data-path takes the prefix {meant}")
 
 
 def _read_header(index: RegularFile) -> tuple[int, int, int]:

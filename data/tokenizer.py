@@ -116,16 +116,13 @@ class SentencePieceTokenizer(Tokenizer):
             self.text_prefix = (self.bos,)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._processor.encode(text)
-        return ids
+        return list(self._processor.encode(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        ids: list[list[int]] = self._processor.encode(list(texts), num_threads=1)
-        return ids
+        return list(self._processor.encode(list(texts), num_threads=1))
 
     def decode(self, ids: Iterable[int]) -> str:
-        text: str = self._processor.decode([int(token) for token in ids])
-        return text
+        return str(self._processor.decode([int(token) for token in ids]))
 
     def token_bytes(self) -> list[int]:
         return [self._bytes_of(number) for number in range(self.vocab_size)]
@@ -228,14 +225,12 @@ class TikTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         if len(text) <= RUN:  # too short to contain a long run
-            ids: list[int] = self._encoding.encode_ordinary(text)
-            return ids
+            return list(self._encoding.encode_ordinary(text))
         return [token for part in _parts(text) for token in self._encoding.encode_ordinary(part)]
 
     def decode(self, ids: Iterable[int]) -> str:
         ordinary = [int(token) for token in ids if token < self._first_special]
-        text: str = self._encoding.decode(ordinary)
-        return text
+        return str(self._encoding.decode(ordinary))
 
     def token_bytes(self) -> list[int]:
         pieces = map(self._encoding.decode_single_token_bytes, range(self._first_special))

@@ -36,20 +36,17 @@ class Documents(NamedTuple):
 class SavedAttention:
     """Outputs and log-sum-exps of attention in a function that backward recomputes.
 
-    The first run saves the outputs. The second run, after `end_first_run`, takes the outputs in
+    The first run saves the outputs. The second run, once `is_second_run` is set, takes them in
     order instead of computing attention; they then live as long as its other activations.
     """
 
     def __init__(self) -> None:
         self._outputs: deque[AttentionOutput] = deque()
-        self._is_second_run = False
-
-    def end_first_run(self) -> None:
-        self._is_second_run = True
+        self.is_second_run = False
 
     def output_of(self, attend: Callable[[], AttentionOutput]) -> AttentionOutput:
         """Call `attend` and save its output; take a saved one instead in the second run."""
-        if self._is_second_run:
+        if self.is_second_run:
             return self._outputs.popleft()
         out, lse = attend()
         self._outputs.append((out.detach(), lse))

@@ -345,7 +345,7 @@ def _recomputed(
     saved = SavedAttention() if config.keeps_core else None
     y_BSD: Tensor = checkpointed(run, x_BSD, info._replace(saved=saved))
     if saved is not None:
-        saved.end_first_run()
+        saved.is_second_run = True
     return y_BSD
 
 

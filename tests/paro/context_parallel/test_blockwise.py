@@ -76,7 +76,7 @@ def attended(
     leaves = [own(part).detach().requires_grad_() for part in given[:3]]
     out = core((*leaves,), documents_of(given.lengths, SAMPLES, CPU), saved)
     if saved is not None:
-        saved.end_first_run()
+        saved.is_second_run = True
     return [out.detach(), *torch.autograd.grad(out, leaves, own(given.grad))]
 
 
