@@ -148,10 +148,8 @@ class CommCosts:
                 seconds = coding_seconds(self.device, codes[Verb.GRAD_SYNC])
                 synced = (self._beside("code", first, seconds), *synced)
             if wire != accumulate:  # types are converted before and after
-                converted = (
-                    (grads + optim) * spec.unit.bucket_size * (wire + accumulate) / copy_rate
-                )
-                synced = (self._beside("convert", first, converted), *synced)
+                converted = (grads + optim) * spec.unit.bucket_size * (wire + accumulate)
+                synced = (self._beside("convert", first, converted / copy_rate), *synced)
             queued[Verb.GRAD_SYNC] = synced
         if (gathered := queued.get(Verb.PARAM_ALL_GATHER)) and spec.update_format is not None:
             codes[Verb.UPDATE] = optim * (_ENCODED_BYTES + _DECODED_BYTES)

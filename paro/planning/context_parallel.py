@@ -120,11 +120,8 @@ class ContextAttention:
         if verb is Verb.FORWARD:
             return (AttentionPass.FORWARD,)
         if verb is Verb.RECOMPUTE:
-            return (
-                AttentionPass.RECOMPUTE_EXCEPT_CORE
-                if self.config.keeps_core
-                else AttentionPass.FORWARD,
-            )
+            keeps_core = self.config.keeps_core
+            return (AttentionPass.RECOMPUTE_EXCEPT_CORE if keeps_core else AttentionPass.FORWARD,)
         if verb is not Verb.GRADIENTS:
             return ()
         full = number > self._first_trained

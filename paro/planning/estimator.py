@@ -94,10 +94,10 @@ class Estimator:
         """Return the costs of a step of a candidate."""
         run = self.run_spec(candidate)
         return StepCosts(
+            run=run,
             computing=self._computing_of(run),
             comm_costs=self._comm_costs_of(run),
             counts=self._counts_of(run),
-            num_micro_batches=run.num_micro_batches,
             context=self._context_costs_of(run) if run.context.size > 1 else None,
         )
 
@@ -162,7 +162,7 @@ class Estimator:
         flops = flops_per_token(*counted, causal=False) * tokens / request.world_size
         return Estimate(
             candidate=candidate,
-            num_micro_batches=costs.num_micro_batches,
+            num_micro_batches=costs.run.num_micro_batches,
             fits=memory.total <= request.device_bytes,
             memory=memory,
             timeline=timeline,

@@ -84,9 +84,10 @@ class Timeline:
 
 def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
     """Simulate one step; `record` returns activities of all streams, for every micro-batch."""
-    count = costs.num_micro_batches
+    run, count = costs.run, costs.run.num_micro_batches
     if count > _MAX_SIMULATED and not record:
-        two, three = (simulate(replace(costs, num_micro_batches=n)) for n in (2, 3))
+        few = (replace(costs, run=replace(run, num_micro_batches=n)) for n in (2, 3))
+        two, three = map(simulate, few)
 
         def extended(low: float, high: float) -> float:
             return high + (count - 3) * (high - low)
@@ -144,15 +145,11 @@ def _slowdowns(curve: Slowed) -> list[float]:
 class StepCosts:
     """The costs of a model's step under a strategy on a machine."""
 
+    run: RunSpec
     computing: Computing
     comm_costs: CommCosts
     counts: StepCounts
-    num_micro_batches: int
     context: ContextCosts | None = None  # attention's costs; None without context parallelism
-
-    @property
-    def run(self) -> RunSpec:
-        return self.comm_costs.run
 
     @property
     def machine(self) -> Machine:
@@ -167,7 +164,7 @@ class StepCosts:
         yield Compute(self.device.step_seconds, "step", "other")
         yield Compute(self.muon_seconds, "Newton-Schulz", "update")
         at_once, context = self.comm_costs.at_once, self.context
-        for move in self.counts.schedule(self.num_micro_batches).actions():
+        for move in self.counts.schedule(self.run.num_micro_batches).actions():
             verb, number, *_ = move
             for cause in WAITED_BY.get(verb, ()):
                 yield Wait((cause, number))
@@ -264,7 +261,7 @@ class StepCosts:
         update = self._update_seconds(self.counts.num_trained) + self.muon_seconds
         begin, end = map(self._exposed_at_least, self.counts.ends)
         first, forward, backward, last = self.counts.passes
-        count = self.num_micro_batches
+        count = self.run.num_micro_batches
         passes = self._bound(first, forwards=1, more=begin + update)
         passes += self._bound(last, backwards=1, more=end)
         passes += (count - 1) * (

@@ -80,7 +80,7 @@ def costs(given: PlanRequest, strategy: str = "IIG") -> StepCosts:
 
 def schedule_of(step: StepCosts) -> StepSchedule:
     """The actions of a step."""
-    return step.counts.schedule(step.num_micro_batches)
+    return step.counts.schedule(step.run.num_micro_batches)
 
 
 def compute_seconds(step: StepCosts) -> float:

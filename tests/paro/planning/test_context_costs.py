@@ -182,7 +182,7 @@ def test_without_overlap_parts_add_up(name: str) -> None:
     exposed = sum(timeline.exposed.values())
     assert timeline.seconds == pytest.approx(timeline.compute_seconds + exposed)
     forward, backward = context_of(step).loads
-    waited = (forward[THREAD] + backward[THREAD]) * step.num_micro_batches
+    waited = (forward[THREAD] + backward[THREAD]) * step.run.num_micro_batches
     assert timeline.exposed["context"] == pytest.approx(waited)
     assert simulate(costs(given)).exposed["context"] < waited
 

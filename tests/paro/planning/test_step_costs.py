@@ -45,7 +45,7 @@ def test_links_carry_the_bytes_of_the_cost_model(way: Materialize, strategy: str
         given = plan_request(model, materialize=way)
         estimator, candidate = Estimator(given), given.candidate(given.strategy(strategy))
         step, sent = estimator.costs(candidate), estimator.sent(candidate)
-        busy = step.busy(step.counts.of_step(step.num_micro_batches))
+        busy = step.busy(step.counts.of_step(step.run.num_micro_batches))
         assert busy["intra"] * 2000e9 / 8 == pytest.approx(sent.intra)
         assert busy["inter"] * 100e9 / 8 == pytest.approx(sent.inter)
 
@@ -91,7 +91,7 @@ def test_nothing_is_faster_than_its_bound(collective: str, way: Materialize, str
                 global_batch_size=64 * num_micro_batches,
             )
             step = costs(given, strategy)
-            assert step.num_micro_batches == num_micro_batches
+            assert step.run.num_micro_batches == num_micro_batches
             times.append(simulate(step).seconds)
             assert times[-1] >= step.least_seconds() * (1 - 1e-9)
         assert max(times) <= times[0] * (1 + 1e-9), "overlap never costs time"
@@ -108,7 +108,7 @@ def test_the_bound_is_near_where_passes_wait_for_gathers_or_reductions(strategy:
 @pytest.mark.parametrize("strategy", ["GGG", "IIG", "NGG"])
 def test_micro_batches_in_the_middle_are_alike(strategy: str) -> None:
     step = costs(plan_request(global_batch_size=64 * 9), strategy)
-    assert step.num_micro_batches == 9
+    assert step.run.num_micro_batches == 9
     whole = simulate(step, record=True)
     assert simulate(step).seconds == pytest.approx(whole.seconds, rel=2e-3)
 
