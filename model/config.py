@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
-from paro.errors import UserError, check_least
+from paro.errors import UserError, check_least, contradiction
 
 AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
 ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
 BLOCK_BACKENDS: tuple[AttentionBackend, ...] = ("auto", "flash")  # give a log-sum-exp
+PositionEmbedding = Literal["rope", "yarn"]
+POSITION_EMBEDDINGS: tuple[PositionEmbedding, ...] = get_args(PositionEmbedding)
 Fp8Format = Literal["e4m3", "hybrid"]
 Compiler = Literal["inductor", "aot_eager"]
 COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
@@ -155,6 +157,7 @@ _MAX = {
     "max_position_embeddings": 2**31,
     "vocab_size": 2**31,
     "rope_scaling_original_max_position_embeddings": 2**31,
+    "yarn_original_max_position_embeddings": 2**31,
 }
 
 
@@ -177,6 +180,14 @@ class LlamaConfig:
     rope_scaling_low_freq_factor: float = 1.0
     rope_scaling_high_freq_factor: float = 4.0
     rotary_seq_len_interpolation_factor: float = 1.0  # divisor of rotary positions
+    position_embedding_type: PositionEmbedding = "rope"  # "yarn": scaled by YaRN (rotary.py)
+    yarn_rotary_scaling_factor: float = 1.0
+    yarn_original_max_position_embeddings: int = 4096
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_mscale: float | None = None
+    yarn_mscale_all_dim: float | None = None
+    yarn_correction_range_round_to_int: bool = True
     add_qkv_bias: bool = False  # biases on the query, key and value projections (Qwen2)
     qk_layernorm: bool = False  # RMSNorm on each head's query and key (Qwen3)
     norm_epsilon: float = 1e-5
@@ -214,6 +225,8 @@ class LlamaConfig:
             ("--rope-scaling-factor", self.rope_scaling_factor),
             ("--rope-scaling-low-freq-factor", self.rope_scaling_low_freq_factor),
             ("--rotary-seq-len-interpolation-factor", self.rotary_seq_len_interpolation_factor),
+            ("--yarn-beta-fast", self.yarn_beta_fast),
+            ("--yarn-beta-slow", self.yarn_beta_slow),
             ("--norm-epsilon", self.norm_epsilon),
             ("--init-method-std", self.init_method_std),
         ):
@@ -224,8 +237,31 @@ class LlamaConfig:
                 f"--rope-scaling-low-freq-factor {self.rope_scaling_low_freq_factor} must be below "
                 f"--rope-scaling-high-freq-factor {self.rope_scaling_high_freq_factor}"
             )
+        if not self.yarn_beta_slow < self.yarn_beta_fast:
+            raise UserError(
+                f"--yarn-beta-slow {self.yarn_beta_slow} must be below --yarn-beta-fast "
+                f"{self.yarn_beta_fast}"
+            )
+        if not self.yarn_rotary_scaling_factor >= 1.0:
+            raise UserError(
+                f"--yarn-rotary-scaling-factor {self.yarn_rotary_scaling_factor} must be at least 1"
+            )
+        if self.position_embedding_type == "yarn" and self.use_rope_scaling:
+            raise contradiction(
+                "--position-embedding-type yarn", "--use-rope-scaling", "both stretch positions"
+            )
         if self.torch_compile is not None and self.lora is not None:
             raise UserError("--torch-compile compiles no adapters: leave it or --lora-rank out")
+
+    @property
+    def rotary_scale(self) -> float:
+        """The factor on rotated queries and keys: with YaRN above 1 by default, else 1."""
+        if self.position_embedding_type != "yarn":
+            return 1.0
+        log = 0.1 * math.log(self.yarn_rotary_scaling_factor)
+        if self.yarn_mscale is None or self.yarn_mscale_all_dim is None:
+            return log + 1.0
+        return (log * self.yarn_mscale + 1.0) / (log * self.yarn_mscale_all_dim + 1.0)
 
     def parts_misfit(self, device_type: str, compute: str) -> str | None:
         """Say why attention returns no log-sum-exp, needed to merge parts, and what to change.

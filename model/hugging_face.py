@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
@@ -108,6 +109,13 @@ _ROPE_SCALING = {
     "rope_scaling_high_freq_factor": "high_freq_factor",
 }
 
+_YARN = {
+    "yarn_rotary_scaling_factor": "factor",
+    "yarn_original_max_position_embeddings": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+    "yarn_correction_range_round_to_int": "truncate",
+}
 
 # What transformers can scale positions by; with factor 1 none of them does.
 _SCALINGS = ("linear", "dynamic", "yarn", "longrope", "proportional", "llama3")
@@ -136,6 +144,19 @@ class _Scaling(TypedDict):
     original_max_position_embeddings: int
     low_freq_factor: float
     high_freq_factor: float
+
+
+class _Yarn(TypedDict):
+    """The fields of rope_type yarn."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: NotRequired[float | None]
+    mscale: NotRequired[float | None]
+    mscale_all_dim: NotRequired[float | None]
+    beta_fast: NotRequired[float | None]
+    beta_slow: NotRequired[float | None]
+    truncate: NotRequired[bool]
 
 
 class _Fields(TypedDict):
@@ -178,10 +199,13 @@ def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
     if config.use_rope_scaling:
         rope |= {theirs: getattr(config, ours) for ours, theirs in _ROPE_SCALING.items()}
         rope["rope_type"] = "llama3"
+    if config.position_embedding_type == "yarn":
+        rope |= {theirs: getattr(config, ours) for ours, theirs in _YARN.items()}
+        rope |= {"rope_type": "yarn", "attention_factor": config.rotary_scale}
     if config.rotary_seq_len_interpolation_factor != 1.0:
-        if config.use_rope_scaling:
+        if rope["rope_type"] != "default":
             raise UserError(
-                "transformers has no model with both --use-rope-scaling and "
+                f"transformers has no model with both rope_type {rope['rope_type']} and "
                 "--rotary-seq-len-interpolation-factor: it cannot be written for it"
             )
         rope |= {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
@@ -279,18 +303,37 @@ def _rope(fields: Mapping[str, Any], rope: Mapping[str, Any], longest: int) -> d
     if kind == "linear":
         linear = conform(dict(rope), _Interpolation, "")
         return own | {"rotary_seq_len_interpolation_factor": linear["factor"]}
-    if kind != "llama3":
+    if kind not in ("llama3", "yarn"):
         raise UserError(
-            f"rope_type is {kind!r} there and has to be default, linear or llama3, or its factor 1 "
-            "(scaled positions)"
+            f"rope_type is {kind!r} there and has to be default, linear, llama3 or yarn, or its "
+            "factor 1 (scaled positions)"
         )
     original = "original_max_position_embeddings"
     stretched = {original: longest, **rope}
     if original in fields:  # which has priority in transformers
         stretched[original] = fields[original]
+    if kind == "yarn":
+        return own | _yarn_fields(stretched, longest)
     scaling = conform(stretched, _Scaling, "")
     factors = {ours: scaling[theirs] for ours, theirs in _ROPE_SCALING.items()}
     return own | {"use_rope_scaling": True, **factors}
+
+
+def _yarn_fields(rope: dict[str, Any], longest: int) -> dict[str, Any]:
+    """Return the RoPE fields of YaRN; what is null or missing is as transformers takes it."""
+    if rope.get("factor") is None:
+        rope["factor"] = longest / rope["original_max_position_embeddings"]
+    scaling: _Yarn = conform(rope, _Yarn, "")
+    own = {ours: value for ours, it in _YARN.items() if (value := scaling.get(it)) is not None}
+    scale, log = scaling.get("attention_factor"), 0.1 * math.log(max(1.0, scaling["factor"]))
+    mscales = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if scale is None and all(mscales):
+        own["yarn_mscale"], own["yarn_mscale_all_dim"] = mscales
+    elif scale is not None and not math.isclose(scale, 1.0 + log, rel_tol=1e-9):
+        if not log:
+            raise UserError(f"attention_factor is {scale} there and has to be 1 with factor 1")
+        own["yarn_mscale"], own["yarn_mscale_all_dim"] = (scale - 1.0) / log, 0.0
+    return {"position_embedding_type": "yarn", **own}
 
 
 def _scales_nothing(rope: Mapping[str, Any]) -> bool:

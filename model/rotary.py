@@ -25,18 +25,45 @@ def inverse_frequencies(config: LlamaConfig) -> Tensor:
         keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
         factor = config.rope_scaling_factor
         frequencies = keep * frequencies + (1.0 - keep) * frequencies / factor
+    if config.position_embedding_type == "yarn":
+        keep = _share_that_yarn_keeps(config)
+        factor = config.yarn_rotary_scaling_factor
+        frequencies = keep * frequencies + (1.0 - keep) * frequencies / factor
     # Dividing frequencies equals dividing positions.
     return frequencies / config.rotary_seq_len_interpolation_factor
+
+
+def _share_that_yarn_keeps(config: LlamaConfig) -> Tensor:
+    """Return by how much YaRN keeps the frequency of each pair of channels: 1 wholly, 0 not, [H/2].
+
+    Frequencies with more than `yarn_beta_fast` turns over the original context are kept, those with
+    fewer than `yarn_beta_slow` divided (arXiv 2309.00071). The share is linear in the pair between.
+    """
+    original, head = config.yarn_original_max_position_embeddings, config.kv_channels
+    first, last = (
+        head * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rotary_base))
+        for turns in (config.yarn_beta_fast, config.yarn_beta_slow)
+    )
+    if config.yarn_correction_range_round_to_int:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head - 1)
+    pairs = torch.arange(head // 2, dtype=torch.float32, device="cpu")
+    return 1.0 - ((pairs - first) / (last - first or 0.001)).clamp(0.0, 1.0)
 
 
 @lru_cache(maxsize=8)
 def rotations(
     config: LlamaConfig, seq_length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Compute (cos, cos) [S, 1, H] and sin [S, 1, H / 2] of all positions, and cache them."""
+    """Compute (cos, cos) [S, 1, H] and sin [S, 1, H / 2] of all positions, and cache them.
+
+    Both are multiplied by the config's `rotary_scale`.
+    """
     positions = torch.arange(seq_length, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, inverse_frequencies(config))[:, None, :]
-    cos, sin = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+    cos, sin = (
+        (each * config.rotary_scale).to(device, dtype) for each in (angles.cos(), angles.sin())
+    )
     return torch.cat((cos, cos), dim=-1), sin
 
 

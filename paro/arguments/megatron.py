@@ -189,6 +189,8 @@ def changed_parts(args: Namespace) -> tuple[str, ...]:
     asked = {flag for rule, flag, values in given if _is_accepted(rule, args, values)}
     if args.tie_embeddings_and_output_weights is not None:
         asked.add("--tie-embeddings-and-output-weights")
+    if args.position_embedding_type is not None:
+        asked.add("--position-embedding-type")
     parts = _PARTS if given or args.vocab_file else [part for part in _PARTS if "tie" in part[1]]
     changed = [part for part, flags in parts if not asked.intersection(flags.split())]
     if not changed or args.llama_preset is not None or args.use_checkpoint_args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, _ArgumentGroup
 
 from model.config import ATTENTION_BACKENDS, COMPILERS, LLAMA_PRESETS, preset_name
+from paro.arguments.positions import add_position_args
 from paro.schedule.lr_schedule import DECAY_STYLES, WEIGHT_DECAY_STYLES, WSD_DECAY_STYLES
 from paro.schedule.step_checks import EXIT_AFTER_SKIPPED
 from paro.spec.optim_config import COEFFICIENT_TYPES, SCALE_MODES
@@ -56,20 +57,7 @@ def add_model_args(parser: ArgumentParser) -> None:
         help="size of one head; default --hidden-size / --num-attention-heads")
     add("--max-position-embeddings", type=int, metavar="TOKENS",
         help="longest sequence the model is made for; default: the preset's, or --seq-length")
-    add("--rotary-base", type=float, metavar="BASE",
-        help="base of the rotary embedding's wavelengths; default 10000")
-    add("--rotary-seq-len-interpolation-factor", type=float, metavar="X",
-        help="divide positions by X (linear RoPE scaling); default 1")
-    add("--use-rope-scaling", action="store_true", default=None,
-        help="stretch long wavelengths as LLaMA-3.1 does, by --rope-scaling-factor")
-    add("--rope-scaling-factor", type=float, metavar="X",
-        help="how far --use-rope-scaling stretches; default 8")
-    add("--rope-scaling-original-max-position-embeddings", type=int, metavar="TOKENS",
-        help="the context that --use-rope-scaling stretches; default 8192")
-    add("--rope-scaling-low-freq-factor", type=float, metavar="X",
-        help="what turns fewer than X times over that context is stretched in full; default 1")
-    add("--rope-scaling-high-freq-factor", type=float, metavar="X",
-        help="what turns more than X times is not stretched; default 4")
+    add_position_args(group)
     add("--add-qkv-bias", action="store_true", default=None,
         help="add biases to queries, keys and values, as Qwen2 does; default: the preset's, or off")
     add("--qk-layernorm", action="store_true", default=None,

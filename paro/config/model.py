@@ -33,10 +33,19 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
         sizes = _published_sizes(preset, given) | given
     if missing := missing_sizes(args):
         raise UserError(*missing)
-    if not sizes.get("use_rope_scaling"):
-        others = {name: value for name, value in given.items() if value != default[name]}
-        details = {name: others[name] for name in others if name.startswith("rope_scaling_")}
-        _refuse_without("--use-rope-scaling", details)
+    scalings = {
+        "rope_scaling_": ("--use-rope-scaling", sizes.get("use_rope_scaling")),
+        "yarn_": (
+            "--position-embedding-type yarn", sizes.get("position_embedding_type") == "yarn"
+        ),
+    }  # fmt: skip
+    others = {name: value for name, value in given.items() if value != default[name]}
+    for prefix, (needed, is_given) in scalings.items():
+        if not is_given:
+            details = {name: others[name] for name in others if name.startswith(prefix)}
+            _refuse_without(needed, details)
+    if scalings["yarn_"][1] and "yarn_rotary_scaling_factor" not in sizes:
+        raise UserError("--position-embedding-type yarn needs --yarn-rotary-scaling-factor")
     hidden_size, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     is_grouped = args.group_query_attention or args.llama_preset is not None
     if args.num_query_groups not in (None, heads) and not is_grouped:

@@ -143,6 +143,8 @@ def test_causal_attention_counts_half() -> None:
         ("rotary_seq_len_interpolation_factor", 0.0, ""),
         ("rope_scaling_original_max_position_embeddings", 0, ""),
         ("rope_scaling_low_freq_factor", 0.0, ""),
+        ("yarn_rotary_scaling_factor", 0.5, ""),
+        ("yarn_beta_slow", 32.0, "--yarn-beta-fast"),
         ("norm_epsilon", float("nan"), ""),
         ("init_method_std", 0.0, ""),
         ("num_query_groups", 3, "--num-attention-heads"),

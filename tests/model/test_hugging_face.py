@@ -31,13 +31,22 @@ OTHER_SCALING = replace(
 )
 
 
-@pytest.mark.parametrize("config", [*LLAMA_PRESETS.values(), OTHER_SCALING])
+YARN = replace(
+    LLAMA_PRESETS["qwen3-8B"],
+    position_embedding_type="yarn",
+    yarn_rotary_scaling_factor=4.0,
+    yarn_original_max_position_embeddings=32768,
+    yarn_correction_range_round_to_int=False,
+)
+
+
+@pytest.mark.parametrize("config", [*LLAMA_PRESETS.values(), OTHER_SCALING, YARN])
 def test_configurations_come_back(config: LlamaConfig) -> None:
     fields = hugging_face_config(config)
     assert llama_config(fields) == config
     rope = fields.pop("rope_parameters")  # as transformers 4 wrote it
     fields["rope_theta"] = rope.pop("rope_theta")
-    fields["rope_scaling"] = rope if config.use_rope_scaling else None
+    fields["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     assert llama_config(fields) == config
 
 
@@ -82,9 +91,10 @@ def test_a_window_of_qwen_counts_where_it_is_switched_on() -> None:
 ROTATIONS = [
     ({"rope_type": 3}, "rope_parameters.rope_type: 3 is of the wrong type"),
     ({"rope_type": "llama3"}, "factor: is missing"),
-    ({"rope_type": "yarn", "factor": 4.0}, "rope_type is 'yarn' there ... linear or llama3"),
-    ({"rope_type": "dynamic", "factor": 2.0}, "rope_type is 'dynamic' there"),
-    ({"rope_type": "yarn", "factor": 1.0, "attention_factor": 2.0}, "rope_type is 'yarn'"),
+    ({"rope_type": "dynamic", "factor": 2.0}, "rope_type is 'dynamic' there ... llama3 or yarn"),
+    ({"rope_type": "yarn", "factor": 1.0, "attention_factor": 2.0}, "attention_factor is 2.0"),
+    ({"rope_type": "yarn", "factor": 0.5}, "--yarn-rotary-scaling-factor 0.5"),
+    ({"rope_type": "yarn", "factor": 4.0, "beta_slow": 40}, "--yarn-beta-slow 40"),
     ({"rope_type": "longrope", "factor": 1.0, "long_factor": [2.0]}, "rope_type is 'longrope'"),
     ({"rope_type": "mrope", "factor": 1.0}, "rope_type is 'mrope' there"),
     ({"rope_type": "linear"}, "factor: is missing"),
@@ -134,7 +144,7 @@ def test_a_field_that_is_wrong_or_of_another_model_is_named(
 
 def test_what_no_architecture_has_is_said() -> None:
     config = replace(LLAMA_PRESETS["llama3.1-8B"], rotary_seq_len_interpolation_factor=4.0)
-    both = "--use-rope-scaling ... --rotary-seq-len-interpolation-factor"
+    both = "both rope_type llama3 and --rotary-seq-len-interpolation-factor"
     refused(lambda: hugging_face_config(config), both)
 
 
@@ -173,6 +183,12 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 0.5, "high_fr
         LLAMA3,
         *({"rope_type": kind, "factor": 1.0} for kind in ("linear", "dynamic", "yarn")),
         {"rope_type": "yarn", "factor": 1, "mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 9},
+        {"rope_type": "yarn", "factor": 4.0},
+        {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16},
+        {"type": "yarn", "factor": 8, "truncate": False, "beta_fast": 2.5, "beta_slow": 0.01},
+        {"rope_type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 1.2},
+        {"rope_type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0},
+        {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0.8, "mscale": 0.7},
         {"rope_type": "proportional", "factor": 1.0},
         {"rope_type": "longrope", "factor": 1.0, "long_factor": [1.0] * 4, "short_factor": [1] * 4},
         {"rope_type": "default", "factor": 5.0},
@@ -193,7 +209,11 @@ def test_scaled_positions_are_those_of_transformers(
     fields = sizes | {"max_position_embeddings": 64, form: scaling} | beside
     theirs = LlamaRotaryEmbedding(AutoConfig.for_model(**copy.deepcopy(fields)))
 
-    ours = inverse_frequencies(llama_config(fields))
+    config = llama_config(fields)
 
+    ours = inverse_frequencies(config)
     torch.testing.assert_close(ours, theirs.inv_freq, rtol=1e-6, atol=0.0)
-    assert theirs.attention_scaling == 1.0
+    assert config.rotary_scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
+    again = llama_config(hugging_face_config(config))
+    assert again.rotary_scale == pytest.approx(config.rotary_scale, rel=1e-12)
+    torch.testing.assert_close(inverse_frequencies(again), ours, rtol=0.0, atol=0.0)

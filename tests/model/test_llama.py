@@ -33,6 +33,12 @@ CONFIGS = {
     "odd ffn, wide heads": replace(MHA, ffn_hidden_size=77, kv_channels=24, num_query_groups=2),
     "linear by 4": replace(MHA, rotary_seq_len_interpolation_factor=4.0),
     "llama3 by 8": LLAMA3,
+    "yarn by 4": replace(
+        MHA,
+        position_embedding_type="yarn",
+        yarn_rotary_scaling_factor=4.0,
+        yarn_original_max_position_embeddings=16,
+    ),
     "qkv bias": replace(MHA, num_query_groups=2, add_qkv_bias=True),
     "qk norm": replace(MHA, num_query_groups=2, kv_channels=24, qk_layernorm=True),
 }

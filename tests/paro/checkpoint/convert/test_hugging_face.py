@@ -264,6 +264,6 @@ def test_a_model_that_transformers_has_not_is_one_line(tmp_path: Path) -> None:
     flags = "--use-rope-scaling --rotary-seq-len-interpolation-factor 2"
     null = "--tokenizer-type NullTokenizer --vocab-size 64"
     save_untrained(tmp_path / "saved", f"{SIZES} {flags} {null}")
-    told = "no model with both --use-rope-scaling and --rotary-seq-len-interpolation-factor"
+    told = "no model with both rope_type llama3 and --rotary-seq-len-interpolation-factor"
     refused(lambda: convert("paro", "hf", tmp_path / "saved", tmp_path / "hf"), told)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]

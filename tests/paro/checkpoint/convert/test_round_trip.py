@@ -33,6 +33,7 @@ ROPES: tuple[dict[str, Any], ...] = (
     LLAMA3,  # which stretches max_position_embeddings
     {"rope_type": "dynamic", "factor": 1.0},
     {"rope_type": "yarn", "factor": 1, "mscale": 2.0, "mscale_all_dim": 1.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24},
 )
 
 
