@@ -17,7 +17,7 @@ from paro.planning.run_memory import RunMemory
 from paro.precision import PrecisionConfig
 from paro.report.record import Metrics
 from paro.spec.sharding_spec import state_bytes
-from paro.strategy import NAMED_STRATEGIES, legal_letters, parse_strategy, survival
+from paro.strategy import legal_letters, parse_strategy, survival
 from tests.helpers.closed_form import GATHER, GRAD_SYNC, PARAM_ALL_GATHER, REDUCE, Multiples
 from tests.helpers.ranks import ROOT
 from tests.paro.planning.on_ranks import run_of
@@ -109,11 +109,6 @@ def test_the_readme_is_short() -> None:
     assert not [line for line in wide if "](" not in line]
 
 
-def test_the_readme_has_the_drawing_of_the_levels() -> None:
-    drawing = re.search(r"^```\n(.*?)^```$", README, re.M | re.S)
-    assert drawing[0] in PAGES[ROOT / "docs" / "strategies.md"]
-
-
 def test_the_readme_links_every_page() -> None:
     for page in PAGES:
         place = page.relative_to(ROOT)
@@ -194,11 +189,6 @@ def strategy_row(letters: str) -> str:
 def test_the_table_of_strategies_is_what_the_formulas_say() -> None:
     expected = [strategy_row(letters) for letters in legal_letters()]
     assert re.findall(r"^\| `[NIG]{3}` \|.*$", TEXT, re.M) == expected, "\n".join(expected)
-
-
-def test_the_names_of_strategies_are_all_told() -> None:
-    for name, letters in NAMED_STRATEGIES.items():
-        assert re.search(rf"`{name}`[^|\n]*`{letters}`|`{name}`", TEXT), name
 
 
 def test_the_fields_of_the_metrics_file_are_all_told_in_order() -> None:

@@ -39,8 +39,11 @@ QUICK = (
     ("Outer steps: groups that train alone and meet every H steps",),
     ("Try it",),
     ("Launch",),
-    ("Plan a run", "How a step is simulated", "Is it worth it?"),
     ("Design",),
+)
+# Sections whose commands search for plans: `make verify` runs them too.
+PLANS = (
+    ("Plan a run", "How a step is simulated", "Is it worth it?"),
     (
         "Long sequences: context parallelism",
         "The longest sequence",
@@ -196,7 +199,7 @@ def type_in(folder: Path, lines: str, *, seconds: float = HANGS_AFTER, **environ
 
 
 def test_every_command_is_run_by_somebody() -> None:
-    sections = {section for group in QUICK for section in group} | {*LONG, *STUDIES}
+    sections = {section for group in (*QUICK, *PLANS) for section in group} | {*LONG, *STUDIES}
     left = [command for command in COMMANDS if command.section not in sections]
     known = {*RUN_ELSEWHERE, *BY_HAND}
     others = [
@@ -305,7 +308,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("sections", QUICK, ids=" and ".join)
+@pytest.mark.parametrize(
+    "sections",
+    [*QUICK, *(pytest.param(plans, marks=pytest.mark.verify) for plans in PLANS)],
+    ids=" and ".join,
+)
 def test_commands_do_what_they_say(prepared: Path, sections: tuple[str, ...]) -> None:
     lines = of(*sections)
     out = type_in(prepared, lines)

@@ -25,6 +25,7 @@ import pretrain_llama
 from paro.errors import RunError, UserError
 from tests.helpers.corpora import write_corpus
 from tests.helpers.margins import assert_near
+from tests.helpers.processes import python_apart
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
@@ -251,3 +252,19 @@ def test_a_bug_is_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             with pytest.raises(ValueError, match=r"zip\(\) argument 2 is shorter") as caught:
                 launch(words, 3)
         assert not isinstance(caught.value, UserError), place
+
+
+# torch.compile, DCP and transformers take as long to import as the rest of a start.
+SLOW = ("torch._dynamo", "torch.distributed.checkpoint", "transformers", "matplotlib")
+PROGRAM = f"""
+import sys
+from pretrain_llama import main
+main()
+print([name for name in {SLOW} if name in sys.modules])
+"""
+
+
+@pytest.mark.process
+def test_a_run_without_checkpoints_imports_nothing_that_takes_long() -> None:
+    flags = [*MODEL, "--mock-data", "--train-iters", "1"]
+    assert python_apart(PROGRAM, *flags).splitlines()[-1] == "[]"
