@@ -14,14 +14,11 @@ from paro.config.run import RunConfig
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
 from paro.launch.dry_run import run_dry
-from paro.planning.search_space import micro_batch_sizes
 from paro.report.record import RunFacts, summarize
-from paro.spec.context_layout import ContextLayout
 from paro.training.assembly import build_training, run_facts
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 from tests.helpers.training import TINY
-from tests.paro.planning.cases import plan_request
 from tests.paro.report.test_report import record
 
 EIGHT = World(size=8, rank=5, ranks_per_node=4)
@@ -69,10 +66,3 @@ def test_speed_counts_samples_once_and_devices_all(capsys: pytest.CaptureFixture
     assert metrics.mfu == pytest.approx(24 * 12 / 0.5 * facts.flops_per_token / 8 / 1e12)
     run_dry(config)
     assert ": 4 data-parallel ranks x 3 micro-batches x 2 samples\n" in capsys.readouterr().out
-
-
-def test_plans_count_data_parallel_ranks() -> None:
-    pairs = plan_request(context=ContextLayout(size=2, heads=2))
-    assert (pairs.world_size, pairs.data_parallel_size) == (32, 16)
-    assert pairs.micro_batches(2) == 6
-    assert micro_batch_sizes(pairs) == (1, 2, 3, 4, 6, 12)

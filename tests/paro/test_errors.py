@@ -102,10 +102,8 @@ OF_A_WORKER = RuntimeError("Too many open files. Communication with the workers 
     [
         (FULL, None, "too many open files at /data/c7.bin ... ulimit -n"),
         (UserError("the corpus is damaged"), FULL, "at /data/c7.bin ... ulimit -n"),
-        (UserError("c7 cannot be opened: Too many open files; write it again"), None, "ulimit -n"),
         (ImportError("libx.so: cannot open: Too many open files"), None, "ulimit -n"),
         (OF_A_WORKER, None, "ulimit -n"),
-        (RuntimeError("received 0 items of ancdata"), None, "ulimit -n"),
         (RuntimeError(f"{GLOO.partition(']')[0]}] socket: Too many open files"), None, "ulimit -n"),
         (OSError(errno.ENFILE, os.strerror(errno.ENFILE)), None, "fs.file-max"),
     ],
@@ -128,12 +126,6 @@ def test_too_many_open_files_name_the_limit_and_nothing_else(
         assert caught.value is error
 
 
-def test_other_errors_have_nothing_to_do_with_the_limit_of_open_files() -> None:
-    lost = RuntimeError("lost")
-    lost.__cause__ = FileNotFoundError(errno.ENOENT, "No such file or directory", "/data/c7.bin")
-    assert open_files_limit(lost) is None
-
-
 def test_causes_of_an_error_end_where_they_lead_back_to_it() -> None:
     """As where one process raises what its ranks agreed on, from the same error."""
     error, other = UserError("x"), RuntimeError("y")
@@ -142,14 +134,6 @@ def test_causes_of_an_error_end_where_they_lead_back_to_it() -> None:
             one.__cause__ = cause
         assert open_files_limit(error) is None
         assert lost_peer(error) is None
-
-
-def test_about_keeps_the_kind_of_a_mistake() -> None:
-    class OwnError(UserError):
-        pass
-
-    with pytest.raises(OwnError, match=r"^links\.speed is missing$"), about("links."):
-        raise OwnError("speed is missing")
 
 
 ASKED = "where 20.00 MiB were asked for and 1.20 GiB were free"

@@ -54,13 +54,11 @@ from tests.paro.late_mutations import (
 SEEDS = (0, 1, 2)
 # A strategy, flags and a seed: some jobs of seed 1 run at submit.
 FEW = (
-    ("IIG", SAVED, 0),
     ("IIG", f"{SAVED} {AHEAD}", 0),
     ("NIG", f"{CODES} {FULL} {AHEAD}", 0),
     ("GGG", HO_RING, 1),
     # Of one unit: a gradient comes while that of the micro-batch before is still being sent.
     ("GGG", "--trainable names:head.*", 0),
-    ("IIG", f"{ROTATE} {AHEAD}", 1),
     ("IIG", IN_PLACE, 0),
     ("NII", f"{SAVED} {OUTER}", 0),
 )

@@ -143,7 +143,7 @@ def compared(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("world_size", "group_size", "letters"), [(4, 2, CHOSEN), (6, 3, ("IIG", "GGG"))]
+    ("world_size", "group_size", "letters"), [(4, 2, CHOSEN), (6, 3, ("IIG",))]
 )
 def test_strategies_train_as_one_process_does(
     world_size: int, group_size: int, letters: tuple[str, ...]
@@ -158,7 +158,6 @@ def test_strategies_train_as_one_process_does(
 @pytest.mark.parametrize(
     ("world_size", "group_size", "variants"),
     [
-        (4, 2, [(name, "") for name in COVERING]),
         pytest.param(4, 2, [(n, "") for n in legal_letters()], marks=pytest.mark.verify),
         (
             4,
@@ -175,7 +174,9 @@ def test_strategies_train_as_one_process_does(
                 ("NNG", "--paro-collective h-ring"),
             ],
         ),
-        (6, 3, [("IIG", ""), ("GGG", ""), ("III", ""), ("NNG", "")]),
+        pytest.param(
+            6, 3, [("IIG", ""), ("GGG", ""), ("III", ""), ("NNG", "")], marks=pytest.mark.verify
+        ),
         (6, 2, [("IIG", ""), ("2,2,6", "--paro-prefetch-units 2 --paro-updated-ahead 3")]),
         (
             8,
@@ -225,30 +226,28 @@ def test_moments_in_bf16_are_rounded_as_one_process_does() -> None:
                 ("IIG", "", FROZEN),
                 ("GGG", TIED, ()),
                 ("IGG", "--recompute-granularity full --recompute-num-layers 2", ()),
-                ("III", "--recompute-granularity full", ()),
                 ("NIG", "--calculate-per-token-loss", ()),
                 ("GIG", "--paro-collective flat", ()),
                 ("ING", LAST, ()),
-                ("ING", LORA, ()),
                 ("GIG", BASE_BF16, ()),
                 ("GGG", f"{DROPPING} --recompute-granularity full", ()),
-                ("NIG", f"{LAST} --recompute-granularity full", ()),
                 ("IGG", MODERN, ("blocks.0.bq", "blocks.1.wk", "blocks.2.k_norm")),
             ],
         ),
         # Two ranks, for each traces a model of its own; recomputed, ranks that share samples do.
-        (2, 1, [("GGG", COMPILED, FROZEN)]),
         pytest.param(
             2,
             1,
-            [("NIG", f"{COMPILED} {MODERN} --recompute-granularity full", ())],
+            [
+                ("GGG", COMPILED, FROZEN),
+                ("NIG", f"{COMPILED} {MODERN} --recompute-granularity full", ()),
+            ],
             marks=pytest.mark.verify,
         ),
         (
             8,
             4,
             [
-                ("2,4,8", "", ()),
                 ("1,2,8", "--paro-prefetch-units 2 --paro-updated-ahead 3", ()),
                 ("4,4,8", "--paro-prefetch-units 0", ()),
             ],

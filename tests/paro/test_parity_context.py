@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from random import Random
 from typing import Any, NamedTuple
@@ -68,34 +69,21 @@ class Case(NamedTuple):
         )
 
 
-# Every letter strategy once.
-DRAWN = iter(Random(0).sample(legal_letters(), k=14))
-# By ranks and group size: inside a group, equal to one, and across.
+# By ranks and group size: inside a group, equal to one, and across. `make verify` has the others.
 CASES = {
-    (2, 2): (
-        Case(2, "GGG", f"{LORA} --num-workers 1"),
-        Case(2, next(DRAWN), f"{APART} {PER_TOKEN} {COMPILED} {KEPT}", kind="p2p"),
-    ),
+    (2, 2): (Case(2, "NIG", f"{LORA} {KEPT} {GROUPED} 2 --num-workers 1"),),
     (4, 2): (
-        Case(2, next(DRAWN), f"{APART} {MASKED} {CORE}"),
-        Case(4, next(DRAWN), f"{APART} {PER_TOKEN} {GROUPED} 2"),
+        Case(4, "NNG", f"{APART} {PER_TOKEN} {GROUPED} 2"),
         Case(2, "2,2,4", f"{MASKED} {FULL}", FROZEN),
-        Case(4, next(DRAWN), f"{TIED} {GROUPED} 4 --paro-prefetch-units 0 {TWO}"),
-        Case(2, next(DRAWN), f"{GROUPED} 1 {FULL} --recompute-num-layers 2"),
-        Case(2, next(DRAWN), f"{HO_RING} --qk-layernorm"),
-        Case(4, next(DRAWN), f"{APART} {MASKED} {FULL} {GROUPED} 2 {TWO}", kind="p2p"),
-        Case(4, next(DRAWN), f"{LORA} {CORE} {TWO}", kind=FLAT),
-        Case(4, next(DRAWN), f"{APART} {GROUPED} 1 {HO_RING} {KEPT} {TWO}", kind="allgather"),
-        Case(4, next(DRAWN), f"{APART} {CORE} {GROUPED} 4 {TWO}", kind=PAIRS),
-        Case(4, next(DRAWN), f"{KEPT} --recompute-num-layers 2 {TWO}", FROZEN, kind=PAIRS),
+        Case(4, "GIG", f"{TIED} {GROUPED} 4 --paro-prefetch-units 0 {TWO}"),
+        Case(4, "IGG", f"{APART} {MASKED} {FULL} {GROUPED} 2 {TWO}", kind="p2p"),
+        Case(4, "INI", f"{LORA} {CORE} {TWO}", kind=FLAT),
+        Case(4, "GGG", f"{APART} {GROUPED} 1 {HO_RING} {KEPT} {TWO}", kind="allgather"),
+        Case(4, "IIG", f"{APART} {CORE} {GROUPED} 4 {TWO}", kind=PAIRS),
     ),
-    (8, 4): (
-        Case(2, next(DRAWN), f"{LORA} {KEPT} {GROUPED} 2"),
-        Case(4, next(DRAWN), f"{APART} {MASKED} {CORE} {GROUPED} 4"),
-        Case(8, "2,4,8", f"{PER_TOKEN} {TWO}"),
-        Case(8, next(DRAWN), f"{APART} {PER_TOKEN} {KEPT} {TWO}", kind="p2p"),
-    ),
+    (8, 4): (Case(8, "GNG", f"{APART} {PER_TOKEN} {KEPT} {TWO}", kind="p2p"),),
 }
+COMPILED_CASE = Case(2, "IIG", f"{APART} {PER_TOKEN} {COMPILED} {KEPT}", kind="p2p")
 KINDS = ("a2a", "p2p", FLAT, "allgather", "a2a+p2p")
 SHAPES = [(4, 2), (4, 4), (8, 2), (8, 4), (8, 8), (6, 3)]
 THREES = "--seq-length 24 --num-attention-heads 6"
@@ -154,15 +142,17 @@ def predicted(case: Case, world: World, group_size: int) -> Sent:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("world_size", "group_size"), CASES)
+@pytest.mark.parametrize(
+    ("world_size", "group_size", "cases"),
+    [
+        *((*shape, cases) for shape, cases in CASES.items()),
+        pytest.param(2, 2, [COMPILED_CASE], marks=pytest.mark.verify),
+    ],
+)
 def test_ranks_that_share_samples_train_as_one_process_does(
-    world_size: int, group_size: int
+    world_size: int, group_size: int, cases: Sequence[Case]
 ) -> None:
-    check(world_size, group_size, [*CASES[world_size, group_size]], FEW_STEPS)
-
-
-def test_every_strategy_shares_samples() -> None:
-    assert {case.strategy for cases in CASES.values() for case in cases} >= {*legal_letters()}
+    check(world_size, group_size, [*cases], FEW_STEPS)
 
 
 def grid(world_size: int, group_size: int) -> list[Case]:

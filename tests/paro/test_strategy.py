@@ -1,9 +1,9 @@
-"""Letter strategies, degrees and names: which are legal, the refusals, and what may be lost."""
+"""Letter strategies, degrees and names; axes, peers and nested shards of every shape."""
 
 from __future__ import annotations
 
 from functools import partial
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 import pytest
 
@@ -16,11 +16,10 @@ from paro.strategy import (
     dominating_letters,
     effective_letters,
     is_legal,
-    legal_letters,
     parse_strategy,
     survival,
 )
-from paro.topology import make_topology
+from paro.topology import Link, make_topology, nested_range
 from tests.helpers.refusals import refused
 from tests.paro.planning.on_ranks import moves, one_unit
 
@@ -29,10 +28,6 @@ LEGAL = (
     *("III", "IIG", "IGG", "GNG", "GIG", "GGG"),
 )
 ALL = ["".join(letters) for letters in product(LETTERS, repeat=3)]
-
-
-def test_the_fourteen_legal_ones() -> None:
-    assert sorted(legal_letters()) == sorted(LEGAL)
 
 
 @pytest.mark.parametrize("letters", sorted(set(ALL) - set(LEGAL)))
@@ -169,14 +164,51 @@ def test_copies_of_optimizer_shards_send_what_the_formula_says(precision: Precis
         assert sent[2] == sent[4] == sent[8] > 0
 
 
-def test_a_description_names_ranks_and_nodes() -> None:
-    def text(name: str, group_size: int) -> str:
-        strategy = parse_strategy(name, world_size=8, group_size=group_size)
-        return survival(strategy, world_size=8, ranks_per_node=4).describe()
+# Axes, peers and nested shards
 
-    assert text("IIG", 4) == "no rank may be lost: each optimizer shard is on one"
-    assert text("III", 4) == "any 1 rank or 1 node may be lost with every state held"
-    assert text("III", 2) == "any 3 ranks or 1 node may be lost with every state held"
-    strategy = parse_strategy("NNI", world_size=4, group_size=2)
-    alone = survival(strategy, world_size=4, ranks_per_node=4).describe()
-    assert alone == "any 1 rank, but no node, may be lost with every state held"
+SHAPES = list(product(range(1, 9), repeat=2))
+
+
+def test_usual_axes() -> None:
+    topology = make_topology(world_size=6, group_size=3, degrees=(1, 3, 6))
+    intra, inter = topology.axes
+    assert (intra.inner, intra.outer, intra.link) == (1, 3, Link.INTRA)
+    assert (inter.inner, inter.outer, inter.link) == (3, 6, Link.INTER)
+    assert topology.members((intra,), 4) == (3, 4, 5)
+    assert topology.members((inter,), 4) == (1, 4)
+    assert topology.members((intra, inter), 4) == (0, 1, 2, 3, 4, 5)
+
+
+def test_no_axis_has_size_one() -> None:
+    assert make_topology(world_size=1, group_size=1, degrees=(1, 1, 1)).axes == ()
+    assert len(make_topology(world_size=4, group_size=4, degrees=(1, 4, 4)).axes) == 1
+
+
+@pytest.mark.parametrize(("groups", "group_size"), SHAPES)
+def test_members_partition_the_world(groups: int, group_size: int) -> None:
+    world = groups * group_size
+    topology = make_topology(world_size=world, group_size=group_size, degrees=(1, world))
+    for axis in topology.axes:
+        found = {topology.members((axis,), rank) for rank in range(world)}
+        assert sorted(rank for members in found for rank in members) == list(range(world))
+        assert all(len(members) == axis.size for members in found)
+        assert all(
+            [axis.digit(rank) for rank in members] == list(range(axis.size)) for members in found
+        )
+
+
+@pytest.mark.parametrize(("groups", "group_size"), SHAPES)
+def test_shards_tile_the_buffer_and_nest(groups: int, group_size: int) -> None:
+    world = groups * group_size
+    topology = make_topology(world_size=world, group_size=group_size, degrees=(world,))
+    numel = world * 3
+    degrees = sorted({1, group_size, world})
+    for degree in degrees:
+        starts = {topology.shard_start(rank, degree, numel) for rank in range(world)}
+        assert sorted(starts) == list(range(0, numel, numel // degree))
+    for rank in range(world):
+        for coarse, fine in pairwise(degrees):
+            outer = topology.shard_start(rank, coarse, numel)
+            start, stop = nested_range(topology.axes_between(coarse, fine), rank, numel // coarse)
+            assert stop - start == numel // fine
+            assert topology.shard_start(rank, fine, numel) == outer + start

@@ -176,18 +176,6 @@ def test_bits_per_byte_need_corpora_that_all_say_the_same(
         assert (value is not None) == has, name
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ("--mock-data --full-validation", "--full-validation needs a corpus"),
-        ("--data-path x --multiple-validation-sets", "needs --valid-data-path"),
-        ("--train-data-path x --valid-data-path 1 y 2 z --multiple-validation-sets", "has weights"),
-    ],
-)
-def test_senseless_validation_is_refused(wrong: str, message: str) -> None:
-    refused(lambda: run_loop(f"{wrong} --train-iters 1 --micro-batch-size 1", base=CORPUS), message)
-
-
 def test_weights_and_full_validation_contradict_each_other(flags: str, tmp_path: Path) -> None:
     weighed = flags.replace("--valid-data-path ", "--valid-data-path 1 ").replace(
         f" {tmp_path / 'code'}", f" 2 {tmp_path / 'code'}"
