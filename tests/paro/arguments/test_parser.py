@@ -20,36 +20,6 @@ from tests.helpers.refusals import refused
 from tools.planning.request import make_parser
 
 
-@pytest.mark.parametrize(
-    ("dest", "default"),
-    [
-        ("adam_beta2", 0.999),
-        ("clip_grad", 1.0),
-        ("distributed_timeout_minutes", 10),
-        ("eval_interval", 1000),
-        ("eval_iters", 100),
-        ("exit_signal", "SIGTERM"),
-        ("hysteresis", 2),
-        ("initial_loss_scale", 2.0**32),
-        ("log_interval", 100),
-        ("lr_decay_style", "linear"),
-        ("make_vocab_size_divisible_by", 128),
-        ("num_workers", 2),
-        ("seed", 1234),
-        ("weight_decay", 0.01),
-        ("weight_decay_incr_style", "constant"),
-    ],
-)
-def test_defaults_are_megatrons(dest: str, default: object) -> None:
-    assert getattr(parse_args([]), dest) == default
-
-
-def test_every_flag_says_what_it_does() -> None:
-    for action in build_parser()._actions:
-        assert action.help, action.option_strings
-        assert len(action.help) > 10, action.option_strings
-
-
 def test_flags_in_help_are_in_one_piece() -> None:
     text = build_parser().format_help()
     assert not re.search(r"--[a-z-]*-\n", text)
@@ -231,52 +201,33 @@ def test_an_empty_file_gives_no_flag(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("num-layer: 4", "num-layer is unknown: did you mean --num-layers?"),
-        ("learning_rate: 4", "learning-rate is unknown: give --lr"),
         ("tensor-model-parallel-size: two", "tensor-model-parallel-size: invalid int value"),
         ("squared-relu: 1.5e", "--squared-relu 1.5e is not supported"),
-        ("moe_router_topk: [2, 3]", "--moe-router-topk 2 3 is not supported"),
-        ("squared-relu: true", "--squared-relu is not supported"),
         ("data-path: true", "data-path: needs a plain value"),
         ("yaml-cfg: other.yaml", "yaml-cfg is unknown"),
-        ("h: true", "h is unknown"),
         ("num-layers: four", "num-layers: argument --num-layers: invalid int value: 'four'"),
-        ("num-layers: 4.5", "num-layers: argument --num-layers: invalid int value: '4.5'"),
         ("weight-decay: .inf", "--weight-decay: argument --weight-decay: invalid"),
         ("lr: 1e400", "--lr: argument --lr: 1e400 is not a finite number"),
         # A value is the text that stands there: no number or date is made of it
         ("lr: 2020-13-45", "--lr: argument --lr: invalid float value: '2020-13-45'"),
-        ("num-layers: 0x10", "--num-layers: argument --num-layers: invalid int value: '0x10'"),
         (f"seed: {'1' * 5000}", "--seed: argument --seed: invalid int value"),
-        ("lr: =", "--lr: argument --lr: invalid float value: '='"),
         ("lr: !!int ''", "line 1: tag:yaml.org,2002:int is a tag"),
-        ("lr: 1\nbf16: !!bool x", "line 2: tag:yaml.org,2002:bool is a tag"),
         ("save: !!python/object/apply:os.getcwd []", "is a tag"),
-        ("!!set {lr, seed}", "line 1: tag:yaml.org,2002:set is a tag"),
-        ("lr: !mine 1", "line 1: !mine is a tag"),
         ('save: "a\\0b"', "line 1: a value has a character that no word"),
-        ('save: "\\ud83d"', "line 1: a value has a character that no word"),
         ("data-path: [--lr, 5]", "--data-path: needs values, of which none is a flag"),
         ("moe-x: --lr", "--moe-x: needs values, of which none is a flag itself, not --lr"),
         ("bf16: y", "bf16: a switch is true or false, not y"),
         ("? [lr, seed]\n: 1", "must hold one level of `flag: value`"),
-        ("1: 2", "--1 is unknown"),
-        ("<<: {lr: 1}", "--<< is unknown"),
         ("lr: 1\n---\nlr: 2", "is no YAML: expected a single document"),
         ("lr: \0", "is no YAML: unacceptable character"),
-        ("num-layers: true", "num-layers: needs a plain value, not true"),
         ("num-layers: [4]", "num-layers: takes one value, not [4]"),
-        ("model: {num-layers: 4}", "model is unknown"),
         ("save: {here: there}", "save: needs a plain value"),
-        ("bf16: 1", "bf16: a switch is true or false, not 1"),
-        ("lr-decay-style: steps", "lr-decay-style: argument --lr-decay-style: invalid choice"),
         ("rampup-batch-size: [1, 2]", "rampup-batch-size: argument --rampup-batch-size: expected"),
-        ("num-layers: 4\nnum-layers: 5", "num-layers is given more than once"),
         ("num-layers: 4\nnum_layers: 5", "num-layers is given more than once"),
         ("- num-layers", "must hold one level of `flag: value`"),
         ("num-layers: [4", "is no YAML"),
         # Files that grow
         ("a: &a [x, x]\nb: &b [*a, *a]", "line 1: anchors and aliases"),
-        ("seed: &a 3", "line 1: anchors and aliases"),
         ("lr: " + "[" * 1000, "line 1: is nested too deeply"),
         ("# " + "x" * 2**16, "has 65,538 bytes, more than the 65,536 that may be read"),
         ("".join(f"a{number}: 1\n" for number in range(1500)), "has 1500 keys, and there are"),

@@ -88,12 +88,10 @@ def test_ranks_that_choose_differently_are_refused(on: str) -> None:
 @pytest.mark.parametrize(
     ("words", "size", "way"),
     [
-        ("", 4, "4 ranks share a sample by a2a"),
         ("", 8, "8 ranks share a sample by a2a+p2p over 4 x 2"),
         ("--num-attention-heads 2", 4, "4 ranks share a sample by a2a+p2p over 2 x 2"),
         ("--num-attention-heads 1", 8, "8 ranks share a sample by p2p"),
         ("--num-attention-heads 8 --attention-backend fused", 8, "8 ranks share a sample by a2a"),
-        ("--num-attention-heads 8 --kv-channels 20", 8, "8 ranks share a sample by a2a"),
     ],
 )
 def test_without_a_machine_heads_are_exchanged_inside_groups(
@@ -183,7 +181,6 @@ SIZES = "--hierarchical-context-parallel-sizes"
         ("--cp-comm-type p2p p2p --paro-context-ring flat", ContextLayout(size=8, inner=8), [8, 1]),
         (f"--cp-comm-type p2p {SIZES} 2 4", ContextLayout(size=8, inner=2), [2, 4]),
         (f"--cp-comm-type a2a+p2p {SIZES} 2 4", ContextLayout(size=8, heads=2), [2, 2]),
-        (f"--cp-comm-type a2a+p2p {SIZES} 4 2", ContextLayout(size=8, heads=4), [2, 1]),
         ("--cp-comm-type all_gather", ContextLayout(size=8, gathers=True), [4, 2]),
         ("--cp-comm-type a2a --num-attention-heads 8", ContextLayout(size=8, heads=8), [1, 1]),
     ],

@@ -139,9 +139,11 @@ def copies_of(case: Case, config: RunConfig, nodes: Sequence[int]) -> dict[str, 
 
 
 SEEDS = range(90)
-WITH_STATES = range(90, 110)
+STUDY = (pytest.param(seed, marks=pytest.mark.verify) for seed in range(94, 110))
+WITH_STATES = (*range(90, 94), *STUDY)
 
 
+@pytest.mark.verify
 @pytest.mark.slow("starts hundreds of runs")
 def test_what_starts_on_four_nodes_can_start_again_on_others(tmp_path: Path) -> None:
     kinds: Counter[str] = Counter()

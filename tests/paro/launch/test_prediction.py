@@ -1,21 +1,33 @@
-"""A run that cannot fit is refused before it allocates, and the line says what to lower."""
+"""A launch is checked before it allocates: memory, placement, and kernels that all ranks have."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from paro.config.run import RunConfig
+from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.errors import UserError
+from paro.launch.placement import describe_placement
 from paro.launch.prediction import check_memory
+from paro.launch.setup import agree_on_kernels
 from paro.planning.run_memory import RunMemory
+from paro.spec.sharding_spec import ModelStateBytes
+from paro.training.assembly import build_training
+from paro.training.replicas import check_replicas
 from tests.end_to_end.test_training import RUN, launch
 from tests.helpers.flags import configured
+from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused, says
+from tests.helpers.training import TINY, run_steps
+from tests.helpers.triton_kernels import interpreter, skip_on_gpus
+from tests.paro.planning.on_ranks import on_ranks
 
 CPU = torch.device("cpu")
 WORLD = World(size=4, ranks_per_node=2)
@@ -127,3 +139,70 @@ def test_nothing_is_built_before(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr("paro.launch.prediction.available_host_bytes", lambda: 1)
     refused(lambda: launch("--mock-data --train-iters 2"), "1 rank of this host needs")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "group_size", "rows"),
+    [
+        ("NIG", 32, 8, ["N 1 32 0 1 .. 31", "I 8 4 0-7 8-15 16-23 24-31", "G 32 1 0-31"]),
+        ("2,4,8", 8, 4, ["- 2 4 0-1 2-3 4-5 6-7", "I 4 2 0-3 4-7", "G 8 1 0-7"]),
+    ],
+)
+def test_a_state_has_level_copies_ranks_and_megabytes(
+    strategy: str, world_size: int, group_size: int, rows: list[str]
+) -> None:
+    placed = on_ranks(strategy, world_size=world_size, group_size=group_size)
+    states = ModelStateBytes(params=14 * 10**9, grads=20_000, optim=30_000)
+    found = [" ".join(line.split()[1:]) for line in describe_placement(*placed, states)[1:]]
+    sizes = ("14000.00", "0.02", "0.03")
+    assert found == [f"{row} {size}" for row, size in zip(rows, sizes, strict=True)]
+
+
+# Kernels: ranks that see different ones use the same
+
+FLAGS = f"{TINY} --train-iters 2 --global-batch-size 2 --paro-strategy NNN"
+
+
+def trained_with(*, ranks_with_triton: tuple[int, ...]) -> list[str]:
+    """Trains replicas where only some ranks have Triton; the lines about kernels."""
+    world = World(rank=dist.get_rank(), size=dist.get_world_size(), ranks_per_node=2)
+    config, control = configured(FLAGS, world), Control(world, torch.device("cpu"))
+    with interpreter() if world.rank in ranks_with_triton else nullcontext():
+        agreed, lines = agree_on_kernels(config, control)
+        training = build_training(agreed, control)
+        run_steps(agreed, training)
+        check_replicas(training, iteration=2)
+        training.close()
+    return lines
+
+
+@pytest.mark.bits
+@pytest.mark.ranks
+def test_all_use_torchs_operations_where_a_rank_lacks_triton() -> None:
+    skip_on_gpus()
+    for lines in run_ranks(trained_with, 2, ranks_with_triton=(1,)):
+        assert lines[0].startswith("> attention: auto")
+        for line, what in zip(
+            lines[1:], ("norms, SwiGLU, rotary embedding and loss", "AdamW"), strict=True
+        ):
+            assert line.startswith("> WARNING: ranks differ: nothing on rank 0, " + what)
+            assert line.endswith(" on rank 1: all use torch's operations")
+
+
+@pytest.mark.bits
+@pytest.mark.ranks
+def test_nothing_is_said_where_all_have_the_same() -> None:
+    skip_on_gpus()
+    for lines in run_ranks(trained_with, 2, ranks_with_triton=(0, 1)):
+        assert len(lines) == 3
+        assert not any("WARNING" in line for line in lines)
+
+
+@pytest.mark.bits
+def test_muons_kernels_are_named() -> None:
+    skip_on_gpus()
+    with interpreter():
+        config = configured(f"{FLAGS} --optimizer muon --no-rope-fusion", World())
+        _, lines = agree_on_kernels(config, Control(World(), torch.device("cpu")))
+    (update,) = (line for line in lines if "AdamW: Triton" in line)
+    assert "Muon: momentum in one pass and symmetric products by Triton" in update

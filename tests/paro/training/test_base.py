@@ -17,7 +17,6 @@ from paro.checkpoint.base import stored_parameters
 from paro.checkpoint.convert.native import open_native
 from paro.checkpoint.directory import find_checkpoint
 from paro.checkpoint.metadata import read_metadata
-from paro.config.record import trained_lines
 from paro.config.run import RunConfig
 from paro.launch.dry_run import run_dry
 from paro.launch.prediction import checkpoint_bytes
@@ -27,7 +26,7 @@ from paro.training.resume import FROM_NOTHING, Resumed, load_run
 from paro.training.step import Training
 from tests.helpers.checkpoints import read_common
 from tests.helpers.flags import configured
-from tests.helpers.refusals import refused, says
+from tests.helpers.refusals import refused
 from tests.helpers.training import TINY, built, run_steps, save_run
 from tools.generate import open_model
 
@@ -197,10 +196,8 @@ def alive_bytes() -> int:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ("", LAST),
         ("--bf16", LAST),
         ("", ADAPTERS),
-        ("--bf16", ADAPTERS),
         ("", f"{ADAPTERS} {BASE_BF16}"),
     ],
 )
@@ -220,20 +217,6 @@ def test_frozen_parameters_add_their_copy_to_compute_with_and_nothing_else(
     of_trained = 2 + 4 + 12 if words else 4 + 4 + 8  # in fp32 no master of its own
     assert held == pytest.approx(of_trained * trained + of_frozen * frozen, rel=0.02)
     assert training.optimizer.model_state_bytes() == pytest.approx(held, rel=0.02)
-
-
-def test_a_run_says_what_trains() -> None:
-    def lines_of(words: str) -> list[str]:
-        config = configured(words)
-        return [*trained_lines(config.model, config.trainable)]
-
-    assert lines_of(FLAGS) == []
-    (line,) = lines_of(f"{FLAGS} {LAST}")
-    says(line, "--trainable last-blocks:0.34: 3,860 of 14,000 ... (27.57%) in 9 of 30 tensors")
-    (line,) = lines_of(f"{FLAGS} {LORA}")
-    says(line, "rank 3, alpha 6, dropout 0.1 on wq, wv: 720 of 14,720 ... in 12 of 42 tensors")
-    types = configured(f"{FLAGS} {LORA} {BASE_BF16}").precision.describe()
-    says(types, "params fp32, frozen ones bf16, gradients")
 
 
 def test_a_checkpoint_without_the_moments_of_what_trains_now_is_refused(tmp_path: Path) -> None:

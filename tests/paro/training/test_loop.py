@@ -221,19 +221,6 @@ def test_evaluation_goes_on_micro_batch_by_micro_batch() -> None:
     assert counts.num == 2 * 3 * 4  # of validation and test
 
 
-@pytest.mark.slow("trains several times")
-def test_norms_and_zeros_reach_the_record_where_they_are_asked_for() -> None:
-    asked = run_loop("--train-iters 2 --eval-iters 0 --log-params-norm --log-num-zeros-in-grad")
-    for record in asked.records:
-        assert record.params_norm > 1.0
-        assert record.num_zeros is not None
-
-
-def test_waiting_for_data_reaches_the_record() -> None:
-    (record,) = run_loop("--train-iters 1 --eval-iters 0").records
-    assert 0.0 < record.data_wait_ms < record.iteration_time_ms
-
-
 def spoil(monkeypatch: pytest.MonkeyPatch, iterations: range, value: float) -> None:
     """Replaces the gradient norm of some iterations."""
     square_sum, calls = ParoOptimizer.local_square_sum, iter(range(1, 1000))
@@ -288,12 +275,3 @@ def test_a_leap_is_skipped_and_told(
     assert [record.iteration for record in run.records if record.skipped] == [103]
     printed = capsys.readouterr().out
     assert " iteration 103 is skipped: large gradients | lm loss: " in printed
-
-
-def test_timers_and_the_slowest_rank_follow_the_line(capsys: pytest.CaptureFixture[str]) -> None:
-    run_loop("--train-iters 2 --eval-iters 0 --timing-log-level 2 --log-straggler")
-    printed = capsys.readouterr().out
-    for name in ("interval-time", "forward-backward", "forward-compute", "batch-generator"):
-        assert printed.count(f"    {name} ..") == 2
-    assert printed.count("(min, max) time across ranks (ms):") == 2
-    assert printed.count(" slowest rank: 0 | compute (ms): ") == 2
