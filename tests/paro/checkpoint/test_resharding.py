@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,116 +15,140 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.resharding import (
     STEPS_BEFORE,
     Pair,
+    Part,
     Setting,
     draw_pairs,
     load_and_go_on,
     save_and_go_on,
 )
 
-PAIRS = draw_pairs(72, seed=5)
-# The first that changes nothing, the first between worlds of 6 and 8 or 4, and two more.
-FEW = (5, *(i for i, p in enumerate(PAIRS) if p.before.world_size != p.after.world_size))[:4]
-
 pytestmark = pytest.mark.ranks
 
-
 ROUNDED = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-MUON = "--optimizer muon --muon-fp32-matmul-prec highest"
+MUON = f"--optimizer muon --muon-fp32-matmul-prec highest {ROUNDED}"
+SHARED = "--cp-comm-type a2a --context-parallel-size 2"
 LAST = "--trainable last-blocks:0.34"
 LORA = "--lora-rank 3 --lora-dropout 0.2 --lora-target-modules q_proj,down_proj"
+Parts = tuple[Sequence[Part], Sequence[Part]]  # of all ranks: before and after the resumption
 
 
-def check(pair: Pair, root: Path, base: Path | None = None, trains: str = LAST) -> None:
-    """With a `base`, of a run that begins with it and trains only a part."""
-    before, after = pair.before, pair.after
-    part = [] if base is None else trains.split()
-    begin = [] if base is None else ["--load", str(base), "--finetune"]
-    there = run_ranks(
-        save_and_go_on,
-        before.world_size,
-        before,
-        root,
-        asynchronous=pair.asynchronous,
-        more=[*part, *begin],
-    )
-    here = run_ranks(load_and_go_on, after.world_size, after, root, more=part)
-    if base is not None:
-        names = stored_parameters(root / "iter_0000003")
-        if trains == LAST:
-            assert {name.rpartition(".")[0] for name in names} == {"blocks.2"}
-        else:
-            assert names
-            assert all(map(is_adapter, names))
+def on(
+    ranks: int, group: int, strategy: str, collective: str = "native", more: str = ""
+) -> Setting:
+    words = {"strategy": strategy, "collective": collective, "more": more}
+    return Setting(world_size=ranks, group_size=group, **words)
+
+
+# Saved by 4 ranks and loaded by 2, but for the first, with which the adapters begin.
+FEW = {
+    "the same": Pair(on(2, 1, "GGG", "flat"), on(2, 1, "GGG", "flat"), asynchronous=False),
+    "groups": Pair(on(4, 2, "IIG", "ho-ring"), on(2, 2, "NNG", "h-ring"), asynchronous=True),
+    "degrees": Pair(on(4, 4, "1,2,4", "ring"), on(2, 1, "GGG"), asynchronous=False),
+    # Random bits of later steps too: with others, losses would differ by more.
+    "rounded": Pair(on(4, 1, "NNG", "native", ROUNDED), on(2, 2, "III", "native", ROUNDED), False),
+    # Of 3 blocks, 2 groups update one each and share the third; one group updates all.
+    "Muon": Pair(on(4, 2, "IIG", "native", MUON), on(2, 2, "IIG", "native", MUON), True),
+    "samples": Pair(on(4, 2, "IIG", "native", SHARED), on(2, 1, "GGG", "native", SHARED), False),
+    "adapters": Pair(on(4, 2, "IGG", "flat"), on(2, 1, "NNG"), asynchronous=False),
+}
+
+
+def save_each(root: Path, names: Sequence[str]) -> dict[str, Part]:
+    """On this rank, case by case."""
+    begin = [*LORA.split(), "--load", str(root / "the same"), "--finetune"]
+    return {
+        name: save_and_go_on(
+            FEW[name].before,
+            root / name,
+            asynchronous=FEW[name].asynchronous,
+            more=begin if name == "adapters" else (),
+        )
+        for name in names
+    }
+
+
+def load_each(root: Path) -> dict[str, Part]:
+    return {
+        name: load_and_go_on(
+            pair.after, root / name, more=LORA.split() if name == "adapters" else ()
+        )
+        for name, pair in FEW.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("few")
+
+
+@pytest.fixture(scope="module")
+def parts(root: Path) -> dict[str, Parts]:
+    """What all ranks had, by case."""
+    first, *others = FEW
+    saved = [(run_ranks(save_each, 2, root, [first]), [first])]
+    saved.append((run_ranks(save_each, 4, root, others), others))
+    here = run_ranks(load_each, 2, root)
+    return {
+        name: ([rank[name] for rank in there], [rank[name] for rank in here])
+        for there, names in saved
+        for name in names
+    }
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_few_pairs(root: Path, parts: dict[str, Parts], name: str) -> None:
+    check(FEW[name], parts[name])
+    if name == "adapters":
+        check_stored(root / name, LORA)
+
+
+def check(pair: Pair, parts: Parts) -> None:
+    """What was loaded was saved, and training goes on as it did there."""
+    there, here = parts
     saved, loaded = there[0].states, here[0].states
     assert saved.keys() == loaded.keys()
-    kinds = {"param", "exp_avg", "exp_avg_sq"}
-    kinds |= {"momentum_buffer"} if MUON in before.more else set()
+    is_muon = "muon" in pair.before.more
+    kinds = {"param", "exp_avg", "exp_avg_sq", *(["momentum_buffer"] if is_muon else [])}
     assert {name.partition(".")[0] for name in saved} == kinds
-    assert f"exp_avg.blocks.0.{'mlp_norm' if MUON in before.more else 'wq'}" in saved or base
     for name, values in saved.items():
         assert torch.equal(values, loaded[name]), f"{pair}: {name}"
     for part in (*there, *here):
         assert (part.num_steps, part.iteration) == (STEPS_BEFORE, STEPS_BEFORE)
-        if before == after:
+        if pair.before == pair.after:
             assert part.losses == there[0].losses, pair
         assert_near(part.losses, there[0].losses, 1e-5, str(pair))
 
 
-# Of 3 blocks, 2 groups update one each and share the third, 3 groups update one each.
-BUCKETS = [Setting(world_size=n, group_size=2, strategy="IIG") for n in (4, 6)]
-
-
-@pytest.mark.parametrize(
-    ("pair", "more"),
-    [(PAIRS[FEW[1]], ROUNDED), (Pair(*BUCKETS, asynchronous=True), f"{MUON} {ROUNDED}")],
-)
-def test_states_of_other_kinds_reshard(tmp_path: Path, pair: Pair, more: str) -> None:
-    """Random bits of later steps too: with others, losses would differ by more."""
-    before, after = (
-        replace(setting, more=more, collective="native") for setting in (pair.before, pair.after)
-    )
-    check(replace(pair, before=before, after=after), tmp_path)
-
-
-def test_ranks_that_share_samples_may_be_others_after_a_resume(tmp_path: Path) -> None:
-    shared = "--cp-comm-type a2a --context-parallel-size 2"
-    before = Setting(world_size=4, group_size=2, strategy="IIG", more=shared)
-    after = Setting(world_size=2, group_size=1, strategy="GGG", more=shared)
-    check(Pair(before, after, asynchronous=False), tmp_path)
-
-
-@pytest.mark.parametrize("index", FEW, ids=lambda index: str(PAIRS[index]))
-def test_a_few_pairs(tmp_path: Path, index: int) -> None:
-    check(PAIRS[index], tmp_path)
+def check_stored(root: Path, trains: str) -> None:
+    """What was saved is only what trains."""
+    names = stored_parameters(root / "iter_0000003")
+    if trains == LAST:
+        assert {name.rpartition(".")[0] for name in names} == {"blocks.2"}
+    assert trains == LAST or (names and all(map(is_adapter, names)))
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two ranks with which others begin."""
     root = tmp_path_factory.mktemp("base")
-    setting = Setting(world_size=2, group_size=1, strategy="GGG")
-    run_ranks(save_and_go_on, 2, setting, root, asynchronous=False)
+    run_ranks(save_and_go_on, 2, on(2, 1, "GGG"), root, asynchronous=False)
     return root
 
 
-@pytest.mark.parametrize(
-    "trains",
-    [
-        pytest.param(LAST, id="last block", marks=pytest.mark.verify),
-        pytest.param(LORA, id="adapters"),
-    ],
-)
-def test_what_was_trained_and_its_base_reshard(tmp_path: Path, base: Path, trains: str) -> None:
-    check(PAIRS[FEW[2]], tmp_path, base, trains)
+PAIRS = draw_pairs(72, seed=5)
 
 
 @pytest.mark.verify
 @pytest.mark.parametrize("index", range(len(PAIRS)), ids=lambda index: str(PAIRS[index]))
-def test_all_reshard_with_a_base(tmp_path: Path, base: Path, index: int) -> None:
-    check(PAIRS[index], tmp_path, base, LAST if index < 36 else LORA)
-
-
-@pytest.mark.verify
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_all_pairs(tmp_path: Path, pair: Pair) -> None:
-    check(pair, tmp_path)
+@pytest.mark.parametrize("has_base", [False, True])
+def test_all_pairs(tmp_path: Path, base: Path, index: int, has_base: bool) -> None:
+    """Whole models, and what is trained of one while its base keeps the rest."""
+    pair, trains = PAIRS[index], LAST if index < 36 else LORA
+    part = trains.split() if has_base else []
+    begin = [*part, "--load", str(base), "--finetune"] if has_base else []
+    how = {"asynchronous": pair.asynchronous, "more": begin}
+    there = run_ranks(save_and_go_on, pair.before.world_size, pair.before, tmp_path, **how)
+    here = run_ranks(load_and_go_on, pair.after.world_size, pair.after, tmp_path, more=part)
+    check(pair, (there, here))
+    if has_base:
+        check_stored(tmp_path, trains)

@@ -1,14 +1,23 @@
-"""Ranks save and load together; a failure on one fails on all; the old checkpoint stays."""
+"""Ranks save, load and lock a folder together: what fails on one fails on all."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from paro.checkpoint import folder_lock
+from paro.checkpoint.agreement import lock_folders, ranks_that_save
 from paro.checkpoint.directory import latest_iteration
+from paro.checkpoint.folder_lock import FolderLock, LockHolder, LockLostError, LockWaiter
 from paro.checkpoint.load import LoadRequest
 from paro.errors import StorageError, UserError
 from tests.helpers.ranks import run_ranks
@@ -17,6 +26,7 @@ from tests.paro.checkpoint.toy_run import (
     IIG,
     ONE,
     assert_true,
+    control_here,
     load_checkpoint,
     make_shards,
     save_checkpoint,
@@ -24,11 +34,7 @@ from tests.paro.checkpoint.toy_run import (
 
 pytestmark = pytest.mark.ranks
 
-
-def save(root: Path) -> list[str]:
-    lines: list[str] = []
-    save_checkpoint(root, 100, make_shards(IIG, dist.get_rank(), filled=True), {}, log=lines.append)
-    return lines
+NODES = ((0, 1), (2, 3))
 
 
 def fails_alike(root: Path, *, failing: int) -> tuple[str, str]:
@@ -44,7 +50,7 @@ def fails_alike(root: Path, *, failing: int) -> tuple[str, str]:
     return str(unwritten.value), str(unread.value)
 
 
-def meet_a_bug(root: Path, *, failing: int) -> tuple[str, str]:
+def meets_a_bug(root: Path, *, failing: int) -> tuple[str, str]:
     """What this rank raises where the code of one rank fails while all load."""
     rank = dist.get_rank()
 
@@ -61,40 +67,148 @@ def meet_a_bug(root: Path, *, failing: int) -> tuple[str, str]:
     return "none", ""
 
 
-def read_fails_alike(root: Path) -> str:
-    shards = make_shards(IIG, dist.get_rank(), filled=False)
+def loads_what_is_cut_short(root: Path) -> tuple[list[str], str]:
+    """The lines of a save of all ranks, and the error of a load after a file was cut short."""
+    rank, lines = dist.get_rank(), list[str]()
+    save_checkpoint(root, 100, make_shards(IIG, rank, filled=True), {}, log=lines.append)
+    if rank == 0:
+        path = root / "iter_0000100" / "__3_0.distcp"
+        path.write_bytes(path.read_bytes()[:-1])
+    dist.barrier()
+    shards = make_shards(IIG, rank, filled=False)
     with pytest.raises(UserError) as caught:
         load_checkpoint(root, shards)
     assert not any(shard.values.any() for shard in shards)
-    return str(caught.value)
+    return lines, str(caught.value)
 
 
-def test_a_bug_on_one_rank_is_no_damage(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 100, make_shards(ONE, 0, filled=True), {"model": {"hidden_size": 2}})
+def claims(root: Path, folders: str, *, lost: int | None = None) -> tuple[object, bool, str]:
+    """On this rank: the folders, whether it holds a lock, and the error, if any.
+
+    Every rank has the folder of its letter. Rank `lost` loses its lock, and all check theirs.
+    """
+    control, said = control_here(), list[str]()
+    own = root / folders[control.world.rank]
+    try:
+        with lock_folders(own, control, said.append) as locked:
+            assert not said
+            if control.world.rank == lost:
+                assert folder_lock._create(own, 2, elsewhere())
+            ranks = ranks_that_save(locked, control, timedelta(seconds=60))
+            ranks.first_decides(ranks.check_lock, "--save")
+            return locked.folders, locked.lock is not None, ""
+    except (UserError, LockLostError) as error:
+        return None, False, f"{type(error).__name__}: {error}"
+
+
+def elsewhere() -> LockHolder:
+    return replace(LockHolder.this_process(), host="node7", boot_id="another boot", pid=4321)
+
+
+IN_USE = ("aaaa", "aabb", "bbaa")  # folder a is another run's
+CASES: Mapping[str, Callable[[Path], Any]] = {
+    "a bug on rank 2": partial(meets_a_bug, failing=2),
+    "a failure on rank 0": partial(fails_alike, failing=0),
+    "a failure on rank 2": partial(fails_alike, failing=2),
+    "cut short": loads_what_is_cut_short,
+    "one folder": partial(claims, folders="aaaa"),
+    "two folders": partial(claims, folders="aabb"),
+    "lost": partial(claims, folders="aabb", lost=2),
+    **{f"{folders} in use": partial(claims, folders=folders) for folders in IN_USE},
+}
+
+
+def each(root: Path) -> dict[str, Any]:
+    """On this rank, case by case."""
+    return {name: case(root / name) for name, case in CASES.items()}
+
+
+def contents(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def found(root: Path) -> dict[str, list[Any]]:
+    """What every rank found, by case."""
+    for name in CASES:
+        (root / name).mkdir()
+        if "on rank" in name:
+            shards = make_shards(ONE, 0, filled=True)
+            save_checkpoint(root / name, 100, shards, {"model": {"hidden_size": 2}})
+    before = [contents(root / name) for name in CASES if "a failure" in name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder_lock, "BEAT_SECONDS", 0.05)
+        held = [LockWaiter(root / f"{each} in use/a", elsewhere()).attempt() for each in IN_USE]
+        of_ranks = run_ranks(each, 4, root)
+        for lock in held:
+            assert isinstance(lock, FolderLock)
+            lock.check()
+            lock.release()
+    assert [contents(root / name) for name in CASES if "a failure" in name] == before
+    return {name: [of_rank[name] for of_rank in of_ranks] for name in CASES}
+
+
+Found = dict[str, list[Any]]
+
+
+def released(folder: Path) -> bool:
+    (path,) = folder.glob("lease_*.json")
+    return json.loads(path.read_text())["released"] is True
+
+
+def test_a_bug_on_one_rank_is_no_damage(found: Found) -> None:
     own = ("ValueError", "zip() argument 2 is shorter than argument 1")
     others = ("PeerError", f"rank 2 failed: ValueError: {own[1]}")
-    assert run_ranks(meet_a_bug, 4, tmp_path, failing=2) == [others, others, own, others]
+    assert found["a bug on rank 2"] == [others, others, own, others]
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_a_failure_on_one_rank_is_told_by_all(tmp_path: Path, failing: int) -> None:
-    save_checkpoint(tmp_path, 100, make_shards(ONE, 0, filled=True), {"model": {"hidden_size": 2}})
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    unwritten = f"--save {tmp_path}: rank {failing}: File too large"
+def test_a_failure_on_one_rank_is_told_by_all(found: Found, root: Path, failing: int) -> None:
+    folder = root / f"a failure on rank {failing}"
+    unwritten = f"--save {folder}: rank {failing}: File too large"
     unread = (
-        f"--load {tmp_path}: the checkpoint does not match the model: "
+        f"--load {folder}: the checkpoint does not match the model: "
         "hidden_size is 2 there and 1 here"
     )
-    assert run_ranks(fails_alike, 4, tmp_path, failing=failing) == [(unwritten, unread)] * 4
-    assert latest_iteration(tmp_path) == 100
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    assert sorted(path.name for path in tmp_path.iterdir())[0] == "iter_0000100"
-    assert len(list(tmp_path.iterdir())) == 2
+    assert found[folder.name] == [(unwritten, unread)] * 4
+    assert latest_iteration(folder) == 100
+    assert sorted(path.name for path in folder.iterdir())[0] == "iter_0000100"
+    assert len(list(folder.iterdir())) == 2
 
 
-def test_a_file_that_one_rank_needs_stops_all_before_they_read(tmp_path: Path) -> None:
-    assert [len(of_rank) for of_rank in run_ranks(save, 4, tmp_path)] == [2, 0, 0, 0]
-    path = tmp_path / "iter_0000100" / "__3_0.distcp"
-    path.write_bytes(path.read_bytes()[:-1])
-    (text,) = set(run_ranks(read_fails_alike, 4, tmp_path))
-    assert text.startswith(f"--load {tmp_path}: rank 0: {path} is truncated: ")
+def test_a_file_that_one_rank_needs_stops_all_before_they_read(found: Found, root: Path) -> None:
+    assert [len(lines) for lines, _ in found["cut short"]] == [2, 0, 0, 0]
+    (text,) = {text for _, text in found["cut short"]}
+    folder = root / "cut short"
+    path = folder / "iter_0000100" / "__3_0.distcp"
+    assert text.startswith(f"--load {folder}: rank 0: {path} is truncated: ")
+
+
+def test_the_first_rank_of_every_folder_holds_its_lease(found: Found, root: Path) -> None:
+    every = ((0, 1, 2, 3),)
+    assert found["one folder"] == [(every, rank == 0, "") for rank in range(4)]
+    assert found["two folders"] == [(NODES, rank in (0, 2), "") for rank in range(4)]
+    folders = ("one folder/a", "two folders/a", "two folders/b")
+    assert all(released(root / folder) for folder in folders)
+
+
+@pytest.mark.parametrize("folders", IN_USE)
+def test_a_folder_in_use_on_one_node_ends_all_ranks(found: Found, root: Path, folders: str) -> None:
+    ((_, _, error),) = set(found[f"{folders} in use"])
+    used = root / f"{folders} in use/a"
+    assert error.startswith(f"UserError: --save {used} is in use by process 4321 on node7, since ")
+    assert folders == "aaaa" or released(used.with_name("b"))
+
+
+def test_a_lease_that_one_node_loses_ends_all_ranks(found: Found, root: Path) -> None:
+    ((_, _, error),) = set(found["lost"])
+    lost = root / "lost/b"
+    told = f"LockLostError: --save: rank 2: this run lost its lease of {lost}: process 4321"
+    assert error.startswith(told)
+    assert released(root / "lost/a")
+    assert not released(lost)

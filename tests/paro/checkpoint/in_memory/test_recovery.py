@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -100,12 +100,86 @@ def recover_on(
     return Outcome(found, lines, own, left)
 
 
+def without(root: Path, *nodes: int) -> None:
+    for node in nodes:
+        shutil.rmtree(root / f"node{node}")
+
+
+def replaced(root: Path, node: int, cut: Cut, **how: Any) -> None:
+    """A node has what it wrote in another run."""
+    write_nodes(root / "other", cut, **how)
+    without(root, node)
+    shutil.move(root / "other" / f"node{node}", root / f"node{node}")
+
+
+def damaged(root: Path, kind: str) -> None:
+    path = root / "node0" / f"rank-00001-a.1{kind}"
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A run that wrote copies, what then happens to its nodes, and the ranks that recover."""
+
+    before: Cut | None = III
+    after: Cut = III
+    nodes: tuple[int, ...] = (0, 0, 1, 1)  # of the ranks that recover
+    happens: Callable[[Path], object] = lambda _root: None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+AWAY = {"start": "9", "is_true": False}  # a node was away, and the others went on
+CASES = {
+    "node 0 lost": Case(happens=lambda root: without(root, 0)),
+    "node 1 lost": Case(happens=lambda root: without(root, 1)),
+    "other nodes, another strategy": Case(III, IIG, (1, 1, 0, 0)),
+    "a new node": Case(NNN, III, (0, 0, 2, 2), lambda root: without(root, 1)),
+    "half of the nodes": Case(TWO_OF_EIGHT, IIG, (0, 0, 1, 1), lambda root: without(root, 2, 3)),
+    "GGG to III": Case(GGG, III, (0, 1, 1, 0)),
+    "nobody": Case(IIG, IIG, happens=lambda root: without(root, 1)),
+    "ahead": Case(IIG, IIG, happens=lambda root: replaced(root, 0, IIG, iterations=(6, 7))),
+    "two starts": Case(happens=lambda root: replaced(root, 1, IIG, iterations=(5, 6), **AWAY)),
+    "two starts, ahead": Case(
+        happens=lambda root: replaced(root, 1, IIG, iterations=(6, 7), **AWAY)
+    ),
+    f"damaged {DATA}": Case(happens=lambda root: damaged(root, DATA)),
+    f"damaged {RECORD}": Case(happens=lambda root: damaged(root, RECORD)),
+    "older": Case(options={"newer_than": 6}),
+    "other flags": Case(options={"flags": 2}),
+    "nothing": Case(None),
+}
+
+
+def recover_each(root: Path) -> dict[str, Outcome]:
+    """On this rank, case by case."""
+    return {
+        name: recover_on(root / name, case.after, case.nodes, **case.options)
+        for name, case in CASES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    """What every rank got, by case."""
+    root = tmp_path_factory.mktemp("nodes")
+    for name, case in CASES.items():
+        (root / name).mkdir()
+        if case.before is not None:
+            write_nodes(root / name, case.before)
+        case.happens(root / name)
+    of_ranks = run_ranks(recover_each, 4, root)
+    return {name: [of_rank[name] for of_rank in of_ranks] for name in CASES}
+
+
+Found = dict[str, list[Outcome]]
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_node_gets_its_states_from_the_other(tmp_path: Path, lost: int) -> None:
-    write_nodes(tmp_path, III)
-    shutil.rmtree(tmp_path / f"node{lost}")
-    outcomes = run_ranks(recover_on, 4, tmp_path, III, (0, 0, 1, 1))
+def test_a_lost_node_gets_its_states_from_the_other(found: Found, lost: int) -> None:
+    outcomes = found[f"node {lost} lost"]
     for outcome in outcomes:
         assert (outcome.found.iteration, outcome.found.common) == (6, {"at": 6})
         lost_bytes = sum(each.own_bytes for each in outcomes[2 * lost : 2 * lost + 2])
@@ -118,33 +192,15 @@ def test_a_lost_node_gets_its_states_from_the_other(tmp_path: Path, lost: int) -
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("before", "after", "nodes"),
-    [
-        (III, IIG, (1, 1, 0, 0)),  # other nodes, another strategy
-        (NNN, III, (0, 0, 2, 2)),  # node 1 is lost, a new one has come
-        (IIG, NNN, (0, 0, 1, 1)),
-        (TWO_OF_EIGHT, IIG, (0, 0, 1, 1)),  # half of the nodes are left
-        (TWO_OF_EIGHT, III, (0, 2, 3, 3)),  # a rank on a new node beside two old ones
-        (GGG, III, (0, 1, 1, 0)),
-    ],
-)
-def test_states_are_found_by_chunk(
-    tmp_path: Path, before: Cut, after: Cut, nodes: tuple[int, ...]
-) -> None:
-    write_nodes(tmp_path, before)
-    for node in range(4):
-        if node not in nodes:
-            shutil.rmtree(tmp_path / f"node{node}", ignore_errors=True)
-    for outcome in run_ranks(recover_on, 4, tmp_path, after, nodes):
-        assert outcome.found is not None, outcome.lines
+def test_states_are_found_by_chunk(found: Found) -> None:
+    """Under another strategy, and on other nodes."""
+    for name in [*CASES][2:6]:
+        assert all(outcome.found is not None for outcome in found[name]), name
 
 
 @pytest.mark.ranks
-def test_what_nobody_holds_is_left_to_the_checkpoint(tmp_path: Path) -> None:
-    write_nodes(tmp_path, IIG)
-    shutil.rmtree(tmp_path / "node1")
-    for outcome in run_ranks(recover_on, 4, tmp_path, IIG, (0, 0, 1, 1)):
+def test_what_nobody_holds_is_left_to_the_checkpoint(found: Found) -> None:
+    for outcome in found["nobody"]:
         assert outcome.found is None
         passed = [line for line in outcome.lines if "passing over iteration" in line]
         assert [line.split()[3] for line in passed] == ["6", "5"]
@@ -153,13 +209,8 @@ def test_what_nobody_holds_is_left_to_the_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_the_newest_iteration_that_all_have(tmp_path: Path) -> None:
-    """One node was a step ahead; a damaged file of it has another holder."""
-    write_nodes(tmp_path / "ahead", IIG, iterations=(6, 7))
-    write_nodes(tmp_path, IIG)
-    shutil.rmtree(tmp_path / "node0")
-    shutil.move(tmp_path / "ahead" / "node0", tmp_path / "node0")
-    for outcome in run_ranks(recover_on, 4, tmp_path, IIG, (0, 0, 1, 1)):
+def test_the_newest_iteration_that_all_have(found: Found) -> None:
+    for outcome in found["ahead"]:
         assert outcome.found.iteration == 6
         assert sum("passing over iteration 7" in line for line in outcome.lines) == 1
         assert all(".1." in name or ".0." in name for name in outcome.left)
@@ -167,14 +218,9 @@ def test_the_newest_iteration_that_all_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("iterations", [(5, 6), (6, 7)])
-def test_what_two_starts_computed_is_not_mixed(tmp_path: Path, iterations: Sequence[int]) -> None:
-    """A node that was away has copies of the start in which it left; the others went on."""
-    write_nodes(tmp_path, III)
-    write_nodes(tmp_path / "away", IIG, iterations=iterations, start="9", is_true=False)
-    shutil.rmtree(tmp_path / "node1")
-    shutil.move(tmp_path / "away" / "node1", tmp_path / "node1")
-    for outcome in run_ranks(recover_on, 4, tmp_path, III, (0, 0, 1, 1)):
+@pytest.mark.parametrize("name", ["two starts", "two starts, ahead"])
+def test_what_two_starts_computed_is_not_mixed(found: Found, name: str) -> None:
+    for outcome in found[name]:
         assert outcome.found.iteration == 6
         assert outcome.found.other_nodes_bytes > 0
         assert not any("-9." in name for name in outcome.left)
@@ -182,46 +228,30 @@ def test_what_two_starts_computed_is_not_mixed(tmp_path: Path, iterations: Seque
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", [DATA, RECORD])
-def test_damaged_files_are_named_and_replaced_by_another_holder(tmp_path: Path, kind: str) -> None:
-    write_nodes(tmp_path, III)
-    path = tmp_path / "node0" / f"rank-00001-a.1{kind}"
-    content = bytearray(path.read_bytes())
-    content[0] ^= 1
-    path.write_bytes(content)
-    for outcome in run_ranks(recover_on, 4, tmp_path, III, (0, 0, 1, 1)):
+def test_damaged_files_are_named_and_replaced_by_another_holder(found: Found, kind: str) -> None:
+    for outcome in found[f"damaged {kind}"]:
         assert outcome.found.iteration == 6
         assert outcome.found.other_nodes_bytes > 0
-        assert sum(f"{path} is damaged" in line for line in outcome.lines) == 1
+        assert sum(f"rank-00001-a.1{kind} is damaged" in line for line in outcome.lines) == 1
 
 
 @pytest.mark.ranks
-def test_copies_of_another_run_or_older_than_the_checkpoint_are_not_used(tmp_path: Path) -> None:
-    write_nodes(tmp_path, III)
-    for outcome in run_ranks(recover_on, 4, tmp_path, III, (0, 0, 1, 1), newer_than=6):
+def test_copies_of_another_run_or_older_than_the_checkpoint_are_not_used(found: Found) -> None:
+    for outcome in found["older"]:
         assert outcome.found is None
         assert ["the checkpoint is as new" in line for line in outcome.lines] == [True]
-    write_nodes(tmp_path / "other", III)
-    for outcome in run_ranks(recover_on, 4, tmp_path / "other", III, (0, 0, 1, 1), flags=2):
+    for outcome in found["other flags"]:
         assert outcome.found is None
         assert sum("other flags (--seed)" in line for line in outcome.lines) == 2  # nodes
         assert outcome.left == []
-
-
-@pytest.mark.ranks
-def test_nothing_there_is_no_line(tmp_path: Path) -> None:
-    for outcome in run_ranks(recover_on, 4, tmp_path, III, (0, 0, 1, 1)):
-        assert (outcome.found, outcome.lines) == (None, [])
+    assert {(outcome.found, *outcome.lines) for outcome in found["nothing"]} == {(None,)}
 
 
 def test_each_part_comes_from_the_holder_that_sends_least() -> None:
     row = [Chunk((first,), (2,)) for first in (0, 2, 4)]
     whole = Chunk((0,), (6,))
     wants = [[StateChunk("a", whole), StateChunk("b", row[0])], [], []]
-    offers = [
-        [],
-        [(0, 0, whole), (0, 1, row[0])],
-        [(0, 0, row[1]), (0, 1, row[0])],
-    ]
+    offers = [[], [(0, 0, whole), (0, 1, row[0])], [(0, 0, row[1]), (0, 1, row[0])]]
     messages = [ChunkTransfer(1, 0, "a", whole), ChunkTransfer(2, 0, "b", row[0])]
     assert assign(wants, offers) == (messages, [])
 
