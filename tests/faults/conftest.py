@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.job import ITERATIONS, Job, Pause, Run
-from tests.faults.points import Point
+from tests.faults.job import ITERATIONS, Job, Pause, Point, Run
 
 FAILED = pytest.StashKey[bool]()
 RECORD = "FAULTS_RECORD"  # names the JSON file in which the ends of all scenarios are kept
@@ -86,14 +85,10 @@ class Scenario:
     def continues(self, again: Job, saved: int, *, within: float = 60.0) -> None:
         """A later start, after iteration `saved`, ends like the undisturbed run."""
         if saved < ITERATIONS:
-            self.next_step(again, saved + 1, within=within)
+            again.wait_for(lambda: again.steps_printed() > saved, within)
+            self.seconds_to_step = time.monotonic() - self._at
         assert again.end(60.0) == [0] * len(again.scripts), again.tail()
         self.is_whole()
-
-    def next_step(self, again: Job, step: int, *, within: float = 60.0) -> None:
-        """A later start trains."""
-        again.wait_for_step(step, within)
-        self.seconds_to_step = time.monotonic() - self._at
 
     def resumes(self, *saved: int, **how: Any) -> None:
         """One of these iterations is saved, and the next start ends like the undisturbed run."""

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 from paro.checkpoint.directory import TRACKER, iterations_in
 from paro.checkpoint.manifest import read_manifest
 from tests.end_to_end.test_training import MODEL
-from tests.faults.points import Point
 from tests.helpers.processes import children, lives
 from tests.helpers.scripts import Script
 
@@ -31,6 +31,25 @@ FLAGS = [
 ]
 LIMIT_SECONDS = 60.0  # the least that --distributed-timeout-minutes takes
 _START_SECONDS = 90.0  # on a busy machine
+
+
+class Point(StrEnum):
+    """A function as `package.module:Class.function`, in the module where its callers look it up."""
+
+    RENDEZVOUS = "paro.distributed.process_group:open_store"
+    BUILDING = "paro.launch.setup:check_memory"
+    READ_SAMPLE = "data.gpt_dataset:GPTDataset.__getitem__"
+    READ_MOCK_SAMPLE = "data.batch:MockDataset.__getitem__"
+    BUILD_INDEX = "data.gpt_dataset:build_order"
+    STEP = "paro.training.loop:train_step"
+    MICRO_BATCH = "paro.sharding.distributed_model:DistributedModel.forward_backward"
+    EVALUATE = "paro.training.loop:evaluate"
+    CLAIM_FOLDER = "paro.checkpoint.folder_lock:LockWaiter.attempt"
+    WRITE_FILES = "paro.checkpoint.save:write_files"
+    WRITE_DATA = "paro.checkpoint.storage:BoundedWriter.write_data"
+    READ_BACK = "paro.checkpoint.save:_read_back"
+    BARRIER = "paro.distributed.control:Control.barrier"
+    CLOSE_REPORT = "paro.report.report:Report.close"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +208,6 @@ class Job:
             assert any(script.status is None for script in self.scripts), self.tail()
             assert time.monotonic() < deadline, self.tail()
             time.sleep(0.01)
-
-    def wait_for_step(self, iteration: int = 1, seconds: float = _START_SECONDS) -> None:
-        """Waits for a line of `iteration` or a later one."""
-        self.wait_for(lambda: self.steps_printed() >= iteration, seconds)
 
     def steps_printed(self) -> int:
         return max(map(int, re.findall(r"\] iteration +(\d+)/", self.text())), default=0)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Scenario
+from tests.faults.job import Point
 from tests.faults.places import Printing, fill, other_host, small_disk
-from tests.faults.points import Point
 from tests.helpers.scripts import run_script
 
 pytestmark = [pytest.mark.verify, pytest.mark.ranks]

@@ -8,8 +8,7 @@ import signal
 import pytest
 
 from tests.faults.conftest import Scenario
-from tests.faults.job import ITERATIONS, LIMIT_SECONDS
-from tests.faults.points import Point
+from tests.faults.job import ITERATIONS, LIMIT_SECONDS, Point
 from tests.helpers.processes import children
 
 pytestmark = [pytest.mark.verify, pytest.mark.ranks]

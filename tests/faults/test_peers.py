@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Scenario
-from tests.faults.job import LIMIT_SECONDS
+from tests.faults.job import LIMIT_SECONDS, Point
 from tests.faults.places import two_nodes
-from tests.faults.points import Point
 from tests.helpers.processes import lives
 
 pytestmark = [pytest.mark.verify, pytest.mark.ranks]

@@ -7,9 +7,8 @@ import signal
 import pytest
 
 from tests.faults.conftest import Scenario
-from tests.faults.job import ITERATIONS
+from tests.faults.job import ITERATIONS, Point
 from tests.faults.places import no_reader
-from tests.faults.points import Point
 
 pytestmark = [pytest.mark.verify, pytest.mark.ranks]
 
