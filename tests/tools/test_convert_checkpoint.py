@@ -86,18 +86,6 @@ def test_dtype_is_the_one_asked_for(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_configurations_of_old(tmp_path: Path) -> None:
-    save_folder(tmp_path / "hf", 5)  # llama3 scaling
-    path = tmp_path / "hf" / "config.json"
-    fields = json.loads(path.read_text())
-    new = open_hugging_face(tmp_path / "hf").config
-    rope = fields.pop("rope_parameters")
-    fields |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
-    path.write_text(json.dumps(fields))
-    assert open_hugging_face(tmp_path / "hf").config == new
-    assert new.use_rope_scaling
-
-
 # With the trainer
 
 GROUPED = (
@@ -182,33 +170,19 @@ def test_what_a_configuration_says_is_still_said_after_training(tmp_path: Path) 
     assert written["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
 
 
-def test_a_converted_model_of_other_sizes_is_refused(tmp_path: Path) -> None:
-    save_folder(tmp_path / "hf", 0)
-    convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
-    flags = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "99")
-    run = trained(tmp_path / "new", *flags, "--load", str(tmp_path / "paro"))
-    told = f"{tmp_path / 'paro'} ... match the model"
-    refused(lambda: load_run(*run, Log(rank=0, world_size=1)), told)
-
-
 # Messages
 
 
-def test_what_a_folder_lacks_is_said_in_a_line(tmp_path: Path) -> None:
+def test_a_dry_run_says_what_a_folder_lacks_and_writes_nothing(tmp_path: Path) -> None:
     save_folder(tmp_path / "hf", 0)
     (tmp_path / "hf" / "generation_config.json").unlink()
-    out = output_of(lambda: convert("hf", "paro", tmp_path / "hf", tmp_path / "paro"))
-    assert out.count("has no tokenizer: prompts are token ids\n") == 1
-    assert out.count("has no generation_config.json: none is written\n") == 1
-
-
-def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
-    save_folder(tmp_path / "hf", 0)
     words = ("hf", "paro", tmp_path / "hf", tmp_path / "paro", "--dry-run")
     out = output_of(lambda: convert(*words))
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     assert f"{random_fields(0)['num_hidden_layers']} layers" in out
     assert "would write" in out
+    assert out.count("has no tokenizer: prompts are token ids\n") == 1
+    assert out.count("has no generation_config.json: none is written\n") == 1
 
 
 def test_mistakes_are_named_and_leave_nothing(tmp_path: Path) -> None:

@@ -1,14 +1,24 @@
-"""Vocabulary rows through conversion and training: padding goes, the model's own rows stay."""
+"""Conversion of vocabulary rows, padding apart, and of weights that are not finite."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 from data.loader import Datasets
-from paro.checkpoint.convert.native import open_native
+from paro.checkpoint.convert.hugging_face import write_hugging_face
+from paro.checkpoint.convert.megatron import write_megatron
+from paro.checkpoint.convert.native import open_native, write_native
+from paro.checkpoint.convert.source import Source
+from paro.checkpoint.convert.tensor_files import lazy
 from paro.launch.setup import open_data
 from paro.report.log import Log
 from paro.training.resume import load_run
@@ -18,9 +28,11 @@ from tests.helpers.commands import output_of
 from tests.helpers.corpora import write_corpus
 from tests.helpers.refusals import refused
 from tests.helpers.training import save_run
-from tests.paro.checkpoint.convert.folders import save_folder
+from tests.model.values import SMALL
+from tests.paro.checkpoint.convert.folders import random_tensors, save_folder
 from tests.tools.test_convert_checkpoint import resumed_and_saved, tensors_in, trained
 from tests.tools.untrained import convert
+from tools.generate import load_model
 from tools.generate import main as generate
 
 
@@ -30,12 +42,20 @@ def rows_in(folder: Path) -> int:
     return rows
 
 
+ENDS = {"eos_token": "<|im_end|>", "pad_token": "<pad>"}  # ids 278 and 279
+
+
+def model_and_tokenizer(folder: Path, rows: int, fields: dict[str, Any]) -> None:
+    """A model, its tokenizer.json of 278 ids, and a file that adds tokens."""
+    save_folder(folder, 0, vocab_size=rows)
+    byte_level(["<s>"]).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+
+
 def test_rows_that_no_token_has_stay(tmp_path: Path) -> None:
     """A model has 320 rows, its tokenizer.json 278 ids, and the file next to it two more."""
-    save_folder(tmp_path / "hf", 0, vocab_size=320)
-    byte_level(["<s>"]).save(str(tmp_path / "hf" / "tokenizer.json"))
     fields = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<tool>"]}
-    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(fields))
+    model_and_tokenizer(tmp_path / "hf", 320, fields)
     there = convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
     for name in ("new", "newer"):  # the second one continues the first
         flags = ("--use-checkpoint-args", "--load", str(there))
@@ -48,10 +68,7 @@ def test_rows_that_no_token_has_stay(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_may_have_more_ids_than_its_model_has_rows(tmp_path: Path) -> None:
-    save_folder(tmp_path / "hf", 0, vocab_size=279)
-    byte_level(["<s>"]).save(str(tmp_path / "hf" / "tokenizer.json"))
-    fields = {"eos_token": "<|im_end|>", "pad_token": "<pad>"}  # 278 and 279
-    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(fields))
+    model_and_tokenizer(tmp_path / "hf", 279, ENDS)
     flags = ("--make-vocab-size-divisible-by", "1")
     there = convert("hf", "paro", tmp_path / "hf", tmp_path / "paro", *flags)
     assert rows_in(convert("paro", "hf", there, tmp_path / "back")) == 279
@@ -65,11 +82,8 @@ def test_a_tokenizer_may_have_more_ids_than_its_model_has_rows(tmp_path: Path) -
 
 def test_ids_that_can_never_be_learnt_are_refused_in_training_and_export(tmp_path: Path) -> None:
     """A base has 279 rows, its tokenizer 280 ids; vocabulary rows are frozen, or they train."""
-    save_folder(tmp_path / "hf", 0, vocab_size=279)
+    model_and_tokenizer(tmp_path / "hf", 279, ENDS)
     save_folder(tmp_path / "small", 0, vocab_size=278)
-    byte_level(["<s>"]).save(str(tmp_path / "hf" / "tokenizer.json"))
-    fields = {"eos_token": "<|im_end|>", "pad_token": "<pad>"}  # 278 and 279
-    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(fields))
     told = output_of(lambda: convert("hf", "paro", tmp_path / "hf", tmp_path / "paro"))
     assert "280 ids and the model 279 rows" in told
     right = write_corpus(tmp_path / "right", [[[278] * 99]])
@@ -116,3 +130,52 @@ def test_rows_by_a_flag_are_named_and_stay(tmp_path: Path) -> None:
     refused(lambda: load_run(*other, Log(rank=0, world_size=1)), told)
     resumed_and_saved(tmp_path / "new", *flags, "--padded-vocab-size", "256")
     assert rows_in(convert("paro", "hf", tmp_path / "new", tmp_path / "new-hf")) == 200
+
+
+ROWS = SMALL.vocab_size
+
+
+# Of each format: what the weight is called, and what writes it without a check.
+FORMATS: dict[str, tuple[str, Callable[[Source, Path], object]]] = {
+    "hf": (
+        "model.layers.0.mlp.down_proj.weight",
+        lambda source, folder: write_hugging_face(source, folder),
+    ),
+    "paro": (
+        "blocks.0.w_down",
+        lambda source, folder: write_native(source, folder, folder, rows=ROWS),
+    ),
+    "megatron": (
+        "decoder.layers.0.mlp.linear_fc2.weight",
+        lambda source, folder: write_megatron(source, folder, rows=ROWS, divisible_by=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("source", FORMATS)
+@pytest.mark.parametrize(
+    ("value", "flags", "told"),
+    [
+        (math.nan, "", "infinity or NaN"),
+        (-math.inf, "--dtype bf16", "infinity or NaN"),
+        (1e5, "--dtype fp16", "100000 ... float16 ... 65504"),
+        (-3.4e38, "--dtype bf16", "3.4e+38 ... bfloat16"),
+    ],
+)
+def test_no_format_is_written_with_such_a_weight(
+    source: str, value: float, flags: str, told: str, tmp_path: Path
+) -> None:
+    name, write = FORMATS[source]
+    tensors = random_tensors(SMALL)
+    tensors["blocks.0.w_down"][-1, -1] = value
+    folder = tmp_path / "wrong"
+    folder.mkdir()
+    write(Source(config=SMALL, tensors={key: lazy(each) for key, each in tensors.items()}), folder)
+    for target in FORMATS:
+        words = (source, target, folder, tmp_path / "out", *flags.split())
+        refused(partial(convert, *words), f"{folder} ... {name} ... {told}")
+        assert [path.name for path in tmp_path.iterdir()] == ["wrong"]
+    if source == "paro":
+        dtype = {"": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[flags[-4:]]
+        load = partial(load_model, open_native(folder), torch.device("cpu"), dtype)
+        refused(load, f"{folder} ... {name} ... {told}")

@@ -1,15 +1,19 @@
-"""States are named chunks of flat shards, and every element is in exactly one."""
+"""States are named chunks of flat shards, each element in one; their copies in host memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
 
+from paro.checkpoint.background import HostCopy, pin
 from paro.checkpoint.chunks import chunked_states
+from paro.errors import RunError
 from paro.layout import make_layout, whole_chunk
 from paro.spec.states import FlatShard
+from paro.training.in_memory import _Copier
 from tests.paro.checkpoint.toy_run import NNN, SHAPES, STATES, make_shards, save_checkpoint
 
 
@@ -80,3 +84,51 @@ def test_holes_and_overlaps_are_not_saved(
     with pytest.raises((AssertionError, ValueError), match=complaint):
         save_checkpoint(tmp_path, 1, shards, {})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_block_is_locked_from_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, room, gpu = MagicMock(), torch.empty(1000, dtype=torch.uint8), torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "device", cuda.device)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    cuda.register = cuda.cudaHostRegister
+    cuda.register.return_value = 0
+    pin(room, gpu)
+    on, enter, register, leave = cuda.mock_calls
+    assert (on, register) == (call.device(gpu), call.cudaHostRegister(room.data_ptr(), 1000, 0))
+    assert (enter[0], leave[0]) == ("device().__enter__", "device().__exit__")
+    cuda.register.return_value = 2
+    with pytest.raises(RunError, match=r"cannot be page-locked for copies from cuda:3: CUDA error"):
+        pin(room, gpu)
+
+
+def test_copies_share_one_block_and_later_ones_reuse_it() -> None:
+    states = chunked_states(make_shards(NNN, 1, filled=True), writers=range(4))
+    some = dict(list(states.items())[::2])
+    copy = HostCopy()
+    copy.take(some)
+    first = {id(room) for room in copy._room.values()}
+    taken = copy.take(states)
+    blocks = {room.untyped_storage().data_ptr() for room in copy._room.values()}
+    assert len(blocks) == 2  # of the first save, and of what the second has in addition
+    assert first <= {id(room) for room in copy._room.values()}
+    values = [v for state in states.values() for v in state.chunks.values()]
+    copies = [v for state in taken.values() for v in state.chunks.values()]
+    assert len(values) > 10
+    for value, copied in zip(values, copies, strict=True):
+        assert value.dtype == copied.dtype
+        assert torch.equal(value, copied)
+    values[0].zero_()
+    assert not torch.equal(values[0], copies[0])
+
+
+def test_its_device_is_set_before_its_stream_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, cuda, target = torch.device("cuda", 3), MagicMock(), torch.zeros(2)
+    cuda.Stream.return_value.device = device
+    for name in ("Stream", "set_device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    copier = _Copier(device)
+    cuda.reset_mock()
+    copier(target, torch.ones(2))
+    # The stream remembers the device before it, and sets it afterwards.
+    assert cuda.mock_calls[:2] == [call.set_device(device), call.stream(cuda.Stream())]
+    assert target.tolist() == [1.0, 1.0]

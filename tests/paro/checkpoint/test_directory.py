@@ -63,9 +63,7 @@ def test_common_is_json_with_the_iteration_the_format_and_the_versions(tmp_path:
     assert common["versions"].keys() >= {"python", "torch", "numpy"}
 
 
-@pytest.mark.parametrize(
-    "text", ["", "release", "-1", "1.5", "12abc", "\x00\x00", "9" * 5000, "9" * 3000, "\x1b[31m"]
-)
+@pytest.mark.parametrize("text", ["", "release", "-1", "12abc", "9" * 5000, "9" * 3000, "\x1b[31m"])
 def test_a_tracker_that_names_no_iteration(tmp_path: Path, text: str) -> None:
     (tmp_path / TRACKER).write_text(text)
     remedy = "write the number" if len(text) < 4096 else "4,096 that may be read"

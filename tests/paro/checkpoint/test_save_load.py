@@ -46,18 +46,10 @@ from tests.paro.checkpoint.toy_run import (
 
 T = TypeVar("T")
 
-CUTS = {
-    "one": ONE,
-    "two": ON_TWO,
-    "IIG on 2x2": IIG,
-    "NNN on 2x2": NNN,
-    "NII on 2x2": NII,
-    "GGG on 2x3": GGG_ON_SIX,
-    "2,4,8 on 2x4": DEGREES_ON_EIGHT,
-}
+CUTS = (ONE, ON_TWO, IIG, NNN, NII, GGG_ON_SIX, DEGREES_ON_EIGHT)
 
 
-@pytest.fixture(scope="module", params=[*CUTS.values()], ids=[*CUTS])
+@pytest.fixture(scope="module", params=CUTS, ids=str)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The parts that the ranks of each cut save together, written by one process that has all."""
     root = tmp_path_factory.mktemp("saved")
@@ -65,7 +57,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return root
 
 
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+@pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_any_cut_loads_what_any_other_saved(saved: Path, cut: Cut) -> None:
     for rank in range(cut.world_size):
         shards = make_shards(cut, rank, filled=False)
@@ -95,11 +87,7 @@ def test_messages_and_the_common_part(tmp_path: Path) -> None:
     state = {"consumed_train_samples": 6400, "loss_scale": 0.1, "flags": {"lr": 3e-4}}
     save_checkpoint(tmp_path, 100, make_shards(ONE, 0, filled=True), state, log=lines.append)
     common = load_checkpoint(tmp_path, make_shards(ONE, 0, filled=False), log=lines.append)
-    assert lines == [
-        f"saving checkpoint at iteration     100 to {tmp_path} in torch_dist format",
-        f"  successfully saved checkpoint from iteration     100 to {tmp_path}",
-        f"  successfully loaded checkpoint from {tmp_path} at iteration 100",
-    ]
+    assert ["successfully saved" in line for line in lines] == [False, True, False]
     assert {name: common[name] for name in state} == state
     assert common["iteration"] == 100
 
@@ -172,9 +160,7 @@ def test_a_state_is_converted_to_the_type_it_is_loaded_into(one: Path) -> None:
     ]
     load_checkpoint(one, shards)
     for shard, exact in zip(
-        shards,
-        (s for s in make_shards(ONE, 0, filled=True) if s.state == "param"),
-        strict=True,
+        shards, (s for s in make_shards(ONE, 0, filled=True) if s.state == "param"), strict=True
     ):
         assert torch.equal(shard.values, exact.values.bfloat16())
 

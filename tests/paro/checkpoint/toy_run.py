@@ -52,6 +52,9 @@ class Cut:
     group_size: int
     degrees: tuple[int, int, int]
 
+    def __str__(self) -> str:
+        return f"{self.degrees} on {self.world_size // self.group_size}x{self.group_size}"
+
 
 ONE = Cut(world_size=1, group_size=1, degrees=(1, 1, 1))
 IIG = Cut(world_size=4, group_size=2, degrees=(2, 2, 4))
@@ -64,11 +67,11 @@ ON_TWO = Cut(world_size=2, group_size=2, degrees=(2, 2, 2))
 
 def rotating_chunks() -> list[ParamChunk]:
     """Slice by slice: three rows of one parameter, three columns of the other."""
-    chunks = []
-    for index in range(3):
-        chunks.append(slice_chunk("rotating.up", (9, 4), dim=0, index=index, number=3))
-        chunks.append(slice_chunk("rotating.down", (4, 9), dim=1, index=index, number=3))
-    return chunks
+    return [
+        slice_chunk(name, shape, dim=dim, index=index, number=3)
+        for index in range(3)
+        for dim, (name, shape) in enumerate(ROTATING.items())
+    ]
 
 
 def layouts(world_size: int, shapes: dict[str, Shape] = SHAPES) -> list[UnitLayout]:

@@ -1,8 +1,12 @@
-"""JSON of unknown origin is checked against types, and an error names the file and the field."""
+"""JSON and files of unknown origin: types are checked and errors name fields; their checksums."""
 
 from __future__ import annotations
 
+import importlib
 import os
+import random
+import sys
+import zlib
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -12,6 +16,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 import pytest
 
 from paro.errors import UserError
+from paro.untrusted import checksum
 from paro.untrusted.regular_file import read_bytes, read_text
 from paro.untrusted.schema import Count, Figure, conform, parse_json, read_json
 from tests.helpers.refusals import refused
@@ -155,3 +160,21 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"a\r\nb")
     assert read_bytes(tmp_path / "x", max_bytes=4) == b"a\r\nb"
     assert read_text(tmp_path / "x") == "a\nb"
+
+
+def test_sums_are_those_of_zlib_piece_by_piece() -> None:
+    assert "isal" in checksum.crc32.__module__
+    content = random.Random(0).randbytes(100_003)
+    for cuts in ((), (1,), (7, 4096, 65_536)):
+        total = 0
+        for begin, end in zip((0, *cuts), (*cuts, len(content)), strict=True):
+            total = checksum.crc32(memoryview(content)[begin:end], total)
+        assert total == zlib.crc32(content)
+    assert checksum.crc32(b"") == zlib.crc32(b"")
+
+
+def test_without_isal_zlib_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "isal.isal_zlib", None)
+        assert importlib.reload(checksum).crc32 is zlib.crc32
+    assert importlib.reload(checksum).crc32 is not zlib.crc32

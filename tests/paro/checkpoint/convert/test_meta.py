@@ -20,11 +20,7 @@ from model.llama import Llama
 from model.rotary import rotate, rotations
 from paro.checkpoint.convert.meta import half_rotation, meta_name, open_meta
 from tests.helpers.refusals import refused
-from tests.paro.checkpoint.convert.folders import (
-    own_model,
-    random_tensors,
-    save_folder,
-)
+from tests.paro.checkpoint.convert.folders import own_model, random_tensors
 from tests.paro.checkpoint.toy_run import Harmful
 
 CONFIG = LlamaConfig(
@@ -158,8 +154,3 @@ def test_nothing_in_a_file_runs(function: Callable[..., Any], tmp_path: Path) ->
     assert not planted.exists()
     torch.load(path, weights_only=False)
     assert planted.exists(), "the test plants nothing"
-
-
-def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
-    save_folder(tmp_path / "hf", 0)
-    refused(lambda: open_meta(tmp_path / "hf"), "holds no model of Meta's")

@@ -1,17 +1,26 @@
-"""Generations: what is written is read, damage is found, a crash leaves one whole."""
+"""Generations of copies in node memory: written, read, damaged; and the folder that holds them."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import time
+from collections import namedtuple
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import Tensor
 
 from paro.checkpoint.chunks import chunked_states
+from paro.checkpoint.in_memory import folder as module
+from paro.checkpoint.in_memory.folder import SnapshotFolder, check_room, snapshot_folder
 from paro.checkpoint.in_memory.snapshot import DATA, RECORD, Snapshot, SnapshotWriter
+from paro.distributed.control import Control
+from paro.distributed.world import World
 from paro.untrusted.checksum import crc32
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.toy_run import NNN, make_shards
@@ -126,3 +135,128 @@ def test_a_record_with_wrong_fields_is_refused(tmp_path: Path, field: str, value
 
 def records(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"*{RECORD}"))
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(autouse=True)
+def named_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "llama")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(module, "_LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(module.socket, "gethostname", lambda: "node-3")
+
+
+@pytest.fixture
+def control() -> Control:
+    return Control(World(), torch.device("cpu"))
+
+
+def path_in(base: Path, job: str = "llama") -> Path:
+    return base / f"paro-{os.getuid()}-{job}-node-3"
+
+
+@pytest.mark.parametrize(
+    ("run_id", "slurm", "job"),
+    [
+        ("llama", "", "llama"),
+        ("none", "", "none"),
+        ("none", "123", "123"),
+        ("a/../b c", "", "a_.._b_c_9f3fd56c"),
+    ],
+)
+def test_it_is_named_by_user_job_and_node_and_closed_to_others(
+    tmp_path: Path,
+    control: Control,
+    monkeypatch: pytest.MonkeyPatch,
+    run_id: str,
+    slurm: str,
+    job: str,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+    monkeypatch.setenv("SLURM_JOB_ID", slurm)
+    with snapshot_folder(tmp_path, control, print) as found:
+        assert found.path == path_in(tmp_path, job)
+        assert found.path.stat().st_mode & 0o777 == 0o700
+        assert found.folder_ranks == (0,)
+    assert found.path.exists(), "the next start recovers from it"
+    (found.path / "rank-00000-a.0.json").touch()
+    found.discard()
+    assert not found.path.exists()
+
+
+def test_two_jobs_of_one_name_are_one_line(tmp_path: Path, control: Control) -> None:
+    with snapshot_folder(tmp_path, control, print):
+        second = snapshot_folder(tmp_path, control, print)
+        refused(second.__enter__, "another run with the same job ID", "--rdzv-id")
+    with snapshot_folder(tmp_path, control, print):
+        pass  # it has ended
+
+
+def test_a_folder_of_others_is_refused(tmp_path: Path, control: Control) -> None:
+    def enter(base: Path = tmp_path) -> None:
+        with snapshot_folder(base, control, print):
+            pass
+
+    path = path_in(tmp_path)
+    path.mkdir()
+    path.chmod(0o750)
+    refused(enter, "open to other users")
+    path.rmdir()
+    path.symlink_to(tmp_path)
+    refused(enter, "no folder of yours")
+    path.unlink()
+    (tmp_path / "file").touch()
+    refused(lambda: enter(tmp_path / "file"), "--non-persistent-local-ckpt-dir")
+
+
+def test_leftovers_of_dead_jobs_are_removed_after_an_hour(tmp_path: Path, control: Control) -> None:
+    old, new, running = (path_in(tmp_path, job) for job in ("old", "new", "running"))
+    for path in (old, new, running):
+        path.mkdir(mode=0o700)
+        (path / "lock").touch()
+    held = module._lock(running / "lock", 0.0)
+    assert held is not None
+    long_ago = time.time() - 3700.0
+    for path in (old, running):
+        os.utime(path / "lock", (long_ago, long_ago))
+        os.utime(path, (long_ago, long_ago))
+    lines: list[str] = []
+    with snapshot_folder(tmp_path, control, lines.append):
+        assert not old.exists()
+        assert new.exists()
+        assert running.exists()
+    os.close(held)
+    assert any("removed the local copies" in line and str(old) in line for line in lines)
+
+
+def test_room_is_what_is_free_and_what_will_be(
+    tmp_path: Path, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = SnapshotFolder(tmp_path, control, (0,))
+    (tmp_path / "rank-00000-a.0.data").write_bytes(b"1" * 2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage(0, 0, 10**6))
+    check_room(folder, 2 * 10**6)
+    refused(lambda: check_room(folder, 3 * 10**6), "3.0 MB of a node ... 2.0 MB")
+
+
+def test_shares_of_the_ranks_of_a_node_are_all_files(tmp_path: Path) -> None:
+    control = [Control(World(rank=rank, size=4), torch.device("cpu")) for rank in (1, 3)]
+    for rank in (2, 3, 12):
+        (tmp_path / f"rank-{rank:05d}-a.json").touch()
+        (tmp_path / f"rank-{rank:05d}-b.json").touch()
+    for each, left in zip(control, (4, 3), strict=True):
+        SnapshotFolder(tmp_path, each, (1, 3)).remove_share(lambda name: "-a." in name)
+        assert len(list(tmp_path.iterdir())) == left
+    assert all("-b." in path.name for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("path", "is_so"), [("/dev/shm/x", True), ("/dev/shmx", False), ("/mnt/x", False)]
+)
+def test_memory_is_told_from_disk(monkeypatch: pytest.MonkeyPatch, path: str, is_so: bool) -> None:
+    kinds = (("/", "ext4"), ("/dev/shm", "tmpfs"), ("/mnt", "tmpfs"), ("/mnt", "xfs"))
+    mounts = [SimpleNamespace(mountpoint=at, fstype=kind) for at, kind in kinds]
+    monkeypatch.setattr("psutil.disk_partitions", lambda **_: mounts)
+    assert module._is_in_memory(Path(path)) == is_so
