@@ -61,30 +61,22 @@ def test_it_shows_progress_loss_throughput_memory_and_placement() -> None:
     evaluations = Validation(2, 16, 6.5, "all"), Validation(4, 32, 5.25, "all", 1.5)
     text = drawn(*evaluations, replace(record(5), exposed=Exposed(gather=0.02, reduce=0.005)))
     for wanted in (
-        "llama",
-        "iteration 5/20",
-        "25.0%, 0:00:02 left",
-        "5.0000",
+        *("llama", "iteration 5/20", "25.0%, 0:00:02 left", "5.0000", "parameters  I"),
         "validation  5.2500 (1.5000 bits per byte) at iteration 4 ",
-        "1,280 tokens/s, 640 a device",
-        "0.38% with attention in full",
+        *("1,280 tokens/s, 640 a device", "0.38% with attention in full"),
         "process 300.0 MB at most, 290.0 MB before the model; tensors 5.0 MB predicted ",
         "computing waits 25 ms for it (25%, exposed)",
         "learning rate 1.000E-01, gradient norm 1.000",
-        "parameters  I",
     ):
         assert wanted in text, wanted
-
-
-def test_the_allocator_of_a_gpu_counts_what_is_predicted() -> None:
-    assert "tensors 300.0 MB at most, 5.0 MB predicted " in drawn(record(5), bytes_before=0)
-
-
-def test_sets_of_held_out_data_are_named() -> None:
+    of_gpu = drawn(record(5), bytes_before=0)
+    assert "tensors 300.0 MB at most, 5.0 MB predicted " in of_gpu, "those of the allocator"
     losses = {"validation-web": 2.0, "validation-books": None, "test": 4.0}
     found = [Validation(4, 32, loss, "all", data_set=name) for name, loss in losses.items()]
-    text = drawn(*found, record(5))
-    assert "web 2.0000 at iteration 4, books no answered token at iteration 4, test 4.0000" in text
+    sets = "web 2.0000 at iteration 4, books no answered token at iteration 4, test 4.0000"
+    assert sets in drawn(*found, record(5))
+    skipped = replace(record(3), skipped=True, lm_loss=math.nan)
+    assert "lowest so far 2.0000" in drawn(record(2), skipped)
 
 
 @pytest.mark.parametrize("width", [60, 200])
@@ -117,16 +109,17 @@ def test_a_terminal_that_gets_narrower_keeps_nothing_of_the_wrapped_view_on_the_
     assert {len(line) for line in last_of(stream.getvalue())} == {60}
 
 
-def test_what_is_printed_meanwhile_scrolls_by_above() -> None:
+def test_what_is_printed_meanwhile_scrolls_by_above_and_views_are_few() -> None:
     view, stream = make()
     log = Log(rank=0, world_size=4, one_speaker=True, write=view.show)
     assert log.is_last
+    assert not replace(log, rank=3).is_last
     log.log_last("validation loss [at] iteration 3")
-    log.log0("saved")
-    view.close()
     assert "validation loss [at] iteration 3\n" in stream.getvalue()
-    assert "saved\n" in stream.getvalue()
-    assert not Log(rank=3, world_size=4, one_speaker=True).is_last
+    for _ in range(50):
+        show(view, record(1))
+    assert stream.getvalue().count("tokens/s") <= 2
+    view.close()
 
 
 def test_what_a_launcher_wrote_below_is_not_drawn_over() -> None:
@@ -175,29 +168,13 @@ def test_a_terminal_that_is_gone_costs_the_view_and_not_the_run(
     assert "│" not in errors.getvalue()
 
 
-def test_it_is_drawn_a_few_times_a_second_at_most() -> None:
-    view, stream = make()
-    for _ in range(50):
-        show(view, record(1))
-    assert stream.getvalue().count("tokens/s") <= 2
-    view.close()
-
-
-def test_a_skipped_iteration_has_no_part_in_the_loss() -> None:
-    skipped = replace(record(3), skipped=True, lm_loss=math.nan)
-    assert "lowest so far 2.0000" in drawn(record(2), skipped)
-
-
-@pytest.mark.parametrize(
-    ("values", "wanted"),
-    [
-        ([], ""),
-        ([math.nan], ""),
-        ([1.0], "▁"),
-        ([3.0, 2.0, 1.0], "█▅▁"),
-        ([1.0, math.inf, 2.0], "▁█"),
-        ([float(i // 2) for i in range(16)], "▁▂▃▄▅▆▇█"),
-    ],
-)
-def test_spark_line(values: list[float], wanted: str) -> None:
-    assert spark_line(values, width=8) == wanted
+def test_spark_lines_span_their_values_and_average_what_does_not_fit() -> None:
+    texts = {
+        (): "",
+        (math.nan,): "",
+        (1.0,): "▁",
+        (3.0, 2.0, 1.0): "█▅▁",
+        (1.0, math.inf, 2.0): "▁█",
+        tuple(float(i // 2) for i in range(16)): "▁▂▃▄▅▆▇█",
+    }
+    assert {values: spark_line(values, width=8) for values in texts} == texts

@@ -30,15 +30,12 @@ FORECAST = MemoryForecast(
 )
 
 
-def test_the_line_shows_the_peak_as_it_is_and_as_predicted() -> None:
+def test_the_line_shows_the_peak_as_it_is_and_as_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     line = memory_line(torch.device("cpu"), iteration=1, forecast=FORECAST)
     assert line.startswith("[Rank 0] (after 1 iterations) memory (MB) | max resident: ")
-    assert line.endswith(
-        " | before the model was built: 2.0 | model states: 3.0 | predicted peak: 7.0"
-    )
-
-
-def test_the_line_of_a_gpu_has_what_is_reserved_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert line.endswith(" model was built: 2.0 | model states: 3.0 | predicted peak: 7.0")
     for index, name in enumerate(("memory_allocated", "memory_reserved"), start=1):
         monkeypatch.setattr(f"torch.cuda.{name}", lambda _, index=index: index * MIB)
         monkeypatch.setattr(f"torch.cuda.max_{name}", lambda _, index=index: (4 + index) * MIB)

@@ -49,24 +49,19 @@ def test_a_run_that_ends_before_keeps_what_it_has_and_what_was_there(tmp_path: P
     assert json.loads(place.read_text())["traceEvents"]
 
 
-def test_other_ranks_are_left_alone(tmp_path: Path) -> None:
-    profiler = Profiler(config(profile_ranks=(1,)), Log(), folder=str(tmp_path))
-    for iteration in range(5):
-        profiler.begins("training", iteration)
-    profiler.ends()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_for_a_profiler_outside_the_range_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     marks: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.profiler.start", lambda: marks.append("start"))
     monkeypatch.setattr("torch.cuda.profiler.stop", lambda: marks.append("stop"))
-    profiler = Profiler(config(use_pytorch_profiler=False), Log(), folder=None)
+    ours, others = (config(use_pytorch_profiler=False, profile_ranks=(rank,)) for rank in (0, 1))
+    profilers = [Profiler(each, Log(), folder=None) for each in (ours, others)]
     for iteration in range(5):
         marks.append(str(iteration))
-        profiler.begins("training", iteration)
-    profiler.ends()
+        for profiler in profilers:
+            profiler.begins("training", iteration)
+    for profiler in profilers:
+        profiler.ends()
     assert marks == ["0", "1", "start", "2", "3", "stop", "4"]
 
 
@@ -87,7 +82,8 @@ def test_without_a_gpu_there_is_nothing_to_mark_or_to_record(
 def test_the_snapshot_of_an_earlier_start_is_kept_and_later_ones_replace_the_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *_, **__: None)
+    calls: list[dict[str, object]] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kw: calls.append(kw))
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", None, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", dict)
     place = tmp_path / "snapshot.pickle"
@@ -99,6 +95,7 @@ def test_the_snapshot_of_an_earlier_start_is_kept_and_later_ones_replace_the_own
     earlier = tmp_path / "snapshot.pickle.earlier_1"
     assert sorted(tmp_path.iterdir()) == [place, earlier]
     assert earlier.read_text() == "of an earlier start that ran out of memory"
+    assert calls == [{"context": "alloc"}, {"enabled": None}], "no stack is taken at a free"
 
 
 @pytest.mark.gpu
@@ -115,16 +112,3 @@ def test_a_gpus_allocations_are_written(tmp_path: Path) -> None:
     assert kept.sum() == 1000
     (later,) = torch.cuda.memory._snapshot()["device_traces"][:1]
     assert len(later) == len(recorded), "it records on"
-
-
-def test_no_stack_is_taken_when_memory_is_freed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    calls: list[dict[str, object]] = []
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kw: calls.append(kw))
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", dict)
-    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", None, raising=False)
-    place = str(tmp_path / "snapshot.pickle")
-    recording = config(record_memory_history=True, memory_snapshot_path=place)
-    MemoryHistory(recording, Log(), torch.device("cuda")).ends()
-    assert calls == [{"context": "alloc"}, {"enabled": None}]

@@ -69,29 +69,18 @@ def test_loss_and_speed_are_means_and_the_rest_is_the_last_iterations() -> None:
     }
 
 
-def test_a_single_loss_keeps_every_bit() -> None:
-    loss = 0.1 + 0.2
-    metrics = summarize([replace(FIRST, lm_loss=loss)], FACTS, peak_memory_bytes=0)
-    assert metrics.lm_loss == loss
-
-
-def test_a_dashboard_has_no_tag_of_a_norm_over_no_tokens() -> None:
-    metrics = summarize([FIRST], FACTS, peak_memory_bytes=55)
-    empty = replace(FIRST, skipped=True, has_tokens=False, lm_loss=math.nan, grad_norm=math.nan)
-    tags = [scalars_of(seen, metrics, FACTS, totals={}) for seen in (FIRST, empty)]
-    assert tags[0].keys() - tags[1].keys() == {"lm loss", "grad-norm"}
-
-
 def test_a_dashboard_has_tags_of_what_was_measured() -> None:
-    full = replace(FIRST, num_zeros=7.0, params_norm=2.5)
-    for seen, reserved in ((FIRST, None), (full, 66)):
+    empty = replace(FIRST, skipped=True, has_tokens=False, lm_loss=math.nan, grad_norm=math.nan)
+    full = replace(FIRST, num_zeros=7.0, params_norm=2.5, lm_loss=0.1 + 0.2)
+    found = []
+    for seen, reserved in ((empty, None), (FIRST, None), (full, 66)):
         metrics = summarize([seen], FACTS, peak_memory_bytes=55, peak_reserved_bytes=reserved)
-        found = scalars_of(seen, metrics, FACTS, totals={})
-        assert found["memory/peak-measured-bytes"] == 55
-        assert found.get("memory/peak-reserved-bytes") == reserved
-        assert (found.get("num-zeros"), found.get("params-norm")) == (
-            seen.num_zeros, seen.params_norm,
-        )  # fmt: skip
+        found.append(scalars_of(seen, metrics, FACTS, totals={}))
+        assert found[-1]["memory/peak-measured-bytes"] == 55
+    assert metrics.lm_loss == 0.1 + 0.2, "a single loss keeps every bit"
+    assert found[1].keys() - found[0].keys() == {"lm loss", "grad-norm"}
+    more = {"num-zeros": 7.0, "params-norm": 2.5, "memory/peak-reserved-bytes": 66}
+    assert {name: found[2][name] for name in found[2].keys() - found[1].keys()} == more
 
 
 def test_groups_that_train_alone_have_values_of_their_own() -> None:

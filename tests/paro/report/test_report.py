@@ -63,39 +63,39 @@ def run(report: Report, iterations: range) -> str:
     return output_of(iterate)
 
 
-def test_multiples_of_the_interval_and_the_first_are_logged(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    told = run(make(ReportConfig(log_interval=5, metrics_file=str(path))), range(1, 13))
-    logged = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["iteration"] for line in logged] == [1, 5, 10]
-    assert [line["lm_loss"] for line in logged] == [1.0, 3.5, 8.0]
-    assert told.count("| lm loss: ") == 3
+def logged(path: Path) -> dict[int, float]:
+    """The loss of each logged iteration."""
+    lines = map(json.loads, path.read_text().splitlines())
+    return {line["iteration"]: line["lm_loss"] for line in lines}
 
 
-def test_after_a_resume_the_next_iteration_is_logged_and_none_twice(tmp_path: Path) -> None:
+def test_multiples_of_the_interval_and_the_first_are_logged_and_none_twice(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     config = ReportConfig(log_interval=5, metrics_file=str(path))
-    run(make(config), range(1, 13))
+    assert run(make(config), range(1, 13)).count("| lm loss: ") == 3
+    assert logged(path) == {1: 1.0, 5: 3.5, 10: 8.0}
     run(make(config, start=7), range(8, 16))
-    logged = [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
-    assert logged == [1, 5, 8, 10, 15]
+    assert [*logged(path)] == [1, 5, 8, 10, 15]
 
 
 def test_the_first_rank_writes_and_the_last_prints(tmp_path: Path) -> None:
-    config = ReportConfig(log_interval=1, metrics_file=str(tmp_path / "metrics.jsonl"))
+    path = tmp_path / "metrics.jsonl"
+    config = ReportConfig(log_interval=1, metrics_file=str(path), tensorboard_dir=str(tmp_path))
+    told = run(make(config.without_records()), range(1, 2))
+    assert " iteration        1/      20 |" in told
+    assert not list(tmp_path.iterdir()), "a run without records writes"
+    config = ReportConfig(log_interval=1, metrics_file=str(path))
     assert run(make(config, rank=0, world_size=2), range(1, 2)) == ""
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    assert [*logged(path)] == [1]
     assert " iteration        1/      20 |" in run(make(config, rank=1, world_size=2), range(1, 2))
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    assert [*logged(path)] == [1]
 
 
 def test_the_start_states_how_numbers_are_counted() -> None:
     report = make(ReportConfig())
-    lines = output_of(lambda: report.start({"precision": "all fp32"})).splitlines()
-    assert lines[0] == "> precision: all fp32"
-    assert "6.0000E+06 forward and backward (mfu)" in lines[1]
-    assert "5.0000E+06 with causal attention halved (mfu_causal)" in lines[1]
-    assert lines[2] == "> peak of one device: 1.000 TFLOP/s, typed in"
+    told = output_of(lambda: report.start({"precision": "all fp32"}))
+    for part in ("> precision: all fp32\n", "6.0000E+06 ", "5.0000E+06 ", "TFLOP/s, typed in\n"):
+        assert part in told
 
 
 def test_a_speed_beyond_the_peak_is_doubted_once() -> None:
@@ -105,14 +105,6 @@ def test_a_speed_beyond_the_peak_is_doubted_once() -> None:
             FACTS, peak=Peak(flops_per_second=flops_per_second, source="typed in")
         )
         assert run(report, range(1, 4)).count("WARNING: MFU of ") == warnings
-
-
-def test_a_run_without_records_prints_and_writes_no_file(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    config = ReportConfig(log_interval=1, metrics_file=str(path), tensorboard_dir=str(tmp_path))
-    told = run(make(config.without_records()), range(1, 2))
-    assert " iteration        1/      20 |" in told
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_costs_the_metrics_and_not_the_run(
@@ -193,30 +185,17 @@ def test_measured_steps_are_set_beside_the_planners(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert compared(path, PLANNED, 19) == ""
     as_planned = compared(path, PLANNED, 25)
-    assert as_planned.startswith(
-        "> measured (and planned on machine ours), in seconds: a step 0.1 (0.1): computing 0.06 "
-        "(0.06), gathers 0.01 (0.01), gradient reductions 0.02 (0.02), updated parameters 0.01 "
-        "(0.01); memory "
-    )
+    assert "a step 0.1 (0.1): computing 0.06 (0.06), gathers 0.01 (0.01), gradient" in as_planned
     assert "than planned" not in as_planned
     assert as_planned.count("> memory is not as planned; --log-memory-interval 1 measures") == 1
     start = json.loads(Path(f"{path}.run.json").read_text())["starts"][-1]
     assert start["measured"]["seconds"] == pytest.approx(dict(PLANNED.seconds))
     slow = {**PLANNED.seconds, "step": 0.05, "reduce": 0.001, "computing": 0.029}
     lines = compared(path, replace(PLANNED, seconds=slow), 25).splitlines()
-    assert [line.partition(":")[0] for line in lines] == [
-        "> measured (and planned on machine ours), in seconds",
-        "> computing",
-        "> gradient reductions",
-        "> memory is not as planned; --log-memory-interval 1 measures it by kind",
-    ]
+    assert [line.split()[1] for line in lines] == ["measured", "computing:", "gradient", "memory"]
     assert lines[2].startswith("> gradient reductions: 0.019 s more than planned; tools/bench_coll")
     shares = {**PLANNED.seconds, "context": 0.03}  # attention waits for other ranks
     lines = compared(path, replace(PLANNED, seconds=shares), 25).splitlines()
     assert "updated parameters 0.01 (0.01), attention's tokens 0 (0.03); memory" in lines[0]
     assert lines[1].startswith("> attention's tokens: 0.03 s less than planned; tools/bench_coll")
-
-
-def test_steps_of_another_batch_size_are_not_compared(tmp_path: Path) -> None:
-    larger = replace(PLANNED, global_batch_size=16)
-    assert compared(tmp_path / "metrics.jsonl", larger, 25) == ""
+    assert compared(path, replace(PLANNED, global_batch_size=16), 25) == "", "no step is as planned"
