@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -69,30 +71,30 @@ def run_in_chunks(name: str, group_size: int, numel: int, overlap: bool) -> dict
     return results
 
 
-def run_twice_and_inline(group_size: int, numel: int) -> dict[str, Tensor]:
+def run_twice_and_inline(group_sizes: Sequence[int], numel: int) -> dict[str, Tensor]:
     """The results by algorithm, which have the same bits with and without threads."""
     found: dict[str, Tensor] = {}
-    for name in ALGORITHMS:
+    for size, name in product(group_sizes, ALGORITHMS):
         threads, again, inline = (
-            run_in_chunks(name, group_size, numel, overlap) for overlap in (True, True, False)
+            run_in_chunks(name, size, numel, overlap) for overlap in (True, True, False)
         )
         for label, result in threads.items():
-            assert torch.equal(result, again[label]), f"{name}: {label}"
-            assert torch.equal(result, inline[label]), f"{name}: {label}"
-            found[f"{name}: {label}"] = result
+            assert torch.equal(result, again[label]), f"{name}, groups of {size}: {label}"
+            assert torch.equal(result, inline[label]), f"{name}, groups of {size}: {label}"
+            found[f"{name}, groups of {size}: {label}"] = result
     return found
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("world_size", "group_size"),
-    [(6, 3), (4, 1), (4, 4), pytest.param(8, 4, marks=pytest.mark.verify)],
+    ("world_size", "group_sizes"),
+    [(6, [3]), (4, [1, 4]), pytest.param(8, [4], marks=pytest.mark.verify)],
 )
-def test_chunks_of_random_numbers(world_size: int, group_size: int) -> None:
+def test_chunks_of_random_numbers(world_size: int, group_sizes: list[int]) -> None:
     """Shards of 31 elements in chunks of 7 or 8."""
-    first, *others = run_ranks(run_twice_and_inline, world_size, group_size, 31 * world_size)
+    first, *others = run_ranks(run_twice_and_inline, world_size, group_sizes, 31 * world_size)
     reduced = [label for label in first if "reduced" in label]
-    assert len(reduced) == 2 * len(ALGORITHMS)
+    assert len(reduced) == 2 * len(ALGORITHMS) * len(group_sizes)
     for label in reduced:
         assert all(torch.equal(other[label], first[label]) for other in others), label
 
@@ -173,8 +175,6 @@ def test_a_silent_peer_is_named(name: str) -> None:
 
 def test_axes_with_one_kind_of_links_share_a_ring() -> None:
     axes = make_topology(world_size=16, group_size=8, degrees=(2, 4)).axes
-    assert ring_levels("ho-ring", axes) == (axes[:3], axes[3:])
-    assert ring_levels("ring", axes) == (axes,)
-    assert ring_levels("h-ring", axes[1:2]) == (axes[1:2],)
-    assert ring_levels("h-ring", ()) == ()
     assert axes[3].link is Link.INTER
+    found = [ring_levels(*of) for of in (("ho-ring", axes), ("ring", axes), ("h-ring", axes[1:2]))]
+    assert found == [(axes[:3], axes[3:]), (axes,), (axes[1:2],)]

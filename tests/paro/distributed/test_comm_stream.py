@@ -7,12 +7,7 @@ import threading
 import pytest
 import torch
 
-from paro.distributed.comm_stream import (
-    DONE,
-    CommStreams,
-    InlineStreams,
-    ThreadStreams,
-)
+from paro.distributed.comm_stream import DONE, CommStreams, InlineStreams, ThreadStreams
 
 CPU = torch.device("cpu")
 
@@ -66,11 +61,8 @@ def test_a_failure_is_raised_at_every_later_wait_and_nothing_runs_after_it() -> 
             (event or streams.submit("c", lambda: ran.append("later"))).wait()
         assert str(caught.value.__cause__) == "peer is gone"
     assert ran == ["before"]
-
-
-def test_without_overlap_a_failure_comes_at_once() -> None:
     with pytest.raises(RuntimeError, match="peer is gone"):
-        InlineStreams().submit("a", fail)
+        InlineStreams().submit("a", fail)  # without overlap at once
 
 
 def test_whoever_waits_for_a_job_that_can_never_end_learns_of_the_failure() -> None:

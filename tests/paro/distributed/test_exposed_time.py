@@ -67,21 +67,14 @@ def test_without_overlap_a_job_costs_what_it_takes() -> None:
     assert exposed.intra == 0.0
 
 
-def test_a_lane_of_both_kinds_of_links_counts_for_the_slow_ones() -> None:
-    exposure = Exposure()
-    exposure.note((StreamKind.GATHER, *TOPOLOGY.axes), 2.0)
+def test_a_lane_is_named_by_its_use_axes_and_links_and_counts_for_the_slow_ones_of_both() -> None:
+    both = (StreamKind.REDUCE, *TOPOLOGY.axes)
+    assert (stream_name(INTRA), stream_name(both)) == ("gather 0 intra", "reduce 0+1 inter")
+    exposure, on_streams = Exposure(), Exposure(on_streams=True)
+    for each in (exposure, on_streams):
+        each.note(both, 2.0)
     assert exposure.take() == Exposed(intra=0.0, inter=2.0)
-
-
-def test_a_lane_is_named_by_its_use_axes_and_links() -> None:
-    assert stream_name(INTRA) == "gather 0 intra"
-    assert stream_name((StreamKind.REDUCE, *TOPOLOGY.axes)) == "reduce 0+1 inter"
-
-
-def test_on_streams_links_are_not_told_apart() -> None:
-    exposure = Exposure(on_streams=True)
-    exposure.note(INTRA, 1.0)
-    assert exposure.take() == Exposed(intra=None, inter=None)
+    assert on_streams.take() == Exposed(intra=None, inter=None), "links are told apart"
 
 
 @pytest.mark.gpu

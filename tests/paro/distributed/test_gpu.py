@@ -33,9 +33,6 @@ def test_a_rank_has_the_gpu_of_its_number(v100s: pytest.MonkeyPatch) -> None:
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
     refused(lambda: check_gpu(4), "local rank 4 has no GPU: torch sees 4")
-
-
-def test_an_old_gpu_is_named(v100s: pytest.MonkeyPatch) -> None:
     v100s.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "compute_120"])
     told = "has no kernels for V100, of compute capability 7.0: it was built for sm_75, sm_80"
     refused(lambda: check_gpu(0), told)
