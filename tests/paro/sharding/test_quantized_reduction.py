@@ -38,16 +38,11 @@ AUTO, LOCAL = "--paro-inter-bits auto", "--non-persistent-ckpt-type local"
 )
 def test_bad_input_is_one_line(more: str, line: str) -> None:
     refused(lambda: quantized_run(more), line)
+    fed_back = partial(PrecisionConfig, inter_grad_bits=4, inter_grad_error_feedback=True)
+    refused(lambda: fed_back(compute="fp16"), "and --fp16 contradict each other")
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        f"{EIGHT} {FEEDBACK}",
-        "--paro-inter-param-bits 4",
-        f"{AUTO} --paro-machine dgx-h100",
-    ],
-)
+@pytest.mark.parametrize("more", [f"{EIGHT} {FEEDBACK}", f"{AUTO} --paro-machine dgx-h100"])
 def test_one_group_takes_16_bits_and_says_so(more: str) -> None:
     config = quantized_run(more, group_size=8)
     assert not config.precision.quantizes
@@ -55,11 +50,6 @@ def test_one_group_takes_16_bits_and_says_so(more: str) -> None:
     (line,) = [line for line in config.notices if "without effect" in line]
     assert line.startswith(f"{' '.join(more.split()[:2])} without effect, 16 bits in use: ")
     assert "one group, of 8 ranks" in line
-
-
-def test_feedback_needs_one_scale_of_the_loss() -> None:
-    fed_back = partial(PrecisionConfig, inter_grad_bits=4, inter_grad_error_feedback=True)
-    refused(lambda: fed_back(compute="fp16"), "and --fp16 contradict each other")
 
 
 @pytest.mark.parametrize("strategy", ["IIG", "NNG", "NNN", "2,2,4"])
