@@ -1,22 +1,43 @@
-"""The list of a step's actions is what the engine does, action by action."""
+"""The list of a step's actions is what the engine does, action by action, and what is predicted."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from model.config import LoraConfig, targets_of
+from paro.distributed.comm_stream import Event
 from paro.layout import Unit, UnitLayout
+from paro.planning.estimator import Estimator
 from paro.planning.search_space import PlanRequest
+from paro.planning.step_costs import simulate
 from paro.spec.run_spec import Materialize
-from paro.step.actions import Move, StepShape, Verb, number_buffers
-from paro.step.gathering import GatheringPolicy
+from paro.step import schedule
+from paro.step.actions import Buckets, Move, StepShape, Verb, number_buffers
+from paro.step.gathering import GatheringPolicy, ParamAllGatherPolicy
+from paro.step.rotating import RotationPolicy
 from paro.step.schedule import StepSchedule
-from tests.paro.planning.cases import BF16, ORDERS, costs, order_case, schedule_of
+from paro.topology import Sent
+from tests.helpers.late_streams import LateStreams
+from tests.paro.late_mutations import Mutation
+from tests.paro.planning import cases
+from tests.paro.planning.cases import (
+    BF16,
+    ORDERS,
+    TINY,
+    costs,
+    machine,
+    order_case,
+    plan_request,
+    schedule_of,
+)
 from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 
@@ -42,12 +63,12 @@ def engine(given: PlanRequest, strategy: str) -> LoneRank:
     )
 
 
-def from_forward_on(schedule: StepSchedule, verbs: Container[Verb]) -> list[Move]:
+def from_forward_on(listed: StepSchedule, verbs: Container[Verb]) -> list[Move]:
     """The actions with these verbs of a step that begins with the forward, not the update."""
     at_once = [
-        move for move in chain.from_iterable(schedule.update) if move[0] is Verb.PARAM_ALL_GATHER
+        move for move in chain.from_iterable(listed.update) if move[0] is Verb.PARAM_ALL_GATHER
     ]
-    moves = [move for move in schedule.actions() if move[0] in verbs]
+    moves = [move for move in listed.actions() if move[0] in verbs]
     return moves[len(at_once) :] + at_once
 
 
@@ -65,8 +86,8 @@ def test_the_engine_does_what_the_plan_lists(
             rank.model.record = []
             rank.step(num_micro_batches)
             several = replace(given, global_batch_size=4 * num_micro_batches)
-            schedule = schedule_of(costs(several, strategy))
-            wanted = from_forward_on(schedule, {*Verb} - ELSEWHERE)
+            listed = schedule_of(costs(several, strategy))
+            wanted = from_forward_on(listed, {*Verb} - ELSEWHERE)
             assert rank.model.record == wanted, f"{ahead}, {updated} units ahead"
 
 
@@ -83,8 +104,8 @@ def test_a_bucket_is_reduced_and_gathered_once(
     rank.step(1)
     rank.model.record = record = []
     rank.step(2)
-    schedule = schedule_of(costs(given, "IIG"))
-    wanted = from_forward_on(schedule, {*Verb} - ELSEWHERE)
+    listed = schedule_of(costs(given, "IIG"))
+    wanted = from_forward_on(listed, {*Verb} - ELSEWHERE)
     moves = [move for move in wanted if move[0] is not Verb.PARAM_ALL_GATHER]
     assert [move for move in record if move[0] is not Verb.PARAM_ALL_GATHER] == moves
     assert sorted(record) == sorted(wanted)
@@ -102,9 +123,9 @@ def test_updated_parameters_are_gathered_so_many_units_ahead(
     strategy: str, way: Materialize, ahead: int | None
 ) -> None:
     case = order_case("plain", materialize=way, updated_ahead=ahead)
-    schedule = schedule_of(costs(case, strategy))
-    (_, *forward), found = schedule.micro_batches[0][0], {}  # without the wait for replicated norms
-    for place, actions in ((-1, chain.from_iterable(schedule.update)), *enumerate(forward)):
+    listed = schedule_of(costs(case, strategy))
+    (_, *forward), found = listed.micro_batches[0][0], {}  # without the wait for replicated norms
+    for place, actions in ((-1, chain.from_iterable(listed.update)), *enumerate(forward)):
         for verb, number, *_ in actions:
             if verb is Verb.PARAM_ALL_GATHER:
                 found[number] = place
@@ -149,3 +170,210 @@ def test_a_buffer_that_a_live_unit_needs_is_not_released() -> None:
     with patch.object(policy, "_unsharded", [0, 1]), patch.object(policy, "_gathered", {0, 1}):
         assert policy._release(0) == []
         assert policy._release(1) == [(Verb.RELEASE, 1), (Verb.RELEASE, 0)]
+
+
+# Where weights rotate
+
+WAYS = (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE)
+
+
+def by_buffer(moves: list[Move]) -> dict[int, list[Move]]:
+    found: defaultdict[int, list[Move]] = defaultdict(list)
+    for move in moves:
+        found[move[1]].append(move)
+    return dict(found)
+
+
+def check(given: PlanRequest, strategy: str) -> None:
+    rank = engine(given, strategy)
+    rank.step(1)
+    for num_micro_batches in (1, 2):
+        record = rank.model.record = []
+        rank.step(num_micro_batches)
+        size = given.machine.world_size * num_micro_batches
+        listed = schedule_of(costs(replace(given, global_batch_size=size), strategy))
+        wanted = from_forward_on(listed, {*Verb} - ELSEWHERE)
+        assert by_buffer(record) == by_buffer(wanted)
+        shifts = [move for move in record if move[0] in (Verb.SHIFT, Verb.SHIFT_BACK)]
+        assert shifts == [move for move in wanted if move[0] in (Verb.SHIFT, Verb.SHIFT_BACK)]
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_engine_rotates_as_the_plan_lists(
+    name: str, way: Materialize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silence(monkeypatch)
+    check(order_case(name, materialize=way, updated_ahead=2), "IIG")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [3, 4])
+def test_larger_rings(size: int, way: Materialize, monkeypatch: pytest.MonkeyPatch) -> None:
+    silence(monkeypatch)
+    config, _ = ORDERS["recomputed in pairs"]
+    config = replace(config, num_attention_heads=12, num_query_groups=12)
+    given = order_case("plain", materialize=way)
+    given = replace(
+        given,
+        model=config,
+        machine=machine(world_size=2 * size, group_size=size),
+        group_size=size,
+        global_batch_size=2 * size,
+    )
+    check(given, "IIG")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("targets", ["all-linear", "o_proj"])
+def test_adapters(targets: str, way: Materialize, monkeypatch: pytest.MonkeyPatch) -> None:
+    silence(monkeypatch)
+    config, _ = ORDERS["recomputed"]
+    adapted = replace(config, lora=LoraConfig(rank=2, targets=targets_of(targets)))
+    check(replace(order_case("plain", materialize=way), model=adapted), "IIG")
+
+
+def test_an_evaluation_moves_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    silence(monkeypatch)
+    for way in WAYS:
+        rank = engine(order_case("tied", materialize=way), "IIG")
+        rank.model.record = record = []
+        tokens_BS = torch.zeros(1, 16, dtype=torch.int64)
+        rank.model.evaluate(tokens_BS, tokens_BS, torch.ones(1, 16))
+        verbs = {move[0] for move in record}
+        moves = {Verb.WAIT, Verb.ALLOCATE_SLOT, Verb.FREE_SLOT, Verb.SHIFT, Verb.WAIT_SHIFTED}
+        assert verbs == moves
+        assert all(to != 0 for verb, _, *slots in record if verb is Verb.SHIFT for to in slots[1:])
+
+
+# When updated parameters are gathered
+
+
+def gathered_before_the_first_unit(way: Materialize, ahead: int | None, seed: int) -> set[int]:
+    """The buffers whose updates have been sent when the first gather, or shift, is done."""
+    streams = LateStreams(seed, eager=0.0, in_order=True)
+    sent: set[int] = set()
+    updated: dict[int, Event] = {}
+    inside: dict[int, Event] = {}
+    given = order_case("plain", materialize=way, updated_ahead=ahead)
+    for verb, number, *_ in schedule_of(costs(given, "IIG")).actions():
+        if verb is Verb.PARAM_ALL_GATHER:
+            updated[number] = streams.submit("between", partial(sent.add, number))
+        elif verb in (Verb.GATHER, Verb.SHIFT):
+            inside[number] = streams.submit("inside", lambda: None, after=updated[number])
+        elif verb in (Verb.WAIT, Verb.WAIT_SHIFTED) and number in inside:
+            inside[number].wait()
+            break
+        elif verb is Verb.WAIT:
+            updated[number].wait()
+    return sent
+
+
+def test_a_bucket_is_sent_while_the_one_before_computes() -> None:
+    sizes = (1, 3, 0, 0, 3, 0, 0, 1)
+    units = number_buffers(
+        [Unit(name=str(n), trainable=FLAT, bucket_size=each) for n, each in enumerate(sizes)]
+    )
+    policy = ParamAllGatherPolicy([unit.needed for unit in units], 2, Buckets(units))
+    at_once = [move for buffer in range(8) for move in policy.updated(buffer)]
+    later = {index: policy.before_forward(index) for index in range(8)}
+    assert at_once == [(Verb.PARAM_ALL_GATHER, 0), (Verb.PARAM_ALL_GATHER, 1)]
+    assert {index: moves for index, moves in later.items() if moves} == {
+        0: [(Verb.PARAM_ALL_GATHER, 4)],
+        5: [(Verb.PARAM_ALL_GATHER, 7)],
+    }
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("way", "own", "num_buffers"),
+    # Where weights rotate, the first part needs the norms too.
+    [(Materialize.GATHER, {0}, 5), (Materialize.ROTATE, {0, 1}, 9)],
+)
+def test_the_first_gather_needs_its_own_unit_alone(
+    way: Materialize, own: set[int], num_buffers: int, seed: int
+) -> None:
+    assert gathered_before_the_first_unit(way, 2, seed) == own
+    assert gathered_before_the_first_unit(way, None, seed) == {*range(num_buffers - 1)}
+
+
+# Changes of the policy
+
+RELEASE = "return self._release(index) + self._prefetch()"
+WHOLE_GRADS = "MAX_WHOLE_GRADS if shape.prefetch_units else 1"
+MUTATIONS = {
+    "another live unit": ("GGG", "__init__", "1 + shape.", "2 + shape."),
+    "releases at the end of backward": ("GGG", "_release_if_done", RELEASE, "return []"),
+    "one whole gradient": ("NGG", "__init__", WHOLE_GRADS, "1"),
+}
+# Links are about as busy as the device, so that every wait counts.
+DEVICE = replace(cases.DEVICE, sustained_flops=4e10)
+GIVEN = plan_request(
+    replace(TINY, ffn_hidden_size=512),
+    machine=machine(world_size=4, group_size=2, intra=20, inter=5, device=DEVICE),
+    group_size=2,
+    seq_length=16,
+    micro_batch_size=1,
+    global_batch_size=8,
+)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_predictions_and_engine_follow_the_policy(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silence(monkeypatch)
+    strategy, method, old, new = MUTATIONS[name]
+
+    def found() -> tuple[int, float, list[Move]]:
+        schedule.step_schedule.cache_clear()
+        estimator = Estimator(GIVEN)
+        candidate = GIVEN.candidate(GIVEN.strategy(strategy))
+        rank = engine(GIVEN, strategy)
+        rank.model.record = record = []
+        rank.step(2)
+        memory = estimator.memory(candidate).allocated
+        return memory, simulate(estimator.costs(candidate)).seconds, [*record]
+
+    before = found()
+    with Mutation(GatheringPolicy, method, old, new, strategy).removed():
+        after = found()
+    schedule.step_schedule.cache_clear()
+    assert all(a != b for a, b in zip(before, after, strict=True))
+    assert found() == before
+
+
+def test_gathers_below_the_first_unit_that_trains_are_noticed() -> None:
+    changed = Mutation(GatheringPolicy, "__init__", " and index >= first ", " ", "GGG")
+    schedule.step_schedule.cache_clear()
+    with changed.removed(), pytest.raises(AssertionError, match="the step has more to run"):
+        simulate(costs(order_case("mostly frozen"), "GGG"))
+
+
+@pytest.mark.parametrize(
+    ("method", "old", "new"),
+    [
+        ("after_backward", "actions.append((Verb.GRAD_SYNC, buffer))", "pass"),
+        ("last_gradient", "if self._last", "if False"),
+    ],
+    ids=["slices", "norms"],
+)
+def test_reductions_that_the_policy_of_rotation_drops_are_neither_sent_nor_predicted(
+    method: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silence(monkeypatch)
+    given = order_case("tied", materialize=Materialize.ROTATE)
+
+    def found() -> tuple[Sent, Sent]:
+        schedule.step_schedule.cache_clear()
+        rank = engine(given, "IIG")
+        rank.step(1)  # what it updates is sent in the next one
+        return rank.step(2), Estimator(given).sent(given.candidate(given.strategy("IIG")))
+
+    (sent, predicted), mutation = found(), Mutation(RotationPolicy, method, old, new, "IIG")
+    with mutation.removed():
+        sent_without, predicted_without = found()
+    schedule.step_schedule.cache_clear()
+    assert sent == predicted
+    assert sent_without == predicted_without
+    assert sent_without.inter < sent.inter
