@@ -1,7 +1,8 @@
-"""AdamW on flat ranges: torch's class and apex's as the references, Triton's by its interpreter."""
+"""AdamW on flat ranges by torch's class, apex's and Triton's, and the norm of gradients."""
 
 from __future__ import annotations
 
+import math
 import sys
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paro.optim.adamw import AdamW, TorchAdamW, Update, choose_adamw
+from paro.optim.finite import ROW, square_sum
 from paro.spec.optim_config import OptimConfig
 from tests.helpers.refusals import refused
 from tests.helpers.triton_kernels import interpreter
@@ -116,13 +118,12 @@ def test_one_pass_is_scaling_updating_and_casting(kind: torch.dtype, copies: boo
         assert torch.allclose(found[1][-1], found[1][0], rtol=2.0**-7)
 
 
-def test_a_cpu_has_no_choice_but_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_adamw("auto", CPU) == (TorchAdamW, None)
-    monkeypatch.setitem(sys.modules, "paro.optim.kernels", None)
-    refused(lambda: choose_adamw("triton", CPU), "--adam-implementation triton does not work here")
-
-
 def test_what_runs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_adamw("auto", CPU) == (TorchAdamW, None), "a CPU has no choice but torch"
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "paro.optim.kernels", None)
+        told = "--adam-implementation triton does not work here"
+        refused(lambda: choose_adamw("triton", CPU), told)
     with interpreter():
         found = choose_adamw("auto", CPU)
         assert found.make.__name__ == "TritonAdamW"
@@ -146,3 +147,19 @@ class TwiceAsFar(TorchAdamW):
 def run_on_gpu() -> None:
     found = choose_adamw("auto", torch.device("cuda"))
     assert found.make.__name__ == "TritonAdamW", found.line
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_every_element_counts_once(kind: torch.dtype) -> None:
+    sizes = (0, 1, ROW - 1, ROW, 3 * ROW + 5)
+    ranges = [torch.linspace(-1.0, 2.0, size).to(kind) for size in sizes]
+    expected = sum(float(values.double().square().sum()) for values in ranges)
+    assert float(square_sum(ranges, CPU)) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("at", [0, ROW, 2 * ROW + 4])  # in rows and behind them
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_what_is_not_finite_is_seen(at: int, bad: float) -> None:
+    values = torch.zeros(2 * ROW + 5)
+    values[at] = bad
+    assert not math.isfinite(square_sum([values], CPU))

@@ -157,22 +157,18 @@ def test_singular_values_become_nearly_one(kind: str, shape: tuple[int, int]) ->
     assert float((found - left @ right).norm() / (left @ right).norm()) < 0.3
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [("spectral", 3.0), ("unit_rms_norm", 1.5), ("shape_scaling", 1.5)],
-)
-def test_scales(mode: str, expected: float) -> None:
-    config = MuonConfig(muon_scale_mode=mode, muon_extra_scale_factor=0.5)
-    assert config.scale(9, 4) == 0.5 * expected
+def test_scales() -> None:
+    scales = {"spectral": 3.0, "unit_rms_norm": 1.5, "shape_scaling": 1.5}
+    for mode, scale in scales.items():
+        config = MuonConfig(muon_scale_mode=mode, muon_extra_scale_factor=0.5)
+        assert config.scale(9, 4) == 0.5 * scale, mode
 
 
 @pytest.mark.parametrize(
     ("precision", "multiplies", "dtype"),
     [
-        ("medium", True, torch.bfloat16),
         ("low", True, torch.bfloat16),
         ("medium", False, torch.float32),
-        ("high", True, torch.float32),
         ("highest", True, torch.float32),
     ],
 )
@@ -278,9 +274,7 @@ SMALL = tuple(
 )
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "degree"), [*((n, n) for n in (1, 2, 3, 4, 6, 8, 12)), (2, 1), (5, 1)]
-)
+@pytest.mark.parametrize(("num_ranks", "degree"), [(1, 1), (3, 3), (8, 8), (12, 12), (5, 1)])
 def test_every_matrix_is_whole_once_and_returns(num_ranks: int, degree: int) -> None:
     assigned = assign(SMALL, num_ranks, degree)
     rounds = assigned.rounds
@@ -308,24 +302,15 @@ def test_every_matrix_is_whole_once_and_returns(num_ranks: int, degree: int) -> 
         assert all(before[2] == after[1] for before, after in pairwise(parts))
 
 
-@pytest.mark.parametrize(
-    ("kinds", "bucket_size", "sizes"),
-    [
-        ([None, "a", "a", "a", "a", None], 2, [1, 2, 0, 2, 0, 1]),
-        (["a", "a", "a", "a", "a"], 2, [1, 2, 0, 2, 0]),
-        (["a", "b", "b", "b", "a", "a"], 3, [1, 3, 0, 0, 1, 1]),
-        (["a", "a"], 3, [1, 1]),
-        (["a", "a"], 1, [1, 1]),
-    ],
-)
-def test_neighbouring_units_of_one_kind_are_a_bucket(
-    kinds: list[str | None], bucket_size: int, sizes: list[int]
-) -> None:
-    assert bucket_sizes(kinds, bucket_size) == sizes
+def test_neighbouring_units_of_one_kind_are_a_bucket() -> None:
+    assert bucket_sizes([None, *"aaaa", None], 2) == [1, 2, 0, 2, 0, 1]
+    assert bucket_sizes([*"aaaaa"], 2) == [1, 2, 0, 2, 0]
+    assert bucket_sizes([*"abbbaa"], 3) == [1, 3, 0, 0, 1, 1]
+    assert bucket_sizes([*"aa"], 3) == bucket_sizes([*"aa"], 1) == [1, 1]
 
 
 @pytest.mark.parametrize(("preset", "world_size"), [("7B", 32), ("65B", 128)])
-@pytest.mark.parametrize("letters", ["IIG", "IGG", "III", "NNN"])
+@pytest.mark.parametrize("letters", ["IIG", "IGG", "NNN"])
 def test_owner_ranks_have_nearly_equal_work(preset: str, world_size: int, letters: str) -> None:
     strategy, topology = on_ranks(letters, world_size=world_size, group_size=8)
     units = units_of(LLAMA_PRESETS[preset], world_size=world_size)
@@ -343,7 +328,7 @@ def test_owner_ranks_have_nearly_equal_work(preset: str, world_size: int, letter
 @pytest.mark.parametrize(
     ("degrees", "num_layers", "is_equal"),
     [
-        *((name, 4, True) for name in ("IIG", "NNG", "NIG", "ING", "2,2,4", "1,2,8", "1,1,4")),
+        *((name, 4, True) for name in ("IIG", "NNG", "ING", "2,2,4", "1,2,8")),
         ("IIG", 5, False),
         ("IGG", 4, False),
     ],
