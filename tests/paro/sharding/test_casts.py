@@ -26,6 +26,7 @@ FLAGS = (
     "--global-batch-size 2 --train-iters 2 --fp8-format hybrid"
 )
 FULL = "--recompute-granularity full"
+EACH = RecomputeConfig(granularity="full")
 WEIGHTS = 4 * 7  # of four blocks
 
 
@@ -54,15 +55,14 @@ def in_fp8(strategy: str, recompute: RecomputeConfig | None = None, **more: Any)
 
 def test_a_weight_is_cast_once_while_its_values_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     silence(monkeypatch)
-    each = RecomputeConfig(granularity="full")
-    together = RecomputeConfig(granularity="full", num_layers=2)
+    together = replace(EACH, num_layers=2)
     by_use = {"data": 2 * WEIGHTS, "transposed": 2 * WEIGHTS}
     by_gather = {"data": 2 * WEIGHTS, "data and transposed": 2 * WEIGHTS}
     for strategy, recompute, wanted in (
         ("NNG", None, {"data and transposed": WEIGHTS}),  # in two micro-batches
-        ("NNG", each, {"data and transposed": WEIGHTS}),
+        ("NNG", EACH, {"data and transposed": WEIGHTS}),
         ("GGG", None, by_use),  # forward has one gather, backward another
-        ("GGG", each, by_gather),
+        ("GGG", EACH, by_gather),
         ("GGG", together, by_gather),
     ):
         rank = in_fp8(strategy, recompute)
@@ -79,7 +79,7 @@ def test_a_weight_is_cast_once_while_its_values_stay(monkeypatch: pytest.MonkeyP
 @pytest.mark.slow("traces a model")
 def test_a_kept_cast_is_an_input_of_a_compiled_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     silence(monkeypatch)
-    for recompute in (None, RecomputeConfig(granularity="full")):
+    for recompute in (None, EACH):
         rank = in_fp8("NNG", recompute, torch_compile="aot_eager")
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -92,12 +92,9 @@ def test_a_kept_cast_is_an_input_of_a_compiled_graph(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("strategy", ["NNG", "GGG"])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
-@pytest.mark.parametrize("recompute", [None, RecomputeConfig(granularity="full")])
+@pytest.mark.parametrize("recompute", [None, EACH])
 def test_nothing_is_kept_after_backward(
-    strategy: str,
-    num_micro_batches: int,
-    recompute: RecomputeConfig | None,
-    monkeypatch: pytest.MonkeyPatch,
+    strategy: str, num_micro_batches: int, recompute: RecomputeConfig | None, monkeypatch: Any
 ) -> None:
     silence(monkeypatch)
     rank = in_fp8(strategy, recompute)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -140,18 +140,13 @@ def test_compiled_graphs_return_gradients_of_norms_alone(
 
 def test_bytes_read_and_written_by_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures of docs/gpu.md: 6 and 10 bytes an element, then for those of norms alone."""
-    matmuls, norms = 3 * (4 * 20 * 20 + 3 * 20 * 37) + 60 * 20, 3 * 2 * 20 + 20
-    embedding = 60 * 20
-    bytes_of = {
-        "--bf16 --grad-reduce-in-bf16": (2 + 2) + (2 + 2 + 2),
-        "--bf16": (2 + 4) + (2 + 4 + 4),
-    }
-    assert passes("--bf16 --grad-reduce-in-bf16").bytes_moved == bytes_of[
-        "--bf16 --grad-reduce-in-bf16"
-    ] * (norms + embedding)
+    matmuls, others = 3 * (4 * 20 * 20 + 3 * 20 * 37) + 60 * 20, 3 * 2 * 20 + 20 + 60 * 20
+    in_bf16 = "--bf16 --grad-reduce-in-bf16"
+    bytes_of = {in_bf16: (2 + 2) + (2 + 2 + 2), "--bf16": (2 + 4) + (2 + 4 + 4)}
+    assert passes(in_bf16).bytes_moved == bytes_of[in_bf16] * others
     _without_sinks(monkeypatch)
     for more, size in bytes_of.items():
-        assert passes(more).bytes_moved == size * (matmuls + norms + embedding)
+        assert passes(more).bytes_moved == size * (matmuls + others)
 
 
 def _without_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,30 +180,19 @@ def test_whole_gradients_are_written_by_matmuls_and_shards_once(
         for buffer in (unit._grad_U.values, unit.grad_shard)
     ]
     written = lone_passes(rank, buffers)
-    for name in ("blocks.0", "blocks.1", "blocks.2"):
-        layout, shard = units[name].layout, units[name].grad_shard
-        padding = sum(high - low for low, high in layout.gaps())
-        assert written[name] == 2 * (2 * 20 + padding + shard.numel())
-    layout, shard = units["head"].layout, units["head"].grad_shard
-    padding = sum(high - low for low, high in layout.gaps())
-    assert written["head"] == 2 * (20 + padding + shard.numel())
+    for name, norms in {"blocks.0": 2, "blocks.1": 2, "blocks.2": 2, "head": 1}.items():
+        padding = sum(high - low for low, high in units[name].layout.gaps())
+        assert written[name] == 2 * (norms * 20 + padding + units[name].grad_shard.numel()), name
 
 
-@pytest.mark.parametrize("trained", ["all", "upper"])
+@pytest.mark.parametrize("is_trained", [lambda _name: True, upper_half], ids=["all", "upper"])
 def test_sums_that_rotate_are_written_by_matmuls(
-    trained: str, monkeypatch: pytest.MonkeyPatch
+    is_trained: Callable[[str], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silence(monkeypatch)
     monkeypatch.setattr(wire.dist, "P2POp", lambda *_: None)  # writes nothing, other than `silence`
-    strategy, topology = on_ranks("IIG", world_size=8, group_size=4)
-    rank = lone_rank(
-        UNGROUPED,
-        strategy,
-        topology,
-        PrecisionConfig(compute="fp32"),
-        is_trained=upper_half if trained == "upper" else lambda _name: True,
-        materialize="rotate",
-    )
+    placed = (*on_ranks("IIG", world_size=8, group_size=4), PrecisionConfig(compute="fp32"))
+    rank = lone_rank(UNGROUPED, *placed, is_trained=is_trained, materialize="rotate")
     units = {unit.name: unit for unit in rank.model.units if isinstance(unit, RotatingUnit)}
     buffers = [
         (name, buffer)
