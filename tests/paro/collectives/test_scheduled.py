@@ -150,10 +150,10 @@ def test_no_buffer_of_the_whole_size_is_added() -> None:
 
 def wait_for_a_silent_peer(name: str) -> str:
     topology = make_topology(world_size=4, group_size=2, degrees=())
-    with mock.patch.object(RuntimeConfig, "timeout", timedelta(seconds=2.0)):
+    with mock.patch.object(RuntimeConfig, "timeout", timedelta(seconds=1.0)):
         collectives, _ = make(name, topology)
     if dist.get_rank() == 3:
-        time.sleep(6.0)
+        time.sleep(3.0)
         return ""
     try:
         all_gather(collectives, torch.zeros(1024), topology.axes).wait()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.helpers.ranks import HANGS_AFTER
+from tests.helpers.warm_python import run_python
 
 PAGES = 1024  # of 4 KB, in a tensor
 
@@ -37,13 +34,8 @@ print(plain, faults())
 
 @pytest.mark.process
 def test_the_next_step_has_no_page_faults() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", STEPS],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=HANGS_AFTER,
-    )
+    done = run_python(["-c", STEPS])
+    assert done.returncode == 0, done.stderr
     plain, keeping = map(int, done.stdout.split())
     assert plain > 4 * PAGES, "glibc keeps them by itself"
     assert keeping < PAGES / 4

@@ -179,7 +179,12 @@ def wandb_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("mode", "rewinds"), [("online", True), ("online", False), ("offline", True)]
+    ("mode", "rewinds"),
+    [
+        ("online", True),
+        ("online", False),
+        pytest.param("offline", True, marks=pytest.mark.verify),
+    ],
 )
 @pytest.mark.usefixtures("wandb_alone")
 def test_wandb_has_one_value_a_step_after_a_resume_from_an_earlier_iteration(

@@ -24,7 +24,6 @@ BF16 = [
     "--bf16 --paro-strategy IIG",
     "--bf16 --paro-strategy IIG --paro-rotate-in-place",
     "--bf16 --paro-strategy III --grad-reduce-in-bf16",
-    "--bf16 --paro-strategy IIG --accumulate-allreduce-grads-in-fp32",
     "--fp16 --loss-scale 1024 --paro-strategy III",
 ]
 

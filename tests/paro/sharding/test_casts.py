@@ -76,7 +76,7 @@ def test_a_weight_is_cast_once_while_its_values_stay(monkeypatch: pytest.MonkeyP
                 assert {form: made.count(form) for form in made} == wanted
 
 
-@pytest.mark.slow("traces a model")
+@pytest.mark.verify
 def test_a_kept_cast_is_an_input_of_a_compiled_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     silence(monkeypatch)
     for recompute in (None, EACH):

@@ -109,7 +109,9 @@ def test_only_norms_are_copied_and_added(more: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow("imports the compiler")
-@pytest.mark.parametrize("recompute", ["", "--recompute-granularity full"])
+@pytest.mark.parametrize(
+    "recompute", ["", pytest.param("--recompute-granularity full", marks=pytest.mark.verify)]
+)
 def test_compiled_graphs_return_gradients_of_norms_alone(
     recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
