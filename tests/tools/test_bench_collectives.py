@@ -40,14 +40,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
 from tests.paro.planning.cases import machine
-from tools.bench_collectives import (
-    Settings,
-    main,
-    make_parser,
-    row_of,
-    settings_of,
-    table,
-)
+from tools.bench_collectives import Settings, main, make_parser, row_of, settings_of, table
 from tools.collective_timing.results import plot
 from tools.collective_timing.rounds import draw, random_input
 
@@ -67,13 +60,8 @@ def result(
 ) -> CollectiveResult:
     span = settings().topology.axes
     timed = TimedCollective(op=op, span=span, numel=8_000_000, dtype=torch.float32)
-    return CollectiveResult(
-        collective=timed,
-        algorithm="ho-ring",
-        repeats=1,
-        seconds_by_round=tuple(seconds),
-        correct=correct,
-    )
+    measured = {"repeats": 1, "seconds_by_round": tuple(seconds), "correct": correct}
+    return CollectiveResult(collective=timed, algorithm="ho-ring", **measured)  # type: ignore[arg-type]
 
 
 # Communication and its check
@@ -114,14 +102,11 @@ def test_nothing_done_and_one_wrong_element_are_wrong(op: Op, dtype: torch.dtype
         assert not checked.is_right(buffer)
 
 
-@pytest.mark.parametrize("op", [Op.REDUCE_SCATTER, Op.ALL_REDUCE])
-def test_a_sum_that_travelled_in_a_smaller_type_is_wrong(op: Op) -> None:
-    made = inputs(op, torch.float32)
-    for checked, buffer in zip(made, carried_out(made, torch.bfloat16), strict=True):
-        assert not checked.is_right(buffer)
-
-
-def test_a_shard_at_a_wrong_place_is_wrong() -> None:
+def test_a_sum_that_travelled_in_a_smaller_type_and_a_shard_at_a_wrong_place_are_wrong() -> None:
+    for op in (Op.REDUCE_SCATTER, Op.ALL_REDUCE):
+        made = inputs(op, torch.float32)
+        for checked, buffer in zip(made, carried_out(made, torch.bfloat16), strict=True):
+            assert not checked.is_right(buffer)
     made = inputs(Op.ALL_GATHER, torch.float32)
     for checked, buffer in zip(made, carried_out(made), strict=True):
         others = [other.shard for other in made if other.shard != checked.shard]
@@ -150,9 +135,7 @@ def test_sums_of_as_many_ranks_as_there_are_stay_exact(dtype: torch.dtype) -> No
         ("cpu", 1000, 0.1, LEAST_REPEATS),
         ("cpu", 1000, 0.5, 1),
         ("cpu", MOST_BYTES["cpu"] // 4, 1e-6, LEAST_REPEATS),
-        ("cuda", 16 << 20, 2.5e-4, MOST_REPEATS),  # 64 MiB over NVLink
         ("cuda", MOST_BYTES["cuda"] // 16, 1e-3, 4),
-        ("cuda", 16 << 20, 0.5, 1),
     ],
 )
 def test_short_runs_are_repeated(
@@ -177,12 +160,9 @@ def test_the_figures_of_a_row() -> None:
     assert row_of(result([0.5]), settings())["fraction_of_bound"] is None
 
 
-def test_the_table_says_what_is_wrong() -> None:
+def test_a_wrong_algorithm_is_told_and_never_written_down_as_fast() -> None:
     rows = [row_of(result([0.5], correct=correct), settings()) for correct in (True, False)]
     assert ["WRONG" in line for line in table(rows).strip().splitlines()] == [False, False, True]
-
-
-def test_a_wrong_algorithm_is_never_written_down_as_fast() -> None:
     measured = [replace(result([0.1], correct=False), algorithm="ring"), result([0.5])]
     found = with_measured(settings().machine, measured, None, source="a test")
     assert fastest_algorithm(found, Op.ALL_GATHER, Axes.BOTH, 1_000) == "ho-ring"
@@ -196,10 +176,8 @@ def test_sizes_are_bytes_that_divide_among_the_ranks() -> None:
     timed = asked.collectives(Op.ALL_GATHER, asked.topology.axes)
     assert [one.num_bytes for one in timed] == [24, 4_008, 64_008, 1_500_000, 32_000_016]
     asked = settings("--sizes", "1,2,64", "--dtype", "bfloat16")
-    assert [one.num_bytes for one in asked.collectives(Op.ALL_GATHER, asked.topology.axes)] == [
-        16,
-        64,
-    ]
+    timed = asked.collectives(Op.ALL_GATHER, asked.topology.axes)
+    assert [one.num_bytes for one in timed] == [16, 64]
 
 
 def test_links_come_from_flags_before_the_machine(tmp_path: Path) -> None:
@@ -221,7 +199,6 @@ def test_links_come_from_flags_before_the_machine(tmp_path: Path) -> None:
         (["--group-size", "3"], "--group-size 3 does not divide the 8 ranks"),
         (["--rounds", "0"], "--rounds 0 must be at least 1"),
         (["--inter-bandwidth", "12GB/s"], "--inter-bandwidth: '12GB/s' is no rate"),
-        (["--nic", "mine"], "argument --nic: invalid choice: 'mine'"),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["--json", "no/such/folder/x.json"], "--json no/such/folder/x.json cannot be written"),
         (["--plot", "picture.jpeg2"], "--plot picture.jpeg2: the name must end in .png, .svg"),
@@ -233,12 +210,7 @@ def test_mistakes_say_what_and_where(words: list[str], told: str) -> None:
     refused(lambda: settings(*words), told)
 
 
-def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    refused(lambda: settings("--plot", "picture.png"), "--plot needs matplotlib: pip install")
-
-
-def test_the_picture(tmp_path: Path) -> None:
+def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "picture.png"
     known, unknown = settings("--inter-bandwidth", "100mbit"), settings()
     rows = [row_of(result([0.5], op=op), known) for op in (Op.ALL_GATHER, Op.ALL_REDUCE)]
@@ -248,6 +220,8 @@ def test_the_picture(tmp_path: Path) -> None:
     plot(path, "a title", [row_of(result([0.5]), unknown)])
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.read_bytes() != with_bound
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refused(lambda: settings("--plot", "picture.png"), "--plot needs matplotlib: pip install")
 
 
 @pytest.mark.process
@@ -278,10 +252,6 @@ def test_the_command_line_on_four_ranks(tmp_path: Path) -> None:
     command = ["tools/bench_collectives.py", *FLAGS, *flags]
     done = run_script(command, 4, before=time_everything_once)
     assert done.returncode == 0, done.stderr
-    assert "without a model; of a communicator: none, gloo has no communicators\n" in done.stdout
-    told = f"wrote the machine file {machine_file}, for these 4 ranks in groups of 2:\n"
-    assert told in done.stdout
-    assert "by native and ho-ring, over intra, inter and both axes, of 64 by" in done.stdout
     assert f"\n--paro-machine {machine_file} plans with it: tools/plan.py; " in done.stdout
     found = json.loads(rows_file.read_text(encoding="utf-8"))
 

@@ -30,21 +30,13 @@ def test_every_panel_shows_tags_that_runs_write() -> None:
     assert next(iter(SECTIONS)) == "throughput and MFU"
 
 
-def test_the_library_takes_the_view() -> None:
+def test_the_library_takes_the_view_and_without_an_account_nothing_is_saved() -> None:
     pytest.importorskip("wandb_workspaces")
     workspace = make_workspace("team", "llama", "view")
     assert [section.name for section in workspace.sections] == list(SECTIONS)
     titles = [panel.title for panel in workspace.sections[0].panels]
     assert titles == [panel.title for panel in SECTIONS["throughput and MFU"]]
-
-
-def test_a_name_that_the_library_refuses_is_one_line() -> None:
-    pytest.importorskip("wandb_workspaces")
     refused(lambda: main([*WORDS, "--name", "+1"]), "--name +1")
-
-
-def test_without_an_account_it_says_what_it_would_do() -> None:
-    pytest.importorskip("wandb_workspaces")
     told = printed(main, *WORDS)
     assert told.startswith(describe("team", "llama", "throughput and MFU"))
     assert told.endswith("nothing was saved (no account: run `wandb login`)\n")

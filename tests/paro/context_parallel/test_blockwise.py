@@ -1,4 +1,4 @@
-"""Blockwise attention on gloo ranks, by rings and by gathers: outputs and gradients of one call."""
+"""Blockwise attention on gloo ranks, by rings and by gathers, and the check of it at the start."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.attention import SavedAttention, documents_of
+from model.attention import QKV, Documents, SavedAttention, attend, documents_of
 from model.layers import checkpointed
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice, needed_groups
 from paro.collectives.shifts import Ring
 from paro.context_parallel.all_to_all import AllToAll
-from paro.context_parallel.attention import ContextAttention
+from paro.context_parallel.attention import ContextAttention, check_core
 from paro.context_parallel.blockwise import KVExchange, blockwise_attention
 from paro.context_parallel.exchange import GatherKVExchange, RingKVExchange
 from paro.distributed.comm_stream import CommStreams, InlineStreams, ThreadStreams
@@ -30,13 +30,17 @@ from paro.topology import COLLECTIVE_STREAMS, StreamKind, make_topology
 from tests.helpers.hopper import hopper
 from tests.helpers.late_streams import LateStreams
 from tests.helpers.ranks import run_ranks
+from tests.helpers.refusals import refused
 from tests.helpers.waits import all_waits
 from tests.model.values import assert_near, normal
-from tests.paro.context_parallel.test_attention import attend_whole
 
 CHUNK, CHANNELS, SAMPLES, HEADS = 3, 8, 2, 4
 CPU = torch.device("cpu")
 CONFIG = RuntimeConfig(distributed_backend="gloo")
+
+
+def attend_whole(qkv: QKV, documents: Documents | None, _: SavedAttention | None) -> Tensor:
+    return attend(qkv, "auto", documents)
 
 
 class Inputs(NamedTuple):
@@ -98,12 +102,9 @@ class Ways:
         self.topology = make_topology(world_size=world, group_size=inner, degrees=())
         self.whole = self.topology.axes
         spans = frozenset({self.whole, *((axis,) for axis in self.whole)})
-        self.traffic = ByteCounter()
-        self.exposure = Exposure()
-        by_kind = {StreamKind.CONTEXT: spans}
-        self.groups = make_groups(
-            self.topology, self.rank, by_kind, CONFIG, self.links(InlineStreams())
-        )
+        self.traffic, self.exposure = ByteCounter(), Exposure()
+        by_kind, links = {StreamKind.CONTEXT: spans}, self.links(InlineStreams())
+        self.groups = make_groups(self.topology, self.rank, by_kind, CONFIG, links)
         self._closes: list[Callable[[], None]] = [self.groups.close]
 
     def links(self, streams: CommStreams) -> Links:
@@ -162,10 +163,18 @@ def compare(inner: int) -> None:
     ways.close()
 
 
+GROUPS = {2: (2,), 3: (3,), 4: (4,), 6: (3,), 8: (4, 2)}  # sizes of groups by world size
+
+
+def compare_all() -> None:
+    for inner in GROUPS[dist.get_world_size()]:
+        compare(inner)
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize(("world_size", "inner"), [(2, 2), (3, 3), (4, 4), (6, 3), (8, 4), (8, 2)])
-def test_parts_are_one_call(world_size: int, inner: int) -> None:
-    run_ranks(compare, world_size, inner)
+@pytest.mark.parametrize("world_size", [2, 3, 6, 8])
+def test_parts_are_one_call(world_size: int) -> None:
+    run_ranks(compare_all, world_size)
 
 
 def compare_on_hopper() -> list[set[str]]:
@@ -183,12 +192,6 @@ def compare_on_hopper() -> list[set[str]]:
         kernels.append({kernel.name for kernel in used})
     ways.close()
     return kernels
-
-
-@pytest.mark.ranks
-def test_parts_on_hopper_are_by_cudnn_unless_documents_are_kept_apart() -> None:
-    kernels = [{"CUDNN_ATTENTION"}, {"FLASH_ATTENTION"}]
-    assert run_ranks(compare_on_hopper, 4) == 4 * [kernels]
 
 
 def by_heads(ways: Ways, streams: CommStreams, groups: int) -> list[Tensor]:
@@ -220,11 +223,6 @@ def repeat() -> None:
     ways.close()
 
 
-@pytest.mark.ranks
-def test_no_order_of_arrival_changes_a_bit() -> None:
-    run_ranks(repeat, 4)
-
-
 def hasty() -> list[str]:
     """The waits without which jobs that run late change nothing."""
     ways, given = Ways(2), inputs(4, 2, packed=True)
@@ -243,6 +241,40 @@ def hasty() -> list[str]:
     return unnoticed
 
 
+def run_on_four() -> tuple[list[set[str]], list[str]]:
+    compare_all()
+    repeat()
+    return compare_on_hopper(), hasty()
+
+
 @pytest.mark.ranks
-def test_every_wait_is_needed() -> None:
-    assert run_ranks(hasty, 4) == 4 * [[]]
+def test_four_ranks_make_one_call_in_any_order_and_every_wait_is_needed() -> None:
+    """On a Hopper cuDNN computes the parts, unless documents are kept apart."""
+    kernels = [{"CUDNN_ATTENTION"}, {"FLASH_ATTENTION"}]
+    assert run_ranks(run_on_four, 4) == 4 * [(kernels, [])]
+
+
+def alone(qkv: QKV, documents: Documents | None, _: SavedAttention | None) -> Tensor:
+    lengths = (5, qkv[0].shape[1] - 5)
+    return attend_whole(qkv, None if documents is None else Documents(lengths), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_attention_to_own_tokens_alone_ends_the_run(
+    rank: int, apart: bool, dtype: torch.dtype
+) -> None:
+    layout, head = ContextLayout(size=2), torch.empty(8, dtype=dtype)
+    told = f"rank {rank} ... 2 ranks that share a sample ... --cp-comm-type"
+    refused(lambda: check_core(alone, layout, rank, head, "auto", apart=apart), told, status=1)
+
+
+def test_values_that_are_none_end_it_too() -> None:
+    layout, head = ContextLayout(), torch.empty(8)
+
+    def broken(*given: Any) -> Tensor:
+        return attend_whole(*given) * torch.nan
+
+    check_core(attend_whole, layout, 0, head, "auto", apart=True)
+    refused(lambda: check_core(broken, layout, 0, head, "auto", apart=True), "nan", status=1)
