@@ -1,4 +1,4 @@
-"""Exposed time is counted by the kind of wait and by the links of the job."""
+"""Exposed time is counted by the kind of wait and by the links of the job; timers by level."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from paro.distributed.comm_stream import (
     stream_name,
 )
 from paro.distributed.exposed_time import Exposed, Exposure, WaitKind
+from paro.distributed.timers import Timers
 from paro.topology import StreamKind, make_topology
 
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
@@ -96,3 +97,26 @@ def test_streams_are_measured_on_the_device() -> None:
     assert exposed.gather <= begin.elapsed_time(end) / 1000.0
     assert exposed.intra is exposed.inter is None
     streams.close()
+
+
+def test_names_up_to_the_level_are_timed_and_taken_once() -> None:
+    timers = Timers(1)
+    for _ in range(2):
+        with timers.measure("forward-backward"), timers.measure("forward-compute", level=2):
+            time.sleep(0.01)
+    timers.add("interval-time", 2.0)
+    timers.add("detail", 2.0, level=2)
+    taken = timers.take()
+    assert list(taken) == ["forward-backward", "interval-time"]
+    assert taken["forward-backward"] >= 0.02
+    assert timers.take() == Timers().take() == {}
+
+
+def test_a_timer_waits_for_the_device_before_and_after() -> None:
+    calls: list[str] = []
+    timers = Timers(1, synchronize=lambda: calls.append("wait"))
+    with timers.measure("optimizer"):
+        calls.append("work")
+    with timers.measure("batch-generator", level=2):
+        calls.append("unmeasured")
+    assert calls == ["wait", "work", "wait", "unmeasured"]

@@ -1,4 +1,4 @@
-"""The world from the environment, and the exit of a script."""
+"""The world from the environment, the exit of a script, and a CPU rank's freed memory."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from paro.distributed.world import World, read_world
 from paro.errors import UserError
 from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
+from tests.helpers.warm_python import run_python
 
 LAUNCHERS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "MASTER_ADDR",
@@ -202,3 +203,38 @@ def test_a_bug_shows_its_traceback(body: str, told: str) -> None:
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert told in done.stderr
+
+
+PAGES = 1024  # of 4 KB, in a tensor
+
+# Page faults of 20 steps that allocate 3 tensors of 4 MB, keep one and free all.
+STEPS = """
+import resource, torch
+from paro.distributed.process_group import keep_freed_memory
+
+def step():
+    tensors = [torch.ones(2**20) for _ in range(3)]
+    del tensors[1]
+    return sum(float(x[0]) for x in tensors)
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+step()
+plain = faults()
+keep_freed_memory()
+step()
+print(plain, faults())
+"""
+
+
+@pytest.mark.process
+def test_the_next_step_has_no_page_faults() -> None:
+    done = run_python(["-c", STEPS])
+    assert done.returncode == 0, done.stderr
+    plain, keeping = map(int, done.stdout.split())
+    assert plain > 4 * PAGES, "glibc keeps them by itself"
+    assert keeping < PAGES / 4

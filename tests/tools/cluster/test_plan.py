@@ -1,10 +1,13 @@
-"""Names and addresses of a cluster, and the commands that make it."""
+"""Names, addresses and commands of a cluster, and the output of its nodes in whole lines."""
 
 from __future__ import annotations
+
+import subprocess
 
 import pytest
 
 from tests.helpers.refusals import refused
+from tools.cluster.launch import NodeOutput
 from tools.cluster.plan import batches, shaped
 from tools.cluster.spec import ClusterSpec, is_namespace_of
 
@@ -56,3 +59,25 @@ def test_routes_and_rates_of_a_small_cluster() -> None:
     assert "burst 131072b" in shaped("lo", 100_000_000), "the loopback's largest packet fits"
     cables = [line for line in next(batches(spec(nic="shared"))).lines if "veth" in line]
     assert len(cables) == 2, "one for a node"
+
+
+# A line in two pieces, an empty one, and a last one without an end.
+PIECES = "printf 'one l'; sleep 0.2; printf 'ine\\n\\n'; echo mistake >&2; printf end"
+
+
+@pytest.mark.process
+def test_lines_are_whole_and_named(capfd: pytest.CaptureFixture[str]) -> None:
+    nodes = {
+        node: subprocess.Popen(["sh", "-c", PIECES], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for node in (1, 12)
+    }
+    output = NodeOutput(nodes)
+    output.finish(seconds=10.0)
+    printed = capfd.readouterr()
+    lines = printed.out.splitlines(keepends=True)
+    for node, process in nodes.items():
+        assert process.wait() == 0
+        own = [line for line in lines if line.startswith(f"node {node}: ")]
+        assert own == [f"node {node}: {text}\n" for text in ("one line", "", "end")]
+    assert len(lines) == 6
+    assert set(printed.err.splitlines()) == {"node 1: mistake", "node 12: mistake"}
