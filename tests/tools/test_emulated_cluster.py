@@ -138,6 +138,7 @@ def measured_rates(made: Cluster, flows: list[tuple[int, int]], size: int) -> li
     return rates
 
 
+@pytest.mark.verify
 @pytest.mark.root
 def test_links_have_their_rate_each_way_also_among_several() -> None:
     with cluster(spec_of(f"{NAME}-rate", nodes=3, ranks_per_node=1, intra="200mbit")) as made:
@@ -216,6 +217,7 @@ os._exit(0)  # as entry scripts do: gloo's threads may abort an interpreter that
 """
 
 
+@pytest.mark.verify
 @pytest.mark.root
 @pytest.mark.usefixtures("warm_nodes")
 def test_ranks_of_two_nodes_meet_where_names_of_hosts_are_loopback_addresses(
@@ -231,6 +233,7 @@ def test_ranks_of_two_nodes_meet_where_names_of_hosts_are_loopback_addresses(
     assert sorted(capfd.readouterr().out.splitlines()) == ["nic0", "node 1: nic0"]
 
 
+@pytest.mark.verify
 @pytest.mark.root
 def test_bytes_are_shown_and_reset(two_nodes: Cluster, tmp_path: Path) -> None:
     before = json.loads(call("bytes", "--name", NAME, "--json", "--reset").stdout)
@@ -297,6 +300,7 @@ def test_a_signal_ends_a_run_and_one_runs_at_a_time(two_nodes: Cluster, tmp_path
     assert list(processes_in(two_nodes.spec.namespaces)) == []
 
 
+@pytest.mark.verify
 @pytest.mark.root
 def test_down_removes_what_a_killed_run_left(tmp_path: Path) -> None:
     name = f"{NAME}-killed"
@@ -336,7 +340,7 @@ def test_what_was_made_is_removed_when_up_is_interrupted(monkeypatch: pytest.Mon
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("steps", [0, 1, 4])
+@pytest.mark.parametrize("steps", [1, *(pytest.param(n, marks=pytest.mark.verify) for n in (0, 4))])
 def test_down_removes_what_a_killed_up_left(steps: int) -> None:
     name = f"{NAME}-part"
     spec = spec_of(name)

@@ -221,6 +221,7 @@ def test_names_must_fit(two_runs: list[Path], tmp_path: Path) -> None:
         refused(partial(report, two_runs, tmp_path, "--names", *names), told)
 
 
+@pytest.mark.verify
 @pytest.mark.browser
 def test_a_browser_shows_it_in_light_and_in_the_dark(two_runs: list[Path], tmp_path: Path) -> None:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)

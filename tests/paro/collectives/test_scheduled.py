@@ -88,7 +88,7 @@ def run_twice_and_inline(group_sizes: Sequence[int], numel: int) -> dict[str, Te
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("world_size", "group_sizes"),
-    [(6, [3]), (4, [1, 4]), pytest.param(8, [4], marks=pytest.mark.verify)],
+    [(4, [2, 4]), *(pytest.param(2 * n, [n], marks=pytest.mark.verify) for n in (3, 4))],
 )
 def test_chunks_of_random_numbers(world_size: int, group_sizes: list[int]) -> None:
     """Shards of 31 elements in chunks of 7 or 8."""

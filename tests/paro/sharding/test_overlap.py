@@ -112,13 +112,14 @@ def repeat(flags: str, times: int) -> list[list[tuple[float, float]]]:
     return [[(step.loss, step.grad_norm) for step in run.steps] for run in runs]
 
 
+@pytest.mark.verify
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "steps"),
     [
         ("2,4,8", 6),
-        pytest.param("IIG", 1000, marks=pytest.mark.verify),
-        pytest.param("GGG", 1000, marks=pytest.mark.verify),
+        ("IIG", 1000),
+        ("GGG", 1000),
     ],
 )
 def test_busy_lanes_give_the_same_bits_twice(strategy: str, steps: int) -> None:
