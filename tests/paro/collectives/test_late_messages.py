@@ -18,8 +18,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.requests import all_gather
 from tests.helpers.waits import changed
 from tests.paro.collectives.test_collectives import make
-from tests.paro.collectives.test_scheduled import run_in_chunks
-from tests.paro.collectives.test_shifts import rotate
+from tests.paro.collectives.test_scheduled import rotate, run_in_chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
-"""The world from the environment, the exit of a script, and a CPU rank's freed memory."""
+"""The world from the environment, the end of a script and of ranks, and freed memory."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +16,10 @@ from paro.distributed import process_group
 from paro.distributed.process_group import RuntimeConfig, device_for, distributed
 from paro.distributed.world import World, read_world
 from paro.errors import UserError
+from tests.helpers.processes import lives, wait_for
 from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
-from tests.helpers.warm_python import run_python
+from tests.helpers.warm_python import run_python, warm_python
 
 LAUNCHERS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "MASTER_ADDR",
@@ -238,3 +241,56 @@ def test_the_next_step_has_no_page_faults() -> None:
     plain, keeping = map(int, done.stdout.split())
     assert plain > 4 * PAGES, "glibc keeps them by itself"
     assert keeping < PAGES / 4
+
+
+RANK = """
+import os, pathlib, time
+from paro.distributed.user_errors import end_with_agent
+{before}
+end_with_agent()
+pathlib.Path({folder!r}, os.environ.get("RANK", "0")).write_text(str(os.getpid()))
+time.sleep(60)
+"""
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def rank_script(folder: Path, before: str = "") -> Path:
+    (folder / "pids").mkdir()
+    path = folder / "rank.py"
+    path.write_text(RANK.format(folder=str(folder / "pids"), before=before))
+    return path
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(text) for path in (folder / "pids").iterdir() if (text := path.read_text())]
+
+
+@pytest.mark.process
+def test_ranks_die_with_an_agent_that_is_killed(tmp_path: Path) -> None:
+    torchrun = [warm_python() / "python", "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node", "2", rank_script(tmp_path)]
+    agent = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    ranks: list[int] = []
+    try:
+        wait_for(lambda: len(pids(tmp_path)) == 2, 60)
+        ranks = pids(tmp_path)
+        assert all(map(lives, ranks))
+        agent.send_signal(signal.SIGKILL)
+        wait_for(lambda: not any(map(lives, ranks)), 30)  # of the 60 s that they sleep
+    finally:
+        agent.kill()
+        agent.wait()
+        for pid in filter(lives, ranks):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("agent", [True, False])
+def test_a_rank_whose_agent_is_gone_does_not_start(agent: bool, tmp_path: Path) -> None:
+    """The shell stands for the init process that adopts it; without torchrun all shells do."""
+    before = "import os; os.setsid(); time.sleep = print"
+    command = ["sh", "-c", f"{sys.executable} {rank_script(tmp_path, before)} & wait $!; exit $?"]
+    environment = ENVIRONMENT | ({"TORCHELASTIC_RUN_ID": "1"} if agent else {})
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, bool(pids(tmp_path))) == ((1, False) if agent else (0, True))
+    assert ("PeerError: torchrun ended before this rank had started" in done.stderr) == agent

@@ -1,4 +1,4 @@
-"""AdamW on flat ranges by torch's class, apex's and Triton's, and the norm of gradients."""
+"""AdamW on flat ranges by torch's class, apex's and Triton's, the norm, and moments in bf16."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import sys
 from functools import partial
 from importlib.machinery import ModuleSpec
+from math import prod
 from types import ModuleType
 from typing import Any
 
@@ -13,8 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from paro.optim.adamw import AdamW, TorchAdamW, Update, choose_adamw
+from paro.layout import (
+    ChunkRange,
+    make_sliced_layout,
+    make_whole_layout,
+    parameter_runs,
+    whole_chunk,
+)
+from paro.optim.adamw import _CHUNK, AdamW, TorchAdamW, Update, choose_adamw
 from paro.optim.finite import ROW, square_sum
+from paro.optim.rounding import Rounding, round_into, upper_half
 from paro.spec.optim_config import OptimConfig
 from tests.helpers.refusals import refused
 from tests.helpers.triton_kernels import interpreter
@@ -163,3 +172,121 @@ def test_what_is_not_finite_is_seen(at: int, bad: float) -> None:
     values = torch.zeros(2 * ROW + 5)
     values[at] = bad
     assert not math.isfinite(square_sum([values], CPU))
+
+
+SHAPES = {"wq": (12, 7), "w_down": (7, 24), "norm": (7,)}
+CUTS = {"wq": 0, "w_down": 1, "norm": 0}
+WHOLE = ChunkRange(whole_chunk("w", (1000, 100)), 0, 10**5, 0)
+
+
+def bits_by_parameter(world_size: int, *, slices: bool) -> dict[str, Tensor]:
+    """The bits of every element at its place in its parameter, put together from all shards."""
+    layout = make_whole_layout(SHAPES, world_size=world_size)
+    if slices:
+        layout = make_sliced_layout(SHAPES, cuts=CUTS, number=world_size, world_size=world_size)
+    found = {name: torch.zeros(prod(shape), dtype=torch.int32) for name, shape in SHAPES.items()}
+    size = layout.numel // world_size
+    for start in range(0, layout.numel, size):
+        for part in layout.chunk_ranges(start, start + size):
+            bits = Rounding.of(part, seed=3).bits(0, part.high - part.low, 5, CPU)
+            for begin, end in parameter_runs(part.chunk, part.low, part.high):
+                found[part.chunk.name][begin:end], bits = bits[: end - begin], bits[end - begin :]
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "slices"), [(6, False), (3, True), (4, True)])
+def test_bits_belong_to_an_element_and_not_to_a_shard(world_size: int, slices: bool) -> None:
+    whole = bits_by_parameter(1, slices=False)
+    for name, bits in bits_by_parameter(world_size, slices=slices).items():
+        assert torch.equal(bits, whole[name]), name
+    rounding = Rounding.of(WHOLE, seed=1)
+    assert torch.equal(rounding.bits(123, 456, 1, CPU), rounding.bits(0, 1000, 1, CPU)[123:456])
+
+
+def test_bits_look_independent() -> None:
+    """The correlation of 100,000 pairs has a standard deviation of 0.003."""
+    of_v = ChunkRange(whole_chunk("v", (1000, 100)), 0, 10**5, 0)
+    bits = Rounding.of(WHOLE, seed=1).bits(0, 10**5, 1, CPU)
+    others = {
+        "seed": Rounding.of(WHOLE, seed=2).bits(0, 10**5, 1, CPU),
+        "step": Rounding.of(WHOLE, seed=1).bits(0, 10**5, 2, CPU),
+        "parameter": Rounding.of(of_v, seed=1).bits(0, 10**5, 1, CPU),
+        "half": upper_half(bits),
+    }
+    for name, other in others.items():
+        pair = torch.stack([bits & 0xFFFF, other & 0xFFFF]).double()
+        assert abs(float(torch.corrcoef(pair)[0, 1])) < 0.015, name
+    assert float(pair[0].mean()) == pytest.approx(0x7FFF, rel=0.01)
+    counts = torch.bincount((bits & 0xFFFF) >> 8, minlength=256)
+    assert 250 < int(counts.min()) <= int(counts.max()) < 550
+
+
+@pytest.mark.parametrize("value", [1.0, 1.0 + 2.0**-9, -1.003, 3.1e-30, 6.02e23])
+def test_rounding_has_the_value_as_its_mean(value: float) -> None:
+    rounded = torch.empty(10**5, dtype=torch.bfloat16)
+    exact = torch.full((10**5,), value)
+    round_into(exact.clone(), Rounding.of(WHOLE, seed=1).bits(0, 10**5, 1, CPU), rounded)
+    # One step of bf16 is at most 2**-7 of the value; the mean's deviation is 1 / 632 of half of it.
+    assert float(rounded.double().mean()) == pytest.approx(value, rel=4 * 2.0**-8 / 316)
+    assert int(rounded.unique().numel()) == 1 + (float(exact[0].bfloat16()) != float(exact[0]))
+
+
+def test_what_bf16_has_stays() -> None:
+    exact = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan]).repeat(20)
+    rounded = torch.empty(100, dtype=torch.bfloat16)
+    round_into(exact.clone(), Rounding.of(WHOLE, seed=1).bits(0, 100, 1, CPU), rounded)
+    assert torch.equal(rounded.float().nan_to_num(7.0), exact.nan_to_num(7.0))
+
+
+def updated(
+    name: str, numel: int, kinds: tuple[torch.dtype, torch.dtype], *, stride: int = 9
+) -> list[Tensor]:
+    """Parameters and moments after two updates, the second by an object that goes on.
+
+    Rows are 7 wide: with another `stride` they are of a matrix that is cut in its columns.
+    """
+    param = torch.linspace(-1, 1, numel)
+    states = [param, *(torch.zeros(numel, dtype=kind) for kind in kinds)]
+    rounding = Rounding(seed=4, name="w", low=5, width=7, stride=stride, start=2)
+    for step in (0, 1):
+        ours = choose_adamw(name, CPU, rounds=True).make(
+            *states, betas=(0.8, 0.95), eps=1e-6, rounding=rounding
+        )
+        ours.set_num_steps(step)
+        grad = torch.linspace(-1.0, step, numel)
+        ours.step(grad, Update(lr=0.1, weight_decay=0.2, factor=0.3))
+    return states
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+KINDS = [(BF16, BF16), (FP32, BF16), (BF16, FP32)]
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_the_first_update_is_that_of_fp32(kinds: tuple[torch.dtype, torch.dtype]) -> None:
+    """Only what later updates read is rounded; chunks change nothing."""
+    numel = _CHUNK + 100
+    exact = updated("torch", numel, (torch.float32, torch.float32))
+    rounded = updated("torch", numel, kinds)
+    for kind, wanted, found in zip(kinds, exact[1:], rounded[1:], strict=True):
+        limit = 0.02 if torch.bfloat16 in kinds else 0.0
+        assert found.dtype == kind
+        assert torch.allclose(found.float(), wanted, rtol=limit, atol=1e-4)
+    assert torch.allclose(rounded[0], exact[0], rtol=0, atol=2e-3)
+    assert not torch.equal(rounded[0], exact[0])
+
+
+@pytest.mark.parametrize("stride", [7, 9])
+@pytest.mark.parametrize("kinds", KINDS)
+def test_the_kernel_rounds_by_the_same_bits(
+    kinds: tuple[torch.dtype, torch.dtype], stride: int
+) -> None:
+    """A value apart by rounding in fp32 is now and then rounded to the other side."""
+    with interpreter():
+        torchs, tritons = (
+            updated(name, 2500, kinds, stride=stride) for name in ("torch", "triton")
+        )
+    for wanted, found in zip(torchs, tritons, strict=True):
+        assert found.dtype == wanted.dtype
+        differ = ~torch.isclose(found.float(), wanted.float(), rtol=1e-5, atol=1e-6)
+        assert int(differ.sum()) <= 5
