@@ -36,8 +36,7 @@ class Phase(Enum):
 class DistributedModel:
     """A model that trains and evaluates this rank's batches; its units hold this rank's shards.
 
-    Subclasses tell `policy` the events of their modules. If `record` is a list, every action that
-    is carried out is appended. After an exception the model is unusable.
+    Subclasses tell `policy` the events of their modules. After an exception the model is unusable.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class DistributedModel:
         self.num_arrived: Counter[int] = Counter()  # unit -> gradients that are in its buffer
         self._timers = timers
         self._numbers = {unit: number for number, unit in enumerate(units)}
-        self.record: list[Move] | None = None
         self._removals: list[Callable[[], None]] = []  # functions that remove hooks
 
     def begin_step(
@@ -133,8 +131,6 @@ class DistributedModel:
         """Carry out the actions with which the policy answers an event, by methods of units."""
         for verb, number, *slots in actions:
             getattr(self.units[number], verb.name.lower())(*slots)
-            if self.record is not None:
-                self.record.append((verb, number, *slots))
 
     def _begin(self, phase: Phase) -> None:
         self._assert_idle()

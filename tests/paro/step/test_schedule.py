@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -16,6 +16,7 @@ from model.config import LoraConfig, targets_of
 from paro.distributed.comm_stream import Event
 from paro.layout import Unit, UnitLayout
 from paro.planning.search_space import PlanRequest
+from paro.sharding.distributed_model import DistributedModel
 from paro.spec.run_spec import Materialize
 from paro.step.actions import Buckets, Move, StepShape, Verb, number_buffers
 from paro.step.gathering import GatheringPolicy, ParamAllGatherPolicy
@@ -47,6 +48,19 @@ def engine(given: PlanRequest, strategy: str) -> LoneRank:
     )
 
 
+def recorded(rank: LoneRank) -> list[Move]:
+    """The actions that a rank carries out from here on."""
+    record: list[Move] = []
+
+    def carry_out(actions: Iterable[Move]) -> None:
+        for action in actions:
+            DistributedModel.carry_out(rank.model, [action])
+            record.append(action)
+
+    rank.model.carry_out = carry_out  # type: ignore[method-assign]
+    return record
+
+
 def from_forward_on(listed: StepSchedule, verbs: Container[Verb]) -> list[Move]:
     """The actions with these verbs of a step that begins with the forward, not the update."""
     at_once = [
@@ -67,12 +81,12 @@ def test_the_engine_does_what_the_plan_lists(
         rank = engine(given, strategy)
         rank.step(1)
         for num_micro_batches in (1, 3):
-            rank.model.record = []
+            record = recorded(rank)
             rank.step(num_micro_batches)
             several = replace(given, global_batch_size=4 * num_micro_batches)
             listed = schedule_of(costs(several, strategy))
             wanted = from_forward_on(listed, {*Verb} - ELSEWHERE)
-            assert rank.model.record == wanted, f"{ahead}, {updated} units ahead"
+            assert record == wanted, f"{ahead}, {updated} units ahead"
 
 
 @pytest.mark.parametrize(("name", "num_buckets"), [("recomputed in pairs", 2), ("tied", 1)])
@@ -86,7 +100,7 @@ def test_a_bucket_is_reduced_and_gathered_once(
     given = order_case(name, prefetch_units=1, updated_ahead=ahead, precision=muon)
     rank = engine(given, "IIG")
     rank.step(1)
-    rank.model.record = record = []
+    record = recorded(rank)
     rank.step(2)
     listed = schedule_of(costs(given, "IIG"))
     wanted = from_forward_on(listed, {*Verb} - ELSEWHERE)
@@ -128,7 +142,7 @@ def test_an_evaluation_gathers_every_unit_once(
     silence(monkeypatch)
     rank = engine(order_case("tied"), strategy)
     tokens_BS = torch.zeros(1, 16, dtype=torch.int64)
-    rank.model.record = record = []
+    record = recorded(rank)
     rank.model.evaluate(tokens_BS, tokens_BS, torch.ones(1, 16))
     waits = [(Verb.WAIT, number) for number in (0, 1, 2, 3, 4, 0)]
     assert [action for action in record if action[0] is Verb.WAIT] == waits
@@ -172,7 +186,7 @@ def check(given: PlanRequest, strategy: str) -> None:
     rank = engine(given, strategy)
     rank.step(1)
     for num_micro_batches in (1, 2):
-        record = rank.model.record = []
+        record = recorded(rank)
         rank.step(num_micro_batches)
         size = given.machine.world_size * num_micro_batches
         listed = schedule_of(costs(replace(given, global_batch_size=size), strategy))
@@ -221,7 +235,7 @@ def test_an_evaluation_moves_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     silence(monkeypatch)
     for way in WAYS:
         rank = engine(order_case("tied", materialize=way), "IIG")
-        rank.model.record = record = []
+        record = recorded(rank)
         tokens_BS = torch.zeros(1, 16, dtype=torch.int64)
         rank.model.evaluate(tokens_BS, tokens_BS, torch.ones(1, 16))
         verbs = {move[0] for move in record}
