@@ -55,6 +55,10 @@ def test_a_standstill_shows_once_where_every_thread_stands() -> None:
     stream, gate = Stream(), threading.Event()
     stuck = threading.Thread(target=gate.wait, name="lane of a peer", daemon=True)
     stuck.start()
+    # By default at half the limit.
+    dog = Watchdog(WatchConfig(), rank=3, timeout_minutes=30.0 / 60, stream=stream)
+    assert dog._limit == 15.0
+    dog.close()
     dog = watchdog(stream, dump=0.2, rank=3)
     dog.begins("training", 7)
     assert stream.written.wait(30)
@@ -73,7 +77,7 @@ def test_a_long_step_goes_on_micro_batch_by_micro_batch() -> None:
     stream = Stream()
     dog = watchdog(stream, dump=2.0)
     dog.begins("training", 7)
-    for _ in range(30):
+    for _ in range(22):
         dog.progressed()
         time.sleep(0.1)
     assert stream.getvalue() == ""
@@ -224,11 +228,3 @@ def test_the_flight_recorder_shows_who_is_missing(tmp_path: Path) -> None:
     for rank, text in enumerate((waiting, missing)):
         place = f"its last collectives are in {tmp_path}/rank_{rank}: torchfrtrace {tmp_path} "
         assert text.count(f"[Rank {rank}] {place}") == 1
-
-
-def test_stacks_are_shown_at_half_the_limit_unless_a_flag_says_when() -> None:
-    for minutes, seconds in ((None, 300.0), (2.0, 120.0)):
-        config = WatchConfig(hang_dump_minutes=minutes)
-        with Watchdog(config, rank=1, timeout_minutes=10.0) as dog:
-            assert dog._limit == seconds
-            assert 600.0 < dog._end < 720.0  # other limits, which say more, come first
