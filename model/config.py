@@ -191,6 +191,7 @@ class LlamaConfig:
     add_qkv_bias: bool = False  # biases on the query, key and value projections (Qwen2)
     qk_layernorm: bool = False  # RMSNorm on each head's query and key (Qwen3)
     norm_epsilon: float = 1e-5
+    z_loss_weight: float = 0.0  # weight of z-loss in training (cross_entropy.py); 0: none
     init_method_std: float = 0.02
     tie_embeddings_and_output_weights: bool = False
     recompute: RecomputeConfig | None = None
@@ -250,6 +251,8 @@ class LlamaConfig:
             raise contradiction(
                 "--position-embedding-type yarn", "--use-rope-scaling", "both stretch positions"
             )
+        if not 0.0 <= self.z_loss_weight < math.inf:
+            raise UserError(f"--z-loss-weight {self.z_loss_weight} must be at least 0")
         if self.torch_compile is not None and self.lora is not None:
             raise UserError("--torch-compile compiles no adapters: leave it or --lora-rank out")
 

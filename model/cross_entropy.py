@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -19,41 +20,73 @@ from model.config import loss_chunk
 from model.matmul import GradSink, sink_of, store_grad, write_weight_grad
 
 
+@dataclass(slots=True)
+class ZLoss:
+    """The penalty `weight * log(Z)^2` of a token, for its softmax's denominator Z, and its sum.
+
+    It keeps logits from drifting (PaLM, arXiv 2204.02311, section 5). Losses are returned without
+    it; gradients include it.
+    """
+
+    weight: float
+    total: Tensor  # of all tokens so far, times their weights, an fp32 scalar
+
+    def add(self, log_norm_T: Tensor, token_weights_T: Tensor) -> Tensor:
+        """Add the penalties of tokens to the total, and return their weighted sum."""
+        penalty = self.weight * torch.dot(log_norm_T.square(), token_weights_T)
+        self.total += penalty.detach()
+        return penalty
+
+
 def _fused_losses(
-    x_TD: Tensor, weight_VD: Tensor, labels_T1: Tensor, *, needs_grads: bool
-) -> tuple[Tensor, Tensor | None]:
+    x_TD: Tensor, weight_VD: Tensor, labels_T1: Tensor, *, needs_grads: bool, z_weight: float | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute losses and gradients of logits by Triton, without fp32 logits; see `_losses`."""
     from model.kernels import cross_entropy
 
-    logits_TV = x_TD @ weight_VD.t()
-    losses_T = cross_entropy(logits_TV, labels_T1.squeeze(1), needs_grads=needs_grads)
-    return losses_T, logits_TV if needs_grads else None
+    logits_TV, labels_T = x_TD @ weight_VD.t(), labels_T1.squeeze(1)
+    losses_T, log_norm_T = cross_entropy(
+        logits_TV, labels_T, needs_grads=needs_grads, z_weight=z_weight or 0.0
+    )
+    return losses_T, log_norm_T, logits_TV if needs_grads else None
 
 
 def _losses(
-    x_TD: Tensor, weight_VD: Tensor, labels_T1: Tensor, *, needs_grads: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return each token's loss, and the gradient of its logits in the type of `x`, where needed."""
-    losses_T, probabilities_TV = _losses_and_probabilities(x_TD, weight_VD, labels_T1)
+    x_TD: Tensor, weight_VD: Tensor, labels_T1: Tensor, *, needs_grads: bool, z_weight: float | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return each token's loss, its log-sum-exp, and the gradient of its logits, where needed.
+
+    The gradient, which includes z-loss, has the type of `x`. Without z-loss, for `z_weight` None,
+    the log-sum-exp is empty.
+    """
+    losses_T, log_norm_T, probabilities_TV = _losses_and_probabilities(
+        x_TD, weight_VD, labels_T1, log_norms=z_weight is not None
+    )
     if not needs_grads:
-        return losses_T, None
+        return losses_T, log_norm_T, None
+    if z_weight is not None:
+        probabilities_TV.mul_((1.0 + 2.0 * z_weight * log_norm_T)[:, None])
     minus_T1 = torch.full_like(losses_T, -1.0)[:, None]
-    return losses_T, probabilities_TV.scatter_add_(1, labels_T1, minus_T1).to(x_TD.dtype)
+    grad_TV = probabilities_TV.scatter_add_(1, labels_T1, minus_T1).to(x_TD.dtype)
+    return losses_T, log_norm_T, grad_TV
 
 
 def _losses_and_probabilities(
-    x_TD: Tensor, weight_VD: Tensor, labels_T1: Tensor
-) -> tuple[Tensor, Tensor]:
+    x_TD: Tensor, weight_VD: Tensor, labels_T1: Tensor, *, log_norms: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     scores_TV = _logits(x_TD, weight_VD)
-    if scores_TV.device.type == "cpu":  # reading a value of a GPU tensor would make the host wait
+    if (
+        scores_TV.device.type == "cpu" and not log_norms
+    ):  # reading a value of a GPU tensor would make the host wait
         torch.softmax(scores_TV, dim=-1, out=scores_TV)
         of_label_T = scores_TV.gather(1, labels_T1).squeeze(1)
         if float(of_label_T.min()) >= torch.finfo(torch.float32).tiny:  # false for NaN
-            return of_label_T.log_().neg_(), scores_TV
+            return of_label_T.log_().neg_(), of_label_T.new_empty(0), scores_TV
         del scores_TV  # before there is another
         scores_TV = _logits(x_TD, weight_VD)
     label_logit_T = scores_TV.gather(1, labels_T1).squeeze(1)
-    return _log_sum_exp_softmax_(scores_TV) - label_logit_T, scores_TV
+    log_norm_T = _log_sum_exp_softmax_(scores_TV)
+    return log_norm_T - label_logit_T, log_norm_T, scores_TV
 
 
 def _logits(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -84,6 +117,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_T: Tensor,
         token_weights_T: Tensor,
         fused: bool,
+        z_loss: ZLoss | None,
     ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.sink = sink_of(weight_VD) if needs_weight else None
@@ -100,10 +134,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             labels_T1, weights_T = labels_T[part, None], token_weights_T[part].float()
             chunk_TD = _masked(x_TD[part], weights_T)
             # Gradient of the logits without the token weights: these scale the smaller tensors.
-            losses_T, grad_TV = compute_losses(
-                chunk_TD, weight_VD, labels_T1, needs_grads=needs_grads
+            losses_T, log_norm_T, grad_TV = compute_losses(
+                chunk_TD,
+                weight_VD,
+                labels_T1,
+                needs_grads=needs_grads,
+                z_weight=None if z_loss is None else z_loss.weight,
             )
             loss += torch.dot(losses_T, weights_T)
+            if z_loss is not None:
+                z_loss.add(log_norm_T, weights_T)
             if grad_TV is None:
                 continue
             if grad_x_TD is not None:
@@ -130,7 +170,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             is_one = factor_11.device.type != "cpu" or float(factor_11) == 1.0
             assert is_one, "the loss was scaled after its gradients had been written"
             ctx.sink.close()
-        return grad_x_TD, grad_weight_VD, None, None, None
+        return grad_x_TD, grad_weight_VD, None, None, None, None
 
 
 class _WeightGrad:
@@ -173,17 +213,19 @@ def linear_cross_entropy(
     token_weights_BS: Tensor,
     *,
     fused: bool = False,
+    z_loss: ZLoss | None = None,
 ) -> Tensor:
     """Return the sum over tokens of token weight times cross-entropy, an fp32 scalar.
 
     `fused`: Triton computes losses and gradients of logits. torch.compile must not trace it.
+    `z_loss`, if given, gets the tokens' z-loss, and gradients include it.
     """
     # Traced, matmuls that write into parts of a buffer lose their results in torch 2.11.
     assert not torch.compiler.is_compiling(), "torch.compile must not look into the loss"
     if not torch.is_grad_enabled():  # forward looks at its inputs' requires_grad, not at the mode
         x_BSD, weight_VD = x_BSD.detach(), weight_VD.detach()
     inputs = x_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), token_weights_BS.flatten()
-    loss: Tensor = _LinearCrossEntropy.apply(*inputs, fused)
+    loss: Tensor = _LinearCrossEntropy.apply(*inputs, fused, z_loss)
     return loss
 
 
@@ -281,8 +323,16 @@ def slice_scores(
     return scores
 
 
-def join_scores(scores: Iterable[tuple[Tensor, Tensor]], token_weights_BS: Tensor) -> Tensor:
+def join_scores(
+    scores: Iterable[tuple[Tensor, Tensor]],
+    token_weights_BS: Tensor,
+    z_loss: ZLoss | None = None,
+) -> Tensor:
     """Compute the loss of `linear_cross_entropy` from the scores of all slices, one by one."""
     log_norms, label_logits = zip(*scores, strict=True)
-    losses_T = reduce(torch.logaddexp, log_norms) - reduce(torch.add, label_logits)
-    return torch.dot(losses_T, token_weights_BS.flatten().float())
+    log_norm_T, weights_T = reduce(torch.logaddexp, log_norms), token_weights_BS.flatten().float()
+    loss = torch.dot(log_norm_T - reduce(torch.add, label_logits), weights_T)
+    if z_loss is None:
+        return loss
+    penalty = z_loss.add(log_norm_T, weights_T)
+    return loss + (penalty - penalty.detach())  # 0, with the penalty's gradient

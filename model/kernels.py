@@ -193,7 +193,9 @@ def _norm_backward(
 
 
 @triton.jit
-def _cross_entropy(logits, labels, losses, num_columns, GRADS: tl.constexpr, BLOCK: tl.constexpr):
+def _cross_entropy(
+    logits, labels, losses, log_norms, num_columns, z, GRADS: tl.constexpr, BLOCK: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * num_columns
     label = tl.load(labels + token)
@@ -208,11 +210,13 @@ def _cross_entropy(logits, labels, losses, num_columns, GRADS: tl.constexpr, BLO
         highest = above
     log_norm = highest + tl.log(total)
     tl.store(losses + token, log_norm - of_label)
+    tl.store(log_norms + token, log_norm)
     if GRADS:
         for begin in range(0, num_columns, BLOCK):
             at = begin + tl.arange(0, BLOCK)
             x = tl.load(row + at, mask=at < num_columns, other=float("-inf")).to(tl.float32)
-            grad = tl.exp(x - log_norm) - (at == label).to(tl.float32)
+            grad = tl.exp(x - log_norm) * (1.0 + 2.0 * z * log_norm)
+            grad -= (at == label).to(tl.float32)
             tl.store(row + at, grad, mask=at < num_columns)
 
 
@@ -266,16 +270,25 @@ def _remember(largest: Tensor | None, *written: Tensor) -> None:
             remember_largest(tensor, its_largest)
 
 
-def cross_entropy(logits_TV: Tensor, labels_T: Tensor, *, needs_grads: bool) -> Tensor:
-    """Return each token's loss in fp32; `needs_grads` replaces its logits by their gradients."""
+def cross_entropy(
+    logits_TV: Tensor, labels_T: Tensor, *, needs_grads: bool, z_weight: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return each token's loss and its logits' log-sum-exp, in fp32.
+
+    `needs_grads` replaces logits by their gradients, of loss and `z_weight` * log-sum-exp^2.
+    """
     assert logits_TV.is_contiguous()
     losses_T = torch.empty(logits_TV.shape[0], dtype=torch.float32, device=logits_TV.device)
+    log_norm_T = torch.empty_like(losses_T)
     num_columns = logits_TV.shape[1]
     block = min(_LOSS_BLOCK, triton.next_power_of_2(num_columns))
     _cross_entropy[(logits_TV.shape[0],)](
-        logits_TV, labels_T, losses_T, num_columns, GRADS=needs_grads, BLOCK=block, num_warps=8
+        *(logits_TV, labels_T, losses_T, log_norm_T, num_columns, z_weight),
+        GRADS=needs_grads,
+        BLOCK=block,
+        num_warps=8,
     )
-    return losses_T
+    return losses_T, log_norm_T
 
 
 def swiglu(gate_BSF: Tensor, up_BSF: Tensor, *, for_cast: bool = False) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from model.attention import QKV, Core, Documents, SavedAttention, documents_of
 from model.block_attention import attend_saving
 from model.config import LlamaConfig
-from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
+from model.cross_entropy import ZLoss, join_scores, linear_cross_entropy, slice_scores
 from model.embedding import Embedding
 from model.fp8 import Fp8, cache_casts
 from model.fusion import compiled
@@ -213,6 +213,7 @@ class Head(nn.Module):
         self.config = config
         self.starts = {"weight": 0}  # token id of the first row; above 0 in a vocabulary slice
         self.weight: nn.Parameter | None = None  # output weight; None: tied to the embedding
+        self._z_loss: ZLoss | None = None
 
     def forward(
         self,
@@ -232,8 +233,25 @@ class Head(nn.Module):
     def loss(
         self, x_BSD: Tensor, labels_BS: Tensor, token_weights_BS: Tensor, weight_VD: Tensor
     ) -> Tensor:
-        fused = self.config.fuses_loss
-        return linear_cross_entropy(x_BSD, weight_VD, labels_BS, token_weights_BS, fused=fused)
+        fused, z_loss = self.config.fuses_loss, self._z_loss_on(x_BSD.device)
+        inputs = x_BSD, weight_VD, labels_BS, token_weights_BS
+        return linear_cross_entropy(*inputs, fused=fused, z_loss=z_loss)
+
+    def _z_loss_on(self, device: torch.device) -> ZLoss | None:
+        """Return the z-loss that a forward adds to; None if it is off, as in evaluations."""
+        weight = self.config.z_loss_weight
+        if not weight or not torch.is_grad_enabled():
+            return None
+        if self._z_loss is None:
+            self._z_loss = ZLoss(weight, torch.zeros((), device=device))
+        return self._z_loss
+
+    def take_z_loss(self) -> Tensor | None:
+        """Return the weighted z-loss of all forwards since the last call; None if it is off."""
+        if self._z_loss is None:
+            return None
+        taken, self._z_loss = self._z_loss.total, None
+        return taken
 
     def score_slice(
         self, x_BSD: Tensor, labels_BS: Tensor, token_weights_BS: Tensor
@@ -252,7 +270,7 @@ class Head(nn.Module):
         _weight_VD: Tensor,
     ) -> Tensor:
         scores = (run(x_BSD, labels_BS, token_weights_BS) for run in slices)
-        return join_scores(scores, token_weights_BS)
+        return join_scores(scores, token_weights_BS, self._z_loss_on(x_BSD.device))
 
 
 class Llama(nn.Module):

@@ -196,6 +196,9 @@ def add_regularization_args(parser: ArgumentParser) -> None:
         help="how weight decay goes from start to end; constant uses --weight-decay throughout")
     add("--clip-grad", type=float, default=1.0, metavar="NORM",
         help="scale gradients down to this global norm; 0: never")
+    add("--z-loss-weight", type=float, default=0.0, metavar="W",
+        help="add W log(Z)^2 to each token's loss in training, for its softmax's denominator Z, "
+        "which keeps logits from drifting: 1e-4 in PaLM; logged apart from the loss; 0: none")
     add("--adam-beta1", type=float, metavar="X", default=0.9, help="decay of the mean of gradients")
     add("--adam-beta2", type=float, metavar="X", default=0.999,
         help="decay of the mean of their squares")

@@ -18,6 +18,7 @@ _FREE_FIELDS = frozenset(
         "lora",
         "attention_backend",
         "fp8_format",
+        "z_loss_weight",
         "fuses_swiglu",
         "fuses_rotary",
         "fuses_fp8_casts",

@@ -40,6 +40,7 @@ class IterationRecord:
     inter_bytes: int  # bytes that this rank sent in this iteration between groups
     num_zeros: float | None = None  # gradient elements equal to 0; None: not counted, or skipped
     params_norm: float | None = None  # L2 norm of updated parameters; None: not computed
+    z_loss: float | None = None  # mean z-loss, not in the loss; None: --z-loss-weight is 0
     data_wait_ms: float = 0.0  # ms of waiting for batches, mean over ranks
     exposed: Exposed = field(default_factory=Exposed)  # exposed communication, mean over ranks
     has_tokens: bool = True  # False: every token is masked, so loss and norm are NaN
@@ -142,6 +143,7 @@ class Metrics:
     exposed_inter_ms: float | None
     skipped_iterations: int
     nan_iterations: int
+    z_loss: float | None = None  # None: --z-loss-weight is 0
     # With outer steps alone, else None: the mean loss of each group, and the last round's gradient.
     group_lm_losses: tuple[float | None, ...] | None = None
     outer_grad_norm: float | None = None
@@ -189,6 +191,7 @@ def summarize(
         nan_iterations=sum(
             record.has_tokens and not math.isfinite(record.lm_loss) for record in interval
         ),
+        z_loss=last.z_loss,
         **_of_groups([record.groups for record in interval if record.groups is not None]),
     )
 
@@ -234,6 +237,7 @@ def scalars_of(
         "lm loss": None if record.skipped else record.lm_loss,
         "num-zeros": record.num_zeros,
         "params-norm": record.params_norm,
+        "z-loss": record.z_loss,
         "iteration-time": record.iteration_time_ms / 1000.0,
         "throughput": metrics.tflops_per_device,
         "throughput/tokens-per-second": metrics.tokens_per_second,

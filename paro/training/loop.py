@@ -170,6 +170,7 @@ class Loop:
             inter_bytes=result.sent.inter,
             num_zeros=result.num_zeros,
             params_norm=result.params_norm,
+            z_loss=result.z_loss,
             data_wait_ms=result.data_wait_seconds * 1000.0,
             exposed=result.exposed,
             held=self._held(),

@@ -83,6 +83,7 @@ class StepResult:
     sent: Sent
     num_zeros: float | None = None  # gradient elements equal to 0; None unless logged and finite
     params_norm: float | None = None  # L2 norm of parameters after the step; None unless logged
+    z_loss: float | None = None  # mean z-loss, which `loss` is without; None: --z-loss-weight is 0
     reasons: Reasons = field(default_factory=Reasons)  # reasons to exit of any rank, OR-reduced
     data_wait_seconds: float = 0.0  # seconds of waiting for batches, mean over ranks
     exposed: Exposed = field(default_factory=Exposed)  # exposed communication, mean over ranks
@@ -189,15 +190,15 @@ def train_step(
     state.loss_scale = update_loss_scale(
         training.loss_scale, state.loss_scale, found_nonfinite=nonfinite
     )
-    counts_zeros = training.config.log_num_zeros_in_grad and not nonfinite
-    num_zeros = sums["num_zeros"] if counts_zeros and verdict is not Verdict.NO_TOKENS else None
+    has_zeros = "num_zeros" in sums and not (nonfinite or verdict is Verdict.NO_TOKENS)
     return StepResult(
         loss=loss,
         grad_norm=grad_norm,
         verdict=verdict,
         sent=sent,
-        num_zeros=num_zeros,
+        num_zeros=sums["num_zeros"] if has_zeros else None,
         params_norm=_params_norm(training, control) if training.config.log_params_norm else None,
+        z_loss=sums["z_loss"] * unscale if "z_loss" in sums else None,
         reasons=Reasons.summed(sums),
         data_wait_seconds=sums["data_wait"] / world.size,
         exposed=exposed,
@@ -233,12 +234,16 @@ def _add_up(
     """
     optimizer, num_ranks = training.optimizer, control.world.size
     on_device = [loss_sum.double()]
+    head: Any = training.model.model.head
+    z_loss: Tensor | None = head.take_z_loss()
+    if z_loss is not None:
+        on_device.append(z_loss.double())
     if training.config.log_num_zeros_in_grad:
         on_device.append(optimizer.local_num_zeros())
     with training.timers.measure("optimizer-clip-main-grad"):
         on_device.append(optimizer.local_square_sum())
     # The step's only copy to the host, which waits until the device has finished.
-    own_loss, *zeros, square_sum = torch.stack(on_device).tolist()
+    own_loss, *others, square_sum = torch.stack(on_device).tolist()
     own = training.exposure.take()
     own_seconds = asdict(own)
     mine = {
@@ -246,7 +251,8 @@ def _add_up(
         "loss": own_loss,
         "num_tokens": weigh.num_tokens,
         "num_filled": weigh.num_filled,
-        "num_zeros": sum(zeros),
+        **({} if z_loss is None else {"z_loss": others.pop(0)}),
+        **({"num_zeros": others.pop(0)} if others else {}),
         "data_wait": data_wait,
         **{name: float(holds) for name, holds in reasons()._asdict().items()},
         **{kind: seconds or 0.0 for kind, seconds in own_seconds.items()},

@@ -146,6 +146,8 @@ def test_causal_attention_counts_half() -> None:
         ("yarn_rotary_scaling_factor", 0.5, ""),
         ("yarn_beta_slow", 32.0, "--yarn-beta-fast"),
         ("norm_epsilon", float("nan"), ""),
+        ("z_loss_weight", -1.0, ""),
+        ("z_loss_weight", float("inf"), ""),
         ("init_method_std", 0.0, ""),
         ("num_query_groups", 3, "--num-attention-heads"),
         ("kv_channels", 5, "--hidden-size --num-attention-heads"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.config import loss_chunk
-from model.cross_entropy import linear_cross_entropy
+from model.cross_entropy import ZLoss, linear_cross_entropy
 from tests.model.values import Sink, assert_rounded
 
 B, S, D, V = 2, 5, 6, 23
@@ -68,6 +69,28 @@ def test_equals_torch(factor: float) -> None:
     found = results(linear_cross_entropy, given)
     assert found[0].shape == ()
     torch.testing.assert_close(found, results(reference, wanted))
+
+
+@pytest.mark.usefixtures("tokens_per_chunk")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_z_loss_is_in_gradients_and_apart_from_the_loss(dtype: torch.dtype) -> None:
+    def with_penalty(*given: Tensor) -> Tensor:
+        x, weight, labels, token_weights = given
+        log_norms = F.linear(x.flatten(0, 1), weight).logsumexp(-1)
+        penalties.append(0.2 * (log_norms.square() * token_weights.flatten()).sum())
+        return reference(x, weight, labels, token_weights) + penalties[0]
+
+    penalties: list[Tensor] = []
+    z_loss = ZLoss(0.2, torch.zeros(()))
+    loss, *grads = results(partial(linear_cross_entropy, z_loss=z_loss), inputs(dtype))
+    their_loss, *theirs = results(with_penalty, in_fp32(inputs(dtype)))
+    tolerance = torch.finfo(dtype).eps if dtype is torch.bfloat16 else 1e-6
+    torch.testing.assert_close(z_loss.total, penalties[0].detach(), rtol=tolerance, atol=0.0)
+    torch.testing.assert_close(loss, their_loss - z_loss.total, rtol=4 * tolerance, atol=0.0)
+    if dtype is torch.float32:
+        torch.testing.assert_close(grads, theirs)
+    else:
+        assert_rounded(grads, theirs, dtype)
 
 
 @pytest.mark.usefixtures("tokens_per_chunk")

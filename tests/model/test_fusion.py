@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model import fusion
 from model.config import FP8_CAPABILITY, Fp8Format, LlamaConfig
-from model.cross_entropy import linear_cross_entropy
+from model.cross_entropy import ZLoss, linear_cross_entropy
 from model.fusion import Fusions, usable_kernels
 from model.layers import gated_linear, normed_linears
 from model.llama import Llama
@@ -135,8 +135,12 @@ def test_losses(dtype: torch.dtype, vocab_size: int) -> None:
     x, weight = normal(2, 3, 16, seed=1, dtype=dtype), normal(vocab_size, 16, seed=2, dtype=dtype)
     x[0, 2] = 1e4  # its logits overflow; its weight is 0
 
+    penalties = [ZLoss(0.1, torch.zeros(())) for _ in range(2)]
+
     def run(x: Tensor, weight: Tensor, fused: bool) -> Tensor:
-        return linear_cross_entropy(x, weight, labels, weights, fused=fused)
+        plain = linear_cross_entropy(x, weight, labels, weights, fused=fused)
+        z_loss = penalties[fused]
+        return plain + linear_cross_entropy(x, weight, labels, weights, fused=fused, z_loss=z_loss)
 
     for needed in ((True, True), (True, False), (False, True), (False, False)):
         leaves = [x.requires_grad_(needed[0]), weight.requires_grad_(needed[1])]
@@ -144,6 +148,7 @@ def test_losses(dtype: torch.dtype, vocab_size: int) -> None:
             compare(run, leaves)
         else:
             assert_close(run(*leaves, fused=True), run(*leaves, fused=False))
+    assert_close(penalties[1].total, penalties[0].total)
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -72,6 +72,7 @@ def test_loss_and_speed_are_means_and_the_rest_is_the_last_iterations() -> None:
         "exposed_inter_ms": 10.0,
         "skipped_iterations": 0,
         "nan_iterations": 0,
+        "z_loss": None,
         "group_lm_losses": None,
         "outer_grad_norm": None,
         "outer_grad_cosine": None,

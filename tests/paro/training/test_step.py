@@ -20,7 +20,7 @@ from tests.helpers.training import TINY, Trained, begun, built, train, whole_par
 
 # Far more ids than a batch has tokens, so that most rows of the embedding get no gradient.
 VOCAB_SIZE, HIDDEN_SIZE, BATCH_SIZE, NUM_STEPS = 1501, 20, 8, 2
-ASKED = "--log-num-zeros-in-grad --log-params-norm"
+ASKED = "--log-num-zeros-in-grad --log-params-norm --z-loss-weight 0.01"
 FLAGS = (
     TINY.replace("--vocab-size 60", f"--vocab-size {VOCAB_SIZE}")
     + f" --train-iters {NUM_STEPS} --global-batch-size {BATCH_SIZE} {ASKED}"
@@ -62,6 +62,8 @@ def test_norms_and_zeros_are_counted_once(world_size: int, group_size: int) -> N
             for step, wanted in zip(trained.steps, alone.steps, strict=True):
                 assert step.num_zeros == wanted.num_zeros, strategy
                 assert_near([step.params_norm], [wanted.params_norm], 1e-6, strategy)
+                assert_near([step.z_loss], [wanted.z_loss], 1e-6, strategy)
+                assert step.z_loss == pytest.approx(0.01 * step.loss**2, rel=0.05)  # uniform
 
 
 def test_frozen_parameters_count_in_the_norm_and_not_among_the_zeros() -> None:
@@ -78,7 +80,7 @@ def test_what_is_not_asked_for_is_not_computed(monkeypatch: pytest.MonkeyPatch) 
     for name in ("local_num_zeros", "local_params_square_sum"):
         monkeypatch.setattr(f"paro.optim.optimizer.ParoOptimizer.{name}", fail)
     for step in train(FLAGS.replace(ASKED, "")).steps:
-        assert step.num_zeros is step.params_norm is None
+        assert step.num_zeros is step.params_norm is step.z_loss is None
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
