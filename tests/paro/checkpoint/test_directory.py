@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -47,20 +48,16 @@ def names(root: Path) -> list[str]:
 
 def test_the_tracker_names_the_last_save_as_megatron_writes_it(tmp_path: Path) -> None:
     save(tmp_path, 100)
-    directory = save(tmp_path, 200)
+    directory = save(tmp_path, 200, "text")
     assert (tmp_path / TRACKER).read_bytes() == b"200"
+    common = json.loads((directory / COMMON).read_text())
+    assert common == read_common(tmp_path)
+    assert (common["format_version"], common["iteration"], common["text"]) == (2, 200, "text")
+    assert common["versions"].keys() >= {"python", "torch", "numpy"}
     assert latest_iteration(tmp_path) == 200
     assert find_checkpoint(tmp_path) == directory
     assert find_checkpoint(tmp_path, 100) == tmp_path / "iter_0000100"
     assert names(tmp_path) == ["iter_0000100", "iter_0000200", TRACKER]
-
-
-def test_common_is_json_with_the_iteration_the_format_and_the_versions(tmp_path: Path) -> None:
-    directory = save(tmp_path, 7, "seven")
-    common = json.loads((directory / COMMON).read_text())
-    assert common == read_common(tmp_path)
-    assert (common["format_version"], common["iteration"], common["text"]) == (2, 7, "seven")
-    assert common["versions"].keys() >= {"python", "torch", "numpy"}
 
 
 @pytest.mark.parametrize("text", ["", "release", "-1", "12abc", "9" * 5000, "9" * 3000, "\x1b[31m"])
@@ -165,11 +162,7 @@ def test_a_crash_while_one_replaces_the_other_leaves_the_old_one(
     ("iteration", "text", "error"), [(100, object(), TypeError), (200, "new", OSError)]
 )
 def test_a_failure_before_or_in_a_rename_leaves_all_as_it_was(
-    tmp_path: Path,
-    iteration: int,
-    text: object,
-    error: type[Exception],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, iteration: int, text: object, error: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 100, "old")
     before = names(tmp_path)

@@ -82,9 +82,7 @@ def test_a_second_owner_is_refused_once_the_first_beats(tmp_path: Path) -> None:
     first.check()
 
 
-def test_a_heart_that_stands_still_for_a_minute_costs_the_lease(
-    tmp_path: Path, clock: SimpleNamespace
-) -> None:
+def test_a_heart_that_stands_still_for_a_minute_costs_the_lease(tmp_path: Path, clock: Any) -> None:
     first = take(tmp_path, holder(**ELSEWHERE))
     second = LockWaiter(tmp_path, holder())
     assert isinstance(second.attempt(), str)
@@ -103,9 +101,7 @@ def test_a_heart_that_stands_still_for_a_minute_costs_the_lease(
     assert STILL_SECONDS > 5 * BEAT_SECONDS
 
 
-def test_after_a_long_sleep_the_file_says_whose_the_folder_is(
-    tmp_path: Path, clock: SimpleNamespace
-) -> None:
+def test_after_a_long_sleep_the_file_says_whose_the_folder_is(tmp_path: Path, clock: Any) -> None:
     lock = take(tmp_path, holder(rendezvous_id="a"))
     take(tmp_path, holder(rendezvous_id="a"))
     clock.now += STILL_SECONDS / 2
@@ -196,7 +192,7 @@ def test_no_lease_is_restored_in_the_folder_below_a_mount_that_is_gone(tmp_path:
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 5000, b"[]", b'{"token": 5}', b"\xff" * 99])
 def test_a_damaged_lease_is_watched_like_any_other(
-    tmp_path: Path, content: bytes, clock: SimpleNamespace
+    tmp_path: Path, content: bytes, clock: Any
 ) -> None:
     (tmp_path / "lease_9.json").write_bytes(content)
     waiter = LockWaiter(tmp_path, holder())

