@@ -65,7 +65,7 @@ READERS = {
     "tools.bench.shared.trainings": "tests/tools/bench/shared/test_trainings.py",
     "tools.cluster.state": "tests/tools/test_emulated_cluster.py",
     "tools.draw_profile": "trace",
-    "tools.profiles.device": "tests/tools/profiles/test_device_trace.py",
+    "tools.profiles.device": "tests/tools/test_draw_profile.py",
     "tools.generate": "generation",
     "tools.preprocessing.partitions": "partitions",
     "tools.run_report.runs": "report",

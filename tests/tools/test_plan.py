@@ -13,18 +13,16 @@ import pytest
 
 from paro.planning.estimator import Estimator
 from paro.planning.planner import TIE
-from paro.planning.planner import plan as search
 from paro.precision import PrecisionConfig
 from paro.strategy import legal_letters
 from tests.helpers.commands import measured, output_of, printed
 from tests.helpers.processes import python_apart
 from tests.helpers.refusals import refused
-from tests.paro.planning.cases import BF16, FEW, machine, plan_request
+from tests.paro.planning.cases import BF16, plan_request
 from tools import plan
 from tools.plan import main
 from tools.planning.pictures import chrome_trace
-from tools.planning.request import make_parser, plan_request_of_args
-from tools.planning.tables import as_json, front_table, letter_rows, rows_table
+from tools.planning.tables import as_json, letter_rows, rows_table
 
 CASE = (
     "--llama-preset 7B --num-layers 3 --paro-machine dgx-a100-roce100 --world-size 16 "
@@ -118,7 +116,7 @@ def test_letters_that_mean_the_same_are_one_row() -> None:
     assert sorted("=".join(names).split("=")) == sorted(legal_letters())
 
 
-@pytest.mark.slow("searches all candidates of a model")
+@pytest.mark.verify
 def test_a_search_among_what_rotates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "MOST_RANKS", 16)
     fields = planned(f"{CASE} --paro-materialize rotate")
@@ -138,34 +136,12 @@ def curves_of(tmp_path: Path, flags: str) -> dict[str, list[list[float]]]:
     return found
 
 
-@pytest.mark.slow("searches all candidates of a model")
-def test_more_ranks_are_nodes_as_the_machine_has_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan, "MOST_RANKS", 16)
-    few, many = (
-        curves_of(
-            tmp_path, f"--world-size {ranks} --global-batch-size {2 * ranks} --device-memory-gb 80"
-        )
-        for ranks in (4, 64)
-    )
-    assert few == many
-    assert [ranks for ranks, _ in few["best that fits"]] == [8, 16]
-
-
 def test_what_was_measured_is_planned_for_the_ranks_it_was_measured_on(tmp_path: Path) -> None:
     machine = "--paro-machine examples/measured/steps-100mbit/steps-per-rank-deep-1.json"
     model = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 172 --num-attention-heads 4"
     flags = f"{machine} {model} --vocab-size 64 --seq-length 32 --world-size 8"
     curves = curves_of(tmp_path, f"{flags} --micro-batch-size 1 --global-batch-size 8")
     assert [ranks for ranks, _ in curves["best that fits"]] == [8]
-
-
-@pytest.mark.slow("searches all candidates of a model")
-def test_nothing_overlaps_without_prefetching() -> None:
-    with_overlap = {r["strategy"]: r["step_seconds"] for r in planned(CASE)["rows"]}
-    without = planned(f"{CASE} --paro-prefetch-units 0")["rows"]
-    assert all(row["step_seconds"] > with_overlap[row["strategy"]] for row in without)
 
 
 def test_a_trace_has_every_span() -> None:
@@ -240,23 +216,3 @@ def test_newton_schulz_and_codes_have_a_column_and_a_field(
         names = ("inter_grad_bits", "inter_param_bits")
         found = {row[name] for row in fields.values() for name in names}
         assert found == {bits if has_column else 16}
-
-
-@pytest.mark.parametrize(("strategy", "is_explained"), [("IIG", False), ("2,4,8", True)])
-def test_the_choice_is_marked_and_degrees_are_explained(strategy: str, is_explained: bool) -> None:
-    case = plan_request(machine=machine(world_size=8, group_size=4), group_size=4)
-    space = replace(FEW, strategies=(case.strategy(strategy), case.strategy("GGG")))
-    table = front_table(search(case, space))
-    assert len(re.findall(rf" \(chosen\) {strategy}, ", table)) == 1
-    assert (f"\ndegrees such as {strategy}: " in table) is is_explained
-
-
-def test_newton_schulz_takes_the_steps_that_are_given() -> None:
-    words = f"{CASE} --optimizer muon --muon-num-ns-steps"
-    cases = (
-        plan_request_of_args(make_parser().parse_args(f"{words} {steps}".split()))
-        for steps in (5, 10)
-    )
-    rows = (Estimator(one).estimate(one.candidate(one.strategy("NNN"))) for one in cases)
-    few, many = (row.muon_seconds for row in rows)
-    assert many == pytest.approx(2 * few)

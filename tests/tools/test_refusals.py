@@ -9,8 +9,7 @@ import pytest
 
 from tests.helpers.refusals import refused
 from tests.tools.bench.test_bench_model import TINY
-from tests.tools.planning.test_launch import MODEL
-from tests.tools.planning.test_longest import FLAGS
+from tests.tools.planning.test_request import FLAGS, MODEL
 from tests.tools.test_plan import CASE
 from tools import bench_checkpoint, gather_text, inspect_dataset, plan
 from tools.bench import (

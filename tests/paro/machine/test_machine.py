@@ -25,7 +25,7 @@ from paro.machine.machine import (
     rate_text,
     seconds,
 )
-from paro.topology import Axes, Link, axes_of, make_topology
+from paro.topology import Axes, Link
 from tests.helpers.refusals import refused
 from tests.helpers.schedules import sent_fraction
 from tests.paro.planning.cases import speed
@@ -90,15 +90,6 @@ def test_a_rate_is_read_as_it_was_written(bits: int) -> None:
     assert bits_per_second(rate_text(bits)) == bits
 
 
-def test_a_rate_is_written_in_its_largest_unit() -> None:
-    assert [rate_text(bits) for bits in (10**8, 94_310_123, 999, 10**12)] == [
-        "100mbit",
-        "94.310123mbit",
-        "999bit",
-        "1000gbit",
-    ]
-
-
 UNIFORM, SHARED = machine(intra=BITS, inter=BITS), machine(nic=Nic.SHARED, inter=BITS)
 
 
@@ -138,13 +129,6 @@ def test_ho_ring_sends_just_what_the_bound_counts(m: int, ng: int, op: Op) -> No
         alone = replace(machine(m * ng, m), **{link.value: typed(8)})  # a byte per second
         sent = sent_fraction(schedule, m * ng, 2, level) * 720
         assert least_seconds(alone, op, Axes.BOTH, 720) == pytest.approx(sent)
-
-
-def test_the_kinds_of_a_run() -> None:
-    intra, middle, inter = make_topology(world_size=8, group_size=4, degrees=(2,)).axes
-    assert axes_of((intra, middle)) is Axes.INTRA
-    assert axes_of((inter,)) is Axes.INTER
-    assert axes_of((middle, inter)) is Axes.BOTH
 
 
 LINE, MEASURED = (
@@ -194,15 +178,6 @@ def test_small_messages_want_few_steps_and_large_ones_bandwidth(
             assert fastest_algorithm(machine(measured=rows), GATHER, Axes.BOTH, size) == name
 
 
-def test_only_what_was_measured_for_the_move_counts() -> None:
-    other_op = measured("flat", {4_000: 1e-9}, REDUCE)
-    other_axes = tuple(replace(row, axes=Axes.INTRA, algorithm="ring") for row in FEW_STEPS)
-    mixed = machine(measured=other_op + other_axes + FEW_STEPS)
-    assert fastest_algorithm(mixed, GATHER, Axes.BOTH, 4_000) == "native"
-    assert fastest_algorithm(mixed, REDUCE, Axes.BOTH, 4_000) == "flat"
-    assert fastest_algorithm(mixed, GATHER, Axes.INTRA, 4_000) == "ring"
-
-
 def test_what_was_not_measured_is_named() -> None:
     few = machine(measured=FEW_STEPS)
     fastest = partial(fastest_algorithm, few, SCATTER, Axes.INTER, 4_000)
@@ -248,12 +223,6 @@ def test_links_are_fitted_to_the_fastest(axes: Axes, nic: Nic, steps: int, share
 def test_links_that_nobody_measured() -> None:
     assert fit_link(machine(measured=FEW_STEPS), Link.INTER) is None
     assert fit_link(machine(inter=BITS), Link.INTER) == typed(BITS)
-
-
-def test_one_size_alone_is_all_bandwidth() -> None:
-    rows = tuple(replace(row, axes=Axes.INTER) for row in measured("ring", {10**6: 0.08}))
-    fitted = fit_link(machine(measured=rows), Link.INTER)
-    assert (fitted.bits_per_second, fitted.latency_seconds) == (5 * 10**7, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Timed runs of collectives: their groups, their first collective, and runs while computing."""
+"""Timed runs of collectives: groups and their memory, the first one, runs while computing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.registered_memory import RegisteredMemory
 from paro.distributed.timers import Took
 from paro.distributed.world import World
-from paro.measuring import benchmark
+from paro.measuring import benchmark, memory
 from paro.measuring.benchmark import CollectiveBenchmark, TimedCollective, zero_input
-from paro.topology import make_topology
+from paro.topology import Spans, make_topology
 from tests.helpers.fake_nccl import FakeNccl
+from tools.collective_timing import rounds
+from tools.collective_timing.rounds import BUSY_ROUNDS, run_rounds
 
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=())
 
@@ -91,3 +93,66 @@ def test_on_a_gpu_ranks_begin_with_a_collective_that_is_not_timed(
         assert events == [*ahead, "begin", "run", "run", "run", "end"]
         assert run.seconds == 2.0
         events.clear()
+
+
+@pytest.mark.parametrize("while_computing", [False, True])
+def test_the_last_rounds_are_timed_while_computing_too(
+    monkeypatch: pytest.MonkeyPatch, while_computing: bool
+) -> None:
+    monkeypatch.setattr(benchmark, "make_groups", lambda *_, **__: None)
+    monkeypatch.setattr(benchmark, "make_collectives", lambda *_: Still())
+    busy: list[bool] = []
+    run_algorithm = rounds.run_algorithm
+
+    def watched(*args: Any, busy_too: bool) -> Any:
+        busy.append(busy_too)
+        return run_algorithm(*args, busy_too=busy_too)
+
+    monkeypatch.setattr(rounds, "run_algorithm", watched)
+    timed = TimedCollective(op=Op.ALL_GATHER, span=TOPOLOGY.axes, numel=64, dtype=torch.float32)
+    (result,) = run_rounds(benchmark_of(4, while_computing=while_computing), [timed])
+    # The first round does not count.
+    assert busy == [False] * (5 - BUSY_ROUNDS) + [while_computing] * BUSY_ROUNDS
+    assert len(result.seconds_by_round) == 4
+    assert (result.busy_seconds is not None) is while_computing
+    assert result.correct is False
+
+
+CONFIG = RuntimeConfig(distributed_backend="gloo")
+MB = 10**6
+
+
+class SimulatedDevice:
+    """A group takes memory when it is made and first used; the first one also loads kernels."""
+
+    def __init__(self, *, kernels: int) -> None:
+        self.free = 1000 * MB
+        self.kernels = kernels
+        self.closed = 0
+
+    def make(self, _topology: object, _rank: int, spans: Spans, *_: object, **__: object) -> None:
+        (((span,)),) = spans.values()
+        self.free -= 10 * MB * len(span) + self.kernels
+        self.kernels = 0
+
+    def run(self, request: Request) -> SimulatedDevice:
+        self.free -= (3 if request.op is Op.ALL_GATHER else 4) * MB
+        return self
+
+    def wait(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_the_largest_group_counts_and_the_first_loads_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = SimulatedDevice(kernels=50 * MB)
+    monkeypatch.setattr(memory, "make_groups", device.make)
+    monkeypatch.setattr(memory, "make_collectives", lambda *_: device)
+    control = Control(World(), torch.device("cpu"))
+    found = memory.measure_communicators(control, TOPOLOGY, CONFIG, free=lambda: device.free)
+    assert found == (24 * MB, 50 * MB)
+    assert device.closed == 7  # the first, and both uses of two axes and of all

@@ -101,29 +101,6 @@ def test_blocks_that_are_not_timed_take_as_long_as_those_that_are(timed: Timing)
     assert device.piece_seconds == 0
 
 
-def test_steps_that_count_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    took = iter([5.0, 2.0, *[1.0] * 9])
-    monkeypatch.setattr(timing._StepTimer, "_time", lambda *_: timing.Took(next(took), 0.5))
-    for seconds, left in ((0.1, 8), (4.0, 7), (99.0, 6)):
-        took = iter([5.0, 2.0, *[1.0] * 9])
-        effort = Effort(warmup=2, steps=3, seconds=seconds)
-        timer = timing._StepTimer(control=alone(), cores=None, effort=effort)
-        assert timer.median(lambda: None) == 1.0
-        assert len(list(took)) == left
-
-
-def test_memory_is_as_fast_where_a_part_trains(timed: Timing) -> None:
-    whole, last, adapters = (
-        timed(part, 0.3, 1.4, 5.4, 1e-9, 1e-9, 0.017, 0.2)[1]
-        for part in ("", "--trainable last-blocks:0.5", "--lora-rank 2")
-    )
-    assert whole.memory_bytes_per_second == last.memory_bytes_per_second
-    assert whole.memory_bytes_per_second == adapters.memory_bytes_per_second
-    # Of the same seconds: half of the blocks have no backward, and adapters no weight gradients.
-    assert last.sustained_flops < 0.8 * whole.sustained_flops
-    assert adapters.sustained_flops < 0.8 * whole.sustained_flops
-
-
 def test_slices_cost_what_as_many_small_models_take_longer(timed: Timing) -> None:
     # Of it, its attention, of a slice.
     times = (0.3, 1.4, 5.4, 0.1, 0.9, 0.9 + 4 * 0.8, 1e-9, 1e-9, 1e-9)
@@ -131,15 +108,6 @@ def test_slices_cost_what_as_many_small_models_take_longer(timed: Timing) -> Non
     longer = 2 * 0.8 - 1.0
     adding = 2 * 3 * 16 * 32 * 2 / device.memory_bytes_per_second
     assert device.piece_seconds == pytest.approx(longer / 6 - adding)  # 6 parts, each with one cut
-
-
-def test_a_slice_of_a_model_is_a_smaller_one() -> None:
-    model = training_config(TINY, "gloo").model
-    half = timing.slice_of(model, 2)
-    assert (half.num_attention_heads, half.kv_channels) == (1, model.kv_channels)
-    assert (half.ffn_hidden_size, half.vocab_size) == (
-        -(-model.ffn_hidden_size // 2), -(-model.vocab_size // 2),
-    )  # fmt: skip
 
 
 def test_a_device_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from paro.collectives.schedule import COLLECTIVES, Op
+from paro.collectives.schedule import Op
 from paro.config.run import RunConfig
 from paro.machine.machine import Machine
 from paro.machine.machine import seconds as seconds_of
@@ -22,7 +22,6 @@ from paro.measuring.benchmark import (
 from paro.measuring.device import PartsOfStep
 from paro.measuring.measure import (
     affordable,
-    algorithms_of,
     layers_that_fit,
     one_rank,
     shortened,
@@ -104,18 +103,6 @@ def test_what_is_timed_takes_no_minutes(
     assert max(tried[1:], default=0.0) <= 1.0  # the first is as short as any can be
     slow = PartsOfStep(micro_batch=1.0, update=4.0)
     refused(lambda: affordable(lone, 4, lambda _: slow), "one block ... give --paro-machine")
-
-
-@pytest.mark.parametrize(
-    ("flags", "names"),
-    [
-        ("", ("native",)),
-        ("--paro-collective ho-ring", ("native", "ho-ring")),
-        ("--paro-collective auto", COLLECTIVES),
-    ],
-)
-def test_algorithms_that_the_planner_may_time(flags: str, names: tuple[str, ...]) -> None:
-    assert algorithms_of(configure(f"{AUTO} {flags}").spec) == names
 
 
 def timed(

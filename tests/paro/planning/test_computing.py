@@ -94,18 +94,6 @@ def test_every_way_of_attention_has_the_rate_of_its_kernel(
     assert seconds(attention_flops=slow) == seconds(**dict.fromkeys(rates, slow))
 
 
-def test_blocks_that_keep_nothing_are_not_computed_as_if_they_did() -> None:
-    some = replace(KEPT, method="block", num_layers=1)
-    device = replace(DEVICE, attention_flops=DEVICE.sustained_flops, parts_flops=1e12)
-
-    def seconds(recompute: RecomputeConfig | None) -> float:
-        given = plan_request(replace(SMALL, recompute=recompute), machine=machine(device=device))
-        return compute_seconds(costs(given, "III"))
-
-    none, one, every = map(seconds, (None, some, KEPT))
-    assert one - none == pytest.approx((every - none) / SMALL.num_layers)
-
-
 @pytest.mark.parametrize(
     ("trainable", "lora"),
     [

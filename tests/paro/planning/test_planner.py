@@ -1,4 +1,4 @@
-"""The planner's choice is the best candidate; the memory and machines that it uses."""
+"""The planner's choice is the best candidate; memory, machines and bits between groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from model.config import LLAMA_PRESETS, RecomputeConfig
 from model.trainable import Trainable
-from paro.planning.description import describe
+from paro.planning.description import bits_text, describe
 from paro.planning.estimator import Estimate, Estimator
 from paro.planning.planner import MEMORY_TIE, RESOLUTION, TIE, best_first, plan
 from paro.planning.remedies import fewest_ranks, why_nothing_fits
@@ -23,10 +23,10 @@ from paro.planning.search_space import (
 )
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import Materialize
-from paro.strategy import legal_letters
 from tests.helpers.refusals import refused
-from tests.paro.planning.cases import FEW, SMALL, machine, plan_request
+from tests.paro.planning.cases import BF16, DEVICE, FEW, SMALL, machine, plan_request
 from tests.paro.planning.fixed_workloads import drawn
+from tools.planning.tables import letter_rows
 
 
 @pytest.mark.parametrize("gigabytes", [0.6, 1.0, 3.0, 80.0])
@@ -116,21 +116,6 @@ def test_as_few_blocks_are_recomputed_as_fit(number: int) -> None:
     assert with_margin.candidate == best.candidate
 
 
-def test_every_legal_triple_is_weighed() -> None:
-    found = {strategy.degrees for strategy in legal_strategies(8, 4)}
-    assert found == {
-        (p, g, o)
-        for p in (1, 2, 4, 8)
-        for g in (1, 2, 4, 8)
-        for o in (1, 2, 4, 8)
-        if o >= max(p, g)
-    }
-    names = [strategy.name for strategy in legal_strategies(8, 4)]
-    assert set(legal_letters()) <= set(names)
-    assert len(names) == len(set(names))
-    assert {s.degrees for s in legal_strategies(12, 4) if 3 in s.degrees} == set()
-
-
 def weighed(
     name: str, seconds: float, inter: int, *, states: int = 0, fits: bool = True
 ) -> Estimate:
@@ -162,7 +147,7 @@ def test_ties_in_time_go_by_bytes_between_groups_then_by_memory() -> None:
         assert best_first((*order[turned:], *order[:turned])) == tuple(order)
 
 
-@pytest.mark.parametrize("strategy", [*legal_letters(), "2,4,16", "1,2,32"])
+@pytest.mark.parametrize("strategy", ["NNG", "IIG", "GGG", "2,4,16", "1,2,32"])
 @pytest.mark.parametrize("recompute", [None, RecomputeConfig(granularity="full")])
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_memory_of_many_is_that_of_one(
@@ -203,18 +188,6 @@ def test_the_fewest_whole_groups_are_found(enough: int) -> None:
     found = fewest_ranks(8, 4, lambda ranks: ranks >= enough)
     assert found == (None if enough > 16384 else -(-enough // 4) * 4)
     assert fewest_ranks(16384, 4, lambda ranks: True) is None
-
-
-def test_more_ranks_with_recomputation_are_named_where_without_too_many_are_needed() -> None:
-    given = plan_request(memory_bytes=220_000_000)
-    told = why_nothing_fits(given, plan(given, given.as_given()))
-    named = re.search(r"or (\d+) ranks, .* of them, and --recompute-granularity full$", told)
-    assert named, told
-    for ranks, fits in ((int(named[1]) - 8, False), (int(named[1]), True)):
-        batch = given.global_batch_size * ranks // given.world_size
-        more = replace(given, machine=machine(world_size=ranks), global_batch_size=batch)
-        recomputed = replace(more, model=replace(more.model, recompute=FULL))
-        assert (plan(recomputed, recomputed.as_given()).best is not None) is fits
 
 
 FULL = RecomputeConfig(granularity="full")
@@ -271,3 +244,46 @@ def test_groups_of_a_run_and_of_its_machine_both_nest() -> None:
     degrees = {d for s in legal_strategies(48, 24, 8) for d in s.degrees}
     assert degrees == {1, 2, 4, 8, 24, 48}
     assert plan(plan_request(machine=machine(world_size=48), group_size=24), FEW).best is not None
+
+
+NATIVE = SearchSpace(micro_batch_sizes=(2,), collectives=("native",), recomputes=(None,))
+
+
+def test_bits_are_chosen_only_where_allowed_and_where_they_save() -> None:
+    """Slow links gain from codes; on fast ones packing costs more, and 16 bits stay."""
+    slow = plan_request(machine=machine(inter=1))
+    assert all(not row.precision.quantizes for row in letter_rows(slow))
+    found = plan(replace(slow, chooses_bits=True), NATIVE)
+    assert found.best.candidate.inter_bits == 4
+    assert found.best.seconds < found.other_bits.seconds
+    assert found.best.sent.inter < found.other_bits.sent.inter / 2
+    assert "with gradients and updates in 4 bits between groups" in describe(found)[3]
+    fast = plan(plan_request(machine=machine(inter=10_000), chooses_bits=True), NATIVE)
+    assert fast.best.candidate.inter_bits == 16
+    assert "packing costs more than it saves" in describe(fast)[3] or fast.other_bits is None
+
+
+def test_bits_that_were_asked_for_are_kept_and_compared() -> None:
+    """Also where they cost more than they save; the line has both times."""
+    precision = BF16.with_inter_bits(4)
+    case = plan_request(machine=machine(inter=10_000), precision=precision)
+    estimator = Estimator(case)
+    own, other = estimator.estimate_bits(case.candidate(case.strategy("IIG")))
+    assert (own.precision, other.precision) == (precision, BF16)
+    assert own.coding_seconds > 0
+    assert own.seconds > other.seconds
+    assert bits_text(own, other).endswith(": packing costs more than it saves")
+    assert bits_text(own, other) == bits_text(other, own)
+    whole = case.candidate(case.strategy("GGG"))
+    assert estimator.with_other_bits(whole) is None  # nothing that codes could shorten
+
+
+def test_codes_take_their_time_at_the_rate_of_the_machine_file() -> None:
+    slow = replace(DEVICE, coding_bytes_per_second=DEVICE.memory_bytes_per_second / 50)
+    cases = [
+        plan_request(machine=machine(device=device), precision=BF16.with_inter_bits(4))
+        for device in (DEVICE, slow)
+    ]
+    fast, late = (Estimator(c).estimate(c.candidate(c.strategy("IIG"))) for c in cases)
+    assert late.coding_seconds == pytest.approx(50 * fast.coding_seconds)
+    assert late.seconds > fast.seconds

@@ -15,6 +15,7 @@ from paro.planning.estimator import Estimate, Estimator
 from paro.planning.search_space import PlanRequest
 from tests.paro.planning.cases import plan_request
 
+pytestmark = pytest.mark.verify
 SMALL = LLAMA_PRESETS["7B"]
 LARGE = replace(LLAMA_PRESETS["65B"], recompute=RecomputeConfig(granularity="full"))
 ADAPTED = replace(LARGE, lora=LoraConfig(rank=16, targets=targets_of("all-linear")))  # 0.31%

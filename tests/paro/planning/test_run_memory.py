@@ -216,23 +216,6 @@ def test_cpu_ranks_have_only_what_their_process_takes() -> None:
     assert memory == DeviceMemory(allocations=memory.allocations)
 
 
-def test_the_parts_in_words() -> None:
-    memory = device_memory(SNAPSHOT, Communication(num_groups=2), None, "cuda")
-    assert memory.describe() == (
-        "12.6 GB at the update: model states 8.0, transient 2.0, fragmentation 0.5, "
-        "communicators 1.4, context 0.7"
-    )
-    for parts, words in (
-        ({"whole_grads": 10**9, "casts": 10**9}, "whole gradients 1.0, weights in fp8 1.0"),
-        ({"slices": 2 * 10**9}, "slices under way 2.0"),
-    ):
-        allocations = SNAPSHOT._replace(transient=0, **parts)
-        whole = f"10.0 GB at the update: model states 8.0, {words}"
-        assert DeviceMemory(allocations=allocations).describe() == whole
-    small = DeviceMemory(allocations=SNAPSHOT._replace(states=3_000_000, transient=1_000_000))
-    assert small.describe() == "4.0 MB at the update: model states 3.0, transient 1.0"
-
-
 def test_auto_makes_the_groups_of_all_that_was_measured() -> None:
     given = plan_request(machine=machine(device=replace(DEVICE, communicator_bytes=1)))
     assert algorithms_of(given.machine, by_nccl=True) == algorithms_of(None, by_nccl=True)

@@ -1,28 +1,35 @@
-"""What a rank sends by each algorithm is what it counts when it sends it."""
+"""A rank counts as sent what a sender sends by each algorithm, and for attention."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
+from model.config import LlamaConfig, LoraConfig, RecomputeConfig, is_adapter
+from model.llama import Llama
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.interface import Request
 from paro.collectives.schedule import COLLECTIVES, NCCL_COLLECTIVES, Op
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.groups import Links, make_groups
+from paro.distributed.world import World
+from paro.planning.context_parallel import ContextAttention
 from paro.planning.run_memory import RunMemory
 from paro.planning.sending import Sender, traffic_of
 from paro.precision import PrecisionConfig
-from paro.spec.sharding_spec import Collective, specs_of, state_bytes
+from paro.spec.context_layout import ContextLayout
+from paro.spec.sharding_spec import Collective, specs_of
+from paro.strategy import legal_letters
 from paro.text import size_text
 from paro.topology import Axes, Sent, StreamKind, make_topology
 from tests.helpers.closed_form import letter_traffic
 from tests.paro.launch.test_dry_run import MOCK, planned, printed
-from tests.paro.planning.lone_rank import silence
-from tests.paro.planning.on_ranks import moves, on_ranks, one_unit
+from tests.paro.planning.lone_rank import attention_of, silence
+from tests.paro.planning.on_ranks import moves, on_ranks, one_unit, run_of
 
 WAYS = [("nccl", name) for name in NCCL_COLLECTIVES] + [("gloo", name) for name in COLLECTIVES]
 # Ranks, ranks of a group, degrees, and where the span begins and ends.
@@ -125,42 +132,8 @@ def test_it_says_in_how_many_samples_nothing_is_sent_as_codes(
     assert (samples or "> sent by") in told
 
 
-# 7B parameters on 4 nodes of 8, 10 micro-batches, bf16 gradients: GB of model state per rank, GB
-# sent per rank and step inside a node and between nodes. Copied from the table, digit by digit.
-PUBLISHED_7B = {
-    "NNN": ("112.00", "24.5", "2.62"),
-    "NNI": ("38.50", "24.5", "2.62"),
-    "NNG": ("30.62", "24.5", "2.62"),
-    "NII": ("26.25", "134.8", "2.62"),
-    "NIG": ("18.38", "134.8", "2.62"),
-    "NGG": ("17.06", "134.8", "14.44"),
-    "INI": ("26.25", "257.2", "2.62"),
-    "ING": ("18.38", "257.2", "2.62"),
-    "III": ("14.00", "367.5", "2.62"),
-    "IIG": ("6.12", "367.5", "2.62"),
-    "IGG": ("4.81", "367.5", "14.44"),
-    "GNG": ("17.06", "257.2", "27.56"),
-    "GIG": ("4.81", "367.5", "27.56"),
-    "GGG": ("3.50", "367.5", "39.38"),
-}
-PAPER_PRECISION = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
-
-
-@pytest.mark.parametrize("letters", PUBLISHED_7B)
-def test_published_figures_for_7b(letters: str) -> None:
-    strategy, topology = on_ranks(letters, world_size=32, group_size=8)
-    specs = specs_of(one_unit(7 * 10**9), strategy, topology, PAPER_PRECISION)
-    states = state_bytes(specs)
-    sender = Sender(group_size=8, rank=None)
-    sent = traffic_of(moves(10), specs, sender)
-    memory, intra, inter = PUBLISHED_7B[letters]
-    assert f"{states.total / 1e9:.2f}" == memory
-    assert f"{sent.intra / 1e9:.1f}" == intra
-    assert f"{sent.inter / 1e9:.2f}" == inter
-
-
-@pytest.mark.parametrize("letters", PUBLISHED_7B)
-@pytest.mark.parametrize(("world_size", "group_size"), [(32, 8), (8, 2), (6, 3), (4, 4), (5, 1)])
+@pytest.mark.parametrize("letters", legal_letters())
+@pytest.mark.parametrize(("world_size", "group_size"), [(32, 8), (6, 3), (4, 4)])
 @pytest.mark.parametrize("frozen", [0, 15])
 def test_axes_and_closed_form_agree(
     letters: str, world_size: int, group_size: int, frozen: int
@@ -180,3 +153,74 @@ def test_axes_and_closed_form_agree(
         group_size=group_size,
         num_micro_batches=3,
     )
+
+
+MODEL = LlamaConfig(
+    num_layers=3,
+    hidden_size=16,
+    ffn_hidden_size=24,
+    num_attention_heads=16,
+    num_query_groups=4,
+    kv_channels=4,
+    max_position_embeddings=16,
+    vocab_size=32,
+    add_qkv_bias=True,
+    qk_layernorm=True,
+)
+LAYOUTS = {
+    "p2p": ContextLayout(size=4, inner=4),
+    "allgather": ContextLayout(size=4, gathers=True),
+    # Keys and values go with the first of 4 chunks of the queries, and with each of 2 chunks.
+    "a2a": ContextLayout(size=4, heads=4),
+    "a2a of two heads": ContextLayout(size=2, heads=2),
+    "a2a+p2p": ContextLayout(size=4, heads=2, inner=4),
+}
+RECOMPUTES = {
+    "none": None,
+    "core": RecomputeConfig(granularity="selective"),
+    "pairs": RecomputeConfig(granularity="full", num_layers=2),
+    "all but attention": RecomputeConfig(granularity="full", keeps_core=True),
+}
+# What trains of block 1, by whether attention has gradients of queries, of keys or values, or none.
+QUERIES = ("attention_norm", "wv", "q_norm")
+KEYS = ("k_norm", "bv")
+NONE = ("wo", "w_down")
+ADAPTERS = ("wq", "wv", "wo")
+
+
+def trained_cases() -> list[tuple[LlamaConfig, frozenset[str]]]:
+    head = {"head.weight"}
+    adapted = [replace(MODEL, lora=LoraConfig(rank=2, targets=(name,))) for name in ADAPTERS]
+    names = [frozenset({f"blocks.1.{name}"} | head) for name in (*QUERIES, *KEYS, *NONE)]
+    return [(MODEL, trained) for trained in names] + [(one, frozenset()) for one in adapted]
+
+
+def zeros(config: LlamaConfig) -> Llama:
+    llama = Llama(config)
+    with torch.no_grad():
+        for parameter in llama.parameters():
+            parameter.zero_()
+    return llama
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recompute", RECOMPUTES)
+def test_a_rank_sends_what_the_part_that_trains_needs(
+    monkeypatch: pytest.MonkeyPatch, layout: str, recompute: str
+) -> None:
+    silence(monkeypatch)
+    shared, links = LAYOUTS[layout], Links(InlineStreams())
+    world, sender = World(size=4, group=4), Sender(group_size=4, rank=0)
+    core, precision = attention_of(shared, world, links), PrecisionConfig(compute="fp32")
+    tokens_BS = torch.zeros(1, 16 // shared.size, dtype=torch.int64)
+    for model, names in trained_cases():
+        config = replace(model, recompute=RECOMPUTES[recompute])
+        is_trained = names.__contains__ if names else is_adapter
+        llama = zeros(config)
+        llama.core = core
+        llama.freeze(is_trained)
+        llama(tokens_BS, tokens_BS, torch.ones(tokens_BS.shape)).backward()
+        run = run_of(config, "NNG", precision, world_size=4, is_trained=is_trained, context=shared)
+        moves = RunMemory(None).step(run).schedule(1).actions()
+        said = ContextAttention(run).sent(moves, sender)
+        assert links.traffic.take() == said, names or config.lora

@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 
 from paro.schedule.step_checks import (
-    EXIT_AFTER_SKIPPED,
     Expectation,
     StepChecksConfig,
     Verdict,
@@ -119,10 +118,3 @@ def test_when_to_stop() -> None:
     assert "iteration 7" in told
     negative = partial(StepChecksConfig, exit_after_skipped_iterations=-1)
     refused(negative, "--exit-after-skipped-iterations -1")
-
-
-def test_a_run_that_is_always_skipped_stops_by_default() -> None:
-    for skipped, stops in ((EXIT_AFTER_SKIPPED - 1, False), (EXIT_AFTER_SKIPPED, True)):
-        expected = Expectation(skipped_in_a_row=skipped)
-        told = reason_to_stop(StepChecksConfig(), expected, Verdict.NOT_FINITE, iteration=30)
-        assert (told is not None) is stops

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain
 
 import pytest
 
@@ -62,17 +62,6 @@ def test_what_does_not_fit_is_told(size: int, heads: int, told: str | None) -> N
     assert found == told or (found is not None and told is not None and told in found)
 
 
-def test_axes_are_those_of_exchange_and_ring() -> None:
-    layout = ContextLayout(size=4, heads=2)
-    topology = layout.topology(world_size=8, group_size=2)
-    assert topology.members(layout.heads_span(topology), 5) == (4, 5)
-    assert topology.members(layout.ring_span(topology), 5) == (5, 7)
-    alone = ContextLayout(size=4, heads=4).topology(world_size=8, group_size=2)
-    assert ContextLayout(size=4, heads=4).ring_span(alone) == ()
-    for inner, outer in pairwise(topology.axes):
-        assert inner.outer == outer.inner
-
-
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "num_ranks", "num_chunks"),
     [(32, 32, 8, 4), (32, 8, 8, 4), (32, 16, 8, 2), (24, 24, 8, 1), (12, 6, 2, 1), (8, 8, 8, 1)],
@@ -82,8 +71,3 @@ def test_head_chunks_have_whole_groups_of_queries(
 ) -> None:
     layout = ContextLayout(size=num_ranks, heads=num_ranks)
     assert num_head_chunks(num_heads, num_kv_heads, layout) == num_chunks
-
-
-def test_no_head_chunk_shares_keys_that_go_round_a_ring() -> None:
-    layout = ContextLayout(size=16, heads=8)
-    assert [num_head_chunks(32, kv_heads, layout) for kv_heads in (8, 16, 32)] == [1, 2, 4]

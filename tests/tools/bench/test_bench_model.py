@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,8 @@ import torch
 from tests.helpers.commands import measured
 from tests.helpers.margins import assert_near
 from tests.helpers.warm_python import run_python
-from tests.tools.bench.shared.clock_files import BEGIN, write_clocks
-from tools.bench.bench_model import check_losses, main, make_parser, report, task_of
-from tools.bench.model_speed.benchmark import (
-    Benchmark,
-    Measured,
-    Results,
-    in_own_processes,
-    results_of,
-)
+from tools.bench.bench_model import check_losses, main, make_parser, task_of
 from tools.bench.model_speed.contenders import CONTENDERS, DEFAULT
-from tools.bench.shared.clocks import CLOCKS
 
 SCRIPT = "tools/bench/bench_model.py"
 VOCAB_SIZE = 64
@@ -94,7 +84,7 @@ def test_all_contenders_clip(name: str) -> None:
     assert after < before * (1.0 - 1e-4)
 
 
-@pytest.mark.slow("traces a model")
+@pytest.mark.verify
 def test_the_compiled_model_trains_as_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     compiled = losses_of("ours-compiled", clip_grad=1.0)
@@ -108,6 +98,7 @@ def losses_of(name: str, *, clip_grad: float) -> list[float]:
     return [float(step()) for _ in range(2)]
 
 
+@pytest.mark.verify
 @pytest.mark.process
 def test_contenders_alone_in_their_processes(tmp_path: Path) -> None:
     """One that fails is a row and status 1; the others have their speeds and their peaks."""
@@ -134,59 +125,6 @@ def test_a_contender_is_stopped_at_its_limit(tmp_path: Path) -> None:
     assert done.returncode == 1
     (row,) = json.loads(file.read_text())["rows"]
     assert row["failure"] == "stopped after 0.1 s"
-
-
-@pytest.mark.parametrize(
-    ("device", "stops_at", "done", "kept"),
-    [
-        ("cpu", "", ["a", "b", "c", "b", "c", "a"], ["abc"]),
-        ("cuda", "c", ["a", "a", "a ends", "b", "b", "b ends", "c"], ["a", "ab"]),
-    ],
-)
-def test_processes_take_turns_on_a_cpu_and_a_race_that_is_stopped_keeps_what_has_ended(
-    device: str, stops_at: str, done: list[str], kept: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log: list[str] = []
-    found: list[str] = []
-
-    def alone(_start: object, name: str, _most_seconds: object) -> Benchmark:
-        """Stands for a contender's process; notes what is done to it."""
-        try:
-            while True:
-                log.append(name)
-                if name == stops_at:
-                    raise KeyboardInterrupt
-                yield {name: "no model"}
-        finally:
-            log.append(f"{name} ends")
-
-    monkeypatch.setattr("tools.bench.model_speed.benchmark._alone", alone)
-    groups = in_own_processes(lambda _names: alone(0, "", 0), "abc", torch.device(device), None)
-    with pytest.raises(KeyboardInterrupt) if stops_at else nullcontext():
-        for results in results_of(groups, 2):
-            found.append("".join(results))
-    assert log[: len(done)] == done
-    assert found == kept
-    assert "c ends" in log
-
-
-@pytest.mark.parametrize("is_recorded", [True, False])
-def test_a_row_with_an_mfu_has_the_clock_and_power_of_its_own_turns(
-    tmp_path: Path, is_recorded: bool
-) -> None:
-    samples = "900, 90.0, 50", "1700, 600.0, 60", "1800, 700.0, 60", "300, 70.0, 60", ""
-    clocks = write_clocks(tmp_path / CLOCKS, *samples)
-    task = task_of(make_parser().parse_args(TINY))
-    results: Results = {"ours": "no memory"}
-    for number, name in enumerate(("trainer", "trainer-fp8"), start=1):  # one a second
-        turns = [(BEGIN + number - 0.1, BEGIN + number + 0.1)]
-        results[name] = Measured(tokens_per_turn=16, first_loss=4.0, seconds=[0.2], turns=turns)
-    *rows, failed = report(task, results, 1e9, clocks if is_recorded else None)
-    told = [re.search(r"MFU .* attention halved\)(.*)", row["line"])[1] for row in rows]
-    expected = [", SM clock 1700 MHz, 600 W", ", SM clock 1800 MHz, 700 W"]
-    assert told == (expected if is_recorded else ["", ""])
-    assert [row.get("watts") for row in rows] == ([600, 700] if is_recorded else [None, None])
-    assert failed["failure"] == "no memory"
 
 
 def test_models_that_differ_are_no_race() -> None:

@@ -16,12 +16,10 @@ from tests.helpers.refusals import refused
 from tests.helpers.warm_python import run_python
 from tools.bench.check_gpu import PARTS, Found, check_machine, make_parser, parts_of
 from tools.bench.gpu_check import running, suites
-from tools.bench.gpu_check.measures import SHAPES, memory_failure, num_layers_that_fit
+from tools.bench.gpu_check.measures import memory_failure
 from tools.bench.gpu_check.page import ARCHIVE, PAGE, RESULTS, read_results, write_results
-from tools.bench.gpu_check.quick import COMMAND_SECONDS, NOT_REACHED, QUICK, course, stages_of
+from tools.bench.gpu_check.quick import COMMAND_SECONDS, QUICK, course, stages_of
 from tools.bench.gpu_check.running import GRACE_SECONDS, Ended, Outcome, Runner
-
-H200 = 150_754_820_096  # bytes that torch reports
 
 
 def runner(folder: Path, *, rehearse: bool = False, seconds: float = 60.0) -> Runner:
@@ -32,7 +30,7 @@ def runner(folder: Path, *, rehearse: bool = False, seconds: float = 60.0) -> Ru
 @pytest.mark.parametrize(
     "letters",
     # Parts b and c are tests that `make verify` runs too; others differ from e in their shapes.
-    ["adefgk", pytest.param("abcdefgjkmnpqrst", marks=pytest.mark.verify)],
+    ["d", pytest.param("abcdefgjkmnpqrst", marks=pytest.mark.verify)],
 )
 def test_a_rehearsal_runs_parts_and_keeps_earlier_results(tmp_path: Path, letters: str) -> None:
     folder = tmp_path / "gpu"
@@ -43,7 +41,8 @@ def test_a_rehearsal_runs_parts_and_keeps_earlier_results(tmp_path: Path, letter
     results = json.loads((folder / RESULTS).read_text())
     assert list(results) == sorted(f"{letters}h")
     assert all(results[letter]["passed"] for letter in letters)
-    assert results["a"]["figures"]["skipped"]  # there is no GPU, and only a rehearsal may say so
+    if "a" in letters:  # there is no GPU, and only a rehearsal may say so
+        assert results["a"]["figures"]["skipped"]
     assert all(results[letter]["figures"]["passed"] > 0 for letter in "bc" if letter in letters)
     assert results["d"]["figures"]["bf16"]["predicted peak"] > 0
     contenders = {"e": "trainer", "j": "trainer-fp8", "k": "trainer-muon"}
@@ -57,16 +56,17 @@ def test_a_rehearsal_runs_parts_and_keeps_earlier_results(tmp_path: Path, letter
         recomputed, kept = (row["flags"] for row in results["r"]["figures"]["rows"])
         assert kept == f"{recomputed} --paro-recompute-keep core_attn"
     assert all("SM clock 1000 MHz" in results[letter]["lines"][-1] for letter in letters)
-    assert (folder / "profile.png").stat().st_size > 10_000
-    assert results["g"]["figures"]["checkpoint"]["gb_per_second"]["save"] > 0
+    if "f" in letters:
+        assert (folder / "profile.png").stat().st_size > 10_000
+        assert "![profile of a step](profile.png)" in (folder / PAGE).read_text()
+    if "g" in letters:
+        assert results["g"]["figures"]["checkpoint"]["gb_per_second"]["save"] > 0
     assert results["h"]["lines"] == EARLIER["lines"]
-    page = (folder / PAGE).read_text()
-    assert page.startswith("# Rehearsal")
-    assert "![profile of a step](profile.png)" in page
+    assert (folder / PAGE).read_text().startswith("# Rehearsal")
     assert not (folder / "checkpoint").exists()
     with tarfile.open(folder / ARCHIVE) as whole:
         names = {name.removeprefix("./") for name in whole.getnames()}
-    assert names > {PAGE, RESULTS, "clocks.csv", "profile.png", "logs/profile.log"}
+    assert names > {PAGE, RESULTS, "clocks.csv"}
 
 
 @pytest.mark.verify
@@ -93,41 +93,6 @@ EARLIER = {
     "pictures": ["speed.png"],
     "figures": {},
 }
-
-
-def test_the_page_says_what_failed_and_shows_the_pictures(tmp_path: Path) -> None:
-    write_results(tmp_path, {"e": EARLIER}, rehearsal=False)
-    assert read_results(tmp_path) == {"e": EARLIER}
-    page = (tmp_path / PAGE).read_text()
-    assert "| e | speed | **no** | 12 | 1 x GPU | 2026-01-02 | abc |" in page
-    assert "![speed](speed.png)" in page
-    assert page.startswith("# GPU check")
-    assert page.count("not measured") == 3
-
-
-def test_the_page_begins_with_what_matters(tmp_path: Path) -> None:
-    speeds = {"trainer": 100.0, "trainer-compiled": 110.0, "trainer-fp8": 121.0, "ours": 101.0}
-    rows: list[dict[str, object]] = [
-        {"contender": name, "tokens_per_second": speed, "mfu": speed / 200}
-        for name, speed in speeds.items()
-    ]
-    rows[1] |= {"sm_clock_mhz": 1755.4, "watts": 698.7}
-    rows.append({"contender": "trainer-fp8-compiled", "failure": "stopped after 90 s"})
-    write_results(tmp_path, {"e": {**EARLIER, "figures": {"rows": rows}}}, rehearsal=False)
-    assert (tmp_path / PAGE).read_text().splitlines()[2:5] == [
-        "- MFU of the trainer in bf16: 55.0%, SM clock 1755 MHz, 699 W (goal 65%)",
-        "- fp8 beside bf16, tokens/s: 1.10 (goal 1.45)",
-        "- time of the engine beside a plain loop: +1.0% (goal at most +2%)",
-    ]
-
-
-@pytest.mark.parametrize("name", ["speed", "variants"])
-def test_initial_values_leave_most_of_the_time_to_training(name: str) -> None:
-    (shape,) = SHAPES[name]
-    draws_per_second = 110e6  # of one core; a contender may have no other
-    values = num_layers_that_fit(shape, H200) * 202_383_360 + 262_148_096
-    share = running.PART_SECONDS / len(shape.contenders.split(","))
-    assert values / draws_per_second < share / 3
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"a": 3}', '{"a": {}}'])
@@ -207,7 +172,7 @@ def test_a_command_over_its_limit_is_ended_with_its_children(
     child = "import time; time.sleep(60)"
     deaf = "import signal, subprocess, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)"
     parent = f"{deaf}; print(1, flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
-    of_part = runner(tmp_path, seconds=15.0)  # to start pytest on a busy machine
+    of_part = runner(tmp_path, seconds=5.0)  # to start on a busy machine
     ended = of_part.run("sleeper", ["-c", parent])
     assert ended.timed_out
     assert ended.output == "1\n"
@@ -228,6 +193,7 @@ def course_of(number: int, now: float, are_ended: Sequence[bool]) -> tuple[int, 
     return reached, clock[0]
 
 
+@pytest.mark.verify
 @pytest.mark.process
 def test_a_suite_over_its_limit_says_what_has_passed(tmp_path: Path) -> None:
     file, report = tmp_path / "test_x.py", tmp_path / "x.xml"
@@ -253,22 +219,6 @@ def test_no_course_takes_longer_than_its_command(number: int) -> None:
     assert course_of(number, COMMAND_SECONDS - 20, [True] * num_stages)[0] == 0
 
 
-def test_what_is_unmeasured_comes_first_and_what_passed_is_left_out() -> None:
-    facts = {"machine": "1 x GPU", "commit": "abc"}
-    passed = {**EARLIER, **facts, "passed": True}
-    results = {
-        **dict.fromkeys("akfn", passed),
-        "b": EARLIER,
-        "p": {**passed, "commit": "other"},
-        "q": {**EARLIER, "lines": [NOT_REACHED]},
-    }
-    letters = {
-        number: [stage.letters for stage in stages_of(number, results, facts)] for number in QUICK
-    }
-    assert letters[1] == ["bc", "q", "r", "p"]  # c has never run
-    assert letters[2] == ["s", "t", "m", *letters[1]]
-
-
 @pytest.mark.parametrize(
     ("allocated", "reserved", "told"),
     [
@@ -287,24 +237,3 @@ def test_memory_that_contradicts_its_prediction(
     assert (found or "").startswith(told or "")
     assert (found is None) is (told is None)
     assert memory_failure({"max resident": 300, "predicted peak": 100}) is None, "of a CPU"
-
-
-def test_what_a_failure_says() -> None:
-    text = "Traceback (most recent call last):\n  File x\nRuntimeError: NCCL is old\nelapsed 3\n"
-    line = "pretrain_llama.py: error: --lr: no number"
-    for status, output, failure in (
-        (1, text, "status 1: RuntimeError: NCCL is old"),
-        (2, f"{line}\nbye\n", f"status 2: {line}"),
-        (0, text, None),
-    ):
-        assert Ended(status=status, output=output, seconds=1.0).failure == failure
-
-
-def test_the_largest_model_follows_the_gpu_s_memory() -> None:
-    fitting = {
-        gpu: {name: num_layers_that_fit(shapes[0], size) for name, shapes in SHAPES.items()}
-        for gpu, size in (("H100", 85 * 10**9), ("H200", H200))
-    }
-    assert {gpu: fitting[gpu]["speed"] for gpu in fitting} == {"H100": 12, "H200": 12}
-    assert fitting["H200"]["7B"] == fitting["H200"]["8B"] == 32
-    assert 16 <= fitting["H100"]["8B"] < fitting["H100"]["7B"] < 32

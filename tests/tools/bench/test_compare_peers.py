@@ -18,8 +18,8 @@ from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
 from tests.paro.planning.cases import machine
 from tools.bench import compare_peers
-from tools.bench.compare_peers import main, make_parser, plan_of, task_of
-from tools.bench.peers.deepspeed_zero import MODES, lacks_deepspeed, zero_config
+from tools.bench.compare_peers import main, make_parser, plan_of
+from tools.bench.peers.deepspeed_zero import MODES, lacks_deepspeed
 
 SCRIPT = "tools/bench/compare_peers.py"
 WORLD = World(rank=0, size=4, local_rank=0, ranks_per_node=4)
@@ -48,8 +48,8 @@ BYTES = {
 }
 # All contenders run under verify.
 VARIANTS = (
-    *("fsdp2-kept", "fsdp2-ahead", "fsdp2-hybrid-kept"),
-    *("paro:IIG+a2a+p2p/2/2", "fsdp2-ahead+allgather/2"),
+    *("fsdp2", "fsdp2-kept", "fsdp2-ahead", "fsdp2-hybrid-kept", "paro:NNG@flat"),
+    *("paro:GGG+p2p/4", "paro:IIG+a2a+p2p/2/2", "fsdp2+p2p/4", "fsdp2-ahead+allgather/2"),
 )
 DEEPSPEED_BYTES = {
     "deepspeed-1": 2 + 2 + 12 / 4,
@@ -81,13 +81,13 @@ def test_pytorch_and_this_project_train_alike_and_hold_what_they_promise(
     tmp_path: Path, left_out: tuple[str, ...]
 ) -> None:
     expected = {name: count for name, count in BYTES.items() if name not in left_out}
-    names = ["zero-redundancy", *expected]
+    names = [*["zero-redundancy"] * (not left_out), *expected]
     figures, printed = run(tmp_path, ",".join(names), "--baselines", "ddp,fsdp2-hybrid")
     assert [row["contender"] for row in figures["rows"]] == names
     check_bytes(figures, expected)
     held = {row["contender"]: row["state_bytes"] for row in figures["rows"]}
-    # Whole parameters are assigned to ranks, so one has more than a quarter.
-    assert held["paro:NNG@flat"] < held["zero-redundancy"] < held["ddp"]
+    if not left_out:  # whole parameters are assigned to ranks, so one has more than a quarter
+        assert held["paro:NNG@flat"] < held["zero-redundancy"] < held["ddp"]
     first, *others = (turn["losses"] for turn in figures["turns"])
     assert len(first) == 3
     assert first[2] < first[0] - 0.01, "nothing was learned"
@@ -96,8 +96,10 @@ def test_pytorch_and_this_project_train_alike_and_hold_what_they_promise(
     assert "against fsdp2-hybrid" in printed
     assert all(row["seconds"] > 0.0 and row["nic_bytes"] is None for row in figures["rows"])
     waited = {row["contender"]: row["context_seconds"] for row in figures["rows"]}
-    assert waited["fsdp2+p2p/4"] is None
-    assert waited["paro:GGG+p2p/4"] > waited["paro:IIG"] == 0.0
+    assert waited["paro:IIG"] == 0.0
+    if not left_out:
+        assert waited["fsdp2+p2p/4"] is None
+        assert waited["paro:GGG+p2p/4"] > 0.0
 
 
 @pytest.mark.ranks
@@ -220,33 +222,3 @@ def test_without_deepspeed_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> 
     assert plan.left_out == dict.fromkeys(["deepspeed-1", "deepspeed-hpz"], missing)
     args = make_parser().parse_args(["--contenders", "deepspeed-3"])
     refused(lambda: plan_of(args, WORLD), f"none is left: {missing}")
-
-
-def test_the_default_is_the_small_llama_in_bf16_and_a_preset_has_its_own_sizes() -> None:
-    task = task_of(make_parser().parse_args([]), "paro:IIG", WORLD)
-    sizes = task.model.num_layers, task.model.hidden_size, task.model.ffn_hidden_size
-    assert (*sizes, task.model.vocab_size) == (6, 256, 688, 4096)
-    assert (task.run.precision.compute, task.run.precision.accumulate) == ("bf16", "bf16")
-    assert task.largest_unit == (4096 + 1) * 256  # the head and its norm
-    args = make_parser().parse_args(["--llama-preset", "llama3.2-1B", "--num-layers", "2"])
-    model = task_of(args, "ddp", WORLD).model
-    assert (model.num_layers, model.hidden_size, model.vocab_size) == (2, 2048, 128256)
-
-
-@pytest.mark.parametrize("flags", ["", "--paro-flags=--optimizer=muon"])
-def test_those_of_one_optimizer_must_agree(flags: str) -> None:
-    args, names = make_parser().parse_args(flags.split()), ("ddp", "paro:IIG", "paro:IIG+muon")
-    expected = ["adam", "muon" if flags else "adam", "muon"]
-    tasks = [task_of(args, name, WORLD) for name in names]
-    assert [task.run.precision.optimizer for task in tasks] == expected
-
-
-def test_deepspeed_is_told_sizes_that_fit_the_model() -> None:
-    task = task_of(make_parser().parse_args(["--group-size", "2"]), "deepspeed-hpz", WORLD)
-    zero = zero_config(task, MODES["deepspeed-hpz"])["zero_optimization"]
-    assert zero["reduce_bucket_size"] == task.largest_unit
-    assert zero["zero_hpz_partition_size"] == 2
-    # All matrices are sharded, the norms are not.
-    assert task.model.hidden_size < zero["stage3_param_persistence_threshold"] < 256 * 256
-    kept = zero_config(task, MODES["deepspeed-3-kept"])["zero_optimization"]
-    assert not any(name.startswith("stage3") for name in kept)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 from tools.bench.mutation.mutants import Mutant, apply, mutants_of
 from tools.bench.mutation.reach import add_probes, make_environment, read_notes
-from tools.bench.study_mutants import Outcome, batches, draw, nearest_first, table
 
 BEFORE = """
 class Ring:
@@ -65,15 +63,6 @@ def test_texts_types_and_annotations_have_no_mutants(body: str) -> None:
     assert not list(mutants_of("f.py", f"def f(a: int = 3):\n    {body}\n"))
 
 
-def test_a_function_is_drawn_once() -> None:
-    text = "".join(f"def f{n}(a):\n    return a + {n} < {n}\n" for n in range(6))
-    mutants = list(mutants_of("f.py", text))
-    drawn = draw(mutants, 4, random.Random(0))
-    assert len({each.function for each in drawn}) == len(drawn) == 4
-    assert drawn == draw(mutants, 4, random.Random(0))
-    assert len(draw(mutants, 99, random.Random(0))) == 6
-
-
 MUTANT = Mutant(
     kind="arithmetic", path="paro/a.py", function="f", nth=0, old="1 + 1", new="", line=""
 )
@@ -98,24 +87,3 @@ def test_a_probe_notes_the_test_in_every_process(tmp_path: Path) -> None:
     )
     assert printed.stdout.split() == ["2", "2"]
     assert read_notes(notes, 2) == [["tests/test_a.py::test[1 x]"], []]
-
-
-def test_near_tests_run_first_and_quick_ones_of_these() -> None:
-    far, near, own = (
-        "tests/tools/test_b.py::x",
-        "tests/paro/test_b.py::x",
-        "tests/paro/test_a.py::x",
-    )
-    seconds = {own: 50.0, near: 20.0, far: 1.0, f"{own}2": 1.0}
-    ordered = nearest_first(MUTANT, list(seconds), seconds)
-    assert ordered == [f"{own}2", own, near, far]
-    assert batches(ordered, seconds) == [[f"{own}2", own, near], [far]]
-    assert batches([far], seconds) == [[far]]
-
-
-def test_the_table_counts_and_lists_what_survived() -> None:
-    killed = Outcome(number=0, status="killed", by="t", tests=2, seconds=1.0)
-    alive = Outcome(number=1, status="survived", tests=2, seconds=1.0)
-    lines = [*table([MUTANT, MUTANT], [killed, alive])]
-    assert "| arithmetic | 1 | 1 | 0 | 0 | 0 |" in lines
-    assert sum("`paro/a.py`" in line for line in lines) == 1

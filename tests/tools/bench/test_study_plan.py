@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -26,10 +24,9 @@ from tests.helpers.scripts import run_script
 from tests.helpers.training import TINY
 from tests.paro.planning.cases import link
 from tools.bench import study_plan
-from tools.bench.study_plan import COUNTS, StudyPart, main, missing, parts, rows_of
+from tools.bench.study_plan import COUNTS, StudyPart, main, parts, rows_of
 
 PART = StudyPart(nic="per-rank", shape="deep")
-NAMES = PART.nic, PART.shape
 MACHINE = Machine(name="", source="", world_size=8, group_size=4)
 ROWS = (Measured(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", bytes=64, seconds=1.0),)
 
@@ -45,29 +42,6 @@ def row(
 
 def write_rows(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
     write_lines(folder / "steps.jsonl", *rows)
-
-
-def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
-    write_rows(tmp_path, [row(PART, "IIG", count) for count in COUNTS])
-    with (tmp_path / "steps.jsonl").open("a") as rows:
-        rows.write('{"nic": "per-rank", "shape": "de')
-    assert missing(PART, 1, ["IIG@native", "GGG@native"], 1, rows_of(tmp_path)) == ["GGG@native"]
-    assert missing(PART, 2, ["IIG@native"], 1, rows_of(tmp_path)) == ["IIG@native"]
-
-
-def test_a_round_is_complete_with_more_than_half_of_its_turns() -> None:
-    rows = [row(PART, "IIG", count, turn=turn) for count in COUNTS for turn in (1, 4)]
-    assert missing(PART, 1, ["IIG@native"], 3, rows) == []
-    assert missing(PART, 1, ["IIG@native"], 4, rows) == ["IIG@native"]
-    assert missing(PART, 1, ["IIG@native"], 3, rows[1:]) == ["IIG@native"]
-
-
-def test_a_row_that_another_program_disturbed_is_measured_again(tmp_path: Path) -> None:
-    calm, disturbed = row(PART, "IIG", 1), row(PART, "IIG", 4) | {"machine_seconds": 2.0}
-    write_rows(tmp_path, [calm, disturbed])
-    assert missing(PART, 1, ["IIG@native"], 1, rows_of(tmp_path)) == ["IIG@native"]
-    write_rows(tmp_path, [calm, disturbed, calm | {"seconds": 2.0}])
-    assert [found["seconds"] for found in rows_of(tmp_path)] == [2.0]
 
 
 def test_it_measures_what_is_missing_and_each_machine_once_a_round(
@@ -132,35 +106,6 @@ def test_a_failure_in_the_cluster_and_links_of_another_speed_are_one_line(
     path.write_text(machine_to_json(replace(MACHINE, inter=link("100mbit"))))
     for speed, told in (("25mbit", "is of NICs of 100mbit, not 25mbit"), ("25", "is no rate")):
         refused(partial(main, [*measure, "--inter", speed]), "--inter", told)
-
-
-@pytest.mark.slow("imports matplotlib")
-def test_a_report_tells_of_what_was_measured(tmp_path: Path) -> None:
-    measured = ROOT / "examples/measured/steps-100mbit"
-    for path in PART.machine_files(measured):
-        shutil.copy(path, tmp_path)
-    rows = [found for found in rows_of(measured) if (found["nic"], found["shape"]) == NAMES]
-    write_rows(tmp_path, rows)
-    main(["report", "--folder", str(tmp_path)])
-    page = (tmp_path / "steps.md").read_text()
-    assert f"report --folder {tmp_path.as_posix()}" in page
-    assert "\n| deep, a NIC of 100mbit per rank, native, 4 micro-batches |" in page
-    iig = (
-        found for found in rows if (found["setting"], found["micro_batches"]) == ("IIG@native", 4)
-    )
-    assert f"\n| IIG | {median(found['seconds'] for found in iig):.3f} |" in page
-    assert (tmp_path / "steps.png").stat().st_size > 0
-
-
-@pytest.mark.parametrize(
-    ("rows", "told"),
-    [([], "there are no rows"), ([row(PART, "IIG", 1)], "steps-per-rank-deep-1.json is missing")],
-)
-def test_a_report_needs_rows_and_a_machine(
-    rows: list[dict[str, Any]], told: str, tmp_path: Path
-) -> None:
-    write_rows(tmp_path, rows)
-    refused(lambda: main(["report", "--folder", str(tmp_path)]), told)
 
 
 @pytest.mark.verify

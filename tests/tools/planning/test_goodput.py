@@ -72,37 +72,6 @@ def test_memory_beats_disk_where_a_node_may_be_lost() -> None:
     assert every_step < shares[3] < 1.0
 
 
-def test_copies_are_made_more_often_where_failures_are() -> None:
-    steps = [
-        from_memory(
-            failures_of(mtbf_hours=hours), survives=1, step_seconds=10.0, transfer_seconds=5.0
-        ).copy_steps
-        for hours in (0.01, 100.0, 1e4)
-    ]
-    assert steps[0] == 1
-    assert steps == sorted(set(steps))
-
-
-def test_rare_failures_cost_nothing_and_frequent_ones_everything() -> None:
-    assert from_disk(failures_of(mtbf_hours=1e12)).share == pytest.approx(1.0, abs=1e-4)
-    memory = from_memory(
-        failures_of(mtbf_hours=1e12), survives=1, step_seconds=10.0, transfer_seconds=1.0
-    )
-    assert memory.share == pytest.approx(1.0, abs=1e-4)
-    assert from_disk(failures_of(mtbf_hours=1e-3)).share < 1e-6
-    assert from_disk(failures_of(mtbf_hours=1e-9)).share == 0.0
-
-
-def test_the_chance_of_several_failures() -> None:
-    mean = 0.3
-    exact = [1.0, 1 - math.exp(-mean), 1 - math.exp(-mean) * (1 + mean)]
-    for count, chance in enumerate(exact):
-        assert goodput._at_least(count, mean) == pytest.approx(chance)
-    assert goodput._at_least(3, 1e-7) == pytest.approx(1e-21 / 6, rel=1e-6)
-    assert goodput._at_least(2, 0.0) == 0.0
-    assert goodput._at_least(1, 400.0) == 1.0
-
-
 @pytest.mark.parametrize("name", ["mtbf_hours", "restart_seconds"])
 def test_numbers_that_make_no_sense(name: str) -> None:
     for value in (0.0, -1.0, math.inf, math.nan):

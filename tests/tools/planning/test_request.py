@@ -1,20 +1,30 @@
-"""A plan refuses what the training that it would launch refuses."""
+"""Requests of a plan, its launch, and the longest sequences that fit."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from paro.arguments.flag_parser import by_flag
-from paro.machine.files import machine_to_json
+from paro.launch.dry_run import RunPrediction, predict_run
+from paro.machine.files import find_machine, machine_to_json
+from paro.machine.machine import Nic
+from paro.planning.estimator import Estimator
 from paro.planning.search_space import PlanRequest, micro_batch_sizes
+from paro.spec.context_layout import ContextLayout
+from tests.helpers.commands import measured, printed
+from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 from tests.paro.config.test_refusals import MISTAKES, OF_SHARED_SAMPLES
 from tests.paro.config.test_run import SMALL
 from tests.paro.planning.cases import machine, plan_request
+from tests.tools.test_plan import planned
+from tools.plan import main
 from tools.planning.request import make_parser, plan_request_of_args, with_context
 
 KNOWN = make_parser()._option_string_actions.keys()
@@ -28,7 +38,7 @@ def of_plan(words: str) -> str | None:
     return words if flags <= KNOWN and not words.startswith(OF_MACHINES) else None
 
 
-def planned(words: str) -> PlanRequest:
+def requested(words: str) -> PlanRequest:
     args, _ = with_context(make_parser().parse_args(shlex.split(words)))
     return plan_request_of_args(args)
 
@@ -49,8 +59,8 @@ def test_what_a_training_refuses_a_plan_refuses(
     path.write_text(machine_to_json(machine(world_size=ranks, group_size=ranks // 2, inter=20)))
     groups = [shlex.join(group) for group in by_flag(shlex.split(SMALL)) if group[0] in KNOWN]
     flags = f"{' '.join(groups)} --paro-machine {path}"
-    planned(flags)
-    refused(lambda: planned(f"{flags} {words}"), told)
+    requested(flags)
+    refused(lambda: requested(f"{flags} {words}"), told)
 
 
 def test_micro_batches_are_such_as_fp8_takes() -> None:
@@ -58,3 +68,162 @@ def test_micro_batches_are_such_as_fp8_takes() -> None:
     assert micro_batch_sizes(given) == (1, 2, 4)
     in_fp8 = replace(given, model=replace(given.model, fp8_format="e4m3"))
     assert micro_batch_sizes(in_fp8) == (2, 4)
+
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --vocab-size 1000 --bf16 "
+    "--seq-length 256 --paro-machine dgx-h100 --world-size 8 --device-memory-gb 20"
+)
+
+
+def request_of_flags() -> PlanRequest:
+    return plan_request_of_args(make_parser().parse_args(FLAGS.split()))
+
+
+def rows(flags: str) -> list[list[str]]:
+    lines = printed(main, *FLAGS.split(), "--longest-sequence", *flags.split()).splitlines()
+    return [re.split(r" {2,}", line.strip()) for line in lines[1:]]
+
+
+def length_of(row: list[str]) -> int:
+    return int(row[-4].replace(",", ""))
+
+
+def needs(length: int, layout: ContextLayout) -> int:
+    given = request_of_flags()
+    own = replace(
+        given,
+        model=replace(given.model, max_position_embeddings=length),
+        seq_length=length,
+        context=layout,
+        global_batch_size=8 // layout.size,
+    )
+    return Estimator(own).memory(own.candidate(own.strategy("GGG"))).total
+
+
+def test_the_longest_fits_and_hardly_more_does() -> None:
+    found = {row[1]: length_of(row) for row in rows("--cp-comm-type a2a") if "GGG" in row[0]}
+    assert [*found] == ["1", "2", "4", "8"]
+    for ranks, length in found.items():
+        layout = ContextLayout(size=int(ranks), heads=int(ranks))
+        assert needs(length, layout) <= 20_000_000_000 < needs(length * 102 // 100 + 1024, layout)
+    assert all(more > 1.8 * less for less, more in pairwise(found.values()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--context-parallel-size 3", "--context-parallel-size 3 does not fit"),
+        ("--context-parallel-size 16", "--context-parallel-size 16 does not fit"),
+        ("--context-parallel-size 8 --cp-comm-type a2a --num-attention-heads 4", "8 ... 4 heads"),
+        ("--context-parallel-size 2 --attention-backend local", "--attention-backend local"),
+        ("--context-parallel-size 2 --paro-materialize rotate", "--paro-materialize rotate"),
+        ("--paro-materialize rotate --num-attention-heads 4", "--paro-materialize rotate"),
+        ("--device-memory-gb 1", "--device-memory-gb 1: with 1,024 tokens nothing fits"),
+        ("--context-parallel-size 2 --device-memory-gb 1", "use larger devices"),
+        ("--json a.json", "--longest-sequence ... --json"),
+        ("--mtbf-hours 5", "--longest-sequence ... --mtbf-hours"),
+    ],
+)
+def test_what_has_no_longest_sequence_is_refused(flags: str, told: str) -> None:
+    refused(lambda: main([*FLAGS.split(), "--longest-sequence", *flags.split()]), told)
+
+
+def test_a_strategy_under_which_nothing_fits_is_told() -> None:
+    words = [*FLAGS.split(), "--longest-sequence", "--device-memory-gb", "1.6"]
+    table, *none = printed(main, *words).split("\nNNI=NNG: not even 1,024 tokens fit\n")
+    assert table.splitlines()[-1].startswith("NNN ")
+    assert len(none) == 1
+
+
+SIZES = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --bf16"
+TOKENS = "--vocab-size 1000 --global-batch-size 64 --world-size 16"
+MODEL = f"{SIZES} {TOKENS}"
+MEASURED = (
+    "--paro-machine examples/measured/steps-100mbit/steps-per-rank-deep-1.json --num-layers 2 "
+    "--hidden-size 64 --num-attention-heads 4 --vocab-size 64 --seq-length 32 --world-size 8"
+)
+
+
+def dry_run(lines: list[str]) -> RunPrediction:
+    """The dry run among the lines of a launch, as bash would start it."""
+    begin, end = lines.index("FLAGS=("), lines.index(")")
+    flags = shlex.split(" ".join(lines[begin + 1 : end]))
+    (command,) = (line for line in lines if line.startswith("python pretrain_llama.py "))
+    program, array, *words = shlex.split(command)[1:]
+    assert (program, array) == ("pretrain_llama.py", "${FLAGS[@]}")
+    return predict_run(configured([*flags, *words]))
+
+
+LAUNCHES = (
+    f"{MEASURED} --paro-collective auto",
+    f"{MODEL} --paro-machine dgx-h100 --paro-materialize rotate --paro-rotate-in-place",
+    f"{MODEL} --paro-machine a800-ib800 --paro-survive 1 --trainable last-blocks:0.5",
+    f"{MODEL} --paro-machine=dgx-a100-roce100 --paro-inter-bits auto --seq-length=512",
+    f"{MODEL} --gpu h100 --gpus-per-node 4 --inter 25gbit --world-size 8 --global-batch-size 4 "
+    "--context-parallel-size auto --cp-comm-type auto",
+    "--llama-preset 7B --num-layers 2 --seq-length 4096 --bf16 --gpu a100 --gpus-per-node 2 "
+    "--recompute-activations --paro-prefetch-units 2",
+)
+
+
+@pytest.mark.slow("searches all candidates of a model, and builds it")
+@pytest.mark.parametrize(
+    "flags",
+    [*LAUNCHES[:2], *(pytest.param(flags, marks=pytest.mark.verify) for flags in LAUNCHES[2:])],
+)
+def test_a_launch_is_the_choice_of_its_plan(tmp_path: Path, flags: str) -> None:
+    if "--gpu" in flags:
+        flags += f" --machine-file {tmp_path}/machine.json"
+    fields = planned(flags)
+    best, run = fields["best"], dry_run(fields["launch"])
+    chosen, degrees = run.launch.candidate, list(run.config.strategy.degrees)
+    assert degrees == best["degrees"]
+    assert (chosen.collective, run.fits) == (best["collective"], True)
+    assert run.launch.seconds == pytest.approx(best["step_seconds"])
+    assert run.memory.total == pytest.approx(best["memory_bytes"], rel=1e-3)
+    assert run.launch.sent.inter == best["inter_bytes"]
+
+
+@pytest.mark.slow("searches all candidates of a model")
+def test_a_machine_of_three_figures(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    machine = "--gpu h100 --gpus-per-node 4 --inter 25gbit --intra 64gbit"
+    planned(f"{MODEL} {machine} --machine-file {path}")
+    made, shipped = find_machine(str(path)), find_machine("dgx-h100")
+    assert (made.world_size, made.group_size, made.nic) == (16, 4, Nic.SHARED)
+    assert made.intra.bits_per_second == 64e9
+    assert made.inter.bits_per_second == 25e9
+    assert made.device == shipped.device
+    assert dict(made.sources)["links.inter.bandwidth"] == "--inter 25gbit"
+    assert dict(made.sources)["device.sustained_flops"] == "an assumption: 0.45 of the peak"
+    planned(f"{MODEL} {machine.split(' --intra')[0]} --nic per-rank --machine-file {path}")
+    per_rank = find_machine(str(path))
+    assert (per_rank.nic, per_rank.intra) == (Nic.PER_RANK, shipped.intra)
+
+
+@pytest.mark.slow("searches all candidates of a model")
+def test_why_another_strategy_is_not_the_best() -> None:
+    slow = f"{MODEL} --gpu a100 --gpus-per-node 4 --inter 1gbit --device-memory-gb 4"
+
+    def told(strategy: str, more: str = "") -> list[str]:
+        out, fields = measured(main, *f"{slow} {more} --why-not {strategy}".split())
+        lines = out.splitlines()
+        first = next(i for i, line in enumerate(lines) if line.startswith(f"why not {strategy}"))
+        assert lines[first + 2] == ""
+        degrees = ",".join(map(str, fields["best"]["degrees"]))
+        assert ("it is the best" in lines[first]) is (strategy == degrees)
+        return [*lines[first : first + 2], degrees]
+
+    cost, spends, degrees = told("zero3")
+    slower = re.search(r", is ([\d.]+)% slower: ", cost)
+    assert slower
+    assert float(slower[1]) > 0
+    assert "for gathers, " in spends
+    told(degrees)
+    cost, needs, _ = told("ddp", "--num-layers 40 --device-memory-gb 4")
+    assert "it does not fit, the least is " in cost
+    assert "model states " in needs
+    cost, reason, _ = told("GGG", "--paro-survive 1")
+    assert cost == "why not GGG: it is not among the candidates"
+    assert reason.startswith("--paro-survive 1: under GGG no rank may be lost")

@@ -1,9 +1,10 @@
-"""Trainings of a study run once, and those that are done stay when one fails."""
+"""Trainings of a study run once; clocks of a GPU are means over spans of time."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from paro.errors import RunError
 from tests.helpers.refusals import refused
 from tools.bench.shared import trainings
+from tools.bench.shared.clocks import CLOCKS, clock_of, clock_text, working_clock
 from tools.bench.shared.trainings import Losses, read_found, run_missing, train
 
 LINE = {"iteration": 2, "lm_loss": 4.0, "tokens_per_second": 1.0, "iteration_time_ms": 1.0}
@@ -58,3 +60,44 @@ def test_a_training_s_losses_are_read(tmp_path: Path) -> None:
     assert (found.last, found.flags) == (4.5, "0")
     with pytest.raises(RunError, match=r"run failed, .*log says why: why"):
         train("run", ("bash", str(script), "-"), ["3"], folder)
+
+
+FIRST = datetime(2026, 3, 4, 5, 6, 7, 250_000)
+BEGIN = FIRST.timestamp()
+
+
+def write_clocks(path: Path, *samples: str) -> Path:
+    """Writes samples such as "1700, 600.0, 60", one a second from `FIRST` on; the last is cut."""
+    times = (FIRST + timedelta(seconds=number) for number in range(len(samples)))
+    lines = (
+        f"{at:%Y/%m/%d %H:%M:%S}.{at.microsecond // 1000:03d}, {sample}"
+        for at, sample in zip(times, samples, strict=True)
+    )
+    path.write_text("\n".join(lines))
+    return path
+
+
+SAMPLES = ("900, 100.0, 50", "1700, 600.0, 60", "300, 90.0, 60", "1800, 700.0, 60", "9, 9.0, 9", "")
+
+
+@pytest.mark.parametrize(
+    ("samples", "told"),
+    [
+        (SAMPLES, ", SM clock 1750 MHz, 650 W"),  # neither before, between nor after the spans
+        (("900, 100.0, 50", "[N/A], 9, 9", "17"), ", SM clock and power not sampled"),
+        ((), ""),
+    ],
+)
+def test_a_clock_is_the_mean_of_the_spans(
+    samples: tuple[str, ...], told: str, tmp_path: Path
+) -> None:
+    spans = [(BEGIN + 0.75, BEGIN + 1.25), (BEGIN + 2.75, BEGIN + 3.0)]
+    assert clock_text(clock_of(write_clocks(tmp_path / CLOCKS, *samples), spans)) == told
+
+
+def test_a_part_s_clock_is_the_mean_since_its_begin_while_the_gpu_works(tmp_path: Path) -> None:
+    own = ("300, 70.0, 40", "1900, 600.0, 60", "1700, 700.0, 64", "[N/A], 9, 9", "17")
+    file = write_clocks(tmp_path / CLOCKS, "5, 900.0, 90", *own)
+    assert working_clock(file, BEGIN + 0.5).startswith("SM clock 1800 MHz, 650 W, 62 C: ")
+    assert "2 of 3 samples" in working_clock(file, BEGIN + 0.5)
+    assert "not recorded" in working_clock(file, BEGIN + 9.0)

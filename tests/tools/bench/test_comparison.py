@@ -1,24 +1,26 @@
-"""Errors, the order of pairs, and the loss by auto, from made-up measurements."""
+"""Planned steps beside measured ones: errors, the order of pairs, the loss by auto, medians."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import median
 from typing import Any
 
 import pytest
 
+from paro.collectives.schedule import Op
+from paro.machine.machine import Measured
 from paro.planning.estimator import Estimator
-from paro.spec.run_spec import Materialize
 from paro.strategy import legal_letters
+from paro.topology import Axes
 from tests.helpers.ranks import ROOT
-from tests.paro.planning.cases import plan_request
-from tools.bench.planning.comparison import CONSTANT_BYTES, Comparison, Row, compare, setting_of
+from tests.paro.planning.cases import DEVICE, machine, plan_request, speed
+from tools.bench.planning.comparison import Comparison, Row, compare
+from tools.bench.planning.rounds import median_machine
 from tools.bench.planning.steps_page import Chapter
 from tools.bench.study_plan import chapters_of
 
-NAMES = ("NNI", "IIG", "GGG")
 ALL_ROUNDS = {"round": 1, "turn": 1, "peak_in_use": None, "exposed": {}}
 
 
@@ -44,12 +46,6 @@ def test_what_was_predicted_has_no_error() -> None:
     assert set(found.choices) == {1.0}
 
 
-def test_errors_are_of_what_was_measured() -> None:
-    found = compare(plan_request(), measured({"NNI": 2.0, "IIG": 1.0, "GGG": 0.8}))
-    assert [round(row.error, 3) for row in found.rows] == [-0.5, 0.0, 0.25]
-    assert median(errors_of(found)) == pytest.approx(0.25)
-
-
 def test_a_pair_in_the_wrong_order_is_found_and_costs_auto() -> None:
     found = compare(plan_request(), measured({"NNI": 1.0, "IIG": 100.0, "GGG": 1.0}))
     wrong = [(pair.fast.strategy, pair.slow.strategy) for pair in found.pairs() if pair.is_wrong]
@@ -68,55 +64,6 @@ def row(strategy: str, *seconds: float, peak_bytes: int | None = None) -> Row:
         exposed={},
         measured_exposed={},
     )
-
-
-def test_pairs_are_compared_within_a_turn() -> None:
-    """A slow turn of the machine slows both."""
-    assert not list(Comparison(rows=(row("NNI", 1, 2), row("IIG", 2, 1)), choices=()).pairs())
-    one, equal, slower = row("NNI", 9.0, 3.0, 1.0), row("IIG", 9.5, 3.2), row("GGG", 10.8, 3.6)
-    assert (one.seconds, equal.seconds) == (3.0, 6.35)
-    assert list(Comparison(rows=(one, equal), choices=()).pairs()) == []
-    for rows in ((one, slower), (slower, one)):
-        (pair,) = Comparison(rows=rows, choices=()).pairs()
-        assert (pair.fast, pair.slow) == (one, slower)
-        assert pair.ratios == pytest.approx((1.2, 1.2))
-
-
-def test_a_pair_is_clear_if_it_differs_in_three_of_four_turns() -> None:
-    one = row("NNI", 1.0, 1.0, 1.0, 1.0)
-    for seconds, clear in (((1.2, 1.2, 1.2, 0.5), True), ((1.2, 1.2, 1.09, 1.2), True),
-                           ((1.2, 1.2, 1.09, 1.09), False)):  # fmt: skip
-        (pair,) = Comparison(rows=(one, row("GGG", *seconds)), choices=()).pairs()
-        assert pair.is_clear == clear
-
-
-def test_what_rotates_is_compared_as_such_and_chosen_by_nobody() -> None:
-    ((gathered,),) = measured({"IIG": 1.0})
-    for way, name in (("rotate", "IIG rotated"), ("in-place", "IIG rotated in place")):
-        found = compare(plan_request(), [[gathered | {"setting": f"{gathered['setting']}+{way}"}]])
-        assert found.rows[0].strategy == name
-        assert found.rows[0].predicted > gathered["seconds"]  # of the gathering strategy
-        assert found.choices == ()
-
-
-def test_fewer_bits_are_compared_as_such() -> None:
-    found = setting_of(plan_request(), "IIG@native+4-bit")
-    assert (found.inter_bits, found.materialize) == (4, Materialize.GATHER)
-    assert setting_of(plan_request(), "IIG@native").inter_bits is None
-
-
-@pytest.mark.parametrize(
-    ("peak", "error"),
-    [
-        (100_000_000, 0.0),
-        (100_000_000 + CONSTANT_BYTES, 0.0),
-        (80_000_000, 0.25),
-        (2 * (100_000_000 + CONSTANT_BYTES), -0.5),
-    ],
-)
-def test_memory_may_lie_between_the_prediction_and_the_constant(peak: int, error: float) -> None:
-    found = row("IIG", 1.0, peak_bytes=peak).memory_error
-    assert found == pytest.approx(error)
 
 
 @dataclass(frozen=True)
@@ -147,7 +94,7 @@ STUDIES = (
 )
 
 
-@pytest.mark.slow("predicts every recorded step")
+@pytest.mark.verify
 @pytest.mark.parametrize("told", STUDIES, ids=lambda told: told.folder)
 def test_recorded_steps_are_predicted(told: Told) -> None:
     """The figures of docs/planning.md hold for this planner."""
@@ -168,7 +115,7 @@ def test_recorded_steps_are_predicted(told: Told) -> None:
     assert max(ratios) < 1 + told.auto
 
 
-@pytest.mark.slow("plans every recorded choice")
+@pytest.mark.verify
 @pytest.mark.parametrize("folder", ["part-25mbit", "part-100mbit"])
 def test_the_choice_where_a_part_trains_and_everything_fits(folder: str) -> None:
     """docs/finetuning.md: within 3.2% of the fastest of all 14."""
@@ -176,10 +123,31 @@ def test_the_choice_where_a_part_trains_and_everything_fits(folder: str) -> None
         assert chapter.compared.choices[-1] < 1.0325  # under the largest limit
 
 
-@pytest.mark.slow("predicts every recorded step")
+@pytest.mark.verify
 def test_recorded_steps_of_weights_that_rotate_are_predicted() -> None:
     chapters = study("steps-25mbit")
     rotated = [c.compared for c in chapters if c.collective.endswith("rotated")]
     assert len(rotated) == 2
     assert max(max(errors_of(comparison)) for comparison in rotated) < 0.195
     assert not any(pair.is_wrong for comparison in rotated for pair in comparison.pairs())
+
+
+def timed(num_bytes: int, seconds: float) -> Measured:
+    what = {"axes": Axes.INTRA, "op": Op.ALL_GATHER, "algorithm": "native", "bytes": num_bytes}
+    return Measured(**what, seconds=seconds, cpu_seconds=2 * seconds)
+
+
+def test_a_machine_is_the_median_of_its_files() -> None:
+    rounds = []
+    for factor in (1.0, 3.0, 2.0):
+        device = replace(DEVICE, sustained_flops=factor * 1e12, piece_seconds=factor)
+        if factor > 1:
+            device = replace(device, attention_flops=factor * 1e12)
+        measured = (timed(64, factor), *[timed(128, 1.0)] * (factor < 3))
+        rounds.append(machine(inter=10 * factor, device=device, measured=measured))
+    found = median_machine(rounds)
+    assert found.measured == (timed(64, 2.0),)  # values that one of the files lacks are left out
+    assert found.inter == speed(20)
+    assert (found.device.sustained_flops, found.device.piece_seconds) == (2e12, 2.0)
+    assert found.device.attention_flops == 2.5e12  # of the files that have it
+    assert median_machine(rounds[:1]) == rounds[0]

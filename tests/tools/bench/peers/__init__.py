@@ -1,1 +1,0 @@
-"""Tests of the modules of compare_peers.py."""

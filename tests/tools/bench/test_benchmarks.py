@@ -1,0 +1,108 @@
+"""Small benchmarks: their contenders do equal work, and what they time is written down."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from paro.optim import muon
+from paro.quantization.blocks import hadamard
+from paro.spec.optim_config import MuonConfig
+from tests.helpers.commands import measured, write_lines
+from tests.helpers.training import TINY
+from tools.bench import (
+    bench_attention,
+    bench_loader,
+    bench_newton_schulz,
+    bench_preprocess,
+    bench_reporting,
+)
+from tools.bench.ablated import in_parts, scaled
+
+
+def test_all_contenders_of_the_loader_read_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_loader, "WRITTEN_AT_ONCE", 2**16)
+    made = bench_loader.make_corpus(tmp_path, 100_000)
+    opened = {name: contender() for name, contender in made.items()}
+    checked = [f"checked, {size // 1024} KiB" for size in bench_loader.BLOCKS]
+    assert list(opened) == ["mapped", "read", *checked]
+    assert [indexed.has_checksums for indexed in opened.values()] == [False] * 2 + [True] * 5
+    for index in (0, 57, len(opened["read"]) - 1):
+        assert len({indexed.get(index, 1).tobytes() for indexed in opened.values()}) == 1
+        assert len({indexed.get(index, 1, 2).tobytes() for indexed in opened.values()}) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(8, 8), (4, 12), (12, 4)])
+def test_a_batch_of_newton_schulz_has_the_results_of_its_matrices(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    matrices = torch.randn((3, *shape), generator=torch.Generator().manual_seed(1))
+    coefficients = bench_newton_schulz.CONFIG.coefficients()
+    expected = [muon.newton_schulz(matrix, coefficients, dtype) for matrix in matrices]
+    found = bench_newton_schulz.batched(matrices, dtype)
+    assert found.dtype == dtype
+    within = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(found, torch.stack(expected), **within)
+
+
+@pytest.mark.verify
+@pytest.mark.process
+def test_a_pair_of_preprocessings_is_timed_and_written_down(tmp_path: Path) -> None:
+    lines = ({"text": f"{i % 1000} 7"} for i in range(40_000))
+    corpus = write_lines(tmp_path / "a.jsonl", *lines)
+    flags = ["--workers", 2, "--tokenizer-type", "NullTokenizer", "--vocab-size", "1001"]
+    _, figures = measured(bench_preprocess.main, "--rounds", 1, "--input", corpus, *flags)
+    (row,) = figures["rounds"]
+    assert figures["bytes"] == corpus.stat().st_size
+    assert row["ratio"] == row["bare"] / row["command"] == figures["ratio"]
+    assert row["largest_process"] > 10e6
+    assert 0 < figures["cpu_ratio"] < 1, "whole processes take more than a part of them"
+    assert list(tmp_path.iterdir()) == [corpus]
+
+
+@pytest.mark.slow("trains under every reporter")
+def test_every_second_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    flags = f"{TINY} --eval-iters 0 --peak-tflops 1 --log-interval 1"
+    monkeypatch.setattr(bench_reporting, "MODEL", flags)
+    _, rows = measured(bench_reporting.main, "--rounds", 3)
+    assert [row["clock"] for row in rows] == ["wall", "cpu"]
+    assert all(len(row["bare"]) == len(row["reported"]) == 3 for row in rows)
+    assert min(rows[0]["in_report"]) > 0.0
+
+
+def test_attention_of_every_length_is_timed(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    bench_attention.main(["--seq-lengths", "16", "32", "--device", "cpu", "--json", str(file)])
+    rows = json.loads(file.read_text())["rows"]
+    found = [(row["seq_length"], row["kernel"]) for row in rows]
+    assert found == [(16, "FlashAttention"), (32, "FlashAttention")]
+    for row in rows:
+        assert [*row["tflops"]] == ["forward", "backward"]
+        assert min(row["tflops"].values()) > 0
+
+
+def test_what_replaces_the_transform_has_its_scale_and_mixes_nothing() -> None:
+    values = torch.randn(100, generator=torch.Generator().manual_seed(1))
+    both = [transform(transform(values))[:100] for transform in (hadamard, scaled)]
+    torch.testing.assert_close(both[0], 32 * values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(both[1], both[0], rtol=1e-5, atol=1e-5)
+    one = torch.zeros(32)
+    one[3] = 1.0
+    assert (int(scaled(one).count_nonzero()), int(hadamard(one).count_nonzero())) == (1, 32)
+
+
+def test_every_part_is_made_orthogonal_by_itself_and_scaled_by_its_shape() -> None:
+    config = MuonConfig(muon_fp32_matmul_prec="highest")
+    tall = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    parts = in_parts(tall, config).split(8)
+    for part, given in zip(parts, tall.split(8), strict=True):
+        wanted = muon.orthogonal(given, config) * (8 / 32) ** 0.5  # spectral: sqrt of the rows
+        torch.testing.assert_close(part, wanted)

@@ -1,0 +1,145 @@
+"""Studies: flags of a run, sweeps first, kills and recoveries; the fixed runs."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from paro.arguments.parser import parse_args
+from paro.strategy import legal_letters
+from tests.helpers.scripts import run_script
+from tools.bench import study_bits, study_recovery
+from tools.bench.fixed_runs import FIELDS, differences, fixed_runs
+from tools.bench.recovery import cases
+from tools.bench.recovery.cases import Case
+from tools.bench.shared.trainings import ABLATED, Found, Losses
+from tools.bench.study_optimizers import IN_PARTS, LIKE, MUON, ROUNDED, SHORTER, Job
+from tools.bench.study_outer import CASES, FIRST, RATES, jobs_for, report
+
+
+def test_trainings_of_bits_have_flags_of_a_run() -> None:
+    for variant in study_bits.VARIANTS:
+        args = parse_args([*f"{study_bits.FLAGS} {variant.flags}".split(), "--train-iters", "4"])
+        bits = f"{args.paro_inter_grad_bits}/{args.paro_inter_param_bits}"
+        assert variant.name.split()[0] == bits
+
+
+def test_trainings_of_optimizers_have_flags_of_a_run() -> None:
+    for variant in LIKE:
+        flags = Job(variant, 1e-3, 2).flags(400, 20)
+        ablated = [ABLATED, "whole-matrices"]
+        script = ablated if variant == IN_PARTS else ["pretrain_llama.py"]
+        assert flags[: len(script)] == script
+        args = parse_args([*flags[len(script) :], "--mock-data"])
+        assert (args.lr, args.min_lr, args.seed) == (1e-3, 1e-4, 2)
+        assert args.train_iters == (300 if variant == SHORTER else 400)
+        assert args.optimizer == ("muon" if LIKE[variant] == MUON else "adam")
+        assert (args.exp_avg_dtype == args.exp_avg_sq_dtype == "bf16") is (variant == ROUNDED)
+
+
+def test_trainings_of_outer_steps_have_flags_of_a_run() -> None:
+    for case in CASES:
+        words = case.words(1e-3, 1, 800, 100)
+        flags = words[words.index("pretrain_llama.py") + 1 :]
+        args = parse_args([*flags, "--mock-data", "--tokenizer-model", "x"])
+        assert (args.paro_outer_steps is not None) == bool(case.outer), case.name
+
+
+def test_sweeps_come_first_and_then_every_case_with_a_best_rate() -> None:
+    done: Found = {}
+    rounds = []
+    while missing := [job for job in jobs_for(done) if job.name not in done]:
+        rounds.append(missing)
+        for job in missing:
+            loss = 4.0 + abs(job.lr - RATES[1]) + 0.1 * bool(job.case.outer)
+            curve = [(100, 5.0), (800, loss)]
+            done[job.name] = Losses(loss=[(1, 9.0)], held_out=curve, seconds=1.0)
+    first, rest = rounds
+    assert {job.case.name for job in first} == {"synchronous", FIRST, "synchronous Muon"}
+    assert {job.lr for job in rest} == {RATES[1]}
+    assert f"| {FIRST} | 0.002 | 4.1000, 4.1000, 4.1000 | +0.1000 |" in report(done).splitlines()
+
+
+@pytest.mark.verify
+@pytest.mark.ranks
+def test_thirty_kills_half_of_them_inside_saves(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    flags = ["--folder", tmp_path / "runs", "--json", out, "--kills", 30, "--inside", 15]
+    done = run_script(["tools/bench/study_crashes.py", *flags], timeout=3000.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(out.read_text())
+    assert figures["kills"] >= 30
+    assert figures["inside_saves"] >= 15
+    assert figures["inside_asynchronous_saves"] >= 7
+    assert figures["complaints"] == []
+    assert figures["survivors_gone_seconds"]["most"] < 60.0  # --distributed-timeout-minutes 1
+
+
+SMALL = (
+    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 128 "
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 1 --lr 0.001 --log-interval 1 --num-workers 0 --eval-iters 0 "
+    "--peak-tflops 1 --distributed-timeout-minutes 1 --train-iters 60"
+)
+
+
+@pytest.mark.verify
+@pytest.mark.root
+@pytest.mark.ranks
+def test_failures_are_recovered_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(
+        name="small",
+        nodes=2,
+        ranks_per_node=2,
+        strategy="III",
+        kinds={"rank": 1, "node in update": 2, "rank in recovery": 1, "rank in local copy": 1},
+    )
+    monkeypatch.setattr(cases, "MODEL", SMALL)
+    monkeypatch.setattr(study_recovery, "CASES", (case,))
+    out = tmp_path / "study.json"
+    words = ["--json", str(out), "--folder", str(tmp_path / "runs")]
+    study_recovery.main(words)
+    found = json.loads(out.read_text())
+    assert len(found["failures"]) == 5
+    assert all(failure["recovered"] for failure in found["failures"])
+    assert max(failure["computed_again"] for failure in found["failures"]) <= 1
+    # A rank may be killed before it prints what the others keep; the study says if more is missing.
+    assert found["losses_compared"] >= 60 - len(found["failures"])
+
+
+def test_every_number_of_nodes_divides_the_batch_of_an_elastic_case() -> None:
+    assert not cases.CASES[0].agrees(["1.0", "2.0"], ["1.0", "2.000001"])
+    elastic = next(case for case in cases.CASES if case.least_nodes < case.nodes)
+    assert elastic.agrees(["1.0", "2.0"], ["1.0", "2.000001"])
+    batch = int(elastic.flags(Path("x"))[elastic.flags(Path("x")).index("--global-batch-size") + 1])
+    for nodes in range(elastic.least_nodes, elastic.nodes + 1):
+        assert batch % (nodes * elastic.ranks_per_node) == 0
+
+
+STEPS = [dict.fromkeys(FIELDS, float(number)) for number in range(2)]
+
+
+def test_every_strategy_is_run_and_what_is_loaded_was_saved_before() -> None:
+    names = [run.name for run in fixed_runs()]
+    assert len(set(names)) == len(names)
+    assert {*legal_letters()} <= {*names}
+    saved = False
+    for run in fixed_runs():
+        assert saved or not run.load
+        saved |= run.save
+    assert saved
+
+
+def test_the_last_bit_of_a_figure_and_a_missing_run_or_step_are_differences() -> None:
+    before = {"IIG": STEPS}
+    assert not list(differences(before, copy.deepcopy(before)))
+    after = copy.deepcopy(before)
+    after["IIG"][1]["lm_loss"] += 2.0**-52
+    (line,) = differences(before, after)
+    assert line.startswith("IIG, iteration 1.0: lm_loss 1.0 before, 1.0000000000000002 after")
+    assert list(differences({"IIG": STEPS}, {})) == ["IIG: only before"]
+    assert list(differences({}, {"IIG": STEPS})) == ["IIG: only after"]
+    assert list(differences({"IIG": STEPS}, {"IIG": STEPS[:1]})) == ["IIG: 2 steps before, 1 after"]
