@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paro.collectives.hops import ho_ring_hops
-from paro.collectives.schedule import Op, make_schedule
+from paro.collectives.schedule import Op
 from paro.machine.machine import (
     BandwidthSource,
     LinkSpeed,
@@ -27,7 +25,6 @@ from paro.machine.machine import (
 )
 from paro.topology import Axes, Link
 from tests.helpers.refusals import refused
-from tests.helpers.schedules import sent_fraction
 from tests.paro.planning.cases import speed
 
 GATHER, SCATTER, REDUCE = Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE
@@ -120,15 +117,6 @@ def test_the_busiest_links_bound_the_time(
     for op, times in ((GATHER, 1), (SCATTER, 1), (REDUCE, 2)):
         bound = least_seconds(given, op, axes, megabytes * 10**6)
         assert bound == (expected and pytest.approx(times * expected, rel=1e-12))
-
-
-@pytest.mark.parametrize(("m", "ng", "op"), list(product((2, 3, 4), (2, 4), Op)))
-def test_ho_ring_sends_just_what_the_bound_counts(m: int, ng: int, op: Op) -> None:
-    schedule = make_schedule(op, ho_ring_hops, (m, ng), 0, 2)
-    for level, link in enumerate(Link):
-        alone = replace(machine(m * ng, m), **{link.value: typed(8)})  # a byte per second
-        sent = sent_fraction(schedule, m * ng, 2, level) * 720
-        assert least_seconds(alone, op, Axes.BOTH, 720) == pytest.approx(sent)
 
 
 LINE, MEASURED = (

@@ -1,19 +1,24 @@
-"""The predicted peak, compared with the allocations of a training rank."""
+"""The predicted peak, compared with the allocations of a training rank; shared samples; fp8."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from model import kernels
 from model.config import LlamaConfig, LoraConfig, RecomputeConfig, targets_of
 from model.fusion import Fusions, usable_kernels
 from model.trainable import Trainable
 from paro.planning.run_memory import RunMemory
 from paro.precision import PrecisionConfig
+from paro.spec.context_layout import ALONE, ContextLayout
 from paro.spec.run_spec import RunSpec
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rank, silence
 from tests.paro.planning.on_ranks import run_of
@@ -198,3 +203,142 @@ def measure(run: RunSpec) -> int:
 
     step()
     return rank.optimizer.model_state_bytes() + allocated_at_most(step, run.device_type)
+
+
+HEADS = ContextLayout(size=4, heads=4)
+
+
+# In bf16 a CPU's attention has buffers of its own, of whole samples where heads are exchanged.
+def shared(layout: ContextLayout = HEADS, *, size: int = 4, **config: Any) -> RunSpec:
+    """1,024 tokens in `size` samples."""
+    model, length = replace(SMALL, **config), 1024 // size
+    return run("GGG", model, micro_batch_size=size, seq_length=length, context=layout)
+
+
+HEADS_AND_RING = ContextLayout(size=8, heads=4, inner=4)
+OF_SHARED_SAMPLES = {
+    "heads are exchanged": shared(),
+    "exchanged keys and values are repeated, blocks recomputed": shared(
+        num_query_groups=2, recompute=EACH
+    ),
+    "blocks are recomputed but for attention": shared(recompute=KEEPS_CORE),
+    "the core of exchanged heads is recomputed": shared(
+        recompute=RecomputeConfig(granularity="selective")
+    ),
+    "a ring inside a group": shared(ContextLayout(size=4)),
+    "a ring over groups": shared(ContextLayout(size=8, inner=8)),
+    "a ring between groups, and in each": shared(ContextLayout(size=8)),
+    "rings of more turns, blocks recomputed": shared(
+        ContextLayout(size=8, inner=2), num_query_groups=2, recompute=EACH
+    ),
+    "keys and values are gathered": shared(ContextLayout(size=8, gathers=True)),
+    "heads are exchanged, keys and values go round": shared(HEADS_AND_RING),
+    # Of one sample, heads are views of the message that brought them.
+    "the same of one sample": shared(HEADS_AND_RING, size=1),
+}
+
+
+@pytest.mark.parametrize("name", OF_SHARED_SAMPLES)
+def test_prediction_holds_for_shared_samples(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    assert_predicted(monkeypatch, OF_SHARED_SAMPLES[name])
+
+
+LONG = LlamaConfig(
+    num_layers=4,
+    hidden_size=256,
+    ffn_hidden_size=688,
+    num_attention_heads=8,
+    num_query_groups=8,
+    kv_channels=32,
+    max_position_embeddings=8192,
+    vocab_size=4096,
+)
+
+
+@pytest.mark.parametrize(
+    "peak",
+    [
+        lambda run: RunMemory(None).of(run).allocations.total,
+        pytest.param(measure, marks=pytest.mark.verify),
+    ],
+    ids=["predicted", "measured"],
+)
+@pytest.mark.parametrize(
+    ("layout", "most"),
+    [(ContextLayout(size=4), 0.30), (ContextLayout(size=4, heads=4), 0.35)],
+)
+def test_the_activations_of_a_sample_on_4_ranks_are_those_of_one_divided(
+    monkeypatch: pytest.MonkeyPatch,
+    layout: ContextLayout,
+    most: float,
+    peak: Callable[[RunSpec], int],
+) -> None:
+    """Of 8,192 tokens, beyond what a step of 64 takes."""
+    silence(monkeypatch)
+
+    def grows(layout: ContextLayout) -> int:
+        given = {"micro_batch_size": 1, "num_micro_batches": 1, "context": layout}
+        short, long = (run("GGG", LONG, seq_length=n, **given) for n in (64, 8192))
+        return peak(long) - peak(short)
+
+    assert grows(layout) <= most * grows(ALONE)
+
+
+def in_fp8(
+    text: str, precision: PrecisionConfig = BF16, *, size: int = 8, count: int = 2, **config: Any
+) -> RunSpec:
+    by_triton: dict[str, Any] = {"fp8_format": "hybrid", "fuses_fp8_casts": True}
+    model = replace(SMALL, **(by_triton | config))
+    return run(text, model, precision, micro_batch_size=size, num_micro_batches=count)
+
+
+ADAPTERS = LoraConfig(rank=4, targets=targets_of("all-linear"))
+IN_FP8 = {
+    "fp8, operands by torch": in_fp8("NNG", ffn_hidden_size=512, fuses_fp8_casts=False),
+    "fp8, operands in fp32 by torch": in_fp8("NIG", FP32, fuses_fp8_casts=False),
+    "fp8, weights outweigh activations": in_fp8("GGG", size=1, ffn_hidden_size=2048),
+    "fp8, the same by torch": in_fp8("GGG", size=1, ffn_hidden_size=2048, fuses_fp8_casts=False),
+    "fp8, recomputed blocks": in_fp8("IIG", FP32, recompute=EACH),
+    "fp8, recomputed blocks of one micro-batch": in_fp8("NNG", FP32, count=1, recompute=EACH),
+    "fp8, runs of recomputed blocks": in_fp8(
+        "GGG", size=1, recompute=RUNS_OF_TWO, ffn_hidden_size=1024
+    ),
+    "fp8, scores that are kept": in_fp8(
+        "NNG", FP32, attention_backend="unfused", ffn_hidden_size=512
+    ),
+    "fp8, adapters": in_fp8("NNG", lora=ADAPTERS),
+    "fp8, adapters by torch": in_fp8(
+        "NNG", lora=ADAPTERS, fuses_fp8_casts=False, ffn_hidden_size=2048
+    ),
+    "the loss by Triton, in chunks": run(
+        "GGG", replace(LOGITS, fuses_loss=True), BF16, micro_batch_size=4
+    ),
+}
+IN_FORWARD = ("fp8, adapters by torch", "the loss by Triton, in chunks")
+
+
+def allocate_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes matmuls in fp8 allocate their result alone, and kernels nothing; no values."""
+
+    def product(
+        left_MK: Tensor, right_KN: Tensor, *, out_dtype: torch.dtype, **_: object
+    ) -> Tensor:
+        return torch.empty(left_MK.shape[0], right_KN.shape[1], dtype=out_dtype)
+
+    # Else torch.compile, which lists torch's functions once, would not know the one put back.
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    for name in ("_largest", "_cast", "_cross_entropy"):
+        monkeypatch.setattr(kernels, name, defaultdict(lambda: lambda *_, **__: None))
+
+
+@pytest.mark.parametrize("name", IN_FP8)
+def test_prediction_holds_in_fp8(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    allocate_as_gpus(monkeypatch)
+    monkeypatch.setattr("model.config.LOSS_CHUNK_TOKENS", 64)
+    monkeypatch.setattr("model.config._FUSED_LOSS_BYTES", 128 * 2 * LOGITS.vocab_size)
+    assert_predicted(monkeypatch, IN_FP8[name], "forward" if name in IN_FORWARD else "backward")

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.ranks import ROOT
-from tests.helpers.refusals import refused
 from tools.bench.megatron_flags import (
     command_line,
     degree_of,
-    main,
     page,
     read_configurations,
     rule_lines,
@@ -103,16 +101,3 @@ def test_the_page_says_what_the_rules_do() -> None:
     text = (ROOT / "docs" / "megatron.md").read_text(encoding="utf-8")
     missing = [line for line in rule_lines() if line not in text.splitlines()]
     assert not missing, "write it again: python tools/bench/megatron_flags.py MEGATRON_CHECKOUT ..."
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("has_configurations", [False, True])
-def test_a_folder_that_is_no_checkout_is_one_line(
-    has_configurations: bool, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if has_configurations:
-        (tmp_path / "tests").symlink_to(checkout / "tests")
-        monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    words = [str(tmp_path), "--output", str(tmp_path / "page.md")]
-    refused(lambda: main(words), "checkout of git" if has_configurations else "give a checkout")
-    assert not (tmp_path / "page.md").exists()

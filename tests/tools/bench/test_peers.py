@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from paro.errors import UserError
@@ -20,10 +19,9 @@ from tools.bench.peers.figures import (
     TimedRun,
     check_agreement,
     compare,
-    summarize,
 )
 from tools.bench.peers.replicated import MASTERS_AT_ONCE, MasterAdamW
-from tools.bench.peers.run import backends_on, in_own_process
+from tools.bench.peers.run import in_own_process
 from tools.bench.peers.task import state_bytes
 
 
@@ -48,27 +46,6 @@ def test_a_ratio_is_the_median_of_pairs_and_not_the_ratio_of_medians() -> None:
     assert (slow["speed"], slow["slowest"], slow["fastest"]) == (1.0, 1.0, 1.0)
     assert fast["speed"] == 2.0  # median of 2, 10/9 and 3; the ratio of medians is 6 / 2
     assert (fast["slowest"], fast["fastest"]) == (10.0 / 9.0, 3.0)
-
-
-def test_bytes_are_ratios_too_and_unknown_where_one_side_is() -> None:
-    rounds = {
-        "a": [timed_run("a", state_bytes=800, peak_bytes=None)],
-        "b": [timed_run("b", state_bytes=200, nic_bytes=250_000)],
-    }
-    _, b = compare(rounds, "a")
-    assert (b["state_bytes"], b["peak_bytes"], b["nic_bytes"]) == (0.25, None, 0.5)
-
-
-def test_a_summary_has_medians_and_the_most_that_was_held() -> None:
-    runs = [
-        timed_run("a", 2.0, state_bytes=10),
-        timed_run("a", 8.0, state_bytes=30, peak_bytes=None),
-        timed_run("a", 4.0, state_bytes=20, peak_bytes=5_000_000),
-    ]
-    (row,) = summarize({"a": runs}, tokens_per_step=100, rank_flops=8e9)
-    assert (row["seconds"], row["tokens_per_second"], row["cpu_seconds"]) == (4.0, 25.0, 16.0)
-    assert (row["state_bytes"], row["peak_bytes"], row["nic_bytes"]) == (30, 4_000_000, 500_000)
-    assert (row["flops_per_second"], row["context_seconds"]) == (2e9, None)
 
 
 def test_who_differs_is_named() -> None:
@@ -99,16 +76,6 @@ def test_what_a_function_returns_or_raises_comes_back_from_another_process() -> 
 def test_a_process_that_was_killed_is_told() -> None:
     with pytest.raises(BrokenProcessPool):
         in_own_process(partial(os._exit, 7))
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("device", "expected"), [("cpu", {"cpu": "gloo"}), ("cuda", {"cpu": "gloo", "cuda": "nccl"})]
-)
-def test_the_default_group_sums_what_is_on_the_host(device: str, expected: dict[str, str]) -> None:
-    backend = dist.Backend(backends_on(torch.device(device)))
-    found = dist.distributed_c10d.BackendConfig(backend).get_device_backend_map()
-    assert found | expected == found
 
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}

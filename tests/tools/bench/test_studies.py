@@ -1,23 +1,34 @@
-"""Studies: flags of a run, sweeps first, kills and recoveries; the fixed runs."""
+"""Studies: flags of a run, steps on two ranks, kills and recoveries; the fixed runs."""
 
 from __future__ import annotations
 
 import copy
 import json
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from paro.arguments.parser import parse_args
+from paro.machine.files import machine_to_json
+from paro.machine.machine import Machine
 from paro.strategy import legal_letters
+from tests.helpers.ranks import ROOT
+from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
-from tools.bench import study_bits, study_recovery
+from tests.helpers.training import TINY
+from tests.paro.planning.cases import link
+from tools.bench import study_bits, study_plan, study_recovery
 from tools.bench.fixed_runs import FIELDS, differences, fixed_runs
 from tools.bench.recovery import cases
 from tools.bench.recovery.cases import Case
-from tools.bench.shared.trainings import ABLATED, Found, Losses
+from tools.bench.shared.trainings import ABLATED
 from tools.bench.study_optimizers import IN_PARTS, LIKE, MUON, ROUNDED, SHORTER, Job
-from tools.bench.study_outer import CASES, FIRST, RATES, jobs_for, report
+from tools.bench.study_outer import CASES
+from tools.bench.study_plan import StudyPart, main
 
 
 def test_trainings_of_bits_have_flags_of_a_run() -> None:
@@ -46,21 +57,6 @@ def test_trainings_of_outer_steps_have_flags_of_a_run() -> None:
         flags = words[words.index("pretrain_llama.py") + 1 :]
         args = parse_args([*flags, "--mock-data", "--tokenizer-model", "x"])
         assert (args.paro_outer_steps is not None) == bool(case.outer), case.name
-
-
-def test_sweeps_come_first_and_then_every_case_with_a_best_rate() -> None:
-    done: Found = {}
-    rounds = []
-    while missing := [job for job in jobs_for(done) if job.name not in done]:
-        rounds.append(missing)
-        for job in missing:
-            loss = 4.0 + abs(job.lr - RATES[1]) + 0.1 * bool(job.case.outer)
-            curve = [(100, 5.0), (800, loss)]
-            done[job.name] = Losses(loss=[(1, 9.0)], held_out=curve, seconds=1.0)
-    first, rest = rounds
-    assert {job.case.name for job in first} == {"synchronous", FIRST, "synchronous Muon"}
-    assert {job.lr for job in rest} == {RATES[1]}
-    assert f"| {FIRST} | 0.002 | 4.1000, 4.1000, 4.1000 | +0.1000 |" in report(done).splitlines()
 
 
 @pytest.mark.verify
@@ -143,3 +139,42 @@ def test_the_last_bit_of_a_figure_and_a_missing_run_or_step_are_differences() ->
     assert list(differences({"IIG": STEPS}, {})) == ["IIG: only before"]
     assert list(differences({}, {"IIG": STEPS})) == ["IIG: only after"]
     assert list(differences({"IIG": STEPS}, {"IIG": STEPS[:1]})) == ["IIG: 2 steps before, 1 after"]
+
+
+PART = StudyPart(nic="per-rank", shape="deep")
+MACHINE = Machine(name="", source="", world_size=8, group_size=4)
+
+
+def test_a_failure_in_the_cluster_and_links_of_another_speed_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study_plan, "cluster", lambda _: nullcontext())
+    monkeypatch.setattr(study_plan, "run", lambda *_: 1)
+    measure = ["measure", "--folder", str(tmp_path)]
+    refused(lambda: main(measure), "failed, status 1")
+    path = PART.machine_in(tmp_path, 1)
+    path.write_text(machine_to_json(replace(MACHINE, inter=link("100mbit"))))
+    for speed, told in (("25mbit", "is of NICs of 100mbit, not 25mbit"), ("25", "is no rate")):
+        refused(partial(main, [*measure, "--inter", speed]), "--inter", told)
+
+
+@pytest.mark.verify
+def test_steps_are_timed_on_two_ranks(tmp_path: Path) -> None:
+    rows = tmp_path / "steps.jsonl"
+    train = f"{TINY} --bf16 --global-batch-size 2 --train-iters 10"
+    settings = "GGG@native,2/2/2@ring+rotate"
+    flags = ("--output", rows, "--settings", settings, "--counts", "1,2", "--turns", "2")
+    flags += ("--train", train)
+    done = run_script([ROOT / "tools/bench/planning/steps.py", *flags], nproc=2)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    of_turns = [
+        {(found["setting"], found["micro_batches"]) for found in lines if found["turn"] == turn}
+        for turn in (1, 2)
+    ]
+    assert of_turns == [set(product(settings.split(","), (1, 2)))] * 2
+    assert len(lines) == 2 * 2 * (3 + 1)  # short steps have three visits in a turn
+    for found in lines:
+        assert found["seconds"] > 0
+        assert found["peak_in_use"] > 0
+        assert found["exposed"].keys() == {"gather", "reduce", "publish"}

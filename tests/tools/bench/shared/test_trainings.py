@@ -12,7 +12,7 @@ import pytest
 from paro.errors import RunError
 from tests.helpers.refusals import refused
 from tools.bench.shared import trainings
-from tools.bench.shared.clocks import CLOCKS, clock_of, clock_text, working_clock
+from tools.bench.shared.clocks import CLOCKS, clock_of, clock_text
 from tools.bench.shared.trainings import Losses, read_found, run_missing, train
 
 LINE = {"iteration": 2, "lm_loss": 4.0, "tokens_per_second": 1.0, "iteration_time_ms": 1.0}
@@ -93,11 +93,3 @@ def test_a_clock_is_the_mean_of_the_spans(
 ) -> None:
     spans = [(BEGIN + 0.75, BEGIN + 1.25), (BEGIN + 2.75, BEGIN + 3.0)]
     assert clock_text(clock_of(write_clocks(tmp_path / CLOCKS, *samples), spans)) == told
-
-
-def test_a_part_s_clock_is_the_mean_since_its_begin_while_the_gpu_works(tmp_path: Path) -> None:
-    own = ("300, 70.0, 40", "1900, 600.0, 60", "1700, 700.0, 64", "[N/A], 9, 9", "17")
-    file = write_clocks(tmp_path / CLOCKS, "5, 900.0, 90", *own)
-    assert working_clock(file, BEGIN + 0.5).startswith("SM clock 1800 MHz, 650 W, 62 C: ")
-    assert "2 of 3 samples" in working_clock(file, BEGIN + 0.5)
-    assert "not recorded" in working_clock(file, BEGIN + 9.0)
