@@ -195,11 +195,7 @@ def test_every_figure_of_a_gpu(tmp_path: Path) -> None:
     assert found["exposed_nccl_seconds"] == pytest.approx(0.015)
     assert found["idle_seconds"] == pytest.approx(0.037)
     gaps = [(round(g["start"], 6), g["before"], g["after"]) for g in found["gaps"]]
-    assert gaps == [
-        (0.03, FLASH, GEMM),
-        (0.088, ADD, "the end of the steps"),
-        (0.07, ADD, ADD),
-    ]
+    assert gaps == [(0.03, FLASH, GEMM), (0.088, ADD, "the end of the steps"), (0.07, ADD, ADD)]
     assert [gap["seconds"] for gap in found["gaps"]] == pytest.approx([0.015, 0.012, 0.01])
     assert found["num_gaps"] == 3
     assert found["class_seconds"] == pytest.approx(

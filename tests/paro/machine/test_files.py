@@ -22,14 +22,7 @@ from paro.machine.files import (
     read_machine,
     shipped_machines,
 )
-from paro.machine.machine import (
-    BandwidthSource,
-    Device,
-    GroupSpeed,
-    Machine,
-    Measured,
-    Nic,
-)
+from paro.machine.machine import BandwidthSource, Device, GroupSpeed, Machine, Measured, Nic
 from paro.topology import Axes
 from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
@@ -70,11 +63,6 @@ def test_what_is_written_is_read(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text(machine_to_json(machine), encoding="utf-8")
     assert read_machine(path) == machine
-
-
-def test_a_measurement_takes_a_line() -> None:
-    lines = machine_to_json(MACHINE).splitlines()
-    assert sum('"algorithm"' in line for line in lines) == len(MACHINE.measured)
 
 
 def changed(keys: tuple[str | int, ...], value: object) -> str:

@@ -20,12 +20,7 @@ from paro.measuring.benchmark import (
     with_measured,
 )
 from paro.measuring.device import PartsOfStep
-from paro.measuring.measure import (
-    affordable,
-    layers_that_fit,
-    one_rank,
-    shortened,
-)
+from paro.measuring.measure import affordable, layers_that_fit, one_rank, shortened
 from paro.topology import Axes, axes_of
 from tests.helpers.refusals import refused
 from tests.paro.config.test_run import SMALL, configure

@@ -7,13 +7,7 @@ from typing import Any
 
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from model.trainable import Trainable
-from paro.machine.machine import (
-    BandwidthSource,
-    Device,
-    LinkSpeed,
-    Machine,
-    bits_per_second,
-)
+from paro.machine.machine import BandwidthSource, Device, LinkSpeed, Machine, bits_per_second
 from paro.planning.estimator import Estimator
 from paro.planning.search_space import PlanRequest, SearchSpace
 from paro.planning.step_costs import StepCosts

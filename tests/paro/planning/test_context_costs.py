@@ -163,9 +163,7 @@ def test_turns_that_are_alike_take_as_long_as_one_by_one(
 def test_nothing_is_faster_than_its_bound(name: str, strategy: str) -> None:
     for inter, recompute in ((5, None), (100, "core"), (1000, "blocks")):
         given = shared(
-            LAYOUTS[name],
-            machine=machine(inter=inter),
-            recompute=RECOMPUTES[recompute or ""],
+            LAYOUTS[name], machine=machine(inter=inter), recompute=RECOMPUTES[recompute or ""]
         )
         step = costs(given, strategy)
         assert simulate(step).seconds >= step.least_seconds() * (1 - 1e-9)

@@ -239,9 +239,7 @@ OF_SHARED_SAMPLES = {
 
 
 @pytest.mark.parametrize("name", OF_SHARED_SAMPLES)
-def test_prediction_holds_for_shared_samples(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_prediction_holds_for_shared_samples(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert_predicted(monkeypatch, OF_SHARED_SAMPLES[name])
 
 
@@ -266,8 +264,7 @@ LONG = LlamaConfig(
     ids=["predicted", "measured"],
 )
 @pytest.mark.parametrize(
-    ("layout", "most"),
-    [(ContextLayout(size=4), 0.30), (ContextLayout(size=4, heads=4), 0.35)],
+    ("layout", "most"), [(ContextLayout(size=4), 0.30), (ContextLayout(size=4, heads=4), 0.35)]
 )
 def test_the_activations_of_a_sample_on_4_ranks_are_those_of_one_divided(
     monkeypatch: pytest.MonkeyPatch,
@@ -335,9 +332,7 @@ def allocate_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", IN_FP8)
-def test_prediction_holds_in_fp8(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_prediction_holds_in_fp8(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     allocate_as_gpus(monkeypatch)
     monkeypatch.setattr("model.config.LOSS_CHUNK_TOKENS", 64)
     monkeypatch.setattr("model.config._FUSED_LOSS_BYTES", 128 * 2 * LOGITS.vocab_size)

@@ -16,11 +16,7 @@ from paro.planning.description import bits_text, describe
 from paro.planning.estimator import Estimate, Estimator
 from paro.planning.planner import MEMORY_TIE, RESOLUTION, TIE, best_first, plan
 from paro.planning.remedies import fewest_ranks, why_nothing_fits
-from paro.planning.search_space import (
-    SearchSpace,
-    all_candidates,
-    legal_strategies,
-)
+from paro.planning.search_space import SearchSpace, all_candidates, legal_strategies
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import Materialize
 from tests.helpers.refusals import refused
@@ -230,14 +226,6 @@ def test_what_would_do_does(changes: dict[str, Any], given: dict[str, Any], told
     limit = (as_given[0].least.memory_bytes + as_given[1].least.memory_bytes) // 2
     short = replace(before, memory_bytes=limit)
     assert told in why_nothing_fits(short, as_given[0]).split("; or ")
-
-
-def test_letters_in_groups_of_another_size_are_told() -> None:
-    given = plan_request()
-    found = {s.strategy.degrees: s.describe() for s in all_candidates(given, FEW)}
-    assert found[16, 16, 32].startswith("16,16,32 (IIG in groups of 16), ")
-    assert found[8, 8, 32].startswith("IIG, ")
-    assert found[4, 8, 32].startswith("4,8,32, ")
 
 
 def test_groups_of_a_run_and_of_its_machine_both_nest() -> None:

@@ -115,23 +115,6 @@ def test_where_ranks_send_different_amounts_it_says_rank_0s_and_the_mean(
     assert bool(re.search(f"rank 0.*{texts[1]}", then)) is differ
 
 
-@pytest.mark.parametrize(
-    ("warmup", "samples"),
-    [
-        ("--lr-warmup-iters 3", "first 192 samples"),
-        ("--paro-inter-bits-warmup-iters 2", "first 128 samples"),
-        ("--lr-warmup-iters 3 --paro-inter-bits-warmup-iters 0", None),
-    ],
-)
-def test_it_says_in_how_many_samples_nothing_is_sent_as_codes(
-    warmup: str, samples: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = f"{MOCK} --paro-strategy NIG --bf16 --paro-inter-grad-bits 4 --global-batch-size 64"
-    told = printed(f"{words} {warmup} --dry-run --world-size 8 --ranks-per-node 4", capsys)
-    assert ("without codes" in told) is (samples is not None)
-    assert (samples or "> sent by") in told
-
-
 @pytest.mark.parametrize("letters", legal_letters())
 @pytest.mark.parametrize(("world_size", "group_size"), [(32, 8), (6, 3), (4, 4)])
 @pytest.mark.parametrize("frozen", [0, 15])

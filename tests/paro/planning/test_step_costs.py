@@ -8,12 +8,9 @@ from itertools import product
 
 import pytest
 
-from model.config import LLAMA_PRESETS
 from model.trainable import Trainable
-from paro.config.sharding import units_ahead
 from paro.machine.collective_time import TimedJob
-from paro.machine.files import find_machine
-from paro.machine.machine import GroupSpeed, LaunchOrder
+from paro.machine.machine import GroupSpeed
 from paro.planning.estimator import Estimator
 from paro.planning.planner import plan
 from paro.planning.simulation import Compute, Program, Queue, Queued, Simulation, Wait
@@ -187,33 +184,6 @@ def test_a_collective_waits_for_the_begin_of_all_before_it(in_order: bool, secon
     speed = GroupSpeed(num_groups=1)
     simulation = Simulation([(speed, program()) for _ in range(2)], launches_in_order=in_order)
     assert simulation.run() == pytest.approx(seconds)
-
-
-def step_seconds(
-    name: str, order: LaunchOrder, ahead: int | None, way: Materialize, nodes: int
-) -> float:
-    given = replace(find_machine(name), launch_order=order)
-    case = plan_request(
-        replace(LLAMA_PRESETS["65B"], num_layers=16),
-        machine=given.for_world(8 * nodes, subject=""),
-        global_batch_size=2 * 8 * nodes * 2,
-        updated_ahead=ahead,
-        materialize=way,
-    )
-    return simulate(costs(case)).seconds
-
-
-@pytest.mark.parametrize("way", [Materialize.GATHER, Materialize.ROTATE])
-@pytest.mark.parametrize("machine", ["dgx-h100", "dgx-a100-roce100"])
-def test_nccls_default_hides_updates_in_either_order(machine: str, way: Materialize) -> None:
-    ahead = units_ahead(None, 1, by_nccl=True)
-    free, implicit = (
-        [step_seconds(machine, order, k, way, 4) for k in (None, ahead)]
-        for order in ("free", "implicit")
-    )
-    assert implicit[0] > 1.01 * free[0], "at once, all updates come before the first gather"
-    assert implicit[1] < implicit[0]
-    assert free[1] < 1.01 * free[0]
 
 
 def test_a_part_costs_what_its_slices_do() -> None:

@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 
-from paro.schedule.lr_schedule import (
-    DECAY_STYLES,
-    WSD_DECAY_STYLES,
-    ScheduleConfig,
-)
+from paro.schedule.lr_schedule import DECAY_STYLES, WSD_DECAY_STYLES, ScheduleConfig
 from tests.helpers.refusals import refused
 
 # 100 samples of warm-up, decay from there to sample 1100 (1000 samples), lr 1.0 down to 0.1.

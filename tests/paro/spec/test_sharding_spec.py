@@ -1,21 +1,23 @@
-"""A rank does what its sharding specs say, and the planner counts the same: planted changes."""
+"""A rank does what its sharding specs say, as the planner counts; tokens of a shared sample."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
 import pytest
 
-from model.config import LlamaConfig, LoraConfig, is_adapter
+from model.config import LLAMA_PRESETS, LlamaConfig, LoraConfig, is_adapter
 from paro.collectives.schedule import Op
 from paro.planning.run_memory import RunMemory
 from paro.planning.sending import traffic_of
 from paro.precision import PrecisionConfig
 from paro.spec import muon_rounds, sharding_spec
+from paro.spec.context_layout import ContextLayout, ContextLimits, num_head_chunks
 from paro.spec.run_spec import Materialize
 from paro.spec.sharding_spec import Collective, ShardingSpec, specs_of, state_bytes
 from paro.step.actions import Verb
@@ -205,67 +207,34 @@ def constant(name: str, value: object) -> Patch:
 
 MUTATIONS: dict[str, tuple[str, Patch]] = {
     "a gather leaves axes out": ("all sharded", sends(Verb.GATHER, span=outermost)),
-    "a gather is of half the buffer": ("all sharded", sends(Verb.GATHER, numel=lambda n: n // 2)),
     "gradients are reduced in fp32": ("all sharded", sends(Verb.REDUCE, dtype=lambda _: "fp32")),
-    "a reduction leaves axes out": ("all sharded", sends(Verb.REDUCE, span=outermost)),
-    "gradients are summed over no replicas": (
-        "replicas",
-        sends(Verb.GRAD_SYNC, span=lambda _: ()),
-    ),
-    "replicas get shards of the sum": (
-        "replicas",
-        sends(Verb.GRAD_SYNC, op=lambda _: Op.REDUCE_SCATTER),
-    ),
-    "gradients wait on the streams of gathers": (
+    "no sum over replicas": ("replicas", sends(Verb.GRAD_SYNC, span=lambda _: ())),
+    "gradients on streams of gathers": (
         "replicas",
         sends(Verb.GRAD_SYNC, stream_kind=lambda _: StreamKind.GATHER),
     ),
     "parameters are held in fp32": ("replicas", has("param_dtype", lambda *_: "fp32")),
-    "gradients have twice the shard": ("replicas", has("grad_numel", twice)),
     "parameters have twice the shard": ("all sharded", has("param_numel", twice)),
     "optimizer states have more elements": ("replicas", keeps_more),
     "frozen parameters are held in fp32": ("adapters", has("param_dtype", lambda *_: "fp32")),
     "blocks of updates are shorter": ("codes", constant("UPDATE_BLOCK", 256)),
-    "blocks of gradients are longer": ("codes", constant("GRADIENT_BLOCK", 256)),
     "errors have twice the room": ("codes", has("grad_error_bytes", twice)),
     "codes are sent in every step": ("codes", has("exact", lambda spec, _: spec)),
-    "updates are sent exactly": ("codes", has("update_format", lambda *_: None)),
     "gradients are sent exactly": ("codes", has("grad_format", lambda *_: None)),
-    "codes of updates are gathered along no axis": (
+    "updates gathered along no axis": (
         "codes",
         sends(Verb.PARAM_ALL_GATHER, coded=True, span=lambda _: ()),
     ),
-    "codes of gradients are twice as long": (
-        "codes",
-        sends(Verb.GRAD_SYNC, coded=True, numel=lambda n: 2 * n),
-    ),
-    "codes of gradients are gathered": (
+    "coded gradients gathered": (
         "codes",
         sends(Verb.GRAD_SYNC, coded=True, op=lambda _: Op.ALL_GATHER),
     ),
-    "updated parameters are gathered in fp32": (
-        "Muon",
-        sends(Verb.PARAM_ALL_GATHER, dtype=lambda _: "fp32"),
-    ),
-    "parameters are gathered in fp32": (
-        "all sharded",
-        sends(Verb.GATHER, dtype=lambda _: "fp32"),
-    ),
-    "slices of weights rotate in fp32": (
-        "rotation",
-        sends(Verb.GATHER, dtype=lambda _: "fp32"),
-    ),
-    "slices of weights rotate over twice the ranks": (
-        "rotation",
-        sends(Verb.GATHER, span=lambda span: tuple(replace(a, outer=2 * a.outer) for a in span)),
-    ),
+    "updates gathered in fp32": ("Muon", sends(Verb.PARAM_ALL_GATHER, dtype=lambda _: "fp32")),
+    "gathers in fp32": ("all sharded", sends(Verb.GATHER, dtype=lambda _: "fp32")),
+    "slices rotate in fp32": ("rotation", sends(Verb.GATHER, dtype=lambda _: "fp32")),
     "buckets have twice as many units": ("Muon", in_pairs),
     "buckets are counted as one unit": ("Muon", sends(Verb.GRAD_SYNC, numel=lambda n: n // 2)),
-    "gradients of slices rotate in fp32": ("rotation", sends(Verb.REDUCE, dtype=lambda _: "fp32")),
-    "norms are sharded as weights are": (
-        "rotation",
-        constant("replicated", lambda strategy: strategy),
-    ),
+    "norms sharded as weights": ("rotation", constant("replicated", lambda strategy: strategy)),
 }
 
 
@@ -297,3 +266,66 @@ def test_the_master_is_stored_unless_it_is_the_parameter_shard() -> None:
         placed = on_ranks(letters, world_size=4, group_size=2)
         states = state_bytes(specs_of(one_unit(400), *placed, precision))
         assert states.optim == of_element * 100
+
+
+LAYOUTS = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (4, 2), (4, 4), (6, 3), (6, 2), (8, 4), (8, 1)]
+
+
+@pytest.mark.parametrize(("size", "heads"), LAYOUTS)
+def test_the_ranks_that_share_a_sample_have_equal_parts_that_make_up_the_whole(
+    size: int, heads: int
+) -> None:
+    layout, length = ContextLayout(size=size, heads=heads), 2 * size * 3
+    parts = [[*chain(*layout.ranges(rank, length))] for rank in range(size)]
+    assert {len(part) for part in parts} == {length // size}
+    assert sorted(chain(*parts)) == list(range(length))
+    assert layout.ranges(size + 1, length) == layout.ranges(1 % size, length)
+    if heads == size:  # without a ring in order
+        assert [*chain(*parts)] == list(range(length))
+
+
+@pytest.mark.parametrize(("size", "heads"), LAYOUTS)
+def test_every_place_of_the_ring_owns_as_much_causal_attention(size: int, heads: int) -> None:
+    layout, length = ContextLayout(size=size, heads=heads), 2 * size * 2
+    pairs = [0] * layout.ring
+    for rank in range(size):
+        for position in chain(*layout.ranges(rank, length)):
+            pairs[rank // heads] += position + 1
+    assert len(set(pairs)) == 1
+
+
+def test_the_ranks_of_a_place_have_its_two_chunks_in_order() -> None:
+    layout = ContextLayout(size=6, heads=3)  # the second of three ranks has the border
+    parts = [layout.ranges(rank, 24) for rank in range(6)]
+    assert parts[:3] == [(range(4),), (range(4, 6), range(18, 20)), (range(20, 24),)]
+    assert [*chain(*chain(*parts[3:]))] == list(range(6, 18))
+
+
+MODEL = replace(LLAMA_PRESETS["7B"], hidden_size=96, num_attention_heads=12, num_query_groups=3)
+LIMITS = ContextLimits(model=MODEL, world_size=12, group_size=4, seq_length=24)
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "told"),
+    [
+        (12, 3, "3 ranks and groups of 4"),
+        (6, 1, "6 ranks and groups of 4"),
+        (5, 1, "does not divide the 12 ranks"),
+        (4, 2, "3 heads of keys and values"),
+        (12, 1, None),
+    ],
+)
+def test_what_does_not_fit_is_told(size: int, heads: int, told: str | None) -> None:
+    found = LIMITS.misfit(ContextLayout(size=size, heads=heads))
+    assert found == told or (found is not None and told is not None and told in found)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "num_ranks", "num_chunks"),
+    [(32, 32, 8, 4), (32, 8, 8, 4), (32, 16, 8, 2), (24, 24, 8, 1), (12, 6, 2, 1), (8, 8, 8, 1)],
+)
+def test_head_chunks_have_whole_groups_of_queries(
+    num_heads: int, num_kv_heads: int, num_ranks: int, num_chunks: int
+) -> None:
+    layout = ContextLayout(size=num_ranks, heads=num_ranks)
+    assert num_head_chunks(num_heads, num_kv_heads, layout) == num_chunks

@@ -51,20 +51,6 @@ def test_all_contenders_start_from_the_same_loss() -> None:
     assert len(re.findall(r"^round +\d, seconds: ", told, re.MULTILINE)) == 2
 
 
-def test_accumulated_micro_batches_are_one_step() -> None:
-    """The mean loss of equal micro-batches is that of one; tokens, and the peak's share, count."""
-    more = ["--contenders", "ours,trainer", "--num-micro-batches", "3", "--peak-tflops", "0.5"]
-    ours, trainer = measured(main, *TINY, *more)[1]["rows"]
-    assert ours["first_loss"] == pytest.approx(math.log(VOCAB_SIZE), rel=0.05)
-    assert_near([trainer["first_loss"]], [ours["first_loss"]], 1e-6, "first loss")
-    for row in (ours, trainer):
-        assert row["tokens_per_second"] == pytest.approx(3 * 2 * 8 / (sum(row["seconds"]) / 2))
-        assert row["mfu"] == pytest.approx(row["tflops"] / 0.5)
-        # Half of attention's products, 2 layers * 12 * 8 * 16 a token, are not counted.
-        of_token = row["tflops"] * 1e12 / row["tokens_per_second"]
-        assert row["mfu_causal"] / row["mfu"] == pytest.approx(1 - 2 * 6 * 8 * 16 / of_token)
-
-
 @pytest.mark.parametrize("name", ["ours", "trainer", "transformers", "transformers-fused"])
 def test_all_contenders_clip(name: str) -> None:
     """A norm far below AdamW's epsilon leaves nothing of an update but weight decay."""

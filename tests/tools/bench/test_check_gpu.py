@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import tarfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,8 +16,7 @@ from tools.bench.check_gpu import PARTS, Found, check_machine, make_parser, part
 from tools.bench.gpu_check import running, suites
 from tools.bench.gpu_check.measures import memory_failure
 from tools.bench.gpu_check.page import ARCHIVE, PAGE, RESULTS, read_results, write_results
-from tools.bench.gpu_check.quick import COMMAND_SECONDS, QUICK, course, stages_of
-from tools.bench.gpu_check.running import GRACE_SECONDS, Ended, Outcome, Runner
+from tools.bench.gpu_check.running import Ended, Outcome, Runner
 
 
 def runner(folder: Path, *, rehearse: bool = False, seconds: float = 60.0) -> Runner:
@@ -181,18 +178,6 @@ def test_a_command_over_its_limit_is_ended_with_its_children(
     assert not (tmp_path / "logs" / "next.log").exists()
 
 
-def course_of(number: int, now: float, are_ended: Sequence[bool]) -> tuple[int, float]:
-    """How many stages of a command begin, and when it ends: each at once or when it is killed."""
-    reached, clock = 0, [now]
-    stages = course(stages_of(number, {}, {}), lambda: COMMAND_SECONDS - clock[0])
-    for (stage, seconds), is_ended in zip(stages, are_ended, strict=False):
-        if seconds is not None:
-            assert 0 < seconds < stage.seconds
-            reached += 1
-            clock[0] += seconds + 2 * GRACE_SECONDS if is_ended else 1.0
-    return reached, clock[0]
-
-
 @pytest.mark.verify
 @pytest.mark.process
 def test_a_suite_over_its_limit_says_what_has_passed(tmp_path: Path) -> None:
@@ -205,18 +190,6 @@ def test_a_suite_over_its_limit_says_what_has_passed(tmp_path: Path) -> None:
     assert not found.passed
     assert found.figures["passed"] == 1  # and not the one that was stopped
     assert "the part's time was over" in found.lines[-1]
-
-
-@pytest.mark.parametrize("number", QUICK)
-def test_no_course_takes_longer_than_its_command(number: int) -> None:
-    """Whatever fails at once, or is asked to stop at its limit, and killed."""
-    num_stages = len(stages_of(number, {}, {}))
-    for at_start, are_ended in product((0.0, 60.0), product((False, True), repeat=num_stages)):
-        reached, end = course_of(number, at_start, are_ended)
-        assert end < COMMAND_SECONDS
-        assert reached == num_stages or any(are_ended)
-        assert reached == num_stages or at_start or number == 2
-    assert course_of(number, COMMAND_SECONDS - 20, [True] * num_stages)[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,26 +130,6 @@ def test_mistakes() -> None:
     refused(lambda: one_rank.main([*base, "nowhere.json"]), "nowhere.json", "dgx-h100")
     refused(lambda: one_rank.main([*base, "dgx-h100", "--contenders", "ddq"]), "ddq", "fsdp2")
     refused(lambda: one_rank.main(["--ranks", "1", "--machine", "dgx-h100"]), "--ranks 1")
-
-
-_COMPILE = """
-import torch
-from tests.helpers.triton_kernels import compiled
-from tools.bench.link_model import kernels
-for dtype, scale in ((torch.bfloat16, 8), (torch.int64, 1), (torch.uint8, 1)):
-    data, clock = torch.empty(8, dtype=dtype), torch.empty(1, dtype=torch.int64)
-    numbers = [2**33, 8, 8, scale, 2**33, 2**33]
-    blocks = {"SCALES": scale != 1, "BLOCK": 8192}
-    ptx = compiled(kernels._carry, data, data, data, clock, clock, *numbers, **blocks)
-    assert "%globaltimer" in ptx
-"""
-
-
-@pytest.mark.verify
-@pytest.mark.process
-def test_the_kernel_compiles_for_gpus() -> None:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, "-c", _COMPILE], env=env, check=True)
 
 
 @pytest.mark.process

@@ -14,12 +14,7 @@ from torch import nn
 
 from paro.errors import UserError
 from tests.helpers.refusals import refused
-from tools.bench.peers.figures import (
-    DisagreementError,
-    TimedRun,
-    check_agreement,
-    compare,
-)
+from tools.bench.peers.figures import DisagreementError, TimedRun, check_agreement, compare
 from tools.bench.peers.replicated import MASTERS_AT_ONCE, MasterAdamW
 from tools.bench.peers.run import in_own_process
 from tools.bench.peers.task import state_bytes
