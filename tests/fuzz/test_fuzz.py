@@ -62,7 +62,7 @@ READERS = {
     "paro.training.groups_alone": "records",
     "paro.training.resume": "records",
     "tools.bench.gpu_check.page": "tests/tools/bench/test_check_gpu.py",
-    "tools.bench.shared.trainings": "tests/tools/bench/shared/test_trainings.py",
+    "tools.bench.shared.trainings": "tests/tools/bench/test_studies.py",
     "tools.cluster.state": "tests/tools/test_emulated_cluster.py",
     "tools.draw_profile": "trace",
     "tools.profiles.device": "tests/tools/test_draw_profile.py",
