@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from tests.helpers.refusals import refused
-from tests.tools.bench.test_bench_model import TINY
+from tests.tools.bench.test_benchmarks import SIZES
 from tests.tools.planning.test_request import FLAGS, MODEL
 from tests.tools.test_plan import CASE
 from tools import bench_checkpoint, gather_text, inspect_dataset, plan
@@ -93,7 +93,7 @@ MISTAKES: dict[tuple[ModuleType, str], dict[str, str]] = {
         "--steps 0": "--steps 0 must be at least 1",
     },
     (bench_loader, "--folder x"): {"--samples 3": "--samples"},
-    (bench_model, " ".join(TINY)): {
+    (bench_model, " ".join(SIZES)): {
         "--contenders ours,what": "--contenders ... ours, ... not what",
         "--num-attention-heads 3": "--hidden-size 16 ... --num-attention-heads 3",
         "--rounds 0": "--rounds 0 must be at least 1",
