@@ -66,15 +66,6 @@ def test_a_step_is_computing_waits_and_the_rest(tmp_path: Path) -> None:
     assert rank["lane_seconds"] == pytest.approx({"gather 0 intra": 0.028, "reduce 1 inter": 0.04})
 
 
-def test_ranks_are_drawn_below_each_other(tmp_path: Path) -> None:
-    traces = [write_trace(tmp_path / f"{rank}.json", rank=rank) for rank in (1, 0)]
-    picture = tmp_path / "steps.svg"
-    main([*map(str, traces), "--plot", str(picture), "--title", "two ranks"])
-    drawn = picture.read_text()
-    assert "rank 0: compute" in drawn
-    assert "rank 1: reduce 1 inter" in drawn
-
-
 def drawn_of(*argv: object) -> Callable[[], int]:
     return lambda: main([*map(str, argv)])
 
