@@ -81,6 +81,31 @@ def add_model_args(parser: ArgumentParser) -> None:
         "has ids; --make-vocab-size-divisible-by does not count then")
 
 
+def _add_check_args(group: _ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--check-for-nan-in-loss-and-grad", action="store_true",
+        help="stop at the first loss or gradient that is not finite, fp16 overflows apart, and "
+        "name the ranks; without it such a step is skipped on all ranks")
+    add("--check-weight-hash-across-dp-replicas-interval", type=int, metavar="N",
+        help="every N iterations compare what several ranks hold, parameters and optimizer states, "
+        "by a hash, and stop with status 1 where they differ; default: never")
+    add("--check-for-spiky-loss", action="store_true",
+        help="skip a step whose loss is 6 standard deviations and a tenth above the mean of the "
+        "last 50 or so, from iteration 100 on")
+    add("--check-for-large-grads", action="store_true",
+        help="skip a step whose gradient norm is 10 times the mean of the last 50 or so, from "
+        "iteration 100 on")
+    add("--spike-deviations", type=float, metavar="X",
+        help="have both of these skip what is X standard deviations above its running mean instead")
+    add("--spikes-in-a-row", type=int, default=0, metavar="N",
+        help="train on a spike after N skipped steps in a row; 0: skip every one")
+    add("--iterations-to-skip", type=int, nargs="+", default=(), metavar="N",
+        help="iterations whose samples are read and not trained on")
+    add("--exit-after-skipped-iterations", type=int, default=EXIT_AFTER_SKIPPED, metavar="N",
+        help="stop without saving, with status 1, after N skipped steps in a row, fp16 overflows "
+        "apart; 0: never")
+
+
 def add_training_args(parser: ArgumentParser) -> None:
     group = parser.add_argument_group(
         "training",
@@ -119,21 +144,7 @@ def add_training_args(parser: ArgumentParser) -> None:
         help="end the step, save and leave when any rank gets SIGTERM, SIGINT (Ctrl-C), SIGHUP (a "
         "terminal that is closed; not under nohup) or --exit-signal")
     add("--exit-signal", choices=EXIT_SIGNALS, default="SIGTERM", help="one more such signal")
-    add("--check-for-nan-in-loss-and-grad", action="store_true",
-        help="stop at the first loss or gradient that is not finite, fp16 overflows apart, and "
-        "name the ranks; without it such a step is skipped on all ranks")
-    add("--check-weight-hash-across-dp-replicas-interval", type=int, metavar="N",
-        help="every N iterations compare what several ranks hold, parameters and optimizer states, "
-        "by a hash, and stop with status 1 where they differ; default: never")
-    add("--check-for-spiky-loss", action="store_true",
-        help="skip a step whose loss is 6 standard deviations and a tenth above the mean of the "
-        "last 50 or so, from iteration 100 on")
-    add("--check-for-large-grads", action="store_true",
-        help="skip a step whose gradient norm is 10 times the mean of the last 50 or so, from "
-        "iteration 100 on")
-    add("--exit-after-skipped-iterations", type=int, default=EXIT_AFTER_SKIPPED, metavar="N",
-        help="stop without saving, with status 1, after N skipped steps in a row, fp16 overflows "
-        "apart; 0: never")
+    _add_check_args(group)
     add("--manual-gc", action="store_true",
         help="keep Python's garbage collector from running by itself, at another time on each rank")
     add("--manual-gc-interval", type=int, default=0, metavar="N",

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from paro.errors import check_least
+from paro.errors import UserError, check_least
 
 EXIT_AFTER_SKIPPED = 20  # skipped steps in a row; a lasting spike becomes the mean after 2 or 3
 _MEMORY = 50.0  # length of the running means, in steps
@@ -28,10 +28,27 @@ class StepChecksConfig:
     check_for_spiky_loss: bool = False
     check_for_large_grads: bool = False
     exit_after_skipped_iterations: int = EXIT_AFTER_SKIPPED  # skipped in a row; 0: never exit
+    # Standard deviations of a spike in loss or norm above the mean; None: the limits above.
+    spike_deviations: float | None = None
+    spikes_in_a_row: int = 0  # skipped steps after which a spike is trained on; 0: no limit
+    iterations_to_skip: tuple[int, ...] = ()  # iterations whose samples are read and not used
 
     def __post_init__(self) -> None:
         limit = self.exit_after_skipped_iterations
         check_least(0, "never exits", exit_after_skipped_iterations=limit)
+        check_least(0, "sets no limit", spikes_in_a_row=self.spikes_in_a_row)
+        check_least(1, iterations_to_skip=min(self.iterations_to_skip, default=None))
+        if self.spike_deviations is not None and not self.spike_deviations > 0.0:
+            raise UserError(f"--spike-deviations {self.spike_deviations} must be positive")
+        if not (self.check_for_spiky_loss or self.check_for_large_grads):
+            for flag, is_given in (
+                ("--spike-deviations", self.spike_deviations is not None),
+                ("--spikes-in-a-row", self.spikes_in_a_row),
+            ):
+                if is_given:
+                    raise UserError(
+                        f"{flag} needs --check-for-spiky-loss or --check-for-large-grads"
+                    )
 
 
 class Verdict(Enum):
@@ -43,6 +60,7 @@ class Verdict(Enum):
     SPIKY_LOSS = "spiky loss"
     LARGE_GRADS = "large gradients"
     NO_TOKENS = "no answered token"
+    ASKED = "--iterations-to-skip has it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +71,7 @@ class Expectation:
     loss: float = 0.0
     loss_variance: float = 0.0
     grad_norm: float = 0.0
+    grad_norm_variance: float = 0.0
     skipped_in_a_row: int = 0  # skipped steps since the last update, without fp16 overflows
 
 
@@ -72,31 +91,48 @@ def judge(
         return Verdict.OVERFLOW if scale_can_fall and math.isfinite(loss) else Verdict.NOT_FINITE
     if expected.num_steps < _WARMUP_STEPS:
         return Verdict.FINE
-    rise = max(_DEVIATIONS * math.sqrt(expected.loss_variance), _LEAST_RISE * expected.loss)
-    if config.check_for_spiky_loss and loss > expected.loss + rise:
+    if config.spikes_in_a_row and expected.skipped_in_a_row >= config.spikes_in_a_row:
+        return Verdict.FINE
+    if config.check_for_spiky_loss and loss > most_loss(config, expected):
         return Verdict.SPIKY_LOSS
-    if config.check_for_large_grads and grad_norm > _LARGE_NORM * expected.grad_norm:
+    if config.check_for_large_grads and grad_norm > most_grad_norm(config, expected):
         return Verdict.LARGE_GRADS
     return Verdict.FINE
+
+
+def most_loss(config: StepChecksConfig, expected: Expectation) -> float:
+    """Return the loss above which a step is skipped under --check-for-spiky-loss."""
+    deviation = math.sqrt(expected.loss_variance)
+    if config.spike_deviations is not None:
+        return expected.loss + config.spike_deviations * deviation
+    return expected.loss + max(_DEVIATIONS * deviation, _LEAST_RISE * expected.loss)
+
+
+def most_grad_norm(config: StepChecksConfig, expected: Expectation) -> float:
+    """Return the gradient norm above which a step is skipped under --check-for-large-grads."""
+    if config.spike_deviations is None:
+        return _LARGE_NORM * expected.grad_norm
+    return expected.grad_norm + config.spike_deviations * math.sqrt(expected.grad_norm_variance)
 
 
 def expect_after(
     expected: Expectation, verdict: Verdict, *, loss: float, grad_norm: float
 ) -> Expectation:
     """Return the running statistics after a step with this verdict."""
-    if verdict is Verdict.OVERFLOW:
+    if verdict in (Verdict.OVERFLOW, Verdict.ASKED):
         return expected
     in_a_row = 0 if verdict is Verdict.FINE else expected.skipped_in_a_row + 1
     if verdict in (Verdict.NOT_FINITE, Verdict.NO_TOKENS):
         return replace(expected, skipped_in_a_row=in_a_row)
     num_steps = expected.num_steps + 1
     part = 1.0 / min(num_steps, _MEMORY)  # a plain mean over the first steps
-    away = loss - expected.loss
+    away, norm_away = loss - expected.loss, grad_norm - expected.grad_norm
     return Expectation(
         num_steps=num_steps,
         loss=expected.loss + part * away,
-        loss_variance=(1.0 - part) * (expected.loss_variance + part * away * away),
-        grad_norm=expected.grad_norm + part * (grad_norm - expected.grad_norm),
+        loss_variance=(1.0 - part) * (expected.loss_variance + part * away**2),
+        grad_norm=expected.grad_norm + part * norm_away,
+        grad_norm_variance=(1.0 - part) * (expected.grad_norm_variance + part * norm_away**2),
         skipped_in_a_row=in_a_row,
     )
 

@@ -16,7 +16,15 @@ from paro.report.memory import allocator_bytes
 from paro.report.record import IterationRecord, RankTimes, Validation
 from paro.report.report import Report
 from paro.report.watchdog import Observer
-from paro.schedule.step_checks import Expectation, Verdict, reason_to_stop
+from paro.schedule.step_checks import (
+    Expectation,
+    StepChecksConfig,
+    Verdict,
+    most_grad_norm,
+    most_loss,
+    reason_to_stop,
+)
+from paro.training.evaluation import evaluate
 from paro.training.exit_signal import ExitSignal
 from paro.training.groups_alone import GroupsAlone
 from paro.training.in_memory import InMemoryCheckpointer
@@ -27,7 +35,6 @@ from paro.training.step import (
     StepResult,
     Training,
     TrainState,
-    evaluate,
     last_iteration,
     train_step,
 )
@@ -140,7 +147,7 @@ class Loop:
     def _iteration(self) -> StepResult:
         self._begin("training")
         training, state = self.training, self.state
-        scale = state.loss_scale.scale
+        scale, expected = state.loss_scale.scale, state.expected
         batch_size = training.batches.batch_size_at(state.consumed_train_samples)
         begin = time.perf_counter()
         result = train_step(
@@ -165,7 +172,7 @@ class Loop:
             loss_scale=scale,
             iteration_time_ms=seconds * 1000.0,
             skipped=result.skipped,
-            has_tokens=result.verdict is not Verdict.NO_TOKENS,
+            has_tokens=result.verdict not in (Verdict.NO_TOKENS, Verdict.ASKED),
             intra_bytes=result.sent.intra,
             inter_bytes=result.sent.inter,
             num_zeros=result.num_zeros,
@@ -180,8 +187,10 @@ class Loop:
             self.report.interrupted()
         for each in self._groups.records(record, due=due):
             self.report.iteration(each)
-        if result.verdict in (Verdict.SPIKY_LOSS, Verdict.LARGE_GRADS, Verdict.NO_TOKENS):
-            self.report.log.log_last(_skipped_line(record, result, state.expected))
+        if result.skipped and result.verdict not in (Verdict.OVERFLOW, Verdict.NOT_FINITE):
+            self.report.log.log_last(
+                _skipped_line(record, result.verdict, expected, training.checks)
+            )
         if (left_out := self._groups.left_out_line(state.iteration)) is not None:
             self.report.log.log_last(left_out)
         if due:
@@ -328,12 +337,17 @@ class Loop:
         return None
 
 
-def _skipped_line(record: IterationRecord, result: StepResult, expected: Expectation) -> str:
-    line = f" iteration {record.iteration} is skipped: {result.verdict.value} |"
-    if not record.has_tokens:
-        return line
-    return (
-        f"{line} "
-        f"lm loss: {record.lm_loss:.6E}, usual {expected.loss:.6E} | "
-        f"grad norm: {record.grad_norm:.3f}, usual {expected.grad_norm:.3f} |"
-    )
+def _skipped_line(
+    record: IterationRecord, verdict: Verdict, expected: Expectation, checks: StepChecksConfig
+) -> str:
+    """Say why a step is skipped, of which samples; `expected` is from the steps before it."""
+    first, last = record.consumed_samples - record.global_batch_size + 1, record.consumed_samples
+    line = f" iteration {record.iteration} is skipped: {verdict.value} |"
+    if verdict in (Verdict.SPIKY_LOSS, Verdict.LARGE_GRADS):
+        line += (
+            f" lm loss: {record.lm_loss:.6E}, usual {expected.loss:.6E}, "
+            f"at most {most_loss(checks, expected):.6E} | "
+            f"grad norm: {record.grad_norm:.3f}, usual {expected.grad_norm:.3f}, "
+            f"at most {most_grad_norm(checks, expected):.3f} |"
+        )
+    return f"{line} samples: {first} to {last} |"

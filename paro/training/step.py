@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,13 +157,14 @@ def train_step(
     agree to exit without another collective.
     """
     num_micro_batches = training.batches.num_micro_batches_at(state.consumed_train_samples)
-    batch_size = training.batches.batch_size_at(state.consumed_train_samples)
+    if state.iteration + 1 in training.checks.iterations_to_skip:
+        return _pass_over(training, state, micro_batches, num_micro_batches, reasons)
     per_token, scale = training.config.calculate_per_token_loss, state.loss_scale.scale
     control = training.control_of_step(state.iteration)
     world, alone = control.world, control is not training.control
     num_parts = num_micro_batches * world.size // training.num_sharing
     weigh = TokenWeights(num_parts, training.num_sharing, scale=scale, per_token=per_token)
-    timed = _TimedBatches(micro_batches, training.device, training.timers)
+    timed = TimedBatches(micro_batches, training.device, training.timers)
     if state.iteration % FORGOTTEN_AFTER == 0:
         training.model.forget_grad_errors()
     warms_up = state.scheduled_samples < samples_in_full_precision(training)
@@ -179,17 +180,8 @@ def train_step(
         _update(training, state, grad_norm=grad_norm, unscale=unscale)
     else:  # drop the errors of quantized gradients that were not applied, maybe not even finite
         training.model.forget_grad_errors()
-    if verdict is Verdict.FINE or alone:  # alone every step counts: one learning rate for all
-        state.scheduled_samples += batch_size
-    state.iteration += 1
-    training.optimizer.end_step(state.iteration, training.control)
-    _empty_cache(training, from_level=2)
-    state.consumed_train_samples += batch_size
-    state.expected = expect_after(state.expected, verdict, loss=loss, grad_norm=grad_norm)
+    _advance(training, state, verdict, loss=loss, grad_norm=grad_norm)
     nonfinite = verdict in (Verdict.OVERFLOW, Verdict.NOT_FINITE)
-    state.loss_scale = update_loss_scale(
-        training.loss_scale, state.loss_scale, found_nonfinite=nonfinite
-    )
     has_zeros = "num_zeros" in sums and not (nonfinite or verdict is Verdict.NO_TOKENS)
     return StepResult(
         loss=loss,
@@ -204,6 +196,50 @@ def train_step(
         exposed=exposed,
         own=own,
     )
+
+
+def _pass_over(
+    training: Training,
+    state: TrainState,
+    micro_batches: Iterator[Batch],
+    num_micro_batches: int,
+    reasons: Callable[[], Reasons],
+) -> StepResult:
+    """Read the samples of a step and use them for nothing, as --iterations-to-skip asks."""
+    for _ in range(num_micro_batches):
+        next(micro_batches)
+    control, mine = training.control_of_step(state.iteration), reasons()._asdict()
+    sums = control.sum([float(each) for each in mine.values()])
+    _advance(training, state, Verdict.ASKED, loss=math.nan, grad_norm=math.nan)
+    return StepResult(
+        loss=math.nan,
+        grad_norm=math.nan,
+        verdict=Verdict.ASKED,
+        sent=training.traffic.take(),
+        reasons=Reasons.summed(dict(zip(mine, sums, strict=True))),
+        exposed=training.exposure.take(),
+    )
+
+
+def _advance(
+    training: Training, state: TrainState, verdict: Verdict, *, loss: float, grad_norm: float
+) -> None:
+    """Count a step with this verdict, and begin and end the outer rounds that are due after it."""
+    batch_size = training.batches.batch_size_at(state.consumed_train_samples)
+    alone = training.control_of_step(state.iteration) is not training.control
+    # Alone every step counts: groups have one learning rate.
+    if verdict is Verdict.FINE or (alone and verdict is not Verdict.ASKED):
+        state.scheduled_samples += batch_size
+    state.iteration += 1
+    training.optimizer.end_step(state.iteration, training.control)
+    _empty_cache(training, from_level=2)
+    state.consumed_train_samples += batch_size
+    state.expected = expect_after(state.expected, verdict, loss=loss, grad_norm=grad_norm)
+    if verdict is not Verdict.ASKED:
+        nonfinite = verdict in (Verdict.OVERFLOW, Verdict.NOT_FINITE)
+        state.loss_scale = update_loss_scale(
+            training.loss_scale, state.loss_scale, found_nonfinite=nonfinite
+        )
 
 
 def _judge(
@@ -334,7 +370,7 @@ def _params_norm(training: Training, control: Control) -> float:
 
 
 @dataclass(slots=True)
-class _TimedBatches(Iterator[Batch]):
+class TimedBatches(Iterator[Batch]):
     """Micro-batches on the device, with the seconds that the training thread waited for them."""
 
     source: Iterator[Batch]
@@ -352,40 +388,3 @@ class _TimedBatches(Iterator[Batch]):
             raise UserError(*error.args, on_this_rank=True) from error
         self.seconds += time.perf_counter() - begin
         return batch.to(self.device, non_blocking=True)
-
-
-class Evaluation(NamedTuple):
-    """The losses of a model on held-out data."""
-
-    loss: float | None  # mean loss in nats per token; None: every token is masked
-    bits_per_byte: float | None  # loss in bits per byte of text; None: token bytes are unknown
-
-
-def evaluate(
-    training: Training, micro_batches: Iterator[Batch], num_micro_batches: int
-) -> Evaluation:
-    """Compute the mean loss over the unmasked tokens of held-out data.
-
-    All tokens of all ranks have equal weight, also without --calculate-per-token-loss. The bytes
-    that an evaluation sends are not counted.
-    """
-    model, num_sharing = training.model, training.num_sharing
-    model.wait_for_updated_params()
-    own_nats = torch.zeros((), dtype=torch.float64, device=training.device)
-    own_tokens = own_bytes = 0.0
-    batches = _TimedBatches(micro_batches, training.device, Timers())
-    with training.traffic.paused(), training.optimizer.agreed_parameters():
-        for _ in range(num_micro_batches):
-            batch = next(batches)
-            own_nats += model.evaluate(
-                batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS, **batch.documents()
-            )
-            own_tokens += batch.mask_sum / num_sharing
-            own_bytes += batch.text_bytes / num_sharing
-            training.exposure.take()  # waits of an evaluation belong to no step
-    nats, num_tokens, text_bytes = training.control.sum([float(own_nats), own_tokens, own_bytes])
-    training.exposure.take()  # the rest: the GPU has finished by now
-    return Evaluation(
-        loss=nats / num_tokens if num_tokens > 0.0 else None,
-        bits_per_byte=nats / math.log(2.0) / text_bytes if text_bytes > 0.0 else None,
-    )

@@ -200,5 +200,5 @@ ELSEWHERE = {
     "training.saving Saver.settle: self._background.wait()": _THREAD,
     "training.saving Saver.resume_hint: self._background.wait()": _THREAD,
     "training.step Training.close: self.model.wait_for_updated_params()": _CLOSE,
-    "training.step evaluate: model.wait_for_updated_params()": _COUNTS,
+    "training.evaluation evaluate: model.wait_for_updated_params()": _COUNTS,
 }

@@ -67,6 +67,7 @@ RUNS = (
     "--profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2",
     # Continues it with a learning rate at which the loss becomes non-finite.
     f"{TINY} {ROPE} --tokenizer-type NullTokenizer --vocab-size 301 --mock-data "
+    "--check-for-spiky-loss --spike-deviations 9 "
     "--train-iters 9 --lr 1e30 --load saved --override-opt_param-scheduler "
     "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir memory",
     f"{TINY} --tokenizer-type HuggingFaceTokenizer --tokenizer-model files/tokenizer.json "

@@ -24,8 +24,9 @@ from paro.machine.collective_time import choice_of
 from paro.strategy import legal_letters
 from paro.topology import Axes
 from paro.training import assembly
+from paro.training.evaluation import evaluate
 from paro.training.replicas import check_replicas
-from paro.training.step import StepResult, Training, evaluate, train_step
+from paro.training.step import StepResult, Training, train_step
 from tests.helpers import training as training_of_tests
 from tests.helpers.late_streams import LateStreams, poisoned_buffers
 from tests.helpers.ranks import run_ranks

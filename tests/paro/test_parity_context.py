@@ -15,7 +15,8 @@ from paro.planning.run_memory import RunMemory
 from paro.strategy import legal_letters
 from paro.topology import Sent
 from paro.training.assembly import build_data, build_sources
-from paro.training.step import Evaluation, Training, TrainState, evaluate
+from paro.training.evaluation import Evaluation, evaluate
+from paro.training.step import Training, TrainState
 from tests.helpers.comparison import ADAM_EPS, FP32, assert_same
 from tests.helpers.flags import configured
 from tests.helpers.margins import assert_near

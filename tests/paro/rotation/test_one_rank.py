@@ -17,7 +17,7 @@ from paro.distributed.comm_stream import Event, InlineStreams, Job
 from paro.distributed.groups import Links
 from paro.precision import PrecisionConfig
 from paro.spec.run_spec import Materialize
-from paro.training.step import evaluate
+from paro.training.evaluation import evaluate
 from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resharding import Pair, Setting

@@ -73,6 +73,32 @@ def test_leaps_are_seen_where_they_are_asked_for() -> None:
     assert verdict_on(after(99), loss=50.0, grad_norm=50.0) is Verdict.FINE  # too early to judge
 
 
+def test_leaps_are_counted_in_deviations_where_they_are_asked_for() -> None:
+    expected = after(200)
+    close = replace(CHECKS, spike_deviations=3.0)
+    for leap, found in ((2.9, Verdict.FINE), (3.1, Verdict.SPIKY_LOSS)):
+        loss = expected.loss + leap * math.sqrt(expected.loss_variance)
+        assert verdict_on(expected, loss=loss, config=close) is found
+    for leap, found in ((2.9, Verdict.FINE), (3.1, Verdict.LARGE_GRADS)):
+        norm = expected.grad_norm + leap * math.sqrt(expected.grad_norm_variance)
+        assert verdict_on(expected, loss=3.6, grad_norm=norm, config=close) is found
+    assert math.sqrt(expected.grad_norm_variance) == pytest.approx(0.1, rel=0.3)
+    some = replace(CHECKS, spikes_in_a_row=2)
+    for in_a_row, found in ((1, Verdict.SPIKY_LOSS), (2, Verdict.FINE)):
+        now = replace(expected, skipped_in_a_row=in_a_row)
+        assert verdict_on(now, loss=50.0, config=some) is found
+    for wrong, told in (
+        ({"spike_deviations": 0.0}, "--spike-deviations 0.0"),
+        ({"spikes_in_a_row": -1}, "--spikes-in-a-row -1"),
+        (
+            {"check_for_spiky_loss": False, "check_for_large_grads": False},
+            "--spikes-in-a-row needs",
+        ),
+        ({"iterations_to_skip": (3, 0)}, "--iterations-to-skip 0"),
+    ):
+        refused(partial(replace, some, **wrong), told)
+
+
 def test_a_loss_that_stays_high_becomes_the_usual_one() -> None:
     expected, skipped = after(200), 0
     for _ in range(100):

@@ -15,11 +15,12 @@ from paro.config.run import RunConfig
 from paro.report.log import Log
 from paro.spec.states import PARAM
 from paro.training.assembly import build_data, build_sources
+from paro.training.evaluation import evaluate
 from paro.training.groups_alone import GroupsAlone
 from paro.training.reasons import Reasons
 from paro.training.replicas import check_replicas
 from paro.training.resume import load_run
-from paro.training.step import Training, TrainState, evaluate, train_step
+from paro.training.step import Training, TrainState, train_step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import begun, built, save_run, whole_states
 from tests.paro.optim.test_outer import FLAGS, PLAIN, STEPS, States, states_of, train_group

@@ -91,6 +91,27 @@ def test_cached_memory_is_given_back_so_often(level: int, monkeypatch: pytest.Mo
     assert len(calls) == level * NUM_STEPS
 
 
+def test_iterations_to_skip_use_up_their_samples_alone() -> None:
+    flags = f"{FLAGS} --train-iters 4 --fp16 --initial-loss-scale 64 --lr-warmup-iters 3"
+    config, training = built(f"{flags} --iterations-to-skip 2 3")
+    state, source = begun(config, training)
+    steps = [train_step(training, state, source) for _ in range(4)]
+    assert [step.verdict is Verdict.ASKED for step in steps] == [False, True, True, False]
+    assert math.isnan(steps[1].loss)
+
+    config, without = built(flags)
+    expected, source = begun(config, without)
+    train_step(without, expected, source)
+    for _ in range(2 * BATCH_SIZE):
+        next(source)
+    expected.iteration += 2
+    expected.consumed_train_samples += 2 * BATCH_SIZE
+    train_step(without, expected, source)
+    assert state == expected
+    ours, theirs = whole_parameters(training), whole_parameters(without)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_a_skipped_step_counts_no_zeros_and_keeps_the_norm() -> None:
     config, training = built(f"{FLAGS} --fp16 --initial-loss-scale 1e30")
     before = training.optimizer.local_params_square_sum()
