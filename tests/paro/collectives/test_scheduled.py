@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.collectives import schedule
-from paro.collectives.choice import ring_levels
 from paro.collectives.hops import ALGORITHMS
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks
 from paro.collectives.scheduled import Scratch, Transfer
@@ -24,7 +23,7 @@ from paro.collectives.shifts import Ring, Turn
 from paro.distributed.groups import make_groups, make_links
 from paro.distributed.process_group import RuntimeConfig
 from paro.layout import chunk_numel
-from paro.topology import Link, Sent, StreamKind, make_topology, nested_range
+from paro.topology import Sent, StreamKind, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
 from tests.helpers.requests import all_gather, all_reduce, reduce_scatter
 from tests.paro.collectives.test_collectives import make
@@ -174,13 +173,6 @@ def test_a_silent_peer_is_named(name: str) -> None:
     for rank, link in neighbours.items():
         assert f"from rank 3 over {link}-group links failed" in told[rank]
     assert all("failed" in text for text in told)
-
-
-def test_axes_with_one_kind_of_links_share_a_ring() -> None:
-    axes = make_topology(world_size=16, group_size=8, degrees=(2, 4)).axes
-    assert axes[3].link is Link.INTER
-    found = [ring_levels(*of) for of in (("ho-ring", axes), ("ring", axes), ("h-ring", axes[1:2]))]
-    assert found == [(axes[:3], axes[3:]), (axes,), (axes[1:2],)]
 
 
 NUMEL = 1003  # several chunks, the last one shorter

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paro.distributed import process_group
-from paro.distributed.process_group import RuntimeConfig, device_for, distributed
+from paro.distributed.process_group import RuntimeConfig, device_for
 from paro.distributed.world import World, read_world
 from paro.errors import UserError
 from tests.helpers.processes import lives, wait_for
@@ -115,13 +114,6 @@ def test_tasks_of_srun_are_no_worlds_of_their_own(bare: pytest.MonkeyPatch) -> N
     bare.setenv("SLURM_STEP_TASKS_PER_NODE", "1")
     bare.setenv("SLURM_STEP_NUM_TASKS", "1")
     assert read_world() == World()
-
-
-def test_cpu_ranks_keep_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(process_group, "keep_freed_memory", lambda: asked.append(True))
-    with distributed(RuntimeConfig(distributed_backend="gloo"), World()):
-        assert asked == [True]
 
 
 def test_devices() -> None:

@@ -91,13 +91,6 @@ def test_the_first_rank_writes_and_the_last_prints(tmp_path: Path) -> None:
     assert [*logged(path)] == [1]
 
 
-def test_the_start_states_how_numbers_are_counted() -> None:
-    report = make(ReportConfig())
-    told = output_of(lambda: report.start({"precision": "all fp32"}))
-    for part in ("> precision: all fp32\n", "6.0000E+06 ", "5.0000E+06 ", "TFLOP/s, typed in\n"):
-        assert part in told
-
-
 def test_a_speed_beyond_the_peak_is_doubted_once() -> None:
     for flops_per_second, warnings in ((1e6, 1), (1e18, 0)):
         report = make(ReportConfig(log_interval=1))
@@ -105,20 +98,6 @@ def test_a_speed_beyond_the_peak_is_doubted_once() -> None:
             FACTS, peak=Peak(flops_per_second=flops_per_second, source="typed in")
         )
         assert run(report, range(1, 4)).count("WARNING: MFU of ") == warnings
-
-
-def test_a_full_disk_costs_the_metrics_and_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    report = make(ReportConfig(log_interval=1, metrics_file=str(tmp_path / "metrics.jsonl")))
-
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("paro.report.run_files.MetricsFile._append", fail)
-    text = run(report, range(1, 4))
-    assert text.count("--metrics-file is left out from here on") == 1
-    assert text.count("| lm loss: ") == 3
 
 
 def test_an_evaluation_has_megatrons_tags_and_bits_where_they_are_known(
@@ -135,21 +114,6 @@ def test_an_evaluation_has_megatrons_tags_and_bits_where_they_are_known(
         {"lm loss validation": 1.0, "lm loss validation ppl": ppl, "bits per byte validation": 0.5},
         {"lm loss test": 1.0, "lm loss test ppl": ppl},
     ]
-
-
-def test_a_run_that_was_replaced_leaves_the_files_to_its_successor(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    replaced = False
-    config = ReportConfig(log_interval=1, metrics_file=str(path))
-    report = make(config, is_ours=lambda: not replaced)
-    report.iteration(record(1))
-    files = {file: file.read_bytes() for file in tmp_path.iterdir()}
-    replaced = True
-    report.iteration(record(2))
-    report.validation(Validation(2, 16, 1.0, "all"))
-    report.close()
-    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == files
-    assert len(files) == 2
 
 
 PLANNED = PlannedStep(

@@ -7,7 +7,6 @@ from collections.abc import Container, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,8 +17,8 @@ from paro.layout import Unit, UnitLayout
 from paro.planning.search_space import PlanRequest
 from paro.sharding.distributed_model import DistributedModel
 from paro.spec.run_spec import Materialize
-from paro.step.actions import Buckets, Move, StepShape, Verb, number_buffers
-from paro.step.gathering import GatheringPolicy, ParamAllGatherPolicy
+from paro.step.actions import Buckets, Move, Verb, number_buffers
+from paro.step.gathering import ParamAllGatherPolicy
 from paro.step.schedule import StepSchedule
 from tests.helpers.late_streams import LateStreams
 from tests.paro.planning.cases import BF16, ORDERS, costs, machine, order_case, schedule_of
@@ -149,25 +148,6 @@ def test_an_evaluation_gathers_every_unit_once(
     moved = {verb: [n for v, n in record if v is verb] for verb in (Verb.GATHER, Verb.RELEASE)}
     for numbers in moved.values():
         assert sorted(numbers) == ([0, 0, 1, 2, 3, 4] if strategy == "GGG" else [])
-
-
-def test_a_buffer_that_a_live_unit_needs_is_not_released() -> None:
-    """Without the check a tied head would free the embedding that is gathered for it."""
-    shape = StepShape(
-        units=number_buffers(
-            [
-                Unit(name="embedding", trainable=FLAT, backward_needs_weight=False),
-                Unit(name="head", trainable=FLAT, borrows=("embedding",)),
-            ]
-        ),
-        gathers=True,
-        reduces=True,
-        prefetch_units=1,
-    )
-    policy = GatheringPolicy(shape, None)
-    with patch.object(policy, "_unsharded", [0, 1]), patch.object(policy, "_gathered", {0, 1}):
-        assert policy._release(0) == []
-        assert policy._release(1) == [(Verb.RELEASE, 1), (Verb.RELEASE, 0)]
 
 
 # Where weights rotate
