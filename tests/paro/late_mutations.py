@@ -160,7 +160,7 @@ CAUGHT = {
     "training.replicas check_replicas: training.model.wait_for_updated_params()": ("NIG", SAVED),
 }
 
-_STREAMS = "LateStreams stands for it; tests/paro/distributed/test_comm_stream.py"
+_STREAMS = "LateStreams stands for it; tests/paro/distributed/test_exposed_time.py"
 _MESSAGES = "messages of threads; tests/paro/collectives/test_late_messages.py"
 _SCHEDULE = "data of a schedule; tests/paro/collectives/test_schedule.py"
 _PIPELINE = "data of the plan; a mutation of PipelinedCollectives.run ignores it"

@@ -20,8 +20,7 @@ from paro.report.record import Metrics, Validation, summarize
 from paro.report.run_files import PROGRESS_FILE, MetricsFile, ProgressFile, RunRecord
 from tests.helpers.commands import read_lines
 from tests.helpers.refusals import refused
-from tests.paro.report.test_log_line import FACTS as PROGRESS_FACTS
-from tests.paro.report.test_report import FACTS, record
+from tests.paro.report.test_report import FACTS, LARGER, record
 
 LINE = replace(summarize([record(1)], FACTS, peak_memory_bytes=10**9), lm_loss=0.1 + 0.2)
 
@@ -169,7 +168,7 @@ def test_a_fresh_run_starts_a_record_of_its_own(tmp_path: Path) -> None:
 
 NOON = datetime(2026, 3, 1, 12)
 # 4 ranks; 128 tokens per sample; a TFLOP per token: 128 TFLOP per sample.
-LARGE = replace(PROGRESS_FACTS, flops_per_token=1e12)
+LARGE = replace(LARGER, flops_per_token=1e12)
 
 
 class Clock:
