@@ -110,10 +110,14 @@ def test_names_of_runs_may_hold_any_text(two_runs: list[Path]) -> None:
     assert set(names) <= set(texts)
 
 
-def test_the_page_stands_alone_and_follows_light_and_dark(
+@pytest.mark.slow("imports matplotlib")
+def test_the_page_stands_alone_and_follows_light_and_dark_and_pictures_have_its_charts(
     two_runs: list[Path], tmp_path: Path
 ) -> None:
-    page = report(two_runs, tmp_path)
+    page = report(two_runs, tmp_path, "--png-dir", str(tmp_path / "png"))
+    pictures = {path.stem: path.read_bytes() for path in (tmp_path / "png").iterdir()}
+    assert pictures.keys() == {chart.name for chart in CHARTS}
+    assert all(content.startswith(b"\x89PNG") for content in pictures.values())
     assert not re.findall(r'(?:src|href)="(?!#)', page.replace("http://www.w3.org", "#"))
     assert "<script" not in page
     assert page.count("<svg") == len(CHARTS)
@@ -150,14 +154,6 @@ def test_a_ninth_run_is_told_from_the_first_and_metrics_alone_are_enough(tmp_pat
     page = report([write_run(tmp_path / "m.jsonl", "IIG", record=False)], tmp_path)
     assert "There is no record in the folder of the metrics files." in page
     assert ">m</li>" in page
-
-
-@pytest.mark.slow("imports matplotlib")
-def test_pictures_of_every_chart(two_runs: list[Path], tmp_path: Path) -> None:
-    report(two_runs, tmp_path, "--png-dir", str(tmp_path / "png"))
-    pictures = {path.stem: path.read_bytes() for path in (tmp_path / "png").iterdir()}
-    assert pictures.keys() == {chart.name for chart in CHARTS}
-    assert all(content.startswith(b"\x89PNG") for content in pictures.values())
 
 
 @pytest.mark.usefixtures("without_charts")

@@ -108,10 +108,8 @@ def test_only_norms_are_copied_and_added(more: str, monkeypatch: pytest.MonkeyPa
     assert before["head"] == 2 * (60 * 20 + 20)
 
 
-@pytest.mark.slow("imports the compiler")
-@pytest.mark.parametrize(
-    "recompute", ["", pytest.param("--recompute-granularity full", marks=pytest.mark.verify)]
-)
+@pytest.mark.verify
+@pytest.mark.parametrize("recompute", ["", "--recompute-granularity full"])
 def test_compiled_graphs_return_gradients_of_norms_alone(
     recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
