@@ -22,7 +22,7 @@ from paro.collectives.schedule import Op
 from paro.distributed.comm_stream import Event
 from paro.distributed.world import World
 from paro.machine.files import machine_to_json, read_machine
-from paro.machine.machine import Nic, fastest_algorithm
+from paro.machine.machine import BandwidthSource, Nic, fastest_algorithm
 from paro.measuring import benchmark
 from paro.measuring.benchmark import (
     LEAST_REPEATS,
@@ -271,7 +271,8 @@ def test_the_command_line_on_four_ranks(tmp_path: Path) -> None:
     assert (four.name, four.world_size, four.group_size) == ("four", 4, 2)
     measured = {(row.axes, row.op.value, row.algorithm, row.bytes) for row in four.measured}
     assert measured == {(axes, *key) for axes in Axes for key in expected}
-    assert (four.inter.is_typed, four.intra.is_typed) == (True, False)
+    typed = [link.bandwidth_source is BandwidthSource.TYPED for link in (four.inter, four.intra)]
+    assert typed == [True, False]
     assert 0 < four.device.sustained_flops <= four.device.peak_flops
     assert None not in (four.device.attention_flops, four.device.cores)
     assert fastest_algorithm(four, Op.ALL_REDUCE, Axes.BOTH, 1_000) in names
@@ -299,9 +300,10 @@ def bench_with_a_wrong_collective(folder: str) -> object:
     words = [*FLAGS, "--ops", "all_gather,all_reduce", "--algorithms", "ring,native", *files]
     with (
         mock.patch.object(benchmark, "make_collectives", make),
+        mock.patch.dict(measure_device.__kwdefaults__, effort=ONCE),
         pytest.raises(SystemExit) as leaving,
     ):
-        main(words)
+        main([*words, "--train", TRAIN])
     return leaving.value.code
 
 
