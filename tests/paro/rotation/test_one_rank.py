@@ -19,7 +19,7 @@ from paro.spec.run_spec import Materialize
 from paro.training.evaluation import evaluate
 from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks
-from tests.helpers.resharding import Pair, Setting
+from tests.helpers.resharding import Pair, Setting, load_and_go_on, save_and_go_on
 from tests.helpers.training import Trained, begun, built
 from tests.paro.checkpoint.test_resharding import check
 from tests.paro.planning.lone_rank import LoneRank, allocated_at_most, lone_rank, silence
@@ -214,7 +214,9 @@ PLACED = partial(Setting, world_size=4, group_size=2)
 def test_a_checkpoint_moves_between_rotated_and_gathered(
     tmp_path: Path, before: Setting, after: Setting
 ) -> None:
-    check(Pair(before, after, asynchronous=False), tmp_path)
+    there = run_ranks(save_and_go_on, 4, before, tmp_path, asynchronous=False)
+    here = run_ranks(load_and_go_on, 4, after, tmp_path)
+    check(Pair(before, after, asynchronous=False), (there, here))
 
 
 def held_out(cases: Sequence[str]) -> list[float]:
