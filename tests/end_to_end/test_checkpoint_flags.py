@@ -29,7 +29,6 @@ from tests.end_to_end.test_training import (
     run_main,
 )
 from tests.helpers.checkpoints import read_common
-from tests.helpers.margins import assert_near
 from tests.helpers.parameters import load_parameters
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
@@ -122,15 +121,6 @@ def test_moments_can_stay_behind(straight: Path, saved: Path, go_on: str) -> Non
     launch(words, "--no-load-optim")
 
 
-def test_moments_of_another_type_are_converted(straight: Path, saved: Path, go_on: str) -> None:
-    told = run(go_on, "--exp-avg-sq-dtype bf16")
-    assert "exp_avg_sq is float32 in the checkpoint and bfloat16 now: converted" in told
-    assert "exp_avg is" not in told
-    found, true = losses(saved.parent / "lines"), losses(straight / "lines")
-    assert_near([found[6]], [true[6]], 1e-3, "moments in bf16")
-    assert found[6] != true[6]
-
-
 def test_sizes_and_tokenizer_come_with_the_checkpoint(
     straight: Path, saved: Path, go_on: str
 ) -> None:
@@ -171,23 +161,6 @@ def test_the_global_batch_may_change(saved: Path, go_on: str, batch: int, consum
     printed = run(go_on, f"--global-batch-size {batch} --override-opt_param-scheduler")
     assert f"the global batch was 8 and is {batch} now: data continue after sample 32" in printed
     assert read_metrics(saved.parent / "lines")[-1]["consumed_samples"] == consumed
-
-
-@pytest.mark.parametrize(("batch", "iterations", "last"), [(4, [5, 6, 7, 8], 48), (12, [5], 44)])
-def test_samples_are_counted_whatever_batches_they_come_in(
-    straight: Path, saved: Path, batch: int, iterations: list[int], last: int
-) -> None:
-    """48 samples, 32 of them consumed in batches of eight; the schedule counts samples too."""
-    out = saved.parent / "lines"
-    words = f"--load {saved} --ckpt-step 4 --metrics-file {out} --train-samples 48"
-    printed = run(words, "--global-batch-size", batch)
-    lines = read_metrics(out)
-    assert [line["iteration"] for line in lines] == iterations
-    assert lines[-1]["consumed_samples"] == last
-    assert f"/{iterations[-1]:8d} |" in printed
-    true = {line["consumed_samples"]: line for line in read_metrics(straight / "lines")}
-    if last in true:
-        assert lines[-1]["learning_rate"] == true[last]["learning_rate"]
 
 
 NO_ROOM = OSError(28, "No space left on device")

@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import pkgutil
 import re
-import tomllib
 from dataclasses import fields
-
-import pytest
 
 from model.config import LLAMA_PRESETS
 from paro.arguments.megatron import rule_of
@@ -121,27 +118,6 @@ def test_every_file_that_is_named_exists() -> None:
     assert len(named) > 5
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
-
-
-def test_the_path_through_the_engine_is_short() -> None:
-    text = PAGES[ROOT / "CONTRIBUTING.md"]
-    table = re.search(
-        r"^## A path through the engine\n\nAbout ([\d,]+) lines.*?(?=^## )", text, re.M | re.S
-    )
-    files = re.findall(r"^\| `([\w/.]+)` \|", table[0], re.M)
-    found = sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files)
-    assert found == pytest.approx(int(table[1].replace(",", "")), rel=0.15)
-
-
-def test_every_mark_of_tests_is_explained() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    markers = settings["tool"]["pytest"]["ini_options"]["markers"]
-    section = re.search(
-        r"^## What to run\n.*?(?=^## )", PAGES[ROOT / "CONTRIBUTING.md"], re.M | re.S
-    )
-    assert section is not None
-    marks = {re.match(r"\w+", marker)[0] for marker in markers}
-    assert marks <= {*re.findall(r"`(\w+)`", section[0])}
 
 
 # Tables

@@ -145,7 +145,9 @@ def test_skip_train_evaluates_what_was_saved_and_writes_nothing(tmp_path: Path) 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("sender", ["IIG", "IIG --paro-materialize rotate"])
+@pytest.mark.parametrize(
+    "sender", ["IIG", pytest.param("IIG --paro-materialize rotate", marks=pytest.mark.verify)]
+)
 def test_skip_train_evaluates_what_was_computed_with(tmp_path: Path, sender: str) -> None:
     """Updates that are sent as codes leave a part of the masters behind."""
     words = (
@@ -266,5 +268,5 @@ print([name for name in {SLOW} if name in sys.modules])
 
 @pytest.mark.process
 def test_a_run_without_checkpoints_imports_nothing_that_takes_long() -> None:
-    flags = [*MODEL, "--mock-data", "--train-iters", "1"]
+    flags = [*MODEL, "--mock-data", "--train-iters", "2"]
     assert python_apart(PROGRAM, *flags).splitlines()[-1] == "[]"

@@ -127,6 +127,7 @@ def test_threads_train_as_one_process_does(more: str) -> None:
         assert_same(found, alone, more)
 
 
+@pytest.mark.verify
 @pytest.mark.slow("trains on 4 threads, and on none")
 @pytest.mark.parametrize(("group", "place"), [("Muon", 2), ("samples", 3)])
 def test_threads_exchange_what_other_cases_do(group: str, place: int) -> None:

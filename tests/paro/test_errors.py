@@ -8,7 +8,6 @@ import pickle
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -26,7 +25,6 @@ from paro.errors import (
     open_files_limit,
     printable,
     reading,
-    shown,
     type_and_message,
     writing,
 )
@@ -51,14 +49,6 @@ def test_what_a_terminal_would_act_upon_is_escaped() -> None:
     assert describe(RuntimeError(f"{hostile}\nmore")).isascii()
     assert str(RunError(hostile)).isascii()
     assert printable("a\tb\nc") == "a\tb\nc"
-
-
-def test_long_lines_that_are_shown_are_cut_and_short_ones_are_not() -> None:
-    text = f"a\tb\n{'x' * 10**6}\n\x1b[2J\n"
-    first, long, last, end = shown(text).split("\n")
-    assert (first, last, end) == ("a\tb", "\\x1b[2J", "")
-    assert 9000 < len(long) <= 10_000
-    assert shown("x" * 9000) == "x" * 9000
 
 
 def test_a_long_line_keeps_its_beginning_and_its_end() -> None:
@@ -155,17 +145,6 @@ def test_memory_that_runs_out_is_no_bug(error: Exception, told: str) -> None:
     assert is_memory_failure(error)
     assert describe(error) == told
     assert not is_memory_failure(RuntimeError("shapes differ"))
-
-
-def test_the_allocators_themselves_are_understood() -> None:
-    with pytest.raises(RuntimeError) as by_torch:
-        torch.empty(2**60, dtype=torch.uint8)
-    with pytest.raises(MemoryError) as by_numpy:
-        np.empty(2**60, dtype=np.uint8)
-    asked = ("1152921504606846976 bytes", "1.00 EiB")
-    for error, size in zip((by_torch.value, by_numpy.value), asked, strict=True):
-        assert is_memory_failure(error)
-        assert describe(error) == f"out of host memory, where {size} were asked for"
 
 
 def test_what_other_ranks_raise() -> None:

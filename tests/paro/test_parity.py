@@ -163,28 +163,23 @@ def test_strategies_train_as_one_process_does(
             4,
             2,
             [
-                ("2,2,4", ""),
                 ("1,2,4", "--muon-nesterov --group-query-attention --num-query-groups 1"),
                 ("IIG", TIED),
-                ("IIG", "--paro-prefetch-units 0"),
                 ("GGG", f"{MODERN} --paro-collective ho-ring"),
                 ("IIG", LAST),
-                ("ING", LORA),
                 ("NIG", "--grad-reduce-in-bf16 --bf16"),
-                ("NNG", "--paro-collective h-ring"),
             ],
         ),
         pytest.param(
             6, 3, [("IIG", ""), ("GGG", ""), ("III", ""), ("NNG", "")], marks=pytest.mark.verify
         ),
-        (6, 2, [("IIG", ""), ("2,2,6", "--paro-prefetch-units 2 --paro-updated-ahead 3")]),
+        (6, 2, [("2,2,6", "--paro-prefetch-units 2 --paro-updated-ahead 3")]),
         (
             8,
             2,
             [
                 ("IIG", f"{FIVE} --paro-collective ho-ring"),
                 ("2,2,4", f"{FIVE} --group-query-attention --num-query-groups 1"),
-                ("ING", FIVE),
             ],
         ),
     ],

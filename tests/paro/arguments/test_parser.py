@@ -1,6 +1,5 @@
 """The parser: Megatron's defaults, mistakes in one line, flags from a file."""
 
-import random
 import re
 import shlex
 import textwrap
@@ -15,7 +14,6 @@ from paro.arguments.flag_parser import PATHS, SYNONYMS, hint_for
 from paro.arguments.needed import EXAMPLE
 from paro.arguments.parser import build_parser, check_flags, parse_args
 from paro.errors import UserError
-from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 from tools.planning.request import make_parser
 
@@ -192,11 +190,6 @@ def test_a_file_and_the_command_line_are_one_and_the_latter_wins(tmp_path: Path)
     assert from_file == from_words
 
 
-def test_an_empty_file_gives_no_flag(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("# nothing yet\n")
-    assert parse_args([f"--yaml-cfg={tmp_path / 'run.yaml'}"]).num_layers is None
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -241,20 +234,6 @@ def test_a_mistake_in_a_file_names_file_and_key(tmp_path: Path, text: str, messa
     assert message in line
 
 
-def test_all_mistakes_in_a_file_are_told_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("num-layers: [4]\nhidden_sise: 4\nfp4_format: e2m1\nsequence-parallel: false")
-    lines = told([*without("--num-layers", "--hidden-size"), "--yaml-cfg", str(path), "--zzz"])
-    assert [line.replace(f"--yaml-cfg {path}: ", "") for line in lines] == [
-        "4 mistakes:",
-        "  --num-layers: takes one value, not [4]",
-        "  --hidden-sise is unknown: did you mean --hidden-size?",
-        "  --zzz is unknown: --help lists all flags",
-        lines[-1],
-    ]
-    assert lines[-1].startswith("  --fp4-format e2m1 is not supported")
-
-
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     words = ["--yaml-cfg", str(tmp_path / "none.yaml")]
     refused(lambda: parse_args(words), "--yaml-cfg ... none.yaml cannot be read: No such file")
@@ -294,17 +273,3 @@ def test_no_flag_takes_what_is_no_finite_number(value: str) -> None:
     refused = {re.findall(r"--[\w-]+", line)[0] for line in caught.value.args}
     assert refused >= NUMBERS.keys()
     assert f"argument --lr: {value} is not a finite number" in caught.value.args
-
-
-def test_every_numeric_flag_takes_a_value_or_refuses_it_in_one_line() -> None:
-    assert len(NUMBERS) > 60
-    launch, rng = ["--dry-run", "--world-size", "4", "--ranks-per-node", "2"], random.Random(7)
-    for flag, count in NUMBERS.items():
-        values = [str(rng.choice((0, -1, 10**6, 10**9, 10**12, 10**30))) for _ in range(count)]
-        line = "--"
-        try:
-            configured([*COMPLETE, *launch, flag, *values])
-        except UserError as error:
-            line = str(error)
-        assert "--" in line, f"{flag} {values}: {line}"
-        assert len(line.splitlines()) == 1, f"{flag} {values}: {line}"

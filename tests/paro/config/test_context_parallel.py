@@ -145,32 +145,6 @@ def test_another_type_is_named_where_it_is_clearly_faster(on: str) -> None:
     assert faster_comm_type(near, replace(request, context=near.layout), config.strategy) is None
 
 
-def test_a_type_is_chosen_by_the_rates_of_the_kernels(tmp_path: Path) -> None:
-    """Within documents all types have one kernel."""
-    words = "--seq-length 16384 --max-position-embeddings 16384 --context-parallel-size 2 "
-
-    def chosen(more: str = "", **rates: float) -> tuple[str, bool]:
-        path = tmp_path / f"{len([*tmp_path.iterdir()])}.json"
-        device = replace(DEVICE, memory_bytes=10**12, **rates)
-        own = machine(world_size=8, group_size=4, inter=200, device=device)
-        path.write_text(machine_to_json(own), encoding="utf-8")
-        config = configured(f"--paro-machine {path} {TYPE}{words}{more}")
-        request = config.plan_request
-        assert request is not None
-        return config.context.cp_comm_type, request.apart
-
-    fast, slow = 1e12, 1e11
-    documents = "--reset-position-ids --reset-attention-mask"
-    assert chosen(attention_flops=fast, parts_flops=slow) == ("a2a", False)
-    assert chosen(attention_flops=slow, parts_flops=fast)[0] in ("p2p", "allgather")
-    first, other = (
-        chosen(documents, attention_flops=fast, parts_flops=rate, documents_flops=fast)
-        for rate in (slow, fast)
-    )
-    assert first == other
-    assert first[1]
-
-
 SIZES = "--hierarchical-context-parallel-sizes"
 
 

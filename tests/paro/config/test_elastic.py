@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,35 +137,8 @@ def copies_of(case: Case, config: RunConfig, nodes: Sequence[int]) -> dict[str, 
     return held
 
 
-SEEDS = range(90)
 STUDY = (pytest.param(seed, marks=pytest.mark.verify) for seed in range(94, 110))
 WITH_STATES = (*range(90, 94), *STUDY)
-
-
-@pytest.mark.verify
-@pytest.mark.slow("starts hundreds of runs")
-def test_what_starts_on_four_nodes_can_start_again_on_others(tmp_path: Path) -> None:
-    kinds: Counter[str] = Counter()
-    for seed in SEEDS:
-        case = make_case(seed, tmp_path)
-        try:
-            first = case.on(NODES)
-        except UserError:
-            continue
-        allowed = allowed_nodes(first)
-        kinds += Counter(["sound", *re.findall(r"--[a-z-]+", case.flags.removeprefix(MODEL))])
-        kinds["some nodes"] += allowed != {1, 2, 3, 4}
-        for num_nodes in (3, 2, 1, 4):
-            if num_nodes in allowed:
-                config = case.on(num_nodes)
-                assert config.batches.global_batch_size == first.batches.global_batch_size, seed
-                survives = min(first.sharding.survive, num_nodes - 1)
-                assert case.lost(config, num_nodes) >= survives, seed
-            else:
-                with pytest.raises(UserError, match=r"is no multiple of|is not divisible by"):
-                    case.on(num_nodes).batches.check_from(0)
-    assert kinds["sound"] > 60
-    assert min(kinds.values()) > 2, kinds
 
 
 @pytest.mark.slow("builds all ranks of three starts")

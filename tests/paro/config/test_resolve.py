@@ -39,7 +39,6 @@ CHOSEN = "--paro-strategy auto --paro-inter-bits auto --bf16"
     [
         ("--paro-strategy IIG", False),
         (f"{CHOSEN} --paro-machine FILE", False),
-        (f"{CHOSEN} --context-parallel-size auto --cp-comm-type auto --paro-machine FILE", False),
         (CHOSEN, True),
         (f"{CHOSEN} --context-parallel-size auto --cp-comm-type auto", True),
         (f"{CHOSEN} --context-parallel-size 2 --cp-comm-type auto --paro-elastic", True),
@@ -95,7 +94,6 @@ def test_ranks_that_met_before_it_was_measured_share_samples_as_is_then_chosen()
     "words",
     [
         CHOSEN,
-        f"{CHOSEN} --context-parallel-size auto --cp-comm-type auto",
         f"{SMALL} --use-checkpoint-args --llama-preset 7B --global-batch-size 32",
     ],
 )
@@ -125,10 +123,8 @@ OTHER_WAYS = (
 LAUNCHES = [
     SMALL,
     f"{PRESET} --llama-preset llama3.2-1B --bf16",
-    f"{PRESET} --llama-preset 7B --num-layers 2 --recompute-granularity full",
     f"{SMALL} --group-query-attention --num-query-groups 2 --recompute-activations",
     f"{SMALL} --paro-strategy zero1 --rampup-batch-size 8 8 48 --lr-warmup-fraction 0.1",
-    f"{SMALL} --lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 2",
     f"{PRESET} --llama-preset 7B --paro-strategy auto --bf16 --paro-machine dgx-a100-roce100 "
     "--paro-group-size 2 --paro-inter-bits auto",
 ]

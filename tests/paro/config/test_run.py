@@ -330,20 +330,6 @@ def test_flags_of_what_is_not_chosen_are_said(words: str, told: str | None) -> N
         assert told in notice
 
 
-@pytest.mark.parametrize(
-    ("words", "says_it"),
-    [
-        (SMALL.replace("--untie-embeddings-and-output-weights ", ""), True),
-        (SMALL, False),
-        (SMALL.replace("--untie-", "--tie-"), False),
-        (f"{PRESET} --llama-preset 7B", False),  # a preset with a separate output layer
-    ],
-)
-def test_the_start_says_that_megatron_would_tie_the_output_layer(words: str, says_it: bool) -> None:
-    notices = configure(words).notices
-    assert any("an output layer of its own" in notice for notice in notices) is says_it
-
-
 def test_the_longest_sequence_is_the_checkpoints_whatever_the_flag_says() -> None:
     model = {"vocab_size": 128, "num_attention_heads": 4, "num_query_groups": 2}
     common = {"model": model, "max_position_embeddings": 32}

@@ -182,9 +182,6 @@ def test_the_plan_for_a_machine_is_printed(capsys: pytest.CaptureFixture[str]) -
     best = r"^> planner: of all candidates that fit the best is"
     assert re.search(best + r" .*, micro-batches of \d+", out, re.M)
     assert re.search(r"^> planner: the runner-up", out, re.M)
-    rotating = printed(f"{PLANNED} --paro-strategy III --paro-materialize rotate", capsys)
-    assert re.search(r"^> plan: III rotated, micro-batches of 4,", rotating, re.M)
-    assert re.search(best + r" \S+ rotated", rotating, re.M)
     alone = printed(f"{PLANNED} --paro-strategy III --paro-outer-steps 30", capsys)
     assert re.search(r"^>   a round takes \S+ m?s, of which", alone, re.M)
     assert re.search(best + r" [NI]{3}, micro-batches of", alone, re.M)
@@ -200,7 +197,6 @@ def test_the_plan_for_a_machine_is_printed(capsys: pytest.CaptureFixture[str]) -
             "--paro-strategy NNN --device-memory-gb 30",
             "a rank needs 39.5 GB at the reduction of head, more than --device-memory-gb 30: ",
         ),
-        ("--device-memory-gb 2", "nothing fits the 2 GB of a device, less a margin of 3%:"),
     ],
 )
 def test_what_does_not_fit_the_machine_is_refused(words: str, told: str) -> None:
@@ -224,27 +220,6 @@ def test_under_a_launcher_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv(name, str(value))
     words = f"{MOCK} --dry-run --world-size 4"
     refused(lambda: run(words), "--dry-run is one plain process, here are 2")
-
-
-def test_other_batches_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    steps = "--step-batch-size-schedule 0:16,3200:32,64K:64"
-    out = printed(f"{MOCK} {steps} --dry-run --world-size 4 --ranks-per-node 2", capsys)
-    assert (
-        ": 4 data-parallel ranks x 2 micro-batches x 2 samples\n"
-        ">   from 3,200 tokens on 32 samples, 4 micro-batches\n"
-        ">   from 64,000 tokens on 64 samples, 8 micro-batches\n"
-        ">   in evaluations 64 samples, 8 micro-batches x 2 samples\n"
-        "> 10 iterations, 6,656 tokens in all\n"
-    ) in out
-    ramp = f"{MOCK} --global-batch-size 64 --rampup-batch-size 16 16 96 --dry-run --world-size 8"
-    assert (
-        ": 8 data-parallel ranks x 1 micro-batch x 2 samples\n"
-        ">   and ramps up to 64 samples, 4 micro-batches\n"
-    ) in printed(ramp, capsys)
-    flags = f"{MOCK} --global-batch-size 16 --dry-run --world-size 4"
-    assert "in evaluations" not in printed(flags, capsys)
-    other = printed(f"{flags} --eval-global-batch-size 32 --eval-micro-batch-size 4", capsys)
-    assert ">   in evaluations 32 samples, 2 micro-batches x 4 samples\n" in other
 
 
 def test_an_evaluation_counts_where_it_needs_the_most() -> None:

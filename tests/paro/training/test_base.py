@@ -18,7 +18,6 @@ from paro.checkpoint.convert.native import open_native
 from paro.checkpoint.directory import find_checkpoint
 from paro.checkpoint.metadata import read_metadata
 from paro.config.run import RunConfig
-from paro.launch.dry_run import run_dry
 from paro.launch.prediction import checkpoint_bytes
 from paro.precision import BYTES_OF
 from paro.report.log import Log
@@ -167,16 +166,6 @@ def test_tools_read_both(base: Path, part: Path, tmp_path: Path) -> None:
     base.rename(tmp_path / "moved")
     assert open_model(part, base=str(tmp_path / "moved")).tensors.keys() == ours.tensors.keys()
     refused(lambda: open_model(part), "the base of ... cannot be read")
-
-
-def test_a_dry_run_says_where_the_rest_is(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = f"{FLAGS} {LAST} --load {base} --save {tmp_path / 'out'} --dry-run --world-size 2"
-    run_dry(configured(words))
-    out = capsys.readouterr().out
-    assert f"/out: {12 * 3860 / 1e3:.1f} kB a checkpoint" in out
-    assert f"without what is frozen, which is in {base}" in out
 
 
 # What trains, and the moments of it

@@ -16,7 +16,6 @@ from tests.helpers.refusals import refused
 from tests.helpers.training import whole_parameters
 from tests.paro.training.test_base import LORA, refuses, started, trained
 from tests.tools.untrained import convert
-from tools.inspect_checkpoint import main as inspect
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +73,6 @@ def logits_of(training: Training, tokens_BS: Tensor) -> Tensor:
                 parameter.copy_(values[name])
             out: Tensor = model(tokens_BS)
     return out
-
-
-def test_the_inspector_says_what_was_trained(
-    adapters: Path, base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    inspect(["--load", str(adapters)])
-    out = capsys.readouterr().out
-    assert "\ntrainable adapters\n" in out
-    assert "\nlora\n  rank 3\n  alpha 6.0\n  dropout 0.1\n  targets ['wq', 'wv']\n" in out
-    assert f"\nbase\n  folder {base}\n  iteration 0\n" in out
-    assert "tensors (36)" in out
 
 
 def test_tools_merge_what_was_trained(adapters: Path, base: Path, tmp_path: Path) -> None:

@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from data.fingerprint import Fingerprint
 from model import initialization
 from model.initialization import ParameterInit
 from paro.checkpoint.directory import begin_checkpoint, candidates, finish_checkpoint
 from tests.end_to_end.test_checkpoint_flags import nodes, on_nodes
-from tests.end_to_end.test_training import MODEL, RUN, SCRIPT, launch, run
-from tests.helpers.corpora import write_corpus
+from tests.end_to_end.test_training import RUN, launch, run
 from tests.helpers.margins import assert_near
 from tests.helpers.refusals import refused
 
@@ -36,8 +34,6 @@ FP16 = "--fp16 --initial-loss-scale 1024 --loss-scale-window 2"
     ("before", "after", "expected"),
     [
         ("--bf16", FP16, 1024),
-        ("--bf16", "--loss-scale 8", 8),
-        (FP16, "--bf16", 1),
         ("--loss-scale 8", "--loss-scale 16", 16),
         (FP16, FP16, 2048),  # found in training, and kept
     ],
@@ -53,10 +49,9 @@ def test_the_loss_scale_is_kept_only_where_both_runs_search_for_it(
 @pytest.mark.parametrize(
     "more",
     [
-        "--attention-backend math",
         "--fp8-format hybrid",
         "--no-rope-fusion --no-bias-swiglu-fusion",
-        pytest.param("--torch-compile aot_eager", marks=pytest.mark.slow("imports the compiler")),
+        pytest.param("--torch-compile aot_eager", marks=pytest.mark.verify),
     ],
 )
 def test_kernels_and_fp8_may_change(tmp_path: Path, more: str) -> None:
@@ -71,47 +66,6 @@ def test_a_complete_run_says_so_when_it_starts_again(tmp_path: Path) -> None:
     again = run(go_on, "--tensorboard-dir", tmp_path / "board")
     assert "the run is complete with iteration 2: nothing is left to train (raise --train" in again
     assert losses(again) == []
-
-
-def order_lines(printed: str) -> list[str]:
-    """The message about a changed order, without the ending that all messages share."""
-    return re.findall(r"^(.*); reading continues after sample \d+ of", printed, re.MULTILINE)
-
-
-def test_another_order_of_the_data_is_told(tmp_path: Path) -> None:
-    """A corpus of 15 samples: 12 are one epoch, 16 are two with the last apart."""
-    prefix = tmp_path / "corpus"
-    write_corpus(prefix, [[[*range(100)] * 5]])
-    root = tmp_path / "ckpt"
-    data = f"--data-path {prefix} --split 1,0,0 --global-batch-size 4"
-    base = [SCRIPT, *MODEL, *f"{data} --save {root} --load {root}".split()]
-    run("--train-iters 3 --exit-interval 1", base=base)
-    assert order_lines(run("--train-iters 3 --exit-interval 2", base=base)) == []
-    longer = f"{data} --save {root} --load {root} --train-iters 4"
-    told = "--train-iters was 3 and is 4: it ends after 16 samples instead of 12"
-    refused(lambda: launch(longer), told)
-    longer = "--train-iters 4 --override-opt_param-scheduler"
-    assert order_lines(run(longer, "--exit-interval 3", base=base)) == [
-        "--train-iters was 3 and is 4: the data are shuffled for another number of epochs"
-    ]
-    assert order_lines(run(longer, base=base)) == [], "saved with the new order"
-
-
-def test_bits_per_byte_need_the_tokenizer_that_the_model_was_trained_with(tmp_path: Path) -> None:
-    for name in ("own", "other"):
-        made_with = Fingerprint(
-            tokenizer_type="", file="", vocab_size=128, digest=name, token_bytes="1 " * 127 + "1"
-        )
-        write_corpus(tmp_path / name, [[[*range(100)]] * 9], made_with=made_with)
-    data = f"--split 1,1,0 --eval-iters 1 --train-iters 2 --data-path {tmp_path}"
-    saved = f"--finetune --load {tmp_path / 'ckpt'}"
-    for folder, more, has in (
-        ("own", f"--save {tmp_path / 'ckpt'}", True),
-        ("own", saved, True),
-        ("other", saved, False),
-    ):
-        printed = run(f"{data}/{folder} {more}", base=[SCRIPT, *MODEL])
-        assert ("| bits per byte: " in printed) == has
 
 
 def test_a_schedule_of_batches_goes_on_where_it_was(tmp_path: Path) -> None:

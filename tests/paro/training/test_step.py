@@ -83,14 +83,6 @@ def test_what_is_not_asked_for_is_not_computed(monkeypatch: pytest.MonkeyPatch) 
         assert step.num_zeros is step.params_norm is step.z_loss is None
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
-def test_cached_memory_is_given_back_so_often(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr("torch.cuda.empty_cache", lambda: calls.append("emptied"))
-    train(f"{FLAGS} --empty-unused-memory-level {level}")
-    assert len(calls) == level * NUM_STEPS
-
-
 def test_iterations_to_skip_use_up_their_samples_alone() -> None:
     flags = f"{FLAGS} --train-iters 4 --fp16 --initial-loss-scale 64 --lr-warmup-iters 3"
     config, training = built(f"{flags} --iterations-to-skip 2 3")
