@@ -95,7 +95,10 @@ class MetricsFile(RunFile):
 
     def write(self, metrics: Metrics) -> None:
         """Append one line."""
-        values = {name: _finite(value) for name, value in asdict(metrics).items()}
+        values = {
+            name: [*map(_finite, value)] if isinstance(value, tuple) else _finite(value)
+            for name, value in asdict(metrics).items()
+        }
         self.try_to(lambda: self._append(json.dumps(values, allow_nan=False) + "\n"))
 
     def _append(self, line: str) -> None:

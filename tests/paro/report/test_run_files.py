@@ -44,11 +44,16 @@ def test_numbers_are_whole_or_null_and_lines_are_there_at_once(tmp_path: Path) -
     path = tmp_path / "new" / "metrics.jsonl"
     metrics_file, _ = opened(path, 0)
     metrics_file.write(LINE)
-    metrics_file.write(replace(LINE, lm_loss=math.nan, grad_norm=math.inf))
+    of_groups: dict[str, Any] = {
+        "group_lm_losses": (2.5, None, math.inf),
+        "outer_grad_cosine": math.nan,
+    }
+    metrics_file.write(replace(LINE, lm_loss=math.nan, grad_norm=math.inf, **of_groups))
     whole, null = read_lines(path)
     assert list(whole) == [field.name for field in fields(Metrics)]
     assert whole["lm_loss"] == 0.1 + 0.2
-    assert null["lm_loss"] is null["grad_norm"] is None
+    assert null["lm_loss"] is null["grad_norm"] is null["outer_grad_cosine"] is None
+    assert null["group_lm_losses"] == [2.5, None, None]
 
 
 def test_a_resume_at_the_end_leaves_the_file_as_it_was(tmp_path: Path) -> None:
