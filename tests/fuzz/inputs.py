@@ -15,7 +15,7 @@ from paro.checkpoint.folder_lock import LockHolder
 from tests.data.test_tokenizer import sentencepiece_model, write_tik
 from tests.helpers.gpt2 import write_gpt2
 from tests.paro.checkpoint.convert.folders import random_tensors
-from tests.paro.checkpoint.convert.test_meta import CONFIG, save_meta
+from tests.paro.checkpoint.convert.test_round_trip import CONFIG, save_meta
 from tests.tools.test_draw_profile import write_trace
 
 # Of a run on another host, which was killed.

@@ -17,7 +17,7 @@ from tests.fixtures.write import FIXTURES
 from tests.helpers.commands import printed
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.convert.folders import random_tensors, save_folder
-from tests.paro.checkpoint.convert.test_meta import CONFIG, save_meta
+from tests.paro.checkpoint.convert.test_round_trip import CONFIG, save_meta
 from tests.tools.untrained import convert, save_untrained
 from tools.inspect_checkpoint import format_of, main
 
