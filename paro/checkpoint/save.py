@@ -116,15 +116,17 @@ def write_files(
             if not error.failures.keys() <= set(range(near.size)):
                 raise RuntimeError("DCP names ranks that do not save here") from error
     files = {name: file for sums in ranks.near.gather(writer.sums) for name, file in sums.items()}
-    return ranks.first_decides(lambda: _read_back(folder, files), blame)
+    # Every rank gets room for the result from each: the sums of all files would be too large.
+    of_metadata = ranks.first_decides(lambda: _read_back(folder, files), blame)
+    return {**files, METADATA: of_metadata}
 
 
-def _read_back(folder: Path, files: Mapping[str, ChunkSums]) -> dict[str, ChunkSums]:
-    """Check that this rank sees and can load what all ranks wrote; add the metadata's checksum."""
+def _read_back(folder: Path, files: Mapping[str, ChunkSums]) -> ChunkSums:
+    """Check that this rank sees and can load what all ranks wrote; return the metadata's sums."""
     try:
         check_sizes(folder, files)
         read_metadata(folder)
-        return {**files, METADATA: sum_of((folder / METADATA).read_bytes())}
+        return sum_of((folder / METADATA).read_bytes())
     except UserError as error:
         raise UserError(
             "what was just written is gone or not seen by all ranks, which need one and the same "

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from paro.checkpoint.agreement import CheckpointRanks, one_process
+from paro.checkpoint.agreement import CheckpointRanks, one_process, with_one_folder
 from paro.checkpoint.chunks import chunked_states
 from paro.checkpoint.convert.native import open_native, write_native
 from paro.checkpoint.directory import METADATA, latest_iteration
 from paro.checkpoint.load import LoadRequest
 from paro.checkpoint.save import write_states
 from paro.checkpoint.storage import BoundedWriter
+from paro.distributed.control import Control
+from paro.distributed.world import World
 from paro.errors import UserError
 from tests.fixtures.write import FIXTURES
 from tests.helpers.parameters import load_parameters
@@ -103,6 +106,24 @@ def test_an_empty_folder_loads_nothing(tmp_path: Path) -> None:
     shards = make_shards(ONE, 0, filled=False)
     assert load_checkpoint(tmp_path, shards) is None
     assert load_checkpoint(tmp_path / "missing", shards) is None
+
+
+class Weighed(Control):
+    """A process that notes how many bytes it sends to each rank."""
+
+    sent: ClassVar[list[int]] = []
+
+    def gather(self, value: object) -> list[Any]:
+        self.sent.append(len(pickle.dumps(value)))
+        return super().gather(value)
+
+
+def test_checksums_of_all_files_are_not_sent_by_one_rank(tmp_path: Path) -> None:
+    states = chunked_states(make_shards(ONE, 0, filled=True), writers={0})
+    ranks = with_one_folder(Weighed(World(), torch.device("cpu")))
+    write_states(tmp_path, 100, states, {}, ranks=ranks, log=lambda _: None)
+    *others, own_sums = sorted(Weighed.sent)
+    assert max(others) < own_sums / 2
 
 
 class OtherNodeFails(CheckpointRanks):
