@@ -131,7 +131,8 @@ def _find_tensors(
             )
     if config.tie_embeddings_and_output_weights and "head.weight" in found:
         head = found.pop("head.weight")
-        if not _are_equal(found.setdefault("embedding.weight", head), head):
+        embedding = found.setdefault("embedding.weight", head)
+        if embedding is not head and not _are_equal(embedding, head):
             notes.append(
                 f"{directory} says tie_word_embeddings, and stores another {names['head.weight']}: "
                 "the output layer is not tied"

@@ -174,6 +174,8 @@ def test_a_tied_output_layer_is_what_is_stored(tmp_path: Path) -> None:
 
     tied = {name: tensor for name, tensor in TENSORS.items() if name != HEAD}
     assert_read(stored("the same in fp64", {**tied, HEAD: tied[EMBEDDING].double()}), tied)
+    by_head = {name: tensor * torch.nan for name, tensor in TENSORS.items() if name != EMBEDDING}
+    assert read(stored("only the output layer, of a diverged run", by_head)).keys() == tied.keys()
     other = {**tied, HEAD: tied[EMBEDDING].clone()}
     other[HEAD][-1, -1] += 0.5
     folder = stored("another", other)
