@@ -66,6 +66,12 @@ def make_parser() -> argparse.ArgumentParser:
         "each, in the order of training, and nothing else",
     )
     add(
+        "--iteration",
+        type=int,
+        metavar="N",
+        help="with --dump-samples: the samples of iteration N alone, with their numbers and text",
+    )
+    add(
         "--documents",
         type=int,
         default=3,
@@ -194,8 +200,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(rest, trains=own.dump_samples is not None)
     if own.dump_samples is not None and own.write_checksums:
         raise UserError("--dump-samples and --write-checksums: give one of them")
+    if own.iteration is not None and own.dump_samples is None:
+        raise UserError("--iteration needs --dump-samples FILE")
     if own.dump_samples is not None:
-        print_line(dump(args, own.dump_samples))
+        print_line(dump(args, own.dump_samples, own.iteration))
     else:
         inspect(own, args)
 

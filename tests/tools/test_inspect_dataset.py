@@ -220,6 +220,25 @@ def test_the_command_of_a_training_can_be_taken_as_it_is(
     assert not (tmp_path / "none").exists()
 
 
+def test_the_samples_of_an_iteration_have_numbers_and_text(corpus: Path, tmp_path: Path) -> None:
+    """With rising batch sizes: of 2, 2, 4, 4, 6 samples and so on."""
+    flags = ["--data-path", corpus, "--seq-length", 16, *NULL, "--train-samples", 40]
+    whole = dumped(tmp_path / "whole.jsonl", *flags)
+    rising = [*flags, "--global-batch-size", 8, "--rampup-batch-size", 2, 2, 12]
+    third = dumped(tmp_path / "third.jsonl", *rising, "--iteration", 3)
+    assert [line["number"] for line in third] == [5, 6, 7, 8]
+    assert [line["tokens"] for line in third] == [line["tokens"] for line in whole[4:8]]
+    assert third[0]["text"].split() == list(map(str, third[0]["tokens"]))
+    out = ["--dump-samples", str(tmp_path / "x")]
+    for words, told in (
+        ([*rising, *out, "--iteration", 9], "the training ends before"),
+        ([*flags, *out, "--iteration", 1], "--iteration needs --global-batch-size"),
+        ([*rising, "--iteration", 1], "--iteration needs --dump-samples"),
+        ([*rising, *out, "--iteration", 0], "--iteration 0"),
+    ):
+        refused(lambda words=words: main(list(map(str, words))), told)
+
+
 def test_mock_data_can_be_dumped(tmp_path: Path) -> None:
     flags = ["--mock-data", "--vocab-size", 50, "--seq-length", 8, "--train-samples", 5]
     samples = dumped(tmp_path / "samples.jsonl", *flags)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from data.loader import Samples, SplitCounts, build_datasets
 from data.loss_mask import TRAINED
+from data.tokenizer import build_tokenizer
+from data.tokenizer_config import TokenizerConfig
 from paro.arguments.parser import build_parser
 from paro.config.run import configure
 from paro.distributed.world import World
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 from paro.training.assembly import count_samples
 from tools.shared.output import output_file
 
@@ -29,40 +31,59 @@ CHECKPOINT = ("load", "ckpt_step")
 ALONE = {"dry_run": True, "world_size": 1}  # a dry run of one rank needs no folder and no package
 
 
-def training_samples(args: Namespace) -> tuple[Samples, int]:
-    """Return the training split, and how many of its samples are trained on."""
+def training_samples(
+    args: Namespace, iteration: int | None
+) -> tuple[Samples, range, TokenizerConfig]:
+    """Return the training split, the indices of its samples that are trained on, its tokenizer.
+
+    With `iteration` the indices are of one iteration, and the flags of batch sizes count.
+    """
     ignored = (*IGNORED, *(() if args.use_checkpoint_args else CHECKPOINT))
     settled = vars(args) | {name: build_parser().get_default(name) for name in ignored} | ALONE
     if args.llama_preset is None:
         settled |= {name: settled[name] or size for name, size in SMALL_MODEL.items()}
     settled["lr"] = args.lr or 1e-3
     settled["micro_batch_size"] = args.micro_batch_size or 1
-    if args.train_samples is not None:
+    is_batched = args.global_batch_size or args.step_batch_size_schedule
+    if args.train_samples is not None and iteration is None:
         # All samples, whatever the batch sizes.
         settled |= {"micro_batch_size": 1, "global_batch_size": 1}
         settled |= dict.fromkeys(("rampup_batch_size", "step_batch_size_schedule"))
-    elif args.train_iters is not None and not (
-        args.global_batch_size or args.step_batch_size_schedule
-    ):
+    elif not is_batched and (iteration is not None or args.train_iters is not None):
+        flag = "--train-iters" if iteration is None else "--iteration"
         raise UserError(
-            "--dump-samples with --train-iters needs --global-batch-size, which would follow from "
-            "the number of ranks: give it, or --train-samples"
+            f"--dump-samples with {flag} needs --global-batch-size, which would follow from the "
+            "number of ranks: give it" + (", or --train-samples" if iteration is None else "")
         )
     config = configure(Namespace(**settled), World())
     count = count_samples(config.data, config.train, config.batches).train
     counts = SplitCounts(train=count)
     datasets = build_datasets(config.data, counts, config.vocab_size, config.tokenizer)
-    return datasets.train, count
+    if iteration is None:
+        return datasets.train, range(count), config.tokenizer
+    first, stop = (config.batches.samples_after(each) for each in (iteration - 1, iteration))
+    if stop > count:
+        raise UserError(f"--iteration {iteration}: the training ends before, after {count} samples")
+    return datasets.train, range(first, stop), config.tokenizer
 
 
-def dump(args: Namespace, path: Path) -> str:
-    """Write `{"tokens": [...]}` per sample, with `"answered"` of conversations."""
-    samples, count = training_samples(args)
+def dump(args: Namespace, path: Path, iteration: int | None) -> str:
+    """Write `{"tokens": [...]}` per sample, with `"answered"` of conversations.
+
+    Samples of one iteration have their `"number"`, from 1 on, and their `"text"`, too.
+    """
+    check_least(1, iteration=iteration)
+    samples, indices, config = training_samples(args, iteration)
+    tokenizer = None if iteration is None else build_tokenizer(config)
     with output_file(path) as temporary, temporary.open("w", encoding="ascii") as stream:
-        for number in range(count):
+        for index in indices:
             # The last token is only a label.
-            sample, loss_mask = {"tokens": samples[number][:-1].tolist()}, samples.loss_mask(number)
+            sample, loss_mask = {"tokens": samples[index][:-1].tolist()}, samples.loss_mask(index)
             if loss_mask is not None:
                 sample["answered"] = (loss_mask[:-1] == TRAINED).astype(int).tolist()
+            if tokenizer is not None:
+                named = {"number": index + 1, "text": tokenizer.decode(sample["tokens"])}
+                sample = named | sample
             stream.write(json.dumps(sample) + "\n")
+    count = len(indices)
     return f"wrote {path}: {count:,} samples of {args.seq_length} tokens; {samples.describe()}"
