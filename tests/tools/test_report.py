@@ -175,24 +175,6 @@ def test_sets_of_held_out_data_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rest", "num_lines"),
-    [
-        (b'{"iteration": 21, "x": {"y": 1}', 20),  # ends with a brace
-        (b'{"iteration": 21, "x": "h\xc3', 20),  # inside a character
-        (WHOLE.rstrip().encode(), 21),
-    ],
-)
-def test_a_last_line_that_is_cut_is_left_out(
-    rest: bytes, num_lines: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_run(tmp_path / "m.jsonl", "IIG")
-    path.write_bytes(path.read_bytes() + rest)
-    (run,) = read_runs([path], ())
-    assert len(run.lines) == num_lines
-    assert capsys.readouterr().err.count(f"{path}: the last line is cut short") == 21 - num_lines
-
-
-@pytest.mark.parametrize(
     ("content", "told"),
     [
         (None, "cannot be read: No such file"),

@@ -191,28 +191,17 @@ def test_lines_are_escaped_and_cut(capsys: pytest.CaptureFixture[str]) -> None:
     first, second, third, long, end = capsys.readouterr().out.split("\n")
     assert (first, second, third, end) == (ESCAPED, "b", "c", "")
     assert len(long) <= 10_000
-
-
-def test_a_text_that_the_user_asked_for_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    print_line(HOSTILE, end="", whole=True)
+    print_line(HOSTILE, end="", whole=True)  # for a text that the user asked for
     print_line("x" * 10**5, whole=True)
     assert capsys.readouterr().out == f"{ESCAPED}{'x' * 10**5}\n"
-
-
-def test_another_stream(capsys: pytest.CaptureFixture[str]) -> None:
     print_line(HOSTILE, stream=sys.stderr)
     assert capsys.readouterr() == ("", f"{ESCAPED}\n")
-
-
-def test_every_line_of_the_log_is_escaped_and_cut() -> None:
-    written = io.StringIO()
-    log = Log(write=written.write)
+    written: list[str] = []
+    log = Log(write=written.append)
     for show in (log.show, log.log0, log.log_last):
         show(f"{HOSTILE}{'x' * 10**6}")
-        assert written.getvalue().startswith(ESCAPED)
-        assert len(written.getvalue()) <= 10_000
-        written.seek(0)
-        written.truncate()
+    assert len(written) == 3
+    assert all(line.startswith(ESCAPED) and len(line) <= 10_000 for line in written)
 
 
 @pytest.mark.parametrize(("level", "shown"), [(20, True), (40, False), (None, False)])
