@@ -96,10 +96,9 @@ def test_ids_that_can_never_be_learnt_are_refused_in_training_and_export(tmp_pat
         config, training = trained(tmp_path / f"run{number}", *flags, *more.split())
         resumed = load_run(config, training, log)
 
-        start = TrainState.at_start(config.loss_scale)
-
         def opened(prefix: Path) -> Datasets:
             data = replace(config.data, mock_data=False, data_path=(str(prefix),), split="1,0,0")  # noqa: B023
+            start = TrainState.at_start(config.loss_scale)  # noqa: B023
             return open_data(replace(config, data=data), start, resumed, log)[0]  # noqa: B023
 
         opened(right)
@@ -137,17 +136,11 @@ ROWS = SMALL.vocab_size
 
 # Of each format: what the weight is called, and what writes it without a check.
 FORMATS: dict[str, tuple[str, Callable[[Source, Path], object]]] = {
-    "hf": (
-        "model.layers.0.mlp.down_proj.weight",
-        lambda source, folder: write_hugging_face(source, folder),
-    ),
-    "paro": (
-        "blocks.0.w_down",
-        lambda source, folder: write_native(source, folder, folder, rows=ROWS),
-    ),
+    "hf": ("model.layers.0.mlp.down_proj.weight", write_hugging_face),
+    "paro": ("blocks.0.w_down", lambda source, at: write_native(source, at, at, rows=ROWS)),
     "megatron": (
         "decoder.layers.0.mlp.linear_fc2.weight",
-        lambda source, folder: write_megatron(source, folder, rows=ROWS, divisible_by=1),
+        partial(write_megatron, rows=ROWS, divisible_by=1),
     ),
 }
 
