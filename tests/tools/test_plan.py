@@ -86,7 +86,7 @@ def test_a_model_that_fits_nowhere_is_one_line_and_a_status(tmp_path: Path) -> N
     assert json.loads(path.read_text(encoding="utf-8"))["best"] is None
 
 
-@pytest.mark.slow("plans a model four times")
+@pytest.mark.verify
 def test_where_nothing_fits_as_given_the_smallest_change_is_named() -> None:
     flags = CASE.replace("--num-layers 3", "--num-layers 8").replace("size 2 ", "size 4 ").split()
     flags += ["--device-memory-gb", "8.5", "--memory-margin", "0"]

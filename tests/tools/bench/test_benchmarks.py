@@ -74,7 +74,7 @@ def test_a_pair_of_preprocessings_is_timed_and_written_down(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [corpus]
 
 
-@pytest.mark.slow("trains under every reporter")
+@pytest.mark.verify
 def test_every_second_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

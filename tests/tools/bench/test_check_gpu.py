@@ -27,7 +27,7 @@ def runner(folder: Path, *, rehearse: bool = False, seconds: float = 60.0) -> Ru
 @pytest.mark.parametrize(
     "letters",
     # Parts b and c are tests that `make verify` runs too; others differ from e in their shapes.
-    ["d", pytest.param("abcdefgjkmnpqrst", marks=pytest.mark.verify)],
+    ["n", pytest.param("abcdefgjkmnpqrst", marks=pytest.mark.verify)],
 )
 def test_a_rehearsal_runs_parts_and_keeps_earlier_results(tmp_path: Path, letters: str) -> None:
     folder = tmp_path / "gpu"
@@ -41,7 +41,8 @@ def test_a_rehearsal_runs_parts_and_keeps_earlier_results(tmp_path: Path, letter
     if "a" in letters:  # there is no GPU, and only a rehearsal may say so
         assert results["a"]["figures"]["skipped"]
     assert all(results[letter]["figures"]["passed"] > 0 for letter in "bc" if letter in letters)
-    assert results["d"]["figures"]["bf16"]["predicted peak"] > 0
+    if "d" in letters:
+        assert results["d"]["figures"]["bf16"]["predicted peak"] > 0
     contenders = {"e": "trainer", "j": "trainer-fp8", "k": "trainer-muon"}
     contenders |= {"p": "trainer-fp8-compiled", **dict.fromkeys("qst", "trainer")}
     for letter in contenders.keys() & {*letters}:

@@ -1,23 +1,19 @@
-"""Planned steps beside measured ones: errors, the order of pairs, the loss by auto, medians."""
+"""Planned steps beside measured ones: errors, the order of pairs, and the loss by auto."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from statistics import median
 from typing import Any
 
 import pytest
 
-from paro.collectives.schedule import Op
-from paro.machine.machine import Measured
 from paro.planning.estimator import Estimator
 from paro.strategy import legal_letters
-from paro.topology import Axes
 from tests.helpers.ranks import ROOT
-from tests.paro.planning.cases import DEVICE, machine, plan_request, speed
+from tests.paro.planning.cases import plan_request
 from tools.bench.planning.comparison import Comparison, Row, compare
-from tools.bench.planning.rounds import median_machine
 from tools.bench.planning.steps_page import Chapter
 from tools.bench.study_plan import chapters_of
 
@@ -130,24 +126,3 @@ def test_recorded_steps_of_weights_that_rotate_are_predicted() -> None:
     assert len(rotated) == 2
     assert max(max(errors_of(comparison)) for comparison in rotated) < 0.195
     assert not any(pair.is_wrong for comparison in rotated for pair in comparison.pairs())
-
-
-def timed(num_bytes: int, seconds: float) -> Measured:
-    what = {"axes": Axes.INTRA, "op": Op.ALL_GATHER, "algorithm": "native", "bytes": num_bytes}
-    return Measured(**what, seconds=seconds, cpu_seconds=2 * seconds)
-
-
-def test_a_machine_is_the_median_of_its_files() -> None:
-    rounds = []
-    for factor in (1.0, 3.0, 2.0):
-        device = replace(DEVICE, sustained_flops=factor * 1e12, piece_seconds=factor)
-        if factor > 1:
-            device = replace(device, attention_flops=factor * 1e12)
-        measured = (timed(64, factor), *[timed(128, 1.0)] * (factor < 3))
-        rounds.append(machine(inter=10 * factor, device=device, measured=measured))
-    found = median_machine(rounds)
-    assert found.measured == (timed(64, 2.0),)  # values that one of the files lacks are left out
-    assert found.inter == speed(20)
-    assert (found.device.sustained_flops, found.device.piece_seconds) == (2e12, 2.0)
-    assert found.device.attention_flops == 2.5e12  # of the files that have it
-    assert median_machine(rounds[:1]) == rounds[0]
