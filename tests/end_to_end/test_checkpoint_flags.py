@@ -28,8 +28,7 @@ from tests.end_to_end.test_training import (
     run,
     run_main,
 )
-from tests.helpers.checkpoints import read_common
-from tests.helpers.parameters import load_parameters
+from tests.helpers.checkpoints import load_parameters, read_common
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.toy_run import control_here

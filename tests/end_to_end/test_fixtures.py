@@ -14,8 +14,8 @@ from data.indexed_dataset import IndexedDataset
 from paro.machine.files import read_machine
 from tests.end_to_end.test_training import read_metrics, run_main
 from tests.fixtures.write import END, FIXTURES, MODEL, RUNS, SAVED
+from tests.helpers.checkpoints import load_parameters
 from tests.helpers.margins import assert_near
-from tests.helpers.parameters import load_parameters
 from tools.convert_checkpoint import main as convert
 from tools.inspect_checkpoint import main as inspect
 from tools.preprocess_data import main as preprocess

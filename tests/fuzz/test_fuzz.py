@@ -38,7 +38,7 @@ READERS = {
     "data.tokenizer_json": "tests/data/test_hugging_face_tokenizer.py",
     "model.hugging_face": "hugging face",
     "paro.arguments.yaml_flags": "yaml",
-    "paro.checkpoint.base": "tests/paro/training/test_lora.py",
+    "paro.checkpoint.base": "tests/paro/training/test_base.py",
     "paro.checkpoint.convert.hugging_face": "hugging face",
     "paro.checkpoint.convert.megatron": "megatron",
     "paro.checkpoint.convert.meta": "meta",

@@ -1,14 +1,17 @@
-"""bf16 and fp16: types of communication and accumulators, loss scaling, skipped steps."""
+"""bf16 and fp16, loss scaling and skipped steps; documents apart on any ranks."""
 
 from __future__ import annotations
 
 import math
+import random
+from pathlib import Path
 
 import pytest
 import torch
 
 from paro.step.actions import Move
 from paro.training.step import Training
+from tests.helpers.corpora import write_conversations
 from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, train
@@ -101,3 +104,46 @@ def test_a_step_that_one_rank_must_skip_is_skipped_by_all(bad_rank: int) -> None
         assert poisoned.steps[1].loss != clean.steps[1].loss
         assert poisoned.steps[1].loss == pytest.approx(clean.steps[0].loss, rel=0.05)
         assert all(torch.isfinite(values).all() for values in poisoned.parameters.values())
+
+
+# Documents apart: flags reach the model; results do not depend on ranks
+
+# With 10 ids a tenth of the tokens end a document.
+SHORT = f"{TINY} --vocab-size 10 --global-batch-size 8 --train-iters 2"
+PACKED = "--reset-position-ids --reset-attention-mask"
+APART = f"{SHORT} --eod-mask-loss {PACKED}"
+
+
+@pytest.mark.parametrize(
+    "flag", ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"]
+)
+def test_every_flag_changes_what_is_learned(flag: str) -> None:
+    plain, changed = train(SHORT).steps, train(f"{SHORT} {flag}").steps
+    assert plain[-1].loss != changed[-1].loss
+    assert changed[-1].loss == pytest.approx(plain[-1].loss, rel=0.2)
+
+
+def losses_of_runs(runs: list[str], group_size: int | None) -> list[list[float]]:
+    return [[step.loss for step in train(run, group_size=group_size).steps] for run in runs]
+
+
+@pytest.mark.ranks
+def test_ranks_make_no_difference(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    talks = [
+        (
+            [draw.randrange(10) for _ in range(size)],
+            [int(place > size // 2) for place in range(size)],
+        )
+        for size in (draw.randint(3, 20) for _ in range(40))
+    ]
+    prefix = write_conversations(tmp_path / "talks", [*talks, ([1, 2, 3], [0, 0, 0])])
+    on_talks = f"{SHORT} --data-path {prefix} --split 1,0,0".replace("--mock-data ", "")
+    packed = f"{on_talks} {PACKED}"
+    padded = f"{on_talks} --sft --calculate-per-token-loss"
+    shared = " --num-attention-heads 2 --context-parallel-size 2 --cp-comm-type"
+    alone = losses_of_runs([f"{APART} --recompute-granularity full", packed, padded], None)
+    runs = [APART, f"{packed}{shared} a2a", f"{padded}{shared} p2p --num-workers 1"]
+    for found in run_ranks(losses_of_runs, 4, runs, 2):
+        for run, by_rank, wanted in zip(runs, found, alone, strict=True):
+            assert_near(by_rank, wanted, 2e-6, run)

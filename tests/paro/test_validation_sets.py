@@ -59,16 +59,6 @@ def test_full_validation_is_the_mean_over_every_token(flags: str) -> None:
     assert_near(first.losses[:1], by_one.losses[:1], 1e-6, "by one")
 
 
-def test_full_validation_begins_anew_every_time(flags: str) -> None:
-    run = run_loop(
-        f"{flags} --micro-batch-size 4 --full-validation --eval-interval 1 --lr 1e-30",
-        base=CORPUS,
-    )
-    assert [data_set for _, data_set in run.evaluated] == [None] * 4 + ["validation"]
-    assert_near(run.losses, [run.losses[0]] * 5, 1e-7, "validated again")
-    assert run.state.consumed_valid_samples == 0
-
-
 @pytest.mark.slow("evaluates several times")
 def test_validation_is_the_mean_over_answered_tokens_in_any_micro_batches(tmp_path: Path) -> None:
     """One conversation of four is answered within a sample; the last evaluation has none."""

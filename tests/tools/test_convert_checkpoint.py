@@ -27,8 +27,8 @@ from paro.config.run import RunConfig
 from paro.errors import StorageError, describe
 from paro.report.log import Log
 from paro.training.resume import load_run
+from tests.helpers.checkpoints import load_parameters
 from tests.helpers.commands import output_of
-from tests.helpers.parameters import load_parameters
 from tests.helpers.refusals import refused
 from tests.helpers.training import save_run
 from tests.model.values import assert_near

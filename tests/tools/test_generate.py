@@ -16,8 +16,8 @@ import torch
 from data.tokenizer import NullTokenizer
 from model.llama import Llama
 from paro.checkpoint.convert.native import open_native
+from tests.helpers.checkpoints import load_parameters
 from tests.helpers.commands import printed
-from tests.helpers.parameters import load_parameters
 from tests.helpers.refusals import refused
 from tests.model.values import SMALL
 from tests.tools.conftest import TEXT

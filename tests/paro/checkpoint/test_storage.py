@@ -30,7 +30,7 @@ from paro.errors import RunError, UserError
 from paro.layout import make_layout, whole_chunk
 from paro.spec.states import FlatShard
 from paro.training.in_memory import _Copier
-from tests.helpers.parameters import load_parameters
+from tests.helpers.checkpoints import load_parameters
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.toy_run import (
     FROZEN,
