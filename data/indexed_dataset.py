@@ -197,10 +197,6 @@ class IndexedDataset:
         for begin in range(0, self.num_tokens, PART_TOKENS):
             yield begin, min(PART_TOKENS, self.num_tokens - begin)
 
-    def parts(self) -> Iterator[Tokens]:
-        """Yield all ids, part by part."""
-        return (self.read(*part) for part in self.part_ranges())
-
     def __getitem__(self, index: int) -> Tokens:
         return self.get(index)
 

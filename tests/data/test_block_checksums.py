@@ -167,7 +167,7 @@ def test_checksums_that_do_not_fit_or_cannot_be_read_are_not_taken_for_absent(
 def test_a_corpus_without_a_token_has_checksums_too(tmp_path: Path) -> None:
     empty = IndexedDataset(write_corpus(tmp_path / "x", [[]]))
     assert empty.has_checksums
-    assert list(empty.parts()) == []
+    assert list(empty.part_ranges()) == []
     assert checksums_path(tmp_path / "x").stat().st_size == 32
 
 

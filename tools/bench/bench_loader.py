@@ -97,8 +97,9 @@ def make_corpus(folder: Path, num_tokens: int) -> dict[str, Contender]:
             path(prefix).unlink(missing_ok=True)
             path(prefix).symlink_to(path(first).name)
         sums = BlockSums(block_bytes)
-        for ids in IndexedDataset(first).parts():
-            sums.update(ids)
+        whole = IndexedDataset(first)
+        for part in whole.part_ranges():
+            sums.update(whole.read(*part))
         sums.write(checksums_path(prefix))
         contenders[f"checked, {block_bytes // 1024} KiB"] = partial(IndexedDataset, prefix)
     return contenders

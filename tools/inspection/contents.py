@@ -41,7 +41,8 @@ def read_contents(
     how: dict[str, Any] = {"desc": one_line(f"{bin_path(dataset.prefix)}"), "unit": " tokens"}
     how |= {"unit_scale": True, "delay": NOTICE_SECONDS, "mininterval": NOTICE_SECONDS}
     with tqdm(total=dataset.num_tokens, **how) as bar:
-        for ids in dataset.parts():
+        for part in dataset.part_ranges():
+            ids = dataset.read(*part)
             sums.update(ids)
             first, last = np.searchsorted(ends, (done, done + len(ids)))
             if eod is not None:
