@@ -251,11 +251,6 @@ def test_a_folder_and_a_pattern_stand_for_their_files_by_name(tmp_path: Path) ->
     assert found == ["b.txt"]
 
 
-def test_sources_are_read_in_the_order_given(tmp_path: Path) -> None:
-    paths = [write(tmp_path / "b.jsonl", '{"text": "b"}\n'), write(tmp_path / "a.txt")]
-    assert [piece.path for piece in find_pieces(paths)] == [str(path) for path in paths]
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [

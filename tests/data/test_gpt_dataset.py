@@ -100,16 +100,6 @@ def test_a_second_start_reads_the_cache(corpus: IndexedDataset, tmp_path: Path) 
     assert not (tmp_path / "corpus").exists()
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"seq_length": 9}, {"split": "70,30,0"}])
-def test_another_question_gets_another_cache_entry(
-    corpus: IndexedDataset, change: dict[str, int]
-) -> None:
-    build(corpus)
-    other = build(corpus, config=replace(CONFIG, **change))
-    assert "written" in other.source
-    assert len(cache_files(other)) == 8
-
-
 def test_rewritten_data_does_not_meet_the_old_order(tmp_path: Path) -> None:
     sizes = list(range(1, 31))
     for rewritten in (sizes, sizes[::-1]):  # the same number of tokens and documents
@@ -339,11 +329,3 @@ def test_an_id_outside_the_vocabulary_is_found_when_fetching(corpus: IndexedData
 def test_pickled_data_reads_the_same(corpus: IndexedDataset) -> None:
     dataset = build(corpus)
     assert all_samples(pickle.loads(pickle.dumps(dataset))) == all_samples(dataset)
-
-
-def test_description_tells_size_and_source(corpus: IndexedDataset) -> None:
-    dataset = build(corpus)
-    text = dataset.describe()
-    assert text.startswith("50 samples, ")
-    assert f"{dataset.plan.tokens_per_epoch:,} tokens in 24 sequences of {corpus.prefix}" in text
-    assert text.endswith(dataset.source)

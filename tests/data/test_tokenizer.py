@@ -331,8 +331,3 @@ def test_files_that_are_missing_are_named_together(files: tuple[Path, Path]) -> 
 )
 def test_flags_that_contradict_are_refused(flags: dict[str, str], message: str) -> None:
     refused(lambda: tokenizer_config(flags), message)
-
-
-def test_another_size_of_the_vocabulary_is_refused(files: tuple[Path, Path]) -> None:
-    told = "--vocab-size 50257 ... --vocab-file ... 301"
-    refused(lambda: build_gpt2(files, vocab_size=50257), told)

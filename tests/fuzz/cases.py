@@ -19,8 +19,7 @@ from paro.arguments.megatron import RULES, Outcome
 from paro.arguments.parser import build_parser
 from paro.checkpoint import folder_lock
 from tests.fixtures.write import FIXTURES, MODEL
-from tests.fuzz.inputs import add_inputs
-from tests.fuzz.mutations import mutations_of, odd_flags
+from tests.fuzz.mutations import add_inputs, mutations_of, odd_flags
 from tests.helpers.ranks import HANGS_AFTER, RankError
 from tests.helpers.scripts import run_script
 

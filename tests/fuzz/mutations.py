@@ -1,4 +1,4 @@
-"""Seeded damage to files and flags."""
+"""Inputs that no fixture has: tokenizers, a trace, a model of Meta; and seeded damage to them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,29 @@ import io
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import asdict, replace
+from functools import cache, partial
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from data.fingerprint import fingerprint_of
+from data.tokenizer_config import TokenizerConfig
 from paro.arguments.flag_parser import PATHS as PATH_METAVARS
 from paro.checkpoint.directory import METADATA
+from paro.checkpoint.folder_lock import LockHolder
 from paro.checkpoint.manifest import read_manifest, sum_of, write_manifest
+from tests.data.test_tokenizer import sentencepiece_model, write_tik
+from tests.helpers.gpt2 import write_gpt2
+from tests.paro.checkpoint.convert.folders import random_tensors
+from tests.paro.checkpoint.convert.test_round_trip import CONFIG, save_meta
+from tests.tools.test_draw_profile import write_trace
 
 Mutation = Callable[[Path, Random], None]
 
@@ -33,36 +44,11 @@ SYNTAX = (
     *("!!int ", "!x ", "? ", "<<: ", "--- ", "%", "|", "@", "\ufeff", "NaN", "Infinity", "\\ud800"),
 )
 YAML_VALUES = (
-    *(
-        "!!int ''",
-        "!!bool x",
-        "!!float x",
-        "!!null x",
-        "!!timestamp x",
-        "!!binary x",
-        "!!set {a, b}",
-    ),
-    *(
-        "!!python/name:os.system",
-        "!!omap [a: 1]",
-        "!!str 1",
-        "! 1",
-        "2020-13-45",
-        "2020-01-01",
-        "=",
-    ),
-    *(".nan", "-.inf", "0x10", "010", "1_000", "1:30", "0b", "yes", "y", "~", "''", "&a 1", "*a"),
-    *(
-        "1" * 5000,
-        "[1, [2]]",
-        "[--lr, 5]",
-        "--lr",
-        "{a: b}",
-        "|\n  1",
-        r'"\0"',
-        r'"\ud800"',
-        r'"\e[2J"',
-    ),
+    *("!!int ''", "!!bool x", "!!float x", "!!null x", "!!timestamp x", "!!binary x", "! 1"),
+    *("!!set {a, b}", "!!python/name:os.system", "!!omap [a: 1]", "!!str 1", "2020-13-45"),
+    *("2020-01-01", "=", ".nan", "-.inf", "0x10", "010", "1_000", "1:30", "0b", "yes", "y"),
+    *("~", "''", "&a 1", "*a", "[1, [2]]", "[--lr, 5]", "--lr", "{a: b}", "1" * 5000),
+    *("|\n  1", r'"\0"', r'"\ud800"', r'"\e[2J"'),
 )
 ENCODINGS = ("utf-8-sig", "utf-16", "utf-32", "utf-7", "cp037")
 DEEP = "[" * 3000 + "]" * 3000
@@ -266,3 +252,58 @@ def odd_flags(actions: Sequence[argparse.Action], draw: Random) -> list[str]:
         )
         words += joined * draw.choice((1, 1, 1, 2))
     return words
+
+
+# Of a run on another host, which was killed.
+OWNER = asdict(replace(LockHolder.this_process(), host="node7", boot_id="another boot")) | {
+    **{"heartbeat": 5, "released": False}
+}
+
+
+def add_inputs(place: Path) -> None:
+    """Adds the files to a folder that holds a copy of the fixtures."""
+    for name, content in _made().items():
+        path = place / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    write_trace(place / "trace.json")
+    write_tik(place / "ranks.tiktoken")
+    save_meta(place / "meta", random_tensors(CONFIG), 1, by_vocab=False)
+    for suffix in ("idx", "bin"):
+        shutil.copy(place / f"corpus_text_document.{suffix}", place / f"words.{suffix}")
+    words = TokenizerConfig(
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(place / "tokenizer.json")
+    )
+    fingerprint = fingerprint_of(words)
+    assert fingerprint is not None
+    (place / "words.tokenizer").write_text(json.dumps(asdict(fingerprint)))
+    shutil.copy(place / "tokenizer_config.json", place / "hf/tokenizer_config.json")
+    tokenizer = json.loads((place / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["model"]["unk_token"] = "0"
+    del tokenizer["model"]["vocab"]["?"]  # the model has no row for it
+    (place / "hf/tokenizer.json").write_text(json.dumps(tokenizer))
+    (place / "hf/generation_config.json").write_text('{"eos_token_id": [31]}')
+    (place / "owned").mkdir()
+    (place / "owned/lease_1.json").write_text(json.dumps(OWNER))
+    _move_partitions(place)
+
+
+def _move_partitions(place: Path) -> None:
+    """Writes the places and times of the copied inputs into the record of unfinished partitions."""
+    path = place / "halfway_partitions/run.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    text, tokenizer = place / "text.jsonl", place / "tokenizer.json"
+    for piece in (piece for pieces in record["partitions"] for piece in pieces):
+        piece |= {"path": str(text), "stamp": text.stat().st_mtime_ns}
+    status = tokenizer.stat()
+    record["tokenizer_files"] = {str(tokenizer): [status.st_size, status.st_mtime_ns]}
+    record["plan"]["tokenizer"]["tokenizer_model"] = str(tokenizer)
+    path.write_text(json.dumps(record))
+
+
+@cache
+def _made() -> dict[str, bytes]:
+    """Contents by name, made once per process."""
+    with TemporaryDirectory() as folder:
+        gpt2 = {f"gpt2/{path.name}": path.read_bytes() for path in write_gpt2(Path(folder))}
+    return {"spm.model": sentencepiece_model(), **gpt2, "prompts.txt": b"1 2 3\n4 5\n"}

@@ -285,7 +285,7 @@ def train_both(runs: list[str], group_size: int) -> list[tuple[Trained, Trained]
 @pytest.mark.ranks
 def test_strategies_train_to_the_same_losses() -> None:
     skip_on_gpus()
-    flags = f"{TINY} --num-layers 2 --train-iters 1 --micro-batch-size 1 --global-batch-size 4"
+    flags = f"{TINY} --num-layers 1 --train-iters 1 --micro-batch-size 1 --global-batch-size 2"
     rotated = "--paro-strategy IIG --paro-materialize rotate"
     full = "--paro-strategy GGG --recompute-granularity full"
     runs = [f"{flags} {more}" for more in (full, rotated)]

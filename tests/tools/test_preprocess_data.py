@@ -12,11 +12,12 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from data import corpus
-from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data.indexed_dataset import IndexedDatasetWriter
 from data.sources import Piece
 from tests.helpers.commands import printed, write_lines
 from tests.helpers.corpora import corpus_bytes, read_corpus
@@ -43,13 +44,6 @@ def test_documents_in_order_with_their_ends(tmp_path: Path) -> None:
         preprocess(path, *flags)
         expected = [[[1, 2, 3, *end]], [], [[4], [5, 6, *end]]]
         assert read_corpus(tmp_path / "out_text_document") == expected
-
-
-def test_the_type_of_ids_follows_the_tokenizer_s_size(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", {"text": "1"})
-    for size, name in (("65499", "uint16"), ("65500", "int32")):
-        preprocess(path, "--vocab-size", size)
-        assert IndexedDataset(tmp_path / "out_text_document").dtype.name == name
 
 
 def test_one_data_set_per_key_and_a_document_per_txt_file(tmp_path: Path) -> None:
@@ -247,20 +241,12 @@ def test_the_best_number_of_workers_is_found_and_nothing_written(tmp_path: Path)
 
 
 def start(text: Path, prefix: Path, *flags: str, **options: object) -> subprocess.Popen[str]:
-    """Preprocessing; unless it has other flags, two workers have begun and say how far they are."""
+    """Preprocessing; unless it has other flags, by two workers that say how far they are."""
     reads = flags or ("--workers", "2", "--log-interval", "1000")
     words = ["--input", str(text), "--output-prefix", str(prefix), *reads, *NULL]
-    process = subprocess.Popen(
-        [sys.executable, "tools/preprocess_data.py", *words],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        **options,  # type: ignore[call-overload]
-    )
-    if not flags:
-        assert process.stderr.readline().startswith("Processed")
-    return process
+    command = [sys.executable, "tools/preprocess_data.py", *words]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, **pipes, **options)
 
 
 def workers_of(pid: int) -> list[int]:
@@ -279,38 +265,37 @@ def good_files(tmp_path: Path) -> Iterator[Path]:
     assert len(list(prefix.parent.iterdir())) == 3
 
 
+ENDS = [
+    # the signal, whether a worker gets it, the status, the last line
+    (signal.SIGKILL, True, 2, "error: a worker process was killed"),
+    (signal.SIGINT, False, 130, "stopped"),
+    (signal.SIGTERM, False, 130, "stopped"),
+    (signal.SIGKILL, False, -signal.SIGKILL, ""),
+]
+
+
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("stop", "status", "told"),
-    [
-        (signal.SIGKILL, 2, "error: a worker process was killed"),
-        (signal.SIGINT, 130, "stopped"),
-        (signal.SIGTERM, 130, "stopped"),
-    ],
-)
 def test_a_killed_worker_and_a_signal_are_one_line_and_leave_no_worker(
-    tmp_path: Path, good_files: Path, stop: signal.Signals, status: int, told: str
+    tmp_path: Path, good_files: Path
 ) -> None:
-    process = start(lines_file(tmp_path / "a.jsonl", 400_000), good_files)
-    workers = workers_of(process.pid)
-    assert len(workers) == 2
-    os.kill(workers[0] if stop == signal.SIGKILL else process.pid, stop)
-    _, err = process.communicate(timeout=HANGS_AFTER)
-    assert process.returncode == status
-    *others, last = err.splitlines()
-    assert last.startswith(f"preprocess_data.py: {told}")
-    assert all(line.startswith("Processed") for line in others)
-    assert not any(map(lives, workers))
-
-
-@pytest.mark.process
-def test_workers_leave_when_the_first_process_is_killed(tmp_path: Path) -> None:
-    process = start(lines_file(tmp_path / "a.jsonl", 400_000), tmp_path / "x")
-    workers = workers_of(process.pid)
-    process.kill()
-    process.communicate(timeout=HANGS_AFTER)
-    wait_for(lambda: not any(map(lives, workers)))
-    assert not list(tmp_path.glob("*.idx"))
+    text = tmp_path / "a.jsonl"
+    text.write_bytes(b'{"text": "1 2 3"}\n' * 400_000)
+    killed = tmp_path / "killed"  # cannot remove what it has begun to write
+    prefixes = [good_files, good_files, good_files, killed]
+    processes = [start(text, prefix) for prefix in prefixes]  # all at once
+    for process, (stop, to_worker, status, told) in zip(processes, ENDS, strict=True):
+        assert process.stderr.readline().startswith("Processed")
+        workers = workers_of(process.pid)
+        assert len(workers) == 2
+        os.kill(workers[0] if to_worker else process.pid, stop)
+        _, err = process.communicate(timeout=HANGS_AFTER)
+        assert process.returncode == status, stop
+        if told:
+            *others, last = err.splitlines()
+            assert last.startswith(f"preprocess_data.py: {told}")
+            assert all(line.startswith("Processed") for line in others)
+        wait_for(lambda workers=workers: not any(map(lives, workers)))
+    assert not list(tmp_path.glob("killed*.idx"))
 
 
 @pytest.mark.process
