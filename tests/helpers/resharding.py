@@ -22,7 +22,7 @@ from tests.helpers.training import TINY, begun, built, whole_states
 
 WORLDS = (1, 2, 4, 6, 8)
 COLLECTIVES = ("native", "flat", "ring", "h-ring", "ho-ring")
-STEPS_BEFORE, STEPS_AFTER = 3, 3
+STEPS_BEFORE, STEPS_AFTER = 2, 2
 # 48 samples are two micro-batches of each rank, on every world size.
 SAMPLES, MICRO_BATCHES = 48, 2
 FLAGS = f"{TINY} --train-iters {STEPS_BEFORE + STEPS_AFTER} --global-batch-size {SAMPLES}"

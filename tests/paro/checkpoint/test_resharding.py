@@ -121,7 +121,7 @@ def check(pair: Pair, parts: Parts) -> None:
 
 def check_stored(root: Path, trains: str) -> None:
     """What was saved is only what trains."""
-    names = stored_parameters(root / "iter_0000003")
+    names = stored_parameters(root / f"iter_{STEPS_BEFORE:07d}")
     if trains == LAST:
         assert {name.rpartition(".")[0] for name in names} == {"blocks.2"}
     assert trains == LAST or (names and all(map(is_adapter, names)))
