@@ -206,8 +206,9 @@ def _pass_over(
     reasons: Callable[[], Reasons],
 ) -> StepResult:
     """Read the samples of a step and use them for nothing, as --iterations-to-skip asks."""
+    timed = TimedBatches(micro_batches, training.device, training.timers)
     for _ in range(num_micro_batches):
-        next(micro_batches)
+        next(timed)
     control, mine = training.control_of_step(state.iteration), reasons()._asdict()
     sums = control.sum([float(each) for each in mine.values()])
     _advance(training, state, Verdict.ASKED, loss=math.nan, grad_norm=math.nan)

@@ -7,10 +7,12 @@ import math
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from paro.errors import UserError
 from paro.schedule.step_checks import Verdict
 from paro.training.step import StepResult, Training, TrainState, train_step
 from tests.helpers.corpora import write_conversations
@@ -102,6 +104,15 @@ def test_iterations_to_skip_use_up_their_samples_alone() -> None:
     assert state == expected
     ours, theirs = whole_parameters(training), whole_parameters(without)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_rank_says_what_is_wrong_with_its_samples_also_where_they_are_skipped() -> None:
+    for skipped in ("", "--iterations-to-skip 1"):
+        config, training = built(f"{FLAGS} {skipped}")
+        batches = MagicMock(__next__=MagicMock(side_effect=UserError("a token above the ids")))
+        with pytest.raises(UserError, match="above the ids") as error:
+            train_step(training, TrainState.at_start(config.loss_scale), batches)
+        assert error.value.on_this_rank
 
 
 def test_a_skipped_step_counts_no_zeros_and_keeps_the_norm() -> None:
