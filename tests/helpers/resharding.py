@@ -143,6 +143,14 @@ def save_and_go_on(
     return Part(states, num_steps, iteration, losses)
 
 
+def save_and_load(
+    settings: Sequence[Setting], root: Path, *, asynchronous: bool = False
+) -> list[Part]:
+    """A run that saves under the first setting, and runs on the same ranks that load it."""
+    saved = save_and_go_on(settings[0], root, asynchronous=asynchronous)
+    return [saved, *(load_and_go_on(setting, root) for setting in settings[1:])]
+
+
 def load_and_go_on(setting: Setting, root: Path, *, more: Sequence[str] = ()) -> Part:
     """Loads and trains to the end."""
     config, training = built([*setting.flags(), "--load", str(root), *more])

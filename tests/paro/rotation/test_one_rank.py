@@ -19,15 +19,14 @@ from paro.spec.run_spec import Materialize
 from paro.training.evaluation import evaluate
 from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks
-from tests.helpers.resharding import Pair, Setting, load_and_go_on, save_and_go_on
-from tests.helpers.training import Trained, begun, built
+from tests.helpers.resharding import Pair, Setting, save_and_load
+from tests.helpers.training import Trained, begun, built, train
 from tests.paro.checkpoint.test_resharding import check
 from tests.paro.planning.lone_rank import LoneRank, allocated_at_most, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 from tests.paro.planning.test_gathering import BF16, FP32, assert_predicted, run
 from tests.paro.planning.test_units import SMALL as GROUPED
 from tests.paro.planning.test_units import assert_counted, keep_norms_and_embedding, upper_half
-from tests.paro.test_parity import train_cases
 from tests.paro.test_parity_rotation import IN_PLACE, MODEL, ROTATE
 
 SMALL = replace(GROUPED, num_query_groups=4, max_position_embeddings=64)
@@ -172,25 +171,36 @@ TWO_BYTES = [
 ]
 
 
-def train_each(base: str, more: Sequence[str], group_size: int = 2) -> list[list[Trained]]:
-    """The runs of each of four ranks."""
-    cases = [(f"{base} --train-iters 2 {each}", ()) for each in more]
-    return run_ranks(train_cases, 4, cases, group_size)
+EVALUATED = [
+    f"{GATHERED} --paro-strategy GGG",
+    *(f"{ROTATED} --paro-strategy {more}" for more in ("IIG", f"III {IN_PLACE}")),
+]
+
+
+def held_out(flags: str) -> float | None:
+    config, training = built(f"{flags} --train-iters 1 --paro-group-size 2")
+    loss = evaluate(training, begun(config, training)[1], 2).loss
+    training.close()
+    return loss
+
+
+def train_and_evaluate(cases: Sequence[str]) -> tuple[list[Trained], list[float | None]]:
+    trained = [train(f"{flags} --train-iters 2", group_size=2) for flags in cases]
+    return trained, [*map(held_out, EVALUATED)]
 
 
 @pytest.mark.ranks
-def test_two_byte_types_follow_the_gathered_run() -> None:
-    rotated = train_each(ROTATED, TWO_BYTES)
-    references = list(dict.fromkeys(flags.replace(IN_PLACE, "").strip() for flags in TWO_BYTES))
-    gathered = train_each(GATHERED, references)[0]
-    for number, flags in enumerate(TWO_BYTES):
-        wanted = gathered[references.index(flags.replace(IN_PLACE, "").strip())]
-        for by_rank in rotated:
-            for step, step_wanted in zip(by_rank[number].steps, wanted.steps, strict=True):
+def test_two_byte_types_and_evaluations_follow_the_gathered_run() -> None:
+    gathered = [f"{GATHERED} {flags.replace(IN_PLACE, '')}" for flags in TWO_BYTES]
+    cases = [*(f"{ROTATED} {flags}" for flags in TWO_BYTES), *gathered]
+    for trained, (loss, *losses) in run_ranks(train_and_evaluate, 4, cases):
+        for flags, rotated, wanted in zip(TWO_BYTES, trained[:3], trained[3:], strict=True):
+            for step, step_wanted in zip(rotated.steps, wanted.steps, strict=True):
                 assert_near([step.loss], [step_wanted.loss], 0.001, flags)
                 assert_near([step.grad_norm], [step_wanted.grad_norm], 0.01, flags)
                 # Gathers of the embedding and of the head differ; steps between groups do not.
                 assert step.sent.inter == pytest.approx(step_wanted.sent.inter, rel=0.2), flags
+        assert_near(losses, [loss] * 2, 2e-6, "evaluated")
 
 
 PLACED = partial(Setting, world_size=4, group_size=2)
@@ -214,22 +224,5 @@ PLACED = partial(Setting, world_size=4, group_size=2)
 def test_a_checkpoint_moves_between_rotated_and_gathered(
     tmp_path: Path, before: Setting, after: Setting
 ) -> None:
-    there = run_ranks(save_and_go_on, 4, before, tmp_path, asynchronous=False)
-    here = run_ranks(load_and_go_on, 4, after, tmp_path)
+    there, here = zip(*run_ranks(save_and_load, 4, [before, after], tmp_path), strict=True)
     check(Pair(before, after, asynchronous=False), (there, here))
-
-
-def held_out(cases: Sequence[str]) -> list[float]:
-    losses = []
-    for flags in cases:
-        config, training = built(f"{flags} --train-iters 1 --paro-group-size 2")
-        losses.append(evaluate(training, begun(config, training)[1], 2).loss)
-        training.close()
-    return losses
-
-
-@pytest.mark.ranks
-def test_an_evaluation_is_that_of_the_gathered_run() -> None:
-    rotated = [f"{ROTATED} --paro-strategy {more}" for more in ("IIG", f"III {IN_PLACE}")]
-    gathered, *others = run_ranks(held_out, 4, [f"{GATHERED} --paro-strategy GGG", *rotated])[0]
-    assert_near(others, [gathered] * 2, 2e-6, "evaluated")

@@ -22,7 +22,7 @@ from paro.training.step import FORGOTTEN_AFTER, Training
 from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
-from tests.helpers.resharding import Setting, load_and_go_on, save_and_go_on
+from tests.helpers.resharding import Setting, load_and_go_on, save_and_go_on, save_and_load
 from tests.helpers.training import train
 from tests.paro.sharding.quantized_runs import (
     SIZES,
@@ -86,7 +86,11 @@ def test_a_dry_run_counts_the_buffers(strategy: str) -> None:
     assert with_errors - of_grads == errors > 0
 
 
-def forget(flags: str, group_size: int, after: int = FORGOTTEN_AFTER) -> list[bool]:
+def forget(flags: str, limits: Sequence[int]) -> list[list[bool]]:
+    return [remembered_until(flags, after) for after in limits]
+
+
+def remembered_until(flags: str, after: int) -> list[bool]:
     """After each step whether something is remembered; the second one's gradients are infinite."""
     remembered: list[bool] = []
 
@@ -106,7 +110,7 @@ def forget(flags: str, group_size: int, after: int = FORGOTTEN_AFTER) -> list[bo
         training.model.finish_grad_sync = finish_grad_sync  # type: ignore[method-assign]
 
     with patch("paro.training.step.FORGOTTEN_AFTER", after):
-        train(flags, group_size=group_size, before=before)
+        train(flags, group_size=1, before=before)
     return remembered
 
 
@@ -119,8 +123,9 @@ def _remembers(training: Training) -> bool:
 @pytest.mark.ranks
 def test_skipped_steps_and_time_make_ranks_forget() -> None:
     (flags,) = quantized_flags([("IIG", 4, f"{FEEDBACK} --train-iters 5")], 12)
-    assert run_ranks(forget, 2, flags, 1)[0] == [False, True, False, True, True]
-    assert run_ranks(forget, 2, flags, 1, after=4)[0] == [False, True, False, True, False]
+    late, soon = run_ranks(forget, 2, flags, (FORGOTTEN_AFTER, 4))[0]
+    assert late == [False, True, False, True, True]
+    assert soon == [False, True, False, True, False]
 
 
 def ranges_of(numel: int, matrix_stop: int, *, bits: int = 4, number: int = 1) -> RangeFormat:
@@ -169,9 +174,9 @@ def test_a_resumed_run_has_the_same_bits_and_remembers_quantization_errors(tmp_p
     """On the same ranks and strategy; on others gradients begin without it."""
     more = f"{SIZES} {FOUR} {REMEMBERED} --paro-inter-bits-warmup-iters 0"
     setting = Setting(world_size=4, group_size=2, strategy="IIG", more=more)
-    there = run_ranks(save_and_go_on, 4, setting, tmp_path, asynchronous=True)
-    here = run_ranks(load_and_go_on, 4, setting, tmp_path)
-    saved, loaded = there[0].states, here[0].states
+    settings = [setting, setting, replace(setting, strategy="NII")]
+    there, here, moved = run_ranks(save_and_load, 4, settings, tmp_path, asynchronous=True)[0]
+    saved, loaded = there.states, here.states
     assert saved.keys() == loaded.keys()
     for name, values in saved.items():
         assert values.dtype == loaded[name].dtype
@@ -183,12 +188,11 @@ def test_a_resumed_run_has_the_same_bits_and_remembers_quantization_errors(tmp_p
     errors = [values for name, values in saved.items() if name.startswith("grad_errors.")]
     assert len(errors) == 4, "one for each unit"
     assert all(values.any() for values in errors)
-    assert here[0].losses == there[0].losses
-    moved = run_ranks(load_and_go_on, 4, replace(setting, strategy="NII"), tmp_path)
-    forgotten = [v for name, v in moved[0].states.items() if name.startswith("grad_errors.")]
+    assert here.losses == there.losses
+    forgotten = [v for name, v in moved.states.items() if name.startswith("grad_errors.")]
     assert len(forgotten) == 4
     assert not any(values.any() for values in forgotten)
-    assert_near(moved[0].losses, there[0].losses, 5e-3, "without the errors of another strategy")
+    assert_near(moved.losses, there.losses, 5e-3, "without the errors of another strategy")
 
 
 PAIRS = [
