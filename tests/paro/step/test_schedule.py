@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -176,39 +177,37 @@ def check(given: PlanRequest, strategy: str) -> None:
         assert shifts == [move for move in wanted if move[0] in (Verb.SHIFT, Verb.SHIFT_BACK)]
 
 
-@pytest.mark.parametrize("name", ORDERS)
+def larger_ring(size: int) -> dict[str, Any]:
+    return {
+        "model": replace(
+            ORDERS["recomputed in pairs"][0], num_attention_heads=12, num_query_groups=12
+        ),
+        "machine": machine(world_size=2 * size, group_size=size),
+        "group_size": size,
+        "global_batch_size": 2 * size,
+    }
+
+
+def adapters(targets: str) -> dict[str, Any]:
+    lora = LoraConfig(rank=2, targets=targets_of(targets))
+    return {"model": replace(ORDERS["recomputed"][0], lora=lora)}
+
+
+ROTATED: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {"updated_ahead": 2}) for name in ORDERS},
+    **{f"a ring of {size}": ("plain", larger_ring(size)) for size in (3, 4)},
+    **{f"adapters on {name}": ("plain", adapters(name)) for name in ("all-linear", "o_proj")},
+}
+
+
+@pytest.mark.parametrize("name", ROTATED)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_engine_rotates_as_the_plan_lists(
     name: str, way: Materialize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silence(monkeypatch)
-    check(order_case(name, materialize=way, updated_ahead=2), "IIG")
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", [3, 4])
-def test_larger_rings(size: int, way: Materialize, monkeypatch: pytest.MonkeyPatch) -> None:
-    silence(monkeypatch)
-    config, _ = ORDERS["recomputed in pairs"]
-    config = replace(config, num_attention_heads=12, num_query_groups=12)
-    given = order_case("plain", materialize=way)
-    given = replace(
-        given,
-        model=config,
-        machine=machine(world_size=2 * size, group_size=size),
-        group_size=size,
-        global_batch_size=2 * size,
-    )
-    check(given, "IIG")
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("targets", ["all-linear", "o_proj"])
-def test_adapters(targets: str, way: Materialize, monkeypatch: pytest.MonkeyPatch) -> None:
-    silence(monkeypatch)
-    config, _ = ORDERS["recomputed"]
-    adapted = replace(config, lora=LoraConfig(rank=2, targets=targets_of(targets)))
-    check(replace(order_case("plain", materialize=way), model=adapted), "IIG")
+    order, changes = ROTATED[name]
+    check(replace(order_case(order, materialize=way), **changes), "IIG")
 
 
 def test_an_evaluation_moves_copies(monkeypatch: pytest.MonkeyPatch) -> None:
