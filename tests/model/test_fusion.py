@@ -175,14 +175,14 @@ def of_model(config: LlamaConfig, **documents: Any) -> list[Tensor]:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_has_the_same_gradients(tied: bool) -> None:
+    """With documents apart in the one whose weights are tied."""
     cut = {"positions_BS": torch.arange(7).repeat(2, 1) % 4, "document_lengths": (4, 3, 4, 3)}
-    for documents in ({}, cut):
-        plain, fused = (
-            of_model(replace(config, tie_embeddings_and_output_weights=tied), **documents)
-            for config in (CONFIG, FUSED)
-        )
-        for found, wanted in zip(fused, plain, strict=True):
-            assert_close(found, wanted)
+    plain, fused = (
+        of_model(replace(config, tie_embeddings_and_output_weights=tied), **(cut if tied else {}))
+        for config in (CONFIG, FUSED)
+    )
+    for found, wanted in zip(fused, plain, strict=True):
+        assert_close(found, wanted)
 
 
 def test_a_cpu_has_no_choice() -> None:
@@ -201,12 +201,9 @@ def usable(
 
 @pytest.mark.usefixtures("interpreted")
 def test_what_runs_is_said() -> None:
-    for dtype in TOLERANCE:
-        found, line = usable(dtype=dtype)
-        assert found == FUSED
-        assert line.startswith("norms, SwiGLU, rotary embedding and loss: Triton 3.")
-    found, _ = usable(fusions=Fusions(bias_swiglu_fusion=False, apply_rope_fusion=True))
-    assert found == replace(FUSED, fuses_swiglu=False)
+    found, line = usable()
+    assert found == FUSED
+    assert line.startswith("norms, SwiGLU, rotary embedding and loss: Triton 3.")
     found, line = usable(fusions=Fusions(bias_swiglu_fusion=False, apply_rope_fusion=False))
     assert found == replace(FUSED, fuses_swiglu=False, fuses_rotary=False)
     assert line.startswith("norms and loss: Triton 3.")
