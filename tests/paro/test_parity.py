@@ -180,6 +180,7 @@ def test_strategies_train_as_one_process_does(
             [
                 ("IIG", f"{FIVE} --paro-collective ho-ring"),
                 ("2,2,4", f"{FIVE} --group-query-attention --num-query-groups 1"),
+                ("ING", FIVE),
             ],
         ),
     ],
