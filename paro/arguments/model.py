@@ -86,6 +86,9 @@ def _add_check_args(group: _ArgumentGroup) -> None:
     add("--check-for-nan-in-loss-and-grad", action="store_true",
         help="stop at the first loss or gradient that is not finite, fp16 overflows apart, and "
         "name the ranks; without it such a step is skipped on all ranks")
+    add("--trace-nan", action="store_true",
+        help="repeat a step whose loss or gradients are not finite, and name the first unit, "
+        "operation and rank whose result is not")
     add("--check-weight-hash-across-dp-replicas-interval", type=int, metavar="N",
         help="every N iterations compare what several ranks hold, parameters and optimizer states, "
         "by a hash, and stop with status 1 where they differ; default: never")

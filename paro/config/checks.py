@@ -18,7 +18,7 @@ from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import LaunchConfig
-from paro.errors import UserError, count_text
+from paro.errors import UserError, contradiction, count_text
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
@@ -45,6 +45,12 @@ def check_rotation(sharding: ShardingConfig, strategy: Strategy, model: LlamaCon
     )
     if reason is not None:
         raise UserError(reason)
+
+
+def check_trace(train: TrainConfig, model: LlamaConfig) -> None:
+    if train.trace_nan and model.torch_compile is not None:
+        reason = "compiled operations cannot be told apart"
+        raise contradiction("--trace-nan", f"--torch-compile {model.torch_compile}", reason)
 
 
 def check_copy_engine(sharding: ShardingConfig, strategy: Strategy, runtime: RuntimeConfig) -> None:
@@ -184,6 +190,7 @@ def _check_writable(flag: str, place: str) -> None:
 # The checks between fields of RunConfig. A check's parameters name the fields that it compares.
 CHECKS: tuple[Callable[..., None], ...] = (
     *PLANNED_CHECKS,
+    check_trace,
     check_outer,
     check_copy_engine,
     check_rotation,

@@ -10,7 +10,8 @@ import torch
 
 from data.batch import Batch
 from paro.distributed.timers import Timers
-from paro.training.step import TimedBatches, Training
+from paro.training.step import Training
+from paro.training.timed_batches import TimedBatches
 
 
 class Evaluation(NamedTuple):

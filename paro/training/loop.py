@@ -193,6 +193,8 @@ class Loop:
             )
         if (left_out := self._groups.left_out_line(state.iteration)) is not None:
             self.report.log.log_last(left_out)
+        if result.origin is not None:
+            self.report.log.log_last(f" iteration {state.iteration} is not finite: {result.origin}")
         if due:
             self._report_ranks(record)
         interval = self.report.config.log_memory_interval

@@ -1,11 +1,12 @@
-"""One training step and one evaluation over held-out data; TrainState is all the mutable state."""
+"""One training step; TrainState is all the mutable state."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from paro.distributed.control import Control
 from paro.distributed.exposed_time import Exposed, Exposure
 from paro.distributed.groups import ByteCounter, Groups
 from paro.distributed.timers import Timers
-from paro.errors import UserError
 from paro.optim.optimizer import ParoOptimizer
 from paro.report.record import RankTimes
 from paro.schedule.batch_schedule import BatchSchedule
@@ -33,7 +33,9 @@ from paro.schedule.lr_schedule import ScheduleConfig
 from paro.schedule.step_checks import Expectation, StepChecksConfig, Verdict, expect_after, judge
 from paro.sharding.distributed_model import DistributedModel
 from paro.topology import Sent
+from paro.training.nan_trace import origin_of
 from paro.training.reasons import Reasons
+from paro.training.timed_batches import TimedBatches
 from paro.training.token_weights import TokenWeights
 
 
@@ -88,6 +90,7 @@ class StepResult:
     data_wait_seconds: float = 0.0  # seconds of waiting for batches, mean over ranks
     exposed: Exposed = field(default_factory=Exposed)  # exposed communication, mean over ranks
     own: OwnTimes = field(default_factory=OwnTimes)
+    origin: str | None = None  # of what is not finite, by --trace-nan
 
     @property
     def skipped(self) -> bool:
@@ -159,23 +162,22 @@ def train_step(
     num_micro_batches = training.batches.num_micro_batches_at(state.consumed_train_samples)
     if state.iteration + 1 in training.checks.iterations_to_skip:
         return _pass_over(training, state, micro_batches, num_micro_batches, reasons)
-    per_token, scale = training.config.calculate_per_token_loss, state.loss_scale.scale
     control = training.control_of_step(state.iteration)
-    world, alone = control.world, control is not training.control
-    num_parts = num_micro_batches * world.size // training.num_sharing
-    weigh = TokenWeights(num_parts, training.num_sharing, scale=scale, per_token=per_token)
     timed = TimedBatches(micro_batches, training.device, training.timers)
+    if training.config.trace_nan:
+        timed.kept = []
     if state.iteration % FORGOTTEN_AFTER == 0:
         training.model.forget_grad_errors()
-    warms_up = state.scheduled_samples < samples_in_full_precision(training)
-    training.model.begin_step(num_micro_batches, full_precision=warms_up, alone=alone)
-    loss_sum = _forward_backward(training, timed, weigh, num_micro_batches, state.iteration)
+    loss_sum, weigh = _forward_backward(training, state, timed, num_micro_batches)
     sums, exposed, own = _add_up(training, control, loss_sum, weigh, timed.seconds, reasons)
     unscale = weigh.unscale(sums["num_tokens"], sums["num_filled"])
     loss = sums["loss"] * unscale
     grad_norm = math.sqrt(sums["square_sum"]) * unscale if sums["square_sum"] >= 0 else math.nan
     verdict = _judge(training, state, loss=loss, grad_norm=grad_norm, tokens=sums["num_tokens"])
     sent = training.traffic.take()  # the param all-gather below counts for the next step
+    origin = None
+    if verdict is Verdict.NOT_FINITE and timed.kept is not None:
+        origin = _trace(training, state, timed.kept)
     if verdict is Verdict.FINE:
         _update(training, state, grad_norm=grad_norm, unscale=unscale)
     else:  # drop the errors of quantized gradients that were not applied, maybe not even finite
@@ -192,7 +194,8 @@ def train_step(
         params_norm=_params_norm(training, control) if training.config.log_params_norm else None,
         z_loss=sums["z_loss"] * unscale if "z_loss" in sums else None,
         reasons=Reasons.summed(sums),
-        data_wait_seconds=sums["data_wait"] / world.size,
+        data_wait_seconds=sums["data_wait"] / control.world.size,
+        origin=origin,
         exposed=exposed,
         own=own,
     )
@@ -330,14 +333,21 @@ def samples_in_full_precision(training: Training) -> int:
 
 
 def _forward_backward(
-    training: Training,
-    micro_batches: Iterator[Batch],
-    weigh: TokenWeights,
-    num_micro_batches: int,
-    iteration: int,
-) -> Tensor:
+    training: Training, state: TrainState, micro_batches: Iterator[Batch], num_micro_batches: int
+) -> tuple[Tensor, TokenWeights]:
     """Compute this rank's weighted loss, a float32 scalar, and reduce all gradients."""
-    model, rank = training.model, training.control.world.rank
+    model, control = training.model, training.control_of_step(state.iteration)
+    num_parts = num_micro_batches * control.world.size // training.num_sharing
+    weigh = TokenWeights(
+        num_parts,
+        training.num_sharing,
+        scale=state.loss_scale.scale,
+        per_token=training.config.calculate_per_token_loss,
+    )
+    warms_up = state.scheduled_samples < samples_in_full_precision(training)
+    alone = control is not training.control
+    model.begin_step(num_micro_batches, full_precision=warms_up, alone=alone)
+    rank, iteration = training.control.world.rank, state.iteration
     loss_sum = torch.zeros((), dtype=torch.float32, device=training.device)
     with training.timers.measure("forward-backward"):
         for index in range(num_micro_batches):
@@ -357,7 +367,19 @@ def _forward_backward(
     with training.timers.measure("all-grads-sync"):
         model.finish_grad_sync()
     _empty_cache(training, from_level=1)
-    return loss_sum
+    return loss_sum, weigh
+
+
+def _trace(training: Training, state: TrainState, batches: Sequence[Batch]) -> str:
+    """Repeat a step without its update, and return where it is not finite first."""
+    again = TimedBatches(iter(batches), training.device, training.timers)
+    run = partial(_forward_backward, training, state, again, len(batches))
+    with training.traffic.paused():
+        origin = origin_of(training.model.model, run, training.control_of_step(state.iteration))
+    training.exposure.take()
+    head: Any = training.model.model.head
+    head.take_z_loss()
+    return origin
 
 
 def _empty_cache(training: Training, *, from_level: int) -> None:
@@ -368,24 +390,3 @@ def _empty_cache(training: Training, *, from_level: int) -> None:
 def _params_norm(training: Training, control: Control) -> float:
     (square_sum,) = control.sum([training.optimizer.local_params_square_sum()])
     return math.sqrt(square_sum)
-
-
-@dataclass(slots=True)
-class TimedBatches(Iterator[Batch]):
-    """Micro-batches on the device, with the seconds that the training thread waited for them."""
-
-    source: Iterator[Batch]
-    device: torch.device
-    timers: Timers
-    seconds: float = 0.0
-
-    def __next__(self) -> Batch:
-        begin = time.perf_counter()
-        try:
-            with self.timers.measure("batch-generator", level=2):
-                batch = next(self.source)
-        # Causes: a token id above the vocabulary in a file too large to scan, or a dead worker.
-        except UserError as error:
-            raise UserError(*error.args, on_this_rank=True) from error
-        self.seconds += time.perf_counter() - begin
-        return batch.to(self.device, non_blocking=True)

@@ -73,6 +73,7 @@ MISTAKES = [
     (f"{FP8} --seq-length 9", "--micro-batch-size x --seq-length, which is 18"),
     (f"{FP8} --paro-strategy III {ROTATE}", "rotate has no fp8"),
     (f"--torch-compile inductor --paro-strategy III {ROTATE}", "leave --torch-compile out, or"),
+    ("--torch-compile inductor --trace-nan", "--trace-nan and --torch-compile inductor"),
     ("--torch-compile inductor --lora-rank 2", "leave it or --lora-rank out"),
     # Adapters
     ("--lora-alpha 3", "--lora-alpha 3.0 ... --lora-rank"),
