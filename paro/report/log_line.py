@@ -52,7 +52,7 @@ def iteration_line(
     fields.append(f"global batch size: {last.global_batch_size:5d}")
     if metrics.lm_loss >= 0.0:  # NaN: every iteration of the interval was skipped
         fields.append(f"lm loss: {metrics.lm_loss:.6E}")
-    if last.z_loss is not None:
+    if last.z_loss is not None and not last.skipped:
         fields.append(f"z loss: {last.z_loss:.6E}")
     fields.append(f"loss scale: {last.loss_scale:.1f}")
     if last.has_tokens:

@@ -237,7 +237,7 @@ def scalars_of(
         "lm loss": None if record.skipped else record.lm_loss,
         "num-zeros": record.num_zeros,
         "params-norm": record.params_norm,
-        "z-loss": record.z_loss,
+        "z-loss": None if record.skipped else record.z_loss,
         "iteration-time": record.iteration_time_ms / 1000.0,
         "throughput": metrics.tflops_per_device,
         "throughput/tokens-per-second": metrics.tokens_per_second,

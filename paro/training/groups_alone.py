@@ -122,7 +122,7 @@ class GroupsAlone:
     def records(self, record: IterationRecord, *, due: bool) -> Iterator[IterationRecord]:
         """Yield records to report: at a log line, those of all groups' steps since the last one.
 
-        Loss and gradient norm are means over the groups whose step was not skipped.
+        Loss, gradient norm and z-loss are means over the groups whose step was not skipped.
         """
         outer = self._training.optimizer.outer
         if not self.are_alone(record.iteration) or outer is None:
@@ -132,29 +132,36 @@ class GroupsAlone:
         if not due:
             return
         mine = [
-            (each.lm_loss, each.grad_norm, each.skipped, ended and float(ended.square))
+            (each.lm_loss, each.grad_norm, each.z_loss, each.skipped, ended and float(ended.square))
             for each, ended in self._records
         ]
         everyone = self._control.gather(mine)
         size = self._control.world.group_size
         for (each, ended), of_ranks in zip(self._records, zip(*everyone, strict=True), strict=True):
-            steps = [step[:3] for step in of_ranks[::size]]
-            trained = [(loss, norm) for loss, norm, skipped in steps if not skipped]
-            loss, norm = map(fmean, zip(*trained, strict=True)) if trained else steps[0][:2]
+            steps = of_ranks[::size]
+            trained = [step for step in steps if not step[3]] or steps[:1]
+            losses, norms, z_losses = [*zip(*trained, strict=True)][:3]
             groups = GroupsRecord(
-                lm_losses=tuple(math.nan if skipped else loss for loss, _, skipped in steps),
+                lm_losses=tuple(math.nan if skipped else loss for loss, _, _, skipped, _ in steps)
             )
             if ended is not None:
                 gradient = math.sqrt(math.fsum(square for *_, square in of_ranks))
-                norms = zip(ended.norms, ended.taken, strict=True)
-                moved = fmean(norm for norm, taken in norms if taken)
+                moves = zip(ended.norms, ended.taken, strict=True)
+                moved = fmean(norm for norm, taken in moves if taken)
                 groups = replace(
                     groups,
                     outer_grad_norm=gradient,
                     outer_grad_cosine=gradient / moved if moved else math.nan,
                     num_left_out=ended.taken.count(False),
                 )
-            yield replace(each, lm_loss=loss, grad_norm=norm, skipped=not trained, groups=groups)
+            yield replace(
+                each,
+                lm_loss=fmean(losses),
+                grad_norm=fmean(norms),
+                z_loss=None if each.z_loss is None else fmean(z_losses),
+                skipped=all(skipped for *_, skipped, _ in steps),
+                groups=groups,
+            )
         self._records.clear()
 
 

@@ -80,8 +80,9 @@ def test_loss_and_speed_are_means_and_the_rest_is_the_last_iterations() -> None:
 
 
 def test_a_dashboard_has_tags_of_what_was_measured() -> None:
-    empty = replace(FIRST, skipped=True, has_tokens=False, lm_loss=math.nan, grad_norm=math.nan)
-    full = replace(FIRST, num_zeros=7.0, params_norm=2.5, lm_loss=0.1 + 0.2)
+    nan = math.nan
+    empty = replace(FIRST, skipped=True, has_tokens=False, lm_loss=nan, grad_norm=nan, z_loss=nan)
+    full = replace(FIRST, num_zeros=7.0, params_norm=2.5, lm_loss=0.1 + 0.2, z_loss=0.5)
     found = []
     for seen, reserved in ((empty, None), (FIRST, None), (full, 66)):
         metrics = summarize([seen], FACTS, peak_memory_bytes=55, peak_reserved_bytes=reserved)
@@ -89,7 +90,7 @@ def test_a_dashboard_has_tags_of_what_was_measured() -> None:
         assert found[-1]["memory/peak-measured-bytes"] == 55
     assert metrics.lm_loss == 0.1 + 0.2, "a single loss keeps every bit"
     assert found[1].keys() - found[0].keys() == {"lm loss", "grad-norm"}
-    more = {"num-zeros": 7.0, "params-norm": 2.5, "memory/peak-reserved-bytes": 66}
+    more = {"num-zeros": 7.0, "params-norm": 2.5, "z-loss": 0.5, "memory/peak-reserved-bytes": 66}
     assert {name: found[2][name] for name in found[2].keys() - found[1].keys()} == more
 
 

@@ -229,7 +229,7 @@ def test_the_line_is_megatrons_with_three_fields_appended() -> None:
     assert " | grad norm: 1.250 | num zeros: 0.0 | params norm: 3.456 | number of skip" in told
 
 
-NAN = {"lm_loss": math.nan, "grad_norm": math.nan, "skipped": True}
+NAN = {"lm_loss": math.nan, "grad_norm": math.nan, "z_loss": math.nan, "skipped": True}
 
 
 @pytest.mark.parametrize(
@@ -248,6 +248,7 @@ def test_loss_is_the_mean_of_what_was_not_skipped(
     text = line(*interval)
     assert re.findall(r"lm loss: (\S+)", text) == ([] if loss is None else [f"{loss:.6E}"])
     assert re.findall(r"grad norm: (\S+)", text) == ([] if norm is None else [norm])
+    assert "z loss: " not in text
     assert f"skipped iterations:   {skipped} | number of nan iterations:   {nan} |" in text
 
 
