@@ -116,9 +116,11 @@ class UnitOptimizer:
         if not in_full:
             unit.quantize_update(self.master)
 
-    def forget_moments(self) -> None:
-        for name, values in self.states.items():
-            if name != PARAM:
+    def forget_wrong_moments(self) -> None:
+        """Set the moments to 0 if any of them is infinite or NaN."""
+        moments = [values for name, values in self.states.items() if name != PARAM]
+        if not all(values.isfinite().all() for values in moments):
+            for values in moments:
                 values.zero_()
 
     def set_num_steps(self, num_steps: int) -> None:
@@ -302,13 +304,14 @@ class ParoOptimizer:
     def end_step(self, iteration: int, control: Control) -> None:
         """Begin and end the outer rounds that are due after the step that ends `iteration`.
 
-        The moments of a group whose movement was not finite become 0.
+        A group that was left out keeps finite moments: with moments of 0 AdamW's next steps are
+        several times as long, so that the group would be an outlier again.
         """
         if self.outer is None:
             return
         ended = [*self.outer.after_update(iteration, control)]
         for unit in () if self.outer.takes_part else ended:
-            self._parts[unit].forget_moments()
+            self._parts[unit].forget_wrong_moments()
         self._write_moved(ended)
 
     def _write_moved(self, moved: Iterable[UnitShards]) -> None:

@@ -21,7 +21,7 @@ from paro.planning.run_memory import RunMemory
 from paro.report.record import IterationRecord
 from paro.schedule.movement import UsualMovement
 from paro.spec.outer_steps import OuterConfig
-from paro.spec.states import ANCHOR, BEGUN, MASTER_OF_GROUP, PARAM, of_group
+from paro.spec.states import ANCHOR, BEGUN, MASTER_OF_GROUP, MOMENTS, PARAM, of_group
 from paro.topology import Sent
 from paro.training.assembly import build_training
 from paro.training.groups_alone import GroupsAlone
@@ -214,7 +214,7 @@ def test_outer_states_take_the_bytes_that_are_predicted() -> None:
 
 
 def lose_a_group(cases: Sequence[tuple[str, float]]) -> list[tuple[States, str | None]]:
-    """The states and the line after a round before which a value of group 1's masters moves."""
+    """The states and the line after a round before which a value of group 1's states moves."""
     results = []
     for flags, moved in cases:
         config, training = built(flags)
@@ -224,7 +224,8 @@ def lose_a_group(cases: Sequence[tuple[str, float]]) -> list[tuple[States, str |
         for step in range(1, 5):
             if step == 4 and outer.group.index == 1:
                 for part in training.optimizer.parts:
-                    part.master.detach()[0] += moved
+                    for values in part.states.values():
+                        values.detach()[:1] += moved
             train_step(training, state, source)
         line = GroupsAlone(training).left_out_line(state.iteration)
         results.append((states_of(training), line))
@@ -246,6 +247,10 @@ def test_a_group_that_moves_too_far_is_left_out_and_takes_the_others_parameters(
             assert torch.equal(values, without[0][0][f"{ANCHOR}.{name}"])
         assert line is not None
         assert "group 1" in line
+    for (states, _), keeps_moments in zip(without, (False, True), strict=True):
+        prefixes = tuple(of_group(moment, 1) for moment in MOMENTS)
+        moments = [bool(states[name].any()) for name in states if name.startswith(prefixes)]
+        assert set(moments) == {keeps_moments}
     states, line = whole
     assert line is None
     assert any(not torch.equal(states[name], without[0][0][name]) for name in states)
@@ -257,8 +262,8 @@ def measure_a_round(flags: str) -> tuple[States, States, IterationRecord]:
     (state, source), groups = begun(config, training), GroupsAlone(training)
     start = states_of(training)
     for step in range(1, 6):
-        loss = train_step(training, state, source).loss
-        record = replace(RECORD, iteration=step, lm_loss=loss)
+        made = train_step(training, state, source)
+        record = replace(RECORD, iteration=step, lm_loss=made.loss, z_loss=made.z_loss)
         records = [*groups.records(record, due=step == 5)]
     after = states_of(training)
     training.close()
@@ -298,13 +303,14 @@ def test_a_late_merge_keeps_the_steps_of_its_delay() -> None:
 
 @pytest.mark.ranks
 def test_a_record_has_the_loss_of_each_group_and_how_far_groups_are_apart() -> None:
-    flags = f"{FLAGS} {ROUNDS} --paro-outer-delay 1"
+    flags = f"{FLAGS} {ROUNDS} --paro-outer-delay 1 --z-loss-weight 0.1"
     (start, after, record), *others = run_ranks(measure_a_round, 4, flags)
     losses = [others[rank][2].lm_loss for rank in (0, 1)]
     assert record.groups is not None
     assert len(set(record.groups.lm_losses)) == 2
     assert record.lm_loss == pytest.approx(sum(record.groups.lm_losses) / 2)
     assert losses == [record.lm_loss] * 2
+    assert [others[rank][2].z_loss for rank in (0, 1)] == [record.z_loss] * 2
     moved = [
         torch.cat([
             (start[name] - after[name.replace(ANCHOR, of_group(BEGUN, group))]).flatten()
