@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from model.config import LoraConfig, is_adapter
+from model.config import LlamaConfig, LoraConfig, is_adapter
 from paro.checkpoint.agreement import CheckpointRanks, with_one_folder
 from paro.checkpoint.base import has_adapters, open_base
 from paro.checkpoint.chunks import ChunkedState, begin_without, chunked_states, may_be_missing
@@ -239,8 +239,12 @@ def _check_states(states: dict[str, ChunkedState], saved: Mapping[str, object]) 
 def _check_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise `UserError` for the first field that differs, even if all shapes are equal.
 
-    Shapes do not distinguish 8 heads of 16 channels from 4 heads of 32 channels.
+    Shapes do not distinguish 8 heads of 16 channels from 4 heads of 32 channels. A field that was
+    added after the checkpoint had been written has its default there.
     """
+    if there:
+        others = (item for item in fields(LlamaConfig) if item.default is not MISSING)
+        there = {**{item.name: item.default for item in others}, **there}
     for name, value in json.loads(json.dumps(dict(here))).items():
         if name in there and there[name] != value:
             text = f"{_MISMATCH}: {name} is {there[name]} there and {value} here"

@@ -228,6 +228,16 @@ def test_another_shape_is_told(
     assert not any(shard.values.any() for shard in shards)
 
 
+def test_a_field_that_an_older_checkpoint_lacks_has_its_default_there(tmp_path: Path) -> None:
+    shards = make_shards(ONE, 0, filled=True)
+    save_checkpoint(tmp_path, 100, shards, {"model": {"hidden_size": 6}})
+    now = {"hidden_size": 6, "position_embedding_type": "rope"}
+    load_checkpoint(tmp_path, shards, wanted=LoadRequest(model=now))
+    other = LoadRequest(model=now | {"position_embedding_type": "yarn"})
+    told = "position_embedding_type is rope there and yarn here"
+    refused(lambda: load_checkpoint(tmp_path, shards, wanted=other), told)
+
+
 def test_parameters_on_one_side_only_are_told(one: Path, tmp_path: Path) -> None:
     some = make_shards(ONE, 0, filled=False)
     without_norm = [s for s in some if s.layout.chunks[0].chunk.name != "norm.weight"]
