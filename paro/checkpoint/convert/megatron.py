@@ -220,7 +220,12 @@ def _config(path: Path, args: _Args, ranks: Sequence[Mapping[str, Any]]) -> tupl
     embeddings = [embedding for embedding in stored if is_weight(embedding)]
     if len(embeddings) != len(ranks):
         raise UserError(f"{path} has no embedding.word_embeddings.weight")
-    names = (*_FIELDS, *_ROTARY)
+    is_used = {
+        "rope_scaling_": given.get("use_rope_scaling"),
+        "yarn_": given.get("position_embedding_type") == "yarn",
+    }
+    unused = tuple(prefix for prefix in is_used if not is_used[prefix])
+    names = [name for name in (*_FIELDS, *_ROTARY) if not name.startswith(unused)]
     fields = {name: given[name] for name in names if given.get(name) is not None}
     groups = "num_query_groups" if given.get("group_query_attention") else "num_attention_heads"
     if groups in given:

@@ -197,6 +197,14 @@ def test_an_interpolation_of_one_is_none(tmp_path: Path) -> None:
     assert open_megatron(tmp_path / "megatron").config == CONFIG
 
 
+def test_settings_that_do_nothing_there_are_left_out(tmp_path: Path) -> None:
+    path = saved(tmp_path / "megatron")
+    unused = {"use_rope_scaling": False, "rope_scaling_factor": 4.0, "yarn_beta_fast": 16.0}
+    resave(path, lambda content: vars(content["args"]).update(unused))
+    config = open_megatron(tmp_path / "megatron").config
+    assert config == replace(CONFIG, use_rope_scaling=False, rope_scaling_factor=8.0)
+
+
 def test_the_end_of_a_document_is_kept_where_the_arguments_do_not_count_it(tmp_path: Path) -> None:
     path = saved(tmp_path / "megatron")
 
