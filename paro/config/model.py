@@ -44,7 +44,7 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
         if not is_given:
             details = {name: others[name] for name in others if name.startswith(prefix)}
             _refuse_without(needed, details)
-    if scalings["yarn_"][1] and "yarn_rotary_scaling_factor" not in sizes:
+    if scalings["yarn_"][1] and "yarn_rotary_scaling_factor" not in given:
         raise UserError("--position-embedding-type yarn needs --yarn-rotary-scaling-factor")
     hidden_size, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     is_grouped = args.group_query_attention or args.llama_preset is not None
@@ -79,9 +79,11 @@ def vocab_size_given(args: Namespace) -> int | None:
 
 
 def _published_sizes(preset: LlamaConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the preset's sizes; leave out sizes derived from a size that a flag changes."""
+    """Return the preset's sizes; leave out those of what a flag replaces or changes."""
     sizes = {field.name: getattr(preset, field.name) for field in fields(preset)}
     del sizes["vocab_size"], sizes["recompute"], sizes["lora"]
+    if given.get("position_embedding_type") == "yarn":
+        sizes = {name: sizes[name] for name in sizes if "rope_scaling" not in name}
     if "hidden_size" in given or "num_attention_heads" in given:
         del sizes["kv_channels"]
         if preset.num_query_groups == preset.num_attention_heads:
@@ -95,11 +97,10 @@ def _given(args: Namespace, *names: str) -> dict[str, Any]:
 
 def _refuse_without(needed: str, given: Mapping[str, object]) -> None:
     """Raise `UserError` if arguments are given without the flag that they need."""
-    if lines := [
-        f"--{name.replace('_', '-')} {value} needs {needed}: give that too, or leave it out"
-        for name, value in given.items()
-    ]:
-        raise UserError(*lines)
+    words = [(name.replace("_", "-"), value) for name, value in given.items()]
+    if flags := [f"--no-{n}" if value is False else f"--{n} {value}" for n, value in words]:
+        ending = f"needs {needed}: give that too, or leave it out"
+        raise UserError(*(f"{flag} {ending}" for flag in flags))
 
 
 def _take_lora(args: Namespace) -> LoraConfig | None:

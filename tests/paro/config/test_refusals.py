@@ -9,6 +9,7 @@ from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 from tests.paro.config.test_run import PRESET, SMALL, configure
 
+UNROUNDED = "--no-yarn-correction-range-round-to-int"
 ROTATE = "--paro-materialize rotate"
 EIGHT = World(size=8, ranks_per_node=4)
 GQA = "--group-query-attention --num-query-groups"
@@ -45,6 +46,11 @@ MISTAKES = [
     ("--num-attention-heads 5", "--hidden-size 64 ... --num-attention-heads 5"),
     (f"{GQA} 3", "--num-query-groups 3"),
     ("--num-query-groups 2", "--num-query-groups 2 ... --group-query-attention"),
+    *(
+        (f"{model} --position-embedding-type yarn", "yarn needs --yarn-rotary-scaling-factor")
+        for model in ("", "--llama-preset 7B")
+    ),
+    (UNROUNDED, f"{UNROUNDED} needs --position-embedding-type yarn"),
     ("--llama-preset 7B --group-query-attention", "7B has no groups ... --num-query-groups"),
     (
         "--max-position-embeddings 16",

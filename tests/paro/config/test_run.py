@@ -139,6 +139,9 @@ def test_explicit_sizes_win_over_the_preset() -> None:
     assert preset.tie_embeddings_and_output_weights
     assert not model.tie_embeddings_and_output_weights
     assert model.hidden_size == preset.hidden_size
+    stretched = "--position-embedding-type yarn --yarn-rotary-scaling-factor 4"
+    model = configure(f"{PRESET} --llama-preset llama3.2-1B {stretched}").model
+    assert (model.use_rope_scaling, model.rope_scaling_factor) == (False, 8.0)
 
 
 def test_what_follows_from_an_overridden_size_is_not_the_presets() -> None:
