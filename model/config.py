@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
-from paro.errors import UserError, check_least, contradiction
+from model.yarn import check_yarn, yarn_scale
+from paro.errors import UserError, check_least
 
 AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
 ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
@@ -226,8 +227,6 @@ class LlamaConfig:
             ("--rope-scaling-factor", self.rope_scaling_factor),
             ("--rope-scaling-low-freq-factor", self.rope_scaling_low_freq_factor),
             ("--rotary-seq-len-interpolation-factor", self.rotary_seq_len_interpolation_factor),
-            ("--yarn-beta-fast", self.yarn_beta_fast),
-            ("--yarn-beta-slow", self.yarn_beta_slow),
             ("--norm-epsilon", self.norm_epsilon),
             ("--init-method-std", self.init_method_std),
         ):
@@ -238,19 +237,7 @@ class LlamaConfig:
                 f"--rope-scaling-low-freq-factor {self.rope_scaling_low_freq_factor} must be below "
                 f"--rope-scaling-high-freq-factor {self.rope_scaling_high_freq_factor}"
             )
-        if not self.yarn_beta_slow < self.yarn_beta_fast:
-            raise UserError(
-                f"--yarn-beta-slow {self.yarn_beta_slow} must be below --yarn-beta-fast "
-                f"{self.yarn_beta_fast}"
-            )
-        if not self.yarn_rotary_scaling_factor >= 1.0:
-            raise UserError(
-                f"--yarn-rotary-scaling-factor {self.yarn_rotary_scaling_factor} must be at least 1"
-            )
-        if self.position_embedding_type == "yarn" and self.use_rope_scaling:
-            raise contradiction(
-                "--position-embedding-type yarn", "--use-rope-scaling", "both stretch positions"
-            )
+        check_yarn(self)
         if not 0.0 <= self.z_loss_weight < math.inf:
             raise UserError(f"--z-loss-weight {self.z_loss_weight} must be at least 0")
         if self.torch_compile is not None and self.lora is not None:
@@ -259,12 +246,7 @@ class LlamaConfig:
     @property
     def rotary_scale(self) -> float:
         """The factor on rotated queries and keys: with YaRN above 1 by default, else 1."""
-        if self.position_embedding_type != "yarn":
-            return 1.0
-        log = 0.1 * math.log(self.yarn_rotary_scaling_factor)
-        if self.yarn_mscale is None or self.yarn_mscale_all_dim is None:
-            return log + 1.0
-        return (log * self.yarn_mscale + 1.0) / (log * self.yarn_mscale_all_dim + 1.0)
+        return yarn_scale(self) if self.position_embedding_type == "yarn" else 1.0
 
     def parts_misfit(self, device_type: str, compute: str) -> str | None:
         """Say why attention returns no log-sum-exp, needed to merge parts, and what to change.

@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict
 from model.config import LlamaConfig
 from model.units import name_in
 from paro.errors import UserError
-from paro.untrusted.schema import conform
+from paro.untrusted.schema import Positive, conform
 
 _NAMES = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -149,8 +149,8 @@ class _Scaling(TypedDict):
 class _Yarn(TypedDict):
     """The fields of rope_type yarn."""
 
-    factor: float
-    original_max_position_embeddings: int
+    factor: NotRequired[float | None]
+    original_max_position_embeddings: Positive
     attention_factor: NotRequired[float | None]
     mscale: NotRequired[float | None]
     mscale_all_dim: NotRequired[float | None]
@@ -321,17 +321,19 @@ def _rope(fields: Mapping[str, Any], rope: Mapping[str, Any], longest: int) -> d
 
 def _yarn_fields(rope: dict[str, Any], longest: int) -> dict[str, Any]:
     """Return the RoPE fields of YaRN; what is null or missing is as transformers takes it."""
-    if rope.get("factor") is None:
-        rope["factor"] = longest / rope["original_max_position_embeddings"]
     scaling: _Yarn = conform(rope, _Yarn, "")
+    factor = scaling.get("factor")
+    if factor is None:
+        factor = scaling["factor"] = longest / scaling["original_max_position_embeddings"]
     own = {ours: value for ours, it in _YARN.items() if (value := scaling.get(it)) is not None}
-    scale, log = scaling.get("attention_factor"), 0.1 * math.log(max(1.0, scaling["factor"]))
+    scale, log = scaling.get("attention_factor"), 0.1 * math.log(max(1.0, factor))
     mscales = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if scale is None and all(mscales):
         own["yarn_mscale"], own["yarn_mscale_all_dim"] = mscales
     elif scale is not None and not math.isclose(scale, 1.0 + log, rel_tol=1e-9):
-        if not log:
-            raise UserError(f"attention_factor is {scale} there and has to be 1 with factor 1")
+        if not log or scale <= 0.0:
+            allowed = "positive" if log else "1 with factor 1"
+            raise UserError(f"attention_factor is {scale} there and has to be {allowed}")
         own["yarn_mscale"], own["yarn_mscale_all_dim"] = (scale - 1.0) / log, 0.0
     return {"position_embedding_type": "yarn", **own}
 

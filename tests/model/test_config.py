@@ -7,6 +7,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,13 @@ def test_causal_attention_counts_half() -> None:
         ("rope_scaling_original_max_position_embeddings", 0, ""),
         ("rope_scaling_low_freq_factor", 0.0, ""),
         ("yarn_rotary_scaling_factor", 0.5, ""),
+        ("yarn_beta_fast", 1e308, ""),
+        ("yarn_beta_slow", 1e-320, ""),
+        ("yarn_mscale", -10.0, ""),
+        ("yarn_mscale_all_dim", -1e3, ""),
+        ("use_rope_scaling", True, "--position-embedding-type"),
+        ("rotary_seq_len_interpolation_factor", 2.0, "--position-embedding-type"),
+        ("rotary_base", 1.0, ""),
         ("yarn_beta_slow", 32.0, "--yarn-beta-fast"),
         ("norm_epsilon", float("nan"), ""),
         ("z_loss_weight", -1.0, ""),
@@ -137,7 +145,12 @@ def test_a_mistake_names_its_flag_and_what_it_contradicts(
 ) -> None:
     flag = f"--{name.replace('_', '-')}"
     told = others.split() or [f"{flag} {value}"]
-    refused(lambda: replace(SMALL, **{name: value}), flag, *told)
+    stretched: dict[str, Any] = {
+        "position_embedding_type": "yarn",
+        "yarn_rotary_scaling_factor": 4.0,
+    }
+    changed: dict[str, Any] = stretched | {name: value}
+    refused(lambda: replace(SMALL, **changed), flag, *told)
 
 
 def test_a_number_of_blocks_to_recompute_is_positive() -> None:

@@ -95,6 +95,11 @@ ROTATIONS = [
     ({"rope_type": "yarn", "factor": 1.0, "attention_factor": 2.0}, "attention_factor is 2.0"),
     ({"rope_type": "yarn", "factor": 0.5}, "--yarn-rotary-scaling-factor 0.5"),
     ({"rope_type": "yarn", "factor": 4.0, "beta_slow": 40}, "--yarn-beta-slow 40"),
+    *(
+        ({"rope_type": "yarn", "original_max_position_embeddings": original}, f"{original} is")
+        for original in (0, None, [1])
+    ),
+    ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.0}, "attention_factor is 0.0"),
     ({"rope_type": "longrope", "factor": 1.0, "long_factor": [2.0]}, "rope_type is 'longrope'"),
     ({"rope_type": "mrope", "factor": 1.0}, "rope_type is 'mrope' there"),
     ({"rope_type": "linear"}, "factor: is missing"),
