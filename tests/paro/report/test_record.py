@@ -152,8 +152,8 @@ def find_on_a_rank() -> tuple[Peak, bool]:
 
 @pytest.mark.ranks
 def test_the_first_rank_times_its_cpu_for_all() -> None:
-    peaks, timed = zip(*run_ranks(find_on_a_rank, 3), strict=True)
-    assert timed == (True, False, False)
+    peaks, timed = zip(*run_ranks(find_on_a_rank, 2), strict=True)
+    assert timed == (True, False)
     given = find_peak(CPU, compute="fp32", peak_tflops=2.5, control=Control(World(), CPU))
     assert given == Peak(flops_per_second=2.5e12, source="given by --peak-tflops")
     (peak,) = set(peaks)
