@@ -295,6 +295,13 @@ def test_ids_and_texts_are_the_same(prefix: bool, out: Path) -> None:
         assert theirs.decode(ids) == own.decode(ids) == file.decode(ids) == text
 
 
+def test_a_model_without_bytes_keeps_its_unknown_piece(out: Path) -> None:
+    model = train_sentencepiece(out.with_name("x.model"), **LLAMA | {"byte_fallback": False})
+    assert write_tokenizer_json(model, out)
+    ids = SentencePieceTokenizer(str(model)).encode("a 日本 b")
+    assert hugging_face_tokenizer(str(out / "tokenizer.json")).encode("a 日本 b") == ids
+
+
 @pytest.mark.parametrize(
     "options",
     [

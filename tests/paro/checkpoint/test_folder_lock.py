@@ -31,7 +31,7 @@ from paro.checkpoint.folder_lock import (
     LockWaiter,
 )
 from paro.checkpoint.save import write_states
-from paro.errors import is_storage_failure
+from paro.errors import UserError, is_storage_failure
 from paro.training.saving import Saver
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.toy_run import control_here
@@ -109,8 +109,8 @@ def test_after_a_long_sleep_the_file_says_whose_the_folder_is(tmp_path: Path, cl
     clock.now += 1.0
     assert not lock.is_ours()
     assert lock.is_lost
-    alone = take(tmp_path / "other", holder())
-    shutil.rmtree(tmp_path / "other")
+    alone = take(tmp_path / "new" / "other", holder())
+    shutil.rmtree(tmp_path / "new" / "other")
     clock.now += STILL_SECONDS
     assert alone.is_ours()  # gone, but nobody else's
 
@@ -280,6 +280,21 @@ def test_a_run_without_its_lease_renames_and_removes_nothing(
     done = {"iter_0000010"} | ({"iter_0000020"} if when > 1 else set())
     assert {name for name in files(tmp_path) if name.startswith("iter_")} == done
     assert latest_iteration(tmp_path) == 10
+
+
+def test_a_save_that_fails_once_the_lease_is_lost_blames_the_new_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose start may have removed what this run wrote."""
+    ours = take(tmp_path, holder(rendezvous_id="a"))
+
+    def fail(*_: object) -> None:
+        take(tmp_path, holder(rendezvous_id="a"))
+        raise UserError("a file is gone")
+
+    monkeypatch.setattr("paro.checkpoint.save.write_files", fail)
+    with pytest.raises(LockLostError, match="has taken it over"):
+        write_states(tmp_path, 20, {}, {}, ranks=alone(ours), log=lambda _line: None)
 
 
 def test_a_run_without_its_lease_retires_nothing(tmp_path: Path) -> None:

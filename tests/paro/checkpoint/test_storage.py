@@ -328,6 +328,14 @@ def test_copies_share_one_block_and_later_ones_reuse_it() -> None:
     assert not torch.equal(values[0], copies[0])
 
 
+def test_its_copies_wait_for_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = MagicMock()
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    _Copier(torch.device("cuda", 3)).updated()
+    cuda.Stream.return_value.wait_stream.assert_called_once_with(cuda.current_stream())
+
+
 def test_its_device_is_set_before_its_stream_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     device, cuda, target = torch.device("cuda", 3), MagicMock(), torch.zeros(2)
     cuda.Stream.return_value.device = device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
@@ -111,6 +112,14 @@ def test_the_copy_of_an_async_save_counts() -> None:
     with mock.patch("torch.cuda.mem_get_info", return_value=(10**9, 10**10)):
         assert refusal("", 0, gpu) == ""
         assert refusal(save, 0, gpu).endswith("leave --async-save out")
+        # The copy has frozen parameters unless --load keeps them.
+        lora = f"{save} --lora-rank 2 --lora-target-modules all-linear"
+        base = "--load base --finetune"
+        sizes = [
+            re.findall(r"[\d.]+ [kMG]B", refusal(f"{lora} {more}", 0, gpu))[0]
+            for more in ("", base, f"{base} --save-frozen")
+        ]
+        assert sizes[0] == sizes[2] != sizes[1]
 
 
 def test_a_device_must_have_what_a_rank_needs() -> None:

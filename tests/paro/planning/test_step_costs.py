@@ -159,11 +159,11 @@ def test_uneven_groups_slow_all_down() -> None:
     same = GroupSpeed(num_groups=2)
     split = replace(given, machine=machine(uneven=(same,)))
     assert simulate(costs(split, "IIG")).seconds == pytest.approx(even)
-    whole = GroupSpeed(num_groups=4, compute=0.5)
-    halved = replace(given, machine=machine(uneven=(whole,)))
-    assert simulate(costs(halved, "NNN")).compute_seconds == pytest.approx(
-        2 * simulate(costs(given, "NNN")).compute_seconds
-    )
+    computing = simulate(costs(given, "NNN")).compute_seconds
+    for speed in (0.5, 2.0):
+        all_groups = GroupSpeed(num_groups=4, compute=speed)
+        changed = replace(given, machine=machine(uneven=(all_groups,)))
+        assert simulate(costs(changed, "NNN")).compute_seconds == pytest.approx(computing / speed)
 
 
 def second(name: str, *, between: bool) -> Queued:

@@ -128,8 +128,10 @@ def test_what_a_launcher_wrote_below_is_not_drawn_over() -> None:
     view, stream = make()
     show(view, record(5))
     stream.write("Received 2 death signal\n")
-    view.begin_below()
-    view.begin_below()
+    report = make_report(ReportConfig())
+    report.view = view
+    report.interrupted()
+    report.interrupted()
     view.close()
     below = stream.getvalue().partition("Received 2 death signal\n")[2]
     blank, _, drawn = below.partition("╭")

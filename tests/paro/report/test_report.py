@@ -10,11 +10,14 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 
 from paro.distributed.exposed_time import Exposed
+from paro.errors import UserError
+from paro.launch.setup import closing
 from paro.report.config import ReportConfig
 from paro.report.log import Log
 from paro.report.log_line import (
@@ -111,6 +114,24 @@ def test_the_first_rank_writes_and_the_last_prints(tmp_path: Path) -> None:
     assert [*logged(path)] == [1]
     assert " iteration        1/      20 |" in run(make(config, rank=1, world_size=2), range(1, 2))
     assert [*logged(path)] == [1]
+
+
+def test_what_dashboards_got_is_written_before_the_report_ends() -> None:
+    ends = Mock()
+    report = make(ReportConfig(log_interval=1))
+    report.dashboards.open("--board", lambda: Mock(close=ends))
+    run(report, range(1, 2))
+    ends.assert_called_once_with()
+
+
+@pytest.mark.parametrize("error", [UserError("all"), UserError("one", on_this_rank=True)])
+def test_ranks_end_together_after_an_error_that_all_of_them_have(error: UserError) -> None:
+    """A launcher ends the others, which may still write, when the first has left."""
+    calls = Mock()
+    with pytest.raises(type(error)), closing(calls.report, calls.control):
+        raise error
+    ends = [] if error.on_this_rank else [call.report.close(), call.control.barrier()]
+    assert calls.mock_calls == ends
 
 
 def test_a_speed_beyond_the_peak_is_doubted_once() -> None:
