@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -94,8 +95,19 @@ def test_wandb_needs_no_tensorboard(wandb: FakeWandb) -> None:
     assert told == "> Weights & Biases: offline, until you run wandb sync wandb/offline-run-1\n"
 
 
-def test_tensorboard_has_each_tag_over_iterations_and_over_samples(tmp_path: Path) -> None:
+def test_tensorboard_has_each_tag_over_iterations_and_over_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from torch.utils.tensorboard import SummaryWriter
+
+    close, closed = SummaryWriter.close, Counter[str]()
+
+    def counted(writer: SummaryWriter) -> None:
+        closed[Path(writer.log_dir).name] += 1
+        close(writer)
+
+    monkeypatch.setattr(SummaryWriter, "close", counted)
     config = ReportConfig(tensorboard_dir=str(tmp_path))
 
     def start(iteration: int, *steps: int, loss: float) -> None:
@@ -125,6 +137,7 @@ def test_tensorboard_has_each_tag_over_iterations_and_over_samples(tmp_path: Pat
     assert shown(earlier / "samples", "lm loss vs samples") == over_samples
     assert shown(tmp_path, "lm loss") == [(1, 0.5)]
     assert shown(tmp_path / "samples", "lm loss vs samples") == [(8, 0.5)]
+    assert closed == {tmp_path.name: 3, "samples": 3}
 
 
 def test_a_dashboard_that_fails_is_left_out_and_the_others_go_on(
