@@ -117,7 +117,10 @@ def _words(flag: str, action: Action | None, value: yaml.Node) -> list[str]:
     if kind == "bool" if action is None else action.nargs == 0:
         if kind != "bool":
             raise UserError(f"a switch is true or false, not {_shown(value)}")
-        return [flag] if yaml.SafeLoader.bool_values[value.value.lower()] else []
+        if yaml.SafeLoader.bool_values[value.value.lower()]:
+            return [flag]
+        off = f"--no-{flag.removeprefix('--')}"
+        return [off] if action is not None and off in action.option_strings else []
     values = value.value if isinstance(value, yaml.SequenceNode) else [value]
     if any(
         not isinstance(item, yaml.ScalarNode) or _kind(item) in ("bool", "null") for item in values

@@ -169,6 +169,7 @@ hidden_size: 128
 lr: 3e-4
 bf16: true
 mock_data: false
+yarn_correction_range_round_to_int: false
 data-path: [corpus]
 rampup-batch-size: [8, 8, 96]
 split: 98,1,1
@@ -183,7 +184,7 @@ def test_a_file_and_the_command_line_are_one_and_the_latter_wins(tmp_path: Path)
     from_file = vars(parse_args(file))
     argv = (
         "--num-layers 4 --hidden-size 128 --lr 3e-4 --bf16 --data-path corpus "
-        "--rampup-batch-size 8 8 96 --split 98,1,1"
+        "--rampup-batch-size 8 8 96 --split 98,1,1 --no-yarn-correction-range-round-to-int"
     )
     from_words = vars(parse_args(argv.split()))
     assert from_file.pop("yaml_cfg") is not from_words.pop("yaml_cfg")
