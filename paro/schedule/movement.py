@@ -17,6 +17,7 @@ _WARMUP_ROUNDS = 50  # only movements that are not finite are left out before
 _DEVIATIONS = 3.0  # an outlier is above the mean by this many standard deviations, and ...
 _LEAST_RISE = 0.1  # ... by at least this fraction of the mean
 _MOST_DEVIATIONS = 10.0  # a movement changes the statistics as one of at most so many deviations
+_MOST_MEDIANS = 10.0  # ... in the first rounds, as one of at most so many medians of the round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +42,13 @@ class UsualMovement:
 
     def after(self, norms: Sequence[float]) -> UsualMovement:
         """Return the statistics after a round in which groups' movements had these norms."""
-        has_limit = self.num_rounds >= _WARMUP_ROUNDS
-        most = self._above(_MOST_DEVIATIONS, self.mean) if has_limit else math.inf
-        finite = [min(norm, most) for norm in norms if math.isfinite(norm)]
+        finite = [norm for norm in norms if math.isfinite(norm)]
         if not finite:
             return self
+        most = self._above(_MOST_DEVIATIONS, self.mean)
+        if self.num_rounds < _WARMUP_ROUNDS:
+            most = _MOST_MEDIANS * median_low(finite) or math.inf
+        finite = [min(norm, most) for norm in finite]
         num_rounds = self.num_rounds + 1
         part = 1.0 / min(num_rounds, _MEMORY)  # a plain mean over the first rounds
         away = fmean(finite) - self.mean

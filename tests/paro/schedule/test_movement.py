@@ -50,6 +50,13 @@ def test_an_outlier_is_left_out_and_does_not_hide_the_next_one() -> None:
         assert usual.after(norms).taken(norms) == (True, True, False, True)
 
 
+def test_an_outlier_in_the_first_rounds_does_not_hide_later_ones() -> None:
+    rounds = ordinary(50)
+    rounds[10][1] = 1e6
+    usual, _ = after_rounds(rounds)
+    assert usual.taken([2.0, 2.0, 20.0, 2.0]) == (True, True, False, True)
+
+
 def test_nothing_but_infinity_and_nan_is_left_out_before_there_are_statistics() -> None:
     norms = [1.0, 1e6, math.nan, math.inf]
     assert UsualMovement().taken(norms) == (True, True, False, False)
