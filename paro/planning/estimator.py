@@ -69,6 +69,8 @@ class Estimator:
         self.request = request
         self._times_of = cache(partial(CollectiveTimes, request.machine))
         self._memory = RunMemory(request.machine)
+        counted = request.model, request.seq_length, request.trained  # for MFU, as by the trainer
+        self._flops_per_token = cache(partial(flops_per_token, *counted, causal=False))
         self._given = {one.name: getattr(request, one.name) for one in fields(RunSettings)}
 
     def run_spec(self, candidate: Candidate) -> RunSpec:
@@ -158,8 +160,7 @@ class Estimator:
             outer_round = OuterRound(seconds=whole, exposed=exposed, seconds_a_step=a_step)
             seconds += a_step
         tokens = request.global_batch_size * request.seq_length
-        counted = request.model, request.seq_length, request.trained  # for MFU, as by the trainer
-        flops = flops_per_token(*counted, causal=False) * tokens / request.world_size
+        flops = self._flops_per_token() * tokens / request.world_size  # per rank and step
         return Estimate(
             candidate=candidate,
             num_micro_batches=costs.run.num_micro_batches,

@@ -7,11 +7,13 @@ from dataclasses import replace
 from itertools import pairwise
 from random import Random
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from model.config import LLAMA_PRESETS, RecomputeConfig
 from model.trainable import Trainable
+from model.units import flops_per_token
 from paro.planning.description import bits_text, describe
 from paro.planning.estimator import Estimate, Estimator
 from paro.planning.planner import MEMORY_TIE, RESOLUTION, TIE, best_first, plan
@@ -64,6 +66,18 @@ def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
     assert f"chose {found.best.candidate.describe()}" in text
     assert "because it computes" in text
     assert "runner-up" in text or "no other strategy fits" in text
+
+
+def test_flops_of_a_model_are_counted_once_for_all_candidates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count = MagicMock(wraps=flops_per_token)
+    monkeypatch.setattr("paro.planning.estimator.flops_per_token", count)
+    given = plan_request()
+    estimator = Estimator(given)
+    for letters in ("NNN", "GGG"):
+        estimator.estimate(given.candidate(given.strategy(letters)))
+    assert count.call_count == 1
 
 
 def test_groups_that_train_alone_keep_all_states_inside() -> None:
