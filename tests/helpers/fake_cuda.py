@@ -4,10 +4,10 @@
 # A FakeTensor of torch has a device and a shape, and no values. To compute on those of cuda:0, with
 # autograd, torch's CPU build lacks a device guard and the hooks that say that a GPU is there. They
 # are in fake_cuda.cpp, which must be loaded before torch is imported: `run_apart` starts a process
-# for it. Streams and events of torch.cuda do nothing here; Triton's kernels are compiled, for the
-# arguments that they would have, and do not run. A dispatch mode sees every operation, also those
-# in autograd's threads and in graphs of torch.compile, and notes where the host would wait for the
-# GPU, which a CPU never shows.
+# for it. Triton's kernels are compiled, for the arguments that they would have, and do not run. A
+# dispatch mode sees every operation, also those in autograd's threads and in graphs of
+# torch.compile, and notes where the host would wait for the GPU, which a CPU never shows, and where
+# a stream does not wait for another (fake_streams.py).
 #
 # torch's choice of an attention kernel asks the device; here the choice is written out.
 
@@ -19,9 +19,9 @@ import shutil
 import subprocess
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from importlib import import_module
 from importlib.util import find_spec
@@ -41,6 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from tests.helpers.fake_streams import Order, address
 from tests.helpers.processes import python_apart
 from tests.helpers.ranks import ROOT
 from tests.helpers.triton_kernels import compiled
@@ -113,7 +114,7 @@ def answer(module: str, function: str, argument: str) -> None:
 class Note:
     """What an operation does beside computing on the GPU."""
 
-    kind: str  # "wait" of the host, "copy" to the GPU without one, or "mix" of devices
+    kind: str  # "wait" of the host, "copy" to the GPU without one, "mix" of devices, or "race"
     what: str
     place: str
 
@@ -145,11 +146,14 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.notes: list[Note] = []
         self.operations: set[str] = set()
+        self.order = Order(partial(self.note, "wait"))
         self._fake = fake
         self._pinned = WeakTensorKeyDictionary()
 
     def note(self, kind: str, what: str) -> None:
         self.notes.append(Note(kind, what, _place()))
+        if kind == "wait":
+            self.order.host_waited()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -172,16 +176,23 @@ class Recorder(TorchDispatchMode):
         elif "cuda" in devices and len(devices) > 1:
             self.note("mix", str(func))
         if torch.Tag.data_dependent_output in func.tags:
-            return _made_up(func, args)
-        if func is aten.addmm.dtype_out:  # torch 2.11 takes the type for a factor
-            return kwargs["out"]
-        return func(*args, **kwargs)
+            out = _made_up(func, args)
+        elif func is aten.addmm.dtype_out:  # torch 2.11 takes the type for a factor
+            out = kwargs["out"]
+        else:
+            out = func(*args, **kwargs)
+        for race in self.order.races_of(func, args, kwargs, out):
+            self.note("race", race)
+        return out
 
-    def launch(self, name: str, *tensors: object) -> None:
-        """Notes a Triton kernel, or a collective under NCCL."""
+    def launch(self, name: str, *arguments: object, writes: int = 0) -> None:
+        """Notes a Triton kernel, or a collective under NCCL that writes the first `writes`."""
         self.operations.add(name)
-        if any(isinstance(each, Tensor) and each.device.type != "cuda" for each in tensors):
+        tensors = [each for each in arguments if isinstance(each, Tensor)]
+        if any(each.device.type != "cuda" for each in tensors):
             self.note("mix", name)
+        for race in self.order.races_of_kernel(name, tensors, writes):
+            self.note("race", race)
 
     def _note_copy(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if func is aten.copy_.default:
@@ -222,35 +233,8 @@ def _made_up(func: Any, args: Any) -> float:
 # What stands for a GPU #
 
 
-class _Stream:
-    """Stands for a CUDA stream; an event is one too, which has always passed."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self.device = GPU
-
-    def wait_stream(self, stream: object) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
-
-    def record(self) -> None: ...
-
-    def record_event(self) -> _Stream:
-        return self
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: object) -> float:
-        return 1.0
-
-    def synchronize(self) -> None:
-        self._recorder.note("wait", "synchronize")
-
-
 def _functions(recorder: Recorder) -> dict[str, Any]:
     """Those of torch.cuda that the product and torch.compile call."""
-    stream = _Stream(recorder)
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     return {
         "_lazy_init": lambda: None,
@@ -263,11 +247,7 @@ def _functions(recorder: Recorder) -> dict[str, Any]:
         "get_rng_state": lambda _device=None: torch.zeros(16, dtype=torch.uint8, device="cpu"),
         "set_rng_state": lambda _state, _device=None: None,
         "empty_cache": lambda: None,
-        "Stream": lambda *_, **__: stream,
-        "Event": lambda *_, **__: stream,
-        "current_stream": lambda _device=None: stream,
-        "stream": lambda _stream: nullcontext(),
-        "synchronize": lambda _device=None: stream.synchronize(),
+        **recorder.order.functions(),
     }
 
 
@@ -283,10 +263,6 @@ def _attention(
         return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
     math = aten._scaled_dot_product_attention_math
     return math(q, k, v, None, 0.0, is_causal, enable_gqa=enable_gqa)[0]
-
-
-def _address(tensor: FakeTensor) -> int:
-    return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
 
 
 def _to_list(tensor: FakeTensor) -> Any:
@@ -314,13 +290,13 @@ def fake_cuda() -> Iterator[Recorder]:
         # No tensor is ever on the device, not even to find out whether it works.
         stack.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda _device: None))
         stack.enter_context(patch.object(FakeTensorMode, "avoid_device_init", True))
-        stack.enter_context(patch.object(FakeTensor, "data_ptr", _address))
+        stack.enter_context(patch.object(FakeTensor, "data_ptr", address))
         stack.enter_context(patch.object(FakeTensor, "tolist", _to_list))
         if find_spec("triton") is not None:
             from triton.runtime.jit import JITFunction
 
             def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-                recorder.launch(kernel.__name__, *args)
+                recorder.launch(kernel.__name__, *args)  # what it writes is not known here
                 ptx = compiled(kernel, *args, **options)
                 recorder.operations |= {*re.findall(r"satfinite\.\w+", ptx)}  # casts to fp8
                 if re.search(r"\b(div|rem)\.[su]64", ptx):
@@ -332,11 +308,12 @@ def fake_cuda() -> Iterator[Recorder]:
         yield recorder
 
 
-def noted(recorder: Recorder, collective: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective whose tensors are checked to be on the GPU."""
+def noted(recorder: Recorder, collective: Callable[..., Any], writes: int) -> Callable[..., Any]:
+    """A collective that writes its first tensors; all are checked to be on the GPU."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        recorder.launch(getattr(collective, "__name__", "collective"), *args)
+        name = getattr(collective, "__name__", "collective")
+        recorder.launch(name, *args, writes=writes)
         return collective(*args, **kwargs)
 
     return checked
