@@ -7,11 +7,13 @@ import os
 import pickle
 import resource
 import sys
+import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, call
 
@@ -28,7 +30,9 @@ from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.storage import tensor_in
 from paro.errors import RunError, UserError
 from paro.layout import make_layout, whole_chunk
+from paro.report.log import Log
 from paro.spec.states import FlatShard
+from paro.training import in_memory
 from paro.training.in_memory import _Copier
 from tests.helpers.checkpoints import load_parameters
 from tests.helpers.refusals import refused
@@ -42,6 +46,7 @@ from tests.paro.checkpoint.toy_run import (
     Harmful,
     all_shards,
     assert_true,
+    control_here,
     load_checkpoint,
     make_shards,
     save_checkpoint,
@@ -334,6 +339,27 @@ def test_its_copies_wait_for_the_update(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     _Copier(torch.device("cuda", 3)).updated()
     cuda.Stream.return_value.wait_stream.assert_called_once_with(cuda.current_stream())
+
+
+def test_the_last_copy_ends_before_the_folder_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next start might get the folder while this one writes there."""
+    copied: list[bool] = []
+
+    def copy() -> None:
+        time.sleep(0.2)
+        copied.append(True)
+
+    @contextmanager
+    def folder(*_: object) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(control=control_here())
+        assert copied
+
+    monkeypatch.setattr(in_memory, "snapshot_folder", folder)
+    config = MagicMock(in_memory_interval=1)
+    config.train.skip_train, config.checkpoint.non_persistent_local_ckpt_dir = False, None
+    with in_memory.in_memory_checkpoints(config, control_here(), Log()) as copies:
+        assert copies is not None
+        copies.background.start(copy)
 
 
 def test_its_device_is_set_before_its_stream_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,8 +133,10 @@ def script(body: str, streams: str = "") -> subprocess.CompletedProcess[str]:
 
 QUICKLY = "import paro.distributed.user_errors as own; own._PRINTING_RANK_SECONDS = 0.1"
 OTHER_RANK = f"{QUICKLY}; os.environ['LOCAL_RANK'] = '1'"  # local rank 0 prints for its node
+BY_LAUNCHER = "os.environ['SLURM_STEP_ID'] = '1'; time.sleep"
+WAITS = f"{BY_LAUNCHER} = lambda _: print('waits', file=sys.stderr)"
 # A launcher, which ends the others once a rank has left, does so while this one waits.
-ENDED = "os.environ['SLURM_STEP_ID'] = '1'; time.sleep = lambda _: os.kill(os.getpid(), 15)"
+ENDED = f"{BY_LAUNCHER} = lambda _: os.kill(os.getpid(), 15)"
 NO_READER = "import paro.report.log as log; r, w = os.pipe(); os.dup2(w, 1); os.close(r)"
 LOST = "[Rank 0] standard output cannot be written: Broken pipe: the log goes on here\n"
 MISTAKE = "raise UserError('mend it')"
@@ -156,6 +158,8 @@ MEND = "script: error: mend it\n"
         ("raise RunError('a')", "", 1, "script: error: a\n"),
         (f"{QUICKLY}; raise PeerError('rank 1 failed')", "", 1, "script: error: rank 1 failed\n"),
         (f"{OTHER_RANK}; raise PeerError('rank 1 failed')", "", 1, ""),
+        # While others wait, the rank that prints can: the first to leave ends all.
+        (f"{OTHER_RANK}; {WAITS}; {MISTAKE}", "", 2, "waits\n"),
         (f"{ENDED}; raise RuntimeError('[/gloo/transport/tcp] closed by peer')", "", 1, ""),
         # Streams that take nothing
         (f"print('x'); {MISTAKE}", ">&-", 2, MEND),
