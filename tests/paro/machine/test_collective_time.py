@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -240,9 +241,10 @@ def test_chunks_follow_the_links_or_the_size_alone() -> None:
 
 def test_what_was_not_measured_is_named() -> None:
     whole = measured_machine(native=(1.0, 2.0))
-    rows = tuple(r for r in whole.measured if (r.op, r.axes) != (Op.ALL_REDUCE, Axes.INTER))
-    partly = replace(whole, measured=rows)
-    refused(lambda: choice_of("auto", partly, by_nccl=False), "no all_reduce over inter axes")
+    for axes in (Axes.BOTH, Axes.INTER):
+        rows = tuple(r for r in whole.measured if (r.op, r.axes) != (Op.ALL_REDUCE, axes))
+        choose = partial(choice_of, "auto", replace(whole, measured=rows), by_nccl=False)
+        refused(choose, f"no all_reduce over {axes.value} axes")
     # One group has no links between groups.
     one_group = replace(whole, group_size=4, measured=rows)
     assert choice_of("auto", one_group, by_nccl=False).names == ("native",)
