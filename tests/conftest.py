@@ -103,6 +103,15 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--must-run knows {', '.join(LACKS)}, not {', '.join(unknown)}")
 
 
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """How long all tests take, if all are asked for."""
+    found = re.search(r"([\d,]+ tests) in (\d+) s", SLOWEST.read_text(encoding="utf-8"))
+    is_whole = config.args == config.getini("testpaths") and not config.getoption("markexpr")
+    if found is None or not is_whole:
+        return []
+    return [f"all tests: {found[1]} took {int(found[2]) / 60:.0f} minutes on 2 quiet cores"]
+
+
 def must_run(config: pytest.Config) -> set[str]:
     """The markers whose tests must not skip in this run."""
     return set(filter(None, config.getoption("--must-run").split(",")))
