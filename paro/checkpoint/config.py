@@ -34,6 +34,11 @@ def saved_fields(model: LlamaConfig) -> dict[str, Any]:
     return {name: value for name, value in asdict(model).items() if name not in _FREE_FIELDS}
 
 
+def is_of_positions(name: str) -> bool:
+    """Return whether a field of the model says how positions rotate, which no weight depends on."""
+    return name.startswith(("rotary_", "rope_", "use_rope_", "position_", "yarn_"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
     """Megatron's checkpoint flags."""

@@ -14,6 +14,7 @@ from model.config import LlamaConfig, LoraConfig, is_adapter
 from paro.checkpoint.agreement import CheckpointRanks, with_one_folder
 from paro.checkpoint.base import has_adapters, open_base
 from paro.checkpoint.chunks import ChunkedState, begin_without, chunked_states, may_be_missing
+from paro.checkpoint.config import is_of_positions
 from paro.checkpoint.directory import candidates, common_of, find_checkpoint
 from paro.checkpoint.manifest import DamagedError, read_manifest
 from paro.checkpoint.storage import CheckedReader
@@ -250,4 +251,7 @@ def _check_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
             text = f"{_MISMATCH}: {name} is {there[name]} there and {value} here"
             if name == "vocab_size":  # padded rows; no tokenizer flag has their number
                 text += f": give --padded-vocab-size {there[name]}, or --use-checkpoint-args"
+            if is_of_positions(name):
+                flag = f"--{name.replace('_', '-')}"
+                text += f": with --finetune and {flag} training begins with the parameters there"
             raise UserError(text)

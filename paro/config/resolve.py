@@ -23,7 +23,7 @@ from data.tokenizer_config import saved_tokenizer
 from paro.arguments.megatron import changed_parts, ignored_lines
 from paro.arguments.needed import missing_flags
 from paro.arguments.parser import non_default, take
-from paro.checkpoint.config import CheckpointConfig
+from paro.checkpoint.config import CheckpointConfig, is_of_positions
 from paro.checkpoint.directory import common_of, find_checkpoint, newest_whole
 from paro.checkpoint.manifest import read_manifest
 from paro.config.context_parallel import (
@@ -330,6 +330,13 @@ def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
     model = dict(common.get("model", {}))
     rows = model.pop("vocab_size")
     values = {name: value for name, value in model.items() if hasattr(args, name)}
+    if args.finetune:  # which may rotate positions otherwise
+        given = {name for name in values if getattr(args, name) is not None}
+        values = {
+            name: value
+            for name, value in values.items()
+            if not (name in given and is_of_positions(name))
+        }
     values |= {
         "llama_preset": None,
         "padded_vocab_size": rows,

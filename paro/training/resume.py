@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +13,7 @@ from data.tokenizer_config import unpadded_vocab_size
 from model.config import LlamaConfig
 from model.units import BY_VOCABULARY, parameter_shapes
 from paro.checkpoint.base import as_base, stored_parameters
-from paro.checkpoint.config import CheckpointConfig, saved_fields
+from paro.checkpoint.config import CheckpointConfig, is_of_positions, saved_fields
 from paro.checkpoint.directory import BaseCheckpoint, find_checkpoint
 from paro.checkpoint.in_memory.recovery import Recovery
 from paro.config.record import recorded_arguments
@@ -85,6 +85,10 @@ def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Cont
             )
 
 
+# Fields that a checkpoint does not have were added to the model later.
+_DEFAULTS = {item.name: item.default for item in fields(LlamaConfig)}
+
+
 def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
     """Load model and optimizer from --load; return `FROM_NOTHING` if there is no checkpoint."""
     # Imported here because importing torch.distributed.checkpoint takes half a second.
@@ -93,6 +97,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
     flags = config.checkpoint
     assert flags.load is not None, "nothing to load"
     moments = not (flags.finetune or flags.no_load_optim)
+    model, positions = saved_fields(config.model), _new_positions(config)
     common = load_checkpoint(
         flags.load,
         training.optimizer.flat_shards(),
@@ -100,7 +105,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
         wanted=LoadRequest(
             iteration=flags.ckpt_step,
             moments=moments,
-            model=saved_fields(config.model),
+            model={name: model[name] for name in model if name not in positions},
             base=flags.base,
             lora=config.model.lora,
             groups_alone=None if flags.finetune else training.groups_alone,
@@ -129,6 +134,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
         )
     for line in regrouped_lines(f"--load {flags.load}", common, training):
         log.log0(line)
+    _log_positions(positions, {**_DEFAULTS, **common.get("model", {})}, log)
     state = None
     if common.get("parameters_only"):
         log.log0(f"--load {flags.load} is a converted model: training begins with it")
@@ -142,6 +148,23 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
         if own is not None and not restarts:
             state = replace(state, loss_scale=own.loss_scale, expected=own.expected)
     return Resumed(state, base, common=common)
+
+
+def _new_positions(config: RunConfig) -> dict[str, Any]:
+    """Return the model's fields of positions that flags give to a training from parameters."""
+    given = config.command_line if config.checkpoint.finetune else {}
+    return {
+        name: value
+        for name, value in saved_fields(config.model).items()
+        if is_of_positions(name) and given.get(name) is not None
+    }
+
+
+def _log_positions(here: Mapping[str, Any], there: Mapping[str, Any], log: Log) -> None:
+    for name, value in here.items():
+        if there[name] != value:
+            flag = f"--{name.replace('_', '-')}"
+            log.log0(f"positions rotate otherwise: {flag} is {there[name]} there, {value} here")
 
 
 def _check_finite(source: str, common: Mapping[str, Any], training: Training) -> None:

@@ -105,6 +105,19 @@ def test_finetuning_takes_parameters_alone(saved: Path) -> None:
     assert abs(first["lm_loss"] - losses(saved / "lines")[1]) > 0.05
 
 
+def test_positions_are_stretched_where_training_begins_with_parameters(saved: Path) -> None:
+    yarn = "--position-embedding-type yarn --yarn-rotary-scaling-factor 4"
+    words = f"--load {saved} {yarn} --train-iters 2"
+    refused(
+        lambda: launch("--mock-data", words),
+        "position_embedding_type is rope there ... with --finetune",
+    )
+    for more in ("", "--use-checkpoint-args"):
+        out = run(f"{words} --finetune --lr 1e-4 {more}")
+        assert "--position-embedding-type is rope there, yarn here" in out
+        assert "--yarn-rotary-scaling-factor is 1" in out
+
+
 def test_moments_can_stay_behind(straight: Path, saved: Path, go_on: str) -> None:
     """On either side: not loaded, or not saved."""
     run(go_on, "--no-load-optim")
