@@ -337,9 +337,8 @@ def test_the_longest_sequence_is_the_checkpoints_whatever_the_flag_says() -> Non
     model = {"vocab_size": 128, "num_attention_heads": 4, "num_query_groups": 2}
     common = {"model": model, "max_position_embeddings": 32}
     gpt2 = {"vocab_file": None, "merge_file": None}
-    args = Namespace(
-        seq_length=32, max_position_embeddings=64, tokenizer_type="NullTokenizer", **gpt2
-    )
+    flags = {"tokenizer_type": "NullTokenizer", "finetune": False, **gpt2}
+    args = Namespace(seq_length=32, max_position_embeddings=64, **flags)
     assert with_checkpoint_args(args, common).max_position_embeddings == 32
     args.seq_length = 64
     told = "--seq-length 64 is above --max-position-embeddings 32, which --use-checkpoint-args"
