@@ -14,6 +14,10 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, begun, built
 
 FLAGS = f"{TINY} --global-batch-size 4 --train-iters 3 --trace-nan"
+FP8 = (
+    "--bf16 --fp8-format hybrid --hidden-size 32 --ffn-hidden-size 32 --seq-length 16 "
+    "--global-batch-size 4"
+)
 Plant = Callable[[Training], object]
 
 
@@ -58,7 +62,7 @@ def overflow(training: Training) -> None:
 
 def spoil_a_parameter(training: Training) -> None:
     part = next(iter(training.optimizer.parts))
-    part.master.detach()[7] = math.nan
+    part.master.detach().fill_(math.nan)
     part.write_params()
 
 
@@ -71,7 +75,7 @@ PLANTS: dict[str, tuple[Plant, str]] = {
 
 
 @pytest.mark.parametrize("kind", PLANTS)
-@pytest.mark.parametrize("more", ["", "--recompute-granularity full", "--bf16"])
+@pytest.mark.parametrize("more", ["", "--recompute-granularity full", "--bf16", FP8])
 def test_the_unit_and_the_operation_are_named(kind: str, more: str) -> None:
     plant, origin = PLANTS[kind]
     assert traced(f"{FLAGS} {more}", plant) == f"rank 0: {origin}"
