@@ -286,7 +286,7 @@ NARROW = shlex.split(
 
 
 class Row(NamedTuple):
-    """What the page says of a recipe."""
+    """The figures of a recipe on the page."""
 
     parameters: str
     tokens: str

@@ -40,7 +40,7 @@ def test_the_points_are_functions_that_are_called() -> None:
 
 
 def table(outcomes: Sequence[dict[str, Any]]) -> str:
-    """One row for each kind of fault: median and most, where several were tried."""
+    """The table has a row for each kind of fault: median and most, where several were tried."""
     groups: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for outcome in outcomes:
         groups[outcome["fault"]].append(outcome)

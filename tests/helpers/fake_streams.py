@@ -27,7 +27,7 @@ _storages: dict[int, tuple[int, StorageWeakRef]] = {}
 
 
 def address(tensor: FakeTensor) -> int:
-    """Where it begins, in a storage that is far from all others, also from those that are gone."""
+    """The number of a tensor's first byte; no two storages share one, freed ones included."""
     storage = tensor.untyped_storage()
     if storage._cdata not in _storages:  # a weak reference keeps the number from being used again
         _storages[storage._cdata] = len(_storages) + 1, StorageWeakRef(storage)
@@ -57,7 +57,7 @@ class Order:
         self._here.stream = before
 
     def functions(self) -> dict[str, Any]:
-        """Those of torch.cuda."""
+        """The functions of torch.cuda that take or return streams and events, by name."""
         return {
             "Stream": lambda *_, **__: Stream(self, next(self._numbers)),
             "Event": lambda *_, **__: Event(self, next(self._numbers)),
@@ -72,7 +72,7 @@ class Order:
         return event
 
     def host_waited(self) -> None:
-        """What is queued from now on, on any stream, comes after this stream's work."""
+        """Order all later work, of any stream, behind this stream's work."""
         self.handler._handle_stream_synchronization(self.stream)
 
     def races_of(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> list[str]:

@@ -69,7 +69,7 @@ def test_only_what_is_asked_for_is_made(*, fused: bool) -> None:
 
 @dataclass
 class Casts:
-    """What a block's operands take: bytes by kernel, and elements."""
+    """The bytes by kernel, and the elements, of a block's operands."""
 
     kernels: dict[str, int]
     elements: int = 0

@@ -228,7 +228,7 @@ HEADS = replace(SMALL, kv_channels=8)
 
 @pytest.mark.parametrize("preset", ["7B", "llama3.1-8B"])
 def test_interpolated_positions_are_divided(preset: str) -> None:
-    """As Megatron-LM does it: positions, whatever scales the frequencies."""
+    """Megatron-LM divides positions, whatever scales the frequencies; so does this."""
     plain = LLAMA_PRESETS[preset]
     stretched = replace(plain, rotary_seq_len_interpolation_factor=2.5)
     divided = torch.arange(9, dtype=torch.float32) / 2.5

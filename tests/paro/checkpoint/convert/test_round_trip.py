@@ -194,7 +194,7 @@ def interleaved(weight: Tensor, head: int) -> Tensor:
 
 
 def save_meta(folder: Path, tensors: dict[str, Tensor], num_files: int, *, by_vocab: bool) -> None:
-    """As saved by Meta's model-parallel ranks: rows, columns or a copy each."""
+    """Write a folder as Meta's model-parallel ranks save it: rows, columns or a copy each."""
     folder.mkdir()
     (folder / "params.json").write_text(json.dumps(PARAMS | {"vocab_size": -1}))
     files: list[dict[str, Tensor]] = [{} for _ in range(num_files)]
