@@ -73,10 +73,7 @@ class PrecisionConfig:
         """Return a config that sends gradients and updates in `bits` between groups."""
         feedback = self.inter_grad_error_feedback and bits != FULL_BITS
         return replace(
-            self,
-            inter_param_bits=bits,
-            inter_grad_bits=bits,
-            inter_grad_error_feedback=feedback,
+            self, inter_param_bits=bits, inter_grad_bits=bits, inter_grad_error_feedback=feedback
         )
 
     def describe_inter_bits(self) -> str:

@@ -187,8 +187,7 @@ def survival(strategy: Strategy, *, world_size: int, ranks_per_node: int) -> Sur
     """Count the losses that a strategy survives on nodes of consecutive ranks."""
     degree = strategy.optim
     return Survival(
-        ranks=world_size // degree - 1,
-        nodes=_fewest_nodes(degree, world_size, ranks_per_node) - 1,
+        ranks=world_size // degree - 1, nodes=_fewest_nodes(degree, world_size, ranks_per_node) - 1
     )
 
 

@@ -18,12 +18,7 @@ from typing import Any, TypeVar
 from paro.arguments.flag_parser import FlagParser, by_flag, hint_for
 from paro.arguments.job import JOB_GROUPS
 from paro.arguments.megatron import add_compatibility_args, refusals, take_other_flags
-from paro.arguments.model import (
-    MODEL_GROUPS,
-    add_context_args,
-    add_inter_bits_args,
-    add_outer_args,
-)
+from paro.arguments.model import MODEL_GROUPS, add_context_args, add_inter_bits_args, add_outer_args
 from paro.arguments.needed import (
     EXAMPLE,
     corrected,

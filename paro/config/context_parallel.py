@@ -220,10 +220,7 @@ def possible_configs(
 
 
 def _fitting(
-    base: ContextParallelConfig,
-    degrees: Iterable[int],
-    types: Iterable[str],
-    limits: ContextLimits,
+    base: ContextParallelConfig, degrees: Iterable[int], types: Iterable[str], limits: ContextLimits
 ) -> Iterator[ContextParallelConfig]:
     """Yield `base` with each fitting degree and type; a2a+p2p with each split inside a group."""
     for degree in degrees:

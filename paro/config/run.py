@@ -18,13 +18,7 @@ from model.trainable import Trainable
 from paro.arguments.needed import VOCABULARY
 from paro.arguments.parser import check_flags, take
 from paro.checkpoint.config import CheckpointConfig
-from paro.config.checks import (
-    CHECKS,
-    check_in_memory,
-    check_load,
-    check_outputs,
-    check_overwriting,
-)
+from paro.config.checks import CHECKS, check_in_memory, check_load, check_outputs, check_overwriting
 from paro.config.context_parallel import ContextParallelConfig, data_parallel_size_of
 from paro.config.model import take_model, vocab_size_given
 from paro.config.parts import (
@@ -38,12 +32,7 @@ from paro.config.parts import (
 )
 from paro.config.planned_checks import needs_of
 from paro.config.resolve import Decision, decide, with_saved
-from paro.config.sharding import (
-    ShardingConfig,
-    TrainingTask,
-    take_inter_bits,
-    take_sharding,
-)
+from paro.config.sharding import ShardingConfig, TrainingTask, take_inter_bits, take_sharding
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import LaunchConfig, World

@@ -16,12 +16,7 @@ from paro.config.elastic import fitted_to_ranks
 from paro.config.outer_steps import outer_notices, take_outer
 from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError, check_least, contradiction, count_text
-from paro.machine.files import (
-    MEASURE,
-    find_machine,
-    machine_of_launch,
-    why_unmeasurable,
-)
+from paro.machine.files import MEASURE, find_machine, machine_of_launch, why_unmeasurable
 from paro.machine.machine import Machine
 from paro.planning.search_space import PlanRequest
 from paro.precision import PrecisionConfig

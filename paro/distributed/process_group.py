@@ -114,11 +114,7 @@ def _connect(config: RuntimeConfig, world: World, settings: Mapping[str, str]) -
     choose_interface(store, world)
     try:
         dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=world.rank,
-            world_size=world.size,
-            timeout=config.timeout,
+            "gloo", store=store, rank=world.rank, world_size=world.size, timeout=config.timeout
         )
     except RuntimeError as error:  # a DistError is one
         reason = str(error).partition("\n")[0]

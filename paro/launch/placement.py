@@ -132,12 +132,7 @@ def _after_a_failure(config: RunConfig, kept: Survival) -> list[str]:
         return [f"{line}; without more it {otherwise}"]
     line += f"; after the loss of a node's memory it {otherwise}"
     nearest = nearest_surviving(
-        1,
-        config.sharding,
-        config.strategy,
-        config.model,
-        config.trainable,
-        config.precision,
+        1, config.sharding, config.strategy, config.model, config.trainable, config.precision
     )
     if config.world.num_nodes > 1 and nearest is not None:
         degrees, more = nearest

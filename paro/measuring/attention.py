@@ -36,10 +36,7 @@ class AttentionRates(NamedTuple):
 
 
 def attention_rates(
-    run: RunSpec,
-    sequence: int,
-    control: Control,
-    median: Callable[[Callable[[], object]], float],
+    run: RunSpec, sequence: int, control: Control, median: Callable[[Callable[[], object]], float]
 ) -> AttentionRates:
     """Time attention of a micro-batch, and of a sample of `sequence` tokens; collective.
 

@@ -16,13 +16,7 @@ from paro.distributed.world import World
 from paro.errors import UserError
 from paro.machine.machine import Machine
 from paro.measuring.benchmark import CollectiveBenchmark, time_links, with_measured
-from paro.measuring.device import (
-    Effort,
-    PartsOfStep,
-    measure_device,
-    parts_of_step,
-    with_layers,
-)
+from paro.measuring.device import Effort, PartsOfStep, measure_device, parts_of_step, with_layers
 from paro.measuring.memory import memory_of_rank, with_communicators
 from paro.planning.run_memory import RunMemory
 from paro.precision import BYTES_OF

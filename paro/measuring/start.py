@@ -28,13 +28,7 @@ from paro.distributed.world import read_cache_folder
 from paro.errors import UserError, describe
 from paro.machine.files import MEASURE, machine_to_json, read_machine
 from paro.machine.machine import Machine
-from paro.measuring.measure import (
-    SECONDS,
-    algorithms_of,
-    measure_machine,
-    one_rank,
-    spans_of,
-)
+from paro.measuring.measure import SECONDS, algorithms_of, measure_machine, one_rank, spans_of
 from paro.report.log import Log
 from paro.report.memory import give_back_freed_memory
 from paro.report.watchdog import Watchdog
