@@ -11,10 +11,9 @@ from model.config import LlamaConfig
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import describe_saved, newest_whole
 from paro.config.elastic import check_survival
-from paro.config.outer_steps import check_outer
 from paro.config.planned_checks import PLANNED_CHECKS, check_feedback
 from paro.config.resolve import resumed_samples
-from paro.config.sharding import ShardingConfig
+from paro.config.sharding import ShardingConfig, bits_given
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import LaunchConfig
@@ -64,6 +63,36 @@ def check_copy_engine(sharding: ShardingConfig, strategy: Strategy, runtime: Run
             f"axis, and there are none: {strategy.name} with --paro-group-size {world.group_size}, "
             f"{count_text(world.ranks_per_node, 'rank')} a node, --paro-materialize {way[0]}, "
             f"--paro-collective {way[1]}; leave it out"
+        )
+
+
+def check_outer(
+    sharding: ShardingConfig,
+    strategy: Strategy,
+    precision: PrecisionConfig,
+    checkpoint: CheckpointConfig,
+) -> None:
+    """Raise `UserError` if groups cannot train alone under --paro-outer-steps."""
+    outer, world = sharding.outer, sharding.world
+    if outer is None:
+        return
+    flag = f"--paro-outer-steps {outer.outer_steps}"
+    reason = outer.infeasible_reason(strategy, world_size=world.size, group_size=world.group_size)
+    if reason is not None:
+        raise UserError(reason)
+    if sharding.context.context_parallel_size > world.group_size:
+        raise UserError(
+            f"{flag}: groups of {count_text(world.group_size, 'rank')} train alone, and "
+            f"--context-parallel-size {sharding.context.context_parallel_size} shares a sample "
+            "between groups: give at most the ranks of a group"
+        )
+    if precision.quantizes:
+        reason = "groups send nothing in a step; --paro-outer-bits is of rounds"
+        raise contradiction(flag, bits_given(precision)[0], reason)
+    if sharding.needs_in_memory_checkpoints or checkpoint.non_persistent_ckpt_type is not None:
+        raise UserError(
+            f"{flag}: local copies of groups that train alone are not made yet: leave "
+            "--paro-survive, --paro-elastic and --non-persistent-ckpt-type out"
         )
 
 

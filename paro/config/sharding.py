@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 from data.config import DataConfig
 from model.config import LlamaConfig
 from model.trainable import Trainable
-from paro.arguments.parser import take
+from paro.arguments.parser import non_default, take
 from paro.config.context_parallel import AUTO, ContextParallelConfig, take_context
 from paro.config.elastic import fitted_to_ranks
-from paro.config.outer_steps import outer_notices, take_outer
 from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError, check_least, contradiction, count_text
 from paro.machine.files import MEASURE, find_machine, machine_of_launch, why_unmeasurable
@@ -73,6 +72,45 @@ def units_ahead(text: str | None, prefetch_units: int, *, by_nccl: bool) -> int 
             "--paro-prefetch-units: a unit is gathered behind its updated parameters"
         )
     return int(text)
+
+
+def take_outer(args: Namespace, num_groups: int) -> OuterConfig | None:
+    """Build the settings of outer steps between groups, if flags ask for them."""
+    if args.paro_outer_steps is None:
+        if given := [name for name in non_default(vars(args)) if name.startswith("paro_outer_")]:
+            negated = "no-" if given[0] == "paro_outer_nesterov" else ""
+            flag = f"--{negated}{given[0].replace('_', '-')}"
+            raise UserError(f"{flag} needs --paro-outer-steps")
+        return None
+    lr, momentum = outer_defaults(num_groups, args.optimizer)
+    return take(
+        OuterConfig,
+        args,
+        outer_lr=lr if args.paro_outer_lr is None else args.paro_outer_lr,
+        outer_momentum=momentum if args.paro_outer_momentum is None else args.paro_outer_momentum,
+    )
+
+
+def outer_notices(outer: OuterConfig | None, train_iters: int | None) -> tuple[str, ...]:
+    """Build a log line for a run that ends before groups train alone."""
+    if outer is None or train_iters is None or train_iters > outer.outer_warmup:
+        return ()
+    return (
+        f"--paro-outer-steps {outer.outer_steps} without effect: all ranks train synchronously for "
+        f"the {outer.outer_warmup} steps of --paro-outer-warmup; --train-iters is {train_iters}",
+    )
+
+
+def outer_defaults(num_groups: int, optimizer: str) -> tuple[float, float]:
+    """Return the outer learning rate and momentum that papers found best for a number of groups.
+
+    AdamW: arXiv 2503.09799, for 335M parameters and more. Muon: arXiv 2505.23725.
+    """
+    if optimizer == "muon":
+        return (0.7, 0.6) if num_groups == 1 else (0.8, 0.9)
+    if num_groups == 1:
+        return 0.4, 0.9
+    return (0.6, 0.9) if num_groups < 8 else (0.8, 0.9)
 
 
 DEFAULT_STRATEGY = "IIG"
@@ -207,7 +245,7 @@ def take_inter_bits(
 
     `UserError` for bit widths that contradict other flags.
     """
-    given, inter_bits, world = _given(precision), sharding.inter_bits, sharding.world
+    given, inter_bits, world = bits_given(precision), sharding.inter_bits, sharding.world
     if inter_bits == AUTO and given:
         raise contradiction("--paro-inter-bits auto", given[0])
     if inter_bits == AUTO and precision.accumulate_allreduce_grads_in_fp32:
@@ -223,7 +261,7 @@ def take_inter_bits(
     return replace(sharding, inter_bits=None), precision.with_inter_bits(FULL_BITS), (line,)
 
 
-def _given(precision: PrecisionConfig) -> tuple[str, ...]:
+def bits_given(precision: PrecisionConfig) -> tuple[str, ...]:
     """Return the given flags that quantize messages, with their values."""
     flags = {
         "--paro-inter-param-bits": precision.inter_param_bits,

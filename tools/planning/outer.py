@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 
-from paro.config.outer_steps import take_outer
+from paro.config.sharding import take_outer
 from paro.machine.machine import Machine, rate_text
 from paro.planning.estimator import Estimate, Estimator, OuterRound
 from paro.planning.search_space import PlanRequest

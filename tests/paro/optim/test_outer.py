@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paro.config.outer_steps import outer_defaults
+from paro.config.sharding import outer_defaults
 from paro.distributed.comm_stream import Event
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
