@@ -16,10 +16,15 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as recorders
 from torch.distributed import distributed_c10d
 
-from paro.distributed import flight_recorder, interface
+from paro.distributed import flight_recorder, process_group
 from paro.distributed.flight_recorder import record_flights, recorded_collectives
-from paro.distributed.interface import VARIABLE, choose_interface, interface_text
-from paro.distributed.process_group import _runs, check_gpu
+from paro.distributed.process_group import (
+    IFNAME,
+    _runs,
+    check_gpu,
+    choose_interface,
+    interface_text,
+)
 from paro.distributed.world import World
 from tests.helpers.refusals import refused
 
@@ -30,13 +35,13 @@ SOURCES = {"node0": "127.0.1.1", "10.0.0.2": "10.0.0.1", "127.0.1.1": "127.0.0.1
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (VARIABLE, "NCCL_SOCKET_IFNAME"):
+    for name in (IFNAME, "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")  # set, so that it is restored
         monkeypatch.delenv(name)
     monkeypatch.setenv("MASTER_ADDR", "node0")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    monkeypatch.setattr(interface, "_source_towards", SOURCES.__getitem__)
-    monkeypatch.setattr(interface.socket, "if_nameindex", lambda: [*enumerate(ADDRESSES, 1)])
+    monkeypatch.setattr(process_group, "_source_towards", SOURCES.__getitem__)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [*enumerate(ADDRESSES, 1)])
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("127.0.1.1", 0))])
     hardware = SimpleNamespace(family=psutil.AF_LINK, address="02:fc:00:00:00:01")
     found = {
@@ -52,7 +57,7 @@ def chosen(rank: int = 0, *, of_peer: str = "10.0.0.2", per_node: int = 2) -> st
     store.set("address/2", of_peer)
     choose_interface(store, World(rank=rank, size=4, ranks_per_node=per_node))
     assert per_node == 4 or store.check([f"address/{rank}"])
-    return interface.os.environ.get(VARIABLE)
+    return os.environ.get(IFNAME)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +68,7 @@ def chosen(rank: int = 0, *, of_peer: str = "10.0.0.2", per_node: int = 2) -> st
         (2, {"MASTER_ADDR": "ib"}, "ib0"),
         (0, {"NCCL_SOCKET_IFNAME": "^docker0"}, "eth0"),  # no name of an interface
         (0, {"NCCL_SOCKET_IFNAME": "ib0"}, "ib0"),
-        (0, {"NCCL_SOCKET_IFNAME": "ib0", VARIABLE: "lo"}, "lo"),
+        (0, {"NCCL_SOCKET_IFNAME": "ib0", IFNAME: "lo"}, "lo"),
     ],
 )
 def test_variables_win_over_the_way_to_another_node(
@@ -82,7 +87,7 @@ def test_gloo_chooses_on_one_node_and_without_a_way(
     assert chosen(**given) is None  # type: ignore[arg-type]
     text = interface_text()
     assert f"gloo uses 127.0.1.1 (host name {socket.gethostname()}): " in text
-    assert f"set {VARIABLE} to an interface" in text
+    assert f"set {IFNAME} to an interface" in text
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,7 @@ def test_gloo_chooses_on_one_node_and_without_a_way(
 def test_an_error_names_the_address_of_a_given_interface(
     given: str, address: str, host: pytest.MonkeyPatch
 ) -> None:
-    host.setenv(VARIABLE, given)
+    host.setenv(IFNAME, given)
     assert f"gloo uses {address} (interface {given}): " in interface_text()
 
 
