@@ -15,12 +15,9 @@ import data
 import model
 import paro
 from data.blend import number_in
-from model.config import LlamaConfig
-from model.trainable import Trainable
 from model.units import num_parameters, parameter_shapes
 from paro.arguments.flag_parser import PATHS
 from paro.arguments.parser import build_parser
-from paro.precision import PrecisionConfig
 
 if TYPE_CHECKING:
     from paro.config.run import RunConfig
@@ -61,38 +58,35 @@ def recorded_arguments(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def precision_line(model: LlamaConfig, precision: PrecisionConfig) -> str:
+def precision_line(config: RunConfig) -> str:
     """Describe the types of states, messages and fp8 matmuls in a line of the log."""
-    fp8, text = model.fp8_format, precision.describe()
+    fp8, text = config.model.fp8_format, config.precision.describe()
     how = f"({fp8}, recipe tensorwise: a scale per tensor)"
     return f"{text}; blocks multiply in fp8 {how}" if fp8 else text
 
 
-def model_line(model: LlamaConfig, seq_length: int, vocab_size: int) -> str:
-    """Describe the model's sizes in a line of the log."""
+def model_lines(config: RunConfig) -> Iterator[str]:
+    """Yield log lines about the model's sizes and, if any is frozen, its trainable parameters."""
+    model, lora = config.model, config.model.lora
     grouped = model.num_query_groups < model.num_attention_heads
     groups = f" in {model.num_query_groups} query groups" if grouped else ""
     tied = "tied" if model.tie_embeddings_and_output_weights else "untied"
-    return (
+    yield (
         f"> model: {num_parameters(model):,} parameters, {model.num_layers} layers, hidden size "
         f"{model.hidden_size}, FFN {model.ffn_hidden_size}, {model.num_attention_heads} heads of "
-        f"{model.kv_channels}{groups}, sequences of {seq_length}, vocabulary of "
-        f"{vocab_size:,} padded to {model.vocab_size:,}, output layer {tied}"
+        f"{model.kv_channels}{groups}, sequences of {config.data.seq_length}, vocabulary of "
+        f"{config.vocab_size:,} padded to {model.vocab_size:,}, output layer {tied}"
     )
-
-
-def trained_lines(model: LlamaConfig, trainable: Trainable) -> Iterator[str]:
-    """Yield a log line about the trainable parameters if any parameter is frozen."""
-    if not trainable.is_part(model):
+    if not config.trainable.is_part(model):
         return
-    what, lora = f"--trainable {trainable}", model.lora
+    what = f"--trainable {config.trainable}"
     if lora is not None:
         what = (
             f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, dropout {lora.dropout:g} on "
             f"{', '.join(lora.targets)}"
         )
     shapes = parameter_shapes(model)
-    trained, total = trainable.names(model), num_parameters(model)
+    trained, total = config.trainable.names(model), num_parameters(model)
     count = sum(math.prod(shapes[name]) for name in trained)
     yield (
         f"> {what}: {count:,} of {total:,} parameters "

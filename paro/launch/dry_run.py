@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,7 @@ from model.units import flops_per_token
 from paro.arguments.parser import non_default
 from paro.checkpoint.directory import common_of, find_checkpoint, latest_iteration
 from paro.config.checks import check_overwriting
-from paro.config.record import model_line, precision_line, recorded_arguments, trained_lines
+from paro.config.record import model_lines, precision_line, recorded_arguments
 from paro.config.resolve import resumed_samples
 from paro.config.run import RunConfig
 from paro.distributed.control import PlannedControl
@@ -30,7 +30,6 @@ from paro.planning.run_memory import DeviceMemory, RunMemory
 from paro.planning.search_space import MEMORY_MARGIN, PlanRequest
 from paro.report.log import print_line
 from paro.report.log_line import arguments_block
-from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import RunSpec
 from paro.text import align, size_text
 from paro.topology import Sent
@@ -107,7 +106,7 @@ def run_dry(config: RunConfig) -> None:
     result = None if plan.request is None or plan.launch is None else search(plan.request)
     details: list[str] = []
     mistakes: list[str] = []
-    for section in SECTIONS:
+    for section in (_batch, _model, _units, _memory, _step, _data, _checkpoints):
         try:
             for line in section(plan):
                 details.append(line)
@@ -158,31 +157,26 @@ def _answer(
 
 
 def _traffic(plan: RunPrediction) -> Iterator[str]:
-    """Yield lines with the bytes that rank 0 sends, and the mean if ranks differ."""
+    """Yield lines with the bytes that rank 0 sends, and the mean if ranks differ; outer rounds."""
     own, mean = (plan.memories.sent(plan.run, plan.num_micro_batches, rank) for rank in (0, None))
     yield f"> sent by a rank in a step: {_sent_text(own)}"
     warmup = samples_in_full_precision(plan.training)
     if plan.run.precision.quantizes and mean.inter and warmup:
         yield f">   with codes; in the first {warmup:,} samples more, without codes"
-    if plan.run.outer is not None:
-        yield from _outer_traffic(plan, plan.run.outer)
+    if (outer := plan.run.outer) is not None:
+        sent = plan.memories.sent_in_rounds(plan.run, rank=0)
+        parts = count_text(outer.outer_fragments, "fragment")
+        yield f">   and in {outer.outer_steps} steps for outer steps, {parts}: {_sent_text(sent)}"
+        if outer.outer_warmup:
+            steps = f"{outer.outer_warmup} steps, all ranks synchronous"
+            yield f">   in the first {steps}, they send more"
+    if plan.launch is not None and (timed := plan.launch.outer_round) is not None:
+        yield (
+            f">   a round takes {timed.seconds:.3g} s, of which {timed.exposed:.3g} s are exposed: "
+            f"{timed.seconds_a_step / plan.launch.seconds:.1%} of the time"
+        )
     if own != mean:
         yield f">   those are rank 0's; on average a rank sends {_sent_text(mean)}"
-
-
-def _outer_traffic(plan: RunPrediction, outer: OuterConfig) -> Iterator[str]:
-    """Yield lines with the bytes of outer steps, and the time of a round."""
-    sent = plan.memories.sent_in_rounds(plan.run, rank=0)
-    parts = count_text(outer.outer_fragments, "fragment")
-    yield f">   and in {outer.outer_steps} steps for outer steps, {parts}: {_sent_text(sent)}"
-    if outer.outer_warmup:
-        yield f">   in the first {outer.outer_warmup} steps, all ranks synchronous, they send more"
-    launch = plan.launch
-    if launch is not None and (found := launch.outer_round) is not None:
-        yield (
-            f">   a round takes {found.seconds:.3g} s, of which {found.exposed:.3g} s are exposed: "
-            f"{found.seconds_a_step / launch.seconds:.1%} of the time"
-        )
 
 
 def _sent_text(sent: Sent) -> str:
@@ -265,19 +259,19 @@ def _batch(plan: RunPrediction) -> Iterator[str]:
 
 def _model(plan: RunPrediction) -> Iterator[str]:
     """Yield the lines about the model, the placement of its states, and their types."""
-    model, seq_length = plan.config.model, plan.config.data.seq_length
-    yield model_line(model, seq_length, plan.config.vocab_size)
-    yield from trained_lines(model, plan.config.trainable)
-    trained = plan.config.trained
-    full = flops_per_token(model, seq_length, trained, causal=False)
-    causal = flops_per_token(model, seq_length, trained, causal=True)
+    seq_length = plan.config.data.seq_length
+    yield from model_lines(plan.config)
+    full, causal = (
+        flops_per_token(plan.config.model, seq_length, plan.config.trained, causal=causal)
+        for causal in (False, True)
+    )
     tokens = plan.config.batches.batch_size_at(plan.consumed) * seq_length
     yield (
         f"> FLOPs: {full:.4e} a token with attention counted in full, {causal:.4e} with it halved; "
         f"{full * tokens / plan.config.world.size:.4e} a rank and step"
     )
     yield from placement_lines(plan.config, plan.training)
-    yield f"> precision: {precision_line(model, plan.config.precision)}"
+    yield f"> precision: {precision_line(plan.config)}"
 
 
 def _units(plan: RunPrediction) -> Iterator[str]:
@@ -365,14 +359,3 @@ def _step(plan: RunPrediction) -> Iterator[str]:
     tally, sender = plan.memories.tally(plan.run), plan.memories.sender(plan.run, rank=0)
     other_bytes = plan.memory.allocated - plan.memory.allocations.total
     yield from step_lines(tally, plan.num_micro_batches, sender, other_bytes=other_bytes)
-
-
-SECTIONS: tuple[Callable[[RunPrediction], Iterable[str]], ...] = (
-    _batch,
-    _model,
-    _units,
-    _memory,
-    _step,
-    _data,
-    _checkpoints,
-)

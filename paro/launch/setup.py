@@ -20,7 +20,7 @@ from model.units import num_parameters
 from paro.arguments.parser import take
 from paro.checkpoint.agreement import LockedFolders
 from paro.checkpoint.config import CheckpointConfig
-from paro.config.record import model_line, precision_line, recorded_arguments, trained_lines
+from paro.config.record import model_lines, precision_line, recorded_arguments
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig
@@ -59,9 +59,7 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
     torch.manual_seed(config.train.seed)
     training = build_training(with_kernels, control, initialized=False)
     placement = placement_lines(config, training)
-    model = model_line(config.model, config.data.seq_length, config.vocab_size)
-    trained = trained_lines(config.model, config.trainable)
-    for line in (*config.notices, model, *trained, *placement):
+    for line in (*config.notices, *model_lines(config), *placement):
         log.log0(line)
     check_placement(training)
     return training, placement
@@ -218,8 +216,7 @@ def start_report(
         states_bytes=memory.allocations.states,
         bytes_before=bytes_before,
     )
-    precision = precision_line(config.model, config.precision)
-    report.start({"precision": precision, "memory": memory.describe()})
+    report.start({"precision": precision_line(config), "memory": memory.describe()})
     return report
 
 
