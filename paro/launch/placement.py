@@ -56,19 +56,14 @@ def describe_placement(
     strategy: Strategy, topology: Topology, states: ModelStateBytes
 ) -> tuple[str, ...]:
     """Build a table of the states: degree, copies, ranks of each full copy, MB per rank."""
-    letters = {1: "N", topology.group_size: "I", topology.world_size: "G"}
+    num_ranks = topology.world_size
+    letters = {1: "N", topology.group_size: "I", num_ranks: "G"}
+    sizes = {"params": states.params, "grads": states.grads, "optimizer": states.optim}
     rows = [("state", "level", "degree", "copies", "a full copy on ranks", "MB per rank")]
-    for state, degree in zip(("params", "grads", "optim"), strategy.degrees, strict=True):
-        rows.append(
-            (
-                "optimizer" if state == "optim" else state,
-                letters.get(degree, "-"),
-                str(degree),
-                str(topology.world_size // degree),
-                _copies(degree, topology.world_size),
-                f"{getattr(states, state) / 1e6:.2f}",
-            )
-        )
+    for (state, size), degree in zip(sizes.items(), strategy.degrees, strict=True):
+        copies = str(num_ranks // degree), _copies(degree, num_ranks)
+        megabytes = f"{size / 1e6:.2f}"
+        rows.append((state, letters.get(degree, "-"), str(degree), *copies, megabytes))
     return tuple(align(rows, left=range(len(rows[0]))).splitlines())
 
 
