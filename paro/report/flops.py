@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 import torch
 
@@ -18,34 +17,28 @@ from paro.report.record import Peak
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True)
-class _Device:
-    pattern: str  # regular expression for torch.cuda.get_device_name()
-    tensor: float  # dense TFLOP/s of tensor cores in bf16 and fp16
-    fp32: float
-    sheet: str
-    has_bf16: bool = True
-
-
-# The first matching row counts, so variants of a device come before the plain name.
+# Regular expression for torch.cuda.get_device_name(), dense TFLOP/s of tensor cores in bf16 and
+# fp16, TFLOP/s in fp32, source. The first matching row counts, so variants of a device come before
+# the plain name.
 _DEVICES = (
-    _Device(r"\bB200\b", 2250.0, 75.0, "NVIDIA HGX B200 data sheet"),
-    _Device(r"\bH200 NVL\b", 835.5, 60.0, "NVIDIA H200 data sheet"),
-    _Device(r"\bG?H200\b", 989.4, 67.0, "NVIDIA H200 and GH200 data sheets"),
-    _Device(r"\bH100 NVL\b", 835.5, 60.0, "NVIDIA H100 data sheet"),
-    _Device(r"\bH[18]00 PCIe\b", 756.5, 51.0, "NVIDIA H100 data sheet"),
-    _Device(r"\bH[18]00\b", 989.4, 67.0, "NVIDIA H100 data sheet, SXM"),
-    _Device(r"\bA[18]00\b", 312.0, 19.5, "NVIDIA A100 data sheet"),
-    _Device(r"\bA40\b", 149.7, 37.4, "NVIDIA A40 data sheet"),
-    _Device(r"\bA30\b", 165.0, 10.3, "NVIDIA A30 data sheet"),
-    _Device(r"\bA10\b", 125.0, 31.2, "NVIDIA A10 data sheet"),
-    _Device(r"\bL40S\b", 362.0, 91.6, "NVIDIA L40S data sheet"),
-    _Device(r"\bL40\b", 181.0, 90.5, "NVIDIA L40 data sheet"),
-    _Device(r"\bL4\b", 121.0, 30.3, "NVIDIA L4 data sheet"),
-    _Device(r"\bV100-SXM", 125.0, 15.7, "NVIDIA V100 data sheet", has_bf16=False),
-    _Device(r"\bV100-PCIE", 112.0, 14.0, "NVIDIA V100 data sheet", has_bf16=False),
-    _Device(r"\bT4\b", 65.0, 8.1, "NVIDIA T4 data sheet", has_bf16=False),
+    (r"\bB200\b", 2250.0, 75.0, "NVIDIA HGX B200 data sheet"),
+    (r"\bH200 NVL\b", 835.5, 60.0, "NVIDIA H200 data sheet"),
+    (r"\bG?H200\b", 989.4, 67.0, "NVIDIA H200 and GH200 data sheets"),
+    (r"\bH100 NVL\b", 835.5, 60.0, "NVIDIA H100 data sheet"),
+    (r"\bH[18]00 PCIe\b", 756.5, 51.0, "NVIDIA H100 data sheet"),
+    (r"\bH[18]00\b", 989.4, 67.0, "NVIDIA H100 data sheet, SXM"),
+    (r"\bA[18]00\b", 312.0, 19.5, "NVIDIA A100 data sheet"),
+    (r"\bA40\b", 149.7, 37.4, "NVIDIA A40 data sheet"),
+    (r"\bA30\b", 165.0, 10.3, "NVIDIA A30 data sheet"),
+    (r"\bA10\b", 125.0, 31.2, "NVIDIA A10 data sheet"),
+    (r"\bL40S\b", 362.0, 91.6, "NVIDIA L40S data sheet"),
+    (r"\bL40\b", 181.0, 90.5, "NVIDIA L40 data sheet"),
+    (r"\bL4\b", 121.0, 30.3, "NVIDIA L4 data sheet"),
+    (r"\bV100-SXM", 125.0, 15.7, "NVIDIA V100 data sheet"),
+    (r"\bV100-PCIE", 112.0, 14.0, "NVIDIA V100 data sheet"),
+    (r"\bT4\b", 65.0, 8.1, "NVIDIA T4 data sheet"),
 )
+_WITHOUT_BF16 = r"\bV100-|\bT4\b"
 
 
 def find_peak(
@@ -63,18 +56,17 @@ def find_peak(
         found = listed_peak(torch.cuda.get_device_name(device), compute)
     if found is None and control.world.rank == 0:
         found = _timed_peak(device, compute)
-    peak: Peak = control.gather(found)[0]
-    return peak
+    return control.gather(found)[0]
 
 
 def listed_peak(device_name: str, compute: str) -> Peak | None:
     """Return the table's peak for a device and a dtype; None if the table has no such entry."""
-    for row in _DEVICES:
-        if re.search(row.pattern, device_name):
-            if compute == "bf16" and not row.has_bf16:
+    for pattern, tensor, fp32, sheet in _DEVICES:
+        if re.search(pattern, device_name):
+            if compute == "bf16" and re.search(_WITHOUT_BF16, device_name):
                 return None
-            tflops = row.fp32 if compute == "fp32" else row.tensor
-            source = f"{row.sheet}, {compute} dense, for {device_name}"
+            tflops = fp32 if compute == "fp32" else tensor
+            source = f"{sheet}, {compute} dense, for {device_name}"
             return Peak(flops_per_second=tflops * 1e12, source=source)
     return None
 
