@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from data.atomic_file import replace_file
 from paro.errors import UserError, one_line, printable, shown, type_and_message
@@ -29,17 +29,6 @@ _CLOSE_SECONDS = 60.0  # at most so long the end of a run waits for writes and u
 _MAX_NAME_CHARS = 128  # Weights & Biases' limit for names of runs and figures
 RUN_ID_FILE = "wandb_run_id.txt"
 _LOCAL_MODES = ("offline", "dryrun", "disabled")  # wandb modes that send nothing
-
-
-class Dashboard(Protocol):
-    """Interface of a dashboard service."""
-
-    name: str
-    place: str  # the folder, or the service, where a reader finds the dashboard
-
-    def write(self, scalars: Scalars, iteration: int, samples: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -176,6 +165,9 @@ def read_run_id(place: Path | None) -> str | None:
     if not re.fullmatch(r"[\w-]+", text, re.ASCII):
         raise UserError(f"{place} holds no id of a run of Weights & Biases: remove it")
     return text
+
+
+Dashboard = TensorBoard | WeightsAndBiases
 
 
 class _Writer:
