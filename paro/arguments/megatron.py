@@ -64,10 +64,6 @@ class Rule:
     values: tuple[str | int | float, ...] = ()
     where: tuple[str, object] | None = None  # (argument, value that makes the flag acceptable)
 
-    @property
-    def is_family(self) -> bool:
-        return self.flag.endswith("*")
-
 
 def _rules() -> Iterator[Rule]:
     """Yield all rows of the table, by flag."""
@@ -89,7 +85,7 @@ _TABLE: dict[str, Any] = tomllib.loads(
 BECOMES: Mapping[str, str | Mapping[str, str]] = _TABLE["becomes"]
 RULES = tuple(_rules())
 _BY_FLAG = {rule.flag: rule for rule in RULES}
-_FAMILIES = {rule.flag[:-1]: rule for rule in RULES if rule.is_family}
+_FAMILIES = {rule.flag[:-1]: rule for rule in RULES if rule.flag.endswith("*")}
 
 
 @cache
@@ -109,7 +105,7 @@ def add_compatibility_args(parser: ArgumentParser) -> None:
     ).add_argument
     unset = argparse.SUPPRESS
     for rule in RULES:
-        if rule.outcome is not Outcome.ACCEPTED or rule.is_family:
+        if rule.outcome is not Outcome.ACCEPTED or rule.flag.endswith("*"):
             continue
         if rule.values:
             accepts, kind = " ".join(map(str, rule.values)), type(rule.values[0])
