@@ -43,25 +43,21 @@ class PrecisionConfig:
         if self.accumulate_allreduce_grads_in_fp32 and self.inter_grad_bits != FULL_BITS:
             bits = f"--paro-inter-grad-bits {self.inter_grad_bits}"
             raise contradiction("--accumulate-allreduce-grads-in-fp32", bits)
-        if self.inter_grad_error_feedback:
-            self._check_error_feedback()
+        feedback = "--paro-inter-grad-error-feedback"
+        if self.inter_grad_error_feedback and self.inter_grad_bits == FULL_BITS:
+            raise UserError(
+                f"{feedback} adds what codes of gradients lose to later ones: give "
+                "--paro-inter-grad-bits 8 or 4 too, or leave it out"
+            )
+        if self.inter_grad_error_feedback and self.compute == "fp16":
+            raise UserError(
+                f"{feedback} and --fp16 contradict each other, because the loss scale changes: "
+                "give --bf16 instead, or leave it out"
+            )
         if self.lora_base_dtype is not None and self.compute == "fp16":
             raise UserError(
                 f"--lora-base-dtype {self.lora_base_dtype} and --fp16 contradict each other: give "
                 "one of them; either takes 2 bytes for a frozen element"
-            )
-
-    def _check_error_feedback(self) -> None:
-        flag = "--paro-inter-grad-error-feedback"
-        if self.inter_grad_bits == FULL_BITS:
-            raise UserError(
-                f"{flag} adds what codes of gradients lose to later ones: give "
-                "--paro-inter-grad-bits 8 or 4 too, or leave it out"
-            )
-        if self.compute == "fp16":
-            raise UserError(
-                f"{flag} and --fp16 contradict each other, because the loss scale changes: give "
-                "--bf16 instead, or leave it out"
             )
 
     @property

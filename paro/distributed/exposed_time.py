@@ -108,9 +108,5 @@ class Exposure:
         self._pending = unfinished
         by_kind, by_link = self._by_kind, self._by_link
         self._by_kind, self._by_link = dict.fromkeys(WaitKind, 0.0), dict.fromkeys(Link, 0.0)
-        knows_links = not self._on_streams
-        return Exposed(
-            **{kind.value: seconds for kind, seconds in by_kind.items()},
-            intra=by_link[Link.INTRA] if knows_links else None,
-            inter=by_link[Link.INTER] if knows_links else None,
-        )
+        links = {} if self._on_streams else {link.value: by_link[link] for link in Link}
+        return Exposed(**{kind.value: seconds for kind, seconds in by_kind.items()}, **links)

@@ -78,9 +78,8 @@ class CollectiveTimes:
         """Return the jobs of a collective along an axis span, on `num_bytes` unsharded."""
         if not span or num_bytes == 0:
             return ()
-        algorithm = self.algorithm
-        if algorithm == "auto":
-            algorithm = self._fastest(op, span, num_bytes)
+        is_auto = self.algorithm == "auto"
+        algorithm = self._fastest(op, span, num_bytes) if is_auto else self.algorithm
         if algorithm == "native":
             return tuple((job,) for job in self._native(op, span, num_bytes))
         if algorithm == "flat":
