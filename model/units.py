@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from model.config import LlamaConfig, Shape, down_name, up_name
 
@@ -32,7 +32,7 @@ class PartSpec:
     shares: int | None = None  # number of indivisible shares (head groups); None: cut anywhere
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class UnitSpec:
     """A unit: a module whose parameters are gathered while it runs; `name` is the module's path."""
 
@@ -43,7 +43,7 @@ class UnitSpec:
     backward_needs_weight: bool = True
     recomputed_from: int | None = None  # index of the first unit of its recomputation; None: none
 
-    @property
+    @cached_property
     def parameters(self) -> dict[str, Shape]:
         """The shapes of its parameters by their names in the model."""
         return {f"{self.name}.{name}": shape for name, shape in self.shapes.items()}

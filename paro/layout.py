@@ -162,32 +162,27 @@ class Unit:
         numels = self.trainable.numel, self.frozen.numel, self.trainable.decayed_stop
         return *numels, self.replicated, self.bucket_size, self.matrices
 
-    @property
-    def trains(self) -> tuple[bool, ...]:
-        """For each of the unit's buffers, True if its parameters train."""
-        return (True,) * bool(self.trainable.numel) + (False,) * bool(self.frozen.numel)
-
 
 class Buffer(NamedTuple):
     """The flat buffer of a unit's parameters that train, or of its frozen ones."""
 
     unit: Unit
     trains: bool
+    layout: UnitLayout
     unit_index: int
 
     @property
     def name(self) -> str:
         return self.unit.name if self.trains else f"{self.unit.name} (frozen)"
 
-    @property
-    def layout(self) -> UnitLayout:
-        return self.unit.trainable if self.trains else self.unit.frozen
-
 
 def buffers_of(units: Iterable[Unit]) -> list[Buffer]:
     """Return all buffers, by their numbers."""
     return [
-        Buffer(unit, trains, index) for index, unit in enumerate(units) for trains in unit.trains
+        Buffer(unit, trains, layout, index)
+        for index, unit in enumerate(units)
+        for trains, layout in ((True, unit.trainable), (False, unit.frozen))
+        if layout.numel
     ]
 
 

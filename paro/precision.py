@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from paro.errors import UserError, contradiction
 from paro.quantization.formats import FULL_BITS
@@ -10,7 +11,7 @@ from paro.quantization.formats import FULL_BITS
 BYTES_OF = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """The dtypes of a run's states and messages, by name; masters are always fp32.
 
@@ -60,7 +61,7 @@ class PrecisionConfig:
                 "one of them; either takes 2 bytes for a frozen element"
             )
 
-    @property
+    @cached_property
     def quantizes(self) -> bool:
         """True if gradients or updates are quantized between groups."""
         return (self.inter_param_bits, self.inter_grad_bits) != (FULL_BITS, FULL_BITS)
@@ -94,7 +95,7 @@ class PrecisionConfig:
         """The communication dtype of momentum and updates that Muon exchanges."""
         return "fp32" if self.wire == "fp32" else "bf16"
 
-    @property
+    @cached_property
     def wire(self) -> str:
         """The communication dtype of gradients."""
         return "fp32" if self.accumulate_allreduce_grads_in_fp32 else self.compute

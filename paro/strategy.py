@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise, product
+from typing import NamedTuple
 
 from paro.errors import UserError, count_text
+from paro.topology import AxisSpan, Topology
 
 LETTERS = "NIG"  # replicated on every rank, sharded inside a group, sharded over all ranks
 
@@ -39,6 +41,30 @@ class Strategy:
     @property
     def degrees(self) -> tuple[int, int, int]:
         return self.params, self.grads, self.optim
+
+
+class ActionSpans(NamedTuple):
+    """The axes along which ranks communicate in each action, under a strategy."""
+
+    gather: AxisSpan  # of parameters, for computation
+    reduce: AxisSpan  # of gradients, in a micro-batch
+    grad_shards: AxisSpan  # of gradients once a step, down to optimizer shards
+    replicas: AxisSpan  # of optimizer shards, whose gradients are then summed
+    param_all_gather: AxisSpan  # of updated parameters
+
+
+@lru_cache(maxsize=1024)
+def action_spans(strategy: Strategy, topology: Topology, sum_degree: int) -> ActionSpans:
+    """Return the axis spans of all actions, with gradients summed over `sum_degree` ranks."""
+    params, grads, optim = strategy.degrees
+    between = topology.axes_between
+    return ActionSpans(
+        gather=between(1, params),
+        reduce=between(1, grads),
+        grad_shards=between(grads, optim),
+        replicas=between(optim, sum_degree),
+        param_all_gather=between(params, optim),
+    )
 
 
 def replicated(strategy: Strategy) -> Strategy:

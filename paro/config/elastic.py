@@ -17,7 +17,7 @@ from paro.machine.files import MEASURE, find_machine
 from paro.planning.search_space import legal_strategies
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule
-from paro.spec.muon_rounds import in_buckets
+from paro.spec.muon_rounds import prepare_for_muon
 from paro.spec.sharding_spec import specs_of, state_bytes
 from paro.spec.units import rotation_conflict, rotation_infeasible_reason, units_of
 from paro.strategy import (
@@ -189,9 +189,9 @@ def nearest_surviving(
             rotated_over=degree,
             in_place=in_place,
         )
-        bucketed = in_buckets(units, strategy, precision, world.group_size)
+        units = prepare_for_muon(units, strategy, precision, world.group_size)
         topology = world.topology(*strategy.degrees)
-        return state_bytes(specs_of(bucketed, strategy, topology, precision)).total
+        return state_bytes(specs_of(units, strategy, topology, precision)).total
 
     def distance(other: Strategy) -> tuple[float, int]:
         ratios = (other.params / strategy.params, other.grads / strategy.grads)

@@ -192,14 +192,14 @@ class _StepLister:
         """Return an action's unit, the name of the buffer or unit, and whether it trains."""
         verb, number, *which = action
         buffer = self.step.buffers[self.step.buffer_of(action)]
-        unit, trains, index = buffer
+        unit, index = buffer.unit, buffer.unit_index
         if verb >= Verb.FORWARD:
             name, halves = self.tally.activations[number][0], len(self.step.shape.halves(number))
             return index, f"{name} {which[0] + 1}/2" if halves > 1 else name, True
         if verb in _OF_BUCKET and unit.bucket_size > 1:
             last = self._trained[self._trained.index(buffer) + unit.bucket_size - 1]
-            return index, f"{unit.name} to {last.unit.name}", trains
-        return index, buffer.name, trains
+            return index, f"{unit.name} to {last.unit.name}", buffer.trains
+        return index, buffer.name, buffer.trains
 
     def _lines(self, action: Move, index: int, segment_before: int) -> Iterator[_Line]:
         verb, number = action[0], action[1]
@@ -276,11 +276,11 @@ class _StepLister:
             )
             for both in schedule.micro_batches
         )
-        trained = {unit.name for unit, _, _ in self._trained}
+        trained = {buffer.unit.name for buffer in self._trained}
         buckets = {
             self._subject((Verb.GRAD_SYNC, number))[1]
-            for number, (unit, trains, _) in enumerate(self.step.buffers)
-            if trains and unit.bucket_size
+            for number, buffer in enumerate(self.step.buffers)
+            if buffer.trains and buffer.unit.bucket_size
         }
         which = ("the first micro-batch", "each between the first and the last")
         for name, sent in zip(which, others, strict=False):

@@ -190,9 +190,10 @@ class StepCosts:
         outer, units = self.run.outer, self.counts.units
         assert outer is not None, "a run with outer steps"
         fragments: defaultdict[int, list[int]] = defaultdict(list)
-        for number, (_, trains, index) in enumerate(self.counts.buffers):
-            if trains:
-                fragments[outer.fragment_of(index, len(units))].append(number)
+        for number, buffer in enumerate(self.counts.buffers):
+            if buffer.trains:
+                fragment = outer.fragment_of(buffer.unit_index, len(units))
+                fragments[fragment].append(number)
         specs, costs = self.comm_costs.specs, self.comm_costs.of_buffers
         largest = max(fragments.values(), key=lambda of: sum(specs[n].layout.numel for n in of))
         reduce, gather, spread = OUTER_ROUND

@@ -91,7 +91,7 @@ class StepCounts:
     @cached_property
     def first_of_kind(self) -> list[int]:
         """The number of the first buffer of equal kind, for every buffer by number."""
-        kinds = ((unit.traffic_kind, trains) for unit, trains, _ in self.buffers)
+        kinds = ((one.unit.traffic_kind, one.trains) for one in self.buffers)
         first: dict[object, int] = {}
         return [first.setdefault(kind, number) for number, kind in enumerate(kinds)]
 

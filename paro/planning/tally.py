@@ -140,7 +140,7 @@ class StepTally:
         verb, number, *slots = move
         if verb >= Verb.FORWARD:
             return self._compute(verb, number)
-        unit, _, index = self.step.buffers[number]
+        unit, index = self.step.buffers[number].unit, self.step.buffers[number].unit_index
         if verb in _ALLOCATIONS:
             counted, sign = _ALLOCATIONS[verb]
             sign *= counted != "whole_params" or not self._registered

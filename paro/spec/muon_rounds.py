@@ -241,11 +241,22 @@ def bucket_sizes(kinds: Sequence[Hashable], bucket_size: int) -> list[int]:
     return sizes
 
 
-def in_buckets(
+def prepare_for_muon(
     units: Sequence[Unit], strategy: Strategy, precision: PrecisionConfig, group_size: int
 ) -> tuple[Unit, ...]:
-    """Return the units, each with the size of the bucket that it begins."""
+    """Return the units with the matrices that Muon updates and, each, the size of its bucket.
+
+    With another optimizer they are returned as they are.
+    """
+    if precision.optimizer != "muon":
+        return tuple(units)
     bucket_size = muon_bucket_size(strategy, precision, group_size)
+    units = [
+        replace(
+            unit, matrices=tuple((m.offset, *m.chunk.sizes) for m in muon_chunks(unit.trainable))
+        )
+        for unit in units
+    ]
     trained = [unit for unit in units if unit.trainable.numel]
     kinds = [(unit.trainable.numel, unit.matrices) if unit.matrices else None for unit in trained]
     sizes = iter(bucket_sizes(kinds, bucket_size))

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -78,7 +79,7 @@ class RunSettings:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunSpec(RunSettings):
     """The description of a run: all that decides a rank's memory and traffic, save the machine."""
 
@@ -118,7 +119,7 @@ class RunSpec(RunSettings):
         """The model's configuration, with the recomputation of the run."""
         return replace(self.model, recompute=self.recompute)
 
-    @property
+    @cached_property
     def topology(self) -> Topology:
         degrees = self.strategy.degrees
         return make_topology(
@@ -129,7 +130,7 @@ class RunSpec(RunSettings):
         """Compute the sharding specs of the buffers of the run's units, by buffer number."""
         return specs_of(units, self.strategy, self.topology, self.precision, self.outer)
 
-    @property
+    @cached_property
     def context_topology(self) -> Topology:
         """The axes of the context-parallel groups."""
         return self.context.topology(world_size=self.world_size, group_size=self.group_size)

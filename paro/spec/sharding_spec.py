@@ -28,7 +28,7 @@ from paro.spec.outer_steps import OuterConfig
 from paro.spec.states import MASTER, OptimState, adamw_states, bytes_of, muon_states
 from paro.step.actions import Verb
 from paro.step.slices import Slot
-from paro.strategy import Strategy, replicated
+from paro.strategy import ActionSpans, Strategy, action_spans, replicated
 from paro.topology import AxisSpan, Link, StreamKind, Topology, split_by_link
 
 UINT8 = "uint8"  # the type of quantized values
@@ -129,6 +129,11 @@ class ShardingSpec:
         """The number of ranks over which gradients are summed."""
         return self.topology.group_size if self.groups_alone else self.topology.world_size
 
+    @cached_property
+    def spans(self) -> ActionSpans:
+        """The axis spans of the actions on the buffer."""
+        return action_spans(self.strategy, self.topology, self.sum_degree)
+
     # States #
 
     @property
@@ -226,9 +231,8 @@ class ShardingSpec:
     @cached_property
     def update_format(self) -> RangeFormat | None:
         """Format of quantized updates of parameters; None if parameters are sent exactly."""
-        params, _, optim = self.strategy.degrees
-        span, bits = self.topology.axes_between(params, optim), self.precision.inter_param_bits
-        return self._quantized(span, bits, UPDATE_BLOCK, optim, self.param_dtype)
+        span, bits = self.spans.param_all_gather, self.precision.inter_param_bits
+        return self._quantized(span, bits, UPDATE_BLOCK, self.strategy.optim, self.param_dtype)
 
     @cached_property
     def grad_format(self) -> RangeFormat | None:
@@ -257,7 +261,7 @@ class ShardingSpec:
     @property
     def _grad_sync_span(self) -> AxisSpan:
         """The axes along which gradients are summed once a step."""
-        return self.topology.axes_between(self.strategy.grads, self.sum_degree)
+        return self.spans.grad_shards + self.spans.replicas
 
     @property
     def grad_error_bytes(self) -> tuple[int, int]:
@@ -272,9 +276,9 @@ class ShardingSpec:
     @cached_property
     def collectives(self) -> Mapping[Verb, tuple[Collective, ...]]:
         """The collectives that the actions on the buffer send, in order; none along no axis."""
-        numel, (params, grads, _) = self.layout.numel, self.strategy.degrees
-        gather = StreamKind.GATHER, Op.ALL_GATHER, self.topology.axes_between(1, params)
-        reduce = StreamKind.REDUCE, Op.REDUCE_SCATTER, self.topology.axes_between(1, grads)
+        numel, spans = self.layout.numel, self.spans
+        gather = StreamKind.GATHER, Op.ALL_GATHER, spans.gather
+        reduce = StreamKind.REDUCE, Op.REDUCE_SCATTER, spans.reduce
         by_verb: dict[Verb, tuple[Collective, ...]] = {
             Verb.GATHER: (Collective(*gather, numel, self.param_dtype),)
         }
@@ -294,18 +298,17 @@ class ShardingSpec:
 
     def _grad_sync(self) -> tuple[Collective, ...]:
         """Return the collectives of the gradient sync; exact inside groups before quantized."""
-        wire, units, size = self.precision.wire, self.unit.bucket_size, self.sum_degree
-        numel, (_, grads, optim) = self.layout.numel * units, self.strategy.degrees
+        wire, units = self.precision.wire, self.unit.bucket_size
+        numel, grads, optim = self.layout.numel * units, self.strategy.grads, self.strategy.optim
         reduce = StreamKind.REDUCE, Op.REDUCE_SCATTER
-        replicas = self.topology.axes_between(optim, size)
+        shards, replicas = self.spans.grad_shards, self.spans.replicas
         if self.grad_format is None:
-            span = self.topology.axes_between(grads, optim)
             return (
-                Collective(*reduce, span, numel // grads, wire, units),
+                Collective(*reduce, shards, numel // grads, wire, units),
                 Collective(StreamKind.REDUCE, Op.ALL_REDUCE, replicas, numel // optim, wire),
             )
         intra, inter = split_by_link(self._grad_sync_span)
-        quantized = self.grad_format.range_bytes * size
+        quantized = self.grad_format.range_bytes * self.sum_degree
         return (
             Collective(*reduce, intra, numel // grads, wire),
             Collective(
@@ -355,8 +358,8 @@ class ShardingSpec:
         }
 
     def _param_all_gather(self) -> Collective:
-        params, _, optim = self.strategy.degrees
-        gather = StreamKind.GATHER, Op.ALL_GATHER, self.topology.axes_between(params, optim)
+        params, optim = self.strategy.params, self.strategy.optim
+        gather = StreamKind.GATHER, Op.ALL_GATHER, self.spans.param_all_gather
         if self.update_format is not None:
             return Collective(*gather, self.update_format.range_bytes * optim // params, UINT8)
         units = self.unit.bucket_size

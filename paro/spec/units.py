@@ -31,7 +31,7 @@ from paro.layout import (
     make_sliced_layout,
     make_whole_layout,
 )
-from paro.spec.muon_rounds import in_buckets, muon_chunks
+from paro.spec.muon_rounds import prepare_for_muon
 from paro.spec.run_spec import RunSpec
 from paro.step.actions import StepShape, Verb, number_buffers
 from paro.step.rotating import PartShape, RotationShape
@@ -55,8 +55,7 @@ def _make_unit(
     of_trained = {name: shape for name, shape in shapes.items() if is_trained(name)}
     of_frozen = {name: shape for name, shape in shapes.items() if name not in of_trained}
     trainable, frozen = (layout(own) if own else EMPTY for own in (of_trained, of_frozen))
-    matrices = tuple((one.offset, *one.chunk.sizes) for one in muon_chunks(trainable))
-    return Unit(name=name, trainable=trainable, frozen=frozen, matrices=matrices)
+    return Unit(name=name, trainable=trainable, frozen=frozen)
 
 
 def _rotating_units(
@@ -212,7 +211,7 @@ def units_of(
 
 
 def units_of_run(run: RunSpec) -> tuple[Unit, ...]:
-    """Return the units of a run, in buckets where Muon updates whole units."""
+    """Return the units of a run; with Muon, with their matrices and in buckets."""
     units = units_of(
         run.model,
         world_size=run.world_size,
@@ -220,7 +219,7 @@ def units_of_run(run: RunSpec) -> tuple[Unit, ...]:
         rotated_over=run.strategy.params if run.materialize.rotates else 1,
         in_place=run.materialize.in_place,
     )
-    return in_buckets(units, run.strategy, run.precision, run.group_size)
+    return prepare_for_muon(units, run.strategy, run.precision, run.group_size)
 
 
 def shape_of_run(run: RunSpec, units: Sequence[Unit]) -> StepShape | RotationShape:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import count
 
-from paro.layout import Unit
+from paro.layout import Unit, buffers_of
 
 
 class Verb(IntEnum):
@@ -90,8 +90,9 @@ class StepUnit:
 
 def number_buffers(units: Sequence[Unit]) -> tuple[StepUnit, ...]:
     """Return the units with their buffers numbered."""
-    numbers = count()
-    own = {unit.name: [(next(numbers), trains) for trains in unit.trains] for unit in units}
+    own: defaultdict[str, list[tuple[int, bool]]] = defaultdict(list)
+    for number, buffer in enumerate(buffers_of(units)):
+        own[buffer.unit.name].append((number, buffer.trains))
     return tuple(
         StepUnit(
             trainable=tuple(buffer for buffer, trains in own[unit.name] if trains),

@@ -60,17 +60,10 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
 
     On the meta device there are shapes only: no storage and no process groups.
     """
-    device, compute_dtype = control.device, TORCH_TYPES[config.precision.compute]
-    kernels = usable_kernels(config.model, config.fusions, compute_dtype, device)
-    with torch.device("meta"):
-        model = Llama(kernels.config)
-    model.freeze(config.trained.__contains__, activations=compute_dtype)
-    timers = Timers(config.report.timing_log_level, synchronize=partial(synchronize, device))
-    overlap = config.sharding.prefetch_units > 0
-    run = config.spec
+    run, device = config.spec, control.device
     units = units_of_run(run)
     specs = run.specs(units)
-    links = make_links(device, config.runtime.distributed_backend, overlap=overlap)
+    links = make_links(device, config.runtime.distributed_backend, overlap=run.overlaps)
     # Ranks with different machine files would choose differently and deadlock: `settings_of`.
     choice = choice_of(run.collective, config.sharding.machine, by_nccl=config.runtime.by_nccl)
     spans, rank = groups_of(run, specs, choice), control.world.rank
@@ -82,6 +75,12 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     make = partial(make_groups, device=device, communicators=spans.number)
     groups = make(run.topology, rank, spans.states, settings, links)
     context_groups = make(run.context_topology, rank, spans.context, of_context, links)
+    compute_dtype = TORCH_TYPES[run.precision.compute]
+    kernels = usable_kernels(config.model, config.fusions, compute_dtype, device)
+    with torch.device("meta"):
+        model = Llama(kernels.config)
+    model.freeze(config.trained.__contains__, activations=compute_dtype)
+    timers = Timers(config.report.timing_log_level, synchronize=partial(synchronize, device))
     context = ShardingContext(run.strategy, make_collectives(choice, groups), device)
     sharded = _spread(model, run, specs, context, timers)
     groups.registered.reserve(registered_room(run, units), control)

@@ -15,6 +15,7 @@ from paro.planning.estimator import Estimate
 from paro.planning.planner import SearchResult, best_that_fits
 from paro.planning.search_space import PlanRequest, SearchSpace
 from paro.precision import BYTES_OF
+from paro.spec.muon_rounds import prepare_for_muon
 from paro.spec.sharding_spec import specs_of
 from paro.spec.states import MASTER, bytes_of
 from paro.spec.units import units_of
@@ -109,9 +110,10 @@ def _trained_bytes(request: PlanRequest) -> int:
     """Count the bytes of all trained parameters: master and moments."""
     strategy, size = request.strategy("NNN"), request.world_size
     topology = make_topology(world_size=size, group_size=size, degrees=())
+    units = prepare_for_muon(_units(request), strategy, request.precision, size)
     return sum(
         numel * bytes_of([state])
-        for spec in specs_of(_units(request), strategy, topology, request.precision)
+        for spec in specs_of(units, strategy, topology, request.precision)
         if spec.buffer.trains
         for whole in [spec.layout.numel]
         for state, numel in (spec.optimizer_numels(whole) | {MASTER: whole}).items()

@@ -25,7 +25,7 @@ from paro.optim.muon import (
 from paro.optim.rounding import Rounding
 from paro.planning.run_memory import RunMemory
 from paro.precision import PrecisionConfig
-from paro.spec.muon_rounds import MuonMatrix, assign, bucket_sizes, in_buckets, muon_rounds
+from paro.spec.muon_rounds import MuonMatrix, assign, bucket_sizes, muon_rounds, prepare_for_muon
 from paro.spec.optim_config import COEFFICIENT_TYPES, MuonConfig
 from paro.spec.sharding_spec import specs_of
 from paro.spec.units import units_of
@@ -315,7 +315,7 @@ def test_owner_ranks_have_nearly_equal_work(preset: str, world_size: int, letter
     strategy, topology = on_ranks(letters, world_size=world_size, group_size=8)
     units = units_of(LLAMA_PRESETS[preset], world_size=world_size)
     precision = PrecisionConfig(compute="bf16", optimizer="muon")
-    of_rank = in_buckets(units, strategy, precision, 8)
+    of_rank = prepare_for_muon(units, strategy, precision, 8)
     specs = specs_of(of_rank, strategy, topology, precision)
     (assigned,) = muon_rounds(specs)
     assert assigned.num_ranks == (world_size if letters == "IGG" else 8)
