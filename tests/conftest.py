@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import margins, purity
+from tests.helpers.outcomes import Outcomes, present_commit
 
 # Set before this process imports torch, and for its children. Ranks share the cores of one machine.
 # torch resolves the names of addresses that it connects to, only for logs, and a lost answer blocks
@@ -92,10 +93,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="fail tests whose own processor time is longer, unless marked slow with a reason",
     )
+    parser.addoption(
+        "--outcomes", type=Path, metavar="FILE", help="write each test's outcome to a new file"
+    )
+    parser.addoption(
+        "--continue",
+        action="store_true",
+        help="add to the file of --outcomes, and leave out the tests that have passed there",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     purity.install()
+    file = config.getoption("--outcomes")
+    if file is not None:  # workers of xdist report to the process that writes
+        settings = {"continues": config.getoption("--continue")}
+        settings["writes"] = not hasattr(config, "workerinput")
+        config.pluginmanager.register(Outcomes(file, present_commit(), **settings))
     # Where the plugin is missing, as it may be for `make gpu`, tests have no limit of their own.
     config.addinivalue_line("markers", "timeout(seconds): a limit of pytest-timeout")
     unknown = must_run(config) - LACKS.keys()
