@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -63,17 +64,21 @@ class Trainable:
             _, *blocks, _ = unit_specs(config)
             trained = blocks[-max(1, round(self.share * config.num_layers)) :]
             return frozenset(name for block in trained for name in block.parameters)
-        matches = {p: [n for n in names if fnmatchcase(n, p)] for p in self.patterns or ("*",)}
-        for pattern, found in matches.items():
-            if not found:
-                raise UserError(
-                    f"{FLAG} names: no parameter matches {pattern!r}; the names of this model are "
-                    f"those of {', '.join(_kinds(names))}"
-                )
-        return frozenset(name for found in matches.values() for name in found)
+        return frozenset(matching(FLAG, self.patterns or ("*",), names))
 
 
-def _kinds(names: list[str]) -> list[str]:
+def matching(flag: str, patterns: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    """Yield the parameter names that match a flag's patterns; `UserError` for one without any."""
+    for pattern in patterns:
+        if not any(found := [name for name in names if fnmatchcase(name, pattern)]):
+            raise UserError(
+                f"{flag} names: no parameter matches {pattern!r}; the names of this model are "
+                f"those of {', '.join(_kinds(names))}"
+            )
+        yield from found
+
+
+def _kinds(names: Sequence[str]) -> list[str]:
     """Return the names, with `blocks.*.NAME` for a parameter of all blocks."""
     of_block = (f"blocks.*.{n.split('.', 2)[2]}" if n.startswith("blocks.") else n for n in names)
     return list(dict.fromkeys(of_block))

@@ -96,23 +96,20 @@ class ChunkRange:
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
-    """The flat order of one unit: weight-decayed chunks first, then the others, then padding.
+    """The flat order of one unit: matrices first, then norms and biases, then padding.
 
     A unit that is laid out slice by slice has this order in each of its equal slices.
     """
 
     chunks: tuple[ChunkRange, ...]  # whole chunks
-    decayed_stop: int  # weight decay applies to the elements of a slice before this one
+    matrix_stop: int  # the elements of a slice before this one are of matrices
     numel: int  # a multiple of ALIGN times the world size
     num_slices: int = 1
 
-    def num_decayed(self, start: int, stop: int) -> int:
-        """Count the elements of [start, stop), all first, to which weight decay applies."""
+    def matrix_stop_of(self, at: int) -> int:
+        """Return the end of the matrices in the slice that has element `at` of the buffer."""
         length = self.numel // self.num_slices
-        assert start // length == max(start, stop - 1) // length, (
-            f"[{start}, {stop}) of slices of {length}"
-        )
-        return min(max(self.decayed_stop - start % length, 0), stop - start)
+        return at // length * length + self.matrix_stop
 
     def chunk_ranges(self, start: int, stop: int) -> Iterator[ChunkRange]:
         """Yield the ranges of chunks stored in [start, stop) of the buffer, without padding."""
@@ -132,7 +129,7 @@ class UnitLayout:
             yield position, end
 
 
-EMPTY = UnitLayout((), decayed_stop=0, numel=0)
+EMPTY = UnitLayout((), matrix_stop=0, numel=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +156,7 @@ class Unit:
     @property
     def traffic_kind(self) -> tuple[object, ...]:
         """A key of units whose shards have equal bytes and whose collectives send equal bytes."""
-        numels = self.trainable.numel, self.frozen.numel, self.trainable.decayed_stop
+        numels = self.trainable.numel, self.frozen.numel, self.trainable.matrix_stop
         return *numels, self.replicated, self.bucket_size, self.matrices
 
 
@@ -187,27 +184,24 @@ def buffers_of(units: Iterable[Unit]) -> list[Buffer]:
 
 
 def make_layout(*slices: Sequence[ParamChunk], world_size: int) -> UnitLayout:
-    """Return the layout of chunks in slices of equal length; `world_size` bounds the degrees.
-
-    Weight decay applies to all but norms and biases, as in Megatron.
-    """
+    """Return the layout of chunks in slices of equal length; `world_size` bounds the degrees."""
     number = len(slices)
     first = [[chunk for chunk in chunks if len(chunk.shape) > 1] for chunks in slices]
     others = [[chunk for chunk in chunks if len(chunk.shape) <= 1] for chunks in slices]
-    decayed_stop, longest_of_others = (
+    matrix_stop, longest_of_others = (
         max(sum(_round_up(chunk.numel, ALIGN) for chunk in chunks) for chunks in part)
         for part in (first, others)
     )
     assert world_size % number == 0, f"{number} slices on {world_size} ranks"
-    length = _round_up(decayed_stop + longest_of_others, ALIGN * (world_size // number))
+    length = _round_up(matrix_stop + longest_of_others, ALIGN * (world_size // number))
     placed = []
     for index in range(number):
-        for chunks, start in ((first[index], 0), (others[index], decayed_stop)):
+        for chunks, start in ((first[index], 0), (others[index], matrix_stop)):
             position = index * length + start
             for chunk in chunks:
                 placed.append(ChunkRange(chunk, 0, chunk.numel, position))
                 position = _round_up(position + chunk.numel, ALIGN)
-    return UnitLayout(tuple(placed), decayed_stop, number * length, num_slices=number)
+    return UnitLayout(tuple(placed), matrix_stop, number * length, num_slices=number)
 
 
 def make_whole_layout(shapes: Mapping[str, Shape], *, world_size: int) -> UnitLayout:

@@ -46,6 +46,7 @@ def tags() -> set[str]:
         num_zeros=0.0,
         params_norm=1.0,
         z_loss=1.0,
+        decoupled_learning_rate=1.0,
         held={"params": 1},
         allocator={"max": 1},
         exposed=Exposed(intra=0.0, inter=0.0),

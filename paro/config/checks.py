@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from model.config import LlamaConfig
+from model.trainable import matching
+from model.units import parameter_shapes
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import describe_saved, newest_whole
 from paro.config.elastic import check_survival
@@ -23,8 +25,15 @@ from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.optim_config import OptimConfig
+from paro.spec.param_groups import FLAG
 from paro.spec.units import rotation_infeasible_reason
 from paro.strategy import Strategy
+
+
+def check_groups(optim: OptimConfig, model: LlamaConfig) -> None:
+    """Raise `UserError` if a pattern of --param-group matches no parameter."""
+    for group in optim.groups.groups:
+        list(matching(FLAG, group.patterns, list(parameter_shapes(model))))
 
 
 def check_moments(optim: OptimConfig, precision: PrecisionConfig) -> None:
@@ -224,6 +233,7 @@ CHECKS: tuple[Callable[..., None], ...] = (
     check_copy_engine,
     check_rotation,
     check_survival,
+    check_groups,
     check_moments,
     check_profile,
     check_sizes,

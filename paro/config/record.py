@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields
 from hashlib import sha256
@@ -18,6 +19,8 @@ from data.blend import number_in
 from model.units import num_parameters, parameter_shapes
 from paro.arguments.flag_parser import PATHS
 from paro.arguments.parser import build_parser
+from paro.errors import count_text
+from paro.spec.param_groups import Factors, ParamGroups
 
 if TYPE_CHECKING:
     from paro.config.run import RunConfig
@@ -66,7 +69,7 @@ def precision_line(config: RunConfig) -> str:
 
 
 def model_lines(config: RunConfig) -> Iterator[str]:
-    """Yield log lines about the model's sizes and, if any is frozen, its trainable parameters."""
+    """Yield log lines about the model's sizes, parameter groups and trainable parameters."""
     model, lora = config.model, config.model.lora
     grouped = model.num_query_groups < model.num_attention_heads
     groups = f" in {model.num_query_groups} query groups" if grouped else ""
@@ -77,6 +80,7 @@ def model_lines(config: RunConfig) -> Iterator[str]:
         f"{model.kv_channels}{groups}, sequences of {config.data.seq_length}, vocabulary of "
         f"{config.vocab_size:,} padded to {model.vocab_size:,}, output layer {tied}"
     )
+    yield from _group_lines(config)
     if not config.trainable.is_part(model):
         return
     what = f"--trainable {config.trainable}"
@@ -92,6 +96,17 @@ def model_lines(config: RunConfig) -> Iterator[str]:
         f"> {what}: {count:,} of {total:,} parameters "
         f"({count / total:.2%}) in {len(trained)} of {len(shapes)} tensors train"
     )
+
+
+def _group_lines(config: RunConfig) -> Iterator[str]:
+    """Yield a log line for parameters whose factors are not those of a run without groups."""
+    names, groups = defaultdict[Factors, list[str]](list), config.optim.groups
+    for name, shape in parameter_shapes(config.model).items():
+        factors = groups.of(name, shape)
+        if factors != ParamGroups().of(name, shape):
+            names[factors].append(name)
+    for factors, own in names.items():
+        yield f"> {factors}: {count_text(len(own), 'tensor')}, the first {own[0]}"
 
 
 _HASH_DIGITS = 12

@@ -14,6 +14,7 @@ from torch.optim.adamw import adamw
 
 from paro.errors import UserError, describe
 from paro.optim.rounding import Rounding, round_into, upper_half
+from paro.spec.param_groups import Factors
 
 _CHUNK = 2**16  # number of elements whose bf16 moments torch updates at a time, in fp32
 
@@ -29,9 +30,23 @@ class Update(NamedTuple):
     copy: Tensor | None = None
 
 
+class StepUpdate(NamedTuple):
+    """An update of all parameters by their gradients times `factor`."""
+
+    lr: float
+    decoupled_lr: float  # the rate of embedding and output layer
+    weight_decay: float
+    factor: float
+
+    def of(self, factors: Factors, copy: Tensor | None = None) -> Update:
+        """Return the update of a range of parameters with these factors."""
+        lr = (self.decoupled_lr if factors.is_decoupled else self.lr) * factors.lr
+        return Update(lr, self.weight_decay * factors.weight_decay, self.factor, copy)
+
+
 @dataclass(eq=False)
 class AdamW(ABC):
-    """An AdamW of one range of fp32 parameters, of which all or none have weight decay.
+    """An AdamW of one range of fp32 parameters, with one learning rate and weight decay.
 
     Moments in bf16 need a `rounding`: the position of the range in its parameter, and a seed.
     """

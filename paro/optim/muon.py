@@ -18,11 +18,12 @@ from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import WaitKind
 from paro.errors import describe
 from paro.optim import adamw
-from paro.optim.adamw import Update
+from paro.optim.adamw import StepUpdate
 from paro.optim.rounding import Rounding, round_into
 from paro.sharding.shards import UnitShards
 from paro.spec.muon_rounds import Assignment, MuonMatrix, MuonRound, MuonRounds
 from paro.spec.optim_config import Coefficients, MuonConfig
+from paro.spec.param_groups import ParamGroups
 from paro.topology import StreamKind
 
 Square = Callable[[Tensor, tuple[float, float] | None], Tensor]
@@ -149,6 +150,7 @@ class MuonStep(Endpoint):
     rounds: MuonRounds
     ranges: Mapping[int, MuonRange]  # this rank's range of each buffer, or bucket, with matrices
     config: MuonConfig
+    param_groups: ParamGroups
     wire: torch.dtype  # dtype in which momentum and updates are sent
     kernels: MuonKernels
 
@@ -157,7 +159,7 @@ class MuonStep(Endpoint):
         self._ranks = self.groups.topology.in_order_of_shards(self._span, self._rank)
         self._group_rank = self._ranks.index(self._rank)
 
-    def update(self, update: Update, step: int) -> Iterator[int]:
+    def update(self, update: StepUpdate, step: int) -> Iterator[int]:
         """Yield the number of each buffer as soon as all its matrices are updated.
 
         Gradients are undefined afterwards.
@@ -177,7 +179,7 @@ class MuonStep(Endpoint):
                         yield assignment.matrix.buffer
             momentum, result = next_momentum, next_result
 
-    def _send_momentum(self, muon_round: MuonRound, update: Update, step: int) -> _AllToAll:
+    def _send_momentum(self, muon_round: MuonRound, update: StepUpdate, step: int) -> _AllToAll:
         """Update the momentum of a round, and queue the all-to-all to the owners."""
         rank, is_sharded = self._group_rank, self.rounds.is_sharded
         sent: dict[int, Tensor] = {}
@@ -226,16 +228,18 @@ class MuonStep(Endpoint):
         event = self._all_to_all(sent, received)
         return _AllToAll(momentum.muon_round, sent, received, event)
 
-    def _apply(self, result: _AllToAll, update: Update) -> None:
+    def _apply(self, result: _AllToAll, update: StepUpdate) -> None:
         """Update the masters of a round's matrices, once the result has arrived."""
         self.exposure.wait(WaitKind.PARAM_ALL_GATHER, result.event)
         for assignment, low, high in self._held(result.muon_round):
             matrix = assignment.matrix
             held = self.ranges[matrix.buffer]
             master = held.master[_part(held.unit, matrix, low, high)]
-            master.mul_(1.0 - update.lr * update.weight_decay)
+            (at,) = held.unit.layout.chunk_ranges(matrix.start + low, matrix.start + high)
+            own = update.of(self.param_groups.of(at.chunk.name, at.chunk.shape))
+            master.mul_(1.0 - own.lr * own.weight_decay)
             scale = self.config.scale(matrix.rows, matrix.columns)
-            master.add_(result.received[assignment.owner].float(), alpha=-update.lr * scale)
+            master.add_(result.received[assignment.owner].float(), alpha=-own.lr * scale)
 
     def _owned(self, muon_round: MuonRound) -> MuonMatrix | None:
         """Return the matrix of a round that this rank owns, if any."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from paro.distributed.control import Control
 from paro.distributed.timers import profile_range
 from paro.layout import UnitLayout, parameter_runs
-from paro.optim.adamw import AdamW, Update, choose_adamw
+from paro.optim.adamw import AdamW, StepUpdate, choose_adamw
 from paro.optim.finite import square_sum
 from paro.optim.muon import MuonRange, MuonStep, choose_muon_kernels
 from paro.optim.outer import OuterOptimizer, OuterUnit
@@ -34,6 +34,7 @@ from paro.sharding.shards import UnitShards
 from paro.spec.muon_rounds import muon_chunks, muon_rounds
 from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.outer_steps import OuterConfig
+from paro.spec.param_groups import Factors, ParamGroups
 from paro.spec.states import MOMENTS, MOMENTUM, PARAM, SENT, FlatShard, adamw_states
 
 # (parameter's name, begin, end) -> fp32 values of the flattened elements [begin, end), on the CPU
@@ -66,10 +67,10 @@ class UnitOptimizer:
         rounds, begin = precision.rounds_moments, self.num_muon
         chosen = choose_adamw(config.adam_implementation, grad.device, rounds=rounds)
         master = self.master.detach()
-        self._adamws: list[tuple[slice, bool, AdamW]] = [  # (part, has weight decay)
+        self._adamws: list[tuple[slice, Factors, AdamW]] = [
             (
                 part,
-                decays,
+                factors,
                 chosen.make(
                     master[part],
                     *(moment[part.start - begin : part.stop - begin] for moment in moments),
@@ -78,28 +79,27 @@ class UnitOptimizer:
                     rounding=rounding,
                 ),
             )
-            for part, decays, rounding in self._ranges(seed if rounds else None)
+            for part, factors, rounding in self._ranges(config.groups, seed if rounds else None)
         ]
 
-    def _ranges(self, seed: int | None) -> Iterator[tuple[slice, bool, Rounding | None]]:
-        """Yield (part with an AdamW of its own, whether its weights decay, rounding of the part).
+    def _ranges(
+        self, groups: ParamGroups, seed: int | None
+    ) -> Iterator[tuple[slice, Factors, Rounding | None]]:
+        """Yield (part with an AdamW of its own, factors of its parameters, rounding of the part).
 
         With a `seed` moments are rounded, and every parameter is a part.
         """
-        layout, start, numel = self.unit.layout, self.unit.optim_start, self.master.numel()
-        # The range is in one slice, where chunks with weight decay come first: at most two parts.
-        first, cut = self.num_muon, layout.num_decayed(start, start + numel)
+        layout, start = self.unit.layout, self.unit.optim_start
+        first, stop = start + self.num_muon, start + self.master.numel()
         if seed is None:
-            for part, decays in ((slice(first, cut), True), (slice(cut, numel), False)):
-                if part.start < part.stop:
-                    yield part, decays, None
+            for begin, end, factors in groups.runs(layout, first, stop):
+                yield slice(begin - start, end - start), factors, None
             return
-        for chunk_range in layout.chunk_ranges(start + first, start + numel):
-            begin = chunk_range.offset - start
-            part = slice(begin, begin + chunk_range.high - chunk_range.low)
-            yield part, begin < cut, Rounding.of(chunk_range, seed)
+        for at in layout.chunk_ranges(first, stop):
+            part = slice(at.offset - start, at.stop - start)
+            yield part, groups.of(at.chunk.name, at.chunk.shape), Rounding.of(at, seed)
 
-    def update(self, update: Update) -> None:
+    def update(self, update: StepUpdate) -> None:
         """Do an AdamW step, and write the parameters to all-gather.
 
         Muon's step on the first part of the range comes before.
@@ -107,10 +107,9 @@ class UnitOptimizer:
         unit = self.unit
         grad, in_full = unit.optim_grad, unit.step_spec.update_format is None
         copy = unit.optim_param if in_full and not self.master_is_param else None
-        for part, decays, adamw in self._adamws:
-            weight_decay = update.weight_decay if decays else 0.0
+        for part, factors, adamw in self._adamws:
             into = None if copy is None else copy[part]
-            adamw.step(grad[part], update._replace(weight_decay=weight_decay, copy=into))
+            adamw.step(grad[part], update.of(factors, into))
         if copy is not None:
             copy[: self.num_muon].copy_(self.master[: self.num_muon])
         if not in_full:
@@ -206,6 +205,7 @@ class ParoOptimizer:
                 rounds=rounds,
                 ranges=ranges,
                 config=muon,
+                param_groups=config.groups,
                 wire=TORCH_TYPES[precision.matrix_wire],
                 kernels=choose_muon_kernels(config.adam_implementation, model.context.device),
             )
@@ -283,10 +283,12 @@ class ParoOptimizer:
         weight_decay: float,
         grad_norm: float,
         unscale: float,
+        decoupled_lr: float | None = None,
         held: Container[UnitShards] = (),
     ) -> None:
         """Clip and update; `grad_norm` is the global norm of gradients times `unscale`.
 
+        `decoupled_lr` is the learning rate of embedding and output layer, by default `lr`.
         Parameters of units that are `held` are sent by `end_step`, which changes them once more.
         """
         assert math.isfinite(grad_norm), f"a step with gradient norm {grad_norm} must be skipped"
@@ -294,7 +296,8 @@ class ParoOptimizer:
         if self.config.clip_grad > 0.0:
             factor *= min(1.0, self.config.clip_grad / (grad_norm + 1e-6))  # Megatron's clipping
         self.num_steps += 1
-        update = Update(lr, weight_decay, factor)
+        decoupled_lr = lr if decoupled_lr is None else decoupled_lr
+        update = StepUpdate(lr, decoupled_lr, weight_decay, factor)
         with profile_range("update"):
             for part in self._in_order(update):
                 part.update(update)
@@ -335,7 +338,7 @@ class ParoOptimizer:
         finally:
             self._write_moved(self.outer.exchange())
 
-    def _in_order(self, update: Update) -> Iterator[UnitOptimizer]:
+    def _in_order(self, update: StepUpdate) -> Iterator[UnitOptimizer]:
         """Yield the units of each bucket, once Muon has updated this rank's matrices in it."""
         yield from (part for part in self._parts.values() if not part.muon_chunks)
         for muon in self.muons:

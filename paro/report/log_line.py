@@ -49,6 +49,8 @@ def iteration_line(
     if with_throughput:
         fields.append(f"throughput per GPU (TFLOP/s/GPU): {metrics.tflops_per_device:.1f}")
     fields.append(f"learning rate: {last.learning_rate:.6E}")
+    if last.decoupled_learning_rate is not None:
+        fields.append(f"decoupled learning rate: {last.decoupled_learning_rate:.6E}")
     fields.append(f"global batch size: {last.global_batch_size:5d}")
     if metrics.lm_loss >= 0.0:  # NaN: every iteration of the interval was skipped
         fields.append(f"lm loss: {metrics.lm_loss:.6E}")

@@ -41,6 +41,7 @@ class IterationRecord:
     num_zeros: float | None = None  # gradient elements equal to 0; None: not counted, or skipped
     params_norm: float | None = None  # L2 norm of updated parameters; None: not computed
     z_loss: float | None = None  # mean z-loss, not in the loss; None: --z-loss-weight is 0
+    decoupled_learning_rate: float | None = None  # None: --decoupled-lr is not given
     data_wait_ms: float = 0.0  # ms of waiting for batches, mean over ranks
     exposed: Exposed = field(default_factory=Exposed)  # exposed communication, mean over ranks
     has_tokens: bool = True  # False: every token is masked, so loss and norm are NaN
@@ -144,6 +145,7 @@ class Metrics:
     skipped_iterations: int
     nan_iterations: int
     z_loss: float | None = None  # None: --z-loss-weight is 0
+    decoupled_learning_rate: float | None = None  # None: --decoupled-lr is not given
     # With outer steps alone, else None: the mean loss of each group, and the last round's gradient.
     group_lm_losses: tuple[float | None, ...] | None = None
     outer_grad_norm: float | None = None
@@ -192,6 +194,7 @@ def summarize(
             record.has_tokens and not math.isfinite(record.lm_loss) for record in interval
         ),
         z_loss=last.z_loss,
+        decoupled_learning_rate=last.decoupled_learning_rate,
         **_of_groups([record.groups for record in interval if record.groups is not None]),
     )
 
@@ -230,6 +233,7 @@ def scalars_of(
     exposed = {name: s for name, s in asdict(record.exposed).items() if s is not None}
     tags: dict[str, float | None] = {
         "learning-rate": record.learning_rate,
+        "decoupled-learning-rate": record.decoupled_learning_rate,
         "batch-size": record.global_batch_size,
         "loss-scale": record.loss_scale,
         "world-size": facts.world_size,

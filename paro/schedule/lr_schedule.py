@@ -37,6 +37,8 @@ class ScheduleConfig:
 
     lr: float
     min_lr: float = 0.0
+    decoupled_lr: float | None = None  # rate of embedding and output layer; None: as all others
+    decoupled_min_lr: float | None = None  # None: `min_lr`
     lr_decay_style: str = "linear"
     lr_decay_samples: int
     lr_warmup_samples: float = 0  # length of the warm-up; fractional under --lr-warmup-fraction
@@ -53,6 +55,14 @@ class ScheduleConfig:
             raise UserError(f"--lr {self.lr} must be a positive number")
         if not 0.0 <= self.min_lr <= self.lr:
             raise UserError(f"--min-lr {self.min_lr} must be between 0 and --lr {self.lr}")
+        if self.decoupled_min_lr is not None and self.decoupled_lr is None:
+            raise UserError(f"--decoupled-min-lr {self.decoupled_min_lr} needs --decoupled-lr")
+        decoupled_lr, least = self._decoupled
+        if not (decoupled_lr > 0.0 and 0.0 <= least <= decoupled_lr):
+            raise UserError(
+                f"--decoupled-lr {decoupled_lr} must be positive, and the lowest, {least} "
+                "(--decoupled-min-lr, by default --min-lr), between 0 and it"
+            )
         if not 0.0 <= self.lr_warmup_init <= self.lr:
             raise UserError(
                 f"--lr-warmup-init {self.lr_warmup_init} must be between 0 and --lr {self.lr}"
@@ -91,18 +101,32 @@ class ScheduleConfig:
                 f"{self.end_weight_decay} differ: choose --weight-decay-incr-style linear or cosine"
             )
 
+    @property
+    def _decoupled(self) -> tuple[float, float]:
+        """The highest and the lowest learning rate of embedding and output layer."""
+        lr, least = self.decoupled_lr, self.decoupled_min_lr
+        return self.lr if lr is None else lr, self.min_lr if least is None else least
+
     def lr_at(self, samples: int) -> float:
         """Return the learning rate after applied steps of `samples` samples in all."""
+        return self._rate_at(samples, self.lr, self.min_lr)
+
+    def decoupled_lr_at(self, samples: int) -> float | None:
+        """Return the learning rate of embedding and output layer; None: it is not decoupled."""
+        return None if self.decoupled_lr is None else self._rate_at(samples, *self._decoupled)
+
+    def _rate_at(self, samples: int, highest: float, lowest: float) -> float:
+        """Return the learning rate between two limits after `samples` samples in all."""
         if self.lr_warmup_samples > 0 and samples <= self.lr_warmup_samples:
-            rise = (self.lr - self.lr_warmup_init) * samples / self.lr_warmup_samples
+            rise = (highest - self.lr_warmup_init) * samples / self.lr_warmup_samples
             return self.lr_warmup_init + rise
         if self.lr_decay_style == "constant":
-            return self.lr
+            return highest
         if samples > self.lr_decay_samples:
-            return self.min_lr
+            return lowest
         if self.lr_decay_style == "inverse-square-root":
             warmup = max(self.lr_warmup_samples, 1)
-            return max(self.min_lr, self.lr * math.sqrt(warmup) / math.sqrt(max(samples, 1)))
+            return max(lowest, highest * math.sqrt(warmup) / math.sqrt(max(samples, 1)))
         if self.lr_decay_style == "WSD":  # the whole rate remains until the tail
             tail = self.lr_wsd_decay_samples
             assert tail is not None, "a WSD schedule has a tail"
@@ -111,7 +135,7 @@ class ScheduleConfig:
         else:
             decay = self.lr_decay_samples - self.lr_warmup_samples
             left = _REMAINING[self.lr_decay_style]((samples - self.lr_warmup_samples) / decay)
-        return self.min_lr + left * (self.lr - self.min_lr)
+        return lowest + left * (highest - lowest)
 
     def weight_decay_at(self, samples: int) -> float:
         """Return the weight decay after applied steps of `samples` samples in all."""

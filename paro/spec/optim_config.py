@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, cycle, islice
 
 from paro.errors import UserError
+from paro.spec.param_groups import ParamGroup, ParamGroups
 
 Coefficients = tuple[float, float, float]
 
@@ -46,15 +47,19 @@ SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
-    """AdamW and gradient clipping, with Megatron's names and defaults."""
+    """AdamW, parameter groups and gradient clipping, with Megatron's names and defaults."""
 
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
     adam_implementation: str = "auto"  # or "torch", "triton", "apex"
+    param_group: tuple[str, ...] = ()
+    apply_wd_to_qk_layernorm: bool = False
+    no_weight_decay_cond_type: str | None = None  # Megatron's earlier flag for the same
 
     def __post_init__(self) -> None:
+        assert self.groups, "which raises `UserError` for values that are none"
         for flag, beta in (("--adam-beta1", self.adam_beta1), ("--adam-beta2", self.adam_beta2)):
             if not 0.0 <= beta < 1.0:
                 raise UserError(f"{flag} {beta} must be in [0, 1)")
@@ -64,6 +69,15 @@ class OptimConfig:
             raise UserError(f"--clip-grad {self.clip_grad} is negative; 0 turns clipping off")
         if self.adam_implementation == "apex":
             check_apex()
+
+    @property
+    def groups(self) -> ParamGroups:
+        """The rule for the factors of every parameter's learning rate and weight decay."""
+        return ParamGroups(
+            groups=ParamGroup.of_flag(self.param_group),
+            decays_qk_norms=self.apply_wd_to_qk_layernorm
+            or self.no_weight_decay_cond_type is not None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

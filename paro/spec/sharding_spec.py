@@ -159,7 +159,7 @@ class ShardingSpec:
     def muon_stop(self) -> int:
         """The number of elements that Muon updates, which come first in the buffer."""
         by_muon = self.precision.optimizer == "muon" and self.buffer.trains
-        return self.layout.decayed_stop if by_muon and self.unit.matrices else 0
+        return self.layout.matrix_stop if by_muon and self.unit.matrices else 0
 
     @property
     def master_is_param(self) -> bool:
@@ -253,7 +253,7 @@ class ShardingSpec:
             form=BlockFormat(bits=bits, block=block),
             numel=self.layout.numel // number,
             slice_numel=self.layout.numel // self.layout.num_slices,
-            matrix_stop=self.layout.decayed_stop,
+            matrix_stop=self.layout.matrix_stop,
             exact_bytes=BYTES_OF[dtype],
         )
         return ranges if ranges.range_bytes < ranges.numel * ranges.exact_bytes else None

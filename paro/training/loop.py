@@ -150,12 +150,7 @@ class Loop:
         scale, expected = state.loss_scale.scale, state.expected
         batch_size = training.batches.batch_size_at(state.consumed_train_samples)
         begin = time.perf_counter()
-        result = train_step(
-            training,
-            state,
-            self._noted(self.sources.train),
-            reasons=self._reasons,
-        )
+        result = train_step(training, state, self._noted(self.sources.train), reasons=self._reasons)
         collect_every = training.config.manual_gc_interval if training.config.manual_gc else 0
         if collect_every > 0 and state.iteration % collect_every == 0:
             gc.collect()
@@ -169,6 +164,7 @@ class Loop:
             lm_loss=result.loss,
             grad_norm=result.grad_norm,
             learning_rate=training.schedule.lr_at(state.scheduled_samples),
+            decoupled_learning_rate=training.schedule.decoupled_lr_at(state.scheduled_samples),
             loss_scale=scale,
             iteration_time_ms=seconds * 1000.0,
             skipped=result.skipped,

@@ -319,6 +319,7 @@ def _update(training: Training, state: TrainState, *, grad_norm: float, unscale:
     with training.timers.measure("optimizer"):
         training.optimizer.step(
             lr=training.schedule.lr_at(state.scheduled_samples),
+            decoupled_lr=training.schedule.decoupled_lr_at(state.scheduled_samples),
             weight_decay=training.schedule.weight_decay_at(state.scheduled_samples),
             grad_norm=grad_norm,
             unscale=unscale,

@@ -25,11 +25,11 @@ def _layout(world_size: int = 6) -> UnitLayout:
     return make_layout(chunks, world_size=world_size)
 
 
-def test_decayed_first_aligned_and_padded_for_the_world() -> None:
+def test_matrices_first_aligned_and_padded_for_the_world() -> None:
     layout = _layout()
     assert [placed.chunk.name for placed in layout.chunks] == ["weight", "norm", "scalar"]
     assert all(placed.offset % ALIGN == 0 for placed in layout.chunks)
-    assert layout.decayed_stop == 24
+    assert layout.matrix_stop == 24
     assert layout.numel == 48
 
 
@@ -93,7 +93,7 @@ def test_a_sliced_layout_holds_every_element_once() -> None:
         stop = start + layout.numel // 4
         for part in layout.chunk_ranges(start, stop):
             chunk = part.chunk
-            assert (part.offset - start < layout.num_decayed(start, stop)) == (chunk.name != "bq")
+            assert (part.offset - start < layout.matrix_stop) == (chunk.name != "bq")
             assert (part.low, part.high) == (0, chunk.numel), "cut by the end of its slice"
             where = tuple(slice(a, a + b) for a, b in zip(chunk.offsets, chunk.sizes, strict=True))
             seen[chunk.name][where] += 1

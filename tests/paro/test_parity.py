@@ -36,7 +36,11 @@ LAST = "--trainable last-blocks:0.5"  # blocks 1 and 2 of 3
 LORA = "--lora-rank 3 --lora-alpha 6"
 BASE_BF16 = f"{LORA} --lora-base-dtype bf16"
 DROPPING = f"{LORA} --lora-dropout 0.3 --lora-target-modules all-linear"
-MODERN = "--add-qkv-bias --qk-layernorm --z-loss-weight 0.1"
+GROUPS = (
+    "--apply-wd-to-qk-layernorm --decoupled-lr 0.004 --param-group names:*.w_up,*.q_norm lr-mult=2 "
+    "names:blocks.1.* lr-mult=0.5 wd-mult=3"
+)
+MODERN = f"--add-qkv-bias --qk-layernorm --z-loss-weight 0.1 {GROUPS}"
 COMPILED = "--torch-compile aot_eager"
 MUON = "--optimizer muon --muon-fp32-matmul-prec highest"
 FIVE = "--num-layers 5"  # blocks, of which 4 groups have one each, and one is left over

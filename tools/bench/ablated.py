@@ -22,7 +22,7 @@ from torch import Tensor
 from paro.collectives import quantized
 from paro.distributed.user_errors import run_script
 from paro.optim import muon
-from paro.optim.adamw import Update
+from paro.optim.adamw import StepUpdate
 from paro.quantization import blocks, formats
 from paro.quantization.formats import PAD
 from paro.spec.optim_config import MuonConfig
@@ -51,7 +51,7 @@ def in_parts(matrix: Tensor, config: MuonConfig, *square: Any) -> Tensor:
     return torch.cat(found)
 
 
-def update(self: muon.MuonStep, update: Update, step: int) -> Iterator[int]:
+def update(self: muon.MuonStep, update: StepUpdate, step: int) -> Iterator[int]:
     """Yield a step of Muon, with whole matrices or with parts."""
     muon.orthogonal = _whole if step % EVERY == 0 else in_parts  # type: ignore[assignment]
     yield from _update(self, update, step)

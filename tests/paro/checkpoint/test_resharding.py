@@ -26,6 +26,8 @@ pytestmark = pytest.mark.ranks
 
 ROUNDED = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 MUON = f"--optimizer muon --muon-fp32-matmul-prec highest {ROUNDED}"
+GROUPS = "--decoupled-lr 0.01 --param-group names:*.w_up,blocks.1.* lr-mult=3 wd-mult=2"
+NORMS = f"--qk-layernorm --apply-wd-to-qk-layernorm {GROUPS} names:*.k_norm lr-mult=0.5"
 SHARED = "--cp-comm-type a2a --context-parallel-size 2"
 LAST = "--trainable last-blocks:0.34"
 LORA = "--lora-rank 3 --lora-dropout 0.2 --lora-target-modules q_proj,down_proj"
@@ -41,9 +43,13 @@ def on(
 
 # Saved by 4 ranks and loaded by 2, but for the first, with which the adapters begin.
 FEW = {
-    "the same": Pair(on(2, 1, "GGG", "flat"), on(2, 1, "GGG", "flat"), asynchronous=False),
+    "the same": Pair(
+        on(2, 1, "GGG", "flat", GROUPS), on(2, 1, "GGG", "flat", GROUPS), asynchronous=False
+    ),
     "groups": Pair(on(4, 2, "IIG", "ho-ring"), on(2, 2, "NNG", "h-ring"), asynchronous=True),
-    "degrees": Pair(on(4, 4, "1,2,4", "ring"), on(2, 1, "GGG"), asynchronous=False),
+    "degrees": Pair(
+        on(4, 4, "1,2,4", "ring", NORMS), on(2, 1, "GGG", "native", NORMS), asynchronous=False
+    ),
     # Random bits of later steps too: with others, losses would differ by more.
     "rounded": Pair(on(4, 1, "NNG", "native", ROUNDED), on(2, 2, "III", "native", ROUNDED), False),
     # Of 3 blocks, 2 groups update one each and share the third; one group updates all.

@@ -95,6 +95,7 @@ MISTAKES = [
     ("--train-samples 96", "--train-iters and --train-samples"),
     ("--lr 0", "--lr 0.0"),
     ("--min-lr 0.2", "--min-lr 0.2 ... --lr 0.1"),
+    ("--param-group names:*.wr lr-mult=2", "--param-group names: ... '*.wr' ... blocks.*.wq"),
     ("--lr-warmup-fraction 0.1 --lr-warmup-iters 1", "--lr-warmup-fraction and --lr-warmup-iters"),
     ("--lr-warmup-fraction 1.5", "--lr-warmup-fraction 1.5"),
     ("--weight-decay-incr-style linear", "--start-weight-decay and"),

@@ -59,7 +59,9 @@ def parameters(training: Training) -> dict[str, Tensor]:
     }
 
 
-def trained(flags: str, num_steps: int = 20) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def trained(
+    flags: str, num_steps: int = 20, **rates: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Parameters before and after steps with random gradients."""
     _, training = built(f"{RUN} {flags}")
     before = {name: values.clone() for name, values in parameters(training).items()}
@@ -68,7 +70,7 @@ def trained(flags: str, num_steps: int = 20) -> tuple[dict[str, Tensor], dict[st
             for placed in unit.layout.chunks:
                 into = unit.optim_grad[placed.offset : placed.stop]
                 into.copy_(gradient(placed.chunk.name, placed.chunk.shape, step).view(-1))
-        training.optimizer.step(lr=LR, weight_decay=DECAY, grad_norm=1.0, unscale=1.0)
+        training.optimizer.step(lr=LR, weight_decay=DECAY, grad_norm=1.0, unscale=1.0, **rates)
     return before, parameters(training)
 
 

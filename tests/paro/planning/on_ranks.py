@@ -53,7 +53,7 @@ def run_of(
 
 def one_unit(numel: int, *, frozen: int = 0) -> tuple[Unit, ...]:
     """A model as the paper counts it: everything is gathered twice per micro-batch."""
-    trainable, rest = (UnitLayout((), decayed_stop=0, numel=size) for size in (numel, frozen))
+    trainable, rest = (UnitLayout((), matrix_stop=0, numel=size) for size in (numel, frozen))
     return (Unit(name="all", trainable=trainable, frozen=rest),)
 
 

@@ -73,6 +73,7 @@ def test_loss_and_speed_are_means_and_the_rest_is_the_last_iterations() -> None:
         "skipped_iterations": 0,
         "nan_iterations": 0,
         "z_loss": None,
+        "decoupled_learning_rate": None,
         "group_lm_losses": None,
         "outer_grad_norm": None,
         "outer_grad_cosine": None,
@@ -83,6 +84,7 @@ def test_a_dashboard_has_tags_of_what_was_measured() -> None:
     nan = math.nan
     empty = replace(FIRST, skipped=True, has_tokens=False, lm_loss=nan, grad_norm=nan, z_loss=nan)
     full = replace(FIRST, num_zeros=7.0, params_norm=2.5, lm_loss=0.1 + 0.2, z_loss=0.5)
+    full = replace(full, decoupled_learning_rate=0.25)
     found = []
     for seen, reserved in ((empty, None), (FIRST, None), (full, 66)):
         metrics = summarize([seen], FACTS, peak_memory_bytes=55, peak_reserved_bytes=reserved)
@@ -91,6 +93,7 @@ def test_a_dashboard_has_tags_of_what_was_measured() -> None:
     assert metrics.lm_loss == 0.1 + 0.2, "a single loss keeps every bit"
     assert found[1].keys() - found[0].keys() == {"lm loss", "grad-norm"}
     more = {"num-zeros": 7.0, "params-norm": 2.5, "z-loss": 0.5, "memory/peak-reserved-bytes": 66}
+    more["decoupled-learning-rate"] = 0.25
     assert {name: found[2][name] for name in found[2].keys() - found[1].keys()} == more
 
 

@@ -63,10 +63,14 @@ def test_rates_and_weight_decays_are_megatrons() -> None:
     for curve, warmup in product(CURVES, ({"lr_warmup_samples": 0}, {"lr_warmup_init": 0.2}, {})):
         schedule = make(**curve, **warmup)
         reference = megatrons(schedule)
+        decoupled = make(**curve, **warmup, decoupled_lr=0.5, decoupled_min_lr=0.3)
         for reference.num_steps in (*range(0, 1200, 10), 101, 701, 1001, 1101, 10**6):
             at = reference.num_steps
             wanted = pytest.approx([reference.get_lr({}), reference.get_wd()], rel=1e-12, abs=1e-17)
             assert [schedule.lr_at(at), schedule.weight_decay_at(at)] == wanted, schedule
+            of_group = reference.get_lr({"max_lr": 0.5, "min_lr": 0.3})
+            assert decoupled.decoupled_lr_at(at) == pytest.approx(of_group, rel=1e-12), schedule
+            assert (decoupled.lr_at(at), schedule.decoupled_lr_at(at)) == (schedule.lr_at(at), None)
 
 
 def test_a_tail_of_wsd_is_no_decay_of_its_own_name() -> None:
@@ -80,6 +84,9 @@ def test_a_tail_of_wsd_is_no_decay_of_its_own_name() -> None:
     [
         ({"lr": math.nan}, "--lr nan"),
         ({"min_lr": -0.1}, "--min-lr -0.1"),
+        ({"decoupled_lr": 0.05}, "--decoupled-lr 0.05 ... --min-lr"),
+        ({"decoupled_lr": 1.0, "decoupled_min_lr": 2.0}, "--decoupled-lr 1.0 ... 2.0"),
+        ({"decoupled_min_lr": 0.0}, "--decoupled-min-lr 0.0 needs --decoupled-lr"),
         ({"lr_warmup_init": 1.5}, "--lr-warmup-init 1.5"),
         ({"lr_warmup_samples": 1100}, "--lr-warmup-iters"),
         ({"lr_decay_samples": 0}, "--lr-decay-iters"),

@@ -152,7 +152,7 @@ def _update(unit: UnitShards, before: Tensor, master: Tensor) -> Update:
         optim_start=unit.optim_start,
         numel=layout.numel,
         slice_numel=layout.numel // layout.num_slices,
-        matrix_stop=layout.decayed_stop,
+        matrix_stop=layout.matrix_stop,
         quantized=unit.quantized_update is not None,
     )
 

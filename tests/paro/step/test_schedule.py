@@ -29,7 +29,7 @@ from tests.paro.planning.on_ranks import on_ranks
 # What the optimizer and the training loop do, or the model computes.
 ELSEWHERE = {Verb.UPDATE, Verb.NORM, *(v for v in Verb if v >= Verb.FORWARD)}
 
-FLAT = UnitLayout((), decayed_stop=0, numel=8)
+FLAT = UnitLayout((), matrix_stop=0, numel=8)
 
 
 def engine(given: PlanRequest, strategy: str) -> LoneRank:

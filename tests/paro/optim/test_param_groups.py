@@ -1,0 +1,104 @@
+"""Groups of parameters: their factors, ranges of a buffer with equal ones, torch's groups."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from paro.layout import make_whole_layout
+from paro.spec.optim_config import OptimConfig
+from paro.spec.param_groups import Factors
+from tests.helpers.refusals import refused
+from tests.helpers.triton_kernels import interpreter
+from tests.paro.optim.test_muon import DECAY, LR, gradient, is_muons, trained
+
+NORMS = "--qk-layernorm --apply-wd-to-qk-layernorm"
+GROUPS = ("names:*.wq,*.mlp_norm lr-mult=3 wd-mult=0.5", "names:blocks.1.*,head.* lr-mult=0")
+FLAGS = f"{NORMS} --param-group {' '.join(GROUPS)}"
+DECOUPLED = 0.03
+
+
+def expected(name: str, values: Tensor) -> tuple[float, float]:
+    """The learning rate and the weight decay of a parameter under FLAGS."""
+    of_end = name in ("embedding.weight", "head.weight")
+    lr, decays = DECOUPLED if of_end else LR, values.dim() > 1 or name[-6:] in ("q_norm", "k_norm")
+    if name.endswith((".wq", ".mlp_norm")):
+        return 3 * lr, 0.5 * DECAY
+    return (0.0 if name.startswith(("blocks.1.", "head.")) else lr), DECAY * decays
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton", "torch --exp-avg-dtype bf16"])
+def test_updates_are_those_of_torchs_groups(implementation: str) -> None:
+    flags = f"{FLAGS} --optimizer adam --adam-implementation {implementation}"
+    with interpreter() if implementation == "triton" else nullcontext():
+        params, found = trained(flags, num_steps=2, decoupled_lr=DECOUPLED)
+    groups = [
+        {"params": [values], "lr": lr, "weight_decay": decay}
+        for name, values in params.items()
+        for lr, decay in [expected(name, values)]
+    ]
+    optimizer, within = torch.optim.AdamW(groups), 1e-3 if "bf16" in implementation else 1e-6
+    for step in range(2):
+        for name, values in params.items():
+            values.grad = gradient(name, values.shape, step)
+        optimizer.step()
+    assert any(name.endswith("k_norm") for name in params)
+    for name, values in params.items():
+        assert torch.allclose(found[name], values, rtol=within, atol=within), name
+
+
+def test_muon_has_groups_too() -> None:
+    """Its update is in proportion to the rate, after the decay."""
+    params, plain = trained(NORMS, num_steps=1)
+    _, found = trained(FLAGS, num_steps=1, decoupled_lr=DECOUPLED)
+    for name, values in params.items():
+        if is_muons(name, values):
+            lr, decay = expected(name, values)
+            update = (plain[name] - (1 - LR * DECAY) * values) / LR
+            wanted = (1 - lr * decay) * values + lr * update
+            assert torch.allclose(found[name], wanted, rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 6])
+def test_ranges_of_equal_factors_cover_a_rank(world_size: int) -> None:
+    """Of a buffer whose parameters ranks cut anywhere; the third to fifth are one range."""
+    groups = OptimConfig(param_group=GROUPS, apply_wd_to_qk_layernorm=True).groups
+    shapes = {"wo": (5, 7), "wq": (3, 11), "wk": (9, 3), "wv": (1, 3), "k_norm": (3,), "norm": (5,)}
+    named = {f"blocks.0.{name}": shape for name, shape in shapes.items()}
+    layout = make_whole_layout(named, world_size=world_size)
+    size, longest = layout.numel // world_size, 0
+    for start in range(0, layout.numel, size):
+        runs = list(groups.runs(layout, start, start + size))
+        longest = max(longest, len(runs))
+        inside = list(layout.chunk_ranges(start, start + size))
+        for (_, end, before), (begin, _, after) in pairwise(runs):
+            assert end == begin
+            assert before != after
+        for at in inside:
+            (factors,) = {f for begin, end, f in runs if begin <= at.offset and at.stop <= end}
+            assert factors == groups.of(at.chunk.name, at.chunk.shape), at
+    assert longest == 4 or world_size > 1
+
+
+def test_the_first_group_with_a_name_decides() -> None:
+    both = OptimConfig(param_group=("names:*.wq lr-mult=2", "names:*w* lr-mult=5", "wd-mult=0"))
+    assert both.groups.of("blocks.0.wq", (3, 3)) == Factors(2.0, 1.0, is_decoupled=False)
+    assert both.groups.of("head.weight", (3, 3)) == Factors(5.0, 0.0, is_decoupled=True)
+    assert both.groups.of("head.norm", (3,)) == Factors(1.0, 0.0, is_decoupled=False)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("*.wq lr-mult=2", "names:*.wq", "names: lr-mult=2", "names:a,,b lr-mult=2"),
+        *("names:*.wq lr-mult=-1", "names:*.wq lr-mult=inf", "names:*.wq lr-mult=x"),
+        *("names:*.wq lr=2", "names:*.wq lr-mult=2 lr-mult=2", "names:*.wq lr-mult", ""),
+    ],
+)
+def test_what_is_no_group_is_refused(words: str) -> None:
+    told = f"--param-group {words!r}", "names:PATTERN[,PATTERN] lr-mult=X wd-mult=X"
+    refused(lambda: OptimConfig(param_group=(words,)), *told)
