@@ -10,15 +10,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.checkpoint import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,

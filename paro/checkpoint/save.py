@@ -12,18 +12,14 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    CheckpointException,
-    ChunkStorageMetadata,
+from torch.distributed.checkpoint import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
-    Metadata,
-    SavePlan,
-    TensorStorageMetadata,
-    WriteItem,
+    create_default_global_save_plan,
 )
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from paro.checkpoint.agreement import CheckpointRanks
 from paro.checkpoint.chunks import ChunkedState

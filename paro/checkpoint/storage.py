@@ -17,18 +17,10 @@ from torch import Tensor
 from torch._C import PyTorchFileReader
 from torch._weights_only_unpickler import Unpickler
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import (
-    ChunkStorageMetadata,
-    FileSystemWriter,
-    Metadata,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorStorageMetadata,
-    WriteItem,
-)
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
