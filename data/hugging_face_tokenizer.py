@@ -240,8 +240,7 @@ def _added_token(token: str | Mapping[str, Any]) -> Any:
 
 def _content(token: Any) -> str | None:
     """Return the text of a token that is given as a string or as an object."""
-    text: str | None = token["content"] if isinstance(token, dict) else token
-    return text
+    return token["content"] if isinstance(token, dict) else token
 
 
 def _model_says(folder: Path, field: str) -> int | None:

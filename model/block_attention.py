@@ -223,8 +223,7 @@ def attend_by(
 
     Backward computes `grads(grad, tensors, whole)` from the output and the log-sum-exp.
     """
-    out_BSNH: Tensor = _AttendBy.apply(attend, grads, saved, *tensors)
-    return out_BSNH
+    return _AttendBy.apply(attend, grads, saved, *tensors)
 
 
 class _AttendBy(torch.autograd.Function):

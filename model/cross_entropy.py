@@ -225,8 +225,7 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():  # forward looks at its inputs' requires_grad, not at the mode
         x_BSD, weight_VD = x_BSD.detach(), weight_VD.detach()
     inputs = x_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), token_weights_BS.flatten()
-    loss: Tensor = _LinearCrossEntropy.apply(*inputs, fused, z_loss)
-    return loss
+    return _LinearCrossEntropy.apply(*inputs, fused, z_loss)
 
 
 class _SliceScores(torch.autograd.Function):
@@ -305,28 +304,20 @@ def _rows(local_T: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def slice_scores(
-    x_BSD: Tensor,
-    weight_VD: Tensor,
-    labels_BS: Tensor,
-    token_weights_BS: Tensor,
-    *,
-    first_row: int,
+    x_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor, token_weights_BS: Tensor, *, first_row: int
 ) -> tuple[Tensor, Tensor]:
     """Compute each token's log-sum-exp over a slice of the vocabulary, and its label's logit.
 
     The label's logit is 0 if the label is not in the slice. `weight` holds the rows from
     `first_row` on.
     """
-    scores: tuple[Tensor, Tensor] = _SliceScores.apply(
+    return _SliceScores.apply(
         x_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), token_weights_BS.flatten(), first_row
     )
-    return scores
 
 
 def join_scores(
-    scores: Iterable[tuple[Tensor, Tensor]],
-    token_weights_BS: Tensor,
-    z_loss: ZLoss | None = None,
+    scores: Iterable[tuple[Tensor, Tensor]], token_weights_BS: Tensor, z_loss: ZLoss | None = None
 ) -> Tensor:
     """Compute the loss of `linear_cross_entropy` from the scores of all slices, one by one."""
     log_norms, label_logits = zip(*scores, strict=True)

@@ -42,8 +42,7 @@ def _rows(row_BS: Tensor, weight_VD: Tensor) -> Tensor:
     sink = sink_of(weight_VD)
     if sink is None:
         return F.embedding(row_BS, weight_VD)
-    x_BSD: Tensor = _RowsOfSink.apply(row_BS, weight_VD, sink)
-    return x_BSD
+    return _RowsOfSink.apply(row_BS, weight_VD, sink)
 
 
 class _RowsOfSink(torch.autograd.Function):

@@ -138,8 +138,7 @@ class Fp8WeightCache:
         If the weight's values stay until backward, forward makes both casts at once.
         """
         if self.cast is not None:
-            cached: Operand = self.cast
-            return cached
+            return self.cast
         caches = fp8 is not None and self.is_on and not transposed
         made = operand(weight.to(dtype), fp8, data=not transposed, transposed=transposed or caches)
         if caches:
@@ -151,8 +150,7 @@ NO_CACHE = Fp8WeightCache()
 
 
 def fp8_cache_of(weight: Tensor) -> Fp8WeightCache:
-    cache: Fp8WeightCache = getattr(weight, "fp8_cache", NO_CACHE)
-    return cache
+    return getattr(weight, "fp8_cache", NO_CACHE)
 
 
 def cached_cast(weight: Tensor) -> tuple[Tensor, ...]:

@@ -102,9 +102,7 @@ def normed_linears(
         y_BSD = checkpointed(norm.make, x_BSD, scale_D)
         made = tuple(linear(y_BSD, weight, fp8) for weight in weights)
         return (x_BSD, *made) if passes_x else made
-    outputs: tuple[Tensor, ...]
-    outputs = _NormedLinears.apply(norm, fp8, passes_x, x_BSD, scale_D, *weights)
-    return outputs
+    return _NormedLinears.apply(norm, fp8, passes_x, x_BSD, scale_D, *weights)
 
 
 def gated(gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
@@ -117,12 +115,7 @@ class _GatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        gate_BSF: Tensor,
-        up_BSF: Tensor,
-        weight_DF: Tensor,
-        fp8: Fp8 | None,
-        fused: bool,
+        ctx: Any, gate_BSF: Tensor, up_BSF: Tensor, weight_DF: Tensor, fp8: Fp8 | None, fused: bool
     ) -> Tensor:
         ctx.save_for_backward(gate_BSF, up_BSF, weight_DF)
         ctx.fp8, ctx.fused = fp8, fused
@@ -184,8 +177,7 @@ def gated_linear(
     """Compute SwiGLU's second half, `(silu(gate) * up) @ weight.T`; `fused`: partly by Triton."""
     if torch.compiler.is_compiling():
         return linear(checkpointed(gated, gate_BSF, up_BSF), weight_DF, fp8)
-    out: Tensor = _GatedLinear.apply(gate_BSF, up_BSF, weight_DF, fp8, fused)
-    return out
+    return _GatedLinear.apply(gate_BSF, up_BSF, weight_DF, fp8, fused)
 
 
 class _Linear(torch.autograd.Function):
@@ -211,8 +203,7 @@ class _Linear(torch.autograd.Function):
         if cached:
             data, turned, scale = cached
             return Scaled(data, turned, scale, x.dtype)
-        made: Operand = ctx.cache.operand(weight_ED, x.dtype, ctx.fp8, transposed=transposed)
-        return made
+        return ctx.cache.operand(weight_ED, x.dtype, ctx.fp8, transposed=transposed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -258,11 +249,9 @@ def linear(x_BSD: Tensor, weight_ED: Tensor, fp8: Fp8 | None = None) -> Tensor:
     if fp8 is None and torch.compiler.is_compiling():
         number = getattr(weight_ED, "sink_number", None)
         if number is not None:
-            made: Tensor = _NumberedLinear.apply(x_BSD, weight_ED, number, _LEAF)
-            return made
+            return _NumberedLinear.apply(x_BSD, weight_ED, number, _LEAF)
         return F.linear(x_BSD, weight_ED.to(x_BSD.dtype))
     if fp8 is None and x_BSD.dtype == weight_ED.dtype and sink_of(weight_ED) is None:
         return F.linear(x_BSD, weight_ED)
     cached = cached_cast(weight_ED) if torch.compiler.is_compiling() else ()
-    out: Tensor = _Linear.apply(x_BSD, weight_ED, fp8, *cached)
-    return out
+    return _Linear.apply(x_BSD, weight_ED, fp8, *cached)

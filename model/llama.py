@@ -167,8 +167,7 @@ class Block(AdaptedBlock):
     def _core(self, qkv: QKV, info: TokenInfo) -> Tensor:
         core = info.core or partial(attend_saving, self.config.attention_backend)
         if self.recomputes_core and torch.is_grad_enabled():
-            out_BSNH: Tensor = checkpointed(lambda *qkv: core(qkv, info.documents, None), *qkv)
-            return out_BSNH
+            return checkpointed(lambda *qkv: core(qkv, info.documents, None), *qkv)
         return core(qkv, info.documents, info.saved)
 
     def _output(self, out_BSNH: Tensor, drops: DropKey | None) -> Tensor:
@@ -352,8 +351,7 @@ class Llama(nn.Module):
         x_BSD = _run_blocks(blocks[plain:], x_BSD, info)
         tied = self.config.tie_embeddings_and_output_weights
         tied_VD = self.embedding.weight if tied else None
-        logits_or_loss: Tensor = self.head(x_BSD, labels_BS, token_weights_BS, tied_VD)
-        return logits_or_loss
+        return self.head(x_BSD, labels_BS, token_weights_BS, tied_VD)
 
 
 def _recomputed(

@@ -79,8 +79,7 @@ class AdaptedBlock(nn.Module):
             down_RD = down_RD[:, first : first + columns]
         elif rows < up_ER.shape[0]:
             up_ER = up_ER[first : first + rows]
-        sum_BSE: Tensor = _LowRank.apply(shared, lora, mask, output, down_RD, up_ER, *sources)
-        return sum_BSE
+        return _LowRank.apply(shared, lora, mask, output, down_RD, up_ER, *sources)
 
     def adapted_alone(
         self,

@@ -43,8 +43,7 @@ def outputs(x: Operand, weight: Operand) -> Tensor:
     assert isinstance(weight, Scaled)
     flat = _product(x, x.values.flatten(0, -2), weight, weight.values, fast=True)
     # Not a view, to which autograd would allow no addition in place: of a bias, for example.
-    shaped: Tensor = torch.ops.aten._unsafe_view(flat, [*x.values.shape[:-1], flat.shape[-1]])
-    return shaped
+    return torch.ops.aten._unsafe_view(flat, [*x.values.shape[:-1], flat.shape[-1]])
 
 
 def input_grads(grad: Operand, weight: Operand, *, total_TD: Tensor | None = None) -> Tensor:
@@ -104,8 +103,7 @@ def number_weights(weights: Iterable[Tensor]) -> None:
 def sink_of(weight: Tensor) -> GradSink | None:
     if torch.compiler.is_compiling():
         return None
-    sink: GradSink | None = getattr(weight, "grad_sink", None)
-    return sink
+    return getattr(weight, "grad_sink", None)
 
 
 def weight_grad(grad: Operand, x: Operand, sink: GradSink | None = None) -> Tensor | None:
@@ -182,7 +180,7 @@ def _product(
     `fast`: a GPU accumulates with fewer bits than fp32. Only forward uses it: errors of gradients
     would accumulate from block to block. CPUs ignore it.
     """
-    out: Tensor = torch._scaled_mm(
+    return torch._scaled_mm(
         left_MK,
         right_NK.t(),
         scale_a=left.scale,
@@ -190,4 +188,3 @@ def _product(
         out_dtype=left.dtype,
         use_fast_accum=fast,
     )
-    return out

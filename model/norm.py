@@ -37,11 +37,7 @@ def _norm(
 
 
 def _norm_backward(
-    grad_BSD: Tensor,
-    x_BSD: Tensor,
-    scale_D: Tensor,
-    rstd_BS1: Tensor,
-    needed: Sequence[bool],
+    grad_BSD: Tensor, x_BSD: Tensor, scale_D: Tensor, rstd_BS1: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute the gradients of x and scale that are `needed`."""
     needs_x, needs_scale = needed
@@ -84,8 +80,7 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> Tensor:
     """Divide `x` by its root mean square and multiply it by `scale`, in fp32."""
     if x_BSD.device.type == "cpu" and not torch.compiler.is_compiling():
-        out: Tensor = _RMSNorm.apply(x_BSD, scale_D, epsilon)
-        return out
+        return _RMSNorm.apply(x_BSD, scale_D, epsilon)
     return F.rms_norm(x_BSD, (x_BSD.shape[-1],), scale_D.to(x_BSD.dtype), epsilon)  # one kernel
 
 

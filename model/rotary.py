@@ -95,8 +95,7 @@ def rotate(
         first, second = x_BSNH.chunk(2, dim=-1)
         cos = cos.chunk(2, dim=-1)[0]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    out: Tensor = _Rotate.apply(x_BSNH, cos, sin, fused, for_cast)
-    return out
+    return _Rotate.apply(x_BSNH, cos, sin, fused, for_cast)
 
 
 def _rotated(

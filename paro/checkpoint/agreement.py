@@ -60,8 +60,7 @@ class CheckpointRanks:
         with self.raise_on_all_ranks(blame, name_rank=False):
             if self.is_first_of_folder:
                 outcome = action()
-        result: T = self.near.gather(outcome)[0]
-        return result
+        return self.near.gather(outcome)[0]
 
     @contextmanager
     def raise_on_all_ranks(self, blame: str = "", *, name_rank: bool = True) -> Iterator[None]:

@@ -249,11 +249,7 @@ def finish_checkpoint(
     on a full disk come before the first rename.
     """
     root = partial.parent
-    own = {
-        "format_version": FORMAT_VERSION,
-        "iteration": iteration,
-        "versions": library_versions(),
-    }
+    own = {"format_version": FORMAT_VERSION, "iteration": iteration, "versions": library_versions()}
     arguments = common.get("arguments", {})
     rest = {name: value for name, value in common.items() if name != "arguments"}
     text = json.dumps({**own, **rest, **own}, indent=1) + "\n"

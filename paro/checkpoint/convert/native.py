@@ -194,8 +194,7 @@ def _config(directory: Path, common: Mapping[str, Any]) -> LlamaConfig:
     fields: dict[str, Any] = {"max_position_embeddings": 2048}
     apart = ("max_position_embeddings", "init_method_std")
     fields |= {name: common[name] for name in apart if name in common} | common.get("model", {})
-    config: LlamaConfig = conform(fields, LlamaConfig, f"{directory / COMMON}: model")
-    return config
+    return conform(fields, LlamaConfig, f"{directory / COMMON}: model")
 
 
 def _begins_with_bos(common: Mapping[str, Any]) -> bool:
