@@ -8,7 +8,7 @@ from pathlib import Path
 from data.blend import Blend, parse_blend, read_blend, read_blend_per_split
 from data.loss_mask import loss_mask_paths
 from data.sample_order import SPLIT_NAMES, parse_split
-from paro.errors import UserError, contradiction
+from paro.errors import UserError, check_between, contradiction
 
 DEFAULT_SPLIT = "969, 30, 1"
 MAX_SEED = 2**32 - 1
@@ -57,30 +57,24 @@ class DataConfig(DocumentRules):
         if self.full_validation and self.mock_data:
             raise UserError("--full-validation needs a corpus: --mock-data have no end")
         if self.multiple_validation_sets:
-            self._check_sets(blends.get("valid"))
+            valid = blends.get("valid")
+            if not self.is_per_split or valid is None:
+                raise UserError(
+                    "--multiple-validation-sets needs --valid-data-path with a path for each"
+                )
+            if valid.weights is not None:
+                raise UserError(
+                    f"{valid.flag} has weights and --multiple-validation-sets keeps its corpora "
+                    "apart: leave the weights out"
+                )
         if self.sft and self.mock_data:
             raise UserError("--sft needs a corpus of conversations: --mock-data have none")
         if self.is_per_split and self.split is not None:
             raise contradiction("--split", given[0])
-        for flag, value, low, high in (
-            ("--seq-length", self.seq_length, 1, MOST_TOKENS),
-            ("--num-workers", self.num_workers, 0, MOST_WORKERS),
-            ("--seed", self.seed, 0, MAX_SEED),
-        ):
-            if not low <= value <= high:
-                raise UserError(f"{flag} {value} must be at least {low} and at most {high}")
+        check_between(1, MOST_TOKENS, seq_length=self.seq_length)
+        check_between(0, MOST_WORKERS, num_workers=self.num_workers)
+        check_between(0, MAX_SEED, seed=self.seed)
         parse_split(self.split or DEFAULT_SPLIT)
-
-    def _check_sets(self, valid: Blend | None) -> None:
-        if not self.is_per_split or valid is None:
-            raise UserError(
-                "--multiple-validation-sets needs --valid-data-path with a path for each of them"
-            )
-        if valid.weights is not None:
-            raise UserError(
-                f"{valid.flag} has weights and --multiple-validation-sets keeps its corpora apart: "
-                "leave the weights out"
-            )
 
     def check_conversations(self, prefix: str, *, has_loss_mask: bool) -> None:
         """Raise `UserError` if samples would mix conversations, or --sft finds no conversations."""
@@ -89,9 +83,8 @@ class DataConfig(DocumentRules):
                 f"--sft: {prefix} has no conversations ({loss_mask_paths(prefix)[0]} is missing): "
                 "write it with tools/preprocess_data.py --apply-chat-template, or leave --sft out"
             )
-        if has_loss_mask and not (
-            self.sft or (self.reset_position_ids and self.reset_attention_mask)
-        ):
+        apart = self.sft or (self.reset_position_ids and self.reset_attention_mask)
+        if has_loss_mask and not apart:
             raise UserError(
                 f"{prefix} has conversations, which must not see each other: give --sft for one a "
                 "sample, or --reset-position-ids and --reset-attention-mask for as many as fit"
@@ -131,11 +124,8 @@ class DataConfig(DocumentRules):
         if self.per_split_data_args_path is not None:
             return read_blend_per_split(self.per_split_data_args_path, "--per-split-data-args-path")
         if self.is_per_split:
-            return {
-                name: parse_blend(words, f"--{name}-data-path")
-                for name, words in self._words().items()
-                if words
-            }
+            words = self._words()
+            return {n: parse_blend(words[n], f"--{n}-data-path") for n in words if words[n]}
         if self.data_args_path is not None:
             return dict.fromkeys(SPLIT_NAMES, read_blend(self.data_args_path, "--data-args-path"))
         if self.data_path:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from paro.errors import UserError, check_least
+from paro.errors import UserError, check_between, check_least
 
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 GPT2_TYPE, NULL_TYPE = "GPT2BPETokenizer", "NullTokenizer"
@@ -116,11 +116,7 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, exactly: int | None = 
         if exactly > _MAX_ROWS:
             raise UserError(f"--padded-vocab-size {exactly} must be at most {_MAX_ROWS}")
         return exactly
-    if not 1 <= divisible_by <= _MAX_ROWS:
-        raise UserError(
-            f"--make-vocab-size-divisible-by {divisible_by} must be at least 1 and at most "
-            f"{_MAX_ROWS}"
-        )
+    check_between(1, _MAX_ROWS, make_vocab_size_divisible_by=divisible_by)
     return -(-vocab_size // divisible_by) * divisible_by
 
 

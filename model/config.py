@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from model.yarn import check_yarn, yarn_scale
-from paro.errors import UserError, check_least
+from paro.errors import UserError, check_between, check_least
 
 AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
 ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
@@ -208,10 +208,7 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         for name, most in _MAX.items():
-            size = getattr(self, name)
-            if not 1 <= size <= most:
-                flag = "--" + name.replace("_", "-")
-                raise UserError(f"{flag} {size} must be at least 1 and at most {most}")
+            check_between(1, most, **{name: getattr(self, name)})
         if self.num_attention_heads % self.num_query_groups != 0:
             raise UserError(
                 f"--num-attention-heads {self.num_attention_heads} is not divisible by "
@@ -315,11 +312,7 @@ def _sizes(layers: int, hidden: int, ffn: int, heads: int, **more: Any) -> Llama
 _llama1 = partial(_sizes, max_position_embeddings=2048, vocab_size=32000, norm_epsilon=1e-6)
 _llama2 = partial(_sizes, max_position_embeddings=4096, vocab_size=32000)
 _llama3 = partial(
-    _sizes,
-    num_query_groups=8,
-    max_position_embeddings=8192,
-    vocab_size=128256,
-    rotary_base=500000.0,
+    _sizes, num_query_groups=8, max_position_embeddings=8192, vocab_size=128256, rotary_base=5e5
 )
 _llama3_1 = partial(_llama3, max_position_embeddings=131072, use_rope_scaling=True)
 _llama3_2 = partial(_llama3_1, rope_scaling_factor=32.0, tie_embeddings_and_output_weights=True)

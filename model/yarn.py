@@ -5,24 +5,20 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from paro.errors import UserError, contradiction
+from paro.errors import UserError, check_between, contradiction
 
 if TYPE_CHECKING:  # which checks itself by this
     from model.config import LlamaConfig
 
 _YARN = "--position-embedding-type yarn"
-_TURNS = 1e-9, 1e9  # limits of turns over a context, far from what overflows
+_TURNS = 1e-9, 10**9  # limits of turns over a context, far from what overflows
 
 
 def check_yarn(config: LlamaConfig) -> None:
     """Raise `UserError` for settings from which no rotation can be computed."""
-    for flag, value, least, most in (
-        ("--yarn-rotary-scaling-factor", config.yarn_rotary_scaling_factor, 1.0, 1e30),
-        ("--yarn-beta-fast", config.yarn_beta_fast, *_TURNS),
-        ("--yarn-beta-slow", config.yarn_beta_slow, *_TURNS),
-    ):
-        if not least <= value <= most:
-            raise UserError(f"{flag} {value} must be at least {least:g} and at most {most:g}")
+    check_between(1, 1e30, yarn_rotary_scaling_factor=config.yarn_rotary_scaling_factor)
+    check_between(*_TURNS, yarn_beta_fast=config.yarn_beta_fast)
+    check_between(*_TURNS, yarn_beta_slow=config.yarn_beta_slow)
     if not config.yarn_beta_slow < config.yarn_beta_fast:
         raise UserError(
             f"--yarn-beta-slow {config.yarn_beta_slow} must be below --yarn-beta-fast "

@@ -61,6 +61,14 @@ def check_least(least: int, meaning: str = "", /, **flags: float | None) -> None
             raise UserError(f"--{name.replace('_', '-')} {value} must be at least {least}{which}")
 
 
+def check_between(low: float, high: float, /, **flags: float) -> None:
+    """Raise `UserError` for a flag outside `low` to `high`; flags are named as their attributes."""
+    for name, value in flags.items():
+        if not low <= value <= high:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} {value} must be at least {low} and at most {high}")
+
+
 def check_multiple(what: str, size: int, micro_batch_size: int, data_parallel_size: int) -> None:
     """Raise `UserError` with the nearest valid sizes unless all ranks get equal whole
     micro-batches."""
