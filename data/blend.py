@@ -68,9 +68,7 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
             f"{flag} {' '.join(words)}: weights and paths do not match: give a weight before every "
             "path, or none at all"
         )
-    return _checked(
-        flag, [word.strip() for word in prefixes], [w for w in weights if w is not None]
-    )
+    return _checked(flag, [w.strip() for w in prefixes], [w for w in weights if w is not None])
 
 
 def read_blend(path: str, flag: str) -> Blend:

@@ -128,7 +128,7 @@ def _by_weight(blend: Blend, request: SplitRequest) -> BlendedDataset:
     shares = blend.shares()
     wanted = [math.ceil(request.num_samples * share) for share in shares]
     size = sum(wanted)
-    build = partial(blend_by_share, shares, size)
+    build = partial(blend_samples, shares, size)
     indices, source = _cached_indices(blend, request, shares, size, build)
     drawn = np.bincount(np.asarray(indices.dataset_index), minlength=len(shares)).tolist()
     members = []
@@ -152,10 +152,10 @@ def _by_size(blend: Blend, request: SplitRequest) -> BlendedDataset:
             "before each path, so that data are repeated, or train less"
         )
     size = min(num_samples, total)
-    build = partial(blend_exhaustively, sizes)
+    build = partial(blend_samples, [each / total for each in sizes], total, sizes)
     if request.num_samples is not None:
         shares = replace(blend, weights=tuple(map(float, sizes))).shares()
-        build = partial(blend_by_share, shares, size)
+        build = partial(blend_samples, shares, size)
     indices, source = _cached_indices(blend, request, sizes, size, build)
     return BlendedDataset(members, indices, num_samples=num_samples, source=source)
 
@@ -180,22 +180,15 @@ def _cached_indices(
     return cached(entry, BlendIndices, build)
 
 
-def blend_by_share(shares: Sequence[float], num_samples: int) -> BlendIndices:
-    """Return the first `num_samples` samples of an endless blend; bit for bit Megatron's."""
-    return _blend(np.array(shares, dtype=np.float64), None, num_samples)
-
-
-def blend_exhaustively(sizes: Sequence[int]) -> BlendIndices:
-    """Return every sample of every corpus once, in proportion; bit for bit Megatron's."""
-    total = sum(sizes)
-    shares = np.array([size / total for size in sizes], dtype=np.float64)
-    return _blend(shares, np.array(sizes, dtype=np.int64), total)
-
-
-def _blend(
-    shares: NDArray[np.float64], limits: NDArray[np.int64] | None, num_samples: int
+def blend_samples(
+    corpus_shares: Sequence[float], num_samples: int, sizes: Sequence[int] | None = None
 ) -> BlendIndices:
-    """Return the order, computed in parallel lanes; see [Note: in lanes]."""
+    """Return the first samples of a blend, of corpora that end after `sizes` samples or never.
+
+    Bit for bit Megatron's, computed in parallel lanes; see [Note: in lanes].
+    """
+    shares = np.array(corpus_shares, dtype=np.float64)
+    limits = None if sizes is None else np.array(sizes, dtype=np.int64)
     stretch = max(_LEAST_STRETCH, -(-num_samples // _MAX_LANES))
     num_lanes = max(1, -(-num_samples // stretch))
     rarest = float(shares[shares > 0].min())  # numpy warns of overflow in a division

@@ -153,12 +153,10 @@ def _good_cut(block: bytes) -> int:
 
 
 def _rows(piece: Piece, keys: Sequence[str]) -> Iterator[RawBatch]:
-    source = (
-        _parquet_rows(piece, keys) if piece.kind is SourceKind.PARQUET else _saved_rows(piece, keys)
-    )
+    rows_of = _parquet_rows if piece.kind is SourceKind.PARQUET else _saved_rows
     number, total = 0, max(1, piece.end - piece.begin)
     share, passed = 0, 0
-    for units, rows in source:
+    for units, rows in rows_of(piece, keys):
         share += units
         reached = piece.num_bytes * min(share, total) // total
         yield RawBatch(piece, number, rows, reached - passed)
@@ -224,7 +222,9 @@ def texts_of(
 
     def value_of(entry: Mapping[str, Any], key: str) -> Any:
         if key in entry:
-            return entry[key] if as_they_are else _texts(entry[key], key)
+            value = entry[key]
+            texts = value if isinstance(value, list) else [value]
+            return value if as_they_are else [_checked(text, key) for text in texts]
         if key in optional:
             return None
         present = ", ".join(sorted(entry)) or "none"
@@ -308,10 +308,6 @@ def _way_to_lines(text: str) -> str:
         if begun.match(text):
             return f": one JSON object a line is wanted; jq -c {query} FILE prints that"
     return ""
-
-
-def _texts(value: Any, key: str) -> list[str]:
-    return [_checked(text, key) for text in (value if isinstance(value, list) else [value])]
 
 
 def _checked(text: Any, key: str) -> str:

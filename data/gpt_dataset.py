@@ -15,14 +15,7 @@ from data.fingerprint import check_tokenizer
 from data.index_cache import CacheEntry, cached
 from data.indexed_dataset import IndexedDataset, Tokens, bin_path
 from data.loss_mask import BEGINS, TRAINED, LossMask
-from data.sample_order import (
-    OrderPlan,
-    SampleOrder,
-    build_order,
-    share_of,
-    split_bounds,
-    split_matrix,
-)
+from data.sample_order import OrderPlan, SampleOrder, build_order, split_bounds, split_matrix
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError
 from paro.text import listed
@@ -123,15 +116,12 @@ class GPTDataset:
         plan = self.plan
         wanted = plan.total_samples if plan.num_samples is None else plan.num_samples
         epochs = (wanted * plan.seq_length + plan.shared_tokens) / plan.tokens_per_epoch
-        content = f"{plan.tokens_per_epoch:,} tokens in {len(plan.bounds):,} sequences"
+        count = len(plan.bounds)
+        content = f"{plan.tokens_per_epoch:,} tokens in {count:,} sequences"
         if plan.shared_tokens == 0:
-            content = (
-                f"{len(plan.bounds):,} conversations, {self.num_cut:,} of them cut to --seq-length"
-            )
-        return (
-            f"{wanted:,} samples, {epochs:.2f} epochs of {content} of {self.indexed.prefix}; "
-            f"{self.source}"
-        )
+            content = f"{count:,} conversations, {self.num_cut:,} of them cut to --seq-length"
+        content += f" of {self.indexed.prefix}"
+        return f"{wanted:,} samples, {epochs:.2f} epochs of {content}; {self.source}"
 
 
 def open_checked(
@@ -198,8 +188,7 @@ def plan_split(indexed: IndexedDataset, request: SplitRequest) -> OrderPlan:
     """Plan the epochs and samples of the order of a split."""
     config, split_name = request.config, request.split_name
     split, seq_length = config.split_in_use, config.seq_length
-    share = share_of(split, split_name)
-    bounds = range(0) if share is None else split_bounds(share, len(indexed))
+    bounds = split_bounds(split, split_name, len(indexed))
     tokens, shared_tokens = indexed.tokens_in(bounds.start, bounds.stop), 1
     if config.sft:
         tokens, shared_tokens = len(bounds) * seq_length, 0

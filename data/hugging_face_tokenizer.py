@@ -74,9 +74,8 @@ class _TransformersTokenizer(LibraryTokenizer):
         return list(encoded.input_ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        decode = self._tokenizer.decode
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        return str(decode(list(ids), **options))
+        return str(self._tokenizer.decode(list(ids), **options))
 
     def token_bytes(self) -> list[int] | None:
         fast = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -213,11 +212,7 @@ def adds_tokens(folder: Path, vocabulary: Mapping[str, int], *, eos: int, bos: i
 def _special_tokens(config: Mapping[str, Any]) -> tuple[list[str | _Token], list[str | _Token]]:
     """Return the tokens with a role (`eos_token`, `image_token`), and the extra ones."""
     tokens = {f"{part}_token": config.get(f"{part}_token") for part in _NAMED}
-    tokens |= {
-        key: config[key]
-        for key in config
-        if key.endswith("_token") and isinstance(config[key], str)
-    }
+    tokens |= {k: v for k, v in config.items() if k.endswith("_token") and isinstance(v, str)}
     extra, older = config.get("extra_special_tokens"), config.get("additional_special_tokens")
     if isinstance(extra, dict):
         tokens, extra = tokens | extra, None
@@ -271,9 +266,7 @@ def load_transformers_tokenizer(model: str) -> Any:
     """Return the tokenizer that transformers makes of a folder, of one by its tokenizer.json, or of
     a name in its cache; `UserError` if it needs code that comes with it.
     """
-    with importing(
-        f"--tokenizer-model {model} is no file, and a folder or a name needs transformers"
-    ):
+    with importing(f"--tokenizer-model {model} is no tokenizer.json: it needs transformers"):
         from transformers import AutoTokenizer
     folder = Path(model).parent if Path(model).is_file() else Path(model)
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():

@@ -79,8 +79,7 @@ def cached(
             # numpy gives no reason if only a part of an array was written.
             why = error.strerror if isinstance(error, OSError) else str(error)
             why = open_files_limit(error) or why or "no room is left"
-            cause = f"{entry.folder} cannot be written: {why}"
-            return indices, f"indices kept in memory, {cause}"
+            return indices, f"indices kept in memory, {entry.folder} cannot be written: {why}"
     return _read(entry, kind) or indices, f"indices written to {entry.folder}"
 
 
@@ -177,9 +176,8 @@ class StoredArray:
 
     def __getitem__(self, key: int | slice) -> NDArray[Any]:
         """Read a row, or a slice of rows, from the file; nothing is cached."""
-        begin, stop, step = (key if isinstance(key, slice) else slice(key, key + 1)).indices(
-            len(self)
-        )
+        wanted = key if isinstance(key, slice) else slice(key, key + 1)
+        begin, stop, step = wanted.indices(len(self))
         assert step == 1, "neighbouring rows"
         rows = np.frombuffer(self._read(begin, max(0, stop - begin)), self.dtype)
         return rows.reshape(-1, *self.shape[1:])[slice(None) if isinstance(key, slice) else 0]

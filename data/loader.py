@@ -113,10 +113,7 @@ def _corpora_of(samples: Samples | None) -> tuple[GPTDataset, ...]:
 
 
 def build_datasets(
-    config: DataConfig,
-    num_samples: SplitCounts,
-    vocab_size: int,
-    tokenizer: TokenizerConfig | None = None,
+    config: DataConfig, num_samples: SplitCounts, vocab_size: int, tokenizer: TokenizerConfig | None
 ) -> Datasets:
     """Build the splits with the samples requested; `vocab_size` is unpadded.
 

@@ -82,9 +82,8 @@ class SampleOrder(NamedTuple):
     """The three indices; rows k and k + 1 of `sample_index` bound sample k."""
 
     document_index: NDArray[np.int32] | StoredArray  # sequence ids in reading order
-    sample_index: (
-        NDArray[Any] | StoredArray
-    )  # (position in document_index, token offset), one row more
+    # (position in document_index, token offset) of the samples' first tokens, one row more
+    sample_index: NDArray[Any] | StoredArray
     shuffle_index: NDArray[Any] | StoredArray  # entry i: the sample that is read as the i-th
 
 
@@ -121,8 +120,9 @@ def share_of(split: str | None, split_name: str) -> Share | None:
     return split_matrix(split)[SPLIT_NAMES.index(split_name)]
 
 
-def split_bounds(share: Share, num_sequences: int) -> range:
+def split_bounds(split: str | None, split_name: str, num_sequences: int) -> range:
     """Return the sequences of a split: contiguous, in file order, not shuffled."""
+    share = share_of(split, split_name) or (0, 0)
     return range(*(round(end * num_sequences) for end in share))
 
 

@@ -77,7 +77,10 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 def _read_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Return a tokenizer read from files."""
     if config.tokenizer_type == GPT2_TYPE:
-        return gpt2_tokenizer(*config.files)
+        vocab_file, merge_file = config.files
+        tokenizer = read_gpt2(Path(vocab_file), Path(merge_file))
+        end = tokenizer.token_to_id(END)
+        return LibraryTokenizer(tokenizer, f"--vocab-file {vocab_file}", eos=end, bos=end)
     (model,) = config.files
     if config.tokenizer_type in SENTENCEPIECE_TYPES:
         begins = config.tokenizer_type == "Llama2Tokenizer"
@@ -149,19 +152,12 @@ def _load_sentencepiece(path: Path) -> Any:
     return processor
 
 
-def gpt2_tokenizer(vocab_file: str, merge_file: str) -> LibraryTokenizer:
-    """Read `--vocab-file` and `--merge-file`, with the ids of Megatron's GPT2BPETokenizer.
-
-    END ends documents. If a text contains END literally, it becomes that one id, as in
-    transformers.
-    """
-    tokenizer = read_gpt2(Path(vocab_file), Path(merge_file))
-    end = tokenizer.token_to_id(END)
-    return LibraryTokenizer(tokenizer, f"--vocab-file {vocab_file}", eos=end, bos=end)
-
-
 def read_gpt2(vocab_file: Path, merge_file: Path) -> Any:
-    """Read the two files with the tokenizers library; `UserError` names a bad file."""
+    """Read the two files with the tokenizers library; `UserError` names a bad file.
+
+    Ids are those of Megatron's GPT2BPETokenizer. If a text contains END literally, it becomes that
+    one id, as in transformers.
+    """
     with importing("--tokenizer-type GPT2BPETokenizer needs the package tokenizers"):
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     files = (("--vocab-file", vocab_file, VOCAB_FILE), ("--merge-file", merge_file, MERGE_FILE))

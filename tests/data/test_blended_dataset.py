@@ -19,7 +19,7 @@ from data.blend import (
     read_blend,
     read_blend_per_split,
 )
-from data.blended_dataset import BlendIndices, blend_by_share, blend_exhaustively
+from data.blended_dataset import BlendIndices, blend_samples
 from tests.helpers.refusals import refused
 
 
@@ -57,7 +57,7 @@ def test_many_lanes_give_what_one_loop_gives(
 ) -> None:
     shares = [float(share) for share in np.array(weights) / np.sum(weights)]
     with mock.patch.object(blended_dataset, "_LEAST_STRETCH", stretch):
-        found = as_pairs(blend_by_share(shares, num_samples))
+        found = as_pairs(blend_samples(shares, num_samples))
     assert found == sample_by_sample(shares, [np.inf] * len(shares), num_samples)
 
 
@@ -68,9 +68,10 @@ def test_many_lanes_give_what_one_loop_gives(
 )
 def test_many_lanes_exhaust_what_one_loop_exhausts(sizes: list[int], stretch: int) -> None:
     total = sum(sizes)
+    shares = [size / total for size in sizes]
     with mock.patch.object(blended_dataset, "_LEAST_STRETCH", stretch):
-        found = as_pairs(blend_exhaustively(sizes))
-    assert found == sample_by_sample([size / total for size in sizes], sizes, total)
+        found = as_pairs(blend_samples(shares, total, sizes))
+    assert found == sample_by_sample(shares, sizes, total)
 
 
 def test_a_wrong_beginning_is_run_again() -> None:
@@ -84,13 +85,13 @@ def test_a_wrong_beginning_is_run_again() -> None:
         mock.patch.object(blended_dataset, "_LEAST_STRETCH", 7),
         mock.patch.object(blended_dataset, "_likely_counts", unlikely),
     ):
-        found = as_pairs(blend_by_share(shares, 200))
+        found = as_pairs(blend_samples(shares, 200))
     assert found == sample_by_sample(shares, [np.inf] * 3, 200)
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_share_near_zero_is_no_overflow() -> None:
-    order = blend_by_share([1.0, 3e-309], 1000)
+    order = blend_samples([1.0, 3e-309], 1000)
     assert np.flatnonzero(order.dataset_index).tolist() == [1]
 
 

@@ -183,7 +183,7 @@ def built(*words: str, counts: Sequence[int | None] = (10, 5, 5), **fields: Any)
     sources = {"data_path": words} if words else {}
     config = DataConfig(**{"seq_length": 8, **sources, **fields})
     by_split = dict(zip(("train", "valid", "test"), counts, strict=False))
-    return build_datasets(config, SplitCounts(**by_split), vocab_size=200)
+    return build_datasets(config, SplitCounts(**by_split), 200, None)
 
 
 @pytest.mark.parametrize("num_workers", NUM_WORKERS)

@@ -100,8 +100,8 @@ def test_indices_and_samples_are_megatrons(
     seq_length = int(random.choice([1, 2, 5, 16]))
     sizes = []
     shares = list(split_matrix(split))
-    for place, share in enumerate(shares):
-        bounds = split_bounds(share, len(ours)) if share else range(0)
+    for place, name in enumerate(NAMES):
+        bounds = split_bounds(split, name, len(ours))
         tokens = int(ours.sequence_lengths()[bounds.start : bounds.stop].sum())
         if tokens <= seq_length:  # megatron-core loops forever, or has no data
             shares[place] = None
@@ -154,7 +154,7 @@ def compare(sizes: Sequence[int | None], ours: dict[str, Any], **theirs: Any) ->
     """Samples of all splits, and the indices of blends."""
     config = DataConfig(seq_length=8, seed=31, **ours)
     counts = dict(zip(NAMES, sizes, strict=True))
-    found = build_datasets(config, SplitCounts(**counts), 500)
+    found = build_datasets(config, SplitCounts(**counts), 500, None)
     built = megatron_splits(sizes=sizes, seq_length=8, seed=31, **theirs)
     compared = 0
     for name, their in zip(NAMES, built, strict=True):

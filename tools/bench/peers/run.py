@@ -113,7 +113,8 @@ def batches_of(task: Task, device: torch.device) -> Iterator[Batch]:
     ranges = layout.ranges(world.rank, task.run.data.seq_length)
     num_micro_batches = (task.warmup_steps + task.steps) * task.num_micro_batches
     num_samples = num_micro_batches * task.run.batches.samples_per_micro_batch
-    datasets = build_datasets(task.run.data, SplitCounts(train=num_samples), task.run.vocab_size)
+    counts = SplitCounts(train=num_samples)
+    datasets = build_datasets(task.run.data, counts, task.run.vocab_size, None)
     source = MicroBatches(
         Fetch(datasets.train, ranges=ranges if layout.size > 1 else None),
         micro_batch_size=task.run.batches.micro_batch_size,
