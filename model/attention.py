@@ -79,12 +79,10 @@ def attend(
         parts = zip(*flat, strict=True)
         outs = [attend((q[None], k[None], v[None]), backend)[0] for q, k, v in parts]
         return torch.cat(outs).view_as(qkv[0])
-    q_BNSH, k_BKSH, v_BKSH = (part.transpose(1, 2) for part in qkv)
-    grouped = q_BNSH.shape[1] != k_BKSH.shape[1]
+    q, k, v = (part.transpose(1, 2) for part in qkv)
+    grouped = q.shape[1] != k.shape[1]
     with nullcontext() if backend == "auto" else sdpa_kernel(_KERNELS[backend]):
-        out_BNSH = F.scaled_dot_product_attention(
-            q_BNSH, k_BKSH, v_BKSH, is_causal=True, enable_gqa=grouped
-        )
+        out_BNSH = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     return out_BNSH.transpose(1, 2)
 
 

@@ -207,7 +207,10 @@ def attend_saving(
     backend: AttentionBackend, qkv: QKV, documents: Documents | None, saved: SavedAttention | None
 ) -> Tensor:
     """Compute causal attention within each document, or take its output from `saved`."""
-    if saved is None and not _in_one_call(documents, qkv[0], backend):
+    q_BSNH, *_ = qkv
+    bounded = documents is not None and documents.bounds_N is not None
+    in_one_call = bounded and flash_takes(q_BSNH.itemsize, q_BSNH.shape[-1])
+    if saved is None and not (in_one_call and backend in BLOCK_BACKENDS):
         return attend(qkv, backend, documents)
     attention = CausalAttention(documents, backend == "flash")
     return attend_by(attention.attend, attention.grads, saved, *qkv)
@@ -252,13 +255,10 @@ def check_attention(
     are kept apart.
     """
     backend = config.attention_backend
-    q_BSNH, k_BSKH, v_BSKH = (
-        torch.zeros(
-            1, _PROBE_TOKENS, heads, config.kv_channels, dtype=dtype, device=device
-        ).requires_grad_()
-        for heads in (config.num_attention_heads, *2 * (config.num_query_groups,))
-    )
-    qkv = q_BSNH, k_BSKH, v_BSKH
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
+    heads = config.num_attention_heads, config.num_query_groups, config.num_query_groups
+    q, k, v = (torch.zeros(1, _PROBE_TOKENS, n, config.kv_channels, **options) for n in heads)
+    qkv = q, k, v
     kernels = kernels_of(qkv, backend)
     chosen = kernels.parts if config.keeps_core else kernels.whole
     chosen = kernels.documents if documents else chosen
@@ -310,12 +310,6 @@ def _block_kernel(q: Tensor, k: Tensor, causal: bool, flash: bool) -> SDPBackend
     if flash or not q.is_cuda:
         return SDPBackend.FLASH_ATTENTION if q.is_cuda else None
     return gpu_of(q.device).block_kernel(q.shape[-1], q.shape[1], k.shape[1], causal=causal)
-
-
-def _in_one_call(documents: Documents | None, q_BSNH: Tensor, backend: AttentionBackend) -> bool:
-    has_bounds = documents is not None and documents.bounds_N is not None
-    takes = flash_takes(q_BSNH.itemsize, q_BSNH.shape[-1])
-    return has_bounds and takes and backend in BLOCK_BACKENDS
 
 
 def _bounds(documents: Documents) -> tuple[Tensor, Tensor, int, int]:

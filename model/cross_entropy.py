@@ -45,10 +45,8 @@ def _fused_losses(
     from model.kernels import cross_entropy
 
     logits_TV, labels_T = x_TD @ weight_VD.t(), labels_T1.squeeze(1)
-    losses_T, log_norm_T = cross_entropy(
-        logits_TV, labels_T, needs_grads=needs_grads, z_weight=z_weight or 0.0
-    )
-    return losses_T, log_norm_T, logits_TV if needs_grads else None
+    both_T = cross_entropy(logits_TV, labels_T, needs_grads=needs_grads, z_weight=z_weight or 0.0)
+    return *both_T, logits_TV if needs_grads else None
 
 
 def _losses(
@@ -75,9 +73,8 @@ def _losses_and_probabilities(
     x_TD: Tensor, weight_VD: Tensor, labels_T1: Tensor, *, log_norms: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     scores_TV = _logits(x_TD, weight_VD)
-    if (
-        scores_TV.device.type == "cpu" and not log_norms
-    ):  # reading a value of a GPU tensor would make the host wait
+    # Not on a GPU, where reading a value would make the host wait.
+    if scores_TV.device.type == "cpu" and not log_norms:
         torch.softmax(scores_TV, dim=-1, out=scores_TV)
         of_label_T = scores_TV.gather(1, labels_T1).squeeze(1)
         if float(of_label_T.min()) >= torch.finfo(torch.float32).tiny:  # false for NaN
@@ -129,17 +126,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_grad = _WeightGrad(ctx.sink, several=several) if needs_weight else None
         grad_x_TD = torch.empty_like(x_TD) if needs_x else None
         needs_grads = needs_x or needs_weight
+        z_weight = None if z_loss is None else z_loss.weight
         loss = torch.zeros((), dtype=torch.float32, device=x_TD.device)
         for part in _chunks(num_tokens, chunk):
             labels_T1, weights_T = labels_T[part, None], token_weights_T[part].float()
             chunk_TD = _masked(x_TD[part], weights_T)
             # Gradient of the logits without the token weights: these scale the smaller tensors.
             losses_T, log_norm_T, grad_TV = compute_losses(
-                chunk_TD,
-                weight_VD,
-                labels_T1,
-                needs_grads=needs_grads,
-                z_weight=None if z_loss is None else z_loss.weight,
+                chunk_TD, weight_VD, labels_T1, needs_grads=needs_grads, z_weight=z_weight
             )
             loss += torch.dot(losses_T, weights_T)
             if z_loss is not None:

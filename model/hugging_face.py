@@ -137,10 +137,9 @@ class _Interpolation(TypedDict):
     factor: float
 
 
-class _Scaling(TypedDict):
+class _Scaling(_Interpolation):
     """The fields of rope_type llama3."""
 
-    factor: float
     original_max_position_embeddings: int
     low_freq_factor: float
     high_freq_factor: float
@@ -280,9 +279,7 @@ def _check_window(fields: Mapping[str, Any], family: _Family) -> None:
     window = fields.get("sliding_window", family.sliding_window)
     # Without use_sliding_window a given window is ignored by every family but Mistral.
     if window is not None and fields.get("use_sliding_window", family.sliding_window is not None):
-        raise UserError(
-            f"sliding_window is {window!r} there and has to be null (attention within a window)"
-        )
+        raise UserError(f"sliding_window is {window!r} there and has to be null (local attention)")
     others = sorted(set(fields.get("layer_types") or ()) - {"full_attention"})
     if others:
         raise UserError(f"layer_types has {others[0]!r} and may have full_attention alone")
@@ -301,8 +298,8 @@ def _rope(fields: Mapping[str, Any], rope: Mapping[str, Any], longest: int) -> d
     if kind == "default" or (kind in _SCALINGS and _scales_nothing(rope)):
         return own
     if kind == "linear":
-        linear = conform(dict(rope), _Interpolation, "")
-        return own | {"rotary_seq_len_interpolation_factor": linear["factor"]}
+        factor = conform(dict(rope), _Interpolation, "")["factor"]
+        return own | {"rotary_seq_len_interpolation_factor": factor}
     if kind not in ("llama3", "yarn"):
         raise UserError(
             f"rope_type is {kind!r} there and has to be default, linear, llama3 or yarn, or its "

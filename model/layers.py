@@ -167,12 +167,7 @@ class _GatedLinear(torch.autograd.Function):
 
 
 def gated_linear(
-    gate_BSF: Tensor,
-    up_BSF: Tensor,
-    weight_DF: Tensor,
-    fp8: Fp8 | None = None,
-    *,
-    fused: bool = False,
+    gate_BSF: Tensor, up_BSF: Tensor, weight_DF: Tensor, fp8: Fp8 | None = None, *, fused: bool
 ) -> Tensor:
     """Compute SwiGLU's second half, `(silu(gate) * up) @ weight.T`; `fused`: partly by Triton."""
     if torch.compiler.is_compiling():
@@ -229,9 +224,7 @@ class _NumberedLinear(torch.autograd.Function):
     """Linear layer in a compiled graph: backward writes the weight's gradient into its sink."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_BSD: Tensor, weight_ED: Tensor, number: Tensor, _leaf: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x_BSD: Tensor, weight_ED: Tensor, number: Tensor, _: Tensor) -> Tensor:
         ctx.save_for_backward(x_BSD, weight_ED, number)
         return F.linear(x_BSD, weight_ED)
 

@@ -171,9 +171,7 @@ def keep_mask(
     assert len(drops.samples) == batch, f"{len(drops.samples)} sample numbers for {shape}"
     first, all_columns = columns or (0, width)
     columns_D = torch.arange(first, first + width, device=device)
-    parts = [
-        torch.arange(part.start, part.stop, device=device) for part in drops.ranges or (range(seq),)
-    ]
+    parts = [torch.arange(r.start, r.stop, device=device) for r in drops.ranges or (range(seq),)]
     first_S = torch.cat(parts).mul_(all_columns)  # the first element of every token
     threshold, kept = round(dropout * 2**_BITS), torch.empty(shape, dtype=torch.bool, device=device)
     for row, sample in enumerate(drops.samples):

@@ -161,13 +161,7 @@ class SharedNorm(SharedInput):
     """
 
     def __init__(
-        self,
-        x_BSD: Tensor,
-        scale_D: Tensor,
-        epsilon: float,
-        *,
-        fused: bool = False,
-        for_cast: bool = False,
+        self, x_BSD: Tensor, scale_D: Tensor, epsilon: float, *, fused: bool, for_cast: bool = False
     ) -> None:
         self._epsilon = epsilon
         self._fused = fused

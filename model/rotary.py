@@ -61,9 +61,7 @@ def rotations(
     """
     positions = torch.arange(seq_length, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, inverse_frequencies(config))[:, None, :]
-    cos, sin = (
-        (each * config.rotary_scale).to(device, dtype) for each in (angles.cos(), angles.sin())
-    )
+    cos, sin = ((x * config.rotary_scale).to(device, dtype) for x in (angles.cos(), angles.sin()))
     return torch.cat((cos, cos), dim=-1), sin
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -71,14 +72,10 @@ def matching(flag: str, patterns: Sequence[str], names: Sequence[str]) -> Iterat
     """Yield the parameter names that match a flag's patterns; `UserError` for one without any."""
     for pattern in patterns:
         if not any(found := [name for name in names if fnmatchcase(name, pattern)]):
+            # With `blocks.*.NAME` for a parameter of all blocks.
+            kinds = dict.fromkeys(re.sub(r"^blocks\.\d+", "blocks.*", name) for name in names)
             raise UserError(
                 f"{flag} names: no parameter matches {pattern!r}; the names of this model are "
-                f"those of {', '.join(_kinds(names))}"
+                f"those of {', '.join(kinds)}"
             )
         yield from found
-
-
-def _kinds(names: Sequence[str]) -> list[str]:
-    """Return the names, with `blocks.*.NAME` for a parameter of all blocks."""
-    of_block = (f"blocks.*.{n.split('.', 2)[2]}" if n.startswith("blocks.") else n for n in names)
-    return list(dict.fromkeys(of_block))

@@ -68,12 +68,10 @@ def unit_specs(config: LlamaConfig) -> tuple[UnitSpec, ...]:
     rows: dict[str, Shape] = {"weight": (config.vocab_size, config.hidden_size)}
     cuts = {"weight": 0}
     tied = config.tie_embeddings_and_output_weights
-    look_up = PartSpec(method="look_up", of_slice="look_up_slice", cuts=cuts)
+    look_up = (PartSpec(method="look_up", of_slice="look_up_slice", cuts=cuts),)
     loss = PartSpec(method="loss", of_slice="score_slice", cuts=cuts, replicated=("norm",))
     # The embedding's backward sums gradients by token id and reads no weight.
-    embedding = UnitSpec(
-        name="embedding", shapes=rows, parts=(look_up,), backward_needs_weight=False
-    )
+    embedding = UnitSpec(name="embedding", shapes=rows, parts=look_up, backward_needs_weight=False)
     head = UnitSpec(
         name="head",
         shapes={"norm": (config.hidden_size,), **({} if tied else rows)},

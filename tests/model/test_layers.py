@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -33,7 +34,7 @@ def plain_normed(x: Tensor, scale: Tensor, *weights: Tensor) -> tuple[Tensor, ..
 
 
 def own_normed(x: Tensor, scale: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    norm = SharedNorm(x, scale, EPSILON)
+    norm = SharedNorm(x, scale, EPSILON, fused=False)
     outputs = normed_linears(norm, x, scale, *weights)
     norm.release()
     return outputs
@@ -49,7 +50,7 @@ PAIRS: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
     "one linear": (own_normed, plain_normed, [HIDDEN, (D,), (4, D)]),
     "three linears": (own_normed, plain_normed, [HIDDEN, (D,), (8, D), (2, D), (2, D)]),
     "gated": (
-        gated_linear,
+        partial(gated_linear, fused=False),
         lambda gate, up, weight: F.linear(F.silu(gate) * up, weight),
         [(B, S, FFN), (B, S, FFN), (D, FFN)],
     ),

@@ -111,8 +111,8 @@ def test_layers_multiply_in_fp8_forward_and_backward(layer: str, fp8: Fp8) -> No
         if layer == "linear":
             return (linear(args[0], args[1], fp8),)
         if layer == "gated_linear":
-            return (gated_linear(*args, fp8),)
-        return normed_linears(SharedNorm(*args[:2], 1e-5), *args, fp8=fp8)
+            return (gated_linear(*args, fp8, fused=False),)
+        return normed_linears(SharedNorm(*args[:2], 1e-5, fused=False), *args, fp8=fp8)
 
     def wanted(*args: Tensor) -> tuple[Tensor, ...]:
         if layer == "linear":
@@ -141,10 +141,11 @@ def test_only_forward_adds_up_with_fewer_bits(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch, "_scaled_mm", noted)
     x, scale, up = normal(32, 48, seed=1), normal(48, seed=2).exp(), normal(32, 48, seed=3)
     first, second = (normal(64, 48, seed=seed) for seed in (4, 5))
+    shared = SharedNorm(x, scale, 1e-5, fused=False)
     for layer, leaves, matmuls in (
         (linear, (x, first), 1),
-        (gated_linear, (x, up, first), 1),
-        (partial(normed_linears, SharedNorm(x, scale, 1e-5)), (x, scale, first, second), 2),
+        (partial(gated_linear, fused=False), (x, up, first), 1),
+        (partial(normed_linears, shared), (x, scale, first, second), 2),
     ):
         fast.clear()
         inputs = [leaf.clone().requires_grad_() for leaf in leaves]
