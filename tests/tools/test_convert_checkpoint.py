@@ -21,7 +21,7 @@ from model.llama import Llama
 from paro.checkpoint.convert import hugging_face
 from paro.checkpoint.convert.hugging_face import open_hugging_face
 from paro.checkpoint.convert.native import open_native
-from paro.checkpoint.convert.source import LazyTensor
+from paro.checkpoint.convert.source import LazyTensor, Source
 from paro.checkpoint.save import ChunkSavePlanner
 from paro.config.run import RunConfig
 from paro.errors import StorageError, describe
@@ -230,7 +230,7 @@ def test_a_truncated_checkpoint_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "owner", "name", "told"),
     [
-        ("hf", hugging_face, "copy_companions", "out cannot be written: No space left on device"),
+        ("hf", Source, "copy_companions", "out cannot be written: No space left on device"),
         ("paro", ChunkSavePlanner, "resolve_data", "--output {out}: No space left on device"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -80,7 +80,12 @@ class Conversion:
         self._rows(source)
         merges = bool(source.adapters) and not self.writes_adapters
         dtype = self.dtype or (torch.float32 if merges else None)
-        source = replace(source, notes=(*source.notes, *self._missing_rows(source)))
+        ids, rows = _num_ids(source), source.config.vocab_size
+        if ids > rows:
+            pads = self.target_format in ("paro", "megatron") and not self.writes_adapters
+            what = "get rows of zeros" if pads else "cannot be in its texts"
+            note = f"the tokenizer has {ids} ids and the model {rows} rows: the others {what}"
+            source = replace(source, notes=(*source.notes, note))
         return source.with_each(lambda tensor: tensor.cast(dtype))
 
     def _open(self) -> Source:
@@ -134,14 +139,6 @@ class Conversion:
         """
         rows = max(source.config.vocab_size, _num_ids(source))
         return padded_vocab_size(rows, self.divisible_by, self.padded_vocab_size)
-
-    def _missing_rows(self, source: Source) -> Iterator[str]:
-        """Yield a line if the tokenizer has ids for which the model has no row."""
-        ids, rows = _num_ids(source), source.config.vocab_size
-        if ids > rows:
-            pads = self.target_format in ("paro", "megatron") and not self.writes_adapters
-            what = "get rows of zeros" if pads else "cannot be in its texts"
-            yield f"the tokenizer has {ids} ids and the model {rows} rows: the others {what}"
 
     def write(self, source: Source, advance: Callable[[int], object]) -> list[str]:
         """Write under a temporary name, then rename; a failure leaves nothing behind.

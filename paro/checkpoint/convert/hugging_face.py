@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -123,8 +122,10 @@ def _find_tensors(
             raise UserError(f"{directory} has {called[theirs]} and {there}: both are {theirs}")
         called[theirs] = there
     found = {name: stored[called[theirs]] for name, theirs in names.items() if theirs in called}
-    for theirs in biases:
-        if theirs in called and not _is_zero(stored[called[theirs]], config.hidden_size):
+    size = config.hidden_size
+    for theirs in filter(called.__contains__, biases):
+        bias = stored[called[theirs]]
+        if bias.shape != (size,) or bias.rows(0, size).any():
             raise UserError(
                 f"{directory}: {called[theirs]} is not zero, and this model has no bias on the "
                 "output projection of attention"
@@ -174,10 +175,6 @@ def _are_equal(one: LazyTensor, other: LazyTensor) -> bool:
     if one.shape != other.shape or not one.shape:
         return False
     return all(bool((one.rows(*rows) == other.rows(*rows)).all()) for rows in one.row_ranges())
-
-
-def _is_zero(vector: LazyTensor, size: int) -> bool:
-    return vector.shape == (size,) and not bool(vector.rows(0, size).any())
 
 
 def companions_in(directory: Path) -> dict[str, Path]:
@@ -242,17 +239,13 @@ def begins_with_bos(companions: Mapping[str, Path]) -> bool:
     return bool(says.get("add_bos_token")) and says.get("bos_token", "") is not None
 
 
-def copy_companions(companions: Mapping[str, Path], directory: Path) -> None:
-    directory.mkdir(exist_ok=True)
-    for name, path in companions.items():
-        shutil.copyfile(path, directory / name)
-
-
 def write_hugging_face(source: Source, directory: Path) -> list[str]:
     """Fill an empty folder; return lines to print about the result."""
     fields = _config_fields(source)
     tensors = {hugging_face_name(name): tensor for name, tensor in source.tensors.items()}
-    tensors |= _zeros(source, output_biases(fields))
+    zeros = torch.zeros(source.config.hidden_size)
+    for layer, name in enumerate(output_biases(fields)):
+        tensors[name] = lazy(zeros.to(source.tensors[f"blocks.{layer}.bq"].dtype))
     files = list(in_files(tensors, lambda name: tensors[name].num_bytes, MAX_FILE_BYTES))
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
@@ -263,7 +256,7 @@ def write_hugging_face(source: Source, directory: Path) -> list[str]:
         size = sum(tensor.num_bytes for tensor in tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         write_json(directory / INDEX, index)
-    copy_companions(source.companions, directory)
+    source.copy_companions(directory)
     write_json(directory / CONFIG, fields)
     return _write_tokenizer(source, directory)
 
@@ -307,15 +300,6 @@ def _stated_dtype(source: Source, before: Sequence[Any]) -> str:
     names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
     widest = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
     return next((name for name in before if name in names), widest)
-
-
-def _zeros(source: Source, names: Sequence[str]) -> dict[str, LazyTensor]:
-    """Return biases that are zero, one of each layer, in the type of its other biases."""
-    zeros = torch.zeros(source.config.hidden_size)
-    return {
-        name: lazy(zeros.to(source.tensors[f"blocks.{layer}.bq"].dtype))
-        for layer, name in enumerate(names)
-    }
 
 
 def _special_ids(source: Source) -> TokenIds:

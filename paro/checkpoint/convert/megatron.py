@@ -26,11 +26,10 @@ from paro.checkpoint.convert.hugging_face import (
     COMPANIONS,
     begins_with_bos,
     companions_in,
-    copy_companions,
     tokenizer_of,
 )
 from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, joined, unpadded
-from paro.checkpoint.convert.tensor_files import fill_torch_file, is_weight, load_torch_file
+from paro.checkpoint.convert.tensor_files import fill_torch_file, is_weight, lazy, load_torch_file
 from paro.checkpoint.directory import MAX_TRACKER_BYTES, TRACKER
 from paro.errors import UserError
 from paro.layout import Shape
@@ -59,7 +58,7 @@ _NAMES = {
     "blocks.*.w_up": "decoder.layers.*.mlp.linear_fc1.weight",
     "blocks.*.w_down": "decoder.layers.*.mlp.linear_fc2.weight",
 }
-_WITHOUT_TRANSFORMER_ENGINE = {
+_WITHOUT_TRANSFORMER_ENGINE = _NAMES | {
     "blocks.*.attention_norm": "decoder.layers.*.input_layernorm.weight",
     "blocks.*.mlp_norm": "decoder.layers.*.pre_mlp_layernorm.weight",
 }
@@ -154,10 +153,7 @@ def write_megatron(source: Source, root: Path, *, rows: int, divisible_by: int) 
         # The type that holds all parts, so that none loses bits.
         dtypes[theirs] = torch.promote_types(dtypes.get(theirs, tensor.dtype), tensor.dtype)
     # Never written, so they take no memory; `skip_data` reserves their space in the file.
-    room = {
-        name: torch.empty(shape, dtype=dtypes[name])
-        for name, shape in _fused_shapes(config).items()
-    }
+    room = {n: torch.empty(shape, dtype=dtypes[n]) for n, shape in _fused_shapes(config).items()}
     path = root / "release" / FILE
     path.parent.mkdir(parents=True)
     with skip_data():
@@ -169,7 +165,7 @@ def write_megatron(source: Source, root: Path, *, rows: int, divisible_by: int) 
             index = _rows_of(config, name, len(fused))
             for start, stop in tensor.row_ranges():
                 fused[index[start:stop]] = tensor.rows(start, stop).to(fused.dtype)
-    copy_companions(source.companions, root / COMPANIONS)
+    source.copy_companions(root / COMPANIONS)
     (root / TRACKER).write_text("release", encoding="utf-8")
 
 
@@ -260,8 +256,8 @@ def _found(
     shapes, dims = _fused_shapes(of_a_rank), cut_dims(config)
     found = {}
     for name in parameter_shapes(config):
-        theirs = megatron_name(name)
-        tensors = [_stored(rank, name) for rank in ranks]
+        theirs, unfused = megatron_name(name), name_in(_WITHOUT_TRANSFORMER_ENGINE, name)
+        tensors = [rank.get(theirs, rank.get(unfused)) for rank in ranks]
         if not all(map(is_weight, tensors)):
             continue
         for tensor in tensors:
@@ -270,17 +266,9 @@ def _found(
                     f"{path}: {theirs} is {tuple(tensor.shape)}, and its arguments make it "
                     f"{shapes[theirs]}"
                 )
-        parts = [_cut_out(tensor, _rows_of(of_a_rank, name, len(tensor))) for tensor in tensors]
+        parts = [lazy(tensor, _rows_of(of_a_rank, name, len(tensor))) for tensor in tensors]
         found[name] = joined(parts, dims.get(name))
     return found
-
-
-def _stored(rank: Mapping[str, Any], name: str) -> Any:
-    """Return a rank's tensor; norms are looked up by both names."""
-    theirs = megatron_name(name)
-    if theirs not in rank and name.endswith(("attention_norm", "mlp_norm")):
-        return rank.get(name_in(_WITHOUT_TRANSFORMER_ENGINE, name))
-    return rank.get(theirs)
 
 
 def _fused_shapes(config: LlamaConfig) -> dict[str, Shape]:
@@ -303,15 +291,6 @@ def _rows_of(config: LlamaConfig, name: str, num_rows: int) -> Tensor:
         return by_group.split(sizes, 1)["qkv".index(part[1])].flatten()
     rows, ffn = torch.arange(num_rows), config.ffn_hidden_size
     return {"w_gate": rows[:ffn], "w_up": rows[ffn:]}.get(part, rows)
-
-
-def _cut_out(fused: Tensor, index: Tensor) -> LazyTensor:
-    """Return the rows of a mapped tensor that `index` has as a lazy tensor."""
-    return LazyTensor(
-        shape=(len(index), *fused.shape[1:]),
-        dtype=fused.dtype,
-        rows=lambda start, stop: fused[index[start:stop]],
-    )
 
 
 def _state(
@@ -342,9 +321,4 @@ def _state(
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
     }
-    return {
-        "args": Namespace(**args),
-        "checkpoint_version": 3.0,
-        "iteration": 0,
-        "model": dict(room),
-    }
+    return {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 0, "model": {**room}}

@@ -16,7 +16,7 @@ from paro.checkpoint.convert.hugging_face import tokenizer_of
 from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, joined
 from paro.checkpoint.convert.tensor_files import is_weight, lazy, load_torch_file
 from paro.errors import UserError, about
-from paro.untrusted.regular_file import open_regular, paths_in
+from paro.untrusted.regular_file import paths_in, read_bytes
 from paro.untrusted.schema import Positive, read_json
 
 PARAMS = "params.json"
@@ -80,9 +80,9 @@ def open_meta(directory: Path) -> Source:
     tokenizer = tokenizer_of(companions, begins=True)
     if tokenizer is None:
         notes.append(f"{directory} has no tokenizer: prompts are token ids")
-    elif not _is_sentencepiece(companions["tokenizer.model"]):
-        path, tokenizer = companions.pop("tokenizer.model"), None
-        notes.append(f"{path} is left out: give tokenizer.json of the Hugging Face model instead")
+    elif read_bytes(model)[:1] != b"\n":  # LLaMA-3's: text for another library, no SentencePiece
+        companions, tokenizer = {}, None
+        notes.append(f"{model} is left out: give tokenizer.json of the Hugging Face model instead")
     return Source(
         config=config,
         tensors=checked_tensors(shapes, found, directory, meta_name),
@@ -139,6 +139,7 @@ def _whole(config: LlamaConfig, name: str, dim: int | None, parts: list[Tensor])
 def _config(directory: Path, params: _Params, shards: list[Mapping[str, Tensor]]) -> LlamaConfig:
     """Take sizes from params.json, or from the tensors where it lacks them."""
     hidden, layers, heads = params["dim"], params["n_layers"], params["n_heads"]
+    base, is_scaled = params.get("rope_theta", 10000.0), params.get("use_scaled_rope", False)
     first = shards[0]
     columns = first["tok_embeddings.weight"].shape[1]
     by_rows = columns == hidden  # LLaMA-3 splits the vocabulary, older models the channels
@@ -156,22 +157,16 @@ def _config(directory: Path, params: _Params, shards: list[Mapping[str, Tensor]]
             num_attention_heads=heads,
             num_query_groups=params.get("n_kv_heads") or heads,
             kv_channels=hidden // heads,
-            max_position_embeddings=_positions(params),
+            # params.json lacks it; its RoPE fields are those of one kind of model.
+            max_position_embeddings=131072 if is_scaled else 8192 if base > 10000.0 else 2048,
             vocab_size=sum(vocab_rows) if by_rows else vocab_rows[0],
-            rotary_base=params.get("rope_theta", 10000.0),
-            use_rope_scaling=params.get("use_scaled_rope", False),
+            rotary_base=base,
+            use_rope_scaling=is_scaled,
             rope_scaling_factor=params.get("rope_scaling_factor", 8.0),
             norm_epsilon=params["norm_eps"],
             tie_embeddings_and_output_weights="output.weight" not in first,
         )
     return _as_published(config, first)
-
-
-def _positions(params: _Params) -> int:
-    """Infer the maximum sequence length, which params.json lacks, from its RoPE fields."""
-    if params.get("use_scaled_rope"):
-        return 131072
-    return 8192 if params.get("rope_theta", 10000.0) > 10000.0 else 2048
 
 
 def _as_published(config: LlamaConfig, shard: Mapping[str, Tensor]) -> LlamaConfig:
@@ -186,9 +181,3 @@ def _as_published(config: LlamaConfig, shard: Mapping[str, Tensor]) -> LlamaConf
             tied = torch.equal(shard["output.weight"], shard["tok_embeddings.weight"])
         return replace(preset, tie_embeddings_and_output_weights=tied)
     return config
-
-
-def _is_sentencepiece(path: Path) -> bool:
-    """Return whether this is a SentencePiece model; LLaMA-3's file is text for another library."""
-    with open_regular(path) as file:
-        return file.read(1) == b"\n"

@@ -20,21 +20,8 @@ from paro.checkpoint.agreement import one_process
 from paro.checkpoint.base import adapters_of, as_base, open_base
 from paro.checkpoint.chunks import ChunkedState
 from paro.checkpoint.config import saved_fields
-from paro.checkpoint.convert.hugging_face import (
-    COMPANIONS,
-    CONFIG,
-    companions_in,
-    copy_companions,
-    tokenizer_of,
-)
-from paro.checkpoint.convert.source import (
-    LazyTensor,
-    Source,
-    checked_tensors,
-    joined,
-    unpadded,
-    with_adapters,
-)
+from paro.checkpoint.convert.hugging_face import COMPANIONS, CONFIG, companions_in, tokenizer_of
+from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, joined, unpadded
 from paro.checkpoint.convert.tensor_files import lazy
 from paro.checkpoint.directory import (
     COMMON,
@@ -68,7 +55,10 @@ def open_native(root: Path, iteration: int | None = None, base: str | None = Non
         origin = common_of(under.directory).get("converted_from") if is_whole else None
         found = _tensors_in(under) | found
     lora = adapters_of(common, directory)
-    config = replace(_config(directory, common), lora=lora)
+    fields: dict[str, Any] = {"max_position_embeddings": 2048}
+    apart = ("max_position_embeddings", "init_method_std")
+    fields |= {name: common[name] for name in apart if name in common} | common.get("model", {})
+    config = replace(conform(fields, LlamaConfig, f"{directory / COMMON}: model"), lora=lora)
     tensors = checked_tensors(parameter_shapes(config), found, directory)
     adapters = {name: tensors.pop(name) for name in list(tensors) if is_adapter(name)}
     vocab_size = unpadded_vocab_size(common) or config.vocab_size
@@ -86,7 +76,7 @@ def open_native(root: Path, iteration: int | None = None, base: str | None = Non
     if lora is None:
         return source
     scalings = dict.fromkeys(map(adapted_weight, adapters), lora.scaling)
-    return with_adapters(source, lora, adapters, scalings)
+    return source.with_adapters(lora, adapters, scalings)
 
 
 def _tensors_in(manifest: Manifest) -> dict[str, LazyTensor]:
@@ -123,7 +113,7 @@ def write_native(source: Source, root: Path, final: Path, *, rows: int) -> None:
         "token_ids": source.token_ids,
     }
     _write(source.tensors, rows, root, final, common)
-    copy_companions(source.companions, root / COMPANIONS)
+    source.copy_companions(root / COMPANIONS)
 
 
 def write_adapters(source: Source, base: Path, root: Path, final: Path) -> None:
@@ -145,13 +135,9 @@ def write_adapters(source: Source, base: Path, root: Path, final: Path) -> None:
 
 
 def _write(
-    tensors: Mapping[str, LazyTensor],
-    vocab_rows: int,
-    root: Path,
-    final: Path,
-    common: Mapping[str, Any],
+    tensors: Mapping[str, LazyTensor], rows: int, root: Path, final: Path, common: Mapping[str, Any]
 ) -> None:
-    """Write an iteration 0 of parameters, and make it the latest checkpoint.
+    """Write an iteration 0 of parameters, `rows` of each of a vocabulary, as latest checkpoint.
 
     Parameters are written in ranges of rows: chunks of meta tensors, whose values are read later.
     """
@@ -160,18 +146,18 @@ def _write(
     for parameter, tensor in tensors.items():
         source, (num_rows, *others) = tensor, tensor.shape
         ranges = [*tensor.row_ranges()]
-        if parameter in BY_VOCABULARY and num_rows < vocab_rows:
-            zeros = torch.zeros((vocab_rows - num_rows, *others), dtype=tensor.dtype)
+        if parameter in BY_VOCABULARY and num_rows < rows:
+            zeros = torch.zeros((rows - num_rows, *others), dtype=tensor.dtype)
             source = joined([tensor, lazy(zeros)], 0)
-            ranges.append((num_rows, vocab_rows))
+            ranges.append((num_rows, rows))
         name = f"{PARAM}.{parameter}"
         sources[name], states[name] = source, ChunkedState(shape=source.shape)
         for start, stop in ranges:
-            rows = torch.empty((stop - start, *others), dtype=tensor.dtype, device="meta")
-            states[name].chunks[start, *(0 for _ in others)] = rows
+            chunk = torch.empty((stop - start, *others), dtype=tensor.dtype, device="meta")
+            states[name].chunks[start, *(0 for _ in others)] = chunk
 
-    def read(name: str, offsets: Shape, rows: Tensor) -> Tensor:
-        return sources[name].rows(offsets[0], offsets[0] + len(rows))
+    def read(name: str, offsets: Shape, chunk: Tensor) -> Tensor:
+        return sources[name].rows(offsets[0], offsets[0] + len(chunk))
 
     directory = begin_checkpoint(root, 0)
     sums = write_files(directory, states, one_process(), f"--output {final}", read=read)
@@ -190,13 +176,6 @@ def _read_rows(
     return rows
 
 
-def _config(directory: Path, common: Mapping[str, Any]) -> LlamaConfig:
-    fields: dict[str, Any] = {"max_position_embeddings": 2048}
-    apart = ("max_position_embeddings", "init_method_std")
-    fields |= {name: common[name] for name in apart if name in common} | common.get("model", {})
-    return conform(fields, LlamaConfig, f"{directory / COMMON}: model")
-
-
 def _begins_with_bos(common: Mapping[str, Any]) -> bool:
     """Return whether texts began with BOS; for a checkpoint of a run, by its type of tokenizer."""
     tokenizer = common.get("tokenizer") or {}
@@ -212,8 +191,7 @@ def _companions(
     if own:
         return own, tokenizer_of(own, begins=_begins_with_bos(common)), ()
     saved = saved_tokenizer(common)
-    names = ("tokenizer_model", "vocab_file", "merge_file")
-    places = [saved[name] for name in names if saved.get(name) is not None]
+    places = [*filter(None, map(saved.get, ("tokenizer_model", "vocab_file", "merge_file")))]
     if not places:
         return {}, saved or None, (f"{root} has no tokenizer: prompts are token ids",)
     paths = [*map(Path, places)]

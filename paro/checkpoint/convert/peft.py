@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import nextafter, sqrt
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
@@ -11,14 +12,8 @@ from typing import Annotated, Any, NotRequired, TypedDict
 from model.config import ALL_LINEAR, MODULES, LoraConfig, adapted_weight, down_name, up_name
 from model.hugging_face import hugging_face_name, llama_config
 from paro.checkpoint.convert.hugging_face import CONFIG as BASE_CONFIG
-from paro.checkpoint.convert.hugging_face import TOKENIZER_FILES, copy_companions, is_hugging_face
-from paro.checkpoint.convert.source import (
-    LazyTensor,
-    Source,
-    checked_tensors,
-    with_adapters,
-    write_json,
-)
+from paro.checkpoint.convert.hugging_face import TOKENIZER_FILES, is_hugging_face
+from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, write_json
 from paro.checkpoint.convert.tensor_files import open_safetensors, write_safetensors
 from paro.errors import UserError, about
 from paro.layout import Shape
@@ -92,7 +87,7 @@ def open_peft(directory: Path, base: Source) -> Source:
     with about(suffix=": these are adapters of another model than --base"):
         adapters = checked_tensors(shapes, adapters, directory / WEIGHTS, peft_name)
     scalings = {weight: alpha / rank for weight, (rank, alpha) in scales.items()}
-    return with_adapters(base, _alike(base, scales, fields), adapters, scalings)
+    return base.with_adapters(_alike(base, scales, fields), adapters, scalings)
 
 
 def check_base(source: Source, base_model: str | None) -> None:
@@ -121,8 +116,8 @@ def write_peft(source: Source, directory: Path, base_model: str | None) -> str:
     assert lora is not None, "no adapters"
     tensors = {peft_name(name): tensor for name, tensor in source.adapters.items()}
     write_safetensors(directory / WEIGHTS, tensors)
-    files = source.companions.items()
-    copy_companions({name: path for name, path in files if name in TOKENIZER_FILES}, directory)
+    files = {n: path for n, path in source.companions.items() if n in TOKENIZER_FILES}
+    replace(source, companions=files).copy_companions(directory)
     modules = {weight: module for module, weight in MODULES.items()}
     fields = {
         "peft_type": "LORA",
@@ -184,9 +179,7 @@ def _adapters_in(path: Path, weights: Sequence[str], fields: _Fields) -> dict[st
     targets = {name for name, weight in names.items() if _is_target(weight, fields, found)}
     for name in sorted(targets ^ found.keys()):
         where = "only the file has" if name in found else "the file lacks"
-        raise UserError(
-            f"{path} and target_modules of {CONFIG} do not agree: {where} {peft_name(name)}"
-        )
+        raise UserError(f"{path} and target_modules of {CONFIG} differ: {where} {peft_name(name)}")
     if not found:
         raise UserError(f"{path} holds no adapters")
     return found

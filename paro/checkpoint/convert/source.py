@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -112,6 +113,11 @@ class Source:
         path = self.companions.get("generation_config.json")
         return frozenset() if path is None else ends_in(path)
 
+    def copy_companions(self, directory: Path) -> None:
+        directory.mkdir(exist_ok=True)
+        for name, path in self.companions.items():
+            shutil.copyfile(path, directory / name)
+
     @property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
@@ -121,6 +127,23 @@ class Source:
         tensors = {name: change(tensor) for name, tensor in self.tensors.items()}
         adapters = {name: change(tensor) for name, tensor in self.adapters.items()}
         return replace(self, tensors=tensors, adapters=adapters)
+
+    def with_adapters(
+        self,
+        lora: LoraConfig | None,
+        adapters: Mapping[str, LazyTensor],
+        scalings: Mapping[str, float],
+    ) -> Source:
+        """Return the model with adapters: kept, and merged into its tensors, which become fp32.
+
+        `scalings` are by the weights with adapters; `lora` is None if no run has such adapters.
+        """
+        tensors = dict(self.tensors)
+        for weight, scaling in scalings.items():
+            parts = (tensors[weight], adapters[down_name(weight)], adapters[up_name(weight)])
+            whole, down, up = (part.cast(None) for part in parts)
+            tensors[weight] = _sum(whole, down, up, scaling)
+        return replace(self, tensors=tensors, lora=lora, adapters=adapters)
 
 
 def write_json(path: Path, fields: Mapping[str, Any]) -> None:
@@ -165,9 +188,7 @@ def checked_tensors(
             raise UserError(f"{where} has no {called(name)}: a file is missing or damaged")
         if found[name].shape != shape:
             there, here = map(shape_text, (found[name].shape, shape))
-            raise UserError(
-                f"{where}: {called(name)} is {there}, and its configuration makes it {here}"
-            )
+            raise UserError(f"{where}: {called(name)} is {there}, and {here} by its configuration")
         tensors[name] = replace(found[name], name=found[name].name or f"{where}: {called(name)}")
     return tensors
 
@@ -180,24 +201,6 @@ def unpadded(tensors: Mapping[str, LazyTensor], vocab_size: int) -> dict[str, La
         if name in tensors
     }
     return {**tensors, **shorter}
-
-
-def with_adapters(
-    source: Source,
-    lora: LoraConfig | None,
-    adapters: Mapping[str, LazyTensor],
-    scalings: Mapping[str, float],
-) -> Source:
-    """Return a model with adapters: they are kept, and merged into its tensors, which become fp32.
-
-    `scalings` are by the weights that have adapters; `lora` is None if no run has such adapters.
-    """
-    tensors = dict(source.tensors)
-    for weight, scaling in scalings.items():
-        parts = (tensors[weight], adapters[down_name(weight)], adapters[up_name(weight)])
-        whole, down, up = (part.cast(None) for part in parts)
-        tensors[weight] = _sum(whole, down, up, scaling)
-    return replace(source, tensors=tensors, lora=lora, adapters=adapters)
 
 
 def _sum(weight: LazyTensor, down: LazyTensor, up: LazyTensor, scaling: float) -> LazyTensor:

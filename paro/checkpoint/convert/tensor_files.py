@@ -146,10 +146,16 @@ def is_weight(value: object) -> TypeGuard[Tensor]:
     )
 
 
-def lazy(tensor: Tensor) -> LazyTensor:
-    """Return a lazy tensor over a mapped tensor or a view of one; its rows are copied when read."""
-    return LazyTensor(
-        shape=tuple(tensor.shape),
-        dtype=tensor.dtype,
-        rows=lambda start, stop: tensor[start:stop].clone(memory_format=torch.contiguous_format),
-    )
+def lazy(tensor: Tensor, index: Tensor | None = None) -> LazyTensor:
+    """Return a lazy tensor over a mapped tensor, or over those of its rows that `index` has.
+
+    Rows are copied when they are read.
+    """
+
+    def rows(start: int, stop: int) -> Tensor:
+        if index is not None:
+            return tensor[index[start:stop]]
+        return tensor[start:stop].clone(memory_format=torch.contiguous_format)
+
+    num_rows = len(tensor if index is None else index)
+    return LazyTensor(shape=(num_rows, *tensor.shape[1:]), dtype=tensor.dtype, rows=rows)

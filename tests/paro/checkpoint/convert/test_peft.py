@@ -216,7 +216,7 @@ def test_flags_that_do_not_agree(root: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"r": 4}, "lora_A.weight is 3x20, and its configuration makes it 4x20"),
+        ({"r": 4}, "lora_A.weight is 3x20, and 4x20 by its configuration"),
         ({"r": 0}, "r: 0 is not allowed, it must be 1 or more"),
         ({"lora_dropout": 1}, "lora_dropout: 1 is not allowed"),
         ({"r": "many"}, "adapter_config.json: r: 'many' is of the wrong type"),
