@@ -60,7 +60,7 @@ def main() -> None:
             # Lock --save before anything is read from it or written to it.
             lock: AbstractContextManager[LockedFolders | None] = nullcontext()
             if (folder := config.save_folder) is not None:
-                lock = lock_folders(folder, control, log.log0, progressed=watchdog.progressed)
+                lock = lock_folders(folder, control, log.log0, watchdog.progressed)
             with lock as locked:
                 chosen = plan_on_this_machine(config, control, watchdog)
                 if chosen is None:

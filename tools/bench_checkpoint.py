@@ -182,7 +182,7 @@ def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, 
     training = build_training(config, control)
     state = TrainState.at_start(config.loss_scale)
     source = build_sources(config, build_data(config), training, state).train
-    locked = LockedFolders(ranks_by_folder(folder, control), None)
+    locked = LockedFolders(ranks_by_folder(folder, control, "--folder"), None)
     saver = Saver(config, training, Log(rank=1, world_size=2), locked)  # no output
 
     def step() -> float:

@@ -109,18 +109,14 @@ def ranks_that_save(locked: LockedFolders, control: Control, timeout: timedelta)
 
 @contextmanager
 def lock_folders(
-    root: Path,
-    control: Control,
-    say: Callable[[str], None],
-    *,
-    progressed: Callable[[], None] = lambda: None,
+    root: Path, control: Control, say: Callable[[str], None], progressed: Callable[[], None]
 ) -> Iterator[LockedFolders]:
     """Hold the lock of every folder in the block; collective.
 
     Raises `UserError` on all ranks if another run holds a folder. `say` gets a line on every rank
     if the start has to wait; `progressed` is called in every turn of the wait.
     """
-    folders = ranks_by_folder(root, control)
+    folders = ranks_by_folder(root, control, f"--save {root}")
     is_first = any(control.world.rank == ranks[0] for ranks in folders)
     waiter = LockWaiter(root, LockHolder.this_process()) if is_first else None
     lock: FolderLock | None = None
@@ -153,15 +149,12 @@ def lock_folders(
             lock.release()
 
 
-def ranks_by_folder(
-    root: Path, control: Control, *, blame: str = ""
-) -> tuple[tuple[int, ...], ...]:
+def ranks_by_folder(root: Path, control: Control, blame: str) -> tuple[tuple[int, ...], ...]:
     """Return the ranks, grouped by the folder that they see under this path; collective.
 
     Every rank creates a temporary marker file and looks for the markers of the other ranks. Raises
     `UserError` if two ranks see each other's markers differently. `blame` names the folder's flag.
     """
-    blame = blame or f"--save {root}"
     rank, size = control.world.rank, control.world.size
     if size == 1:
         return ((0,),)

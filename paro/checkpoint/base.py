@@ -60,8 +60,7 @@ def open_base(named: BaseCheckpoint | None, moved_to: str | None, blame: str) ->
 
 def adapters_of(common: Mapping[str, Any], directory: Path) -> LoraConfig | None:
     """Return the adapters of a checkpoint with this common.json; None if it has none."""
-    where = f"{directory / COMMON}: lora"
-    return conform(common.get("lora"), LoraConfig | None, where)
+    return conform(common.get("lora"), LoraConfig | None, f"{directory / COMMON}: lora")
 
 
 def has_adapters(common: Mapping[str, Any], wanted: LoraConfig | None, directory: Path) -> bool:

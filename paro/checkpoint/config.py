@@ -9,7 +9,7 @@ from typing import Any
 from model.config import LlamaConfig
 from paro.errors import UserError, check_least, contradiction
 
-# Fields of the model that a run may change when it continues.
+# Fields of the model that a run may change when it continues; so are those of fused kernels.
 _FREE_FIELDS = frozenset(
     {
         "recompute",
@@ -19,11 +19,6 @@ _FREE_FIELDS = frozenset(
         "attention_backend",
         "fp8_format",
         "z_loss_weight",
-        "fuses_swiglu",
-        "fuses_rotary",
-        "fuses_fp8_casts",
-        "fuses_norms",
-        "fuses_loss",
         "torch_compile",
     }
 )
@@ -31,7 +26,9 @@ _FREE_FIELDS = frozenset(
 
 def saved_fields(model: LlamaConfig) -> dict[str, Any]:
     """Return the fields of the model that checkpoints hold."""
-    return {name: value for name, value in asdict(model).items() if name not in _FREE_FIELDS}
+    values = asdict(model)
+    free = _FREE_FIELDS.union(name for name in values if name.startswith("fuses_"))
+    return {name: value for name, value in values.items() if name not in free}
 
 
 def is_of_positions(name: str) -> bool:

@@ -97,9 +97,7 @@ def latest_iteration(directory_root: str | Path) -> int | None:
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         if not iterations_in(root):
             _refuse_strangers(root)
-        raise DamagedError(
-            f"{path} says {text[:40]!r}: write the number of an iter_* folder into it"
-        )
+        raise DamagedError(f"{path} says {text[:40]!r}: write the number of an iter_* folder there")
     return int(text)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -58,16 +59,13 @@ def write_states(
     """
     blame = f"--save {root}"
     log(f"saving checkpoint at iteration {iteration:7d} to {root} in torch_dist format")
-    check, token = ranks.check_lock, ranks.token
-    folder = ranks.first_decides(
-        lambda: begin_checkpoint(root, iteration, check=check, token=token), blame
-    )
+    begin = partial(begin_checkpoint, root, iteration, check=ranks.check_lock, token=ranks.token)
+    folder = ranks.first_decides(begin, blame)
     try:
         # Each line raises on all ranks or on none: no folder is completed if any rank failed.
         files = write_files(folder, states, ranks, blame)
-        ranks.first_decides(
-            lambda: finish_checkpoint(folder, iteration, common, files, check), blame
-        )
+        finish = partial(finish_checkpoint, folder, iteration, common, files, ranks.check_lock)
+        ranks.first_decides(finish, blame)
     except Exception as error:
         if ranks.is_first_of_folder:
             discard_checkpoint(folder)
@@ -76,7 +74,7 @@ def write_states(
             # Another run may hold the folder and have removed this run's files; of a removed
             # folder none does.
             with ranks.raise_on_all_ranks(blame, name_rank=False), suppress(OSError):
-                check()
+                ranks.check_lock()
         raise
     log(f"  successfully saved checkpoint from iteration {iteration:7d} to {root}")
 

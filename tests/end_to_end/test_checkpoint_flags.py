@@ -342,7 +342,7 @@ def test_a_folder_in_use_is_refused_to_runs_that_save(
     words = f"--mock-data --train-iters 4 --save {tmp_path} --load {tmp_path}"
     launch(words, "--exit-interval 2")
     monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.1)
-    with lock_folders(tmp_path, control_here(), print):
+    with lock_folders(tmp_path, control_here(), print, lambda: None):
         before = sorted(tmp_path.rglob("*"))
         where = f"process {os.getpid()} on {socket.gethostname()}"
         told = f"--save {tmp_path} is in use by {where} ... give another --save"

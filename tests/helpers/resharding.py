@@ -133,7 +133,7 @@ def save_and_go_on(
     for _ in range(STEPS_BEFORE):
         train_step(training, state, source)
     states = whole_states(training, replicas=True)
-    locked = LockedFolders(ranks_by_folder(root, training.control), None)
+    locked = LockedFolders(ranks_by_folder(root, training.control, "--save"), None)
     saver = Saver(config, training, log, locked, resumed=resumed)
     saver.write(state)
     num_steps, iteration = training.optimizer.num_steps, state.iteration

@@ -49,7 +49,8 @@ def save_run(
 ) -> None:
     """Saves a run under --save, by default one that has just started."""
     assert config.checkpoint.save is not None, "nowhere to save"
-    locked = LockedFolders(ranks_by_folder(Path(config.checkpoint.save), training.control), None)
+    folders = ranks_by_folder(Path(config.checkpoint.save), training.control, "--save")
+    locked = LockedFolders(folders, None)
     saver = Saver(config, training, Log(rank=0, world_size=1), locked, resumed=resumed)
     saver.write(state or TrainState.at_start(config.loss_scale))
     saver.settle()

@@ -70,11 +70,13 @@ def snapshot_folder(
     Removes old folders of dead jobs of the same user. After an error the folder is kept: the same
     command, or torchrun, starts again and recovers.
     """
-    path = (base or MEMORY) / _name()
+    job = read_rendezvous_id() or read_job_id() or "none"
+    words = (str(os.getuid()), job, socket.gethostname())
+    path = (base or MEMORY) / "-".join(("paro", *map(_as_file_name, words)))
     blame = f"{FLAG} {path.parent}"
     with control.raise_on_all_ranks(name_rank=True), writing(blame):
         _make_private(path)
-    near = ranks_by_folder(path, control, blame=blame)
+    near = ranks_by_folder(path, control, blame)
     (mine,) = (ranks for ranks in near if control.world.rank in ranks)
     folder = SnapshotFolder(path, control, mine)
     lock: int | None = None
@@ -108,13 +110,6 @@ def check_room(folder: SnapshotFolder, num_bytes: int) -> None:
                 f"{folder.path.parent} has {size_text(free)}: mount it larger, give another "
                 f"{FLAG}, or spread the optimizer state over more ranks with --paro-strategy"
             )
-
-
-def _name() -> str:
-    """Return a folder name from user, job (torchrun's --rdzv-id or SLURM's) and node."""
-    job = read_rendezvous_id() or read_job_id() or "none"
-    words = (str(os.getuid()), job, socket.gethostname())
-    return "-".join(("paro", *map(_as_file_name, words)))
 
 
 def _as_file_name(word: str) -> str:

@@ -155,9 +155,7 @@ def _snapshots_here(
         changed = [name for name in {**flags, **there} if flags.get(name) != there.get(name)]
         if changed:
             flag = changed[0].replace("_", "-")
-            notes.append(
-                f"local copies in {folder.path} are of a run with other flags (--{flag}): not used"
-            )
+            notes.append(f"local copies in {folder.path} are of other flags (--{flag}): not used")
         else:
             found.append(snapshot)
     return found, notes

@@ -175,10 +175,9 @@ class SnapshotWriter:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             # Allocate all pages now: a full file system would be a SIGBUS in a mapped page.
-            os.posix_fallocate(descriptor, 0, max(1, self.num_bytes))
-            room = torch.frombuffer(
-                mmap.mmap(descriptor, max(1, self.num_bytes)), dtype=torch.uint8
-            )
+            num_bytes = max(1, self.num_bytes)
+            os.posix_fallocate(descriptor, 0, num_bytes)
+            room = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
         except OSError:
             with suppress(OSError):
                 path.unlink()

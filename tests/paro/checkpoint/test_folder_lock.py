@@ -330,7 +330,7 @@ def test_the_start_says_why_it_waits_and_ends_refused(
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr("time.sleep", lambda _seconds: first.beat())
-    locked = lock_folders(tmp_path, control_here(), said.append)
+    locked = lock_folders(tmp_path, control_here(), said.append, lambda: None)
     refused(locked.__enter__, f"--save {tmp_path} is in use by process 4321 on node7")
     (line,) = said
     assert line.startswith(f"--save {tmp_path} belongs to process 4321 on node7, since ")

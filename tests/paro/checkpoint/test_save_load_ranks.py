@@ -90,7 +90,7 @@ def claims(root: Path, folders: str, *, lost: int | None = None) -> tuple[object
     control, said = control_here(), list[str]()
     own = root / folders[control.world.rank]
     try:
-        with lock_folders(own, control, said.append) as locked:
+        with lock_folders(own, control, said.append, lambda: None) as locked:
             assert not said
             if control.world.rank == lost:
                 assert folder_lock._create(own, 2, elsewhere())
