@@ -347,8 +347,7 @@ class IndexedDatasetWriter:
         if (dataset.loss_mask_file is not None) != self.has_loss_mask:
             raise UserError(
                 f"{dataset.prefix} has {'no ' if self.has_loss_mask else ''}conversations "
-                "(.answered), unlike those before it: join corpora of one kind; training blends "
-                "both"
+                "(.answered), unlike those before it: join those of one kind; training blends both"
             )
         for part in dataset.part_ranges():
             mask_file = dataset.loss_mask_file

@@ -68,8 +68,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         flag = "--vocab-file" if config.tokenizer_type == GPT2_TYPE else "--tokenizer-model"
         raise UserError(
             f"--vocab-size {config.vocab_size} contradicts {flag} {config.files[0]}, which has "
-            f"{tokenizer.vocab_size} entries: leave --vocab-size out; --padded-vocab-size sets the "
-            "model's rows"
+            f"{tokenizer.vocab_size} ids: leave it out; --padded-vocab-size sets the model's rows"
         )
     return tokenizer
 

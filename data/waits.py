@@ -26,11 +26,8 @@ class Wait:
         """Say once what is waited for; `TimeoutError`, one line with status 1, past the limit."""
         waited = time.monotonic() - self._begin
         if waited > self.limit_seconds:
-            raise TimeoutError(
-                errno.ETIMEDOUT,
-                f"waited {waited:.0f} s for {self._what}; "
-                "--distributed-timeout-minutes is the limit",
-            )
+            limit = "--distributed-timeout-minutes is the limit"
+            raise TimeoutError(errno.ETIMEDOUT, f"waited {waited:.0f} s for {self._what}; {limit}")
         if waited > NOTICE_AFTER_SECONDS and not self._has_noted:
             self._has_noted = True
             sys.stderr.write(shown(f"waiting for {self._what}\n"))
