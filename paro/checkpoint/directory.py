@@ -20,6 +20,7 @@ from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
 from data.hub import how_to_fetch
 from paro.checkpoint.manifest import (
     FORMAT_VERSION,
+    METADATA,
     ChunkSums,
     DamagedError,
     damaged,
@@ -35,7 +36,6 @@ from paro.untrusted.schema import Count, parse_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.json"
-METADATA = ".metadata"
 RANK_MARK = ".rank_"
 MAX_TRACKER_BYTES = 4096  # the most bytes that are read of a tracker
 _REPLACED = ".replaced"

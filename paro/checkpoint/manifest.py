@@ -24,6 +24,7 @@ from paro.untrusted.regular_file import RegularFile, read_bytes
 from paro.untrusted.schema import Count, conform, read_json
 
 MANIFEST = "manifest.json"
+METADATA = ".metadata"  # DCP's file
 FORMAT_VERSION = 2  # version of the format that is written and read
 
 _PACKAGES = ("torch", "numpy", "safetensors", "sentencepiece", "tokenizers", "transformers")

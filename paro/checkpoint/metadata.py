@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import _get_layout
 
-from paro.checkpoint.directory import METADATA
-from paro.checkpoint.manifest import DamagedError
+from paro.checkpoint.manifest import METADATA, DamagedError
 from paro.errors import UserError, describe, open_files_limit
 from paro.untrusted.regular_file import read_bytes
 

@@ -24,14 +24,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from paro.checkpoint.agreement import CheckpointRanks
 from paro.checkpoint.chunks import ChunkedState
-from paro.checkpoint.directory import (
-    METADATA,
-    begin_checkpoint,
-    discard_checkpoint,
-    finish_checkpoint,
-)
+from paro.checkpoint.directory import begin_checkpoint, discard_checkpoint, finish_checkpoint
 from paro.checkpoint.folder_lock import LockLostError
-from paro.checkpoint.manifest import ChunkSums, check_sizes, sum_of
+from paro.checkpoint.manifest import METADATA, ChunkSums, check_sizes, sum_of
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.storage import BoundedWriter
 from paro.errors import StorageError, UserError

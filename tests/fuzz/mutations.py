@@ -22,9 +22,8 @@ from torch import Tensor
 from data.fingerprint import fingerprint_of
 from data.tokenizer_config import TokenizerConfig
 from paro.arguments.flag_parser import PATHS as PATH_METAVARS
-from paro.checkpoint.directory import METADATA
 from paro.checkpoint.folder_lock import LockHolder
-from paro.checkpoint.manifest import read_manifest, sum_of, write_manifest
+from paro.checkpoint.manifest import METADATA, read_manifest, sum_of, write_manifest
 from tests.data.test_tokenizer import sentencepiece_model, write_tik
 from tests.helpers.gpt2 import write_gpt2
 from tests.paro.checkpoint.convert.folders import random_tensors

@@ -212,8 +212,5 @@ def _tokenizer_there(source: Source, folder: Path) -> dict[str, Any]:
         return {"vocab_size": None, **there}
     if source.tokenizer is not None and source.tokenizer["tokenizer_type"] == "NullTokenizer":
         return dict(source.tokenizer)
-    return {
-        "tokenizer_type": "NullTokenizer",
-        "tokenizer_model": None,
-        "vocab_size": source.config.vocab_size,
-    }
+    null = {"tokenizer_type": "NullTokenizer", "tokenizer_model": None}
+    return {**null, "vocab_size": source.config.vocab_size}

@@ -18,8 +18,9 @@ import torch.distributed.checkpoint as dcp
 from paro.checkpoint.agreement import CheckpointRanks, one_process, with_one_folder
 from paro.checkpoint.chunks import chunked_states
 from paro.checkpoint.convert.native import open_native, write_native
-from paro.checkpoint.directory import METADATA, latest_iteration
+from paro.checkpoint.directory import latest_iteration
 from paro.checkpoint.load import LoadRequest
+from paro.checkpoint.manifest import METADATA
 from paro.checkpoint.save import write_states
 from paro.checkpoint.storage import BoundedWriter
 from paro.distributed.control import Control
