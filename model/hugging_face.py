@@ -35,9 +35,8 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """A transformers model_type that this model can represent: its class and its defaults."""
+    """The features and defaults of a transformers model_type that this model can represent."""
 
-    architecture: str
     add_qkv_bias: bool = False
     has_attention_bias: bool = False  # True: attention_bias adds biases to q, k, v and output
     qk_layernorm: bool = False
@@ -50,24 +49,15 @@ class _Family:
 
 
 _FAMILIES = {
-    "llama": _Family(
-        architecture="LlamaForCausalLM", has_attention_bias=True, says={"mlp_bias": False}
-    ),
-    "mistral": _Family(
-        architecture="MistralForCausalLM",
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        sliding_window=4096,
-    ),
+    "llama": _Family(has_attention_bias=True, says={"mlp_bias": False}),
+    "mistral": _Family(num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096),
     "qwen2": _Family(
-        architecture="Qwen2ForCausalLM",
         add_qkv_bias=True,
         says={"use_sliding_window": False},
         num_key_value_heads=32,
         max_position_embeddings=32768,
     ),
     "qwen3": _Family(
-        architecture="Qwen3ForCausalLM",
         has_attention_bias=True,
         qk_layernorm=True,
         says={"use_sliding_window": False},
@@ -209,7 +199,7 @@ def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
             )
         rope |= {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
     return {
-        "architectures": [family.architecture],
+        "architectures": [f"{model_type.capitalize()}ForCausalLM"],
         "model_type": model_type,
         "hidden_act": "silu",
         **says,
