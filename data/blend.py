@@ -86,12 +86,8 @@ def read_blend(path: str, flag: str) -> Blend:
 def read_blend_per_split(path: str, flag: str) -> dict[str, Blend]:
     """Read the blends of train, valid and test from a JSON object: words or a list under each."""
     with about(suffix=_SPLITS):
-        splits: _Splits = read_json(Path(path), _Splits, f"{flag} {path}")
-    return {
-        name: _blend_of(content, f"{flag} {path}, {name}:")
-        for name, content in asdict(splits).items()
-        if content
-    }
+        splits = asdict(read_json(Path(path), _Splits, f"{flag} {path}")).items()
+    return {name: _blend_of(words, f"{flag} {path}, {name}:") for name, words in splits if words}
 
 
 def _blend_of(content: str | list[Any], flag: str) -> Blend:

@@ -81,15 +81,14 @@ def _tokenizer(processor: Any) -> Any:
     vocab = {processor.id_to_piece(i): i for i in ids}
     prefixed = processor.encode("a", out_type=str)[0].startswith(BLANK)
     unknown = processor.id_to_piece(processor.unk_id()) if processor.unk_id() >= 0 else None
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=_merges(processor),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=any(processor.is_byte(i) for i in ids),
-        )
+    model = models.BPE(
+        vocab=vocab,
+        merges=_merges(processor),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=any(processor.is_byte(i) for i in ids),
     )
+    tokenizer = Tokenizer(model)
     replace = normalizers.Replace(" ", BLANK)
     tokenizer.normalizer = (
         normalizers.Sequence([normalizers.Prepend(BLANK), replace]) if prefixed else replace
@@ -98,12 +97,9 @@ def _tokenizer(processor: Any) -> Any:
     tokenizer.decoder = decoders.Sequence(
         [*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps
     )
+    special = [i for i in ids if processor.is_control(i) or processor.is_unknown(i)]
     tokenizer.add_special_tokens(
-        [
-            AddedToken(processor.id_to_piece(i), special=True, normalized=False)
-            for i in ids
-            if processor.is_control(i) or processor.is_unknown(i)
-        ]
+        [AddedToken(processor.id_to_piece(i), special=True, normalized=False) for i in special]
     )
     return tokenizer
 

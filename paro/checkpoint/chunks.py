@@ -64,11 +64,7 @@ def chunked_states(
 
 def chunks_of(states: Mapping[str, ChunkedState]) -> dict[tuple[str, Shape], Tensor]:
     """Return the chunks of all states, by the name of the state and the offsets."""
-    return {
-        (name, offsets): values
-        for name, state in states.items()
-        for offsets, values in state.chunks.items()
-    }
+    return {(name, o): v for name, state in states.items() for o, v in state.chunks.items()}
 
 
 def may_be_missing(name: str) -> bool:

@@ -10,18 +10,16 @@ from model.config import LlamaConfig
 from paro.errors import UserError, check_least, contradiction
 
 # Fields of the model that a run may change when it continues; so are those of fused kernels.
-_FREE_FIELDS = frozenset(
-    {
-        "recompute",
-        "max_position_embeddings",
-        "init_method_std",
-        "lora",
-        "attention_backend",
-        "fp8_format",
-        "z_loss_weight",
-        "torch_compile",
-    }
-)
+_FREE_FIELDS = {
+    "recompute",
+    "max_position_embeddings",
+    "init_method_std",
+    "lora",
+    "attention_backend",
+    "fp8_format",
+    "z_loss_weight",
+    "torch_compile",
+}
 
 
 def saved_fields(model: LlamaConfig) -> dict[str, Any]:

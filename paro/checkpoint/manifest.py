@@ -75,11 +75,8 @@ class Manifest:
 
     @cached_property
     def _by_place(self) -> dict[tuple[str, int], ChunkSum]:
-        return {
-            (name, begin): chunk
-            for name, sums in self.files.items()
-            for begin, chunk in _placed(sums)
-        }
+        files = self.files.items()
+        return {(name, begin): chunk for name, sums in files for begin, chunk in _placed(sums)}
 
     def check_sizes(self, names: Collection[str]) -> None:
         """Raise `DamagedError` unless the files exist with the written sizes."""

@@ -85,11 +85,7 @@ class _MetadataUnpickler(pickle._Unpickler):
         {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES}
     )
     classes: ClassVar[Mapping[tuple[str, str], Any]] = {
-        **{
-            ("torch", n): dtype
-            for n, dtype in vars(torch).items()
-            if isinstance(dtype, torch.dtype)
-        },
+        **{("torch", n): kind for n, kind in vars(torch).items() if isinstance(kind, torch.dtype)},
         **{(_MODULE, kind.__name__): kind for kind in _METADATA_CLASSES},
         ("torch", "Size"): torch.Size,
         ("torch.serialization", "_get_layout"): _get_layout,

@@ -127,15 +127,14 @@ def open_megatron(root: Path) -> Source:
     ranks = [first, *(_contents(other)[1] for other in others)]
     config, vocab_size = _config(path, args, ranks)
     found = _found(path, config, ranks)
+    tensors = checked_tensors(parameter_shapes(config), found, path, megatron_name)
     companions = companions_in(root / COMPANIONS)
     # A tokenizer.model alone is from a folder of Meta's, whose texts begin with BOS.
     begins = {*companions} == {"tokenizer.model"} or begins_with_bos(companions)
     notes = () if companions else (f"{root} has no tokenizer: prompts are token ids",)
     return Source(
         config=replace(config, vocab_size=vocab_size),
-        tensors=unpadded(
-            checked_tensors(parameter_shapes(config), found, path, megatron_name), vocab_size
-        ),
+        tensors=unpadded(tensors, vocab_size),
         companions=companions,
         tokenizer=tokenizer_of(companions, begins=begins),
         begins_with_bos=begins,
@@ -145,8 +144,14 @@ def open_megatron(root: Path) -> Source:
 
 def write_megatron(source: Source, root: Path, *, rows: int, divisible_by: int) -> None:
     """Fill an empty folder with a `release` checkpoint; embedding and head have `rows` rows."""
-    _check_rope_scaling(source.config)
     config = replace(source.config, vocab_size=rows)
+    for name in (*_ROTARY, *(_ROPE_SCALING if config.use_rope_scaling else ())):
+        value = getattr(config, name)
+        if value != _ROPE_SCALING.get(name, int(value)):
+            raise UserError(
+                f"Megatron-LM has no --{name.replace('_', '-')} {value}, as this model has: it "
+                f"takes {_ROPE_SCALING.get(name, 'a whole number')}"
+            )
     dtypes: dict[str, torch.dtype] = {}
     for name, tensor in source.tensors.items():
         theirs = megatron_name(name)
@@ -167,16 +172,6 @@ def write_megatron(source: Source, root: Path, *, rows: int, divisible_by: int) 
                 fused[index[start:stop]] = tensor.rows(start, stop).to(fused.dtype)
     source.copy_companions(root / COMPANIONS)
     (root / TRACKER).write_text("release", encoding="utf-8")
-
-
-def _check_rope_scaling(config: LlamaConfig) -> None:
-    for name in (*_ROTARY, *(_ROPE_SCALING if config.use_rope_scaling else ())):
-        value = getattr(config, name)
-        if value != _ROPE_SCALING.get(name, int(value)):
-            raise UserError(
-                f"Megatron-LM has no --{name.replace('_', '-')} {value}, as this model has: it "
-                f"takes {_ROPE_SCALING.get(name, 'a whole number')}"
-            )
 
 
 def _iteration(root: Path) -> Path:
