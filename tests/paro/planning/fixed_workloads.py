@@ -23,11 +23,12 @@ from paro.planning.estimator import Estimator
 from paro.planning.planner import plan
 from paro.planning.search_space import Candidate, PlanRequest, SearchSpace, legal_strategies
 from paro.precision import PrecisionConfig
+from paro.spec.context_layout import ContextLayout
 from paro.spec.run_spec import Materialize
 from tests.paro.planning.cases import DEVICE, machine
 
 RECORD = Path(__file__).with_name("fixed_workloads.json")
-NUMBER, PLANNED_EVERY = 300, 15
+NUMBER, SHARED_FROM, PLANNED_EVERY = 300, 200, 15
 WORLDS = ((8, 8), (16, 8), (32, 8), (8, 4), (24, 8), (64, 16))  # ranks, ranks of a group
 
 
@@ -37,6 +38,8 @@ def drawn(index: int) -> tuple[PlanRequest, Candidate]:
         random = Random(f"{index}/{attempt}")
         try:
             request = _request(random)
+            if index >= SHARED_FROM:
+                request = _shared(random, request)
             return request, _candidate(random, request)
         except UserError:
             continue
@@ -86,6 +89,20 @@ def _request(random: Random) -> PlanRequest:
         trainable=_trainable(random) if model.lora is None else Trainable(),
         device_type="cuda",
     )
+
+
+def _shared(random: Random, request: PlanRequest) -> PlanRequest:
+    """The request with ranks that share samples, or that update by Muon, or both."""
+    size = random.choice([size for size in (1, 2, 4, 8, 16) if request.world_size % size == 0])
+    heads = random.choice([heads for heads in (1, 1, 2, size) if size % heads == 0])
+    layout = ContextLayout(
+        size=size, heads=heads, gathers=heads == 1 < size and random.random() < 0.3
+    )
+    if reason := request.context_limits(request.world_size).misfit(layout):
+        raise UserError(reason)
+    optimizer = "muon" if size == 1 or random.random() < 0.3 else "adam"
+    precision = replace(request.precision, optimizer=optimizer)
+    return replace(request, context=layout, materialize=Materialize.GATHER, precision=precision)
 
 
 def _machine(random: Random, world_size: int, group_size: int) -> Machine:

@@ -33,34 +33,6 @@ def test_all_that_trains_is_counted_as_in_a_training(materialize: Materialize) -
     assert estimate.mfu == pytest.approx(per_device / estimate.seconds / DEVICE.peak_flops)
 
 
-@pytest.mark.parametrize(
-    ("recompute", "passes"),
-    [
-        (None, 3),
-        (RecomputeConfig(granularity="full"), 4),
-        (RecomputeConfig(granularity="selective"), 4),
-        (RecomputeConfig(granularity="full", keeps_core=True), 3),
-    ],
-)
-@pytest.mark.parametrize("layout", [ContextLayout(), ContextLayout(size=8)])
-def test_attention_is_computed_at_its_own_rate(
-    layout: ContextLayout, recompute: RecomputeConfig | None, passes: int
-) -> None:
-    model, length = replace(SMALL, recompute=recompute), 2**16
-
-    def seconds(attention_flops: float | None) -> float:
-        own = machine(device=replace(DEVICE, attention_flops=attention_flops))
-        given = plan_request(model, machine=own, seq_length=length, context=layout)
-        return compute_seconds(costs(given, "III"))
-
-    width = model.num_attention_heads * model.kv_channels
-    of_sample = passes * 4 * length**2 * width * model.num_layers
-    usual, flops = DEVICE.sustained_flops, of_sample * 192 / 32  # samples on ranks
-    saved = seconds(usual) - seconds(3 * usual)
-    assert saved == pytest.approx(flops / usual * (1 - 1 / 3))
-    assert seconds(None) == seconds(usual)
-
-
 KEPT = RecomputeConfig(granularity="full", keeps_core=True)
 
 

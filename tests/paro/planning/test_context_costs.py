@@ -10,13 +10,11 @@ from model.config import RecomputeConfig
 from model.trainable import Trainable
 from paro.machine.machine import Nic
 from paro.planning.comm_costs import THREAD, ContextCosts
-from paro.planning.context_parallel import messages_of
 from paro.planning.search_space import PlanRequest
 from paro.planning.sending import Sender
 from paro.planning.step_costs import StepCosts, simulate
 from paro.spec.context_layout import ContextLayout
-from paro.step.actions import Verb
-from tests.paro.planning.cases import DEVICE, SMALL, compute_seconds, costs, machine, plan_request
+from tests.paro.planning.cases import SMALL, compute_seconds, costs, machine, plan_request
 
 LAYOUTS = {
     "p2p in groups": ContextLayout(size=4),
@@ -88,74 +86,6 @@ def test_a_flat_ring_leaves_a_group_by_one_nic(nic: Nic, nics: int, part: float)
 
     messages = 31 / 3  # more than in the double ring's outer one
     assert exposed(32) / exposed(8) == pytest.approx(messages * part, rel=0.1)
-
-
-def by_turns(
-    hops: dict[str, tuple[float, float]], steps: int, turns: int, part: float, at_first: float
-) -> float:
-    """How long a pass round two rings takes, step by step; `hops` of keys and of their gradients.
-
-    A ring sends one message after another. Sums follow the keys, as in ring.py.
-    """
-    now, free = 0.0, dict.fromkeys(hops, 0.0)
-
-    def send(ring: str, heads: float = 1.0, *, is_sum: bool = False) -> float:
-        free[ring] = max(now, free[ring]) + heads * hops[ring][is_sum]
-        return free[ring]
-
-    has_sums = hops["inner"][1] > 0
-    in_group = between = 0.0  # when the last sum arrives
-
-    def turn_of(number: int, heads: float) -> None:
-        nonlocal now, in_group, between
-        at_once = at_first if has_sums and not number and steps > 1 else 1.0
-        for step in range(steps):
-            arrival = send("inner", heads) if step < steps - 1 else 0.0
-            now += heads * part * (1.0 if step else at_once)
-            if has_sums and step:
-                now = max(now, in_group if step > 1 else 0.0)
-                in_group = send("inner", heads, is_sum=True)
-            elif has_sums and number > 1:
-                now = max(now, in_group, between)
-                between = send("outer", is_sum=True)
-            now = max(now, arrival)
-        if has_sums and not number:
-            now = max(now + heads * part * (1 - at_once), in_group)
-
-    early = at_first if has_sums and turns > 1 else 1.0
-    for number in range(turns):
-        next_turn = send("outer") if number < turns - 1 else 0.0
-        turn_of(number, 1.0 if number else early)
-        now = max(now, next_turn)
-    if has_sums and turns > 1:
-        now = max(now, in_group, between)
-        between = send("outer", is_sum=True)
-        turn_of(0, 1 - early)
-        now = max(now, between)
-    return now
-
-
-@pytest.mark.parametrize("inner", [1, 2, 4, 8])
-@pytest.mark.parametrize("speed", [0.01, 0.1, 1, 10])
-@pytest.mark.parametrize("verb", [Verb.FORWARD, Verb.GRADIENTS])
-def test_turns_that_are_alike_take_as_long_as_one_by_one(
-    inner: int, speed: float, verb: Verb
-) -> None:
-    faster = replace(DEVICE, sustained_flops=speed * 150e12, peak_flops=1e18)
-    groups = machine(group_size=inner, device=faster)
-    step = costs(shared(ContextLayout(size=8), group_size=inner, machine=groups))
-    context, outer = context_of(step), 8 // inner
-    messages = messages_of(step.computing.run)
-    grads = messages.kv_grads if verb is Verb.GRADIENTS else 0
-    hops = {
-        ring: (messages.kv * 8 / rate, grads * 8 / rate)
-        for ring, rate in (("inner", 2000e9), ("outer", 100e9))
-    }
-    seconds = step.computing.attention_seconds(1) * (2 if grads else 1)
-    took = by_turns(hops, inner, outer, seconds / 8, messages.first_share)
-    exact = 1e-9 if verb is Verb.FORWARD else 0.12
-    exposed = sum(context.exposed(*one) for one in context.passes((verb, 1)))
-    assert seconds + exposed == pytest.approx(took, rel=exact)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from model.fusion import Fusions, usable_kernels
 from model.trainable import Trainable
 from paro.planning.run_memory import RunMemory
 from paro.precision import PrecisionConfig
-from paro.spec.context_layout import ALONE, ContextLayout
+from paro.spec.context_layout import ContextLayout
 from paro.spec.run_spec import RunSpec
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rank, silence
 from tests.paro.planning.on_ranks import run_of
@@ -241,46 +240,6 @@ OF_SHARED_SAMPLES = {
 @pytest.mark.parametrize("name", OF_SHARED_SAMPLES)
 def test_prediction_holds_for_shared_samples(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert_predicted(monkeypatch, OF_SHARED_SAMPLES[name])
-
-
-LONG = LlamaConfig(
-    num_layers=4,
-    hidden_size=256,
-    ffn_hidden_size=688,
-    num_attention_heads=8,
-    num_query_groups=8,
-    kv_channels=32,
-    max_position_embeddings=8192,
-    vocab_size=4096,
-)
-
-
-@pytest.mark.parametrize(
-    "peak",
-    [
-        lambda run: RunMemory(None).of(run).allocations.total,
-        pytest.param(measure, marks=pytest.mark.verify),
-    ],
-    ids=["predicted", "measured"],
-)
-@pytest.mark.parametrize(
-    ("layout", "most"), [(ContextLayout(size=4), 0.30), (ContextLayout(size=4, heads=4), 0.35)]
-)
-def test_the_activations_of_a_sample_on_4_ranks_are_those_of_one_divided(
-    monkeypatch: pytest.MonkeyPatch,
-    layout: ContextLayout,
-    most: float,
-    peak: Callable[[RunSpec], int],
-) -> None:
-    """Of 8,192 tokens, beyond what a step of 64 takes."""
-    silence(monkeypatch)
-
-    def grows(layout: ContextLayout) -> int:
-        given = {"micro_batch_size": 1, "num_micro_batches": 1, "context": layout}
-        short, long = (run("GGG", LONG, seq_length=n, **given) for n in (64, 8192))
-        return peak(long) - peak(short)
-
-    assert grows(layout) <= most * grows(ALONE)
 
 
 def in_fp8(

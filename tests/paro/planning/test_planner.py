@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from random import Random
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
-from model.config import LLAMA_PRESETS, RecomputeConfig
+from model.config import RecomputeConfig
 from model.trainable import Trainable
-from model.units import flops_per_token
 from paro.planning.description import bits_text, describe
 from paro.planning.estimator import Estimate, Estimator
 from paro.planning.planner import MEMORY_TIE, RESOLUTION, TIE, best_first, plan
@@ -21,14 +18,12 @@ from paro.planning.remedies import fewest_ranks, why_nothing_fits
 from paro.planning.search_space import SearchSpace, all_candidates, legal_strategies
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import Materialize
-from tests.helpers.refusals import refused
-from tests.paro.planning.cases import BF16, DEVICE, FEW, SMALL, machine, plan_request
+from tests.paro.planning.cases import BF16, FEW, SMALL, machine, plan_request
 from tests.paro.planning.fixed_workloads import drawn
 from tools.planning.tables import letter_rows
 
 
-@pytest.mark.parametrize("gigabytes", [0.6, 1.0, 3.0, 80.0])
-@pytest.mark.parametrize("inter", [2, 100])
+@pytest.mark.parametrize(("gigabytes", "inter"), [(0.6, 100), (1.0, 2), (3.0, 100), (80.0, 2)])
 def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
     given = plan_request(
         machine=machine(world_size=8, group_size=4, inter=inter),
@@ -68,18 +63,6 @@ def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
     assert "runner-up" in text or "no other strategy fits" in text
 
 
-def test_flops_of_a_model_are_counted_once_for_all_candidates(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    count = MagicMock(wraps=flops_per_token)
-    monkeypatch.setattr("paro.planning.estimator.flops_per_token", count)
-    given = plan_request()
-    estimator = Estimator(given)
-    for letters in ("NNN", "GGG"):
-        estimator.estimate(given.candidate(given.strategy(letters)))
-    assert count.call_count == 1
-
-
 def test_groups_that_train_alone_keep_all_states_inside() -> None:
     given = plan_request(
         machine=machine(world_size=8, group_size=2), group_size=2, outer=OuterConfig(outer_steps=9)
@@ -89,7 +72,7 @@ def test_groups_that_train_alone_keep_all_states_inside() -> None:
     assert plan(given, FEW).best is not None
 
 
-@pytest.mark.parametrize("number", range(0, 12, 2))
+@pytest.mark.parametrize("number", range(0, 12, 4))
 def test_as_few_blocks_are_recomputed_as_fit(number: int) -> None:
     """Against every number of blocks, and every size of groups."""
     random = Random(number)
@@ -157,40 +140,15 @@ def test_ties_in_time_go_by_bytes_between_groups_then_by_memory() -> None:
         assert best_first((*order[turned:], *order[:turned])) == tuple(order)
 
 
-@pytest.mark.parametrize("strategy", ["NNG", "IIG", "GGG", "2,4,16", "1,2,32"])
 @pytest.mark.parametrize("recompute", [None, RecomputeConfig(granularity="full")])
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_memory_of_many_is_that_of_one(
-    strategy: str, recompute: RecomputeConfig | None, ahead: int
-) -> None:
-    for trainable in (Trainable(), Trainable(share=0.5)):
-        given = plan_request(
-            replace(SMALL, recompute=recompute), prefetch_units=ahead, trainable=trainable
-        )
+def test_memory_of_many_is_that_of_one(recompute: RecomputeConfig | None) -> None:
+    for ahead, trainable in product((0, 1), (Trainable(), Trainable(share=0.5))):
+        model = replace(SMALL, recompute=recompute)
+        given = plan_request(model, prefetch_units=ahead, trainable=trainable)
         estimator = Estimator(given)
-        estimator.memory(given.candidate(given.strategy("8,8,8")))  # cached for the next call
-        candidate = given.candidate(given.strategy(strategy))
-        assert estimator.memory(candidate) == Estimator(given).memory(candidate)
-
-
-def test_batches_that_cannot_be_are_refused() -> None:
-    refused(
-        lambda: plan_request(global_batch_size=100), "--global-batch-size 100 is no multiple of"
-    )
-    refused(lambda: plan_request(SMALL).micro_batches(0), "--micro-batch-size 0 must be at least 1")
-
-
-@pytest.mark.slow("plans LLaMA-65B three times")
-def test_a_large_model_is_recognised_as_too_large() -> None:
-    given = plan_request(LLAMA_PRESETS["65B"], machine=machine(world_size=8), global_batch_size=16)
-    found = plan(given)
-    assert found.best is None
-    told = why_nothing_fits(given, found)
-    assert "nothing fits the 80 GB of a device: the least is" in told
-    ranks = int(re.search(r"or (\d+) ranks, with all states spread over all", told)[1])
-    for world, fits in ((ranks - 8, False), (ranks, True)):
-        more = replace(given, machine=machine(world_size=world), global_batch_size=2 * world)
-        assert (plan(more).best is not None) is fits
+        for strategy in ("8,8,8", "NNG", "2,4,16", "1,2,32"):  # of which each leaves a cache
+            candidate = given.candidate(given.strategy(strategy))
+            assert estimator.memory(candidate) == Estimator(given).memory(candidate)
 
 
 @pytest.mark.parametrize("enough", [9, 12, 13, 47, 16384, 16385])
@@ -217,8 +175,6 @@ WIDE_BLOCKS = {
             {"recompute": replace(FULL, method="block", num_layers=3)},
             "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
         ),
-        ({"micro_batch_size": 6}, {"micro_batch_size": 3}, "--micro-batch-size 3"),
-        (WIDE_BLOCKS, {"materialize": Materialize.ROTATE}, "--paro-materialize rotate"),
         (
             {**WIDE_BLOCKS, "materialize": Materialize.ROTATE},
             {"materialize": Materialize.ROTATE_IN_PLACE},
@@ -278,14 +234,3 @@ def test_bits_that_were_asked_for_are_kept_and_compared() -> None:
     assert bits_text(own, other) == bits_text(other, own)
     whole = case.candidate(case.strategy("GGG"))
     assert estimator.with_other_bits(whole) is None  # nothing that codes could shorten
-
-
-def test_codes_take_their_time_at_the_rate_of_the_machine_file() -> None:
-    slow = replace(DEVICE, coding_bytes_per_second=DEVICE.memory_bytes_per_second / 50)
-    cases = [
-        plan_request(machine=machine(device=device), precision=BF16.with_inter_bits(4))
-        for device in (DEVICE, slow)
-    ]
-    fast, late = (Estimator(c).estimate(c.candidate(c.strategy("IIG"))) for c in cases)
-    assert late.coding_seconds == pytest.approx(50 * fast.coding_seconds)
-    assert late.seconds > fast.seconds

@@ -1,27 +1,23 @@
-"""Formulas of LLaMA's units and activations, compared with the real model."""
+"""Bytes that a rank holds and sends: formulas, compared with the real model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from model.config import LlamaConfig, LoraConfig, RecomputeConfig, is_adapter, targets_of
-from model.initialization import initialize_whole
-from model.llama import Llama
-from model.rotary import rotations
+from model.config import LlamaConfig, LoraConfig, is_adapter, targets_of
 from paro.planning.run_memory import RunMemory
+from paro.planning.sending import traffic_of
 from paro.precision import PrecisionConfig
-from paro.sharding.buffers import TORCH_TYPES
-from paro.spec.run_spec import Materialize, RunSpec
-from paro.spec.sharding_spec import state_bytes
+from paro.spec.run_spec import Materialize
+from paro.spec.sharding_spec import specs_of, state_bytes
 from paro.strategy import legal_letters
 from tests.paro.planning.lone_rank import lone_rank, silence
-from tests.paro.planning.on_ranks import on_ranks, run_of
+from tests.paro.planning.on_ranks import on_ranks, one_unit, run_of
 
 SMALL = LlamaConfig(
     num_layers=3,
@@ -38,6 +34,13 @@ ADAPTED = replace(SMALL, lora=LoraConfig(rank=2, targets=targets_of("all-linear"
 MODERN = replace(SMALL, add_qkv_bias=True, qk_layernorm=True)
 
 
+EXACT_SUMS = PrecisionConfig(compute="bf16", accumulate_allreduce_grads_in_fp32=True)
+
+
+def all_train(_name: str) -> bool:
+    return True
+
+
 def keep_norms_and_embedding(name: str) -> bool:
     return "norm" in name or name == "embedding.weight"
 
@@ -47,9 +50,9 @@ def upper_half(name: str) -> bool:
 
 
 CASES: dict[str, tuple[LlamaConfig, Callable[[str], bool]]] = {
-    "untied": (SMALL, lambda _name: True),
-    "tied": (TIED, lambda _name: True),
-    "biases and norms of heads": (MODERN, lambda _name: True),
+    "untied": (SMALL, all_train),
+    "tied": (TIED, all_train),
+    "biases and norms of heads": (MODERN, all_train),
     "parts of units frozen": (SMALL, keep_norms_and_embedding),
     "lower units frozen": (SMALL, upper_half),
     "tied, embedding frozen": (TIED, upper_half),
@@ -58,16 +61,16 @@ CASES: dict[str, tuple[LlamaConfig, Callable[[str], bool]]] = {
 
 
 @pytest.mark.parametrize(
-    ("plan_request", "letters"),
+    ("name", "letters"),
     [
         *product(["untied"], [*legal_letters(), "2,4,8", "1,2,8"]),
-        *product([name for name in CASES if name != "untied"], ["NNG", "IIG", "GGG", "4,2,8"]),
+        *product([name for name in CASES if name != "untied"], ["NNG", "GGG", "4,2,8"]),
     ],
 )
 def test_formulas_equal_what_a_rank_counts_and_stores(
-    monkeypatch: pytest.MonkeyPatch, plan_request: str, letters: str
+    monkeypatch: pytest.MonkeyPatch, name: str, letters: str
 ) -> None:
-    config, is_trained = CASES[plan_request]
+    config, is_trained = CASES[name]
     assert_counted(monkeypatch, config, is_trained, letters)
 
 
@@ -79,17 +82,16 @@ def assert_counted(
     *,
     rotates: bool = False,
     in_place: bool = False,
-    **bits: int,
+    **changes: Any,
 ) -> None:
-    """A rank holds the model states and sends the bytes of the formulas."""
+    """The last rank holds the model states and sends the bytes of the formulas."""
     strategy, topology = on_ranks(letters, world_size=8, group_size=4)
-    precision = PrecisionConfig(compute="bf16", accumulate_allreduce_grads_in_fp32=True, **bits)
+    precision = replace(EXACT_SUMS, **changes)
     materialize = "rotate" if rotates else "gather"
     way = Materialize.of_flags(materialize, in_place)
-    run, plans = (
-        run_of(config, letters, precision, is_trained=is_trained, materialize=way),
-        RunMemory(None),
-    )
+    run = run_of(config, letters, precision, is_trained=is_trained, materialize=way)
+    plans = RunMemory(None)
+    specs = run.specs(plans.units(run))
     silence(monkeypatch)
     rank = lone_rank(
         config,
@@ -100,63 +102,48 @@ def assert_counted(
         materialize=materialize,
         rotate_in_place=in_place,
     )
-    states = state_bytes(run.specs(plans.units(run)))
-    assert rank.optimizer.model_state_bytes() == states.total
+    assert rank.optimizer.model_state_bytes() == state_bytes(specs).total
     rank.step(2)  # sends no updated parameters yet
     for num_micro_batches in (1, 3):
-        assert rank.step(num_micro_batches) == plans.sent(run, num_micro_batches)
+        assert rank.step(num_micro_batches) == plans.sent(run, num_micro_batches, rank=7)
+    rank.step(2, full_precision=True)
+    moves, exact = plans.step(run).of_step(2), [spec.exact for spec in specs]
+    wanted = traffic_of(moves, exact, plans.sender(run, rank=7))
+    assert rank.step(2, full_precision=True) == wanted
+    assert (wanted == plans.sent(run, 2, rank=7)) is not precision.quantizes
 
 
-COMPILED = replace(MODERN, torch_compile="aot_eager")
-UNFUSED = replace(SMALL, attention_backend="unfused")
-RECOMPUTE = {
-    "none": None,
-    "selective": RecomputeConfig(granularity="selective"),
-    "every block": RecomputeConfig(granularity="full"),
-    "runs of two": RecomputeConfig(granularity="full", num_layers=2),
-    "the first two": RecomputeConfig(granularity="full", method="block", num_layers=2),
-}
+WIDE = replace(SMALL, hidden_size=96, ffn_hidden_size=160, num_query_groups=4, kv_channels=24)
+WITH_ADAPTERS = replace(WIDE, lora=LoraConfig(rank=32, targets=("wo", "w_up")))
+CODES = {"inter_param_bits": 4, "inter_grad_bits": 4, "accumulate_allreduce_grads_in_fp32": False}
 
 
-@pytest.mark.slow("one of them imports the compiler")
-@pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize(
-    ("compute", "model"),
+    ("letters", "config", "is_trained", "changes"),
     [
-        *product(("fp32", "bf16"), (SMALL, COMPILED, UNFUSED)),
-        *product(("bf16",), (replace(SMALL, num_query_groups=4), MODERN)),
-        ("fp32", replace(UNFUSED, num_query_groups=4)),
+        ("NIG", WIDE, all_train, CODES),
+        ("NNG", WIDE, all_train, {"optimizer": "muon"}),
+        ("IIG", WITH_ADAPTERS, is_adapter, {"lora_base_dtype": "bf16", "compute": "fp32"}),
+        # Adapters are in one unit with the norms, which are replicated.
+        ("IIG", WITH_ADAPTERS, is_adapter, {"inter_param_bits": 4, "rotates": True}),
     ],
 )
-def test_activations_are_what_autograd_saves(
-    recompute: str, compute: str, model: LlamaConfig
+def test_codes_buckets_and_types_are_counted_too(
+    monkeypatch: pytest.MonkeyPatch,
+    letters: str,
+    config: LlamaConfig,
+    is_trained: Callable[[str], bool],
+    changes: dict[str, Any],
 ) -> None:
-    config = replace(model, recompute=RECOMPUTE[recompute])
-    precision, shape = PrecisionConfig(compute=compute), {"world_size": 1, "group_size": 1}
-    run = run_of(config, "NNN", precision, micro_batch_size=2, device_type="cpu", **shape)
-    *units, head = (own for _, own in RunMemory(None).tally(run).activations)
-    # The gradient of the head's normalized input is no saved tensor: the loss itself keeps it.
-    gradient = run.num_tokens * config.hidden_size * run.compute_bytes
-    expected = sum(unit.kept for unit in units) + head.kept - gradient
-    assert saved_bytes(run) == expected
+    assert_counted(monkeypatch, config, is_trained, letters, **changes)
 
 
-def saved_bytes(run: RunSpec) -> int:
-    """Bytes of the storages saved for backward, without parameters and rotary tables."""
-    config, dtype = run.config, TORCH_TYPES[run.precision.compute]
-    model = Llama(config).to(dtype)
-    initialize_whole(model, config, seed=1)
-    turned = rotations(config, run.seq_length, dtype, torch.device("cpu"))
-    resident = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *turned)}
-    saved: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
-
-    tokens_BS = torch.zeros(run.micro_batch_size, run.seq_length, dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(tokens_BS, tokens_BS.clone(), torch.ones(tokens_BS.shape))
-    return sum(
-        tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in resident
-    )
+def test_the_master_is_stored_unless_it_is_the_parameter_shard() -> None:
+    fp32, bf16 = PrecisionConfig(compute="fp32"), PrecisionConfig(compute="bf16")
+    rounded = replace(fp32, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    for letters, precision, of_element in (
+        ("GIG", fp32, 8), ("IIG", fp32, 12), ("IIG", rounded, 8), ("GIG", bf16, 12),
+    ):  # fmt: skip
+        placed = on_ranks(letters, world_size=4, group_size=2)
+        states = state_bytes(specs_of(one_unit(400), *placed, precision))
+        assert states.optim == of_element * 100

@@ -70,13 +70,17 @@ def from_forward_on(listed: StepSchedule, verbs: Container[Verb]) -> list[Move]:
     return moves[len(at_once) :] + at_once
 
 
+AHEAD = ((0, None), (1, 2), (2, 4), (3, None))
+
+
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("strategy", ["GGG", "INI", "NIG", "NNG"])  # what is sharded, decides
 def test_the_engine_does_what_the_plan_lists(
     name: str, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Every number of units ahead under every strategy, and two of each order of units."""
     silence(monkeypatch)
-    for ahead, updated in ((0, None), (1, 2), (2, 4), (3, None)):
+    for ahead, updated in AHEAD[[*ORDERS].index(name) % 2 :: 2]:
         given = order_case(name, prefetch_units=ahead, updated_ahead=updated)
         rank = engine(given, strategy)
         rank.step(1)
@@ -112,33 +116,8 @@ def test_a_bucket_is_reduced_and_gathered_once(
         assert sum(move[0] is verb for move in record) == 2 + num_blocks - num_buckets
 
 
-@pytest.mark.parametrize("ahead", [2, 3, None])
-@pytest.mark.parametrize(
-    ("strategy", "way"),
-    [("IIG", Materialize.GATHER), ("NNG", Materialize.GATHER), ("IIG", Materialize.ROTATE)],
-)
-def test_updated_parameters_are_gathered_so_many_units_ahead(
-    strategy: str, way: Materialize, ahead: int | None
-) -> None:
-    case = order_case("plain", materialize=way, updated_ahead=ahead)
-    listed = schedule_of(costs(case, strategy))
-    (_, *forward), found = listed.micro_batches[0][0], {}  # without the wait for replicated norms
-    for place, actions in ((-1, chain.from_iterable(listed.update)), *enumerate(forward)):
-        for verb, number, *_ in actions:
-            if verb is Verb.PARAM_ALL_GATHER:
-                found[number] = place
-            assert verb not in (Verb.GATHER, Verb.WAIT) or number in found, "not updated"
-    norms = int(way is Materialize.ROTATE)  # buffer 0, which the first part needs
-    assert found == {
-        buffer: -1 if ahead is None else max(-1, buffer - norms - ahead) for buffer in found
-    }
-    assert len(found) == len(forward) + norms
-
-
 @pytest.mark.parametrize("strategy", ["GGG", "NIG"])
-def test_an_evaluation_gathers_every_unit_once(
-    strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_gathers_units_once(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     silence(monkeypatch)
     rank = engine(order_case("tied"), strategy)
     tokens_BS = torch.zeros(1, 16, dtype=torch.int64)
@@ -202,9 +181,7 @@ ROTATED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", ROTATED)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_engine_rotates_as_the_plan_lists(
-    name: str, way: Materialize, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_rotates_as_listed(name: str, way: Materialize, monkeypatch: pytest.MonkeyPatch) -> None:
     silence(monkeypatch)
     order, changes = ROTATED[name]
     check(replace(order_case(order, materialize=way), **changes), "IIG")
