@@ -47,13 +47,6 @@ def test_a_family_holds_no_flag_with_a_meaning() -> None:
             assert (rule.flag in known) == (rule.outcome is Outcome.ACCEPTED)
 
 
-def test_flags_that_are_not_given_leave_no_trace() -> None:
-    args = parse_args([])
-    assert not [name for name in vars(args) if rule_of(f"--{name.replace('_', '-')}")]
-    assert refusals(args) == []
-    assert ignored_lines(args) == ()
-
-
 def test_advice_names_flags_that_exist() -> None:
     known = build_parser()._option_string_actions.keys()
     for rule in RULES:

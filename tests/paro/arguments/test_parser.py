@@ -46,22 +46,14 @@ def told(words: Sequence[str]) -> list[str]:
     return str(error.value).splitlines()
 
 
-def without(*flags: str) -> list[str]:
-    """COMPLETE without some flags and their values."""
-    groups = re.findall(r"--\S+(?: [^-]\S*)*", " ".join(COMPLETE))
-    return [word for group in groups for word in group.split() if group.split()[0] not in flags]
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--num-layers", "many"], "argument --num-layers: invalid int value: 'many'"),
-        (["--lr-decay-style", "steps"], "argument --lr-decay-style: invalid choice: 'steps'"),
         (["--paro-strategi", "IIG"], "--paro-strategi IIG is unknown: did you mean"),
         (["--zzz", "100"], "--zzz 100 is unknown: --help lists all flags"),
         (["--lr", "1e-3", "2e-3"], "'2e-3' belongs to no flag: --help lists all flags"),
         (["--rampup-batch-size", "1", "2"], "expected 3 arguments"),
-        (["--lr"], "argument --lr: expected one argument"),
         (["--yaml-cfg"], "argument --yaml-cfg: expected one argument"),
         (["--bf16=true"], "argument --bf16: ignored explicit argument 'true'"),
         (
@@ -95,12 +87,6 @@ def test_all_mistakes_are_told_at_once() -> None:
     assert len(lines) == len(starts), lines
 
 
-@pytest.mark.parametrize("flag", NEEDED)
-def test_one_missing_flag_is_one_line(flag: str) -> None:
-    words = [*without(flag), "--tokenizer-type", "NullTokenizer"]
-    refused(lambda: check_flags(parse_args(words)), flag, "missing")
-
-
 def test_a_bare_start_names_all_that_is_needed_and_an_example() -> None:
     text = "\n".join(told([]))
     for flag in (*NEEDED, "--tokenizer-type", "--llama-preset", "--data-path"):
@@ -116,13 +102,10 @@ def test_a_bare_start_names_all_that_is_needed_and_an_example() -> None:
     ("flag", "meant"),
     [
         ("--learning-rate", "--lr"),
-        ("--learning_rate", "--lr"),
         ("--optimizer.lr", "--lr"),
-        ("--training.local_batch_size", "--micro-batch-size"),
         ("--fsdp", "--paro-strategy"),
         ("--compile", "--torch-compile inductor"),
         ("--nproc-per-node", "torchrun"),
-        ("--num_layers", "--num-layers"),
     ],
 )
 def test_a_name_of_another_framework_is_translated(flag: str, meant: str) -> None:
@@ -137,9 +120,7 @@ def test_a_name_of_another_framework_is_translated(flag: str, meant: str) -> Non
         ("--save-interval", "--persistent-save-interval", ["7"]),
     ],
 )
-def test_both_spellings_of_megatron_are_one_flag(
-    name: str, other: str, values: list[str], tmp_path: Path
-) -> None:
+def test_both_spellings_are_one(name: str, other: str, values: list[str], tmp_path: Path) -> None:
     assert parse_args([other, *values]) == parse_args([name, *values]) != parse_args([])
     path = tmp_path / "flags.yaml"
     path.write_text(f"{other.removeprefix('--')}: {values[0] if values else 'true'}\n")
@@ -196,11 +177,7 @@ def test_a_file_and_the_command_line_are_one_and_the_latter_wins(tmp_path: Path)
     [
         ("num-layer: 4", "num-layer is unknown: did you mean --num-layers?"),
         ("tensor-model-parallel-size: two", "tensor-model-parallel-size: invalid int value"),
-        ("squared-relu: 1.5e", "--squared-relu 1.5e is not supported"),
-        ("data-path: true", "data-path: needs a plain value"),
         ("yaml-cfg: other.yaml", "yaml-cfg is unknown"),
-        ("num-layers: four", "num-layers: argument --num-layers: invalid int value: 'four'"),
-        ("weight-decay: .inf", "--weight-decay: argument --weight-decay: invalid"),
         ("lr: 1e400", "--lr: argument --lr: 1e400 is not a finite number"),
         # A value is the text that stands there: no number or date is made of it
         ("lr: 2020-13-45", "--lr: argument --lr: invalid float value: '2020-13-45'"),
@@ -209,17 +186,14 @@ def test_a_file_and_the_command_line_are_one_and_the_latter_wins(tmp_path: Path)
         ("save: !!python/object/apply:os.getcwd []", "is a tag"),
         ('save: "a\\0b"', "line 1: a value has a character that no word"),
         ("data-path: [--lr, 5]", "--data-path: needs values, of which none is a flag"),
-        ("moe-x: --lr", "--moe-x: needs values, of which none is a flag itself, not --lr"),
         ("bf16: y", "bf16: a switch is true or false, not y"),
         ("? [lr, seed]\n: 1", "must hold one level of `flag: value`"),
-        ("lr: 1\n---\nlr: 2", "is no YAML: expected a single document"),
         ("lr: \0", "is no YAML: unacceptable character"),
         ("num-layers: [4]", "num-layers: takes one value, not [4]"),
         ("save: {here: there}", "save: needs a plain value"),
         ("rampup-batch-size: [1, 2]", "rampup-batch-size: argument --rampup-batch-size: expected"),
         ("num-layers: 4\nnum_layers: 5", "num-layers is given more than once"),
         ("- num-layers", "must hold one level of `flag: value`"),
-        ("num-layers: [4", "is no YAML"),
         # Files that grow
         ("a: &a [x, x]\nb: &b [*a, *a]", "line 1: anchors and aliases"),
         ("lr: " + "[" * 1000, "line 1: is nested too deeply"),

@@ -10,8 +10,6 @@ import pytest
 from paro.arguments.parser import parse_args
 from paro.config.mistakes import wrong_values
 from paro.errors import UserError
-from paro.launch.dry_run import run_dry
-from tests.fixtures.write import write_words
 from tests.helpers.flags import configured
 
 SMALL = (
@@ -60,11 +58,8 @@ def test_wrong_values_are_told_with_refused_and_unknown_flags() -> None:
     ("words", "told"),
     [
         ("--optimizer muon --trainable names:*norm*", "--optimizer muon updates matrices"),
-        ("--optimizer muon --paro-strategy III --paro-materialize rotate", "--optimizer muon"),
         ("--adam-implementation apex --exp-avg-dtype bf16", "--adam-implementation apex keeps"),
-        ("--paro-strategy IIG --paro-survive 1", "--paro-survive 1: under"),
         ("--paro-strategy NIG --paro-nccl-copy-engine", "--paro-nccl-copy-engine is for"),
-        ("--paro-strategy NIG --paro-materialize rotate", "--paro-materialize rotate"),
     ],
 )
 def test_flags_that_contradict_each_other_are_told_beside_wrong_values(
@@ -101,20 +96,14 @@ def test_a_missing_flag_hides_no_wrong_value(missing: str) -> None:
         ("--use-mup --context-parallel-size 3 --clip-grad 2", "--clip-grad 2"),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", "--paro-strategy NNG"),
         ("--use-mup --warmup-steps 3", "--lr-warmup-iters 3"),
-        ("--learning-rate 3e-4 --max-steps=8", ""),
         ("--log-intervall 7", "--log-interval 7"),
-        ("--use-mup --tensor-model-parallel-size two", ""),
         ("--moe-router-topk 2 --moe-grouped-gemm --rl-default-top-p=0.9", ""),
         ("--use-mup --no-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
-        ("--pretrained-checkpoint here --load there", "--load there"),
         ("--use-mup --rope-factor 4", "--use-rope-scaling --rope-scaling-factor 4"),
-        ("--use-mup --n-kv-heads 2", "--group-query-attention --num-query-groups 2"),
         ("--use-mup --recompute-method block --lora-alpha 3 --num-query-groups 2", ""),
         ("--use-mup --lr-decay-style steps --attention-backend sdpa --log-interval x", ""),
-        ("--use-mup --clip-grad -3 --seed -1 --adam-beta1 2 --min-lr 9 --adam-eps -1", ""),
         ("--use-mup --paro-strategy XYZ --save-interval 0 --clip-grad 2", "--clip-grad 2"),
         ("--use-mup --non-persistent-save-interval 3 --fp8-format e4m3", "--fp8-format e4m3"),
-        ("--use-mup --tokenizer-type LlamaTokenizer", "--tokenizer-type NullTokenizer"),
         (
             "--use-mup --tokenizer-type Llama2Tokenizer --tokenizer-model nowhere.model",
             "--tokenizer-type NullTokenizer",
@@ -150,13 +139,6 @@ def test_what_a_dry_run_lacks_is_added(given: str, left: str) -> None:
     configured(words)
 
 
-def test_a_strategy_that_is_put_in_place_of_other_flags_is_not_called_the_fastest() -> None:
-    common = f"{SMALL} --world-size 4 --micro-batch-size 1 --train-iters 9"
-    for given, is_new in (("", True), ("--paro-strategy IIG", False)):
-        told = mistake(f"{common} --pipeline-model-parallel-size 2 {given}").example
-        assert ("GGG needs the least memory" in told) is ("tools/plan.py" in told) is is_new
-
-
 FLAGS = {
     "ONE": "--micro-batch-size 1",
     "BATCH": "--global-batch-size",
@@ -180,14 +162,6 @@ def test_batch_sizes_that_are_left_fit_the_ranks(given: str, left: str) -> None:
     common = f"{SMALL} --world-size 8 --train-iters 9"
     _, words = answer(f"{common} {given.format(**FLAGS)} --use-mup")
     assert shlex.join(words).removeprefix(common).strip() == left.format(**FLAGS)
-    configured(words)
-
-
-def test_of_two_lengths_one_is_left() -> None:
-    sizes = "--world-size 8 --micro-batch-size 1 --train-iters 9 --train-samples 72"
-    _, words = answer(f"{SMALL} {sizes} --use-mup")
-    assert "--train-samples" in words
-    assert "--train-iters" not in words
     configured(words)
 
 
@@ -219,62 +193,7 @@ def test_a_wrong_value_is_told_in_one_line_alone(wrong: str) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_an_error_says_nothing_of_megatrons_other_model() -> None:
-    words = f"{SMALL} --world-size 4 --micro-batch-size 1 --train-iters 9 --swiglu --use-mup"
-    with pytest.raises(UserError) as caught:
-        parse_args(words.split(), wrong_values=wrong_values)
-    told, *others = str(caught.value).splitlines()
-    assert told.startswith("--use-mup")
-    assert others[0].endswith("after pretrain_llama.py:")
-
-
 def test_nothing_is_offered_where_flags_are_only_missing() -> None:
     mistakes, words = answer("--num-layers 2 --hidden-size 64")
     assert mistakes
     assert words == []
-
-
-# The flags of Swallow's script of LLaMA-3.1 70B, with a tokenizer's name that Megatron-LM lacks.
-SWALLOW = (
-    "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
-    "--group-query-attention --num-query-groups 8 --position-embedding-type rope --swiglu "
-    "--normalization RMSNorm --untie-embeddings-and-output-weights --disable-bias-linear "
-    "--attention-dropout 0.0 --hidden-dropout 0.0 --weight-decay 0.1 --clip-grad 1.0 "
-    "--adam-beta1 0.9 --adam-beta2 0.95 --use-distributed-optimizer --overlap-grad-reduce "
-    "--overlap-param-gather --tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 "
-    "--num-layers-per-virtual-pipeline-stage 5 --context-parallel-size 2 --cp-comm-type a2a "
-    "--recompute-granularity full --sequence-parallel --distributed-timeout-minutes 15 "
-    "--seq-length 8192 --max-position-embeddings 8192 --micro-batch-size 1 "
-    "--global-batch-size 1024 --train-iters 27500 --reset-position-ids --reset-attention-mask "
-    "--no-load-rng --no-load-optim --save d --data-path 1 a 2 b --split 990,10,0 "
-    "--distributed-backend nccl --lr 1.0E-5 --min-lr 1.0E-6 --lr-decay-style cosine "
-    "--lr-decay-iters 27500 --lr-warmup-iters 1000 --optimizer adam --log-interval 1 "
-    "--save-interval 250 --no-initialization --eval-interval 500 --eval-iters 10 --bf16 "
-    "--no-position-embedding --rotary-base 500000.0 --rope-factor 8.0 --rope-low-freq-factor 1.0 "
-    "--rope-high-freq-factor 4.0 --rope-original-max-positional-embeddings 8192 "
-    "--use-mcore-models --norm-epsilon 1e-5 --no-masked-softmax-fusion --use-flash-attn "
-    "--attention-softmax-in-fp32 --accumulate-allreduce-grads-in-fp32 --use-mpi --use-z-loss "
-    "--transformer-impl transformer_engine --log-throughput --wandb-name j --wandb-project p "
-    "--wandb-entity e --tokenizer-type Llama3Tokenizer --tokenizer-model tokenizer.json "
-    "--dry-run --world-size 128 --device-memory-gb 80"
-)
-ADDED = (
-    "--use-rope-scaling --rope-scaling-factor --rope-scaling-low-freq-factor "
-    "--rope-scaling-high-freq-factor --rope-scaling-original-max-position-embeddings "
-    "--wandb-exp-name HuggingFaceTokenizer --paro-strategy GGG"
-)
-
-
-def test_the_flags_that_are_left_of_a_public_script_run_dry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_words(Path("tokenizer.json"))
-    given, (_, kept) = shlex.split(SWALLOW), answer(SWALLOW)
-    config = configured(kept)
-    run_dry(config)
-    assert "the launch is sound" in capsys.readouterr().out
-    assert shlex.join(word for word in kept if word not in given) == ADDED
-    for flag in ("--num-layers", "--hidden-size", "--lr", "--seq-length"):
-        assert kept[kept.index(flag) + 1] == given[given.index(flag) + 1]
-    assert config.batches.global_batch_size == 1024
