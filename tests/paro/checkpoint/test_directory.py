@@ -88,9 +88,7 @@ def test_what_is_no_folder_of_checkpoints_is_not_taken_for_an_empty_one(tmp_path
     refused(lambda: candidates(other), "mp_rank_00): convert it with tools/convert_checkpoint")
 
 
-def test_a_folder_that_may_not_be_listed_is_not_taken_for_an_empty_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 100)
     (tmp_path / TRACKER).unlink()
     denied = Mock(side_effect=PermissionError(13, "Permission denied"))
@@ -136,9 +134,7 @@ def test_saving_again_replaces_the_old_one_only_when_the_new_is_complete(tmp_pat
     assert names(tmp_path) == ["iter_0000100", TRACKER]
 
 
-def test_a_crash_while_one_replaces_the_other_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = save(tmp_path, 100, "old")
     partial = begin_checkpoint(tmp_path, 100)
     rename = Path.rename
@@ -190,9 +186,7 @@ def test_the_newest_whole_one_is_found_and_if_none_is_what_is_wrong(tmp_path: Pa
 
 
 @pytest.mark.parametrize("text", [None, "", "release"])
-def test_a_tracker_that_is_lost_or_damaged_loses_no_checkpoint(
-    tmp_path: Path, text: str | None
-) -> None:
+def test_a_lost_or_damaged_tracker_loses_no_checkpoint(tmp_path: Path, text: str | None) -> None:
     save(tmp_path, 100)
     save(tmp_path, 200)
     (tmp_path / TRACKER).unlink()

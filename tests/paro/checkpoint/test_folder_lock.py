@@ -146,9 +146,7 @@ def test_a_released_lease_is_free_and_its_number_is_not_used_again(tmp_path: Pat
     assert files(tmp_path) == ["lease_2.json"]
 
 
-def test_of_several_that_take_over_at_once_one_wins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_several_at_once_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one is later still: its number was used and removed again."""
     take(tmp_path, holder(**ELSEWHERE)).release()
     old, late = folder_lock._newest(tmp_path), LockWaiter(tmp_path, holder())
@@ -188,9 +186,7 @@ def test_no_lease_is_restored_in_the_folder_below_a_mount_that_is_gone(tmp_path:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 5000, b"[]", b'{"token": 5}', b"\xff" * 99])
-def test_a_damaged_lease_is_watched_like_any_other(
-    tmp_path: Path, content: bytes, clock: Any
-) -> None:
+def test_a_damaged_lease_is_watched_too(tmp_path: Path, content: bytes, clock: Any) -> None:
     (tmp_path / "lease_9.json").write_bytes(content)
     waiter = LockWaiter(tmp_path, holder())
     assert waiter.attempt() == "an unknown run (lease_9.json is damaged)"
@@ -227,9 +223,7 @@ def test_a_folder_that_cannot_be_listed_is_not_taken_for_one_without_a_lease(
     assert files(tmp_path) == []
 
 
-def test_where_a_disk_lets_two_create_a_lease_the_last_one_owns_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_leases_the_last_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
     first = take(tmp_path, holder(rendezvous_id="a"))
     with monkeypatch.context() as patch:
@@ -241,9 +235,7 @@ def test_where_a_disk_lets_two_create_a_lease_the_last_one_owns_it(
     second.check()
 
 
-def test_a_lease_is_created_once_and_never_left_empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_is_never_left_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take(tmp_path, holder()).check()
     assert not folder_lock._create(tmp_path, 1, holder())
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
@@ -322,9 +314,7 @@ def test_two_owners_never_write_into_one_partial_folder(tmp_path: Path) -> None:
     assert latest_iteration(tmp_path) == 20
 
 
-def test_the_start_says_why_it_waits_and_ends_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_start_says_why_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = take(tmp_path, holder(**ELSEWHERE))
     said: list[str] = []
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)

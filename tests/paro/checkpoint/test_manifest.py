@@ -89,9 +89,7 @@ HARMS: list[Callable[[Path], object]] = [
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.json", MANIFEST])
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_damaged_newest_one_is_named_and_passed_over(
-    saved: Path, name: str, harm: Callable[[Path], object]
-) -> None:
+def test_damage_is_passed_over(saved: Path, name: str, harm: Callable[[Path], object]) -> None:
     harm(saved / name)
     shards = make_shards(ONE, 0, filled=True)
     lines: list[str] = []
@@ -137,14 +135,6 @@ def test_a_converted_model_behind_a_damaged_one_has_no_moments_of_that(tmp_path:
     assert common["iteration"] == 0
     assert_true([shard for shard in shards if shard.state == "param"])
     assert not any(shard.values.any() for shard in shards if shard.state != "param")
-
-
-def test_where_none_is_whole_the_newest_ones_fault_is_told(saved: Path) -> None:
-    damage(saved / "__0_0.distcp")
-    (saved.parent / "iter_0000100" / MANIFEST).unlink()
-    shards = make_shards(ONE, 0, filled=False)
-    told = "__0_0.distcp is damaged ... no checkpoint there is whole"
-    refused(lambda: load_checkpoint(saved.parent, shards), told)
 
 
 def test_a_newer_format_is_refused_and_not_passed_over(saved: Path) -> None:
@@ -227,13 +217,10 @@ def forged(folder: Path, change: Change) -> Path:
     "change",
     [
         setting("state_dict_metadata", None),
-        setting("storage_data", [1]),
         lambda m: m.storage_data.update({FIRST: None}),
         set_place(relative_path="../../../etc/passwd"),
-        set_place(relative_path="a\0b"),
         set_place(relative_path=5),
         set_place(offset=-1),
-        set_place(offset="0"),
         set_place(length=0),
         lambda m: vars(m.storage_data[FIRST]).pop("length"),
         set_place(length=10**12),
@@ -241,11 +228,9 @@ def forged(folder: Path, change: Change) -> Path:
         lambda m: m.state_dict_metadata.update({"x" * 1001: 1}),
         lambda m: m.state_dict_metadata.update({FIRST: 1}),
         lambda m: m.state_dict_metadata.update(x=1),
-        set_state(size=(8, 8)),
         set_state(size=torch.Size([-8, 8])),
         set_state(size=torch.Size([2**40, 2**40])),
         set_state(size=torch.Size([1] * 10**5)),
-        set_state(properties=None),
         set_state(properties=TensorProperties(dtype=5)),  # type: ignore[arg-type]
         set_state(chunks=[5]),
         set_state(chunks=[ChunkStorageMetadata([0], [8])]),  # type: ignore[arg-type]
@@ -298,6 +283,12 @@ NESTED = b"\x80\x02}))" + b"\x85" * 150_000  # {}, (), (((...)))
             "it makes an instance with arguments",
         ),
         (pickle.dumps(print), "it refers to builtins.print"),
+        # Protocol 4 looks up dotted names, and the module of the metadata imports os.
+        (
+            f"\x80\x04\x8c%c{Metadata.__module__}\x8c\x09os.getpid\x93)R.".encode("latin-1")
+            % len(Metadata.__module__),
+            r"it refers to .*os\.getpid",
+        ),
         (NESTED[:3] + NESTED[4:] + b"Ns.", "keys of other types"),
         (NESTED[:3] + b"(" + NESTED[4:] + b"Nu.", "keys of other types"),
         (b"\x80\x02}(K\x01Nu.", "keys of other types"),
@@ -306,11 +297,7 @@ NESTED = b"\x80\x02}))" + b"\x85" * 150_000  # {}, (), (((...)))
         (pickle.dumps({1}), "it holds the opcode 143"),
         (pickle.dumps(bytearray(1), 5), "it holds the opcode 150"),
     ],
-    ids=[
-        *("a number", "nothing", "a memo of a billion places", "a nested name of a layout"),
-        *("a nested memory format", "code", "a nested key", "nested keys", "a number as key"),
-        *("fields of a class", "fields of a list", "a set", "a byte array"),
-    ],
+    ids=range(14),
 )
 def test_what_is_no_metadata(content: bytes, message: str, tmp_path: Path) -> None:
     """Nothing in it runs, and it takes no more memory than its size allows."""

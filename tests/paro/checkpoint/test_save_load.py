@@ -86,16 +86,6 @@ def one(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_messages_and_the_common_part(tmp_path: Path) -> None:
-    lines: list[str] = []
-    state = {"consumed_train_samples": 6400, "loss_scale": 0.1, "flags": {"lr": 3e-4}}
-    save_checkpoint(tmp_path, 100, make_shards(ONE, 0, filled=True), state, log=lines.append)
-    common = load_checkpoint(tmp_path, make_shards(ONE, 0, filled=False), log=lines.append)
-    assert ["successfully saved" in line for line in lines] == [False, True, False]
-    assert {name: common[name] for name in state} == state
-    assert common["iteration"] == 100
-
-
 def test_nothing_is_said_by_others(one: Path, recwarn: pytest.WarningsRecorder) -> None:
     save_checkpoint(one, 200, make_shards(ONE, 0, filled=True), {})
     load_checkpoint(one, make_shards(ONE, 0, filled=False))

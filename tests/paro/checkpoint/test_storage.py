@@ -42,7 +42,6 @@ from tests.paro.checkpoint.toy_run import (
     NNN,
     ONE,
     SHAPES,
-    STATES,
     Harmful,
     all_shards,
     assert_true,
@@ -118,15 +117,6 @@ def test_metadata_runs_no_code(saved: Path, tmp_path: Path) -> None:
     reseal(saved)
     refused(lambda: load_parameters(tmp_path), ".metadata is missing or damaged ... mkdir")
     assert not made.exists()
-
-
-def test_metadata_reaches_nothing_through_a_trusted_module(saved: Path) -> None:
-    """Protocol 4 looks up dotted names, and the module of the metadata imports os."""
-    module = "torch.distributed.checkpoint.metadata"
-    parts = [module.encode(), b"os.getpid"]
-    strings = b"".join(b"\x8c" + bytes([len(part)]) + part for part in parts)
-    (saved / ".metadata").write_bytes(b"\x80\x04" + strings + b"\x93)R.")
-    refused(lambda: read_metadata(saved), "it refers to ... os.getpid")
 
 
 def test_a_hole_is_found_before_anything_is_read(saved: Path) -> None:
@@ -235,38 +225,6 @@ def shard_of(numel: int, *, start: int, stop: int) -> FlatShard:
     return FlatShard(layout=layout, start=start, values=values, state="param")
 
 
-def test_a_range_becomes_part_row_full_rows_part_row() -> None:
-    layout = make_layout([whole_chunk("p", (6, 4))], world_size=1)
-    values = torch.arange(3.0, 18.0)
-    shard = FlatShard(layout=layout, start=3, values=values, state="exp_avg")
-    state = chunked_states([shard], writers={0})["exp_avg.p"]
-    assert state.shape == (6, 4)
-    assert list(state.chunks) == [(0, 3), (1, 0), (4, 0)]
-    assert [tuple(part.shape) for part in state.chunks.values()] == [(1, 1), (3, 4), (1, 2)]
-    assert torch.equal(state.chunks[1, 0], torch.arange(4.0, 16.0).view(3, 4))
-
-
-def test_every_rank_knows_every_state_and_replicas_share_the_writing() -> None:
-    expected = {
-        f"{state}.{name}"
-        for name in SHAPES
-        for state in (STATES[:1] if name.startswith("frozen") else STATES)
-    }
-    seen = {name: torch.zeros(SHAPES[name.partition(".")[2]]) for name in expected}
-    num_bytes = []
-    for rank in range(NNN.world_size):
-        states = chunked_states(make_shards(NNN, rank, filled=True), writers=range(4))
-        assert states.keys() == expected
-        for name, state in states.items():
-            for offsets, part in state.chunks.items():
-                sizes = zip(offsets, part.shape, strict=True)
-                seen[name][tuple(slice(start, start + size) for start, size in sizes)] += 1
-        parts = [part for state in states.values() for part in state.chunks.values()]
-        num_bytes.append(sum(part.nbytes for part in parts))
-    assert all((count == 1).all() for count in seen.values())
-    assert max(num_bytes) < 1.4 * min(num_bytes)  # padding is a large part of so small a model
-
-
 def test_what_is_written_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paro.checkpoint.chunks.MAX_ITEM_BYTES", 64)
     layout = make_layout([whole_chunk("p", (6, 10))], world_size=1)
@@ -290,9 +248,7 @@ def test_what_is_written_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     ],
     ids=["hole", "nobody writes", "overlap"],
 )
-def test_holes_and_overlaps_are_not_saved(
-    tmp_path: Path, shards: list[FlatShard], complaint: str
-) -> None:
+def test_holes_and_overlaps_fail(tmp_path: Path, shards: list[FlatShard], complaint: str) -> None:
     with pytest.raises((AssertionError, ValueError), match=complaint):
         save_checkpoint(tmp_path, 1, shards, {})
     assert list(tmp_path.iterdir()) == []

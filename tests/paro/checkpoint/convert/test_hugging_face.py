@@ -94,9 +94,7 @@ def refuses(folder: Path, told: str) -> None:
         lambda name: "_fsdp_wrapped_module." + name.replace("mlp.", "mlp._fsdp_wrapped_module."),
     ],
 )
-def test_what_modules_around_a_model_add_to_names_is_left_out(
-    renamed: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_names_of_wrappers_are_left_out(renamed: Callable[[str], str], tmp_path: Path) -> None:
     assert_read(written(tmp_path / "hf", {renamed(n): t for n, t in TENSORS.items()}), TENSORS)
 
 
@@ -213,9 +211,7 @@ def test_a_bias_of_the_output_projection_has_to_be_zero(tmp_path: Path) -> None:
     refuses(folder, "self_attn.k_proj.bias, which this model has not")
 
 
-def test_a_run_whose_tokenizer_is_gone_is_converted_without_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lost_tokenizer_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     model = tmp_path / "pieces.model"
     given = ["--input", str(tmp_path / "text.txt"), "--output-prefix", str(tmp_path / "pieces")]

@@ -101,9 +101,7 @@ def test_a_run_continues_with_adapters_of_peft(root: Path, tmp_path: Path) -> No
     assert_equal(training, wanted)
 
 
-def test_an_adapter_that_is_not_finite_is_refused_by_its_name(
-    root: Path, theirs: Path, tmp_path: Path
-) -> None:
+def test_what_is_not_finite_is_refused_by_name(root: Path, theirs: Path, tmp_path: Path) -> None:
     stored = load_file(theirs / WEIGHTS)
     name = [*stored][-1]
     stored[name][0, 0] = float("inf")
@@ -218,11 +216,8 @@ def test_flags_that_do_not_agree(root: Path) -> None:
     [
         ({"r": 4}, "lora_A.weight is 3x20, and 4x20 by its configuration"),
         ({"r": 0}, "r: 0 is not allowed, it must be 1 or more"),
-        ({"lora_dropout": 1}, "lora_dropout: 1 is not allowed"),
-        ({"r": "many"}, "adapter_config.json: r: 'many' is of the wrong type"),
         ({"peft_type": "IA3"}, "peft_type is IA3, and only LORA is supported"),
         ({"use_dora": True}, "use_dora True is not supported"),
-        ({"bias": "all"}, "bias all is not supported"),
         ({"of_a_newer_peft": {"a": 1}}, "of_a_newer_peft {'a': 1} is not supported"),
         ({"alpha_pattern": {"(v|o)_proj": 2}}, "alpha_pattern ... expression (v|o)_proj"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights pissa changes the base"),
@@ -230,8 +225,6 @@ def test_flags_that_do_not_agree(root: Path) -> None:
         ({"init_lora_weights": "of a newer peft"}, "or is unknown"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save ['lm_head'] is not supported"),
         ({"target_modules": ["lm_head"]}, "only the file has"),
-        ({"layers_to_transform": [0, 1]}, "only the file has"),
-        ({"exclude_modules": ["o_proj"]}, "only the file has"),
         ({"target_modules": "all-linear"}, "the file lacks"),
         ({"target_modules": ["v_proj"]}, "only the file has"),
         ({"lora_alpha": None}, "lora_alpha"),
@@ -254,10 +247,8 @@ STABLE = 6 / sqrt(3)  # the scaling with use_rslora
     [
         ({"target_modules": r".*(self_attn\.[vo]|up)_proj"}, "", {}),
         ({"target_modules": r"model\.layers\.[02]\..*"}, r"layers\.[02]\.", {}),
-        ({"target_modules": [V_PROJ, O_PROJ, UP_PROJ]}, "", {}),
         ({"target_modules": [FIRST, f"1.{O_PROJ}"]}, f"0.{V_PROJ}|1.{O_PROJ}", {}),
         ({"layers_to_transform": [0, 2], "layers_pattern": "layers"}, r"layers\.[02]\.", {}),
-        ({"layers_to_transform": 1}, r"layers\.1\.", {}),
         ({"exclude_modules": [f"1.{V_PROJ}", UP_PROJ]}, f"[02].{V_PROJ}|{O_PROJ}", {}),
         ({"target_modules": "all-linear", "exclude_modules": r".*layers\.0.*"}, r"s\.[12]\.", {}),
         ({"rank_pattern": {"v_proj": 2}}, "", {V_PROJ: 6 / 2}),
@@ -269,7 +260,6 @@ STABLE = 6 / sqrt(3)  # the scaling with use_rslora
             "",
             {V_PROJ: 6 / sqrt(2), "": STABLE},
         ),
-        ({"init_lora_weights": "eva"}, "", {}),
     ],
 )
 def test_the_adapters_of_a_file_merge_where_and_as_they_are(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -23,9 +21,7 @@ from paro.checkpoint.in_memory.recovery import (
     StateChunk,
     assign,
     offers_for,
-    overlap,
     recover,
-    split,
 )
 from paro.checkpoint.in_memory.snapshot import DATA, RECORD, SnapshotWriter
 from paro.layout import Chunk
@@ -274,31 +270,3 @@ def test_a_rank_offers_only_parts_that_it_holds_of_chunks_that_are_wanted() -> N
     parts = {name: [SnapshotChunk(chunk, snapshot, 0)] for name, chunk in held.items()}
     offers = offers_for(wants, parts)
     assert offers == [(3, 0, Chunk((7,), (1,))), (4, 0, Chunk((8,), (1,)))]
-
-
-def elements(chunk: Chunk) -> set[tuple[int, ...]]:
-    ranges = (range(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
-    return set(product(*ranges))
-
-
-def any_chunk(random: Random, num_dims: int) -> Chunk:
-    return Chunk(
-        tuple(random.randrange(4) for _ in range(num_dims)),
-        tuple(random.randrange(1, 5) for _ in range(num_dims)),
-    )
-
-
-def test_overlap_and_rest_are_those_of_sets() -> None:
-    random = Random(0)
-    for number in range(600):
-        one, *others = (any_chunk(random, number % 4) for _ in range(4))
-        common = overlap(one, others[0])
-        assert (set() if common is None else elements(common)) == elements(one) & elements(
-            others[0]
-        )
-        parts = [one]
-        for other in others:
-            _, parts = split(parts, other)
-        left = elements(one).difference(*map(elements, others))
-        assert sum(part.numel for part in parts) == len(left), "disjoint"
-        assert set().union(*map(elements, parts)) == left

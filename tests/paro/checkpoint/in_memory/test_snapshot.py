@@ -219,9 +219,7 @@ def test_leftovers_of_dead_jobs_are_removed_after_an_hour(tmp_path: Path) -> Non
     assert any("removed the local copies" in line and str(old) in line for line in lines)
 
 
-def test_room_is_what_is_free_and_what_will_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_is_what_will_be_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = SnapshotFolder(tmp_path, CONTROL, (0,))
     (tmp_path / "rank-00000-a.0.data").write_bytes(b"1" * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage(0, 0, 10**6))
