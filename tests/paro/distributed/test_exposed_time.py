@@ -143,24 +143,6 @@ def test_jobs_of_a_lane_run_in_order_and_without_gradients(streams: CommStreams)
     assert torch.is_grad_enabled()
 
 
-def test_lanes_run_side_by_side_and_wait_across() -> None:
-    streams = ThreadStreams(CPU)
-    gate = threading.Event()
-    ran: list[str] = []
-
-    def wait_at_the_gate() -> None:
-        gate.wait(10)
-        ran.append("slow")
-
-    slow = streams.submit("a", wait_at_the_gate)
-    behind = streams.submit("b", lambda: ran.append("behind"), after=slow)
-    streams.submit("c", lambda: ran.append("beside"), after=DONE).wait()
-    assert ran == ["beside"]
-    gate.set()
-    behind.wait()
-    assert ran == ["beside", "slow", "behind"]
-
-
 def test_a_failure_is_raised_at_every_later_wait_and_nothing_runs_after_it() -> None:
     streams = ThreadStreams(CPU)
     ran: list[str] = []

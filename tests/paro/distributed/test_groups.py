@@ -1,23 +1,41 @@
-"""Groups for NCCL: every rank makes communicators of its own groups alone, with high priority."""
+"""Groups for NCCL; a rank's network interface, its GPU, and its recorder of collectives."""
 
 from __future__ import annotations
 
 import os
+import pickle
+import socket
+import warnings
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as recorders
+from torch.distributed import distributed_c10d
 
 from paro.collectives import wire
 from paro.collectives.native import NativeCollectives
+from paro.distributed import flight_recorder, process_group
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import Control
+from paro.distributed.flight_recorder import record_flights, recorded_collectives
 from paro.distributed.groups import Links, make_groups
-from paro.distributed.process_group import RuntimeConfig
+from paro.distributed.process_group import (
+    IFNAME,
+    RuntimeConfig,
+    _runs,
+    check_gpu,
+    choose_interface,
+    interface_text,
+)
 from paro.distributed.world import World
 from paro.errors import RunError
 from paro.sharding.buffers import ElasticBuffer, Tally
@@ -52,9 +70,7 @@ def made_by(
     return nccl.calls
 
 
-def test_only_members_connect_at_once_and_with_the_priority_of_comm_streams(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_members_connect_at_once_and_with_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = made_by(monkeypatch, 3)
     assert [call["ranks"] for call in calls] == [[0, 1], [2, 3]]
     assert [call["device_id"] for call in calls] == [None, torch.device("cuda", 3)]
@@ -98,9 +114,7 @@ def test_more_thread_blocks_than_fit_are_refused(
     assert made_by(monkeypatch, 0, communicators=min(8, communicators))
 
 
-def test_a_torch_that_bounds_no_thread_blocks_keeps_the_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_torch_without_max_ctas_keeps_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     make = partial(made_by, monkeypatch, 0, options=lacking("max_ctas"))
     refused(make, "--paro-nccl-launch-order implicit")
@@ -187,9 +201,7 @@ def test_copy_engines_carry_gathers_alone(monkeypatch: pytest.MonkeyPatch) -> No
     [{"NCCL_CTA_POLICY_ZERO": None}, {"Options": lacking("cta_policy")}, {"version": (2, 27, 5)}],
     ids=["the policy's name", "the option", "the collectives"],
 )
-def test_copy_engines_are_refused_where_torch_or_nccl_lacks(
-    lacks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_copy_engines_need(lacks: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     version = lacks.pop("version", (2, 28, 9))
     FakeNccl(monkeypatch, **lacks)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
@@ -198,3 +210,176 @@ def test_copy_engines_are_refused_where_torch_or_nccl_lacks(
         lambda: copying_groups(spans),
         "--paro-nccl-copy-engine needs NCCL 2.28 ... leave the flag out",
     )
+
+
+# The interface, the GPU and the recorder of a rank
+
+# On rank 0's node the host's name, which is MASTER_ADDR, is a loopback address.
+ADDRESSES = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "fe80::1%ib0"}
+SOURCES = {"node0": "127.0.1.1", "10.0.0.2": "10.0.0.1", "127.0.1.1": "127.0.0.1", "ib": "fe80::1"}
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (IFNAME, "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # set, so that it is restored
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setattr(process_group, "_source_towards", SOURCES.__getitem__)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [*enumerate(ADDRESSES, 1)])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("127.0.1.1", 0))])
+    hardware = SimpleNamespace(family=psutil.AF_LINK, address="02:fc:00:00:00:01")
+    found = {
+        name: [SimpleNamespace(family=socket.AF_INET, address=each), hardware]
+        for name, each in ADDRESSES.items()
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    return monkeypatch
+
+
+def chosen(rank: int = 0, *, of_peer: str = "10.0.0.2", per_node: int = 2) -> str | None:
+    store = dist.HashStore()
+    store.set("address/2", of_peer)
+    choose_interface(store, World(rank=rank, size=4, ranks_per_node=per_node))
+    assert per_node == 4 or store.check([f"address/{rank}"])
+    return os.environ.get(IFNAME)
+
+
+@pytest.mark.parametrize(
+    ("rank", "variables", "wanted"),
+    [
+        (1, {}, "eth0"),  # the first node takes the way to the second
+        (2, {"MASTER_ADDR": "10.0.0.2"}, "eth0"),  # and others that to the first
+        (2, {"MASTER_ADDR": "ib"}, "ib0"),
+        (0, {"NCCL_SOCKET_IFNAME": "^docker0"}, "eth0"),  # no name of an interface
+        (0, {"NCCL_SOCKET_IFNAME": "ib0"}, "ib0"),
+        (0, {"NCCL_SOCKET_IFNAME": "ib0", IFNAME: "lo"}, "lo"),
+    ],
+)
+def test_variables_win_over_the_way_to_another_node(
+    host: pytest.MonkeyPatch, rank: int, variables: dict[str, str], wanted: str
+) -> None:
+    for name, value in variables.items():
+        host.setenv(name, value)
+    assert chosen(rank=rank) == wanted
+    assert f"(interface {wanted}): " in interface_text()
+
+
+@pytest.mark.parametrize("given", [{"per_node": 4}, {"of_peer": "127.0.1.1"}])
+def test_gloo_chooses_on_one_node(host: pytest.MonkeyPatch, given: dict[str, object]) -> None:
+    assert chosen(**given) is None  # type: ignore[arg-type]
+    text = interface_text()
+    assert f"gloo uses 127.0.1.1 (host name {socket.gethostname()}): " in text
+    assert f"set {IFNAME} to an interface" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "address"), [("ib0,eth0", "fe80::1, 10.0.0.1"), ("nic7", "no address")]
+)
+def test_errors_name_the_address_in_use(given: str, address: str, host: pytest.MonkeyPatch) -> None:
+    host.setenv(IFNAME, given)
+    assert f"gloo uses {address} (interface {given}): " in interface_text()
+
+
+TOO_OLD = "CUDA initialization: The NVIDIA driver on your system is too old (found version 12020)"
+
+
+@pytest.fixture
+def v100s(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Four of them, for which this torch has kernels."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "V100")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70", "sm_80", "sm_90a"])
+    return monkeypatch
+
+
+def test_a_rank_has_the_gpu_of_its_number(v100s: pytest.MonkeyPatch) -> None:
+    v100s.setenv("PYTORCH_ALLOC_CONF", "")  # set, so that it is restored
+    v100s.delenv("PYTORCH_ALLOC_CONF")
+    v100s.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    assert check_gpu(3) == torch.device("cuda:3")
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
+    refused(lambda: check_gpu(4), "local rank 4 has no GPU: torch sees 4")
+    v100s.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "compute_120"])
+    told = "has no kernels for V100, of compute capability 7.0: it was built for sm_75, sm_80"
+    refused(lambda: check_gpu(0), told)
+
+
+@pytest.mark.parametrize(
+    ("arch", "capability", "runs"),
+    [
+        ("sm_80", (8, 6), True),
+        ("sm_86", (8, 0), False),
+        ("sm_90", (10, 0), False),
+        ("sm_90a", (9, 0), True),
+        ("sm_100a", (10, 3), False),
+        ("compute_90", (10, 0), True),
+        ("compute_120", (10, 0), False),
+        ("gfx942", (9, 4), False),
+    ],
+)
+def test_which_code_runs_where(arch: str, capability: tuple[int, int], *, runs: bool) -> None:
+    assert _runs(arch, capability) == runs
+
+
+@pytest.mark.parametrize(
+    ("cuda", "warned", "told"),
+    [
+        ("13.0", TOO_OLD, "too old (found version 12020) ... CUDA 13.0, 580 or newer"),
+        ("12.8", None, "a driver for CUDA 12.8, 525 or newer, and CUDA_VISIBLE_DEVICES may hide"),
+        ("14.0", None, "a driver for CUDA 14.0, and CUDA_VISIBLE_DEVICES"),
+        (None, None, "is built without CUDA; give --distributed-backend gloo"),
+    ],
+)
+def test_why_torch_sees_none(
+    cuda: str | None, warned: str | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_available() -> bool:
+        if warned is not None:
+            warnings.warn(f"{warned}\nPlease update it.", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    refused(lambda: check_gpu(0), told)
+
+
+@pytest.mark.parametrize(
+    ("backends", "read"), [(("gloo", "nccl"), "NCCL's"), (("gloo", "gloo"), "others")]
+)
+def test_nccl_s_recorder_is_read_where_any_group_is_nccl_s(
+    monkeypatch: pytest.MonkeyPatch, backends: tuple[str, ...], read: str
+) -> None:
+    """The default group is gloo's under every backend."""
+
+    def dump(name: str) -> bytes:
+        return pickle.dumps({"entries": [], "recorder": name})
+
+    groups = {object(): (backend, None) for backend in backends}
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(type(distributed_c10d._world), "pg_map", property(lambda _: groups))
+    monkeypatch.setattr(recorders, "_dump_nccl_trace", lambda: dump("NCCL's"), raising=False)
+    monkeypatch.setattr(recorders, "_dump_fr_trace", lambda: dump("others"))
+    monkeypatch.setattr(flight_recorder, "read_world", lambda: World(local_rank=3))
+    devices: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    recorded = recorded_collectives()
+    assert devices == ([3] if "nccl" in backends else [])
+    assert recorded is not None
+    assert pickle.loads(recorded)["recorder"] == read
+
+
+def test_files_of_ranks_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = set()
+    for rank in (0, 8):
+        for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
+        record_flights(str(tmp_path), rank)
+        written.add(f"{os.environ['TORCH_FR_DUMP_TEMP_FILE']}0")  # as torch does for both
+    assert len(written) == 2
+    assert not any(Path(name).name.startswith("rank_") for name in written)

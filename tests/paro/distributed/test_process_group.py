@@ -58,16 +58,12 @@ def test_torchrun(bare: pytest.MonkeyPatch) -> None:
         ("RANK", "-1", "RANK is '-1' in the environment, and not a number"),
         ("LOCAL_RANK", "2", "LOCAL_RANK is 2 and LOCAL_WORLD_SIZE 2 "),
         ("WORLD_SIZE", "0", "WORLD_SIZE is 0 in the environment: it must be 1 or more"),
-        ("WORLD_SIZE", "2x", "WORLD_SIZE is '2x' in the environment, and not a number"),
         ("MASTER_PORT", "x", "MASTER_PORT is 'x' in the environment: give a port, 1 to 65535"),
         ("MASTER_PORT", "0", "MASTER_PORT is '0'"),
-        ("MASTER_PORT", "65536", "MASTER_PORT is '65536'"),
         ("MASTER_ADDR", "", "the launcher must set MASTER_ADDR"),
     ],
 )
-def test_a_wrong_environment_is_named(
-    bare: pytest.MonkeyPatch, name: str, value: str, told: str
-) -> None:
+def test_a_wrong_value_is_named(bare: pytest.MonkeyPatch, name: str, value: str, told: str) -> None:
     values = ("1", "2", "1", "2", None, "node0", "6000")
     for variable, right in zip(LAUNCHERS, values, strict=False):
         if right is not None:
@@ -147,15 +143,12 @@ MEND = "script: error: mend it\n"
 @pytest.mark.parametrize(
     ("body", "streams", "status", "stderr"),
     [
-        ("pass", "", 0, ""),
         (MISTAKE, "", 2, MEND),
         ("raise UserError('a', 'b')", "", 2, "script: error: 2 mistakes:\n  a\n  b\n"),
-        ("raise SystemExit(3)", "", 3, ""),
         ("raise KeyboardInterrupt", "", 130, "script: interrupted\n"),
         (f"{OTHER_RANK}; raise KeyboardInterrupt", "", 130, ""),
         # Failures that are no bugs
         ("raise OSError(28, 'No space', '/x')", "", 1, "script: error: No space: /x\n"),
-        ("raise RunError('a')", "", 1, "script: error: a\n"),
         (f"{QUICKLY}; raise PeerError('rank 1 failed')", "", 1, "script: error: rank 1 failed\n"),
         (f"{OTHER_RANK}; raise PeerError('rank 1 failed')", "", 1, ""),
         # While others wait, the rank that prints can: the first to leave ends all.
@@ -163,14 +156,11 @@ MEND = "script: error: mend it\n"
         (f"{ENDED}; raise RuntimeError('[/gloo/transport/tcp] closed by peer')", "", 1, ""),
         # Streams that take nothing
         (f"print('x'); {MISTAKE}", ">&-", 2, MEND),
-        (f"print('x'); {MISTAKE}", "2>&-", 2, ""),
         ("import paro.report.log as log; log.print_line('x')", "> /dev/full", 1, FULL),
         ("sys.stdout.write('x')", "> /dev/full", 1, FULL),
         (f"{NO_READER}; log.print_line('x')", "", 141, ""),
-        (f"{NO_READER}; sys.stdout.write('x')", "", 141, ""),
         (f"{NO_READER}; log.print_line('x', stream=sys.stderr)", "", 0, "x\n"),
         (f"{NO_READER}; log.Log().show('x'); raise SystemExit(3)", "", 3, f"{LOST}x\n"),
-        ("import paro.report.log as log; log.Log().show('x')", "> /dev/full 2>&1", 0, ""),
         ("print('\\u00e9')", "> /dev/null", 0, ""),
     ],
 )
@@ -193,7 +183,6 @@ def test_too_many_open_files_are_the_user_s_to_allow(raised: str) -> None:
     [
         ("raise BrokenPipeError(32, 'of a process')", "BrokenPipeError: [Errno 32] of a process"),
         ("list(zip([1], [], strict=True))", "ValueError: zip() argument 2 is shorter"),
-        ("open('/absent')", "FileNotFoundError: "),
     ],
 )
 def test_a_bug_shows_its_traceback(body: str, told: str) -> None:

@@ -1,13 +1,16 @@
-"""A dry run prints what a real run would, starts nothing, and refuses what would fail."""
+"""A dry run prints what a real run would, lists a step, checks files, and starts nothing."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
+from data.fingerprint import Fingerprint
+from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.launch.dry_run import RunPrediction, predict_run, run_dry
@@ -19,7 +22,9 @@ from paro.planning.estimator import Estimator
 from paro.text import size_text
 from paro.training.assembly import build_training
 from paro.training.in_memory import in_memory_bytes
+from tests.helpers.corpora import write_corpus
 from tests.helpers.flags import configured
+from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
 
 SMALL = (
@@ -187,23 +192,7 @@ def test_the_plan_for_a_machine_is_printed(capsys: pytest.CaptureFixture[str]) -
     assert "> --paro-machine NAME would say how long a step takes" in without
 
 
-@pytest.mark.slow("searches all candidates of a model")
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (
-            "--paro-strategy NNN --device-memory-gb 30",
-            "a rank needs 39.5 GB at the reduction of head, more than --device-memory-gb 30: ",
-        ),
-    ],
-)
-def test_what_does_not_fit_the_machine_is_refused(words: str, told: str) -> None:
-    refused(lambda: run(f"{PLANNED} {words}"), told)
-
-
-def test_a_machine_without_a_device_is_said_and_not_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_without_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bare = Machine(name="bare", source="", world_size=8, group_size=4)
     path = tmp_path / "bare.json"
     path.write_text(machine_to_json(bare), encoding="utf-8")
@@ -253,15 +242,141 @@ def test_local_copies_take_memory_of_every_node(
     assert line in printed(words, capsys)
 
 
-def test_what_leaves_too_little_for_nccl_is_neither_chosen_nor_accepted() -> None:
-    """73.7 GB of tensors per rank, and as fast as the choice of auto."""
-    words = (
-        "--llama-preset llama3-8B --mock-data --seq-length 2048 --micro-batch-size 8 --bf16 "
-        "--global-batch-size 1024 --train-iters 10 --lr 1e-4 --recompute-granularity selective "
-        "--dry-run --world-size 64 --device-memory-gb 80 --paro-machine dgx-h100 --paro-strategy"
+# The listing of a step, and files
+
+SIZES = (
+    "--hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 8000 --mock-data "
+    "--micro-batch-size 1 --lr 0.1 --train-iters 10 --bf16"
+)
+SHOW = "--dry-run --world-size 16 --show-step"
+IIG = f"{SIZES} --num-layers 8 --paro-strategy IIG --global-batch-size 64 {SHOW}"
+PAIRS = "--recompute-granularity full --recompute-num-layers 2"
+ROTATE = "--paro-materialize rotate"
+BITS = "--paro-inter-param-bits 4 --paro-inter-grad-bits 4"
+
+
+def listing(words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines of the listing, without its columns' alignment."""
+    found = re.search(r"^> a step, action by action.*?\n(?=>)", printed(words, capsys), re.M | re.S)
+    return [re.sub(r" +", " ", line).strip() for line in found[0].splitlines()]
+
+
+def section(lines: list[str], begin: str, end: str) -> list[str]:
+    """The words of the lines after the one that begins with `begin`, up to `end`."""
+    first = next(number for number, line in enumerate(lines) if line.startswith(begin))
+    last = next(n for n, line in enumerate(lines) if n > first and line.startswith(end))
+    return [re.split(r" [\d,]+\.\d", line)[0] for line in lines[first + 1 : last]]
+
+
+def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    found = re.search(
+        r"^```bash\npython pretrain_llama.py (.*?--show-step)\n```\n\n```\n(.*?)^```$",
+        page,
+        re.M | re.S,
     )
-    larger = planned(f"{words} 1,32,64")
-    assert 73e9 < larger.memory.allocated < 74e9
-    assert larger.memory.total > 80e9
-    assert not larger.fits
-    assert planned(f"{words} auto").fits
+    command, output = found.groups()
+    assert f"\n{output}> " in printed(" ".join(shlex.split(command)), capsys)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [PAIRS, f"{BITS} --lora-rank 4", f"{ROTATE} --paro-rotate-in-place"],
+)
+def test_the_largest_total_is_the_need(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    totals = [line.split()[-1] for line in listing(f"{IIG} {words}", capsys)[4:]]
+    found = max(float(t.replace(",", "")) for t in totals if re.fullmatch(r"[\d,]+\.\d", t))
+    assert found == round(planned(f"{IIG} {words}").memory.allocated / 1e6, 1)
+
+
+IN_PLACE = (
+    "allocate a slot of blocks.7.mlp 2/2 | BACKWARD blocks.7.mlp 2/2: to its first gradient "
+    "| allocate a slot of blocks.7.mlp 2/2 | BACKWARD blocks.7.mlp 2/2: the rest "
+    "| send the slice of blocks.7.mlp 2/2 back | wait for the next slice of blocks.7.mlp 2/2 "
+    "| send the slice's gradients of blocks.7.mlp 2/2 back "
+    "| wait for the slice's gradients of blocks.7.mlp 2/2 "
+    "| BACKWARD blocks.7.mlp 2/2: to its first gradient | the last 6 actions, 6 times more "
+    "| BACKWARD blocks.7.mlp 2/2: the rest"
+)
+
+
+def test_repeated_actions_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = listing(f"{IIG} {ROTATE} --paro-rotate-in-place", capsys)
+    assert " | ".join(section(lines, "backward of blocks.7.mlp", "free a slot")) == IN_PLACE
+
+
+def test_axes_of_one_kind_are_told_by_their_degrees(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = listing(IIG.replace("IIG", "2,4,16"), capsys)
+    assert any("all-gather blocks.1 " in line and "gather inside 1-2 " in line for line in lines)
+    last = next(line for line in lines if line.startswith("step reduce-scatter of head "))
+    assert "reduce inside 4-8, between" in last
+
+
+def test_without_training_there_is_no_step(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(f"{IIG} --skip-train", capsys)
+    assert "> no step to show: --skip-train trains nothing\n" in out
+    assert "FORWARD" not in out
+
+
+# Files: what is on this machine is checked, and what is not is told
+
+
+def test_a_corpus_here_is_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = write_corpus(tmp_path / "here", [[range(60)], [range(40)]])
+    flags = f"{SMALL} --data-path 1 {here} 2 {tmp_path}/elsewhere --dry-run --world-size 4"
+    before = sorted(tmp_path.iterdir())
+    out = printed(flags, capsys)
+    assert f"> data: {here} holds 100 tokens in 2 documents, with checksums\n" in out
+    assert f"> data: {tmp_path}/elsewhere is not on this machine and was not checked\n" in out
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "c", [[range(600)]])
+    words = f"{SMALL} --data-path {tmp_path}/c --dry-run --world-size 4"
+    refused(lambda: run(words), "holds token id 599, the vocabulary has 100")
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_here"),
+    [
+        ("--tokenizer-type NullTokenizer", True),
+        ("--tokenizer-type Llama2Tokenizer --tokenizer-model nowhere.model", False),
+        ("--vocab-file nowhere --merge-file nowhere", False),
+        ("--llama-preset 7B", False),
+        ("--padded-vocab-size 128", False),
+    ],
+)
+def test_a_vocabulary_stands_for_a_tokenizer_that_is_not_here(
+    flags: str, is_here: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_with = Fingerprint(tokenizer_type="T", file="f", vocab_size=60, digest="")
+    corpus = write_corpus(tmp_path / "here", [[range(60)]], made_with=made_with)
+    size = "" if "--llama-preset" in flags or "--padded" in flags else "--vocab-size 100"
+    common = SMALL.replace("--vocab-size 100 --tokenizer-type NullTokenizer", size)
+    words = f"{common} {flags} --data-path {corpus} --dry-run --world-size 2"
+    out = printed(words, capsys)
+    rows = 32000 if "--llama-preset" in flags else 128 if "--padded" in flags else 100
+    told = f"> tokenizer: none on this machine; a vocabulary of {rows:,} instead\n"
+    assert (told in out) is not is_here
+    assert f"> data: {corpus} holds 60 tokens" in out
+
+
+def test_without_a_vocabulary_a_missing_tokenizer_is_refused() -> None:
+    words = SMALL.replace("--vocab-size 100 --tokenizer-type NullTokenizer", "--data-path text")
+    dry = f"{words} --dry-run --world-size 2"
+    advice = "give --tokenizer-type NullTokenizer --vocab-size"
+    refused(lambda: run(dry), f"--tokenizer-type is missing ... {advice}")
+    file = "--tokenizer-type Llama2Tokenizer --tokenizer-model nowhere"
+    refused(lambda: run(f"{dry} {file}"), f"--tokenizer-model nowhere cannot be read ... {advice}")
+    refused(
+        lambda: run(f"{words} {file} --vocab-size 100"), "--tokenizer-model nowhere cannot be read"
+    )
+    refused(lambda: run(f"{words} --vocab-size 100"), "--tokenizer-type is missing")
+
+
+def test_mixed_up_checkpoints_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finish_checkpoint(begin_checkpoint(tmp_path, 5), 5, {})
+    words = f"{MOCK} --save {tmp_path} --dry-run --world-size 4"
+    refused(lambda: run(words), "holds a checkpoint, iteration 5 ... no --load")
+    assert "> the launch would fail: " in capsys.readouterr().out

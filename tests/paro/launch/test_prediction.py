@@ -172,7 +172,7 @@ def test_a_state_has_level_copies_ranks_and_megabytes(
 FLAGS = f"{TINY} --train-iters 2 --global-batch-size 2 --paro-strategy NNN"
 
 
-def trained_with(*, ranks_with_triton: tuple[int, ...]) -> list[str]:
+def trained_with(ranks_with_triton: tuple[int, ...]) -> list[str]:
     """Trains replicas where only some ranks have Triton; the lines about kernels."""
     world = World(rank=dist.get_rank(), size=dist.get_world_size(), ranks_per_node=2)
     config, control = configured(FLAGS, world), Control(world, torch.device("cpu"))
@@ -185,26 +185,23 @@ def trained_with(*, ranks_with_triton: tuple[int, ...]) -> list[str]:
     return lines
 
 
+def trained_with_some_and_all() -> tuple[list[str], list[str]]:
+    return trained_with((1,)), trained_with((0, 1))
+
+
 @pytest.mark.bits
 @pytest.mark.ranks
 def test_all_use_torchs_operations_where_a_rank_lacks_triton() -> None:
     skip_on_gpus()
-    for lines in run_ranks(trained_with, 2, ranks_with_triton=(1,)):
+    for lines, of_same in run_ranks(trained_with_some_and_all, 2):
+        assert len(of_same) == 3
+        assert "WARNING" not in " ".join(of_same)
         assert lines[0].startswith("> attention: auto")
         for line, what in zip(
             lines[1:], ("norms, SwiGLU, rotary embedding and loss", "AdamW"), strict=True
         ):
             assert line.startswith("> WARNING: ranks differ: nothing on rank 0, " + what)
             assert line.endswith(" on rank 1: all use torch's operations")
-
-
-@pytest.mark.bits
-@pytest.mark.ranks
-def test_nothing_is_said_where_all_have_the_same() -> None:
-    skip_on_gpus()
-    for lines in run_ranks(trained_with, 2, ranks_with_triton=(0, 1)):
-        assert len(lines) == 3
-        assert not any("WARNING" in line for line in lines)
 
 
 @pytest.mark.bits

@@ -75,28 +75,6 @@ def test_what_a_measured_collective_wants() -> None:
     assert job.inter == pytest.approx(link / 100 / 0.02)
 
 
-@pytest.mark.parametrize("cores", [None, 8])
-def test_in_place_two_chunks_are_under_way_at_a_time(cores: int | None) -> None:
-    """So a shift pays one latency for every two chunks, and no extra bytes; GPUs send four."""
-    typed = machine(intra=2000, world_size=8)
-    if cores is not None:
-        typed = replace(typed, device=replace(DEVICE, cores=cores))
-    late = replace(typed, intra=speed(2000, latency=1e-6))
-    run = make_topology(world_size=8, group_size=8, degrees=()).axes_between(1, 8)
-    for num_bytes, pairs in (  # a slice is 1/8
-        (8 << 10, 2),
-        (8 << 20, 2),
-        (64 << 20, 8 if cores else 2),
-    ):
-        times = [
-            CollectiveTimes(own, "native").shift(run, num_bytes, in_place=True)
-            for own in (typed, late)
-        ]
-        ((plain,),), ((with_latency,),) = times
-        assert plain.seconds == pytest.approx(num_bytes / 8 * 8 / 2000e9)
-        assert with_latency.seconds - plain.seconds == pytest.approx(pairs * 1e-6)
-
-
 CORES = 0.25
 
 

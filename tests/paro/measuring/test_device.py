@@ -24,7 +24,7 @@ from paro.measuring.attention import attention_rates
 from paro.measuring.device import Effort, measure_device
 from paro.planning.estimator import Estimator
 from paro.planning.search_space import PlanRequest
-from tests.paro.measuring.test_benchmark import alone
+from tests.paro.measuring.test_measure import alone
 from tools.collective_timing.training import training_config
 
 TINY = (
@@ -190,9 +190,7 @@ def test_every_way_is_timed_by_its_kernel(
     assert rates.of_sequence == pytest.approx(12 * layers * longest**2 * width / whole)
 
 
-def test_all_ranks_time_as_often_where_their_kernels_differ(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_ranks_time_as_often_with_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks with other kernels, as on nodes with another cuDNN, time the kernels of rank 0."""
 
     class FirstHasCudnn(Control):

@@ -1,18 +1,21 @@
-"""A start finds the machine file of an earlier one, or measures; what it then chooses is agreed."""
+"""A start finds an earlier machine file, or measures, on one rank and on four; all choose alike."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from paro.collectives.schedule import Op
 from paro.config.run import RunConfig
@@ -20,15 +23,17 @@ from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.machine.files import read_machine
 from paro.machine.machine import Machine, Measured
-from paro.measuring import start
+from paro.measuring import benchmark, measure, start
+from paro.measuring.device import Effort
 from paro.report.watchdog import WatchConfig, Watchdog
 from paro.topology import Axes
 from paro.training.exit_signal import ExitSignal
 from tests.helpers.commands import output_of
 from tests.helpers.hopper import H100
 from tests.helpers.refusals import refused
+from tests.helpers.scripts import run_script
 from tests.paro.config.test_run import SMALL, configure
-from tests.paro.measuring.test_benchmark import alone
+from tests.paro.measuring.test_measure import alone
 from tests.paro.planning.cases import machine
 
 AUTO = f"{SMALL} --distributed-backend gloo --paro-strategy auto"
@@ -211,9 +216,7 @@ def test_ranks_that_choose_differently_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR2"])
-def test_a_signal_while_measuring_is_met_by_the_handler(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
-) -> None:
+def test_a_signal_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     number = signal.Signals[name]
 
     def measure(_: object, control: Control, **__: object) -> Machine:
@@ -245,3 +248,76 @@ def test_what_says_its_strategy_measures_nothing() -> None:
     config = configure(f"{SMALL} --paro-strategy IIG")
     with Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9) as watchdog:
         assert start.plan_on_this_machine(config, alone(), watchdog) is config
+
+
+# Four ranks
+
+MODEL = (
+    "--num-layers 3 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 60 "
+    "--tokenizer-type NullTokenizer --mock-data --num-workers 0 --micro-batch-size 1 "
+    "--global-batch-size 8"
+)
+ON_RANKS = f"{MODEL} --lr 0.002 --lr-decay-style constant --eval-iters 0 --log-interval 1 "
+ON_RANKS += "--distributed-backend gloo --peak-tflops 1 --paro-group-size 2"
+STRATEGY = ("--paro-strategy", "auto")
+
+
+def briefly() -> None:
+    """Times each thing once; nothing computes beside links, which tests of benchmarks do."""
+    measure._EFFORT = Effort(warmup=1, steps=1, micro_batches=1, seconds=0.1)  # type: ignore[misc]
+    measure._LINKS = measure._LEAST_FOR_LINKS = 0.5  # type: ignore[misc]
+    benchmark.computing = lambda _: nullcontext()  # type: ignore[assignment]
+
+
+def trained(*flags: object, iterations: int = 2) -> str:
+    """What a run of four ranks prints."""
+    words = (*flags, "--train-iters", iterations)
+    done = run_script(["pretrain_llama.py", *ON_RANKS.split(), *words], 4, before=briefly)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.ranks
+def test_ranks_measure_once_and_then_train_as_ever(tmp_path: Path) -> None:
+    save = tmp_path / "run"
+    saving = ("--save", save, "--load", save, "--override-opt_param-scheduler")
+    told = trained(*STRATEGY, *saving)
+    (path,) = save.glob("machine-*.json")
+    assert "> measuring this machine, about 60 s: links, inter\n" in told
+    assert f"machine file {path}, which --paro-machine takes\n" in told
+    (chosen,) = re.findall(r"^> strategy: (\S+), 4 ranks in groups of 2", told, re.M)
+    assert f"planner: chose {chosen}, " in told
+    made = read_machine(path)
+    assert (made.name, made.world_size, made.group_size) == (path.stem, 4, 2)
+    assert {row.axes for row in made.measured} == {Axes.INTRA, Axes.INTER}
+    assert {row.algorithm for row in made.measured} == {"native"}
+    assert made.device is not None
+
+    # Continued it keeps its strategy and measures nothing.
+    told = trained(*STRATEGY, *saving, iterations=3)
+    assert f"the run continues with --paro-strategy {chosen}, as its checkpoint in {save}" in told
+    assert "> strategy: " + chosen in told
+    assert "measuring" not in told
+
+
+def one_is_signalled() -> None:
+    """Rank 3 gets SIGTERM where it would time links."""
+    briefly()
+    curve = benchmark._curve
+
+    def until_then(*given: Any) -> Any:
+        if dist.get_rank() == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return curve(*given)
+
+    benchmark._curve = until_then  # type: ignore[assignment]
+
+
+@pytest.mark.ranks
+def test_all_ranks_leave_when_one_gets_a_signal_while_measuring(tmp_path: Path) -> None:
+    words = (*STRATEGY, "--save", tmp_path / "run", "--train-iters", 2, "--exit-signal-handler")
+    script = ["pretrain_llama.py", *ON_RANKS.split(), *words]
+    done = run_script(script, 4, before=one_is_signalled)
+    assert done.returncode == 0, done.stderr
+    assert "[exiting program after receiving SIGTERM " in done.stdout
+    assert not [*(tmp_path / "run").glob("machine-*.json")]
