@@ -98,9 +98,7 @@ OF_A_WORKER = RuntimeError("Too many open files. Communication with the workers 
         (OSError(errno.ENFILE, os.strerror(errno.ENFILE)), None, "fs.file-max"),
     ],
 )
-def test_too_many_open_files_name_the_limit_and_nothing_else(
-    error: Exception, cause: Exception | None, told: str
-) -> None:
+def test_open_files_name_the_limit(error: Exception, cause: Exception | None, told: str) -> None:
     error.__cause__ = cause
     shared = for_all_ranks(error, 3)
     assert isinstance(shared, UserError)

@@ -1,16 +1,26 @@
-"""Letter strategies, degrees and names; axes, peers and nested shards of every shape."""
+"""Letters, degrees and names of strategies; axes and nested shards; the order of units."""
 
 from __future__ import annotations
 
 from functools import partial
 from itertools import combinations, pairwise, product
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from paro.layout import (
+    ALIGN,
+    ParamChunk,
+    UnitLayout,
+    make_layout,
+    make_sliced_layout,
+    parameter_runs,
+    split_range,
+    whole_chunk,
+)
 from paro.planning.search_space import legal_strategies
-from paro.planning.sending import Sender, traffic_of
-from paro.precision import BYTES_OF, PrecisionConfig
-from paro.spec.sharding_spec import specs_of
 from paro.strategy import (
     LETTERS,
     dominating_letters,
@@ -21,7 +31,6 @@ from paro.strategy import (
 )
 from paro.topology import Link, make_topology, nested_range
 from tests.helpers.refusals import refused
-from tests.paro.planning.on_ranks import moves, one_unit
 
 LEGAL = (
     *("NNN", "NNI", "NNG", "NII", "NIG", "NGG", "INI", "ING"),
@@ -31,9 +40,7 @@ ALL = ["".join(letters) for letters in product(LETTERS, repeat=3)]
 
 
 @pytest.mark.parametrize("letters", sorted(set(ALL) - set(LEGAL)))
-def test_refused_letters_name_a_legal_alternative_with_the_same_params_and_grads(
-    letters: str,
-) -> None:
+def test_refused_letters_name_a_legal_alternative(letters: str) -> None:
     better = dominating_letters(letters)
     assert is_legal(better)
     assert better[:2] == letters[:2]
@@ -138,32 +145,6 @@ def test_groups_need_not_be_nodes() -> None:
     assert survival(strategy, world_size=12, ranks_per_node=8).nodes == 0
 
 
-@pytest.mark.parametrize(
-    "precision",
-    [
-        PrecisionConfig(compute="fp32"),
-        PrecisionConfig(compute="bf16"),
-        PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True),
-    ],
-    ids=PrecisionConfig.describe,
-)
-def test_copies_of_optimizer_shards_send_what_the_formula_says(precision: PrecisionConfig) -> None:
-    numel, ranks, group = 64 * 48, 8, 2
-    grads, params = numel * BYTES_OF[precision.wire], numel * BYTES_OF[precision.compute]
-    sent, nodes = {}, {}
-    for degree in (2, 4, 8):
-        topology = make_topology(world_size=ranks, group_size=group, degrees=(group, degree))
-        strategy = parse_strategy(f"2,2,{degree}", world_size=ranks, group_size=group)
-        specs = specs_of(one_unit(numel), strategy, topology, precision)
-        sent[degree] = traffic_of(moves(3), specs, Sender(group_size=group, rank=None)).inter
-        nodes[degree] = survival(strategy, world_size=ranks, ranks_per_node=group).nodes
-        copies = (grads + params) / group + (grads - params) / degree - 2 * grads / ranks
-        assert sent[degree] == copies
-    assert nodes == {2: 3, 4: 1, 8: 0}
-    if grads == params:
-        assert sent[2] == sent[4] == sent[8] > 0
-
-
 # Axes, peers and nested shards
 
 SHAPES = list(product(range(1, 9), repeat=2))
@@ -212,3 +193,86 @@ def test_shards_tile_the_buffer_and_nest(groups: int, group_size: int) -> None:
             start, stop = nested_range(topology.axes_between(coarse, fine), rank, numel // coarse)
             assert stop - start == numel // fine
             assert topology.shard_start(rank, fine, numel) == outer + start
+
+
+# The flat order of a unit, and the chunks that a checkpoint stores
+
+NEEDS_PADDING = {"norm": (5,), "weight": (3, 7), "scalar": ()}
+
+
+def _layout(world_size: int = 6) -> UnitLayout:
+    chunks = [whole_chunk(name, shape) for name, shape in NEEDS_PADDING.items()]
+    return make_layout(chunks, world_size=world_size)
+
+
+def test_matrices_first_aligned_and_padded_for_the_world() -> None:
+    layout = _layout()
+    assert [placed.chunk.name for placed in layout.chunks] == ["weight", "norm", "scalar"]
+    assert all(placed.offset % ALIGN == 0 for placed in layout.chunks)
+    assert layout.matrix_stop == 24
+    assert layout.numel == 48
+
+
+def test_gaps_and_pieces_cover_the_buffer_once() -> None:
+    layout = _layout()
+    covered = np.zeros(layout.numel, dtype=int)
+    for begin, end in layout.gaps():
+        covered[begin:end] += 1
+    for start in range(0, layout.numel, layout.numel // 6):
+        for part in layout.chunk_ranges(start, start + layout.numel // 6):
+            covered[part.offset : part.offset + part.high - part.low] += 1
+    assert (covered == 1).all()
+
+
+@st.composite
+def chunks_and_ranges(draw: st.DrawFn) -> tuple[ParamChunk, int, int]:
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=0, max_size=3)))
+    start = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    extent = tuple(
+        draw(st.integers(1, size - first)) for size, first in zip(shape, start, strict=True)
+    )
+    chunk = ParamChunk(name="p", shape=shape, offsets=start, sizes=extent)
+    low = draw(st.integers(0, chunk.numel))
+    return chunk, low, draw(st.integers(low, chunk.numel))
+
+
+@given(chunks_and_ranges())
+def test_chunks_and_runs_name_a_range_in_order(case: tuple[ParamChunk, int, int]) -> None:
+    chunk, low, high = case
+    parameter = np.arange(int(np.prod(chunk.shape))).reshape(chunk.shape)
+    cut = tuple(slice(a, a + e) for a, e in zip(chunk.offsets, chunk.sizes, strict=True))
+    flat = parameter[cut].reshape(-1)
+
+    runs = [list(range(begin, end)) for begin, end in parameter_runs(chunk, low, high)]
+    assert [index for run in runs for index in run] == list(flat[low:high])
+
+    position = low
+    for begin, part in split_range(chunk, low, high):
+        assert begin == position
+        position += part.numel
+        corner = tuple(slice(a, a + e) for a, e in zip(*part, strict=True))
+        assert list(parameter[corner].reshape(-1)) == list(flat[begin:position])
+    assert position == high
+
+
+@given(chunks_and_ranges())
+def test_a_range_takes_few_chunks(case: tuple[ParamChunk, int, int]) -> None:
+    chunk, low, high = case
+    assert len(list(split_range(chunk, low, high))) <= max(1, 2 * len(chunk.shape) - 1)
+
+
+def test_a_sliced_layout_holds_every_element_once() -> None:
+    shapes = {"wq": (12, 7), "bq": (12,), "wo": (7, 12), "w_up": (13, 3)}
+    cuts = {"wq": 0, "bq": 0, "wo": 1, "w_up": 0}
+    layout = make_sliced_layout(shapes, cuts=cuts, number=4, world_size=8)
+    assert layout.numel % (8 * 8) == 0
+    seen = {name: np.zeros(shape) for name, shape in shapes.items()}
+    for start in range(0, layout.numel, layout.numel // 4):
+        stop = start + layout.numel // 4
+        for part in layout.chunk_ranges(start, stop):
+            chunk = part.chunk
+            assert (part.offset - start < layout.matrix_stop) == (chunk.name != "bq")
+            assert (part.low, part.high) == (0, chunk.numel), "cut by the end of its slice"
+            where = tuple(slice(a, a + b) for a, b in zip(chunk.offsets, chunk.sizes, strict=True))
+            seen[chunk.name][where] += 1
+    assert all((counts == 1).all() for counts in seen.values())

@@ -32,9 +32,7 @@ def flags(tmp_path: Path) -> str:
     )
 
 
-def test_sets_are_evaluated_one_by_one_under_their_names(
-    flags: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sets_are_evaluated_one_by_one(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_loop(
         f"{flags} --micro-batch-size 2 --multiple-validation-sets --eval-interval 2 --eval-iters 1",
         base=CORPUS,
@@ -44,19 +42,6 @@ def test_sets_are_evaluated_one_by_one_under_their_names(
     assert run.state.consumed_valid_samples == 2 * 2
     assert len(set(run.losses)) == len(run.losses)
     assert "iteration 2 on validation-code set | lm loss value" in capsys.readouterr().out
-
-
-@pytest.mark.slow("trains several times")
-def test_full_validation_is_the_mean_over_every_token(flags: str) -> None:
-    """With any batch size: 1 divides the 22 samples of a set, 4 does not."""
-    whole = "--full-validation --multiple-validation-sets --skip-train"
-    by_one = run_loop(f"{flags} {whole} --micro-batch-size 1", base=CORPUS)
-    by_four = run_loop(f"{flags} {whole} --micro-batch-size 4", base=CORPUS)
-    assert_near(by_one.losses, by_four.losses, 1e-6, "by one and by four")
-    assert len(by_one.losses) == 2
-    first = run_loop(f"{flags} {whole.split()[1]} --skip-train --micro-batch-size 1 "
-                     "--eval-iters 22", base=CORPUS)  # fmt: skip
-    assert_near(first.losses[:1], by_one.losses[:1], 1e-6, "by one")
 
 
 @pytest.mark.slow("evaluates several times")
@@ -133,9 +118,7 @@ def counted(folder: Path, *names: str, masked: bool) -> tuple[int, int]:
 
 
 @pytest.mark.slow("evaluates several times")
-def test_bits_per_byte_are_the_summed_loss_by_the_bytes_of_the_same_tokens(
-    scored: str, tmp_path: Path
-) -> None:
+def test_bits_per_byte_are_the_loss_by_the_bytes_of_its_tokens(scored: str, tmp_path: Path) -> None:
     """In one micro-batch or many, which have different numbers of tokens under a mask."""
     sets = f"--valid-data-path {tmp_path}/own {tmp_path}/same"
     for more in ("", MASKED):

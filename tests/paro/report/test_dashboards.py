@@ -140,9 +140,7 @@ def test_tensorboard_has_each_tag_over_iterations_and_over_samples(
     assert closed == {tmp_path.name: 3, "samples": 3}
 
 
-def test_a_dashboard_that_fails_is_left_out_and_the_others_go_on(
-    wandb: FakeWandb, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_one_is_left_out(wandb: FakeWandb, capsys: pytest.CaptureFixture[str]) -> None:
     faulty = Faulty()
     faulty.released.set()
     boards = open_dashboards(ReportConfig(wandb_project="p"), Log(), {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import logging
 import math
@@ -15,7 +14,7 @@ from rich.console import Console
 
 from paro.distributed.exposed_time import Exposed
 from paro.report.config import ReportConfig
-from paro.report.live_view import LiveConsole, LiveView, spark_line
+from paro.report.live_view import LiveConsole, LiveView
 from paro.report.log import Log, Terminal, print_line, set_logging_level
 from paro.report.record import IterationRecord, Validation, summarize
 from tests.helpers.streams import FAILURES, Failing
@@ -172,18 +171,6 @@ def test_a_terminal_that_is_gone_costs_the_view_and_not_the_run(
     assert "│" not in errors.getvalue()
 
 
-def test_spark_lines_span_their_values_and_average_what_does_not_fit() -> None:
-    texts = {
-        (): "",
-        (math.nan,): "",
-        (1.0,): "▁",
-        (3.0, 2.0, 1.0): "█▅▁",
-        (1.0, math.inf, 2.0): "▁█",
-        tuple(float(i // 2) for i in range(16)): "▁▂▃▄▅▆▇█",
-    }
-    assert {values: spark_line(values, width=8) for values in texts} == texts
-
-
 HOSTILE = "\x1b[2J\u202e"
 ESCAPED = "\\x1b[2J\\u202e"
 
@@ -223,39 +210,3 @@ def test_libraries_say_what_the_level_lets_through(
     finally:
         root.setLevel(before)
     assert ("hello" in capsys.readouterr().err) == shown
-
-
-@pytest.mark.parametrize("number", FAILURES.values(), ids=FAILURES)
-def test_where_standard_output_fails_the_log_goes_to_standard_error(
-    monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    output, errors = Failing(number, fails=False), Failing(number, fails=False)
-    monkeypatch.setattr(sys, "stdout", output)
-    monkeypatch.setattr(sys, "stderr", errors)
-    log = Log()
-    log.show("a")
-    output.fails = True
-    for message in "bc":
-        log.show(message)
-    assert output.getvalue() == "a\n"
-    notice, *rest = errors.getvalue().splitlines()
-    assert "[Rank 0] standard output cannot be written: " in notice
-    assert rest == ["b", "c"]
-
-    errors.fails = True
-    for message in "def":
-        log.show(message)
-    assert errors.getvalue().splitlines() == [notice, *rest]
-    print("what libraries print is no error either", flush=True)
-    sys.stdout.close()
-
-
-@pytest.mark.parametrize("number", FAILURES.values(), ids=FAILURES)
-def test_where_standard_output_fails_a_tool_does(
-    monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    monkeypatch.setattr(sys, "stdout", Failing(number))
-    with pytest.raises(OSError, match="standard output cannot be written: ") as caught:
-        print_line("the answer")
-    assert isinstance(caught.value, BrokenPipeError) == (number == errno.EPIPE)
-    print_line("progress", stream=sys.stdout)

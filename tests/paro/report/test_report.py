@@ -22,7 +22,6 @@ from paro.report.config import ReportConfig
 from paro.report.log import Log
 from paro.report.log_line import (
     TimeLeft,
-    arguments_block,
     duration,
     iteration_line,
     straggler_line,
@@ -143,9 +142,7 @@ def test_a_speed_beyond_the_peak_is_doubted_once() -> None:
         assert run(report, range(1, 4)).count("WARNING: MFU of ") == warnings
 
 
-def test_an_evaluation_has_megatrons_tags_and_bits_where_they_are_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_evaluation_has_megatrons_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Mapping[str, float]] = []
     report = make(ReportConfig())
     monkeypatch.setattr(report.dashboards, "write", lambda values, *_: written.append(values))
@@ -288,12 +285,6 @@ def test_validation_stands_between_rules() -> None:
     assert re.findall("loss|PPL|[0-9.]+E", without_tokens) == ["loss"], "as in `validation loss at`"
 
 
-def test_arguments_are_sorted_and_dotted() -> None:
-    _, *lines, _ = arguments_block({"lr": 0.1, "bf16": True, "Zeta": None}).split("\n")
-    names = [("bf16", 44, True), ("lr", 46, 0.1), ("Zeta", 44, None)]
-    assert lines == [f"  {name} {'.' * dots} {value}" for name, dots, value in names]
-
-
 TIMERS = [{"forward-backward": 2.0, "optimizer": 0.1}, {"forward-backward": 3.0, "optimizer": 0.3}]
 
 
@@ -320,9 +311,7 @@ def test_timer_lines(option: str, forward_backward: str, optimizer: str) -> None
         ([(0, 0.01, 0), (0, 0, 0.01)], "cause: none"),
     ],
 )
-def test_the_rank_that_others_wait_for_is_named_with_the_cause(
-    ranks: list[tuple[float, float, float]], told: str
-) -> None:
+def test_the_straggler_is_named(ranks: list[tuple[float, float, float]], told: str) -> None:
     of_step = [
         RankTimes(step=1.0, data=data, communication=sent, agreement=waited)
         for data, sent, waited in ranks

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from paro.report.config import run_record_path
-from paro.report.earlier import earlier_file, next_number, set_aside, set_aside_in
+from paro.report.earlier import earlier_file, next_number, set_aside
 from paro.report.log import Log
 from paro.report.record import Metrics, Validation, summarize
 from paro.report.run_files import PROGRESS_FILE, MetricsFile, ProgressFile, RunRecord
@@ -75,9 +75,7 @@ def test_a_resume_at_the_end_leaves_the_file_as_it_was(tmp_path: Path) -> None:
         (json.dumps({"iteration": 3, "only": "its end of line is missing"}).encode(), False),
     ],
 )
-def test_a_line_cut_short_by_a_crash_goes_and_no_line_is_glued_to_it(
-    tmp_path: Path, rest: bytes, is_cut: bool
-) -> None:
+def test_a_line_cut_short_by_a_crash_goes(tmp_path: Path, rest: bytes, is_cut: bool) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 3), 0)
     path.write_bytes(path.read_bytes() + rest)
@@ -216,9 +214,7 @@ def test_lines_are_megatrons(tmp_path: Path) -> None:
     assert saves == [[f"{verb} async checkpoint", "Iteration: 20"] for verb in ("Saving", "Saved")]
 
 
-def test_pauses_between_jobs_on_as_many_ranks_count_and_other_numbers_of_ranks_do_not(
-    tmp_path: Path,
-) -> None:
+def test_pauses_between_jobs_on_as_many_ranks_count(tmp_path: Path) -> None:
     clock = Clock()
     begin(tmp_path, clock, ranks=8).saved(10, 1000)
     with (tmp_path / PROGRESS_FILE).open("a") as stream:
@@ -265,16 +261,3 @@ def test_numbers_follow_the_highest_that_anything_has(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
     assert earlier_file(tmp_path / "a").name == "a.earlier_10"
     assert next_number(tmp_path) == 4
-
-
-def test_files_of_a_folder_keep_their_places_inside(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    files = [tmp_path / "x", tmp_path / "in" / "x"]
-    for path in files:
-        path.write_text(str(path))
-    assert set_aside_in(tmp_path, []) is None
-    earlier = set_aside_in(tmp_path, files)
-    assert earlier == tmp_path / "earlier_1"
-    assert [(earlier / path.relative_to(tmp_path)).read_text() for path in files] == [
-        str(path) for path in files
-    ]
