@@ -93,8 +93,12 @@ def _request(random: Random) -> PlanRequest:
 
 def _shared(random: Random, request: PlanRequest) -> PlanRequest:
     """The request with ranks that share samples, or that update by Muon, or both."""
-    size = random.choice([size for size in (1, 2, 4, 8, 16) if request.world_size % size == 0])
-    heads = random.choice([heads for heads in (1, 1, 2, size) if size % heads == 0])
+    group = request.group_size
+    sizes = [size for size in (1, 2, 2 * group, 4 * group) if request.world_size % size == 0]
+    if len(sizes) < 3:
+        raise UserError("one group")
+    size = random.choice((*sizes, *sizes[2:] * 2))  # mostly rings across groups
+    heads = random.choice([heads for heads in (1, 1, 1, 2, size) if size % heads == 0])
     layout = ContextLayout(
         size=size, heads=heads, gathers=heads == 1 < size and random.random() < 0.3
     )
