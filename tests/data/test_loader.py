@@ -245,7 +245,7 @@ def test_a_corpus_without_a_sample_is_left_out_of_a_held_out_blend(
 
 def test_a_vocabulary_smaller_than_the_ids_or_a_missing_corpus_is_refused(prefix: str) -> None:
     config = DataConfig(seq_length=8, data_path=(prefix,))
-    small = partial(build_datasets, config, SplitCounts(train=10), vocab_size=100)
+    small = partial(build_datasets, config, SplitCounts(train=10), vocab_size=100, tokenizer=None)
     refused(small, "token id 118, ... 100 entries")
     refused(lambda: built(f"{prefix}-none"), "--data-path")
 
