@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
+from model.mup import check_mup, query_key_scale
 from model.yarn import check_yarn, yarn_scale
 from paro.errors import UserError, check_between, check_least
 
@@ -194,6 +195,12 @@ class LlamaConfig:
     norm_epsilon: float = 1e-5
     z_loss_weight: float = 0.0  # weight of z-loss in training (cross_entropy.py); 0: none
     init_method_std: float = 0.02
+    use_mup: bool = False  # muP (mup.py)
+    mup_base_hidden_size: int | None = None  # None: `hidden_size`
+    mup_embedding_mult: float = 1.0
+    mup_output_mult: float = 1.0  # 1: the base model's hidden size over this model's
+    mup_base_head_dim: float | None = None
+    mup_attn_scale_power: float = 1.0
     tie_embeddings_and_output_weights: bool = False
     recompute: RecomputeConfig | None = None
     lora: LoraConfig | None = None
@@ -235,6 +242,7 @@ class LlamaConfig:
                 f"--rope-scaling-high-freq-factor {self.rope_scaling_high_freq_factor}"
             )
         check_yarn(self)
+        check_mup(self)
         if not 0.0 <= self.z_loss_weight < math.inf:
             raise UserError(f"--z-loss-weight {self.z_loss_weight} must be at least 0")
         if self.torch_compile is not None and self.lora is not None:
@@ -242,8 +250,9 @@ class LlamaConfig:
 
     @property
     def rotary_scale(self) -> float:
-        """The factor on rotated queries and keys: with YaRN above 1 by default, else 1."""
-        return yarn_scale(self) if self.position_embedding_type == "yarn" else 1.0
+        """The factor on rotated queries and keys, of YaRN and of muP; 1 without both."""
+        scale = yarn_scale(self) if self.position_embedding_type == "yarn" else 1.0
+        return scale * query_key_scale(self)
 
     def parts_misfit(self, device_type: str, compute: str) -> str | None:
         """Say why attention returns no log-sum-exp, needed to merge parts, and what to change.

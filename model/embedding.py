@@ -17,12 +17,14 @@ class Embedding(nn.Module):
 
     weight: nn.Parameter
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float = 1.0) -> None:
         super().__init__()
+        self.scale = scale
         self.starts = {"weight": 0}  # token id of the first row; above 0 in a vocabulary slice
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        return self.look_up(tokens_BS)
+        x_BSD = self.look_up(tokens_BS)
+        return x_BSD if self.scale == 1.0 else x_BSD.mul_(self.scale)
 
     def look_up(self, tokens_BS: Tensor) -> Tensor:
         return _rows(tokens_BS, self.weight)

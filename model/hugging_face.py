@@ -177,6 +177,11 @@ def hugging_face_name(name: str) -> str:
 
 def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
     """Return the config.json of the family that fits this model; `UserError` if none does."""
+    if config.use_mup:
+        raise UserError(
+            "transformers' models have none of the factors of --use-mup: it cannot be written for "
+            "them, for Megatron-LM it can"
+        )
     model_type = "llama"
     if config.add_qkv_bias or config.qk_layernorm:
         model_type = "qwen3" if config.qk_layernorm else "qwen2"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import LlamaConfig, down_name, is_adapter
+from model.mup import width_of
 from model.units import parameter_shapes
 
 BLOCK = 2**16  # elements of a flattened parameter that are drawn from one seed
@@ -31,11 +32,13 @@ class ParameterInit:
 def parameter_initializers(config: LlamaConfig) -> dict[str, ParameterInit]:
     """Return Megatron's initialization: normal, std / sqrt(2 layers) for residual outputs.
 
+    With muP matrices of blocks have a std that is divided by the square root of the width.
     Residual outputs are the weights whose product is added to the residual stream. Norms start as
     ones, biases as zeros. Adapters are peft's: Kaiming-uniform with a = sqrt(5), which is uniform
     within 1 / sqrt(columns), before those of zeros.
     """
-    narrow = config.init_method_std / math.sqrt(2.0 * config.num_layers)
+    hidden = config.init_method_std / math.sqrt(width_of(config))
+    narrow = hidden / math.sqrt(2.0 * config.num_layers)
     specs = {}
     for name, shape in parameter_shapes(config).items():
         part, numel = name.rpartition(".")[2], math.prod(shape)
@@ -43,7 +46,8 @@ def parameter_initializers(config: LlamaConfig) -> dict[str, ParameterInit]:
         if part.endswith(down_name("")):
             bound = shape[1] ** -0.5
         elif len(shape) == 2 and not is_adapter(part):
-            std = narrow if part in ("wo", "w_down") else config.init_method_std
+            std = hidden if name.startswith("blocks.") else config.init_method_std
+            std = narrow if part in ("wo", "w_down") else std
         constant = 0.0 if part in ("bq", "bk", "bv") or is_adapter(part) else 1.0
         specs[name] = ParameterInit(name=name, numel=numel, std=std, bound=bound, constant=constant)
     return specs

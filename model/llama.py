@@ -32,6 +32,7 @@ from model.fusion import compiled
 from model.layers import checkpointed, gated, gated_linear, linear, normed_linears
 from model.lora import AdaptedBlock, DropKey
 from model.matmul import number_weights
+from model.mup import embedding_scale, logit_scale
 from model.norm import SharedNorm, Slices, add_slices_after, rms_norm
 from model.rotary import rotate, rotations
 from model.units import first_trained_unit, recomputed_groups, unit_specs
@@ -224,6 +225,8 @@ class Head(nn.Module):
         weight_VD = self.weight if tied_VD is None else tied_VD
         assert weight_VD is not None, "a tied head needs the embedding's weight"
         x_BSD = rms_norm(x_BSD, self.norm, self.config.norm_epsilon)
+        if (scale := logit_scale(self.config)) != 1.0:
+            x_BSD = x_BSD.mul_(scale)
         if labels_BS is None:
             return linear(x_BSD, weight_VD)
         assert token_weights_BS is not None, "a loss needs the weight of every token"
@@ -282,7 +285,7 @@ class Llama(nn.Module):
         specs = unit_specs(self.config)
         # Groups of several blocks are recomputed by `forward`, not by each block.
         together = config.recompute is not None and config.recompute.group_size > 1
-        self.embedding = Embedding()
+        self.embedding = Embedding(embedding_scale(config))
         self.blocks = nn.ModuleList(
             Block(config, layer=layer, recomputed=not together and spec.recomputed_from is not None)
             for layer, spec in enumerate(specs[1:-1])

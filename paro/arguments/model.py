@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, _ArgumentGroup
 
 from model.config import ATTENTION_BACKENDS, COMPILERS, LLAMA_PRESETS, preset_name
-from paro.arguments.param_groups import add_param_group_args
+from paro.arguments.param_groups import add_mup_args, add_param_group_args
 from paro.arguments.positions import add_position_args
 from paro.schedule.lr_schedule import DECAY_STYLES, WEIGHT_DECAY_STYLES, WSD_DECAY_STYLES
 from paro.schedule.step_checks import EXIT_AFTER_SKIPPED
@@ -393,5 +393,6 @@ _ranks_or_auto.__name__ = "number of ranks or auto"  # argparse prints this name
 # In the order of --help.
 MODEL_GROUPS = (
     add_model_args, add_training_args, add_lora_args, add_recompute_args, add_regularization_args,
-    add_optimizer_args, add_learning_rate_args, add_param_group_args, add_mixed_precision_args,
+    add_optimizer_args, add_learning_rate_args, add_param_group_args, add_mup_args,
+    add_mixed_precision_args,
 )

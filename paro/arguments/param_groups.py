@@ -1,4 +1,4 @@
-"""Flags of learning rates and weight decay that are not those of all parameters."""
+"""Flags of learning rates and weight decay that are not those of all parameters, and of muP."""
 
 from __future__ import annotations
 
@@ -24,3 +24,24 @@ def add_param_group_args(parser: ArgumentParser) -> None:
         "lr-mult multiplies the learning rate that these parameters have otherwise; wd-mult is the "
         "factor on --weight-decay, by default 0 for norms and biases, else 1. Of several groups "
         "the first that has a parameter's name decides")
+
+
+def add_mup_args(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "muP", "Learning rates that are tuned on a narrow model serve wider ones.",
+    ).add_argument
+    add("--use-mup", action="store_true", default=None,
+        help="divide the learning rate and AdamW's epsilon of matrices of blocks, and logits, by "
+        "the width, which is --hidden-size / --mup-base-hidden-size, and the initial standard "
+        "deviation of these matrices by its root; scale attention's scores by 1 / the head size")
+    add("--mup-base-hidden-size", type=int, metavar="N",
+        help="--hidden-size of the model on which they were tuned; default: this one's")
+    add("--mup-embedding-mult", type=float, metavar="X",
+        help="factor on the embedding's output; default 1")
+    add("--mup-output-mult", type=float, metavar="X",
+        help="factor on logits; 1, the default: 1 / the width")
+    add("--mup-base-head-dim", type=float, metavar="N",
+        help="scale attention's scores by the root of N too, which for heads of N channels is the "
+        "usual scale; default 1")
+    add("--mup-attn-scale-power", type=float, metavar="X",
+        help="scale them by 1 / the head size to this power; default 1")

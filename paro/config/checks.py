@@ -32,7 +32,7 @@ from paro.strategy import Strategy
 
 def check_groups(optim: OptimConfig, model: LlamaConfig) -> None:
     """Raise `UserError` if a pattern of --param-group matches no parameter."""
-    for group in optim.groups.groups:
+    for group in optim.groups().groups:
         list(matching(FLAG, group.patterns, list(parameter_shapes(model))))
 
 

@@ -38,6 +38,7 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
         "yarn_": (
             "--position-embedding-type yarn", sizes.get("position_embedding_type") == "yarn"
         ),
+        "mup_": ("--use-mup", sizes.get("use_mup")),
     }  # fmt: skip
     others = {name: value for name, value in given.items() if value != default[name]}
     for prefix, (needed, is_given) in scalings.items():

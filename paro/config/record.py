@@ -20,7 +20,7 @@ from model.units import num_parameters, parameter_shapes
 from paro.arguments.flag_parser import PATHS
 from paro.arguments.parser import build_parser
 from paro.errors import count_text
-from paro.spec.param_groups import Factors, ParamGroups
+from paro.spec.param_groups import BY_SHAPE, Factors
 
 if TYPE_CHECKING:
     from paro.config.run import RunConfig
@@ -100,10 +100,10 @@ def model_lines(config: RunConfig) -> Iterator[str]:
 
 def _group_lines(config: RunConfig) -> Iterator[str]:
     """Yield a log line for parameters whose factors are not those of a run without groups."""
-    names, groups = defaultdict[Factors, list[str]](list), config.optim.groups
+    names, groups = defaultdict[Factors, list[str]](list), config.param_groups
     for name, shape in parameter_shapes(config.model).items():
         factors = groups.of(name, shape)
-        if factors != ParamGroups().of(name, shape):
+        if factors != BY_SHAPE.of(name, shape):
             names[factors].append(name)
     for factors, own in names.items():
         yield f"> {factors}: {count_text(len(own), 'tensor')}, the first {own[0]}"

@@ -126,6 +126,9 @@ def _scale_notice(args: Namespace) -> list[str]:
     if args.optimizer != "muon" or args.muon_extra_scale_factor != 1.0:
         return []
     mode = f"--muon-scale-mode {args.muon_scale_mode}"
+    if args.use_mup and args.muon_scale_mode == "spectral":
+        other = "--muon-scale-mode unit_rms_norm has updates that follow the width"
+        return [f"--use-mup changes no learning rate of Muon's matrices, with {mode}: {other}"]
     if args.muon_scale_mode == "spectral":
         return [
             f"{mode}: an update is 4 to 5 times as large as AdamW's at the same --lr; "

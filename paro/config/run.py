@@ -14,6 +14,7 @@ from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TokenizerConfig, tokenizer_config
 from model.config import LlamaConfig
 from model.fusion import Fusions
+from model.mup import width_of
 from model.trainable import Trainable
 from paro.arguments.needed import VOCABULARY
 from paro.arguments.parser import check_flags, take
@@ -49,6 +50,7 @@ from paro.schedule.loss_scale import LossScaleConfig
 from paro.schedule.lr_schedule import ScheduleConfig
 from paro.schedule.step_checks import StepChecksConfig
 from paro.spec.optim_config import MuonConfig, OptimConfig
+from paro.spec.param_groups import ParamGroups
 from paro.spec.run_spec import RunSpec
 from paro.strategy import Strategy
 
@@ -129,6 +131,12 @@ class RunConfig:
         if machine is None or machine.device is None:
             return None
         return self._task.plan_request(self.batches, self.sharding)
+
+    @property
+    def param_groups(self) -> ParamGroups:
+        """The rule for the factors of every parameter's learning rate, weight decay and epsilon."""
+        by_muon = self.precision.optimizer == "muon"
+        return self.optim.groups(width=width_of(self.model), by_muon=by_muon)
 
     @property
     def _task(self) -> TrainingTask:

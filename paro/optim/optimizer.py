@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from paro.distributed.control import Control
 from paro.distributed.timers import profile_range
-from paro.layout import UnitLayout, parameter_runs
 from paro.optim.adamw import AdamW, StepUpdate, choose_adamw
 from paro.optim.finite import square_sum
 from paro.optim.muon import MuonRange, MuonStep, choose_muon_kernels
@@ -30,15 +29,12 @@ from paro.optim.rounding import Rounding
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES
 from paro.sharding.distributed_model import DistributedModel
-from paro.sharding.shards import UnitShards
+from paro.sharding.shards import Initializer, UnitShards
 from paro.spec.muon_rounds import muon_chunks, muon_rounds
 from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.outer_steps import OuterConfig
-from paro.spec.param_groups import Factors, ParamGroups
+from paro.spec.param_groups import BY_SHAPE, Factors, ParamGroups
 from paro.spec.states import MOMENTS, MOMENTUM, PARAM, SENT, FlatShard, adamw_states
-
-# (parameter's name, begin, end) -> fp32 values of the flattened elements [begin, end), on the CPU
-Initializer = Callable[[str, int, int], Tensor]
 
 
 class UnitOptimizer:
@@ -48,7 +44,12 @@ class UnitOptimizer:
     """
 
     def __init__(
-        self, unit: UnitShards, config: OptimConfig, precision: PrecisionConfig, seed: int
+        self,
+        unit: UnitShards,
+        config: OptimConfig,
+        precision: PrecisionConfig,
+        seed: int,
+        groups: ParamGroups,
     ) -> None:
         self.unit = unit
         grad, spec = unit.optim_grad, unit.spec
@@ -75,11 +76,11 @@ class UnitOptimizer:
                     master[part],
                     *(moment[part.start - begin : part.stop - begin] for moment in moments),
                     betas=(config.adam_beta1, config.adam_beta2),
-                    eps=config.adam_eps,
+                    eps=config.adam_eps * factors.eps,
                     rounding=rounding,
                 ),
             )
-            for part, factors, rounding in self._ranges(config.groups, seed if rounds else None)
+            for part, factors, rounding in self._ranges(groups, seed if rounds else None)
         ]
 
     def _ranges(
@@ -177,12 +178,14 @@ class ParoOptimizer:
         seed: int,
         muon: MuonConfig,
         outer: OuterConfig | None = None,
+        groups: ParamGroups = BY_SHAPE,
     ) -> None:
         self.model = model
         self.config = config
         self.num_steps = 0
         self._parts = {
-            unit: UnitOptimizer(unit, config, precision, seed) for unit in model.trainable_units
+            unit: UnitOptimizer(unit, config, precision, seed, groups)
+            for unit in model.trainable_units
         }
         self.outer: OuterOptimizer | None = None  # the rounds of groups that train alone
         if outer is not None and self._parts:
@@ -205,7 +208,7 @@ class ParoOptimizer:
                 rounds=rounds,
                 ranges=ranges,
                 config=muon,
-                param_groups=config.groups,
+                param_groups=groups,
                 wire=TORCH_TYPES[precision.matrix_wire],
                 kernels=choose_muon_kernels(config.adam_implementation, model.context.device),
             )
@@ -218,7 +221,7 @@ class ParoOptimizer:
         for unit in self.model.units:
             if not (frozen or unit.trainable):
                 continue
-            values = _initial_values(unit.layout, unit.param_start, unit.param_shard, initializer)
+            values = unit.initial_values(initializer)
             unit.param_shard.copy_(values)
             part = self._parts.get(unit)
             if part is not None and not part.master_is_param:
@@ -386,15 +389,3 @@ class ParoOptimizer:
             "optimizer": sum(part.num_bytes for part in self._parts.values())
             + sum(each.num_bytes for each in (self.outer.units if self.outer else ())),
         }
-
-
-def _initial_values(
-    layout: UnitLayout, start: int, shard: Tensor, initializer: Initializer
-) -> Tensor:
-    values = torch.zeros(shard.numel(), dtype=torch.float32)
-    for part in layout.chunk_ranges(start, start + shard.numel()):
-        position = part.offset - start
-        for begin, end in parameter_runs(part.chunk, part.low, part.high):
-            values[position : position + end - begin] = initializer(part.chunk.name, begin, end)
-            position += end - begin
-    return values

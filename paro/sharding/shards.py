@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -26,7 +26,7 @@ from paro.collectives.quantized import QuantizedSum
 from paro.collectives.schedule import Op
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import Exposure, WaitKind
-from paro.layout import UnitLayout, make_whole_layout
+from paro.layout import UnitLayout, make_whole_layout, parameter_runs
 from paro.quantization.blocks import choose_kernels, split_range
 from paro.quantization.formats import RangeFormat
 from paro.sharding.buffers import TORCH_TYPES, Ledger
@@ -35,6 +35,9 @@ from paro.spec.states import GRAD_ERRORS, FlatShard
 from paro.step.actions import Verb
 from paro.strategy import Strategy
 from paro.topology import StreamKind, Topology, by_units, nested_range
+
+# (parameter's name, begin, end) -> fp32 values of the flattened elements [begin, end), on the CPU
+Initializer = Callable[[str, int, int], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,17 @@ class UnitShards:
         own = nested_range(order, self.context.rank, size * len(self.bucket))
         begin, end = (min(max(0, at - number * size), size) for at in own)
         return begin, end
+
+    def initial_values(self, initializer: Initializer) -> Tensor:
+        """Make the initial values of `param_shard`, in fp32 on the CPU."""
+        start, values = self.param_start, torch.zeros(self.param_shard.numel(), dtype=torch.float32)
+        for part in self.layout.chunk_ranges(start, start + values.numel()):
+            position = part.offset - start
+            for begin, end in parameter_runs(part.chunk, part.low, part.high):
+                own = initializer(part.chunk.name, begin, end)
+                values[position : position + end - begin] = own
+                position += end - begin
+        return values
 
     # Collectives #
 

@@ -59,7 +59,7 @@ class OptimConfig:
     no_weight_decay_cond_type: str | None = None  # Megatron's earlier flag for the same
 
     def __post_init__(self) -> None:
-        assert self.groups, "which raises `UserError` for values that are none"
+        self.groups()  # raises `UserError` for a value that is no group
         for flag, beta in (("--adam-beta1", self.adam_beta1), ("--adam-beta2", self.adam_beta2)):
             if not 0.0 <= beta < 1.0:
                 raise UserError(f"{flag} {beta} must be in [0, 1)")
@@ -70,10 +70,11 @@ class OptimConfig:
         if self.adam_implementation == "apex":
             check_apex()
 
-    @property
-    def groups(self) -> ParamGroups:
-        """The rule for the factors of every parameter's learning rate and weight decay."""
+    def groups(self, *, width: float = 1.0, by_muon: bool = False) -> ParamGroups:
+        """Return the rule for the factors of every parameter's rate, weight decay and epsilon."""
         return ParamGroups(
+            width=width,
+            by_muon=by_muon,
             groups=ParamGroup.of_flag(self.param_group),
             decays_qk_norms=self.apply_wd_to_qk_layernorm
             or self.no_weight_decay_cond_type is not None,

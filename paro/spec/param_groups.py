@@ -12,21 +12,24 @@ from typing import NamedTuple
 
 from paro.errors import UserError
 from paro.layout import Shape, UnitLayout
+from paro.spec.states import is_for_muon
 
 FLAG = "--param-group"
 _QK_NORMS = (".q_norm", ".k_norm")
 
 
 class Factors(NamedTuple):
-    """The factors of a parameter's learning rate and weight decay, and its kind of rate."""
+    """The factors of a parameter's learning rate, weight decay and epsilon, and its rate's kind."""
 
     lr: float
     weight_decay: float
+    eps: float
     is_decoupled: bool  # True: the rate is that of embedding and output layer (--decoupled-lr)
 
     def __str__(self) -> str:
         decoupled = "decoupled " * self.is_decoupled
-        return f"{decoupled}learning rate x {self.lr:g}, weight decay x {self.weight_decay:g}"
+        factors = f"learning rate x {self.lr:g}, weight decay x {self.weight_decay:g}"
+        return decoupled + factors + (f", epsilon x {self.eps:g}" if self.eps != 1.0 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +73,19 @@ class ParamGroups:
 
     groups: tuple[ParamGroup, ...] = ()
     decays_qk_norms: bool = False
+    width: float = 1.0  # muP's: matrices of blocks have learning rate and epsilon divided by it
+    by_muon: bool = False  # whether Muon updates matrices of blocks, which muP then leaves alone
 
     def of(self, name: str, shape: Shape) -> Factors:
         """Return the factors of a parameter; as in Megatron, norms and biases do not decay."""
         decays = len(shape) > 1 or (self.decays_qk_norms and name.endswith(_QK_NORMS))
-        lr, weight_decay = 1.0, float(decays)
+        of_width = 1.0 / self.width if is_for_muon(name, shape) and not self.by_muon else 1.0
+        lr, weight_decay = of_width, float(decays)
         group = next((each for each in self.groups if each.has(name)), None)
         if group is not None:
             lr *= group.lr_mult
             weight_decay = weight_decay if group.wd_mult is None else group.wd_mult
-        return Factors(lr, weight_decay, name in ("embedding.weight", "head.weight"))
+        return Factors(lr, weight_decay, of_width, name in ("embedding.weight", "head.weight"))
 
     def runs(self, layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[int, int, Factors]]:
         """Yield (begin, end, factors) of the ranges within [start, stop) with equal factors.
@@ -96,3 +102,6 @@ class ParamGroups:
         if run is not None:
             matrix_stop = layout.matrix_stop_of(start)
             yield run[0], min(stop, matrix_stop) if at.offset < matrix_stop else stop, run[1]
+
+
+BY_SHAPE = ParamGroups()

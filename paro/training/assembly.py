@@ -29,7 +29,7 @@ from paro.distributed.groups import Groups, group_among, make_groups, make_links
 from paro.distributed.timers import Timers, synchronize
 from paro.distributed.world import World
 from paro.machine.collective_time import choice_of
-from paro.optim.optimizer import Initializer, ParoOptimizer
+from paro.optim.optimizer import ParoOptimizer
 from paro.report.flops import find_peak
 from paro.report.record import RunFacts
 from paro.rotation.rotated_model import RotatedModel, make_rotated_units
@@ -38,7 +38,7 @@ from paro.sharding.buffers import TORCH_TYPES
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
 from paro.sharding.sharded_unit import make_sharded_units
-from paro.sharding.shards import ShardingContext
+from paro.sharding.shards import Initializer, ShardingContext
 from paro.spec.run_spec import RunSpec, groups_of
 from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.units import registered_room, shape_of_run, units_of_run
@@ -87,7 +87,13 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     if run.context.size > 1:
         model.core = _context_attention(run, control, context_groups, choice)
     optimizer = ParoOptimizer(
-        sharded, config.optim, config.precision, config.train.seed, config.muon, run.outer
+        sharded,
+        config.optim,
+        config.precision,
+        config.train.seed,
+        config.muon,
+        run.outer,
+        config.param_groups,
     )
     if initialized and device.type != "meta":
         optimizer.initialize(initializer_of(config.model, config.train.seed, control.world))

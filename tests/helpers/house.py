@@ -25,7 +25,7 @@ PURE = (
     *("paro.schedule", "paro.spec"),
     *("paro.machine", "paro.planning"),
     "paro.quantization.formats",
-    *("model.config", "model.trainable", "model.units", "model.yarn"),
+    *("model.config", "model.mup", "model.trainable", "model.units", "model.yarn"),
 )
 
 # The only imports apart from Python's standard library; of paro/, model/ and data/ have errors and

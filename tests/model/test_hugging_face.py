@@ -139,6 +139,7 @@ def test_what_no_architecture_has_is_said() -> None:
     config = replace(LLAMA_PRESETS["llama3.1-8B"], rotary_seq_len_interpolation_factor=4.0)
     both = "both rope_type llama3 and --rotary-seq-len-interpolation-factor"
     refused(lambda: hugging_face_config(config), both)
+    refused(lambda: hugging_face_config(replace(config, use_mup=True)), "--use-mup")
 
 
 def test_the_page_tells_of_every_field_that_is_read() -> None:

@@ -33,8 +33,11 @@ NO_USE = (
     *("paro.arguments", "paro.config", "paro.training.changed_flags"),
     "paro.training.resume.common_record",
 )
-# Functions that fill `RunSpec`, which the engine reads.
-SPECIFIES = ("paro.config.run.RunConfig.spec", "paro.config.sharding.TrainingTask.settings")
+# Functions that fill `RunSpec` and `ParamGroups`, which the engine reads.
+SPECIFIES = (
+    *("paro.config.run.RunConfig.spec", "paro.config.run.RunConfig.param_groups"),
+    "paro.config.sharding.TrainingTask.settings",
+)
 # Exceptions: the field itself decides the values of others, or whether the run may start.
 DECIDES = {
     "checkpoint.exit_on_missing_checkpoint": "paro.config.checks.check_load",

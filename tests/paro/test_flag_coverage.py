@@ -101,6 +101,10 @@ CHANGES = {
         *("--lora-alpha 3", "--lora-base-dtype bf16", "--lora-dropout 0.1"),
         "--lora-target-modules all-linear",
     ),
+    "--use-mup": (
+        *("--mup-base-hidden-size 32", "--mup-embedding-mult 2", "--mup-output-mult 2"),
+        *("--mup-base-head-dim 8", "--mup-attn-scale-power 0.5"),
+    ),
     "--paro-inter-grad-bits 4": ("--paro-inter-grad-error-feedback",),
     OUTER: (
         *("--paro-outer-bits 4", "--paro-outer-delay 2", "--paro-outer-fragments 2"),

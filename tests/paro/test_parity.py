@@ -40,7 +40,8 @@ GROUPS = (
     "--apply-wd-to-qk-layernorm --decoupled-lr 0.004 --param-group names:*.w_up,*.q_norm lr-mult=2 "
     "names:blocks.1.* lr-mult=0.5 wd-mult=3"
 )
-MODERN = f"--add-qkv-bias --qk-layernorm --z-loss-weight 0.1 {GROUPS}"
+MUP = "--use-mup --mup-base-hidden-size 8 --mup-embedding-mult 3 --mup-base-head-dim 3"
+MODERN = f"--add-qkv-bias --qk-layernorm --z-loss-weight 0.1 {GROUPS} {MUP}"
 COMPILED = "--torch-compile aot_eager"
 MUON = "--optimizer muon --muon-fp32-matmul-prec highest"
 FIVE = "--num-layers 5"  # blocks, of which 4 groups have one each, and one is left over

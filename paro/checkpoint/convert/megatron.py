@@ -70,7 +70,8 @@ _FIELDS = (
     *("add_qkv_bias", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor"),
     *("position_embedding_type", "yarn_rotary_scaling_factor", "yarn_beta_fast", "yarn_beta_slow"),
     *("yarn_original_max_position_embeddings", "yarn_correction_range_round_to_int"),
-    *("yarn_mscale", "yarn_mscale_all_dim"),
+    *("yarn_mscale", "yarn_mscale_all_dim", "use_mup", "mup_base_hidden_size"),
+    *("mup_embedding_mult", "mup_output_mult", "mup_base_head_dim", "mup_attn_scale_power"),
 )
 _ROTARY = ("rotary_base", "rotary_seq_len_interpolation_factor")  # whole numbers in Megatron
 # Megatron's hard-coded values under --use-rope-scaling.
@@ -214,6 +215,7 @@ def _config(path: Path, args: _Args, ranks: Sequence[Mapping[str, Any]]) -> tupl
     is_used = {
         "rope_scaling_": given.get("use_rope_scaling"),
         "yarn_": given.get("position_embedding_type") == "yarn",
+        "mup_": given.get("use_mup"),
     }
     unused = tuple(prefix for prefix in is_used if not is_used[prefix])
     names = [name for name in (*_FIELDS, *_ROTARY) if not name.startswith(unused)]

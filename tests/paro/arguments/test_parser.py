@@ -70,14 +70,14 @@ def test_a_mistake_is_one_line(argv: list[str], message: str) -> None:
 
 def test_all_mistakes_are_told_at_once() -> None:
     words = (
-        "--num-layers many --hidden-sise 64 --fp4-format e2m1 --use-mup --zzz 1 2 "
+        "--num-layers many --hidden-sise 64 --fp4-format e2m1 --qk-clip --zzz 1 2 "
         "--lr-decay-style steps --learning-rate 1e-3 --rampup-batch-size 1 --mock-data"
     )
     head, *lines = told(words.split())
     starts = [
         *("argument --num-layers:", "argument --lr-decay-style:", "argument --rampup-batch-size:"),
         *("--hidden-sise 64 is unknown", "--zzz 1 2 is unknown", "--learning-rate 1e-3 is unknown"),
-        *("--use-mup is not supported", "--fp4-format e2m1 is not supported"),
+        *("--qk-clip is not supported", "--fp4-format e2m1 is not supported"),
         *("--num-attention-heads is missing", "--seq-length is missing"),
         *("--micro-batch-size is missing", "--train-iters or --train-samples is missing"),
     ]

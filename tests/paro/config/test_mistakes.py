@@ -80,9 +80,9 @@ def test_flags_that_contradict_each_other_are_told_beside_wrong_values(
 def test_a_missing_flag_hides_no_wrong_value(missing: str) -> None:
     words = f"{SMALL} --world-size 8 --micro-batch-size 2 --global-batch-size 12 --train-iters 9"
     kept = [group for group in words.split("--")[1:] if not group.startswith(missing)]
-    mistakes, _ = answer(f"{' '.join(f'--{group}' for group in kept)} --eval-iters -1 --use-mup")
+    mistakes, _ = answer(f"{' '.join(f'--{group}' for group in kept)} --eval-iters -1 --qk-clip")
     told = " | ".join(mistakes)
-    assert "--use-mup is not supported" in told
+    assert "--qk-clip is not supported" in told
     assert "--eval-iters -1 must be at least 0" in told
     assert "--global-batch-size 12 is no multiple" in told
 
@@ -90,22 +90,22 @@ def test_a_missing_flag_hides_no_wrong_value(missing: str) -> None:
 @pytest.mark.parametrize(
     ("given", "left"),
     [
-        ("--use-mup --tp-comm-bootstrap-backend nccl", ""),
+        ("--qk-clip --tp-comm-bootstrap-backend nccl", ""),
         ("--tensor-model-parallel-size 2 --sequence-parallel", "--paro-strategy GGG"),
         ("--tensor-model-parallel-size 2 --paro-strategy IIG", "--paro-strategy IIG"),
-        ("--use-mup --context-parallel-size 3 --clip-grad 2", "--clip-grad 2"),
+        ("--qk-clip --context-parallel-size 3 --clip-grad 2", "--clip-grad 2"),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", "--paro-strategy NNG"),
-        ("--use-mup --warmup-steps 3", "--lr-warmup-iters 3"),
+        ("--qk-clip --warmup-steps 3", "--lr-warmup-iters 3"),
         ("--log-intervall 7", "--log-interval 7"),
         ("--moe-router-topk 2 --moe-grouped-gemm --rl-default-top-p=0.9", ""),
-        ("--use-mup --no-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
-        ("--use-mup --rope-factor 4", "--use-rope-scaling --rope-scaling-factor 4"),
-        ("--use-mup --recompute-method block --lora-alpha 3 --num-query-groups 2", ""),
-        ("--use-mup --lr-decay-style steps --attention-backend sdpa --log-interval x", ""),
-        ("--use-mup --paro-strategy XYZ --save-interval 0 --clip-grad 2", "--clip-grad 2"),
-        ("--use-mup --non-persistent-save-interval 3 --fp8-format e4m3", "--fp8-format e4m3"),
+        ("--qk-clip --no-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
+        ("--qk-clip --rope-factor 4", "--use-rope-scaling --rope-scaling-factor 4"),
+        ("--qk-clip --recompute-method block --lora-alpha 3 --num-query-groups 2", ""),
+        ("--qk-clip --lr-decay-style steps --attention-backend sdpa --log-interval x", ""),
+        ("--qk-clip --paro-strategy XYZ --save-interval 0 --clip-grad 2", "--clip-grad 2"),
+        ("--qk-clip --non-persistent-save-interval 3 --fp8-format e4m3", "--fp8-format e4m3"),
         (
-            "--use-mup --tokenizer-type Llama2Tokenizer --tokenizer-model nowhere.model",
+            "--qk-clip --tokenizer-type Llama2Tokenizer --tokenizer-model nowhere.model",
             "--tokenizer-type NullTokenizer",
         ),
     ],
@@ -120,14 +120,14 @@ def test_what_is_left_of_flags_is_sound(given: str, left: str) -> None:
 @pytest.mark.parametrize(
     ("given", "left"),
     [
-        ("--llama-preset 7B --data-path text --seq-length 16 --use-mup", ""),
+        ("--llama-preset 7B --data-path text --seq-length 16 --qk-clip", ""),
         (
-            "--llama-preset 7B --mock-data --seq-length 4096 --use-mup",
+            "--llama-preset 7B --mock-data --seq-length 4096 --qk-clip",
             "--max-position-embeddings 4096",
         ),
         (
             "--num-layers 1 --hidden-size 64 --num-attention-heads 1 --data-path text "
-            "--seq-length 16 --use-mup",
+            "--seq-length 16 --qk-clip",
             "--tokenizer-type NullTokenizer --vocab-size 32000",
         ),
     ],
@@ -135,7 +135,7 @@ def test_what_is_left_of_flags_is_sound(given: str, left: str) -> None:
 def test_what_a_dry_run_lacks_is_added(given: str, left: str) -> None:
     common = f"{given} --lr 1 --train-iters 9 --micro-batch-size 1 --dry-run --world-size 4"
     _, words = answer(common)
-    assert shlex.join(words) == f"{common.replace(' --use-mup', '')} {left}".strip()
+    assert shlex.join(words) == f"{common.replace(' --qk-clip', '')} {left}".strip()
     configured(words)
 
 
@@ -160,14 +160,14 @@ FLAGS = {
 )
 def test_batch_sizes_that_are_left_fit_the_ranks(given: str, left: str) -> None:
     common = f"{SMALL} --world-size 8 --train-iters 9"
-    _, words = answer(f"{common} {given.format(**FLAGS)} --use-mup")
+    _, words = answer(f"{common} {given.format(**FLAGS)} --qk-clip")
     assert shlex.join(words).removeprefix(common).strip() == left.format(**FLAGS)
     configured(words)
 
 
 def test_absurd_batches_are_no_search() -> None:
     sizes = f"--micro-batch-size 1 --global-batch-size {2**62} --rampup-batch-size 1 1 {2**62}"
-    mistakes, words = answer(f"{SMALL} --world-size 8 --train-iters 9 --use-mup {sizes}")
+    mistakes, words = answer(f"{SMALL} --world-size 8 --train-iters 9 --qk-clip {sizes}")
     assert len(mistakes) > 1
     assert str(2**62) not in words
     configured(words)
@@ -175,7 +175,7 @@ def test_absurd_batches_are_no_search() -> None:
 
 def test_flags_of_a_file_are_left_as_flags(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("use-mup: true\nlog-interval: 7\n")
+    path.write_text("qk-clip: true\nlog-interval: 7\n")
     common = f"{SMALL} --world-size 4 --micro-batch-size 1 --train-iters 9"
     _, words = answer(f"{common} --yaml-cfg {path}")
     assert shlex.join(words) == f"--log-interval 7 {common}"

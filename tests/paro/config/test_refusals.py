@@ -50,6 +50,7 @@ MISTAKES = [
         (f"{model} --position-embedding-type yarn", "yarn needs --yarn-rotary-scaling-factor")
         for model in ("", "--llama-preset 7B")
     ),
+    ("--mup-output-mult 2", "--mup-output-mult 2.0 needs --use-mup"),
     (UNROUNDED, f"{UNROUNDED} needs --position-embedding-type yarn"),
     ("--llama-preset 7B --group-query-attention", "7B has no groups ... --num-query-groups"),
     (

@@ -66,7 +66,7 @@ def test_muon_has_groups_too() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 6])
 def test_ranges_of_equal_factors_cover_a_rank(world_size: int) -> None:
     """Of a buffer whose parameters ranks cut anywhere; the third to fifth are one range."""
-    groups = OptimConfig(param_group=GROUPS, apply_wd_to_qk_layernorm=True).groups
+    groups = OptimConfig(param_group=GROUPS, apply_wd_to_qk_layernorm=True).groups()
     shapes = {"wo": (5, 7), "wq": (3, 11), "wk": (9, 3), "wv": (1, 3), "k_norm": (3,), "norm": (5,)}
     named = {f"blocks.0.{name}": shape for name, shape in shapes.items()}
     layout = make_whole_layout(named, world_size=world_size)
@@ -86,9 +86,20 @@ def test_ranges_of_equal_factors_cover_a_rank(world_size: int) -> None:
 
 def test_the_first_group_with_a_name_decides() -> None:
     both = OptimConfig(param_group=("names:*.wq lr-mult=2", "names:*w* lr-mult=5", "wd-mult=0"))
-    assert both.groups.of("blocks.0.wq", (3, 3)) == Factors(2.0, 1.0, is_decoupled=False)
-    assert both.groups.of("head.weight", (3, 3)) == Factors(5.0, 0.0, is_decoupled=True)
-    assert both.groups.of("head.norm", (3,)) == Factors(1.0, 0.0, is_decoupled=False)
+    assert both.groups().of("blocks.0.wq", (3, 3)) == Factors(2.0, 1.0, 1.0, is_decoupled=False)
+    assert both.groups().of("head.weight", (3, 3)) == Factors(5.0, 0.0, 1.0, is_decoupled=True)
+    assert both.groups().of("head.norm", (3,)) == Factors(1.0, 0.0, 1.0, is_decoupled=False)
+
+
+def test_mup_divides_rates_and_epsilons_of_matrices_of_blocks_by_the_width() -> None:
+    """But for Muon's, as in Megatron."""
+    names = {"blocks.0.wq": (3, 3), "blocks.0.q_norm": (3,), "embedding.weight": (3, 3)}
+    for by_muon, wanted in ((False, [0.25, 1.0, 1.0]), (True, [1.0, 1.0, 1.0])):
+        groups = OptimConfig().groups(width=4.0, by_muon=by_muon)
+        found = [groups.of(name, shape) for name, shape in names.items()]
+        assert [(each.lr, each.eps) for each in found] == [(lr, lr) for lr in wanted]
+    slower = OptimConfig(param_group=("names:*.wq lr-mult=2",)).groups(width=4.0)
+    assert slower.of("blocks.0.wq", (3, 3)) == Factors(0.5, 1.0, 0.25, is_decoupled=False)
 
 
 @pytest.mark.parametrize(

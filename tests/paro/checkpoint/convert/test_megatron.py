@@ -45,6 +45,7 @@ CONFIGS = {
     "tied": replace(CONFIG, tie_embeddings_and_output_weights=True),
     "biases and norms of heads": MODERN,
     "divided positions": replace(CONFIG, rotary_seq_len_interpolation_factor=4.0),
+    "muP": replace(CONFIG, use_mup=True, mup_base_hidden_size=16, mup_output_mult=2.0),
 }
 
 
@@ -196,6 +197,7 @@ def test_an_interpolation_of_one_is_none(tmp_path: Path) -> None:
 def test_settings_that_do_nothing_there_are_left_out(tmp_path: Path) -> None:
     path = saved(tmp_path / "megatron")
     unused = {"use_rope_scaling": False, "rope_scaling_factor": 4.0, "yarn_beta_fast": 16.0}
+    unused |= {"use_mup": False, "mup_embedding_mult": 2.0}
     resave(path, lambda content: vars(content["args"]).update(unused))
     config = open_megatron(tmp_path / "megatron").config
     assert config == replace(CONFIG, use_rope_scaling=False, rope_scaling_factor=8.0)
