@@ -328,8 +328,9 @@ def faster_comm_type(
     candidate, estimator = request.candidate(strategy), Estimator(request)
     seconds = estimator.estimate(candidate).seconds
     least, fastest = seconds / (1 + _CLEAR_GAIN), None
-    base, degree = replace(config, hierarchical_context_parallel_sizes=None), config.layout.size
-    for other in _fitting(base, [degree], TYPES, request.context_limits(request.world_size)):
+    base = replace(config, cp_comm_type="p2p", hierarchical_context_parallel_sizes=None)
+    limits = request.context_limits(request.world_size)
+    for other in _fitting(base, [config.layout.size], TYPES, limits):
         changed = replace(candidate, context=other.layout)
         if estimator.costs(changed).least_seconds() < least:
             estimate = estimator.estimate(changed)

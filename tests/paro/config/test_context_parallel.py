@@ -131,8 +131,11 @@ def test_another_type_is_named_where_it_is_clearly_faster(on: str) -> None:
     assert gain > 0.05
     told = faster_comm_type(config.context, request, config.strategy)
     assert told == f"--cp-comm-type {best} would be {gain:.0%} faster, as the planner predicts"
-    near = ContextParallelConfig(context_parallel_size=8)
-    assert faster_comm_type(near, replace(request, context=near.layout), config.strategy) is None
+    split = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (4, 2)}
+    for flags in ({}, split):  # flags that are as fast as any
+        near = ContextParallelConfig(context_parallel_size=8, **flags)
+        near_by = replace(request, context=near.layout)
+        assert faster_comm_type(near, near_by, config.strategy) is None
 
 
 SIZES = "--hierarchical-context-parallel-sizes"
