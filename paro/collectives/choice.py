@@ -52,25 +52,17 @@ def needed_groups(choice: AlgorithmChoice, spans: Spans) -> Spans:
 
 def group_spans(name: str, span: AxisSpan, *, pipelined: bool) -> tuple[AxisSpan, ...]:
     """Return the parts of an axis span that need a process group, innermost first."""
-    if not span:
-        return ()
-    if name == "flat":
-        return (span,)
     if name == "native" or (name == "ho-ring" and pipelined and not has_both_links(span)):
         return tuple((axis,) for axis in span)
     return ring_levels(name, span)
 
 
 def ring_levels(name: str, span: AxisSpan) -> tuple[AxisSpan, ...]:
-    """Return the levels of a span for ring, h-ring or ho-ring, innermost first.
+    """Return the levels of a span for h-ring or ho-ring, innermost first; one for ring and flat.
 
     A level is one ring. Neighbouring axes with one kind of links form one level: fewer hops.
     """
-    if not span:
-        return ()
-    if name == "ring":
-        return (span,)
-    return tuple(part for part in split_by_link(span) if part)
+    return tuple(filter(None, (span,) if name in ("ring", "flat") else split_by_link(span)))
 
 
 def has_both_links(span: AxisSpan) -> bool:

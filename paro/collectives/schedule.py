@@ -119,11 +119,7 @@ def make_schedule(
         draft += [(hop, True) for hop in reversed(forward)]
     if op in (Op.ALL_GATHER, Op.ALL_REDUCE):
         draft += [(hop, False) for hop in forward]
-    return _linked(draft, sizes, position)
-
-
-def _linked(draft: Sequence[tuple[Hop, bool]], sizes: Sequence[int], position: int) -> Schedule:
-    """Return the steps with their dependencies."""
+    has_phases = len({hop.phase for hop in forward}) > 1
     steps: list[Step] = []
     followers: list[list[int]] = [[] for _ in draft]
     of_level: list[list[int]] = [[] for _ in sizes]
@@ -131,7 +127,7 @@ def _linked(draft: Sequence[tuple[Hop, bool]], sizes: Sequence[int], position: i
     barrier: int | None = None  # the last step of the previous phase
     for index, (hop, backwards) in enumerate(draft):
         if index and (hop.phase, backwards) != (draft[index - 1][0].phase, draft[index - 1][1]):
-            barrier = index - 1 if _in_phases(draft) else None
+            barrier = index - 1 if has_phases else None
         sent, received = (hop.received, hop.sent) if backwards else (hop.sent, hop.received)
         earlier = of_level[hop.level]
         lead = earlier[-MESSAGES_UNDER_WAY] if len(earlier) >= MESSAGES_UNDER_WAY else None
@@ -152,10 +148,6 @@ def _linked(draft: Sequence[tuple[Hop, bool]], sizes: Sequence[int], position: i
         for before in send.after:
             followers[before].append(index)
     return Schedule(tuple(steps), tuple(map(tuple, followers)), tuple(map(tuple, of_level)))
-
-
-def _in_phases(draft: Sequence[tuple[Hop, bool]]) -> bool:
-    return any(one.phase != other.phase for (one, _), (other, _) in pairwise(draft))
 
 
 def _distinct(*steps: int | None) -> tuple[int, ...]:

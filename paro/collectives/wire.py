@@ -23,6 +23,8 @@ _TAGS = 1 << 31  # number of tags that a backend has
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_Start = Callable[..., dist.Work | None]  # isend or irecv
+
 
 class Pending:
     """A message in flight to or from a peer."""
@@ -151,14 +153,7 @@ class Wire:
         """Start to receive into `tensor`."""
         return self._start(dist.irecv, "from", tensor, peer, tag)
 
-    def _start(
-        self,
-        start: Callable[..., dist.Work | None],
-        direction: str,
-        tensor: Tensor,
-        peer: int,
-        tag: int,
-    ) -> Pending:
+    def _start(self, start: _Start, direction: str, tensor: Tensor, peer: int, tag: int) -> Pending:
         link, rank = self._link_to(peer).value, self.groups.rank
         transfer = f"rank {rank}: a message {direction} rank {peer} over {link}-group links"
         try:
