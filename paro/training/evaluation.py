@@ -10,8 +10,8 @@ import torch
 
 from data.batch import Batch
 from paro.distributed.timers import Timers
+from paro.training.micro_batches import TimedBatches
 from paro.training.step import Training
-from paro.training.timed_batches import TimedBatches
 
 
 class Evaluation(NamedTuple):

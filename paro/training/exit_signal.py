@@ -1,17 +1,43 @@
-"""The signals that ask a training to save and leave, under --exit-signal-handler."""
+"""The reasons of a rank to end a training early, and the signals that ask it to."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
+from typing import NamedTuple
 
 from paro.config.train import TrainConfig
 
 
+class Reasons(NamedTuple):
+    """The reasons of a rank to exit early."""
+
+    signalled: bool = False
+    late: bool = False  # True: --exit-duration-in-mins has passed
+    unsaved: bool = False  # True: an async save failed
+    # The step since groups train alone after which all groups stop, said by the first rank of each.
+    stop_after: int = 0
+
+    @property
+    def any(self) -> bool:
+        """True if this rank has a reason of its own."""
+        return self.signalled or self.late or self.unsaved
+
+    @classmethod
+    def summed(cls, sums: Mapping[str, float]) -> Reasons:
+        """Return the reasons that any rank has, from sums over the ranks by field."""
+        signalled, late, unsaved = (sums[name] > 0.0 for name in cls._fields[:3])
+        return cls(signalled, late, unsaved, int(sums["stop_after"]))
+
+    def joined(self, other: Reasons) -> Reasons:
+        """Return the reasons that either has."""
+        return Reasons._make(map(max, self, other))
+
+
 class ExitSignal:
-    """The first signal that asked this rank to exit, if any."""
+    """The first signal that asked this rank to exit, if any, under --exit-signal-handler."""
 
     def __init__(self) -> None:
         self.number: signal.Signals | None = None

@@ -17,7 +17,7 @@ from paro.report.record import GroupsRecord, IterationRecord
 from paro.schedule.loss_scale import LossScaleState
 from paro.schedule.movement import UsualMovement
 from paro.schedule.step_checks import Expectation
-from paro.training.reasons import Reasons
+from paro.training.exit_signal import Reasons
 from paro.training.step import Training, TrainState
 from paro.untrusted.schema import conform
 

@@ -25,19 +25,12 @@ from paro.schedule.step_checks import (
     reason_to_stop,
 )
 from paro.training.evaluation import evaluate
-from paro.training.exit_signal import ExitSignal
+from paro.training.exit_signal import ExitSignal, Reasons
 from paro.training.groups_alone import GroupsAlone
 from paro.training.in_memory import InMemoryCheckpointer
-from paro.training.reasons import Reasons
 from paro.training.replicas import check_replicas
 from paro.training.saving import Saver
-from paro.training.step import (
-    StepResult,
-    Training,
-    TrainState,
-    last_iteration,
-    train_step,
-)
+from paro.training.step import StepResult, Training, TrainState, last_iteration, train_step
 
 _STARTED = time.monotonic()  # load time of the script, from which --exit-duration-in-mins counts
 

@@ -33,10 +33,9 @@ from paro.schedule.lr_schedule import ScheduleConfig
 from paro.schedule.step_checks import Expectation, StepChecksConfig, Verdict, expect_after, judge
 from paro.sharding.distributed_model import DistributedModel
 from paro.topology import Sent
+from paro.training.exit_signal import Reasons
+from paro.training.micro_batches import TimedBatches, TokenWeights
 from paro.training.nan_trace import origin_of
-from paro.training.reasons import Reasons
-from paro.training.timed_batches import TimedBatches
-from paro.training.token_weights import TokenWeights
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from paro.report.log import Log
 from paro.spec.states import PARAM
 from paro.training.assembly import build_data, build_sources
 from paro.training.evaluation import evaluate
+from paro.training.exit_signal import Reasons
 from paro.training.groups_alone import GroupsAlone
-from paro.training.reasons import Reasons
 from paro.training.replicas import check_replicas
 from paro.training.resume import load_run
 from paro.training.step import Training, TrainState, train_step
