@@ -1,4 +1,4 @@
-"""The frame of a step, for both kinds of distributed model: sharded (gathered) and rotated."""
+"""The frame of a step, for both kinds of distributed model, and the kind with gathered units."""
 
 # A policy (paro/step/) decides when units gather, release and reduce. The engine tells the policy
 # the events of a step and carries out the returned actions: `carry_out(policy.EVENT(...))`.
@@ -183,3 +183,49 @@ class UnitGradSink(GradSink):
         model.num_arrived[number] = (model.num_arrived[number] + 1) % self.total
         if not model.num_arrived[number]:
             model.carry_out(model.policy.last_gradient(number))
+
+
+class ShardedModel(DistributedModel):
+    """A model whose unit modules have unsharded parameters only while they run.
+
+    The policy decides when units are gathered and released and when gradients are reduced.
+    """
+
+    policy: GatheringPolicy
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[ShardedUnit],
+        policy: GatheringPolicy,
+        timers: Timers,
+    ) -> None:
+        super().__init__(model, units, policy, timers)
+        parameters = dict(model.named_parameters())
+        planned = dict.fromkeys(spec.unit for spec in self.specs)
+        for index, unit_spec in enumerate(planned):
+            unit_module = model.get_submodule(unit_spec.name)
+            before = unit_module.register_forward_pre_hook(partial(self._before_forward, index))
+            after = unit_module.register_forward_hook(partial(self._after_forward, index))
+            self._removals += [before.remove, after.remove]
+        borrowed = {name for unit_spec in planned for name in unit_spec.borrows}
+        for unit in units:
+            if unit.trainable:
+                has_one_part = unit.spec.unit.name not in borrowed
+                self._collect_gradients(unit, parameters, by_matmuls=has_one_part)
+
+    def _before_forward(self, index: int, _module: nn.Module, _inputs: Any) -> None:
+        assert self.phase is not Phase.IDLE, f"unit {index} runs outside a step"
+        if self.phase is Phase.BACKWARD:  # activation recomputation, maybe of several blocks
+            self.carry_out(self.policy.before_recompute(index))
+        else:
+            self.carry_out(self.policy.before_forward(index))
+
+    def _after_forward(self, index: int, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        if self.phase is Phase.BACKWARD:
+            return
+        follows = output.requires_grad
+        if follows:
+            # The hook runs once the gradient of the unit's output is computed.
+            output.register_hook(lambda _g: self.carry_out(self.policy.before_backward(index)))
+        self.carry_out(self.policy.after_forward(index, backward_follows=follows))

@@ -95,15 +95,14 @@ class ShardedUnit(UnitShards):
                 after=self._updated,
             )
 
-    def wait(self) -> None:
-        """Wait until the parameters may be read."""
-        self._use()
-
     def _use(self) -> None:
+        """Wait until the parameters may be read."""
         assert self._param_U is None or self._param_U.alive, f"{self.name} is not gathered"
         self.wait_for_updated_params()
         self.context.exposure.wait(WaitKind.GATHER, self._gathered)
         self._gathered = DONE
+
+    wait = _use
 
     def cache_fp8(self) -> None:
         """Cache fp8 casts of weights from now on, for forward and backward."""
@@ -138,15 +137,14 @@ class ShardedUnit(UnitShards):
         """Queue the reduction of this micro-batch's gradients and the addition to `grad_shard`."""
         with profile_range(f"reduce:{self.name}"):
             if self._grad_U is not None:
+                sent = self.spec.collectives[Verb.REDUCE]
+                run_after = self.context.collectives.run_after
                 with self.context.exposure.submitting(WaitKind.REDUCE):
-                    self._reduced = self._grad_U_read = self._queue_reduction(self._grad_U.values)
+                    own, event = self.queue(sent, self._grad_U.values)
+                    accumulate = partial(store_grad, own, self.grad_shard, adds=not self._fresh)
+                    self._grad_U_read = run_after(sent[-1].span, accumulate, after=event)
+                    self._reduced = self._grad_U_read
             self._fresh = False
-
-    def _queue_reduction(self, grad_U: Tensor) -> Event:
-        sent = self.spec.collectives[Verb.REDUCE]
-        own, event = self.queue(sent, grad_U)
-        accumulate = partial(store_grad, own, self.grad_shard, adds=not self._fresh)
-        return self.context.collectives.run_after(sent[-1].span, accumulate, after=event)
 
     def free(self) -> None:
         """Free the unsharded gradients after waiting for their reduction."""

@@ -35,8 +35,7 @@ from paro.report.record import RunFacts
 from paro.rotation.rotated_model import RotatedModel, make_rotated_units
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.sharding.buffers import TORCH_TYPES
-from paro.sharding.distributed_model import DistributedModel
-from paro.sharding.sharded_model import ShardedModel
+from paro.sharding.distributed_model import DistributedModel, ShardedModel
 from paro.sharding.sharded_unit import make_sharded_units
 from paro.sharding.shards import Initializer, ShardingContext
 from paro.spec.run_spec import RunSpec, groups_of

@@ -153,7 +153,7 @@ class Saver:
         # are skipped, a checkpoint saved just before them may hold a diverged state.
         went_on = self._whole is not None and self._whole < state.iteration
         good = self._whole if went_on and not state.expected.skipped_in_a_row else None
-        job = partial(self._retire_and_write, good, write)
+        job = partial(self._retire_and_write, good, write, state.iteration)
         is_async = config.checkpoint.async_save
         if not is_async:
             try:
@@ -165,7 +165,7 @@ class Saver:
             samples = state.consumed_train_samples
             self._progress.saved(state.iteration, samples, is_async=is_async)
         if is_async:
-            self._background.start(partial(self._finish, job, state.iteration))
+            self._background.start(job)
         return True
 
     def settle(self) -> bool:
@@ -198,8 +198,13 @@ class Saver:
             f"--load {self._root} --ckpt-step {good}"
         )
 
-    def _retire_and_write(self, good: int | None, write: Callable[[], None]) -> None:
-        """Remove the checkpoint before the last `good` checkpoint, then write a new checkpoint."""
+    def _retire_and_write(
+        self, good: int | None, write: Callable[[], None], iteration: int
+    ) -> None:
+        """Remove the checkpoint before the last `good` checkpoint, then write a new checkpoint.
+
+        With --async-save it runs on the save thread, and records that the new one is complete.
+        """
         interval = self._config.checkpoint.save_retain_interval
         if interval is not None and good is not None and self._ranks.is_first_of_folder:
             # A failed removal does not stop the run; a lost lock makes the write below fail.
@@ -207,6 +212,8 @@ class Saver:
                 self._ranks.check_lock()
                 retire_checkpoint(self._root, before=good, interval=interval)
         write()
+        if self._config.checkpoint.async_save and self._progress is not None:
+            self._progress.finished(iteration)
 
     def _refuse_not_finite(self, state: TrainState) -> None:
         """Raise `RunError` on all ranks if the state has NaN or infinity, before it is saved.
@@ -223,12 +230,6 @@ class Saver:
                 f"iteration {state.iteration} is not saved: {wrong} is not finite; "
                 f"{self.resume_hint(state)}"
             )
-
-    def _finish(self, write: Callable[[], None], iteration: int) -> None:
-        """Write a checkpoint and record its completion; with --async-save on the save thread."""
-        write()
-        if self._progress is not None:
-            self._progress.finished(iteration)
 
     def _give_up(self, error: UserError | StorageError) -> bool:
         message = f"iteration {self._under_way} is not saved: {error}"

@@ -146,7 +146,7 @@ CAUGHT = {
     "sharding.sharded_unit ShardedUnit._use: self.wait_for_updated_params()": ("NNI", ""),
     "sharding.sharded_unit ShardedUnit._use: "
     "self.context.exposure.wait(WaitKind.GATHER, self._gathered)": ("IIG", ""),
-    "sharding.sharded_unit ShardedUnit._queue_reduction: after=event": ("GGG", AUTO),
+    "sharding.sharded_unit ShardedUnit.reduce: after=event": ("GGG", AUTO),
     "sharding.sharded_unit ShardedUnit.free: "
     "self.context.exposure.wait(WaitKind.REDUCE, self._grad_U_read)": ("IIG", ""),
     "sharding.shards UnitShards.wait_for_updated_params: "
