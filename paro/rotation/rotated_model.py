@@ -28,6 +28,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -37,7 +38,7 @@ from torch import Tensor, nn
 
 from model.units import PartSpec, UnitSpec
 from paro.collectives.shifts import Ring
-from paro.distributed.timers import Timers, profile_range
+from paro.distributed.timers import profile_range
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding.distributed_model import DistributedModel, Phase, UnitGradSink
 from paro.sharding.sharded_unit import ShardedUnit, bind_empty
@@ -47,6 +48,7 @@ from paro.step.rotating import RingStep, RotationPolicy
 from paro.step.slices import Slot
 
 
+@dataclass(eq=False)
 class RotatedModel(DistributedModel):
     """A model of which each rank holds only slices and the replicated norms.
 
@@ -56,21 +58,15 @@ class RotatedModel(DistributedModel):
     """
 
     policy: RotationPolicy
+    unit_specs: Sequence[UnitSpec]
 
-    def __init__(
-        self,
-        model: nn.Module,
-        unit_specs: Sequence[UnitSpec],
-        units: Sequence[UnitShards],
-        policy: RotationPolicy,
-        timers: Timers,
-    ) -> None:
-        super().__init__(model, units, policy, timers)
-        parts = [(spec, part) for spec in unit_specs for part in spec.parts]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parts = [(spec, part) for spec in self.unit_specs for part in spec.parts]
         self._parts = [RotatingPart(index, *part, self) for index, part in enumerate(parts)]
         # Autograd keeps leaves alive, and their hooks reference the parts.
         self._removals += [part.leaves.clear for part in self._parts]
-        parameters = dict(model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         for unit in self.trainable_units:
             if isinstance(unit, ShardedUnit):
                 self._collect_gradients(unit, parameters, by_matmuls=False)

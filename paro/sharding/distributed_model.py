@@ -33,29 +33,25 @@ class Phase(Enum):
     BACKWARD = 3
 
 
+@dataclass(eq=False)
 class DistributedModel:
     """A model that trains and evaluates this rank's batches; its units hold this rank's shards.
 
     Subclasses tell `policy` the events of their modules. After an exception the model is unusable.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[UnitShards],
-        policy: GatheringPolicy | RotationPolicy,
-        timers: Timers,
-    ) -> None:
-        self.model = model
-        self.policy = policy
-        self.units = units
-        self.specs = [unit.spec for unit in units]
-        self.context = units[0].context
-        self.trainable_units = [unit for unit in units if unit.trainable]
+    model: nn.Module
+    units: Sequence[UnitShards]
+    policy: GatheringPolicy | RotationPolicy
+    timers: Timers
+
+    def __post_init__(self) -> None:
+        self.specs = [unit.spec for unit in self.units]
+        self.context = self.units[0].context
+        self.trainable_units = [unit for unit in self.units if unit.trainable]
         self.phase = Phase.IDLE
         self.num_arrived: Counter[int] = Counter()  # unit -> gradients that are in its buffer
-        self._timers = timers
-        self._numbers = {unit: number for number, unit in enumerate(units)}
+        self._numbers = {unit: number for number, unit in enumerate(self.units)}
         self._removals: list[Callable[[], None]] = []  # functions that remove hooks
 
     def begin_step(
@@ -79,10 +75,10 @@ class DistributedModel:
         """
         self._begin(Phase.FORWARD)
         self.carry_out(self.policy.begin_micro_batch(last=last))
-        with self._timers.measure("forward-compute", level=2):
+        with self.timers.measure("forward-compute", level=2):
             loss: Tensor = self.model(*inputs, **documents)
         self.phase = Phase.BACKWARD
-        with self._timers.measure("backward-compute", level=2):
+        with self.timers.measure("backward-compute", level=2):
             loss.backward()
         self.carry_out(self.policy.end_backward())
         self.phase = Phase.IDLE
@@ -185,31 +181,27 @@ class UnitGradSink(GradSink):
             model.carry_out(model.policy.last_gradient(number))
 
 
+@dataclass(eq=False)
 class ShardedModel(DistributedModel):
     """A model whose unit modules have unsharded parameters only while they run.
 
     The policy decides when units are gathered and released and when gradients are reduced.
     """
 
+    units: Sequence[ShardedUnit]
     policy: GatheringPolicy
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[ShardedUnit],
-        policy: GatheringPolicy,
-        timers: Timers,
-    ) -> None:
-        super().__init__(model, units, policy, timers)
-        parameters = dict(model.named_parameters())
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parameters = dict(self.model.named_parameters())
         planned = dict.fromkeys(spec.unit for spec in self.specs)
         for index, unit_spec in enumerate(planned):
-            unit_module = model.get_submodule(unit_spec.name)
+            unit_module = self.model.get_submodule(unit_spec.name)
             before = unit_module.register_forward_pre_hook(partial(self._before_forward, index))
             after = unit_module.register_forward_hook(partial(self._after_forward, index))
             self._removals += [before.remove, after.remove]
         borrowed = {name for unit_spec in planned for name in unit_spec.borrows}
-        for unit in units:
+        for unit in self.units:
             if unit.trainable:
                 has_one_part = unit.spec.unit.name not in borrowed
                 self._collect_gradients(unit, parameters, by_matmuls=has_one_part)

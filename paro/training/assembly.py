@@ -140,7 +140,7 @@ def _spread(
     (span,) = {one.span for spec in specs for one in spec.collectives[Verb.GATHER]}
     ring = Ring(context.collectives.groups, StreamKind.ROTATE, span)
     rotated = make_rotated_units(model, specs, context, ring)
-    return RotatedModel(model, unit_specs(model.config), rotated, policy, timers)
+    return RotatedModel(model, rotated, policy, timers, unit_specs(model.config))
 
 
 def _context_attention(
