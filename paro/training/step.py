@@ -158,21 +158,28 @@ def train_step(
     The all-reduce includes this rank's `reasons` to exit, called just before, so that all ranks
     agree to exit without another collective.
     """
-    num_micro_batches = training.batches.num_micro_batches_at(state.consumed_train_samples)
     if state.iteration + 1 in training.checks.iterations_to_skip:
-        return _pass_over(training, state, micro_batches, num_micro_batches, reasons)
+        return _pass_over(training, state, micro_batches, reasons)
     control = training.control_of_step(state.iteration)
     timed = TimedBatches(micro_batches, training.device, training.timers)
     if training.config.trace_nan:
         timed.kept = []
     if state.iteration % FORGOTTEN_AFTER == 0:
         training.model.forget_grad_errors()
-    loss_sum, weigh = _forward_backward(training, state, timed, num_micro_batches)
+    loss_sum, weigh = _forward_backward(training, state, timed)
     sums, exposed, own = _add_up(training, control, loss_sum, weigh, timed.seconds, reasons)
     unscale = weigh.unscale(sums["num_tokens"], sums["num_filled"])
     loss = sums["loss"] * unscale
     grad_norm = math.sqrt(sums["square_sum"]) * unscale if sums["square_sum"] >= 0 else math.nan
-    verdict = _judge(training, state, loss=loss, grad_norm=grad_norm, tokens=sums["num_tokens"])
+    scaling = training.loss_scale
+    verdict = judge(
+        training.checks,
+        state.expected,
+        loss=loss,
+        grad_norm=grad_norm,
+        scale_can_fall=scaling.dynamic and state.loss_scale.scale > scaling.min_loss_scale,
+        has_tokens=sums["num_tokens"] > 0.0,
+    )
     sent = training.traffic.take()  # the param all-gather below counts for the next step
     origin = None
     if verdict is Verdict.NOT_FINITE and timed.kept is not None:
@@ -201,15 +208,11 @@ def train_step(
 
 
 def _pass_over(
-    training: Training,
-    state: TrainState,
-    micro_batches: Iterator[Batch],
-    num_micro_batches: int,
-    reasons: Callable[[], Reasons],
+    training: Training, state: TrainState, source: Iterator[Batch], reasons: Callable[[], Reasons]
 ) -> StepResult:
     """Read the samples of a step and use them for nothing, as --iterations-to-skip asks."""
-    timed = TimedBatches(micro_batches, training.device, training.timers)
-    for _ in range(num_micro_batches):
+    timed = TimedBatches(source, training.device, training.timers)
+    for _ in range(training.batches.num_micro_batches_at(state.consumed_train_samples)):
         next(timed)
     control, mine = training.control_of_step(state.iteration), reasons()._asdict()
     sums = control.sum([float(each) for each in mine.values()])
@@ -243,20 +246,6 @@ def _advance(
         state.loss_scale = update_loss_scale(
             training.loss_scale, state.loss_scale, found_nonfinite=nonfinite
         )
-
-
-def _judge(
-    training: Training, state: TrainState, *, loss: float, grad_norm: float, tokens: float
-) -> Verdict:
-    scaling = training.loss_scale
-    return judge(
-        training.checks,
-        state.expected,
-        loss=loss,
-        grad_norm=grad_norm,
-        scale_can_fall=scaling.dynamic and state.loss_scale.scale > scaling.min_loss_scale,
-        has_tokens=tokens > 0.0,
-    )
 
 
 def _add_up(
@@ -333,10 +322,11 @@ def samples_in_full_precision(training: Training) -> int:
 
 
 def _forward_backward(
-    training: Training, state: TrainState, micro_batches: Iterator[Batch], num_micro_batches: int
+    training: Training, state: TrainState, micro_batches: Iterator[Batch]
 ) -> tuple[Tensor, TokenWeights]:
     """Compute this rank's weighted loss, a float32 scalar, and reduce all gradients."""
     model, control = training.model, training.control_of_step(state.iteration)
+    num_micro_batches = training.batches.num_micro_batches_at(state.consumed_train_samples)
     num_parts = num_micro_batches * control.world.size // training.num_sharing
     weigh = TokenWeights(
         num_parts,
@@ -373,7 +363,7 @@ def _forward_backward(
 def _trace(training: Training, state: TrainState, batches: Sequence[Batch]) -> str:
     """Repeat a step without its update, and return where it is not finite first."""
     again = TimedBatches(iter(batches), training.device, training.timers)
-    run = partial(_forward_backward, training, state, again, len(batches))
+    run = partial(_forward_backward, training, state, again)
     with training.traffic.paused():
         origin = origin_of(training.model.model, run, training.control_of_step(state.iteration))
     training.exposure.take()
