@@ -265,7 +265,7 @@ def _chosen(
     found = plan(request, request.as_given())
     if found.best is None:
         raise UserError(f"{FLAG} auto: {why_nothing_fits(request, found)}")
-    return found.best.candidate.strategy, found.best.precision, describe(found)
+    return found.best.candidate.strategy, found.best.precision, (*describe(found),)
 
 
 _BITS = ("paro_inter_param_bits", "paro_inter_grad_bits")

@@ -11,30 +11,14 @@ from paro.quantization.formats import FULL_BITS
 from paro.text import size_text
 
 
-def describe(plan: SearchResult, *, chose: str = "chose") -> tuple[str, ...]:
-    """Return lines for the start of a run; `chose` is the verb in front of the best candidate."""
-    head = (
+def describe(plan: SearchResult, *, chose: str = "chose") -> Iterator[str]:
+    """Yield lines for the start of a run; `chose` is the verb in front of the best candidate."""
+    yield (
         f"planner: {plan.num_candidates} candidates, {plan.num_simulated} of them simulated; they "
         f"differ in {plan.searched}"
     )
-    return (head,) if plan.best is None else (head, *_choice(plan, plan.best, chose))
-
-
-def bits_text(own: Estimate, other: Estimate) -> str:
-    """Write how step times differ with quantized values between groups and with 16 bits."""
-    full, coded = (other, own) if own.precision.quantizes else (own, other)
-    text = (
-        f"a step takes {seconds_text(coded.seconds)} with {coded.precision.describe_inter_bits()} "
-        f"between groups, {seconds_text(full.seconds)} with 16"
-    )
-    if coded.seconds >= full.seconds:
-        return f"{text}: packing costs more than it saves"
-    if coded.seconds >= full.seconds * (1 - BITS_GAIN):
-        return f"{text}: that is less than {BITS_GAIN:.0%} saved"
-    return text
-
-
-def _choice(plan: SearchResult, best: Estimate, chose: str) -> Iterator[str]:
+    if (best := plan.best) is None:
+        return
     yield (
         f"planner: {chose} {best.candidate.describe()}: {seconds_text(best.seconds)} a step, MFU "
         f"{best.mfu:.1%}, {best.memory_bytes / 1e9:.1f} of the {plan.limit_text}"
@@ -52,6 +36,20 @@ def _choice(plan: SearchResult, best: Estimate, chose: str) -> Iterator[str]:
         f"planner: the runner-up {second.candidate.describe()} {behind(second, best)}, with "
         f"{size_text(second.memory_bytes)}; it waits {exposed_text(second)}"
     )
+
+
+def bits_text(own: Estimate, other: Estimate) -> str:
+    """Write how step times differ with quantized values between groups and with 16 bits."""
+    full, coded = (other, own) if own.precision.quantizes else (own, other)
+    text = (
+        f"a step takes {seconds_text(coded.seconds)} with {coded.precision.describe_inter_bits()} "
+        f"between groups, {seconds_text(full.seconds)} with 16"
+    )
+    if coded.seconds >= full.seconds:
+        return f"{text}: packing costs more than it saves"
+    if coded.seconds >= full.seconds * (1 - BITS_GAIN):
+        return f"{text}: that is less than {BITS_GAIN:.0%} saved"
+    return text
 
 
 def behind(second: Estimate, best: Estimate) -> str:

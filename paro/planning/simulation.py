@@ -236,7 +236,9 @@ class Simulation:
             one.left -= passed * one.rate
         for actor in self.actors:
             if actor.waiting:
-                kind = self._blocking_kind(actor)
+                blocker = actor.waiting[0].blocker()  # the first unfinished work
+                queue = actor.streams[blocker.part.use, blocker.job.stream]
+                kind = (queue[0] if queue else blocker).part.kind
                 actor.exposed[kind] = actor.exposed.get(kind, 0.0) + passed
         for work in [work for work in self._running if work.left <= _TINY]:
             self._finish(work)
@@ -270,12 +272,6 @@ class Simulation:
             return speed
         running = sum(work.job.intra + work.job.inter > 0.0 for work in own)
         return speed / self._slowed[min(running, len(self._slowed) - 1)]
-
-    def _blocking_kind(self, actor: Actor) -> str:
-        """Return the kind of the first unfinished work for which an actor waits."""
-        blocker = actor.waiting[0].blocker()
-        queue = actor.streams[blocker.part.use, blocker.job.stream]
-        return (queue[0] if queue else blocker).part.kind
 
     def _finish(self, work: _Work) -> None:
         work.done, work.running = True, False

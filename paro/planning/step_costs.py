@@ -30,15 +30,7 @@ from paro.machine.machine import Device, GroupSpeed, Machine, Nic, Slowed
 from paro.planning.comm_costs import THREAD, CommCosts, ContextCosts
 from paro.planning.computing import Computing, coding_seconds
 from paro.planning.sending import exchanged
-from paro.planning.simulation import (
-    Activity,
-    Compute,
-    Program,
-    Queue,
-    Queued,
-    Simulation,
-    Wait,
-)
+from paro.planning.simulation import Activity, Compute, Program, Queue, Queued, Simulation, Wait
 from paro.planning.step_counts import QUEUES, Counts, StepCounts
 from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_spec import RunSpec
@@ -221,7 +213,7 @@ class StepCosts:
                 seconds += self.collect_seconds(unit.trainable.numel) / shape.num_slices
         elif verb is Verb.UPDATE:
             encoded = self.comm_costs.of_buffers[number].codes.get(verb, 0)
-            seconds = self._update_seconds(unit.trainable.numel)
+            seconds = self.computing.update_seconds(self.run.strategy, unit.trainable.numel)
             seconds += coding_seconds(self.device, encoded)
         elif verb is Verb.REDUCE and unit.replicated:
             seconds = self.collect_seconds(unit.trainable.numel)
@@ -232,9 +224,6 @@ class StepCosts:
 
     def collect_seconds(self, numel: int) -> float:
         return self.computing.collect_seconds(self.run.strategy, numel)
-
-    def _update_seconds(self, numel: int) -> float:
-        return self.computing.update_seconds(self.run.strategy, numel)
 
     @cached_property
     def muon_seconds(self) -> float:
@@ -259,7 +248,8 @@ class StepCosts:
 
     def least_seconds(self) -> float:
         """Compute a lower bound of the step's time, for any order of the actions."""
-        update = self._update_seconds(self.counts.num_trained) + self.muon_seconds
+        update = self.computing.update_seconds(self.run.strategy, self.counts.num_trained)
+        update += self.muon_seconds
         begin, end = map(self._exposed_at_least, self.counts.ends)
         first, forward, backward, last = self.counts.passes
         count = self.run.num_micro_batches
