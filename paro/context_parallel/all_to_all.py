@@ -59,13 +59,11 @@ class AutogradAllToAll:
 
     def start(self, *tensors: Tensor) -> Tensor:
         """Start to exchange tensors in one message; return the token that `finish` takes."""
-        token: Tensor = _Start.apply(self, *tensors)
-        return token
+        return _Start.apply(self, *tensors)
 
     def finish(self, token: Tensor) -> tuple[Tensor, ...]:
         """Return the exchanged tensors."""
-        tensors: tuple[Tensor, ...] = _Finish.apply(self, token)
-        return tensors
+        return _Finish.apply(self, token)
 
     def send(self, tensors: Sequence[Tensor], *, back: bool = False) -> None:
         by_rank = self._all_to_all.num_ranks, -1

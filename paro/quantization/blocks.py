@@ -127,12 +127,18 @@ def _write(values: Tensor, form: BlockFormat, part: _Part) -> None:
     scale = torch.where(scale == 0, 1.0, scale)  # a block of zeros or tiny values
     part.scales.copy_(scale)
     levels = (blocks / scale[:, None]).round_().clamp_(-form.top, form.top).view(-1)
-    _pack(levels[: part.packed.numel() * 8 // form.bits], form, part.packed)
+    packed = (levels[: part.packed.numel() * 8 // form.bits] + (form.top + 1)).to(torch.uint8)
+    if form.bits == 4:
+        packed = packed[0::2] | packed[1::2] << 4
+    part.packed.copy_(packed)
 
 
 def _read(part: _Part, form: BlockFormat, numel: int) -> Tensor:
     """Return the first `numel` float32 values of one chunk, in new memory."""
-    blocks = _in_blocks(_unpack(part.packed, form), form.block)
+    packed = part.packed
+    if form.bits == 4:
+        packed = torch.stack((packed & 15, packed >> 4), dim=1).view(-1)
+    blocks = _in_blocks(packed.to(torch.float32) - (form.top + 1), form.block)
     blocks *= part.scales[:, None]
     return blocks.view(-1)[:numel]
 
@@ -146,20 +152,6 @@ def _in_blocks(values: Tensor, block: int) -> Tensor:
     """Return the values as rows of `block` elements, with zeros appended."""
     padded = pad(values, (0, -values.numel() % block))
     return padded.view(padded.numel() // block, block)
-
-
-def _pack(levels: Tensor, form: BlockFormat, out: Tensor) -> None:
-    """Write quantized values, integers from -top to top, to the bytes `out`."""
-    packed = (levels + (form.top + 1)).to(torch.uint8)
-    if form.bits == 4:
-        packed = packed[0::2] | packed[1::2] << 4
-    out.copy_(packed)
-
-
-def _unpack(packed: Tensor, form: BlockFormat) -> Tensor:
-    if form.bits == 4:
-        packed = torch.stack((packed & 15, packed >> 4), dim=1).view(-1)
-    return packed.to(torch.float32) - (form.top + 1)
 
 
 class BlockKernels(NamedTuple):

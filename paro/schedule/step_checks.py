@@ -41,14 +41,11 @@ class StepChecksConfig:
         if self.spike_deviations is not None and not self.spike_deviations > 0.0:
             raise UserError(f"--spike-deviations {self.spike_deviations} must be positive")
         if not (self.check_for_spiky_loss or self.check_for_large_grads):
-            for flag, is_given in (
-                ("--spike-deviations", self.spike_deviations is not None),
-                ("--spikes-in-a-row", self.spikes_in_a_row),
-            ):
-                if is_given:
-                    raise UserError(
-                        f"{flag} needs --check-for-spiky-loss or --check-for-large-grads"
-                    )
+            checks = "needs --check-for-spiky-loss or --check-for-large-grads"
+            if self.spike_deviations is not None:
+                raise UserError(f"--spike-deviations {checks}")
+            if self.spikes_in_a_row:
+                raise UserError(f"--spikes-in-a-row {checks}")
 
 
 class Verdict(Enum):

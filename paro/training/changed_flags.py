@@ -189,5 +189,4 @@ def _change(name: str, saved: Record, now: Record) -> str:
 
 def _as_read(record: Record) -> dict[str, Any]:
     """Return a record after a JSON round trip (tuples become lists), as saved records are."""
-    read: dict[str, Any] = json.loads(json.dumps(record))
-    return read
+    return json.loads(json.dumps(record))
