@@ -11,8 +11,7 @@ from torch import Tensor
 
 from paro.collectives.choice import group_spans
 from paro.collectives.schedule import Op
-from paro.collectives.wire import Wire
-from paro.distributed.comm_stream import CommStreams, Event, Job
+from paro.distributed.comm_stream import Event, Job
 from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import Groups
 from paro.topology import AxisSpan, StreamKind, by_units, nested_range
@@ -65,27 +64,16 @@ class Endpoint:
     groups: Groups
 
     @property
-    def _rank(self) -> int:
-        return self.groups.rank
-
-    @property
-    def _streams(self) -> CommStreams:
-        return self.groups.links.streams
-
-    @property
     def exposure(self) -> Exposure:
         """Counter of the time that compute waits for communication."""
         return self.groups.links.exposure
-
-    def _wire(self, kind: StreamKind, span: AxisSpan) -> Wire:
-        return Wire(self.groups, kind, span)
 
     def _submit(
         self, kind: StreamKind, span: AxisSpan, job: Job, *, after: Event | None = None
     ) -> Event:
         """Queue a job on the comm stream of the process group for `kind` along `span`."""
         kind = self.groups.links.stream_kind or kind
-        return self._streams.submit((kind, *span), job, after=after)
+        return self.groups.links.streams.submit((kind, *span), job, after=after)
 
 
 @dataclass(eq=False)
@@ -112,5 +100,5 @@ class Collectives(Endpoint, ABC):
 
     def close(self) -> None:
         """Close comm streams and process groups; call it on every rank with no work in flight."""
-        self._streams.close()
+        self.groups.links.streams.close()
         self.groups.close()

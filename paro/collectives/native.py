@@ -42,8 +42,8 @@ class NativeCollectives(Collectives):
         kind, span, shard = request.stream_kind, request.span, request.shard
         units = request.whole.view(request.units, -1)
         for depth in depths:
-            parts = units[:, slice(*nested_range(span[:depth], self._rank, units.shape[1]))]
-            wire = self._wire(kind, span[depth : depth + 1])
+            parts = units[:, slice(*nested_range(span[:depth], self.groups.rank, units.shape[1]))]
+            wire = Wire(self.groups, kind, span[depth : depth + 1])
             for part in [parts] if depth + 1 == len(span) else parts.split(1):
                 row = wire.row(part) if shard is None else shard
                 job = partial(call, wire, part, row, request.comm_dtype)
@@ -92,13 +92,14 @@ class FlatCollectives(Collectives):
         whole, span, comm_dtype = request.whole, request.span, request.comm_dtype
         if not span:
             return request.after or DONE
-        wire = self._wire(request.stream_kind, span)
+        wire = Wire(self.groups, request.stream_kind, span)
 
         def job() -> None:
             if request.op is Op.ALL_REDUCE:
                 wire.all_reduce(whole, comm_dtype)
                 return
-            by_rank, shard = torch.empty_like(whole, dtype=comm_dtype), request.own(self._rank)
+            by_rank = torch.empty_like(whole, dtype=comm_dtype)
+            shard = request.own(self.groups.rank)
             if request.op is Op.ALL_GATHER:
                 wire.all_gather(by_rank, shard)
                 request.nested().copy_(as_nested(by_rank, span))

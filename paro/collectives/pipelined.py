@@ -39,15 +39,18 @@ class PipelinedCollectives(Collectives):
         self._memory: dict[tuple[StreamKind, AxisSpan], _Memory] = {}
 
     def run(self, request: Request) -> Event:
-        op, kind, span, own = request.op, request.stream_kind, request.span, request.own(self._rank)
+        op, kind, span = request.op, request.stream_kind, request.span
         if not has_both_links(span):
             return NativeCollectives(self.groups).run(request)
-        num_chunks = self.num_chunks(op, span, request.num_bytes)
+        own, num_chunks = (
+            request.own(self.groups.rank),
+            self.num_chunks(op, span, request.num_bytes),
+        )
         ranges = chunk_ranges(own.numel(), num_chunks)
         memory = self._memory.setdefault((kind, span), _Memory())
         slots = [(memory.num_chunks + chunk) % SLOTS for chunk in range(len(ranges))]
         memory.num_chunks += len(ranges)
-        wires = [self._wire(kind, level) for level in ring_levels("ho-ring", span)]
+        wires = [Wire(self.groups, kind, level) for level in ring_levels("ho-ring", span)]
         jobs = _StageJobs(request, own, wires, ranges, slots, memory.scratch)
         done: list[Event] = []  # completion of each stage
         for stage in make_pipeline(op, len(ranges)):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from paro.collectives.interface import Endpoint
+from paro.collectives.wire import Wire
 from paro.distributed.comm_stream import Event
 from paro.quantization.blocks import choose_kernels, hadamard, split_range
 from paro.quantization.formats import PAD, RangeFormat, error_bytes, padded
@@ -60,7 +61,7 @@ class QuantizedSum(Endpoint):
     def _reduce_scatter(self, whole: Tensor) -> tuple[Tensor, Tensor, int]:
         """Sum this rank's chunk: return its transformed and its exact elements, and its start."""
         ranges, errors, span, start = self.ranges, self.errors, self.span, self.start
-        wire, kernels = self._wire(StreamKind.EXCHANGE, span), choose_kernels(whole.device)
+        wire, kernels = Wire(self.groups, StreamKind.EXCHANGE, span), choose_kernels(whole.device)
         members = wire.members
         sent = torch.zeros(len(members), ranges.range_bytes, dtype=torch.uint8, device=whole.device)
         for index, member in enumerate(members):
@@ -72,7 +73,7 @@ class QuantizedSum(Endpoint):
             exact.copy_(rest)
         received = torch.empty_like(sent)
         wire.all_to_all(sent, received)
-        start += nested_range(span, self._rank, whole.numel())[0]
+        start += nested_range(span, self.groups.rank, whole.numel())[0]
         num_quantized = ranges.num_quantized(start)
         total = torch.zeros(padded(num_quantized), device=whole.device)
         exact_total = torch.zeros(ranges.numel - num_quantized, device=whole.device)
@@ -84,20 +85,18 @@ class QuantizedSum(Endpoint):
 
     def _all_gather(self, total: Tensor, exact: Tensor, start: int, result: Tensor) -> None:
         """Quantize and all-gather transformed sums; all replicas dequantize equal bytes."""
-        rank, span, ranges = self._rank, self.replicas, self.ranges
+        rank, span, ranges = self.groups.rank, self.replicas, self.ranges
         kernels = choose_kernels(result.device)
         chunks = result.view(-1, ranges.numel)
         row_of_rank, _ = nested_range(span, rank, len(chunks))
-        gathered = torch.zeros(
-            len(chunks), ranges.range_bytes, dtype=torch.uint8, device=result.device
-        )
+        gathered = result.new_zeros(len(chunks), ranges.range_bytes, dtype=torch.uint8)
         payload = gathered[row_of_rank]
         quantized, exact_sent = split_range(payload, ranges, start, self.exact_dtype)
         kernels.quantize(total, ranges.form, quantized)
         exact_sent.copy_(exact)
         for depth in reversed(range(len(span))):
             rows = gathered[slice(*nested_range(span[:depth], rank, len(chunks)))].view(-1)
-            wire = self._wire(StreamKind.EXCHANGE, (span[depth],))
+            wire = Wire(self.groups, StreamKind.EXCHANGE, (span[depth],))
             wire.all_gather(rows, wire.row(rows))
         begin = start - row_of_rank * ranges.numel
         for row, values in zip(gathered, chunks, strict=True):

@@ -51,12 +51,10 @@ class ScheduledCollectives(Collectives):
         op, whole, span, comm_dtype, shard, after, _ = request
         if not span:
             return after or DONE
-        own = request._replace(shard=None).own(self._rank)
+        own = request._replace(shard=None).own(self.groups.rank)
         if shard is not None and shard.data_ptr() != own.data_ptr():
-            outermost = ring_levels(self._algorithm, span)[-1]
-            after = self._submit(
-                StreamKind.GATHER, outermost, partial(own.copy_, shard), after=after
-            )
+            outer = ring_levels(self._algorithm, span)[-1]
+            after = self._submit(StreamKind.GATHER, outer, partial(own.copy_, shard), after=after)
         event = self._start(request._replace(after=after))
         if op is not Op.ALL_REDUCE or whole.dtype == comm_dtype:
             return event
@@ -66,7 +64,7 @@ class ScheduledCollectives(Collectives):
     def _start(self, request: Request) -> Event:
         kind, parts = request.stream_kind, ring_levels(self._algorithm, request.span)
         transfer = self._transfer(request, parts)
-        if self._streams.runs_concurrently:
+        if self.groups.links.streams.runs_concurrently:
             after, run = request.after, transfer.run_level
             jobs = (partial(run, level) for level in range(len(parts)))
             pairs = zip(parts, jobs, strict=True)
@@ -78,15 +76,15 @@ class ScheduledCollectives(Collectives):
 
     def _transfer(self, request: Request, parts: Sequence[AxisSpan]) -> Transfer:
         op, whole, span, comm_dtype, *_ = request
-        members = self.groups.topology.members(span, self._rank)
-        wires = [self._wire(request.stream_kind, part) for part in parts]
+        members = self.groups.topology.members(span, self.groups.rank)
+        wires = [Wire(self.groups, request.stream_kind, part) for part in parts]
         sizes = tuple(len(wire.members) for wire in wires)
         shard_numel = whole.numel() // len(members)
         # The second bound keeps every chunk of a small shard non-empty.
         num_chunks = min(count_chunks(shard_numel * comm_dtype.itemsize), max(1, shard_numel // 8))
         if request.units > 1:  # h-ring joins uncut shards, but shards of units lie apart
             num_chunks = max(2, num_chunks)
-        hops, position = ALGORITHMS[self._algorithm], members.index(self._rank)
+        hops, position = ALGORITHMS[self._algorithm], members.index(self.groups.rank)
         schedule = make_schedule(op, hops, sizes, position, num_chunks)
         ranges = [cut(*request.range_of(member), num_chunks) for member in members]
         levels = []

@@ -19,7 +19,7 @@ from enum import Enum
 from torch import Tensor
 
 from paro.collectives.interface import Endpoint
-from paro.collectives.wire import Pending
+from paro.collectives.wire import Pending, Wire
 from paro.distributed.comm_stream import Event, Stage
 from paro.topology import AxisSpan, StreamKind
 
@@ -63,10 +63,10 @@ class Ring(Endpoint):
     span: AxisSpan
 
     def __post_init__(self) -> None:
-        self._members = self.groups.topology.members(self.span, self._rank)
+        self._members = self.groups.topology.members(self.span, self.groups.rank)
         self._next_tag = 0
         self.size = len(self._members)
-        self.position = self._members.index(self._rank)
+        self.position = self._members.index(self.groups.rank)
 
     def owner_of(self, num_shifts: int) -> int:
         """Return the position whose slice this rank holds after `num_shifts` clockwise shifts."""
@@ -90,11 +90,9 @@ class Ring(Endpoint):
         ]
         return self._shift(pairs, turn, in_place=True)
 
-    def _shift(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], turn: Turn, *, in_place: bool
-    ) -> Event:
+    def _shift(self, pairs: Sequence[tuple[Tensor, Tensor]], turn: Turn, in_place: bool) -> Event:
         """Send the first tensor of every pair and receive into the second, in order."""
-        wire, first_tag = self._wire(self.kind, self.span), self._next_tag
+        wire, first_tag = Wire(self.groups, self.kind, self.span), self._next_tag
         self._next_tag += len(pairs)
         to = self._members[(self.position + turn.value) % self.size]
         source = self._members[(self.position - turn.value) % self.size]
@@ -105,7 +103,7 @@ class Ring(Endpoint):
                 if in_place:
                     outgoing.copy_(incoming)
 
-        if not self._streams.runs_concurrently:
+        if not self.groups.links.streams.runs_concurrently:
             return self._submit(self.kind, self.span, exchange)
 
         def receive(number: int) -> Pending:

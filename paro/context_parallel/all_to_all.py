@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from paro.collectives.interface import Endpoint
+from paro.collectives.wire import Wire
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import WaitKind
 from paro.topology import AxisSpan, StreamKind
@@ -38,7 +39,7 @@ class AllToAll(Endpoint):
     span: AxisSpan
 
     def __post_init__(self) -> None:
-        self._context_wire = self._wire(StreamKind.CONTEXT, self.span)
+        self._context_wire = Wire(self.groups, StreamKind.CONTEXT, self.span)
         self.num_ranks = len(self._context_wire.members)
 
     def start(self, sent: Tensor, received: Tensor) -> Event:

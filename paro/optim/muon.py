@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paro.collectives.interface import Endpoint
+from paro.collectives.wire import Wire
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import WaitKind
 from paro.errors import describe
@@ -156,8 +157,8 @@ class MuonStep(Endpoint):
 
     def __post_init__(self) -> None:
         self._span = self.rounds.span(self.groups.topology)
-        self._ranks = self.groups.topology.in_order_of_shards(self._span, self._rank)
-        self._group_rank = self._ranks.index(self._rank)
+        self._ranks = self.groups.topology.in_order_of_shards(self._span, self.groups.rank)
+        self._group_rank = self._ranks.index(self.groups.rank)
 
     def update(self, update: StepUpdate, step: int) -> Iterator[int]:
         """Yield the number of each buffer as soon as all its matrices are updated.
@@ -264,7 +265,7 @@ class MuonStep(Endpoint):
                 {self._ranks[rank]: shard for rank, shard in shards.items() if rank != own}
                 for shards in (sent, received)
             )
-            self._wire(StreamKind.EXCHANGE, self._span).exchange(out, into)
+            Wire(self.groups, StreamKind.EXCHANGE, self._span).exchange(out, into)
 
         with self.exposure.submitting(WaitKind.REDUCE):
             if own in received:

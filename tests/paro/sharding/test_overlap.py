@@ -34,7 +34,7 @@ class Hold:
         self._patience = patience
         self.overlapped: bool | None = None
         original: Callable[..., None] = getattr(unit, method)
-        streams = unit.context.collectives._streams
+        streams = unit.context.collectives.groups.links.streams
 
         def held(**arguments: object) -> None:
             if self.overlapped is None:
