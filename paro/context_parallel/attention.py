@@ -84,9 +84,7 @@ class ContextAttention:
             incoming.append((back, back.start(out)))
             self._abandoned.append(back)
         self._abandoned = []
-        outs = [
-            exchange.finish(token)[0].unflatten(2, (num_ranks, -1)) for exchange, token in incoming
-        ]
+        outs = [back.finish(token)[0].unflatten(2, (num_ranks, -1)) for back, token in incoming]
         return torch.cat(outs, dim=3).flatten(2, 3)
 
 

@@ -113,9 +113,7 @@ class _Blockwise:
         own_documents: Documents | None = None
         if documents is not None:
             bounds = bounds_of(documents.lengths, seq_length)
-            self._samples = [
-                (slice(number, number + 1), sample) for number, sample in enumerate(bounds)
-            ]
+            self._samples = [(slice(n, n + 1), sample) for n, sample in enumerate(bounds)]
             own_documents = _own_documents(
                 bounds, exchange.ring_rank, exchange.ring_size, q_BTNH.device
             )

@@ -102,9 +102,7 @@ def step_lines(
     schedule = tally.step.schedule(min(num_micro_batches, LISTED_MICRO_BATCHES))
     lister = _StepLister(tally, sender, other_bytes)
     lister.follow(schedule.update)
-    *_, (forward, backward) = [
-        [lister.follow(segments) for segments in both] for both in schedule.micro_batches
-    ]
+    *_, (forward, backward) = [[*map(lister.follow, both)] for both in schedule.micro_batches]
     names = (*_COLUMNS, *tally.columns(tally.at()))
     lines: list[Cells] = [("", *names), *lister.lines_of("forward of", forward)]
     lines += lister.lines_of("backward of", backward)

@@ -264,11 +264,8 @@ def _code_bytes(specs: Iterable[ShardingSpec]) -> int:
     """Count quantized bytes: of all updates, of the largest gradients, and of error feedback."""
     updates = gradients = errors = 0
     for spec in specs:
-        updates += sum(
-            one.num_bytes
-            for one in spec.collectives.get(Verb.PARAM_ALL_GATHER, ())
-            if one.is_quantized
-        )
+        updated = spec.collectives.get(Verb.PARAM_ALL_GATHER, ())
+        updates += sum(one.num_bytes for one in updated if one.is_quantized)
         errors += prod(spec.grad_error_bytes)
         if spec.grad_format is not None:
             sent, *gathered = (one.num_bytes for one in spec.exchange)

@@ -168,10 +168,8 @@ class RotatingPart:
             # `data` has no version check: the slot is overwritten while autograd holds the leaf.
             leaf = nn.Parameter(view.data, requires_grad=unit.trainable)
             if unit.trainable:
-                grad_view = partial(unit.grad_view, step, grad_slot, name)
-                sink = UnitGradSink(
-                    model=self._model, number=buffer, total=len(views), view=grad_view
-                )
+                grad = partial(unit.grad_view, step, grad_slot, name)
+                sink = UnitGradSink(model=self._model, number=buffer, total=len(views), view=grad)
                 leaf.grad_sink = sink  # type: ignore[attr-defined]
                 leaf.register_post_accumulate_grad_hook(sink.take)
             yield self._attributes[name], leaf

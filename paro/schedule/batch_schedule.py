@@ -92,11 +92,8 @@ class BatchSchedule:
 
     def batch_size_at(self, consumed_samples: int) -> int:
         """Return the global batch size of the iteration that starts after `consumed_samples`."""
-        if self.step_batch_size_schedule is not None:
-            begun = [
-                size for begin, size in self.step_batch_size_schedule if begin <= consumed_samples
-            ]
-            return begun[-1]
+        if (steps := self.step_batch_size_schedule) is not None:
+            return [size for begin, size in steps if begin <= consumed_samples][-1]
         if self.rampup_batch_size is None:
             return self.global_batch_size
         start, increment, rampup_samples = self.rampup_batch_size

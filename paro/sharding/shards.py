@@ -143,8 +143,7 @@ class UnitShards:
     @property
     def optim_start(self) -> int:
         """Offset of the optimizer's range in the unit's flat buffer, in elements."""
-        begin, _ = self._own(self.param_shard, self.spec.strategy.params)
-        return self.param_start + begin
+        return self.param_start + self._own(self.param_shard, self.spec.strategy.params).start
 
     def start_at(self, degree: int) -> int:
         """Return the offset of this rank's shard at a degree in the unit's flat buffer."""
@@ -154,23 +153,20 @@ class UnitShards:
     @property
     def optim_param(self) -> Tensor:
         """View of the optimizer's range of `param_shard`; empty if another group has the unit."""
-        begin, end = self._own(self.param_shard, self.spec.strategy.params)
-        return self.param_shard[begin:end]
+        return self.param_shard[self._own(self.param_shard, self.spec.strategy.params)]
 
     @property
     def optim_grad(self) -> Tensor:
         """View of the optimizer's range of `grad_shard`; empty if another group has the unit."""
-        begin, end = self._own(self.grad_shard, self.spec.strategy.grads)
-        return self.grad_shard[begin:end]
+        return self.grad_shard[self._own(self.grad_shard, self.spec.strategy.grads)]
 
-    def _own(self, shard: Tensor, degree: int) -> tuple[int, int]:
-        """Return (start, stop) of this rank's optimizer range in a bucket's shard at `degree`."""
+    def _own(self, shard: Tensor, degree: int) -> slice:
+        """Return this rank's optimizer range in a bucket's shard at `degree`."""
         span = self.context.topology.axes_between(degree, self.spec.strategy.optim)
         size, number = shard.numel(), self.bucket.index(self)
         order = by_units(span, len(self.bucket))
         own = nested_range(order, self.context.rank, size * len(self.bucket))
-        begin, end = (min(max(0, at - number * size), size) for at in own)
-        return begin, end
+        return slice(*(min(max(0, at - number * size), size) for at in own))
 
     def initial_values(self, initializer: Initializer) -> Tensor:
         """Make the initial values of `param_shard`, in fp32 on the CPU."""
@@ -197,24 +193,16 @@ class UnitShards:
 
         Return the buffer with the last collective's result on this rank, and the completion.
         """
-        for collective in sent:
-            dtype = TORCH_TYPES[collective.dtype]
-            request = Request(
-                collective.op,
-                whole,
-                collective.span,
-                dtype,
-                shard,
-                after=after,
-                units=collective.units,
-            )
+        for each in sent:
+            op, dtype = each.op, TORCH_TYPES[each.dtype]
+            request = Request(op, whole, each.span, dtype, shard, after=after, units=each.units)
             own = request.own(self.context.rank)
-            sizes = {collective.numel, whole.numel(), own.numel() * collective.num_shards}
-            types = {dtype, whole.dtype, own.dtype} if collective.op is Op.ALL_GATHER else {dtype}
-            agrees = len(sizes) == len(types) == 1 and request.stream_kind is collective.stream_kind
-            assert agrees, f"{self.name}: {sizes}, {types} for {collective}"
+            sizes = {each.numel, whole.numel(), own.numel() * each.num_shards}
+            types = {dtype, whole.dtype, own.dtype} if op is Op.ALL_GATHER else {dtype}
+            agrees = len(sizes) == len(types) == 1 and request.stream_kind is each.stream_kind
+            assert agrees, f"{self.name}: {sizes}, {types} for {each}"
             after = self.context.collectives.run(request)
-            whole = own if collective.op is Op.REDUCE_SCATTER else whole
+            whole = own if op is Op.REDUCE_SCATTER else whole
         return whole, after
 
     # Communication once a step #
@@ -255,7 +243,7 @@ class UnitShards:
         spec = self.step_spec
         sent, quantized = spec.collectives[Verb.GRAD_SYNC], spec.exchange
         with self.context.exposure.submitting(WaitKind.REDUCE):
-            exact = (collective for collective in sent if collective not in quantized)
+            exact = (each for each in sent if each not in quantized)
             shard, reduced = self.queue(exact, self._grads_of_bucket, after=self._reduced)
             if quantized:
                 assert self.quantized_sum is not None, f"{self.name} is sent quantized"
@@ -267,14 +255,11 @@ class UnitShards:
         """Return the quantized reduction between groups, of the sums inside groups."""
         exchange, ranges = self.spec.exchange, self.spec.grad_format
         assert ranges is not None, f"{self.name} is sent quantized"
-        sent = [
-            (collective.stream_kind, collective.op, collective.numel // collective.num_shards)
-            for collective in exchange
-        ]
+        sent = [(each.stream_kind, each.op, each.numel // each.num_shards) for each in exchange]
         ops = (Op.REDUCE_SCATTER, Op.ALL_GATHER)[: len(sent)]
         planned = [(StreamKind.EXCHANGE, op, ranges.range_bytes) for op in ops]
         assert sent == planned, f"{self.name}: {sent}"
-        span, *replicas = (collective.span for collective in exchange)
+        span, *replicas = (each.span for each in exchange)
         return QuantizedSum(
             groups=self.context.collectives.groups,
             exact_dtype=TORCH_TYPES[self.spec.precision.wire],

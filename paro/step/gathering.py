@@ -90,12 +90,10 @@ class GatheringPolicy:
 
     def __init__(self, shape: StepShape, updated_ahead: int | None) -> None:
         self.shape = shape
-        self.param_all_gathers = ParamAllGatherPolicy(
-            shape.needed, updated_ahead, Buckets(shape.units)
-        )
+        units, first = shape.units, shape.first_trained
+        self.param_all_gathers = ParamAllGatherPolicy(shape.needed, updated_ahead, Buckets(units))
         self._max_unsharded = 1 + shape.prefetch_units
         self._max_unsharded_grads = MAX_WHOLE_GRADS if shape.prefetch_units else 1
-        units, first = shape.units, shape.first_trained
         self._num_units = len(units)
         self._needed = shape.needed
         self._in_backward = [

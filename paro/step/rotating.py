@@ -139,15 +139,13 @@ class RotationPolicy:
     def before_forward(self, at: RingStep, *, backward_follows: bool) -> list[Move]:
         """Begin a ring step; `backward_follows` says that a backward reads what it saves."""
         shifts_back = backward_follows and self.shape.parts[at.part].backward_needs_weight
-        actions = self._of_half(
-            at, lambda one: one.before_forward(at.step, shifts_back=shifts_back)
-        )
+        actions = self._ask(at, lambda one: one.before_forward(at.step, shifts_back=shifts_back))
         if at.half == at.step == 0:  # updates are queued behind the shift of the first slice
             actions += self.param_all_gathers.before_forward(at.part)
         return actions
 
     def after_forward(self, at: RingStep) -> list[Move]:
-        return self._of_half(at, lambda one: one.after_forward(at.step))
+        return self._ask(at, lambda one: one.after_forward(at.step))
 
     def before_backward(self, at: RingStep) -> list[Move]:
         """Begin the backward of a ring step, once the gradient of one of its outputs exists."""
@@ -156,7 +154,7 @@ class RotationPolicy:
         actions = self.after_backward()
         self._in_backward = at
         self._missing.update(self._trainable.intersection(self._half(at)))
-        return actions + self._of_half(at, lambda one: one.before_backward(at.step))
+        return actions + self._ask(at, lambda one: one.before_backward(at.step))
 
     def after_backward(self) -> list[Move]:
         """End the backward of a ring step if one has begun; the next ring step calls it as well."""
@@ -174,9 +172,8 @@ class RotationPolicy:
                 actions.append((Verb.GRAD_SYNC, buffer))
         return actions
 
-    def _of_half(
-        self, at: RingStep, answer: Callable[[SlicePolicy], list[SliceMove]]
-    ) -> list[Move]:
+    def _ask(self, at: RingStep, answer: Callable[[SlicePolicy], list[SliceMove]]) -> list[Move]:
+        """Return the answers of the policies of the buffers with which a ring step computes."""
         return [
             move for buffer in self._half(at) for move in _of(buffer, answer(self._slices[buffer]))
         ]

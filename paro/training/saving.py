@@ -65,7 +65,7 @@ class Saver:
         self._background = Background()
         self._copy = HostCopy()
         self._write_states = write_states
-        self._under_way: int | None = None
+        self._under_way = 0  # the iteration of the last save that began
         # The iteration of the last save, which may be in progress; and the newest iteration whose
         # checkpoint is complete on every node.
         # A state that was loaded from --save need not be saved again.
@@ -153,7 +153,7 @@ class Saver:
         # are skipped, a checkpoint saved just before them may hold a diverged state.
         went_on = self._whole is not None and self._whole < state.iteration
         good = self._whole if went_on and not state.expected.skipped_in_a_row else None
-        job = partial(self._retire_and_write, good, write, state.iteration)
+        job = partial(self._retire_and_write, good, write)
         is_async = config.checkpoint.async_save
         if not is_async:
             try:
@@ -198,9 +198,7 @@ class Saver:
             f"--load {self._root} --ckpt-step {good}"
         )
 
-    def _retire_and_write(
-        self, good: int | None, write: Callable[[], None], iteration: int
-    ) -> None:
+    def _retire_and_write(self, good: int | None, write: Callable[[], None]) -> None:
         """Remove the checkpoint before the last `good` checkpoint, then write a new checkpoint.
 
         With --async-save it runs on the save thread, and records that the new one is complete.
@@ -213,7 +211,7 @@ class Saver:
                 retire_checkpoint(self._root, before=good, interval=interval)
         write()
         if self._config.checkpoint.async_save and self._progress is not None:
-            self._progress.finished(iteration)
+            self._progress.finished(self._under_way)
 
     def _refuse_not_finite(self, state: TrainState) -> None:
         """Raise `RunError` on all ranks if the state has NaN or infinity, before it is saved.
