@@ -183,7 +183,7 @@ MODULES = {
     "collectives.scheduled": _MESSAGES,
     "collectives.schedule": _SCHEDULE,
     "collectives.shifts": _RING,
-    **dict.fromkeys(("context_parallel.all_to_all", "context_parallel.exchange"), _CONTEXT),
+    **dict.fromkeys(("context_parallel.attention", "context_parallel.exchange"), _CONTEXT),
     "distributed.comm_stream": _STREAMS,
     "training.in_memory": _COPIES,
 }

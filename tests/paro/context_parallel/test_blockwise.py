@@ -21,8 +21,7 @@ from model.layers import checkpointed
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice, needed_groups
 from paro.collectives.shifts import Ring
-from paro.context_parallel.all_to_all import AllToAll
-from paro.context_parallel.attention import ContextAttention, check_core
+from paro.context_parallel.attention import AllToAll, ContextAttention, check_core
 from paro.context_parallel.blockwise import (
     Bounds,
     KVExchange,
