@@ -20,6 +20,8 @@ from paro.spec.run_spec import RunSettings, RunSpec
 from paro.topology import Sent
 
 BITS_GAIN = 0.02  # share of the step time that quantization must save to be chosen
+# The fields that a run has of a candidate.
+_CHOSEN = ("strategy", "micro_batch_size", "context", "collective", "recompute", "materialize")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,19 +78,11 @@ class Estimator:
     def run_spec(self, candidate: Candidate) -> RunSpec:
         """Return the description of a run of the candidate."""
         request, size, context = self.request, candidate.micro_batch_size, candidate.context
-        chosen = {
-            "precision": candidate.precision(request),
-            "collective": candidate.collective,
-            "materialize": candidate.materialize,
-            "micro_batch_size": size,
-            "context": context,
-        }
+        chosen = {name: getattr(candidate, name) for name in _CHOSEN}
         return RunSpec(
-            **(self._given | chosen),
+            **(self._given | chosen | {"precision": candidate.precision(request)}),
             trained=request.trained,
-            recompute=candidate.recompute,
             world_size=request.world_size,
-            strategy=candidate.strategy,
             num_micro_batches=request.micro_batches(size, context),
         )
 

@@ -113,23 +113,19 @@ class _Search:
             raise UserError(reason)
         self.rows = sorted(rows, key=lambda row: (row.memory_bytes, row.least_seconds))
         self._device_bytes = request.device_bytes
-        self._done: dict[_Bounded, Estimate | None] = {}
+        self.done: dict[_Bounded, Estimate | None] = {}  # those that were simulated
         self._counts_blocks = space.recomputes is None
         first_trained = first_trained_unit(unit_specs(request.model), request.trained.__contains__)
         self._unsaved = max(0, first_trained - 1)  # number of blocks that save nothing
 
-    @property
-    def num_simulated(self) -> int:
-        return len([*filter(None, self._done.values())])
-
     def estimate(self, row: _Bounded) -> Estimate | None:
         """Simulate a candidate once; None if nothing fits its limit."""
-        if row not in self._done:
+        if row not in self.done:
             found: Candidate | None = row.candidate
             if row.limit is not None:
                 found = self._with_more_blocks(row.candidate, row.limit)
-            self._done[row] = None if found is None else self._estimator.estimate(found)
-        return self._done[row]
+            self.done[row] = None if found is None else self._estimator.estimate(found)
+        return self.done[row]
 
     def within(self, limit: int) -> list[_Bounded]:
         """Return the candidates that fit, as given or with more recomputed blocks."""
@@ -205,7 +201,7 @@ class _Search:
             own = self.estimate(row)
             if own and (found is None or own.seconds < found.seconds):
                 found = own
-        known = (own for row in rows if (own := self._done.get(row)))
+        known = (own for row in rows if (own := self.done.get(row)))
         return min(known, key=lambda e: e.seconds, default=None)
 
     def _least_as_fast(self, rows: Sequence[_Bounded], enough: float) -> Estimate | None:
@@ -240,7 +236,7 @@ class _Search:
         The front includes `best`. Candidates not simulated are at most `RESOLUTION` faster.
         """
         rows = [(row.memory_bytes, row.least_seconds, row) for row in self.rows]
-        rows += [(own.memory_bytes, own.seconds, row) for row, own in self._done.items() if own]
+        rows += [(own.memory_bytes, own.seconds, row) for row, own in self.done.items() if own]
         most = max(_FRONT_LIMIT * self._device_bytes, self.rows[0].memory_bytes)
         found: list[Estimate] = []
         fastest = float("inf")
@@ -296,7 +292,7 @@ def plan(request: PlanRequest, search_space: SearchSpace = _EVERYTHING) -> Searc
         front=search.front(best),
         least=least,
         num_candidates=len({*search.rows, *within}),
-        num_simulated=search.num_simulated,
+        num_simulated=len([*filter(None, search.done.values())]),
         searched=search_space.describe(),
         limit_text=request.choice_text,
         other_bits=search.other_bits(best),
