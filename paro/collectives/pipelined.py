@@ -42,11 +42,8 @@ class PipelinedCollectives(Collectives):
         op, kind, span = request.op, request.stream_kind, request.span
         if not has_both_links(span):
             return NativeCollectives(self.groups).run(request)
-        own, num_chunks = (
-            request.own(self.groups.rank),
-            self.num_chunks(op, span, request.num_bytes),
-        )
-        ranges = chunk_ranges(own.numel(), num_chunks)
+        own = request.own(self.groups.rank)
+        ranges = chunk_ranges(own.numel(), self.num_chunks(op, span, request.num_bytes))
         memory = self._memory.setdefault((kind, span), _Memory())
         slots = [(memory.num_chunks + chunk) % SLOTS for chunk in range(len(ranges))]
         memory.num_chunks += len(ranges)

@@ -109,16 +109,14 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
         checks=config.checks,
         timers=timers,
         context_groups=context_groups,
-        group_control=None
-        if run.outer is None
-        else _group_control(control, config.runtime.timeout),
+        group_control=_group_control(run, control, config.runtime.timeout),
     )
 
 
-def _group_control(control: Control, timeout: timedelta) -> Control:
-    """Make small collectives over the ranks of this rank's group; collective over the world."""
+def _group_control(run: RunSpec, control: Control, timeout: timedelta) -> Control:
+    """Make small collectives among ranks that train alone; collective over the world."""
     world, size = control.world, control.world.group_size
-    if control.device.type == "meta" or size == world.size:
+    if run.outer is None or control.device.type == "meta" or size == world.size:
         return control
     groups = [tuple(range(begin, begin + size)) for begin in range(0, world.size, size)]
     ranks = groups[world.rank // size]

@@ -70,7 +70,7 @@ class GroupsAlone:
         self._records: list[tuple[IterationRecord, EndedRound | None]] = []
         outer, store = training.optimizer.outer, training.control.store
         own = training.group_control
-        if outer is not None and store is not None and own is not None and own.world.rank == 0:
+        if outer is not None and store is not None and own.world.rank == 0:
             group = outer.group
             self._stop = StopStep(store=store, group=group.index, num_groups=group.number)
 

@@ -71,18 +71,17 @@ def first_difference(everyone: Sequence[Sequence[_Held]]) -> str:
 def _held(training: Training) -> Iterator[_Held]:
     """Yield hashes of this rank's replicated ranges of parameters and optimizer states."""
     context = training.model.context
-    topology, rank = context.topology, context.rank
+    held: list[tuple[str, Sequence[int], Tensor]] = []  # name, ranks with replicas, values
     for unit in training.model.units:
-        span = topology.axes_between(unit.context.strategy.params, unit.step_spec.sum_degree)
-        replicas = topology.members(span, rank)
-        if len(replicas) > 1:
-            key = replicas[0], replicas[-1], len(replicas)
-            yield _Held(f"the parameters of {unit.name}", key, hash_of(unit.param_shard))
+        degrees = context.strategy.params, unit.step_spec.sum_degree
+        replicas = context.topology.members(context.topology.axes_between(*degrees), context.rank)
+        held.append((f"the parameters of {unit.name}", replicas, unit.param_shard))
     for shard in training.optimizer.flat_shards():
-        if len(shard.replicas) > 1:
-            name = f"{shard.state} of {shard.layout.chunks[0].chunk.name}"
-            key = shard.replicas[0], shard.replicas[-1], len(shard.replicas)
-            yield _Held(name, key, hash_of(shard.values))
+        name = f"{shard.state} of {shard.layout.chunks[0].chunk.name}"
+        held.append((name, shard.replicas, shard.values))
+    for name, ranks, values in held:
+        if len(ranks) > 1:
+            yield _Held(name, (ranks[0], ranks[-1], len(ranks)), hash_of(values))
 
 
 @torch.no_grad()

@@ -110,10 +110,10 @@ class Training:
     control: Control
     traffic: ByteCounter
     device: torch.device
-    checks: StepChecksConfig = field(default_factory=StepChecksConfig)
-    timers: Timers = field(default_factory=Timers)
-    context_groups: Groups | None = None  # context-parallel process groups; None at degree 1
-    group_control: Control | None = None  # over the ranks of this rank's group, with outer steps
+    checks: StepChecksConfig
+    timers: Timers
+    context_groups: Groups  # context-parallel process groups; none at degree 1
+    group_control: Control  # over the ranks of this rank's group, with outer steps; else over all
 
     @property
     def exposure(self) -> Exposure:
@@ -135,15 +135,14 @@ class Training:
 
     def control_of_step(self, iteration: int) -> Control:
         """Return the small collectives among ranks that are synchronous after `iteration`."""
-        outer, alone = self.optimizer.outer, self.group_control
-        return alone if outer and alone and outer.trains_alone(iteration) else self.control
+        outer = self.optimizer.outer
+        return self.group_control if outer and outer.trains_alone(iteration) else self.control
 
     def close(self) -> None:
         """Wait for queued communication and shut down; collective, after the last step."""
         self.model.wait_for_updated_params()
         self.model.close()
-        if self.context_groups is not None:
-            self.context_groups.close()
+        self.context_groups.close()
 
 
 def train_step(
@@ -189,14 +188,13 @@ def train_step(
     else:  # drop the errors of quantized gradients that were not applied, maybe not even finite
         training.model.forget_grad_errors()
     _advance(training, state, verdict, loss=loss, grad_norm=grad_norm)
-    nonfinite = verdict in (Verdict.OVERFLOW, Verdict.NOT_FINITE)
-    has_zeros = "num_zeros" in sums and not (nonfinite or verdict is Verdict.NO_TOKENS)
+    has_zeros = verdict not in (Verdict.OVERFLOW, Verdict.NOT_FINITE, Verdict.NO_TOKENS)
     return StepResult(
         loss=loss,
         grad_norm=grad_norm,
         verdict=verdict,
         sent=sent,
-        num_zeros=sums["num_zeros"] if has_zeros else None,
+        num_zeros=sums.get("num_zeros") if has_zeros else None,
         params_norm=_params_norm(training, control) if training.config.log_params_norm else None,
         z_loss=sums["z_loss"] * unscale if "z_loss" in sums else None,
         reasons=Reasons.summed(sums),
