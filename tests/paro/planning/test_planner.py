@@ -215,10 +215,10 @@ def test_bits_are_chosen_only_where_allowed_and_where_they_save() -> None:
     assert found.best.candidate.inter_bits == 4
     assert found.best.seconds < found.other_bits.seconds
     assert found.best.sent.inter < found.other_bits.sent.inter / 2
-    assert "with gradients and updates in 4 bits between groups" in describe(found)[3]
+    assert "with gradients and updates in 4 bits between groups" in [*describe(found)][3]
     fast = plan(plan_request(machine=machine(inter=10_000), chooses_bits=True), NATIVE)
     assert fast.best.candidate.inter_bits == 16
-    assert "packing costs more than it saves" in describe(fast)[3] or fast.other_bits is None
+    assert "packing costs more than it saves" in [*describe(fast)][3] or fast.other_bits is None
 
 
 def test_bits_that_were_asked_for_are_kept_and_compared() -> None:
