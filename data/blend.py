@@ -1,4 +1,4 @@
-"""Blends of corpora with weights, parsed from the command line or from files."""
+"""Blends of corpora with weights, and phases of them, from the command line or from files."""
 
 # A blend is a list of prefixes, either each after its weight, or all without weights. Without
 # weights, the sizes of the corpora are the weights.
@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ _SPLITS = (
     '; give {"train": [...], "valid": [...], "test": [...]}, each a list of weights and paths, or '
     "of paths"
 )
+PHASES = "--data-phases"
+_PHASES = '; give [{"name": "web", "samples": 1000, "data": [0.7, "A", 0.3, "B"]}, ...]'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,24 @@ class Blend:
         assert self.weights is not None, "a blend by size has no weights"
         weights = np.array(self.weights, dtype=np.float64)
         return [float(share) for share in weights / np.sum(weights)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPhase:
+    """A blend that training reads for a number of samples, in an order of its own."""
+
+    name: str
+    samples: int | None  # None, of the last phase alone: the rest of the training
+    blend: Blend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """A phase in the file of --data-phases."""
+
+    name: str
+    data: str | list[Any]
+    samples: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,17 +101,49 @@ def read_blend(path: str, flag: str) -> Blend:
     text = read_text(path, f"{flag} {path}")
     if not text.lstrip().startswith("["):
         return parse_blend(text.split(), f"{flag} {path}:")
-    return _blend_of(parse_json(text, list[Any], f"{flag} {path}"), f"{flag} {path}:")
+    return parse_entries(parse_json(text, list[Any], f"{flag} {path}"), f"{flag} {path}:")
 
 
 def read_blend_per_split(path: str, flag: str) -> dict[str, Blend]:
     """Read the blends of train, valid and test from a JSON object: words or a list under each."""
     with about(suffix=_SPLITS):
-        splits = asdict(read_json(Path(path), _Splits, f"{flag} {path}")).items()
-    return {name: _blend_of(words, f"{flag} {path}, {name}:") for name, words in splits if words}
+        splits = asdict(read_json(Path(path), _Splits, f"{flag} {path}"))
+    flags = {name: f"{flag} {path}, {name}:" for name, words in splits.items() if words}
+    return {name: parse_entries(splits[name], of_split) for name, of_split in flags.items()}
 
 
-def _blend_of(content: str | list[Any], flag: str) -> Blend:
+def read_phases(path: str) -> tuple[DataPhase, ...]:
+    """Read the file of --data-phases: a JSON list of phases, each with a name and a blend."""
+    with about(suffix=_PHASES):
+        entries: list[_Entry] = read_json(Path(path), list[_Entry], f"{PHASES} {path}")
+        if not entries:
+            raise UserError(f"{PHASES} {path} has no phase")
+    names = [entry.name for entry in entries]
+    for number, (name, entry) in enumerate(zip(names, entries, strict=True), 1):
+        what = f"{PHASES} {path}, phase {number}:"
+        if not (name.isprintable() and name.strip() and is_word(name)) or names.count(name) > 1:
+            raise UserError(f"{what} {name!r} is no name, or not its alone: give another")
+        if entry.samples is None and number < len(entries):
+            raise UserError(f"{what} only the last may lack samples: give their number")
+        if entry.samples is not None and entry.samples < 1:
+            raise UserError(f"{what} {entry.samples} samples must be at least 1")
+    return tuple(
+        DataPhase(
+            name=entry.name,
+            samples=entry.samples,
+            blend=parse_entries(entry.data, f"{PHASES} {path}, {entry.name}:"),
+        )
+        for entry in entries
+    )
+
+
+def starts_of(phases: Sequence[DataPhase]) -> list[int]:
+    """Return the number of samples of the training before each phase."""
+    return [*accumulate((phase.samples or 0 for phase in phases[:-1]), initial=0)][: len(phases)]
+
+
+def parse_entries(content: str | list[Any], flag: str) -> Blend:
+    """Parse a blend of a JSON file: words, or a list of weights and paths that may be nested."""
     words = content.split() if isinstance(content, str) else _flatten(content, flag)
     return parse_blend(words, flag)
 

@@ -13,15 +13,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data.blend import SURPLUS, Blend
+from data.batch import Samples
+from data.blend import SURPLUS, Blend, DataPhase, starts_of
 from data.gpt_dataset import GPTDataset, SplitRequest, TooFewTokensError
 from data.index_cache import CacheEntry, StoredArray, cached
 from data.loss_mask import LossMask
@@ -87,6 +90,53 @@ class BlendedDataset:
         return f"{self.num_samples:,} samples{rounds}, blended from {parts}; {self.source}{without}"
 
 
+@dataclass(eq=False)
+class PhasedDataset:
+    """The samples of all phases, one phase after the other.
+
+    A phase that was over when the run began has no data set, and its samples cannot be read.
+    """
+
+    phases: Sequence[DataPhase]
+    data_sets: Sequence[Samples | None]
+    num_samples: int
+
+    def __post_init__(self) -> None:
+        self._starts = starts_of(self.phases)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        data_set, index = self._find(index)
+        return data_set[index]
+
+    def loss_mask(self, index: int) -> LossMask | None:
+        """Return the loss mask of a sample; None in a corpus without one."""
+        data_set, index = self._find(index)
+        return data_set.loss_mask(index)
+
+    def _find(self, index: int) -> tuple[Samples, int]:
+        number = bisect_right(self._starts, index) - 1
+        data_set = self.data_sets[number]
+        assert data_set is not None, f"sample {index} of a phase that is over"
+        return data_set, index - self._starts[number]
+
+    def opened(self) -> Iterator[tuple[DataPhase, Samples]]:
+        """Yield the phases that have a data set, which is not over or not yet begun."""
+        for phase, data_set in zip(self.phases, self.data_sets, strict=True):
+            if data_set is not None:
+                yield phase, data_set
+
+    def describe(self) -> str:
+        """Return a line for each phase, after one with the number of samples."""
+        lines = [f"{self.num_samples:,} samples in {len(self.phases)} phases"]
+        for phase, start, data_set in zip(self.phases, self._starts, self.data_sets, strict=True):
+            text = "over" if data_set is None else data_set.describe()
+            lines.append(f"{phase.name}, after sample {start:,}: {text}")
+        return "\n".join(lines)
+
+
 def build_samples(blend: Blend, request: SplitRequest) -> GPTDataset | BlendedDataset:
     """Return one split of a blend; `TooFewTokensError` if it has no sample.
 
@@ -101,6 +151,30 @@ def build_samples(blend: Blend, request: SplitRequest) -> GPTDataset | BlendedDa
     dataset = _by_size(blend, request) if blend.weights is None else _by_weight(blend, request)
     dataset.left_out = left_out
     return dataset
+
+
+def build_phases(
+    phases: Sequence[DataPhase], request: SplitRequest, consumed: int
+) -> PhasedDataset:
+    """Return the training data of all phases; those that end before `consumed` are not opened.
+
+    Each is built for its own number of samples, so that its order depends on nothing else.
+    """
+    total, starts = request.num_samples, starts_of(phases)
+    assert total is not None, "training draws a number of samples"
+    end = total if phases[-1].samples is None else starts[-1] + phases[-1].samples
+    if end < total:
+        raise UserError(
+            f"{phases[-1].blend.flag} phases end after {end:,} samples, and training draws "
+            f"{total:,}: give the last phase no number of samples, or train less"
+        )
+    data_sets = [
+        None
+        if stop <= consumed
+        else build_samples(phase.blend, replace(request, num_samples=max(1, stop - start)))
+        for phase, (start, stop) in zip(phases, pairwise([*starts, end]), strict=True)
+    ]
+    return PhasedDataset(phases, data_sets, total)
 
 
 def _without_empty(blend: Blend, request: SplitRequest) -> tuple[Blend, tuple[str, ...]]:

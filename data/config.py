@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.blend import Blend, parse_blend, read_blend, read_blend_per_split
+from data.blend import (
+    PHASES,
+    Blend,
+    DataPhase,
+    parse_blend,
+    read_blend,
+    read_blend_per_split,
+    read_phases,
+)
 from data.loss_mask import loss_mask_paths
 from data.sample_order import SPLIT_NAMES, parse_split
 from paro.errors import UserError, check_between, contradiction
@@ -36,6 +44,7 @@ class DataConfig(DocumentRules):
     valid_data_path: tuple[str, ...] = ()
     test_data_path: tuple[str, ...] = ()
     per_split_data_args_path: str | None = None
+    data_phases: str | None = None  # file of blends for training alone, one after another
     mock_data: bool = False
     split: str | None = None  # weights that cut shared data into splits; None: DEFAULT_SPLIT
     data_cache_path: str | None = None
@@ -49,10 +58,12 @@ class DataConfig(DocumentRules):
         given = self._sources()
         if len(given) > 1:
             raise contradiction(given[0], given[1])
+        if self.data_phases is not None and self.train_data_path:
+            raise contradiction(PHASES, "--train-data-path")
         if not given:
             raise UserError("no data: give --data-path PREFIX, or --mock-data for synthetic tokens")
         blends = self.blends()
-        if not self.mock_data and "train" not in blends:
+        if not (self.mock_data or self.phases() or "train" in blends):
             raise UserError(f"{given[0]} is given and no training data: give --train-data-path")
         if self.full_validation and self.mock_data:
             raise UserError("--full-validation needs a corpus: --mock-data have no end")
@@ -93,6 +104,8 @@ class DataConfig(DocumentRules):
     def _sources(self) -> list[str]:
         """Return the flags that name data, of all splits or of each; exactly one must be given."""
         per_split = [f"--{name}-data-path" for name, words in self._words().items() if words]
+        if self.data_phases is not None:
+            per_split = [PHASES]
         is_given = {
             "--mock-data": self.mock_data,
             "--data-path": bool(self.data_path),
@@ -108,7 +121,8 @@ class DataConfig(DocumentRules):
     @property
     def is_per_split(self) -> bool:
         """True if every split has its own data, instead of a part of shared data."""
-        return self.per_split_data_args_path is not None or any(self._words().values())
+        by_split = (self.per_split_data_args_path, self.data_phases, *self._words().values())
+        return any(by_split)
 
     @property
     def split_in_use(self) -> str | None:
@@ -119,8 +133,12 @@ class DataConfig(DocumentRules):
         """Return the folder of indices; Megatron's, next to the data, unless one is given."""
         return Path(self.data_cache_path or f"{prefix}/cache/GPTDataset_indices")
 
+    def phases(self) -> tuple[DataPhase, ...]:
+        """Return the phases of training data; none where one blend is read from start to end."""
+        return () if self.data_phases is None else read_phases(self.data_phases)
+
     def blends(self) -> dict[str, Blend]:
-        """Return the blend of each split; empty for synthetic tokens."""
+        """Return the blend of each split, without phases; empty for synthetic tokens."""
         if self.per_split_data_args_path is not None:
             return read_blend_per_split(self.per_split_data_args_path, "--per-split-data-args-path")
         if self.is_per_split:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from data.batch import Batch, Failure, Fetch, MockDataset, Samples, TokenBytes
 from data.blend import Blend
-from data.blended_dataset import BlendedDataset, build_samples
+from data.blended_dataset import BlendedDataset, PhasedDataset, build_phases, build_samples
 from data.config import DataConfig
 from data.gpt_dataset import GPTDataset, SplitRequest, TooFewTokensError, open_checked
 from data.indexed_dataset import IndexedDataset
@@ -40,6 +40,7 @@ class SplitCounts:
     """The number of samples a run draws from each split; None: every sample once."""
 
     train: int
+    consumed: int = 0  # training samples before the first one that is drawn
     valid: int | None = 0
     test: int = 0
 
@@ -108,6 +109,8 @@ class Datasets:
 
 
 def _corpora_of(samples: Samples | None) -> tuple[GPTDataset, ...]:
+    if isinstance(samples, PhasedDataset):
+        return tuple(chain.from_iterable(_corpora_of(each) for _, each in samples.opened()))
     corpora = samples.members if isinstance(samples, BlendedDataset) else (samples,)
     return tuple(corpus for corpus in corpora if isinstance(corpus, GPTDataset))
 
@@ -119,14 +122,25 @@ def build_datasets(
 
     A held-out split of which no sample is requested, or which has none, is left out.
     """
-    sets = _sets(config)
-    _allow_open_files(filter(None, sets.values()))
+    sets, phases = _sets(config), config.phases()
+    _allow_open_files([*filter(None, sets.values()), *(phase.blend for phase in phases)])
 
     @cache  # several splits and blends may share a corpus
     def open_corpus(prefix: str) -> IndexedDataset:
         return open_checked(config, prefix, vocab_size, tokenizer)
 
+    def request_of(split_name: str) -> SplitRequest:
+        return SplitRequest(
+            split_name=split_name,
+            config=config,
+            num_samples=getattr(num_samples, split_name),
+            vocab_size=vocab_size,
+            open_corpus=open_corpus,
+        )
+
     found: dict[tuple[str, str], Samples] = {}
+    if phases:
+        found["train", ""] = build_phases(phases, request_of("train"), num_samples.consumed)
     causes: dict[str, str] = {}
     for (split_name, set_name), blend in sets.items():
         # Training data is opened even if no sample of it is requested: a run may only evaluate.
@@ -144,15 +158,8 @@ def build_datasets(
             continue
         if is_held_out and not share_of(config.split_in_use, split_name):
             continue
-        request = SplitRequest(
-            split_name=split_name,
-            config=config,
-            num_samples=count,
-            vocab_size=vocab_size,
-            open_corpus=open_corpus,
-        )
         try:
-            found[split_name, set_name] = build_samples(blend, request)
+            found[split_name, set_name] = build_samples(blend, request_of(split_name))
         except TooFewTokensError as error:
             if not is_held_out:
                 raise

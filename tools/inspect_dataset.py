@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.blend import parse_blend, read_blend, read_blend_per_split
+from data.blend import parse_blend, read_blend, read_blend_per_split, read_phases
 from data.fingerprint import Fingerprint, fingerprint_of, read_fingerprint
 from data.indexed_dataset import IndexedDataset
 from data.tokenizer import Tokenizer, build_tokenizer
@@ -101,6 +101,8 @@ def prefixes_of(args: Namespace) -> list[str]:
     if args.per_split_data_args_path is not None:
         flag = "--per-split-data-args-path"
         blends += read_blend_per_split(args.per_split_data_args_path, flag).values()
+    if args.data_phases is not None:
+        blends += (phase.blend for phase in read_phases(args.data_phases))
     if not blends:
         raise UserError("nothing to look at: give --data-path PREFIX")
     return list(dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes))

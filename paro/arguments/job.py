@@ -25,6 +25,9 @@ def add_data_args(parser: ArgumentParser) -> None:
             help=f"corpora for {split} alone, as for --data-path; nothing is cut by --split")
     add("--per-split-data-args-path", metavar="FILE",
         help='the same from a file: JSON, {"train": [...], "valid": [...], "test": [...]}')
+    add("--data-phases", metavar="FILE",
+        help='blends for training alone that follow one another: JSON, [{"name": "web", '
+        '"samples": 1000, "data": [0.7, "A", 0.3, "B"]}, ...]; each has an order of its own')
     add("--mock-data", action="store_true",
         help="deterministic synthetic tokens instead of a corpus")
     add("--split", metavar="TRAIN,VALID,TEST",

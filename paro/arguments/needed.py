@@ -23,7 +23,7 @@ _SIZES = ("--num-layers", "--hidden-size", "--num-attention-heads")
 _LENGTHS = ("--train-iters", "--train-samples")
 _DATA = (
     *("--data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data"),
-    *("--train-data-path", "--valid-data-path", "--test-data-path"),
+    *("--train-data-path", "--valid-data-path", "--test-data-path", "--data-phases"),
 )
 _TOKENIZER = ("--tokenizer-type", "--vocab-file", "--merge-file")
 _VOCABULARY = ("--vocab-size", "--padded-vocab-size", "--llama-preset")

@@ -313,7 +313,7 @@ def _data(plan: RunPrediction) -> Iterator[str]:
         yield f"> tokenizer: none on this machine; a vocabulary of {config.vocab_size:,} instead"
     if config.data.mock_data:
         yield "> data: synthetic tokens"
-    blends = config.data.blends().values()
+    blends = [*config.data.blends().values(), *(each.blend for each in config.data.phases())]
     for prefix in dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes):
         if not (idx_path(prefix).exists() or bin_path(prefix).exists()):
             yield f"> data: {prefix} is not on this machine and was not checked"

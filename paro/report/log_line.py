@@ -66,6 +66,8 @@ def iteration_line(
     if metrics.outer_grad_norm is not None:
         fields.append(f"outer grad norm: {metrics.outer_grad_norm:.3f}")
         fields.append(f"outer grad cosine: {metrics.outer_grad_cosine:.3f}")
+    if metrics.data_phase is not None:
+        fields.append(f"data phase: {metrics.data_phase}")
     fields.append(f"number of skipped iterations: {metrics.skipped_iterations:3d}")
     fields.append(f"number of nan iterations: {metrics.nan_iterations:3d}")
     fields.append(f"tokens/s: {metrics.tokens_per_second:.1f}")

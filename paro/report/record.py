@@ -114,6 +114,11 @@ class RunFacts:
     model_state_bytes: int  # this rank's parameters, gradients, master parameters and moments
     predicted: Mapping[str, int] = field(default_factory=dict)  # predicted bytes by kind at peak
     planned: PlannedStep | None = None  # predicted step; None unless the machine file has a device
+    phases: dict[str, int] = field(default_factory=dict)  # of data: samples before each
+
+    def phase_of(self, sample: int) -> str | None:
+        """Name the data phase of a sample, counted from 1; None without phases."""
+        return next((name for name in reversed(self.phases) if self.phases[name] < sample), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +151,7 @@ class Metrics:
     nan_iterations: int
     z_loss: float | None = None  # None: --z-loss-weight is 0
     decoupled_learning_rate: float | None = None  # None: --decoupled-lr is not given
+    data_phase: str | None = None  # of the last sample; None: without --data-phases
     # With outer steps alone, else None: the mean loss of each group, and the last round's gradient.
     group_lm_losses: tuple[float | None, ...] | None = None
     outer_grad_norm: float | None = None
@@ -195,6 +201,7 @@ def summarize(
         ),
         z_loss=last.z_loss,
         decoupled_learning_rate=last.decoupled_learning_rate,
+        data_phase=facts.phase_of(last.consumed_samples),
         **_of_groups([record.groups for record in interval if record.groups is not None]),
     )
 

@@ -89,6 +89,7 @@ class Report:
         self._doubts_speed = True
         self._time_left = TimeLeft(self.facts.train_iters)
         self._totals = {"skipped-iterations": 0, "nan-iterations": 0}
+        self._phase: str | None = None  # the data phase of the last iteration
         self._num_seen = 0  # iterations so far, until the comparison with the plan is printed
         self._to_compare: list[dict[str, float]] = []  # seconds of steps and of their parts
 
@@ -117,6 +118,11 @@ class Report:
         """Add one iteration; write a log line if one is due."""
         self._interval.append(record)
         self._compare(record)
+        phase = self.facts.phase_of(record.consumed_samples)
+        if phase != self._phase:
+            start = self.facts.phases[phase] if phase else 0
+            self.log.log0(f"iteration {record.iteration}: data phase {phase}, after sample {start}")
+            self._phase = phase
         due = self.is_due(record.iteration)
         alone = self._summarize([record])
         self._totals["skipped-iterations"] += alone.skipped_iterations

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from data.batch import Fetch
+from data.blend import starts_of
 from data.config import DataConfig
 from data.loader import Datasets, MicroBatches, Samples, SplitCounts, build_datasets
 from model.config import LlamaConfig
@@ -190,6 +191,7 @@ def count_samples(
         num_valid = max(num_valid, state.consumed_valid_samples + num_valid_left)
     return SplitCounts(
         train=num_train,
+        consumed=0 if state is None else state.consumed_train_samples,
         valid=None if data.full_validation and train.eval_iters else num_valid,
         test=per_evaluation,
     )
@@ -257,9 +259,11 @@ def build_data(config: RunConfig, state: TrainState | None = None) -> Datasets:
 def run_facts(config: RunConfig, training: Training, state: TrainState | None = None) -> RunFacts:
     """Collect the constants of throughput of a run, maybe resumed from `state`; collective."""
     seq_length, trained = config.data.seq_length, config.trained
+    phases = config.data.phases()
     return RunFacts(
         world_size=training.control.world.size,
         seq_length=seq_length,
+        phases={phase.name: start for phase, start in zip(phases, starts_of(phases), strict=True)},
         train_iters=last_iteration(config.train, config.batches, state),
         flops_per_token=flops_per_token(config.model, seq_length, trained, causal=False),
         flops_per_token_causal=flops_per_token(config.model, seq_length, trained, causal=True),

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from data.blend import PHASES
+from data.blended_dataset import PhasedDataset
 from data.loader import Datasets
 from data.sample_order import parse_split
 from paro.untrusted.checksum import crc32
@@ -33,6 +35,7 @@ _WEIGHT_DECAY = {
     "start_weight_decay": "--start-weight-decay (or --weight-decay)",
     "end_weight_decay": "--end-weight-decay (or --weight-decay)",
 }
+_START, _END = _WEIGHT_DECAY
 _TOTAL = "weight_decay_incr_samples"  # this field is always the run's number of training samples
 
 
@@ -40,27 +43,36 @@ def order_record(
     data: DataConfig, train: TrainConfig, batches: BatchSchedule, datasets: Datasets
 ) -> dict[str, Any]:
     """Record, for a checkpoint, all flags and data that determine the order of training samples."""
-    blend = None if data.mock_data else data.blends()["train"]
+    phases, blends, flag = {}, {}, "--mock-data"
+    if isinstance(datasets.train, PhasedDataset):
+        flag, phases = PHASES, {phase.name: phase.samples for phase in datasets.train.phases}
+        blends = {phase.name: phase.blend for phase, _ in datasets.train.opened()}
+    elif not data.mock_data:
+        blends = {"": data.blends()["train"]}
+        flag = blends[""].flag.rstrip(":")
     record = {
         "seed": data.seed,
-        "split": None if blend is None else data.split_in_use,
+        "split": None if data.mock_data else data.split_in_use,
         "seq_length": data.seq_length,
         "sft": data.sft,
-        "data_flag": "--mock-data" if blend is None else blend.flag.rstrip(":"),
+        "data_flag": flag,
         "corpora": [],
         "epochs": datasets.train_order(),
         **_length_record(train, batches),
     }
-    if blend is not None:
+    if phases:
+        record["phases"] = phases
+    read = {corpus.indexed.prefix: corpus.indexed for corpus in datasets.corpora()["train"]}
+    for name, blend in blends.items():
         weights = [None] * len(blend.prefixes) if blend.weights is None else blend.shares()
-        read = {corpus.indexed.prefix: corpus.indexed for corpus in datasets.corpora()["train"]}
-        record["corpora"] = [
+        record["corpora"] += [
             {
                 "prefix": prefix,
                 "weight": None if weight is None else round(weight, _DIGITS),
                 "tokens": read[prefix].num_tokens,
                 "sequence_lengths_crc32": crc32(read[prefix].sequence_lengths().data),
                 "tokenizer": made.digest if (made := read[prefix].made_with) else None,
+                **({"phase": name} if name else {}),
             }
             for prefix, weight in zip(blend.prefixes, weights, strict=True)
         ]
@@ -72,18 +84,32 @@ def order_changes(common: Record, order: Record) -> Iterator[str]:
 
     Older checkpoints have no record of the order, at most the number of epochs.
     """
-    saved = common.get("order") or {"epochs": common.get("train_order")}
-    now = _as_read(order)
+    consumed = common["state"]["consumed_train_samples"]
+    saved = _in_phase(common.get("order") or {"epochs": common.get("train_order")}, consumed)
+    now = _in_phase(_as_read(order), consumed)
+    if now["phase_start"] == consumed > 0:
+        return  # nothing of the phase has been read yet
     changes = list(_data_changes(saved, now))
     if not changes and saved["epochs"] not in (None, now["epochs"]):
         causes = " and ".join(_length_changes(saved, now)) or "the number of samples changed"
         changes = [f"{causes}: the data are shuffled for another number of epochs"]
-    consumed = common["state"]["consumed_train_samples"]
     for change in changes:
         yield (
             f"{change}; reading continues after sample {consumed} of another order: samples may "
             "repeat or be left out"
         )
+
+
+def _in_phase(record: Record, consumed: int) -> dict[str, Any]:
+    """Return the record with the corpora of the phase that has the next sample, and its start."""
+    start, phases = 0, record.get("phases") or {}
+    for name, samples in phases.items():
+        if samples is None or consumed < start + samples:
+            places = [i for i, corpus in enumerate(record["corpora"]) if corpus["phase"] == name]
+            parts = {key: [record[key][place] for place in places] for key in ("corpora", "epochs")}
+            return {**record, **parts, "phase_start": start}
+        start += samples
+    return {**record, "phase_start": start}
 
 
 def schedule_change(
@@ -92,6 +118,8 @@ def schedule_change(
     """Name the flag that changed the learning rate or weight decay schedule, if one did."""
     saved, now = common.get("schedule") or {}, _as_read(asdict(schedule))
     differ = [name for name in now if name in saved and saved[name] != now[name]]
+    if _TOTAL in differ and all(each.get(_START) == each.get(_END) for each in (saved, now)):
+        differ.remove(_TOTAL)  # weight decay is constant
     for name in differ:
         if name == _TOTAL or (name in _LENGTHS and _follows_total(name, saved, now)):
             continue
@@ -128,6 +156,7 @@ def _data_changes(saved: Record, now: Record) -> Iterator[str]:
         "split": "validation and test may read documents that were trained on",
         "seq_length": "the data are cut into samples elsewhere",
         "sft": "the data are cut into samples elsewhere",
+        "phase_start": f"{PHASES} has other phases",
     }
     for name, follows in consequences.items():
         if name in saved and not _is_same(saved[name], now[name]):

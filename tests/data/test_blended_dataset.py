@@ -18,6 +18,7 @@ from data.blend import (
     parse_blend,
     read_blend,
     read_blend_per_split,
+    read_phases,
 )
 from data.blended_dataset import BlendIndices, blend_samples
 from tests.helpers.refusals import refused
@@ -175,6 +176,25 @@ def test_a_senseless_file_is_refused(
     path = tmp_path / "blend"
     path.write_text(content)
     refused(lambda: read(str(path), "--f"), f"--f {path} ... {told}")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("[]", "has no phase"),
+        ('{"name": "a"}', 'give [{"name": "web"'),
+        ('[{"name": "a", "data": ["x"], "tokens": 5}]', "tokens"),
+        ('[{"name": "a", "data": ["x"]}, {"name": "b", "data": ["y"]}]', "phase 1 ... samples"),
+        ('[{"name": "a", "data": ["x"], "samples": 0}]', "phase 1 ... 0 samples"),
+        ('[{"name": "a", "data": [1, "x", "y"]}]', ", a: ... do not match"),
+        ('[{"name": "", "data": ["x"]}]', "phase 1 ... ''"),
+        ('[{"name": "a", "data": "x", "samples": 1}, {"name": "a", "data": "x"}]', "1 ... 'a'"),
+    ],
+)
+def test_senseless_phases_are_refused(tmp_path: Path, content: str, told: str) -> None:
+    path = tmp_path / "phases.json"
+    path.write_text(content)
+    refused(lambda: read_phases(str(path)), f"--data-phases {path} ... {told}")
 
 
 def test_a_blend_for_each_split(tmp_path: Path) -> None:

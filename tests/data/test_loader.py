@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -243,6 +244,42 @@ def test_a_corpus_without_a_sample_is_left_out_of_a_held_out_blend(
     refused(lambda: built(train_data_path=words), told)
 
 
+def test_each_phase_has_an_order_of_its_own_and_those_that_are_over_are_not_opened(
+    prefix: str, tmp_path: Path
+) -> None:
+    other = str(write_corpus(tmp_path / "other", [[range(200, 290)]]))
+    file = tmp_path / "phases.json"
+    phases: list[dict[str, Any]] = [
+        {"name": "first", "samples": 7, "data": [0.3, prefix, 0.7, other]},
+        {"name": "second", "samples": 5, "data": [other]},
+        {"name": "third", "data": prefix},
+    ]
+
+    def build(total: int = 20, **counts: int) -> Samples:
+        file.write_text(json.dumps(phases))
+        config = DataConfig(seq_length=8, data_phases=str(file), valid_data_path=(other,))
+        return build_datasets(config, SplitCounts(train=total, **counts), 999, None).train
+
+    def alone(phase: dict[str, Any], samples: int) -> list[list[int]]:
+        words = phase["data"].split() if isinstance(phase["data"], str) else phase["data"]
+        config = DataConfig(seq_length=8, train_data_path=tuple(map(str, words)))
+        data_set = build_datasets(config, SplitCounts(train=samples), 999, None).train
+        return [data_set[index].tolist() for index in range(samples)]
+
+    whole = [sample.tolist() for sample in (build()[index] for index in range(20))]
+    assert whole == [*alone(phases[0], 7), *alone(phases[1], 5), *alone(phases[2], 8)]
+    assert build(30)[11].tolist() == whole[11]
+    phases[0]["data"] = ["gone"]
+    resumed = build(consumed=7)
+    assert [resumed[index].tolist() for index in range(7, 20)] == whole[7:]
+    assert "first, after sample 0: over" in resumed.describe()
+    with pytest.raises(AssertionError, match="a phase that is over"):
+        resumed[6]
+    refused(lambda: build(consumed=6), "gone")
+    phases[2]["samples"] = 7
+    refused(lambda: build(consumed=7), f"--data-phases {file}, third ... 19 samples ... draws 20")
+
+
 def test_a_vocabulary_smaller_than_the_ids_or_a_missing_corpus_is_refused(prefix: str) -> None:
     config = DataConfig(seq_length=8, data_path=(prefix,))
     small = partial(build_datasets, config, SplitCounts(train=10), vocab_size=100, tokenizer=None)
@@ -262,6 +299,9 @@ def test_a_vocabulary_smaller_than_the_ids_or_a_missing_corpus_is_refused(prefix
         ({"data_path": ("x",), "test_data_path": ("y",)}, "--data-path and --test-data-path"),
         ({"valid_data_path": ("x",)}, "give --train-data-path"),
         ({"train_data_path": ("x",), "split": "1,1,1"}, "--split and --train-data-path contradict"),
+        ({"data_phases": "none"}, "--data-phases none cannot be read"),
+        ({"data_phases": "x", "train_data_path": ("y",)}, "--data-phases and --train-data-path"),
+        ({"data_phases": "x", "data_path": ("y",)}, "--data-path and --data-phases"),
         ({"mock_data": True, "sft": True}, "--sft ... --mock-data"),
         ({"mock_data": True, "seq_length": 0}, "--seq-length 0"),
         ({"mock_data": True, "num_workers": -1}, "--num-workers -1"),

@@ -87,6 +87,7 @@ def test_loss_and_speed_are_means_and_the_rest_is_the_last_iterations() -> None:
         "nan_iterations": 0,
         "z_loss": None,
         "decoupled_learning_rate": None,
+        "data_phase": None,
         "group_lm_losses": None,
         "outer_grad_norm": None,
         "outer_grad_cosine": None,

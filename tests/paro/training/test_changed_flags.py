@@ -101,6 +101,33 @@ def test_what_leaves_the_order_as_it_was_is_not_told(before: str, after: str) ->
     assert told(saved(f"{words} {before}"), f"{words} {after}") == []
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "change"),
+    [
+        ((9, "a", "b"), (9, "a", "b"), None),
+        ((9, "a", "b"), (9, "b", "b"), None),  # a phase that is over
+        ((9, "a", "b"), (9, "a", "a"), f"{B} and are --data-phases {A}"),
+        ((9, "a", "b"), (8, "a", "b"), "9 and is 8 ... other phases"),
+        ((20, "a", "b"), (20, "a", "a"), None),  # a phase that has not begun
+        ((20, "a", "b"), (12, "a", "a"), None),  # a phase that ends here
+        ((20, "a", "b"), (30, "a", "b"), None),
+        ((20, "a", "b"), (20, "b", "b"), f"{A} and are --data-phases {B}"),
+    ],
+)
+def test_a_change_of_the_phase_that_is_read_is_named(
+    before: tuple[int, str, str], after: tuple[int, str, str], change: str | None
+) -> None:
+    def write(samples: int, first: str, second: str) -> str:
+        phases = [{"name": "one", "samples": samples, "data": first}]
+        Path("phases.json").write_text(json.dumps([*phases, {"name": "two", "data": second}]))
+        return f"{FLAGS.replace('--split 9,1,0', '')} --data-phases phases.json"
+
+    common = saved(write(*before))
+    lines = told(common, write(*after))
+    assert len(lines) == (change is not None)
+    says(" ".join(lines), change or "")
+
+
 def test_a_corpus_that_was_written_again_is_noticed() -> None:
     common = saved(f"{FLAGS} --data-path a")
     write_corpus("a", [[range(10)], [range(30)]] * 10)
@@ -130,6 +157,7 @@ def test_checkpoints_without_a_record_know_epochs_or_nothing() -> None:
 
 LENGTH = "it ends after 80 samples instead of 40"
 COSINE = "--lr-decay-style cosine"
+GROWS = "--start-weight-decay 0 --end-weight-decay 0.1 --weight-decay-incr-style linear"
 DECAY = "--lr-warmup-iters 2 --lr-decay-iters 8"
 
 
@@ -142,6 +170,8 @@ DECAY = "--lr-warmup-iters 2 --lr-decay-iters 8"
         ("--lr-decay-iters 8", "", "--lr-decay-iters ... was 32 samples and is 40 samples"),
         ("", COSINE, "--lr-decay-style was linear and is cosine"),
         (COSINE, COSINE, None),
+        ("--lr-decay-iters 8", "--lr-decay-iters 8 --train-iters 20", None),
+        (f"--lr-decay-iters 8 {GROWS}", f"--lr-decay-iters 8 {GROWS} --train-iters 20", LENGTH),
     ],
 )
 def test_the_flag_that_changed_a_schedule_is_named(
