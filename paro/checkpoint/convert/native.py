@@ -137,7 +137,7 @@ def write_adapters(source: Source, base: Path, root: Path, final: Path) -> None:
 def _write(
     tensors: Mapping[str, LazyTensor], rows: int, root: Path, final: Path, common: Mapping[str, Any]
 ) -> None:
-    """Write an iteration 0 of parameters, `rows` of each of a vocabulary, as latest checkpoint.
+    """Write parameters as iteration 0, the latest; those of the vocabulary get `rows` rows.
 
     Parameters are written in ranges of rows: chunks of meta tensors, whose values are read later.
     """

@@ -114,6 +114,7 @@ class Source:
         return frozenset() if path is None else ends_in(path)
 
     def copy_companions(self, directory: Path) -> None:
+        """Copy the companions into a folder, which is made if it is missing."""
         directory.mkdir(exist_ok=True)
         for name, path in self.companions.items():
             shutil.copyfile(path, directory / name)
