@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from io import BytesIO
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -264,8 +265,23 @@ def _answer(task: _Task) -> _Reply:
         function, args, kwargs = pickle.loads(task.call)
         if task.init:
             dist.init_process_group("gloo", timeout=timedelta(seconds=task.timeout))
-        result = pickle.dumps(function(*args, **kwargs))
+        result = _pickled(function(*args, **kwargs))
     except BaseException:
         # Keep the groups: destroying them would make the other ranks fail as well.
         return _Reply(failure=traceback.format_exc(), ended=time.monotonic())
     return _Reply(result=result, ended=time.monotonic())
+
+
+def _pickled(result: object) -> bytes:
+    buffer = BytesIO()
+    _Pickler(buffer).dump(result)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as arrays, which takes a thirtieth of the time."""
+
+    def reducer_override(self, value: object) -> Any:
+        if type(value) is not torch.Tensor or value.dtype == torch.bfloat16 or value.requires_grad:
+            return NotImplemented
+        return torch.from_numpy, (value.numpy(),)

@@ -16,7 +16,7 @@ from paro.spec.outer_steps import OuterConfig
 from paro.training.assembly import build_data
 from paro.training.step import Training, train_step
 from tests.helpers.flags import configured
-from tests.helpers.training import begun, built, whole_states
+from tests.helpers.training import begun, built, whole_parameters
 
 
 def train_in_turn(
@@ -44,10 +44,7 @@ def train_in_turn(
         for training, state, source in zip(models, states, sources, strict=True):
             train_step(training, state, source)
         loop.after_step(iteration + 1)
-    return [
-        {name[6:]: value for name, value in whole_states(each).items() if name[:6] == "param."}
-        for each in models
-    ]
+    return [whole_parameters(each) for each in models]
 
 
 class _OuterLoop:
