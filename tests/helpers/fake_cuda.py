@@ -44,7 +44,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tests.helpers.fake_streams import Order, address
 from tests.helpers.processes import python_apart
 from tests.helpers.ranks import ROOT
-from tests.helpers.triton_kernels import compiled
+from tests.helpers.triton_kernels import CAPABILITIES, compiled
 
 GPU = torch.device("cuda", 0)
 
@@ -279,8 +279,11 @@ def _fake_mode() -> FakeTensorMode:
 
 
 @contextmanager
-def fake_cuda() -> Iterator[Recorder]:
-    """In the block tensors have no values, and there is one GPU like an H100."""
+def fake_cuda(capabilities: tuple[int, ...] = CAPABILITIES) -> Iterator[Recorder]:
+    """In the block tensors have no values, and there is one GPU like an H100.
+
+    Kernels are compiled for GPUs of these compute capabilities.
+    """
     recorder = Recorder(_fake_mode())
     with ExitStack() as stack:
         for name, value in _functions(recorder).items():
@@ -297,7 +300,7 @@ def fake_cuda() -> Iterator[Recorder]:
 
             def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
                 recorder.launch(kernel.__name__, *args)  # what it writes is not known here
-                ptx = compiled(kernel, *args, **options)
+                ptx = compiled(kernel, *args, capabilities=capabilities, **options)
                 recorder.operations |= {*re.findall(r"satfinite\.\w+", ptx)}  # casts to fp8
                 if re.search(r"\b(div|rem)\.[su]64", ptx):
                     recorder.operations.add(f"{kernel.__name__} divides in 64 bits")

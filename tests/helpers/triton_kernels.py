@@ -18,7 +18,7 @@ from model import fusion
 from paro.optim import adamw, muon
 from paro.quantization import blocks
 
-_CAPABILITIES = (80, 90, 100)  # of A100, H100 and H200, B200
+CAPABILITIES = (80, 90, 100)  # of A100, H100 and H200, B200
 
 
 def skip_on_gpus() -> None:
@@ -102,10 +102,10 @@ def forget_choices() -> None:
     blocks.choose_kernels.cache_clear()
 
 
-def compiled(kernel: Any, *args: Any, **options: Any) -> str:
+def compiled(kernel: Any, *args: Any, capabilities: tuple[int, ...], **options: Any) -> str:
     """The PTX of a kernel for what it is launched with, for the oldest GPU that runs it.
 
-    Machine code is made of it for that and for later ones. The interpreter accepts more.
+    Machine code is made for the GPUs that are asked for. The interpreter accepts more.
     """
     from triton.runtime.jit import mangle_type
 
@@ -117,12 +117,15 @@ def compiled(kernel: Any, *args: Any, **options: Any) -> str:
     constants = {p.name: given[p.name] for p in kernel.params if p.is_constexpr}
     constants |= {name: None for name, value in given.items() if value is None}
     types = {n: "constexpr" if n in constants else mangle_type(v) for n, v in given.items()}
-    return _ptx(kernel, tuple(types.items()), tuple(constants.items()))
+    return _ptx(kernel, tuple(types.items()), tuple(constants.items()), capabilities)
 
 
 @cache
 def _ptx(
-    kernel: Any, types: tuple[tuple[str, str], ...], constants: tuple[tuple[str, object], ...]
+    kernel: Any,
+    types: tuple[tuple[str, str], ...],
+    constants: tuple[tuple[str, object], ...],
+    capabilities: tuple[int, ...],
 ) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -133,11 +136,11 @@ def _ptx(
     oldest = 90 if dict(constants).get("NATIVE") else 80  # which has fp8
     codes = {
         capability: compile_source(source, target=GPUTarget("cuda", capability, 32)).asm
-        for capability in _CAPABILITIES
+        for capability in capabilities
         if capability >= oldest
     }
     for capability, code in codes.items():
         assert f".target sm_{capability}" in code["ptx"]
         assert len(code["cubin"]) > 1000
-    ptx: str = codes[oldest]["ptx"]
+    ptx: str = codes[min(codes)]["ptx"]
     return ptx
