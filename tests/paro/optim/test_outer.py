@@ -80,16 +80,17 @@ def masters_of(states: States, group: int) -> States:
 
 
 CASES = {  # flags of the inner optimizer, flags of outer steps
-    "4 steps": ("", "--paro-outer-steps 4 --paro-outer-warmup 0"),
-    "warm-up": ("", "--paro-outer-steps 3 --paro-outer-warmup 4"),
-    "delay": ("", "--paro-outer-steps 4 --paro-outer-delay 2 --paro-outer-warmup 0"),
-    "fragments": (
-        "",
-        "--paro-outer-steps 4 --paro-outer-fragments 2 --paro-outer-delay 1 --paro-outer-warmup 1",
-    ),
     "plain momentum": (
         "",
         "--paro-outer-steps 4 --paro-outer-lr 0.5 --no-paro-outer-nesterov --paro-outer-warmup 0",
+    ),
+    "delay after a warm-up": (
+        "",
+        "--paro-outer-steps 3 --paro-outer-delay 2 --paro-outer-warmup 2",
+    ),
+    "fragments": (
+        "",
+        "--paro-outer-steps 4 --paro-outer-fragments 2 --paro-outer-delay 1 --paro-outer-warmup 1",
     ),
     "4 fragments": ("", "--paro-outer-steps 5 --paro-outer-fragments 4 --paro-outer-warmup 0"),
     "Muon": (MUON, "--paro-outer-steps 4 --paro-outer-warmup 0"),
@@ -111,19 +112,19 @@ LONG_CASES = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("world", "group", "cases"),
+    ("world", "group", "batch", "cases"),
     [
-        (6, 2, CASES),
-        (2, 2, dict([*CASES.items()][:4])),
-        pytest.param(8, 4, CASES, marks=pytest.mark.verify),
-        pytest.param(4, 2, LONG_CASES, marks=pytest.mark.verify),
-        pytest.param(8, 2, LONG_CASES, marks=pytest.mark.verify),
+        (6, 2, 6, CASES),
+        (2, 2, 4, dict([*CASES.items()][:2])),
+        pytest.param(8, 4, 16, CASES, marks=pytest.mark.verify),
+        pytest.param(4, 2, 8, LONG_CASES, marks=pytest.mark.verify),
+        pytest.param(8, 2, 16, LONG_CASES, marks=pytest.mark.verify),
     ],
 )
 def test_groups_train_as_models_in_turn_do(
-    world: int, group: int, cases: Mapping[str, tuple[str, str]]
+    world: int, group: int, batch: int, cases: Mapping[str, tuple[str, str]]
 ) -> None:
-    batch = 2 * world  # two micro-batches of one sample
+    """In micro-batches of one sample, mostly two of each step."""
     named = list(zip(cases.items(), cycle(INSIDE), strict=False))
     flags = [
         f"{FLAGS} {inner} {outer} --global-batch-size {batch} --paro-group-size {group} "
@@ -149,11 +150,12 @@ def test_groups_train_as_models_in_turn_do(
 @pytest.mark.ranks
 def test_rotating_weights_and_adapters_train_as_models_in_turn_do() -> None:
     """The norm of parameters in the log is that of a group's own."""
-    world, group, batch = 4, 2, 8
-    outer_flags = "--paro-outer-steps 4 --paro-outer-delay 1 --paro-outer-warmup 2"
+    world, group, batch = 4, 2, 4
+    outer_flags = "--paro-outer-steps 2 --paro-outer-delay 1 --paro-outer-warmup 2"
+    short = f"{FLAGS} --train-iters 7"  # two rounds
     cases = ["--paro-materialize rotate", "--lora-rank 2 --lora-alpha 4", "--fp16"]
     flags = [
-        f"{FLAGS} {case} {outer_flags} --global-batch-size {batch} --paro-group-size {group} "
+        f"{short} {case} {outer_flags} --global-batch-size {batch} --paro-group-size {group} "
         "--paro-strategy III --log-params-norm"
         for case in cases
     ]
@@ -161,7 +163,7 @@ def test_rotating_weights_and_adapters_train_as_models_in_turn_do() -> None:
     for run, case, (states, _) in zip(flags, cases, results, strict=True):
         outer = configured(run, World(size=world)).sharding.outer
         assert outer is not None
-        plain = f"{PLAIN} {case if 'rotate' not in case else ''}"
+        plain = f"{PLAIN} --train-iters 7 {case if 'rotate' not in case else ''}"
         allowed = 1e-3 if "fp16" in case else 2e-6
         expected = train_in_turn(plain, batch, world, group, outer)
         for index, masters in enumerate(expected):

@@ -65,7 +65,7 @@ def interrupt(cases: Sequence[str], folder: str) -> list[tuple[States, States]]:
 def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path) -> None:
     """Also between the begin and the end of a round, and in the warm-up."""
     cases = [
-        f"{FLAGS} --paro-group-size 2 {more}"
+        f"{FLAGS} --num-layers 2 --paro-group-size 2 {more}"
         for more in (
             "--paro-strategy NNI --paro-outer-steps 4 --paro-outer-delay 2 --paro-outer-warmup 0",
             "--paro-strategy III --paro-outer-steps 3 --paro-outer-fragments 2 "
@@ -82,16 +82,20 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path) -> No
 
 def continue_otherwise(cases: Sequence[tuple[str, str]], folder: str) -> list[tuple[float, float]]:
     """Norms of the parameters at a save after 5 steps, and 5 steps after it with other flags."""
+    starts: dict[str, tuple[str, float]] = {}  # by the flags before: the folder and the norm
     norms = []
-    for index, (before, after) in enumerate(cases):
-        config, training = built(f"{before} --save {folder}/{index}")
-        state, source = begun(config, training)
-        for _ in range(5):
-            train_step(training, state, source)
-        save_run(config, training, state=state)
-        start = _norm(training)
-        training.close()
-        config, training = built(f"{after} --load {folder}/{index}")
+    for before, after in cases:
+        if before not in starts:
+            starts[before] = (f"{folder}/{len(starts)}", 0.0)
+            config, training = built(f"{before} --save {starts[before][0]}")
+            state, source = begun(config, training)
+            for _ in range(5):
+                train_step(training, state, source)
+            save_run(config, training, state=state)
+            starts[before] = (starts[before][0], _norm(training))
+            training.close()
+        saved, start = starts[before]
+        config, training = built(f"{after} --load {saved}")
         loaded = load_run(config, training, Log(rank=0, world_size=1)).state
         state = loaded or TrainState.at_start(config.loss_scale)
         source = _source_of(config, training, state)
@@ -116,7 +120,10 @@ def test_runs_with_other_settings_continue_from_the_parameters_that_groups_agree
     tmp_path: Path,
 ) -> None:
     """Replicas are compared after each step, also while a round is in flight."""
-    base = f"{PLAIN} --paro-group-size 2 --paro-strategy III --override-opt_param-scheduler"
+    base = (
+        f"{PLAIN} --num-layers 2 --paro-group-size 2 --paro-strategy III "
+        "--override-opt_param-scheduler"
+    )
     outer = f"{base} --paro-outer-steps 4 --paro-outer-warmup 0"
     cases = [
         (base, f"{outer} --paro-outer-delay 2"),
