@@ -3,7 +3,9 @@
 # A group's movement is compared with running statistics of all groups' movements in the earlier
 # rounds of a fragment, as EDiT does (arXiv 2412.07210: a memory of 50 rounds, 3 deviations). The
 # statistics include finite movements that were left out, cut to a limit: no single one ruins them,
-# and a level that lasts becomes the new mean. They are part of a run's state.
+# and a level that lasts becomes the new mean. They are part of a run's state. Of many groups, one
+# that always moves twice as far as the others, as with other data, is an outlier for ever: after
+# some rounds in a row it takes part, unless it is far away, or its work would be lost to the end.
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ _WARMUP_ROUNDS = 50  # only movements that are not finite are left out before
 _DEVIATIONS = 3.0  # an outlier is above the mean by this many standard deviations, and ...
 _LEAST_RISE = 0.1  # ... by at least this fraction of the mean
 _MOST_DEVIATIONS = 10.0  # a movement changes the statistics as one of at most so many deviations
+_MOST_IN_A_ROW = 5  # rounds that leave out a group's finite movements
 _MOST_MEDIANS = 10.0  # ... in the first rounds, as one of at most so many medians of the round
 
 
@@ -27,18 +30,34 @@ class UsualMovement:
     num_rounds: int = 0
     mean: float = 0.0
     variance: float = 0.0
+    in_a_row: tuple[int, ...] = ()  # for each group, the last rounds in a row with outliers
 
     def taken(self, norms: Sequence[float]) -> tuple[bool, ...]:
         """Return whether each group, whose movement has this norm, takes part in a round.
 
-        Groups with infinite or NaN norms never do. An outlier is one among the groups, too: if
-        most of them move further than before, then training has changed, and all take part.
+        Groups with infinite or NaN norms never do, and outliers not for some rounds in a row.
+        """
+        widest = self._above(_MOST_DEVIATIONS, self.mean)
+        return tuple(
+            math.isfinite(norm) and (not rounds or (rounds > _MOST_IN_A_ROW and norm <= widest))
+            for norm, rounds in zip(norms, self._outliers(norms), strict=True)
+        )
+
+    def _outliers(self, norms: Sequence[float]) -> tuple[int, ...]:
+        """Count each group's last rounds in a row, up to this one, with outliers.
+
+        An outlier is one among the groups, too: if most of them move further than before, then
+        training has changed, and there is none.
         """
         finite = [norm for norm in norms if math.isfinite(norm)]
         if self.num_rounds < _WARMUP_ROUNDS or not finite:
-            return tuple(map(math.isfinite, norms))
+            return (0,) * len(norms)
         limit = self._above(_DEVIATIONS, max(self.mean, median_low(finite)))
-        return tuple(norm <= limit for norm in norms)
+        before = self.in_a_row if len(self.in_a_row) == len(norms) else (0,) * len(norms)
+        return tuple(
+            rounds + 1 if limit < norm < math.inf else 0
+            for norm, rounds in zip(norms, before, strict=True)
+        )
 
     def after(self, norms: Sequence[float]) -> UsualMovement:
         """Return the statistics after a round in which groups' movements had these norms."""
@@ -57,7 +76,10 @@ class UsualMovement:
         within = fmean((norm - fmean(finite)) ** 2 for norm in finite)
         between = self.variance + part * away * away
         return UsualMovement(
-            num_rounds=num_rounds, mean=mean, variance=(1.0 - part) * between + part * within
+            num_rounds=num_rounds,
+            mean=mean,
+            variance=(1.0 - part) * between + part * within,
+            in_a_row=self._outliers(norms),
         )
 
     def _above(self, deviations: float, level: float) -> float:

@@ -243,6 +243,15 @@ def test_an_outlier_is_left_out_and_does_not_hide_the_next_one() -> None:
         assert usual.after(norms).taken(norms) == (True, True, False, True)
 
 
+def test_a_group_that_always_moves_further_takes_part_after_some_rounds_unless_far_away() -> None:
+    usual, left_out = after_rounds([[*norms, 4.0] for norms in ordinary(100, groups=15)])
+    assert left_out == 5  # in the first rounds with statistics
+    others = [2.0] * 15
+    for last, is_taken in ((4.0, True), (1e30, False), (math.nan, False)):
+        assert usual.taken([*others, last]) == (*(True,) * 15, is_taken)
+    assert usual.after([*others, 2.0]).taken([*others, 4.0]) == (*(True,) * 15, False)
+
+
 def test_an_outlier_in_the_first_rounds_does_not_hide_later_ones() -> None:
     rounds = ordinary(50)
     rounds[10][1] = 1e6
