@@ -148,20 +148,17 @@ def over_ranks(runs: Sequence[TimedRun]) -> TimedRun:
 
 
 def result_of(
-    collective: TimedCollective,
-    algorithm: str,
-    first: TimedRun,
-    counted: Sequence[TimedRun],
-    repeats: int,
+    collective: TimedCollective, algorithm: str, runs: Sequence[TimedRun], repeats: int
 ) -> CollectiveResult:
-    """Compute medians over `counted` runs; of the `first` run only the results are checked."""
+    """Compute medians over all runs but the first, of which only the results are checked."""
+    counted = runs[1:]
     busy = [run.busy_seconds for run in counted if run.busy_seconds is not None]
     return CollectiveResult(
         collective=collective,
         algorithm=algorithm,
         repeats=repeats,
         seconds_by_round=tuple(run.seconds for run in counted),
-        correct=all(run.correct for run in (first, *counted)),
+        correct=all(run.correct for run in runs),
         cpu_seconds=median(run.cpu_seconds for run in counted),
         busy_seconds=median(busy) if busy else None,
     )
@@ -244,13 +241,13 @@ class CollectiveBenchmark:
         """Time a collective by an algorithm, on zeros; collective over all ranks."""
         control = self.control
         checked = zero_input(timed, control.world.rank, control.device)
-        first = self.run_on_all(collectives, checked, 1)
-        repeats = count_repeats(timed, first.seconds, control.device.type)
-        counted = [self.run_on_all(collectives, checked, repeats) for _ in range(self.rounds)]
+        runs = [self.run_on_all(collectives, checked, 1)]
+        repeats = count_repeats(timed, runs[0].seconds, control.device.type)
+        runs += [self.run_on_all(collectives, checked, repeats) for _ in range(self.rounds)]
         if self.while_computing:
             busy = max(control.gather(self.run_and_compute(collectives, checked, repeats)))
-            counted[-1] = counted[-1]._replace(busy_seconds=busy)
-        return result_of(timed, name, first, counted, repeats)
+            runs[-1] = runs[-1]._replace(busy_seconds=busy)
+        return result_of(timed, name, runs, repeats)
 
     def seconds_to_time(self, timed: TimedCollective, like: CollectiveResult) -> float:
         """Estimate how long `time_zeros` takes at most, from a result for more or fewer bytes."""

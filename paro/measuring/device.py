@@ -71,7 +71,6 @@ class Effort:
     micro_batches: int = 4  # n of step(1 + n)
     seconds: float = math.inf  # the most seconds of steps that count, but at least one step counts
     num_layers: int | None = None  # blocks that are timed; others take the time of these; None: all
-    slices: bool = True  # whether to time the cost of slices
 
 
 THOROUGH = Effort()
@@ -102,12 +101,13 @@ def measure_device(
     sequence = sequence or config.data.seq_length
     attention = attention_rates(timed.spec, sequence, control, timer.median)
     sustained = _sustained_flops(whole, of_whole, bytes_by_second, attention.of_micro_batch)
-    slices = math.gcd(config.model.num_query_groups, group_size) if effort.slices else 1
+    slices = math.gcd(config.model.num_query_groups, group_size)
     piece = lone.piece_seconds(slices, micro_batch, bytes_by_second)
     if control.device.type == "cuda":  # now that the kernels of a training step are loaded
         reserved = bytes_in_use(control.device)
     kind = TORCH_TYPES[config.precision.compute]
-    products = 2.0 * _PRODUCT**3 / timer.median(_product(kind, control.device))
+    matrix = torch.ones(_PRODUCT, _PRODUCT, dtype=kind, device=control.device)
+    products = 2.0 * _PRODUCT**3 / timer.median(lambda: matrix @ matrix)
     coding = _QUANTIZED * CODING_BYTES / timer.median(_coding(control.device))
     streams = make_links(control.device, config.runtime.distributed_backend).streams
     job = timer.median(_jobs(streams, control.device)) / _JOBS
@@ -297,11 +297,6 @@ def same_batches(run: RunSpec, device: torch.device) -> Iterator[Batch]:
 
 def _update(training: Training) -> None:
     training.optimizer.step(lr=0.0, weight_decay=0.0, grad_norm=1.0, unscale=0.5)
-
-
-def _product(kind: torch.dtype, device: torch.device) -> Callable[[], object]:
-    matrix = torch.ones(_PRODUCT, _PRODUCT, dtype=kind, device=device)
-    return lambda: matrix @ matrix
 
 
 def _coding(device: torch.device) -> Callable[[], object]:

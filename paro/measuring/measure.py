@@ -57,9 +57,9 @@ def measure_machine(
     lone = one_rank(config)
     fitting = layers_that_fit(lone.spec, min(control.gather(memory_of_rank(control))))
     timed, effort = affordable(lone, fitting, lambda cut: parts_of_step(cut, control))
-    effort = replace(effort, slices=run.materialize.rotates)
+    ranks = run.group_size if run.materialize.rotates else 1  # over which slices would rotate
     device = measure_device(
-        timed, control, group_size=run.group_size, sequence=run.seq_length, effort=effort
+        timed, control, group_size=ranks, sequence=run.seq_length, effort=effort
     )
     device = with_communicators(device, control, world.topology(), runtime)
     left = min(_LINKS, SECONDS - 10.0 - (time.monotonic() - begin))

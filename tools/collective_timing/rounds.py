@@ -57,10 +57,9 @@ def run_rounds(
                     for one, run in zip(timed, runs, strict=True)
                 ]
     return [
-        result_of(one, name, runs[0], runs[1:], repeats[name][index])
+        result_of(one, name, [runs[index] for runs in rounds[name]], repeats[name][index])
         for index, one in enumerate(timed)
         for name in names
-        if (runs := [of_round[index] for of_round in rounds[name]])
     ]
 
 
