@@ -84,7 +84,8 @@ def _refuse_what_no_flag_is(text: str, path: str) -> None:
     """
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        where = f"{FLAG} {path}: line {_line(event)}"
+        assert event.start_mark is not None, "it was read from a text"
+        where = f"{FLAG} {path}: line {event.start_mark.line + 1}"
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
             raise UserError(f"{where}: anchors and aliases are not for flags")
         if (tag := getattr(event, "tag", None)) is not None:
@@ -97,11 +98,6 @@ def _refuse_what_no_flag_is(text: str, path: str) -> None:
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MOST_DEPTH:
             raise UserError(f"{where}: is nested too deeply for flags")
-
-
-def _line(event: yaml.Event) -> int:
-    assert event.start_mark is not None, "it was read from a text"
-    return event.start_mark.line + 1
 
 
 def _kind(node: yaml.Node) -> str:

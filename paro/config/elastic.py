@@ -151,9 +151,9 @@ def check_survival(
     if kept.nodes >= sharding.survive:
         return
     advice = "no degrees hold it with --paro-materialize rotate: leave that out"
-    found = nearest_surviving(sharding.survive, sharding, strategy, model, trainable, precision)
-    if found is not None:
-        degrees, more = found
+    nearest = nearest_surviving(sharding.survive, sharding, strategy, model, trainable, precision)
+    if nearest is not None:
+        degrees, more = nearest
         advice = (
             f"the nearest that holds it is {FLAG} {degrees}, with {size_text(abs(more))} "
             f"{'more' if more >= 0 else 'less'} of model states a rank"

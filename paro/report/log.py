@@ -39,15 +39,6 @@ def print_line(
         print(text, end="", flush=True)
 
 
-def _print_elsewhere(*lines: str) -> None:
-    """Redirect standard output to standard error or, if that fails, to nowhere; print there."""
-    sys.stdout = sys.stderr
-    try:
-        print_line(*lines)
-    except OSError:
-        sys.stdout = open(os.devnull, "w", errors="backslashreplace")  # noqa: SIM115
-
-
 def set_logging_level(level: int | None) -> None:
     """Make Python's root logger, which libraries log to, print messages from `level` on."""
     if level is not None:
@@ -78,8 +69,11 @@ class Log:
         try:
             self.write(shown(message))
         except OSError as error:
-            lost = f"[Rank {self.rank}] {error.strerror}: the log goes on here"
-            _print_elsewhere(lost, message)
+            sys.stdout = sys.stderr
+            try:
+                print_line(f"[Rank {self.rank}] {error.strerror}: the log goes on here", message)
+            except OSError:
+                sys.stdout = open(os.devnull, "w", errors="backslashreplace")  # noqa: SIM115
 
     def log0(self, message: str) -> None:
         """Print on the first rank."""

@@ -7,7 +7,6 @@ import gc
 import os
 import re
 import resource
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +19,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this rank so far, in bytes: allocated on CUDA, resident on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_reserved_bytes(device: torch.device) -> int | None:

@@ -24,7 +24,6 @@ import math
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime
@@ -69,7 +68,7 @@ class RunFile:
         self.is_ours = is_ours
         self.is_open = True
 
-    def try_to(self, write: Callable[[], None]) -> None:
+    def try_to(self, write: Callable[[], object]) -> None:
         """Write; print a line if that fails, as on a full disk."""
         if not (self.is_open and self.is_ours()):
             return
@@ -91,7 +90,7 @@ class MetricsFile(RunFile):
         with writing(f"--metrics-file {path}"):
             file.parent.mkdir(parents=True, exist_ok=True)
             _keep_up_to(file, start_iteration, log.log0)
-            self._stream = file.open("a", encoding="utf-8")
+            self._stream = file.open("a", encoding="utf-8", buffering=1)  # writes whole lines
 
     def write(self, metrics: Metrics) -> None:
         """Append one line."""
@@ -99,11 +98,7 @@ class MetricsFile(RunFile):
             name: [*map(_finite, value)] if isinstance(value, tuple) else _finite(value)
             for name, value in asdict(metrics).items()
         }
-        self.try_to(lambda: self._append(json.dumps(values, allow_nan=False) + "\n"))
-
-    def _append(self, line: str) -> None:
-        self._stream.write(line)
-        self._stream.flush()
+        self.try_to(lambda: self._stream.write(json.dumps(values, allow_nan=False) + "\n"))
 
     def close(self) -> None:
         if self.is_open:
@@ -273,10 +268,9 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def _cpu_name() -> str:
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return platform.processor() or "unknown"
 
 
