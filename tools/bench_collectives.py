@@ -192,7 +192,7 @@ def known_machine(args: argparse.Namespace, world_size: int, group_size: int) ->
         with about(f"--{link.value}-bandwidth: "):
             if text is not None:
                 speeds[link.value] = LinkSpeed(
-                    bits_per_second=bits_per_second(text),
+                    bandwidth=rate_text(bits_per_second(text)),
                     latency_seconds=0.0,
                     bandwidth_source=BandwidthSource.TYPED,
                 )

@@ -16,8 +16,6 @@ from typing import Any, Literal
 
 from paro.errors import UserError, about, count_text
 from paro.machine.machine import (
-    Amount,
-    BandwidthSource,
     Device,
     GroupSpeed,
     LaunchOrder,
@@ -25,9 +23,7 @@ from paro.machine.machine import (
     Machine,
     Measured,
     Nic,
-    bits_per_second,
     ranks_mistakes,
-    rate_text,
 )
 from paro.strategy import check_group_size
 from paro.topology import Link
@@ -40,24 +36,9 @@ SHIPPED = Path(__file__).parent / "shipped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Link:
-    bandwidth: str
-    bandwidth_source: BandwidthSource
-    latency_seconds: Amount
-
-    @staticmethod
-    def mistakes(given: Mapping[str, Any]) -> list[str]:
-        try:
-            bits_per_second(given.get("bandwidth", "1bit"))
-        except UserError as error:
-            return [f"bandwidth: {error}"]
-        return []
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Links:
-    intra: _Link | None
-    inter: _Link | None
+    intra: LinkSpeed | None
+    inter: LinkSpeed | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +152,8 @@ def machine_from_json(text: str | bytes, where: str) -> Machine:
     with about(f"{where}: "):
         return Machine(
             **{name: getattr(file, name) for name in _COMMON},
-            intra=_speed_of(file.links.intra),
-            inter=_speed_of(file.links.inter),
+            intra=file.links.intra,
+            inter=file.links.inter,
         )
 
 
@@ -195,20 +176,4 @@ def _plain(value: Any) -> object:
     """Return a value of a machine as a machine file has it, without fields that are None."""
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, LinkSpeed):
-        value = _Link(
-            bandwidth=rate_text(value.bits_per_second),
-            bandwidth_source=value.bandwidth_source,
-            latency_seconds=value.latency_seconds,
-        )
     return {name: field for name, field in asdict(value).items() if field is not None}
-
-
-def _speed_of(link: _Link | None) -> LinkSpeed | None:
-    if link is None:
-        return None
-    return LinkSpeed(
-        bits_per_second=bits_per_second(link.bandwidth),
-        latency_seconds=link.latency_seconds,
-        bandwidth_source=link.bandwidth_source,
-    )

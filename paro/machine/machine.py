@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import Enum
+from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -51,9 +52,22 @@ class BandwidthSource(Enum):
 class LinkSpeed:
     """Speed of one kind of link; `latency_seconds` is the latency of one ring step."""
 
-    bits_per_second: int
-    latency_seconds: float
+    bandwidth: str  # as tc writes it: 25gbit
     bandwidth_source: BandwidthSource
+    latency_seconds: Amount
+
+    @staticmethod
+    def mistakes(given: Mapping[str, Any]) -> list[str]:
+        """Say what is wrong with the bandwidth, which may be missing."""
+        try:
+            bits_per_second(given.get("bandwidth", "1bit"))
+        except UserError as error:
+            return [f"bandwidth: {error}"]
+        return []
+
+    @property
+    def bits_per_second(self) -> int:
+        return bits_per_second(self.bandwidth)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +213,7 @@ class Machine:
         return self.intra if link is Link.INTRA else self.inter
 
 
+@cache
 def bits_per_second(text: str) -> int:
     """Parse a rate as tc writes it: 100mbit, 2.5gbit."""
     match = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(_UNITS)})", text.strip().lower())
@@ -352,16 +367,18 @@ def fit_link(machine: Machine, link: Link) -> LinkSpeed | None:
         8 * passes(op) * _loads(machine, axes, num_bytes)[link] / time
         for (op, num_bytes), time in best.items()
     ]
-    given, source = machine.link(link), BandwidthSource.TYPED
-    if given is not None and given.bandwidth_source is source:
-        rate = given.bits_per_second
-        latency = _slope(steps, [1 - x / rate for x in bits])
-    elif best:
-        latency, per_bit = _two_slopes(steps, bits)
-        rate, source = max(1, round(1 / per_bit)), BandwidthSource.FITTED
-    else:
+    given = machine.link(link)
+    if given is not None and given.bandwidth_source is BandwidthSource.TYPED:
+        latency = _slope(steps, [1 - x / given.bits_per_second for x in bits])
+        return replace(given, latency_seconds=latency)
+    if not best:
         return None
-    return LinkSpeed(bits_per_second=rate, latency_seconds=latency, bandwidth_source=source)
+    latency, per_bit = _two_slopes(steps, bits)
+    return LinkSpeed(
+        bandwidth=rate_text(max(1, round(1 / per_bit))),
+        bandwidth_source=BandwidthSource.FITTED,
+        latency_seconds=latency,
+    )
 
 
 def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from paro.errors import UserError, about, check_least
 from paro.machine.files import find_machine
 from paro.machine.machine import (
     BandwidthSource,
-    LinkSpeed,
     Machine,
     Nic,
     bits_per_second,
@@ -41,7 +42,8 @@ def machine_of_gpus(
         assert own is not None, f"{shipped.name} has both links"
         if given is not None:
             with about(f"--{name}: "):
-                links[name] = _of_rate(own, bits_per_second(given))
+                rate = rate_text(bits_per_second(given))
+            links[name] = replace(own, bandwidth=rate, bandwidth_source=BandwidthSource.TYPED)
         sources[field] = known[field] if given is None else f"--{name} {given}"
     machine = Machine(
         name=f"{gpu}-by-{gpus_per_node}" + (f"-{inter}" if inter else ""),
@@ -56,14 +58,6 @@ def machine_of_gpus(
         sources=sources,
     )
     return machine.for_world(world_size, subject="--gpu")
-
-
-def _of_rate(link: LinkSpeed, bits: int) -> LinkSpeed:
-    return LinkSpeed(
-        bits_per_second=bits,
-        latency_seconds=link.latency_seconds,
-        bandwidth_source=BandwidthSource.TYPED,
-    )
 
 
 def described(machine: Machine) -> str:

@@ -93,4 +93,4 @@ def _threshold(
 
 def _with_links(machine: Machine, bits: int) -> Machine:
     assert machine.inter is not None, "there are groups"
-    return replace(machine, inter=replace(machine.inter, bits_per_second=bits))
+    return replace(machine, inter=replace(machine.inter, bandwidth=rate_text(bits)))

@@ -9,6 +9,7 @@ from typing import Any
 
 from model.units import num_parameters
 from paro.errors import count_text
+from paro.machine.machine import rate_text
 from paro.planning.description import exposed_text, seconds_text
 from paro.planning.estimator import Estimate, Estimator
 from paro.planning.planner import (
@@ -207,7 +208,7 @@ def purchases(request: PlanRequest, found: SearchResult) -> list[dict[str, Any]]
     for link in (Link.INTER, Link.INTRA):
         if (speed := request.machine.link(link)) is None:
             continue
-        doubled = replace(speed, bits_per_second=2 * speed.bits_per_second)
+        doubled = replace(speed, bandwidth=rate_text(2 * speed.bits_per_second))
         links: dict[str, Any] = {link.value: doubled}
         other = replace(request, machine=replace(request.machine, **links))
         bought[f"{link.value} bandwidth x 2"] = best_that_fits(other, search_space, enough)

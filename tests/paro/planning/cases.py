@@ -7,7 +7,14 @@ from typing import Any
 
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from model.trainable import Trainable
-from paro.machine.machine import BandwidthSource, Device, LinkSpeed, Machine, bits_per_second
+from paro.machine.machine import (
+    BandwidthSource,
+    Device,
+    LinkSpeed,
+    Machine,
+    bits_per_second,
+    rate_text,
+)
 from paro.planning.estimator import Estimator
 from paro.planning.search_space import PlanRequest, SearchSpace
 from paro.planning.step_costs import StepCosts
@@ -31,7 +38,7 @@ FEW = SearchSpace(collectives=("native",), recomputes=(None, RecomputeConfig(gra
 
 def speed(gigabits: float, latency: float = 0.0) -> LinkSpeed:
     return LinkSpeed(
-        bits_per_second=round(gigabits * 1e9),
+        bandwidth=rate_text(round(gigabits * 1e9)),
         latency_seconds=latency,
         bandwidth_source=BandwidthSource.TYPED,
     )

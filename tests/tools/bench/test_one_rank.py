@@ -13,7 +13,7 @@ import torch.distributed as dist
 from paro.collectives.schedule import Op
 from paro.machine.collective_time import CollectiveTimes
 from paro.machine.files import machine_to_json
-from paro.machine.machine import BandwidthSource, LinkSpeed, Machine, Nic
+from paro.machine.machine import BandwidthSource, LinkSpeed, Machine, Nic, rate_text
 from paro.topology import Axis, Link
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
@@ -27,7 +27,7 @@ SCRIPT = "tools/bench/one_rank.py"
 
 def speed(bits: int) -> LinkSpeed:
     return LinkSpeed(
-        bits_per_second=bits, latency_seconds=1e-6, bandwidth_source=BandwidthSource.TYPED
+        bandwidth=rate_text(bits), latency_seconds=1e-6, bandwidth_source=BandwidthSource.TYPED
     )
 
 

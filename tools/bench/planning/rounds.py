@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paro.machine.machine import LinkSpeed, Machine, Measured
+from paro.machine.machine import LinkSpeed, Machine, Measured, rate_text
 from tools.bench.shared.turns import median_known, rows_in
 
 NAMES = ("nic", "shape", "setting", "micro_batches", "round", "turn")  # identify a row
@@ -75,8 +75,11 @@ def _key(row: Measured) -> tuple[object, ...]:
 
 
 def _median_link(speeds: Sequence[LinkSpeed | None]) -> LinkSpeed | None:
-    found: LinkSpeed | None = _medians(speeds, "bits_per_second", "latency_seconds")
-    return found and replace(found, bits_per_second=round(found.bits_per_second))
+    found: LinkSpeed | None = _medians(speeds, "latency_seconds")
+    bits = median_known(speed.bits_per_second for speed in speeds if speed is not None)
+    if found is None or bits is None:
+        return None
+    return replace(found, bandwidth=rate_text(round(bits)))
 
 
 def _medians(records: Sequence[Any], *names: str) -> Any:
