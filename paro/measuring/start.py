@@ -9,7 +9,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import product
@@ -42,16 +42,14 @@ class ExitRequestedError(Exception):
     """Error on all ranks: a signal has asked one of the ranks to end the run."""
 
 
+@dataclass(eq=False, kw_only=True)
 class InterruptibleControl(Control):
     """Control whose gathers raise `ExitRequestedError` on all ranks once one rank has a signal."""
 
-    def __init__(self, control: Control, exit_signal: ExitSignal) -> None:
-        super().__init__(control.world, control.device, control.group)
-        self._control = control
-        self._exit_signal = exit_signal
+    exit_signal: ExitSignal
 
     def gather(self, value: object) -> list[Any]:
-        by_rank = self._control.gather((value, self._exit_signal.name))
+        by_rank = super().gather((value, self.exit_signal.name))
         if names := [name for _, name in by_rank if name is not None]:
             raise ExitRequestedError(f"receiving {names[0]}")
         return [value for value, _ in by_rank]
@@ -70,7 +68,8 @@ def plan_on_this_machine(
     exit_signal = ExitSignal()
     try:
         with exit_signal.caught(config.train):
-            machine = find_measured(config, InterruptibleControl(control, exit_signal), watchdog)
+            gathering = InterruptibleControl(**vars(control), exit_signal=exit_signal)
+            machine = find_measured(config, gathering, watchdog)
     except ExitRequestedError as reason:
         log = Log(rank=control.world.rank, world_size=control.world.size)
         where = "while its machine was measured, before it trained"
