@@ -8,7 +8,7 @@ import re
 import shlex
 import tomllib
 from argparse import Action, ArgumentError, ArgumentParser
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,20 @@ class FlagParser(ArgumentParser):
                 if len(encoded) > _MAX_PATH_BYTES or longest_name > _MAX_NAME_BYTES:
                     raise ArgumentError(action, f"too long: {path}")
         return super()._get_values(action, arg_strings)
+
+
+AddFlag = Callable[..., Action]  # `add_argument` of a parser, or of a group of its flags
+
+
+def flag_group(
+    title: str, description: str | None = None
+) -> Callable[[Callable[[AddFlag], None]], Callable[[ArgumentParser], None]]:
+    """Make a function that adds flags one that adds them to a parser, as a group of --help."""
+
+    def of_parser(add_flags: Callable[[AddFlag], None]) -> Callable[[ArgumentParser], None]:
+        return lambda parser: add_flags(parser.add_argument_group(title, description).add_argument)
+
+    return of_parser
 
 
 _FLAG = re.compile(r"--|-[a-zA-Z]+$")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
-
 from data.tokenizer_config import TOKENIZER_TYPES
+from paro.arguments.flag_parser import AddFlag, flag_group
 
 # Flags in two or three lines each read as a table; the formatter would use six.
 # fmt: off
 
 
-def add_data_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group(
-        "data", "Corpora as tools/preprocess_data.py and Megatron-LM write them; needed, or "
-        "--mock-data.",
-    ).add_argument
+@flag_group("data", "Corpora as tools/preprocess_data.py and Megatron-LM write them; needed, or "
+    "--mock-data.")
+def add_data_args(add: AddFlag) -> None:
     add("--data-path", nargs="*", default=(), metavar="PREFIX",
         help="a corpus as tools/preprocess_data.py writes it, PREFIX.bin and PREFIX.idx; or "
         "several, each after its weight (0.3 A 0.7 B), or without weights: by their sizes")
@@ -48,10 +45,8 @@ def add_data_args(parser: ArgumentParser) -> None:
         help="background workers of the data loader, per rank; 0: none")
 
 
-def add_tokenizer_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group(
-        "tokenizer", "The one that made the corpus: it sets the vocabulary and ends documents.",
-    ).add_argument
+@flag_group("tokenizer", "The one that made the corpus: it sets the vocabulary and ends documents.")
+def add_tokenizer_args(add: AddFlag) -> None:
     add("--tokenizer-type", metavar="TYPE",
         help=f"needed except with --mock-data or --vocab-file: {' '.join(TOKENIZER_TYPES)}")
     add("--tokenizer-model", metavar="FILE", help="the tokenizer's file, folder or name")
@@ -65,8 +60,8 @@ def add_tokenizer_args(parser: ArgumentParser) -> None:
         help="for NullTokenizer: the id that ends a document; default: the last one")
 
 
-def add_validation_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group("validation").add_argument
+@flag_group("validation")
+def add_validation_args(add: AddFlag) -> None:
     add("--eval-interval", type=int, default=1000, metavar="N",
         help="evaluate on held-out data every N iterations; 0: only at the end")
     add("--eval-iters", type=int, default=100, metavar="N",
@@ -84,8 +79,8 @@ def add_validation_args(parser: ArgumentParser) -> None:
         help="evaluate what --load holds on validation and test data and leave; nothing is written")
 
 
-def add_checkpointing_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group("checkpointing").add_argument
+@flag_group("checkpointing")
+def add_checkpointing_args(add: AddFlag) -> None:
     add("--save", metavar="DIR", help="save checkpoints under DIR; default: none is saved")
     add("--save-interval", "--persistent-save-interval", type=int, metavar="N",
         help="save every N iterations; default: at the end only")
@@ -134,8 +129,8 @@ def add_checkpointing_args(parser: ArgumentParser) -> None:
         help="make local copies every N iterations; default: 1")
 
 
-def add_logging_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group("logging").add_argument
+@flag_group("logging")
+def add_logging_args(add: AddFlag) -> None:
     add("--log-interval", type=int, default=100, metavar="N",
         help="print a line, and write one to --metrics-file, every N iterations")
     add("--logging-level", type=int, metavar="LEVEL",
@@ -188,8 +183,8 @@ def add_logging_args(parser: ArgumentParser) -> None:
     add("--wandb-save-dir", metavar="DIR", help="folder for its files on this machine")
 
 
-def add_profiling_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group("profiling").add_argument
+@flag_group("profiling")
+def add_profiling_args(add: AddFlag) -> None:
     add("--profile", action="store_true",
         help="profile some iterations: for nsys (--capture-range cudaProfilerApi), or by torch")
     add("--use-pytorch-profiler", action="store_true",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, _ArgumentGroup
+from argparse import ArgumentParser
 
 from model.config import ATTENTION_BACKENDS, COMPILERS, LLAMA_PRESETS, preset_name
+from paro.arguments.flag_parser import AddFlag, flag_group
 from paro.arguments.param_groups import add_mup_args, add_param_group_args
 from paro.arguments.positions import add_position_args
 from paro.schedule.lr_schedule import DECAY_STYLES, WEIGHT_DECAY_STYLES, WSD_DECAY_STYLES
@@ -18,8 +19,7 @@ EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 # fmt: off
 
 
-def _add_kernel_args(group: _ArgumentGroup) -> None:
-    add = group.add_argument
+def _add_kernel_args(add: AddFlag) -> None:
     synonyms = {"cudnn": "fused", "math": "unfused"}
     add("--attention-backend", type=lambda name: synonyms.get(name, name), metavar="NAME",
         choices=ATTENTION_BACKENDS, default="auto",
@@ -58,12 +58,12 @@ def add_model_args(parser: ArgumentParser) -> None:
         help="size of one head; default --hidden-size / --num-attention-heads")
     add("--max-position-embeddings", type=int, metavar="TOKENS",
         help="longest sequence the model is made for; default: the preset's, or --seq-length")
-    add_position_args(group)
+    add_position_args(add)
     add("--add-qkv-bias", action="store_true", default=None,
         help="add biases to queries, keys and values, as Qwen2 does; default: the preset's, or off")
     add("--qk-layernorm", action="store_true", default=None,
         help="normalize every head's query and key, as Qwen3 does; default: the preset's, or off")
-    _add_kernel_args(group)
+    _add_kernel_args(add)
     add("--norm-epsilon", type=float, metavar="EPS",
         help="added under the root of RMSNorm; default 1e-5")
     add("--init-method-std", type=float, metavar="STD",
@@ -82,8 +82,7 @@ def add_model_args(parser: ArgumentParser) -> None:
         "has ids; --make-vocab-size-divisible-by does not count then")
 
 
-def _add_check_args(group: _ArgumentGroup) -> None:
-    add = group.add_argument
+def _add_check_args(add: AddFlag) -> None:
     add("--check-for-nan-in-loss-and-grad", action="store_true",
         help="stop at the first loss or gradient that is not finite, fp16 overflows apart, and "
         "name the ranks; without it such a step is skipped on all ranks")
@@ -110,12 +109,9 @@ def _add_check_args(group: _ArgumentGroup) -> None:
         "apart; 0: never")
 
 
-def add_training_args(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "training",
-        "A step takes --global-batch-size samples: ranks x micro-batches x --micro-batch-size.",
-    )
-    add = group.add_argument
+@flag_group("training",
+    "A step takes --global-batch-size samples: ranks x micro-batches x --micro-batch-size.")
+def add_training_args(add: AddFlag) -> None:
     add("--micro-batch-size", type=int, metavar="SAMPLES",
         help="samples per rank and forward pass; needed")
     add("--global-batch-size", type=int, metavar="SAMPLES",
@@ -148,7 +144,7 @@ def add_training_args(parser: ArgumentParser) -> None:
         help="end the step, save and leave when any rank gets SIGTERM, SIGINT (Ctrl-C), SIGHUP (a "
         "terminal that is closed; not under nohup) or --exit-signal")
     add("--exit-signal", choices=EXIT_SIGNALS, default="SIGTERM", help="one more such signal")
-    _add_check_args(group)
+    _add_check_args(add)
     add("--manual-gc", action="store_true",
         help="keep Python's garbage collector from running by itself, at another time on each rank")
     add("--manual-gc-interval", type=int, default=0, metavar="N",
@@ -158,12 +154,10 @@ def add_training_args(parser: ArgumentParser) -> None:
         "update; 2, after it too; 0: never")
 
 
-def add_lora_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group(
-        "adapters (LoRA)",
-        "Small matrices beside the weights of every block train, and all else is frozen: a weight "
-        "adds alpha / rank * B A of its input. Names and initial values are those of peft.",
-    ).add_argument
+@flag_group("adapters (LoRA)", "Small matrices beside the weights of every block train, and all "
+    "else is frozen: a weight adds alpha / rank * B A of its input. Names and initial values are "
+    "those of peft.")
+def add_lora_args(add: AddFlag) -> None:
     add("--lora-rank", type=int, metavar="R", help="train adapters of this rank; default: none")
     add("--lora-alpha", type=float, metavar="A", help="scales them by A / R; default 8")
     add("--lora-dropout", type=float, metavar="P",
@@ -175,10 +169,8 @@ def add_lora_args(parser: ArgumentParser) -> None:
         help="hold and gather the frozen weights in bf16 where the adapters train in fp32")
 
 
-def add_recompute_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group(
-        "recomputation", "Forget activations in forward and make them again in backward.",
-    ).add_argument
+@flag_group("recomputation", "Forget activations in forward and make them again in backward.")
+def add_recompute_args(add: AddFlag) -> None:
     add("--recompute-activations", action="store_true",
         help="short for --recompute-granularity selective")
     add("--recompute-granularity", choices=("full", "selective"),
@@ -198,10 +190,8 @@ def add_recompute_args(parser: ArgumentParser) -> None:
         "sample; needs FlashAttention on a GPU")
 
 
-def add_regularization_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group(
-        "regularization", "AdamW. LLaMA's recipe: --weight-decay 0.1 --adam-beta2 0.95.",
-    ).add_argument
+@flag_group("regularization", "AdamW. LLaMA's recipe: --weight-decay 0.1 --adam-beta2 0.95.")
+def add_regularization_args(add: AddFlag) -> None:
     add("--weight-decay", type=float, metavar="X", default=0.01,
         help="decoupled weight decay, norms excluded")
     add("--start-weight-decay", type=float, metavar="X",
@@ -225,10 +215,9 @@ def add_regularization_args(parser: ArgumentParser) -> None:
         "where it works, which is tried at the start, and logged, else torch's")
 
 
-def add_optimizer_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group(
-        "optimizer", "Muon is for the matrices of blocks; --adam-* and --weight-decay hold too.",
-    ).add_argument
+@flag_group("optimizer", "Muon is for the matrices of blocks; --adam-* and --weight-decay hold "
+    "too.")
+def add_optimizer_args(add: AddFlag) -> None:
     synonyms = {"dist_muon": "muon"}  # Megatron's old name of muon with sharded states
     add("--optimizer", type=lambda name: synonyms.get(name, name), choices=("adam", "muon"),
         default="adam",
@@ -251,10 +240,8 @@ def add_optimizer_args(parser: ArgumentParser) -> None:
         "is TF32, highest fp32")
 
 
-def add_learning_rate_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group(
-        "learning rate", "Counted in samples: iterations are converted by the batch size.",
-    ).add_argument
+@flag_group("learning rate", "Counted in samples: iterations are converted by the batch size.")
+def add_learning_rate_args(add: AddFlag) -> None:
     add("--lr", type=float, metavar="X", help="the highest learning rate; needed")
     add("--min-lr", type=float, metavar="X", default=0.0, help="the lowest, after the decay")
     add("--lr-decay-style", choices=DECAY_STYLES, default="linear",
@@ -278,10 +265,8 @@ def add_learning_rate_args(parser: ArgumentParser) -> None:
         help="keep the learning rate and weight decay schedules of --load, whatever flags say")
 
 
-def add_mixed_precision_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group(
-        "mixed precision", "Without a flag all is fp32. Master parameters always are.",
-    ).add_argument
+@flag_group("mixed precision", "Without a flag all is fp32. Master parameters always are.")
+def add_mixed_precision_args(add: AddFlag) -> None:
     add("--bf16", action="store_true", help="compute and communicate in bfloat16")
     add("--fp16", action="store_true", help="compute and communicate in float16, loss scaled")
     add("--fp8-format", choices=("e4m3", "hybrid"),
@@ -308,11 +293,9 @@ def add_mixed_precision_args(parser: ArgumentParser) -> None:
         help="it halves at a non-finite step once so many were seen since it last doubled")
 
 
-def add_inter_bits_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group(
-        "fewer bits between groups",
-        "What crosses groups once a step may be rounded to codes; all else stays exact.",
-    ).add_argument
+@flag_group("fewer bits between groups", "What crosses groups once a step may be rounded to codes; "
+    "all else stays exact.")
+def add_inter_bits_args(add: AddFlag) -> None:
     add("--paro-inter-param-bits", type=int, choices=(16, 8, 4), default=16, metavar="BITS",
         help="bits in which updated parameters cross groups once a step: 16, their own type; 8 or "
         "4, codes of how much they changed, which saves half or three quarters of the bytes; norms "
@@ -332,11 +315,9 @@ def add_inter_bits_args(parser: ArgumentParser) -> None:
         help="send 16 bits for so long at the start; default: the learning rate's warm-up")
 
 
-def add_outer_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group(
-        "outer steps",
-        "For slow links between groups: each group trains alone, and groups meet every H steps.",
-    ).add_argument
+@flag_group("outer steps", "For slow links between groups: each group trains alone, and groups "
+    "meet every H steps.")
+def add_outer_args(add: AddFlag) -> None:
     add("--paro-outer-steps", type=int, metavar="STEPS",
         help="steps that a group trains alone before groups meet (DiLoCo, PyTorch's local SGD); "
         "the strategy's states stay inside a group; default: all ranks train synchronously")
@@ -360,10 +341,8 @@ def add_outer_args(parser: ArgumentParser) -> None:
         help="steps at the start of the run in which all ranks train synchronously")
 
 
-def add_context_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group(
-        "context parallelism", "For long sequences: several ranks share each sample."
-    ).add_argument
+@flag_group("context parallelism", "For long sequences: several ranks share each sample.")
+def add_context_args(add: AddFlag) -> None:
     add("--context-parallel-size", type=_ranks_or_auto, default=1, metavar="RANKS",
         help="neighbouring ranks that share each sample, every one with a part of its tokens: for "
         "long sequences; divides the ranks, and divides a group or is a multiple of one; "

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from paro.arguments.flag_parser import AddFlag, flag_group
 
 # Flags in two or three lines each read as a table; the formatter would use six.
 # fmt: off
 
 
-def add_param_group_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group(
-        "parameter groups", "Learning rates and weight decay of some parameters.",
-    ).add_argument
+@flag_group("parameter groups", "Learning rates and weight decay of some parameters.")
+def add_param_group_args(add: AddFlag) -> None:
     add("--decoupled-lr", type=float, metavar="X",
         help="the highest learning rate of embedding and output layer; default: --lr")
     add("--decoupled-min-lr", type=float, metavar="X", help="their lowest; default: --min-lr")
@@ -26,10 +24,8 @@ def add_param_group_args(parser: ArgumentParser) -> None:
         "the first that has a parameter's name decides")
 
 
-def add_mup_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group(
-        "muP", "Learning rates that are tuned on a narrow model serve wider ones.",
-    ).add_argument
+@flag_group("muP", "Learning rates that are tuned on a narrow model serve wider ones.")
+def add_mup_args(add: AddFlag) -> None:
     add("--use-mup", action="store_true", default=None,
         help="divide the learning rate and AdamW's epsilon of matrices of blocks, and logits, by "
         "the width, which is --hidden-size / --mup-base-hidden-size, and the initial standard "

@@ -15,7 +15,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, TypeVar
 
-from paro.arguments.flag_parser import FlagParser, by_flag, hint_for
+from paro.arguments.flag_parser import AddFlag, FlagParser, by_flag, flag_group, hint_for
 from paro.arguments.job import JOB_GROUPS
 from paro.arguments.megatron import add_compatibility_args, refusals, take_other_flags
 from paro.arguments.model import MODEL_GROUPS, add_context_args, add_inter_bits_args, add_outer_args
@@ -94,8 +94,9 @@ def build_parser() -> ArgumentParser:
         metavar="FILE",
         help="read flags from this YAML file (flag: value, one level); the command line wins",
     )
-    launch = (_add_distributed_args, _add_dry_run_args)
-    for add in (_add_paro_args, *MODEL_GROUPS, *launch, *JOB_GROUPS, add_compatibility_args):
+    sharding = (_add_paro_args, add_inter_bits_args, add_outer_args)
+    launch = (_add_distributed_args, add_context_args, _add_dry_run_args)
+    for add in (*sharding, *MODEL_GROUPS, *launch, *JOB_GROUPS, add_compatibility_args):
         add(parser)
     for action in parser._actions:
         if action.type is int:
@@ -233,12 +234,10 @@ def _describe_unknown(unknown: Sequence[str], parser: ArgumentParser) -> Iterato
 # fmt: off
 
 
-def _add_paro_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group(
-        "partial redundancy (PaRO)",
-        "Ranks come in groups joined by fast links. Parameters, gradients and optimizer state are "
-        "each replicated on every rank (N), sharded inside a group (I) or over all ranks (G).",
-    ).add_argument
+@flag_group("partial redundancy (PaRO)", "Ranks come in groups joined by fast links. Parameters, "
+    "gradients and optimizer state are each replicated on every rank (N), sharded inside a group "
+    "(I) or over all ranks (G).")
+def _add_paro_args(add: AddFlag) -> None:
     add("--paro-strategy", metavar="STRATEGY",
         help="levels of parameters, gradients and optimizer state: three letters (IIG), three "
         "degrees (4,8,32: over how many ranks one copy is spread) or one of ddp zero1 zero2 zero3 "
@@ -279,14 +278,10 @@ def _add_paro_args(parser: ArgumentParser) -> None:
         help="how many units ahead of their first use updated parameters are all-gathered; all: "
         "as soon as they are updated; default: all under gloo, one more than "
         "--paro-prefetch-units under nccl")
-    add_inter_bits_args(parser)
-    add_outer_args(parser)
 
 
-def _add_distributed_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group(
-        "distributed", "How many ranks there are, torchrun or srun says; how they talk, these."
-    ).add_argument
+@flag_group("distributed", "How many ranks there are, torchrun or srun says; how they talk, these.")
+def _add_distributed_args(add: AddFlag) -> None:
     add("--distributed-backend", choices=("nccl", "gloo"), default="nccl",
         help="nccl: one GPU per rank; gloo: CPU ranks")
     add("--paro-nccl-launch-order", choices=("free", "implicit"), default="free",
@@ -300,17 +295,13 @@ def _add_distributed_args(parser: ArgumentParser) -> None:
         help="give up after so long without progress: on a peer, on data, on a lock")
     add("--use-distributed-optimizer", action="store_true",
         help="Megatron's name for --paro-strategy NNG (ZeRO-1)")
-    add_context_args(parser)
 
 
-def _add_dry_run_args(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group(
-        "dry run",
-        "Check a launch without it: one plain process, with the same flags and no torchrun or "
-        "srun, configures for N ranks and says what each would hold, compute and send, with "
-        "--paro-machine also how long a step takes and what is faster. It needs no GPU, allocates "
-        "nothing and writes no file; status 0, or 2 and one line.",
-    ).add_argument
+@flag_group("dry run", "Check a launch without it: one plain process, with the same flags and no "
+    "torchrun or srun, configures for N ranks and says what each would hold, compute and send, "
+    "with --paro-machine also how long a step takes and what is faster. It needs no GPU, allocates "
+    "nothing and writes no file; status 0, or 2 and one line.")
+def _add_dry_run_args(add: AddFlag) -> None:
     add("--dry-run", action="store_true", help="do that, and start no rank")
     add("--world-size", type=int, metavar="N", help="with --dry-run: the ranks to plan for; needed")
     add("--ranks-per-node", type=int, metavar="N",

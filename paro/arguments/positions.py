@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from argparse import BooleanOptionalAction, _ArgumentGroup
+from argparse import BooleanOptionalAction
 
 from model.config import POSITION_EMBEDDINGS
+from paro.arguments.flag_parser import AddFlag
 
 # Flags in two or three lines each read as a table; the formatter would use six.
 # fmt: off
 
 
-def add_position_args(group: _ArgumentGroup) -> None:
-    add = group.add_argument
+def add_position_args(add: AddFlag) -> None:
     add("--rotary-base", type=float, metavar="BASE",
         help="base of the rotary embedding's wavelengths; default 10000")
     add("--rotary-seq-len-interpolation-factor", type=float, metavar="X",
