@@ -35,7 +35,7 @@ from paro.measuring.benchmark import (
     zero_input,
 )
 from paro.measuring.device import PartsOfStep
-from paro.measuring.measure import affordable, layers_that_fit, one_rank, shortened
+from paro.measuring.start import affordable, layers_that_fit, one_rank, shortened
 from paro.topology import Axes, Spans, axes_of, make_topology
 from tests.helpers.fake_nccl import FakeNccl
 from tests.helpers.refusals import refused

@@ -23,7 +23,7 @@ from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.machine.files import read_machine
 from paro.machine.machine import Machine, Measured
-from paro.measuring import benchmark, measure, start
+from paro.measuring import benchmark, start
 from paro.measuring.device import Effort
 from paro.report.watchdog import WatchConfig, Watchdog
 from paro.topology import Axes
@@ -264,8 +264,8 @@ STRATEGY = ("--paro-strategy", "auto")
 
 def briefly() -> None:
     """Times each thing once; nothing computes beside links, which tests of benchmarks do."""
-    measure._EFFORT = Effort(warmup=1, steps=1, micro_batches=1, seconds=0.1)  # type: ignore[misc]
-    measure._LINKS = measure._LEAST_FOR_LINKS = 0.5  # type: ignore[misc]
+    start._EFFORT = Effort(warmup=1, steps=1, micro_batches=1, seconds=0.1)  # type: ignore[misc]
+    start._LINKS = start._LEAST_FOR_LINKS = 0.5  # type: ignore[misc]
     benchmark.computing = lambda _: nullcontext()  # type: ignore[assignment]
 
 
