@@ -73,9 +73,8 @@ class RunPrediction:
 def predict_run(config: RunConfig) -> RunPrediction:
     """Build rank 0 on the meta device and predict its run; `UserError` if the build fails."""
     control = PlannedControl(config.world, torch.device("meta"))
-    on_meta = build_training(config, control)
-    device = torch.device(config.device_type)  # the device type whose kernels are assumed
-    training = replace(on_meta, device=device)
+    # The kernels of the run's device type are assumed.
+    training = replace(build_training(config, control), device=torch.device(config.device_type))
     memories, run = RunMemory(config.sharding.machine), config.spec
     peak = memories.of(run)
     request, launch, other_bits = config.plan_request, None, None

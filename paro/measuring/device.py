@@ -89,8 +89,9 @@ def measure_device(
     `sequence` is the sequence length to plan for, by default that of the configuration. Slices are
     cut as for rotation over a group, or over as many ranks of a group as divide the heads.
     """
-    reserved = bytes_in_use(control.device) if control.device.type == "cpu" else 0
-    cores = min(control.gather(_cores(control))) if control.device.type == "cpu" else None
+    on_gpu = control.device.type == "cuda"
+    reserved = 0 if on_gpu else bytes_in_use(control.device)
+    cores = None if on_gpu else min(control.gather(_cores(control)))
     timer = _StepTimer(control=control, cores=cores, effort=effort)
     timed = with_layers(config, min(config.model.num_layers, effort.num_layers or math.inf))
     lone = _LoneRank(timed, timer)
@@ -103,7 +104,7 @@ def measure_device(
     sustained = _sustained_flops(whole, of_whole, bytes_by_second, attention.of_micro_batch)
     slices = math.gcd(config.model.num_query_groups, group_size)
     piece = lone.piece_seconds(slices, micro_batch, bytes_by_second)
-    if control.device.type == "cuda":  # now that the kernels of a training step are loaded
+    if on_gpu:  # now that the kernels of a training step are loaded
         reserved = bytes_in_use(control.device)
     kind = TORCH_TYPES[config.precision.compute]
     matrix = torch.ones(_PRODUCT, _PRODUCT, dtype=kind, device=control.device)
@@ -114,7 +115,7 @@ def measure_device(
     streams.close()
     memory = min(control.gather(memory_of_rank(control)))
     return Device(
-        name=_name(control.device),
+        name=torch.cuda.get_device_name(control.device) if on_gpu else "CPU rank",
         memory_bytes=memory,
         reserved_bytes=min(max(control.gather(reserved)), memory - 1),
         peak_flops=max(products, sustained),
@@ -366,7 +367,3 @@ def _cores(control: Control) -> float:
     by_rank = control.gather((machine, frozenset(os.sched_getaffinity(0))))
     usable = [cores for name, cores in by_rank if name == machine]
     return len(frozenset().union(*usable)) / len(usable)
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU rank"

@@ -28,9 +28,7 @@ def earlier_file(path: Path) -> Path:
 
 def set_aside(path: Path) -> Path | None:
     """Rename a file that will be replaced; return the new name, or None if there is no file."""
-    if not path.is_file():
-        return None
-    return path.rename(earlier_file(path))
+    return path.rename(earlier_file(path)) if path.is_file() else None
 
 
 def set_aside_in(folder: Path, files: Iterable[Path]) -> Path | None:
