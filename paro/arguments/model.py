@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, BooleanOptionalAction
 
-from model.config import ATTENTION_BACKENDS, COMPILERS, LLAMA_PRESETS, preset_name
+from model.config import (
+    ATTENTION_BACKENDS,
+    COMPILERS,
+    LLAMA_PRESETS,
+    POSITION_EMBEDDINGS,
+    preset_name,
+)
 from paro.arguments.flag_parser import AddFlag, flag_group
 from paro.arguments.param_groups import add_mup_args, add_param_group_args
-from paro.arguments.positions import add_position_args
 from paro.schedule.lr_schedule import DECAY_STYLES, WEIGHT_DECAY_STYLES, WSD_DECAY_STYLES
 from paro.schedule.step_checks import EXIT_AFTER_SKIPPED
 from paro.spec.optim_config import COEFFICIENT_TYPES, SCALE_MODES
@@ -37,6 +42,40 @@ def _add_kernel_args(add: AddFlag) -> None:
         "too; aot_eager only records a graph, to look for errors")
 
 
+def _add_position_args(add: AddFlag) -> None:
+    add("--rotary-base", type=float, metavar="BASE",
+        help="base of the rotary embedding's wavelengths; default 10000")
+    add("--rotary-seq-len-interpolation-factor", type=float, metavar="X",
+        help="divide positions by X (linear RoPE scaling); default 1")
+    add("--use-rope-scaling", action="store_true", default=None,
+        help="stretch long wavelengths as LLaMA-3.1 does, by --rope-scaling-factor")
+    add("--rope-scaling-factor", type=float, metavar="X",
+        help="how far --use-rope-scaling stretches; default 8")
+    add("--rope-scaling-original-max-position-embeddings", type=int, metavar="TOKENS",
+        help="the context that --use-rope-scaling stretches; default 8192")
+    add("--rope-scaling-low-freq-factor", type=float, metavar="X",
+        help="what turns fewer than X times over that context is stretched in full; default 1")
+    add("--rope-scaling-high-freq-factor", type=float, metavar="X",
+        help="what turns more than X times is not stretched; default 4")
+    add("--position-embedding-type", choices=POSITION_EMBEDDINGS, metavar="TYPE",
+        help="rope, or yarn: rotary positions stretched by YaRN; default: the preset's, or rope")
+    add("--yarn-rotary-scaling-factor", type=float, metavar="X",
+        help="how far YaRN stretches long wavelengths, at least 1")
+    add("--yarn-original-max-position-embeddings", type=int, metavar="TOKENS",
+        help="the context that YaRN stretches; default 4096")
+    add("--yarn-beta-fast", type=float, metavar="X",
+        help="what turns more than X times over that context is not stretched; default 32")
+    add("--yarn-beta-slow", type=float, metavar="X",
+        help="what turns fewer than X times over that context is stretched in full; default 1")
+    add("--yarn-mscale", type=float, metavar="X",
+        help="weight of log(factor) in the scale of queries and keys, over that of "
+        "--yarn-mscale-all-dim; default: a scale of 1 + 0.1 log(factor)")
+    add("--yarn-mscale-all-dim", type=float, metavar="X",
+        help="weight of log(factor) by whose scale that of --yarn-mscale is divided")
+    add("--yarn-correction-range-round-to-int", action=BooleanOptionalAction,
+        help="round the pairs of channels between which YaRN interpolates outwards (the default)")
+
+
 def add_model_args(parser: ArgumentParser) -> None:
     group = parser.add_argument_group(
         "model", "LLaMA: RMSNorm, SwiGLU, rotary embedding, no dropout; no biases but Qwen2's.")
@@ -58,7 +97,7 @@ def add_model_args(parser: ArgumentParser) -> None:
         help="size of one head; default --hidden-size / --num-attention-heads")
     add("--max-position-embeddings", type=int, metavar="TOKENS",
         help="longest sequence the model is made for; default: the preset's, or --seq-length")
-    add_position_args(add)
+    _add_position_args(add)
     add("--add-qkv-bias", action="store_true", default=None,
         help="add biases to queries, keys and values, as Qwen2 does; default: the preset's, or off")
     add("--qk-layernorm", action="store_true", default=None,
@@ -340,34 +379,6 @@ def add_outer_args(add: AddFlag) -> None:
     add("--paro-outer-warmup", type=int, default=100, metavar="STEPS",
         help="steps at the start of the run in which all ranks train synchronously")
 
-
-@flag_group("context parallelism", "For long sequences: several ranks share each sample.")
-def add_context_args(add: AddFlag) -> None:
-    add("--context-parallel-size", type=_ranks_or_auto, default=1, metavar="RANKS",
-        help="neighbouring ranks that share each sample, every one with a part of its tokens: for "
-        "long sequences; divides the ranks, and divides a group or is a multiple of one; "
-        "twice as many must divide --seq-length; they stay ranks of the strategy; auto: "
-        "as many as are fastest on --paro-machine, with up to so many times the micro-batch")
-    add("--cp-comm-type", nargs="+", default=["p2p"], metavar="TYPE",
-        help="what they send for attention: a2a, they exchange tokens for heads (of which the "
-        "ranks must have equally many; heads of keys and values are repeated for more ranks); "
-        "p2p, keys and values go round; allgather; a2a+p2p; one for all blocks; auto: "
-        "the fastest on --paro-machine, without it exchanges inside groups as far as heads allow")
-    add("--hierarchical-context-parallel-sizes", type=int, nargs="+", metavar="RANKS",
-        help="two numbers, innermost first, whose product is --context-parallel-size: with a2a+p2p "
-        "the ranks that exchange heads and those that keys and values go round, with p2p the ranks "
-        "of the inner ring and of the outer")
-    add("--paro-context-ring", choices=("double", "flat"), default="double",
-        help="how keys and values of p2p and a2a+p2p go round ranks of several groups: double, a "
-        "ring inside groups while the next group's arrive from all its ranks at once; flat, one "
-        "ring over all")
-
-
-def _ranks_or_auto(text: str) -> int | str:
-    return text if text == "auto" else int(text)
-
-
-_ranks_or_auto.__name__ = "number of ranks or auto"  # argparse prints this name in its error line
 
 # In the order of --help.
 MODEL_GROUPS = (

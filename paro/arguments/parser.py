@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from paro.arguments.flag_parser import AddFlag, FlagParser, by_flag, flag_group, hint_for
 from paro.arguments.job import JOB_GROUPS
 from paro.arguments.megatron import add_compatibility_args, refusals, take_other_flags
-from paro.arguments.model import MODEL_GROUPS, add_context_args, add_inter_bits_args, add_outer_args
+from paro.arguments.model import MODEL_GROUPS, add_inter_bits_args, add_outer_args
 from paro.arguments.needed import (
     EXAMPLE,
     corrected,
@@ -230,6 +230,13 @@ def _describe_unknown(unknown: Sequence[str], parser: ArgumentParser) -> Iterato
             yield f"{given!r} belongs to no flag: --help lists all flags"
 
 
+def _ranks_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+_ranks_or_auto.__name__ = "number of ranks or auto"  # argparse prints this name in its error line
+
+
 # Flags in two or three lines each read as a table; the formatter would use six.
 # fmt: off
 
@@ -295,6 +302,28 @@ def _add_distributed_args(add: AddFlag) -> None:
         help="give up after so long without progress: on a peer, on data, on a lock")
     add("--use-distributed-optimizer", action="store_true",
         help="Megatron's name for --paro-strategy NNG (ZeRO-1)")
+
+
+@flag_group("context parallelism", "For long sequences: several ranks share each sample.")
+def add_context_args(add: AddFlag) -> None:
+    add("--context-parallel-size", type=_ranks_or_auto, default=1, metavar="RANKS",
+        help="neighbouring ranks that share each sample, every one with a part of its tokens: for "
+        "long sequences; divides the ranks, and divides a group or is a multiple of one; "
+        "twice as many must divide --seq-length; they stay ranks of the strategy; auto: "
+        "as many as are fastest on --paro-machine, with up to so many times the micro-batch")
+    add("--cp-comm-type", nargs="+", default=["p2p"], metavar="TYPE",
+        help="what they send for attention: a2a, they exchange tokens for heads (of which the "
+        "ranks must have equally many; heads of keys and values are repeated for more ranks); "
+        "p2p, keys and values go round; allgather; a2a+p2p; one for all blocks; auto: "
+        "the fastest on --paro-machine, without it exchanges inside groups as far as heads allow")
+    add("--hierarchical-context-parallel-sizes", type=int, nargs="+", metavar="RANKS",
+        help="two numbers, innermost first, whose product is --context-parallel-size: with a2a+p2p "
+        "the ranks that exchange heads and those that keys and values go round, with p2p the ranks "
+        "of the inner ring and of the outer")
+    add("--paro-context-ring", choices=("double", "flat"), default="double",
+        help="how keys and values of p2p and a2a+p2p go round ranks of several groups: double, a "
+        "ring inside groups while the next group's arrive from all its ranks at once; flat, one "
+        "ring over all")
 
 
 @flag_group("dry run", "Check a launch without it: one plain process, with the same flags and no "

@@ -10,14 +10,13 @@ from data.config import DataConfig
 from model.config import LLAMA_PRESETS, LlamaConfig
 from model.trainable import Trainable
 from paro.arguments.model import (
-    add_context_args,
     add_lora_args,
     add_mixed_precision_args,
     add_model_args,
     add_outer_args,
     add_recompute_args,
 )
-from paro.arguments.parser import take
+from paro.arguments.parser import add_context_args, take
 from paro.collectives.schedule import COLLECTIVES
 from paro.config.context_parallel import (
     SIZE_FLAG,

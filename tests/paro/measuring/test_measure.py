@@ -16,8 +16,8 @@ from paro.collectives.schedule import Op
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.control import Control
-from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.groups import RegisteredMemory
+from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.timers import Took
 from paro.distributed.world import World
 from paro.machine.machine import Machine
