@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from statistics import median
 from typing import TYPE_CHECKING
@@ -16,7 +13,6 @@ if TYPE_CHECKING:  # importing this loads torch, which preprocessing does not ne
 
 _NAME_WIDTH = 48  # characters of an argument's or timer's name with the dots after it
 _NOTICEABLE = 0.02  # least fraction of an iteration for which a straggler is named
-_ITERATIONS = 1000  # iterations that the time left averages over: one slow save has little effect
 
 
 def arguments_block(arguments: Mapping[str, object]) -> str:
@@ -167,19 +163,3 @@ def duration(seconds: float) -> str:
     days, rest = divmod(whole, 86400)
     text = f"{rest // 3600}:{rest // 60 % 60:02d}:{rest % 60:02d}"
     return f"{days} d {text}" if days else text
-
-
-@dataclass(slots=True)
-class TimeLeft:
-    """Estimate of the seconds until the run ends, from the wall time between ends of iterations."""
-
-    train_iters: int
-    clock: Callable[[], float] = time.monotonic
-    ends: deque[float] = field(default_factory=lambda: deque(maxlen=_ITERATIONS + 1))
-
-    def after(self, iteration: int, *, seconds: float) -> float:
-        """Return seconds until the run ends, when an iteration that took `seconds` has ended."""
-        self.ends.append(self.clock())
-        if len(self.ends) > 1:
-            seconds = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
-        return (self.train_iters - iteration) * seconds

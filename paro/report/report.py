@@ -14,6 +14,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, asdict, dataclass
@@ -28,7 +30,6 @@ from paro.report.config import ReportConfig, run_record_path
 from paro.report.dashboards import Dashboards, open_dashboards
 from paro.report.log import Log
 from paro.report.log_line import (
-    TimeLeft,
     impossible_line,
     iteration_line,
     perplexity,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:  # the package rich may not be installed
     from paro.report.live_view import LiveView
 
 
+_ITERATIONS = 1000  # iterations that the time left averages over: one slow save has little effect
 _SETTLED, _COMPARED = 10, 20  # iterations 11 to 20 are compared with the plan
 _TOLERANCE = 0.15  # largest relative error of step time or memory without a warning
 _PARTS = {  # parts of a planned step, in words
@@ -87,7 +89,7 @@ class Report:
         self._interval: list[IterationRecord] = []  # iterations since the last log line
         self._is_first = True
         self._doubts_speed = True
-        self._time_left = TimeLeft(self.facts.train_iters)
+        self._ends: deque[float] = deque(maxlen=_ITERATIONS + 1)  # times of ends of iterations
         self._totals = {"skipped-iterations": 0, "nan-iterations": 0}
         self._phase: str | None = None  # the data phase of the last iteration
         self._num_seen = 0  # iterations so far, until the comparison with the plan is printed
@@ -127,7 +129,7 @@ class Report:
         alone = self._summarize([record])
         self._totals["skipped-iterations"] += alone.skipped_iterations
         self._totals["nan-iterations"] += alone.nan_iterations
-        left = self._time_left.after(record.iteration, seconds=record.iteration_time_ms / 1000.0)
+        left = self._seconds_left(record)
         self._show(lambda view: view.iteration(record, alone, seconds_left=left))
         to_dashboards = due or record.iteration % self.config.tensorboard_log_interval == 0
         if to_dashboards and self.dashboards.any_open:
@@ -153,6 +155,14 @@ class Report:
             self.metrics.write(metrics)
         self._interval.clear()
         self._is_first = False
+
+    def _seconds_left(self, record: IterationRecord) -> float:
+        """Estimate how long the run still takes, from the wall time between ends of iterations."""
+        self._ends.append(time.monotonic())
+        seconds = record.iteration_time_ms / 1000.0
+        if len(self._ends) > 1:
+            seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return (self.facts.train_iters - record.iteration) * seconds
 
     def _compare(self, record: IterationRecord) -> None:
         """Print once, after the first iterations, how measured steps differ from the plan."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
 
@@ -18,10 +19,10 @@ import torch
 from paro.distributed.exposed_time import Exposed
 from paro.errors import UserError
 from paro.launch.setup import closing
+from paro.report import report as report_module
 from paro.report.config import ReportConfig
 from paro.report.log import Log
 from paro.report.log_line import (
-    TimeLeft,
     duration,
     iteration_line,
     straggler_line,
@@ -320,19 +321,27 @@ def test_the_straggler_is_named(ranks: list[tuple[float, float, float]], told: s
     assert all(part in line for part in told.split(" ... ")), line
 
 
-def test_time_left_counts_what_comes_between_iterations_and_a_change_of_pace() -> None:
+def test_time_left_counts_what_comes_between_iterations_and_a_change_of_pace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 1000.0
-    left = TimeLeft(10_000, clock=lambda: now)
-    assert left.after(1, seconds=50.0) == 9_999 * 50.0
+    monkeypatch.setattr(report_module, "time", SimpleNamespace(monotonic=lambda: now))
+    report = make(ReportConfig())
+    report.facts = replace(FACTS, train_iters=10_000)
+
+    def left(iteration: int, seconds: float) -> float:
+        return report._seconds_left(replace(record(iteration), iteration_time_ms=1000.0 * seconds))
+
+    assert left(1, 50.0) == 9_999 * 50.0
     now += 2.0
-    assert left.after(2, seconds=2.0) == 9_998 * 2.0
+    assert left(2, 2.0) == 9_998 * 2.0
     now += 2.0 + 6.0  # an evaluation
-    assert left.after(3, seconds=2.0) == 9_997 * 5.0
+    assert left(3, 2.0) == 9_997 * 5.0
     for iteration in range(4, 2004):
         now += 3.0
-        seconds = left.after(iteration, seconds=0.0)
+        seconds = left(iteration, 0.0)
     assert seconds == pytest.approx((10_000 - 2003) * 3.0)
-    assert left.after(10_000, seconds=2.0) == 0.0
+    assert left(10_000, 2.0) == 0.0
 
 
 def test_durations() -> None:
