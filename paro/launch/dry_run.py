@@ -156,9 +156,9 @@ def _answer(
 
 
 def _traffic(plan: RunPrediction) -> Iterator[str]:
-    """Yield lines with the bytes that rank 0 sends, and the mean if ranks differ; outer rounds."""
-    own, mean = (plan.memories.sent(plan.run, plan.num_micro_batches, rank) for rank in (0, None))
-    yield f"> sent by a rank in a step: {_sent_text(own)}"
+    """Yield lines about what rank 0 sends, outer rounds included, and the mean if ranks differ."""
+    rank0, mean = (plan.memories.sent(plan.run, plan.num_micro_batches, rank) for rank in (0, None))
+    yield f"> sent by a rank in a step: {_sent_text(rank0)}"
     warmup = samples_in_full_precision(plan.training)
     if plan.run.precision.quantizes and mean.inter and warmup:
         yield f">   with codes; in the first {warmup:,} samples more, without codes"
@@ -174,7 +174,7 @@ def _traffic(plan: RunPrediction) -> Iterator[str]:
             f">   a round takes {timed.seconds:.3g} s, of which {timed.exposed:.3g} s are exposed: "
             f"{timed.seconds_a_step / plan.launch.seconds:.1%} of the time"
         )
-    if own != mean:
+    if rank0 != mean:
         yield f">   those are rank 0's; on average a rank sends {_sent_text(mean)}"
 
 

@@ -367,10 +367,10 @@ def fit_link(machine: Machine, link: Link) -> LinkSpeed | None:
         8 * passes(op) * _loads(machine, axes, num_bytes)[link] / time
         for (op, num_bytes), time in best.items()
     ]
-    given = machine.link(link)
-    if given is not None and given.bandwidth_source is BandwidthSource.TYPED:
-        latency = _slope(steps, [1 - x / given.bits_per_second for x in bits])
-        return replace(given, latency_seconds=latency)
+    speed = machine.link(link)
+    if speed is not None and speed.bandwidth_source is BandwidthSource.TYPED:
+        latency = _slope(steps, [1 - x / speed.bits_per_second for x in bits])
+        return replace(speed, latency_seconds=latency)
     if not best:
         return None
     latency, per_bit = _two_slopes(steps, bits)

@@ -49,14 +49,14 @@ def find_peak(
     Collective. The first rank finds the peak while other ranks wait, so that a measurement has the
     machine for itself and every rank uses one number.
     """
-    found: Peak | None = None
+    peak: Peak | None = None
     if peak_tflops is not None:
-        found = Peak(flops_per_second=peak_tflops * 1e12, source="given by --peak-tflops")
+        peak = Peak(flops_per_second=peak_tflops * 1e12, source="given by --peak-tflops")
     elif device.type == "cuda":
-        found = listed_peak(torch.cuda.get_device_name(device), compute)
-    if found is None and control.world.rank == 0:
-        found = _timed_peak(device, compute)
-    return control.gather(found)[0]
+        peak = listed_peak(torch.cuda.get_device_name(device), compute)
+    if peak is None and control.world.rank == 0:
+        peak = _timed_peak(device, compute)
+    return control.gather(peak)[0]
 
 
 def listed_peak(device_name: str, compute: str) -> Peak | None:
