@@ -16,6 +16,7 @@ from decimal import Decimal
 from enum import Enum
 from functools import cache
 from itertools import pairwise
+from operator import itemgetter
 from typing import Annotated, Any, Literal
 
 from paro.collectives.schedule import COLLECTIVES, Op
@@ -275,8 +276,7 @@ def measured_at(
     )
     if not curve:
         return None
-    sizes = [size for size, _ in curve]
-    index = bisect_left(sizes, num_bytes)
+    index = bisect_left(curve, num_bytes, key=itemgetter(0))
     if index == 0:
         return _below(curve, num_bytes)
     if index == len(curve):
@@ -359,8 +359,7 @@ def fit_link(machine: Machine, link: Link) -> LinkSpeed | None:
     best: dict[tuple[Op, int], float] = {}
     for row in machine.measured:
         if row.axes is axes:
-            key = (row.op, row.bytes)
-            best[key] = min(row.seconds, best.get(key, math.inf))
+            best[row.op, row.bytes] = min(row.seconds, best.get((row.op, row.bytes), math.inf))
     # Divided by measured seconds: seconds = latency * steps + bits / bandwidth becomes 1 = ...
     steps = [passes(op) * (ranks - 1) / time for (op, _), time in best.items()]
     bits = [
@@ -374,11 +373,8 @@ def fit_link(machine: Machine, link: Link) -> LinkSpeed | None:
     if not best:
         return None
     latency, per_bit = _two_slopes(steps, bits)
-    return LinkSpeed(
-        bandwidth=rate_text(max(1, round(1 / per_bit))),
-        bandwidth_source=BandwidthSource.FITTED,
-        latency_seconds=latency,
-    )
+    rate, source = rate_text(max(1, round(1 / per_bit))), BandwidthSource.FITTED
+    return LinkSpeed(bandwidth=rate, bandwidth_source=source, latency_seconds=latency)
 
 
 def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
