@@ -29,6 +29,7 @@ class PrecisionConfig:
     exp_avg_dtype: str = "fp32"
     exp_avg_sq_dtype: str = "fp32"
     optimizer: str = "adam"  # or "muon"
+    ema_decay: float | None = None  # decay of averaged weights, in fp32; None: there are none
 
     def __post_init__(self) -> None:
         for flag, dtype in (
@@ -111,9 +112,10 @@ class PrecisionConfig:
         moments = "and moments fp32"
         if self.rounds_moments:
             moments = f"fp32, exp_avg {self.exp_avg_dtype}, exp_avg_sq {self.exp_avg_sq_dtype}"
+        average = "" if self.ema_decay is None else ", averaged weights fp32"
         text = (
             f"params {self.compute}{frozen}, gradients are sent as {self.wire} and accumulate in "
-            f"{self.accumulate}, master parameters {moments}"
+            f"{self.accumulate}, master parameters {moments}{average}"
         )
         for what, bits in (
             ("updates of params", self.inter_param_bits),

@@ -61,7 +61,7 @@ def tags() -> set[str]:
 
 def lone_ranks() -> Iterator[LoneRank]:
     strategy, topology = on_ranks("IIG", world_size=8, group_size=4)
-    precision = PrecisionConfig(compute="bf16", inter_param_bits=8)
+    precision = PrecisionConfig(compute="bf16", inter_param_bits=8, ema_decay=0.9)
     given = ADAPTED, strategy, topology, precision
     yield lone_rank(*given, is_trained=is_adapter)
     for in_place in (False, True):

@@ -42,6 +42,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="with --from paro: which iteration; default: the latest one",
     )
     add(
+        "--weights",
+        choices=("trained", "ema"),
+        default="trained",
+        help="with --from paro: the weights of the training, or their averages by --ema-decay; "
+        "default: trained",
+    )
+    add(
         "--base",
         metavar="DIR",
         help="with --from paro: where its base is, if it moved; with --from peft: the model of the "
@@ -103,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         target=args.output,
         dtype=TORCH_TYPES.get(args.dtype),
         iteration=args.ckpt_step,
+        averaged=args.weights == "ema",
         base=args.base,
         base_model=args.base_model_name_or_path,
         merge=args.merge,

@@ -52,7 +52,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("iteration time", ("iteration-time",), "s"),
     ),
     "training": (
-        Panel("loss", ("lm loss", "lm loss validation"), "nats"),
+        Panel("loss", ("lm loss", "lm loss validation", "lm loss validation ema"), "nats"),
         Panel("bits per byte", ("bits per byte validation",), "bits/byte"),
         Panel("learning rate", ("learning-rate",)),
         Panel("gradient norm", ("grad-norm",)),

@@ -60,6 +60,23 @@ def add_tokenizer_args(add: AddFlag) -> None:
         help="for NullTokenizer: the id that ends a document; default: the last one")
 
 
+@flag_group(
+    "averaged weights",
+    "An average of the weights that train, in fp32 with the sharding of the masters. Nothing is "
+    "sent for it. tools/merge_checkpoints.py averages checkpoints of a run without one.",
+)
+def add_average_args(add: AddFlag) -> None:
+    add("--ema-decay", type=float, metavar="D",
+        help="keep an exponential moving average: D times the average and 1 - D times the updated "
+        "weights, with Adam's bias correction")
+    add("--ema-start", type=int, default=0, metavar="N",
+        help="the first iteration after which weights are averaged")
+    add("--ema-interval", type=int, default=1, metavar="N",
+        help="average every N iterations, counted from --ema-start")
+    add("--eval-ema", action="store_true",
+        help="evaluate the averaged weights too, on the same samples")
+
+
 @flag_group("validation")
 def add_validation_args(add: AddFlag) -> None:
     add("--eval-interval", type=int, default=1000, metavar="N",
@@ -203,6 +220,6 @@ def add_profiling_args(add: AddFlag) -> None:
 
 # In the order of --help.
 JOB_GROUPS = (
-    add_data_args, add_tokenizer_args, add_validation_args, add_checkpointing_args,
-    add_logging_args, add_profiling_args,
+    add_data_args, add_tokenizer_args, add_average_args, add_validation_args,
+    add_checkpointing_args, add_logging_args, add_profiling_args,
 )

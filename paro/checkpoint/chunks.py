@@ -4,6 +4,7 @@ A state is one tensor of one parameter, with the parameter's shape. A checkpoint
 chunks, without units, ranks or buffer offsets, so that any strategy and world size can load it:
 
     param.NAME, exp_avg.NAME, exp_avg_sq.NAME    the parameter (master) and its moments
+    ema.NAME      with averaged weights: the average of the parameter
     sent.NAME     with quantized updates: the parameter in the compute dtype, as all ranks have it
     outer_anchor.NAME, outer_momentum.NAME    with outer steps, where `param` is the reference
     outer_master@GROUP.NAME, exp_avg@GROUP.NAME    of a group that trains alone; moments without a
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paro.layout import Shape, split_range
-from paro.spec.states import BEGUN, GRAD_ERRORS, OUTER_MOMENTUM, PARAM, SENT, FlatShard
+from paro.spec.states import BEGUN, EMA, GRAD_ERRORS, OUTER_MOMENTUM, PARAM, SENT, FlatShard
 
 # Bytes of a chunk that is written or read at once, which takes twice as much additional memory.
 MAX_ITEM_BYTES = 2**24
@@ -69,20 +70,20 @@ def chunks_of(states: Mapping[str, ChunkedState]) -> dict[tuple[str, Shape], Ten
 
 def may_be_missing(name: str) -> bool:
     """Return whether runs with other flags, ranks or strategies may lack the state `name`."""
-    kinds = f"{SENT}.", f"{GRAD_ERRORS}.", f"{OUTER_MOMENTUM}.", f"{BEGUN}@"
+    kinds = f"{SENT}.", f"{EMA}.", f"{GRAD_ERRORS}.", f"{OUTER_MOMENTUM}.", f"{BEGUN}@"
     return name.startswith(kinds)
 
 
 def begin_without(states: Mapping[str, ChunkedState], missing: Collection[str]) -> None:
     """Fill the `missing` states, which no checkpoint held; missing parameters stay as they are.
 
-    `sent` states are copied from the parameters: a run without `sent` states computed with rounded
-    masters. All other states begin at 0.
+    `sent` states and averages are copied from the parameters: a run without `sent` states computed
+    with rounded masters. All other states begin at 0.
     """
     for name in missing:
         kind, _, parameter = name.partition(".")
         for offsets, values in states[name].chunks.items():
-            if kind == SENT:
+            if kind in (SENT, EMA):
                 values.copy_(states[f"{PARAM}.{parameter}"].chunks[offsets])
             elif kind != PARAM:  # not 0 after a read from a damaged checkpoint
                 values.zero_()

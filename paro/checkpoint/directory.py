@@ -68,6 +68,7 @@ class _Common(TypedDict):
     vocab_size: NotRequired[Annotated[int, range(1, 2**40)]]
     unpadded_vocab_size: NotRequired[Annotated[int, range(1, 2**40)]]
     num_optimizer_steps: NotRequired[Count]
+    num_averaged: NotRequired[Count]
     global_batch_size: NotRequired[Annotated[int, range(1, 2**40)]]
     parameters_only: NotRequired[bool]
     has_moments: NotRequired[bool]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from paro.layout import shape_text
 from paro.spec.states import (
     ANCHOR,
     BEGUN,
+    EMA,
     GRAD_ERRORS,
     MASTER_OF_GROUP,
     PARAM,
@@ -172,9 +173,24 @@ def _load_iteration(
             reader.read(plan)
     missing = states.keys() - present.keys()
     begin_without(states, missing)
-    if any(name.startswith(f"{GRAD_ERRORS}.") for name in missing):
-        log("  error feedback of gradients begins anew: none was saved by such ranks and strategy")
+    for line in _left_out(states, missing, stored) if wanted.moments else ():
+        log(line)
     return common
+
+
+def _left_out(
+    states: Collection[str], missing: Collection[str], stored: Collection[str]
+) -> Iterator[str]:
+    """Yield a line for each kind of states that begins anew, or that nothing was read of."""
+    here, without, there = (
+        {name.partition(".")[0] for name in names} for names in (states, missing, stored)
+    )
+    if GRAD_ERRORS in without:
+        yield "  error feedback of gradients begins anew: none was saved by such ranks and strategy"
+    if EMA in here and EMA not in there:
+        yield "  averaged weights begin anew: the checkpoint has none"
+    if EMA in there and EMA not in here:
+        yield "  the checkpoint's averaged weights are left behind: there is no --ema-decay"
 
 
 def _conversions(states: Mapping[str, ChunkedState], stored: Mapping[str, Any]) -> set[str]:

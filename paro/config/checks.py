@@ -44,6 +44,18 @@ def check_moments(optim: OptimConfig, precision: PrecisionConfig) -> None:
         )
 
 
+def check_average(train: TrainConfig, optim: OptimConfig) -> None:
+    if not train.eval_ema:
+        return
+    if optim.ema_decay is None:
+        raise UserError("--eval-ema needs --ema-decay, whose averaged weights it evaluates")
+    if train.skip_train:
+        reason = (
+            "nothing is averaged; convert_checkpoint.py --weights ema makes a model to evaluate"
+        )
+        raise contradiction("--eval-ema", "--skip-train", reason)
+
+
 def check_rotation(sharding: ShardingConfig, strategy: Strategy, model: LlamaConfig) -> None:
     """Raise `UserError` if --paro-materialize rotate does not support this model or strategy."""
     if sharding.materialize != "rotate":
@@ -98,6 +110,9 @@ def check_outer(
     if precision.quantizes:
         reason = "groups send nothing in a step; --paro-outer-bits is of rounds"
         raise contradiction(flag, bits_given(precision)[0], reason)
+    if precision.ema_decay is not None:
+        reason = "groups that train alone have no weights in common"
+        raise contradiction(flag, f"--ema-decay {precision.ema_decay:g}", reason)
     if sharding.needs_in_memory_checkpoints or checkpoint.non_persistent_ckpt_type is not None:
         raise UserError(
             f"{flag}: local copies of groups that train alone are not made yet: leave "
@@ -229,6 +244,7 @@ def _check_writable(flag: str, place: str) -> None:
 CHECKS: tuple[Callable[..., None], ...] = (
     *PLANNED_CHECKS,
     check_trace,
+    check_average,
     check_outer,
     check_copy_engine,
     check_rotation,

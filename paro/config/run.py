@@ -155,6 +155,7 @@ class RunConfig:
             micro_batch_size=batches.micro_batch_size if trained else batches.eval_micro_batch,
             num_micro_batches=batches.most_micro_batches,
             eval_micro_batch_size=batches.eval_micro_batch if self.train.eval_iters else 0,
+            eval_ema=self.train.eval_ema and self.train.eval_iters > 0,
             copy_engine=self.runtime.paro_nccl_copy_engine,
         )
 

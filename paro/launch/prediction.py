@@ -22,7 +22,7 @@ from paro.precision import BYTES_OF
 from paro.report.memory import available_host_bytes
 from paro.report.record import PlannedStep
 from paro.spec.run_spec import RunSpec
-from paro.spec.states import MASTER, adamw_states, bytes_of, is_for_muon, muon_states
+from paro.spec.states import MASTER, adamw_states, averages, bytes_of, is_for_muon, muon_states
 from paro.text import size_text
 
 Fits = Callable[[DeviceMemory], bool]
@@ -83,7 +83,7 @@ def _check_device(
 
 
 def checkpoint_bytes(run: RunSpec, *, has_base: bool, has_moments: bool) -> int:
-    """Count the bytes of a checkpoint: fp32 masters and two moments of trainable parameters.
+    """Count the bytes of a checkpoint: masters, moments and averages of what trains.
 
     Frozen parameters are saved in their own dtype, unless the base checkpoint has them.
     """
@@ -93,7 +93,8 @@ def checkpoint_bytes(run: RunSpec, *, has_base: bool, has_moments: bool) -> int:
         if not has_moments:
             return bytes_of([MASTER])
         has_momentum = by_muon and is_for_muon(name, shape)
-        return bytes_of((muon_states if has_momentum else adamw_states)(precision))
+        states = (muon_states if has_momentum else adamw_states)(precision)
+        return bytes_of((*states, *averages(precision)))
 
     of_frozen = 0 if has_base else BYTES_OF[precision.frozen]
     return sum(

@@ -43,9 +43,10 @@ def _rounded(value, half):
 
 @triton.jit(do_not_specialize=["key1", "key2", "low", "width", "stride", "start"])
 def _adamw(
-    param, exp_avg, exp_avg_sq, grad, copy, numel, factor, kept, beta1, beta2, eps, step_size,
-    correction, key1, key2, low, width, stride, start, COPIES: tl.constexpr,
-    CUT: tl.constexpr, ROUNDS1: tl.constexpr, ROUNDS2: tl.constexpr, BLOCK: tl.constexpr,
+    param, exp_avg, exp_avg_sq, grad, copy, average, numel, factor, kept, beta1, beta2, eps,
+    step_size, correction, average_weight, key1, key2, low, width, stride, start,
+    COPIES: tl.constexpr, AVERAGES: tl.constexpr, CUT: tl.constexpr, ROUNDS1: tl.constexpr,
+    ROUNDS2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
@@ -67,6 +68,9 @@ def _adamw(
     tl.store(param + at, p, mask=inside)
     if COPIES:
         tl.store(copy + at, p, mask=inside)
+    if AVERAGES:
+        a = tl.load(average + at, mask=inside, other=0.0)
+        tl.store(average + at, a + average_weight * (p - a), mask=inside)
 
 
 @triton.jit(do_not_specialize=["key1", "key2", "low", "width", "stride", "start"])
@@ -172,6 +176,7 @@ class TritonAdamW(AdamW):
             self.exp_avg_sq,
             grad,
             self.param if update.copy is None else update.copy,
+            self.param if update.average is None else update.average,
             numel,
             update.factor,
             1.0 - update.lr * update.weight_decay,
@@ -180,11 +185,13 @@ class TritonAdamW(AdamW):
             self.eps,
             update.lr / (1.0 - beta1**self._num_steps),
             (1.0 - beta2**self._num_steps) ** 0.5,
+            update.average_weight,
             *_random_args(self.rounding, self._num_steps),
             CUT=_is_cut(self.rounding),
             ROUNDS1=self.exp_avg.dtype != torch.float32,
             ROUNDS2=self.exp_avg_sq.dtype != torch.float32,
             COPIES=update.copy is not None,
+            AVERAGES=update.average is not None,
             BLOCK=_BLOCK,
         )
 

@@ -11,8 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,20 +20,20 @@ from torch import Tensor
 
 from paro.distributed.control import Control
 from paro.distributed.timers import profile_range
-from paro.optim.adamw import AdamW, StepUpdate, choose_adamw
+from paro.optim.adamw import AdamW, StepUpdate, Update, choose_adamw
 from paro.optim.finite import square_sum
 from paro.optim.muon import MuonRange, MuonStep, choose_muon_kernels
 from paro.optim.outer import OuterOptimizer, OuterUnit
 from paro.optim.rounding import Rounding
 from paro.precision import PrecisionConfig
-from paro.sharding.buffers import TORCH_TYPES
+from paro.sharding.buffers import TORCH_TYPES, swap
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import Initializer, UnitShards
 from paro.spec.muon_rounds import muon_chunks, muon_rounds
 from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.param_groups import BY_SHAPE, Factors, ParamGroups
-from paro.spec.states import MOMENTS, MOMENTUM, PARAM, SENT, FlatShard, adamw_states
+from paro.spec.states import EMA, MOMENTS, MOMENTUM, PARAM, SENT, FlatShard, adamw_states
 
 
 class UnitOptimizer:
@@ -63,6 +62,7 @@ class UnitOptimizer:
         if self.master_is_param:
             self.states[PARAM] = unit.param_shard
         self.master = self.states[PARAM]
+        self.average = self.states.get(EMA)  # of the masters; None: nothing is averaged
         self.num_muon = max(0, min(numel, spec.muon_stop - unit.optim_start))
         moments = [self.states[state.name] for state in adamw_states(precision)[1:]]
         rounds, begin = precision.rounds_moments, self.num_muon
@@ -101,18 +101,18 @@ class UnitOptimizer:
             yield part, groups.of(at.chunk.name, at.chunk.shape), Rounding.of(at, seed)
 
     def update(self, update: StepUpdate) -> None:
-        """Do an AdamW step, and write the parameters to all-gather.
+        """Do an AdamW step, write the parameters to all-gather, and average the masters if due.
 
         Muon's step on the first part of the range comes before.
         """
-        unit = self.unit
+        unit, first = self.unit, self.num_muon
         grad, in_full = unit.optim_grad, unit.step_spec.update_format is None
         copy = unit.optim_param if in_full and not self.master_is_param else None
+        average = self.average if update.average_weight else None
         for part, factors, adamw in self._adamws:
-            into = None if copy is None else copy[part]
-            adamw.step(grad[part], update.of(factors, into))
-        if copy is not None:
-            copy[: self.num_muon].copy_(self.master[: self.num_muon])
+            adamw.step(grad[part], update.of(factors).into(part, copy, average))
+        by_muon = Update(0.0, 0.0, average_weight=update.average_weight)
+        by_muon.into(slice(first), copy, average).write(self.master[:first])
         if not in_full:
             unit.quantize_update(self.master)
 
@@ -147,6 +147,8 @@ class UnitOptimizer:
             layout = replace(unit.layout, chunks=others)
             values = self.states[name][: self.master.numel() - first]
             yield shard(name, start + first, values, layout=layout)
+        if self.average is not None:
+            yield shard(EMA, start, self.average)
         if of_muon:
             layout = replace(unit.layout, chunks=of_muon)
             yield shard(MOMENTUM, start, self.states[MOMENTUM][:first], layout=layout)
@@ -183,6 +185,7 @@ class ParoOptimizer:
         self.model = model
         self.config = config
         self.num_steps = 0
+        self.num_averaged = 0  # number of times that the parameters were averaged
         self._parts = {
             unit: UnitOptimizer(unit, config, precision, seed, groups)
             for unit in model.trainable_units
@@ -229,11 +232,6 @@ class ParoOptimizer:
                 part.master.copy_(values[offset : offset + part.master.numel()])
         for outer_unit in self.outer.units if self.outer else ():
             outer_unit.follow_masters()
-
-    @property
-    def parts(self) -> Collection[UnitOptimizer]:
-        """The optimizers of this rank's ranges, one for each unit that trains."""
-        return self._parts.values()
 
     @property
     def _counted(self) -> Sequence[UnitShards]:
@@ -287,12 +285,13 @@ class ParoOptimizer:
         grad_norm: float,
         unscale: float,
         decoupled_lr: float | None = None,
+        averages: bool = False,
         held: Container[UnitShards] = (),
     ) -> None:
-        """Clip and update; `grad_norm` is the global norm of gradients times `unscale`.
+        """Clip, update and, if `averages`, put the updated parameters into their average.
 
-        `decoupled_lr` is the learning rate of embedding and output layer, by default `lr`.
-        Parameters of units that are `held` are sent by `end_step`, which changes them once more.
+        `grad_norm` is the global norm of gradients times `unscale`, `decoupled_lr` the rate of
+        embedding and output layer, by default `lr`. `end_step` sends units that are `held`.
         """
         assert math.isfinite(grad_norm), f"a step with gradient norm {grad_norm} must be skipped"
         factor = unscale
@@ -300,7 +299,9 @@ class ParoOptimizer:
             factor *= min(1.0, self.config.clip_grad / (grad_norm + 1e-6))  # Megatron's clipping
         self.num_steps += 1
         decoupled_lr = lr if decoupled_lr is None else decoupled_lr
-        update = StepUpdate(lr, decoupled_lr, weight_decay, factor)
+        self.num_averaged += averages
+        weight = self.config.average_weight(self.num_averaged) if averages else 0.0
+        update = StepUpdate(lr, decoupled_lr, weight_decay, factor, weight)
         with profile_range("update"):
             for part in self._in_order(update):
                 part.update(update)
@@ -318,28 +319,26 @@ class ParoOptimizer:
         ended = [*self.outer.after_update(iteration, control)]
         for unit in () if self.outer.takes_part else ended:
             self._parts[unit].forget_wrong_moments()
-        self._write_moved(ended)
+        self.write_moved(ended)
 
-    def _write_moved(self, moved: Iterable[UnitShards]) -> None:
+    def write_moved(
+        self, moved: Iterable[UnitShards], sent: Mapping[UnitShards, Tensor] | None = None
+    ) -> None:
+        """Write and send parameters of units whose masters moved: the masters', or those `sent`."""
         for unit in moved:
-            self._parts[unit].write_params()
+            if sent and unit in sent:
+                unit.optim_param.copy_(sent[unit])
+            else:
+                self._parts[unit].write_params()
             self.model.updated(unit)
 
-    @contextmanager
-    def agreed_parameters(self) -> Iterator[None]:
-        """Give the parameters on which groups last agreed to the block, then this group's again.
-
-        No all-gather of parameters is in flight before; the block waits for those that it begins,
-        as a forward of the model does.
-        """
-        if self.outer is None:
-            yield
-            return
-        self._write_moved(self.outer.exchange())
-        try:
-            yield
-        finally:
-            self._write_moved(self.outer.exchange())
+    @torch.no_grad()
+    def exchange_averages(self) -> Iterator[UnitShards]:
+        """Exchange masters and averages; yield the units whose masters have changed."""
+        for unit, part in self._parts.items():
+            assert part.average is not None, "nothing is averaged"
+            swap(part.master, part.average)
+            yield unit
 
     def _in_order(self, update: StepUpdate) -> Iterator[UnitOptimizer]:
         """Yield the units of each bucket, once Muon has updated this rank's matrices in it."""
@@ -364,9 +363,10 @@ class ParoOptimizer:
                 yield unit.flat_shard(PARAM, unit.param_start, unit.param_shard, degree=degree)
 
     @torch.no_grad()
-    def loaded(self, *, num_steps: int) -> None:
-        """Set the step count and all-gather parameters, after loading into `flat_shards`."""
+    def loaded(self, *, num_steps: int = 0, num_averaged: int = 0) -> None:
+        """Set the counts and all-gather parameters, after loading into `flat_shards`."""
         self.num_steps = num_steps
+        self.num_averaged = 0 if self.config.ema_decay is None else num_averaged
         for unit, part in self._parts.items():
             part.set_num_steps(num_steps)
             if unit.quantized_update is None:  # else loaded as they were sent

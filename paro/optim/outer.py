@@ -21,7 +21,7 @@ from paro.distributed.control import Control
 from paro.distributed.exposed_time import WaitKind
 from paro.optim.finite import square_sum
 from paro.schedule.movement import UsualMovement
-from paro.sharding.buffers import TORCH_TYPES
+from paro.sharding.buffers import TORCH_TYPES, swap
 from paro.sharding.shards import QuantizedUpdate, UnitShards
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.sharding_spec import Collective
@@ -184,9 +184,7 @@ class OuterUnit:
     def exchange(self) -> Event:
         """Exchange master and anchor, and queue the all-gather of masters inside the group."""
         self.wait()
-        master = self.master.clone()
-        self.master.copy_(self.anchor)
-        self.anchor.copy_(master)
+        swap(self.master, self.anchor)
         return self.spread()
 
     def spread(self) -> Event:

@@ -29,7 +29,7 @@ from paro.machine.machine import Device, Machine
 from paro.planning.step_counts import StepCounts
 from paro.precision import BYTES_OF
 from paro.spec.run_spec import RunSpec
-from paro.spec.states import adamw_states, bytes_of
+from paro.spec.states import adamw_states, averages, bytes_of
 from paro.step.actions import StepShape, Verb
 from paro.strategy import Strategy
 
@@ -104,7 +104,9 @@ class Computing:
 
     def update_seconds(self, strategy: Strategy, numel: int) -> float:
         precision = self.run.precision
-        twice = BYTES_OF[precision.accumulate] + bytes_of(adamw_states(precision))
+        twice = BYTES_OF[precision.accumulate] + bytes_of(
+            (*adamw_states(precision), *averages(precision))
+        )
         of_element = 2 * twice + self.run.compute_bytes
         return self.memory_seconds(numel // strategy.optim * of_element)
 

@@ -105,12 +105,16 @@ class RunMemory:
     def of(self, run: RunSpec) -> DeviceMemory:
         """Predict the memory at the largest snapshot of a step or of an evaluation."""
         machine, snapshot = self._machine, self._snapshot(run)
-        if run.trained and run.eval_micro_batch_size > run.micro_batch_size:
+        size, copies = run.eval_micro_batch_size, 0
+        if run.eval_ema:
+            copies = sum(spec.sent_bytes for spec in self.specs(run))
+        if run.trained and (size > run.micro_batch_size or copies):
             # Smaller evaluations never set the peak: backward needs more than forward alone.
-            size = run.eval_micro_batch_size
             forward = self._snapshot(replace(run, trained=frozenset(), micro_batch_size=size))
             name = f"{forward.name} in an evaluation (--eval-micro-batch-size {size})"
-            evaluation = forward._replace(name=name, states=snapshot.states)
+            evaluation = forward._replace(
+                name=name, states=snapshot.states, transient=forward.transient + copies
+            )
             snapshot = max(snapshot, evaluation, key=lambda one: one.total)
         device = None if machine is None else machine.device
         return device_memory(snapshot, self.communication(run), device, run.device_type)

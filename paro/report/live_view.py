@@ -113,6 +113,8 @@ class LiveView:
         name, bits = one_line(validation.name.removeprefix("validation-")), validation.bits_per_byte
         before = "" if name == "validation" else f"{name} "
         behind = "" if bits is None else f" ({bits:.4f} bits per byte)"
+        if validation.ema_loss is not None:
+            behind += f", {validation.ema_loss:.4f} averaged"
         loss = "no answered token" if validation.lm_loss is None else f"{validation.lm_loss:.4f}"
         text = f"{before}{loss}{behind} at iteration {validation.iteration}"
         self._held_out[validation.name] = text

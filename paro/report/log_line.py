@@ -97,6 +97,8 @@ def validation_block(validation: Validation) -> str:
     else:
         line += f"lm loss value: {validation.lm_loss:.6E} | "
         line += f"lm loss PPL: {perplexity(validation.lm_loss):.6E} | "
+    if validation.ema_loss is not None:
+        line += f"lm loss of averaged weights: {validation.ema_loss:.6E} | "
     if validation.bits_per_byte is not None:
         line += f"bits per byte: {validation.bits_per_byte:.6f} | "
     line += f"samples: {validation.read} | "

@@ -59,6 +59,7 @@ class Validation(NamedTuple):
     read: str  # held-out samples that the evaluation read, such as `1 to 48`
     bits_per_byte: float | None = None
     data_set: str | None = None  # the data set's name if there are several, or after training
+    ema_loss: float | None = None  # mean loss of averaged weights; None: not evaluated
 
     @property
     def name(self) -> str:

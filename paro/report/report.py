@@ -213,6 +213,8 @@ class Report:
         scalars: dict[str, float] = {}
         if loss is not None:
             scalars |= {f"lm loss {name}": loss, f"lm loss {name} ppl": perplexity(loss)}
+        if validation.ema_loss is not None:
+            scalars[f"lm loss {name} ema"] = validation.ema_loss
         if validation.bits_per_byte is not None:
             scalars[f"bits per byte {name}"] = validation.bits_per_byte
         if scalars:

@@ -8,7 +8,7 @@
 # The record FILE.run.json has arguments, environment and evaluations:
 #
 #     {"starts": [{"iteration", "time", "arguments", "facts", "environment", "measured"}, ...],
-#      "validations": [{"iteration", "data_set", "lm_loss", "bits_per_byte"}, ...]}
+#      "validations": [{"iteration", "data_set", "lm_loss", "bits_per_byte", "ema_loss"}, ...]}
 #
 # A resumed run adds its start, and removes evaluations of iterations that it will run again.
 #
@@ -173,6 +173,7 @@ class _Validation(TypedDict):
     data_set: str
     lm_loss: Figure | None
     bits_per_byte: NotRequired[Figure | None]
+    ema_loss: NotRequired[Figure | None]
 
 
 class Record(TypedDict):
@@ -234,6 +235,7 @@ class RunRecord(RunFile):
                 "data_set": validation.name,
                 "lm_loss": _finite(validation.lm_loss),
                 "bits_per_byte": _finite(validation.bits_per_byte),
+                "ema_loss": _finite(validation.ema_loss),
             }
         )
         self.try_to(self._write)

@@ -18,6 +18,16 @@ TORCH_TYPES = {
     UINT8: torch.uint8,
 }
 
+_SWAPPED = 2**20  # elements that are exchanged at a time
+
+
+def swap(one: Tensor, other: Tensor) -> None:
+    """Exchange the values of two flat tensors, in parts: no copy of either is allocated."""
+    for ours, theirs in zip(one.split(_SWAPPED), other.split(_SWAPPED), strict=True):
+        before = ours.clone()
+        ours.copy_(theirs)
+        theirs.copy_(before)
+
 
 @dataclass(slots=True)
 class Tally:

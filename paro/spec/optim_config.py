@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 from paro.spec.param_groups import ParamGroup, ParamGroups
 
 Coefficients = tuple[float, float, float]
@@ -47,7 +47,7 @@ SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
-    """AdamW, parameter groups and gradient clipping, with Megatron's names and defaults."""
+    """AdamW, parameter groups, clipping and averaged weights, with Megatron's names for most."""
 
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
@@ -57,6 +57,9 @@ class OptimConfig:
     param_group: tuple[str, ...] = ()
     apply_wd_to_qk_layernorm: bool = False
     no_weight_decay_cond_type: str | None = None  # Megatron's earlier flag for the same
+    ema_decay: float | None = None  # decay of averaged weights; None: nothing is averaged
+    ema_start: int = 0  # first iteration after which weights may be averaged
+    ema_interval: int = 1  # iterations between two updates of the average
 
     def __post_init__(self) -> None:
         self.groups()  # raises `UserError` for a value that is no group
@@ -69,6 +72,26 @@ class OptimConfig:
             raise UserError(f"--clip-grad {self.clip_grad} is negative; 0 turns clipping off")
         if self.adam_implementation == "apex":
             check_apex()
+        if self.ema_decay is not None and not 0.0 <= self.ema_decay < 1.0:
+            raise UserError(f"--ema-decay {self.ema_decay} must be in [0, 1)")
+        check_least(0, ema_start=self.ema_start)
+        check_least(1, ema_interval=self.ema_interval)
+        if self.ema_decay is None and (self.ema_start, self.ema_interval) != (0, 1):
+            raise UserError("--ema-start and --ema-interval need --ema-decay")
+
+    def averages_after(self, iteration: int) -> bool:
+        """Return whether the weights after an iteration are to be averaged."""
+        since = iteration - self.ema_start
+        return self.ema_decay is not None and since >= 0 and since % self.ema_interval == 0
+
+    def average_weight(self, number: int) -> float:
+        """Return the weight of parameters in an average of `number`, with bias correction.
+
+        A sum of weights (1 - decay) decay^i is divided by what they add up to, as Adam's moments
+        are; the first parameters have weight 1.
+        """
+        assert self.ema_decay is not None, "nothing is averaged"
+        return (1.0 - self.ema_decay) / (1.0 - self.ema_decay**number)
 
     def groups(self, *, width: float = 1.0, by_muon: bool = False) -> ParamGroups:
         """Return the rule for the factors of every parameter's rate, weight decay and epsilon."""

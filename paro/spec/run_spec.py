@@ -67,6 +67,7 @@ class RunSettings:
     materialize: Materialize = Materialize.GATHER
     device_type: str = "cuda"  # or "cpu"; decides the kernels that exist
     eval_micro_batch_size: int = 0  # samples; 0: without evaluation, or as in training
+    eval_ema: bool = False  # whether evaluations have averaged weights too
 
     def context_limits(self, world_size: int) -> ContextLimits:
         """Return the limits of context-parallel layouts on a number of ranks."""

@@ -25,7 +25,7 @@ from paro.quantization.formats import (
     RangeFormat,
 )
 from paro.spec.outer_steps import OuterConfig
-from paro.spec.states import MASTER, OptimState, adamw_states, bytes_of, muon_states
+from paro.spec.states import MASTER, OptimState, adamw_states, averages, bytes_of, muon_states
 from paro.step.actions import Verb
 from paro.step.slices import Slot
 from paro.strategy import ActionSpans, Strategy, action_spans, replicated
@@ -176,6 +176,7 @@ class ShardingSpec:
         stop, precision = self.muon_stop, self.precision
         in_last = max(0, min(numel, stop - (self.layout.numel - numel)))
         numels = {MASTER: 0 if self.master_is_param else numel}
+        numels |= dict.fromkeys(averages(precision), numel)
         numels |= dict.fromkeys(adamw_states(precision)[1:], numel - in_last)
         return numels | dict.fromkeys(muon_states(precision)[1:], min(stop, numel))
 
@@ -233,6 +234,12 @@ class ShardingSpec:
         """Format of quantized updates of parameters; None if parameters are sent exactly."""
         span, bits = self.spans.param_all_gather, self.precision.inter_param_bits
         return self._quantized(span, bits, UPDATE_BLOCK, self.strategy.optim, self.param_dtype)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of this rank's range of parameters that differ from masters, by quantization."""
+        numel = 0 if self.update_format is None else self.layout.numel // self.strategy.optim
+        return numel * BYTES_OF[self.param_dtype]
 
     @cached_property
     def grad_format(self) -> RangeFormat | None:

@@ -46,7 +46,8 @@ class OptimState:
 MASTER = OptimState(name=PARAM)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = "momentum_buffer"
-STATE_NAMES = (PARAM, *MOMENTS, MOMENTUM)
+EMA = "ema"  # the average of a parameter
+STATE_NAMES = (PARAM, *MOMENTS, MOMENTUM, EMA)
 
 
 def adamw_states(precision: PrecisionConfig) -> tuple[OptimState, ...]:
@@ -61,6 +62,11 @@ def adamw_states(precision: PrecisionConfig) -> tuple[OptimState, ...]:
 def muon_states(precision: PrecisionConfig) -> tuple[OptimState, ...]:
     """Return Muon's states: the master and the momentum."""
     return MASTER, OptimState(name=MOMENTUM, dtype=precision.exp_avg_dtype)
+
+
+def averages(precision: PrecisionConfig) -> tuple[OptimState, ...]:
+    """Return the averaged weights, which a run has of all that it trains, or nothing."""
+    return () if precision.ema_decay is None else (OptimState(name=EMA),)
 
 
 def is_for_muon(name: str, shape: Shape) -> bool:

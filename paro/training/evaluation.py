@@ -1,17 +1,23 @@
-"""Evaluation: the mean loss of the model on held-out data."""
+"""Evaluation: the mean loss on held-out data, of the model and of its averaged weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from data.batch import Batch
 from paro.distributed.timers import Timers
+from paro.sharding.shards import UnitShards
 from paro.training.micro_batches import TimedBatches
 from paro.training.step import Training
+
+_AT_ONCE = 64  # micro-batches that are kept, to evaluate averaged weights on them too
 
 
 class Evaluation(NamedTuple):
@@ -19,6 +25,7 @@ class Evaluation(NamedTuple):
 
     loss: float | None  # mean loss in nats per token; None: every token is masked
     bits_per_byte: float | None  # loss in bits per byte of text; None: token bytes are unknown
+    ema_loss: float | None = None  # mean loss of averaged weights; None: there are none
 
 
 def evaluate(
@@ -29,23 +36,66 @@ def evaluate(
     All tokens of all ranks have equal weight, also without --calculate-per-token-loss. The bytes
     that an evaluation sends are not counted.
     """
-    model, num_sharing = training.model, training.num_sharing
-    model.wait_for_updated_params()
-    own_nats = torch.zeros((), dtype=torch.float64, device=training.device)
-    own_tokens = own_bytes = 0.0
-    batches = TimedBatches(micro_batches, training.device, Timers())
-    with training.traffic.paused(), training.optimizer.agreed_parameters():
-        for _ in range(num_micro_batches):
-            batch = next(batches)
-            own_nats += model.evaluate(
+    optimizer, control = training.optimizer, training.control
+    averages = training.config.eval_ema and optimizer.num_averaged > 0
+    at_once = _AT_ONCE if averages else num_micro_batches
+    training.model.wait_for_updated_params()
+    own = torch.zeros(4, dtype=torch.float64)  # nats, tokens, bytes, nats of averaged weights
+    for begin in range(0, num_micro_batches, at_once):
+        batches = TimedBatches(micro_batches, training.device, Timers())
+        batches.kept = [] if averages else None
+        count = min(at_once, num_micro_batches - begin)
+        with _exchanged(training, None if optimizer.outer is None else optimizer.outer.exchange):
+            own[:3] += _sums(training, islice(batches, count))
+        if averages:
+            batches = TimedBatches(iter(batches.kept or ()), training.device, Timers())
+            with _exchanged(training, optimizer.exchange_averages):
+                own[3] += _sums(training, batches)[0]
+    nats, num_tokens, text_bytes, nats_of_ema = control.sum(own.tolist())
+    training.exposure.take()  # the rest: the GPU has finished by now
+    has_tokens = num_tokens > 0.0
+    return Evaluation(
+        loss=nats / num_tokens if has_tokens else None,
+        bits_per_byte=nats / math.log(2.0) / text_bytes if text_bytes > 0.0 else None,
+        ema_loss=nats_of_ema / num_tokens if averages and has_tokens else None,
+    )
+
+
+def _sums(training: Training, batches: Iterable[Batch]) -> Tensor:
+    """Sum this rank's loss, its share of unmasked tokens and that of the bytes of their text."""
+    nats = torch.zeros((), dtype=torch.float64, device=training.device)
+    tokens = text_bytes = 0.0
+    with training.traffic.paused():
+        for batch in batches:
+            nats += training.model.evaluate(
                 batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS, **batch.documents()
             )
-            own_tokens += batch.mask_sum / num_sharing
-            own_bytes += batch.text_bytes / num_sharing
+            tokens += batch.mask_sum / training.num_sharing
+            text_bytes += batch.text_bytes / training.num_sharing
             training.exposure.take()  # waits of an evaluation belong to no step
-    nats, num_tokens, text_bytes = training.control.sum([float(own_nats), own_tokens, own_bytes])
-    training.exposure.take()  # the rest: the GPU has finished by now
-    return Evaluation(
-        loss=nats / num_tokens if num_tokens > 0.0 else None,
-        bits_per_byte=nats / math.log(2.0) / text_bytes if text_bytes > 0.0 else None,
-    )
+    return torch.tensor([float(nats), tokens, text_bytes], dtype=torch.float64)
+
+
+@contextmanager
+def _exchanged(
+    training: Training, exchange: Callable[[], Iterable[UnitShards]] | None
+) -> Iterator[None]:
+    """Give the block the parameters that an exchange brings to masters, then the own, bit for bit.
+
+    `exchange` yields every unit whose masters it has exchanged; its second call reverses the first.
+    """
+    if exchange is None:
+        yield
+        return
+    model, optimizer = training.model, training.optimizer
+    quantized = (unit for unit in model.trainable_units if unit.quantized_update is not None)
+    # Where updates are quantized, parameters are not the rounded masters.
+    sent = {unit: unit.optim_param.clone() for unit in quantized}
+    with training.traffic.paused(), torch.no_grad():
+        optimizer.write_moved(exchange())
+        try:
+            yield
+        finally:
+            model.wait_for_updated_params()
+            optimizer.write_moved(exchange(), sent)
+            model.wait_for_updated_params()

@@ -79,7 +79,10 @@ class InMemoryCheckpointer:
         if found is None:
             return None
         with training.traffic.paused():
-            training.optimizer.loaded(num_steps=int(found.common["num_optimizer_steps"]))
+            training.optimizer.loaded(
+                num_steps=int(found.common["num_optimizer_steps"]),
+                num_averaged=int(found.common.get("num_averaged", 0)),
+            )
         training.exposure.take()  # discard waits during loading: they belong to no step
         self._has_older = True
         found = replace(found, seconds=time.monotonic() - begin)

@@ -55,6 +55,7 @@ def common_record(
         "global_batch_size": config.batches.global_batch_size,
         "order": resumed.order,
         "num_optimizer_steps": training.optimizer.num_steps,
+        "num_averaged": training.optimizer.num_averaged,
         "groups_alone": training.groups_alone,
         "groups": [*map(asdict, groups)],
         "has_moments": not config.checkpoint.no_save_optim,
@@ -120,8 +121,9 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
     begins = config.model.lora is not None and common.get("lora") is None
     own = None if flags.finetune else group_state_of(common, training)
     num_steps = common.get("num_optimizer_steps", 0) if own is None else own.num_optimizer_steps
+    counts = {"num_steps": num_steps, "num_averaged": common.get("num_averaged", 0)}
     with training.traffic.paused():
-        training.optimizer.loaded(num_steps=num_steps if moments and not begins else 0)
+        training.optimizer.loaded(**(counts if moments and not begins else {}))
     training.exposure.take()  # discard waits during loading: they belong to no step
     with training.control.raise_on_all_ranks():
         base = base_of(config, common)

@@ -309,6 +309,7 @@ def _update(training: Training, state: TrainState, *, grad_norm: float, unscale:
             weight_decay=training.schedule.weight_decay_at(state.scheduled_samples),
             grad_norm=grad_norm,
             unscale=unscale,
+            averages=training.optimizer.config.averages_after(state.iteration + 1),
             held=() if outer is None else outer.held(state.iteration + 1),
         )
 

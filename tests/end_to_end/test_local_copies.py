@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -22,7 +23,8 @@ ROTATED = "--paro-materialize rotate"
 # By strategy and flags: whether a run on two nodes survives the loss of one.
 PARTIAL = "--trainable last-blocks:0.5"
 MUON = "--optimizer muon --lr 1e-2"  # under IIG a group updates whole blocks
-CASES = {f"IIG {MUON}": False, f"III {ROTATED} {PARTIAL}": True}
+AVERAGED = "--ema-decay 0.9 --eval-ema --eval-iters 1"
+CASES = {f"IIG {MUON}": False, f"III {ROTATED} {PARTIAL} {AVERAGED}": True}
 
 
 def run_on_nodes(words: list[str], per_node: int, nodes: tuple[int, ...]) -> Ended:
@@ -90,6 +92,12 @@ def test_recovers_bit_for_bit(tmp_path: Path, flags: str, *, survives: bool) -> 
         assert [ended.mistake for ended in straight] == [None] * 4
         assert list((tmp_path / "straight" / "memory").iterdir()) == [], "emptied after a good end"
         assert results(run / "metrics.jsonl") == results(tmp_path / "straight" / "metrics.jsonl")
+        validations = [
+            re.findall(r"lm loss of averaged weights: (\S+)", ended[-1].printed)
+            for ended in (third, straight)
+        ]
+        assert validations[0] == validations[1]
+        assert bool(validations[0]) == (AVERAGED in flags)
         assert list((run / "memory").glob("*-node[12]")) == []
     else:
         assert "no iteration of the local copies is whole" in third[0].printed

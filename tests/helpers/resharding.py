@@ -16,7 +16,7 @@ from paro.strategy import legal_letters
 from paro.training.assembly import build_data, build_sources
 from paro.training.resume import FROM_NOTHING, load_run
 from paro.training.saving import Saver
-from paro.training.step import train_step
+from paro.training.step import Training, train_step
 from tests.helpers.flags import configured
 from tests.helpers.training import TINY, begun, built, whole_states
 
@@ -72,6 +72,7 @@ class Part:
     num_steps: int
     iteration: int
     losses: list[float]
+    averages: dict[str, Tensor]  # averaged weights after these steps
 
 
 def draw_pairs(number: int, seed: int) -> list[Pair]:
@@ -139,8 +140,15 @@ def save_and_go_on(
     num_steps, iteration = training.optimizer.num_steps, state.iteration
     losses = [train_step(training, state, source).loss for _ in range(STEPS_AFTER)]
     saver.settle()
+    averages = averages_of(training)
     training.close()
-    return Part(states, num_steps, iteration, losses)
+    return Part(states, num_steps, iteration, losses, averages)
+
+
+def averages_of(training: Training) -> dict[str, Tensor]:
+    """The averaged weights of a run, as whole tensors."""
+    states = whole_states(training, replicas=True)
+    return {name: values for name, values in states.items() if name.startswith("ema.")}
 
 
 def save_and_load(
@@ -160,5 +168,6 @@ def load_and_go_on(setting: Setting, root: Path, *, more: Sequence[str] = ()) ->
     num_steps, iteration = training.optimizer.num_steps, state.iteration
     source = build_sources(config, build_data(config, state), training, state).train
     losses = [train_step(training, state, source).loss for _ in range(STEPS_AFTER)]
+    averages = averages_of(training)
     training.close()
-    return Part(states, num_steps, iteration, losses)
+    return Part(states, num_steps, iteration, losses, averages)

@@ -63,7 +63,8 @@ class Trained:
     """The results of a run on one rank."""
 
     steps: list[StepResult]
-    parameters: dict[str, Tensor]  # whole, fp32: the optimizer's master parameters if it has them
+    # Whole, fp32: the optimizer's master parameters if it has them, and averages as ema.NAME.
+    parameters: dict[str, Tensor]
     model_state_bytes: int
     ledger: Ledger  # after training
     slice_bytes: int = 0  # of parameters, for the largest part that rotates
@@ -118,7 +119,10 @@ def train(
     steps = run_steps(config, training)
     ledger = training.model.context.ledger
     largest = max(slices_by_part(training.model.units).values(), default=0)
-    parameters = whole_parameters(training)
+    states = whole_states(training)
+    averages = {name: values for name, values in states.items() if name.startswith("ema.")}
+    parameters = whole_parameters(training) | averages
+    start |= {name: start[name.removeprefix("ema.")] for name in averages}
     training.close()
     return Trained(
         steps=steps,

@@ -76,7 +76,7 @@ RUNS = (
     f"{TINY} --tokenizer-type HuggingFaceTokenizer --tokenizer-model files/tokenizer.json "
     "--mock-data --train-iters 1 --lr 1 --lora-rank 2 --dry-run --world-size 8",
     f"{TINY} --tokenizer-type NullTokenizer --vocab-size 301 --mock-data --train-iters 1 --lr 1 "
-    f"--optimizer muon {YARN} --yarn-mscale 1 --yarn-mscale-all-dim 0",
+    f"--optimizer muon --ema-decay 0.9 --eval-ema {YARN} --yarn-mscale 1 --yarn-mscale-all-dim 0",
     f"{TINY} --tokenizer-type NullTokenizer --vocab-size 301 --mock-data --train-iters 2 --lr 1 "
     "--paro-outer-steps 1 --paro-outer-warmup 0",
 )

@@ -50,7 +50,7 @@ RENAMED = {
     "weight_decay": "schedule.start_weight_decay",
 }
 # Fields with a flag's name that are computed from it, or repeat it for another reader.
-ALSO = {"data.seed", "model.vocab_size", "vocab_size"}
+ALSO = {"data.seed", "model.vocab_size", "precision.ema_decay", "vocab_size"}
 # Fields that come from no flag.
 UNOWNED = {
     "arguments",
@@ -96,6 +96,7 @@ CHANGES = {
     ),
     "--bf16": ("--grad-reduce-in-bf16",),
     "--decoupled-lr 0.2": ("--decoupled-min-lr 0.1",),
+    "--ema-decay 0.9": ("--eval-ema",),
     "--bf16 --context-parallel-size 4": ("--hierarchical-context-parallel-sizes 2 2",),
     LORA: (
         *("--lora-alpha 3", "--lora-base-dtype bf16", "--lora-dropout 0.1"),

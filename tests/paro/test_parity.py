@@ -43,6 +43,7 @@ GROUPS = (
 MUP = "--use-mup --mup-base-hidden-size 8 --mup-embedding-mult 3 --mup-base-head-dim 3"
 MODERN = f"--add-qkv-bias --qk-layernorm --z-loss-weight 0.1 {GROUPS} {MUP}"
 COMPILED = "--torch-compile aot_eager"
+AVERAGED = "--ema-decay 0.7"
 MUON = "--optimizer muon --muon-fp32-matmul-prec highest"
 FIVE = "--num-layers 5"  # blocks, of which 4 groups have one each, and one is left over
 INDUCTOR = "--torch-compile inductor"
@@ -153,8 +154,10 @@ def compared(
 def test_strategies_train_as_one_process_does(
     world_size: int, group_size: int, letters: tuple[str, ...]
 ) -> None:
-    variants = [(name, "", ()) for name in letters]
+    """Averaged weights are those of one process, too, and add no byte to what is sent."""
+    variants = [(name, AVERAGED, ()) for name in letters]
     for _, flags, _, trained in compared(world_size, group_size, variants):
+        assert any(name.startswith("ema.") for name in trained.parameters)
         assert_formulas(trained, flags, world_size, group_size)
         assert_few_buffers(trained.ledger, prefetch=1, tied=False)
 
@@ -169,10 +172,10 @@ def test_strategies_train_as_one_process_does(
             2,
             [
                 ("1,2,4", "--muon-nesterov --group-query-attention --num-query-groups 1"),
-                ("IIG", TIED),
+                ("IIG", f"{TIED} {AVERAGED}"),
                 ("GGG", f"{MODERN} --paro-collective ho-ring"),
                 ("IIG", LAST),
-                ("NIG", "--grad-reduce-in-bf16 --bf16"),
+                ("NIG", f"--grad-reduce-in-bf16 --bf16 {AVERAGED}"),
             ],
         ),
         pytest.param(

@@ -84,7 +84,7 @@ def check(
 @pytest.mark.ranks
 def test_rings_in_groups_train_as_one_process_does() -> None:
     cases: list[Variant] = [
-        ("III", f"{IN_PLACE} {TIED}", ()),
+        ("III", f"{IN_PLACE} {TIED} --ema-decay 0.7", ()),
         ("IIG", f"{MODERN} {FULL}", ()),
         ("IIG", "", FROZEN),
         ("III", f"{IN_PLACE} {LAST}", ()),

@@ -90,7 +90,9 @@ def make_parser() -> Parser:
     add_model_args(parser)
     add_lora_args(parser)
     add_recompute_args(parser)
-    add_trainer_flags(parser.add_argument_group("optimizer"), "optimizer", "muon_num_ns_steps")
+    add_trainer_flags(
+        parser.add_argument_group("optimizer"), "optimizer", "muon_num_ns_steps", "ema_decay"
+    )
     add_mixed_precision_args(parser)
     add_context_args(parser)
     group = parser.add_argument_group("fewer bits between groups")

@@ -47,6 +47,7 @@ class Conversion:
     target: Path
     dtype: torch.dtype | None  # dtype of the target's tensors; None: as in the source
     iteration: int | None = None  # iteration of this project's checkpoint; None: the latest
+    averaged: bool = False  # whether to read averaged weights of this project's checkpoint
     base: str | None = None  # folder of the source's base, if the base has moved
     base_model: str | None = None  # name of the base in peft's adapters; None: the base's origin
     merge: bool = False  # whether adapters may be merged into the weights
@@ -66,6 +67,8 @@ class Conversion:
             )
         if self.iteration is not None and self.source_format != "paro":
             raise UserError(f"--ckpt-step {self.iteration} needs --from paro")
+        if self.averaged and self.source_format != "paro":
+            raise UserError("--weights ema needs --from paro")
         if self.base is not None and self.source_format not in ("paro", PEFT):
             raise UserError(f"--base {self.base} needs --from paro or peft")
         if self.base_model is not None and self.target_format != PEFT:
@@ -90,7 +93,7 @@ class Conversion:
 
     def _open(self) -> Source:
         if self.source_format == "paro":
-            return open_native(self.source, self.iteration, self.base)
+            return open_native(self.source, self.iteration, self.base, averaged=self.averaged)
         if self.source_format == PEFT:
             assert self.base is not None, "checked before"
             with about("--base "):

@@ -35,19 +35,27 @@ from paro.checkpoint.save import write_files
 from paro.checkpoint.storage import CheckedReader
 from paro.errors import UserError, about
 from paro.layout import Shape
-from paro.spec.states import PARAM
+from paro.spec.states import EMA, PARAM
 from paro.untrusted.schema import conform
 
 
-def open_native(root: Path, iteration: int | None = None, base: str | None = None) -> Source:
+def open_native(
+    root: Path, iteration: int | None = None, base: str | None = None, *, averaged: bool = False
+) -> Source:
     """Open a checkpoint of a run or of a conversion; `UserError` says what is wrong.
 
     Frozen parameters are read from the checkpoint's base (in the folder `base`, if it has moved),
-    and adapters are merged into them.
+    and adapters are merged into them. With `averaged`, the averages of what trained are read.
     """
     directory = find_checkpoint(root, iteration)
     common = common_of(directory)
-    found = _tensors_in(read_manifest(directory))
+    manifest = read_manifest(directory)
+    found = _tensors_in(manifest)
+    if averaged:
+        averages = _tensors_in(manifest, EMA)
+        if not (averages and common.get("num_averaged")):
+            raise UserError(f"--weights ema: {directory} has no averaged weights (--ema-decay)")
+        found |= averages
     origin = common.get("converted_from")
     under = open_base(common.get("base"), base, f"{directory}")
     if under is not None:
@@ -79,19 +87,19 @@ def open_native(root: Path, iteration: int | None = None, base: str | None = Non
     return source.with_adapters(lora, adapters, scalings)
 
 
-def _tensors_in(manifest: Manifest) -> dict[str, LazyTensor]:
-    """Return the parameters in an iteration's folder, by name."""
+def _tensors_in(manifest: Manifest, kind: str = PARAM) -> dict[str, LazyTensor]:
+    """Return the parameters in an iteration's folder, or another state of them, by name."""
     manifest.check_sizes(manifest.files)
     reader = CheckedReader(manifest)
     return {
-        name.removeprefix(f"{PARAM}."): LazyTensor(
+        name.removeprefix(f"{kind}."): LazyTensor(
             shape=tuple(state.size),
             dtype=state.properties.dtype,
             rows=partial(_read_rows, reader, name, state),
             name=f"{reader.directory}: {name.removeprefix(f'{PARAM}.')}",
         )
         for name, state in reader.metadata.state_dict_metadata.items()
-        if isinstance(state, TensorStorageMetadata) and name.startswith(f"{PARAM}.")
+        if isinstance(state, TensorStorageMetadata) and name.startswith(f"{kind}.")
     }
 
 

@@ -25,10 +25,11 @@ from tests.helpers.resharding import (
 pytestmark = pytest.mark.ranks
 
 ROUNDED = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-MUON = f"--optimizer muon --muon-fp32-matmul-prec highest {ROUNDED}"
+MUON = f"--optimizer muon --muon-fp32-matmul-prec highest {ROUNDED} --ema-decay 0.7"
 GROUPS = "--decoupled-lr 0.01 --param-group names:*.w_up,blocks.1.* lr-mult=3 wd-mult=2"
 NORMS = f"--qk-layernorm --apply-wd-to-qk-layernorm {GROUPS} names:*.k_norm lr-mult=0.5"
 SHARED = "--cp-comm-type a2a --context-parallel-size 2"
+AVERAGED = "--ema-decay 0.7"
 LAST = "--trainable last-blocks:0.34"
 LORA = "--lora-rank 3 --lora-dropout 0.2 --lora-target-modules q_proj,down_proj"
 Parts = tuple[Sequence[Part], Sequence[Part]]  # of all ranks: before and after the resumption
@@ -43,10 +44,10 @@ def on(
 
 # Saved by 4 ranks and loaded by 2, but for the first, with which the adapters begin.
 FEW = {
-    "the same": Pair(
-        on(2, 1, "GGG", "flat", GROUPS), on(2, 1, "GGG", "flat", GROUPS), asynchronous=False
+    "the same": Pair(*2 * (on(2, 1, "GGG", "flat", f"{GROUPS} {AVERAGED}"),), asynchronous=False),
+    "groups": Pair(
+        on(4, 2, "IIG", "ho-ring", AVERAGED), on(2, 2, "NNG", "h-ring", AVERAGED), asynchronous=True
     ),
-    "groups": Pair(on(4, 2, "IIG", "ho-ring"), on(2, 2, "NNG", "h-ring"), asynchronous=True),
     "degrees": Pair(
         on(4, 4, "1,2,4", "ring", NORMS), on(2, 1, "GGG", "native", NORMS), asynchronous=False
     ),
@@ -113,8 +114,9 @@ def check(pair: Pair, parts: Parts) -> None:
     there, here = parts
     saved, loaded = there[0].states, here[0].states
     assert saved.keys() == loaded.keys()
-    is_muon = "muon" in pair.before.more
-    kinds = {"param", "exp_avg", "exp_avg_sq", *(["momentum_buffer"] if is_muon else [])}
+    more = {"muon": "momentum_buffer", "--ema-decay": "ema"}
+    kinds = {kind for word, kind in more.items() if word in pair.before.more}
+    kinds |= {"param", "exp_avg", "exp_avg_sq"}
     assert {name.partition(".")[0] for name in saved} == kinds
     for name, values in saved.items():
         assert torch.equal(values, loaded[name]), f"{pair}: {name}"
@@ -122,7 +124,11 @@ def check(pair: Pair, parts: Parts) -> None:
         assert (part.num_steps, part.iteration) == (STEPS_BEFORE, STEPS_BEFORE)
         if pair.before == pair.after:
             assert part.losses == there[0].losses, pair
+            for name, values in there[0].averages.items():
+                assert torch.equal(values, part.averages[name]), f"{pair}: {name}"
         assert_near(part.losses, there[0].losses, 1e-5, str(pair))
+        for name, values in there[0].averages.items():  # moved by the learning rate, 0.002, a step
+            assert torch.allclose(values, part.averages[name], rtol=0, atol=1e-4), f"{pair}: {name}"
 
 
 def check_stored(root: Path, trains: str) -> None:

@@ -52,7 +52,7 @@ class _OuterLoop:
 
     def __init__(self, models: Sequence[Training], outer: OuterConfig) -> None:
         self.outer, self.models = outer, models
-        self.masters = [[part.master for part in each.optimizer.parts] for each in models]
+        self.masters = [[part.master for part in each.optimizer._parts.values()] for each in models]
         self.reference = [master.clone() for master in self.masters[0]]
         self.momentum = [torch.zeros_like(master) for master in self.masters[0]]
         self.begun: list[list[Tensor]] = []
@@ -75,13 +75,15 @@ class _OuterLoop:
             for masters, before in zip(self.masters, self.begun, strict=True):
                 masters[index].add_(reference - before[index])
         for training in self.models:
-            for part in training.optimizer.parts:
+            for part in training.optimizer._parts.values():
                 part.write_params()
 
 
 def _copy_states(source: Training, target: Training) -> None:
     target.optimizer.num_steps = source.optimizer.num_steps
-    for theirs, ours in zip(source.optimizer.parts, target.optimizer.parts, strict=True):
+    for theirs, ours in zip(
+        *(each.optimizer._parts.values() for each in (source, target)), strict=True
+    ):
         for name, values in theirs.states.items():
             ours.states[name].copy_(values)
         ours.set_num_steps(source.optimizer.num_steps)

@@ -89,13 +89,16 @@ def test_updates_have_the_bits_of_the_class(implementation: str, *, begins_anew:
     """Also of an object that goes on from moments and their number of steps."""
     param = torch.linspace(-1, 1, 37)
     wanted, states = expected(param), (param, torch.zeros(37), torch.zeros(37))
+    average, averaged = torch.zeros(37), torch.zeros(37)
     ours = make(implementation, *states)
     for index, (grad, (lr, weight_decay)) in enumerate(zip(gradients(), STEPS, strict=True)):
         if begins_anew:
             ours = make(implementation, *states)
             ours.set_num_steps(index)
-        ours.step(grad, Update(lr, weight_decay))
+        ours.step(grad, Update(lr, weight_decay, average=average, average_weight=0.3))
+        averaged.lerp_(param, 0.3)
     assert torch.equal(param, wanted)
+    assert torch.equal(average, averaged)
 
 
 def test_without_apex_its_flag_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,20 +109,24 @@ def test_without_apex_its_flag_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("copies", [False, True])
-def test_one_pass_is_scaling_updating_and_casting(kind: torch.dtype, copies: bool) -> None:
+def test_one_pass_is_scaling_updating_averaging_and_casting(
+    kind: torch.dtype, copies: bool
+) -> None:
     """Over several blocks of a kernel, and going on from a number of steps."""
     found = []
     with interpreter():
         for name in ("torch", "triton"):
             states = [torch.linspace(-1, 1, 2500), torch.zeros(2500), torch.zeros(2500)]
             copy = torch.zeros(2500, dtype=torch.bfloat16) if copies else None
+            average = None if copies else states[0].clone()
             ours = make(name, *states)
             for step, grad in enumerate(gradients(2500)):
                 if step == 1:
                     ours = make(name, *states)
                     ours.set_num_steps(1)
-                ours.step(grad.to(kind), Update(0.1, 0.2, factor=0.3, copy=copy))
-            found.append((*states, *([] if copy is None else [copy.float()])))
+                ours.step(grad.to(kind), Update(0.1, 0.2, 0.3, copy, average, 0.3))
+            written = (whole.float() for whole in (copy, average) if whole is not None)
+            found.append((*states, *written))
     for torchs, tritons in zip(*found, strict=True):
         rounding = 2.0**-7 if copies and torchs is found[0][-1] else 1e-5
         assert torch.allclose(tritons, torchs, rtol=rounding, atol=1e-6)

@@ -225,7 +225,7 @@ def lose_a_group(cases: Sequence[tuple[str, float]]) -> list[tuple[States, str |
         outer.usual = [UsualMovement(num_rounds=100, mean=0.2, variance=0.01)]
         for step in range(1, 5):
             if step == 4 and outer.group.index == 1:
-                for part in training.optimizer.parts:
+                for part in training.optimizer._parts.values():
                     for values in part.states.values():
                         values.detach()[:1] += moved
             train_step(training, state, source)

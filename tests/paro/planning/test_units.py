@@ -122,10 +122,15 @@ CODES = {"inter_param_bits": 4, "inter_grad_bits": 4, "accumulate_allreduce_grad
     ("letters", "config", "is_trained", "changes"),
     [
         ("NIG", WIDE, all_train, CODES),
-        ("NNG", WIDE, all_train, {"optimizer": "muon"}),
+        ("NNG", WIDE, all_train, {"optimizer": "muon", "ema_decay": 0.9}),
         ("IIG", WITH_ADAPTERS, is_adapter, {"lora_base_dtype": "bf16", "compute": "fp32"}),
         # Adapters are in one unit with the norms, which are replicated.
-        ("IIG", WITH_ADAPTERS, is_adapter, {"inter_param_bits": 4, "rotates": True}),
+        (
+            "IIG",
+            WITH_ADAPTERS,
+            is_adapter,
+            {"ema_decay": 0.9, "inter_param_bits": 4, "rotates": True},
+        ),
     ],
 )
 def test_codes_buckets_and_types_are_counted_too(
@@ -139,10 +144,12 @@ def test_codes_buckets_and_types_are_counted_too(
 
 
 def test_the_master_is_stored_unless_it_is_the_parameter_shard() -> None:
+    """And the average of a parameter in any case, if there is one."""
     fp32, bf16 = PrecisionConfig(compute="fp32"), PrecisionConfig(compute="bf16")
     rounded = replace(fp32, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
     for letters, precision, of_element in (
         ("GIG", fp32, 8), ("IIG", fp32, 12), ("IIG", rounded, 8), ("GIG", bf16, 12),
+        ("GIG", replace(fp32, ema_decay=0.9), 12), ("GIG", replace(bf16, ema_decay=0.9), 16),
     ):  # fmt: skip
         placed = on_ranks(letters, world_size=4, group_size=2)
         states = state_bytes(specs_of(one_unit(400), *placed, precision))

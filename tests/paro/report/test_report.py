@@ -147,12 +147,17 @@ def test_an_evaluation_has_megatrons_tags(monkeypatch: pytest.MonkeyPatch) -> No
     written: list[Mapping[str, float]] = []
     report = make(ReportConfig())
     monkeypatch.setattr(report.dashboards, "write", lambda values, *_: written.append(values))
-    report.validation(Validation(2, 16, 1.0, "all", 0.5))
+    report.validation(Validation(2, 16, 1.0, "all", 0.5, ema_loss=0.75))
     report.validation(Validation(2, 16, 1.0, "all", data_set="test"))
     report.validation(Validation(2, 16, None, "all", data_set="validation-empty"))
     ppl = pytest.approx(2.718281828)
     assert written == [
-        {"lm loss validation": 1.0, "lm loss validation ppl": ppl, "bits per byte validation": 0.5},
+        {
+            "lm loss validation": 1.0,
+            "lm loss validation ppl": ppl,
+            "lm loss validation ema": 0.75,
+            "bits per byte validation": 0.5,
+        },
         {"lm loss test": 1.0, "lm loss test ppl": ppl},
     ]
 

@@ -143,19 +143,20 @@ def test_a_resumed_run_adds_its_start_and_repeats_no_evaluation(tmp_path: Path) 
     first = RunRecord(path, Log(), lambda: True, start_iteration=0)
     first.start({"lr": 0.1, "save": Path("x")}, FACTS, CPU)
     for iteration in (10, 20):
-        first.validation(Validation(iteration, 8 * iteration, 1.0, "all", 0.5))
+        made = Validation(iteration, 8 * iteration, 1.0, "all", 0.5, ema_loss=0.75)
+        first.validation(made)
     second = RunRecord(path, Log(), lambda: True, start_iteration=10)
     second.start({"lr": 0.2}, FACTS, CPU)
     second.validation(Validation(20, 160, math.nan, "all", math.nan))
-    found = read(path)
-    assert [start["iteration"] for start in found["starts"]] == [0, 10]
-    assert [start["arguments"]["lr"] for start in found["starts"]] == [0.1, 0.2]
-    assert [[*at.values()] for at in found["validations"]] == [
-        [10, "validation", 1.0, 0.5],
-        [20, "validation", None, None],
+    written = read(path)
+    assert [start["iteration"] for start in written["starts"]] == [0, 10]
+    assert [start["arguments"]["lr"] for start in written["starts"]] == [0.1, 0.2]
+    assert [[*at.values()] for at in written["validations"]] == [
+        [10, "validation", 1.0, 0.5, 0.75],
+        [20, "validation", None, None, None],
     ]
-    assert found["starts"][0]["facts"]["flops_per_token"] == FACTS.flops_per_token
-    assert found["starts"][0]["environment"]["torch"] == torch.__version__
+    assert written["starts"][0]["facts"]["flops_per_token"] == FACTS.flops_per_token
+    assert written["starts"][0]["environment"]["torch"] == torch.__version__
 
 
 def test_a_fresh_run_starts_a_record_of_its_own(tmp_path: Path) -> None:

@@ -1,0 +1,159 @@
+"""Averaged weights: the mean of torch's class, when they are averaged, and their evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
+
+from data.batch import Batch
+from paro.config.run import RunConfig
+from paro.sharding.buffers import _SWAPPED, swap
+from paro.spec.optim_config import OptimConfig
+from paro.training.assembly import build_data, build_sources
+from paro.training.evaluation import evaluate
+from paro.training.step import Training, train_step
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import TINY, begun, built, whole_states
+
+DECAY = 0.8
+FLAGS = f"{TINY} --ema-decay {DECAY} --eval-ema --eval-iters 2 --train-iters 6"
+
+
+def test_the_average_is_that_of_torch_with_bias_correction() -> None:
+    """Adam's correction of a sum that begins at 0, written as a step towards the parameters."""
+
+    def average(mean: Tensor, param: Tensor, number: Tensor) -> Tensor:
+        share = (1 - DECAY) / (1 - DECAY ** (int(number) + 1))
+        return mean + share * (param - mean)
+
+    config, training = built(f"{FLAGS} --ema-start 2 --ema-interval 2 --global-batch-size 2")
+    state, source = begun(config, training)
+    holder = torch.nn.ParameterDict(_params(training))
+    theirs: AveragedModel | None = None
+    sum_of_weights = 0.0
+    uncorrected = {name: torch.zeros_like(values) for name, values in _params(training).items()}
+    for iteration in range(1, 7):
+        train_step(training, state, source)
+        if iteration % 2:
+            continue
+        holder.load_state_dict(_params(training))
+        theirs = theirs or AveragedModel(holder, avg_fn=average)
+        theirs.update_parameters(holder)
+        sum_of_weights = DECAY * sum_of_weights + 1 - DECAY
+        for name, values in _params(training).items():
+            uncorrected[name].lerp_(values, 1 - DECAY)
+    assert theirs is not None
+    assert training.optimizer.num_averaged == 3
+    wanted = dict(theirs.module.named_parameters())
+    for name, values in _averages(training).items():
+        assert torch.allclose(values, wanted[name], rtol=1e-6, atol=1e-7), name
+        corrected = uncorrected[name] / sum_of_weights
+        assert torch.allclose(values, corrected, rtol=1e-5, atol=1e-6), name
+
+
+def _params(training: Training) -> dict[str, Tensor]:
+    """Masters by names without a dot, which containers of torch refuse."""
+    return _states(training, "param.")
+
+
+def _averages(training: Training) -> dict[str, Tensor]:
+    return _states(training, "ema.")
+
+
+def _states(training: Training, kind: str) -> dict[str, Tensor]:
+    states = whole_states(training)
+    return {
+        name.removeprefix(kind).replace(".", "/"): values
+        for name, values in states.items()
+        if name.startswith(kind)
+    }
+
+
+def test_weights_are_averaged_from_the_start_at_intervals() -> None:
+    config = OptimConfig(ema_decay=0.9, ema_start=5, ema_interval=3)
+    assert [n for n in range(1, 15) if config.averages_after(n)] == [5, 8, 11, 14]
+    every = replace(config, ema_start=0, ema_interval=1)
+    assert all(map(every.averages_after, range(1, 4)))
+    assert not any(map(OptimConfig().averages_after, range(4)))
+
+
+def test_swapping_twice_changes_nothing() -> None:
+    one, other = torch.arange(_SWAPPED + 3.0), -torch.arange(_SWAPPED + 3.0)
+    before = one.clone(), other.clone()
+    swap(one, other)
+    assert torch.equal(one, before[1])
+    assert torch.equal(other, before[0])
+
+
+def test_nothing_is_evaluated_before_the_first_average() -> None:
+    config, training = built(f"{FLAGS} --ema-start 3 --global-batch-size 2")
+    state, source = begun(config, training)
+    for has_average in (False, False, True):
+        train_step(training, state, source)
+        found = evaluate(training, _held_out(config, training), 2)
+        assert (found.ema_loss is not None) is has_average
+
+
+def _held_out(config: RunConfig, training: Training) -> Iterator[Batch]:
+    state, _ = begun(config, training)
+    return build_sources(config, build_data(config), training, state).valid[0].batches
+
+
+CASES = [
+    ("GGG", ""),
+    ("NII", "--bf16"),
+    ("IIG", "--bf16 --optimizer muon --paro-updated-ahead 2"),
+    ("NIG", "--bf16 --paro-inter-param-bits 4 --paro-inter-bits-warmup-iters 0"),
+    ("III", "--paro-materialize rotate"),
+]
+
+
+def _bits(training: Training) -> list[Tensor]:
+    """All that a rank holds of parameters and optimizer states, as copies."""
+    training.model.wait_for_updated_params()
+    held = [unit.param_shard for unit in training.model.units]
+    held += [shard.values for shard in training.optimizer.flat_shards()]
+    return [values.detach().clone() for values in held]
+
+
+def evaluate_averages(cases: Sequence[tuple[str, str]]) -> None:
+    """Evaluates the averages of each case on this rank, then as parameters of a model."""
+    for letters, more in cases:
+        label = f"{letters} {more}"
+        config, training = built(
+            f"{FLAGS} --global-batch-size 8 --paro-strategy {letters} --paro-group-size 2 {more}"
+        )
+        optimizer = training.optimizer
+        state, source = begun(config, training)
+        usual = [train_step(training, state, source).sent for _ in range(2)]
+        before = _bits(training)
+        found = evaluate(training, _held_out(config, training), 2)
+        for was, now in zip(before, _bits(training), strict=True):
+            assert torch.equal(was, now), label
+        assert train_step(training, state, source).sent == usual[1], label
+        training.model.wait_for_updated_params()
+        # Averages after the second step again, as the only weights.
+        states = {shard.state: [] for shard in optimizer.flat_shards()}
+        for values, was in zip(
+            optimizer.flat_shards(), before[len(training.model.units) :], strict=True
+        ):
+            states[values.state].append(was)
+        for (unit, part), average in zip(optimizer._parts.items(), states["ema"], strict=True):
+            part.master.detach().copy_(average)
+            unit.optim_param.copy_(average)
+        optimizer.loaded(num_steps=2)
+        alone = evaluate(training, _held_out(config, training), 2)
+        assert alone.ema_loss is None, "nothing is averaged in what was loaded"
+        assert found.ema_loss == alone.loss != found.loss, (label, found, alone)
+        training.close()
+
+
+@pytest.mark.ranks
+def test_an_evaluation_of_averages_leaves_no_bit_and_no_byte_behind() -> None:
+    """Under any strategy, also where parameters are what quantized updates made of them."""
+    run_ranks(evaluate_averages, 4, CASES)
