@@ -113,6 +113,9 @@ TARGETS: dict[str, Target] = {
     "tokenizer training": Target(
         "tools/train_tokenizer.py --input {set}/text.jsonl --output-prefix {out}/t --vocab-size 270"
     ),
+    "merge of checkpoints": Target(
+        f"tools/merge_checkpoints.py --input {SAVED} --last 2 --output {{out}}/merged"
+    ),
     "dashboard": Target("tools/wandb_dashboard.py --wandb-project p --dry-run"),
     "corpus": Target(OWN, ("corpus_text_document.idx", "corpus_text_document.bin")),
     "checked corpus": Target(

@@ -1,0 +1,171 @@
+"""Merged checkpoints: means of numpy, of any strategies, in little memory, to train from."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import paro.checkpoint.convert.source
+from paro.checkpoint.convert.native import open_native
+from paro.checkpoint.convert.source import LazyTensor
+from paro.report.log import Log
+from paro.training.resume import load_run
+from paro.training.step import train_step
+from tests.end_to_end.test_fixtures import SETS
+from tests.helpers.checkpoints import load_parameters
+from tests.helpers.commands import output_of
+from tests.helpers.refusals import refused
+from tests.helpers.training import TINY, begun, built, save_run
+from tests.tools.untrained import convert
+from tools.merge_checkpoints import main, mean_of
+
+STEPS = (1, 2, 4)
+AVERAGED = "--ema-decay 0.5"
+RUN = f"{TINY} --train-iters 4 --global-batch-size 2 --lr 0.1 --make-vocab-size-divisible-by 32"
+
+
+def merge(there: Path, here: Path, *words: object) -> str:
+    """Runs tools/merge_checkpoints.py; returns what it prints."""
+    given = ["--input", there, "--output", here, *words]
+    return output_of(partial(main, [*map(str, given)]))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of some iterations, with averaged weights; one block is frozen."""
+    folder = tmp_path_factory.mktemp("merge")
+    flags = f"{RUN} {AVERAGED} --save {folder} --trainable last-blocks:0.67"
+    config, training = built(flags)
+    state, source = begun(config, training)
+    for iteration in range(1, 5):
+        train_step(training, state, source)
+        if iteration in STEPS:
+            save_run(config, training, state=state)
+    return folder
+
+
+def parameters_at(folder: Path, *, averaged: bool = False) -> Iterator[dict[str, Tensor]]:
+    for iteration in STEPS:
+        tensors = open_native(folder, iteration, averaged=averaged).tensors
+        yield {name: tensor.whole(torch.float32) for name, tensor in tensors.items()}
+
+
+SCHEMES = {
+    "uniform": (1 / 3, 1 / 3, 1 / 3),
+    "linear": (1 / 6, 2 / 6, 3 / 6),
+    "1-sqrt": (0.57735027, 0.23914631, 0.18350342),  # sqrt(j / 3) - sqrt((j - 1) / 3)
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_merge_is_the_weighted_mean_of_numpy(
+    scheme: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paro.checkpoint.convert.source, "CHUNK_BYTES", 300)  # a few rows at a time
+    which = ("--last", 3) if scheme == "uniform" else ("--iterations", "4,1,2")
+    merge(run, tmp_path / "merged", *which, "--weights", scheme)
+    merged = load_parameters(tmp_path / "merged")
+    first, *others = parameters_at(run)
+    for name, values in first.items():
+        each = np.stack([values.numpy(), *(other[name].numpy() for other in others)])
+        mean = np.tensordot(np.array(SCHEMES[scheme]), each, axes=1)
+        found = merged[name][: len(values)].numpy()
+        np.testing.assert_allclose(found, mean, rtol=1e-5, atol=1e-6, err_msg=name)
+        if (each == each[0]).all():
+            assert (found == each[0]).all(), f"{name}, which is frozen"
+    assert merged["head.weight"].shape[0] == 64, "padded as it was"
+
+
+def test_training_and_conversion_go_on_from_a_merge(run: Path, tmp_path: Path) -> None:
+    merge(run, tmp_path / "merged", "--last", 2)
+    merged = load_parameters(tmp_path / "merged")
+    config, training = built(f"{RUN} --load {tmp_path / 'merged'} --save {tmp_path / 'next'}")
+    assert load_run(config, training, Log()).state is None
+    save_run(config, training)
+    for name, values in load_parameters(tmp_path / "next").items():
+        assert torch.equal(values, merged[name]), name
+    convert("paro", "hf", tmp_path / "merged", tmp_path / "hf")
+
+
+def test_checkpoints_of_any_strategies_are_merged(tmp_path: Path) -> None:
+    names = ("one-process", "iig", "nng-bf16-async")
+    for iteration, name in enumerate(names, 1):
+        there = SETS[0] / name / "saved" / "iter_0000004"
+        shutil.copytree(there, tmp_path / "run" / f"iter_{iteration:07d}")
+    merge(tmp_path / "run", tmp_path / "merged", "--last", 3)
+    found = load_parameters(tmp_path / "merged")
+    tensors = [open_native(SETS[0] / name / "saved").tensors for name in names]
+    for name, tensor in tensors[0].items():
+        mean = sum(each[name].whole(torch.float64) for each in tensors) / 3
+        assert torch.allclose(found[name][: tensor.shape[0]].double(), mean, rtol=1e-6), name
+
+
+def test_averaged_weights_are_exported(run: Path, tmp_path: Path) -> None:
+    """By bias correction: weights 1/7, 2/7 and 4/7 of three iterations, the last of which is 3."""
+    convert("paro", "paro", run, tmp_path / "out", "--weights", "ema", "--ckpt-step", 2)
+    found = load_parameters(tmp_path / "out")
+    one, two, _ = parameters_at(run)
+    for name, values in one.items():
+        mean = values / 3 + two[name] * 2 / 3
+        assert torch.allclose(found[name][: len(values)], mean, rtol=1e-5, atol=1e-6), name
+    words = ("paro", "hf", tmp_path / "out", tmp_path / "hf", "--weights", "ema")
+    refused(lambda: convert(*words), "--weights ema ... has no averaged weights")
+    words = ("hf", "paro", tmp_path / "out", tmp_path / "hf", "--weights", "ema")
+    refused(lambda: convert(*words), "--weights ema needs --from paro")
+
+
+@pytest.mark.parametrize("number", [2, 7])
+def test_two_pieces_are_in_memory_at_a_time(number: int) -> None:
+    """However many checkpoints are merged."""
+    live = most = 0
+
+    def gone() -> None:
+        nonlocal live
+        live -= 1
+
+    def rows(start: int, stop: int) -> Tensor:
+        nonlocal live, most
+        values = torch.full((stop - start, 3), 2.0)
+        live += 1
+        most = max(most, live)
+        weakref.finalize(values, gone)
+        return values
+
+    tensors = [LazyTensor(shape=(5, 3), dtype=torch.float32, rows=rows)] * number
+    merged = mean_of(tensors, [1 / number] * number)
+    assert merged.whole(torch.float32).eq(2.0).all()
+    assert (live, most) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--last 1", "--last 1 must be at least 2"),
+        ("--last 4", "--last 4 ... iterations 1, 2, 4"),
+        ("--iterations 1", "--iterations 1 ... 2 or more"),
+        ("--iterations 1,x", "--iterations 1,x ... 2 or more"),
+        ("--iterations 1,1", "--iterations 1,1 ... 2 or more"),
+        ("--iterations 1,3", "3 is not there ... 1, 2, 4"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(run: Path, tmp_path: Path, words: str, told: str) -> None:
+    refused(lambda: merge(run, tmp_path / "out", *words.split()), told)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_model_or_an_output_that_exists_is_refused(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "iter_0000001", tmp_path / "run" / "iter_0000001")
+    save_run(*built(f"{RUN} --num-layers 2 --save {tmp_path / 'other'}"))
+    shutil.copytree(tmp_path / "other" / "iter_0000000", tmp_path / "run" / "iter_0000002")
+    words = ("--last", 2)
+    refused(lambda: merge(tmp_path / "run", tmp_path / "out", *words), "1 and 2 ... different")
+    refused(lambda: merge(run, run, *words), f"--output {run} exists")
+    refused(lambda: merge(tmp_path / "no", tmp_path / "out", *words), "--input ... is no folder")
