@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 CHECKPOINT_PATH=${1:-checkpoints/${NAME:?is set by the recipes that source this file}}
-DATA_ARG=${2:-MOCK} # PREFIX of PREFIX.bin and PREFIX.idx, or MOCK
+DATA_ARG=${2:-MOCK} # PREFIX of PREFIX.bin and PREFIX.idx, a .json file of --data-phases, or MOCK
 OTHER_ARGS=("${@:3}")
 NNODES=${NNODES:-1}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
@@ -19,6 +19,17 @@ if [[ $DATA_ARG == MOCK ]]; then
         --tokenizer-type NullTokenizer
         --vocab-size "$MOCK_VOCAB_SIZE"
     )
+elif [[ $DATA_ARG == *.json ]]; then
+    DATA_ARGS=(
+        --data-phases "$DATA_ARG"
+        "${TOKENIZER_ARGS[@]}"
+    )
+    # Phases have training data alone.
+    if [[ -n ${VALID_DATA:-} ]]; then
+        DATA_ARGS+=(--valid-data-path "$VALID_DATA")
+    else
+        TRAINING_ARGS+=(--eval-iters 0)
+    fi
 else
     DATA_ARGS=(
         --data-path "$DATA_ARG"

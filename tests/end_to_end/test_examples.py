@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
+from data.blend import read_phases, starts_of
 from model.config import LLAMA_PRESETS
 from model.units import num_parameters
 from paro.distributed.world import World
@@ -346,6 +347,30 @@ def test_it_takes_a_corpus_and_a_tokenizer(recorders: Path, tmp_path: Path) -> N
         assert started.launcher[:5] == ["torchrun", "--nproc-per-node", "8", "--nnodes", "2"]
         assert started.flags[started.flags.index("--data-path") + 1] == "corpus"
         assert set(environment.values()) <= set(started.flags)
+
+
+def test_it_takes_the_phases_of_the_page(recorders: Path, tmp_path: Path) -> None:
+    (written,) = re.findall(r"```json\n(.*?)```", (FOLDER / "README.md").read_text(), re.S)
+    file = tmp_path / "phases.json"
+    file.write_text(written)
+    steps = [start // 576 for start in starts_of(read_phases(str(file)))]
+    assert steps == [0, 3_450_000, 4_200_000]
+    flags = start(recorders, FOLDER / "smollm3_3b.sh", tmp_path, file, VALID_DATA="held_out").flags
+    assert flags[flags.index("--data-phases") + 1] == str(file)
+    assert flags[flags.index("--valid-data-path") + 1] == "held_out"
+    flags = start(recorders, FOLDER / "olmo2_7b.sh", tmp_path, file, STAGE=2).flags
+    assert "--valid-data-path" not in flags
+    assert flags[len(flags) - flags[::-1].index("--eval-iters")] == "0"
+
+
+def test_a_second_stage_begins_with_the_rate_at_which_the_first_ends(
+    recorders: Path, tmp_path: Path
+) -> None:
+    for stage in (1, 2):
+        name, settings = "olmo2_7b.sh", {"STAGE": stage, "DRY_RUN": 1}
+        started = start_recipe(recorders, name, tmp_path / "saved", "MOCK", **settings)
+        rate = configured(started.flags).schedule.lr_at(928_646 * 1024)
+        assert rate == pytest.approx(6.15e-5, rel=0.005)
 
 
 @pytest.mark.slow("trains")
