@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from paro.checkpoint.chunks import MAX_ITEM_BYTES
-from paro.errors import UserError
 from tests.helpers.scripts import run_script
 from tools.bench_checkpoint import main
 
@@ -32,11 +31,6 @@ def bench(folder: Path, *flags: object, nproc: int | None = 0) -> dict[str, Any]
     assert not (folder / "runs").exists()
     figures: dict[str, Any] = json.loads(out.read_text())
     return figures
-
-
-def test_a_mistake_is_raised_so_that_one_rank_tells_it(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--rounds"):
-        main(["--folder", str(tmp_path), "--rounds", "many"])
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
-"""Conversion of vocabulary rows, padding apart, and of weights that are not finite."""
+"""Conversion of vocabulary rows, of weights that are not finite; inspection of every format."""
 
 from __future__ import annotations
 
 import json
 import math
+import pickle
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,26 +16,32 @@ import pytest
 import torch
 
 from data.loader import Datasets
+from model.units import num_parameters
+from paro.checkpoint.convert.conversion import OPENERS
 from paro.checkpoint.convert.hugging_face import write_hugging_face
 from paro.checkpoint.convert.megatron import write_megatron
 from paro.checkpoint.convert.native import open_native, write_native
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.convert.tensor_files import lazy
+from paro.checkpoint.metadata import read_metadata
 from paro.launch.setup import open_data
 from paro.report.log import Log
 from paro.training.resume import load_run
 from paro.training.step import TrainState
 from tests.data.test_hugging_face_tokenizer import byte_level
-from tests.helpers.commands import output_of
+from tests.fixtures.write import FIXTURES
+from tests.helpers.commands import output_of, printed
 from tests.helpers.corpora import write_corpus
 from tests.helpers.refusals import refused
 from tests.helpers.training import save_run
 from tests.model.values import SMALL
 from tests.paro.checkpoint.convert.folders import random_tensors, save_folder
+from tests.paro.checkpoint.convert.test_round_trip import CONFIG, save_meta
 from tests.tools.test_convert_checkpoint import resumed_and_saved, tensors_in, trained
-from tests.tools.untrained import convert
+from tests.tools.untrained import convert, save_untrained
 from tools.generate import load_model
 from tools.generate import main as generate
+from tools.inspect_checkpoint import format_of, main
 
 
 def rows_in(folder: Path) -> int:
@@ -172,3 +180,61 @@ def test_no_format_is_written_with_such_a_weight(
         dtype = {"": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[flags[-4:]]
         load = partial(load_model, open_native(folder), torch.device("cpu"), dtype)
         refused(load, f"{folder} ... {name} ... {told}")
+
+
+def inspected(folder: Path, *words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(printed(main, "--load", folder, "--json", *words))
+    return found
+
+
+def test_every_format_is_recognised_and_counted_and_a_truncated_file_named(tmp_path: Path) -> None:
+    save_folder(tmp_path / "hf", 2, torch.bfloat16)
+    save_meta(tmp_path / "meta", random_tensors(CONFIG), 2, by_vocab=False)
+    for name in ("paro", "megatron"):
+        convert("hf", name, tmp_path / "hf", tmp_path / name)
+    patterns = {"hf": "*.safetensors", "paro": "*/*.distcp", "meta": "*.00.pth"}
+    for name, opener in OPENERS.items():
+        folder = tmp_path / name
+        assert format_of(folder) == name
+        found, source = inspected(folder, "--verify"), opener(folder)
+        assert found["format"] == name
+        assert found["model"]["num_layers"] == source.config.num_layers
+        assert len(found["tensors"]) == len(source.tensors)
+        if name != "paro":  # it contains padding
+            assert sum(t["bytes"] for t in found["tensors"]) == source.num_bytes
+        assert found["verified"]
+        out = printed(main, "--load", folder)
+        assert out.startswith(f"format {name}\n")
+        if name == "hf":
+            total = num_parameters(source.config)
+            assert f"param: {total:,} elements, {2 * total:,} bytes" in out
+        (file,) = folder.glob(patterns.get(name, "*/*/*.pt"))
+        file.write_bytes(file.read_bytes()[:-2000])
+        refused(partial(main, ["--load", str(folder), "--verify"]), str(file), "truncated")
+
+
+def test_of_a_training_moments_and_versions_are_told(tmp_path: Path) -> None:
+    save_untrained(tmp_path, "--tokenizer-type NullTokenizer --vocab-size 60")
+    found = inspected(tmp_path)
+    states = {tensor["name"].partition(".")[0] for tensor in found["tensors"]}
+    assert states == {"param", "exp_avg", "exp_avg_sq"}
+    assert found["iteration"] == 0
+    # A wheel's metadata may lack the build suffix that torch itself reports: 2.11.0+cu130.
+    assert found["versions"]["torch"] in (torch.__version__, torch.__version__.partition("+")[0])
+    lines = printed(main, "--load", tmp_path).splitlines()
+    assert sum(line.startswith("  exp_avg_sq: ") for line in lines) == 1
+    assert any(line.startswith("  torch ") for line in lines)
+
+
+def test_names_in_a_file_cannot_act_upon_the_terminal(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "2026-11-21/iig/saved", tmp_path / "saved")
+    folder = tmp_path / "saved/iter_0000004"
+    metadata = read_metadata(folder)
+    name = f"exp_avg.\x1b[2J\u202e{'x' * 900}"
+    whole = metadata.state_dict_metadata["exp_avg.blocks.0.wo"]
+    metadata.state_dict_metadata[name] = replace(whole, chunks=[])
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    out = printed(main, "--load", tmp_path / "saved")
+    assert "  exp_avg.\\x1b[2J\\u202exxx" in out
+    assert all(line.isprintable() for line in out.splitlines())
+    assert sorted(map(len, out.splitlines()))[-2] < 300  # other lines are no wider for it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -46,40 +47,28 @@ def leftovers(name: str) -> list[str]:
 # The command line
 
 
-@pytest.mark.parametrize("separator", [[], ["--"]])
-def test_flags_after_the_script_are_the_scripts(separator: list[str]) -> None:
+def test_flags_after_the_script_are_the_scripts() -> None:
     script = ["train.py", "--name", "x", "--", "--help"]
-    args = make_parser().parse_args(["run", "--name", "mine", *separator, *script])
-    assert args.name == "mine"
-    assert args.argv == separator + script
+    for words in (script, ["--", *script]):
+        args = make_parser().parse_args(["run", "--name", "mine", *words])
+        assert (args.name, args.argv) == ("mine", words)
 
 
-@pytest.mark.parametrize(
-    ("argv", "told"),
-    [
-        (["up", "--nodes", "2"], "--ranks-per-node"),
-        (["up", "--nodes", "2", "--ranks-per-node", "2", "--inter", "fast"], "--inter: 'fast'"),
-        (["fly"], "invalid choice: 'fly'"),
-        (["down"], "needs root"),
-        (["bytes"], "needs ip and tc: install the package iproute2"),
-    ],
-)
-def test_a_mistake_is_one_line_and_status_2(
-    argv: list[str], told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0 if argv[0] != "down" else 1000)
-    monkeypatch.setattr(shutil, "which", lambda tool: None if argv[0] == "bytes" else tool)
-    refused(lambda: main(argv), told)
+def test_a_mistake_is_one_line_and_status_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    refused(lambda: main(["down"]), "needs root")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    refused(lambda: main(["up", "--nodes", "2"]), "--ranks-per-node")
+    refused(lambda: main([*UP[:-1], "fast"]), "--inter: 'fast'")
+    refused(lambda: main(["fly"]), "invalid choice: 'fly'")
+    monkeypatch.setattr(shutil, "which", lambda _tool: None)
+    refused(lambda: main(["bytes"]), "needs ip and tc: install the package iproute2")
 
 
-@pytest.mark.process
-def test_another_system_is_told_so() -> None:
-    program = (
-        "import runpy, sys; sys.platform = 'darwin'; sys.argv = ['x', 'down']; "
-        f"runpy.run_path({SCRIPT!r}, run_name='__main__')"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    refused(done, "needs Linux, not darwin")
+def test_another_system_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(sys, "argv", ["emulated_cluster.py", "down"])
+    refused(lambda: runpy.run_path(SCRIPT, run_name="__main__"), "needs Linux, not darwin")
 
 
 # Real links

@@ -1,30 +1,37 @@
-"""Generation: the most probable tokens, no padding ids, whole characters, clear mistakes."""
+"""Generation: the most probable tokens, whole characters, chats; decoding as the whole model."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from io import BytesIO, TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from data.tokenizer import NullTokenizer
+from model.config import LlamaConfig
 from model.llama import Llama
 from paro.checkpoint.convert.native import open_native
 from tests.helpers.checkpoints import load_parameters
 from tests.helpers.commands import printed
 from tests.helpers.refusals import refused
-from tests.model.values import SMALL
+from tests.model.test_llama import CONFIGS, build
+from tests.model.values import SMALL, assert_near
 from tests.tools.conftest import TEXT
+from tests.tools.preprocessing.templates import END, PLAIN
+from tests.tools.preprocessing.test_chat_template import folder_with
 from tests.tools.untrained import save_untrained
 from tools.evaluation.scoring import scores_of
 from tools.generate import main
 from tools.generation.continuing import Sampling, continuations, text_of, until_ends
+from tools.generation.decoding import Decoder
 from tools.train_tokenizer import main as train_tokenizer
 
 VOCAB = 60  # NullTokenizer's; the model has 64 rows
@@ -50,7 +57,9 @@ def mistake(told: str, *words: object) -> None:
     refused(lambda: main([*map(str, words)]), told)
 
 
-def test_greedy_takes_the_most_probable_token_every_time(checkpoint: Path) -> None:
+def test_greedy_takes_the_most_probable_token_and_a_sample_is_that_of_its_seed(
+    checkpoint: Path,
+) -> None:
     source = open_native(checkpoint)
     model = Llama(replace(source.config, vocab_size=64))
     model.load_state_dict(load_parameters(checkpoint))
@@ -62,12 +71,12 @@ def test_greedy_takes_the_most_probable_token_every_time(checkpoint: Path) -> No
     for more in ((), ("--seed", 5)):
         found = printed(main, "--load", checkpoint, *GREEDY, 12, *more)
         assert found == " ".join(map(str, ids)) + "\n"
+    sampled = ("--load", checkpoint, "--prompt", "3 1 2", "--max-new-tokens", 12)
+    first = printed(main, *sampled)
+    assert printed(main, *sampled) == first != printed(main, *sampled, "--seed", 5)
 
 
-@pytest.mark.parametrize(("flag", "dtype"), [("--bf16", torch.bfloat16), ("--fp16", torch.float16)])
-def test_a_type_is_that_of_the_model(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, flag: str, dtype: torch.dtype
-) -> None:
+def test_a_type_is_that_of_the_model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Llama] = []
 
     def watched(model: Llama, *others: Any, **more: Any) -> Iterator[list[int]]:
@@ -76,8 +85,9 @@ def test_a_type_is_that_of_the_model(
 
     monkeypatch.setattr("tools.generation.continuing.continuations", watched)
     words = ("--load", checkpoint, *GREEDY, 4)
-    assert printed(main, *words, flag, "--device", "cpu").startswith("3 1 2 ")
-    assert {p.dtype for p in held[0].parameters()} == {dtype}
+    for flag, dtype in (("--bf16", torch.bfloat16), ("--fp16", torch.float16)):
+        assert printed(main, *words, flag, "--device", "cpu").startswith("3 1 2 ")
+        assert {p.dtype for p in held.pop().parameters()} == {dtype}
     mistake("not allowed with", *words, "--bf16", "--fp16")
 
 
@@ -88,27 +98,18 @@ def test_a_gpu_continues_as_the_cpu_does(checkpoint: Path) -> None:
     assert printed(main, *words, "--device", "cuda") == printed(main, *words) == wanted
 
 
-def test_sampling_is_repeated_by_its_seed_alone(checkpoint: Path) -> None:
-    words = ("--load", checkpoint, "--prompt", "3 1 2", "--max-new-tokens", 12)
-    first = printed(main, *words)
-    assert printed(main, *words) == first
-    assert printed(main, *words, "--seed", 5) != first
-
-
-@pytest.mark.parametrize(
-    ("dtype", "told"), [(torch.float32, "--ckpt-step"), (torch.float16, "--bf16")]
-)
-def test_logits_that_are_not_finite_are_refused(dtype: torch.dtype, told: str) -> None:
-    model = Llama(replace(SMALL, num_layers=1)).to(dtype).requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        parameter.fill_(0.0 if "blocks" in name else 1.0)
-    model.head.weight.fill_(torch.finfo(dtype).max)
-    for temperature in (0.0, 1.0):
-        sampling = Sampling(temperature=temperature, seed=1)
-        tokens = continuations(model, [[0], [1]], sampling, num_ids=4)
-        refused(partial(next, tokens), f"--load ... logits ... {told}")
-    score = partial(scores_of, model, [([1], [2])], max_length=4, size=1)
-    refused(score, f"--load ... logits ... {told}")
+def test_logits_that_are_not_finite_are_refused() -> None:
+    for dtype, told in ((torch.float32, "--ckpt-step"), (torch.float16, "--bf16")):
+        model = Llama(replace(SMALL, num_layers=1)).to(dtype).requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            parameter.fill_(0.0 if "blocks" in name else 1.0)
+        model.head.weight.fill_(torch.finfo(dtype).max)
+        for temperature in (0.0, 1.0):
+            sampling = Sampling(temperature=temperature, seed=1)
+            tokens = continuations(model, [[0], [1]], sampling, num_ids=4)
+            refused(partial(next, tokens), f"--load ... logits ... {told}")
+        score = partial(scores_of, model, [([1], [2])], max_length=4, size=1)
+        refused(score, f"--load ... logits ... {told}")
 
 
 def test_a_tiny_temperature_is_greedy_and_a_huge_one_is_fair() -> None:
@@ -162,14 +163,9 @@ def test_characters_are_printed_whole() -> None:
     assert list(text_of(tokenizer, prompt, iter(added))) == ["ö", "雪", "b", ""]
     # An incomplete character is printed at the end, as a replacement.
     assert list(text_of(tokenizer, prompt, iter(added[:3]))) == ["ö", "\ufffd"]
-
-
-def test_text_comes_as_it_is_made() -> None:
-    def tokens() -> Iterator[int]:
-        yield 4
-        raise AssertionError("the second token was made before the first was printed")
-
-    assert next(text_of(NullTokenizer(9), [1, 2], tokens())) == " 4"
+    one_by_one = iter(added)
+    assert next(text_of(tokenizer, prompt, one_by_one)) == "ö"
+    assert bytes(one_by_one).decode() == "雪b", "a token was made before the first was printed"
 
 
 def test_the_prompt_comes_back_as_it_was(text_checkpoint: tuple[Path, Path]) -> None:
@@ -212,14 +208,12 @@ def test_another_models_tokenizer_is_refused(
         ("--prompt=", "--prompt is empty"),
         ("", "nothing to continue"),
         ("--prompt 1,2", "'1,2'"),
-        ("--prompt 1 --temperature -1", "--temperature -1.0"),
-        ("--prompt 1 --temperature nan", "--temperature nan"),
-        ("--prompt 1 --temperature inf", "--temperature inf"),
+        *((f"--prompt 1 --temperature {x}", f"--temperature {x}") for x in ("-1.0", "nan", "inf")),
         ("--prompt 1 --max-new-tokens 0", "--max-new-tokens 0"),
         ("--prompt 1 --top-k -1", "--top-k -1"),
-        ("--prompt 1 --top-p 0", "--top-p 0.0"),
-        ("--prompt 1 --top-p 1.5", "--top-p 1.5"),
+        *((f"--prompt 1 --top-p {share}", f"--top-p {share}") for share in ("0.0", "1.5")),
         ("--prompt-file nowhere.txt", "--prompt-file nowhere.txt cannot be read"),
+        ("--prompt 1 --ckpt-step 9", "iter_0000009 does not exist"),
     ],
 )
 def test_mistakes_are_named(checkpoint: Path, words: str, told: str) -> None:
@@ -232,17 +226,120 @@ def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
     mistake("hf download an-owner/a-model", "--load", "an-owner/a-model", "--prompt", "1")
 
 
-def test_damage_is_named_and_another_iteration_can_be_asked_for(
-    checkpoint: Path, tmp_path: Path
+TEXTS = [[5, 3, 9, 1, 1, 7, 100], [4], [8, 8, 2, 60, 61, 62, 63, 64, 65, 66, 67], [9, 2]]
+
+
+def whole(model: Llama, text: list[int]) -> Tensor:
+    """Next-token logits of every token from a forward over the whole text."""
+    with torch.no_grad():
+        logits_SV: Tensor = model(torch.tensor([text]))[0]
+    return logits_SV
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_every_token_has_the_logits_of_the_whole_model(config: LlamaConfig) -> None:
+    model = build(config).requires_grad_(False)
+    decoder = Decoder(model)
+    texts = [list(text) for text in TEXTS]
+    found = [decoder.start(texts)]
+    # Longer than the first doubling of the cache, and than the padding of the shortest text.
+    for step in range(30):
+        tokens = [(31 * step + 17 * row) % config.vocab_size for row in range(len(texts))]
+        for text, token in zip(texts, tokens, strict=True):
+            text.append(token)
+        found.append(decoder.step(torch.tensor(tokens)))
+    for row, text in enumerate(texts):
+        given_SV = torch.stack([logits_BV[row] for logits_BV in found])
+        assert_near(given_SV, whole(model, text)[-len(found) :])
+
+
+def test_a_decoder_starts_again() -> None:
+    model = build(CONFIGS["gqa of 2"]).requires_grad_(False)
+    decoder = Decoder(model)
+    decoder.start(TEXTS)
+    decoder.step(torch.tensor([1, 2, 3, 4]))
+    again = decoder.start([[5, 6]])
+    assert_near(again[0], whole(model, [5, 6])[-1])
+
+
+def test_a_token_goes_through_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(CONFIGS["mha"]).requires_grad_(False)
+    lengths = []
+    forward = type(model.blocks[0]).mlp
+
+    def counted(self: object, x_BSD: Tensor, drops: None) -> Tensor:
+        lengths.append(x_BSD.shape[1])
+        return forward(self, x_BSD, drops)
+
+    monkeypatch.setattr(type(model.blocks[0]), "mlp", counted)
+    decoder = Decoder(model)
+    decoder.start([[1, 2, 3]])
+    decoder.step(torch.tensor([4]))
+    assert lengths == [3] * 3 + [1] * 3
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint, and the folder of its tokenizer."""
+    folder = tmp_path_factory.mktemp("chat")
+    tokenizer = folder_with(folder, PLAIN)
+    words = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tokenizer}"
+    return save_untrained(folder / "saved", words), tokenizer
+
+
+@pytest.fixture
+def asked(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a model is asked that answers " ok 雪 ", and goes on behind the stop token."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folders[1])
+    texts: list[str] = []
+
+    def scripted(_model: object, prompts: Sequence[list[int]], *_: Any, **__: Any) -> Iterator[Any]:
+        texts.append(tokenizer.decode(prompts[0]))
+        return ([token] for token in tokenizer.encode(f" ok 雪 {END}no"))
+
+    monkeypatch.setattr("tools.generation.continuing.continuations", scripted)
+    return texts
+
+
+TURNS = [
+    "<|im_start|>user\nx?<|im_end|>\n<|im_start|>assistant\n",
+    "ok 雪<|im_end|>\n<|im_start|>user\nand ü?<|im_end|>\n<|im_start|>assistant\n",
+]
+
+
+@pytest.mark.slow("imports transformers")
+def test_every_answer_has_the_conversation_before_it(
+    folders: tuple[Path, Path], asked: list[str]
 ) -> None:
-    folder = tmp_path / "saved"
-    shutil.copytree(checkpoint, folder)
-    (newest,) = folder.glob("iter_*")
-    shutil.copytree(newest, folder / "iter_0000007")
-    words = ("--load", folder, "--prompt", "3 1 2", "--max-new-tokens", 2)
-    whole = printed(main, *words)
-    (file,) = newest.glob("*.distcp")
-    file.write_bytes(bytes(file.stat().st_size))
-    mistake(f"{file} is damaged (wrong checksum", *words)
-    assert printed(main, *words, "--ckpt-step", 7) == whole
-    mistake("iter_0000009 does not exist", *words, "--ckpt-step", 9)
+    words = ("--chat", "--load", folders[0], "--prompt", "x?", "--prompt", "and ü?")
+    assert printed(main, *words) == " ok 雪 \n" * 2
+    assert asked == [TURNS[0], TURNS[0] + TURNS[1]]
+
+
+@pytest.mark.slow("imports transformers")
+def test_lines_of_standard_input_are_prompts(
+    folders: tuple[Path, Path], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--chat", "--load", folders[0], "--max-new-tokens", 2)
+    for lines, count in (("x?\n\n \nand ü?", 2), ("x?\n", 1), ("", 0)):
+        asked.clear()
+        stream = TextIOWrapper(BytesIO(lines.encode()), encoding="utf-8")
+        monkeypatch.setattr("sys.stdin", stream)
+        assert printed(main, *words).count("\n") == count
+        assert [text.count("assistant") for text in asked] == [1, 2][:count]
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"x?\n\xff\n"), encoding="utf-8"))
+    refused(lambda: printed(main, *words), "standard input is not UTF-8")
+
+
+@pytest.mark.slow("imports transformers")
+def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
+    numbers = save_untrained(tmp_path / "saved", "--tokenizer-type NullTokenizer --vocab-size 60")
+    words = ["--chat", "--load", str(numbers)]
+    refused(lambda: main(words), "--chat ... --load has no folder with a chat template")
+    plain = folder_with(tmp_path, None)
+    flags = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {plain}"
+    saved = save_untrained(tmp_path / "other", flags)
+    words = ["--chat", "--load", str(saved), "--prompt", "x?"]
+    refused(lambda: main(words), f"--tokenizer-model {plain} has no chat template")

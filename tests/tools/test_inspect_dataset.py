@@ -144,9 +144,8 @@ def test_the_tokenizer_of_a_corpus_is_named_and_compared(corpus: Path, tmp_path:
     assert f"made with SentencePieceTokenizer {tmp_path.name}/own.model (280 ids" in told()
     assert told(*given, str(own)).endswith(", which is the one given")
     other = train_sentencepiece(tmp_path / "other.model", user_defined_symbols=["zz"])
-    assert f", and not with SentencePieceTokenizer {tmp_path.name}/other.model" in told(
-        *given, str(other)
-    )
+    named = f"SentencePieceTokenizer {tmp_path.name}/other.model"
+    assert f", and not with {named}" in told(*given, str(other))
 
 
 @settings(max_examples=50, deadline=None)
@@ -187,9 +186,8 @@ def test_dumped_samples_are_those_of_a_training(
     config = configured([*flags, *TRAINING], World(size=4, ranks_per_node=4))
     datasets = build_data(config)
     place = {"micro_batch_size": 2, "data_parallel_size": 4}
-    ranks = [
-        MicroBatches(Fetch(datasets.train), data_parallel_rank=rank, **place) for rank in range(4)
-    ]
+    fetch = Fetch(datasets.train)
+    ranks = [MicroBatches(fetch, data_parallel_rank=rank, **place) for rank in range(4)]
     rounds = ((next(rank) for rank in ranks) for _ in range(samples // 8))
     seen = [row for batches in rounds for batch in batches for row in batch.tokens_BS.tolist()]
     assert [line["tokens"] for line in lines] == seen
@@ -236,17 +234,15 @@ def test_the_samples_of_an_iteration_have_numbers_and_text(corpus: Path, tmp_pat
         ([*rising, "--iteration", 1], "--iteration needs --dump-samples"),
         ([*rising, *out, "--iteration", 0], "--iteration 0"),
     ):
-        refused(lambda words=words: main(list(map(str, words))), told)
+        refused(partial(printed, main, *words), told)
 
 
-def test_mock_data_can_be_dumped(tmp_path: Path) -> None:
-    flags = ["--mock-data", "--vocab-size", 50, "--seq-length", 8, "--train-samples", 5]
-    samples = dumped(tmp_path / "samples.jsonl", *flags)
-    assert [len(sample["tokens"]) for sample in samples] == [8] * 5
-
-
-def test_a_failed_dump_leaves_what_was_there(corpus: Path, tmp_path: Path) -> None:
+def test_mock_data_can_be_dumped_and_a_failure_leaves_what_was_there(
+    corpus: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "samples.jsonl"
+    mock = ("--mock-data", "--vocab-size", 50, "--seq-length", 8, "--train-samples", 5)
+    assert [len(sample["tokens"]) for sample in dumped(out, *mock)] == [8] * 5
     out.write_text("before")
     flags = ["--data-path", str(corpus), "--seq-length", "99999", "--train-samples", "1", *NULL]
     refused(lambda: main(["--dump-samples", str(out), *flags]), "--seq-length 99999 is longer")
@@ -266,13 +262,13 @@ def test_joined_is_as_if_written_at_once(
     for number in reversed(range(len(corpora))):
         write_corpus(folder / f"part{number}", corpora[number])
     (folder / "notes.txt").write_text("not a data set")
-    merge(["--input", str(folder), "--output-prefix", str(folder / "sub" / "all")])
+    merged(folder, folder / "sub" / "all")
     write_corpus(folder / "once", [document for corpus in corpora for document in corpus])
     assert corpus_bytes(folder / "sub" / "all") == corpus_bytes(folder / "once")
 
 
-def merged(source: Path, target: Path) -> None:
-    merge(["--input", str(source), "--output-prefix", str(target)])
+def merged(source: Path, target: Path) -> str:
+    return printed(merge, "--input", source, "--output-prefix", target)
 
 
 def test_half_data_sets_other_types_folders_and_targets_are_refused(tmp_path: Path) -> None:
@@ -311,29 +307,21 @@ def test_a_damaged_part_is_refused_and_a_part_without_checksums_gets_them(tmp_pa
     assert IndexedDataset(tmp_path / "x").has_checksums
 
 
-def made(prefix: Path, digest: str | None, token_bytes: str | None = None) -> None:
+def made(prefix: Path, digest: str, token_bytes: str | None = None) -> None:
     """A corpus made with the tokenizer of this digest."""
-    made_with = None
-    if digest is not None:
-        made_with = Fingerprint(
-            tokenizer_type="Llama2Tokenizer",
-            file=f"{digest}.model",
-            vocab_size=2,
-            digest=digest,
-            token_bytes=token_bytes,
-        )
+    named = {"tokenizer_type": "Llama2Tokenizer", "file": f"{digest}.model", "vocab_size": 2}
+    made_with = Fingerprint(**named, digest=digest, token_bytes=token_bytes)
     write_corpus(prefix, [[[1]]], made_with=made_with)
 
 
 def test_corpora_of_two_tokenizers_are_refused_and_one_is_carried(tmp_path: Path) -> None:
     folder, target = tmp_path / "in", tmp_path / "all"
-    words = ("--input", folder, "--output-prefix", target)
     made(folder / "a", "one")
     made(folder / "b", "one", "0 3")
-    assert "made with Llama2Tokenizer one.model (2 ids" in printed(merge, *words)
+    assert "made with Llama2Tokenizer one.model (2 ids" in merged(folder, target)
     assert read_fingerprint(target) == read_fingerprint(folder / "b") is not None
-    made(folder / "c", None)
-    assert "an unknown tokenizer: not all of them say" in printed(merge, *words)
+    write_corpus(folder / "c", [[[1]]])
+    assert "an unknown tokenizer: not all of them say" in merged(folder, target)
     assert read_fingerprint(target) is None
     made(folder / "d", "two")
     told = (f"{folder / 'a'}.bin ... one.model", f"{folder / 'd'}.bin ... two.model")

@@ -1,4 +1,4 @@
-"""The report of runs: its content, that it is self-contained, and its display in a browser."""
+"""The report of runs stands alone; curves are compared by iteration; the view of W&B has tags."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from functools import partial
 from html import unescape
 from html.parser import HTMLParser
@@ -16,36 +17,35 @@ from typing import Any
 import pytest
 
 from tests.conftest import BROWSERS
-from tests.helpers.commands import read_lines, write_lines
+from tests.end_to_end.test_trackers import MEGATRON, OURS
+from tests.helpers.commands import measured, printed, read_lines, write_lines
 from tests.helpers.ranks import HANGS_AFTER
 from tests.helpers.refusals import refused
+from tools import wandb_dashboard
+from tools.compare_curves import main as compare
 from tools.report import main
 from tools.run_report.charts import CHARTS, NAMED, as_svg
 from tools.run_report.runs import differences, read_runs
+from tools.wandb_dashboard import SECTIONS, describe, make_workspace
+from tools.wandb_dashboard import main as make_view
 
+KINDS = ("gather", "reduce", "publish")
 WHOLE = '{"iteration": 1, "lm_loss": 1, "tokens_per_second": 1, "iteration_time_ms": 1}\n'
 
 
 def write_run(path: Path, strategy: str, *, speed: float = 1000.0, record: bool = True) -> Path:
     """A run of 20 logged iterations as the trainer records it."""
+    times = {"learning_rate": 1e-3, "iteration_time_ms": 100.0, "data_wait_ms": 1.0}
+    times |= {f"exposed_{kind}_ms": ms for kind, ms in zip(KINDS, (10.0, 14.0, 1.0), strict=True)}
+    sizes = {"peak_memory_bytes": 300_000_000, "model_state_bytes": 7_000_000}
+    sizes |= {"intra_bytes": 2_000_000, "inter_bytes": 1_000_000}
     lines = [
         {
             "iteration": iteration,
             "lm_loss": 8.0 / iteration if iteration != 3 else None,
             "grad_norm": 1.0 + 1.0 / iteration,
-            "learning_rate": 1e-3,
-            "iteration_time_ms": 100.0,
             "tokens_per_second": speed if iteration > 2 else 1.0,
-            "data_wait_ms": 1.0,
-            "mfu": 0.4,
-            "mfu_causal": 0.35,
-            "peak_memory_bytes": 300_000_000,
-            "model_state_bytes": 7_000_000,
-            "intra_bytes": 2_000_000,
-            "inter_bytes": 1_000_000,
-            "exposed_gather_ms": 10.0,
-            "exposed_reduce_ms": 14.0,
-            "exposed_publish_ms": 1.0,
+            **{"mfu": 0.4, "mfu_causal": 0.35, **times, **sizes},
         }
         for iteration in range(1, 21)
     ]
@@ -160,17 +160,16 @@ def test_a_ninth_run_is_told_from_the_first_and_metrics_alone_are_enough(tmp_pat
 def test_sets_of_held_out_data_are_told_apart(tmp_path: Path) -> None:
     path = write_run(tmp_path / "m.jsonl", "IIG")
     record = json.loads(Path(f"{path}.run.json").read_text())
-    losses = [("a", 10, 3.0), ("b", 10, 5.0), ("a", 20, 2.0), ("b", 20, 4.0)]
+    losses = {"a": ([10, 20], [3.0, 2.0]), "b": ([10, 20], [5.0, 4.0])}
+    wanted = {f"validation-{name}": of_set for name, of_set in losses.items()}
     record["validations"] = [
-        {"iteration": iteration, "data_set": f"validation-{name}", "lm_loss": loss}
-        for name, iteration, loss in losses
+        {"iteration": iteration, "data_set": name, "lm_loss": loss}
+        for name, of_set in wanted.items()
+        for iteration, loss in zip(*of_set, strict=True)
     ]
     Path(f"{path}.run.json").write_text(json.dumps(record))
     (run,) = read_runs([path], ())
-    assert run.validations() == {
-        "validation-a": ([10, 20], [3.0, 2.0]),
-        "validation-b": ([10, 20], [5.0, 4.0]),
-    }
+    assert run.validations() == wanted
     assert "<td>a 2.000<br>b 4.000</td>" in report([path], tmp_path)
 
 
@@ -209,17 +208,11 @@ def test_a_browser_shows_it_in_light_and_in_the_dark(two_runs: list[Path], tmp_p
     brightness = []
     for scheme in (0, 1):  # dark, light
         picture = tmp_path / f"{scheme}.png"
-        done = subprocess.run(
-            [
-                *(browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-                *("--enable-logging=stderr", "--window-size=1200,2400"),
-                *(f"--blink-settings=preferredColorScheme={scheme}", f"--screenshot={picture}"),
-                *(f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path}/report.html"),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=HANGS_AFTER,
-        )
+        command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        command += ["--enable-logging=stderr", "--window-size=1200,2400"]
+        command += [f"--blink-settings=preferredColorScheme={scheme}", f"--screenshot={picture}"]
+        command += [f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path}/report.html"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_AFTER)
         assert picture.exists(), done.stderr
         assert "CONSOLE" not in done.stderr, done.stderr
         pixels = image.imread(picture)[..., :3]
@@ -227,3 +220,93 @@ def test_a_browser_shows_it_in_light_and_in_the_dark(two_runs: list[Path], tmp_p
         assert pixels.std() > 0.02  # not blank
     assert brightness[0] < 0.3 < 0.7 < brightness[1]
     assert all(math.isfinite(value) for value in brightness)
+
+
+def write_curve(path: Path, losses: Iterable[tuple[int, float]]) -> str:
+    more = {"tokens_per_second": 1.0, "iteration_time_ms": 1.0}
+    return str(write_lines(path, *({"iteration": at, "lm_loss": x, **more} for at, x in losses)))
+
+
+def test_differences_are_relative_to_the_first_run(tmp_path: Path) -> None:
+    first = write_curve(tmp_path / "a.jsonl", ((at, 4.0) for at in range(1, 21)))
+    # One extra iteration, and one repeated after a restart: its last value counts.
+    other = dict.fromkeys(range(1, 22), 4.0) | {2: 4.04, 20: 3.0}
+    second = write_curve(tmp_path / "b.jsonl", [*other.items(), (20, 3.9)])
+    picture = tmp_path / "curves.png"
+    told, figures = measured(compare, first, second, "--plot", picture, "--names", "one", "two")
+    (distance,) = figures["distances"]
+    assert figures["reference"] == "one"
+    assert figures["losses"]["two"]["20"] == 3.9
+    wanted = {"first": 0.0, "early": 0.01, "largest": 0.025}
+    wanted |= {"mean": (0.01 + 0.025) / 20, "mean_signed": (0.01 - 0.025) / 20}
+    assert {name: distance[name] for name in wanted} == pytest.approx(wanted)
+    assert "2.5e-02" in told
+    assert picture.stat().st_size > 10_000
+
+
+def test_what_cannot_be_compared_or_written_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curve = write_curve(tmp_path / "a.jsonl", [(1, 2.0), (2, 1.0)])
+    late = write_curve(tmp_path / "late.jsonl", [(7, 2.0)])
+    refused(lambda: compare([curve]), "nothing to compare")
+    refused(lambda: compare([curve, late]), "no iteration in common")
+    for flag, name in (("--json", ""), ("--plot", ""), ("--plot", "a.jsonl/x.png")):
+        words = [curve, curve, "--names", "one", "two", flag, str(tmp_path / name)]
+        refused(partial(compare, words), str(tmp_path / name))
+    assert capsys.readouterr().out == ""
+
+
+WORDS = ["--wandb-project", "llama", "--wandb-entity", "team"]
+
+
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def test_every_panel_shows_tags_that_runs_write() -> None:
+    shown = {tag for panels in SECTIONS.values() for panel in panels for tag in panel.tags}
+    # Of a corpus, of averaged weights, and of outer steps.
+    of_some_runs = {"bits per byte validation", "lm loss validation ema", "outer/grad-cosine"}
+    assert shown <= MEGATRON | OURS | of_some_runs
+    assert {tag for tag in OURS if tag.startswith("throughput/")} <= shown
+    assert next(iter(SECTIONS)) == "throughput and MFU"
+
+
+@pytest.mark.slow("imports wandb_workspaces")
+@pytest.mark.usefixtures("nobody")
+def test_the_library_takes_the_view_and_without_an_account_nothing_is_saved() -> None:
+    pytest.importorskip("wandb_workspaces")
+    workspace = make_workspace("team", "llama", "view")
+    assert [section.name for section in workspace.sections] == list(SECTIONS)
+    refused(lambda: make_view([*WORDS, "--name", "+1"]), "--name +1")
+    told = printed(make_view, *WORDS)
+    assert told.startswith(describe("team", "llama", "throughput and MFU"))
+    assert told.endswith("nothing was saved (no account: run `wandb login`)\n")
+
+
+@pytest.mark.slow("imports wandb_workspaces")
+@pytest.mark.usefixtures("nobody")
+def test_with_an_account_it_saves_and_a_refusal_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("wandb_workspaces")
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+
+    class Saved:
+        url = "https://wandb.ai/team/llama?nw=abc"
+        error: Exception | None = None
+
+        def save(self) -> None:
+            if self.error is not None:
+                raise self.error
+
+    monkeypatch.setattr(wandb_dashboard, "make_workspace", lambda *_: Saved())
+    assert printed(make_view, *WORDS).endswith("saved: https://wandb.ai/team/llama?nw=abc\n")
+    assert "nothing was saved (--dry-run)" in printed(make_view, *WORDS, "--dry-run")
+    Saved.error = RuntimeError("project not\nfound")
+    refused(lambda: make_view(WORDS), "project not found")
+    refused(lambda: make_view(WORDS[:2]), "--wandb-entity is missing")

@@ -6,14 +6,13 @@ import json
 import math
 import re
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from paro.optim import muon
-from paro.quantization.blocks import hadamard
 from paro.spec.optim_config import MuonConfig
 from tests.helpers.commands import measured, write_lines
 from tests.helpers.margins import assert_near
@@ -26,7 +25,7 @@ from tools.bench import (
     bench_preprocess,
     bench_reporting,
 )
-from tools.bench.ablated import in_parts, scaled
+from tools.bench.ablated import in_parts
 from tools.bench.bench_model import main, make_parser, task_of
 from tools.bench.model_speed.contenders import CONTENDERS, DEFAULT
 
@@ -45,18 +44,15 @@ def test_all_contenders_of_the_loader_read_the_same(
         assert len({indexed.get(index, 1, 2).tobytes() for indexed in opened.values()}) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(8, 8), (4, 12), (12, 4)])
-def test_a_batch_of_newton_schulz_has_the_results_of_its_matrices(
-    shape: tuple[int, int], dtype: torch.dtype
-) -> None:
-    matrices = torch.randn((3, *shape), generator=torch.Generator().manual_seed(1))
+def test_a_batch_of_newton_schulz_has_the_results_of_its_matrices() -> None:
     coefficients = bench_newton_schulz.CONFIG.coefficients()
-    expected = [muon.newton_schulz(matrix, coefficients, dtype) for matrix in matrices]
-    found = bench_newton_schulz.batched(matrices, dtype)
-    assert found.dtype == dtype
-    within = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
-    torch.testing.assert_close(found, torch.stack(expected), **within)
+    for shape, dtype in product([(8, 8), (4, 12), (12, 4)], [torch.float32, torch.bfloat16]):
+        matrices = torch.randn((3, *shape), generator=torch.Generator().manual_seed(1))
+        expected = [muon.newton_schulz(matrix, coefficients, dtype) for matrix in matrices]
+        found = bench_newton_schulz.batched(matrices, dtype)
+        assert found.dtype == dtype
+        within = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+        torch.testing.assert_close(found, torch.stack(expected), **within)
 
 
 @pytest.mark.verify
@@ -86,25 +82,14 @@ def test_every_second_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(rows[0]["in_report"]) > 0.0
 
 
-def test_attention_of_every_length_is_timed(tmp_path: Path) -> None:
-    file = tmp_path / "rows.json"
-    bench_attention.main(["--seq-lengths", "16", "32", "--device", "cpu", "--json", str(file)])
-    rows = json.loads(file.read_text())["rows"]
+def test_attention_of_every_length_is_timed() -> None:
+    words = ("--seq-lengths", 16, 32, "--device", "cpu")
+    rows = measured(bench_attention.main, *words)[1]["rows"]
     found = [(row["seq_length"], row["kernel"]) for row in rows]
     assert found == [(16, "FlashAttention"), (32, "FlashAttention")]
     for row in rows:
         assert [*row["tflops"]] == ["forward", "backward"]
         assert min(row["tflops"].values()) > 0
-
-
-def test_what_replaces_the_transform_has_its_scale_and_mixes_nothing() -> None:
-    values = torch.randn(100, generator=torch.Generator().manual_seed(1))
-    both = [transform(transform(values))[:100] for transform in (hadamard, scaled)]
-    torch.testing.assert_close(both[0], 32 * values, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(both[1], both[0], rtol=1e-5, atol=1e-5)
-    one = torch.zeros(32)
-    one[3] = 1.0
-    assert (int(scaled(one).count_nonzero()), int(hadamard(one).count_nonzero())) == (1, 32)
 
 
 def test_every_part_is_made_orthogonal_by_itself_and_scaled_by_its_shape() -> None:
@@ -125,8 +110,9 @@ SIZES = [
 ]
 
 
-def check_rows(written: dict[str, Any]) -> None:
-    """Every contender ran two rounds from the same loss; its figures follow from the seconds."""
+def test_all_contenders_start_from_the_same_loss() -> None:
+    """Two rounds of each; figures follow from the seconds."""
+    told, written = measured(main, *SIZES)
     rows = written["rows"]
     assert [row["contender"] for row in rows] == list(DEFAULT)
     references = [row for row in rows if row["contender"].startswith("transformers")]
@@ -140,11 +126,6 @@ def check_rows(written: dict[str, Any]) -> None:
             pairs = zip(other["seconds"], row["seconds"], strict=True)
             ratio = sum(theirs / own for theirs, own in pairs) / 2
             assert row["ratios"][other["contender"]] == pytest.approx(ratio)
-
-
-def test_all_contenders_start_from_the_same_loss() -> None:
-    told, written = measured(main, *SIZES)
-    check_rows(written)
     assert written["rows"][0]["first_loss"] == pytest.approx(math.log(VOCAB_SIZE), rel=0.05)
     names = re.findall(r"^(\S+) +\d+ tokens/s, ", told, re.MULTILINE)
     assert names == list(DEFAULT)

@@ -81,15 +81,8 @@ def test_a_quick_rehearsal_runs_its_course_and_the_second_what_is_left(tmp_path:
 
 
 EARLIER = {
-    "title": "speed",
-    "passed": False,
-    "seconds": 12.3,
-    "machine": "1 x GPU",
-    "date": "2026-01-02",
-    "commit": "abc",
-    "lines": ["slow"],
-    "pictures": ["speed.png"],
-    "figures": {},
+    **{"title": "speed", "passed": False, "seconds": 12.3, "machine": "1 x GPU", "figures": {}},
+    **{"date": "2026-01-02", "commit": "abc", "lines": ["slow"], "pictures": ["speed.png"]},
 }
 
 
@@ -99,18 +92,11 @@ def test_damaged_results_are_not_overwritten(tmp_path: Path, content: str) -> No
     refused(lambda: read_results(tmp_path), "--out ... is damaged, give another folder:")
 
 
-@pytest.mark.parametrize(
-    ("flags", "letters"),
-    [
-        ("", "eabcdfgjkmnpqrst"),
-        ("--gpus 2", "eabcdfgjkmnpqrsthil"),
-        ("--parts a,e", "ea"),
-        ("--parts h --gpus 2", "h"),
-    ],
-)
-def test_parts_that_are_chosen(flags: str, letters: str) -> None:
-    assert parts_of(make_parser().parse_args(flags.split())) == list(letters)
-    assert set(letters) <= set(PARTS)
+def test_parts_that_are_chosen() -> None:
+    chosen = {"": "eabcdfgjkmnpqrst", "--gpus 2": "eabcdfgjkmnpqrsthil"}
+    for flags, letters in (chosen | {"--parts a,e": "ea", "--parts h --gpus 2": "h"}).items():
+        assert parts_of(make_parser().parse_args(flags.split())) == list(letters)
+        assert set(letters) <= set(PARTS)
 
 
 def test_a_machine_without_a_gpu_or_with_an_old_one_is_refused() -> None:
@@ -152,13 +138,14 @@ def test_failures_and_skips_of_a_suite_are_lines() -> None:
     assert as_written["figures"]["skipped"] == {"needs fp8: compute capability 8.9": 1}
 
 
-@pytest.mark.parametrize(
-    ("more", "rehearse", "passed"),
-    [("", False, True), (SKIPPED, False, False), (SKIPPED, True, True)],
-)
-def test_only_missing_hardware_excuses_a_skip(more: str, *, rehearse: bool, passed: bool) -> None:
-    text = REPORT.format(more=more).replace("failure", "properties")
-    assert outcome(text, 0, rehearse=rehearse).passed is passed
+def test_only_missing_hardware_excuses_a_skip() -> None:
+    for more, rehearse, passed in (
+        ("", False, True),
+        (SKIPPED, False, False),
+        (SKIPPED, True, True),
+    ):
+        text = REPORT.format(more=more).replace("failure", "properties")
+        assert outcome(text, 0, rehearse=rehearse).passed is passed
 
 
 @pytest.mark.process
@@ -193,21 +180,16 @@ def test_a_suite_over_its_limit_says_what_has_passed(tmp_path: Path) -> None:
     assert "the part's time was over" in found.lines[-1]
 
 
-@pytest.mark.parametrize(
-    ("allocated", "reserved", "told"),
-    [
+def test_memory_that_contradicts_its_prediction() -> None:
+    for allocated, reserved, told in (
         (97, 100, None),
         (101, 105, None),  # library workspaces and rounding are in the share for fragmentation
         (101, 106, "more is reserved than the "),
         (90, 100, None),
         (89, 100, "more than 10% below the prediction"),
-    ],
-)
-def test_memory_that_contradicts_its_prediction(
-    allocated: int, reserved: int, told: str | None
-) -> None:
-    predicted = {"predicted peak": 100, "predicted reserved": 105}
-    found = memory_failure({**predicted, "max allocated": allocated, "max reserved": reserved})
-    assert (found or "").startswith(told or "")
-    assert (found is None) is (told is None)
+    ):
+        predicted = {"predicted peak": 100, "predicted reserved": 105}
+        found = memory_failure({**predicted, "max allocated": allocated, "max reserved": reserved})
+        assert (found is None) is (told is None)
+        assert (found or "").startswith(told or "")
     assert memory_failure({"max resident": 300, "predicted peak": 100}) is None, "of a CPU"

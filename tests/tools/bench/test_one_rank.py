@@ -13,11 +13,12 @@ import torch.distributed as dist
 from paro.collectives.schedule import Op
 from paro.machine.collective_time import CollectiveTimes
 from paro.machine.files import machine_to_json
-from paro.machine.machine import BandwidthSource, LinkSpeed, Machine, Nic, rate_text
+from paro.machine.machine import Nic
 from paro.topology import Axis, Link
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
 from tests.helpers.triton_kernels import interpreter
+from tests.paro.planning.cases import machine
 from tools.bench import one_rank
 from tools.bench.link_model.links import Links
 from tools.bench.link_model.process_group import alone
@@ -25,21 +26,7 @@ from tools.bench.link_model.process_group import alone
 SCRIPT = "tools/bench/one_rank.py"
 
 
-def speed(bits: int) -> LinkSpeed:
-    return LinkSpeed(
-        bandwidth=rate_text(bits), latency_seconds=1e-6, bandwidth_source=BandwidthSource.TYPED
-    )
-
-
-MACHINE = Machine(
-    name="two nodes",
-    source="typed",
-    world_size=8,
-    group_size=4,
-    nic=Nic.PER_RANK,
-    intra=speed(8 * 10**9),
-    inter=speed(8 * 10**8),
-)
+MACHINE = machine(world_size=8, group_size=4, nic=Nic.PER_RANK, intra=8, inter=0.8)
 
 
 @pytest.fixture
@@ -59,7 +46,7 @@ def rank() -> Iterator[Links]:
     [((4, 5, 6, 7), 1, 4), ((1, 5), 4, 8), (tuple(range(8)), 1, 8), ((4, 6), 2, 4)],
 )
 def test_a_collective_lasts_as_the_planner_counts(
-    ranks: tuple[int, ...], inner: int, outer: int
+    ranks: tuple[int], inner: int, outer: int
 ) -> None:
     axis = Axis(index=0, inner=inner, outer=outer, link=Link.INTRA)
     job = Links(MACHINE).job(Op.ALL_GATHER, ranks, 8_000_000)
@@ -134,17 +121,15 @@ def test_mistakes() -> None:
 
 @pytest.mark.process
 def test_a_rank_trains_by_this_project_and_by_fsdp2(tmp_path: Path) -> None:
-    machine, file = tmp_path / "machine.json", tmp_path / "figures.json"
-    machine.write_text(machine_to_json(MACHINE))
+    path, file = tmp_path / "machine.json", tmp_path / "figures.json"
+    path.write_text(machine_to_json(MACHINE))
     shape = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --vocab-size 64 --seq-length 16"
-    shape += " --steps 1"
     contenders = "paro:IIG@ho-ring,fsdp2-hybrid"
-    command = [SCRIPT, "--ranks", "8", "--machine", machine, "--contenders", contenders]
+    command = [SCRIPT, "--ranks", 8, "--machine", path, "--contenders", contenders, "--steps", 1]
     done = run_script([*command, *shape.split(), "--json", file])
     assert done.returncode == 0, done.stderr
     turns = json.loads(file.read_text())["turns"]
     assert [*turns] == contenders.split(",")
     for name, figures in turns.items():
-        assert figures["s/step"] > 0.0
-        assert figures["host s/step"] > 0.0
+        assert min(figures["s/step"], figures["host s/step"]) > 0.0
         assert name in done.stdout

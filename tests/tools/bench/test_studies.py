@@ -1,4 +1,4 @@
-"""Studies: flags of a run, trainings that run once, steps on ranks, kills, recoveries, clocks."""
+"""Studies: flags of a run, trainings that run once, recoveries, clocks; steps as planned."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import copy
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pytest
 
@@ -18,45 +22,43 @@ from paro.arguments.parser import parse_args
 from paro.errors import RunError
 from paro.machine.files import machine_to_json
 from paro.machine.machine import Machine
+from paro.planning.estimator import Estimator
 from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
 from tests.helpers.training import TINY
-from tests.paro.planning.cases import link
+from tests.paro.planning.cases import link, plan_request
 from tools.bench import study_bits, study_plan, study_recovery
 from tools.bench.fixed_runs import FIELDS, differences, fixed_runs
+from tools.bench.planning.comparison import Comparison, compare
+from tools.bench.planning.steps_page import Chapter
 from tools.bench.recovery import cases
 from tools.bench.recovery.cases import Case
+from tools.bench.recovery.failures import Failure, Study
+from tools.bench.recovery.gated import POINTS
 from tools.bench.shared import trainings
 from tools.bench.shared.clocks import CLOCKS, clock_of, clock_text
 from tools.bench.shared.trainings import ABLATED, Losses, read_found, run_missing, train
 from tools.bench.study_optimizers import IN_PARTS, LIKE, MUON, ROUNDED, SHORTER, Job
 from tools.bench.study_outer import CASES
-from tools.bench.study_plan import StudyPart, main
+from tools.bench.study_plan import StudyPart, chapters_of, main
 
 
-def test_trainings_of_bits_have_flags_of_a_run() -> None:
+def test_trainings_of_studies_have_flags_of_a_run() -> None:
     for variant in study_bits.VARIANTS:
         args = parse_args([*f"{study_bits.FLAGS} {variant.flags}".split(), "--train-iters", "4"])
         bits = f"{args.paro_inter_grad_bits}/{args.paro_inter_param_bits}"
         assert variant.name.split()[0] == bits
-
-
-def test_trainings_of_optimizers_have_flags_of_a_run() -> None:
-    for variant in LIKE:
-        flags = Job(variant, 1e-3, 2).flags(400, 20)
-        ablated = [ABLATED, "whole-matrices"]
-        script = ablated if variant == IN_PARTS else ["pretrain_llama.py"]
+    for name in LIKE:
+        flags = Job(name, 1e-3, 2).flags(400, 20)
+        script = [ABLATED, "whole-matrices"] if name == IN_PARTS else ["pretrain_llama.py"]
         assert flags[: len(script)] == script
         args = parse_args([*flags[len(script) :], "--mock-data"])
         assert (args.lr, args.min_lr, args.seed) == (1e-3, 1e-4, 2)
-        assert args.train_iters == (300 if variant == SHORTER else 400)
-        assert args.optimizer == ("muon" if LIKE[variant] == MUON else "adam")
-        assert (args.exp_avg_dtype == args.exp_avg_sq_dtype == "bf16") is (variant == ROUNDED)
-
-
-def test_trainings_of_outer_steps_have_flags_of_a_run() -> None:
+        assert args.train_iters == (300 if name == SHORTER else 400)
+        assert args.optimizer == ("muon" if LIKE[name] == MUON else "adam")
+        assert (args.exp_avg_dtype == args.exp_avg_sq_dtype == "bf16") is (name == ROUNDED)
     for case in CASES:
         words = case.words(1e-3, 1, 800, 100)
         flags = words[words.index("pretrain_llama.py") + 1 :]
@@ -91,13 +93,8 @@ SMALL = (
 @pytest.mark.root
 @pytest.mark.ranks
 def test_failures_are_recovered_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(
-        name="small",
-        nodes=2,
-        ranks_per_node=2,
-        strategy="III",
-        kinds={"rank": 1, "node in update": 2, "rank in recovery": 1, "rank in local copy": 1},
-    )
+    kinds = {"rank": 1, "node in update": 2, "rank in recovery": 1, "rank in local copy": 1}
+    case = Case(name="small", nodes=2, ranks_per_node=2, strategy="III", kinds=kinds)
     monkeypatch.setattr(cases, "MODEL", SMALL)
     monkeypatch.setattr(study_recovery, "CASES", (case,))
     out = tmp_path / "study.json"
@@ -118,6 +115,26 @@ def test_every_number_of_nodes_divides_the_batch_of_an_elastic_case() -> None:
     batch = int(elastic.flags(Path("x"))[elastic.flags(Path("x")).index("--global-batch-size") + 1])
     for nodes in range(elastic.least_nodes, elastic.nodes + 1):
         assert batch % (nodes * elastic.ranks_per_node) == 0
+
+
+def test_a_study_of_recovery_continues_where_it_ended(tmp_path: Path) -> None:
+    path, case = tmp_path / "study.json", cases.CASES[0]
+    study = Study.read(path)
+    assert study.wanted(case)[0] in ("rank", "node")
+    counts = {"where": 0, "computed_again": 0, "recovered": 3}
+    times = {"seconds": 1.0, "recovery_seconds": 0.5, "step_seconds": 2.0, "load": 1.0}
+    failure = Failure(case=case.name, kind="rank", **counts, **times)
+    study.failures += [failure] * cases.KINDS["rank"]
+    study.save()
+    again = Study.read(path)
+    assert again.failures == study.failures
+    assert again.wanted(case) == [kind for kind in study.wanted(case) if kind != "rank"]
+    assert len(again.wanted(case)) == len(cases.KINDS) - 1
+
+
+def test_the_points_of_kills_are_functions() -> None:
+    for point in POINTS.values():
+        assert callable(attrgetter(point.name)(import_module(point.module)))
 
 
 STEPS = [dict.fromkeys(FIELDS, float(number)) for number in range(2)]
@@ -186,13 +203,11 @@ def test_steps_are_timed_on_two_ranks(tmp_path: Path) -> None:
 
 
 LINE = {"iteration": 2, "lm_loss": 4.0, "tokens_per_second": 1.0, "iteration_time_ms": 1.0}
-RECORD = {
-    "starts": [],
-    "validations": [
-        {"iteration": 1, "data_set": "validation set", "lm_loss": 5.0, "bits_per_byte": None},
-        {"iteration": 2, "data_set": "validation", "lm_loss": 4.5, "bits_per_byte": None},
-    ],
-}
+VALIDATIONS = [
+    {"iteration": 1, "data_set": "validation set", "lm_loss": 5.0, "bits_per_byte": None},
+    {"iteration": 2, "data_set": "validation", "lm_loss": 4.5, "bits_per_byte": None},
+]
+RECORD = {"starts": [], "validations": VALIDATIONS}
 
 
 def trained(name: str, launch: Sequence[str], flags: Sequence[str], folder: Path) -> Losses:
@@ -263,3 +278,92 @@ def test_a_clock_is_the_mean_of_the_spans(
 ) -> None:
     spans = [(BEGIN + 0.75, BEGIN + 1.25), (BEGIN + 2.75, BEGIN + 3.0)]
     assert clock_text(clock_of(write_clocks(tmp_path / CLOCKS, *samples), spans)) == told
+
+
+ALL_ROUNDS = {"round": 1, "turn": 1, "peak_in_use": None, "exposed": {}}
+
+
+def measured(factors: dict[str, float]) -> list[list[dict[str, Any]]]:
+    """Measurements of one turn, if the planner were wrong by these factors."""
+    estimator = Estimator(plan_request())
+    rows = []
+    for name, factor in factors.items():
+        candidate = plan_request().candidate(plan_request().strategy(name))
+        seconds = factor * estimator.estimate(candidate).seconds
+        rows.append([{"setting": f"{name}@native", "seconds": seconds, **ALL_ROUNDS}])
+    return rows
+
+
+def errors_of(found: Comparison) -> list[float]:
+    return [abs(row.error) for row in found.rows]
+
+
+def test_what_was_predicted_has_no_error_and_a_wrong_order_costs_auto() -> None:
+    right = compare(plan_request(), measured({"NNI": 1.0, "IIG": 1.0, "GGG": 1.0}))
+    assert max(errors_of(right)) == pytest.approx(0.0, abs=1e-9)
+    assert not any(pair.is_wrong for pair in right.pairs())
+    assert set(right.choices) == {1.0}
+    found = compare(plan_request(), measured({"NNI": 1.0, "IIG": 100.0, "GGG": 1.0}))
+    wrong = [(pair.fast.strategy, pair.slow.strategy) for pair in found.pairs() if pair.is_wrong]
+    assert ("GGG", "IIG") in wrong
+    assert max(found.choices) > 2
+
+
+@dataclass(frozen=True)
+class Told:
+    """The results of a study, as stated in docs/planning.md."""
+
+    folder: str
+    median_error: float  # of each table
+    worst_error: float
+    num_wrong: int  # pairs, and clear pairs
+    num_clear_wrong: int
+    least_clear: int
+    auto: float  # at most this share longer than the best
+    num_tables: int = 8
+    memory: float = 0.003
+
+
+@cache
+def study(folder: str) -> list[Chapter]:
+    return chapters_of(ROOT / "examples/measured" / folder)
+
+
+STUDIES = (
+    Told("steps-25mbit", 0.052, 0.132, 0, 0, 403, 0.034),
+    Told("steps-100mbit", 0.062, 0.152, 9, 5, 349, 0.16),
+    Told("part-25mbit", 0.152, 0.251, 0, 0, 269, 0.033, num_tables=4, memory=0.025),
+    Told("part-100mbit", 0.179, 0.33, 3, 2, 263, 0.105, num_tables=4, memory=0.06),
+)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("told", STUDIES, ids=lambda told: told.folder)
+def test_recorded_steps_are_predicted(told: Told) -> None:
+    """The figures of docs/planning.md hold for this planner."""
+    chapters = study(told.folder)
+    everything = [row for chapter in chapters for row in chapter.compared.rows]
+    assert all(abs(row.memory_error or 0.0) < told.memory for row in everything)
+    gathered = [c.compared for c in chapters if not c.collective.endswith("rotated")]
+    assert len(gathered) == told.num_tables
+    assert all(len(comparison.rows) == len(legal_letters()) for comparison in gathered)
+    assert all(median(errors_of(comparison)) < told.median_error for comparison in gathered)
+    assert max(max(errors_of(comparison)) for comparison in gathered) < told.worst_error
+    pairs = [pair for comparison in gathered for pair in comparison.pairs()]
+    assert sum(pair.is_wrong for pair in pairs) <= told.num_wrong
+    clear = [pair for pair in pairs if pair.is_clear]
+    assert sum(pair.is_wrong for pair in clear) <= told.num_clear_wrong
+    assert len(clear) >= told.least_clear
+    ratios = [ratio for comparison in gathered for ratio in comparison.choices]
+    assert max(ratios) < 1 + told.auto
+    if told.folder.startswith("part"):  # docs/finetuning.md: under the largest limit all fit
+        assert all(chapter.compared.choices[-1] < 1.0325 for chapter in chapters)
+
+
+@pytest.mark.verify
+def test_recorded_steps_of_weights_that_rotate_are_predicted() -> None:
+    chapters = study("steps-25mbit")
+    rotated = [c.compared for c in chapters if c.collective.endswith("rotated")]
+    assert len(rotated) == 2
+    assert max(max(errors_of(comparison)) for comparison in rotated) < 0.195
+    assert not any(pair.is_wrong for comparison in rotated for pair in comparison.pairs())

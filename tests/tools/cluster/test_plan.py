@@ -17,20 +17,14 @@ def spec(name: str = "a", **fields: object) -> ClusterSpec:
     return ClusterSpec(name=name, **{**sizes, **fields})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"nodes": 0}, "--nodes 0"),
-        ({"ranks_per_node": 300}, "--ranks-per-node 300"),
-        ({"nodes": 200, "ranks_per_node": 8}, "1600 ports"),
-        ({"inter": "quick"}, "--inter: 'quick'"),
-        ({"intra": "quick"}, "--intra: 'quick'"),
-        ({"nic": "two"}, "--nic two"),
-        ({"name": "../x"}, "--name '../x'"),
-    ],
-)
-def test_what_cannot_be_built_is_refused(fields: dict[str, object], told: str) -> None:
-    refused(lambda: spec(**fields), told)
+def test_what_cannot_be_built_is_refused() -> None:
+    refused(lambda: spec(nodes=0), "--nodes 0")
+    refused(lambda: spec(ranks_per_node=300), "--ranks-per-node 300")
+    refused(lambda: spec(nodes=200, ranks_per_node=8), "1600 ports")
+    refused(lambda: spec(inter="quick"), "--inter: 'quick'")
+    refused(lambda: spec(intra="quick"), "--intra: 'quick'")
+    refused(lambda: spec(nic="two"), "--nic two")
+    refused(lambda: spec("../x"), "--name '../x'")
 
 
 def test_namespaces_of_other_clusters_are_told_apart() -> None:

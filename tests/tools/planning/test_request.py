@@ -76,21 +76,13 @@ FLAGS = (
 )
 
 
-def request_of_flags() -> PlanRequest:
-    return plan_request_of_args(make_parser().parse_args(FLAGS.split()))
-
-
 def rows(flags: str) -> list[list[str]]:
     lines = printed(main, *FLAGS.split(), "--longest-sequence", *flags.split()).splitlines()
     return [re.split(r" {2,}", line.strip()) for line in lines[1:]]
 
 
-def length_of(row: list[str]) -> int:
-    return int(row[-4].replace(",", ""))
-
-
 def needs(length: int, layout: ContextLayout) -> int:
-    given = request_of_flags()
+    given = requested(FLAGS)
     own = replace(
         given,
         model=replace(given.model, max_position_embeddings=length),
@@ -102,7 +94,8 @@ def needs(length: int, layout: ContextLayout) -> int:
 
 
 def test_the_longest_fits_and_hardly_more_does() -> None:
-    found = {row[1]: length_of(row) for row in rows("--cp-comm-type a2a") if "GGG" in row[0]}
+    of_ggg = [row for row in rows("--cp-comm-type a2a") if "GGG" in row[0]]
+    found = {row[1]: int(row[-4].replace(",", "")) for row in of_ggg}
     assert [*found] == ["1", "2", "4", "8"]
     for ranks, length in found.items():
         layout = ContextLayout(size=int(ranks), heads=int(ranks))

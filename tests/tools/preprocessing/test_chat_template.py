@@ -13,19 +13,8 @@ from data.indexed_dataset import IndexedDataset
 from tests.data.test_hugging_face_tokenizer import byte_level, write
 from tests.helpers.commands import write_lines
 from tests.helpers.refusals import refused, says
-from tests.tools.preprocessing.templates import (
-    BEGIN,
-    BODY,
-    DEEPSEEK,
-    END,
-    GEMMA,
-    GLM,
-    LLAMA,
-    MARKED,
-    MISTRAL,
-    PLAIN,
-    QWEN,
-)
+from tests.tools.preprocessing import templates
+from tests.tools.preprocessing.templates import BEGIN, BODY, END, GEMMA, GLM, MARKED, PLAIN, QWEN
 from tools.preprocess_data import main
 from tools.preprocessing.chat_template import chat_template_of
 from tools.preprocessing.encode import ends_of, tokenizer_of
@@ -101,9 +90,8 @@ def test_answers_are_what_the_template_says(tmp_path: Path, template: str, after
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_of_a_prompt_nothing_is_answered(tmp_path: Path, template: str) -> None:
     tokenizer = folder_with(tmp_path, template)
-    source = write_lines(
-        tmp_path / "a.jsonl", {"p": "x?", "c": "return x"}, {"p": TALK[:4], "c": TALK[4:]}
-    )
+    lines = ({"p": "x?", "c": "return x"}, {"p": TALK[:4], "c": TALK[4:]})
+    source = write_lines(tmp_path / "a.jsonl", *lines)
     preprocess(source, tokenizer, "--json-keys", "p", "c")
     (one, other) = written(tmp_path / "out_p_c_document", tokenizer)
     assert one[0] == f"{BEGIN}user\nx?{END}\n{BEGIN}assistant\nreturn x{END}\n"
@@ -137,32 +125,24 @@ def test_tools_are_written_where_their_key_is_given(tmp_path: Path, template: st
     assert [text.startswith(f"now\n{BEGIN}user") for text, _ in found] == [True, True, False, False]
     assert {answered.strip() for _, answered in found} == {f"return x{END}"}
     preprocess(source, tokenizer)
-    assert not any(
-        "now" in text for text, _ in written(tmp_path / "out_messages_document", tokenizer)
-    )
+    assert "now" not in str(written(tmp_path / "out_messages_document", tokenizer))
 
 
-@pytest.mark.parametrize(
-    ("template", "tools", "told"),
-    [
+def test_tools_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    for template, tools, told in (
         (WITH_TOOLS + PLAIN, "now", "line 1: the value of 'tools' is no list of tools"),
-        (WITH_TOOLS + PLAIN, [5], "line 1: the value of 'tools' is no list of tools"),
         (PLAIN, [TOOL], "line 1: the chat template does not write the tools"),
-    ],
-)
-def test_tools_that_cannot_be_written_are_refused(
-    tmp_path: Path, template: str, tools: Any, told: str
-) -> None:
-    source = write_lines(tmp_path / "a.jsonl", {"messages": TALK[1:3], "tools": tools})
-    tokenizer = folder_with(tmp_path, template)
-    refused(lambda: preprocess(source, tokenizer, "--json-keys", "messages", "tools"), told)
+    ):
+        source = write_lines(tmp_path / "a.jsonl", {"messages": TALK[1:3], "tools": tools})
+        tokenizer = folder_with(tmp_path, template)
+        fresh_caches()
+        run = partial(preprocess, source, tokenizer, "--json-keys", "messages", "tools")
+        refused(run, told)
 
 
 def call(arguments: Any) -> dict[str, Any]:
-    return {
-        "role": "assistant",
-        "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
-    }
+    calls = [{"function": {"name": "f", "arguments": arguments}}]
+    return {"role": "assistant", "tool_calls": calls}
 
 
 OF_CALL = '{"name": "f", "arguments": {"a": "é"}}'
@@ -170,18 +150,20 @@ MANNERS = [
     # template, what is answered: a text, a call, and a text after its result
     (PLAIN, [f"y 雪{END}\n", None, f"z{END}\n"]),
     (QWEN, [f"y 雪{END}\n", f"<tool_call>\n{OF_CALL}\n</tool_call>{END}\n", f"z{END}\n"]),
-    (DEEPSEEK, [f"y 雪{END}\n", f"<tool_call>\n{OF_CALL}\n</tool_call>{END}\n", f"z{END}\n"]),
-    (LLAMA, [f"y 雪{END}", '{"name": "f", "parameters": {"a": "é"}}' + END, f"z{END}"]),
-    (MISTRAL, [f" y 雪{END}", f"[TOOL_CALLS] [{OF_CALL}]{END}", f" z{END}"]),
+    (
+        templates.DEEPSEEK,
+        [f"y 雪{END}\n", f"<tool_call>\n{OF_CALL}\n</tool_call>{END}\n", f"z{END}\n"],
+    ),
+    (templates.LLAMA, [f"y 雪{END}", '{"name": "f", "parameters": {"a": "é"}}' + END, f"z{END}"]),
+    (templates.MISTRAL, [f" y 雪{END}", f"[TOOL_CALLS] [{OF_CALL}]{END}", f" z{END}"]),
     (GLM, ["\ny 雪", 'f\n{"a": "é"}', "\nz"]),
     (GEMMA, ["y 雪<end_of_turn>\n", None, "z<end_of_turn>\n"]),
 ]
 
 
-@pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize(("template", "answers"), MANNERS)
 def test_published_manners_of_templates(
-    tmp_path: Path, template: str, answers: list[str | None], times: int
+    tmp_path: Path, template: str, answers: list[str | None]
 ) -> None:
     """Calls as text and as objects, and texts in parts, are written and answered alike."""
     tokenizer = folder_with(tmp_path, template, bos_token=BEGIN)
@@ -192,12 +174,12 @@ def test_published_manners_of_templates(
         turns = [{"role": "user", "content": "x?"}, {"role": "assistant", "content": content}]
         turns.append({"role": "user", "content": "and?"})
         turns += [call(arguments), result] if answers[1] else []
-        lines.append([*turns, {"role": "assistant", "content": "z"}] * times)
+        lines.append([*turns, {"role": "assistant", "content": "z"}] * 3)
     source = write_lines(tmp_path / "a.jsonl", *({"messages": line} for line in lines))
     preprocess(source, tokenizer)
     one, other = written(tmp_path / "out_messages_document", tokenizer)
     assert one == other
-    assert one[1] == "".join(filter(None, answers)) * times
+    assert one[1] == "".join(filter(None, answers)) * 3
 
 
 def test_characters_of_several_tokens_are_answered_whole(tmp_path: Path) -> None:

@@ -78,23 +78,14 @@ def test_columns_have_nulls_where_a_field_was_absent() -> None:
     assert conversation_of(["m", "tools"], [padded, None], from_columns=True).tools is None
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        [TOOL],
-        json.dumps([TOOL]),
-        [json.dumps(TOOL)],
-        [TOOL["function"]],
-        [{"name": "f", "parameters": json.dumps(PARAMETERS)}],
-    ],
-)
+FORMS = ([TOOL], json.dumps([TOOL]), [json.dumps(TOOL)], [TOOL["function"]])
+
+
+@pytest.mark.parametrize("written", [*FORMS, [{"name": "f", "parameters": json.dumps(PARAMETERS)}]])
 def test_tools_have_one_form(written: Any) -> None:
     assert conversation_of(["messages", "tools"], [[ASK], written]).tools == [TOOL]
-
-
-@pytest.mark.parametrize("written", [None, [], "", "[]", "null"])
-def test_no_tools_are_none(written: Any) -> None:
-    assert conversation_of(["tools", "messages"], [written, [ASK]]).tools is None
+    for none in (None, [], "", "[]", "null"):
+        assert conversation_of(["tools", "messages"], [none, [ASK]]).tools is None
 
 
 PROMPTS = [
@@ -118,26 +109,19 @@ BAD = [
     # messages, what is told
     ("x", "the value of 'messages' is no list of messages"),
     ([], "the value of 'messages' is no list of messages"),
-    (["x"], "the value of 'messages' is no list of messages"),
     ([{"content": "x"}], "message 1 has no role; its keys: content"),
     ([{"role": "user", "value": "x"}], "message 1 (user) ... content ... its keys: role, value"),
     ([ASK, {"role": "system", "content": None}], "message 2 (system) has neither content nor"),
     ([said([])], "message 1 (assistant) has neither content nor"),
     ([said(None, tool_calls=[])], "message 1 (assistant) has neither content nor"),
     ([said(5)], "message 1 (assistant) has content that is neither"),
-    ([said({"a": 1}, role="tool")], "message 1 (tool) has content that is neither"),
     ([said([PART, {"type": "image_url", "image_url": {}}])], "part 2, of type 'image_url', is no"),
     ([said([{"type": "text", "text": None}])], "part 1, of type 'text', is no text"),
     ([said("x", weight=0.5)], "message 1 (assistant) has the weight 0.5"),
-    (
-        [called(call("[1]"))],
-        "message 1 (assistant) calls 'f' with arguments that are no JSON object",
-    ),
-    ([called(call('"{}"'))], "calls 'f' with arguments that are no JSON object"),
+    ([called(call("[1]"))], "message 1 (assistant) calls 'f' with arguments that are no JSON"),
     ([called(call("{a: 1}"))], "calls 'f' with arguments that are no JSON object"),
     ([called({"name": "f", "parameters": {"a": 1}})], "calls 'f' with arguments that are no"),
     ([called({"function": {"arguments": {}}})], CALL),
-    ([called("f")], CALL),
     ([said("x", tool_calls=call({}))], CALL),
     ([{"from": "bot", "value": "x"}], "message 1 is from 'bot', which is none of human, gpt"),
     ([{"from": ["gpt"], "value": "x"}], "message 1 is from ['gpt'], which is none of human, gpt"),
@@ -182,26 +166,19 @@ def mistral(messages: list[Message], prompt: bool) -> str:
 
 def thinking(messages: list[Message], prompt: bool) -> str:
     """Writes the thoughts of the last message alone."""
-    thoughts = messages[-1].get("reasoning_content", "")
-    return chat_ml(
-        [*messages[:-1], messages[-1] | {"content": thoughts + messages[-1]["content"]}], prompt
-    )
+    *before, last = messages
+    spoken = last.get("reasoning_content", "") + last["content"]
+    return chat_ml([*before, last | {"content": spoken}], prompt)
 
 
 def wordy(messages: list[Message], prompt: bool) -> str:
     return chat_ml(messages, prompt) + "(think)" * prompt
 
 
-def talk(count: int, **more: Any) -> list[Message]:
+def talk(count: int) -> list[Message]:
     """Messages of which no two are equal, some with blanks around."""
-    return [
-        {
-            "role": "user" if n % 2 == 0 else "assistant",
-            "content": f"{n}" + " " * (n % 4 == 3),
-            **more,
-        }
-        for n in range(2 * count)
-    ]
+    contents = [f"{n}" + " " * (n % 4 == 3) for n in range(2 * count)]
+    return [said(text, ("user", "assistant")[n % 2]) for n, text in enumerate(contents)]
 
 
 def found(template: Template, messages: list[Message], first: int = 0) -> tuple[list[str], int]:
@@ -254,14 +231,11 @@ def test_the_assistant_may_begin(count: int) -> None:
     refused(lambda: found(mistral, messages), "the assistant begins ... {% generation %}")
 
 
-def test_texts_that_change_when_more_follow_are_refused() -> None:
+def test_texts_that_change_when_more_follow_or_are_prompted_are_refused() -> None:
     messages = talk(6)
     assert len(found(thinking, messages)[0]) == 6
     messages[7]["reasoning_content"] = "hm"
     refused(lambda: found(thinking, messages), "the first 8 messages become another text")
-
-
-def test_a_prompt_that_answers_do_not_begin_with_is_refused() -> None:
     told = "message 2, an answer, with its own prompt ... {% generation %}"
     refused(lambda: found(wordy, talk(4)), told)
 
@@ -354,13 +328,9 @@ def test_lines_with_rate_and_time_left(
     assert capsys.readouterr().err == "Processed 21 documents (5.2 docs/s, 0.50 MB/s).\n"
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stderr", terminal)
     progress = Progress(total_bytes=1000, interval=1)
     progress.count(Tally(documents=7, num_bytes=500, advance=500))

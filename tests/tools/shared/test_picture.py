@@ -24,17 +24,8 @@ def texts_of(path: Path) -> list[str]:
 
 
 def test_names_are_drawn_as_they_are(tmp_path: Path) -> None:
-    names = [
-        "a$b$c",
-        r"$\frac{$",
-        r"\alpha",
-        "5 $ and 6 $",
-        "{x}",
-        "%s",
-        "_hidden",
-        "x" * 2000,
-        "<&>",
-    ]
+    names = ["a$b$c", r"$\frac{$", r"\alpha", "5 $ and 6 $", "{x}", "%s", "_hidden"]
+    names += ["x" * 2000, "<&>"]
     path = tmp_path / "names.svg"
     with drawing(path, 1, 2, size=(12, 6)) as (figure, (curves, bars)):
         for name in names:
@@ -65,10 +56,6 @@ def test_numbers_of_logarithms_are_plain(tmp_path: Path) -> None:
 
 def test_all_axes_of_logarithms_have_plain_numbers() -> None:
     files = [path for path in (ROOT / "tools").rglob("*.py") if path.name != "picture.py"]
-    found = [
-        path.name
-        for path in files
-        if re.search(r'scale\W{1,2}"log"|loglog|semilog', path.read_text())
-    ]
+    axes = re.compile(r'scale\W{1,2}"log"|loglog|semilog')
     assert len(files) > 50
-    assert not found, "log_scale makes them"
+    assert not [path for path in files if axes.search(path.read_text())], "log_scale makes them"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,37 +41,24 @@ def test_flags_are_whole_and_a_description_keeps_its_lines(
     with pytest.raises(SystemExit):
         parser.parse_args(["--round", "3"])
     assert "--round" in capsys.readouterr().err
-
-
-def test_a_rank_raises_a_mistake() -> None:
-    with pytest.raises(UserError, match="--round"):
+    with pytest.raises(UserError, match="--round"):  # each rank's, of which one tells it
         RankParser().parse_args(["--round", "3"])
 
 
-@pytest.fixture
-def parser() -> Parser:
-    """One that takes paths in every way."""
+def test_a_path_beyond_the_systems_limits_or_none_is_refused() -> None:
     parser = Parser(prog="tool.py")
     parser.add_argument("--file", type=Path, default=Path())
     parser.add_argument("--text", metavar="PREFIX")
     parser.add_argument("--several", nargs="+", type=Path)
     parser.add_argument("--input", nargs="+", metavar="SOURCE")
-    return parser
-
-
-@pytest.mark.parametrize("path", [f"a/{'x' * 256}", "a/" * 2100, f"{'ä' * 128}/b"])
-@pytest.mark.parametrize("flag", ["--file", "--text", "--several"])
-def test_a_path_beyond_the_systems_limits_is_refused(parser: Parser, flag: str, path: str) -> None:
-    parser.parse_args([flag, f"a/{'x' * 255}"])
-    refused(lambda: parser.parse_args([flag, path]), f"{flag}: too long")
-
-
-@pytest.mark.parametrize(
-    "words", [["--file", ""], ["--text="], ["--several", "a", ""], ["--input", "a", ""]], ids=str
-)
-def test_an_empty_path_is_refused(parser: Parser, words: list[str]) -> None:
+    for flag in ("--file", "--text", "--several"):
+        parser.parse_args([flag, f"a/{'x' * 255}"])
+        for path in (f"a/{'x' * 256}", "a/" * 2100, f"{'ä' * 128}/b"):
+            refused(partial(parser.parse_args, [flag, path]), f"{flag}: too long")
     assert parser.parse_args(["--file", "."]).file == Path()
-    refused(lambda: parser.parse_args(words), f"{words[0].removesuffix('=')}: the path is empty")
+    for words in (["--file", ""], ["--text="], ["--several", "a", ""], ["--input", "a", ""]):
+        told = f"{words[0].removesuffix('=')}: the path is empty"
+        refused(partial(parser.parse_args, words), told)
 
 
 def test_flags_of_the_trainer_are_as_they_are_there_but_for_own_defaults() -> None:
@@ -82,36 +70,18 @@ def test_flags_of_the_trainer_are_as_they_are_there_but_for_own_defaults() -> No
     assert build_parser().get_default("seq_length") is None, "a copy has the default"
 
 
-def having(monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-
-
-@pytest.mark.parametrize(
-    ("num_gpus", "name", "device"),
-    [(0, None, "cpu"), (2, None, "cuda:0"), (2, "cpu", "cpu"), (2, "cuda:1", "cuda:1")],
-)
-def test_a_device_that_is_there(
-    monkeypatch: pytest.MonkeyPatch, num_gpus: int, name: str | None, device: str
-) -> None:
-    having(monkeypatch, num_gpus)
-    assert device_of(name) == torch.device(device)
-
-
-@pytest.mark.parametrize(
-    ("num_gpus", "name", "told"),
-    [
-        (0, "cuda", "--device cuda: torch sees no CUDA device"),
-        (1, "cuda:1", "--device cuda:1: torch sees 1 CUDA device here"),
-        (2, "cuda:-1", "--device cuda:-1 is unknown"),
-        (2, "gpu", "--device gpu is unknown: give cpu, cuda or cuda:1"),
-    ],
-)
-def test_a_device_that_is_not(
-    monkeypatch: pytest.MonkeyPatch, num_gpus: int, name: str, told: str
-) -> None:
-    having(monkeypatch, num_gpus)
-    refused(lambda: device_of(name), told)
+def test_a_device_is_there_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: torch.cuda.device_count() > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert device_of(None) == torch.device("cpu")
+    refused(lambda: device_of("cuda"), "--device cuda: torch sees no CUDA device")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    refused(lambda: device_of("cuda:1"), "--device cuda:1: torch sees 1 CUDA device here")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, device in ((None, "cuda:0"), ("cpu", "cpu"), ("cuda:1", "cuda:1")):
+        assert device_of(name) == torch.device(device)
+    refused(lambda: device_of("cuda:-1"), "--device cuda:-1 is unknown")
+    refused(lambda: device_of("gpu"), "--device gpu is unknown: give cpu, cuda or cuda:1")
 
 
 def test_json_is_whole_and_acts_upon_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

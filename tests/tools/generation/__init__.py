@@ -1,1 +1,0 @@
-"""Tests of the parts of preprocess_data.py."""
