@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import re
 import struct
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import indexed_dataset
@@ -21,7 +22,6 @@ from data.indexed_dataset import (
     dtype_for_vocab,
     sequence_pointers,
 )
-from paro.errors import UserError
 from tests.helpers.corpora import Documents, corpus_bytes, encoded, read_corpus, write_corpus
 from tests.helpers.refusals import refused
 
@@ -32,23 +32,17 @@ def write(prefix: Path, documents: Documents, vocab_size: int = 100) -> Path:
     return write_corpus(prefix, documents, dtype_for_vocab(vocab_size))
 
 
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_whatever_byte_of_header_or_lengths_is_wrong_is_noticed(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    prefix = write(tmp_path_factory.mktemp("data") / "x", DOCUMENTS)
-    path = Path(f"{prefix}.idx")
-    content = bytearray(path.read_bytes())
-    place = data.draw(st.integers(0, HEADER.size + 4 * 3 - 1))
-    changed = content[place] ^ data.draw(st.integers(1, 255))
-    # Signed ids of the same size: nothing else in the files says which they are.
-    assume((place, content[place], changed) != (17, 8, 3))
-    content[place] = changed
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=r"x\.(idx|bin) ") as caught:
-        IndexedDataset(prefix)
-    assert "\n" not in str(caught.value)
+def test_whatever_byte_of_header_or_lengths_is_wrong_is_noticed(tmp_path: Path) -> None:
+    path = Path(f"{write(tmp_path / 'x', DOCUMENTS)}.idx")
+    whole = path.read_bytes()
+    for place, flipped in product(range(HEADER.size + 4 * 3), (1, 2, 11, 128, 255)):
+        content = bytearray(whole)
+        content[place] ^= flipped
+        # Signed ids of the same size: nothing else in the files says which they are.
+        if (place, content[place]) != (17, 3):
+            path.write_bytes(content)
+            line = refused(partial(IndexedDataset, tmp_path / "x"))
+            assert re.match(rf".*{tmp_path}/x\.(idx|bin) ", line), line
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
@@ -63,8 +57,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "name"),
-    [(10, "uint16"), (65499, "uint16"), (65500, "int32"), (128256, "int32")],
+    ("vocab_size", "name"), [(10, "uint16"), (65499, "uint16"), (65500, "int32"), (128256, "int32")]
 )
 def test_type_follows_the_vocabulary(vocab_size: int, name: str) -> None:
     assert dtype_for_vocab(vocab_size).name == name

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,12 +21,6 @@ from data.gpt_dataset import SplitRequest, build_gpt_dataset
 from data.indexed_dataset import IndexedDataset
 from data.loader import SplitCounts, build_datasets
 from data.sample_order import OrderPlan, build_order, split_bounds, split_matrix
-from tests.data.megatron import (
-    megatron_datasets,
-    megatron_splits,
-    random_corpus,
-    text_of,
-)
 from tests.helpers.corpora import corpus_bytes, write_corpus
 from tests.helpers.ranks import HANGS_AFTER
 from tests.helpers.refusals import refused
@@ -36,12 +32,8 @@ SPLITS = ("969, 30, 1", "1,0,0", "0.7,0.2,0.1", "33,33,34", "90,10", "2 1 1", "7
 def documents_of(seed: int) -> tuple[list[list[list[int]]], np.dtype[np.generic]]:
     random = np.random.RandomState(seed)
     wide = seed % 2 == 1
-    documents = random_corpus(
-        random,
-        num_documents=random.randint(4, 60),
-        longest=random.choice([3, 20, 90]),
-        vocab=100_000 if wide else 60_000,
-    )
+    sizes = {"num_documents": random.randint(4, 60), "longest": random.choice([3, 20, 90])}
+    documents = random_corpus(random, **sizes, vocab=100_000 if wide else 60_000)
     documents.append([random.randint(0, 60_000, size=30).tolist()])  # never without any token
     return documents, np.dtype("<i4" if wide else "<u2")
 
@@ -50,13 +42,10 @@ def write_ours(prefix: Path, seed: int) -> IndexedDataset:
     return IndexedDataset(write_corpus(prefix, *documents_of(seed)))
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
-    """megatron-core is there, whose import takes seconds."""
-    megatron_datasets()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.slow("imports megatron-core"),
+]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -108,14 +97,9 @@ def test_indices_and_samples_are_megatrons(
             sizes.append(0)
         else:
             sizes.append(requested(random, tokens, seq_length))
-    theirs = megatron_splits(
-        sizes=sizes,
-        seq_length=seq_length,
-        seed=seed + 7,
-        blend=([str(tmp_path / "corpus")], None),
-        split=split,
-    )
-    config = DataConfig(data_path=("corpus",), split=split, seq_length=seq_length, seed=seed + 7)
+    given = {"seq_length": seq_length, "seed": seed + 7, "split": split}
+    theirs = megatron_splits(sizes=sizes, blend=([str(tmp_path / "corpus")], None), **given)
+    config = DataConfig(data_path=("corpus",), **given)
     compared = 0
     for name, share, size, their in zip(NAMES, shares, sizes, theirs, strict=True):
         if share is None:
@@ -173,47 +157,31 @@ def compare(sizes: Sequence[int | None], ours: dict[str, Any], **theirs: Any) ->
     assert compared > 0
 
 
+PARTS, TRAIN = "70,20,10", "1,0,0"
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_weights(tmp_path: Path, seed: int) -> None:
     prefixes, weights, words = write_corpora(tmp_path, seed)
     sizes = (int(np.random.RandomState(seed).randint(20, 900)), 15, 7)
-    ours = {"data_path": words, "split": "70,20,10"}
-    compare(sizes, ours, blend=(prefixes, weights), split="70,20,10")
+    ours = {"data_path": words, "split": PARTS}
+    compare(sizes, ours, blend=(prefixes, weights), split=PARTS)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_sizes_decide_where_there_are_no_weights(tmp_path: Path, seed: int) -> None:
-    prefixes, _, _ = write_corpora(tmp_path, seed)
-    ours = {"data_path": tuple(prefixes), "split": "70,30,0"}
-    compare((60, 20, 0), ours, blend=(prefixes, None), split="70,30,0")
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_every_split_from_corpora_of_its_own(tmp_path: Path, seed: int) -> None:
+def test_other_blends(tmp_path: Path, seed: int) -> None:
     prefixes, weights, words = write_corpora(tmp_path, seed)
-    single = prefixes[0]
-    ours = {
-        "train_data_path": words,
-        "valid_data_path": ("1", single),
-        "test_data_path": (single,),
-    }
-    one = ([single], None)
-    compare((50, 9, 4), ours, blend_per_split=[(prefixes, weights), one, one])
-
-
-def test_one_corpus_with_a_weight_is_a_blend(tmp_path: Path) -> None:
-    """Megatron builds 0.5% more samples, so its last epoch may be shuffled differently."""
-    prefix = write_corpora(tmp_path, 0)[0][0]
-    ours = {"data_path": ("1", prefix), "split": "1,0,0"}
-    compare((300, 0, 0), ours, blend=([prefix], [1.0]), split="1,0,0")
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_every_sample_once(tmp_path: Path, seed: int) -> None:
-    prefixes, _, _ = write_corpora(tmp_path, seed)
-    own = {"train_data_path": tuple(prefixes), "valid_data_path": tuple(prefixes)}
-    splits = [None, (prefixes, None), None]
-    compare((1, None, 0), own | {"full_validation": True}, blend_per_split=splits)
+    first, every = prefixes[0], tuple(prefixes)
+    # Sizes decide where there are no weights.
+    compare((60, 20, 0), {"data_path": every, "split": PARTS}, blend=(prefixes, None), split=PARTS)
+    # One corpus with a weight: Megatron builds 0.5% more samples, so the last epoch may differ.
+    one = {"data_path": ("1", first), "split": TRAIN}
+    compare((300, 0, 0), one, blend=([first], [1.0]), split=TRAIN)
+    own = {"train_data_path": words, "valid_data_path": ("1", first), "test_data_path": (first,)}
+    alone = ([first], None)
+    compare((50, 9, 4), own, blend_per_split=[(prefixes, weights), alone, alone])
+    full = {"train_data_path": every, "valid_data_path": every, "full_validation": True}
+    compare((1, None, 0), full, blend_per_split=[None, (prefixes, None), None])
 
 
 DOCUMENTS, TOKENS, SEQ = 3_000_000, 2_000_000_000, 4096
@@ -228,13 +196,8 @@ def sizes() -> NDArray[np.int32]:
 
 
 def plan_of(num_samples: int) -> OrderPlan:
-    return OrderPlan(
-        bounds=range(DOCUMENTS),
-        tokens_per_epoch=TOKENS,
-        num_samples=num_samples,
-        seq_length=SEQ,
-        seed=1,
-    )
+    given = {"tokens_per_epoch": TOKENS, "seq_length": SEQ, "seed": 1}
+    return OrderPlan(bounds=range(DOCUMENTS), num_samples=num_samples, **given)
 
 
 def test_an_order_has_bounds() -> None:
@@ -256,3 +219,73 @@ def test_memory() -> None:
     peak = results.get(timeout=HANGS_AFTER)
     process.join()
     assert 0 < peak < 4 * GIB
+
+
+def megatron_datasets() -> SimpleNamespace:
+    """The classes of megatron-core; importing takes seconds, and warns about missing packages.
+
+    The wheel includes its compiled C++ helper.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets import blended_megatron_dataset_builder as builder
+        from megatron.core.datasets import gpt_dataset, indexed_dataset
+    return SimpleNamespace(
+        Builder=builder.BlendedMegatronDatasetBuilder,
+        GPTDataset=gpt_dataset.GPTDataset,
+        GPTDatasetConfig=gpt_dataset.GPTDatasetConfig,
+        IndexedDataset=indexed_dataset.IndexedDataset,
+        IndexedDatasetBuilder=indexed_dataset.IndexedDatasetBuilder,
+    )
+
+
+# What megatron-core reads of a tokenizer.
+TOKENIZER = SimpleNamespace(eod=0, vocab_size=1, unique_identifiers={"class": "fixed"})
+
+
+def megatron_splits(
+    *, sizes: Sequence[int | None], seq_length: int, seed: int, **source: Any
+) -> list[Any]:
+    """Train, valid and test as Megatron builds them, from `blend` and `split` or otherwise.
+
+    A split of size 0 is not built, since Megatron fails on a split without tokens.
+    """
+    masks = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    megatron = megatron_datasets()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = megatron.GPTDatasetConfig(
+            random_seed=seed,
+            sequence_length=seq_length,
+            tokenizer=TOKENIZER,
+            **dict.fromkeys(masks, False),
+            **source,
+        )
+        if config.split_matrix:
+            config.split_matrix = [
+                None if size == 0 else share
+                for size, share in zip(sizes, config.split_matrix, strict=True)
+            ]
+        built: list[Any] = megatron.Builder(
+            megatron.GPTDataset, list(sizes), lambda: True, config
+        ).build()
+    return built
+
+
+def text_of(sample: dict[str, Any]) -> list[int]:
+    """The seq_length + 1 ids of one of Megatron's samples."""
+    return [*sample["tokens"].tolist(), int(sample["labels"][-1])]
+
+
+def random_corpus(
+    random: np.random.RandomState, *, num_documents: int, longest: int, vocab: int
+) -> list[list[list[int]]]:
+    """Documents of one or two sequences, some of them empty and some of a single token."""
+    documents = []
+    for _ in range(num_documents):
+        kind = random.randint(6)
+        length = 0 if kind == 0 else 1 if kind == 1 else random.randint(1, longest + 1)
+        ids = random.randint(0, vocab, size=length).tolist()
+        cut = random.randint(length + 1) if random.randint(3) == 0 else length
+        documents.append([part for part in (ids[:cut], ids[cut:]) if part])
+    return documents
