@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,13 +68,10 @@ def margin(dtype: torch.dtype) -> float:
     return 3e-6 if dtype == torch.float32 else 2e-2
 
 
-def compare(
-    run: Callable[[Tensor, Tensor, Tensor], Tensor],
-    apart: bool,
-    dtype: torch.dtype,
-    groups: int,
-    size: int = 6,
-) -> None:
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def compare(run: Run, apart: bool, dtype: torch.dtype, groups: int, size: int = 6) -> None:
     q, k, v, grad = inputs(groups, dtype, size=size)
     leaves = [part.detach().requires_grad_() for part in (q, k, v)]
     out = run(*leaves)
@@ -93,46 +91,20 @@ def test_every_kernel_of_a_cpu_computes_attention(
     compare(lambda *qkv: attend(qkv, backend, documents), apart, dtype, groups)
 
 
-def test_one_document_a_sample_needs_nothing() -> None:
-    assert documents_of(None, 3, CPU) is None
-    assert documents_of((7, 7, 7), 3, CPU) is None
+def test_bounds_are_for_gpus_with_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert documents_of(None, 3, CPU) is documents_of((7, 7, 7), 3, CPU) is None
     assert documents_of(LENGTHS, 3, CPU) == Documents(LENGTHS, None)
-
-
-@pytest.mark.parametrize("capability", [(9, 0), (8, 0), (7, 5)])
-def test_bounds_are_for_gpus_with_flash_attention(
-    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(Tensor, "pin_memory", lambda bounds_N: bounds_N)
     monkeypatch.setattr(Tensor, "to", lambda bounds_N, *_, **__: bounds_N)
-    documents = documents_of(LENGTHS, 3, torch.device("cuda"))
-    assert documents is not None
-    bounds_N = documents.bounds_N
-    assert (bounds_N is not None) == (capability >= (8, 0))
-    assert bounds_N is None or bounds_N.tolist() == [0, *itertools.accumulate(LENGTHS)]
+    for capability, bounds in (((8, 0), [0, *itertools.accumulate(LENGTHS)]), ((7, 5), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, own=capability: own)
+        bounds_N = documents_of(LENGTHS, 3, torch.device("cuda")).bounds_N
+        assert (bounds_N if bounds_N is None else bounds_N.tolist()) == bounds
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype", "size", "taken"),
-    [
-        ("auto", torch.bfloat16, 64, True),
-        ("flash", torch.float16, 256, True),
-        ("auto", torch.float32, 64, False),
-        ("auto", torch.bfloat16, 512, False),
-        ("auto", torch.bfloat16, 20, False),
-        ("unfused", torch.bfloat16, 64, False),
-    ],
-)
 @pytest.mark.parametrize("groups", [4, 2])
 def test_one_call_takes_what_flash_attention_takes(
-    backend: AttentionBackend,
-    dtype: torch.dtype,
-    size: int,
-    groups: int,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    taken: bool,
+    groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With stand-ins for FlashAttention on a GPU, which has no other way to take documents."""
     bounds_N = torch.tensor([0, 5, 7, 14, 15, 21], dtype=torch.int32)
@@ -159,11 +131,17 @@ def test_one_call_takes_what_flash_attention_takes(
     monkeypatch.setattr(block_attention, "_flash", flash)
     monkeypatch.setattr(block_attention, "_flash_grads", flash_grads)
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend_saving(backend, (q, k, v), documents, None)
-
-    compare(run, True, dtype, groups, size)
-    assert calls == (["forward", "backward"] if taken else [])
+    for backend, dtype, size, taken in (
+        ("auto", torch.bfloat16, 64, True),
+        ("flash", torch.float16, 256, True),
+        ("auto", torch.float32, 64, False),
+        *(("auto", torch.bfloat16, size, False) for size in (512, 20)),
+        ("unfused", torch.bfloat16, 64, False),
+    ):
+        calls.clear()
+        attended = partial(attend_saving, backend, documents=documents, saved=None)
+        compare(lambda *qkv, own=attended: own(qkv), True, dtype, groups, size)
+        assert calls == (["forward", "backward"] if taken else [])
 
 
 def test_the_kernel_is_tried_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,26 +160,23 @@ FLASH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 A100, B300, RTX = (H100._replace(capability=sm) for sm in ((8, 0), (10, 3), (12, 0)))
 
 
-@pytest.mark.parametrize(
-    ("gpu", "head", "queries", "keys", "causal", "kernel"),
-    [
-        (H100, 128, 4096, 4096, True, CUDNN),
-        (B300, 64, 4096, 4096, True, CUDNN),
-        (A100, 128, 4096, 4096, True, FLASH),
-        (RTX, 128, 4096, 4096, True, FLASH),  # torch does not prefer it there
-        (H100._replace(cudnn=91500), 128, 4096, 4096, True, FLASH),  # reads beyond sequences
-        (H100._replace(cudnn=0), 128, 4096, 4096, True, FLASH),
-        (H100, 136, 4096, 4096, True, FLASH),
-        (H100, 128, 1000, 1000, True, CUDNN),
-        (H100, 128, 1, 1, True, FLASH),
-        (H100, 128, 4096, 2112, False, FLASH),  # a tile with 64 keys
-        (H100, 128, 1, 128, False, FLASH),
-    ],
-)
-def test_the_kernel_of_a_part_is_one_that_is_right_and_fast(
-    gpu: Gpu, head: int, queries: int, keys: int, kernel: SDPBackend, *, causal: bool
-) -> None:
-    assert gpu.block_kernel(head, queries, keys, causal=causal) is kernel
+def test_the_kernel_of_a_part_is_one_that_is_right_and_fast() -> None:
+    def kernel(gpu: Gpu, head: int, queries: int, keys: int) -> SDPBackend:
+        return gpu.block_kernel(head, queries, keys, causal=queries == keys)
+
+    assert kernel(H100, 128, 4096, 4096) is kernel(B300, 64, 4096, 4096) is CUDNN
+    assert kernel(H100, 128, 1000, 1000) is CUDNN
+    by_flash = [
+        kernel(A100, 128, 4096, 4096),
+        kernel(RTX, 128, 4096, 4096),  # torch does not prefer it there
+        kernel(H100._replace(cudnn=91500), 128, 4096, 4096),  # reads beyond sequences
+        kernel(H100._replace(cudnn=0), 128, 4096, 4096),
+        kernel(H100, 136, 4096, 4096),
+        kernel(H100, 128, 1, 1),
+        kernel(H100, 128, 4096, 2112),  # a tile with 64 keys
+        kernel(H100, 128, 1, 128),
+    ]
+    assert {*by_flash} == {FLASH}
 
 
 def test_flash_attention_is_taken_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,15 +14,7 @@ from model.config import Compiler, LlamaConfig, RecomputeConfig
 from model.fusion import check_compiler, compiled
 from model.llama import Llama
 from tests.helpers.refusals import refused
-from tests.model.test_llama import (
-    BOTH,
-    CONFIGS,
-    MHA,
-    assert_trains_alike,
-    batch,
-    build,
-    train_once,
-)
+from tests.model.test_llama import BOTH, CONFIGS, MHA, assert_trains_alike, batch, build, train_once
 from tests.model.values import assert_near
 
 CPU = torch.device("cpu")
@@ -81,11 +73,13 @@ def errors_of(config: LlamaConfig, exact: dict[str, Tensor]) -> dict[str, float]
     }
 
 
+IN_FP8 = replace(MHA, fp8_format="hybrid", num_layers=1)
+
+
 @pytest.mark.slow("traces a model")
 @pytest.mark.parametrize(
     ("config", "factor", "most"),
-    [(BOTH, 2.0, 0.2), (replace(MHA, fp8_format="hybrid", num_layers=1), 1.5, 0.75)],
-    ids=["bf16", "fp8"],
+    [(BOTH, 2.0, 0.2), pytest.param(IN_FP8, 1.5, 0.75, marks=pytest.mark.verify)],
 )
 def test_low_precision_is_as_exact_as_in_plain_blocks(
     config: LlamaConfig, factor: float, most: float
@@ -127,6 +121,7 @@ def test_a_block_may_have_more_graphs_than_torch_allows_by_default() -> None:
         assert double(torch.ones(size)).tolist() == [2.0] * size
 
 
+@pytest.mark.slow("imports the compiler")
 def test_inductor_has_no_fp8_on_a_cpu() -> None:
     config = replace(MHA, fp8_format="hybrid")
     by_inductor = compiling(config, "inductor")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -48,18 +47,10 @@ def test_presets_have_the_published_number_of_parameters() -> None:
         assert num_parameters(LLAMA_PRESETS[preset]) == int(published), preset
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("llama3-8b", "llama3-8B"),
-        ("Llama-3.1-405B", "llama3.1-405B"),
-        ("llama3.18B", "llama3.1-8B"),
-        ("8B", "8B"),
-    ],
-)
-def test_case_and_dashes_of_a_preset_do_not_matter(text: str, name: str) -> None:
-    assert preset_name(text) == name
-    assert all(preset_name(own) == own for own in LLAMA_PRESETS), "two have the same fields"
+def test_case_and_dashes_of_a_preset_do_not_matter() -> None:
+    spelled = {"llama3-8b": "llama3-8B", "Llama-3.1-405B": "llama3.1-405B", "8B": "8B"}
+    spelled |= {"llama3.18B": "llama3.1-8B", **dict(zip(LLAMA_PRESETS, LLAMA_PRESETS, strict=True))}
+    assert {text: preset_name(text) for text in spelled} == spelled
 
 
 # Norms of heads and biases have no products; the others change the sizes of products.
@@ -71,21 +62,14 @@ OF_ALL_SIZES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "trained",
-    [
-        "*",
-        "blocks.1.*",
-        "blocks.1.w[_o]*",
-        "blocks.0.wk",
-        "blocks.1.mlp_norm",
-        "blocks.1.attention_norm",
-        "blocks.[01].w_[gu]*",
-        "head.norm",
-        "head.weight",
-        "embedding.weight",
-    ],
+TRAINED = (
+    *("*", "blocks.1.*", "blocks.1.w[_o]*", "blocks.0.wk", "blocks.1.mlp_norm"),
+    *("blocks.1.attention_norm", "blocks.[01].w_[gu]*"),
+    *("head.norm", "head.weight", "embedding.weight"),
 )
+
+
+@pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("config", OF_ALL_SIZES)
 def test_flops_are_those_that_torch_counts(config: LlamaConfig, trained: str) -> None:
     names = {name for name in parameter_shapes(config) if fnmatchcase(name, trained)}
@@ -148,91 +132,75 @@ def test_a_mistake_names_its_flag_and_what_it_contradicts(
 ) -> None:
     flag = f"--{name.replace('_', '-')}"
     told = others.split() or [f"{flag} {value}"]
-    stretched: dict[str, Any] = {
-        "position_embedding_type": "yarn",
-        "yarn_rotary_scaling_factor": 4.0,
-    }
+    stretched = {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0}
     changed: dict[str, Any] = stretched | {name: value}
     refused(lambda: replace(SMALL, **changed), flag, *told)
 
 
-def test_a_number_of_blocks_to_recompute_is_positive() -> None:
-    wrong = partial(RecomputeConfig, granularity="full", num_layers=0)
-    refused(wrong, "--recompute-num-layers 0")
-
-
 PAIRS = RecomputeConfig(granularity="full", num_layers=2)
 FIRST_TWO = RecomputeConfig(granularity="full", method="block", num_layers=2)
+ALL_PAIRS = [[1, 2], [3, 4], [5]]
+OF_PAIRS = (ALL_PAIRS, ALL_PAIRS, [[2], [3, 4], [5]], [[3, 4], [5]], [[4], [5]], [[5]], [])
 
 
-@pytest.mark.parametrize(
-    ("recompute", "first", "groups"),
-    [
+def test_groups_begin_at_the_first_unit_that_trains() -> None:
+    refused(lambda: replace(PAIRS, num_layers=0), "--recompute-num-layers 0")
+    selective = RecomputeConfig(granularity="selective")
+    for recompute, first, groups in (
         (None, 0, []),
-        (RecomputeConfig(granularity="selective"), 0, []),
-        (RecomputeConfig(granularity="selective", method="block", num_layers=2), 0, []),
+        (selective, 0, []),
+        (replace(selective, method="block", num_layers=2), 0, []),
         (replace(PAIRS, num_layers=8), 0, [[1, 2, 3, 4, 5]]),
         (replace(FIRST_TWO, num_layers=8), 4, [[4], [5]]),
         (RecomputeConfig(granularity="full"), 2, [[2], [3], [4], [5]]),
-        (PAIRS, 0, [[1, 2], [3, 4], [5]]),
-        (PAIRS, 2, [[2], [3, 4], [5]]),
-        (PAIRS, 3, [[3, 4], [5]]),
-        (PAIRS, 6, []),
-        (FIRST_TWO, 1, [[1], [2]]),
-        (FIRST_TWO, 2, [[2]]),
-    ],
-)
-def test_groups_begin_at_the_first_unit_that_trains(
-    recompute: RecomputeConfig | None, first: int, groups: list[list[int]]
-) -> None:
-    units = unit_specs(replace(MHA, num_layers=5, recompute=recompute))
-    assert [[*group] for group in recomputed_groups(units, first)] == groups
+        *((PAIRS, first, groups) for first, groups in enumerate(OF_PAIRS)),
+        *((FIRST_TWO, first, groups) for first, groups in ((1, [[1], [2]]), (2, [[2]]))),
+    ):
+        units = unit_specs(replace(MHA, num_layers=5, recompute=recompute))
+        found = [[*group] for group in recomputed_groups(units, first)]
+        assert found == groups, (recompute, first)
 
 
 CONFIG = replace(SMALL, num_layers=5)
 NAMES = frozenset(parameter_shapes(CONFIG))
 
 
-def names(text: str) -> frozenset[str]:
-    return Trainable.of_flag(text).names(CONFIG)
-
-
-def test_all_trains_every_parameter() -> None:
-    assert names("all") == NAMES
+def names(text: str, config: LlamaConfig = CONFIG) -> frozenset[str]:
+    return Trainable.of_flag(text).names(config)
 
 
 @pytest.mark.parametrize(
-    ("share", "layers"),
-    [("0.0625", [4]), ("0.2", [4]), ("0.5", [3, 4]), ("0.6", [2, 3, 4]), ("1", [0, 1, 2, 3, 4])],
+    ("share", "first"), [("0.0625", 4), ("0.2", 4), ("0.5", 3), ("0.6", 2), ("1", 0)]
 )
-def test_the_last_blocks_train_and_the_head_does_not(share: str, layers: list[int]) -> None:
-    wanted = {n for n in NAMES if any(n.startswith(f"blocks.{layer}.") for layer in layers)}
+def test_the_last_blocks_train_and_the_head_does_not(share: str, first: int) -> None:
+    wanted = {n for n in NAMES for layer in range(first, 5) if n.startswith(f"blocks.{layer}.")}
     assert names(f"last-blocks:{share}") == wanted
 
 
 def test_patterns_match_whole_names() -> None:
+    assert names("all") == names("names:*") == NAMES
     assert names("names:head.*") == {"head.norm", "head.weight"}
     assert names("names:blocks.[13].wq,head.norm") == {"blocks.1.wq", "blocks.3.wq", "head.norm"}
-    assert names("names:*") == NAMES
+    for text in ("all", "last-blocks:0.0625", "names:*.wq,head.norm"):
+        assert str(Trainable.of_flag(text)) == text
+
+
+OTHERS = ("full", "last-blocks", "last-blocks:x", "names", "names:", "names:a,,b", "all:1", "")
 
 
 @pytest.mark.parametrize(
-    "text", ["full", "last-blocks", "last-blocks:x", "names", "names:", "names:a,,b", "all:1", ""]
+    ("text", "told"),
+    [
+        *((text, "is none of all, last-blocks:SHARE, names:PATTERN") for text in OTHERS),
+        ("adapters:0.1", "'adapters:0.1' is none of"),
+        *((f"last-blocks:{x}", "above 0 and at most 1") for x in ("0", "-1", "1.01", "nan", "inf")),
+        ("names:head.norm,wq", "matches 'wq'; ... blocks.*.wq,"),
+    ],
 )
-def test_other_words_are_refused(text: str) -> None:
-    refused(lambda: Trainable.of_flag(text), "is none of all, last-blocks:SHARE, names:PATTERN")
-
-
-@pytest.mark.parametrize("share", ["0", "-1", "1.01", "nan", "inf"])
-def test_a_share_is_above_0_and_at_most_1(share: str) -> None:
-    refused(lambda: Trainable.of_flag(f"last-blocks:{share}"), "above 0 and at most 1")
-
-
-def test_a_pattern_that_matches_nothing_is_refused() -> None:
-    refused(lambda: names("names:head.norm,wq"), "matches 'wq'; ... blocks.*.wq,")
+def test_other_words_are_refused(text: str, told: str) -> None:
+    refused(lambda: names(text), told)
     tied = replace(CONFIG, tie_embeddings_and_output_weights=True)
-    tied_head = Trainable.of_flag("names:head.weight")
-    refused(lambda: tied_head.names(tied), "no parameter matches 'head.weight'")
+    refused(lambda: names("names:head.weight", tied), "no parameter matches 'head.weight'")
 
 
 def test_a_models_adapters_train() -> None:
@@ -241,48 +209,28 @@ def test_a_models_adapters_train() -> None:
     assert Trainable().names(adapted) == wanted
     assert Trainable().is_part(adapted)
     assert not Trainable().is_part(CONFIG)
-    refused(lambda: Trainable.of_flag("adapters:0.1"), "'adapters:0.1' is none of")
-
-
-@pytest.mark.parametrize("text", ["all", "last-blocks:0.0625", "names:*.wq,head.norm"])
-def test_it_prints_as_it_is_given(text: str) -> None:
-    assert str(Trainable.of_flag(text)) == text
 
 
 SEVERAL_BLOCKS = ParameterInit(name="blocks.0.wq", numel=2 * BLOCK + 1001, std=0.02)
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])
-@pytest.mark.parametrize(
-    "cuts",
-    [
-        [1],
-        [BLOCK],
-        [BLOCK - 1, BLOCK + 1],
-        [7, 8, BLOCK // 2, 2 * BLOCK, 2 * BLOCK + 1000],
-        [0, 5, 5],  # empty pieces
-    ],
-)
-def test_pieces_by_any_number_of_threads_are_those_of_the_whole(
-    cuts: list[int], num_threads: int
-) -> None:
-    whole = initial_values(SEVERAL_BLOCKS, 1, 0, SEVERAL_BLOCKS.numel)
-    bounds = [0, *cuts, SEVERAL_BLOCKS.numel]
-
-    pieces = [
-        initial_values(SEVERAL_BLOCKS, 1, low, high, num_threads=num_threads)
-        for low, high in pairwise(bounds)
-    ]
-
-    assert torch.equal(torch.cat(pieces), whole)
+def test_pieces_by_any_number_of_threads_are_those_of_the_whole(num_threads: int) -> None:
+    numel = SEVERAL_BLOCKS.numel
+    whole = initial_values(SEVERAL_BLOCKS, 1, 0, numel)
+    several = [7, 8, BLOCK // 2, 2 * BLOCK, 2 * BLOCK + 1000]
+    for cuts in ([1], [BLOCK], [BLOCK - 1, BLOCK + 1], several, [0, 5, 5]):  # empty pieces too
+        pieces = [
+            initial_values(SEVERAL_BLOCKS, 1, low, high, num_threads=num_threads)
+            for low, high in pairwise([0, *cuts, numel])
+        ]
+        assert torch.equal(torch.cat(pieces), whole), cuts
 
 
 def test_the_rule_of_seeds_stays() -> None:
     """A change of the rule changes the loss curve of every --seed."""
     spec = ParameterInit(name="blocks.3.w_up", numel=BLOCK + 20, std=1.0)
-
     first, last = initial_values(spec, 1234, 0, 3), initial_values(spec, 1234, BLOCK, BLOCK + 3)
-
     wanted_first = torch.tensor([1.0209452, -0.7691444, 0.0403610])
     wanted_last = torch.tensor([0.5105639, -0.9103844, -0.3114735])
     torch.testing.assert_close(first, wanted_first, rtol=0, atol=1e-6)
@@ -299,10 +247,8 @@ def test_every_parameter_seed_and_place_has_its_own_values() -> None:
 def test_what_adds_to_the_residual_stream_starts_narrow() -> None:
     config = replace(SMALL, num_layers=8, init_method_std=0.04)
     specs = parameter_initializers(config)
-
     narrow = {name for name, spec in specs.items() if spec.std == 0.04 / math.sqrt(2 * 8)}
     ones = {name for name, spec in specs.items() if spec.std is None}
-
     assert narrow == {f"blocks.{i}.{part}" for i in range(8) for part in ("wo", "w_down")}
     norms = {f"blocks.{i}.{part}" for i in range(8) for part in ("attention_norm", "mlp_norm")}
     assert ones == {"head.norm", *norms}
@@ -314,9 +260,7 @@ def test_what_adds_to_the_residual_stream_starts_narrow() -> None:
 def test_a_whole_model_gets_the_values_of_its_pieces(dtype: torch.dtype) -> None:
     config = replace(SMALL, tie_embeddings_and_output_weights=True)
     model = Llama(config).to(dtype)
-
     initialize_whole(model, config, seed=5)
-
     specs = parameter_initializers(config)
     assert specs.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():

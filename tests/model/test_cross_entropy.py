@@ -53,7 +53,7 @@ def in_fp32(given: Inputs) -> Inputs:
     return x, weight, *given[2:]
 
 
-@pytest.fixture(params=[1, 3, 9, 10, 100])
+@pytest.fixture(params=[1, 3, 10])
 def tokens_per_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr("model.config.LOSS_CHUNK_TOKENS", request.param)
     return int(request.param)
@@ -104,7 +104,7 @@ def test_low_precision_sums_in_fp32(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("tokens_per_chunk")
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("bad", [-torch.inf, torch.nan])
 def test_a_token_without_weight_counts_nothing(bad: float) -> None:
     def of_others(x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor) -> Tensor:
         kept = torch.arange(T) != 3
@@ -117,13 +117,9 @@ def test_a_token_without_weight_counts_nothing(bad: float) -> None:
         given[0][0, 3] = bad
     found = results(linear_cross_entropy, given)
     torch.testing.assert_close(found, results(of_others, inputs()))
-
-
-def test_an_overflow_that_counts_is_seen() -> None:
-    given = inputs()
     with torch.no_grad():
-        given[0][1, 0] = torch.inf
-    assert not torch.isfinite(linear_cross_entropy(*given))
+        given[0][1, 0] = bad
+        assert not torch.isfinite(linear_cross_entropy(*given)), "one that counts"
 
 
 @pytest.mark.usefixtures("tokens_per_chunk")
@@ -145,12 +141,10 @@ def test_only_wanted_gradients_are_made(
     x.requires_grad_(x_trained)
     weight.requires_grad_(weight_trained)
     _, *full = results(linear_cross_entropy, inputs())
-
     with FlopCounterMode(display=False) as counter:
         loss = linear_cross_entropy(x, weight, labels, token_weights)
         if loss.requires_grad:
             loss.backward()
-
     assert counter.get_total_flops() == num_products * 2 * T * V * D
     assert loss.requires_grad == (x_trained or weight_trained)
     trained = (x_trained, weight_trained)
@@ -168,8 +162,7 @@ def test_no_grad_mode_makes_the_loss_alone() -> None:
 @pytest.mark.usefixtures("tokens_per_chunk")
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "kind"),
-    [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")],
+    ("dtype", "kind"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
 )
 def test_a_sink_has_the_gradient_after_forward(dtype: str, kind: str, adds: bool) -> None:
     x, weight, labels, token_weights = given = inputs(getattr(torch, dtype))
@@ -181,7 +174,6 @@ def test_a_sink_has_the_gradient_after_forward(dtype: str, kind: str, adds: bool
     assert sink.calls == ["open", "close"]
     _, x_grad, _ = results(linear_cross_entropy, inputs(x.dtype))
     _, _, weight_grad = results(reference, in_fp32(given))
-
     assert weight.grad is None
     torch.testing.assert_close(x.grad, x_grad, rtol=0.0, atol=0.0)
     expected = weight_grad + float(adds)
@@ -189,22 +181,17 @@ def test_a_sink_has_the_gradient_after_forward(dtype: str, kind: str, adds: bool
     assert error < 2 * torch.finfo(x.dtype).eps * torch.linalg.vector_norm(expected)
 
 
-def test_a_loss_with_a_sink_is_not_scaled_later() -> None:
+def test_a_sink_stays_closed_without_gradients_and_its_loss_is_not_scaled_later() -> None:
     x, weight, labels, token_weights = inputs()
-    weight.grad_sink = Sink(torch.ones(V, D))  # type: ignore[attr-defined]
-    loss = linear_cross_entropy(x, weight, labels, token_weights)
-    with pytest.raises(AssertionError, match="scaled after"):
-        (loss * 2.0).backward()
-
-
-def test_a_sink_stays_closed_without_gradients() -> None:
-    x, weight, labels, token_weights = inputs()
-    sink = Sink(torch.ones(V, D))
-    weight.grad_sink = sink  # type: ignore[attr-defined]
+    weight.grad_sink = sink = Sink(torch.ones(V, D))  # type: ignore[attr-defined]
     with torch.no_grad():
         linear_cross_entropy(x, weight, labels, token_weights)
     linear_cross_entropy(x, weight.requires_grad_(False), labels, token_weights).backward()
     assert not sink.calls
+    weight.requires_grad_()
+    loss = linear_cross_entropy(x, weight, labels, token_weights)
+    with pytest.raises(AssertionError, match="scaled after"):
+        (loss * 2.0).backward()
 
 
 class _Largest(TorchDispatchMode):
@@ -228,16 +215,7 @@ def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> No
     assert largest.numel == 7 * V
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "element_bytes", "fused", "tokens"),
-    [
-        (32_000, 2, True, 4096),
-        (128_256, 4, True, 2048),
-        (10**9, 4, True, 1024),
-        (32_000, 2, False, 1024),
-    ],
-)
-def test_a_chunk_is_of_many_tokens_where_their_logits_fit(
-    vocab_size: int, element_bytes: int, fused: bool, tokens: int
-) -> None:
-    assert loss_chunk(vocab_size, element_bytes, fused=fused) == tokens
+def test_a_chunk_is_of_many_tokens_where_their_logits_fit() -> None:
+    assert loss_chunk(32_000, 2, fused=True) == 4096
+    assert loss_chunk(128_256, 4, fused=True) == 2048
+    assert loss_chunk(10**9, 4, fused=True) == loss_chunk(32_000, 2, fused=False) == 1024

@@ -21,6 +21,7 @@ from model.llama import Llama
 from model.norm import SharedNorm
 from model.rotary import rotate, rotations
 from tests.helpers.ranks import run_ranks
+from tests.helpers.refusals import says
 from tests.helpers.training import TINY, Trained, train
 from tests.helpers.triton_kernels import interpreter, skip_on_gpus
 from tests.model.values import SMALL, assert_near, normal
@@ -76,7 +77,7 @@ def test_swiglu(dtype: torch.dtype, needed: str) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("num_heads", [1, 5, 19])
+@pytest.mark.parametrize("num_heads", [1, 19])
 def test_rotary_embedding(dtype: torch.dtype, num_heads: int) -> None:
     cos, sin = rotations(CONFIG, 7, dtype, CPU)
     x = normal(3, 7, num_heads, 6, seed=1, dtype=dtype).requires_grad_()
@@ -88,8 +89,7 @@ def test_rotary_embedding(dtype: torch.dtype, num_heads: int) -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    ("num_rows", "passes_x", "for_cast"),
-    [(1, False, False), (7, True, False), (20, False, True), (20, True, True)],
+    ("num_rows", "passes_x", "for_cast"), [(1, False, False), (7, True, False), (20, True, True)]
 )
 def test_norms(
     dtype: torch.dtype,
@@ -200,7 +200,12 @@ def usable(
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_what_runs_is_said() -> None:
+def test_what_runs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, line = usable(replace(CONFIG, fp8_format="hybrid"), dtype=torch.bfloat16)
+    assert found == replace(FUSED, fp8_format="hybrid", fuses_fp8_casts=True)
+    assert line.startswith("norms, SwiGLU, rotary embedding, casts to fp8 and loss: Triton 3.")
+    for name in ("norm", "swiglu", "rotary", "casts", "loss"):  # which have been tried now
+        monkeypatch.setattr(fusion, f"_try_{name}", Mock())
     found, line = usable()
     assert found == FUSED
     assert line.startswith("norms, SwiGLU, rotary embedding and loss: Triton 3.")
@@ -211,46 +216,36 @@ def test_what_runs_is_said() -> None:
     found, line = usable(compiled)
     assert found == replace(compiled, fuses_loss=True)
     assert line.startswith("blocks: torch.compile by inductor; loss: Triton 3.")
-    for form, dtype in zip(FP8_FORMATS, TOLERANCE, strict=True):
-        found, line = usable(replace(CONFIG, fp8_format=form), dtype=dtype)
-        assert found == replace(FUSED, fp8_format=form, fuses_fp8_casts=True)
-        assert ", rotary embedding, casts to fp8 and loss: Triton 3." in line
 
 
 def test_what_fails_is_left_to_torch_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with interpreter():
         from model import kernels as imported
 
-        monkeypatch.setattr(imported, "swiglu", lambda gate, up, **_: gate + up)
-        found, line = usable()
-        assert found == CONFIG
-        assert "because Triton fails: RuntimeError: results differ by" in line
-        no_compiler = RuntimeError("Failed to find C compiler.\nPlease specify")
-        monkeypatch.setattr(imported, "swiglu", Mock(side_effect=no_compiler))
-        found, line = usable()
-        assert found == CONFIG
-        assert line.endswith("RuntimeError: Failed to find C compiler.")
-        monkeypatch.undo()
-        in_fp8 = replace(CONFIG, fp8_format="hybrid")
-        original = imported.cast
+        cast, remember = imported.cast, imported.remember_largest
 
         def casts_one_up(*args: Any, **options: Any) -> tuple[Tensor | None, ...]:
-            data, transposed, scale = original(*args, **options)
+            data, transposed, scale = cast(*args, **options)
             return data, transposed, scale * (1.0 + 2.0**-23)
 
-        monkeypatch.setattr(imported, "cast", casts_one_up)
-        found, line = usable(in_fp8)
-        assert found == in_fp8
-        assert line.startswith("WARNING: fp8 is slower than bf16 without Triton or")
-        assert line.endswith("casts to fp8 differ from those of torch's operations")
-        monkeypatch.undo()
-        remember = imported.remember_largest
-        monkeypatch.setattr(
-            imported, "remember_largest", lambda tensor, bits: remember(tensor, bits + 1)
-        )
-        found, line = usable(in_fp8)
-        assert found == in_fp8
-        assert "RuntimeError: largest values are not those of" in line
+        in_fp8 = replace(CONFIG, fp8_format="hybrid")
+        no_compiler = RuntimeError("Failed to find C compiler.\nPlease specify")
+        for config, name, wrong, told in (
+            (CONFIG, "swiglu", lambda gate, up, **_: gate + up, "RuntimeError: results differ by"),
+            (CONFIG, "swiglu", Mock(side_effect=no_compiler), "Failed to find C compiler."),
+            (in_fp8, "cast", casts_one_up, "WARNING: fp8 is slower ... casts to fp8 differ"),
+            (
+                in_fp8,
+                "remember_largest",
+                lambda x, bits: remember(x, bits + 1),
+                "largest values are",
+            ),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(imported, name, wrong)
+                found, line = usable(config)
+            assert found == config
+            says(line, told)
     monkeypatch.setattr(fusion, "DEVICES", {"cpu"})
     monkeypatch.setitem(sys.modules, "model.kernels", None)
     found, line = usable()

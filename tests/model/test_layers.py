@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -66,9 +65,7 @@ def run(function: Function, given: Sequence[Tensor]) -> tuple[list[Tensor], list
     """Outputs, and the gradients of a weighted sum of them by input."""
     outputs = function(*given)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    weights = [
-        torch.linspace(-1.0, 2.0, out.numel()).view(out.shape).to(out.device) for out in outputs
-    ]
+    weights = [torch.linspace(-1.0, 2.0, out.numel()).view(out.shape) for out in outputs]
     parts = [(out.float() * weight).sum() for out, weight in zip(outputs, weights, strict=True)]
     torch.stack(parts).sum().backward()
     return [out.detach() for out in outputs], [part.grad for part in given]
@@ -79,10 +76,8 @@ def run(function: Function, given: Sequence[Tensor]) -> tuple[list[Tensor], list
 def test_equals_plain_operations_in_fp32(name: str, dtype: torch.dtype) -> None:
     own, plain, shapes = PAIRS[name]
     given = inputs(shapes, dtype)
-
     outputs, grads = run(own, given)
     wanted = run(plain, [part.detach().float().requires_grad_() for part in given])
-
     if dtype == torch.float32:
         torch.testing.assert_close((outputs, grads), wanted)
     else:
@@ -102,10 +97,8 @@ def test_only_wanted_gradients_are_made(name: str, needed: tuple[bool, ...]) -> 
     own, plain, shapes = PAIRS[name]
     _, wanted = run(plain, inputs(shapes))
     given = [part.requires_grad_(need) for part, need in zip(inputs(shapes), needed, strict=True)]
-
     with FlopCounterMode(display=False) as counter:
         _, grads = run(own, given)
-
     for grad, full, need in zip(grads, wanted, needed, strict=True):
         torch.testing.assert_close(grad, full if need else None)
     # A weight is multiplied in forward, for its own gradient, and if a gradient passes through it.
@@ -131,38 +124,11 @@ def test_what_is_kept_is_what_was_given_and_stays_as_it_is(name: str) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         own(*given)
-
     new = [t for t in kept if t.data_ptr() not in {part.data_ptr() for part in given}]
     # The norm's scale of every token, on a CPU.
     assert [tuple(tensor.shape) for tensor in new] == ([(B, S, 1)] if name == "norm" else [])
     run(own, given)
     assert all(torch.equal(part, copy) for part, copy in zip(given, before, strict=True))
-
-
-def test_gradients_that_arrive_in_any_layout() -> None:
-    x, scale, weight = inputs([HIDDEN, (D,), (4, D)])
-    grad = torch.randn(4, S, B).permute(2, 1, 0)
-    assert not grad.is_contiguous()
-
-    strided = torch.autograd.grad(own_normed(x, scale, weight), (x, scale, weight), [grad])
-    packed: Any = torch.autograd.grad(
-        own_normed(x, scale, weight), (x, scale, weight), [grad.contiguous()]
-    )
-
-    torch.testing.assert_close(strided, packed)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", PAIRS)
-def test_a_gpu_computes_the_same(name: str) -> None:
-    own, _, shapes = PAIRS[name]
-    wanted_outputs, wanted_grads = run(own, inputs(shapes))
-    given = [part.detach().cuda().requires_grad_() for part in inputs(shapes)]
-
-    outputs, grads = run(own, given)
-
-    torch.testing.assert_close([out.cpu() for out in outputs], wanted_outputs)
-    torch.testing.assert_close([None if g is None else g.cpu() for g in grads], wanted_grads)
 
 
 ROWS, WIDTH = 60, 20
@@ -198,10 +164,8 @@ def test_a_sink_gets_torchs_gradient(dtype: torch.dtype, kind: torch.dtype, adds
     wanted_BSD = F.embedding(tokens_BS, plain)
     assert torch.equal(x_BSD, wanted_BSD)
     assert not sink.calls
-
     x_BSD.backward(grad_BSD)
     wanted_BSD.backward(grad_BSD)
-
     assert sink.calls == ["open", "close"]
     assert model.weight.grad is None
     wanted = plain.grad.to(kind) + (3.0 if adds else 0.0)
@@ -234,32 +198,31 @@ def test_interpolated_positions_are_divided(preset: str) -> None:
     stretched = replace(plain, rotary_seq_len_interpolation_factor=2.5)
     divided = torch.arange(9, dtype=torch.float32) / 2.5
     cos, sin = rotations(stretched, 9, torch.float32, torch.device("cpu"))
-
     angles = torch.outer(divided, inverse_frequencies(plain))[:, None, :]
-
     torch.testing.assert_close(cos, torch.cat((angles, angles), dim=-1).cos())
     torch.testing.assert_close(sin, angles.sin())
 
 
-def test_input_of_any_layout() -> None:
+def test_inputs_and_gradients_of_any_layout() -> None:
+    x, scale, weight = inputs([HIDDEN, (D,), (4, D)])
+    grad = torch.randn(4, S, B).permute(2, 1, 0)
+    strided, packed = (
+        torch.autograd.grad(own_normed(x, scale, weight), (x, scale, weight), [given])
+        for given in (grad, grad.contiguous())
+    )
+    torch.testing.assert_close(strided, packed)
     x_BNSH = torch.randn(2, 3, 5, 8)
-    x_BSNH = x_BNSH.transpose(1, 2)
+    x_BSNH, before = x_BNSH.transpose(1, 2), x_BNSH.clone()
     tables = rotations(HEADS, 5, torch.float32, torch.device("cpu"))
-
     assert torch.equal(rotate(x_BSNH, *tables), rotate(x_BSNH.contiguous(), *tables))
-    assert torch.equal(x_BSNH, x_BNSH.transpose(1, 2)), "the input was changed"
+    assert torch.equal(x_BNSH, before), "the input was changed"
 
 
 def test_low_precision_angles_are_computed_in_fp32() -> None:
     """bf16 cannot represent both position 1000 and 1002: only cosines and sines may be rounded."""
     exact = rotations(HEADS, 2048, torch.float32, torch.device("cpu"))
     rounded = rotations(HEADS, 2048, torch.bfloat16, torch.device("cpu"))
-
     for fine, coarse in zip(exact, rounded, strict=True):
         assert torch.equal(fine.bfloat16(), coarse)
-
-
-def test_tables_are_made_once() -> None:
-    first, second = (rotations(HEADS, 17, torch.float32, torch.device("cpu")) for _ in range(2))
-
-    assert all(a is b for a, b in zip(first, second, strict=True))
+    again = rotations(HEADS, 2048, torch.float32, torch.device("cpu"))
+    assert all(one is other for one, other in zip(exact, again, strict=True)), "made once"

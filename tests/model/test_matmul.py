@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from model.config import FP8_CAPABILITY, Fp8Format
-from model.fp8 import Fp8, Operand, operand
+from model import fp8, layers
+from model.config import FP8_CAPABILITY, Fp8Format, LlamaConfig, LoraConfig
+from model.fp8 import Fp8, Operand, known_largest, operand, remember_largest
 from model.layers import gated_linear, linear, normed_linears
-from model.matmul import (
-    check_matmul_types,
-    input_grads,
-    number_weights,
-    outputs,
-    weight_grad,
-)
+from model.llama import Llama, TokenInfo
+from model.matmul import check_matmul_types, input_grads, number_weights, outputs, weight_grad
 from model.norm import SharedNorm, rms_norm
+from model.rotary import rotations
 from tests.helpers.refusals import refused
+from tests.helpers.triton_kernels import bytes_by_kernel, interpreter
+from tests.model.test_fusion import CONFIG
 from tests.model.values import Sink, all_near, assert_near, normal
 
 E4M3, HYBRID = Fp8("e4m3"), Fp8("hybrid")
@@ -83,9 +87,9 @@ def test_products_are_those_of_the_rounded_operands(dtype: torch.dtype) -> None:
         "added": (input_grads(args[2], args[1], total_TD=total), 1.0 + grad8 @ weight8),
         "weight_grad": (weight_grad(args[2], args[0]), grad8.t() @ x8),
     }
-    for name, (product, wanted) in found.items():
-        assert product.dtype == dtype, name
-        assert_near(product, wanted, name, within=1e-5 if dtype == torch.float32 else 1e-2)
+    for name, (made, wanted) in found.items():
+        assert made.dtype == dtype, name
+        assert_near(made, wanted, name, within=1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def rounded_linear(x: Tensor, weight: Tensor, fp8: Fp8) -> Tensor:
@@ -108,19 +112,17 @@ def test_layers_multiply_in_fp8_forward_and_backward(layer: str, fp8: Fp8) -> No
     }[layer]
 
     def found(*args: Tensor) -> tuple[Tensor, ...]:
-        if layer == "linear":
-            return (linear(args[0], args[1], fp8),)
-        if layer == "gated_linear":
-            return (gated_linear(*args, fp8, fused=False),)
-        return normed_linears(SharedNorm(*args[:2], 1e-5, fused=False), *args, fp8=fp8)
+        if layer == "normed_linears":
+            return normed_linears(SharedNorm(*args[:2], 1e-5, fused=False), *args, fp8=fp8)
+        more = {} if layer == "linear" else {"fused": False}
+        return ({"linear": linear, "gated_linear": gated_linear}[layer](*args, fp8, **more),)
 
     def wanted(*args: Tensor) -> tuple[Tensor, ...]:
-        if layer == "linear":
-            return (rounded_linear(*args, fp8),)
-        if layer == "gated_linear":
-            return (rounded_linear(functional.silu(args[0]) * args[1], args[2], fp8),)
-        y = rms_norm(args[0], args[1], 1e-5)
-        return tuple(rounded_linear(y, weight, fp8) for weight in args[2:])
+        if layer == "normed_linears":
+            y = rms_norm(args[0], args[1], 1e-5)
+            return tuple(rounded_linear(y, weight, fp8) for weight in args[2:])
+        x = args[0] if layer == "linear" else functional.silu(args[0]) * args[1]
+        return (rounded_linear(x, args[-1], fp8),)
 
     results = []
     for run in (found, wanted):
@@ -157,10 +159,14 @@ def test_only_forward_adds_up_with_fewer_bits(monkeypatch: pytest.MonkeyPatch) -
         assert fast == 2 * matmuls * [False]
 
 
-@pytest.mark.gpu
-def test_long_sums_of_input_gradients_keep_their_bits() -> None:
+def skip_without_fp8() -> None:
     if torch.cuda.get_device_capability() < FP8_CAPABILITY:
         pytest.skip("needs fp8: compute capability 8.9")
+
+
+@pytest.mark.gpu
+def test_long_sums_of_input_gradients_keep_their_bits() -> None:
+    skip_without_fp8()
     grad, weight = (
         normal(*shape, seed=seed).abs().cuda()
         for seed, shape in enumerate(((256, 11_008), (11_008, 128)))
@@ -173,61 +179,45 @@ def test_long_sums_of_input_gradients_keep_their_bits() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", FORMATS)
 def test_a_gpu_multiplies_as_a_cpu_does(fp8: Fp8) -> None:
-    if torch.cuda.get_device_capability() < FP8_CAPABILITY:
-        pytest.skip("needs fp8: compute capability 8.9")
+    skip_without_fp8()
     x, weight, grad = (
         normal(*shape, seed=seed).bfloat16()
         for seed, shape in enumerate(((256, 128), (192, 128), (256, 192)))
     )
     results = []
     for device in ("cpu", "cuda"):
-        args = [
-            both(tensor.to(device), fp8, is_grad=tensor is grad) for tensor in (x, weight, grad)
-        ]
+        args = [both(each.to(device), fp8, is_grad=each is grad) for each in (x, weight, grad)]
         grads = input_grads(args[2], args[1]), weight_grad(args[2], args[0])
         results.append([made.cpu() for made in (outputs(args[0], args[1]), *grads)])
     wanted, found = results
     all_near(found, wanted, within=0.01)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "capability", "fp8", "allowed", "told"),
-    [
-        ("A100", (8, 0), "e4m3", [torch.bfloat16], "8.9 ... A100 has 8.0: leave it out"),
-        ("T4", (7, 5), None, [torch.float16, torch.float32], "--bf16 ... T4 has 7.5: give --fp16"),
-    ],
-)
-def test_a_gpu_without_a_type_is_refused(
-    gpu: str,
-    capability: tuple[int, int],
-    fp8: Fp8Format | None,
-    allowed: list[torch.dtype],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu)
-    for dtype in allowed:
-        check_matmul_types(None, dtype, torch.device("cuda"))
-    check_matmul_types(fp8, torch.bfloat16, torch.device("cpu"))
-    refused(partial(check_matmul_types, fp8, torch.bfloat16, torch.device("cuda")), told)
+def test_a_gpu_without_a_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, cpu, bf16 = torch.device("cuda"), torch.device("cpu"), torch.bfloat16
+    for gpu, capability, form, allowed, told in (
+        ("A100", (8, 0), "e4m3", [bf16], "8.9 ... A100 has 8.0: leave it out"),
+        ("T4", (7, 5), None, [torch.float16, torch.float32], "T4 has 7.5: give --fp16"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, found=gpu: found)
+        for dtype in allowed:
+            check_matmul_types(None, dtype, cuda)
+        check_matmul_types(form, bf16, cpu)
+        refused(partial(check_matmul_types, form, bf16, cuda), told)
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("fp8", [None, HYBRID])
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize(
-    ("into", "of"),
-    [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")],
+    ("into", "of"), [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]
 )
 def test_a_sink_gets_the_gradient(
     into: str, of: str, fp8: Fp8 | None, device: str, *, adds: bool
 ) -> None:
-    if fp8 and device == "cuda" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
-        pytest.skip("needs fp8: compute capability 8.9")
+    if fp8 and device == "cuda":
+        skip_without_fp8()
     grad, x = (
         normal(*shape, seed=2).to(device, getattr(torch, of)) for shape in ((64, 48), (64, 32))
     )
@@ -255,3 +245,155 @@ def test_only_a_weight_with_a_sink_has_a_number() -> None:
     number_weights(weights)
     assert weights[0].sink_number is first  # type: ignore[attr-defined]
     assert not hasattr(weights[1], "sink_number")
+
+
+SPECIAL = [None, 0.0, float("nan"), -float("nan"), float("inf"), -float("inf")]
+# Parts of a tile, and several.
+TENSORS = [*product([(1, 7)], SPECIAL), ((3, 5, 37), None), ((3, 5, 37), float("nan"))]
+TENSORS += [((130, 200), None)]
+
+
+def assert_same_bits(found: Tensor, wanted: Tensor) -> None:
+    """A NaN is as good as another."""
+    assert found.dtype == wanted.dtype
+    assert found.shape == wanted.shape
+    numbers = ~wanted.float().isnan()
+    assert torch.equal(~found.float().isnan(), numbers)
+    whole = torch.uint8 if found.element_size() == 1 else torch.int32
+    assert torch.equal(found.view(whole)[numbers], wanted.view(whole)[numbers])
+
+
+@pytest.mark.bits
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy: of infinities
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["e4m3", "hybrid"])
+def test_triton_casts_with_torchs_bits(form: Fp8Format, dtype: torch.dtype) -> None:
+    with interpreter():
+        for seed, (shape, special) in enumerate(TENSORS):
+            spread = normal(*shape, seed=seed + 1).exp() ** 3  # some far below the largest
+            tensor = (normal(*shape, seed=seed) * spread * 10.0 ** (seed % 5 - 2)).to(dtype)
+            if special is not None:
+                tensor = tensor * 0.0 if special == 0.0 else tensor
+                tensor.view(-1)[5] = special
+            plain, fused = (
+                operand(tensor, Fp8(form, by), is_grad=True, transposed=True)
+                for by in (False, True)
+            )
+            assert_same_bits(fused.scale, plain.scale)
+            assert_same_bits(fused.values, plain.values)
+            assert_same_bits(fused.values_t, plain.values_t)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_only_what_is_asked_for_is_made(*, fused: bool) -> None:
+    tensor = normal(3, 16, 32, seed=1)
+    with interpreter():
+        for data, transposed in ((True, False), (False, True)):
+            found = operand(tensor, Fp8("hybrid", fused), data=data, transposed=transposed)
+            assert (found.data is not None, found.transposed is not None) == (data, transposed)
+
+
+@dataclass
+class Casts:
+    """The bytes by kernel, and the elements, of a block's operands."""
+
+    kernels: dict[str, int]
+    elements: int = 0
+
+
+@contextmanager
+def counted(patch: pytest.MonkeyPatch) -> Iterator[Casts]:
+    """Counts all casts; outside of them no operation but matmuls may touch a tensor in fp8."""
+    original = fp8.operand
+    with bytes_by_kernel() as kernels:
+        casts = Casts(kernels)
+
+        def cast(tensor: Tensor, how: Fp8 | None, **options: Any) -> Operand:
+            casts.elements += tensor.numel()
+            with _disable_current_modes():
+                return original(tensor, how, **options)
+
+        for module in (fp8, layers):
+            patch.setattr(module, "operand", cast)
+        yield casts
+
+
+class OnlyMatmuls(TorchDispatchMode):
+    """Fails where another operation than a matmul or a view reads a tensor in fp8."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name not in {"aten::_scaled_mm", "aten::view", "aten::t", "aten::flatten"}:
+            kinds = {each.dtype for each in args if isinstance(each, Tensor)}
+            assert not kinds & {torch.float8_e4m3fn, torch.float8_e5m2}, func
+        return func(*args, **(kwargs or {}))
+
+
+WIDE = replace(CONFIG, hidden_size=32, ffn_hidden_size=48, kv_channels=8, fp8_format="hybrid")
+
+
+BY_TRITON = {f"fuses_{part}": True for part in ("fp8_casts", "norms", "swiglu", "rotary")}
+TOKENS, HIDDEN, FFN, KEY = 16, 32, 48, 2 * 8
+WEIGHTS = HIDDEN * (2 * HIDDEN + 2 * KEY + 3 * FFN)
+INPUTS = TOKENS * (HIDDEN + HIDDEN + HIDDEN + FFN)  # of Q, K and V; of wo; gate and up; w_down
+GRADS = TOKENS * (HIDDEN + 2 * KEY + HIDDEN + 2 * FFN + HIDDEN)
+ELEMENTS = 2 * WEIGHTS + 2 * INPUTS + GRADS  # of a block's operands, each once a pass
+
+
+def run_block(config: LlamaConfig) -> None:
+    """Forward and backward of a block."""
+    block = Llama(config).bfloat16().blocks[0]
+    with torch.no_grad():
+        for seed, parameter in enumerate(block.parameters()):
+            parameter.copy_(0.3 * normal(*parameter.shape, seed=seed))
+    x = normal(1, TOKENS, HIDDEN, seed=1, dtype=torch.bfloat16).requires_grad_()
+    info = TokenInfo(*rotations(config, TOKENS, torch.bfloat16, x.device))
+    block(x, info).float().sum().backward()
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize(
+    ("more", "looked_for"),
+    [
+        # Weights twice, attention's output once, the gradients of V and of the block's output.
+        ({}, 2 * WEIGHTS + TOKENS * (HIDDEN + KEY + HIDDEN)),
+        # Frozen, they are cast as often; what the adapters' input is made of is not cast again.
+        ({"qk_layernorm": True, "lora": LoraConfig(rank=4, targets=("wq", "w_gate"))}, None),
+    ],
+)
+def test_a_blocks_casts_move_few_bytes(
+    more: dict[str, Any], looked_for: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures of docs/gpu.md; and that what is known of an operand is what a search finds."""
+
+    def checked(tensor: Tensor) -> Tensor | None:
+        found = known_largest(tensor)
+        if found is not None:
+            with _disable_current_modes():
+                largest = tensor.abs().amax().float().view_as(found)
+                assert_same_bits(found.view(torch.float32), largest)
+        return found
+
+    monkeypatch.setattr("model.kernels.known_largest", checked)
+    with interpreter(), counted(monkeypatch) as casts, OnlyMatmuls():
+        run_block(replace(WIDE, **BY_TRITON, **more))
+    if looked_for is None:
+        return
+    assert casts.elements == ELEMENTS, "each operand is cast once a pass"
+    searched, cast = casts.kernels["_largest"], casts.kernels["_cast"]
+    assert 0 <= searched - 2 * looked_for < 100, "and what the programs have found"
+    assert 3 * ELEMENTS <= cast <= 4 * ELEMENTS
+
+
+def test_a_largest_value_is_forgotten_with_the_values() -> None:
+    tensor, largest = normal(4, 6, seed=1), torch.zeros(1)
+    assert known_largest(tensor) is None
+    remember_largest(tensor, largest)
+    for whole in (tensor, tensor.view(24), tensor.detach().unflatten(0, (2, 2))):
+        assert known_largest(whole) is largest
+    assert known_largest(tensor[:2]) is None
+    assert known_largest(tensor.clone()) is None
+    tensor.view(24)[3] = 9.0
+    assert known_largest(tensor) is None
+    part = normal(4, 6, seed=1)[1:]
+    remember_largest(part, largest)
+    assert known_largest(part) is None
