@@ -50,14 +50,6 @@ def test_every_file_keeps(rule: Rule) -> None:
     assert not offences, "\n".join([str(rule.__doc__), *offences])
 
 
-@pytest.mark.parametrize("folder", ["tools", "tools/bench"])
-def test_what_lies_in_tools_itself_is_a_program(folder: str) -> None:
-    modules = set((ROOT / folder).glob("*.py")) - {ROOT / folder / "__init__.py"}
-    helpers = [path.name for path in modules if "__main__" not in path.read_text(encoding="utf-8")]
-    assert modules
-    assert not helpers, "these belong in a package"
-
-
 FINDS_THE_REPOSITORY = re.compile(
     r"^if not __package__:.*\n(?:    .*\n)*?"
     r"    sys\.path(?:\.insert\(0, |\[0\] = )str\(Path\(__file__\)\.resolve\(\)\.parents\[(\d)\]\)",
@@ -66,10 +58,12 @@ FINDS_THE_REPOSITORY = re.compile(
 
 
 @pytest.mark.parametrize("folder", ["tools", "tools/bench"])
-def test_a_program_finds_what_it_imports_wherever_it_is_started(folder: str) -> None:
+def test_all_in_tools_itself_are_programs_that_find_what_they_import(folder: str) -> None:
     # Other tests run programs in processes that have the project's modules already.
+    assert {*(ROOT / folder).glob("[a-z]*.py")}
     for path in (ROOT / folder).glob("[a-z]*.py"):
         text = path.read_text(encoding="utf-8")
+        assert "__main__" in text, f"{path} belongs in a package"
         before, *_ = re.split(r"^from (?:data|model|paro|tools)[. ]", text, maxsplit=1, flags=re.M)
         assert FINDS_THE_REPOSITORY.findall(before) == [str(folder.count("/") + 1)], path
 
@@ -95,6 +89,8 @@ def test_no_file_knows_the_machine_it_was_written_on() -> None:
         if MACHINE.search(line)
     ]
     assert not offences, "\n".join(offences)
+    planted = ("cd " + "/" + "tmp", "at '/" + "work/main/paro'", "/" + "home/me")
+    assert all(map(MACHINE.search, (*planted, "pip --index" + "-url x")))
 
 
 def test_every_folder_of_tests_is_a_package() -> None:
@@ -114,25 +110,15 @@ DIST, GROUPS = "import torch.distributed as d", "paro.distributed.groups"
 PLANNER = "paro.planning.planner"
 PLANTED: list[tuple[Rule, str, str, str]] = [
     # rule, module, source, expected message
-    (
-        imports_no_tests,
-        "tools.plan",
-        "def f():\n    from tests import gpu",
-        "2: the product imports",
-    ),
+    (imports_no_tests, "tools.x", "def f():\n    from tests import gpu", "2: the product imports"),
     (imports_are_allowed, PLANNER, "import numpy as np", "may not import numpy"),
-    (imports_are_allowed, "model.config", "from torch import nn", "may not import torch.nn"),
     (imports_are_allowed, "model.llama", "import transformers", "may not import transformers"),
     (imports_are_allowed, "data.loader", "from paro import strategy", "import paro.strategy"),
-    (imports_are_allowed, "paro.errors", "import paro.layout", "may not import paro.layout"),
     (uses_are_allowed, "paro.config", "import os\nos.environ.get('X')", "2: os.environ belongs"),
     (uses_are_allowed, "pretrain_llama", "from os import environ as e", "1: os.environ belongs"),
-    (uses_are_allowed, "model.llama", "import os\nos.getenv('X')", "2: os.getenv belongs"),
     (uses_are_allowed, "paro.x", f"{DIST}\nd.new_group([0])", "2: torch.distributed.new_group"),
     (uses_are_allowed, GROUPS, f"{DIST}\nd.all_reduce(1)", "2: torch.distributed.all_reduce"),
     (uses_are_allowed, "paro.x", "from torch.distributed import isend", "1: torch"),
-    (uses_are_allowed, "tools.x", "from torch import distributed as d\nd.barrier()", "2: torch"),
-    (starts_with_its_docstring, "x", "import os", "no docstring"),
     (starts_with_its_docstring, "x", '# Why\n"""Says what."""', "no docstring"),
     (docstrings_stand_alone, "x", 'def f():\n    """The sum."""', "f opens with the"),
     (docstrings_stand_alone, "x", 'class A:\n    """What adds."""', "A opens with what"),
@@ -141,7 +127,6 @@ PLANTED: list[tuple[Rule, str, str, str]] = [
     (catches_are_narrow, "x", caught("main", "run()"), "2: main catches ValueError"),
     (catches_are_narrow, "x", caught("f", "yield"), "2: f catches"),
     (catches_are_narrow, "x", caught("f", *7 * ["g()"]), "from 7 statements"),
-    (is_named_for_its_subject, "paro.utils", "", "utils names no subject"),
     (is_named_for_its_subject, "paro.common.x", "", "common names no subject"),
 ]
 
@@ -151,11 +136,3 @@ def test_a_planted_offence_is_found(rule: Rule, module: str, text: str, told: st
     offences = list(rule(Source(module, text, ast.parse(text))))
     assert len(offences) == 1, offences
     assert told in offences[0]
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["cd " + "/" + "tmp", "at '/" + "work/main/paro'", "/" + "home/me", "pip --index" + "-url x"],
-)
-def test_a_planted_path_is_found(text: str) -> None:
-    assert MACHINE.search(text)

@@ -53,19 +53,13 @@ def letter_traffic(
     params, grads, optim = tuple(letters)
     times = num_micro_batches
     gather = times * np.array(GATHER[params])
-    trained = (
-        times * np.array(REDUCE[grads])
-        + GRAD_SYNC[grads + optim]
-        + PARAM_ALL_GATHER[params + optim]
-    )
+    once = np.array(GRAD_SYNC[grads + optim]) + PARAM_ALL_GATHER[params + optim]
+    trained = times * np.array(REDUCE[grads]) + once
 
     def sent(num_bytes: int) -> NDArray[np.int64]:
         assert num_bytes % world_size == 0, f"{num_bytes} bytes on {world_size} ranks"
-        num_groups = world_size // group_size
-        x, y = (
-            num_bytes // group_size * (group_size - 1),
-            num_bytes // world_size * (num_groups - 1),
-        )
+        x = num_bytes // group_size * (group_size - 1)
+        y = num_bytes // world_size * (world_size // group_size - 1)
         return np.array((x, y))
 
     return Sent(*map(int, gather * sent(params_bytes) + trained * sent(trained_bytes)))

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("paro", "model", "data", "tools", "pretrain_llama")
@@ -106,23 +107,38 @@ def is_within(name: str, prefixes: tuple[str, ...]) -> bool:
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
+@cache
+def _nodes(tree: ast.Module) -> dict[type[ast.AST], list[Any]]:
+    """All nodes of a file by their type: a file is searched once for all rules."""
+    found: dict[type[ast.AST], list[Any]] = {}
+    for node in ast.walk(tree):
+        found.setdefault(type(node), []).append(node)
+    return found
+
+
+def nodes_of(source: Source, *kinds: type[ast.AST]) -> Iterator[Any]:
+    """The nodes of a file of some types, at any depth."""
+    return chain.from_iterable(_nodes(source.tree).get(kind, ()) for kind in kinds)
+
+
 def imports_of(source: Source) -> Iterator[Imported]:
     """All imports of a file, at any depth."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                top = alias.name.partition(".")[0]
-                bound = alias.name if alias.asname else top
-                yield Imported(node.lineno, alias.name, alias.asname or top, bound)
-        elif isinstance(node, ast.ImportFrom):
-            module = "." * node.level + (node.module or "")
-            for alias in node.names:
-                name = f"{module}.{alias.name}"
-                yield Imported(node.lineno, name, alias.asname or alias.name, name)
+    for node in nodes_of(source, ast.Import):
+        for alias in node.names:
+            top = alias.name.partition(".")[0]
+            bound = alias.name if alias.asname else top
+            yield Imported(node.lineno, alias.name, alias.asname or top, bound)
+    for node in nodes_of(source, ast.ImportFrom):
+        module = "." * node.level + (node.module or "")
+        for alias in node.names:
+            name = f"{module}.{alias.name}"
+            yield Imported(node.lineno, name, alias.asname or alias.name, name)
 
 
 def as_run(source: Source) -> Source:
     """A file without its blocks of `if TYPE_CHECKING`."""
+    if "TYPE_CHECKING" not in source.text:
+        return source
     kept = [
         node
         for node in source.tree.body
@@ -137,11 +153,13 @@ def uses_of(source: Source) -> Iterator[tuple[int, str]]:
     for imported in imports_of(source):
         bound[imported.local] = imported.bound
         yield imported.line, imported.name
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute):
-            first, *rest = ast.unparse(node).split(".")
-            if first in bound:
-                yield node.lineno, ".".join([bound[first], *rest])
+    for node in nodes_of(source, ast.Attribute):
+        first, rest = node, []
+        while isinstance(first, ast.Attribute):
+            rest.append(first.attr)
+            first = first.value
+        if isinstance(first, ast.Name) and first.id in bound:
+            yield node.lineno, ".".join([bound[first.id], *reversed(rest)])
 
 
 def imports_no_tests(source: Source) -> Iterator[str]:
@@ -180,9 +198,7 @@ def starts_with_its_docstring(source: Source) -> Iterator[str]:
 
 def docstrings_stand_alone(source: Source) -> Iterator[str]:
     """Docstrings open with a verb in functions, a noun elsewhere: read alone, they are clear."""
-    for node in ast.walk(source.tree):
-        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
-            continue
+    for node in nodes_of(source, ast.FunctionDef, ast.ClassDef):
         first = (ast.get_docstring(node) or "").split(" ")[0].strip(",.:").lower()
         is_noun = isinstance(node, ast.ClassDef) or any(
             re.search(r"property|fixture", ast.unparse(each)) for each in node.decorator_list
@@ -204,7 +220,7 @@ def sizes_are_small(source: Source) -> Iterator[str]:
 
 def catches_are_narrow(source: Source) -> Iterator[str]:
     """A library's `ValueError` is caught around the call that raises it: else it may be a bug."""
-    for function in functions_of(source):
+    for function in functions_of(source) if "ValueError" in source.text else ():
         for node in ast.walk(function):
             if not isinstance(node, ast.Try):
                 continue
@@ -231,7 +247,7 @@ def is_named_for_its_subject(source: Source) -> Iterator[str]:
 
 
 def functions_of(source: Source) -> Iterator[Function]:
-    return (node for node in ast.walk(source.tree) if isinstance(node, Function))
+    return nodes_of(source, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def sources(*names: str) -> Iterator[Source]:

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-from tests.helpers.house import PRODUCT, Source, as_run, imports_of, sources
+from tests.helpers.house import PRODUCT, Source, as_run, imports_of, nodes_of, sources
 
 Graph = Mapping[str, frozenset[str]]
 
@@ -30,9 +30,7 @@ def modules_named(source: Source, modules: Iterable[str]) -> set[str]:
         parts = imported.name.split(".")
         names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
         found |= {next(filter(known.__contains__, names), "")}
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found |= known & {node.value}
+    found |= known & {each.value for each in nodes_of(source, ast.Constant)}
     return found - {"", source.module}
 
 

@@ -31,15 +31,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # The entry script, pytest and all their imports, and what a run imports when it recomputes, saves
 # or prints; otherwise seconds in every rank.
 PRELOADED = (
-    "pytest",
-    "pretrain_llama",
-    "tests.helpers.scripts",
-    "tests.helpers.training",
-    "torch.distributed.fsdp",
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "numpy.random",
-    "rich.console",
+    *("pytest", "pretrain_llama", "tests.helpers.scripts", "tests.helpers.training"),
+    *("torch.distributed.fsdp", "torch._dynamo", "torch.distributed.checkpoint"),
+    *("numpy.random", "rich.console"),
 )
 
 # Seconds after which a process counts as hanging: beside other tests some take ten times as long as

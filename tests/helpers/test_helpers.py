@@ -24,7 +24,7 @@ from tests.gpu.one_gpu import flags_of, train_on_threads
 from tests.gpu.test_ranks import GROUPS, HO_RING, ROTATED, compare_all
 from tests.helpers.comparison import assert_same
 from tests.helpers.outcomes import Outcomes, summary
-from tests.helpers.purity import MAY_START, ProcessStartedError, held
+from tests.helpers.purity import ProcessStartedError, held
 from tests.helpers.rank_threads import run_rank_threads
 from tests.helpers.ranks import HANGS_AFTER, RankError, run_ranks
 from tests.helpers.refusals import refused
@@ -61,26 +61,16 @@ def test_a_refusal_is_met_by_what_it_names(run: Callable[[], object]) -> None:
             refused(run, text)
     with pytest.raises(AssertionError, match="ended with 2, not 1"):
         refused(run, status=1)
-
-
-def test_a_run_that_cannot_go_on_has_another_status() -> None:
     assert refused(raises(RunError(LINE)), status=1) == LINE
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda: None,
-        prints(""),
-        prints("tool.py: error: two\nlines\n"),
-        prints("usage: tool.py\n"),
-        raises(UserError("one", "another")),
-        CompletedProcess([], 1, "", f"tool.py: error: {LINE}\n"),
-    ],
-)
-def test_what_is_no_refusal_fails(run: Callable[[], object]) -> None:
-    with pytest.raises(AssertionError):
-        refused(run)
+def test_what_is_no_refusal_fails() -> None:
+    texts = ("", "tool.py: error: two\nlines\n", "usage: tool.py\n")
+    ended = CompletedProcess([], 1, "", f"tool.py: error: {LINE}\n")
+    calls: list[Any] = [lambda: None, *map(prints, texts), raises(UserError("one", "another"))]
+    for run in (*calls, ended):
+        with pytest.raises(AssertionError):
+            refused(run)
 
 
 def fail() -> None:
@@ -121,12 +111,10 @@ def test_a_failure_ends_the_call_and_not_the_next(what: Callable[[], None], mess
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("more", [f"--paro-strategy GGG {HO_RING}", f"{ROTATED}"])
-def test_threads_train_as_one_process_does(more: str) -> None:
-    alone = train(flags_of("gloo", ""))
-    flags = flags_of("nccl", more)
+def test_threads_train_as_one_process_does() -> None:
+    alone, flags = train(flags_of("gloo", "")), flags_of("nccl", f"{ROTATED} {HO_RING}")
     for found in run_rank_threads(lambda on: train(flags, group_size=2, control=on), 4, CPU):
-        assert_same(found, alone, more)
+        assert_same(found, alone, flags)
 
 
 @pytest.mark.verify
@@ -171,13 +159,6 @@ def test_an_unmarked_test_starts_no_process(start: Callable[[], None]) -> None:
     told = r"the test starts .*@pytest\.mark\.process"
     with pytest.raises(ProcessStartedError, match=told), held(item()):
         start()
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("mark", MAY_START)
-def test_a_marked_one_may(mark: str) -> None:
-    with held(item(mark)):
-        popen()
 
 
 @pytest.mark.parametrize(
