@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import Enum
-from functools import cache
+from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
 from typing import Annotated, Any, Literal
@@ -49,7 +49,7 @@ class BandwidthSource(Enum):
     FITTED = "fitted"  # the bandwidth that the fastest measured collectives achieve on the link
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LinkSpeed:
     """Speed of one kind of link; `latency_seconds` is the latency of one ring step."""
 
@@ -66,7 +66,7 @@ class LinkSpeed:
             return [f"bandwidth: {error}"]
         return []
 
-    @property
+    @cached_property
     def bits_per_second(self) -> int:
         return bits_per_second(self.bandwidth)
 
@@ -214,7 +214,6 @@ class Machine:
         return self.intra if link is Link.INTRA else self.inter
 
 
-@cache
 def bits_per_second(text: str) -> int:
     """Parse a rate as tc writes it: 100mbit, 2.5gbit."""
     match = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(_UNITS)})", text.strip().lower())
