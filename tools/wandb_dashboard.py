@@ -54,7 +54,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     "training": (
         Panel("loss", ("lm loss", "lm loss validation", "lm loss validation ema"), "nats"),
         Panel("bits per byte", ("bits per byte validation",), "bits/byte"),
-        Panel("learning rate", ("learning-rate",)),
+        Panel("learning rate", ("learning-rate", "decoupled-learning-rate")),
         Panel("gradient norm", ("grad-norm",)),
         Panel("cosine of outer gradients", ("outer/grad-cosine",)),
         Panel("steps left out", ("steps/skipped-iterations", "steps/nan-iterations"), "iterations"),

@@ -19,6 +19,7 @@ from tools.bench import (
     bench_newton_schulz,
     check_gpu,
     study_bits,
+    study_mup,
     study_optimizers,
     study_outer,
     study_plan,
@@ -102,6 +103,7 @@ MISTAKES: dict[tuple[ModuleType, str], dict[str, str]] = {
         "--quick 2 --gpus 8": "--quick 2 chooses the parts, for one GPU: no ... --gpus",
     },
     (study_bits, "--json x.json --folder x"): {"--data .": "make quickstart"},
+    (study_mup, "--folder x --data ."): {"": "--data . holds no corpus ... make quickstart"},
     (study_optimizers, "--folder x --data ."): {"": "--data . holds no corpus ... make quickstart"},
     (study_outer, "--folder x --data ."): {"": "--data . holds no corpus ... make quickstart"},
     (study_plan, "measure --folder . --settings"): {

@@ -271,6 +271,7 @@ def test_every_panel_shows_tags_that_runs_write() -> None:
     shown = {tag for panels in SECTIONS.values() for panel in panels for tag in panel.tags}
     # Of a corpus, of averaged weights, and of outer steps.
     of_some_runs = {"bits per byte validation", "lm loss validation ema", "outer/grad-cosine"}
+    of_some_runs.add("decoupled-learning-rate")
     assert shown <= MEGATRON | OURS | of_some_runs
     assert {tag for tag in OURS if tag.startswith("throughput/")} <= shown
     assert next(iter(SECTIONS)) == "throughput and MFU"

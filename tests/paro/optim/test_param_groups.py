@@ -12,13 +12,15 @@ from torch import Tensor
 from paro.layout import make_whole_layout
 from paro.spec.optim_config import OptimConfig
 from paro.spec.param_groups import Factors
+from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 from tests.helpers.triton_kernels import interpreter
-from tests.paro.optim.test_muon import DECAY, LR, gradient, is_muons, trained
+from tests.paro.optim.test_muon import DECAY, LR, RUN, gradient, is_muons, trained
 
 NORMS = "--qk-layernorm --apply-wd-to-qk-layernorm"
 GROUPS = ("names:*.wq,*.mlp_norm lr-mult=3 wd-mult=0.5", "names:blocks.1.*,head.* lr-mult=0")
 FLAGS = f"{NORMS} --param-group {' '.join(GROUPS)}"
+MUP = "--use-mup --mup-base-hidden-size 8 --adam-eps 0.02"  # of 20
 DECOUPLED = 0.03
 
 
@@ -33,13 +35,14 @@ def expected(name: str, values: Tensor) -> tuple[float, float]:
 
 @pytest.mark.parametrize("implementation", ["torch", "triton", "torch --exp-avg-dtype bf16"])
 def test_updates_are_those_of_torchs_groups(implementation: str) -> None:
-    flags = f"{FLAGS} --optimizer adam --adam-implementation {implementation}"
+    flags = f"{FLAGS} {MUP} --optimizer adam --adam-implementation {implementation}"
     with interpreter() if implementation == "triton" else nullcontext():
         params, found = trained(flags, num_steps=2, decoupled_lr=DECOUPLED)
     groups = [
-        {"params": [values], "lr": lr, "weight_decay": decay}
+        {"params": [values], "lr": lr / width, "weight_decay": decay, "eps": 0.02 / width}
         for name, values in params.items()
         for lr, decay in [expected(name, values)]
+        for width in [2.5 if is_muons(name, values) else 1.0]
     ]
     optimizer, within = torch.optim.AdamW(groups), 1e-3 if "bf16" in implementation else 1e-6
     for step in range(2):
@@ -94,8 +97,8 @@ def test_the_first_group_with_a_name_decides() -> None:
 def test_mup_divides_rates_and_epsilons_of_matrices_of_blocks_by_the_width() -> None:
     """But for Muon's, as in Megatron."""
     names = {"blocks.0.wq": (3, 3), "blocks.0.q_norm": (3,), "embedding.weight": (3, 3)}
-    for by_muon, wanted in ((False, [0.25, 1.0, 1.0]), (True, [1.0, 1.0, 1.0])):
-        groups = OptimConfig().groups(width=4.0, by_muon=by_muon)
+    for optimizer, wanted in (("adam", [0.4, 1.0, 1.0]), ("muon", [1.0, 1.0, 1.0])):
+        groups = configured(f"{RUN} {MUP} --optimizer {optimizer}").param_groups
         found = [groups.of(name, shape) for name, shape in names.items()]
         assert [(each.lr, each.eps) for each in found] == [(lr, lr) for lr in wanted]
     slower = OptimConfig(param_group=("names:*.wq lr-mult=2",)).groups(width=4.0)

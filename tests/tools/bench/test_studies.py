@@ -29,7 +29,7 @@ from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
 from tests.helpers.training import TINY
 from tests.paro.planning.cases import link, plan_request
-from tools.bench import study_bits, study_plan, study_recovery
+from tools.bench import study_bits, study_mup, study_plan, study_recovery
 from tools.bench.fixed_runs import FIELDS, differences, fixed_runs
 from tools.bench.planning.comparison import Comparison, compare
 from tools.bench.planning.steps_page import Chapter
@@ -40,6 +40,7 @@ from tools.bench.recovery.gated import POINTS
 from tools.bench.shared import trainings
 from tools.bench.shared.clocks import CLOCKS, clock_of, clock_text
 from tools.bench.shared.trainings import ABLATED, Losses, read_found, run_missing, train
+from tools.bench.study_mup import sweeps_of
 from tools.bench.study_optimizers import IN_PARTS, LIKE, MUON, ROUNDED, SHORTER, Job
 from tools.bench.study_outer import CASES
 from tools.bench.study_plan import StudyPart, chapters_of, main
@@ -64,6 +65,21 @@ def test_trainings_of_studies_have_flags_of_a_run() -> None:
         flags = words[words.index("pretrain_llama.py") + 1 :]
         args = parse_args([*flags, "--mock-data", "--tokenizer-model", "x"])
         assert (args.paro_outer_steps is not None) == bool(case.outer), case.name
+
+
+def test_trainings_of_mup_have_flags_of_a_run_and_go_on_from_the_best_rate() -> None:
+    narrow, wide, _, plain = sweeps_of([128, 512])
+    for sweep in (narrow, wide, plain):
+        args = parse_args([*sweep.words(1e-3, 400)[1:], "--mock-data", "--tokenizer-model", "x"])
+        assert (args.hidden_size, args.mup_base_hidden_size) == (sweep.width, sweep.base)
+    losses = {
+        wide.job(lr): Losses(loss=[], held_out=[(1, loss)], seconds=0.0)
+        for loss, lr in enumerate(study_mup.FIRST)
+    }
+    least, *more = study_mup.FIRST
+    assert wide.best(losses) == least
+    assert wide.rates(losses) == [least / 2, least, *more]
+    assert narrow.rates(losses) == [least, *more]
 
 
 @pytest.mark.verify
