@@ -57,7 +57,7 @@ class Axis:
         return rank // self.inner % self.size
 
 
-# Neighbouring axes, innermost first.
+# Neighbouring axes, innermost first: the dims of a device mesh along which a collective runs.
 AxisSpan = tuple[Axis, ...]
 
 

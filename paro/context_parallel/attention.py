@@ -1,6 +1,6 @@
 """Attention of samples that several ranks share: by all-to-alls of heads, by ring attention."""
 
-# Letters as in model/llama.py (B samples, H channels of a head) and, for the ranks, in layout.py.
+# B samples, H channels of a head; the ranks' letters are those of paro/spec/context_layout.py.
 # Heads are exchanged in chunks: attention to one chunk is computed while the next chunk is sent.
 # Outside attention each of U ranks has T tokens and U h heads; inside, U T tokens and h heads. A
 # message has a part per rank:

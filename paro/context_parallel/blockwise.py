@@ -10,7 +10,7 @@
 
 # [Note: causal mask of a ring]
 # The zigzag (load-balanced) layout of Megatron-LM: a sample is cut into 2R chunks, and ring rank p
-# of R owns chunks p and 2R - 1 - p, in this order. Ring rank 1's queries (rows) attend to these
+# of R has chunks p and 2R - 1 - p, in this order. Ring rank 1's queries (rows) attend to these
 # keys (columns) if R is 3 and a sample is one document; x is a full block of the mask, \ a causal
 # one:
 #
@@ -60,13 +60,13 @@ class KVExchange(Protocol):
     ring_rank: int
     ring_size: int
 
-    def exchange_kv(self, own_2BTKH: Tensor, attend: Attend) -> None:
+    def exchange_kv(self, local_2BTKH: Tensor, attend: Attend) -> None:
         """Call `attend(ring_rank, kv)` for every ring rank, this rank first.
 
         `kv` is a receive buffer that is used again: `attend` must not keep it.
         """
 
-    def exchange_kv_and_grads(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
+    def exchange_kv_and_grads(self, local_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
         """Call `grads_of` for the keys and values of every ring rank, some heads at a time.
 
         Return the gradients of this rank's own keys and values, summed over all ranks of the ring.
@@ -89,9 +89,12 @@ def blockwise_attention(exchange: KVExchange, backend: AttentionBackend = "auto"
     return attend
 
 
-def in_two(own_2BTKH: Tensor) -> tuple[tuple[EllipsisType | slice, ...], ...]:
-    """Return the index of each part of a rank's own share, by heads; the second may be empty."""
-    heads = heads_at_first(own_2BTKH.shape[3], own_2BTKH.element_size())
+def in_two(local_2BTKH: Tensor) -> tuple[tuple[EllipsisType | slice, ...], ...]:
+    """Return indices of the heads whose causal block backward computes first, and of the rest.
+
+    Between the two it computes with the keys and values of other ranks. The rest may be empty.
+    """
+    heads = heads_at_first(local_2BTKH.shape[3], local_2BTKH.element_size())
     return (..., slice(heads), slice(None)), (..., slice(heads, None), slice(None))
 
 
@@ -110,17 +113,17 @@ class _Blockwise:
         self._flash = documents is not None or backend == "flash"
         seq_length = q_BTNH.shape[1] * exchange.ring_size
         self._samples: Sequence[tuple[slice, Bounds]] = [(slice(None), (0, seq_length))]
-        own_documents: Documents | None = None
+        local_documents: Documents | None = None
         if documents is not None:
             bounds = bounds_of(documents.lengths, seq_length)
             self._samples = [(slice(n, n + 1), sample) for n, sample in enumerate(bounds)]
-            own_documents = _own_documents(
+            local_documents = _local_documents(
                 bounds, exchange.ring_rank, exchange.ring_size, q_BTNH.device
             )
-        self._own = CausalAttention(own_documents, self._flash)  # to this rank's keys
+        self._causal = CausalAttention(local_documents, self._flash)  # to this rank's keys
 
     def _blocks(self, source: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Yield samples, queries and the keys of another ring rank to which they attend."""
+        """Yield the mask's full blocks with ring rank `source`: slices (samples, queries, keys)."""
         for samples, bounds in self._samples:
             block = mask_block(bounds, self._exchange.ring_rank, source, self._exchange.ring_size)
             if block is not None:
@@ -128,41 +131,41 @@ class _Blockwise:
 
     def attend(self, tensors: tuple[Tensor, Tensor]) -> Partial:
         """Compute the output, in the type of queries, and the log-sum-exp."""
-        q_BTNH, own_2BTKH = tensors
+        q_BTNH, local_2BTKH = tensors
         merged: list[Partial] = []
 
         def attend(source: int, kv_2BTKH: Tensor) -> None:
             if source == self._exchange.ring_rank:
-                own = self._own.attend((q_BTNH, kv_2BTKH[0], kv_2BTKH[1]))
-                merged.append(Partial(own.out_BSNH.float(), own.lse_BSN))
+                causal = self._causal.attend((q_BTNH, kv_2BTKH[0], kv_2BTKH[1]))
+                merged.append(Partial(causal.out_BSNH.float(), causal.lse_BSN))
                 return
             for samples, queries, keys in self._blocks(source):
                 k, v = kv_2BTKH[:, samples, keys]
                 part = attend_block((q_BTNH[samples, queries], k, v), flash=self._flash)
                 merged[0].of(samples, queries).merge_(part)
 
-        self._exchange.exchange_kv(own_2BTKH, attend)
+        self._exchange.exchange_kv(local_2BTKH, attend)
         return Partial(merged[0].out_BSNH.to(q_BTNH.dtype), merged[0].lse_BSN)
 
     def grads(
         self, grad_BTNH: Tensor, tensors: tuple[Tensor, Tensor], whole: Partial
     ) -> tuple[Tensor, Tensor]:
         """Compute the gradients of queries, and of this rank's keys and values."""
-        q_BTNH, own_2BTKH = tensors
+        q_BTNH, local_2BTKH = tensors
         grad_BTNH = grad_BTNH.contiguous()
         dq_BTNH: list[Tensor] = []  # allocated after the kernel's buffers are freed
-        group = q_BTNH.shape[2] // own_2BTKH.shape[3]  # query heads per KV head
+        group = q_BTNH.shape[2] // local_2BTKH.shape[3]  # query heads per KV head
 
         def grads_of(source: int, kv_2BTKH: Tensor, first: int) -> AddGrads:
             shares = []
             heads = slice(group * first, group * (first + kv_2BTKH.shape[3]))
 
-            def compute(samples: slice, queries: slice, keys: slice, *, own: bool) -> None:
+            def compute(samples: slice, queries: slice, keys: slice, *, causal: bool) -> None:
                 at = samples, queries, heads
                 k, v = kv_2BTKH[:, samples, keys]
                 block = grad_BTNH[at], (q_BTNH[at], k, v), whole.of(*at)
                 dq, *dkv = (
-                    self._own.grads(*block) if own else block_grads(*block, flash=self._flash)
+                    self._causal.grads(*block) if causal else block_grads(*block, flash=self._flash)
                 )
                 if not dq_BTNH:
                     dq_BTNH.append(torch.zeros_like(q_BTNH, dtype=torch.float32))
@@ -171,10 +174,10 @@ class _Blockwise:
 
             if source == self._exchange.ring_rank:
                 if heads.start < heads.stop:  # with one head the second part is empty
-                    compute(slice(None), slice(None), slice(None), own=True)
+                    compute(slice(None), slice(None), slice(None), causal=True)
             else:
                 for block in self._blocks(source):
-                    compute(*block, own=False)
+                    compute(*block, causal=False)
 
             def add(total_2BTKH: Tensor) -> None:
                 for samples, keys, dkv in shares:
@@ -183,18 +186,18 @@ class _Blockwise:
 
             return add
 
-        dkv_2BTKH = self._exchange.exchange_kv_and_grads(own_2BTKH, grads_of)
-        return dq_BTNH[0].to(q_BTNH.dtype), dkv_2BTKH.to(own_2BTKH.dtype)
+        dkv_2BTKH = self._exchange.exchange_kv_and_grads(local_2BTKH, grads_of)
+        return dq_BTNH[0].to(q_BTNH.dtype), dkv_2BTKH.to(local_2BTKH.dtype)
 
 
 # [Note: causal mask of a ring]
 
 
 @lru_cache(maxsize=4)  # all blocks of a micro-batch have equal arguments
-def _own_documents(
+def _local_documents(
     bounds: Sequence[Bounds], ring_rank: int, ring_size: int, device: torch.device
 ) -> Documents | None:
-    lengths = [length for sample in bounds for length in own_lengths(sample, ring_rank, ring_size)]
+    lengths = [length for each in bounds for length in local_lengths(each, ring_rank, ring_size)]
     return documents_of(tuple(lengths), len(bounds), device)
 
 
@@ -211,10 +214,10 @@ def bounds_of(lengths: tuple[int, ...], seq_length: int) -> tuple[Bounds, ...]:
     return tuple(samples)
 
 
-def own_lengths(bounds: Bounds, ring_rank: int, ring_size: int) -> list[int]:
-    """Return the lengths of documents, or their parts, among a rank's own tokens."""
-    owned = _Chunks(bounds, ring_rank, ring_size)
-    cuts = sorted({owned.before(bound) for bound in bounds})
+def local_lengths(bounds: Bounds, ring_rank: int, ring_size: int) -> list[int]:
+    """Return the lengths of the documents, or parts of them, in the two chunks of a ring rank."""
+    chunks = _Chunks(bounds, ring_rank, ring_size)
+    cuts = sorted({chunks.before(bound) for bound in bounds})
     return [stop - start for start, stop in pairwise(cuts)]
 
 
@@ -240,7 +243,7 @@ def mask_block(
 
 
 class _Chunks:
-    """The two chunks of a ring rank: their size and first positions."""
+    """The two zigzag chunks of a sample on a ring rank: their size and first positions."""
 
     def __init__(self, bounds: Sequence[int], ring_rank: int, ring_size: int) -> None:
         self.size = bounds[-1] // (2 * ring_size)

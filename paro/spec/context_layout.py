@@ -1,10 +1,11 @@
 """Layouts of context parallelism: the tokens and heads of a sample on each rank that shares it."""
 
-# C = U x R neighbouring ranks share a sample, as R sets of U ranks. The ranks of a set exchange
-# heads (a2a): outside attention each has 1/U of the set's tokens and all heads, inside attention
-# all of the set's tokens and 1/U of the heads. The R sets form a ring (p2p). The sample is cut into
-# 2 R chunks, and each set owns one chunk from either end, so that causal attention costs all sets
-# equally much. With C = 4, the tokens of each rank in eighths of the sample:
+# C = U x R neighbouring ranks share a sample (--context-parallel-size C), as R sets of U ranks. The
+# ranks of a set exchange heads (a2a, DeepSpeed's Ulysses): outside attention each has 1/U of the
+# set's tokens and all heads, inside attention all of the set's tokens and 1/U of the heads. The R
+# sets form a ring (p2p, ring attention), or all-gather keys and values. As in Megatron-LM, a sample
+# is cut into 2 R chunks, and each set has one chunk from either end, so that causal attention
+# costs all sets equally much. With C = 4, the tokens of each rank in eighths of the sample:
 #
 #     U 1, R 4 (p2p)        rank 0: 0 7   1: 1 6   2: 2 5   3: 3 4
 #     U 4, R 1 (a2a)        rank 0: 0 1   1: 2 3   2: 4 5   3: 6 7
@@ -26,14 +27,14 @@ class ContextLayout:
     """The division of a sample among `size` neighbouring ranks, in sets of `heads` ranks.
 
     The ranks of a set exchange heads. Keys and values of other sets are all-gathered with
-    `gathers`, else sent round rings: first round an inner ring of `inner` ranks (0: as many as a
-    group has), then round an outer ring.
+    `gathers`, else sent round rings: first round an inner ring within `inner` ranks (0: as many as
+    a group has), then round an outer ring.
     """
 
-    size: int = 1
-    heads: int = 1
-    inner: int = 0
-    gathers: bool = False
+    size: int = 1  # C, the context-parallel degree
+    heads: int = 1  # U, the ranks that exchange heads
+    inner: int = 0  # ranks within which the inner ring runs, a multiple of U; C: one ring
+    gathers: bool = False  # whether keys and values are all-gathered instead of sent round
 
     def __post_init__(self) -> None:
         for part in (self.heads, self.inner or self.size):
@@ -41,7 +42,7 @@ class ContextLayout:
 
     @property
     def ring(self) -> int:
-        """The number of ranks of the ring."""
+        """The number R of sets, one rank of each in a ring."""
         return self.size // self.heads
 
     def in_groups(self, group_size: int) -> ContextLayout:
@@ -67,7 +68,7 @@ class ContextLayout:
         return tuple(ranges)
 
     def topology(self, *, world_size: int, group_size: int) -> Topology:
-        """Return the axes of the head exchange and of the ring, in the groups of a run."""
+        """Return the topology with the axes of the head exchange and of the rings."""
         return make_topology(
             world_size=world_size,
             group_size=group_size,
@@ -99,7 +100,7 @@ class ContextLayout:
         return {StreamKind.CONTEXT: frozenset(filter(None, spans_of_messages))}
 
 
-ALONE = ContextLayout()  # without context parallelism: every rank has samples of its own
+ALONE = ContextLayout()  # no context parallelism: every rank has whole samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +153,9 @@ def num_head_chunks(num_heads: int, num_kv_heads: int, layout: ContextLayout) ->
 
 
 def heads_at_first(num_kv_heads: int, item_bytes: int) -> int:
-    """Return for how many heads a rank first computes gradients of its own queries and keys.
+    """Return for how many KV heads backward computes the rank's causal block first.
 
-    The other heads follow at the end. The first heads are computed while keys and values of other
-    ranks arrive, in their own type; the last heads while gradients are sent to them in fp32.
+    The block of the other heads is computed last. The first heads hide the arrival of other ranks'
+    keys and values (`item_bytes` each), the last heads the sending of their gradients in fp32.
     """
     return max(1, num_kv_heads * item_bytes // (item_bytes + 4))

@@ -2,9 +2,9 @@
 
 # [Note: Muon's rounds]
 # Newton-Schulz needs a whole matrix, but optimizer state is sharded in flat buffers, where a matrix
-# may cross shards. A shard group is the ranks over which one copy of the optimizer state is sharded
-# (the shard dim of HSDP). Each matrix has an owner rank there, which computes the update of the
-# whole matrix. A round has at most one matrix for each rank:
+# may cross shards (as in Megatron's distributed optimizer). A shard group is the ranks over which
+# one copy of the optimizer state is sharded (the shard dim of HSDP). Each matrix has an owner rank
+# there, which computes the update of the whole matrix. A round has at most one matrix per rank:
 #
 #     all-to-all       every rank sends its shards of the round's momentum to the owner ranks
 #     Newton-Schulz    every owner rank has one whole matrix
@@ -91,7 +91,7 @@ MuonRound = tuple[Assignment, ...]  # at most one matrix for each owner rank
 
 @dataclass(frozen=True)
 class MuonRounds:
-    """The rounds of a shard group (Note: Muon's rounds); ranks are numbered inside the group."""
+    """The rounds of all-to-alls and Newton-Schulz of a shard group, whose ranks count from 0."""
 
     num_ranks: int
     degree: int  # number of ranks over which a matrix is sharded: `num_ranks`, or 1
@@ -131,7 +131,7 @@ class MuonRounds:
 
     def newton_schulz_flops(self, steps: int) -> tuple[int, int]:
         """Count FLOPs of each round's busiest rank, summed over rounds, and FLOPs of all ranks."""
-        flops = [[one.matrix.newton_schulz_flops(steps) for one in each] for each in self.rounds]
+        flops = [[at.matrix.newton_schulz_flops(steps) for at in each] for each in self.rounds]
         return sum(map(max, flops)), sum(map(sum, flops))
 
     def peak_bytes(self, wire_bytes: int) -> int:
@@ -140,7 +140,7 @@ class MuonRounds:
 
     @cached_property
     def _allocated(self) -> list[tuple[int, int]]:
-        """The elements of every round that are sent or received, and that Newton-Schulz makes.
+        """Elements allocated in every round: (sent or received, made by Newton-Schulz).
 
         While a rank computes a round, the shards and the matrix of the next one arrive, and the
         update of the one before is sent.
@@ -148,7 +148,7 @@ class MuonRounds:
         matrices = [[assignment.matrix for assignment in each] for each in self.rounds]
         whole = [max(matrix.numel for matrix in each) for each in matrices]
         short = [max(matrix.short_side for matrix in each) for each in matrices]
-        update = [self._most_held(each) for each in matrices]
+        update = [self._most_elements(each) for each in matrices]
         momentum = update if self.is_sharded else [0] * len(matrices)
         allocated = []
         for index in range(len(matrices)):
@@ -159,18 +159,18 @@ class MuonRounds:
             allocated.append((moved, 3 * whole[index] + 2 * short[index] ** 2))
         return allocated
 
-    def _most_held(self, matrices: Iterable[MuonMatrix]) -> int:
-        """Count the elements of some matrices on the rank that holds most of them."""
-        held: Counter[int] = Counter()
+    def _most_elements(self, matrices: Iterable[MuonMatrix]) -> int:
+        """Count the elements of `matrices` on the rank whose shards have most of them."""
+        by_rank: Counter[int] = Counter()
         for rank, low, high in chain.from_iterable(map(self.shards, matrices)):
-            held[rank] += high - low
-        return max(held.values())
+            by_rank[rank] += high - low
+        return max(by_rank.values())
 
 
 def muon_rounds(specs: Sequence[ShardingSpec]) -> list[MuonRounds]:
-    """Assign the matrices of all buffers, for each of the shard groups that a rank is in.
+    """Assign the matrices of all buffers to owner ranks, in each shard group that a rank is in.
 
-    A bucket counts as its first unit: each group updates one unit, all of them with equal rounds.
+    A bucket counts as its first unit: every group updates one of its units, in equal rounds.
     """
     if not specs or specs[0].precision.optimizer != "muon":
         return []  # at once: a search asks this of every candidate
@@ -190,7 +190,7 @@ def muon_rounds(specs: Sequence[ShardingSpec]) -> list[MuonRounds]:
 
 @lru_cache(maxsize=64)
 def assign(matrices: tuple[MuonMatrix, ...], num_ranks: int, degree: int) -> MuonRounds:
-    """Assign matrices to the ranks of a shard group, those that forward reads first in front."""
+    """Assign matrices, in forward order, to rounds and to owner ranks of a shard group."""
     waiting: defaultdict[tuple[int, int], list[MuonMatrix]] = defaultdict(list)
     rounds = []
     for matrix in matrices:
@@ -206,7 +206,7 @@ def assign(matrices: tuple[MuonMatrix, ...], num_ranks: int, degree: int) -> Muo
     rounds += (tuple(rest[low : low + num_ranks]) for low in range(0, len(rest), num_ranks))
     # The owners of a round are spread evenly over ranks, so over nodes.
     assigned = (
-        tuple(Assignment(one, index * num_ranks // len(each)) for index, one in enumerate(each))
+        tuple(Assignment(matrix, n * num_ranks // len(each)) for n, matrix in enumerate(each))
         for each in rounds
     )
     return MuonRounds(num_ranks, degree, tuple(assigned))
@@ -214,14 +214,14 @@ def assign(matrices: tuple[MuonMatrix, ...], num_ranks: int, degree: int) -> Muo
 
 def muon_chunks(layout: UnitLayout) -> tuple[ChunkRange, ...]:
     """Return the chunks of a unit that Muon updates."""
-    return tuple(one for one in layout.chunks if is_for_muon(one.chunk.name, one.chunk.shape))
+    return tuple(at for at in layout.chunks if is_for_muon(at.chunk.name, at.chunk.shape))
 
 
 def muon_bucket_size(strategy: Strategy, precision: PrecisionConfig, group_size: int) -> int:
-    """Return how many units form a bucket under Muon (Note: buckets), and 1 without it."""
-    may_be = precision.optimizer == "muon" and not precision.quantizes
+    """Return how many units form a bucket, sharded over fewer ranks together; 1 without Muon."""
+    has_buckets = precision.optimizer == "muon" and not precision.quantizes
     degree = max(strategy.params, strategy.grads, group_size)
-    return max(1, strategy.optim // degree) if may_be else 1
+    return max(1, strategy.optim // degree) if has_buckets else 1
 
 
 def bucket_sizes(kinds: Sequence[Hashable], bucket_size: int) -> list[int]:
@@ -246,7 +246,7 @@ def prepare_for_muon(
 ) -> tuple[Unit, ...]:
     """Return the units with the matrices that Muon updates and, each, the size of its bucket.
 
-    With another optimizer they are returned as they are.
+    With another optimizer the units are returned unchanged.
     """
     if precision.optimizer != "muon":
         return tuple(units)

@@ -1,14 +1,16 @@
 """The units of a run with their flat buffers, and the facts from which a step is scheduled."""
 
-# In: a model, a strategy and the names that train. Out: units, as FSDP2 has them: the parameters
-# that are all-gathered together (the embedding, a block, the head), each with a flat buffer of
-# trained and one of frozen parameters; and the step shape, the facts about units by which paro/step
-# schedules all-gathers, computation and reductions.
+# In: a model, a strategy and the names that train. Out: units, as FSDP2's `fully_shard` makes them
+# (the parameters that are all-gathered together: the embedding, a block, the head), each with a
+# flat buffer of trained and one of frozen parameters; and the step shape, the facts about units by
+# which paro/step schedules the all-gathers and reductions that FSDP2 starts in hooks.
 #
-# With --paro-materialize rotate nothing is all-gathered. Each of d ranks owns 1/d of every matrix,
-# which is called its slice, and slices go round a ring of the ranks in d - 1 shifts: once in
-# forward, once in backward, once more if a block is recomputed; gradients go round once. Backward
-# of the embedding reads no weight, so its slices stay. A tied head computes with the embedding's.
+# With --paro-materialize rotate (rotated tensor parallelism) nothing is all-gathered. Each of d
+# ranks stores 1/d of every matrix, its slice, and slices go round a ring of the ranks in d - 1
+# shifts: once in forward, once in backward, once more if a block is recomputed; gradients go round
+# once. A unit is then a part of the model that computes slice by slice: the embedding, a block's
+# attention or MLP, the head. Backward of the embedding reads no weight, so its slices stay. A tied
+# head computes with the embedding's. All norms form one more unit, replicated on every rank.
 
 from __future__ import annotations
 
@@ -48,13 +50,13 @@ MUON_ROTATES = (
 def _make_unit(
     name: str,
     shapes: Mapping[str, Shape],
-    layout: Callable[[Mapping[str, Shape]], UnitLayout],
+    make_layout: Callable[[Mapping[str, Shape]], UnitLayout],
     is_trained: Callable[[str], bool],
 ) -> Unit:
-    """Return a unit, with separate layouts of its trained and its frozen parameters."""
+    """Return a unit, with separate flat buffers of its trained and its frozen parameters."""
     of_trained = {name: shape for name, shape in shapes.items() if is_trained(name)}
     of_frozen = {name: shape for name, shape in shapes.items() if name not in of_trained}
-    trainable, frozen = (layout(own) if own else EMPTY for own in (of_trained, of_frozen))
+    trainable, frozen = (make_layout(each) if each else EMPTY for each in (of_trained, of_frozen))
     return Unit(name=name, trainable=trainable, frozen=frozen)
 
 
@@ -75,22 +77,22 @@ def _rotating_units(
         if spec.borrows:  # a tied head has no slices of its own
             continue
         label, cuts = spec.label_of(part), spec.cuts_of(part)
-        own = {name: shapes.pop(name) for name in cuts}  # the rest of `shapes` is replicated
+        sliced = {name: shapes.pop(name) for name in cuts}  # the rest of `shapes` is replicated
         halves: tuple[int | None, ...] = (None,)
         if in_place:
-            halves = halves_of(own, cuts=cuts, number=degree, shares=part.shares)
+            halves = halves_of(sliced, cuts=cuts, number=degree, shares=part.shares)
         for half in halves:
             layout = partial(
                 make_sliced_layout, cuts=cuts, number=degree, world_size=world_size, half=half
             )
             name = label if half is None else f"{label} {half + 1}/2"
-            units.append(replace(_make_unit(name, own, layout, is_trained), part=label))
+            units.append(replace(_make_unit(name, sliced, layout, is_trained), part=label))
     whole = partial(make_whole_layout, world_size=world_size)
     return replace(_make_unit("norms", shapes, whole, is_trained), replicated=True), *units
 
 
 def unit_parts(config: LlamaConfig) -> list[tuple[UnitSpec, PartSpec]]:
-    """Return the parts of all units in forward order, each with its unit."""
+    """Return (unit, part of it that computes slice by slice) for all parts, in forward order."""
     return [(spec, part) for spec in unit_specs(config) for part in spec.parts]
 
 
@@ -112,11 +114,11 @@ def _rotation_shape(run: RunSpec, units: Sequence[Unit]) -> RotationShape:
         for spec, part in parts
     )
     first_cut, first_replicated = (
-        next((n for n, own in enumerate(of_parts) if not run.trained.isdisjoint(own)), len(parts))
+        next((n for n, each in enumerate(of_parts) if not run.trained.isdisjoint(each)), len(parts))
         for of_parts in zip(*names, strict=True)
     )
     first = min(first_cut, first_replicated)
-    starts = [*accumulate((len(spec.parts) for spec in specs), initial=0)]  # first part of a unit
+    starts = [*accumulate((len(spec.parts) for spec in specs), initial=0)]  # each unit's first part
     groups = recomputed_groups(specs, bisect_right(starts, first) - 1)
     return RotationShape(
         ring=ring,
@@ -211,7 +213,7 @@ def units_of(
 
 
 def units_of_run(run: RunSpec) -> tuple[Unit, ...]:
-    """Return the units of a run; with Muon, with their matrices and in buckets."""
+    """Return the units of a run; with Muon, with the matrices that it updates, and in buckets."""
     units = units_of(
         run.model,
         world_size=run.world_size,
@@ -223,7 +225,7 @@ def units_of_run(run: RunSpec) -> tuple[Unit, ...]:
 
 
 def shape_of_run(run: RunSpec, units: Sequence[Unit]) -> StepShape | RotationShape:
-    """Return the shape of a run's steps, with the units of the run."""
+    """Return the facts from which a run's steps are scheduled, from the units of the run."""
     if run.materialize.rotates:
         return _rotation_shape(run, units)
     # The loss writes gradients of an untied output weight in forward.
@@ -240,20 +242,21 @@ def shape_of_run(run: RunSpec, units: Sequence[Unit]) -> StepShape | RotationSha
 
 
 def registered_room(run: RunSpec, units: Sequence[Unit]) -> dict[bool, tuple[int, int]]:
-    """Return the memory for unsharded parameters that copy engines fill, by whether they train.
+    """Return the memory to register with NCCL for unsharded parameters that copy engines gather.
 
-    Values are the bytes of the largest buffer, and the largest number of unsharded buffers at once.
+    The result maps trainable (True) or frozen (False) parameters to the bytes of their largest
+    buffer, and the largest number of their buffers that are unsharded at once.
     """
     if not run.copy_engine:
         return {}
-    now, most, largest = Counter[bool](), Counter[bool](), Counter[bool]()
+    unsharded, most, largest = Counter[bool](), Counter[bool](), Counter[bool]()
     specs, signs = run.specs(units), {Verb.GATHER: 1, Verb.RELEASE: -1}
     num_micro_batches = min(run.num_micro_batches, LISTED_MICRO_BATCHES)
     step = step_schedule(shape_of_run(run, units), num_micro_batches, run.updated_ahead)
     for verb, number, *_ in step.actions():
         if verb in signs:
             trains, gathers = specs[number].buffer.trains, specs[number].collectives[Verb.GATHER]
-            now[trains] += signs[verb]
-            most |= now
-            largest |= Counter({trains: sum(one.num_bytes for one in gathers)})
+            unsharded[trains] += signs[verb]
+            most |= unsharded
+            largest |= Counter({trains: sum(gather.num_bytes for gather in gathers)})
     return {trains: (largest[trains], number) for trains, number in most.items()}

@@ -28,7 +28,7 @@ from paro.context_parallel.blockwise import (
     blockwise_attention,
     bounds_of,
     mask_block,
-    own_lengths,
+    local_lengths,
 )
 from paro.context_parallel.exchange import GatherKVExchange, RingKVExchange
 from paro.distributed.comm_stream import CommStreams, InlineStreams, ThreadStreams
@@ -319,7 +319,7 @@ def pairs_of(bounds: Bounds, ring_rank: int, source: int, ring_size: int) -> lis
     chunk = bounds[-1] // (2 * ring_size)
     queries, keys = owned(ring_rank, ring_size, chunk), owned(source, ring_size, chunk)
     if source == ring_rank:
-        ends = list(accumulate(own_lengths(bounds, ring_rank, ring_size), initial=0))
+        ends = list(accumulate(local_lengths(bounds, ring_rank, ring_size), initial=0))
         return [
             (queries[row], keys[column])
             for begin, end in pairwise(ends)
