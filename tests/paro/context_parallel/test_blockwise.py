@@ -27,8 +27,8 @@ from paro.context_parallel.blockwise import (
     KVExchange,
     blockwise_attention,
     bounds_of,
-    mask_block,
     local_lengths,
+    mask_block,
 )
 from paro.context_parallel.exchange import GatherKVExchange, RingKVExchange
 from paro.distributed.comm_stream import CommStreams, InlineStreams, ThreadStreams
