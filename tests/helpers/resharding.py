@@ -147,8 +147,7 @@ def save_and_go_on(
 
 def averages_of(training: Training) -> dict[str, Tensor]:
     """The averaged weights of a run, as whole tensors."""
-    states = whole_states(training, replicas=True)
-    return {name: values for name, values in states.items() if name.startswith("ema.")}
+    return whole_states(training, replicas=True, only="ema")
 
 
 def save_and_load(

@@ -119,10 +119,9 @@ def train(
     steps = run_steps(config, training)
     ledger = training.model.context.ledger
     largest = max(slices_by_part(training.model.units).values(), default=0)
-    states = whole_states(training)
-    averages = {name: values for name, values in states.items() if name.startswith("ema.")}
+    averages = whole_states(training, only="ema")
     parameters = whole_parameters(training) | averages
-    start |= {name: start[name.removeprefix("ema.")] for name in averages}
+    start |= {name: start[name.removeprefix("ema.")] for name in averages} if start else {}
     training.close()
     return Trained(
         steps=steps,

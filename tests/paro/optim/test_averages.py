@@ -58,20 +58,16 @@ def test_the_average_is_that_of_torch_with_bias_correction() -> None:
 
 def _params(training: Training) -> dict[str, Tensor]:
     """Masters by names without a dot, which containers of torch refuse."""
-    return _states(training, "param.")
+    return _states(training, "param")
 
 
 def _averages(training: Training) -> dict[str, Tensor]:
-    return _states(training, "ema.")
+    return _states(training, "ema")
 
 
 def _states(training: Training, kind: str) -> dict[str, Tensor]:
-    states = whole_states(training)
-    return {
-        name.removeprefix(kind).replace(".", "/"): values
-        for name, values in states.items()
-        if name.startswith(kind)
-    }
+    states = whole_states(training, only=kind)
+    return {name.partition(".")[2].replace(".", "/"): states[name] for name in states}
 
 
 def test_weights_are_averaged_from_the_start_at_intervals() -> None:
@@ -129,6 +125,9 @@ def evaluate_averages(cases: Sequence[tuple[str, str]]) -> None:
             f"{FLAGS} --global-batch-size 8 --paro-strategy {letters} --paro-group-size 2 {more}"
         )
         optimizer = training.optimizer
+        copies = [unit.optim_param for unit in optimizer._parts if unit.quantized_update]
+        predicted = sum(unit.spec.sent_bytes for unit in optimizer._parts)
+        assert predicted == sum(copy.nbytes for copy in copies), f"{label}: copied meanwhile"
         state, source = begun(config, training)
         usual = [train_step(training, state, source).sent for _ in range(2)]
         before = _bits(training)
