@@ -1,10 +1,21 @@
 """Rotated Tensor Parallelism: a model whose parts compute slice by slice while weights rotate."""
 
-# FSDP2 all-gathers a module's weights before its forward and again before its backward. Here the
-# weights are never unsharded: each of the d ranks of a ring owns a slice, 1/d of the weights, and
-# slices are sent round the ring. A part of the model wraps one method of a module, such as a
-# block's MLP, and computes d partial results of this rank's micro-batch, one with each slice. The
-# module's `join_METHOD` adds the partial results up:
+# FSDP2 all-gathers a module's weights before its forward and again before its backward. With
+# --paro-materialize rotate no weights are gathered: a rank of d ranks owns 1/d of every matrix, its
+# slice, computes with one slice at a time, and sends it on round a ring of the ranks:
+#
+#     ring step k, forward      rank r computes with the slice of rank r - k, while the shift of it
+#                               to rank r + 1 is in flight
+#     backward                  the other way round; the gradient of a slice moves with it, and
+#                               every rank adds its own, until both are at the owner again
+#
+# A slot is a buffer for one slice: SHARD is the rank's own parameter shard, SPARE and SPARE_2 are
+# receive buffers (double buffering), GRAD and GRAD_2 have sums of gradients. The step schedule
+# (paro/step/rotating.py, slices.py) says which slots to allocate, shift and compute with, and
+# calls the methods of the unit in that order.
+#
+# A part of the model wraps one method of a module, such as a block's MLP, and computes d partial
+# results of this rank's micro-batch, one with each slice. The module's `join_METHOD` adds them up:
 #
 #   for step in range(d):      # for each half, if slices are cut in halves
 #       policy.before_forward  # double-buffered: the slice is sent on while it computes
@@ -36,10 +47,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from model.matmul import store_grad
 from model.units import PartSpec, UnitSpec
-from paro.collectives.shifts import Ring
+from paro.collectives.shifts import Ring, Turn
+from paro.distributed.comm_stream import DONE, Event
+from paro.distributed.exposed_time import WaitKind
 from paro.distributed.timers import profile_range
-from paro.rotation.rotating_unit import RotatingUnit
+from paro.sharding.buffers import TORCH_TYPES, ElasticBuffer
 from paro.sharding.distributed_model import DistributedModel, Phase, UnitGradSink
 from paro.sharding.sharded_unit import ShardedUnit, bind_empty
 from paro.sharding.shards import ShardingContext, UnitShards
@@ -86,6 +100,118 @@ def make_rotated_units(
         norm.bind(bound)
     weights = (spec for spec in specs if not spec.unit.replicated)
     return [*norms, *(RotatingUnit(spec, context, ring) for spec in weights)]
+
+
+class RotatingUnit(UnitShards):
+    """A unit with 1/d of its trainable or of its frozen matrices on each of d ranks of a ring.
+
+    Slices circulate by ring shifts in place of an all-gather. `param_shard` is the slice that this
+    rank owns; slots are buffers for the slices of other ranks.
+    """
+
+    def __init__(self, spec: ShardingSpec, context: ShardingContext, ring: Ring) -> None:
+        super().__init__(spec, context)
+        self._ring = ring
+        layout, numel = spec.layout, spec.layout.numel // ring.size
+        ranges = [(index * numel, (index + 1) * numel) for index in range(ring.size)]
+        self._ranges = [tuple(layout.chunk_ranges(*of_slice)) for of_slice in ranges]
+        self._gaps = [  # the padding in each slice
+            [(low - begin, high - begin) for low, high in layout.gaps(begin, end)]
+            for begin, end in ranges
+        ]
+        slots = spec.slots(context.device.type)
+        shard = spec.param_numel, spec.param_dtype
+        assert slots[Slot.SPARE] == shard, f"{self.name}: {slots} for slices of {shard}"
+        self._spares = {
+            slot: ElasticBuffer(
+                size, dtype=TORCH_TYPES[kind], tally=context.ledger.slices, device=context.device
+            )
+            for slot, (size, kind) in slots.items()
+        }
+        self._slots = {slot: spare.values for slot, spare in self._spares.items()}
+        self._slots[Slot.SHARD] = self.param_shard
+        self._views: dict[tuple[int, Slot], dict[str, Tensor]] = {}  # {(step, slot): views}
+        self._weights_arrived: Event = DONE  # arrival of the slice of weights that is under way
+        self._grads_arrived: Event = DONE  # arrival of the gradients that are under way
+
+    # Slices #
+
+    def views(self, step: int, slot: Slot) -> dict[str, Tensor]:
+        """Return the parameters of the slice that is used in a ring step, by name.
+
+        They are views of the slot, valid until the slot is freed.
+        """
+        if (step, slot) not in self._views:
+            values, index = self._slots[slot], self._ring.owner_of(step)
+            begin = index * values.numel()
+            self._views[step, slot] = {
+                part.chunk.name: values[part.offset - begin :][: part.high - part.low].view(
+                    part.chunk.sizes
+                )
+                for part in self._ranges[index]
+            }
+        return self._views[step, slot]
+
+    def starts(self, step: int) -> dict[str, tuple[int, ...]]:
+        """Return where the slice of a ring step begins in each parameter: indices by dim."""
+        parts = self._ranges[self._ring.owner_of(step)]
+        return {part.chunk.name: part.chunk.offsets for part in parts}
+
+    def grad_view(self, step: int, slot: Slot, name: str) -> tuple[Tensor, bool]:
+        """Return (view of the gradient sum that rotates with a slice, whether to add to it)."""
+        return self.views(step, slot)[name], step + 1 < self._ring.size
+
+    # Actions #
+
+    wait = UnitShards.wait_for_updated_params
+
+    def grad_sync(self) -> None:
+        with profile_range(f"reduce:{self.name}"):
+            super().grad_sync()
+
+    def allocate_slot(self, slot: Slot) -> None:
+        self._spares[slot].alloc()
+
+    def free_slot(self, slot: Slot) -> None:
+        self._spares[slot].free()
+
+    def copy(self, source: Slot, to: Slot) -> None:
+        self._slots[to].copy_(self._slots[source])
+
+    def shift(self, source: Slot, to: Slot) -> None:
+        self._weights_arrived = self._shift(WaitKind.GATHER, Turn.CLOCKWISE, source, to)
+
+    def shift_back(self, source: Slot, to: Slot) -> None:
+        self._weights_arrived = self._shift(WaitKind.GATHER, Turn.COUNTER_CLOCKWISE, source, to)
+
+    def wait_shifted(self) -> None:
+        self.context.exposure.wait(WaitKind.GATHER, self._weights_arrived)
+        self._weights_arrived = DONE
+
+    def shift_grads(self, source: Slot, to: Slot, scratch: Slot) -> None:
+        turn = Turn.COUNTER_CLOCKWISE
+        self._grads_arrived = self._shift(WaitKind.REDUCE, turn, source, to, scratch)
+
+    def wait_grads(self) -> None:
+        self.context.exposure.wait(WaitKind.REDUCE, self._grads_arrived)
+        self._grads_arrived = DONE
+
+    def _shift(
+        self, kind: WaitKind, turn: Turn, source: Slot, to: Slot, scratch: Slot = Slot.SCRATCH
+    ) -> Event:
+        values, slots = self._slots[source], self._slots
+        with self.context.exposure.submitting(kind):  # without overlap the shift runs here
+            if source == to:
+                return self._ring.shift_in_place(values, slots[scratch], turn)
+            return self._ring.shift(values, slots[to], turn)
+
+    def zero_gaps(self, slot: Slot, step: int) -> None:
+        for low, high in self._gaps[self._ring.owner_of(step)]:
+            self._slots[slot][low:high].zero_()
+
+    def accumulate(self, slot: Slot) -> None:
+        store_grad(self._slots[slot], self.grad_shard, adds=not self._fresh)
+        self._fresh = False
 
 
 class RotatingPart:
@@ -148,7 +274,7 @@ class RotatingPart:
             unit, slot = self._unit(buffer), self._policy.slot(buffer, at.step)
             key = buffer, at.step, slot
             if key not in self.leaves:
-                self.leaves[key] = dict(self._make_leaves(*key))
+                self.leaves[key] = dict(self._leaves_of(*key))
             self.module._parameters.update(self.leaves[key])
             for name, start in unit.starts(at.step).items():
                 attribute = self._attributes[name]
@@ -159,9 +285,7 @@ class RotatingPart:
         assert isinstance(unit, RotatingUnit), f"{unit.name} does not rotate"
         return unit
 
-    def _make_leaves(
-        self, buffer: int, step: int, slot: Slot
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def _leaves_of(self, buffer: int, step: int, slot: Slot) -> Iterator[tuple[str, nn.Parameter]]:
         unit, grad_slot = self._unit(buffer), self._policy.grad_slot(buffer, step)
         views = unit.views(step, slot)
         for name, view in views.items():

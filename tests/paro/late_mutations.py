@@ -136,9 +136,9 @@ CAUGHT = {
         "III",
         f"{SAVED} {OUTER} {AT_THE_SAVE}",
     ),
-    "rotation.rotating_unit RotatingUnit.wait_shifted: "
+    "rotation.rotated_model RotatingUnit.wait_shifted: "
     "self.context.exposure.wait(WaitKind.GATHER, self._weights_arrived)": ("IIG", ROTATE),
-    "rotation.rotating_unit RotatingUnit.wait_grads: "
+    "rotation.rotated_model RotatingUnit.wait_grads: "
     "self.context.exposure.wait(WaitKind.REDUCE, self._grads_arrived)": ("IIG", ROTATE),
     "sharding.distributed_model DistributedModel.wait_for_updated_params: "
     "unit.wait_for_updated_params()": ("NIG", SAVED),

@@ -18,7 +18,7 @@ from model import cross_entropy, embedding, layers, llama, matmul
 from paro.collectives import wire
 from paro.config.run import RunConfig
 from paro.precision import PrecisionConfig
-from paro.rotation.rotating_unit import RotatingUnit
+from paro.rotation.rotated_model import RotatingUnit
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.step.slices import Slot
 from paro.training.step import Training
