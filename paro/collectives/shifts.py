@@ -92,13 +92,13 @@ class Ring(Endpoint):
 
     def _shift(self, pairs: Sequence[tuple[Tensor, Tensor]], turn: Turn, in_place: bool) -> Event:
         """Send the first tensor of every pair and receive into the second, in order."""
-        wire, first_tag = Wire(self.groups, self.kind, self.span), self._next_tag
+        wire, first = Wire(self.groups, self.kind, self.span), self._next_tag
         self._next_tag += len(pairs)
         to = self._members[(self.position + turn.value) % self.size]
         source = self._members[(self.position - turn.value) % self.size]
 
         def exchange() -> None:
-            for tag, (outgoing, incoming) in enumerate(pairs, first_tag):
+            for tag, (outgoing, incoming) in enumerate(pairs, first):
                 wire.exchange({to: outgoing}, {source: incoming}, tag=tag)
                 if in_place:
                     outgoing.copy_(incoming)
@@ -107,12 +107,10 @@ class Ring(Endpoint):
             return self._submit(self.kind, self.span, exchange)
 
         def receive(number: int) -> Pending:
-            return wire.receive(pairs[number][1], source, first_tag + number)
+            return wire.receive(pairs[number][1], source, first + number)
 
         arriving = deque(receive(number) for number in range(min(2, len(pairs))))
-        leaving = [
-            wire.send(outgoing, to, tag) for tag, (outgoing, _) in enumerate(pairs, first_tag)
-        ]
+        leaving = [wire.send(outgoing, to, tag) for tag, (outgoing, _) in enumerate(pairs, first)]
 
         def finish() -> None:
             for number, (outgoing, incoming) in enumerate(pairs):

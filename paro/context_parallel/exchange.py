@@ -74,25 +74,23 @@ class RingKVExchange:
         between.receive_into(total)
         return total
 
-    def _turn_0(
-        self, own_2BTKH: Tensor, first: int, total_2BTKH: Tensor, grads_of: GradsOf
-    ) -> None:
+    def _turn_0(self, own_2BTKH: Tensor, first: int, sum_2BTKH: Tensor, grads_of: GradsOf) -> None:
         """Add the gradients of turn 0 for consecutive heads, from head `first` on."""
         if not own_2BTKH.shape[3]:
             return  # with one head no heads are left for later
         if self._inner.size == 1:
-            grads_of(self.ring_rank, own_2BTKH, first)(total_2BTKH)
+            grads_of(self.ring_rank, own_2BTKH, first)(sum_2BTKH)
             return
         now, later = in_two(own_2BTKH)
-        in_group = _RingSum(self._inner, total_2BTKH)
+        in_group = _RingSum(self._inner, sum_2BTKH)
         for (_, step), source, kv_2BTKH in self._steps(iter([own_2BTKH.contiguous()])):
             if step:
                 in_group.add(grads_of(source, kv_2BTKH, first))
             else:
-                grads_of(source, kv_2BTKH[now], first)(total_2BTKH[now])
+                grads_of(source, kv_2BTKH[now], first)(sum_2BTKH[now])
         first_later = first + own_2BTKH[now].shape[3]
-        grads_of(self.ring_rank, own_2BTKH[later], first_later)(total_2BTKH[later])
-        in_group.receive_into(total_2BTKH)
+        grads_of(self.ring_rank, own_2BTKH[later], first_later)(sum_2BTKH[later])
+        in_group.receive_into(sum_2BTKH)
 
     def _later_turns(self, turns: Iterator[Tensor], between: _RingSum, grads_of: GradsOf) -> None:
         """Run the turns after turn 0, and send the last sum between groups to its owner."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 from paro.machine.collective_time import ParallelJobs, StreamAxes, TimedJob
@@ -123,23 +123,20 @@ class Actor:
     computed: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Simulation:
     """A simulation of programs, each at the speed of its actor, from time 0 to the last end."""
 
-    def __init__(
-        self,
-        programs: Iterable[tuple[GroupSpeed, Program]],
-        *,
-        record: bool = False,
-        launches_in_order: bool = False,
-        slowed: Sequence[float] = (),
-    ) -> None:
-        self.actors = [Actor(index, *given) for index, given in enumerate(programs)]
+    programs: Iterable[tuple[GroupSpeed, Program]]
+    _: KW_ONLY
+    record: bool = False
+    launches_in_order: bool = False
+    slowed: Sequence[float] = ()  # factors of compute time by number of running collectives
+
+    def __post_init__(self) -> None:
+        self.actors = [Actor(index, *given) for index, given in enumerate(self.programs)]
         self.activities: list[Activity] = []
         self.now = 0.0
-        self._record = record
-        self._launches_in_order = launches_in_order
-        self._slowed = slowed  # factor of compute time by number of running collectives
         self._running: list[_Work] = []
         self._joint: dict[int, _Work] = {}  # jobs of all actors, by their number in each program
 
@@ -174,7 +171,7 @@ class Simulation:
                 joint.left = max(joint.left, work.left)
                 work = joint
         work.submitted.append(actor.index)
-        if self._launches_in_order and (job.intra or job.inter):
+        if self.launches_in_order and (job.intra or job.inter):
             work.is_ordered = True
             actor.launches.append(work)
         queue = actor.streams[work.part.use, job.stream]
@@ -268,10 +265,10 @@ class Simulation:
         """Return the speed of a computing thread while jobs run in its streams."""
         own = [work for work in self._running if actor.index in work.submitted]
         speed = max(_LEAST_COMPUTE, 1.0 - sum(work.job.cpu * work.rate for work in own))
-        if not self._slowed:
+        if not self.slowed:
             return speed
         running = sum(work.job.intra + work.job.inter > 0.0 for work in own)
-        return speed / self._slowed[min(running, len(self._slowed) - 1)]
+        return speed / self.slowed[min(running, len(self.slowed) - 1)]
 
     def _finish(self, work: _Work) -> None:
         work.done, work.running = True, False
@@ -279,7 +276,7 @@ class Simulation:
         part, axes = work.part, work.job.stream
         for index in work.submitted:
             actor = self.actors[index]
-            if self._record:
+            if self.record:
                 stream = f"{part.use} {'+'.join(map(str, axes))}"
                 self._add_span(index, stream, work.name, part.kind, work.start)
             queue = actor.streams[part.use, axes]
@@ -305,5 +302,5 @@ class Simulation:
             self._advance(actor)
 
     def _add_span(self, index: int, stream: str, name: str, kind: str, start: float) -> None:
-        if self._record:
+        if self.record:
             self.activities.append(Activity(index, stream, name, kind, start, self.now))

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -55,7 +55,8 @@ def quantize_by_torch(
     the moving average of quantization errors in 8 bits, E <- 0.8 E + 0.2 (X - dequantized X), as in
     LoCo (arXiv 2407.04480) with the constants of DeepSpeed.
     """
-    for begin, end in _chunks(values.numel()):
+    for begin in range(0, values.numel(), _CHUNK):
+        end = min(begin + _CHUNK, values.numel())
         chunk = values[begin:end].float()
         if minus is not None:
             chunk = chunk - minus[begin:end].float()
@@ -80,7 +81,8 @@ def dequantize_by_torch(
     quantized: Tensor, form: BlockFormat, out: Tensor, *, adds: bool = False
 ) -> None:
     """Dequantize bytes into the 1-D `out`, or add the dequantized values to it in float32."""
-    for begin, end in _chunks(out.numel()):
+    for begin in range(0, out.numel(), _CHUNK):
+        end = min(begin + _CHUNK, out.numel())
         part = _part(quantized, form, out.numel(), begin, end)
         values, target = _read(part, form, end - begin), out[begin:end]
         target.copy_(target.float() + values if adds else values)
@@ -141,11 +143,6 @@ def _read(part: _Part, form: BlockFormat, numel: int) -> Tensor:
     blocks = _in_blocks(packed.to(torch.float32) - (form.top + 1), form.block)
     blocks *= part.scales[:, None]
     return blocks.view(-1)[:numel]
-
-
-def _chunks(numel: int) -> Iterator[tuple[int, int]]:
-    for begin in range(0, numel, _CHUNK):
-        yield begin, min(begin + _CHUNK, numel)
 
 
 def _in_blocks(values: Tensor, block: int) -> Tensor:

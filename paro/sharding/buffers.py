@@ -99,7 +99,4 @@ class ElasticBuffer:
 
 def param_views(whole: Tensor, layout: UnitLayout) -> dict[str, Tensor]:
     """Return views of a unit's unsharded flat buffer: {parameter name: view}."""
-    return {
-        placed.chunk.name: whole[placed.offset : placed.stop].view(placed.chunk.sizes)
-        for placed in layout.chunks
-    }
+    return {c.chunk.name: whole[c.offset : c.stop].view(c.chunk.sizes) for c in layout.chunks}

@@ -161,9 +161,7 @@ class RotationPolicy:
         at, self._in_backward = self._in_backward, None
         if at is None:
             return []
-        assert self._missing.isdisjoint(self._half(at)), (
-            f"{at}: of {self._missing} some are missing"
-        )
+        assert self._missing.isdisjoint(self._half(at)), f"{at}: {self._missing} are missing"
         actions: list[Move] = []
         for buffer in self._half(at):
             actions += _of(buffer, self._slices[buffer].after_backward(at.step))

@@ -129,11 +129,9 @@ def _forward_slices(
             yield from policy.after_forward(at)
 
 
-def _backward_slices(
-    policy: RotationPolicy, index: int, recomputed: Iterable[int]
-) -> Iterator[Move]:
+def _backward_slices(policy: RotationPolicy, index: int, again: Iterable[int]) -> Iterator[Move]:
     shape = policy.shape
-    for other in recomputed:
+    for other in again:
         follows = other >= shape.first_trained
         yield from _forward_slices(
             policy, other, Verb.RECOMPUTE, backward_follows=follows, stops_early=other == index

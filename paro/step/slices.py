@@ -170,10 +170,8 @@ class SlicePolicy:
         actions = self.before_backward(step)  # not yet done if recomputed and nothing trains
         if step == 0:
             return actions + self._end_backward()
-        shifted = self._state is SliceState.SHIFTED
-        if self._in_place and shifted:
-            actions += [(Verb.SHIFT_BACK, Slot.SHARD, Slot.SHARD)]
-            actions += [(Verb.WAIT_SHIFTED,)]
+        if self._in_place and self._state is SliceState.SHIFTED:
+            actions += [(Verb.SHIFT_BACK, Slot.SHARD, Slot.SHARD), (Verb.WAIT_SHIFTED,)]
         if self._trainable:
             slots = self.grad_slot(step), self.grad_slot(step - 1)
             actions.append((Verb.SHIFT_GRADS, *slots, self._grad_scratch))

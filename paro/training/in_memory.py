@@ -9,12 +9,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -54,8 +54,6 @@ class InMemoryCheckpointer:
         # Files of an earlier start are kept until this start has a snapshot on all ranks.
         self._start = f"-{folder.control.gather(time.time_ns())[0]:x}"
         self._has_older = False
-        self._writer: SnapshotWriter | None = None
-        self._record: Callable[[TrainState], Mapping[str, Any]] | None = None
         self._copy = _Copier(folder.control.device)
 
     def recover(self, training: Training) -> Resumed | None:
@@ -122,8 +120,6 @@ class InMemoryCheckpointer:
         """Start to copy the states of an iteration if a copy is due."""
         if state.iteration % self._interval != 0:
             return
-        assert self._writer is not None, "begin comes first"
-        assert self._record is not None, "begin comes first"
         if self._has_older and self._writer.num_written:
             # Every rank has a snapshot: all joined an all-reduce after they wrote it.
             self._folder.remove_share(lambda name: self._start not in name)

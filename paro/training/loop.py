@@ -177,9 +177,7 @@ class Loop:
         for each in self._groups.records(record, due=due):
             self.report.iteration(each)
         if result.skipped and result.verdict not in (Verdict.OVERFLOW, Verdict.NOT_FINITE):
-            self.report.log.log_last(
-                _skipped_line(record, result.verdict, expected, training.checks)
-            )
+            self.report.log.log_last(_skip_line(record, result.verdict, expected, training.checks))
         if (left_out := self._groups.left_out_line(state.iteration)) is not None:
             self.report.log.log_last(left_out)
         if result.origin is not None:
@@ -329,7 +327,7 @@ class Loop:
         return None
 
 
-def _skipped_line(
+def _skip_line(
     record: IterationRecord, verdict: Verdict, expected: Expectation, checks: StepChecksConfig
 ) -> str:
     """Say why a step is skipped, of which samples; `expected` is from the steps before it."""
