@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -96,11 +97,8 @@ class RunMemory:
 
     def sent_in_rounds(self, run: RunSpec, rank: int | None = None) -> Sent:
         """Count bytes that a rank sends in one round of every fragment; None: the mean."""
-        sender = self.sender(run, rank)
-        of_buffers = (spec.collectives for spec in self.specs(run))
-        return sum(
-            (sender.sent(sent.get(verb, ())) for sent in of_buffers for verb in OUTER_ROUND), Sent()
-        )
+        sent = (spec.collectives.get(verb, ()) for spec in self.specs(run) for verb in OUTER_ROUND)
+        return self.sender(run, rank).sent(chain.from_iterable(sent))
 
     def of(self, run: RunSpec) -> DeviceMemory:
         """Predict the memory at the largest snapshot of a step or of an evaluation."""
@@ -198,10 +196,8 @@ class DeviceMemory:
     def describe(self) -> str:
         """Return one line with all parts that are not 0, in GB, or in MB below 1 GB."""
         unit, scale = ("GB", 1e9) if self.total >= 1e9 else ("MB", 1e6)
-        sizes = ", ".join(
-            f"{name} {size / scale:.1f}" for name, size in self.parts().items() if size
-        )
-        return f"{self.total / scale:.1f} {unit} at {self.name}: {sizes}"
+        sizes = [f"{name} {size / scale:.1f}" for name, size in self.parts().items() if size]
+        return f"{self.total / scale:.1f} {unit} at {self.name}: {', '.join(sizes)}"
 
 
 class Communication(NamedTuple):

@@ -89,8 +89,7 @@ def _forward(policy: GatheringPolicy | RotationPolicy, index: int) -> Iterator[M
         for buffer in shape.units[index].trainable:
             yield from policy.first_gradient(buffer)
         yield Verb.LOSS, index
-    follows = index >= shape.first_trained
-    yield from policy.after_forward(index, backward_follows=follows)
+    yield from policy.after_forward(index, backward_follows=index >= shape.first_trained)
 
 
 def _backward(policy: GatheringPolicy | RotationPolicy, index: int) -> Iterator[Move]:

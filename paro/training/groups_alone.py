@@ -26,7 +26,7 @@ from paro.untrusted.schema import conform
 # A group that wants to stop marks all counters, and names a step that no group has passed. A group
 # sees the mark when it counts its next step.
 _MARK = 1 << 40  # above any number of steps
-_STEP = "stop/step"
+_STEP, _COUNTERS = "stop/step", "stop/steps/"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,17 +43,14 @@ class StopStep:
         0 means that no group wants to stop. Steps are counted from 1 at the first call. The call
         waits for another group only while that group names the step.
         """
-        counted = self.store.add(_key(self.group), 1)
+        counted = self.store.add(f"{_COUNTERS}{self.group}", 1)
         if counted < _MARK and not wants_to_stop:
             return 0
         if wants_to_stop and self.store.add("stop/claims", 1) == 1:
-            counters = [self.store.add(_key(each), _MARK) for each in range(self.num_groups)]
+            keys = (f"{_COUNTERS}{group}" for group in range(self.num_groups))
+            counters = [self.store.add(key, _MARK) for key in keys]
             self.store.set(_STEP, str(max(counter % _MARK for counter in counters) + 1))
         return int(self.store.get(_STEP))
-
-
-def _key(group: int) -> str:
-    return f"stop/steps/{group}"
 
 
 class GroupsAlone:

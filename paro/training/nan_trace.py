@@ -86,11 +86,9 @@ def _all_finite(values: Any) -> bool:
 
 @contextmanager
 def _watched(model: nn.Module) -> Iterator[_Watch]:
-    watch, units = _Watch(), {"embedding": model.get_submodule("embedding")}
-    blocks = model.get_submodule("blocks")
-    units |= {f"blocks.{name}": block for name, block in blocks.named_children()}
-    units |= {"head": model.get_submodule("head")}
-    handles = [handle for name, unit in units.items() for handle in watch.hook(name, unit)]
+    watch, blocks = _Watch(), model.get_submodule("blocks").named_children()
+    names = ("embedding", *(f"blocks.{name}" for name, _ in blocks), "head")
+    handles = [handle for name in names for handle in watch.hook(name, model.get_submodule(name))]
     try:
         with watch:
             yield watch
