@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
+
 from paro.arguments.flag_parser import AddFlag, flag_group
 
 # Flags in two or three lines each read as a table; the formatter would use six.
@@ -15,13 +17,19 @@ def add_param_group_args(add: AddFlag) -> None:
     add("--decoupled-min-lr", type=float, metavar="X", help="their lowest; default: --min-lr")
     add("--apply-wd-to-qk-layernorm", action="store_true",
         help="decay the norms of --qk-layernorm too")
-    add("--no-weight-decay-cond-type", choices=("apply_wd_to_qk_layernorm",),
-        help="Megatron's earlier spelling of it")
+    add("--no-weight-decay-cond-type", type=_is_of_qk_norms, dest="apply_wd_to_qk_layernorm",
+        default=False, metavar="apply_wd_to_qk_layernorm", help="Megatron's earlier spelling of it")
     add("--param-group", nargs="+", action="extend", default=[], metavar="GROUP",
         help="names:PATTERN[,PATTERN] lr-mult=X wd-mult=X, with one of the factors or both: "
         "lr-mult multiplies the learning rate that these parameters have otherwise; wd-mult is the "
         "factor on --weight-decay, by default 0 for norms and biases, else 1. Of several groups "
         "the first that has a parameter's name decides")
+
+
+def _is_of_qk_norms(text: str) -> bool:
+    if text != "apply_wd_to_qk_layernorm":
+        raise ArgumentTypeError(f"{text} is unknown: give apply_wd_to_qk_layernorm")
+    return True
 
 
 @flag_group("muP", "Learning rates that are tuned on a narrow model serve wider ones.")

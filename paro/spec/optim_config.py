@@ -56,7 +56,6 @@ class OptimConfig:
     adam_implementation: str = "auto"  # or "torch", "triton", "apex"
     param_group: tuple[str, ...] = ()
     apply_wd_to_qk_layernorm: bool = False
-    no_weight_decay_cond_type: str | None = None  # Megatron's earlier flag for the same
     ema_decay: float | None = None  # decay of averaged weights; None: nothing is averaged
     ema_start: int = 0  # first iteration after which weights may be averaged
     ema_interval: int = 1  # iterations between two updates of the average
@@ -99,8 +98,7 @@ class OptimConfig:
             width=width,
             by_muon=by_muon,
             groups=ParamGroup.of_flag(self.param_group),
-            decays_qk_norms=self.apply_wd_to_qk_layernorm
-            or self.no_weight_decay_cond_type is not None,
+            decays_qk_norms=self.apply_wd_to_qk_layernorm,
         )
 
 

@@ -85,7 +85,7 @@ def test_what_is_ignored_says_so() -> None:
 
 def test_what_is_refused_says_what_to_do() -> None:
     rules = [rule for rule in RULES if rule.instead]
-    words = []
+    words = ["--apply-wd-to-qk-layernorm"]  # under which --apply-layernorm-1p is refused
     for rule in rules:
         words += [member(rule.flag), *(["7"] if rule.values else [])]
     lines = refusals(parse_args(words))

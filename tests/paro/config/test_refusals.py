@@ -50,6 +50,14 @@ MISTAKES = [
         (f"{model} --position-embedding-type yarn", "yarn needs --yarn-rotary-scaling-factor")
         for model in ("", "--llama-preset 7B")
     ),
+    *(
+        (f"--apply-layernorm-1p {decays}", "--apply-layernorm-1p ... --apply-wd-to-qk-layernorm")
+        for decays in (
+            "--apply-wd-to-qk-layernorm",
+            "--no-weight-decay-cond-type apply_wd_to_qk_layernorm",
+        )
+    ),
+    ("--no-weight-decay-cond-type some", "--no-weight-decay-cond-type: some is unknown"),
     ("--mup-output-mult 2", "--mup-output-mult 2.0 needs --use-mup"),
     (UNROUNDED, f"{UNROUNDED} needs --position-embedding-type yarn"),
     ("--llama-preset 7B --group-query-attention", "7B has no groups ... --num-query-groups"),
