@@ -29,12 +29,11 @@ from tests.paro.test_parity import (
     reference_for,
 )
 
-GROUP_SIZE = 4
 PIPELINE = "pipeline"  # ho-ring as it runs under nccl
 CROSSING_BOTH = [("NIG", "ho-ring"), ("IGG", "h-ring"), ("NNG", "ring"), ("IIG", PIPELINE)]
 
 
-def train_each(cases: Sequence[tuple[str, str]]) -> list[Trained]:
+def train_each(cases: Sequence[tuple[str, str]], group_size: int) -> list[Trained]:
     """Trains each with shards cut into chunks, as the shards of a real model are."""
     choice = AlgorithmChoice(names=("ho-ring",), num_chunks=lambda *_: 3)
     trained = []
@@ -46,18 +45,23 @@ def train_each(cases: Sequence[tuple[str, str]]) -> list[Trained]:
             if collective == PIPELINE
             else nullcontext(),
         ):
-            trained.append(train(flags, group_size=GROUP_SIZE))
+            trained.append(train(flags, group_size=group_size))
     return trained
 
 
-def check(pairs: Sequence[tuple[str, str]], *, steps: int, times: int = 1) -> None:
-    """Trained several times, all have the same bits."""
+def check(pairs: Sequence[tuple[str, str]], world_size: int, *, steps: int, times: int = 1) -> None:
+    """In two groups; trained several times, all have the same bits."""
     cases = []
     for strategy, collective in pairs:
         more = f"--paro-collective {collective.replace(PIPELINE, 'ho-ring')}"
-        cases.append((flags_for(strategy, world_size=8, more=more, steps=steps), collective))
+        cases.append(
+            (flags_for(strategy, world_size=world_size, more=more, steps=steps), collective)
+        )
     seconds = times * HANGS_AFTER
-    once, *others = (run_ranks(train_each, 8, cases, timeout=seconds) for _ in range(times))
+    once, *others = (
+        run_ranks(train_each, world_size, cases, world_size // 2, timeout=seconds)
+        for _ in range(times)
+    )
     for rank, by_rank in enumerate(once):
         for number, (trained, (flags, collective)) in enumerate(zip(by_rank, cases, strict=True)):
             assert_same(trained, reference_for(steps=steps), flags)
@@ -66,12 +70,12 @@ def check(pairs: Sequence[tuple[str, str]], *, steps: int, times: int = 1) -> No
                 for name, parameter in trained.parameters.items():
                     assert torch.equal(parameter, again.parameters[name]), f"{flags}: {name}"
             if collective != "ring":  # whose last rank of a group sends all bytes between groups
-                assert_formulas(trained, flags, 8, GROUP_SIZE)
+                assert_formulas(trained, flags, world_size, world_size // 2)
 
 
 @pytest.mark.ranks
 def test_one_of_each() -> None:
-    check(CROSSING_BOTH, steps=2)
+    check(CROSSING_BOTH, 6, steps=2)
 
 
 @pytest.mark.ranks
@@ -96,4 +100,4 @@ def test_chosen_by_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize("collective", [*ALGORITHMS, PIPELINE])
 def test_all_strategies(collective: str) -> None:
     pairs = [(strategy, collective) for strategy in legal_letters()]
-    check(pairs, steps=10, times=2)
+    check(pairs, 8, steps=10, times=2)

@@ -51,11 +51,11 @@ def test_bf16_follows_fp32_and_sends_its_types() -> None:
 
 @pytest.mark.ranks
 def test_fp16_with_a_dynamic_scale_skips_until_the_scale_fits() -> None:
-    flags = f"{FLAGS} --fp16 --initial-loss-scale 1073741824 --train-iters 24 --paro-strategy IIG"
+    flags = f"{FLAGS} --fp16 --initial-loss-scale 16777216 --train-iters 12 --paro-strategy IIG"
     by_rank = run_ranks(train, 4, flags, group_size=2)
     trained = by_rank[0]
     skipped = [step.skipped for step in trained.steps]
-    assert skipped[0], "the first scale of 2^30 overflows fp16"
+    assert skipped[0], "the first scale of 2^24 overflows fp16"
     assert not any(skipped[-4:])
     assert all([step.skipped for step in ranks.steps] == skipped for ranks in by_rank)
     first = skipped.index(False)
@@ -90,15 +90,14 @@ def train_with_a_bad_rank(bad_rank: int) -> tuple[Trained, Trained]:
 
         policy.last_gradient = last_gradient  # type: ignore[method-assign]
 
-    flags = f"{FLAGS} --paro-strategy IIG"
+    flags = f"{FLAGS} --train-iters 3 --paro-strategy IIG"
     return train(flags, group_size=2, before=poison), train(flags, group_size=2)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("bad_rank", [3])
-def test_a_step_that_one_rank_must_skip_is_skipped_by_all(bad_rank: int) -> None:
-    for poisoned, clean in run_ranks(train_with_a_bad_rank, 4, bad_rank):
-        assert [step.skipped for step in poisoned.steps] == [True] + [False] * 5
+def test_a_step_that_one_rank_must_skip_is_skipped_by_all() -> None:
+    for poisoned, clean in run_ranks(train_with_a_bad_rank, 4, 3):
+        assert [step.skipped for step in poisoned.steps] == [True, False, False]
         assert not math.isfinite(poisoned.steps[0].grad_norm)
         # The second step starts from the unchanged model.
         assert poisoned.steps[1].loss != clean.steps[1].loss

@@ -170,8 +170,7 @@ def test_prediction_is_what_a_rank_allocates(
 GATHERED = f"{MODEL} --num-attention-heads 4 --global-batch-size 16 --micro-batch-size 2"
 ROTATED = f"{GATHERED} {ROTATE}"
 TWO_BYTES = [
-    "--bf16 --paro-strategy IIG --paro-rotate-in-place",
-    "--bf16 --paro-strategy III --grad-reduce-in-bf16",
+    "--bf16 --paro-strategy IIG --paro-rotate-in-place --grad-reduce-in-bf16",
     "--fp16 --loss-scale 1024 --paro-strategy III",
 ]
 
@@ -199,7 +198,7 @@ def test_two_byte_types_and_evaluations_follow_the_gathered_run() -> None:
     gathered = [f"{GATHERED} {flags.replace(IN_PLACE, '')}" for flags in TWO_BYTES]
     cases = [*(f"{ROTATED} {flags}" for flags in TWO_BYTES), *gathered]
     for trained, (loss, *losses) in run_ranks(train_and_evaluate, 4, cases):
-        for flags, rotated, wanted in zip(TWO_BYTES, trained[:3], trained[3:], strict=True):
+        for flags, rotated, wanted in zip(TWO_BYTES, trained[:2], trained[2:], strict=True):
             for step, step_wanted in zip(rotated.steps, wanted.steps, strict=True):
                 assert_near([step.loss], [step_wanted.loss], 0.001, flags)
                 assert_near([step.grad_norm], [step_wanted.grad_norm], 0.01, flags)
