@@ -61,7 +61,7 @@ FEW = (
     # Of one unit: a gradient comes while that of the micro-batch before is still being sent.
     ("GGG", "--trainable names:head.*", 0),
     ("IIG", IN_PLACE, 0),
-    ("NII", f"{SAVED} {OUTER}", 0),
+    ("NII", OUTER, 0),
 )
 MORE = (
     *("", "--bf16", "--bf16 --recompute-granularity selective", FULL),

@@ -45,7 +45,7 @@ from tests.paro.test_parity import (
 # 8 heads and 16 tokens can be cut for up to 8 ranks; a tenth of the tokens end a document.
 MODEL = (
     "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 10 "
-    "--make-vocab-size-divisible-by 1 --num-layers 3 --hidden-size 20 --kv-channels 4 "
+    "--make-vocab-size-divisible-by 1 --num-layers 2 --hidden-size 20 --kv-channels 4 "
     "--num-attention-heads 8 --ffn-hidden-size 37 --seq-length 16 --num-workers 0 --lr 0.002 "
     f"--lr-decay-style constant --weight-decay 0.1 {ADAM_EPS} --init-method-std 0.1 "
     "--micro-batch-size 4 --global-batch-size 16"
@@ -83,7 +83,7 @@ class Case(NamedTuple):
 
 # By ranks and group size: inside a group, equal to one, and across. `make verify` has the others.
 CASES = {
-    (2, 2): (Case(2, "NIG", f"{LORA} {KEPT} {GROUPED} 2 --num-workers 1"),),
+    (2, 2): (Case(2, "NIG", f"{LORA} {KEPT} {GROUPED} 2 {TWO} --num-workers 1"),),
     (4, 2): (
         Case(4, "NNG", f"{APART} {PER_TOKEN} {GROUPED} 2"),
         Case(2, "2,2,4", f"{MASKED} {FULL}", FROZEN),

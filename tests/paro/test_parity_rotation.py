@@ -86,7 +86,6 @@ def test_rings_in_groups_train_as_one_process_does() -> None:
     cases: list[Variant] = [
         ("III", f"{IN_PLACE} {TIED} --ema-decay 0.7", ()),
         ("IIG", f"{MODERN} {FULL}", ()),
-        ("IIG", "", FROZEN),
         ("III", f"{IN_PLACE} {LAST}", ()),
         ("IIG", f"{LORA} all-linear {FULL}", ()),
     ]
