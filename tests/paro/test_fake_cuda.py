@@ -75,7 +75,6 @@ KINDS = {
     "one GPU": Case("--bf16", (*FLASH, *KERNELS, "mm.dtype_out", "addmm.dtype_out"), rank=None),
     "fp32": Case("", ("_scaled_dot_product_efficient_attention_backward",)),
     "fp16": Case("--fp16", FLASH),
-    "bf16 gradients": Case("--bf16 --grad-reduce-in-bf16"),
     "fp8, e4m3": Case("--bf16 --fp8-format e4m3", ("_scaled_mm",)),
     "fp8, hybrid": Case(
         "--bf16 --fp8-format hybrid",
@@ -86,9 +85,11 @@ KINDS = {
         ("_fused_adamw_",),
     ),
     "unfused attention": Case("--bf16 --attention-backend unfused", ("_safe_softmax",)),
-    "grouped heads": Case("--bf16 --group-query-attention --num-query-groups 1", FLASH),
-    "QK norms and biases": Case("--bf16 --qk-layernorm --add-qkv-bias"),
-    "tied head": Case("--bf16 --tie-embeddings-and-output-weights"),
+    "grouped heads, QK norms and biases, a tied head": Case(
+        "--bf16 --group-query-attention --num-query-groups 1 --qk-layernorm --add-qkv-bias "
+        "--tie-embeddings-and-output-weights",
+        FLASH,
+    ),
     "full recomputation": Case("--bf16 --recompute-granularity full", FLASH),
     "attention that is kept": Case(
         "--bf16 --recompute-granularity full --paro-recompute-keep core_attn", CUDNN
@@ -127,9 +128,9 @@ KINDS = {
     ),
     "HO-Ring": Case("--bf16 --paro-strategy GGG --paro-collective ho-ring"),
     "flat": Case("--bf16 --paro-strategy GGG --paro-collective flat"),
-    "tokens weigh alike": Case("--bf16 --calculate-per-token-loss"),
-    "logged": Case(
-        "--bf16 --log-num-zeros-in-grad --log-params-norm",
+    "tokens weigh alike, bf16 gradients, logged": Case(
+        "--bf16 --calculate-per-token-loss --grad-reduce-in-bf16 --log-num-zeros-in-grad "
+        "--log-params-norm",
         waits=WAITS_OF_A_STEP + WAITS_OF_THE_PARAMS_NORM,
     ),
 }

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paro.layout import (
@@ -236,6 +236,7 @@ def chunks_and_ranges(draw: st.DrawFn) -> tuple[ParamChunk, int, int]:
     return chunk, low, draw(st.integers(low, chunk.numel))
 
 
+@settings(deadline=None)
 @given(chunks_and_ranges())
 def test_chunks_and_runs_name_a_range_in_order(case: tuple[ParamChunk, int, int]) -> None:
     chunk, low, high = case
@@ -255,6 +256,7 @@ def test_chunks_and_runs_name_a_range_in_order(case: tuple[ParamChunk, int, int]
     assert position == high
 
 
+@settings(deadline=None)
 @given(chunks_and_ranges())
 def test_a_range_takes_few_chunks(case: tuple[ParamChunk, int, int]) -> None:
     chunk, low, high = case

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data.loader import SplitCounts
-from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
+from model.config import LLAMA_PRESETS, RecomputeConfig
 from paro.checkpoint.directory import TRACKER, begin_checkpoint, finish_checkpoint
 from paro.config.resolve import with_checkpoint_args
 from paro.config.run import RunConfig
@@ -16,6 +16,7 @@ from paro.distributed.world import World
 from paro.planning.remedies import recompute_flags
 from paro.training import assembly
 from tests.helpers.flags import configured
+from tests.helpers.models import llama
 from tests.helpers.refusals import refused
 
 SMALL = (
@@ -105,16 +106,8 @@ def test_fields_follow_from_flags(words: str, wanted: dict[str, object]) -> None
 
 
 def test_sizes_that_are_not_given_follow_from_those_that_are() -> None:
-    assert configure(SMALL).model == LlamaConfig(
-        num_layers=4,
-        hidden_size=64,
-        ffn_hidden_size=128,  # 8/3 of 64 is 170, rounded down to a multiple of 64
-        num_attention_heads=4,
-        num_query_groups=4,
-        kv_channels=16,
-        max_position_embeddings=32,
-        vocab_size=128,  # 100 and the end of documents, padded
-    )
+    # 8/3 of 64 is 170, rounded down to a multiple of 64; 100 and the end of documents are padded.
+    assert configure(SMALL).model == llama(4, 64, 128, heads=(4, 4, 16), length=32, vocab=128)
 
 
 @pytest.mark.parametrize("name", LLAMA_PRESETS)

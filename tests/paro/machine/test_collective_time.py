@@ -23,6 +23,8 @@ from tests.helpers.refusals import refused
 from tests.helpers.schedules import sent_fraction
 from tests.paro.planning.cases import DEVICE, machine, speed
 
+between = partial(Measured, axes=Axes.INTER, algorithm="native")
+
 
 @pytest.mark.parametrize("op", Op)
 @pytest.mark.parametrize("name", ["ring", "h-ring", "ho-ring"])
@@ -54,15 +56,7 @@ def test_a_flat_ring_pays_the_latency_of_every_hop() -> None:
 
 def test_what_a_measured_collective_wants() -> None:
     size = 800_000
-    row = Measured(
-        axes=Axes.INTER,
-        op=Op.ALL_REDUCE,
-        algorithm="native",
-        bytes=size,
-        seconds=0.02,
-        cpu_seconds=0.001,
-        busy_seconds=0.03,
-    )
+    row = between(op=Op.ALL_REDUCE, bytes=size, seconds=0.02, cpu_seconds=0.001, busy_seconds=0.03)
     share = replace(DEVICE, cores=0.25)
     run = make_topology(world_size=32, group_size=8, degrees=()).axes[1:]
     times = CollectiveTimes(machine(inter=0.05, measured=(row,), device=share), "native")
@@ -81,14 +75,7 @@ CORES = 0.25
 def measured_job(num_bytes: int, *, cores: float | None = CORES) -> TimedJob:
     """An all-gather between two groups, measured at two sizes, whose small one has a fast start."""
     rows = tuple(
-        Measured(
-            axes=Axes.INTER,
-            op=Op.ALL_GATHER,
-            algorithm="native",
-            bytes=size,
-            seconds=seconds,
-            cpu_seconds=cpu,
-        )
+        between(op=Op.ALL_GATHER, bytes=size, seconds=seconds, cpu_seconds=cpu)
         for size, seconds, cpu in ((64_000, 0.009, 0.0005), (256_000, 0.047, 0.0009))
     )
     device = replace(DEVICE, cores=cores)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paro.collectives.schedule import Op
@@ -82,6 +82,7 @@ def test_what_is_no_rate_is_refused_by_its_text(text: str) -> None:
     refused(lambda: bits_per_second(text), "is no rate: write it as 100mbit", repr(text))
 
 
+@settings(deadline=None)
 @given(st.integers(min_value=1, max_value=10**14))
 def test_a_rate_is_read_as_it_was_written(bits: int) -> None:
     assert bits_per_second(rate_text(bits)) == bits

@@ -20,6 +20,7 @@ from paro.planning.search_space import PlanRequest, SearchSpace
 from paro.planning.step_costs import StepCosts
 from paro.precision import PrecisionConfig
 from paro.step.schedule import StepSchedule
+from tests.helpers.models import llama
 
 DEVICE = Device(
     name="typed",
@@ -90,16 +91,7 @@ def compute_seconds(step: StepCosts) -> float:
     return step.device.step_seconds + step.muon_seconds + of_actions
 
 
-TINY = LlamaConfig(
-    num_layers=3,
-    hidden_size=16,
-    ffn_hidden_size=32,
-    num_attention_heads=2,
-    num_query_groups=2,
-    kv_channels=8,
-    max_position_embeddings=16,
-    vocab_size=64,
-)
+TINY = llama(3, 16, 32, heads=(2, 2, 8), length=16, vocab=64)
 EACH = RecomputeConfig(granularity="full")
 PAIRS = RecomputeConfig(granularity="full", num_layers=2)
 ORDERS: dict[str, tuple[LlamaConfig, dict[str, Any]]] = {

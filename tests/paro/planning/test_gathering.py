@@ -19,6 +19,7 @@ from paro.planning.run_memory import RunMemory
 from paro.precision import PrecisionConfig
 from paro.spec.context_layout import ContextLayout
 from paro.spec.run_spec import RunSpec
+from tests.helpers.models import llama
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rank, silence
 from tests.paro.planning.on_ranks import run_of
 
@@ -33,16 +34,7 @@ ALL = Trainable()
 LAST_HALF = Trainable(share=0.5)
 
 
-SMALL = LlamaConfig(
-    num_layers=4,
-    hidden_size=64,
-    ffn_hidden_size=176,
-    num_attention_heads=4,
-    num_query_groups=4,
-    kv_channels=16,
-    max_position_embeddings=64,
-    vocab_size=64,
-)
+SMALL = llama(4, 64, 176, heads=(4, 4, 16), length=64, vocab=64)
 
 
 def run(

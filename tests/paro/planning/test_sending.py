@@ -27,6 +27,7 @@ from paro.strategy import legal_letters
 from paro.text import size_text
 from paro.topology import Axes, Sent, StreamKind, make_topology
 from tests.helpers.closed_form import letter_traffic
+from tests.helpers.models import llama
 from tests.paro.launch.test_dry_run import MOCK, planned, printed
 from tests.paro.planning.lone_rank import attention_of, silence
 from tests.paro.planning.on_ranks import moves, on_ranks, one_unit, run_of
@@ -138,17 +139,8 @@ def test_axes_and_closed_form_agree(
     )
 
 
-MODEL = LlamaConfig(
-    num_layers=3,
-    hidden_size=16,
-    ffn_hidden_size=24,
-    num_attention_heads=16,
-    num_query_groups=4,
-    kv_channels=4,
-    max_position_embeddings=16,
-    vocab_size=32,
-    add_qkv_bias=True,
-    qk_layernorm=True,
+MODEL = replace(
+    llama(3, 16, 24, heads=(16, 4, 4), length=16, vocab=32), add_qkv_bias=True, qk_layernorm=True
 )
 LAYOUTS = {
     "p2p": ContextLayout(size=4, inner=4),

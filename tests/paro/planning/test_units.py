@@ -16,19 +16,11 @@ from paro.precision import PrecisionConfig
 from paro.spec.run_spec import Materialize
 from paro.spec.sharding_spec import specs_of, state_bytes
 from paro.strategy import legal_letters
+from tests.helpers.models import llama
 from tests.paro.planning.lone_rank import lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks, one_unit, run_of
 
-SMALL = LlamaConfig(
-    num_layers=3,
-    hidden_size=20,
-    ffn_hidden_size=37,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=6,
-    max_position_embeddings=16,
-    vocab_size=59,
-)
+SMALL = llama(3, 20, 37, heads=(4, 2, 6), length=16, vocab=59)
 TIED = replace(SMALL, tie_embeddings_and_output_weights=True)
 ADAPTED = replace(SMALL, lora=LoraConfig(rank=2, targets=targets_of("all-linear")))
 MODERN = replace(SMALL, add_qkv_bias=True, qk_layernorm=True)

@@ -8,8 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -19,33 +20,6 @@ from paro.report.log import Log
 from tests.helpers.commands import output_of
 from tests.helpers.refusals import refused
 from tests.helpers.wandb_server import wandb_server
-
-
-class FakeWandb(ModuleType):
-    """Records the calls to the service."""
-
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.id = "abc123"
-        self.starting_step = 0
-        self.given: dict[str, Any] = {}
-        self.settings = SimpleNamespace(mode="online", sync_dir="wandb/offline-run-1")
-        self.url = "https://wandb.ai/e/p/runs/abc123"
-        self.logged: list[tuple[dict[str, float], int]] = []
-        self.finished = False
-
-    def init(self, **given: Any) -> "FakeWandb":
-        self.given = given
-        return self
-
-    def Settings(self, **settings: Any) -> dict[str, Any]:  # noqa: N802
-        return settings
-
-    def log(self, scalars: dict[str, float], step: int) -> None:
-        self.logged.append((scalars, step))
-
-    def finish(self) -> None:
-        self.finished = True
 
 
 class Faulty:
@@ -70,26 +44,28 @@ class Faulty:
 
 
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
-    """What runs of a test import as wandb."""
-    fake = FakeWandb()
+def wandb(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """What runs of a test import as wandb, and the run that it starts."""
+    fake = MagicMock(id="abc123", starting_step=0, url="https://wandb.ai/e/p/runs/abc123")
+    fake.settings = SimpleNamespace(mode="online", sync_dir="wandb/offline-run-1")
+    fake.init.return_value, fake.Settings = fake, dict
     monkeypatch.setitem(sys.modules, "wandb", fake)
     return fake
 
 
-def test_wandb_needs_no_tensorboard(wandb: FakeWandb) -> None:
+def test_wandb_needs_no_tensorboard(wandb: MagicMock) -> None:
     config = ReportConfig(wandb_project="p", wandb_entity="e", wandb_exp_name="n")
     boards = open_dashboards(config, Log(), {"lr": 0.1})
     boards.write({"lm loss": 2.0}, iteration=3, samples=24)
     boards.close()
-    assert wandb.given == {
+    assert wandb.init.call_args.kwargs == {
         "project": "p", "entity": "e", "name": "n", "dir": None, "config": {"lr": 0.1},
         "settings": {"console": "off", "silent": True},
     }  # fmt: skip
-    assert wandb.logged == [({"lm loss": 2.0, "samples vs steps": 24}, 3)]
-    assert wandb.finished
+    wandb.log.assert_called_once_with({"lm loss": 2.0, "samples vs steps": 24}, step=3)
+    assert wandb.finish.called
     open_dashboards(config, Log(rank=0, world_size=2), {}).write({"lm loss": 2.0}, 4, samples=32)
-    assert len(wandb.logged) == 1, "only the last rank opens any"
+    assert wandb.log.call_count == 1, "only the last rank opens any"
     wandb.settings.mode = "offline"
     told = output_of(lambda: open_dashboards(ReportConfig(wandb_project="p"), Log(), {}).close())
     assert told == "> Weights & Biases: offline, until you run wandb sync wandb/offline-run-1\n"
@@ -140,7 +116,7 @@ def test_tensorboard_has_each_tag_over_iterations_and_over_samples(
     assert closed == {tmp_path.name: 3, "samples": 3}
 
 
-def test_a_failing_one_is_left_out(wandb: FakeWandb, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_one_is_left_out(wandb: MagicMock, capsys: pytest.CaptureFixture[str]) -> None:
     faulty = Faulty()
     faulty.released.set()
     boards = open_dashboards(ReportConfig(wandb_project="p"), Log(), {})
@@ -150,7 +126,7 @@ def test_a_failing_one_is_left_out(wandb: FakeWandb, capsys: pytest.CaptureFixtu
     time.sleep(0.05)
     boards.write({"lm loss": 2.0}, iteration=2, samples=8)
     boards.close()
-    assert (faulty.calls, len(wandb.logged)) == (1, 2)
+    assert (faulty.calls, wandb.log.call_count) == (1, 2)
     told = capsys.readouterr().out
     assert told.startswith(
         "> Weights & Biases: https://wandb.ai/e/p/runs/abc123\n> Faulty: nowhere"
@@ -259,16 +235,17 @@ def test_a_key_or_no_need_of_one_is_found_and_another_is_refused(
         refused(lambda: check_login(ReportConfig(wandb_project="p"), Log()), "--wandb-project p:")
 
 
-def test_names_are_cleaned_before_they_are_sent(wandb: FakeWandb) -> None:
+def test_names_are_cleaned_before_they_are_sent(wandb: MagicMock) -> None:
     config = ReportConfig(wandb_project="p\x1b", wandb_exp_name=f"n\u202e{'x' * 5000}")
     boards = open_dashboards(config, Log(), {"load": "\x1b[2J", "lr": 0.5})
     boards.write({f"validation-\x1b{'x' * 5000}": 2.0}, iteration=1, samples=8)
     boards.close()
-    assert wandb.given["project"] == "p\\x1b"
-    assert wandb.given["name"].startswith("n\\u202exx")
-    assert len(wandb.given["name"]) <= 128
-    assert wandb.given["config"] == {"load": "\\x1b[2J", "lr": 0.5}
-    ((figures, _),) = wandb.logged
+    given = wandb.init.call_args.kwargs
+    assert given["project"] == "p\\x1b"
+    assert given["name"].startswith("n\\u202exx")
+    assert len(given["name"]) <= 128
+    assert given["config"] == {"load": "\\x1b[2J", "lr": 0.5}
+    (figures,) = wandb.log.call_args.args
     (tag,) = [name for name in figures if name.startswith("validation-")]
     assert tag.startswith("validation-\\x1bxx")
     assert len(tag) <= 128

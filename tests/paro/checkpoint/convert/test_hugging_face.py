@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model.config import LlamaConfig
 from model.hugging_face import hugging_face_config, hugging_face_name
 from paro.checkpoint.convert.hugging_face import (
     INDEX,
@@ -22,22 +21,14 @@ from paro.checkpoint.convert.hugging_face import (
     tokenizer_of,
 )
 from tests.data.test_tokenizer import train_sentencepiece
+from tests.helpers.models import llama
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.convert.folders import random_tensors
 from tests.tools.conftest import TEXT
 from tests.tools.untrained import SIZES, convert, save_untrained
 from tools.train_tokenizer import main as train_tokenizer
 
-CONFIG = LlamaConfig(
-    num_layers=2,
-    hidden_size=16,
-    ffn_hidden_size=24,
-    num_attention_heads=2,
-    num_query_groups=1,
-    kv_channels=6,
-    max_position_embeddings=32,
-    vocab_size=21,
-)
+CONFIG = llama(2, 16, 24, heads=(2, 1, 6), length=32, vocab=21)
 TENSORS = {hugging_face_name(name): t for name, t in random_tensors(CONFIG).items()}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"

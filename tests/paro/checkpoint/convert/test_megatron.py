@@ -22,22 +22,14 @@ from model.config import LlamaConfig
 from paro.checkpoint.convert.megatron import FILE, open_megatron, write_megatron
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.convert.tensor_files import lazy
+from tests.helpers.models import llama
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.convert.folders import random_tensors
 
-CONFIG = LlamaConfig(
-    num_layers=2,
-    hidden_size=32,
-    ffn_hidden_size=40,
-    num_attention_heads=6,
-    num_query_groups=2,
-    kv_channels=8,
-    max_position_embeddings=64,
-    vocab_size=100,
-    rotary_base=500000.0,
-    use_rope_scaling=True,
-    rope_scaling_factor=32.0,
-)
+CONFIG = llama(
+    2, 32, 40, heads=(6, 2, 8), length=64, vocab=100,
+    rotary_base=500000.0, use_rope_scaling=True, rope_scaling_factor=32.0,
+)  # fmt: skip
 MODERN = replace(CONFIG, add_qkv_bias=True, qk_layernorm=True)
 CONFIGS = {
     "gqa": CONFIG,

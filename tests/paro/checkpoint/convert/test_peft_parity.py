@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,15 @@ from paro.config.run import RunConfig
 from paro.training.assembly import build_data, build_sources
 from paro.training.resume import Resumed
 from paro.training.step import Training, TrainState, train_step
-from tests.helpers.commands import write_lines
 from tests.helpers.comparison import ADAM_EPS, FP32
 from tests.helpers.margins import assert_near, margin_of, note
-from tests.helpers.training import TINY, save_run, whole_parameters
+from tests.helpers.training import save_run, whole_parameters
 from tests.paro.checkpoint.convert.folders import logits_of, some_tokens
-from tests.paro.training.test_base import start, started, trained
-from tests.tools.preprocessing.templates import MARKED
-from tests.tools.preprocessing.test_chat_template import folder_with, preprocess
+from tests.paro.training.test_base import started, trained
 from tests.tools.untrained import convert
 
 pytestmark = pytest.mark.verify  # importing peft takes seconds
 STEPS = 20
-SEQ = 40  # of samples of conversations
 FLAGS = f"{ADAM_EPS} --global-batch-size 4 --micro-batch-size 2 --train-iters {STEPS}"
 
 
@@ -49,54 +44,6 @@ def test_twenty_steps_are_those_of_peft(tmp_path: Path, modules: str) -> None:
     lora = f"--lora-rank 4 --lora-alpha 12 --lora-target-modules {modules}"
     begin = f"{FLAGS} {lora} --load {tmp_path / 'base'} --save {tmp_path / 'run'}"
     assert_same_steps(tmp_path, started(begin), plain_loss)
-
-
-def talks() -> list[list[dict[str, str]]]:
-    """Conversations of one answer or two, some of them longer than a sample."""
-    draw = random.Random(0)
-    words = ("def", "f(x):", "return", "x", "#")
-
-    def said(role: str) -> dict[str, str]:
-        return {"role": role, "content": " ".join(draw.choices(words, k=draw.randint(1, 5)))}
-
-    turns = [[said("user"), said("assistant"), said("user"), said("assistant")] for _ in range(60)]
-    return [talk[: draw.choice((2, 4))] for talk in turns]
-
-
-def test_twenty_steps_on_conversations_are_those_of_peft(tmp_path: Path) -> None:
-    """Padded, with transformers' own loss of labels."""
-    from transformers import AutoTokenizer
-
-    tokenizer = folder_with(tmp_path, MARKED)
-    source = write_lines(tmp_path / "talks.jsonl", *({"messages": talk} for talk in talks()))
-    preprocess(source, tokenizer)
-    theirs = AutoTokenizer.from_pretrained(tokenizer)
-    found = [
-        theirs.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
-        for talk in talks()
-    ]
-    answers = {tuple(each["input_ids"][:SEQ]): each["assistant_masks"][:SEQ] for each in found}
-
-    def padded_loss(model: Any, batches: Sequence[Batch]) -> Tensor:
-        losses = []
-        for batch in batches:
-            labels_BS = torch.full_like(batch.tokens_BS, -100)
-            for row, tokens in zip(labels_BS, batch.tokens_BS.tolist(), strict=True):
-                own = max((ids for ids in answers if list(ids) == tokens[: len(ids)]), key=len)
-                mask = torch.tensor(answers[own]) == 1
-                row[: len(own)][mask] = torch.tensor(own)[mask]
-            losses.append(model(input_ids=batch.tokens_BS, labels=labels_BS).loss)
-        return torch.stack(losses).mean()
-
-    real = f"{TINY} {FLAGS} --seq-length {SEQ}".replace("--mock-data ", "")
-    real = real.replace("--vocab-size 60 ", "").replace("NullTokenizer", "HuggingFaceTokenizer")
-    corpus = f"--data-path {tmp_path / 'out_messages_document'} --sft"
-    words = f"{real} --tokenizer-model {tokenizer} {corpus}"
-    run = start(words + f" --save {tmp_path / 'base'}")
-    save_run(*run)
-    lora = f"--lora-rank 4 --load {tmp_path / 'base'} --save {tmp_path / 'run'}"
-    folder = assert_same_steps(tmp_path, start(f"{words} {lora}"), padded_loss)
-    assert AutoTokenizer.from_pretrained(folder).chat_template == MARKED
 
 
 def assert_same_steps(
