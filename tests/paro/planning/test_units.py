@@ -1,24 +1,46 @@
-"""Bytes that a rank holds and sends: formulas, compared with the real model."""
+"""What a rank holds, sends and takes of its device: formulas, compared with a real rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from model.config import LlamaConfig, LoraConfig, is_adapter, targets_of
-from paro.planning.run_memory import RunMemory
+from paro.collectives import native
+from paro.collectives.choice import AlgorithmChoice
+from paro.collectives.wire import Wire
+from paro.distributed.groups import Groups
+from paro.machine.collective_time import algorithms_of
+from paro.planning.estimator import Estimator
+from paro.planning.run_memory import (
+    COMMUNICATOR_BYTES,
+    CONTEXT_BYTES,
+    FRAGMENTATION,
+    Communication,
+    DeviceMemory,
+    RunMemory,
+    device_memory,
+)
 from paro.planning.sending import traffic_of
+from paro.planning.tally import MemorySnapshot
 from paro.precision import PrecisionConfig
-from paro.spec.run_spec import Materialize
+from paro.spec.run_spec import Materialize, groups_of
 from paro.spec.sharding_spec import specs_of, state_bytes
+from paro.spec.units import units_of_run
 from paro.strategy import legal_letters
+from paro.topology import AxisSpan, Spans, StreamKind
+from paro.training import assembly
 from tests.helpers.models import llama
+from tests.paro.planning.cases import DEVICE, machine, plan_request
 from tests.paro.planning.lone_rank import lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks, one_unit, run_of
+from tests.paro.planning.test_gathering import SMALL as WIDER
 
 SMALL = llama(3, 20, 37, heads=(4, 2, 6), length=16, vocab=59)
 TIED = replace(SMALL, tie_embeddings_and_output_weights=True)
@@ -146,3 +168,205 @@ def test_the_master_is_stored_unless_it_is_the_parameter_shard() -> None:
         placed = on_ranks(letters, world_size=4, group_size=2)
         states = state_bytes(specs_of(one_unit(400), *placed, precision))
         assert states.optim == of_element * 100
+
+
+# Groups and buffers as made; figures of a machine file or defaults
+
+ALL_BF16 = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
+TINY = replace(WIDER, num_layers=3, vocab_size=192)
+SNAPSHOT = MemorySnapshot(name="the update", states=8_000_000_000, transient=2_000_000_000)
+
+
+def communication(
+    text: str,
+    collective: str,
+    *,
+    is_trained: Callable[[str], bool] = lambda _name: True,
+    precision: PrecisionConfig = ALL_BF16,
+) -> Communication:
+    given = plan_request(
+        TINY,
+        machine=machine(world_size=8, group_size=4),
+        group_size=4,
+        global_batch_size=16,
+        precision=precision,
+        collective=collective,
+    )
+    run = Estimator(given).run_spec(given.candidate(given.strategy(text)))
+    run = replace(run, trained=frozenset(filter(is_trained, run.trained)))
+    memories = RunMemory(None)
+    memories._num_chunks = lambda *_: 3
+    return memories.communication(run)
+
+
+def groups_in(by_kind: Spans) -> set[tuple[StreamKind, AxisSpan]]:
+    return {(kind, span) for kind, spans in by_kind.items() for span in spans}
+
+
+OF_ALL = ("NNN", "NNI", "NIG", "IIG", "III", "GGG", "2,4,8", "1,2,8")
+
+
+@pytest.mark.parametrize(
+    ("collective", "ways", "changes", "strategies"),
+    [
+        ("native", {}, {}, OF_ALL),
+        *((collective, {}, {}, ("NIG", "GGG")) for collective in ("ho-ring", "flat", "ring")),
+        ("ho-ring", {"materialize": "rotate"}, {}, ("III", "IIG")),
+        *((name, {}, {"optimizer": "muon"}, ("NNG", "GGG")) for name in ("native", "ho-ring")),
+        ("flat", {}, {"inter_grad_bits": 8, "inter_param_bits": 4}, ("NNG", "III", "NIG")),
+    ],
+)
+def test_a_step_uses_all_groups_of_its_description_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+    collective: str,
+    ways: dict[str, Any],
+    changes: dict[str, Any],
+    strategies: Sequence[str],
+) -> None:
+    silence(monkeypatch)
+    used: set[tuple[StreamKind, AxisSpan]] = set()
+    monkeypatch.setattr(Groups, "of", lambda _groups, kind, span: used.add((kind, span)))
+    precision = replace(ALL_BF16, **changes)
+    materialize = Materialize.of_flags(ways.get("materialize", "gather"), rotate_in_place=False)
+    for text in strategies:
+        used.clear()
+        strategy, topology = on_ranks(text, world_size=8, group_size=4)
+        rank = lone_rank(TINY, strategy, topology, precision, collective=collective, **ways)
+        for full_precision in (False, True):
+            rank.step(2, full_precision=full_precision)
+        rank.model.wait_for_updated_params()
+        run = run_of(TINY, text, precision, collective=collective, materialize=materialize)
+        run = replace(run, device_type="cpu")
+        choice = AlgorithmChoice(names=(collective,))
+        described = groups_of(run, run.specs(units_of_run(run)), choice)
+        assert groups_in(described.states) == used, text
+
+
+@pytest.mark.parametrize(
+    ("text", "trained", "precision"),
+    [
+        ("GGG", "", ALL_BF16),
+        ("GGG", "norm", ALL_BF16),
+        ("GGG", "norm", PrecisionConfig(compute="fp32", lora_base_dtype="bf16")),
+        ("IIG", "", ALL_BF16),
+        ("NNN", "", ALL_BF16),
+        ("NGG", "", ALL_BF16),
+    ],
+)
+def test_the_pipeline_s_buffers_are_predicted(
+    monkeypatch: pytest.MonkeyPatch, text: str, trained: str, precision: PrecisionConfig
+) -> None:
+    def is_trained(name: str) -> bool:
+        return trained in name
+
+    strategy, topology = on_ranks(text, world_size=8, group_size=4)
+    pipelines = AlgorithmChoice(names=("ho-ring",), num_chunks=lambda *_: 3)
+    monkeypatch.setattr(assembly, "choice_of", lambda *_, **__: pipelines)
+    rank = lone_rank(TINY, strategy, topology, precision, is_trained=is_trained)
+    silence(monkeypatch)
+    for _ in range(2):
+        rank.step(2)
+    collectives = rank.model.context.collectives
+    held = sum(
+        slot.numel()
+        for buffers in collectives._memory.values()
+        for slot in buffers.scratch._slots.values()
+    )
+    predicted = communication(text, "ho-ring", is_trained=is_trained, precision=precision)
+    assert held == predicted.buffer_bytes
+    assert (held > 0) is (text != "IIG")  # its collectives use one kind of links
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [("GGG", 16), ("IIG", 16), ("NIG", 16), ("NNN", 16), ("2,4,8", 16), ("NNG", 4), ("2,1,8", 4)],
+)
+def test_flat_buffers_are_predicted(monkeypatch: pytest.MonkeyPatch, text: str, bits: int) -> None:
+    precision = replace(ALL_BF16, inter_grad_bits=bits)
+    permuted: dict[tuple[object, ...], int] = {}
+
+    def note(name: str) -> None:
+        original = getattr(Wire, name)
+
+        def noted(self: Wire, whole: Tensor, *more: Tensor) -> object:
+            key = self.kind, self.span
+            permuted[key] = max(whole.nbytes, permuted.get(key, 0))
+            return original(self, whole, *more)
+
+        monkeypatch.setattr(Wire, name, noted)
+
+    note("all_gather")
+    note("reduce_scatter")
+    strategy, topology = on_ranks(text, world_size=8, group_size=4)
+    rank = lone_rank(TINY, strategy, topology, precision, collective="flat")
+    silence(monkeypatch)
+    for _ in range(2):
+        rank.step(2)
+    predicted = communication(text, "flat", precision=precision)
+    assert sum(permuted.values()) == predicted.buffer_bytes
+    assert (predicted.buffer_bytes > 0) is (text != "NNN")  # an all-reduce permutes nothing
+
+
+@pytest.mark.parametrize("text", ["NNG", "NIG", "ING", "1,2,8", "IIG", "NGG"])
+def test_parts_that_native_gathers_for_several_units_are_predicted(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    gathered = [0]
+    original = native._gather
+
+    def noted(wire: Wire, part: Tensor, own: Tensor, comm_dtype: torch.dtype) -> None:
+        gathered.append(0 if part.is_contiguous() else part.nbytes)
+        original(wire, part, own, comm_dtype)
+
+    monkeypatch.setattr(native, "_gather", noted)
+    strategy, topology = on_ranks(text, world_size=8, group_size=4)
+    precision = replace(ALL_BF16, optimizer="muon")
+    rank = lone_rank(TINY, strategy, topology, precision, collective="native")
+    silence(monkeypatch)
+    rank.step(2)
+    assert max(gathered) == communication(text, "native", precision=precision).buffer_bytes
+    # Where parameters are at I only groups gather, whole units; gradients at G have no buckets.
+    assert (max(gathered) > 0) is (text not in ("ING", "IIG", "NGG"))
+
+
+def test_figures_are_the_machine_file_s_or_published_ones() -> None:
+    communication = Communication(num_groups=3, buffer_bytes=10**9)
+    typed = replace(DEVICE, reserved_bytes=5, communicator_bytes=7, fragmentation=0.5)
+    for device, context, communicator, fragmentation in (
+        (None, CONTEXT_BYTES, COMMUNICATOR_BYTES, FRAGMENTATION),
+        (typed, 5, 7, 0.5),
+    ):
+        memory = device_memory(SNAPSHOT, communication, device, "cuda")
+        assert memory.allocated == 11 * 10**9
+        assert memory.reserved == pytest.approx((1 + fragmentation) * 11e9)
+        assert memory.total == memory.reserved + 3 * communicator + context
+        assert sum(memory.parts().values()) == memory.total
+
+
+def test_cpu_ranks_have_only_what_their_process_takes() -> None:
+    groups, allocated = Communication(num_groups=3), DeviceMemory(allocations=SNAPSHOT)
+    assert device_memory(SNAPSHOT, groups, None, "cpu") == allocated
+    typed = replace(DEVICE, reserved_bytes=5, communicator_bytes=7, fragmentation=0.5)
+    assert device_memory(SNAPSHOT, groups, typed, "cpu") == replace(allocated, context=5)
+    given = plan_request(device_type="cpu", collective="ho-ring")
+    memory = Estimator(given).memory(given.candidate(given.strategy("GGG")))
+    assert memory == DeviceMemory(allocations=memory.allocations)
+
+
+def test_auto_makes_the_groups_of_all_that_was_measured() -> None:
+    given = plan_request(machine=machine(device=replace(DEVICE, communicator_bytes=1)))
+    assert algorithms_of(given.machine, by_nccl=True) == algorithms_of(None, by_nccl=True)
+    candidate = given.candidate(given.strategy("2,4,16"))
+    numbers = {
+        name: Estimator(given).memory(replace(candidate, collective=name)).communicators
+        for name in ("native", "ho-ring", "auto")
+    }
+    assert numbers["auto"] > max(numbers["native"], numbers["ho-ring"]) > 0
+
+
+def test_a_run_on_other_ranks_has_units_padded_for_them() -> None:
+    memories, run = RunMemory(None), run_of(TINY, "NNG", ALL_BF16)
+    for world_size in (run.world_size, 7 * run.world_size):
+        spread = replace(run.strategy, optim=world_size)
+        other = replace(run, world_size=world_size, strategy=spread)
+        assert memories.of(other) == RunMemory(None).of(other)
