@@ -52,6 +52,8 @@ KERNELS = (
     *("_swiglu", "_swiglu_backward", "_rotate", "_norm_backward", "_cross_entropy"),
     "_adamw",
 )
+FULL, UNFUSED = "--recompute-granularity full", "--attention-backend unfused"
+ROTATE = "--bf16 --paro-strategy IIG --paro-materialize rotate"
 DOCUMENTS = "--bf16 --vocab-size 5 --reset-position-ids --reset-attention-mask --eod-mask-loss"
 
 
@@ -84,30 +86,24 @@ KINDS = {
         "--bf16 --no-bias-swiglu-fusion --no-rope-fusion --adam-implementation torch",
         ("_fused_adamw_",),
     ),
-    "unfused attention": Case("--bf16 --attention-backend unfused", ("_safe_softmax",)),
+    "unfused attention": Case(f"--bf16 {UNFUSED}", ("_safe_softmax",)),
     "grouped heads, QK norms and biases, a tied head": Case(
         "--bf16 --group-query-attention --num-query-groups 1 --qk-layernorm --add-qkv-bias "
         "--tie-embeddings-and-output-weights",
         FLASH,
     ),
-    "full recomputation": Case("--bf16 --recompute-granularity full", FLASH),
-    "attention that is kept": Case(
-        "--bf16 --recompute-granularity full --paro-recompute-keep core_attn", CUDNN
-    ),
+    "full recomputation": Case(f"--bf16 {FULL}", FLASH),
+    "attention that is kept": Case(f"--bf16 {FULL} --paro-recompute-keep core_attn", CUDNN),
     "selective recomputation": Case("--bf16 --recompute-granularity selective", FLASH),
     "documents": Case(
         DOCUMENTS, ("_flash_attention_forward", "_flash_attention_backward"), copies=5
     ),
-    "documents, unfused": Case(
-        f"{DOCUMENTS} --attention-backend unfused", ("_safe_softmax",), copies=5
-    ),
+    "documents, unfused": Case(f"{DOCUMENTS} {UNFUSED}", ("_safe_softmax",), copies=5),
     "LoRA": Case("--bf16 --lora-rank 2 --lora-dropout 0.1 --lora-target-modules all-linear"),
-    "rotation": Case("--bf16 --paro-strategy IIG --paro-materialize rotate"),
-    "rotation in place": Case(
-        "--bf16 --paro-strategy IIG --paro-materialize rotate --paro-rotate-in-place"
-    ),
+    "rotation": Case(ROTATE),
+    "rotation in place": Case(f"{ROTATE} --paro-rotate-in-place"),
     "rotation, moments in bf16": Case(
-        "--bf16 --paro-strategy IIG --paro-materialize rotate --exp-avg-dtype bf16",
+        f"{ROTATE} --exp-avg-dtype bf16",
         ("_adamw divides in 64 bits",),
         rank=3,
     ),

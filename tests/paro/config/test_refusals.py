@@ -61,10 +61,7 @@ MISTAKES = [
     ("--mup-output-mult 2", "--mup-output-mult 2.0 needs --use-mup"),
     (UNROUNDED, f"{UNROUNDED} needs --position-embedding-type yarn"),
     ("--llama-preset 7B --group-query-attention", "7B has no groups ... --num-query-groups"),
-    (
-        "--max-position-embeddings 16",
-        "--seq-length 32 ... 16: give --max-position-embeddings 32, or --seq-length 16",
-    ),
+    ("--max-position-embeddings 16", "--seq-length 32 ... 16: give --max-position-embeddings 32"),
     (f"--recompute-activations {FULL}", "--recompute-activations and --recompute-granularity full"),
     ("--recompute-method block", f"--recompute-method ... {FULL}: give"),
     (KEEP, f"{KEEP} needs {FULL}"),
@@ -100,10 +97,7 @@ MISTAKES = [
     ("--lora-alpha 3", "--lora-alpha 3.0 ... --lora-rank"),
     ("--lora-base-dtype bf16", "--lora-base-dtype bf16 ... --lora-rank"),
     ("--lora-rank 2 --lora-base-dtype bf16 --fp16", "bf16 and --fp16 contradict each other"),
-    (
-        "--lora-rank 2 --trainable last-blocks:0.5",
-        "--trainable last-blocks:0.5 and --lora-rank contradict",
-    ),
+    ("--lora-rank 2 --trainable last-blocks:0.5", "last-blocks:0.5 and --lora-rank contradict"),
     ("--lora-rank 65", "--lora-rank 65 is above the 64 of wq"),
     # Lengths and learning rates
     ("--train-iters 0", "--train-iters 0"),
@@ -228,10 +222,7 @@ OF_SHARED_SAMPLES = [
     ("--context-parallel-size auto", "--context-parallel-size auto: give ... or measure"),
     ("--context-parallel-size many", "invalid number of ranks or auto value: 'many'"),
     (f"--context-parallel-size auto {SIZES} 2 2", "2 2 contradicts auto"),
-    (
-        "--cp-comm-type auto --context-parallel-size 4 --seq-length 28 --bf16",
-        "28 is no multiple",
-    ),
+    ("--cp-comm-type auto --context-parallel-size 4 --seq-length 28 --bf16", "28 is no multiple"),
 ]
 
 
@@ -249,10 +240,7 @@ def test_what_ranks_cannot_share_is_refused_with_what_they_could(words: str, tol
         ("--dry-run --world-size 0", "--world-size 0 must be positive"),
         ("--dry-run --world-size 12", "--world-size 12 is no multiple of the 8 ranks of a node"),
         ("--dry-run --world-size 8 --device-memory-gb 0", "--device-memory-gb 0.0 must be"),
-        (
-            "--context-parallel-size auto",
-            "auto: the machine cannot ... there is one group",
-        ),
+        ("--context-parallel-size auto", "auto: the machine cannot ... there is one group"),
         (
             "--context-parallel-size auto --dry-run --world-size 16",
             "auto: the machine cannot be measured, a dry run starts no ranks: give --paro-machine",

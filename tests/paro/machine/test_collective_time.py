@@ -244,15 +244,7 @@ MACHINE = Machine(
     inter=replace(speed(0.094310123, 3.1e-4), bandwidth_source=BandwidthSource.FITTED),
     measured=(
         Measured(axes=Axes.BOTH, op=Op.ALL_GATHER, algorithm="ring", bytes=4_000, seconds=0.1 / 3),
-        Measured(
-            axes=Axes.INTER,
-            op=Op.ALL_REDUCE,
-            algorithm="flat",
-            bytes=32_000_000,
-            seconds=2,
-            cpu_seconds=0.5,
-            busy_seconds=3.0,
-        ),
+        between(op=Op.ALL_REDUCE, bytes=32_000_000, seconds=2, cpu_seconds=0.5, busy_seconds=3.0),
     ),
 )
 HEAD = Machine(name="empty", source="", world_size=4, group_size=4)

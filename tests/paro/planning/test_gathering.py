@@ -67,52 +67,43 @@ of_four = partial(
     short, config=SMALL, precision=replace(BF16, optimizer="muon"), prefetch_units=0, group_size=2
 )
 IN_CHUNKS = ("chunks of logits", "chunks of logits in fp32")
-# A run, and where its peak is.
+HALF = run("GGG", replace(SMALL, recompute=EACH), trainable=LAST_HALF)
+BY_MUON = of_four("NNG", config=NARROW, precision=replace(FP32, optimizer="muon"))
 CASES = {
-    "logits": (run("IIG", LOGITS, BF16, micro_batch_size=4), "forward"),
-    "chunks of logits": (run("GGG", LOGITS, BF16, micro_batch_size=4), "forward"),
-    "chunks of logits in fp32": (run("GGG", LOGITS, micro_batch_size=4), "forward"),
-    "a tied weight, wanted by two units": (one("IIG", TIED), "forward"),
-    "a large embedding": (short("NNG", LARGE_HEAD), "forward of head"),
-    "a large embedding in bf16": (
-        short("NIG", LARGE_HEAD, ALL_BF16, num_micro_batches=1, prefetch_units=0),
-        "backward of embedding",
-    ),
-    "activations": (run("NNG"), "backward"),
-    "scores that are kept": (run("NNG", UNFUSED), "backward"),
-    "recomputed blocks": (run("IIG", replace(SMALL, recompute=EACH)), "backward"),
-    "recomputed blocks that keep attention": (
-        run("IIG", replace(SMALL, recompute=KEEPS_CORE, num_layers=8)),
-        "backward",
-    ),
-    "runs of recomputed blocks that keep attention": (run("GGG", GROUPED_RUNS), "backward"),
-    "recomputed blocks below the first that trains": (
-        run("GGG", replace(SMALL, recompute=EACH), trainable=LAST_HALF),
-        "backward",
-    ),
-    "adapters": (run("ING", adapted(), BF16), "backward"),
-    "adapters of recomputed blocks": (
-        run("GGG", adapted(replace(SMALL, recompute=EACH))),
-        "backward",
-    ),
-    "adapters of the MLP": (run("GGG", adapted(targets="gate_proj")), "backward"),
-    "frozen weights in bf16 that outweigh activations": (
-        one("GGG", adapted(WIDE, "down_proj"), BASE_BF16),
-        "backward",
-    ),
-    "whole units and gradients": (one("GGG", WIDE), "backward"),
-    "nothing ahead": (one("GGG", WIDE, prefetch_units=0, num_micro_batches=1), "backward"),
-    "three whole units": (one("GIG", WIDE, prefetch_units=2), "backward"),
-    "gradients converted for their reduction": (
-        short("ING", WIDE, BF16, num_micro_batches=1),
-        "reduction",
-    ),
-    "gradients of four blocks, reduced at once": (of_four("IIG"), "the reduction of blocks.0"),
-    "gradients of four blocks, of which parts are reduced at once": (
-        of_four("NNG", config=NARROW, precision=replace(FP32, optimizer="muon")),
-        "the reduction of blocks.12",
-    ),
-    "bf16 gradients converted for the update": (short("NNN", WIDE, ALL_BF16), "update"),
+    "logits": run("IIG", LOGITS, BF16, micro_batch_size=4),
+    "chunks of logits": run("GGG", LOGITS, BF16, micro_batch_size=4),
+    "chunks of logits in fp32": run("GGG", LOGITS, micro_batch_size=4),
+    "a tied weight, wanted by two units": one("IIG", TIED),
+    "a large embedding": short("NNG", LARGE_HEAD),
+    "one in bf16": short("NIG", LARGE_HEAD, ALL_BF16, num_micro_batches=1, prefetch_units=0),
+    "activations": run("NNG"),
+    "scores that are kept": run("NNG", UNFUSED),
+    "recomputed blocks": run("IIG", replace(SMALL, recompute=EACH)),
+    "all but attention": run("IIG", replace(SMALL, recompute=KEEPS_CORE, num_layers=8)),
+    "runs of all but attention": run("GGG", GROUPED_RUNS),
+    "recomputed blocks below the first that trains": HALF,
+    "adapters": run("ING", adapted(), BF16),
+    "adapters of recomputed blocks": run("GGG", adapted(replace(SMALL, recompute=EACH))),
+    "adapters of the MLP": run("GGG", adapted(targets="gate_proj")),
+    "frozen weights outweigh activations": one("GGG", adapted(WIDE, "down_proj"), BASE_BF16),
+    "whole units and gradients": one("GGG", WIDE),
+    "nothing ahead": one("GGG", WIDE, prefetch_units=0, num_micro_batches=1),
+    "three whole units": one("GIG", WIDE, prefetch_units=2),
+    "converted for the reduction": short("ING", WIDE, BF16, num_micro_batches=1),
+    "gradients of four blocks, reduced at once": of_four("IIG"),
+    "parts of the gradients of four blocks": BY_MUON,
+    "bf16 gradients converted for the update": short("NNN", WIDE, ALL_BF16),
+}
+# Where the peak is, if it is in no backward.
+AT = {
+    **dict.fromkeys(("logits", *IN_CHUNKS, "a tied weight, wanted by two units"), "forward"),
+    **dict.fromkeys(("adapters by torch", "the loss by Triton, in chunks"), "forward"),
+    "a large embedding": "forward of head",
+    "one in bf16": "backward of embedding",
+    "converted for the reduction": "reduction",
+    "gradients of four blocks, reduced at once": "the reduction of blocks.0",
+    "parts of the gradients of four blocks": "the reduction of blocks.12",
+    "bf16 gradients converted for the update": "update",
 }
 
 
@@ -133,16 +124,16 @@ def set_loss_chunk(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_prediction_is_what_a_rank_allocates(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     set_loss_chunk(monkeypatch, name)
-    assert_predicted(monkeypatch, *CASES[name])
+    assert_predicted(monkeypatch, CASES[name], AT.get(name, "backward"))
 
 
-COMPILED = [name for name, (run, _) in CASES.items() if run.model.lora is None]
+COMPILED = [name for name, run in CASES.items() if run.model.lora is None]
 
 
 @pytest.mark.verify
 @pytest.mark.parametrize("name", COMPILED)
 def test_prediction_holds_for_compiled_blocks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    given, _ = CASES[name]
+    given = CASES[name]
     compiled = replace(given, model=replace(given.model, torch_compile="inductor"))
     set_loss_chunk(monkeypatch, name)
     assert_predicted(monkeypatch, compiled, at="", accuracy=0.02)
@@ -207,21 +198,16 @@ def shared(layout: ContextLayout = HEADS, *, size: int = 4, **config: Any) -> Ru
 
 
 HEADS_AND_RING = ContextLayout(size=8, heads=4, inner=4)
+TURNS = ContextLayout(size=8, inner=2)
 OF_SHARED_SAMPLES = {
     "heads are exchanged": shared(),
-    "exchanged keys and values are repeated, blocks recomputed": shared(
-        num_query_groups=2, recompute=EACH
-    ),
+    "kv are repeated, blocks recomputed": shared(num_query_groups=2, recompute=EACH),
     "blocks are recomputed but for attention": shared(recompute=KEEPS_CORE),
-    "the core of exchanged heads is recomputed": shared(
-        recompute=RecomputeConfig(granularity="selective")
-    ),
+    "the core is recomputed": shared(recompute=RecomputeConfig(granularity="selective")),
     "a ring inside a group": shared(ContextLayout(size=4)),
     "a ring over groups": shared(ContextLayout(size=8, inner=8)),
     "a ring between groups, and in each": shared(ContextLayout(size=8)),
-    "rings of more turns, blocks recomputed": shared(
-        ContextLayout(size=8, inner=2), num_query_groups=2, recompute=EACH
-    ),
+    "more turns, blocks recomputed": shared(TURNS, num_query_groups=2, recompute=EACH),
     "keys and values are gathered": shared(ContextLayout(size=8, gathers=True)),
     "heads are exchanged, keys and values go round": shared(HEADS_AND_RING),
     # Of one sample, heads are views of the message that brought them.
@@ -243,28 +229,22 @@ def in_fp8(
 
 
 ADAPTERS = LoraConfig(rank=4, targets=targets_of("all-linear"))
+BY_TORCH = {"fuses_fp8_casts": False}
 IN_FP8 = {
-    "fp8, operands by torch": in_fp8("NNG", ffn_hidden_size=512, fuses_fp8_casts=False),
-    "fp8, operands in fp32 by torch": in_fp8("NIG", FP32, fuses_fp8_casts=False),
-    "fp8, weights outweigh activations": in_fp8("GGG", size=1, ffn_hidden_size=2048),
-    "fp8, the same by torch": in_fp8("GGG", size=1, ffn_hidden_size=2048, fuses_fp8_casts=False),
-    "fp8, recomputed blocks": in_fp8("IIG", FP32, recompute=EACH),
-    "fp8, recomputed blocks of one micro-batch": in_fp8("NNG", FP32, count=1, recompute=EACH),
-    "fp8, runs of recomputed blocks": in_fp8(
-        "GGG", size=1, recompute=RUNS_OF_TWO, ffn_hidden_size=1024
-    ),
-    "fp8, scores that are kept": in_fp8(
-        "NNG", FP32, attention_backend="unfused", ffn_hidden_size=512
-    ),
-    "fp8, adapters": in_fp8("NNG", lora=ADAPTERS),
-    "fp8, adapters by torch": in_fp8(
-        "NNG", lora=ADAPTERS, fuses_fp8_casts=False, ffn_hidden_size=2048
-    ),
+    "operands by torch": in_fp8("NNG", ffn_hidden_size=512, **BY_TORCH),
+    "operands in fp32 by torch": in_fp8("NIG", FP32, **BY_TORCH),
+    "weights outweigh activations": in_fp8("GGG", size=1, ffn_hidden_size=2048),
+    "the same by torch": in_fp8("GGG", size=1, ffn_hidden_size=2048, **BY_TORCH),
+    "recomputed blocks": in_fp8("IIG", FP32, recompute=EACH),
+    "recomputed blocks of one micro-batch": in_fp8("NNG", FP32, count=1, recompute=EACH),
+    "runs of blocks": in_fp8("GGG", size=1, recompute=RUNS_OF_TWO, ffn_hidden_size=1024),
+    "scores": in_fp8("NNG", FP32, attention_backend="unfused", ffn_hidden_size=512),
+    "adapters": in_fp8("NNG", lora=ADAPTERS),
+    "adapters by torch": in_fp8("NNG", lora=ADAPTERS, ffn_hidden_size=2048, **BY_TORCH),
     "the loss by Triton, in chunks": run(
         "GGG", replace(LOGITS, fuses_loss=True), BF16, micro_batch_size=4
     ),
 }
-IN_FORWARD = ("fp8, adapters by torch", "the loss by Triton, in chunks")
 
 
 def allocate_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,4 +267,4 @@ def test_prediction_holds_in_fp8(monkeypatch: pytest.MonkeyPatch, name: str) -> 
     allocate_as_gpus(monkeypatch)
     monkeypatch.setattr("model.config.LOSS_CHUNK_TOKENS", 64)
     monkeypatch.setattr("model.config._FUSED_LOSS_BYTES", 128 * 2 * LOGITS.vocab_size)
-    assert_predicted(monkeypatch, IN_FP8[name], "forward" if name in IN_FORWARD else "backward")
+    assert_predicted(monkeypatch, IN_FP8[name], AT.get(name, "backward"))

@@ -255,11 +255,7 @@ STABLE = 6 / sqrt(3)  # the scaling with use_rslora
         ({"alpha_pattern": {"self_attn.v_proj": 12, "^v_proj": 7}}, "", {V_PROJ: 12 / 3}),
         ({"alpha_pattern": {f"^{FIRST}": 3, V_PROJ: 12}}, "", {FIRST: 3 / 3, V_PROJ: 12 / 3}),
         ({"use_rslora": True}, "", {"": STABLE}),
-        (
-            {"use_rslora": True, "rank_pattern": {V_PROJ: 2}},
-            "",
-            {V_PROJ: 6 / sqrt(2), "": STABLE},
-        ),
+        ({"use_rslora": True, "rank_pattern": {V_PROJ: 2}}, "", {V_PROJ: 6 / sqrt(2), "": STABLE}),
     ],
 )
 def test_the_adapters_of_a_file_merge_where_and_as_they_are(
