@@ -65,13 +65,14 @@ def test_without_overlap_parts_add_up(way: Materialize, strategy: str) -> None:
         assert sum(timeline.exposed.values()) == pytest.approx(waited)
 
 
+BY_NATIVE = [*product([Materialize.GATHER], ["NNN", "III"]), *product(ROTATIONS, ["III", "2,2,8"])]
+
+
 @pytest.mark.parametrize(
     ("collective", "way", "strategy"),
     [
-        (collective, way, strategy)
-        for collective in ("native", "ho-ring", "h-ring", "ring", "flat")
-        for way, strategy in BY_WAY
-        if collective == "native" or (way, strategy) in SOME
+        *(("native", *case) for case in (*SOME, *BY_NATIVE)),
+        *((name, *case) for name in ("ho-ring", "h-ring", "ring", "flat") for case in SOME),
     ],
 )
 def test_nothing_is_faster_than_its_bound(collective: str, way: Materialize, strategy: str) -> None:
