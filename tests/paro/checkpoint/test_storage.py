@@ -225,6 +225,14 @@ def shard_of(numel: int, *, start: int, stop: int) -> FlatShard:
     return FlatShard(layout=layout, start=start, values=values, state="param")
 
 
+def test_replicas_share_the_writing() -> None:
+    num_bytes = []
+    for rank in range(NNN.world_size):
+        states = chunked_states(make_shards(NNN, rank, filled=True), writers=range(4)).values()
+        num_bytes.append(sum(part.nbytes for state in states for part in state.chunks.values()))
+    assert max(num_bytes) < 1.4 * min(num_bytes)  # padding is a large part of so small a model
+
+
 def test_what_is_written_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paro.checkpoint.chunks.MAX_ITEM_BYTES", 64)
     layout = make_layout([whole_chunk("p", (6, 10))], world_size=1)

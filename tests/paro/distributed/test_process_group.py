@@ -170,14 +170,6 @@ def test_how_a_script_ends(body: str, streams: str, status: int, stderr: str) ->
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("raised", ["OSError(24, 'Too many open files')", "UserError('gone')"])
-def test_too_many_open_files_are_the_user_s_to_allow(raised: str) -> None:
-    done = script(f"raise {raised} from OSError(24, 'Too many open files', 'c7')")
-    line = refused(done, "too many open files at c7 ... ulimit -n")
-    assert "gone" not in line
-
-
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("body", "told"),
     [

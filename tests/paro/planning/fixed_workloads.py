@@ -104,9 +104,13 @@ def _shared(random: Random, request: PlanRequest) -> PlanRequest:
     )
     if reason := request.context_limits(request.world_size).misfit(layout):
         raise UserError(reason)
+    model, recompute = request.model, request.model.recompute
+    if recompute is not None and recompute.granularity == "full":
+        model = replace(model, recompute=replace(recompute, keeps_core=random.random() < 0.5))
     optimizer = "muon" if size == 1 or random.random() < 0.3 else "adam"
     precision = replace(request.precision, optimizer=optimizer)
-    return replace(request, context=layout, materialize=Materialize.GATHER, precision=precision)
+    given = {"model": model, "context": layout, "precision": precision}
+    return replace(request, materialize=Materialize.GATHER, **given)
 
 
 def _machine(random: Random, world_size: int, group_size: int) -> Machine:

@@ -36,6 +36,7 @@ from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import ShardingContext
 from paro.spec.context_layout import ContextLayout
 from paro.spec.optim_config import MuonConfig, OptimConfig
+from paro.spec.run_spec import RunSpec
 from paro.spec.units import units_of_run
 from paro.strategy import Strategy
 from paro.topology import Sent, Topology
@@ -161,6 +162,23 @@ def lone_rank(
     model = assembly._spread(llama, spec, specs, context, Timers())
     optimizer = ParoOptimizer(model, OptimConfig(), precision, 0, MuonConfig())
     return LoneRank(config=config, model=model, optimizer=optimizer, traffic=links.traffic)
+
+
+def rank_of(run: RunSpec, *, device: str = "cpu") -> LoneRank:
+    """Builds the last rank of a run, as `lone_rank` does."""
+    return lone_rank(
+        run.config,
+        run.strategy,
+        run.topology,
+        run.precision,
+        device=device,
+        is_trained=run.trained.__contains__,
+        prefetch_units=run.prefetch_units,
+        updated_ahead=run.updated_ahead,
+        collective=run.collective,
+        materialize="rotate" if run.materialize.rotates else "gather",
+        rotate_in_place=run.materialize.in_place,
+    )
 
 
 def allocated_at_most(work: Callable[[], object], device: str = "cpu") -> int:

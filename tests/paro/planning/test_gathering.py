@@ -20,7 +20,7 @@ from paro.precision import PrecisionConfig
 from paro.spec.context_layout import ContextLayout
 from paro.spec.run_spec import RunSpec
 from tests.helpers.models import llama
-from tests.paro.planning.lone_rank import allocated_at_most, lone_rank, silence
+from tests.paro.planning.lone_rank import allocated_at_most, rank_of, silence
 from tests.paro.planning.on_ranks import run_of
 
 FP32 = PrecisionConfig(compute="fp32")
@@ -165,17 +165,7 @@ def test_prediction_is_what_a_gpu_allocates(
 
 def measure(run: RunSpec) -> int:
     """Model states and the peak of a step; the step before allocates what stays."""
-    rank = lone_rank(
-        run.model,
-        run.strategy,
-        run.topology,
-        run.precision,
-        device=run.device_type,
-        is_trained=run.trained.__contains__,
-        prefetch_units=run.prefetch_units,
-        materialize="rotate" if run.materialize.rotates else "gather",
-        rotate_in_place=run.materialize.in_place,
-    )
+    rank = rank_of(run, device=run.device_type)
     if run.context.size > 1:
         rank.share_samples(run.context)
     length = run.seq_length // run.context.size

@@ -38,7 +38,7 @@ from paro.topology import AxisSpan, Spans, StreamKind
 from paro.training import assembly
 from tests.helpers.models import llama
 from tests.paro.planning.cases import DEVICE, machine, plan_request
-from tests.paro.planning.lone_rank import lone_rank, silence
+from tests.paro.planning.lone_rank import rank_of, silence
 from tests.paro.planning.on_ranks import on_ranks, one_unit, run_of
 from tests.paro.planning.test_gathering import SMALL as WIDER
 
@@ -99,23 +99,13 @@ def assert_counted(
     **changes: Any,
 ) -> None:
     """The last rank holds the model states and sends the bytes of the formulas."""
-    strategy, topology = on_ranks(letters, world_size=8, group_size=4)
     precision = replace(EXACT_SUMS, **changes)
-    materialize = "rotate" if rotates else "gather"
-    way = Materialize.of_flags(materialize, in_place)
+    way = Materialize.of_flags("rotate" if rotates else "gather", in_place)
     run = run_of(config, letters, precision, is_trained=is_trained, materialize=way)
     plans = RunMemory(None)
     specs = run.specs(plans.units(run))
     silence(monkeypatch)
-    rank = lone_rank(
-        config,
-        strategy,
-        topology,
-        precision,
-        is_trained=is_trained,
-        materialize=materialize,
-        rotate_in_place=in_place,
-    )
+    rank = rank_of(run)
     assert rank.optimizer.model_state_bytes() == state_bytes(specs).total
     rank.step(2)  # sends no updated parameters yet
     for num_micro_batches in (1, 3):
@@ -230,12 +220,11 @@ def test_a_step_uses_all_groups_of_its_description_and_no_other(
     materialize = Materialize.of_flags(ways.get("materialize", "gather"), rotate_in_place=False)
     for text in strategies:
         used.clear()
-        strategy, topology = on_ranks(text, world_size=8, group_size=4)
-        rank = lone_rank(TINY, strategy, topology, precision, collective=collective, **ways)
+        run = run_of(TINY, text, precision, collective=collective, materialize=materialize)
+        rank = rank_of(run)
         for full_precision in (False, True):
             rank.step(2, full_precision=full_precision)
         rank.model.wait_for_updated_params()
-        run = run_of(TINY, text, precision, collective=collective, materialize=materialize)
         run = replace(run, device_type="cpu")
         choice = AlgorithmChoice(names=(collective,))
         described = groups_of(run, run.specs(units_of_run(run)), choice)
@@ -259,10 +248,9 @@ def test_the_pipeline_s_buffers_are_predicted(
     def is_trained(name: str) -> bool:
         return trained in name
 
-    strategy, topology = on_ranks(text, world_size=8, group_size=4)
     pipelines = AlgorithmChoice(names=("ho-ring",), num_chunks=lambda *_: 3)
     monkeypatch.setattr(assembly, "choice_of", lambda *_, **__: pipelines)
-    rank = lone_rank(TINY, strategy, topology, precision, is_trained=is_trained)
+    rank = rank_of(run_of(TINY, text, precision, is_trained=is_trained))
     silence(monkeypatch)
     for _ in range(2):
         rank.step(2)
@@ -297,8 +285,7 @@ def test_flat_buffers_are_predicted(monkeypatch: pytest.MonkeyPatch, text: str, 
 
     note("all_gather")
     note("reduce_scatter")
-    strategy, topology = on_ranks(text, world_size=8, group_size=4)
-    rank = lone_rank(TINY, strategy, topology, precision, collective="flat")
+    rank = rank_of(run_of(TINY, text, precision, collective="flat"))
     silence(monkeypatch)
     for _ in range(2):
         rank.step(2)
@@ -319,9 +306,8 @@ def test_parts_that_native_gathers_for_several_units_are_predicted(
         original(wire, part, own, comm_dtype)
 
     monkeypatch.setattr(native, "_gather", noted)
-    strategy, topology = on_ranks(text, world_size=8, group_size=4)
     precision = replace(ALL_BF16, optimizer="muon")
-    rank = lone_rank(TINY, strategy, topology, precision, collective="native")
+    rank = rank_of(run_of(TINY, text, precision, collective="native"))
     silence(monkeypatch)
     rank.step(2)
     assert max(gathered) == communication(text, "native", precision=precision).buffer_bytes

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -275,6 +276,7 @@ FORECAST = MemoryForecast(
 
 
 def test_the_line_has_the_peak_and_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert psutil.Process().memory_info().rss <= peak_memory_bytes(torch.device("cpu")) < 2**40
     line = memory_line(torch.device("cpu"), iteration=1, forecast=FORECAST)
     assert line.startswith("[Rank 0] (after 1 iterations) memory (MB) | max resident: ")
     assert line.endswith(" model was built: 2.0 | model states: 3.0 | predicted peak: 7.0")

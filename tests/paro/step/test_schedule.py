@@ -15,6 +15,7 @@ import torch
 from model.config import LoraConfig, targets_of
 from paro.distributed.comm_stream import Event
 from paro.layout import Unit, UnitLayout
+from paro.planning.estimator import Estimator
 from paro.planning.search_space import PlanRequest
 from paro.sharding.distributed_model import DistributedModel
 from paro.spec.run_spec import Materialize
@@ -23,8 +24,7 @@ from paro.step.gathering import ParamAllGatherPolicy
 from paro.step.schedule import StepSchedule
 from tests.helpers.late_streams import LateStreams
 from tests.paro.planning.cases import BF16, ORDERS, costs, machine, order_case, schedule_of
-from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
-from tests.paro.planning.on_ranks import on_ranks
+from tests.paro.planning.lone_rank import LoneRank, rank_of, silence
 
 # What the optimizer and the training loop do, or the model computes.
 ELSEWHERE = {Verb.UPDATE, Verb.NORM, *(v for v in Verb if v >= Verb.FORWARD)}
@@ -33,19 +33,8 @@ FLAT = UnitLayout((), matrix_stop=0, numel=8)
 
 
 def engine(given: PlanRequest, strategy: str) -> LoneRank:
-    world_size = given.machine.world_size
-    parsed, topology = on_ranks(strategy, world_size=world_size, group_size=given.group_size)
-    return lone_rank(
-        given.model,
-        parsed,
-        topology,
-        given.precision,
-        prefetch_units=given.prefetch_units,
-        updated_ahead=given.updated_ahead,
-        is_trained=given.trainable.names(given.model).__contains__,
-        materialize="rotate" if given.materialize.rotates else "gather",
-        rotate_in_place=given.materialize.in_place,
-    )
+    run = Estimator(given).run_spec(given.candidate(given.strategy(strategy)))
+    return rank_of(run)
 
 
 def recorded(rank: LoneRank) -> list[Move]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from paro.checkpoint.in_memory.recovery import (
     StateChunk,
     assign,
     offers_for,
+    overlap,
     recover,
+    split,
 )
 from paro.checkpoint.in_memory.snapshot import DATA, RECORD, SnapshotWriter
 from paro.layout import Chunk
@@ -270,3 +273,10 @@ def test_a_rank_offers_only_parts_that_it_holds_of_chunks_that_are_wanted() -> N
     parts = {name: [SnapshotChunk(chunk, snapshot, 0)] for name, chunk in held.items()}
     offers = offers_for(wants, parts)
     assert offers == [(3, 0, Chunk((7,), (1,))), (4, 0, Chunk((8,), (1,)))]
+
+
+def test_a_chunk_is_split_into_disjoint_parts() -> None:
+    inner = Chunk((1, 1, 1), (2, 2, 2))
+    inside, outside = split([Chunk((0, 0, 0), (4, 4, 4))], inner)
+    assert (inside, sum(part.numel for part in outside)) == ([inner], 4**3 - 2**3)
+    assert not any(overlap(one, other) for one, other in combinations([inner, *outside], 2))
