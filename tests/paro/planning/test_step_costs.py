@@ -22,6 +22,7 @@ from paro.spec.context_layout import ContextLayout
 from paro.spec.run_spec import Materialize
 from paro.strategy import legal_letters
 from tests.paro.planning.cases import (
+    DEVICE,
     EACH,
     PAIRS,
     SMALL,
@@ -184,6 +185,18 @@ def test_a_collective_waits_for_the_begin_of_all_before_it(in_order: bool, secon
     speed = GroupSpeed(num_groups=1)
     simulation = Simulation([(speed, program()) for _ in range(2)], launches_in_order=in_order)
     assert simulation.run() == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("cores", [None, 1.0])
+def test_weights_and_gradients_of_cpu_ranks_pass_each_other(cores: float | None) -> None:
+    """Other devices have one comm stream for both, as the ring in paro/rotation/."""
+    own = machine(intra=50, device=replace(DEVICE, cores=cores))
+    step = costs(plan_request(machine=own, materialize=Materialize.ROTATE), "III")
+    sent = simulate(step, record=True).activities
+    weights, gradients = ([s for s in sent if s.kind == kind] for kind in ("gather", "reduce"))
+    both = product(weights, gradients)
+    met = any(g.start < w.end - 1e-9 and w.start < g.end - 1e-9 for w, g in both)
+    assert met == (cores is not None)
 
 
 # Attention among ranks that share samples: bytes on links, turns, and bounds
