@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,13 @@ def test_a_run_expects_the_time_of_a_step_that_its_dry_run_says(flags: str) -> N
 def test_no_time_is_expected_without_a_machine_or_a_step() -> None:
     for words in (f"{MOCK} --dry-run --world-size 8", f"{PLANNED} --skip-train"):
         assert planned_step(configured(words)) is None
+
+
+def test_what_leaves_too_little_for_nccl_does_not_fit() -> None:
+    plan = planned(f"{PLANNED} --paro-strategy III")
+    between = (plan.memory.allocated + plan.memory.total) // 2
+    assert plan.fits
+    assert not replace(plan, request=replace(plan.request, memory_bytes=between)).fits
 
 
 def test_a_step_takes_its_steps_of_newton_schulz() -> None:
