@@ -164,8 +164,9 @@ def test_no_time_is_expected_without_a_machine_or_a_step() -> None:
 def test_what_leaves_too_little_for_nccl_does_not_fit() -> None:
     plan = planned(f"{PLANNED} --paro-strategy III")
     between = (plan.memory.allocated + plan.memory.total) // 2
-    assert plan.fits
-    assert not replace(plan, request=replace(plan.request, memory_bytes=between)).fits
+    less = replace(plan.request, memory_bytes=between)
+    assert (plan.fits, replace(plan, request=less).fits) == (True, False)
+    assert not Estimator(less).estimate(plan.launch.candidate).fits
 
 
 def test_a_step_takes_its_steps_of_newton_schulz() -> None:

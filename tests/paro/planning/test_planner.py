@@ -18,6 +18,7 @@ from paro.planning.remedies import fewest_ranks, why_nothing_fits
 from paro.planning.search_space import SearchSpace, all_candidates, legal_strategies
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import Materialize
+from tests.helpers.refusals import refused
 from tests.paro.planning.cases import BF16, DEVICE, FEW, SMALL, machine, plan_request
 from tests.paro.planning.fixed_workloads import drawn
 from tools.planning.tables import letter_rows
@@ -151,6 +152,11 @@ def test_memory_of_many_is_that_of_one(recompute: RecomputeConfig | None) -> Non
         for strategy in ("8,8,8", "NNG", "2,4,16", "1,2,32"):  # of which each leaves a cache
             candidate = given.candidate(given.strategy(strategy))
             assert estimator.memory(candidate) == Estimator(given).memory(candidate)
+
+
+def test_batches_that_cannot_be_are_refused() -> None:
+    refused(lambda: plan_request(global_batch_size=100), "--global-batch-size 100 is no multiple")
+    refused(lambda: plan_request(SMALL).micro_batches(0), "--micro-batch-size 0 must be at least 1")
 
 
 @pytest.mark.parametrize("enough", [9, 12, 13, 47, 16384, 16385])
