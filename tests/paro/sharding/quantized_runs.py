@@ -90,7 +90,7 @@ def record(flags: str, group_size: int) -> Recorded:
         original = training.optimizer.step
 
         def step(**arguments: float) -> None:
-            parts = [*training.optimizer.parts]
+            parts = [*training.optimizer._parts.values()]
             old = [part.unit.param_shard.clone() for part in parts]
             original(**arguments)
             training.model.wait_for_updated_params()

@@ -51,7 +51,7 @@ def spoil_backward(training: Training) -> None:
 
 def overflow(training: Training) -> None:
     """Gate and up projections of about 1e30, whose product overflows."""
-    for part in training.optimizer.parts:
+    for part in training.optimizer._parts.values():
         for shard in part.flat_shards():
             for each in shard.layout.chunk_ranges(shard.start, shard.start + shard.values.numel()):
                 if each.chunk.name == "blocks.1.mlp_norm":
@@ -61,7 +61,7 @@ def overflow(training: Training) -> None:
 
 
 def spoil_a_parameter(training: Training) -> None:
-    part = next(iter(training.optimizer.parts))
+    part = next(iter(training.optimizer._parts.values()))
     part.master.detach().fill_(math.nan)
     part.write_params()
 
