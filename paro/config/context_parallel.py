@@ -1,10 +1,11 @@
 """Context parallelism: its flags, and how auto is resolved."""
 
-# A ContextParallelConfig is one value of the flags: how many ranks share a sample, and what they
-# send for attention. Where --context-parallel-size or --cp-comm-type says auto, `possible_configs`
-# lists every configuration that fits the ranks, the heads and the sequence length. The planner's
-# search covers each of them, and `fastest_config` takes the one with the fastest step; in a tie,
-# the lowest degree.
+# A ContextParallelConfig is one value of the flags: how many ranks share a sample, and by which of
+# Megatron-LM's types: p2p (ring attention), allgather (of keys and values), a2a (Ulysses: tokens
+# are exchanged for heads) or a2a+p2p (a2a inside sets of ranks, p2p between sets). Where
+# --context-parallel-size or --cp-comm-type says auto, `possible_configs` lists every configuration
+# that fits the ranks, the heads and the sequence length. The planner's search covers each of them,
+# and `fastest_config` takes the one with the fastest step; in a tie, the lowest degree.
 #
 # With degree C, the same ranks and the same global batch, a step has C times as many micro-batches,
 # and a micro-batch takes less memory of a rank. So with --context-parallel-size auto, micro-batches
@@ -47,7 +48,7 @@ class ContextParallelConfig:
     context_parallel_size: int = 1
     cp_comm_type: str = "p2p"
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
-    context_ring: str = "double"  # of p2p between groups: "double", nested rings, or "flat", one
+    context_ring: str = "double"  # p2p between groups: "double", two nested rings, or "flat", one
 
     def __post_init__(self) -> None:
         size, sizes = self.context_parallel_size, self.hierarchical_context_parallel_sizes
@@ -83,7 +84,7 @@ class ContextParallelConfig:
 
     @property
     def layout(self) -> ContextLayout:
-        """The tokens and heads that a rank computes, and how keys and values reach the rank."""
+        """The division of a sample's tokens and heads among ranks, by degree and type."""
         return self._layout_at(self.context_parallel_size)
 
     def _layout_at(self, degree: int) -> ContextLayout:
@@ -209,7 +210,7 @@ def auto_flag(args: Namespace) -> str | None:
 def possible_configs(
     args: Namespace, limits: ContextLimits, degrees: Sequence[int] | None = None
 ) -> list[ContextParallelConfig]:
-    """List the configurations that fit the limits, of the flags' degrees or of `degrees`."""
+    """List the configurations that fit the limits, of the flags' degree or of `degrees`."""
     base = take_context(args)
     types = TYPES if {*args.cp_comm_type} == {AUTO} else (base.cp_comm_type,)
     if degrees is None:
@@ -243,7 +244,7 @@ def _fitting(
 def preferred_config(
     configs: Iterable[ContextParallelConfig], group_size: int
 ) -> ContextParallelConfig:
-    """Pick without timings: prefer exchanging heads inside a group, and as many as possible."""
+    """Pick without timings: prefer exchanging heads inside a group, among the most ranks."""
 
     def order(config: ContextParallelConfig) -> tuple[bool, bool, int]:
         layout = config.layout

@@ -1,5 +1,9 @@
 """Muon's step: momentum, matrices sent to owner ranks in rounds, Newton-Schulz, the update."""
 
+# The rounds of paro/spec/muon_rounds.py run as a pipeline. While a rank orthogonalizes a matrix in
+# a round, an all-to-all brings the shards of the next round's momentum to its owner ranks, and one
+# returns the shards of the update of the round before, which the ranks apply to their masters.
+
 from __future__ import annotations
 
 from collections import Counter
@@ -56,15 +60,15 @@ class MuonKernels(NamedTuple):
     line: str = ""
 
 
-def momentum_by_torch(kept: Tensor, grad: Tensor, update: MomentumUpdate) -> Tensor:
-    """Update momentum in place; return the values that Newton-Schulz reads."""
+def momentum_by_torch(stored: Tensor, grad: Tensor, update: MomentumUpdate) -> Tensor:
+    """Update stored momentum in place; return the values that Newton-Schulz reads."""
     config, factor, read_as, rounding, step = update
     grad = grad.float() * factor
-    momentum = kept.float().lerp_(grad, 1.0 - config.muon_momentum)
+    momentum = stored.float().lerp_(grad, 1.0 - config.muon_momentum)
     read = grad.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum
     read = read.to(read_as, copy=True)
     if rounding is not None:
-        round_into(momentum, rounding.bits(0, kept.numel(), step, kept.device), kept)
+        round_into(momentum, rounding.bits(0, stored.numel(), step, stored.device), stored)
     return read
 
 
@@ -102,17 +106,18 @@ def _compare(kernels: MuonKernels, device: torch.device) -> None:
     """Raise `RuntimeError` unless results equal torch's to rounding and products are symmetric."""
     x = torch.linspace(-3.0, 3.0, 130 * 70, device=device).sin_().view(130, 70).bfloat16()
     rounding = Rounding(seed=0, name="", low=0, width=7, stride=9, start=2)
-    found = []
-    for one in (BY_TORCH, kernels):
-        kept = [x.flatten().clone(), x.flatten().float()]
+    results = []
+    for by in (BY_TORCH, kernels):
+        stored = [x.flatten().clone(), x.flatten().float()]
         read = [
-            one.momentum(each, x.flatten(), MomentumUpdate(MuonConfig(), 0.5, x.dtype, at, step=1))
-            for each, at in zip(kept, (rounding, None), strict=True)
+            by.momentum(each, x.flatten(), MomentumUpdate(MuonConfig(), 0.5, x.dtype, at, step=1))
+            for each, at in zip(stored, (rounding, None), strict=True)
         ]
         symmetric = x[:70] + x[:70].mT
-        found.append((*kept, *read, one.square(x, None), one.square(symmetric, (-1.5, 0.5))))
-    errors = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(*found, strict=True)]
-    if not (max(errors) <= _WITHIN and all(torch.equal(one, one.mT) for one in found[1][-2:])):
+        results.append((*stored, *read, by.square(x, None), by.square(symmetric, (-1.5, 0.5))))
+    errors = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(*results, strict=True)]
+    products = results[1][-2:]
+    if not (max(errors) <= _WITHIN and all(torch.equal(each, each.mT) for each in products)):
         raise RuntimeError(f"results differ by {max(errors):.2g} from torch's")
 
 
@@ -127,9 +132,9 @@ class MuonRange:
 
 
 class _AllToAll(NamedTuple):
-    """An all-to-all of a round under way, with the tensors that the all-to-all reads and writes.
+    """A round's all-to-all in flight, with the tensors that it reads and writes.
 
-    Tensors are by the group rank of the other end. The owner of a matrix receives the shards of
+    Tensors are by the peer's rank in the shard group. The owner of a matrix receives the shards of
     the matrix in `whole`.
     """
 
@@ -166,7 +171,7 @@ class MuonStep(Endpoint):
         Gradients are undefined afterwards.
         """
         rounds = self.rounds.rounds
-        to_update = Counter(one.matrix.buffer for one in chain.from_iterable(rounds))
+        to_update = Counter(each.matrix.buffer for each in chain.from_iterable(rounds))
         momentum: _AllToAll | None = None
         result: _AllToAll | None = None
         for muon_round in (*rounds, None, None):  # two more turns for the last arrivals
@@ -184,7 +189,7 @@ class MuonStep(Endpoint):
         """Update the momentum of a round, and queue the all-to-all to the owners."""
         rank, is_sharded = self._group_rank, self.rounds.is_sharded
         sent: dict[int, Tensor] = {}
-        for assignment, low, high in self._held(muon_round):
+        for assignment, low, high in self._local_shards(muon_round):
             read = self._momentum(assignment.matrix, low, high, update.factor, step)
             if is_sharded or assignment.owner == rank:
                 sent[assignment.owner] = read
@@ -202,14 +207,15 @@ class MuonStep(Endpoint):
         self, matrix: MuonMatrix, low: int, high: int, factor: float, step: int
     ) -> Tensor:
         """Update the momentum of a matrix's shard; return the values that Newton-Schulz reads."""
-        held = self.ranges[matrix.buffer]
-        part = _part(held.unit, matrix, low, high)
-        kept, start, rounding = held.momentum[part], held.unit.optim_start, None
-        if kept.dtype != torch.float32:
-            (chunk_range,) = held.unit.layout.chunk_ranges(start + part.start, start + part.stop)
-            rounding = Rounding.of(chunk_range, held.seed)
+        states = self.ranges[matrix.buffer]
+        unit, rounding = states.unit, None
+        part = _part(unit, matrix, low, high)
+        stored, start = states.momentum[part], unit.optim_start
+        if stored.dtype != torch.float32:
+            (chunk_range,) = unit.layout.chunk_ranges(start + part.start, start + part.stop)
+            rounding = Rounding.of(chunk_range, states.seed)
         update = MomentumUpdate(self.config, factor, self.wire, rounding, step)
-        return self.kernels.momentum(kept, held.unit.optim_grad[part], update)
+        return self.kernels.momentum(stored, unit.optim_grad[part], update)
 
     def _send_result(self, momentum: _AllToAll) -> _AllToAll:
         """Orthogonalize this rank's matrix of a round, and queue the all-to-all of the result."""
@@ -224,7 +230,7 @@ class MuonStep(Endpoint):
             assignment.owner: self.ranges[assignment.matrix.buffer].master.new_empty(
                 high - low, dtype=self.wire
             )
-            for assignment, low, high in self._held(momentum.muon_round)
+            for assignment, low, high in self._local_shards(momentum.muon_round)
         }
         event = self._all_to_all(sent, received)
         return _AllToAll(momentum.muon_round, sent, received, event)
@@ -232,22 +238,22 @@ class MuonStep(Endpoint):
     def _apply(self, result: _AllToAll, update: StepUpdate) -> None:
         """Update the masters of a round's matrices, once the result has arrived."""
         self.exposure.wait(WaitKind.PARAM_ALL_GATHER, result.event)
-        for assignment, low, high in self._held(result.muon_round):
+        for assignment, low, high in self._local_shards(result.muon_round):
             matrix = assignment.matrix
-            held = self.ranges[matrix.buffer]
-            master = held.master[_part(held.unit, matrix, low, high)]
-            (at,) = held.unit.layout.chunk_ranges(matrix.start + low, matrix.start + high)
-            own = update.of(self.param_groups.of(at.chunk.name, at.chunk.shape))
-            master.mul_(1.0 - own.lr * own.weight_decay)
+            unit = self.ranges[matrix.buffer].unit
+            master = self.ranges[matrix.buffer].master[_part(unit, matrix, low, high)]
+            (at,) = unit.layout.chunk_ranges(matrix.start + low, matrix.start + high)
+            settings = update.of(self.param_groups.of(at.chunk.name, at.chunk.shape))
+            master.mul_(1.0 - settings.lr * settings.weight_decay)
             scale = self.config.scale(matrix.rows, matrix.columns)
-            master.add_(result.received[assignment.owner].float(), alpha=-own.lr * scale)
+            master.add_(result.received[assignment.owner].float(), alpha=-settings.lr * scale)
 
     def _owned(self, muon_round: MuonRound) -> MuonMatrix | None:
         """Return the matrix of a round that this rank owns, if any."""
-        return next((one.matrix for one in muon_round if one.owner == self._group_rank), None)
+        return next((each.matrix for each in muon_round if each.owner == self._group_rank), None)
 
-    def _held(self, muon_round: MuonRound) -> Iterator[tuple[Assignment, int, int]]:
-        """Yield (matrix of a round, low, high): this rank holds its elements [low, high)."""
+    def _local_shards(self, muon_round: MuonRound) -> Iterator[tuple[Assignment, int, int]]:
+        """Yield (matrix of a round, low, high): elements [low, high) are in this rank's shard."""
         for assignment in muon_round:
             for rank, low, high in self.rounds.shards(assignment.matrix):
                 if rank == self._group_rank:
@@ -258,18 +264,18 @@ class MuonStep(Endpoint):
 
         The caller must not free or change the tensors before the event is done.
         """
-        own = self._group_rank
+        group_rank = self._group_rank
 
         def job() -> None:
             out, into = (
-                {self._ranks[rank]: shard for rank, shard in shards.items() if rank != own}
+                {self._ranks[rank]: shard for rank, shard in shards.items() if rank != group_rank}
                 for shards in (sent, received)
             )
             Wire(self.groups, StreamKind.EXCHANGE, self._span).exchange(out, into)
 
         with self.exposure.submitting(WaitKind.REDUCE):
-            if own in received:
-                received[own].copy_(sent[own])
+            if group_rank in received:
+                received[group_rank].copy_(sent[group_rank])
             return self._submit(StreamKind.EXCHANGE, self._span, job) if self._span else DONE
 
 

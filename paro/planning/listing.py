@@ -78,7 +78,7 @@ class _Line(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """The lines of the actions with one unit's events, and the bytes allocated before them."""
+    """The lines of the actions of one unit's hooks, and the bytes allocated before them."""
 
     unit: int
     name: str
@@ -114,10 +114,10 @@ def step_lines(
     yield f"> a step, action by action: {which}, the end of the step, and the update"
     yield "    MB that rank 0 sends inside its group and between groups, and that are alive after"
     yield "    an action, or at most while it computes (upper case); total: with model states"
-    own = exchanged(tally.specs)
-    if own.intra or own.inter:
-        yield "    before the updates, Muon's rounds send " + (
-            f"{_megabytes(own.intra)} inside and {_megabytes(own.inter)} between groups on average"
+    muon = exchanged(tally.specs)
+    if muon.intra or muon.inter:
+        yield f"    before the updates, Muon's rounds send {_megabytes(muon.intra)} inside and " + (
+            f"{_megabytes(muon.inter)} between groups on average"
         )
     if any(unit.bucket_size > 1 for unit in units):
         yield "    of the blocks that it reduces in one step reduce-scatter it updates one"
@@ -141,23 +141,23 @@ def _range(segments: Sequence[_Segment]) -> str:
 
 
 def _merged(
-    found: Sequence[_Listed], *, within: bool = False
+    items: Sequence[_Listed], *, within: bool = False
 ) -> Iterator[tuple[Sequence[_Listed], Sequence[_Listed]]]:
-    """Yield lines or segments to print, with repetitions; `within`: only those within a unit."""
-    while found:
-        period, stop = _repetition(found, within=within)
-        yield found[:period], found[period:stop]
-        found = found[stop:]
+    """Yield (lines or segments to print, their repetitions); `within`: only those of one unit."""
+    while items:
+        period, stop = _repetition(items, within=within)
+        yield items[:period], items[period:stop]
+        items = items[stop:]
 
 
-def _repetition(found: Sequence[_Listed], *, within: bool) -> tuple[int, int]:
-    """Return the length of the repeated sequence at the start, and where repetitions stop."""
-    for period in range(1, len(found) // 2 + 1):
-        step = 0 if within else found[period].unit - found[0].unit
+def _repetition(items: Sequence[_Listed], *, within: bool) -> tuple[int, int]:
+    """Return the length of the repeated sequence at the start, and the end of its repetitions."""
+    for period in range(1, len(items) // 2 + 1):
+        step = 0 if within else items[period].unit - items[0].unit
         stop = period
-        while stop < len(found):
-            one, before = found[stop], found[stop - period]
-            if one.key != before.key or one.unit - before.unit != step:
+        while stop < len(items):
+            item, before = items[stop], items[stop - period]
+            if item.key != before.key or item.unit - before.unit != step:
                 break
             stop += 1
         if stop >= 2 * period:
@@ -166,16 +166,16 @@ def _repetition(found: Sequence[_Listed], *, within: bool) -> tuple[int, int]:
 
 
 class _StepLister:
-    """A lister of a step's actions, which are carried out in a tally, from the beginning on."""
+    """A lister of a step's actions, which the tally counts in order from the first one on."""
 
     def __init__(self, tally: StepTally, sender: Sender, other_bytes: int) -> None:
         self.tally, self.step, self.run, self.sender = tally, tally.step, tally.run, sender
         self.topology, self.other_bytes = tally.run.topology, other_bytes
-        self._trained = [one for one in tally.step.buffers if one.trains]
+        self._trained = [buffer for buffer in tally.step.buffers if buffer.trains]
         self._in_flight: set[tuple[Verb, int]] = set()
 
     def follow(self, segments: Pass) -> list[_Segment]:
-        """Carry out the segments of a pass; return all that have an effect."""
+        """Count the segments of a pass in the tally; return all that have an effect."""
         listed = []
         for segment in filter(None, segments):
             computing = [action for action in segment if action[0] >= Verb.FORWARD]
@@ -228,13 +228,13 @@ class _StepLister:
         verb, number, *_ = action
         if verb >= Verb.FORWARD:
             return
-        for one in self.tally.specs[number].collectives.get(PASS_OF.get(verb, verb), ()):
-            axes = ", ".join(map(self._axis_text, one.span))
-            kind, sent = one.stream_kind, self.sender.sent([one])
+        for each in self.tally.specs[number].collectives.get(PASS_OF.get(verb, verb), ()):
+            axes = ", ".join(map(self._axis_text, each.span))
+            kind, sent = each.stream_kind, self.sender.sent([each])
             if verb in PASS_OF:
                 shifts, kind = self.run.strategy.params - 1, StreamKind.ROTATE
                 sent = Sent(sent.intra // shifts, sent.inter // shifts)
-            yield _SENT[verb, one.op, one.is_quantized], f"{kind.value} {axes}", sent
+            yield _SENT[verb, each.op, each.is_quantized], f"{kind.value} {axes}", sent
 
     def _axis_text(self, axis: Axis) -> str:
         """Name an axis by its links, and by its degrees if several axes have equal links."""
@@ -282,12 +282,12 @@ class _StepLister:
         }
         which = ("the first micro-batch", "each between the first and the last")
         for name, sent in zip(which, others, strict=False):
-            for how, found in (("also", sent - last), ("not", last - sent)):
-                for words in dict.fromkeys(words for words, _ in found):
+            for how, counts in (("also", sent - last), ("not", last - sent)):
+                for words in dict.fromkeys(words for words, _ in counts):
                     units = [
                         f"{count} x {unit}" if count > 1 else unit
-                        for (own, unit), count in found.items()
-                        if own == words
+                        for (of_unit, unit), count in counts.items()
+                        if of_unit == words
                     ]
                     all_of_them = {*units} in (trained, buckets)
                     listed = "all that trains" if all_of_them else ", ".join(units)

@@ -108,7 +108,7 @@ def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
 
 
 def round_seconds(costs: StepCosts) -> float:
-    """Simulate the longest round of outer steps, with no training under it."""
+    """Simulate the longest round of outer steps (DiLoCo), which overlaps with no training."""
     return Simulation((speed, costs.round_program()) for speed in _speeds(costs.machine)).run()
 
 
@@ -187,7 +187,7 @@ class StepCosts:
                 fragment = outer.fragment_of(buffer.unit_index, len(units))
                 fragments[fragment].append(number)
         specs, costs = self.comm_costs.specs, self.comm_costs.of_buffers
-        largest = max(fragments.values(), key=lambda of: sum(specs[n].layout.numel for n in of))
+        largest = max(fragments.values(), key=lambda ids: sum(specs[n].layout.numel for n in ids))
         reduce, gather, spread = OUTER_ROUND
         for number in largest:
             for verb, after in ((reduce, None), (gather, (reduce, number))):
@@ -199,7 +199,7 @@ class StepCosts:
         yield from (Wait((spread, number)) for number in largest)
 
     def computed(self, move: Move) -> tuple[Unit, float]:
-        """Return the unit for which the training thread computes in an action, and the time."""
+        """Return the unit that an action computes with, and the time it computes for."""
         verb, number, *slots = move
         shape, halves, seconds = self.counts.shape, None, 0.0
         if verb >= Verb.FORWARD:  # duplicates `buffer_of`, since this method is called most of all
@@ -218,8 +218,8 @@ class StepCosts:
         elif verb is Verb.REDUCE and unit.replicated:
             seconds = self.collect_seconds(unit.trainable.numel)
         elif verb in PASS_OF and slots[0] == slots[1]:  # in place: a copy out of the scratch
-            (one,) = self.comm_costs.specs[number].collectives[PASS_OF[verb]]
-            seconds = self.computing.memory_seconds(2 * one.num_bytes // shape.num_slices)
+            (replaced,) = self.comm_costs.specs[number].collectives[PASS_OF[verb]]
+            seconds = self.computing.memory_seconds(2 * replaced.num_bytes // shape.num_slices)
         return unit, seconds
 
     def collect_seconds(self, numel: int) -> float:
@@ -267,7 +267,7 @@ class StepCosts:
     def _bound(
         self, counts: Counts, *, forwards: int = 0, backwards: int = 0, more: float = 0.0
     ) -> float:
-        """Bound passes that queue these actions, with `more` seconds of computing in the thread."""
+        """Bound passes from below that queue these actions and compute `more` seconds longer."""
         busy = self.busy(counts)
         forward, collecting = self.computing.forward_seconds, self.counts.num_trained
         backward = self.computing.seconds - forward + self.collect_seconds(collecting)
@@ -291,9 +291,9 @@ class StepCosts:
         return busy
 
     def _exposed_at_least(self, counts: Counts) -> float:
-        """Bound how long the thread waits for collectives with nothing left to overlap with.
+        """Compute a lower bound of the wait for collectives that overlap with no computation.
 
-        Collectives of the same buffer run one after the other.
+        Collectives of one buffer run one after the other.
         """
         of_buffer: defaultdict[int, float] = defaultdict(float)
         for (verb, number, *_), count in counts.items():

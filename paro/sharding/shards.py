@@ -77,7 +77,7 @@ class UnitShards:
         self.param_shard = zeros(spec.param_numel, dtype=TORCH_TYPES[spec.param_dtype])
         accumulate = TORCH_TYPES[spec.precision.accumulate]
         self.grad_shard = zeros(spec.grad_numel, dtype=accumulate)
-        # Units that share the once-a-step collectives, from this unit on, and their joined shards.
+        # The units that share their once-a-step collectives (with Muon), and their joined shards.
         self.bucket: tuple[UnitShards, ...] = (self,)
         self._params_of_bucket, self._grads_of_bucket = self.param_shard, self.grad_shard
         self.quantized_update: QuantizedUpdate | None = None
@@ -143,7 +143,7 @@ class UnitShards:
     @property
     def optim_start(self) -> int:
         """Offset of the optimizer's range in the unit's flat buffer, in elements."""
-        return self.param_start + self._own(self.param_shard, self.spec.strategy.params).start
+        return self.param_start + self._to_update(self.param_shard, self.spec.strategy.params).start
 
     def start_at(self, degree: int) -> int:
         """Return the offset of this rank's shard at a degree in the unit's flat buffer."""
@@ -152,21 +152,21 @@ class UnitShards:
 
     @property
     def optim_param(self) -> Tensor:
-        """View of the optimizer's range of `param_shard`; empty if another group has the unit."""
-        return self.param_shard[self._own(self.param_shard, self.spec.strategy.params)]
+        """View of the optimizer's range of `param_shard`; empty if another group updates it."""
+        return self.param_shard[self._to_update(self.param_shard, self.spec.strategy.params)]
 
     @property
     def optim_grad(self) -> Tensor:
-        """View of the optimizer's range of `grad_shard`; empty if another group has the unit."""
-        return self.grad_shard[self._own(self.grad_shard, self.spec.strategy.grads)]
+        """View of the optimizer's range of `grad_shard`; empty if another group updates it."""
+        return self.grad_shard[self._to_update(self.grad_shard, self.spec.strategy.grads)]
 
-    def _own(self, shard: Tensor, degree: int) -> slice:
-        """Return this rank's optimizer range in a bucket's shard at `degree`."""
+    def _to_update(self, shard: Tensor, degree: int) -> slice:
+        """Return the range of the unit's shard at `degree` that this rank's optimizer updates."""
         span = self.context.topology.axes_between(degree, self.spec.strategy.optim)
         size, number = shard.numel(), self.bucket.index(self)
         order = by_units(span, len(self.bucket))
-        own = nested_range(order, self.context.rank, size * len(self.bucket))
-        return slice(*(min(max(0, at - number * size), size) for at in own))
+        in_bucket = nested_range(order, self.context.rank, size * len(self.bucket))
+        return slice(*(min(max(0, at - number * size), size) for at in in_bucket))
 
     def initial_values(self, initializer: Initializer) -> Tensor:
         """Make the initial values of `param_shard`, in fp32 on the CPU."""
@@ -174,9 +174,9 @@ class UnitShards:
         for part in self.layout.chunk_ranges(start, start + values.numel()):
             position = part.offset - start
             for begin, end in parameter_runs(part.chunk, part.low, part.high):
-                own = initializer(part.chunk.name, begin, end)
-                values[position : position + end - begin] = own
-                position += end - begin
+                stop = position + end - begin
+                values[position:stop] = initializer(part.chunk.name, begin, end)
+                position = stop
         return values
 
     # Collectives #
@@ -189,20 +189,20 @@ class UnitShards:
         shard: Tensor | None = None,
         after: Event = DONE,
     ) -> tuple[Tensor, Event]:
-        """Queue collectives; a collective after a reduce-scatter runs on this rank's shard.
+        """Queue collectives on `whole`; after a reduce-scatter the next runs on this rank's shard.
 
         Return the buffer with the last collective's result on this rank, and the completion.
         """
         for each in sent:
             op, dtype = each.op, TORCH_TYPES[each.dtype]
             request = Request(op, whole, each.span, dtype, shard, after=after, units=each.units)
-            own = request.own(self.context.rank)
-            sizes = {each.numel, whole.numel(), own.numel() * each.num_shards}
-            types = {dtype, whole.dtype, own.dtype} if op is Op.ALL_GATHER else {dtype}
+            local_shard = request.own(self.context.rank)
+            sizes = {each.numel, whole.numel(), local_shard.numel() * each.num_shards}
+            types = {dtype, whole.dtype, local_shard.dtype} if op is Op.ALL_GATHER else {dtype}
             agrees = len(sizes) == len(types) == 1 and request.stream_kind is each.stream_kind
             assert agrees, f"{self.name}: {sizes}, {types} for {each}"
             after = self.context.collectives.run(request)
-            whole = own if op is Op.REDUCE_SCATTER else whole
+            whole = local_shard if op is Op.REDUCE_SCATTER else whole
         return whole, after
 
     # Communication once a step #
@@ -301,7 +301,7 @@ class QuantizedUpdate:
     quantized: Tensor
     param_shard: Tensor
     start: int  # offset of the shard in the unit's flat buffer
-    _own_index: int | None = None  # index of this rank's range in the shard
+    _local_index: int | None = None  # index of this rank's range in the shard
 
     def quantize(self, master: Tensor, param: Tensor, index: int) -> None:
         """Quantize the difference between the master and the parameters of this rank's range.
@@ -315,12 +315,12 @@ class QuantizedUpdate:
         quantize(master[:num_quantized], self.ranges.form, difference, minus=param[:num_quantized])
         exact.copy_(master[num_quantized:])
         self._add(param, index)
-        self._own_index = index
+        self._local_index = index
 
     def apply(self) -> None:
         """Add the differences of all other ranks' ranges to the parameters."""
         for index, param in enumerate(self.param_shard.view(-1, self.ranges.numel)):
-            if index != self._own_index:
+            if index != self._local_index:
                 self._add(param, index)
 
     def _add(self, param: Tensor, index: int) -> None:
