@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from paro.distributed.comm_stream import CommStreams, Event, Job
-from tests.gpu.one_gpu import (
+from tests.gpu.test_ranks import (
     RANKS,
     NcclRefusedError,
+    Record,
     changed_streams,
     on_ranks,
     train_cases,
     train_on_threads,
 )
-from tests.gpu.test_ranks import Record
 from tests.helpers.late_streams import poisoned_buffers
 from tests.helpers.training import Trained
 

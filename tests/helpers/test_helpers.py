@@ -20,8 +20,7 @@ import torch.distributed as dist
 from paro.distributed.control import Control
 from paro.errors import RunError, UserError
 from tests.conftest import pytest_collection_modifyitems
-from tests.gpu.one_gpu import flags_of, train_on_threads
-from tests.gpu.test_ranks import GROUPS, HO_RING, ROTATED, compare_all
+from tests.gpu.test_ranks import GROUPS, HO_RING, ROTATED, compare_all, flags_of, train_on_threads
 from tests.helpers.comparison import assert_same
 from tests.helpers.outcomes import Outcomes, summary
 from tests.helpers.purity import ProcessStartedError, held
