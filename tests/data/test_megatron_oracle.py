@@ -25,15 +25,71 @@ from tests.helpers.corpora import corpus_bytes, write_corpus
 from tests.helpers.ranks import HANGS_AFTER
 from tests.helpers.refusals import refused
 
+
+def megatron_modules() -> tuple[Any, Any, Any]:
+    """megatron-core's builder of blends, samples, and corpora; importing warns of other packages.
+
+    The wheel includes its compiled C++ helper.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets import blended_megatron_dataset_builder as builder
+        from megatron.core.datasets import gpt_dataset, indexed_dataset
+    return builder, gpt_dataset, indexed_dataset
+
+
+# What megatron-core reads of a tokenizer.
+TOKENIZER = SimpleNamespace(eod=0, vocab_size=1, unique_identifiers={"class": "fixed"})
+
+
+def megatron_splits(
+    *, sizes: Sequence[int | None], seq_length: int, seed: int, **source: Any
+) -> list[Any]:
+    """Train, valid and test as Megatron builds them, from `blend` and `split` or otherwise.
+
+    A split of size 0 is not built, since Megatron fails on a split without tokens.
+    """
+    masks = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    builder, gpt_dataset, _ = megatron_modules()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = gpt_dataset.GPTDatasetConfig(
+            random_seed=seed,
+            sequence_length=seq_length,
+            tokenizer=TOKENIZER,
+            **dict.fromkeys(masks, False),
+            **source,
+        )
+        if config.split_matrix:
+            config.split_matrix = [
+                None if size == 0 else share
+                for size, share in zip(sizes, config.split_matrix, strict=True)
+            ]
+        make = builder.BlendedMegatronDatasetBuilder
+        built: list[Any] = make(gpt_dataset.GPTDataset, [*sizes], lambda: True, config).build()
+    return built
+
+
+def text_of(sample: dict[str, Any]) -> list[int]:
+    """The seq_length + 1 ids of one of Megatron's samples."""
+    return [*sample["tokens"].tolist(), int(sample["labels"][-1])]
+
+
 NAMES = ("train", "valid", "test")
 SPLITS = ("969, 30, 1", "1,0,0", "0.7,0.2,0.1", "33,33,34", "90,10", "2 1 1", "7,0,3")
 
 
 def documents_of(seed: int) -> tuple[list[list[list[int]]], np.dtype[np.generic]]:
+    """Documents of one or two sequences, some of them empty and some of a single token."""
     random = np.random.RandomState(seed)
     wide = seed % 2 == 1
-    sizes = {"num_documents": random.randint(4, 60), "longest": random.choice([3, 20, 90])}
-    documents = random_corpus(random, **sizes, vocab=100_000 if wide else 60_000)
+    longest, documents = random.choice([3, 20, 90]), []
+    for _ in range(random.randint(4, 60)):
+        kind = random.randint(6)
+        length = 0 if kind == 0 else 1 if kind == 1 else random.randint(1, longest + 1)
+        ids = random.randint(0, 100_000 if wide else 60_000, size=length).tolist()
+        cut = random.randint(length + 1) if random.randint(3) == 0 else length
+        documents.append([part for part in (ids[:cut], ids[cut:]) if part])
     documents.append([random.randint(0, 60_000, size=30).tolist()])  # never without any token
     return documents, np.dtype("<i4" if wide else "<u2")
 
@@ -52,9 +108,8 @@ pytestmark = [
 def test_our_bytes_are_megatrons(tmp_path: Path, seed: int) -> None:
     documents, dtype = documents_of(seed)
     write_ours(tmp_path / "ours", seed)
-    builder = megatron_datasets().IndexedDatasetBuilder(
-        str(tmp_path / "theirs.bin"), dtype=np.dtype(dtype).type
-    )
+    *_, indexed = megatron_modules()
+    builder = indexed.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype.type)
     for sequences in documents:
         joined = [token for sequence in sequences for token in sequence]
         builder.add_document(torch.tensor(joined), [len(sequence) for sequence in sequences])
@@ -62,12 +117,11 @@ def test_our_bytes_are_megatrons(tmp_path: Path, seed: int) -> None:
     both = [corpus_bytes(tmp_path / name, "bin", "idx") for name in ("ours", "theirs")]
     assert both[0] == both[1]
     ours = IndexedDataset(tmp_path / "theirs")
-    theirs = megatron_datasets().IndexedDataset(str(tmp_path / "ours"), mmap=True)
+    theirs = indexed.IndexedDataset(str(tmp_path / "ours"), mmap=True)
     assert ours.dtype == theirs[0].dtype
     assert ours.document_indices().tolist() == theirs.document_indices.tolist()
-    assert [ours[i].tolist() for i in range(len(ours))] == [
-        theirs[i].tolist() for i in range(len(theirs))
-    ]
+    assert all(ours[i].tolist() == theirs[i].tolist() for i in range(len(ours)))
+    assert len(ours) == len(theirs)
     assert ours[-1 % len(ours)].tolist() == documents[-1][-1]
 
 
@@ -111,9 +165,8 @@ def test_indices_and_samples_are_megatrons(
             mine, other = getattr(our.order, part), getattr(their, part)
             assert mine.dtype == other.dtype
             assert np.array_equal(mine, other), part
-        assert [our[i].tolist() for i in range(len(our))] == [
-            text_of(their[i]) for i in range(len(their))
-        ]
+        assert len(our) == len(their)
+        assert all(our[i].tolist() == text_of(their[i]) for i in range(len(our)))
         compared += len(our)
     assert compared > 0
 
@@ -219,73 +272,3 @@ def test_memory() -> None:
     peak = results.get(timeout=HANGS_AFTER)
     process.join()
     assert 0 < peak < 4 * GIB
-
-
-def megatron_datasets() -> SimpleNamespace:
-    """The classes of megatron-core; importing takes seconds, and warns about missing packages.
-
-    The wheel includes its compiled C++ helper.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from megatron.core.datasets import blended_megatron_dataset_builder as builder
-        from megatron.core.datasets import gpt_dataset, indexed_dataset
-    return SimpleNamespace(
-        Builder=builder.BlendedMegatronDatasetBuilder,
-        GPTDataset=gpt_dataset.GPTDataset,
-        GPTDatasetConfig=gpt_dataset.GPTDatasetConfig,
-        IndexedDataset=indexed_dataset.IndexedDataset,
-        IndexedDatasetBuilder=indexed_dataset.IndexedDatasetBuilder,
-    )
-
-
-# What megatron-core reads of a tokenizer.
-TOKENIZER = SimpleNamespace(eod=0, vocab_size=1, unique_identifiers={"class": "fixed"})
-
-
-def megatron_splits(
-    *, sizes: Sequence[int | None], seq_length: int, seed: int, **source: Any
-) -> list[Any]:
-    """Train, valid and test as Megatron builds them, from `blend` and `split` or otherwise.
-
-    A split of size 0 is not built, since Megatron fails on a split without tokens.
-    """
-    masks = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-    megatron = megatron_datasets()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = megatron.GPTDatasetConfig(
-            random_seed=seed,
-            sequence_length=seq_length,
-            tokenizer=TOKENIZER,
-            **dict.fromkeys(masks, False),
-            **source,
-        )
-        if config.split_matrix:
-            config.split_matrix = [
-                None if size == 0 else share
-                for size, share in zip(sizes, config.split_matrix, strict=True)
-            ]
-        built: list[Any] = megatron.Builder(
-            megatron.GPTDataset, list(sizes), lambda: True, config
-        ).build()
-    return built
-
-
-def text_of(sample: dict[str, Any]) -> list[int]:
-    """The seq_length + 1 ids of one of Megatron's samples."""
-    return [*sample["tokens"].tolist(), int(sample["labels"][-1])]
-
-
-def random_corpus(
-    random: np.random.RandomState, *, num_documents: int, longest: int, vocab: int
-) -> list[list[list[int]]]:
-    """Documents of one or two sequences, some of them empty and some of a single token."""
-    documents = []
-    for _ in range(num_documents):
-        kind = random.randint(6)
-        length = 0 if kind == 0 else 1 if kind == 1 else random.randint(1, longest + 1)
-        ids = random.randint(0, vocab, size=length).tolist()
-        cut = random.randint(length + 1) if random.randint(3) == 0 else length
-        documents.append([part for part in (ids[:cut], ids[cut:]) if part])
-    return documents

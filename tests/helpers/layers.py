@@ -58,9 +58,10 @@ def chains(graph: Graph, start: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def package_graph(files: Iterable[Source]) -> Graph:
-    """The imports of each package and single file."""
-    files = list(files)
+@cache
+def product_graph() -> Graph:
+    """The imports of each package and single file of the product and its tools."""
+    files = list(sources(*PRODUCT))
     packages = {source.module.rpartition(".")[0] for source in files}
     files = [source for source in files if source.module not in packages]  # an __init__.py is empty
     names = [source.module for source in files]
@@ -69,12 +70,6 @@ def package_graph(files: Iterable[Source]) -> Graph:
         own = package_of(source.module)
         graph[own] |= {package_of(name) for name in modules_named(source, names)} - {own}
     return {package: frozenset(imported) for package, imported in graph.items()}
-
-
-@cache
-def product_graph() -> Graph:
-    """The graph of the product and its tools."""
-    return package_graph(sources(*PRODUCT))
 
 
 def layers(graph: Graph) -> list[list[str]]:

@@ -89,7 +89,8 @@ def test_rotary_embedding(dtype: torch.dtype, num_heads: int) -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    ("num_rows", "passes_x", "for_cast"), [(1, False, False), (7, True, False), (20, True, True)]
+    ("num_rows", "passes_x", "for_cast"),
+    [(1, False, False), (7, True, False), (20, False, True), (20, True, True)],
 )
 def test_norms(
     dtype: torch.dtype,

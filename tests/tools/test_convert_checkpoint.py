@@ -227,25 +227,23 @@ def test_a_truncated_checkpoint_is_named(tmp_path: Path) -> None:
     mistake("--ckpt-step ... --from paro", *other, "--ckpt-step", 5)
 
 
-@pytest.mark.parametrize(
-    ("target", "owner", "name", "told"),
-    [
-        ("hf", Source, "copy_companions", "out cannot be written: No space left on device"),
-        ("paro", ChunkSavePlanner, "resolve_data", "--output {out}: No space left on device"),
-    ],
-)
 def test_a_failing_disk_is_one_line_and_leaves_nothing(
-    target: str, owner: Any, name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_folder(tmp_path / "hf", 0)
-    full = OSError(28, "No space left on device")
-    monkeypatch.setattr(owner, name, Mock(side_effect=full))
-    with pytest.raises((OSError, StorageError)) as failed:
-        convert("hf", target, tmp_path / "hf", tmp_path / "out")
-    assert told.format(out=tmp_path / "out") in describe(failed.value)
+    out, full = tmp_path / "out", OSError(28, "No space left on device")
+    for target, owner, name, told in (
+        ("hf", Source, "copy_companions", f"{out} cannot be written: {full.strerror}"),
+        ("paro", ChunkSavePlanner, "resolve_data", f"--output {out}: {full.strerror}"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, Mock(side_effect=full))
+            with pytest.raises((OSError, StorageError)) as failed:
+                convert("hf", target, tmp_path / "hf", out)
+        assert told in describe(failed.value)
     # One that is too small is told before anything is written.
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 8, 1))
-    mistake("1 bytes are free there", "hf", "megatron", tmp_path / "hf", tmp_path / "out")
+    mistake("1 bytes are free there", "hf", "megatron", tmp_path / "hf", out)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 

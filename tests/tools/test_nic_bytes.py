@@ -33,10 +33,6 @@ def formula(strategy: str, group_size: int, nodes: int = 2) -> Sent:
     return Sent(size * sent.intra, size * sent.inter)
 
 
-def _rotates(strategy: str) -> bool:
-    return "rotate" in WAYS[strategy.partition("+")[2]]
-
-
 def check(
     strategies: tuple[str, ...],
     collectives: tuple[str, ...],
@@ -61,7 +57,8 @@ def check(
             row = found[f"{strategy} {collective}"]
             if collective in ("h-ring", "ho-ring"):
                 assert row["counted"] == STEPS * wanted.inter
-                if _rotates(strategy):  # otherwise gloo's own run inside groups and deviate
+                # Otherwise gloo's own run inside groups and deviate.
+                if "rotate" in WAYS[strategy.partition("+")[2]]:
                     assert row["counted_inside"] == STEPS * wanted.intra
                     inside = row["loopbacks"] / row["counted_inside"]
                     print(f"{strategy} {collective}: loopbacks {inside:.4f} of what was counted")

@@ -137,19 +137,13 @@ def test_a_search_among_what_rotates(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert curve.exists()
 
 
-def curves_of(tmp_path: Path, flags: str) -> dict[str, list[list[float]]]:
-    request = CASE.replace("--paro-group-size 8 ", "")
-    fields = planned(f"{request} --scaling {tmp_path / 'curve.png'} {flags}")
-    found: dict[str, list[list[float]]] = fields["scaling"]
-    return found
-
-
 def test_what_was_measured_is_planned_for_the_ranks_it_was_measured_on(tmp_path: Path) -> None:
     machine = "--paro-machine examples/measured/steps-100mbit/steps-per-rank-deep-1.json"
     model = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 172 --num-attention-heads 4"
     flags = f"{machine} {model} --vocab-size 64 --seq-length 32 --world-size 8"
-    curves = curves_of(tmp_path, f"{flags} --micro-batch-size 1 --global-batch-size 8")
-    assert [ranks for ranks, _ in curves["best that fits"]] == [8]
+    flags += f" --micro-batch-size 1 --global-batch-size 8 --scaling {tmp_path / 'curve.png'}"
+    fields = planned(f"{CASE.replace('--paro-group-size 8 ', '')} {flags}")
+    assert [ranks for ranks, _ in fields["scaling"]["best that fits"]] == [8]
 
 
 def test_a_trace_has_every_span() -> None:

@@ -104,6 +104,7 @@ def test_a_key_that_cannot_be_finished_leaves_all_as_they_were(
         (["--input", "none.jsonl"], "--input none.jsonl is missing"),
         (["--workers", "0"], "--workers 0 must be at least 1"),
         (["--partitions", "0"], "--partitions 0 must be at least 1"),
+        (["--partitions", "1" + "0" * 30], "must be at most 10000"),
         (["--workers", "1000000"], "--workers 1000000 must be at most"),
         (["--split-sentences"], "--split-sentences is not supported"),
         (["--json-keys", "empty", "--skip-malformed"], "holds no text under the key 'empty'"),

@@ -42,6 +42,7 @@ MISTAKES: dict[tuple[ModuleType, str], dict[str, str]] = {
         **{f"--mtbf-hours {hours}": f"--mtbf-hours {hours} must be" for hours in (0, "inf", "nan")},
         "--mtbf-hours 9 --restart-seconds -1": "--restart-seconds -1 must be positive",
         "--mtbf-hours 9 --storage-gb-per-second 0": "--storage-gb-per-second 0 must be positive",
+        "--json nowhere/plan.json": "--json nowhere/plan.json cannot be written",
         "--seq-length 0": "--seq-length 0 must be at least 1",
         "--fp16": "--fp16 and --bf16 contradict each other",
         "--trainable names:zzz": "no parameter matches 'zzz'",

@@ -185,20 +185,17 @@ def test_a_plan_that_cannot_be_is_refused(flags: str, told: str) -> None:
     refused(lambda: plan_of(make_parser().parse_args(flags.split()), WORLD), told)
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--json nowhere/a.json", "--json nowhere/a.json cannot be written"),
-        ("--plot peers.txt", "--plot peers.txt: the name must end in .png, .svg, .pdf"),
-    ],
-)
 def test_a_file_that_could_not_be_written_is_told_before_the_turns(
-    flags: str, told: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["compare_peers.py", *flags.split()])
     monkeypatch.setattr(compare_peers, "read_world", lambda: WORLD)
     monkeypatch.delattr(compare_peers, "run_rounds")
-    refused(main, told)
+    for flag, name, told in (
+        ("--json", "no/a.json", "written"),
+        ("--plot", "a.txt", "end in .png"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["compare_peers.py", flag, name])
+        refused(main, f"{flag} {name} ... {told}")
     monkeypatch.setattr(compare_peers, "read_world", World)
     refused(main, "start it on 2 ranks or more")
 
@@ -260,10 +257,6 @@ def test_what_a_function_returns_or_raises_comes_back_from_another_process() -> 
     refused(lambda: in_own_process(partial(fail, UserError)), "the peer is broken")
     with pytest.raises(ArithmeticError, match="the peer is broken"):
         in_own_process(partial(fail, ArithmeticError))
-
-
-@pytest.mark.process
-def test_a_process_that_was_killed_is_told() -> None:
     with pytest.raises(BrokenProcessPool):
         in_own_process(partial(os._exit, 7))
 

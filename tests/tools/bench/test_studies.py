@@ -267,33 +267,24 @@ FIRST = datetime(2026, 3, 4, 5, 6, 7, 250_000)
 BEGIN = FIRST.timestamp()
 
 
-def write_clocks(path: Path, *samples: str) -> Path:
-    """Writes samples such as "1700, 600.0, 60", one a second from `FIRST` on; the last is cut."""
-    times = (FIRST + timedelta(seconds=number) for number in range(len(samples)))
-    lines = (
-        f"{at:%Y/%m/%d %H:%M:%S}.{at.microsecond // 1000:03d}, {sample}"
-        for at, sample in zip(times, samples, strict=True)
-    )
-    path.write_text("\n".join(lines))
-    return path
-
-
 SAMPLES = ("900, 100.0, 50", "1700, 600.0, 60", "300, 90.0, 60", "1800, 700.0, 60", "9, 9.0, 9", "")
 
 
-@pytest.mark.parametrize(
-    ("samples", "told"),
-    [
+def test_a_clock_is_the_mean_of_the_spans(tmp_path: Path) -> None:
+    """Of samples such as "1700, 600.0, 60", one a second from `FIRST` on; the last is cut."""
+    spans = [(BEGIN + 0.75, BEGIN + 1.25), (BEGIN + 2.75, BEGIN + 3.0)]
+    for samples, told in (
         (SAMPLES, ", SM clock 1750 MHz, 650 W"),  # neither before, between nor after the spans
         (("900, 100.0, 50", "[N/A], 9, 9", "17"), ", SM clock and power not sampled"),
         ((), ""),
-    ],
-)
-def test_a_clock_is_the_mean_of_the_spans(
-    samples: tuple[str, ...], told: str, tmp_path: Path
-) -> None:
-    spans = [(BEGIN + 0.75, BEGIN + 1.25), (BEGIN + 2.75, BEGIN + 3.0)]
-    assert clock_text(clock_of(write_clocks(tmp_path / CLOCKS, *samples), spans)) == told
+    ):
+        times = (FIRST + timedelta(seconds=number) for number in range(len(samples)))
+        lines = (
+            f"{at:%Y/%m/%d %H:%M:%S}.{at.microsecond // 1000:03d}, {sample}"
+            for at, sample in zip(times, samples, strict=True)
+        )
+        (tmp_path / CLOCKS).write_text("\n".join(lines))
+        assert clock_text(clock_of(tmp_path / CLOCKS, spans)) == told
 
 
 ALL_ROUNDS = {"round": 1, "turn": 1, "peak_in_use": None, "exposed": {}}

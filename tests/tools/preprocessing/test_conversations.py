@@ -109,6 +109,7 @@ BAD = [
     # messages, what is told
     ("x", "the value of 'messages' is no list of messages"),
     ([], "the value of 'messages' is no list of messages"),
+    (["x"], "the value of 'messages' is no list of messages"),
     ([{"content": "x"}], "message 1 has no role; its keys: content"),
     ([{"role": "user", "value": "x"}], "message 1 (user) ... content ... its keys: role, value"),
     ([ASK, {"role": "system", "content": None}], "message 2 (system) has neither content nor"),
@@ -122,6 +123,7 @@ BAD = [
     ([called(call("{a: 1}"))], "calls 'f' with arguments that are no JSON object"),
     ([called({"name": "f", "parameters": {"a": 1}})], "calls 'f' with arguments that are no"),
     ([called({"function": {"arguments": {}}})], CALL),
+    ([called("f")], CALL),
     ([said("x", tool_calls=call({}))], CALL),
     ([{"from": "bot", "value": "x"}], "message 1 is from 'bot', which is none of human, gpt"),
     ([{"from": ["gpt"], "value": "x"}], "message 1 is from ['gpt'], which is none of human, gpt"),
