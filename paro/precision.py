@@ -56,6 +56,8 @@ class PrecisionConfig:
                 f"{feedback} and --fp16 contradict each other, because the loss scale changes: "
                 "give --bf16 instead, or leave it out"
             )
+        if self.ema_decay is not None and not 0.0 <= self.ema_decay < 1.0:
+            raise UserError(f"--ema-decay {self.ema_decay} must be in [0, 1)")
         if self.lora_base_dtype is not None and self.compute == "fp16":
             raise UserError(
                 f"--lora-base-dtype {self.lora_base_dtype} and --fp16 contradict each other: give "

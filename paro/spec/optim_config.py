@@ -71,8 +71,6 @@ class OptimConfig:
             raise UserError(f"--clip-grad {self.clip_grad} is negative; 0 turns clipping off")
         if self.adam_implementation == "apex":
             check_apex()
-        if self.ema_decay is not None and not 0.0 <= self.ema_decay < 1.0:
-            raise UserError(f"--ema-decay {self.ema_decay} must be in [0, 1)")
         check_least(0, ema_start=self.ema_start)
         check_least(1, ema_interval=self.ema_interval)
         if self.ema_decay is None and (self.ema_start, self.ema_interval) != (0, 1):
