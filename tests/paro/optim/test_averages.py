@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,26 +13,30 @@ from torch.optim.swa_utils import AveragedModel
 
 from data.batch import Batch
 from paro.config.run import RunConfig
+from paro.report.log import Log
 from paro.sharding.buffers import _SWAPPED, swap
 from paro.spec.optim_config import OptimConfig
 from paro.training.assembly import build_data, build_sources
 from paro.training.evaluation import evaluate
+from paro.training.resume import load_run
 from paro.training.step import Training, train_step
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import TINY, begun, built, whole_states
+from tests.helpers.training import TINY, begun, built, save_run, whole_states
 
 DECAY = 0.8
 FLAGS = f"{TINY} --ema-decay {DECAY} --eval-ema --eval-iters 2 --train-iters 6"
 
 
-def test_the_average_is_that_of_torch_with_bias_correction() -> None:
+@pytest.mark.parametrize("more", ["", "--optimizer muon"])
+def test_the_average_is_that_of_torch_with_bias_correction(more: str) -> None:
     """Adam's correction of a sum that begins at 0, written as a step towards the parameters."""
 
     def average(mean: Tensor, param: Tensor, number: Tensor) -> Tensor:
         share = (1 - DECAY) / (1 - DECAY ** (int(number) + 1))
         return mean + share * (param - mean)
 
-    config, training = built(f"{FLAGS} --ema-start 2 --ema-interval 2 --global-batch-size 2")
+    flags = f"{FLAGS} --ema-start 2 --ema-interval 2 --global-batch-size 2 {more}"
+    config, training = built(flags)
     state, source = begun(config, training)
     holder = torch.nn.ParameterDict(_params(training))
     theirs: AveragedModel | None = None
@@ -78,6 +83,45 @@ def test_weights_are_averaged_from_the_start_at_intervals() -> None:
     assert not any(map(OptimConfig().averages_after, range(4)))
 
 
+ANEW, LEFT = "averaged weights begin anew", "averaged weights are left behind"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told", "number"),
+    [
+        ("--ema-decay 0.8", "--ema-decay 0.8", None, 2),
+        ("", "--ema-decay 0.8", ANEW, 0),
+        ("--ema-decay 0.8", "", LEFT, 0),
+        ("--ema-decay 0.8", "--ema-decay 0.8 --finetune", None, 0),
+    ],
+)
+def test_a_run_takes_over_an_average_or_says_that_it_does_not(
+    tmp_path: Path, before: str, after: str, told: str | None, number: int
+) -> None:
+    run = f"{TINY} --train-iters 6 --global-batch-size 2"
+    config, training = built(f"{run} {before} --save {tmp_path}")
+    state, source = begun(config, training)
+    for _ in range(2):
+        train_step(training, state, source)
+    save_run(config, training, state=state)
+    lines: list[str] = []
+    config, loaded = built(f"{run} {after} --load {tmp_path}")
+    resumed = load_run(config, loaded, Log(rank=0, world_size=1, write=lines.append))
+    assert [line for line in (ANEW, LEFT) if line in "".join(lines)] == [told] * bool(told)
+    assert loaded.optimizer.num_averaged == number
+    if number == 0 and "ema" in after:
+        state = resumed.state or state
+        train_step(loaded, state, begun(config, loaded)[1])
+        masters = whole_states(loaded, only="param")
+        for name, values in whole_states(loaded, only="ema").items():
+            param = masters[name.replace("ema", "param")]
+            assert torch.allclose(values, param, rtol=1e-6, atol=1e-8), name
+    elif number:
+        there, here = (whole_states(each, only="ema") for each in (training, loaded))
+        assert there.keys() == here.keys()
+        assert all(torch.equal(there[name], here[name]) for name in there)
+
+
 def test_swapping_twice_changes_nothing() -> None:
     one, other = torch.arange(_SWAPPED + 3.0), -torch.arange(_SWAPPED + 3.0)
     before = one.clone(), other.clone()
@@ -104,7 +148,11 @@ CASES = [
     ("GGG", ""),
     ("NII", "--bf16"),
     ("IIG", "--bf16 --optimizer muon --paro-updated-ahead 2"),
-    ("NIG", "--bf16 --paro-inter-param-bits 4 --paro-inter-bits-warmup-iters 0"),
+    (
+        "NIG",
+        "--bf16 --paro-inter-param-bits 4 --paro-inter-bits-warmup-iters 0 --hidden-size 96 "
+        "--ffn-hidden-size 160",
+    ),
     ("III", "--paro-materialize rotate"),
 ]
 
@@ -128,6 +176,7 @@ def evaluate_averages(cases: Sequence[tuple[str, str]]) -> None:
         copies = [unit.optim_param for unit in optimizer._parts if unit.quantized_update]
         predicted = sum(unit.spec.sent_bytes for unit in optimizer._parts)
         assert predicted == sum(copy.nbytes for copy in copies), f"{label}: copied meanwhile"
+        assert (predicted > 0) is ("param-bits" in more)
         state, source = begun(config, training)
         usual = [train_step(training, state, source).sent for _ in range(2)]
         before = _bits(training)

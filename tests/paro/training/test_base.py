@@ -229,7 +229,7 @@ def written_bytes(root: Path) -> int:
 @pytest.mark.parametrize(
     ("words", "more", "part"),
     [
-        ("--bf16", LAST, 0.5),
+        ("--bf16 --ema-decay 0.9", LAST, 0.5),
         ("", "--optimizer muon --exp-avg-dtype bf16", 1.0),  # one moment of what Muon updates
     ],
 )
