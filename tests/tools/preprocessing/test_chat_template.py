@@ -62,6 +62,13 @@ def preprocess(source: Path, tokenizer: Path, *more: str) -> None:
     main([*words, "1", "--apply-chat-template", *kind, *more])
 
 
+def made(folder: Path, template: str, *lines: Any, flags: Any = (), **fields: Any) -> list[Any]:
+    """Writes the lines by a template; returns what `written` finds."""
+    tokenizer = folder_with(folder, template, **fields)
+    preprocess(write_lines(folder / "a.jsonl", *lines), tokenizer, *flags)
+    return written(folder / "out_messages_document", tokenizer)
+
+
 def written(prefix: Path, tokenizer: Path) -> list[tuple[str, str]]:
     """The text of each conversation, and of its answered tokens."""
     from transformers import AutoTokenizer
@@ -100,12 +107,10 @@ def test_of_a_prompt_nothing_is_answered(tmp_path: Path, template: str) -> None:
 
 @pytest.mark.parametrize(("template", "after"), [(PLAIN, "\n"), (MARKED, "")])
 def test_a_message_of_weight_0_is_read(tmp_path: Path, template: str, after: str) -> None:
-    tokenizer = folder_with(tmp_path, template)
     first, second = ({**TALK[number], "weight": 0} for number in (2, 4))
     lines = ([*TALK[:2], first, *TALK[3:]], [*TALK[:4], second])
-    source = write_lines(tmp_path / "a.jsonl", *({"messages": line} for line in lines))
-    preprocess(source, tokenizer, "--append-eod")
-    (one, other) = written(tmp_path / "out_messages_document", tokenizer)
+    entries = [{"messages": line} for line in lines]
+    one, other = made(tmp_path, template, *entries, flags=["--append-eod"])
     assert one[0] == other[0]
     assert [one[1], other[1]] == [f"f(x){END}{after}{END}", f"return x{END}{after}"]
 
@@ -166,7 +171,6 @@ def test_published_manners_of_templates(
     tmp_path: Path, template: str, answers: list[str | None]
 ) -> None:
     """Calls as text and as objects, and texts in parts, are written and answered alike."""
-    tokenizer = folder_with(tmp_path, template, bos_token=BEGIN)
     parts = [{"type": "text", "text": "y "}, {"type": "text", "text": "雪"}]
     result = {"role": "tool", "content": [{"type": "text", "text": "5"}]}
     lines = []
@@ -174,30 +178,24 @@ def test_published_manners_of_templates(
         turns = [{"role": "user", "content": "x?"}, {"role": "assistant", "content": content}]
         turns.append({"role": "user", "content": "and?"})
         turns += [call(arguments), result] if answers[1] else []
-        lines.append([*turns, {"role": "assistant", "content": "z"}] * 3)
-    source = write_lines(tmp_path / "a.jsonl", *({"messages": line} for line in lines))
-    preprocess(source, tokenizer)
-    one, other = written(tmp_path / "out_messages_document", tokenizer)
+        lines.append({"messages": [*turns, {"role": "assistant", "content": "z"}] * 3})
+    one, other = made(tmp_path, template, *lines, bos_token=BEGIN)
     assert one == other
     assert one[1] == "".join(filter(None, answers)) * 3
 
 
 def test_characters_of_several_tokens_are_answered_whole(tmp_path: Path) -> None:
-    marked = folder_with(tmp_path, MARKED.replace(BODY, "{{ m.content }}"))
-    source = write_lines(tmp_path / "a.jsonl", {"messages": [*TALK[:2], said_by("😀")]})
-    preprocess(source, marked)
-    assert written(tmp_path / "out_messages_document", marked)[0][1] == "😀"
+    marked = MARKED.replace(BODY, "{{ m.content }}")
+    found = made(tmp_path, marked, {"messages": [*TALK[:2], said_by("😀")]})
+    assert found[0][1] == "😀"
 
 
 def test_a_token_that_straddles_the_end_of_an_answer_is_answered(tmp_path: Path) -> None:
-    template = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    template = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+    template += (
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}turn{% endfor %}"
     )
-    template += "{% endgeneration %}{% else %}{{ m.content }}{% endif %}turn{% endfor %}"
-    tokenizer = folder_with(tmp_path, template)
-    source = write_lines(tmp_path / "a.jsonl", {"messages": [TALK[1], said_by("re")]})
-    preprocess(source, tokenizer)
-    text, answered = written(tmp_path / "out_messages_document", tokenizer)[0]
+    text, answered = made(tmp_path, template, {"messages": [TALK[1], said_by("re")]})[0]
     assert text == "x?turnreturn"
     assert answered == "ret", "the tokenizer has no token of both: choose another word"
 
