@@ -89,7 +89,7 @@ def blockwise_attention(exchange: KVExchange, backend: AttentionBackend = "auto"
     return attend
 
 
-def in_two(local_2BTKH: Tensor) -> tuple[tuple[EllipsisType | slice, ...], ...]:
+def split_heads(local_2BTKH: Tensor) -> tuple[tuple[EllipsisType | slice, ...], ...]:
     """Return indices of the heads whose causal block backward computes first, and of the rest.
 
     Between the two it computes with the keys and values of other ranks. The rest may be empty.

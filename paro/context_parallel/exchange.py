@@ -40,7 +40,7 @@ from torch import Tensor
 from paro.collectives.interface import Collectives, Request
 from paro.collectives.schedule import Op
 from paro.collectives.shifts import Ring, Turn
-from paro.context_parallel.blockwise import AddGrads, Attend, GradsOf, in_two
+from paro.context_parallel.blockwise import AddGrads, Attend, GradsOf, split_heads
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import WaitKind
 from paro.topology import AxisSpan, nested_range
@@ -55,45 +55,47 @@ class RingKVExchange:
         self.ring_rank = inner.position + inner.size * outer.position
         self.ring_size = inner.size * outer.size
 
-    def exchange_kv(self, own_2BTKH: Tensor, attend: Attend) -> None:
-        for _, source, kv_2BTKH in self._steps(self._received(self._outer, own_2BTKH)):
+    def exchange_kv(self, local_2BTKH: Tensor, attend: Attend) -> None:
+        for _, source, kv_2BTKH in self._steps(self._received(self._outer, local_2BTKH)):
             attend(source, kv_2BTKH)
 
-    def exchange_kv_and_grads(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
-        total = torch.zeros_like(own_2BTKH, dtype=torch.float32)
+    def exchange_kv_and_grads(self, local_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
+        total = torch.zeros_like(local_2BTKH, dtype=torch.float32)
         if self._outer.size == 1:
-            self._turn_0(own_2BTKH, 0, total, grads_of)
+            self._turn_0(local_2BTKH, 0, total, grads_of)
             return total
         between = _RingSum(self._outer, total)
-        now, later = in_two(own_2BTKH)
-        turns = self._received(self._outer, own_2BTKH)
+        now, later = split_heads(local_2BTKH)
+        turns = self._received(self._outer, local_2BTKH)
         next(turns)
-        self._turn_0(own_2BTKH[now], 0, total[now], grads_of)
+        self._turn_0(local_2BTKH[now], 0, total[now], grads_of)
         self._later_turns(turns, between, grads_of)
-        self._turn_0(own_2BTKH[later], own_2BTKH[now].shape[3], total[later], grads_of)
+        self._turn_0(local_2BTKH[later], local_2BTKH[now].shape[3], total[later], grads_of)
         between.receive_into(total)
         return total
 
-    def _turn_0(self, own_2BTKH: Tensor, first: int, sum_2BTKH: Tensor, grads_of: GradsOf) -> None:
+    def _turn_0(
+        self, local_2BTKH: Tensor, first: int, sum_2BTKH: Tensor, grads_of: GradsOf
+    ) -> None:
         """Add the gradients of turn 0 for consecutive heads, from head `first` on."""
-        if not own_2BTKH.shape[3]:
+        if not local_2BTKH.shape[3]:
             return  # with one head no heads are left for later
         if self._inner.size == 1:
-            grads_of(self.ring_rank, own_2BTKH, first)(sum_2BTKH)
+            grads_of(self.ring_rank, local_2BTKH, first)(sum_2BTKH)
             return
-        now, later = in_two(own_2BTKH)
+        now, later = split_heads(local_2BTKH)
         in_group = _RingSum(self._inner, sum_2BTKH)
-        for (_, step), source, kv_2BTKH in self._steps(iter([own_2BTKH.contiguous()])):
+        for (_, step), source, kv_2BTKH in self._steps(iter([local_2BTKH.contiguous()])):
             if step:
                 in_group.add(grads_of(source, kv_2BTKH, first))
             else:
                 grads_of(source, kv_2BTKH[now], first)(sum_2BTKH[now])
-        first_later = first + own_2BTKH[now].shape[3]
-        grads_of(self.ring_rank, own_2BTKH[later], first_later)(sum_2BTKH[later])
+        first_later = first + local_2BTKH[now].shape[3]
+        grads_of(self.ring_rank, local_2BTKH[later], first_later)(sum_2BTKH[later])
         in_group.receive_into(sum_2BTKH)
 
     def _later_turns(self, turns: Iterator[Tensor], between: _RingSum, grads_of: GradsOf) -> None:
-        """Run the turns after turn 0, and send the last sum between groups to its owner."""
+        """Run the turns after turn 0, and send the last sum to the group that has its KV."""
         in_group = _RingSum(self._inner, between.like)
         started: list[AddGrads] = []  # a turn's own share, not yet summed
 
@@ -104,7 +106,7 @@ class RingKVExchange:
             between.add(*shares)
 
         for (turn, step), source, kv_2BTKH in self._steps(turns, 1):
-            # A share has no name, which would keep it alive until the next share is computed.
+            # No variable has a share: it would stay alive until the next one is computed.
             if step:
                 in_group.add(grads_of(source, kv_2BTKH, 0))
                 continue
@@ -180,7 +182,7 @@ def _shift(ring: Ring, outgoing: Tensor, incoming: Tensor) -> Event:
 
 
 class GatherKVExchange:
-    """A `KVExchange` by collectives along `span`; attention to own keys overlaps with them."""
+    """A `KVExchange` by collectives along `span`; attention to local keys overlaps with them."""
 
     def __init__(self, collectives: Collectives, span: AxisSpan) -> None:
         groups = collectives.groups
@@ -190,36 +192,36 @@ class GatherKVExchange:
         self.ring_rank = self._members.index(groups.rank)
         self.ring_size = len(self._members)
 
-    def exchange_kv(self, own_2BTKH: Tensor, attend: Attend) -> None:
-        whole, event = self._gather(own_2BTKH)
-        attend(self.ring_rank, own_2BTKH)
+    def exchange_kv(self, local_2BTKH: Tensor, attend: Attend) -> None:
+        whole, event = self._gather(local_2BTKH)
+        attend(self.ring_rank, local_2BTKH)
         self._collectives.exposure.wait(WaitKind.CONTEXT, event)
         for source in self._others():
-            attend(source, self._part(whole, source).view_as(own_2BTKH))
+            attend(source, self._part(whole, source).view_as(local_2BTKH))
 
-    def exchange_kv_and_grads(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
-        whole, event = self._gather(own_2BTKH)
+    def exchange_kv_and_grads(self, local_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
+        whole, event = self._gather(local_2BTKH)
         total = torch.zeros_like(whole, dtype=torch.float32)
-        own_grads = self._part(total, self.ring_rank).view_as(own_2BTKH)
-        now, later = in_two(own_2BTKH)
-        grads_of(self.ring_rank, own_2BTKH[now], 0)(own_grads[now])
+        local_grads = self._part(total, self.ring_rank).view_as(local_2BTKH)
+        now, later = split_heads(local_2BTKH)
+        grads_of(self.ring_rank, local_2BTKH[now], 0)(local_grads[now])
         self._collectives.exposure.wait(WaitKind.CONTEXT, event)
         for source in self._others():
-            kv_2BTKH = self._part(whole, source).view_as(own_2BTKH)
-            grads_of(source, kv_2BTKH, 0)(self._part(total, source).view_as(own_2BTKH))
+            kv_2BTKH = self._part(whole, source).view_as(local_2BTKH)
+            grads_of(source, kv_2BTKH, 0)(self._part(total, source).view_as(local_2BTKH))
         with self._collectives.exposure.submitting(WaitKind.CONTEXT):
             request = Request(Op.REDUCE_SCATTER, total, self._span, torch.float32)
             event = self._collectives.run(request)
-        add_grads = grads_of(self.ring_rank, own_2BTKH[later], own_2BTKH[now].shape[3])
+        add_grads = grads_of(self.ring_rank, local_2BTKH[later], local_2BTKH[now].shape[3])
         self._collectives.exposure.wait(WaitKind.CONTEXT, event)
-        add_grads(own_grads[later])
-        return own_grads
+        add_grads(local_grads[later])
+        return local_grads
 
-    def _gather(self, own_2BTKH: Tensor) -> tuple[Tensor, Event]:
-        whole = own_2BTKH.new_empty(self.ring_size * own_2BTKH.numel())
+    def _gather(self, local_2BTKH: Tensor) -> tuple[Tensor, Event]:
+        whole = local_2BTKH.new_empty(self.ring_size * local_2BTKH.numel())
         with self._collectives.exposure.submitting(WaitKind.CONTEXT):
-            own = own_2BTKH.view(-1)
-            request = Request(Op.ALL_GATHER, whole, self._span, whole.dtype, shard=own)
+            shard = local_2BTKH.view(-1)
+            request = Request(Op.ALL_GATHER, whole, self._span, whole.dtype, shard=shard)
             return whole, self._collectives.run(request)
 
     def _others(self) -> list[int]:

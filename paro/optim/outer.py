@@ -1,9 +1,9 @@
 """The DiLoCo outer optimizer: groups of ranks synchronize their parameters every H steps."""
 
-# A group, such as a node, trains alone between two rounds. A round reduce-scatters between groups
-# how far masters have moved from the anchor (`OUTER_REDUCE`), does an outer step on 1/n of the
-# parameters, all-gathers the anchor's change between groups (`OUTER_GATHER`) and, where ranks of a
-# group have replicas of an optimizer shard, all-gathers masters inside the group (`OUTER_SPREAD`).
+# A group (DiLoCo's worker), such as a node, trains alone between rounds. A round reduce-scatters
+# between groups how far masters have moved from the anchor (`OUTER_REDUCE`), does an outer step on
+# 1/n of the parameters, all-gathers the anchor's change between groups (`OUTER_GATHER`) and, where
+# ranks of a group have replicas of an optimizer shard, gathers masters in it (`OUTER_SPREAD`).
 # [Note: outer steps] in paro/spec/outer_steps.py has the formulas and the states.
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GroupOfRanks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRound:
-    """The norms of a round that has ended: of what each group moved, and of the outer gradient."""
+    """The norms of a round that has ended: of each group's movement, and of the outer gradient."""
 
     norms: tuple[float, ...]
     taken: tuple[bool, ...]  # whether each group took part
@@ -73,9 +73,10 @@ class OuterUnit:
         begin, end = nested_range(inside, rank, master.numel())
         self.master = self._whole_master[begin:end]
         self.start = unit.optim_start + begin  # offset in the unit's flat buffer
-        self.own = slice(*nested_range(between, rank, self.master.numel()))
+        # This rank's shard of the outer optimizer's states: 1/n of the unit, a range of `master`.
+        self._shard = slice(*nested_range(between, rank, self.master.numel()))
         self.anchor = torch.zeros_like(self.master)
-        self.reference = torch.zeros_like(self.master[self.own])
+        self.reference = torch.zeros_like(self.master[self._shard])
         self.momentum = torch.zeros_like(self.reference)
         # With a delay: a snapshot of the master at the beginning of the round in flight.
         self.begun = torch.zeros_like(self.master) if config.outer_delay else None
@@ -101,9 +102,9 @@ class OuterUnit:
         self.gradient_norm = torch.zeros((), device=master.device)  # of the last outer gradient
 
     def follow_masters(self) -> None:
-        """Take the masters, which are equal in all groups, as anchor and reference."""
+        """Copy the masters, which are equal in all groups, to anchor and reference."""
         self.anchor.copy_(self.master)
-        self.reference.copy_(self.anchor[self.own])
+        self.reference.copy_(self.anchor[self._shard])
 
     def moved(self) -> Tensor:
         """Compute how far the masters have moved since groups last agreed."""
@@ -128,7 +129,7 @@ class OuterUnit:
             self._arrived = self._after(self._gather, self._move_anchor, gathered)
             return
         assert self._sum is not None, "a quantized message is summed"
-        reduced = self._sum.reduce(self._message, self._message[self.own], after=DONE)
+        reduced = self._sum.reduce(self._message, self._message[self._shard], after=DONE)
         stepped = self._after(self._reduce, self._quantized_step, reduced)
         _, gathered = self.unit.queue(self._gather, self._update.quantized, after=stepped)
         self._arrived = self._after(self._gather, self._update.apply, gathered)
@@ -143,17 +144,17 @@ class OuterUnit:
     def _step(self) -> None:
         """Do the outer step on this rank's range, and write the anchor's change to the message."""
         self._move_reference()
-        self._message[self.own].copy_(self.anchor[self.own] - self.reference)
+        self._message[self._shard].copy_(self.anchor[self._shard] - self.reference)
 
     def _quantized_step(self) -> None:
         assert self._update is not None
         self._move_reference()
         self._update.quantize(
-            self.reference, self.anchor[self.own], self.own.start // self.reference.numel()
+            self.reference, self.anchor[self._shard], self._shard.start // self.reference.numel()
         )
 
     def _move_reference(self) -> None:
-        config, gradient = self._config, self._message[self.own].float()
+        config, gradient = self._config, self._message[self._shard].float()
         self.gradient_norm = torch.linalg.vector_norm(gradient)
         self.momentum.mul_(config.outer_momentum).add_(gradient)
         step = self.momentum
@@ -165,7 +166,7 @@ class OuterUnit:
         self.anchor.sub_(self._message)
 
     def wait(self) -> None:
-        """Wait until the anchor is what the last round made of it."""
+        """Wait until the last round has moved the anchor."""
         self.unit.context.exposure.wait(WaitKind.REDUCE, self._arrived)
         self._arrived = DONE
 
@@ -182,7 +183,7 @@ class OuterUnit:
         return self.spread()
 
     def exchange(self) -> Event:
-        """Exchange master and anchor, and queue the all-gather of masters inside the group."""
+        """Swap master and anchor, and queue the all-gather of masters inside the group."""
         self.wait()
         swap(self.master, self.anchor)
         return self.spread()
@@ -194,7 +195,7 @@ class OuterUnit:
     def flat_shards(self) -> Iterator[FlatShard]:
         """Yield this rank's range of every outer state, as checkpoints have them."""
         shard, topology = self.unit.flat_shard, self.unit.context.topology
-        begin, everywhere = self.start + self.own.start, topology.world_size
+        begin, everywhere = self.start + self._shard.start, topology.world_size
         yield shard(PARAM, begin, self.reference, degree=everywhere)
         yield shard(OUTER_MOMENTUM, begin, self.momentum, degree=everywhere)
         yield shard(ANCHOR, self.start, self.anchor, degree=topology.group_size)
@@ -212,7 +213,7 @@ class OuterUnit:
 
 
 class OuterOptimizer:
-    """The rounds of a run with outer steps.
+    """The outer optimizer of DiLoCo on this rank: begins and ends the rounds of a run.
 
     In a step: `held` before the update of the inner optimizer, `after_update` after it.
     """
@@ -220,7 +221,7 @@ class OuterOptimizer:
     def __init__(
         self, units: Sequence[OuterUnit], names: Sequence[str], config: OuterConfig
     ) -> None:
-        """Make the rounds of `units` of a model whose units have `names`, in forward order."""
+        """Assign `units` to fragments, by the `names` of all units in forward order."""
         self.config = config
         context = units[0].unit.context
         topology, self._device = context.topology, context.device
@@ -309,7 +310,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def exchange(self) -> Iterator[UnitShards]:
-        """Exchange masters and anchors; yield the units whose masters have changed."""
+        """Swap masters and anchors, which groups agree on; yield the units with new masters."""
         yield from self._spread(self.units, [each.exchange() for each in self.units])
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Rotated Tensor Parallelism: a model whose parts compute slice by slice while weights rotate."""
 
 # FSDP2 all-gathers a module's weights before its forward and again before its backward. With
-# --paro-materialize rotate no weights are gathered: a rank of d ranks owns 1/d of every matrix, its
+# --paro-materialize rotate no weights are gathered: a rank of d ranks has 1/d of every matrix, its
 # slice, computes with one slice at a time, and sends it on round a ring of the ranks:
 #
 #     ring step k, forward      rank r computes with the slice of rank r - k, while the shift of it
@@ -105,8 +105,8 @@ def make_rotated_units(
 class RotatingUnit(UnitShards):
     """A unit with 1/d of its trainable or of its frozen matrices on each of d ranks of a ring.
 
-    Slices circulate by ring shifts in place of an all-gather. `param_shard` is the slice that this
-    rank owns; slots are buffers for the slices of other ranks.
+    Slices circulate by ring shifts in place of an all-gather. `param_shard` is this rank's slice;
+    slots are buffers for the slices of other ranks.
     """
 
     def __init__(self, spec: ShardingSpec, context: ShardingContext, ring: Ring) -> None:
@@ -161,7 +161,7 @@ class RotatingUnit(UnitShards):
         """Return (view of the gradient sum that rotates with a slice, whether to add to it)."""
         return self.views(step, slot)[name], step + 1 < self._ring.size
 
-    # Actions #
+    # Actions, which `Verb` describes #
 
     wait = UnitShards.wait_for_updated_params
 

@@ -3,8 +3,8 @@
 # In: a flat buffer, a strategy, a topology and data types. Out: elements and bytes of every shard,
 # and the collectives of every action. The engine allocates and sends by them, the planner counts
 # them. Parameters, gradients and optimizer state each have a degree: with degree d a rank has 1 / d
-# of the buffer (Note: nested shards, paro/layout.py). If an action has several collectives, each
-# operates on the output shard of the one before, as in a hierarchical reduce-scatter.
+# of the buffer (Note: nested shards, paro/layout.py); FSDP2 has one degree for all three. If an
+# action has several collectives, each operates on the output shard of the one before.
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Collective(NamedTuple):
 
     stream_kind: StreamKind
     op: Op
-    span: AxisSpan
+    span: AxisSpan  # the axes of the rank mesh along which it runs
     numel: int  # elements of the buffer that is gathered or reduced
     dtype: str  # the type that is sent: a name of `BYTES_OF`, or UINT8
     units: int = 1  # units in the buffer, one after another, each sharded by itself
@@ -77,7 +77,7 @@ class ModelStateBytes(NamedTuple):
 
 
 class OuterFormats(NamedTuple):
-    """The formats of quantized messages of a round of outer steps."""
+    """The formats of quantized messages in a round of outer steps (DiLoCo)."""
 
     gradient: RangeFormat  # of how far a group has moved
     update: RangeFormat  # of how far the anchor moves
@@ -107,7 +107,7 @@ class ShardingSpec:
 
     @property
     def variants(self) -> tuple[ShardingSpec, ...]:
-        """The sharding specs that steps of a run may follow, that of synchronous ranks first."""
+        """The sharding specs that steps of a run may follow; in the first all ranks synchronize."""
         whole = replace(self, groups_alone=False) if self.groups_alone else self
         exact = (whole.exact,) if self.precision.quantizes else ()
         return whole, *exact, *((whole.alone,) if self.outer is not None else ())
@@ -121,7 +121,7 @@ class ShardingSpec:
 
     @cached_property
     def alone(self) -> ShardingSpec:
-        """The sharding spec of the buffer in a step in which each group trains alone."""
+        """The sharding spec in a step in which gradients are summed inside groups only (DiLoCo)."""
         return replace(self, groups_alone=True)
 
     @property
@@ -196,7 +196,7 @@ class ShardingSpec:
 
     @property
     def _outer_bytes(self) -> int:
-        """Bytes of outer states, and of a message in a round [Note: outer steps]."""
+        """Bytes of the outer optimizer's states on a rank, and of a message in a round."""
         outer, formats = self.outer, self.outer_formats
         if outer is None or not self.buffer.trains:
             return 0
@@ -220,11 +220,11 @@ class ShardingSpec:
             (Verb.GATHER, (Slot.SPARE, Slot.SPARE_2), Slot.SCRATCH),
             (Verb.REDUCE, (Slot.GRAD, Slot.GRAD_2), Slot.GRAD_SCRATCH),
         ):
-            for one in self.collectives.get(verb, ()):
-                numel = one.numel // one.num_shards
-                chunk = chunk_numel(numel, one.itemsize, device_type=device_type)
-                slots |= dict.fromkeys(of_slices, (numel, one.dtype))
-                slots[scratch] = 2 * chunk, one.dtype
+            for each in self.collectives.get(verb, ()):
+                numel = each.numel // each.num_shards
+                chunk = chunk_numel(numel, each.itemsize, device_type=device_type)
+                slots |= dict.fromkeys(of_slices, (numel, each.dtype))
+                slots[scratch] = 2 * chunk, each.dtype
         return slots
 
     # Quantization #
@@ -296,12 +296,12 @@ class ShardingSpec:
             by_verb[Verb.PARAM_ALL_GATHER] = (self._param_all_gather(),)
         if self.buffer.trains and self.outer is not None:
             by_verb |= self._outer_round(self.outer)
-        return {verb: tuple(one for one in sent if one.span) for verb, sent in by_verb.items()}
+        return {verb: tuple(each for each in sent if each.span) for verb, sent in by_verb.items()}
 
     @property
     def exchange(self) -> tuple[Collective, ...]:
-        """Quantized collectives of the gradient sync: to owners, and to replicas."""
-        return tuple(one for one in self.collectives.get(Verb.GRAD_SYNC, ()) if one.is_quantized)
+        """Quantized collectives of the gradient sync: reduce-scatter, all-gather of replicas."""
+        return tuple(each for each in self.collectives.get(Verb.GRAD_SYNC, ()) if each.is_quantized)
 
     def _grad_sync(self) -> tuple[Collective, ...]:
         """Return the collectives of the gradient sync; exact inside groups before quantized."""
@@ -338,7 +338,7 @@ class ShardingSpec:
         return None if gradient is None or update is None else OuterFormats(gradient, update)
 
     def _outer_round(self, outer: OuterConfig) -> dict[Verb, tuple[Collective, ...]]:
-        """Return the collectives of a round: between groups, then inside them [Note: outer steps].
+        """Return the collectives of a round of outer steps: between groups, then inside them.
 
         Ranks of a group with the same optimizer shard each take a part of it to the round.
         """

@@ -1,4 +1,4 @@
-"""Groups that train alone, as the loop sees them: all stop after one step, and logs have means."""
+"""Groups that train alone (workers of DiLoCo) in the loop: a common last step, means in logs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from paro.training.step import Training, TrainState
 from paro.untrusted.schema import conform
 
 # [Note: the step after which groups stop]
-# No group waits in training for another to agree. Each counts its steps in the store of all ranks.
-# A group that wants to stop marks all counters, and names a step that no group has passed. A group
-# sees the mark when it counts its next step.
+# No group waits in training for another to agree. Each counts its steps in the TCPStore of all
+# ranks. A group that wants to stop marks all counters, and names a step that no group has passed. A
+# group sees the mark when it counts its next step.
 _MARK = 1 << 40  # above any number of steps
 _STEP, _COUNTERS = "stop/step", "stop/steps/"
 
 
 @dataclass(slots=True, kw_only=True)
 class StopStep:
-    """The step after which all groups stop, as the first rank of a group learns of it."""
+    """The agreement on the step after which all groups stop, by the first rank of each group."""
 
     store: dist.Store
     group: int
@@ -54,7 +54,7 @@ class StopStep:
 
 
 class GroupsAlone:
-    """The agreement between groups of a run with outer steps; of other runs nothing changes."""
+    """The agreement of groups that train alone on a last step and on logs; idle in other runs."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -66,8 +66,8 @@ class GroupsAlone:
         # Iterations since the last log line, each with the round that ended in it.
         self._records: list[tuple[IterationRecord, EndedRound | None]] = []
         outer, store = training.optimizer.outer, training.control.store
-        own = training.group_control
-        if outer is not None and store is not None and own.world.rank == 0:
+        control = training.group_control
+        if outer is not None and store is not None and control.world.rank == 0:
             group = outer.group
             self._stop = StopStep(store=store, group=group.index, num_groups=group.number)
 
@@ -75,14 +75,14 @@ class GroupsAlone:
         """Return whether groups train alone in the step that ends `iteration`."""
         return self._training.control_of_step(iteration - 1) is not self._control
 
-    def reasons(self, own: Reasons, iteration: int) -> Reasons:
+    def reasons(self, of_rank: Reasons, iteration: int) -> Reasons:
         """Add what other groups want to a rank's reasons to stop, in the step of `iteration`."""
         if self._stop is None or not self.are_alone(iteration):
-            return own
+            return of_rank
         if self._first is None:
             self._first = iteration - 1
-        step = self._stop.count(wants_to_stop=own.any or self._reasons.any)
-        return own._replace(stop_after=self._first + step if step else 0)
+        step = self._stop.count(wants_to_stop=of_rank.any or self._reasons.any)
+        return of_rank._replace(stop_after=self._first + step if step else 0)
 
     def reasons_of_all(self, reasons: Reasons, iteration: int) -> Reasons:
         """Return the reasons for which all groups stop after `iteration`, from those of a step.
@@ -106,13 +106,13 @@ class GroupsAlone:
         fragment = outer.config.begins(iteration)
         if fragment is None or outer.norms is None or all(outer.taken):
             return None
-        left = [
+        left_out = [
             f"group {group}, which moved by {norm:.3g}"
             for group, (norm, taken) in enumerate(zip(outer.norms, outer.taken, strict=True))
             if not taken
         ]
         return (
-            f" the round after iteration {iteration} leaves out {', '.join(left)} | "
+            f" the round after iteration {iteration} leaves out {', '.join(left_out)} | "
             f"usual {outer.usual[fragment].mean:.3g} |"
         )
 
@@ -128,13 +128,13 @@ class GroupsAlone:
         self._records.append((record, outer.ended))
         if not due:
             return
-        mine = [
+        of_rank = [
             (each.lm_loss, each.grad_norm, each.z_loss, each.skipped, ended and float(ended.square))
             for each, ended in self._records
         ]
-        everyone = self._control.gather(mine)
+        gathered = self._control.gather(of_rank)
         size = self._control.world.group_size
-        for (each, ended), of_ranks in zip(self._records, zip(*everyone, strict=True), strict=True):
+        for (each, ended), of_ranks in zip(self._records, zip(*gathered, strict=True), strict=True):
             steps = of_ranks[::size]
             trained = [step for step in steps if not step[3]] or steps[:1]
             losses, norms, z_losses = [*zip(*trained, strict=True)][:3]
@@ -205,7 +205,7 @@ def group_state_of(common: Mapping[str, Any], training: Training) -> GroupState 
 
 
 def regrouped_lines(source: str, common: Mapping[str, Any], training: Training) -> Iterator[str]:
-    """Yield a line about groups that trained alone, and do not go on as they were."""
+    """Yield a line if the checkpoint's groups that trained alone do not go on as they were."""
     before = common.get("groups_alone")
     if before not in (None, training.groups_alone):
         yield (

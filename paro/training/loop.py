@@ -1,5 +1,9 @@
 """The training loop: steps, evaluations, saves and reports, and the reasons to exit early."""
 
+# An iteration is a step (paro/training/step.py), its report and then, if due, an evaluation, a
+# snapshot in the node's memory and a checkpoint. The reasons of any rank to exit (a signal, the
+# time limit, a failed save) are in the step's all-reduce, so all exit after the same iteration.
+
 from __future__ import annotations
 
 import gc
@@ -148,7 +152,7 @@ class Loop:
         if collect_every > 0 and state.iteration % collect_every == 0:
             gc.collect()
         seconds = time.perf_counter() - begin
-        self._take_times(result, seconds)
+        self._add_times(result, seconds)
         due = self.report.is_due(state.iteration)
         record = IterationRecord(
             iteration=state.iteration,
@@ -169,7 +173,7 @@ class Loop:
             z_loss=result.z_loss,
             data_wait_ms=result.data_wait_seconds * 1000.0,
             exposed=result.exposed,
-            held=self._held(),
+            held=self._peak_bytes(),
             allocator=allocator_bytes(training.device),
         )
         if self._signal.name is not None:
@@ -226,17 +230,18 @@ class Loop:
             self.snapshots.discard()  # a restart from these snapshots would diverge again
         raise RunError(f"{reason}{where}; {back}")
 
-    def _held(self) -> dict[str, int]:
+    def _peak_bytes(self) -> dict[str, int]:
+        """Return the bytes of model states, and the peak bytes of unsharded buffers, by kind."""
         ledger = self.training.model.context.ledger
-        held = {
+        peaks = {
             **self._states,
             "whole-parameters": ledger.whole_params.peak_bytes,
             "whole-gradients": ledger.whole_grads.peak_bytes,
         }
         slices = ledger.slices.peak_bytes  # 0 unless weights rotate
-        return held | ({"slices-under-way": slices} if slices else {})
+        return peaks | ({"slices-under-way": slices} if slices else {})
 
-    def _take_times(self, result: StepResult, seconds: float) -> None:
+    def _add_times(self, result: StepResult, seconds: float) -> None:
         self._times.append(replace(result.own, step=seconds))
         timers = self.training.timers
         timers.add("interval-time", seconds, level=1)
@@ -248,8 +253,8 @@ class Loop:
         """Log times per rank; collective with --timing-log-level above 0 or --log-straggler."""
         config, timers = self.report.config, self.training.timers.take()
         if config.timing_log_level > 0 or config.log_straggler:
-            own = sum(self._times, RankTimes())
-            everywhere = self.training.control.gather((timers, own))
+            times = sum(self._times, RankTimes())
+            everywhere = self.training.control.gather((timers, times))
             self.report.ranks(
                 record,
                 timers=[timers for timers, _ in everywhere],
@@ -301,6 +306,7 @@ class Loop:
         return any(held_out.num_micro_batches is None for held_out in sets)
 
     def _reasons(self) -> Reasons:
+        """Return this rank's reasons to exit, once its last snapshot is complete."""
         if self.snapshots is not None:
             with self.training.timers.measure("non-persistent-save"):
                 self.snapshots.wait()  # see [Note: snapshots]
