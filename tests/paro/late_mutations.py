@@ -176,6 +176,7 @@ _THREAD = "the thread of a save; tests/end_to_end/test_checkpoint_flags.py"
 _COPIES = "the thread of local copies; tests/end_to_end/test_local_copies.py"
 _CONTEXT = "what attention waits for; tests/paro/context_parallel/test_blockwise.py removes each"
 _HASHES = "hashes of a moving anchor; tests/paro/optim/test_outer.py compares them in flight"
+_FORWARD = "each forward of an evaluation has waited for all units; one that fails has not"
 _CLOSE = "no order needs it: a lost peer is named by it, before streams close"
 
 # The others, and why no run on late streams goes wrong without them: all those of a module, or one.
@@ -200,5 +201,7 @@ ELSEWHERE = {
     "training.saving Saver.settle: self._background.wait()": _THREAD,
     "training.saving Saver.resume_hint: self._background.wait()": _THREAD,
     "training.step Training.close: self.model.wait_for_updated_params()": _CLOSE,
-    "training.evaluation evaluate: model.wait_for_updated_params()": _COUNTS,
+    "training.evaluation evaluate: training.model.wait_for_updated_params()": _COUNTS,
+    "training.evaluation _exchanged: model.wait_for_updated_params()": _FORWARD,
+    "training.evaluation _exchanged: model.wait_for_updated_params() #2": _COUNTS,
 }
