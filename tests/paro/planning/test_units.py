@@ -119,7 +119,12 @@ def assert_counted(
 
 WIDE = replace(SMALL, hidden_size=96, ffn_hidden_size=160, num_query_groups=4, kv_channels=24)
 WITH_ADAPTERS = replace(WIDE, lora=LoraConfig(rank=32, targets=("wo", "w_up")))
-CODES = {"inter_param_bits": 4, "inter_grad_bits": 4, "accumulate_allreduce_grads_in_fp32": False}
+NO_CODES: dict[str, Any] = {}
+CODES: dict[str, Any] = {
+    "inter_param_bits": 4,
+    "inter_grad_bits": 4,
+    "accumulate_allreduce_grads_in_fp32": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -356,3 +361,19 @@ def test_a_run_on_other_ranks_has_units_padded_for_them() -> None:
         spread = replace(run.strategy, optim=world_size)
         other = replace(run, world_size=world_size, strategy=spread)
         assert memories.of(other) == RunMemory(None).of(other)
+
+
+def test_an_evaluation_of_averages_has_a_copy_of_parameters_that_codes_changed() -> None:
+    """One of this rank's range in bf16, beside the states; other parameters need none."""
+    for changes, copied in ((NO_CODES, 0), (CODES, 2)):
+        precision = PrecisionConfig(compute="bf16", ema_decay=0.9, **changes)
+        run = replace(run_of(WIDE, "NIG", precision), eval_micro_batch_size=64)
+        specs = run.specs(RunMemory(None).units(run))
+        coded = [spec.layout.numel for spec in specs if spec.update_format is not None]
+        assert len(coded) == (3 if changes else 0), "the blocks"
+        plain, averaged = (
+            RunMemory(None).of(replace(run, eval_ema=eval_ema)).allocations
+            for eval_ema in (False, True)
+        )
+        assert "in an evaluation" in averaged.name
+        assert averaged.total - plain.total == copied * sum(coded) // run.world_size
