@@ -259,7 +259,7 @@ def blend_samples(
 ) -> BlendIndices:
     """Return the first samples of a blend, of corpora that end after `sizes` samples or never.
 
-    Bit for bit Megatron's, computed in parallel lanes; see [Note: in lanes].
+    Bit for bit Megatron's, computed in parallel lanes.
     """
     shares = np.array(corpus_shares, dtype=np.float64)
     limits = None if sizes is None else np.array(sizes, dtype=np.int64)

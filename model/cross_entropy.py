@@ -41,7 +41,7 @@ class ZLoss:
 def _fused_losses(
     x_TD: Tensor, weight_VD: Tensor, labels_T1: Tensor, *, needs_grads: bool, z_weight: float | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute losses and gradients of logits by Triton, without fp32 logits; see `_losses`."""
+    """Return losses, log-sum-exps and gradients of logits by Triton, without fp32 logits."""
     from model.kernels import cross_entropy
 
     logits_TV, labels_T = x_TD @ weight_VD.t(), labels_T1.squeeze(1)

@@ -276,7 +276,7 @@ class Head(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole model; its parameters are uninitialized, see model/initialization.py."""
+    """The whole model; its parameters are uninitialized until they are filled or loaded."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

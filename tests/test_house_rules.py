@@ -122,6 +122,7 @@ PLANTED: list[tuple[Rule, str, str, str]] = [
     (starts_with_its_docstring, "x", '# Why\n"""Says what."""', "no docstring"),
     (docstrings_stand_alone, "x", 'def f():\n    """The sum."""', "f opens with the"),
     (docstrings_stand_alone, "x", 'class A:\n    """What adds."""', "A opens with what"),
+    (docstrings_stand_alone, "x", 'def f():\n    """Add; see g."""', "f points elsewhere"),
     (sizes_are_small, "x", "\n" * (MAX_FILE_LINES + 1), "401 lines, 400 allowed"),
     (sizes_are_small, "x", "def f():\n" + "    1\n" * MAX_FUNCTION_LINES, "f has 61 lines"),
     (catches_are_narrow, "x", caught("main", "run()"), "2: main catches ValueError"),

@@ -1,6 +1,6 @@
 """The command line parser, with Megatron-LM's flag names and defaults; one function per group."""
 
-# Types and choices only: all rules between flags are in config.py. A default of None means that
+# Types and choices only: all rules between flags are in paro/config. A default of None means that
 # the value comes from elsewhere (a preset, another flag); the help text says from where.
 
 from __future__ import annotations

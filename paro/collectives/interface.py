@@ -80,10 +80,10 @@ class Endpoint:
 class Collectives(Endpoint, ABC):
     """Collectives on flat buffers along `span`, an axis span ordered innermost first.
 
-    All work in place on nested shards (layout.py): `whole` is the buffer at the coarse degree of
-    the span and contains this rank's shard at the fine degree. With `units` > 1, `whole` holds the
-    buffers of that many units. Every call queues jobs on comm streams and returns their completion;
-    an empty span costs nothing. Values are sent in `comm_dtype`.
+    All work in place on nested shards: `whole` is the buffer at the coarse degree of the span and
+    contains this rank's shard at the fine degree. With `units` > 1, `whole` holds the buffers of
+    that many units. Every call queues jobs on comm streams and returns their completion; an empty
+    span costs nothing. Values are sent in `comm_dtype`.
     """
 
     _algorithm = "native"

@@ -57,7 +57,7 @@ from paro.strategy import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The checked configuration of a run; no code below this file sees the argparse namespace."""
+    """The checked configuration of a run; code that reads it sees no argparse namespace."""
 
     model: LlamaConfig
     trainable: Trainable

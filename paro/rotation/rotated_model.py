@@ -11,7 +11,7 @@
 #
 # A slot is a buffer for one slice: SHARD is the rank's own parameter shard, SPARE and SPARE_2 are
 # receive buffers (double buffering), GRAD and GRAD_2 have sums of gradients. The step schedule
-# (paro/step/rotating.py, slices.py) says which slots to allocate, shift and compute with, and
+# (paro/step: rotating.py, slices.py) says which slots to allocate, shift and compute with, and
 # calls the methods of the unit in that order.
 #
 # A part of the model wraps one method of a module, such as a block's MLP, and computes d partial

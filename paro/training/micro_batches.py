@@ -40,7 +40,7 @@ class TimedBatches(Iterator[Batch]):
 
 
 class TokenWeights:
-    """The weight of every token in the loss that backward starts from (Note: gradient scaling).
+    """The weight of every token in the loss that backward starts from; collectives only sum.
 
     - By default, as in Megatron: mean over micro-batches of the micro-batch's token mean;
       micro-batches without an unmasked token do not count.

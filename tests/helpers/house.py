@@ -199,7 +199,10 @@ def starts_with_its_docstring(source: Source) -> Iterator[str]:
 def docstrings_stand_alone(source: Source) -> Iterator[str]:
     """Docstrings open with a verb in functions, a noun elsewhere: read alone, they are clear."""
     for node in nodes_of(source, ast.FunctionDef, ast.ClassDef):
-        first = (ast.get_docstring(node) or "").split(" ")[0].strip(",.:").lower()
+        docstring = ast.get_docstring(node) or ""
+        if pointer := re.search(r"Note: |; see ", docstring):
+            yield f"{node.lineno}: the docstring of {node.name} points elsewhere: {pointer[0]}"
+        first = docstring.split(" ")[0].strip(",.:").lower()
         is_noun = isinstance(node, ast.ClassDef) or any(
             re.search(r"property|fixture", ast.unparse(each)) for each in node.decorator_list
         )

@@ -97,7 +97,7 @@ def _best(failures: Failures, between: float) -> Goodput:
 
 
 def _best_interval(between: float, cost: float) -> float:
-    """Return the seconds of work between savings of a cost; see the top of the file."""
+    """Return the seconds of work between savings that leave the largest share of time to work."""
     low, high = 0.0, between * (1.0 - 1e-12)
     for _ in range(100):
         middle = (low + high) / 2

@@ -76,7 +76,7 @@ class Contender(Protocol):
         """Run one optimizer step; calls `observe` after each accumulation of gradients."""
 
     def held(self) -> Iterable[Tensor]:
-        """Return the model state this rank holds now; see `state_bytes`."""
+        """Return the model state that this rank holds now, whose bytes `state_bytes` counts."""
 
     def finish(self) -> None:
         """Wait for work that a step leaves to the next one, before the process ends."""
