@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -118,10 +119,12 @@ def read_phases(path: str) -> tuple[DataPhase, ...]:
         entries: list[_Entry] = read_json(Path(path), list[_Entry], f"{PHASES} {path}")
         if not entries:
             raise UserError(f"{PHASES} {path} has no phase")
-    names = [entry.name for entry in entries]
-    for number, (name, entry) in enumerate(zip(names, entries, strict=True), 1):
-        what = f"{PHASES} {path}, phase {number}:"
-        if not (name.isprintable() and name.strip() and is_word(name)) or names.count(name) > 1:
+    uses = Counter(entry.name for entry in entries)
+    for number, entry in enumerate(entries, 1):
+        what, name = f"{PHASES} {path}, phase {number}:", entry.name
+        # Fields of a log line are between bars.
+        is_name = name.isprintable() and name == name.strip() != "" and "|" not in name
+        if not is_name or uses[name] > 1:
             raise UserError(f"{what} {name!r} is no name, or not its alone: give another")
         if entry.samples is None and number < len(entries):
             raise UserError(f"{what} only the last may lack samples: give their number")
@@ -183,6 +186,8 @@ def _checked(flag: str, prefixes: list[str], weights: list[float] | None) -> Ble
             raise UserError(f"{flag} all weights are 0: give one of the paths more")
         prefixes = [p for p, weight in zip(prefixes, weights, strict=True) if weight > 0.0]
         weights = [weight for weight in weights if weight > 0.0]
+        if min(weights) / sum(weights) == 0.0:  # the sum may be infinite
+            raise UserError(f"{flag} the weights are too far apart, or too large: give others")
     if not all(map(is_word, prefixes)):
         raise UserError(f"{flag} a path holds a zero byte or half of a character")
     if any(len(prefix) > _MAX_PATH_CHARS for prefix in prefixes):

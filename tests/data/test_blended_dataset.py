@@ -177,6 +177,10 @@ def test_a_senseless_file_is_refused(
         ('[{"name": "a", "data": ["x"], "samples": 0}]', "phase 1 ... 0 samples"),
         ('[{"name": "a", "data": [1, "x", "y"]}]', ", a: ... do not match"),
         ('[{"name": "", "data": ["x"]}]', "phase 1 ... ''"),
+        ('[{"name": "a | b", "data": ["x"]}]', "phase 1 ... 'a | b'"),
+        ('[{"name": "a ", "data": ["x"]}]', "phase 1 ... 'a '"),
+        ('[{"name": "a", "data": [1e308, "x", 1e308, "y"]}]', ", a: ... too large"),
+        ('[{"name": "a", "data": [1, "x", 1, [1e308, "y", 1e308, "z"]]}]', ", a: ... too large"),
         ('[{"name": "a", "data": "x", "samples": 1}, {"name": "a", "data": "x"}]', "1 ... 'a'"),
     ],
 )
