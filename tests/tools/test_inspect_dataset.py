@@ -227,6 +227,10 @@ def test_the_samples_of_an_iteration_have_numbers_and_text(corpus: Path, tmp_pat
     assert [line["number"] for line in third] == [5, 6, 7, 8]
     assert [line["tokens"] for line in third] == [line["tokens"] for line in whole[4:8]]
     assert third[0]["text"].split() == list(map(str, third[0]["tokens"]))
+    phases = [{"name": "one", "samples": 4, "data": "gone"}, {"name": "two", "data": str(corpus)}]
+    (tmp_path / "phases.json").write_text(json.dumps(phases))
+    phased = ["--data-phases", tmp_path / "phases.json", *rising[2:], "--iteration", 3]
+    assert len(dumped(tmp_path / "phased.jsonl", *phased)) == 4
     out = ["--dump-samples", str(tmp_path / "x")]
     for words, told in (
         ([*rising, *out, "--iteration", 9], "the training ends before"),

@@ -57,14 +57,14 @@ def training_samples(
         )
     config = configure(Namespace(**settled), World())
     count = count_samples(config.data, config.train, config.batches).train
-    counts = SplitCounts(train=count)
-    datasets = build_datasets(config.data, counts, config.vocab_size, config.tokenizer)
-    if iteration is None:
-        return datasets.train, range(count), config.tokenizer
-    first, stop = (config.batches.samples_after(each) for each in (iteration - 1, iteration))
-    if stop > count:
+    indices = range(count)
+    if iteration is not None:
+        indices = range(*map(config.batches.samples_after, (iteration - 1, iteration)))
+    if indices.stop > count:
         raise UserError(f"--iteration {iteration}: the training ends before, after {count} samples")
-    return datasets.train, range(first, stop), config.tokenizer
+    counts = SplitCounts(train=count, consumed=indices.start)
+    datasets = build_datasets(config.data, counts, config.vocab_size, config.tokenizer)
+    return datasets.train, indices, config.tokenizer
 
 
 def dump(args: Namespace, path: Path, iteration: int | None) -> str:
