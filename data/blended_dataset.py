@@ -94,7 +94,8 @@ class BlendedDataset:
 class PhasedDataset:
     """The samples of all phases, one phase after the other.
 
-    A phase that was over when the run began has no data set, and its samples cannot be read.
+    A phase that was over when the run began has no data set, and its samples cannot be read. One
+    without a number of samples is never over: a longer training reads more of it.
     """
 
     phases: Sequence[DataPhase]
@@ -170,7 +171,7 @@ def build_phases(
         )
     data_sets = [
         None
-        if stop <= consumed
+        if stop <= consumed and phase.samples is not None
         else build_samples(phase.blend, replace(request, num_samples=max(1, stop - start)))
         for phase, (start, stop) in zip(phases, pairwise([*starts, end]), strict=True)
     ]

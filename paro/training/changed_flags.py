@@ -156,8 +156,10 @@ def _data_changes(saved: Record, now: Record) -> Iterator[str]:
         "split": "validation and test may read documents that were trained on",
         "seq_length": "the data are cut into samples elsewhere",
         "sft": "the data are cut into samples elsewhere",
-        "phase_start": f"{PHASES} has other phases",
     }
+    start, new_start = saved["phase_start"], now["phase_start"]
+    if start != new_start:
+        yield f"{PHASES}: the phase that is read began after sample {start}, now after {new_start}"
     for name, follows in consequences.items():
         if name in saved and not _is_same(saved[name], now[name]):
             yield f"{_change(name, saved, now)}: {follows}"

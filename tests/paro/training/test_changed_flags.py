@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.training.assembly import build_data
 from paro.training.changed_flags import order_changes, order_record, schedule_change
+from paro.training.step import TrainState
 from tests.helpers.corpora import write_conversations, write_corpus
 from tests.helpers.refusals import says
 from tests.paro.config.test_run import configure
@@ -38,8 +39,8 @@ def run(words: str) -> RunConfig:
     return configure(f"{TINY} {words}", World())
 
 
-def order_of(config: RunConfig) -> dict[str, Any]:
-    return order_record(config.data, config.train, config.batches, build_data(config))
+def order_of(config: RunConfig, state: TrainState | None = None) -> dict[str, Any]:
+    return order_record(config.data, config.train, config.batches, build_data(config, state))
 
 
 def saved(words: str) -> dict[str, Any]:
@@ -59,7 +60,10 @@ def changed(common: dict[str, Any], config: RunConfig) -> str | None:
 
 
 def told(common: dict[str, Any], words: str) -> list[str]:
-    return list(order_changes(common, order_of(run(words))))
+    config, consumed = run(words), common["state"]["consumed_train_samples"]
+    start = TrainState.at_start(config.loss_scale)
+    state = replace(start, iteration=consumed // 4, consumed_train_samples=consumed)
+    return list(order_changes(common, order_of(config, state)))
 
 
 TAIL = "reading continues after sample 12 of another order"
@@ -107,7 +111,7 @@ def test_what_leaves_the_order_as_it_was_is_not_told(before: str, after: str) ->
         ((9, "a", "b"), (9, "a", "b"), None),
         ((9, "a", "b"), (9, "b", "b"), None),  # a phase that is over
         ((9, "a", "b"), (9, "a", "a"), f"{B} and are --data-phases {A}"),
-        ((9, "a", "b"), (8, "a", "b"), "9 and is 8 ... other phases"),
+        ((9, "a", "b"), (8, "a", "b"), "--data-phases: ... sample 9, now after 8"),
         ((20, "a", "b"), (20, "a", "a"), None),  # a phase that has not begun
         ((20, "a", "b"), (12, "a", "a"), None),  # a phase that ends here
         ((20, "a", "b"), (30, "a", "b"), None),
@@ -126,6 +130,15 @@ def test_a_change_of_the_phase_that_is_read_is_named(
     lines = told(common, write(*after))
     assert len(lines) == (change is not None)
     says(" ".join(lines), change or "")
+
+
+def test_a_run_that_is_complete_has_changed_nothing() -> None:
+    phases = [{"name": "one", "samples": 20, "data": "a"}, {"name": "two", "data": "b"}]
+    Path("phases.json").write_text(json.dumps(phases))
+    words = f"{FLAGS.replace('--split 9,1,0', '')} --data-phases phases.json"
+    common = saved(words)
+    common["state"]["consumed_train_samples"] = 40
+    assert told(common, words) == []
 
 
 def test_a_corpus_that_was_written_again_is_noticed() -> None:
