@@ -114,7 +114,7 @@ TARGETS: dict[str, Target] = {
         "tools/train_tokenizer.py --input {set}/text.jsonl --output-prefix {out}/t --vocab-size 270"
     ),
     "merge of checkpoints": Target(
-        f"tools/merge_checkpoints.py --input {SAVED} --last 2 --output {{out}}/merged"
+        "tools/merge_checkpoints.py --input {set}/twice --last 2 --output {out}/merged"
     ),
     "dashboard": Target("tools/wandb_dashboard.py --wandb-project p --dry-run"),
     "corpus": Target(OWN, ("corpus_text_document.idx", "corpus_text_document.bin")),
@@ -249,6 +249,8 @@ def make_inputs(folder: Path) -> tuple[Path, Path]:
     sums = BlockSums()
     sums.update((place / "corpus_text_document.bin").read_bytes())
     sums.write(place / "checked/corpus_text_document.bin.crc")
+    for iteration in (4, 5):
+        shutil.copytree(place / CHECKPOINT, place / "twice" / f"iter_{iteration:07d}")
     (place / "blend.json").write_text(BLEND.format(set=place))
     (place / "flags.yaml").write_text(YAML)
     add_inputs(place)
