@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from data.blend import PHASES
@@ -117,6 +117,9 @@ def schedule_change(
 ) -> str | None:
     """Name the flag that changed the learning rate or weight decay schedule, if one did."""
     saved, now = common.get("schedule") or {}, _as_read(asdict(schedule))
+    if saved:  # a field that was added after the checkpoint had been written has its default
+        others = (item for item in fields(schedule) if item.default is not MISSING)
+        saved = {**{item.name: item.default for item in others}, **saved}
     differ = [name for name in now if name in saved and saved[name] != now[name]]
     if _TOTAL in differ and all(each.get(_START) == each.get(_END) for each in (saved, now)):
         differ.remove(_TOTAL)  # weight decay is constant
@@ -125,7 +128,8 @@ def schedule_change(
             continue
         unit = " samples" if name in _LENGTHS else ""
         flag = (_LENGTHS | _WEIGHT_DECAY).get(name, f"--{name.replace('_', '-')}")
-        return f"{flag} was {saved[name]}{unit} and is {now[name]}{unit}"
+        text = f"{flag} was {saved[name]}{unit} and is {now[name]}{unit}"
+        return text.replace(f"None{unit}", "not given")
     if not differ:
         return None
     lengths = _as_read(_length_record(train, batches))

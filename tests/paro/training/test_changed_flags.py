@@ -202,3 +202,12 @@ def test_a_schedule_of_before_there_was_a_record_names_what_it_may_be() -> None:
     longer = run(f"{FLAGS} --mock-data --train-iters 20")
     told = changed(common, longer)
     says(told or "", f"--train-iters, --train-samples or --global-batch-size changed: {LENGTH}")
+
+
+def test_a_schedule_of_before_there_was_a_flag_has_its_default() -> None:
+    words = f"{FLAGS} --mock-data"
+    common = saved(words)
+    del common["schedule"]["decoupled_lr"], common["schedule"]["decoupled_min_lr"]
+    assert changed(common, run(words)) is None
+    told = changed(common, run(f"{words} --decoupled-lr 0.2"))
+    says(told or "", "--decoupled-lr was not given and is 0.2")
