@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
 from model.config import LlamaConfig
-from model.trainable import matching
-from model.units import parameter_shapes
+from model.trainable import Trainable, matching
+from model.units import BY_VOCABULARY, parameter_shapes
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import describe_saved, newest_whole
 from paro.config.elastic import check_survival
@@ -30,10 +31,27 @@ from paro.spec.units import rotation_infeasible_reason
 from paro.strategy import Strategy
 
 
-def check_groups(optim: OptimConfig, model: LlamaConfig) -> None:
-    """Raise `UserError` if a pattern of --param-group matches no parameter."""
+def check_groups(
+    args: Namespace, optim: OptimConfig, model: LlamaConfig, trainable: Trainable
+) -> None:
+    """Raise `UserError` if a pattern, a group or --decoupled-lr concerns nothing that trains."""
+    undecided = trained = trainable.names(model)
     for group in optim.groups().groups:
-        list(matching(FLAG, group.patterns, list(parameter_shapes(model))))
+        flag = f"{FLAG} names:{','.join(group.patterns)}"
+        names = trained.intersection(matching(FLAG, group.patterns, list(parameter_shapes(model))))
+        if not names:
+            raise UserError(f"{flag} has only frozen parameters: leave the group out")
+        if undecided.isdisjoint(names):
+            raise UserError(
+                f"{flag}: groups before it have all its parameters, and the first decides: put it "
+                "before them, or leave it out"
+            )
+        undecided -= names
+    if args.decoupled_lr is not None and trained.isdisjoint(BY_VOCABULARY):
+        raise UserError(
+            f"--decoupled-lr {args.decoupled_lr:g} is the learning rate of embedding and output "
+            "layer, which are frozen: leave it out"
+        )
 
 
 def check_moments(optim: OptimConfig, precision: PrecisionConfig) -> None:

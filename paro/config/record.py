@@ -99,11 +99,11 @@ def model_lines(config: RunConfig) -> Iterator[str]:
 
 
 def _group_lines(config: RunConfig) -> Iterator[str]:
-    """Yield a log line for parameters whose factors are not those of a run without groups."""
+    """Yield a log line for what trains with factors that are not those of a run without groups."""
     names, groups = defaultdict[Factors, list[str]](list), config.param_groups
     for name, shape in parameter_shapes(config.model).items():
         factors = groups.of(name, shape)
-        if factors != BY_SHAPE.of(name, shape):
+        if name in config.trained and factors != BY_SHAPE.of(name, shape):
             names[factors].append(name)
     for factors, own in names.items():
         yield f"> {factors}: {count_text(len(own), 'tensor')}, the first {own[0]}"

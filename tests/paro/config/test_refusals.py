@@ -18,6 +18,7 @@ COPIES = "--paro-nccl-copy-engine"
 STEPS = "--step-batch-size-schedule"
 FULL = "--recompute-granularity full"
 MUON = "--optimizer muon"
+NORMS = "--trainable names:*norm*"
 FP8 = "--fp8-format hybrid"
 LOCAL = "--non-persistent-ckpt-type local"
 RETAIN = "--save-retain-interval 5"
@@ -76,7 +77,7 @@ MISTAKES = [
     ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 ... --bf16"),
     (f"{MUON} --muon-momentum 1", "--muon-momentum 1.0 must be in [0, 1)"),
     (f"{MUON} --muon-num-ns-steps 0", "--muon-num-ns-steps 0 ... [1, 100)"),
-    (f"{MUON} --trainable names:*norm*", f"{MUON} ... has none: leave it"),
+    (f"{MUON} {NORMS}", f"{MUON} ... has none: leave it"),
     (f"{MUON} --paro-strategy III {ROTATE}", f"{MUON} ... leave one"),
     ("--ema-decay 1", "--ema-decay 1.0 must be in [0, 1)"),
     ("--ema-decay 0.9 --ema-interval 0", "--ema-interval 0 must be at least 1"),
@@ -105,6 +106,9 @@ MISTAKES = [
     ("--lr 0", "--lr 0.0"),
     ("--min-lr 0.2", "--min-lr 0.2 ... --lr 0.1"),
     ("--param-group names:*.wr lr-mult=2", "--param-group names: ... '*.wr' ... blocks.*.wq"),
+    ("--param-group names:*.wq wd-mult=2 names:*.w[qq] lr-mult=2", "names:*.w[qq]: groups before"),
+    (f"{NORMS} --param-group names:*.wq,*.wk lr-mult=2", "names:*.wq,*.wk has only frozen"),
+    (f"{NORMS} --decoupled-lr 0.1", "--decoupled-lr 0.1 ... frozen: leave it out"),
     ("--lr-warmup-fraction 0.1 --lr-warmup-iters 1", "--lr-warmup-fraction and --lr-warmup-iters"),
     ("--lr-warmup-fraction 1.5", "--lr-warmup-fraction 1.5"),
     ("--weight-decay-incr-style linear", "--start-weight-decay and"),
