@@ -90,11 +90,9 @@ def checkpoint_bytes(run: RunSpec, *, has_base: bool, has_moments: bool) -> int:
     precision, by_muon = run.precision, run.precision.optimizer == "muon"
 
     def of_trained(name: str, shape: Shape) -> int:
-        if not has_moments:
-            return bytes_of([MASTER])
         has_momentum = by_muon and is_for_muon(name, shape)
         states = (muon_states if has_momentum else adamw_states)(precision)
-        return bytes_of((*states, *averages(precision)))
+        return bytes_of((*(states if has_moments else [MASTER]), *averages(precision)))
 
     of_frozen = 0 if has_base else BYTES_OF[precision.frozen]
     return sum(

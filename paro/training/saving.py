@@ -20,7 +20,7 @@ from paro.report.earlier import next_number
 from paro.report.log import Log
 from paro.report.record import RunFacts
 from paro.report.run_files import ProgressFile
-from paro.spec.states import PARAM, SHARED_BY_GROUPS
+from paro.spec.states import EMA, PARAM, SHARED_BY_GROUPS
 from paro.training.groups_alone import record_of_groups
 from paro.training.resume import FROM_NOTHING, Resumed, common_record
 from paro.training.step import Training, TrainState
@@ -135,7 +135,7 @@ class Saver:
         groups = record_of_groups(training, state)
         shards = training.optimizer.flat_shards(frozen=self._resumed.base is None)
         if config.checkpoint.no_save_optim:
-            shards = (shard for shard in shards if shard.state == PARAM)
+            shards = (shard for shard in shards if shard.state in (PARAM, EMA))
         states = chunked_states(shards, writers=self._ranks.folder_ranks)
         if config.checkpoint.async_save:
             states = self._copy.take(states)

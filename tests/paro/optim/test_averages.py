@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from data.batch import Batch
+from paro.checkpoint.convert.native import open_native
 from paro.config.run import RunConfig
+from paro.launch.prediction import checkpoint_bytes
 from paro.report.log import Log
 from paro.sharding.buffers import _SWAPPED, swap
 from paro.spec.optim_config import OptimConfig
@@ -22,6 +24,7 @@ from paro.training.resume import load_run
 from paro.training.step import Training, train_step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, begun, built, save_run, whole_states
+from tests.paro.training.test_base import written_bytes
 
 DECAY = 0.8
 FLAGS = f"{TINY} --ema-decay {DECAY} --eval-ema --eval-iters 2 --train-iters 6"
@@ -142,6 +145,22 @@ def test_nothing_is_evaluated_before_the_first_average() -> None:
 def _held_out(config: RunConfig, training: Training) -> Iterator[Batch]:
     state, _ = begun(config, training)
     return build_sources(config, build_data(config), training, state).valid[0].batches
+
+
+def test_averages_are_saved_without_moments_too(tmp_path: Path) -> None:
+    """They are what a run with --ema-decay ends with."""
+    config, training = built(f"{FLAGS} --global-batch-size 2 --no-save-optim --save {tmp_path}")
+    state, source = begun(config, training)
+    for _ in range(2):
+        train_step(training, state, source)
+    save_run(config, training, state=state)
+    assert written_bytes(tmp_path) == checkpoint_bytes(
+        config.spec, has_base=False, has_moments=False
+    )
+    tensors = open_native(tmp_path, averaged=True).tensors
+    for name, values in whole_states(training, only="ema").items():
+        saved = tensors[name.removeprefix("ema.")]
+        assert torch.equal(saved.rows(0, len(values)), values), name
 
 
 CASES = [
