@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_line(longest_table(args))
         return
     args, lines = with_context(args)
-    print_line(*lines, *[""] * bool(lines))
+    if lines:
+        print_line(*lines, "")
     request = plan_request_of_args(args)
     if args.mtbf_hours is not None:
         failures_of(args, request)  # its mistakes, before the plan takes time

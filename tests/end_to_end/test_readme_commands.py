@@ -80,7 +80,8 @@ RUN_ELSEWHERE = (
 )
 
 # The first needs a checkout of another project, fixed_runs.py takes minutes, and torchrun is a
-# stand-in here: tests/tools has tests of all three, and of lm-eval, which is no requirement.
+# stand-in here: tests/tools has tests of all three, of lm-eval, which is no requirement, and of
+# the merge of checkpoints, which needs three of them.
 # The others need GPUs; tests/tools/bench/test_check_gpu.py rehearses them.
 BY_HAND = (
     "python tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md",
@@ -93,6 +94,8 @@ BY_HAND = (
     "--output scores.json",
     "python tools/bench/one_rank.py --ranks 128 --machine dgx-h100 --distributed-backend nccl \\\n"
     "    --llama-preset 65B --seq-length 4096 --micro-batches 2 --recompute",
+    "python tools/merge_checkpoints.py --input runs/quickstart/checkpoints --last 3 \\\n"
+    "    --output runs/quickstart/merged",
     "make gpu",
     "make gpu PARTS=a,e",
     "make gpu GPUS=8",
