@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
 from paro.schedule.batch_schedule import BatchSchedule
+from paro.schedule.lr_schedule import ScheduleConfig
 from paro.spec.optim_config import OptimConfig
 from paro.spec.param_groups import FLAG
 from paro.spec.units import rotation_infeasible_reason
@@ -32,7 +32,7 @@ from paro.strategy import Strategy
 
 
 def check_groups(
-    args: Namespace, optim: OptimConfig, model: LlamaConfig, trainable: Trainable
+    schedule: ScheduleConfig, optim: OptimConfig, model: LlamaConfig, trainable: Trainable
 ) -> None:
     """Raise `UserError` if a pattern, a group or --decoupled-lr concerns nothing that trains."""
     undecided = trained = trainable.names(model)
@@ -47,9 +47,10 @@ def check_groups(
                 "before them, or leave it out"
             )
         undecided -= names
-    if args.decoupled_lr is not None and trained.isdisjoint(BY_VOCABULARY):
+    decoupled_lr = schedule.decoupled_lr
+    if decoupled_lr is not None and trained.isdisjoint(BY_VOCABULARY):
         raise UserError(
-            f"--decoupled-lr {args.decoupled_lr:g} is the learning rate of embedding and output "
+            f"--decoupled-lr {decoupled_lr:g} is the learning rate of embedding and output "
             "layer, which are frozen: leave it out"
         )
 
