@@ -18,6 +18,7 @@ from tools.bench import (
     bench_model,
     bench_newton_schulz,
     check_gpu,
+    study_averages,
     study_bits,
     study_mup,
     study_optimizers,
@@ -102,6 +103,10 @@ MISTAKES: dict[tuple[ModuleType, str], dict[str, str]] = {
         "--parts i": "part i needs --gpus 2 or more",
         "--quick 1 --parts a": "--quick 1 chooses the parts, for one GPU: no --parts",
         "--quick 2 --gpus 8": "--quick 2 chooses the parts, for one GPU: no ... --gpus",
+    },
+    (study_averages, "--folder x --data ."): {
+        "": "--data . holds no corpus ... make quickstart",
+        "--train-iters 39": "--train-iters 39 must be at least 40",
     },
     (study_bits, "--json x.json --folder x"): {"--data .": "make quickstart"},
     (study_mup, "--folder x --data ."): {"": "--data . holds no corpus ... make quickstart"},

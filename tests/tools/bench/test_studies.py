@@ -29,7 +29,7 @@ from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
 from tests.helpers.training import TINY
 from tests.paro.planning.cases import link, plan_request
-from tools.bench import study_bits, study_mup, study_plan, study_recovery
+from tools.bench import study_averages, study_bits, study_mup, study_plan, study_recovery
 from tools.bench.fixed_runs import FIELDS, differences, fixed_runs
 from tools.bench.planning.comparison import Comparison, compare
 from tools.bench.planning.steps_page import Chapter
@@ -80,6 +80,21 @@ def test_trainings_of_mup_have_flags_of_a_run_and_go_on_from_the_best_rate() -> 
     assert wide.best(losses) == least
     assert wide.rates(losses) == [least / 2, least, *more]
     assert narrow.rates(losses) == [least, *more]
+
+
+def test_averages_are_of_the_fifth_in_which_the_rate_decays_in_the_other_training() -> None:
+    decayed, constant = (
+        parse_args([*study_averages.flags_of(3, 800, 2e-3, saves), "--mock-data"])
+        for saves in (None, Path("saves"))
+    )
+    assert (decayed.lr_wsd_decay_iters, decayed.ema_decay, decayed.save) == (160, None, None)
+    assert constant.lr_decay_iters - constant.lr_wsd_decay_iters == constant.train_iters == 800
+    assert constant.save_interval * study_averages.NUM_SAVES == 160
+    assert constant.ema_decay == pytest.approx(1 - 2 / 160)
+    report = study_averages.report(
+        {"1": {"decay": 3.0, "EMA": 3.1}, "2": {"decay": 4.0, "EMA": 4.3}}
+    )
+    assert report.splitlines()[-1] == "| EMA | 3.1000 | 4.3000 | 3.7000 | +0.2000 |"
 
 
 @pytest.mark.verify
