@@ -245,7 +245,7 @@ def make_groups(
     With `config` None no group is created: for planning a rank that never runs. NCCL's are on a
     `device`, where a rank makes `communicators` in the entire run; 0: only those of this call.
     """
-    if config is None:
+    if config is None or not spans:
         return Groups(topology, rank, links)
     device = device if config.by_nccl else None
     groups = Groups(topology, rank, links, copy_engine=config.paro_nccl_copy_engine)

@@ -93,6 +93,8 @@ class ContextLayout:
 
     def groups(self, topology: Topology, choice: AlgorithmChoice) -> Spans:
         """Return the spans of a rank's process groups, for its algorithms of collectives."""
+        if self.size == 1:
+            return {}
         if self.gathers:
             spans = dict.fromkeys(COLLECTIVE_STREAMS, frozenset({self.ring_span(topology)}))
             return needed_groups(choice, spans)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 from model.config import LlamaConfig, RecomputeConfig, loss_chunk
@@ -197,7 +198,7 @@ def _state_groups(run: RunSpec, specs: Sequence[ShardingSpec], choice: Algorithm
     The first steps quantize nothing, and in them all ranks train synchronously.
     """
     spans: defaultdict[StreamKind, set[AxisSpan]] = defaultdict(set)
-    variants = zip(*(spec.variants for spec in specs), strict=True)
+    variants = zip(*map(attrgetter("variants"), specs), strict=True)
     for one in chain.from_iterable(collectives_of(run, variant) for variant in variants):
         by_axis = one.stream_kind is StreamKind.EXCHANGE and one.op is Op.ALL_GATHER
         spans[one.stream_kind].update(((axis,) for axis in one.span) if by_axis else [one.span])
