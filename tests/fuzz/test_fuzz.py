@@ -63,6 +63,7 @@ READERS = {
     "paro.training.resume": "records",
     "tools.bench.gpu_check.page": "tests/tools/bench/test_check_gpu.py",
     "tools.bench.shared.trainings": "tests/tools/bench/test_studies.py",
+    "tools.bench.study_averages": "tests/tools/bench/test_studies.py",
     "tools.cluster.state": "tests/tools/test_emulated_cluster.py",
     "tools.draw_profile": "trace",
     "tools.profiles.device": "tests/tools/test_draw_profile.py",
