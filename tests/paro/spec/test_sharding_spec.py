@@ -1,0 +1,245 @@
+"""A changed sharding spec changes what a rank does and what the planner counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple
+
+import pytest
+
+from model.config import LlamaConfig, LoraConfig, is_adapter
+from paro.collectives.schedule import Op
+from paro.planning.run_memory import RunMemory
+from paro.planning.sending import traffic_of
+from paro.precision import PrecisionConfig
+from paro.spec import muon_rounds, sharding_spec
+from paro.spec.run_spec import Materialize
+from paro.spec.sharding_spec import Collective, ShardingSpec, state_bytes
+from paro.step.actions import Verb
+from paro.topology import AxisSpan, Sent, StreamKind
+from tests.paro.planning.lone_rank import lone_rank, silence
+from tests.paro.planning.on_ranks import on_ranks, run_of
+from tests.paro.planning.test_units import SMALL
+
+WIDE = replace(
+    SMALL, num_layers=2, hidden_size=96, ffn_hidden_size=160, num_query_groups=4, kv_channels=24
+)
+BF16 = PrecisionConfig(compute="bf16")
+CODED = replace(BF16, inter_param_bits=4, inter_grad_bits=4, inter_grad_error_feedback=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a rank trains, and how."""
+
+    letters: str
+    precision: PrecisionConfig = BF16
+    config: LlamaConfig = WIDE
+    is_trained: Callable[[str], bool] = lambda _name: True
+    materialize: str = "gather"
+
+
+SETTINGS = {
+    "all sharded": Setting(letters="GGG"),
+    "replicas": Setting(letters="III"),
+    "codes": Setting(letters="NIG", precision=CODED),
+    "adapters": Setting(
+        letters="IIG",
+        precision=replace(BF16, lora_base_dtype="bf16", compute="fp32"),
+        config=replace(WIDE, lora=LoraConfig(rank=2, targets=("wo", "w_up"))),
+        is_trained=is_adapter,
+    ),
+    "Muon": Setting(letters="NNG", precision=replace(BF16, optimizer="muon")),
+    "rotation": Setting(letters="IIG", materialize="rotate"),
+    # Adapters are in one unit with the norms, which are replicated.
+    "rotation, codes": Setting(
+        letters="IIG",
+        precision=replace(BF16, inter_param_bits=4),
+        config=replace(WIDE, lora=LoraConfig(rank=32, targets=("wo", "w_up"))),
+        is_trained=is_adapter,
+        materialize="rotate",
+    ),
+}
+
+
+class Figures(NamedTuple):
+    """Bytes of a rank: sent in a step, and in one without codes, and held throughout a run."""
+
+    sent: Sent
+    sent_in_full_precision: Sent
+    states: int
+    codes: int
+
+
+def executed(setting: Setting) -> Figures:
+    """Those of a rank that trains."""
+    strategy, topology = on_ranks(setting.letters, world_size=8, group_size=4)
+    rank = lone_rank(
+        setting.config,
+        strategy,
+        topology,
+        setting.precision,
+        is_trained=setting.is_trained,
+        materialize=setting.materialize,
+    )
+    states = rank.optimizer.model_state_bytes()
+    full_precision, sent = (
+        [rank.step(2, full_precision=full) for _ in range(2)][-1] for full in (True, False)
+    )
+    units = rank.model.trainable_units
+    buffers = [
+        unit.quantized_update.quantized for unit in units if unit.quantized_update is not None
+    ]
+    buffers += [unit.grad_errors for unit in units if unit.grad_errors is not None]
+    return Figures(sent, full_precision, states, sum(buffer.nbytes for buffer in buffers))
+
+
+def predicted(setting: Setting) -> Figures:
+    """Those that the planner counts."""
+    run = run_of(
+        setting.config,
+        setting.letters,
+        setting.precision,
+        is_trained=setting.is_trained,
+        materialize=Materialize.of_flags(setting.materialize, False),
+        device_type="cpu",
+    )
+    memory = RunMemory(None)
+    step, sender = memory.step(run), memory.sender(run, rank=7)
+    specs, moves = run.specs(step.units), step.of_step(2)
+    exact = [spec.exact for spec in specs]
+    return Figures(
+        sent=memory.sent(run, 2, rank=7),
+        sent_in_full_precision=traffic_of(moves, exact, sender),
+        states=state_bytes(specs).total,
+        codes=sum(
+            prod(spec.grad_error_bytes)
+            + sum(one.num_bytes for one in spec.collectives.get(Verb.PARAM_ALL_GATHER, ()))
+            * (spec.update_format is not None)
+            for spec in specs
+        ),
+    )
+
+
+@cache
+def unchanged(name: str) -> Figures:
+    """Return a rank's figures by the description as it is, which are those predicted."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        silence(monkeypatch)
+        figures = executed(SETTINGS[name])
+        assert figures == predicted(SETTINGS[name])
+        return figures
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def sends(verb: Verb, *, coded: bool = False, **changes: Callable[[Any], object]) -> Patch:
+    """Changes fields of the collectives of an action, of those of codes or the others."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        original = ShardingSpec.collectives.func
+
+        def collectives(spec: ShardingSpec) -> dict[Verb, tuple[Collective, ...]]:
+            found = dict(original(spec))
+            new = [
+                one._replace(**{field: of(getattr(one, field)) for field, of in changes.items()})
+                if one.is_quantized is coded
+                else one
+                for one in found.get(verb, ())
+            ]
+            return found | {verb: tuple(one for one in new if one.span)}
+
+        monkeypatch.setattr(ShardingSpec, "collectives", property(collectives))
+
+    return patch
+
+
+def has(field: str, change: Callable[[ShardingSpec, Any], object]) -> Patch:
+    """Changes a property of every spec."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        found = vars(ShardingSpec)[field]
+        of = found.fget if isinstance(found, property) else found.func
+        monkeypatch.setattr(ShardingSpec, field, property(lambda spec: change(spec, of(spec))))
+
+    return patch
+
+
+def outermost(span: AxisSpan) -> AxisSpan:
+    return span[-1:]
+
+
+def twice(spec: ShardingSpec, value: Any) -> object:
+    return tuple(2 * each for each in value) if isinstance(value, tuple) else 2 * value
+
+
+def keeps_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer has fp32 masters even where the shard of parameters would do."""
+    of = ShardingSpec.optimizer_numels
+    monkeypatch.setattr(
+        ShardingSpec,
+        "optimizer_numels",
+        lambda spec, numel: {state: length + 8 for state, length in of(spec, numel).items()},
+    )
+
+
+def in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets have other sizes than there are groups."""
+    of = muon_rounds.muon_bucket_size
+    monkeypatch.setattr(muon_rounds, "muon_bucket_size", lambda *given: 2 * of(*given))
+
+
+def constant(name: str, value: object) -> Patch:
+    return lambda monkeypatch: monkeypatch.setattr(sharding_spec, name, value)
+
+
+MUTATIONS: dict[str, tuple[str, Patch]] = {
+    "a gather leaves axes out": ("all sharded", sends(Verb.GATHER, span=outermost)),
+    "gradients are reduced in fp32": ("all sharded", sends(Verb.REDUCE, dtype=lambda _: "fp32")),
+    "no sum over replicas": ("replicas", sends(Verb.GRAD_SYNC, span=lambda _: ())),
+    "gradients on streams of gathers": (
+        "replicas",
+        sends(Verb.GRAD_SYNC, stream_kind=lambda _: StreamKind.GATHER),
+    ),
+    "parameters are held in fp32": ("replicas", has("param_dtype", lambda *_: "fp32")),
+    "parameters have twice the shard": ("all sharded", has("param_numel", twice)),
+    "optimizer states have more elements": ("replicas", keeps_more),
+    "blocks of updates are shorter": ("codes", constant("UPDATE_BLOCK", 256)),
+    "errors have twice the room": ("codes", has("grad_error_bytes", twice)),
+    "codes are sent in every step": ("codes", has("exact", lambda spec, _: spec)),
+    "gradients are sent exactly": ("codes", has("grad_format", lambda *_: None)),
+    "updates gathered along no axis": (
+        "codes",
+        sends(Verb.PARAM_ALL_GATHER, coded=True, span=lambda _: ()),
+    ),
+    "coded gradients gathered": (
+        "codes",
+        sends(Verb.GRAD_SYNC, coded=True, op=lambda _: Op.ALL_GATHER),
+    ),
+    "updates gathered in fp32": ("Muon", sends(Verb.PARAM_ALL_GATHER, dtype=lambda _: "fp32")),
+    "gathers in fp32": ("all sharded", sends(Verb.GATHER, dtype=lambda _: "fp32")),
+    "slices rotate in fp32": ("rotation", sends(Verb.GATHER, dtype=lambda _: "fp32")),
+    "buckets have twice as many units": ("Muon", in_pairs),
+    "buckets are counted as one unit": ("Muon", sends(Verb.GRAD_SYNC, numel=lambda n: n // 2)),
+    "norms sharded as weights": ("rotation", constant("replicated", lambda strategy: strategy)),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_change_of_the_description_changes_rank_and_prediction(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    setting, patch = MUTATIONS[name]
+    before = unchanged(setting)
+    silence(monkeypatch)
+    patch(monkeypatch)
+    try:
+        done = executed(SETTINGS[setting])
+    except (AssertionError, RuntimeError, ValueError, KeyError, IndexError):
+        return  # the rank stops
+    assert done != before, "no byte of the rank has changed"
+    assert done == predicted(SETTINGS[setting])
