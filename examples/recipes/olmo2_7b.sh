@@ -7,7 +7,7 @@
 # differences from OLMo-2's model: examples/recipes/README.md.
 #
 # From the environment: STAGE (1, or 2 for the last 50 billion tokens, in the same folder),
-# TOKENIZER_MODEL (a folder with tokenizer.json), VALID_DATA (a prefix, beside phases), GPUS_PER_NODE
+# TOKENIZER_MODEL (a folder with tokenizer.json), VALID_DATA (a prefix, for phases), GPUS_PER_NODE
 # (8), NNODES (1), NODE_RANK, MASTER_ADDR, GPU_MEMORY_GB (84.9).
 set -euo pipefail
 

@@ -6,7 +6,7 @@
 # flags at the end replace those of the recipe. DRY_RUN=1 in front starts nothing. Sources, phases,
 # and the differences from SmolLM3's model: examples/recipes/README.md.
 #
-# From the environment: TOKENIZER_MODEL (a folder with tokenizer.json), VALID_DATA (a prefix, beside
+# From the environment: TOKENIZER_MODEL (a folder with tokenizer.json), VALID_DATA (a prefix, for
 # phases), GPUS_PER_NODE (8), NNODES (1), NODE_RANK, MASTER_ADDR, GPU_MEMORY_GB (84.9).
 set -euo pipefail
 

@@ -181,7 +181,7 @@ def _load_iteration(
 def _left_out(
     states: Collection[str], missing: Collection[str], stored: Collection[str]
 ) -> Iterator[str]:
-    """Yield a line for each kind of states that begins anew, or that nothing was read of."""
+    """Yield a line for each kind of states that only this run has, or only the checkpoint."""
     here, without, there = (
         {name.partition(".")[0] for name in names} for names in (states, missing, stored)
     )

@@ -42,7 +42,7 @@ def run_on_nodes(words: list[str], per_node: int, nodes: tuple[int, ...]) -> End
 def start(
     root: Path, *flags: object, ranks: int = 4, nodes: tuple[int, ...] = (0, 1), exits: str = "2"
 ) -> list[Ended]:
-    """One start of the run; with local copies it leaves unsaved after every second iteration."""
+    """Start the run once; with local copies it exits without a save after two iterations."""
     per_node = ranks // len(nodes)
     words = [*RUN, "--train-iters", 5, "--exit-interval", exits]
     words += ["--non-persistent-local-ckpt-dir", root / "memory", *flags]

@@ -65,7 +65,7 @@ def train_cases(backend: str, cases: Sequence[str]) -> list[Trained]:
 
 
 def train_on_threads(device: torch.device, cases: Sequence[str]) -> list[list[Trained]]:
-    """The same on ranks that are threads of this process, on the code of NCCL ranks; by rank."""
+    """Train the cases on threads as ranks, by the code of NCCL ranks; return results by rank."""
 
     def train_all(control: Control) -> list[Trained]:
         return [

@@ -328,7 +328,7 @@ def allowed_nodes(config: RunConfig) -> set[int]:
 def states_of(
     case: Case, config: RunConfig, rank: int, *, to_write: bool
 ) -> dict[str, ChunkedState]:
-    """What a rank holds, or which of it the rank copies."""
+    """Return the states that a rank holds or, `to_write`, the part that it copies to its node."""
     size = int(config.arguments["world_size"])
     world = World(rank=rank, size=size, ranks_per_node=case.per_node)
     training = build_training(config, PlannedControl(world, torch.device("meta")))
@@ -344,7 +344,7 @@ def chunks(states: dict[str, ChunkedState]) -> Iterator[tuple[str, Chunk]]:
 
 
 def copies_of(case: Case, config: RunConfig, nodes: Sequence[int]) -> dict[str, list[Chunk]]:
-    """What the local copies of these nodes hold."""
+    """Return the chunks of every state in the local copies of some nodes."""
     held: dict[str, list[Chunk]] = {}
     for node in nodes:
         for rank in range(node * case.per_node, (node + 1) * case.per_node):
@@ -356,7 +356,7 @@ def copies_of(case: Case, config: RunConfig, nodes: Sequence[int]) -> dict[str, 
 @pytest.mark.slow("builds all ranks of three starts")
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_the_copies_of_the_nodes_that_are_left_hold_all(number: int) -> None:
-    """Of so many nodes as survive; then, on the nodes that are back, those of the restart."""
+    """Nodes are lost, as many as a run survives, then some of those of the restarted run."""
     case, draw = CASES[number], random.Random(number)
     first = case.on(NODES)
     fewer = min(n for n in allowed_nodes(first) if NODES - case.lost(first, NODES) <= n)

@@ -267,7 +267,7 @@ def briefly() -> None:
 
 
 def trained(*flags: object, iterations: int = 2) -> str:
-    """What a run of four ranks prints."""
+    """Train on four ranks, and return the printed text."""
     words = (*flags, "--train-iters", iterations)
     done = run_script(["pretrain_llama.py", *ON_RANKS.split(), *words], 4, before=briefly)
     assert done.returncode == 0, done.stderr

@@ -148,7 +148,7 @@ def _held_out(config: RunConfig, training: Training) -> Iterator[Batch]:
 
 
 def test_averages_are_saved_without_moments_too(tmp_path: Path) -> None:
-    """They are what a run with --ema-decay ends with."""
+    """A run with --ema-decay ends with its averages, so --no-save-optim must keep them."""
     config, training = built(f"{FLAGS} --global-batch-size 2 --no-save-optim --save {tmp_path}")
     state, source = begun(config, training)
     for _ in range(2):

@@ -55,7 +55,7 @@ def test_updates_are_those_of_torchs_groups(implementation: str) -> None:
 
 
 def test_muon_has_groups_too() -> None:
-    """Its update is in proportion to the rate, after the decay."""
+    """Muon's update is in proportion to the rate, after weight decay."""
     params, plain = trained(NORMS, num_steps=1)
     _, found = trained(FLAGS, num_steps=1, decoupled_lr=DECOUPLED)
     for name, values in params.items():
