@@ -1,4 +1,4 @@
-"""300 workloads drawn from a seed, and what the planner predicts of each, as recorded.
+"""400 workloads drawn from a seed, and what the planner predicts of each, as recorded.
 
 `python -m tests.paro.planning.fixed_workloads` writes the record anew. Do that only where a value
 changes for a reason that a measurement supports, and say which in the commit.
@@ -28,7 +28,7 @@ from paro.spec.run_spec import Materialize
 from tests.paro.planning.cases import DEVICE, machine
 
 RECORD = Path(__file__).with_name("fixed_workloads.json")
-NUMBER, SHARED_FROM, PLANNED_EVERY = 300, 200, 15
+NUMBER, SHARED_FROM, PLANNED_EVERY = 400, 300, 15
 WORLDS = ((8, 8), (16, 8), (32, 8), (8, 4), (24, 8), (64, 16))  # ranks, ranks of a group
 
 

@@ -9,7 +9,7 @@ from tests.paro.planning.fixed_workloads import predicted, recorded
 OTHERS = [pytest.param(part, marks=pytest.mark.verify) for part in range(1, 5)]
 
 
-@pytest.mark.slow("plans 60 workloads")
+@pytest.mark.slow("plans 80 workloads")
 @pytest.mark.parametrize("part", [0, *OTHERS])
 def test_predictions_are_the_recorded_ones(part: int) -> None:
     for index, wanted in recorded():
