@@ -78,7 +78,7 @@ def report(args: Namespace, request: PlanRequest, words: Sequence[str]) -> None:
     rotated = tables.rotated_rows(request) if request.materialize.rotates else ()
     rows = best_first((*tables.letter_rows(request), *rotated))
     if any(row.fits for row in rows):
-        notes = (*tables.on_bytes(request), *tables.misfits(request, rows), tables.NODES)
+        notes = (*tables.on_bytes(request), *tables.infeasible_notes(request, rows), tables.NODES)
         print_line(tables.rows_table(request, rows), *notes, "")
     else:
         print_line(*tables.nothing_fits(request, rows), "")

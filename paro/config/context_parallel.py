@@ -99,12 +99,12 @@ class ContextParallelConfig:
                 return ContextLayout(size=degree, gathers=degree > 1)
         return ContextLayout(size=degree, inner=flat or min(first, degree))
 
-    def misfit(self, limits: ContextLimits, degree: int) -> str | None:
+    def reason_invalid(self, limits: ContextLimits, degree: int) -> str | None:
         """Say why ranks, heads or sequence length forbid a degree; None if they allow it."""
         sizes = self.hierarchical_context_parallel_sizes
         if sizes is not None and degree % sizes[0]:
             return f"{sizes[0]} ranks do not divide it"
-        return limits.misfit(self._layout_at(degree))
+        return limits.reason_invalid(self._layout_at(degree))
 
     def check(self, limits: ContextLimits, *, rotates: bool) -> None:
         """Raise `UserError` unless this configuration fits the limits; name degrees that fit."""
@@ -115,10 +115,10 @@ class ContextParallelConfig:
                 "one out"
             )
         degree = self.context_parallel_size
-        if (reason := self.misfit(limits, degree)) is None:
+        if (reason := self.reason_invalid(limits, degree)) is None:
             return
         degrees = range(1, limits.world_size + 1)
-        fitting = [str(each) for each in degrees if not self.misfit(limits, each)]
+        fitting = [str(each) for each in degrees if not self.reason_invalid(limits, each)]
         advice = f"give other {_SIZES_FLAG}"
         if fitting:
             advice = f"choose {'one of ' * (len(fitting) > 1)}{listed(fitting)}"
@@ -190,7 +190,7 @@ def check_parts(
     model: LlamaConfig, context: ContextParallelConfig, device_type: str, compute: str
 ) -> None:
     """Raise `UserError` if flags need attention's log-sum-exp and no kernel returns one."""
-    reason = model.parts_misfit(device_type, compute)
+    reason = model.parts_invalid(device_type, compute)
     if reason is not None and context.layout.ring > 1:
         raise UserError(f"{reason}, or {TYPE_FLAG} a2a")
     if reason is not None and model.keeps_core:
@@ -237,7 +237,7 @@ def _fitting(
                     cp_comm_type=name,
                     hierarchical_context_parallel_sizes=split,
                 )
-                if config.misfit(limits, degree) is None:
+                if config.reason_invalid(limits, degree) is None:
                     yield config
 
 

@@ -35,15 +35,16 @@ def check_fp8(
     """Raise `UserError` for sizes that a GPU's matmuls in fp8 do not take."""
     if model.fp8_format is None:
         return
-    sharing, tokens = sharding.context.context_parallel_size, "--micro-batch-size x --seq-length"
-    if sharing > 1:
+    context_size = sharding.context.context_parallel_size
+    tokens = "--micro-batch-size x --seq-length"
+    if context_size > 1:
         tokens += " / --context-parallel-size"
     for flags, size in (
         ("--hidden-size", model.hidden_size),
         ("--ffn-hidden-size", model.ffn_hidden_size),
         ("--num-attention-heads x --kv-channels", model.num_attention_heads * model.kv_channels),
         ("--num-query-groups x --kv-channels", model.num_query_groups * model.kv_channels),
-        (tokens, batches.micro_batch_size * data.seq_length // sharing),
+        (tokens, batches.micro_batch_size * data.seq_length // context_size),
     ):
         if size % FP8_MULTIPLE != 0:
             raise UserError(

@@ -210,7 +210,7 @@ def _context_of(
         world_size=world.size,
         group_size=world.group_size,
         seq_length=args.seq_length,
-        in_parts=task.model.parts_misfit(task.device_type, task.precision.compute) is None,
+        in_parts=task.model.parts_invalid(task.device_type, task.precision.compute) is None,
     )
     configs = possible_configs(args, limits)
     if not configs:  # check_context says why

@@ -120,7 +120,7 @@ def find_measured(config: RunConfig, control: Control, watchdog: Watchdog) -> Ma
     path = (config.save_folder or read_cache_folder()) / f"{file_stem(depends_on)}.json"
     machine: Machine | None = None
     if control.world.rank == 0 and config.arguments["paro_machine"] != MEASURE:
-        machine = earlier_machine(path, partial(misfit, config.spec, depends_on), log.log0)
+        machine = earlier_machine(path, partial(reason_invalid, config.spec, depends_on), log.log0)
     machine = control.gather(machine)[0]
     if machine is not None:
         return machine
@@ -173,11 +173,11 @@ def file_stem(depends_on: dict[str, str]) -> str:
 
 
 def earlier_machine(
-    path: Path, misfit: Callable[[Machine], str | None], say: Callable[[str], None]
+    path: Path, reason_invalid: Callable[[Machine], str | None], say: Callable[[str], None]
 ) -> Machine | None:
     """Read the machine of an earlier start from `path` or its folder; None if there is none.
 
-    The content of a file decides, not the name; `misfit` says why a file cannot be used.
+    The content of a file decides, not the name; `reason_invalid` says why a file cannot be used.
     """
     for file in (path, *sorted({*path.parent.glob("*.json")} - {path})):
         try:
@@ -186,18 +186,18 @@ def earlier_machine(
         except FileNotFoundError:
             continue
         except (OSError, UserError) as error:
-            why: str | None = describe(error)
+            reason: str | None = describe(error)
         else:
-            why = misfit(machine)
-        if why is None:
+            reason = reason_invalid(machine)
+        if reason is None:
             say(f"> machine file {file}, {age} old, is of these ranks and flags: taken again")
             return machine
         if file == path:
-            say(f"> {path} is measured again: {why}")
+            say(f"> {path} is measured again: {reason}")
     return None
 
 
-def misfit(run: RunSpec, depends_on: Mapping[str, str], machine: Machine) -> str | None:
+def reason_invalid(run: RunSpec, depends_on: Mapping[str, str], machine: Machine) -> str | None:
     """Say why `machine` does not hold for this run; None if it holds."""
     if (machine.world_size, machine.group_size) != (run.world_size, run.group_size):
         return f"it is of {ranks_text(machine.world_size, machine.group_size)}"
@@ -309,7 +309,7 @@ def one_rank(config: RunConfig) -> RunConfig:
 
     It has no recomputation, which the planner counts, and no compilation.
     """
-    batches, sharing = config.batches, config.context.context_parallel_size
+    batches, context_size = config.batches, config.context.context_parallel_size
     size = batches.micro_batch_size
     return replace(
         config,
@@ -321,7 +321,7 @@ def one_rank(config: RunConfig) -> RunConfig:
         precision=replace(config.precision.with_inter_bits(FULL_BITS), optimizer="adam"),
         train=replace(config.train, skip_train=False),
         checks=StepChecksConfig(),
-        data=replace(config.data, seq_length=config.data.seq_length // sharing),
+        data=replace(config.data, seq_length=config.data.seq_length // context_size),
     )
 
 

@@ -113,7 +113,7 @@ def larger_contexts(run: RunSpec) -> Iterator[tuple[str, ContextLayout]]:
     for size in range(run.context.size + 1, most + 1):
         for name, heads in (("p2p", 1), ("a2a", size)):
             layout = ContextLayout(size=size, heads=heads)
-            if limits.misfit(layout) is None:
+            if limits.reason_invalid(layout) is None:
                 yield f"--context-parallel-size {size} --cp-comm-type {name}", layout
 
 

@@ -115,7 +115,7 @@ class ContextLimits:
     seq_length: int
     in_parts: bool = True  # whether a kernel computes attention in parts, which rings need
 
-    def misfit(self, layout: ContextLayout) -> str | None:
+    def reason_invalid(self, layout: ContextLayout) -> str | None:
         """Say why a layout cannot divide a sample, as text after a colon; None if it can."""
         size, heads, group_size = layout.size, layout.heads, self.group_size
         num_heads, num_kv_heads = self.model.num_attention_heads, self.model.num_query_groups

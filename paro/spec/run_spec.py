@@ -77,7 +77,7 @@ class RunSettings:
             world_size=world_size,
             group_size=self.group_size,
             seq_length=self.seq_length,
-            in_parts=self.model.parts_misfit(self.device_type, self.precision.compute) is None,
+            in_parts=self.model.parts_invalid(self.device_type, self.precision.compute) is None,
         )
 
 

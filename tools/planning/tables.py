@@ -121,7 +121,7 @@ def on_bytes(request: PlanRequest) -> list[str]:
     return [more] if name in ("flat", "ring") else []
 
 
-def misfits(request: PlanRequest, rows: Sequence[Estimate]) -> list[str]:
+def infeasible_notes(request: PlanRequest, rows: Sequence[Estimate]) -> list[str]:
     """Return one line for each strategy that does not fit, with its peak memory."""
     found = [f"* {name} needs {e.memory.describe()}" for name, e in _merged(rows) if not e.fits]
     gigabytes = request.device_bytes / 1e9

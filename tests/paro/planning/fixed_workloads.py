@@ -102,7 +102,7 @@ def _shared(random: Random, request: PlanRequest) -> PlanRequest:
     layout = ContextLayout(
         size=size, heads=heads, gathers=heads == 1 < size and random.random() < 0.3
     )
-    if reason := request.context_limits(request.world_size).misfit(layout):
+    if reason := request.context_limits(request.world_size).reason_invalid(layout):
         raise UserError(reason)
     model, recompute = request.model, request.model.recompute
     if recompute is not None and recompute.granularity == "full":

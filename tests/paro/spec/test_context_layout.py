@@ -56,7 +56,7 @@ LIMITS = ContextLimits(model=MODEL, world_size=12, group_size=4, seq_length=24)
     ],
 )
 def test_what_does_not_fit_is_told(size: int, heads: int, told: str | None) -> None:
-    found = LIMITS.misfit(ContextLayout(size=size, heads=heads))
+    found = LIMITS.reason_invalid(ContextLayout(size=size, heads=heads))
     assert found == told or (found is not None and told is not None and told in found)
 
 
