@@ -98,6 +98,8 @@ class TorchAdamW(AdamW):
 
     def step(self, grad: Tensor, update: Update) -> None:
         numel = self.param.numel()
+        # Torch's kernel compares no lengths, and would write past the end.
+        assert grad.numel() == self.exp_avg.numel() == self.exp_avg_sq.numel() == numel
         length = numel if self.rounding is None else _CHUNK
         self._count += 1
         for begin in range(0, numel, length):
