@@ -206,6 +206,7 @@ MUTATIONS: dict[str, tuple[str, Patch]] = {
         sends(Verb.GRAD_SYNC, stream_kind=lambda _: StreamKind.GATHER),
     ),
     "parameters are held in fp32": ("replicas", has("param_dtype", lambda *_: "fp32")),
+    "frozen parameters are held in fp32": ("adapters", has("param_dtype", lambda *_: "fp32")),
     "parameters have twice the shard": ("all sharded", has("param_numel", twice)),
     "optimizer states have more elements": ("replicas", keeps_more),
     "blocks of updates are shorter": ("codes", constant("UPDATE_BLOCK", 256)),
