@@ -99,7 +99,7 @@ def fitted_to_ranks(
     return Namespace(**given | fits), lines
 
 
-def nodes_line(batches: BatchSchedule, world: World, num_sharing: int) -> tuple[str, ...]:
+def nodes_line(batches: BatchSchedule, world: World, context_parallel_size: int) -> tuple[str, ...]:
     """Build a log line with the node counts that the batch sizes divide over, unless all do.
 
     All sizes of a ramp-up or step schedule count, also sizes that the run has already passed.
@@ -108,7 +108,7 @@ def nodes_line(batches: BatchSchedule, world: World, num_sharing: int) -> tuple[
     for num_nodes in range(1, world.num_nodes + 1):
         try:
             left = replace(world, size=num_nodes * world.ranks_per_node)
-            data_parallel_size = data_parallel_size_of(left, num_sharing)
+            data_parallel_size = data_parallel_size_of(left, context_parallel_size)
             replace(batches, data_parallel_size=data_parallel_size).check_from(0)
             allowed.append(str(num_nodes))
         except UserError as error:

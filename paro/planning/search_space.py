@@ -88,8 +88,8 @@ class PlanRequest(RunSettings):
         With `context` None the request's context-parallel layout counts.
         """
         check_least(1, micro_batch_size=size)
-        num_sharing = (context or self.context).size
-        batch, num_ranks = self.global_batch_size, self.world_size // num_sharing
+        context_parallel_size = (context or self.context).size
+        batch, num_ranks = self.global_batch_size, self.world_size // context_parallel_size
         check_multiple("--global-batch-size", batch, size, num_ranks)
         return batch // (size * num_ranks)
 

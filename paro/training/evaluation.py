@@ -70,8 +70,8 @@ def _sums(training: Training, batches: Iterable[Batch]) -> Tensor:
             nats += training.model.evaluate(
                 batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS, **batch.documents()
             )
-            tokens += batch.mask_sum / training.num_sharing
-            text_bytes += batch.text_bytes / training.num_sharing
+            tokens += batch.mask_sum / training.context_parallel_size
+            text_bytes += batch.text_bytes / training.context_parallel_size
             training.exposure.take()  # waits of an evaluation belong to no step
     return torch.tensor([float(nats), tokens, text_bytes], dtype=torch.float64)
 

@@ -51,10 +51,12 @@ class TokenWeights:
     of whole samples, so the tokens of a sample have equal weights on all of them.
     """
 
-    def __init__(self, num_parts: int, num_sharing: int, *, scale: float, per_token: bool) -> None:
-        """Weigh `num_parts` micro-batches, of all ranks, each on `num_sharing` ranks."""
+    def __init__(
+        self, num_parts: int, context_parallel_size: int, *, scale: float, per_token: bool
+    ) -> None:
+        """Weigh `num_parts` micro-batches, of all ranks, each on `context_parallel_size` ranks."""
         self._per_token = per_token
-        self._num_sharing = num_sharing
+        self._context_parallel_size = context_parallel_size
         self._num_parts = num_parts
         self._factor = scale / self._num_parts
         self._scale = scale
@@ -63,7 +65,7 @@ class TokenWeights:
         self.num_filled = 0  # micro-batches so far with at least one unmasked token
 
     def __call__(self, batch: Batch) -> Tensor:
-        self._nominal_tokens = batch.loss_mask_BS.numel() * self._num_sharing
+        self._nominal_tokens = batch.loss_mask_BS.numel() * self._context_parallel_size
         self._mask_sum += batch.mask_sum
         self.num_filled += batch.mask_sum > 0.0
         tokens = self._nominal_tokens if self._per_token else max(batch.mask_sum, 1.0)
@@ -72,7 +74,7 @@ class TokenWeights:
     @property
     def num_tokens(self) -> float:
         """The number of unmasked tokens in this step so far, divided by the ranks of a sample."""
-        return self._mask_sum / self._num_sharing
+        return self._mask_sum / self._context_parallel_size
 
     def unscale(self, num_tokens: float, num_filled: float) -> float:
         """Compute the factor from the accumulated loss and gradients to the true ones.
@@ -82,5 +84,5 @@ class TokenWeights:
         if num_tokens == 0.0:
             return math.nan
         if not self._per_token:
-            return self._num_parts * self._num_sharing / num_filled / self._scale
+            return self._num_parts * self._context_parallel_size / num_filled / self._scale
         return self._num_parts * self._nominal_tokens / num_tokens / self._scale

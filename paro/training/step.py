@@ -120,7 +120,7 @@ class Training:
         return self.model.context.exposure
 
     @property
-    def num_sharing(self) -> int:
+    def context_parallel_size(self) -> int:
         """The number of ranks that share a sample."""
         return self.control.world.size // self.batches.data_parallel_size
 
@@ -326,10 +326,10 @@ def _forward_backward(
     """Compute this rank's weighted loss, a float32 scalar, and reduce all gradients."""
     model, control = training.model, training.control_of_step(state.iteration)
     num_micro_batches = training.batches.num_micro_batches_at(state.consumed_train_samples)
-    num_parts = num_micro_batches * control.world.size // training.num_sharing
+    num_parts = num_micro_batches * control.world.size // training.context_parallel_size
     weigh = TokenWeights(
         num_parts,
-        training.num_sharing,
+        training.context_parallel_size,
         scale=state.loss_scale.scale,
         per_token=training.config.calculate_per_token_loss,
     )
@@ -342,7 +342,9 @@ def _forward_backward(
         for index in range(num_micro_batches):
             batch = next(micro_batches)
             # A sample's number in the global batch is the same for any number of ranks.
-            part = index * training.batches.data_parallel_size + rank // training.num_sharing
+            part = (
+                index * training.batches.data_parallel_size + rank // training.context_parallel_size
+            )
             samples = range(part * len(batch.tokens_BS), (part + 1) * len(batch.tokens_BS))
             config, seed = model.model.config, training.config.seed
             loss_sum += model.forward_backward(

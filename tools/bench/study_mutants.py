@@ -1,4 +1,4 @@
-"""Changes one operator, constant or call of the product at a time: do does a test see it."""
+"""Changes an operator, constant or call of the product, one at a time, and asks the tests."""
 
 # Three stages, each continued where it was interrupted. `choose` draws mutants, at most one of a
 # function. `reach` runs all tests once and notes which of them execute each mutant's code, in all

@@ -45,7 +45,7 @@ def test_ranks_that_met_before_it_was_measured_share_samples_as_is_then_chosen()
     size = chosen.context.context_parallel_size
     assert size > 1 == config.context.context_parallel_size
     assert chosen.batches.data_parallel_size == 8 // size
-    assert build_training(chosen, control).num_sharing == size
+    assert build_training(chosen, control).context_parallel_size == size
 
 
 @pytest.mark.parametrize(
