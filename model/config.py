@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from model.mup import check_mup, query_key_scale
 from model.yarn import check_yarn, yarn_scale
-from paro.errors import UserError, check_between, check_least
+from paro.errors import UserError, check_between, check_least, check_positive
 
 AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
 ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
@@ -86,8 +86,7 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         check_least(1, lora_rank=self.rank)
-        if not 0.0 < self.alpha < math.inf:
-            raise UserError(f"--lora-alpha {self.alpha} must be a positive number")
+        check_positive(lora_alpha=self.alpha)
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"--lora-dropout {self.dropout} must be at least 0 and below 1")
         known = set(MODULES.values())
@@ -226,16 +225,15 @@ class LlamaConfig:
                 f"heads of {self.kv_channels} channels cannot be rotated in pairs: choose "
                 "--hidden-size, --num-attention-heads or --kv-channels so that heads are even"
             )
-        for flag, value in (
-            ("--rotary-base", self.rotary_base),
-            ("--rope-scaling-factor", self.rope_scaling_factor),
-            ("--rope-scaling-low-freq-factor", self.rope_scaling_low_freq_factor),
-            ("--rotary-seq-len-interpolation-factor", self.rotary_seq_len_interpolation_factor),
-            ("--norm-epsilon", self.norm_epsilon),
-            ("--init-method-std", self.init_method_std),
-        ):
-            if not value > 0.0:
-                raise UserError(f"{flag} {value} must be positive")
+        check_positive(
+            rotary_base=self.rotary_base,
+            rope_scaling_factor=self.rope_scaling_factor,
+            rope_scaling_low_freq_factor=self.rope_scaling_low_freq_factor,
+            rope_scaling_high_freq_factor=self.rope_scaling_high_freq_factor,
+            rotary_seq_len_interpolation_factor=self.rotary_seq_len_interpolation_factor,
+            norm_epsilon=self.norm_epsilon,
+            init_method_std=self.init_method_std,
+        )
         if not self.rope_scaling_low_freq_factor < self.rope_scaling_high_freq_factor:
             raise UserError(
                 f"--rope-scaling-low-freq-factor {self.rope_scaling_low_freq_factor} must be below "

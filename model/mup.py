@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from paro.errors import UserError
+from paro.errors import check_between
 
 if TYPE_CHECKING:  # which checks itself by this
     from model.config import LlamaConfig
@@ -24,15 +24,14 @@ _FACTORS = 1e-9, 1e9  # limits of factors, far from what overflows
 
 def check_mup(config: LlamaConfig) -> None:
     """Raise `UserError` for settings from which no factor can be computed."""
-    for flag, value, least, most in (
-        ("--mup-base-hidden-size", config.mup_base_hidden_size, 1, 2**20),
-        ("--mup-embedding-mult", config.mup_embedding_mult, *_FACTORS),
-        ("--mup-output-mult", config.mup_output_mult, *_FACTORS),
-        ("--mup-base-head-dim", config.mup_base_head_dim, *_FACTORS),
-        ("--mup-attn-scale-power", config.mup_attn_scale_power, 0, 8),
-    ):
-        if value is not None and not least <= value <= most:
-            raise UserError(f"{flag} {value} must be at least {least:g} and at most {most:g}")
+    check_between(1, 2**20, mup_base_hidden_size=config.mup_base_hidden_size)
+    check_between(
+        *_FACTORS,
+        mup_embedding_mult=config.mup_embedding_mult,
+        mup_output_mult=config.mup_output_mult,
+        mup_base_head_dim=config.mup_base_head_dim,
+    )
+    check_between(0, 8, mup_attn_scale_power=config.mup_attn_scale_power)
 
 
 def width_of(config: LlamaConfig) -> float:

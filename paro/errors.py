@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import resource
@@ -58,15 +59,28 @@ def check_least(least: int, meaning: str = "", /, **flags: float | None) -> None
     which = f", which {meaning}" if meaning else ""
     for name, value in flags.items():
         if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} {value} must be at least {least}{which}")
+            raise UserError(f"{_flag(name)} {value} must be at least {least}{which}")
 
 
-def check_between(low: float, high: float, /, **flags: float) -> None:
+def check_positive(**flags: float | None) -> None:
+    """Raise `UserError` for a flag that is no finite number above 0; None is not checked.
+
+    Flags are named as their attributes.
+    """
+    for name, value in flags.items():
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{_flag(name)} {value} must be a positive number")
+
+
+def check_between(low: float, high: float, /, **flags: float | None) -> None:
     """Raise `UserError` for a flag outside `low` to `high`; flags are named as their attributes."""
     for name, value in flags.items():
-        if not low <= value <= high:
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"{flag} {value} must be at least {low} and at most {high}")
+        if value is not None and not low <= value <= high:
+            raise UserError(f"{_flag(name)} {value} must be at least {low} and at most {high}")
+
+
+def _flag(attribute: str) -> str:
+    return f"--{attribute.replace('_', '-')}"
 
 
 def check_multiple(what: str, size: int, micro_batch_size: int, data_parallel_size: int) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from paro.errors import UserError, check_least
+from paro.errors import UserError, check_least, check_positive
 
 MOST_ITERATIONS = 10**9  # above 30 years of steps that take a second
 
@@ -53,9 +52,7 @@ class TrainConfig:
             exit_interval=self.exit_interval,
             check_weight_hash_across_dp_replicas_interval=hashes,
         )
-        minutes = self.exit_duration_in_mins
-        if minutes is not None and not 0.0 < minutes < math.inf:
-            raise UserError(f"--exit-duration-in-mins {minutes} must be a positive number")
+        check_positive(exit_duration_in_mins=self.exit_duration_in_mins)
         if self.skip_train and self.eval_iters == 0:
             raise UserError(
                 "--skip-train and --eval-iters 0 leave nothing to do: give 1 or more iterations to "

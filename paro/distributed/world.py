@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from paro.errors import UserError
+from paro.errors import UserError, check_positive
 from paro.topology import MOST_RANKS, Topology, make_topology
 
 
@@ -55,17 +54,16 @@ class LaunchConfig:
         if not self.dry_run:
             if self.show_step:
                 raise UserError("--show-step is for --dry-run --world-size N: give both")
-            for flag, value in self._given().items():
+            for name, value in self._given().items():
                 if value is not None:
+                    flag = f"--{name.replace('_', '-')}"
                     raise UserError(
                         f"{flag} {value} is for --dry-run, which starts no rank: the ranks of a "
                         "training are those that torchrun or srun starts"
                     )
             return
         assert self.world_size is not None, "one of the flags that are needed"
-        for flag, value in self._given().items():
-            if value is not None and not 0 < value < math.inf:
-                raise UserError(f"{flag} {value} must be positive")
+        check_positive(**self._given())
         if self.world_size > MOST_RANKS:
             raise UserError(f"--world-size {self.world_size} must be at most {MOST_RANKS}")
 
@@ -89,9 +87,9 @@ class LaunchConfig:
 
     def _given(self) -> dict[str, float | None]:
         return {
-            "--world-size": self.world_size,
-            "--ranks-per-node": self.ranks_per_node,
-            "--device-memory-gb": self.device_memory_gb,
+            "world_size": self.world_size,
+            "ranks_per_node": self.ranks_per_node,
+            "device_memory_gb": self.device_memory_gb,
         }
 
 

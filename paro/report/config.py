@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paro.errors import UserError, check_least
+from paro.errors import check_least, check_positive
 
 
 def run_record_path(metrics_file: str | Path) -> Path:
@@ -47,8 +46,7 @@ class ReportConfig:
             log_memory_interval=self.log_memory_interval,
             logging_level=self.logging_level,
         )
-        if self.peak_tflops is not None and not 0.0 < self.peak_tflops < math.inf:
-            raise UserError(f"--peak-tflops {self.peak_tflops} must be a positive number")
+        check_positive(peak_tflops=self.peak_tflops)
 
     def without_records(self) -> ReportConfig:
         """Return a copy that prints everything, without files and dashboards."""

@@ -6,10 +6,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from paro.errors import UserError, check_least
+from paro.errors import UserError, check_least, check_positive
 
 GROWTH = 2.0
 BACKOFF = 0.5
@@ -28,13 +27,10 @@ class LossScaleConfig:
 
     def __post_init__(self) -> None:
         assert not (self.dynamic and self.loss_scale), f"{self.loss_scale} is a constant scale"
-        if self.loss_scale is not None and not 0.0 < self.loss_scale < math.inf:
-            raise UserError(f"--loss-scale {self.loss_scale} must be a positive number")
-        if not 0.0 < self.min_loss_scale <= self.initial_loss_scale < math.inf:
-            raise UserError(
-                f"--min-loss-scale {self.min_loss_scale} must be above 0 and not above "
-                f"--initial-loss-scale {self.initial_loss_scale}"
-            )
+        least, first = self.min_loss_scale, self.initial_loss_scale
+        check_positive(loss_scale=self.loss_scale, min_loss_scale=least, initial_loss_scale=first)
+        if least > first:
+            raise UserError(f"--min-loss-scale {least} is above --initial-loss-scale {first}")
         check_least(1, loss_scale_window=self.loss_scale_window, hysteresis=self.hysteresis)
 
 

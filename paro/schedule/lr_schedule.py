@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paro.errors import UserError
+from paro.errors import UserError, check_positive
 
 # Decay style: f(ratio) = the fraction of lr - min_lr that remains at `ratio` of the decay, 0 to 1.
 _REMAINING: dict[str, Callable[[float], float]] = {
@@ -51,17 +51,16 @@ class ScheduleConfig:
     weight_decay_incr_samples: int = 1
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.lr) and self.lr > 0.0):
-            raise UserError(f"--lr {self.lr} must be a positive number")
+        check_positive(lr=self.lr, decoupled_lr=self.decoupled_lr)
         if not 0.0 <= self.min_lr <= self.lr:
             raise UserError(f"--min-lr {self.min_lr} must be between 0 and --lr {self.lr}")
         if self.decoupled_min_lr is not None and self.decoupled_lr is None:
             raise UserError(f"--decoupled-min-lr {self.decoupled_min_lr} needs --decoupled-lr")
         decoupled_lr, least = self._decoupled
-        if not (decoupled_lr > 0.0 and 0.0 <= least <= decoupled_lr):
+        if not 0.0 <= least <= decoupled_lr:
             raise UserError(
-                f"--decoupled-lr {decoupled_lr} must be positive, and the lowest, {least} "
-                "(--decoupled-min-lr, by default --min-lr), between 0 and it"
+                f"--decoupled-min-lr {least} (by default --min-lr) must be between 0 and "
+                f"--decoupled-lr {decoupled_lr}"
             )
         if not 0.0 <= self.lr_warmup_init <= self.lr:
             raise UserError(

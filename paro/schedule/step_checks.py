@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from paro.errors import UserError, check_least
+from paro.errors import UserError, check_least, check_positive
 
 EXIT_AFTER_SKIPPED = 20  # skipped steps in a row; a lasting spike becomes the mean after 2 or 3
 _MEMORY = 50.0  # length of the running means, in steps
@@ -38,8 +38,7 @@ class StepChecksConfig:
         check_least(0, "never exits", exit_after_skipped_iterations=limit)
         check_least(0, "sets no limit", spikes_in_a_row=self.spikes_in_a_row)
         check_least(1, iterations_to_skip=min(self.iterations_to_skip, default=None))
-        if self.spike_deviations is not None and not self.spike_deviations > 0.0:
-            raise UserError(f"--spike-deviations {self.spike_deviations} must be positive")
+        check_positive(spike_deviations=self.spike_deviations)
         if not (self.check_for_spiky_loss or self.check_for_large_grads):
             checks = "needs --check-for-spiky-loss or --check-for-large-grads"
             if self.spike_deviations is not None:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 
-from paro.errors import UserError, check_least
+from paro.errors import UserError, check_least, check_positive
 from paro.spec.param_groups import ParamGroup, ParamGroups
 
 Coefficients = tuple[float, float, float]
@@ -65,8 +65,7 @@ class OptimConfig:
         for flag, beta in (("--adam-beta1", self.adam_beta1), ("--adam-beta2", self.adam_beta2)):
             if not 0.0 <= beta < 1.0:
                 raise UserError(f"{flag} {beta} must be in [0, 1)")
-        if self.adam_eps <= 0.0:
-            raise UserError(f"--adam-eps {self.adam_eps} must be positive")
+        check_positive(adam_eps=self.adam_eps)
         if self.clip_grad < 0.0:
             raise UserError(f"--clip-grad {self.clip_grad} is negative; 0 turns clipping off")
         if self.adam_implementation == "apex":
@@ -117,10 +116,7 @@ class MuonConfig:
             raise UserError(f"--muon-momentum {self.muon_momentum} must be in [0, 1)")
         if not 1 <= self.muon_num_ns_steps < 100:
             raise UserError(f"--muon-num-ns-steps {self.muon_num_ns_steps} must be in [1, 100)")
-        if self.muon_extra_scale_factor <= 0.0:
-            raise UserError(
-                f"--muon-extra-scale-factor {self.muon_extra_scale_factor} must be positive"
-            )
+        check_positive(muon_extra_scale_factor=self.muon_extra_scale_factor)
 
     def coefficients(self) -> tuple[Coefficients, ...]:
         """Return the coefficients of every step of Newton-Schulz."""

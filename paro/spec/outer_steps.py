@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from paro.errors import UserError, check_least, count_text
+from paro.errors import UserError, check_least, check_positive, count_text
 from paro.strategy import FLAG, Strategy, effective_letters
 
 
@@ -50,8 +50,7 @@ class OuterConfig:
     def __post_init__(self) -> None:
         check_least(1, paro_outer_steps=self.outer_steps, paro_outer_fragments=self.outer_fragments)
         check_least(0, paro_outer_delay=self.outer_delay, paro_outer_warmup=self.outer_warmup)
-        if not self.outer_lr > 0.0:
-            raise UserError(f"--paro-outer-lr {self.outer_lr} must be positive")
+        check_positive(paro_outer_lr=self.outer_lr)
         if not 0.0 <= self.outer_momentum < 1.0:
             raise UserError(f"--paro-outer-momentum {self.outer_momentum} must be in [0, 1)")
         if self.outer_fragments > self.outer_steps:

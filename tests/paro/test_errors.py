@@ -17,6 +17,7 @@ from paro.errors import (
     StorageError,
     UserError,
     about,
+    check_positive,
     describe,
     for_all_ranks,
     is_memory_failure,
@@ -28,7 +29,7 @@ from paro.errors import (
     type_and_message,
     writing,
 )
-from tests.helpers.refusals import says
+from tests.helpers.refusals import refused, says
 
 
 def test_mistakes_are_one_line_each() -> None:
@@ -49,6 +50,12 @@ def test_what_a_terminal_would_act_upon_is_escaped() -> None:
     assert describe(RuntimeError(f"{hostile}\nmore")).isascii()
     assert str(RunError(hostile)).isascii()
     assert printable("a\tb\nc") == "a\tb\nc"
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan")])
+def test_what_is_no_positive_number_is_refused_by_its_flag(value: float) -> None:
+    check_positive(lr=1e-9, loss_scale=None)
+    refused(lambda: check_positive(lr=1.0, adam_eps=value), f"--adam-eps {value} ... positive")
 
 
 def test_a_long_line_keeps_its_beginning_and_its_end() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from paro.errors import UserError, count_text
+from paro.errors import check_positive, count_text
 from paro.layout import Unit
 from paro.machine.machine import Nic
 from paro.planning.estimator import Estimate
@@ -29,9 +29,8 @@ _MOST_NODES = 2  # that the settings to compare may lose
 def failures_of(args: Namespace, request: PlanRequest) -> Failures:
     """Return the failures of --mtbf-hours and its companions; a `UserError` names the flag to
     change."""
+    check_positive(storage_gb_per_second=args.storage_gb_per_second)
     rate = args.storage_gb_per_second * 1e9
-    if not rate > 0.0:
-        raise UserError(f"--storage-gb-per-second {args.storage_gb_per_second:g} must be positive")
     node = request.ranks_per_node or request.machine.group_size
     frozen = (
         sum(unit.frozen.numel for unit in _units(request)) * BYTES_OF[request.precision.compute]

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from paro.errors import UserError, count_text
+from paro.errors import check_positive, count_text
 
 # What a local copy delays a step by, as a share of it.
 COPY_SHARE = 0.02
@@ -38,12 +38,7 @@ class Failures:
     checkpoint_seconds: float  # to write a checkpoint, and to read one
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("mtbf-hours", self.mtbf_hours),
-            ("restart-seconds", self.restart_seconds),
-        ):
-            if not 0.0 < value < math.inf:
-                raise UserError(f"--{name} {value:g} must be positive")
+        check_positive(mtbf_hours=self.mtbf_hours, restart_seconds=self.restart_seconds)
 
     @property
     def seconds_between(self) -> float:

@@ -241,7 +241,7 @@ def test_what_ranks_cannot_share_is_refused_with_what_they_could(words: str, tol
         ("--world-size 8", "--world-size 8 is for --dry-run"),
         ("--device-memory-gb 80", "--device-memory-gb 80.0 is for --dry-run"),
         ("--show-step", "--show-step is for --dry-run"),
-        ("--dry-run --world-size 0", "--world-size 0 must be positive"),
+        ("--dry-run --world-size 0", "--world-size 0 must be a positive number"),
         ("--dry-run --world-size 12", "--world-size 12 is no multiple of the 8 ranks of a node"),
         ("--dry-run --world-size 8 --device-memory-gb 0", "--device-memory-gb 0.0 must be"),
         ("--context-parallel-size auto", "auto: the machine cannot ... there is one group"),

@@ -350,7 +350,7 @@ def test_rounds_begin_and_end_in_turn() -> None:
         ("--paro-outer-steps 4 --paro-outer-fragments 5", "one round begins in a step at most"),
         ("--paro-outer-steps 4 --paro-outer-fragments 2 --paro-outer-delay 2", "give less"),
         ("--paro-outer-steps 4 --paro-outer-momentum 1", "must be in [0, 1)"),
-        ("--paro-outer-steps 4 --paro-outer-lr 0", "must be positive"),
+        ("--paro-outer-steps 4 --paro-outer-lr 0", "must be a positive number"),
         ("--paro-outer-delay 2", "needs --paro-outer-steps"),
         ("--paro-outer-steps 4 --paro-inter-grad-bits 4", "contradict each other"),
         ("--paro-outer-steps 4 --paro-survive 1", "local copies"),

@@ -87,8 +87,8 @@ def test_a_tail_of_wsd_is_no_decay_of_its_own_name() -> None:
     [
         ({"lr": math.nan}, "--lr nan"),
         ({"min_lr": -0.1}, "--min-lr -0.1"),
-        ({"decoupled_lr": 0.05}, "--decoupled-lr 0.05 ... --min-lr"),
-        ({"decoupled_lr": 1.0, "decoupled_min_lr": 2.0}, "--decoupled-lr 1.0 ... 2.0"),
+        ({"decoupled_lr": 0.05}, "--min-lr ... --decoupled-lr 0.05"),
+        ({"decoupled_lr": 1.0, "decoupled_min_lr": 2.0}, "--decoupled-min-lr 2.0 ... 1.0"),
         ({"decoupled_min_lr": 0.0}, "--decoupled-min-lr 0.0 needs --decoupled-lr"),
         ({"lr_warmup_init": 1.5}, "--lr-warmup-init 1.5"),
         ({"lr_warmup_samples": 1100}, "--lr-warmup-iters"),
