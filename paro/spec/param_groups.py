@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from model.config import up_name
 from paro.errors import UserError
 from paro.layout import Shape, UnitLayout
 from paro.spec.states import is_for_muon
@@ -73,19 +74,28 @@ class ParamGroups:
 
     groups: tuple[ParamGroup, ...] = ()
     decays_qk_norms: bool = False
-    width: float = 1.0  # muP's: matrices of blocks have learning rate and epsilon divided by it
+    width: float = 1.0  # muP's: `is_divided` has learning rate and epsilon divided by it
     by_muon: bool = False  # whether Muon updates matrices of blocks, which muP then leaves alone
 
     def of(self, name: str, shape: Shape) -> Factors:
         """Return the factors of a parameter; as in Megatron, norms and biases do not decay."""
         decays = len(shape) > 1 or (self.decays_qk_norms and name.endswith(_QK_NORMS))
-        of_width = 1.0 / self.width if is_for_muon(name, shape) and not self.by_muon else 1.0
+        of_width = 1.0 / self.width if self.is_divided(name, shape) else 1.0
         lr, weight_decay = of_width, float(decays)
         group = next((each for each in self.groups if each.has(name)), None)
         if group is not None:
             lr *= group.lr_mult
             weight_decay = weight_decay if group.wd_mult is None else group.wd_mult
         return Factors(lr, weight_decay, of_width, name in ("embedding.weight", "head.weight"))
+
+    def is_divided(self, name: str, shape: Shape) -> bool:
+        """Say whether muP divides a parameter's rate by the width: its inputs grow with it.
+
+        Inputs of an adapter's second matrix are its rank, so it has the rate of an embedding
+        (LoRA+, arXiv 2402.12354).
+        """
+        is_from_rank = name.endswith(up_name(""))
+        return is_for_muon(name, shape) and not (self.by_muon or is_from_rank)
 
     def runs(self, layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[int, int, Factors]]:
         """Yield (begin, end, factors) of the ranges within [start, stop) with equal factors.

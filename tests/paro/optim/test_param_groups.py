@@ -97,7 +97,8 @@ def test_the_first_group_with_a_name_decides() -> None:
 def test_mup_divides_rates_and_epsilons_of_matrices_of_blocks_by_the_width() -> None:
     """But for Muon's, as in Megatron."""
     names = {"blocks.0.wq": (3, 3), "blocks.0.q_norm": (3,), "embedding.weight": (3, 3)}
-    for optimizer, wanted in (("adam", [0.4, 1.0, 1.0]), ("muon", [1.0, 1.0, 1.0])):
+    names |= {"blocks.0.wq_lora_a": (2, 3), "blocks.0.wq_lora_b": (3, 2)}
+    for optimizer, wanted in (("adam", [0.4, 1.0, 1.0, 0.4, 1.0]), ("muon", [1.0] * 5)):
         groups = configured(f"{RUN} {MUP} --optimizer {optimizer}").param_groups
         found = [groups.of(name, shape) for name, shape in names.items()]
         assert [(each.lr, each.eps) for each in found] == [(lr, lr) for lr in wanted]
