@@ -134,6 +134,7 @@ class PhasedDataset:
         lines = [f"{self.num_samples:,} samples in {len(self.phases)} phases"]
         for phase, start, data_set in zip(self.phases, self._starts, self.data_sets, strict=True):
             text = "over" if data_set is None else data_set.describe()
+            text += " (the training ends before it)" * (start >= self.num_samples)
             lines.append(f"{phase.name}, after sample {start:,}: {text}")
         return "\n".join(lines)
 

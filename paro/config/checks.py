@@ -64,6 +64,13 @@ def check_moments(optim: OptimConfig, precision: PrecisionConfig) -> None:
 
 
 def check_average(train: TrainConfig, optim: OptimConfig) -> None:
+    """Raise `UserError` if a run would average nothing, or evaluate an average that it lacks."""
+    first = optim.ema_start or optim.ema_interval
+    if optim.ema_decay is not None and first > train.train_iters and not train.skip_train:
+        raise UserError(
+            f"--ema-decay {optim.ema_decay:g} averages nothing: weights are averaged first after "
+            f"iteration {first} (--ema-start, --ema-interval), and the last is {train.train_iters}"
+        )
     if not train.eval_ema:
         return
     if optim.ema_decay is None:

@@ -108,12 +108,16 @@ def flags_without_effect(args: Namespace) -> tuple[str, ...]:
     """List a line for each flag that has no effect because a flag that it needs is missing."""
     changed = set(non_default(vars(args)))
     style, size = f"--lr-decay-style is {args.lr_decay_style}", args.context_parallel_size
+    over, over_all = (x is not None for x in (args.yarn_mscale, args.yarn_mscale_all_dim))
     found = []
     for line, is_used, names in (
         ("nothing will be saved: {} no effect without --save DIR", args.save, _SAVING),
         (f"{{}} no effect without --lr-decay-style WSD: {style}", style.endswith("WSD"), _WSD),
         ("{} no effect without --context-parallel-size", size != 1, _SHARED),
         ("{} no effect without --optimizer muon", args.optimizer == "muon", _MUON),
+        ("{} no effect without --qk-layernorm", args.qk_layernorm, ("apply_wd_to_qk_layernorm",)),
+        ("{} no effect without --yarn-mscale-all-dim", over_all, ("yarn_mscale",)),
+        ("{} no effect without --yarn-mscale", over, ("yarn_mscale_all_dim",)),
     ):
         flags = ["--" + name.replace("_", "-") for name in names if name in changed]
         if flags and not is_used:

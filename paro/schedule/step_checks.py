@@ -39,6 +39,11 @@ class StepChecksConfig:
         check_least(0, "sets no limit", spikes_in_a_row=self.spikes_in_a_row)
         check_least(1, iterations_to_skip=min(self.iterations_to_skip, default=None))
         check_positive(spike_deviations=self.spike_deviations)
+        if 0 < limit <= self.spikes_in_a_row:
+            raise UserError(
+                f"--spikes-in-a-row {self.spikes_in_a_row} must be below "
+                f"--exit-after-skipped-iterations {limit}, which ends the run before"
+            )
         if not (self.check_for_spiky_loss or self.check_for_large_grads):
             checks = "needs --check-for-spiky-loss or --check-for-large-grads"
             if self.spike_deviations is not None:

@@ -268,6 +268,9 @@ def test_each_phase_has_an_order_of_its_own_and_those_that_are_over_are_not_open
     assert "first, after sample 0: over" in resumed.describe()
     with pytest.raises(AssertionError, match="a phase that is over"):
         resumed[6]
+    assert "third, after sample 12" in build(12, consumed=7).describe()
+    assert "(the training ends before it)" in build(12, consumed=7).describe()
+    assert "ends before it" not in build(13, consumed=7).describe()
     refused(lambda: build(consumed=6), "gone")
     phases[2]["samples"] = 7
     refused(lambda: build(consumed=7), f"--data-phases {file}, third ... 19 samples ... draws 20")

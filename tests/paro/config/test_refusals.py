@@ -83,6 +83,8 @@ MISTAKES = [
     ("--ema-decay 0.9 --ema-interval 0", "--ema-interval 0 must be at least 1"),
     ("--ema-decay 0.9 --ema-start -1", "--ema-start -1 must be at least 0"),
     ("--ema-start 5", "--ema-start ... --ema-decay"),
+    ("--ema-decay 0.9 --ema-start 11 --train-iters 10", "averages nothing ... 11 ... 10"),
+    ("--ema-decay 0.9 --ema-interval 11 --train-iters 10", "averages nothing ... 11 ... 10"),
     ("--eval-ema", "--eval-ema needs --ema-decay"),
     ("--ema-decay 0.9 --eval-ema --skip-train", "--eval-ema and --skip-train ... --weights ema"),
     ("--ema-decay 0.9 --paro-strategy III --paro-outer-steps 6", "6 and --ema-decay 0.9"),

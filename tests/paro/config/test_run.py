@@ -26,6 +26,7 @@ SMALL = (
 )
 PRESET = "--mock-data --micro-batch-size 1 --seq-length 512 --train-iters 10 --lr 0.1"
 NO_BATCH = SMALL.replace("--global-batch-size 32 ", "")
+YARN = "--position-embedding-type yarn --yarn-rotary-scaling-factor 4"
 SELECTIVE = RecomputeConfig(granularity="selective")
 FULL, EACH = "--recompute-granularity full", RecomputeConfig(granularity="full")
 BLOCKS, KEPT = replace(EACH, method="block", num_layers=2), replace(EACH, keeps_core=True)
@@ -288,6 +289,11 @@ def test_a_tracker_alone_is_a_checkpoint_and_an_unfinished_save_is_none(tmp_path
         ("--save-interval 5 --async-save", "--save-interval, --async-save have no effect without"),
         ("--muon-momentum 0.8 --muon-nesterov", "--muon-nesterov have no effect without --optim"),
         ("--muon-momentum 0.8 --optimizer muon --muon-extra-scale-factor 0.2", None),
+        ("--apply-wd-to-qk-layernorm", "--apply-wd-to-qk-layernorm has no effect without --qk-"),
+        ("--apply-wd-to-qk-layernorm --qk-layernorm", None),
+        (f"{YARN} --yarn-mscale 1", "--yarn-mscale has no effect without --yarn-mscale-all-dim"),
+        (f"{YARN} --yarn-mscale-all-dim 1", "-all-dim has no effect without --yarn-mscale"),
+        (f"{YARN} --yarn-mscale 1 --yarn-mscale-all-dim 1", None),
         ("", None),
     ],
 )

@@ -93,6 +93,7 @@ def test_leaps_are_counted_in_deviations_where_they_are_asked_for() -> None:
     for wrong, told in (
         ({"spike_deviations": 0.0}, "--spike-deviations 0.0"),
         ({"spikes_in_a_row": -1}, "--spikes-in-a-row -1"),
+        ({"spikes_in_a_row": 20}, "--spikes-in-a-row 20 ... --exit-after-skipped-iterations 20"),
         ({"check_for_spiky_loss": False, "check_for_large_grads": False}, "--spikes-in-a-row"),
         ({"iterations_to_skip": (3, 0)}, "--iterations-to-skip 0"),
     ):
