@@ -31,7 +31,6 @@ from paro.distributed.groups import Links, make_groups
 from paro.distributed.process_group import (
     IFNAME,
     RuntimeConfig,
-    _runs,
     check_gpu,
     choose_interface,
     interface_text,
@@ -307,20 +306,6 @@ def test_a_rank_has_the_gpu_of_its_number(v100s: pytest.MonkeyPatch) -> None:
     v100s.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "compute_120"])
     told = "has no kernels for V100, of compute capability 7.0: it was built for sm_75, sm_80"
     refused(lambda: check_gpu(0), told)
-
-
-@pytest.mark.parametrize(
-    ("arch", "capability", "runs"),
-    [
-        ("sm_80", (8, 6), True),
-        ("sm_90", (10, 0), False),
-        ("sm_90a", (9, 0), True),
-        ("compute_90", (10, 0), True),
-        ("gfx942", (9, 4), False),
-    ],
-)
-def test_which_code_runs_where(arch: str, capability: tuple[int, int], *, runs: bool) -> None:
-    assert _runs(arch, capability) == runs
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,6 @@ def test_one_rank_is_planned_as_it_is_built(words: str) -> None:
 def test_it_says_what_a_rank_holds_and_sends(capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"{MOCK} --bf16 --global-batch-size 64 --paro-strategy IIG --seed 77"
     out = printed(f"{flags} --dry-run --world-size 8 --ranks-per-node 4", capsys)
-    assert "  seed ............................................ 77\n" in out
     answer = (
         "> dry run of 8 ranks on 2 nodes of 4, gloo\n"
         "> the launch is sound; nothing was started and nothing written\n"
@@ -83,24 +82,14 @@ def test_it_says_what_a_rank_holds_and_sends(capsys: pytest.CaptureFixture[str])
     )
     assert out.startswith(answer)
     assert out.index("> sent by a rank") < out.index("--- arguments ---")
-    assert (
-        "> global batch of 64 x 32 = 2,048 tokens: "
-        "8 data-parallel ranks x 4 micro-batches x 2 samples\n"
-        "> 10 iterations, 20,480 tokens in all\n"
-    ) in out
     # 2 x 128 x 64, 4 x (4 x 64 x 64 + 3 x 64 x 128 + 2 x 64) and 64
     assert "> model: 180,800 parameters, 4 layers, " in out
-    assert ", vocabulary of 100 padded to 128, output layer untied\n" in out
     assert "> strategy: IIG, 8 ranks in groups of 4, collectives native\n" in out
     assert "grads      I      4       2       0-3 4-7" in out
     rows = [line.split() for line in out.splitlines() if line.startswith(("embedding", "blocks"))]
     assert rows[0] == ["embedding", "8,192", "2,048", "2,048", "1,024"]
     assert rows[1] == ["blocks.0", "..", "blocks.3", "41,088", "10,272", "10,272", "5,136"]
     assert re.search(r"^> memory of a rank: \d\.\d MB at most, at the ", out, re.M)
-    arguments = out[out.index("--- arguments ---") : out.index("--- end of arguments ---")]
-    names = [line.split()[0] for line in arguments.splitlines()[1:-1]]
-    given = {word[2:].replace("-", "_") for word in flags.split() if word.startswith("--")}
-    assert set(names) == given | {"dry_run", "world_size", "ranks_per_node"}
     # Units padded to a multiple of 64 elements, blocks gathered twice: in bf16, 3/4 inside
     gathered, trained = 2 * 8192 + 8 * 41088 + 64, 2 * 8192 + 4 * 41088 + 64
     inside = 4 * (gathered + trained) * 2 * 3 / 4
@@ -167,12 +156,6 @@ def test_what_leaves_too_little_for_nccl_does_not_fit() -> None:
     less = replace(plan.request, memory_bytes=between)
     assert (plan.fits, replace(plan, request=less).fits) == (True, False)
     assert not Estimator(less).estimate(plan.launch.candidate).fits
-
-
-def test_a_step_takes_its_steps_of_newton_schulz() -> None:
-    words = f"{PLANNED} --paro-strategy NNN --optimizer muon --muon-num-ns-steps"
-    few, many = (planned(f"{words} {steps}").launch.muon_seconds for steps in (5, 10))
-    assert many == pytest.approx(2 * few)
 
 
 def test_the_largest_step_of_a_schedule_decides_the_memory() -> None:
@@ -270,13 +253,6 @@ def listing(words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [re.sub(r" +", " ", line).strip() for line in found[0].splitlines()]
 
 
-def section(lines: list[str], begin: str, end: str) -> list[str]:
-    """The words of the lines after the one that begins with `begin`, up to `end`."""
-    first = next(number for number, line in enumerate(lines) if line.startswith(begin))
-    last = next(n for n, line in enumerate(lines) if n > first and line.startswith(end))
-    return [re.split(r" [\d,]+\.\d", line)[0] for line in lines[first + 1 : last]]
-
-
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     found = re.search(
@@ -296,29 +272,6 @@ def test_the_largest_total_is_the_need(words: str, capsys: pytest.CaptureFixture
     totals = [line.split()[-1] for line in listing(f"{IIG} {words}", capsys)[4:]]
     found = max(float(t.replace(",", "")) for t in totals if re.fullmatch(r"[\d,]+\.\d", t))
     assert found == round(planned(f"{IIG} {words}").memory.allocated / 1e6, 1)
-
-
-IN_PLACE = (
-    "allocate a slot of blocks.7.mlp 2/2 | BACKWARD blocks.7.mlp 2/2: to its first gradient "
-    "| allocate a slot of blocks.7.mlp 2/2 | BACKWARD blocks.7.mlp 2/2: the rest "
-    "| send the slice of blocks.7.mlp 2/2 back | wait for the next slice of blocks.7.mlp 2/2 "
-    "| send the slice's gradients of blocks.7.mlp 2/2 back "
-    "| wait for the slice's gradients of blocks.7.mlp 2/2 "
-    "| BACKWARD blocks.7.mlp 2/2: to its first gradient | the last 6 actions, 6 times more "
-    "| BACKWARD blocks.7.mlp 2/2: the rest"
-)
-
-
-def test_repeated_actions_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = listing(f"{IIG} {ROTATE} --paro-rotate-in-place", capsys)
-    assert " | ".join(section(lines, "backward of blocks.7.mlp", "free a slot")) == IN_PLACE
-
-
-def test_axes_of_one_kind_are_told_by_their_degrees(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = listing(IIG.replace("IIG", "2,4,16"), capsys)
-    assert any("all-gather blocks.1 " in line and "gather inside 1-2 " in line for line in lines)
-    last = next(line for line in lines if line.startswith("step reduce-scatter of head "))
-    assert "reduce inside 4-8, between" in last
 
 
 def test_without_training_there_is_no_step(capsys: pytest.CaptureFixture[str]) -> None:

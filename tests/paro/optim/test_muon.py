@@ -159,13 +159,6 @@ def test_singular_values_become_nearly_one(kind: str, shape: tuple[int, int]) ->
     assert float((found - left @ right).norm() / (left @ right).norm()) < 0.3
 
 
-def test_scales() -> None:
-    scales = {"spectral": 3.0, "unit_rms_norm": 1.5, "shape_scaling": 1.5}
-    for mode, scale in scales.items():
-        config = MuonConfig(muon_scale_mode=mode, muon_extra_scale_factor=0.5)
-        assert config.scale(9, 4) == 0.5 * scale, mode
-
-
 @pytest.mark.parametrize(
     ("precision", "multiplies", "dtype"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ from paro.checkpoint.in_memory.recovery import (
     StateChunk,
     assign,
     offers_for,
-    overlap,
     recover,
-    split,
 )
 from paro.checkpoint.in_memory.snapshot import DATA, RECORD, SnapshotWriter
 from paro.layout import Chunk
@@ -255,16 +252,6 @@ def test_each_part_comes_from_the_holder_that_sends_least() -> None:
     assert assign(wants, offers) == (messages, [])
 
 
-def test_parts_of_several_holders_make_a_whole_or_what_is_lost_is_returned() -> None:
-    wants = [[StateChunk("a", Chunk((0, 0), (4, 4)))]]
-    halves = [[(0, 0, Chunk((0, 0), (4, 3)))], [(0, 0, Chunk((1, 1), (3, 3)))]]
-    _, lost = assign(wants, halves)
-    assert lost == [StateChunk("a", Chunk((0, 3), (1, 1)))]
-    halves[1].append((0, 0, Chunk((0, 3), (1, 1))))
-    messages, lost = assign(wants, halves)
-    assert (sum(message.chunk.numel for message in messages), lost) == (16, [])
-
-
 def test_a_rank_offers_only_parts_that_it_holds_of_chunks_that_are_wanted() -> None:
     """A rank compares what other ranks want with its own chunks alone."""
     wants = [[StateChunk("a", Chunk((2 * rank,), (2,)))] for rank in range(50)]
@@ -273,10 +260,3 @@ def test_a_rank_offers_only_parts_that_it_holds_of_chunks_that_are_wanted() -> N
     parts = {name: [SnapshotChunk(chunk, snapshot, 0)] for name, chunk in held.items()}
     offers = offers_for(wants, parts)
     assert offers == [(3, 0, Chunk((7,), (1,))), (4, 0, Chunk((8,), (1,)))]
-
-
-def test_a_chunk_is_split_into_disjoint_parts() -> None:
-    inner = Chunk((1, 1, 1), (2, 2, 2))
-    inside, outside = split([Chunk((0, 0, 0), (4, 4, 4))], inner)
-    assert (inside, sum(part.numel for part in outside)) == ([inner], 4**3 - 2**3)
-    assert not any(overlap(one, other) for one, other in combinations([inner, *outside], 2))
