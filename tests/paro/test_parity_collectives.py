@@ -75,7 +75,7 @@ def check(pairs: Sequence[tuple[str, str]], world_size: int, *, steps: int, time
 
 @pytest.mark.ranks
 def test_one_of_each() -> None:
-    check(CROSSING_BOTH, 6, steps=2)
+    check(CROSSING_BOTH, 4, steps=2)
 
 
 @pytest.mark.ranks

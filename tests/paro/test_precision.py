@@ -36,7 +36,6 @@ BF16: list[Variant] = [
         ("NNN", "--accumulate-allreduce-grads-in-fp32"),
         ("NIG", "--grad-reduce-in-bf16"),
         ("GGG", ""),
-        ("IIG", ""),
     )
 ]
 
@@ -113,13 +112,12 @@ PACKED = "--reset-position-ids --reset-attention-mask"
 APART = f"{SHORT} --eod-mask-loss {PACKED}"
 
 
-@pytest.mark.parametrize(
-    "flag", ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"]
-)
-def test_every_flag_changes_what_is_learned(flag: str) -> None:
-    plain, changed = train(SHORT).steps, train(f"{SHORT} {flag}").steps
-    assert plain[-1].loss != changed[-1].loss
-    assert changed[-1].loss == pytest.approx(plain[-1].loss, rel=0.2)
+def test_every_flag_changes_what_is_learned() -> None:
+    plain, *changed = (
+        train(f"{SHORT} {flag}").steps[-1].loss for flag in ("", "--eod-mask-loss", *PACKED.split())
+    )
+    assert len({plain, *changed}) == 4
+    assert changed == pytest.approx([plain] * 3, rel=0.2)
 
 
 def losses_of_runs(runs: list[str], group_size: int | None) -> list[list[float]]:

@@ -155,7 +155,7 @@ def wait_for_a_silent_peer(name: str) -> str:
     with mock.patch.object(RuntimeConfig, "timeout", timedelta(seconds=1.0)):
         collectives, _ = make(name, topology)
     if dist.get_rank() == 3:
-        time.sleep(3.0)
+        time.sleep(1.5)
         return ""
     try:
         all_gather(collectives, torch.zeros(1024), topology.axes).wait()
@@ -246,7 +246,7 @@ def rotate_all_ways() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "world_size", [2, 4, *(pytest.param(n, marks=pytest.mark.verify) for n in (3, 6, 8))]
+    "world_size", [4, *(pytest.param(n, marks=pytest.mark.verify) for n in (2, 3, 6, 8))]
 )
 def test_slices_travel_round_and_gradients_come_home(world_size: int) -> None:
     run_ranks(rotate_all_ways, world_size)

@@ -151,7 +151,7 @@ def compare(ways: Ways) -> None:
     gathers = (ways.gather(name, streams) for name in ("native", "ho-ring"))
     exchanges = [*ways.rings(streams), *gathers]
     places = dist.get_world_size()
-    for groups, packed in ((4, False), (2, True), (1, True)):
+    for groups, packed in ((4, False), (1, True)):
         given = inputs(places, groups, packed=packed)
         wanted = [cut(tensor, ways.rank, places) for tensor in attended(attend_whole, given)]
         for exchange in exchanges:
@@ -181,10 +181,9 @@ def compare_all() -> None:
         ways.close()
 
 
+@pytest.mark.verify
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "world_size", [2, *(pytest.param(n, marks=pytest.mark.verify) for n in (3, 6, 8))]
-)
+@pytest.mark.parametrize("world_size", [2, 3, 6, 8])
 def test_parts_are_one_call(world_size: int) -> None:
     run_ranks(compare_all, world_size)
 
@@ -227,8 +226,7 @@ def all_ways(ways: Ways, streams: CommStreams, given: Inputs) -> list[Tensor]:
 def repeat(ways: Ways) -> None:
     given = inputs(4, 2, packed=True)
     first = all_ways(ways, InlineStreams(), given)
-    late = (LateStreams(seed, eager=seed / 4) for seed in range(2))
-    for streams in (ThreadStreams(CPU), *late):
+    for streams in (ThreadStreams(CPU), LateStreams(0, eager=0.2)):
         assert all(map(torch.equal, first, all_ways(ways, streams, given))), streams
 
 

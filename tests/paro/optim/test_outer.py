@@ -92,7 +92,6 @@ CASES = {  # flags of the inner optimizer, flags of outer steps
         "",
         "--paro-outer-steps 4 --paro-outer-fragments 2 --paro-outer-delay 1 --paro-outer-warmup 1",
     ),
-    "4 fragments": ("", "--paro-outer-steps 5 --paro-outer-fragments 4 --paro-outer-warmup 0"),
     "Muon": (MUON, "--paro-outer-steps 4 --paro-outer-warmup 0"),
 }
 
@@ -105,6 +104,7 @@ LONG_CASES = {
         "",
         f"{LONG} --paro-outer-steps 10 --paro-outer-fragments 4 --paro-outer-delay 1",
     ),
+    "H 5, 4 fragments": ("", f"{LONG} --paro-outer-steps 5 --paro-outer-fragments 4"),
     "H 4, 2 fragments": ("", f"{LONG} --paro-outer-steps 4 --paro-outer-fragments 2"),
     "H 4, Muon, delay 2": (MUON, f"{LONG} --paro-outer-steps 4 --paro-outer-delay 2"),
 }
@@ -114,8 +114,9 @@ LONG_CASES = {
 @pytest.mark.parametrize(
     ("world", "group", "batch", "cases"),
     [
-        (6, 2, 6, CASES),
-        (2, 2, 4, dict([*CASES.items()][:2])),
+        (4, 2, 4, CASES),
+        (2, 2, 4, dict([*CASES.items()][:1])),
+        pytest.param(6, 2, 6, CASES, marks=pytest.mark.verify),
         pytest.param(8, 4, 16, CASES, marks=pytest.mark.verify),
         pytest.param(4, 2, 8, LONG_CASES, marks=pytest.mark.verify),
         pytest.param(8, 2, 16, LONG_CASES, marks=pytest.mark.verify),
@@ -178,8 +179,9 @@ ROUNDS = "--paro-outer-steps 4 --paro-outer-warmup 0 --paro-strategy III --paro-
 
 @pytest.mark.ranks
 def test_a_round_sends_the_bytes_of_the_formula() -> None:
-    """Two rounds in 10 steps, of units large enough to be quantized; nothing else crosses."""
-    large = f"{PLAIN} --hidden-size 64 --ffn-hidden-size 96 {ROUNDS}"
+    """Two rounds in 5 steps, of units large enough to be quantized; nothing else crosses."""
+    large = f"{PLAIN} --hidden-size 64 --ffn-hidden-size 96 {ROUNDS} --paro-outer-steps 2"
+    large += " --train-iters 5"
     bits = (32, 16, 8, 4)
     flags = [f"{large} --paro-outer-bits {each}" for each in bits]
     results, *_ = run_ranks(train_in_groups, 4, flags)
@@ -237,9 +239,9 @@ def lose_a_group(cases: Sequence[tuple[str, float]]) -> list[tuple[States, str |
 
 @pytest.mark.ranks
 def test_a_group_that_moves_too_far_is_left_out_and_takes_the_others_parameters() -> None:
-    flags = f"{FLAGS} {ROUNDS}"
+    flags = f"{FLAGS} {ROUNDS} --paro-group-size 1"
     cases = [(flags, math.nan), (flags, 10.0), (flags, 0.0)]
-    (*without, whole), *_ = run_ranks(lose_a_group, 6, cases)
+    (*without, whole), *_ = run_ranks(lose_a_group, 3, cases)
     for states, line in without:
         left_out, others = masters_of(states, 1), [masters_of(states, each) for each in (0, 2)]
         for name, values in left_out.items():
