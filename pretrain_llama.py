@@ -106,17 +106,24 @@ def run(
         folder = config.report.tensorboard_dir or config.checkpoint.save
         profiler = Profiler(config.profile, log, folder=folder)
         observers = (watchdog, profiler, MemoryHistory(config.profile, log, control.device))
-    report = setup.start_report(config, training, state, locked, log, bytes_before)
+    report = setup.start_report(config, training, state, resumed.start, locked, log, bytes_before)
     if (recovery := resumed.recovery) is not None:
         samples = state.consumed_train_samples
-        report.dashboards.write(recovery.panel(), state.iteration, samples)
+        report.dashboards.write(recovery.panel(), resumed.start, samples)
     if snapshots is not None:
         snapshots.begin(training, resumed)
     saver = None
     if locked is not None:
         saver = Saver(config, training, log, locked, facts=report.facts, resumed=resumed)
     loop = Loop(
-        training, state, sources, report, saving=saver, snapshots=snapshots, observers=observers
+        training,
+        state,
+        sources,
+        report,
+        saving=saver,
+        snapshots=snapshots,
+        observers=observers,
+        start=resumed.start,
     )
     if is_live:
         setup.open_view(config.spec, report, terminal, placement)

@@ -279,6 +279,40 @@ def split_range(whole: Chunk | ParamChunk, low: int, high: int) -> Iterator[tupl
             yield skipped + position, Chunk(corner, (1, *part.sizes))
 
 
+def overlap(one: Chunk, other: Chunk) -> Chunk | None:
+    """Return the chunk of elements that are in both chunks; None if there are none."""
+    if len(one.offsets) != len(other.offsets):
+        return None
+    offsets, sizes = [], []
+    for a, n, b, m in zip(*one, *other, strict=True):
+        low, high = max(a, b), min(a + n, b + m)
+        if low >= high:
+            return None  # at once: most chunks of a state differ in their rows
+        offsets.append(low)
+        sizes.append(high - low)
+    return Chunk(tuple(offsets), tuple(sizes))
+
+
+def split(chunks: Sequence[Chunk], other: Chunk) -> tuple[list[Chunk], list[Chunk]]:
+    """Split chunks into (parts inside `other`, parts outside `other`)."""
+    inside, outside = [], []
+    for chunk in chunks:
+        common = overlap(chunk, other)
+        if common is None:
+            outside.append(chunk)
+            continue
+        inside.append(common)
+        offsets, sizes = list(chunk.offsets), list(chunk.sizes)
+        for dim, (begin, length) in enumerate(zip(*common, strict=True)):
+            stop = offsets[dim] + sizes[dim]
+            for low, high in ((offsets[dim], begin), (begin + length, stop)):
+                if low < high:
+                    corner = (*offsets[:dim], low, *offsets[dim + 1 :])
+                    outside.append(Chunk(corner, (*sizes[:dim], high - low, *sizes[dim + 1 :])))
+            offsets[dim], sizes[dim] = begin, length
+    return inside, outside
+
+
 def parameter_runs(chunk: ParamChunk, low: int, high: int) -> Iterator[tuple[int, int]]:
     """Yield elements [low, high) of a chunk as (begin, end) ranges of the flattened parameter."""
     inner = [chunk.shape[dim + 1 :] for dim in range(len(chunk.shape))]

@@ -200,21 +200,28 @@ class Survival:
 
     ranks: int
     nodes: int
+    alone: bool = False  # True: of groups that train alone one is left whole, with the anchor
 
     def describe(self) -> str:
         """Say in words what may be lost."""
         if self.ranks == 0:
             return "no rank may be lost: each optimizer shard is on one"
         nodes = f" or {count_text(self.nodes, 'node')}" if self.nodes else ", but no node,"
-        return f"any {count_text(self.ranks, 'rank')}{nodes} may be lost with every state held"
+        held = "a group and the anchor" if self.alone else "every state"
+        return f"any {count_text(self.ranks, 'rank')}{nodes} may be lost with {held} held"
 
 
-def survival(strategy: Strategy, *, world_size: int, ranks_per_node: int) -> Survival:
-    """Count the losses that a strategy survives on nodes of consecutive ranks."""
-    degree = strategy.optim
-    return Survival(
-        ranks=world_size // degree - 1, nodes=_fewest_nodes(degree, world_size, ranks_per_node) - 1
-    )
+def survival(
+    strategy: Strategy, *, world_size: int, ranks_per_node: int, alone: int | None = None
+) -> Survival:
+    """Count the losses that a strategy survives on nodes of consecutive ranks.
+
+    Of groups of `alone` ranks that train alone, each holds the parameters on which groups agreed,
+    with which a lost group begins again.
+    """
+    degree = max(strategy.optim, alone or 1)
+    nodes = _fewest_nodes(degree, world_size, ranks_per_node) - 1
+    return Survival(ranks=world_size // degree - 1, nodes=nodes, alone=alone is not None)
 
 
 def check_nodes(survive: int, world_size: int, ranks_per_node: int) -> None:

@@ -113,12 +113,7 @@ def check_copy_engine(sharding: ShardingConfig, strategy: Strategy, runtime: Run
         )
 
 
-def check_outer(
-    sharding: ShardingConfig,
-    strategy: Strategy,
-    precision: PrecisionConfig,
-    checkpoint: CheckpointConfig,
-) -> None:
+def check_outer(sharding: ShardingConfig, strategy: Strategy, precision: PrecisionConfig) -> None:
     """Raise `UserError` if groups cannot train alone under --paro-outer-steps."""
     outer, world = sharding.outer, sharding.world
     if outer is None:
@@ -139,11 +134,9 @@ def check_outer(
     if precision.ema_decay is not None:
         reason = "groups that train alone have no weights in common"
         raise contradiction(flag, f"--ema-decay {precision.ema_decay:g}", reason)
-    if sharding.needs_in_memory_checkpoints or checkpoint.non_persistent_ckpt_type is not None:
-        raise UserError(
-            f"{flag}: local copies of groups that train alone are not made yet: leave "
-            "--paro-survive, --paro-elastic and --non-persistent-ckpt-type out"
-        )
+    if sharding.elastic:
+        reason = "groups that train alone continue on as many ranks"
+        raise contradiction(flag, "--paro-elastic", reason)
 
 
 def check_sizes(

@@ -147,10 +147,12 @@ def check_survival(
     """
     world = sharding.world
     check_nodes(sharding.survive, world.size, world.ranks_per_node)
-    kept = survival(strategy, world_size=world.size, ranks_per_node=world.ranks_per_node)
+    kept = sharding.survival(strategy)
     if kept.nodes >= sharding.survive:
         return
     advice = "no degrees hold it with --paro-materialize rotate: leave that out"
+    if sharding.outer is not None:
+        advice = "give more groups, by --paro-group-size"
     nearest = nearest_surviving(sharding.survive, sharding, strategy, model, trainable, precision)
     if nearest is not None:
         degrees, more = nearest
@@ -198,8 +200,7 @@ def nearest_surviving(
         return sum(abs(math.log(ratio)) for ratio in ratios), held_bytes(other)
 
     def holds(other: Strategy) -> bool:
-        node = world.ranks_per_node
-        if survival(other, world_size=world.size, ranks_per_node=node).nodes < survive:
+        if sharding.survival(other).nodes < survive:
             return False
         return not rotates or not rotation_infeasible_reason(
             other, model, world_size=world.size, group_size=world.group_size

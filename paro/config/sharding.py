@@ -24,7 +24,15 @@ from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.optim_config import MuonConfig
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import Materialize
-from paro.strategy import FLAG, Strategy, check_group_size, effective_letters, parse_strategy
+from paro.strategy import (
+    FLAG,
+    Strategy,
+    Survival,
+    check_group_size,
+    effective_letters,
+    parse_strategy,
+    survival,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +62,13 @@ class ShardingConfig:
     def needs_in_memory_checkpoints(self) -> bool:
         """True if in-memory checkpoints are on without a flag of their own."""
         return self.survive > 0 or self.elastic
+
+    def survival(self, strategy: Strategy) -> Survival:
+        """Count the ranks and nodes that a run may lose under a strategy."""
+        world = self.world
+        alone = None if self.outer is None else world.group_size
+        node = world.ranks_per_node
+        return survival(strategy, world_size=world.size, ranks_per_node=node, alone=alone)
 
 
 def units_ahead(text: str | None, prefetch_units: int, *, by_nccl: bool) -> int | None:

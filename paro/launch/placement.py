@@ -12,7 +12,7 @@ from paro.config.run import RunConfig
 from paro.errors import count_text
 from paro.sharding.shards import UnitShards
 from paro.spec.sharding_spec import ModelStateBytes, state_bytes
-from paro.strategy import FLAG, Strategy, Survival, effective_letters, survival
+from paro.strategy import FLAG, Strategy, Survival, effective_letters
 from paro.text import align, ranks_text, size_text
 from paro.topology import Topology
 from paro.training.step import Training
@@ -33,10 +33,7 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
     )
     if same is not None and same != strategy.name:
         title += f" (here this is the same as {same})"
-    outer, world = config.sharding.outer, config.world
-    # Groups that train alone have different states: only inside a group a state has copies.
-    holders = world.size if outer is None else world.group_size
-    kept = survival(strategy, world_size=holders, ranks_per_node=world.ranks_per_node)
+    outer, kept = config.sharding.outer, config.sharding.survival(strategy)
     table = describe_placement(strategy, topology, states)
     copies = f"> copies: {kept.describe()}"
     if config.sharding.survive:

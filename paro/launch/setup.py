@@ -192,6 +192,7 @@ def start_report(
     config: RunConfig,
     training: Training,
     state: TrainState,
+    start_iteration: int,
     locked: LockedFolders | None,
     log: Log,
     bytes_before: int,
@@ -206,7 +207,7 @@ def start_report(
             facts,
             log,
             device=training.device,
-            start_iteration=state.iteration,
+            start_iteration=start_iteration,
             arguments=recorded_arguments(config),
             is_ours=locked.lock.is_ours if locked and locked.lock else lambda: True,
         )

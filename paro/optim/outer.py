@@ -104,7 +104,12 @@ class OuterUnit:
     def follow_masters(self) -> None:
         """Copy the masters, which are equal in all groups, to anchor and reference."""
         self.anchor.copy_(self.master)
+        self.follow_anchor()
+
+    def follow_anchor(self) -> None:
+        """Copy the anchor to the reference, without outer momentum."""
         self.reference.copy_(self.anchor[self._shard])
+        self.momentum.zero_()
 
     def moved(self) -> Tensor:
         """Compute how far the masters have moved since groups last agreed."""
@@ -225,8 +230,9 @@ class OuterOptimizer:
         self.config = config
         context = units[0].unit.context
         topology, self._device = context.topology, context.device
-        self._group_size = size = topology.group_size
+        size = topology.group_size
         self.group = GroupOfRanks(index=context.rank // size, number=topology.world_size // size)
+        self.ranks = range(self.group.index * size, (self.group.index + 1) * size)
         self.units = units
         self.fragments: list[list[OuterUnit]] = [[] for _ in range(config.outer_fragments)]
         for each in units:
@@ -241,16 +247,10 @@ class OuterOptimizer:
         self.ended: EndedRound | None = None  # the round that ended in the last step
 
     def of_group(self, shard: FlatShard) -> FlatShard:
-        """Return an inner optimizer's shard as a state of this group.
-
-        Moments of the first group keep their names: runs with other groups continue with them.
-        """
-        size, group = self._group_size, self.group.index
+        """Return an inner optimizer's shard as a state of this group."""
         state = MASTER_OF_GROUP if shard.state == PARAM else shard.state
-        if group or shard.state == PARAM:
-            state = of_group(state, group)
-        inside = [rank for rank in shard.replicas if rank // size == group]
-        return replace(shard, state=state, replicas=inside)
+        inside = [rank for rank in shard.replicas if rank in self.ranks]
+        return replace(shard, state=of_group(state, self.group.index), replicas=inside)
 
     def trains_alone(self, iteration: int) -> bool:
         """Return whether groups train alone in the step after `iteration` steps."""
@@ -312,6 +312,17 @@ class OuterOptimizer:
     def exchange(self) -> Iterator[UnitShards]:
         """Swap masters and anchors, which groups agree on; yield the units with new masters."""
         yield from self._spread(self.units, [each.exchange() for each in self.units])
+
+    @torch.no_grad()
+    def restore(self, *, masters: bool, reference: bool) -> None:
+        """Copy the anchor to lost masters, of all ranks of this group, or to a lost reference."""
+        for each in self.units:
+            if reference:
+                each.follow_anchor()
+            if masters:
+                each.master.copy_(each.anchor)
+        if masters:
+            [*self._spread(self.units, [each.spread() for each in self.units])]
 
     @staticmethod
     def _spread(units: Sequence[OuterUnit], events: Sequence[Event]) -> Iterator[UnitShards]:

@@ -119,7 +119,8 @@ class PlanRequest(RunSettings):
     def survival(self, strategy: Strategy) -> Survival:
         """Count the ranks and nodes that may be lost under a strategy."""
         node = self.ranks_per_node or self.machine.group_size
-        return survival(strategy, world_size=self.world_size, ranks_per_node=node)
+        alone = None if self.outer is None else self.group_size
+        return survival(strategy, world_size=self.world_size, ranks_per_node=node, alone=alone)
 
     def infeasible_reason(self, strategy: Strategy, materialize: Materialize) -> str | None:
         """Say why a run cannot have a strategy and `materialize` parameters so; None if it can."""

@@ -115,6 +115,12 @@ class OuterConfig:
                 return fragment
         return None
 
+    def met(self, iteration: int) -> int:
+        """Return the last of `iteration` steps that was synchronous or began a round."""
+        alone = range(iteration, self.outer_warmup, -1)
+        begun = (at for at in alone if self.begins(at) is not None)
+        return next(begun, min(iteration, self.outer_warmup))
+
     def merges(self, iteration: int) -> int | None:
         """Return the fragment whose round ends after `iteration` steps of the run; None if none."""
         return self.begins(iteration - self.outer_delay)

@@ -17,6 +17,7 @@ SENT = "sent"  # parameters as ranks received them, where quantized updates diff
 GRAD_ERRORS = "grad_errors"  # quantization errors of gradients; valid only on the same ranks
 
 # States of outer steps. Of states that differ from group to group, `of_group` names those of one.
+# Moments of the first group keep their names: runs with other groups continue with them.
 ANCHOR = "outer_anchor"  # parameters on which groups last agreed
 OUTER_MOMENTUM = "outer_momentum"
 BEGUN = "outer_begun"  # a group's masters when the round in flight began
@@ -26,7 +27,19 @@ SHARED_BY_GROUPS = (PARAM, ANCHOR, OUTER_MOMENTUM)  # states that are equal in a
 
 def of_group(state: str, group: int) -> str:
     """Name a state of one of the groups that train alone."""
-    return f"{state}@{group}"
+    return state if group == 0 and state in STATE_NAMES else f"{state}@{group}"
+
+
+def of_other_group(name: str, group: int) -> str:
+    """Name a parameter's state in another of the groups that train alone."""
+    kind, _, parameter = name.partition(".")
+    plain = kind.partition("@")[0]
+    return name if plain in SHARED_BY_GROUPS else f"{of_group(plain, group)}.{parameter}"
+
+
+def group_of(name: str) -> int:
+    """Return the group that trains alone whose state this is; 0 also for states of all."""
+    return int(name.partition(".")[0].partition("@")[2] or 0)
 
 
 def is_of_group(name: str) -> bool:

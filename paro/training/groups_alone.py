@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from paro.checkpoint.in_memory.recovery import Recovery
 from paro.errors import count_text
 from paro.optim.outer import EndedRound
 from paro.report.record import GroupsRecord, IterationRecord
@@ -36,30 +37,37 @@ class StopStep:
     store: dist.Store
     group: int
     num_groups: int
+    counted: int = 0
+    start: int  # the iteration of the group that was furthest when this run started
 
-    def count(self, *, wants_to_stop: bool) -> int:
+    def count(self, iteration: int, *, wants_to_stop: bool) -> int:
         """Count a step of this group, which it is about to end; return the step to stop after.
 
-        0 means that no group wants to stop. Steps are counted from 1 at the first call. The call
-        waits for another group only while that group names the step.
+        0 means that no group wants to stop. The call waits for another group only while that group
+        names the step.
         """
-        counted = self.store.add(f"{_COUNTERS}{self.group}", 1)
+        counted = self.store.add(f"{_COUNTERS}{self.group}", iteration - self.counted)
+        self.counted = iteration
         if counted < _MARK and not wants_to_stop:
             return 0
         if wants_to_stop and self.store.add("stop/claims", 1) == 1:
             keys = (f"{_COUNTERS}{group}" for group in range(self.num_groups))
-            counters = [self.store.add(key, _MARK) for key in keys]
-            self.store.set(_STEP, str(max(counter % _MARK for counter in counters) + 1))
+            counters = (self.store.add(key, _MARK) % _MARK for key in keys)
+            self.store.set(_STEP, str(max(self.start + 1, *counters) + 1))
         return int(self.store.get(_STEP))
 
 
 class GroupsAlone:
     """The agreement of groups that train alone on a last step and on logs; idle in other runs."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, start: int = 0) -> None:
+        """Prepare for a run, of which the furthest group starts after iteration `start`.
+
+        Other groups are behind until they are there: what all groups did together is not repeated.
+        """
         self._training = training
         self._control = training.control
-        self._first: int | None = None  # the iteration before the first step that was counted
+        self._start = start
         self._stop: StopStep | None = None  # on the first rank of each group
         self._stop_after = 0  # the iteration after which all groups stop; 0: none
         self._reasons = Reasons()  # of this group's ranks since the run began
@@ -69,7 +77,13 @@ class GroupsAlone:
         control = training.group_control
         if outer is not None and store is not None and control.world.rank == 0:
             group = outer.group
-            self._stop = StopStep(store=store, group=group.index, num_groups=group.number)
+            self._stop = StopStep(
+                store=store, group=group.index, num_groups=group.number, start=start
+            )
+
+    def is_behind(self, iteration: int) -> bool:
+        """Return whether another group had ended `iteration` before this run started."""
+        return iteration <= self._start
 
     def are_alone(self, iteration: int) -> bool:
         """Return whether groups train alone in the step that ends `iteration`."""
@@ -79,10 +93,8 @@ class GroupsAlone:
         """Add what other groups want to a rank's reasons to stop, in the step of `iteration`."""
         if self._stop is None or not self.are_alone(iteration):
             return of_rank
-        if self._first is None:
-            self._first = iteration - 1
-        step = self._stop.count(wants_to_stop=of_rank.any or self._reasons.any)
-        return of_rank._replace(stop_after=self._first + step if step else 0)
+        wants_to_stop = of_rank.any or self._reasons.any
+        return of_rank._replace(stop_after=self._stop.count(iteration, wants_to_stop=wants_to_stop))
 
     def reasons_of_all(self, reasons: Reasons, iteration: int) -> Reasons:
         """Return the reasons for which all groups stop after `iteration`, from those of a step.
@@ -124,6 +136,8 @@ class GroupsAlone:
         outer = self._training.optimizer.outer
         if not self.are_alone(record.iteration) or outer is None:
             yield record
+            return
+        if self.is_behind(record.iteration):
             return
         self._records.append((record, outer.ended))
         if not due:
@@ -174,12 +188,11 @@ class GroupState:
     usual: tuple[UsualMovement, ...] = ()  # of each fragment; the groups' are equal
 
 
-def record_of_groups(training: Training, state: TrainState) -> list[GroupState]:
-    """Gather what differs between groups that train alone; collective unless none do."""
+def state_of_group(training: Training, state: TrainState) -> GroupState:
+    """Return what differs between this rank's group and others that train alone."""
     outer = training.optimizer.outer
-    if outer is None:
-        return []
-    mine = GroupState(
+    assert outer is not None, "all ranks are synchronous"
+    return GroupState(
         loss_scale=state.loss_scale,
         expected=state.expected,
         num_optimizer_steps=training.optimizer.num_steps,
@@ -187,7 +200,14 @@ def record_of_groups(training: Training, state: TrainState) -> list[GroupState]:
         in_flight=outer.in_flight,
         usual=tuple(outer.usual),
     )
-    return training.control.gather(mine)[:: training.control.world.group_size]
+
+
+def record_of_groups(training: Training, state: TrainState) -> list[GroupState]:
+    """Gather what differs between groups that train alone; collective unless none do."""
+    if training.optimizer.outer is None:
+        return []
+    everyone = training.control.gather(state_of_group(training, state))
+    return everyone[:: training.control.world.group_size]
 
 
 def group_state_of(common: Mapping[str, Any], training: Training) -> GroupState | None:
@@ -202,6 +222,38 @@ def group_state_of(common: Mapping[str, Any], training: Training) -> GroupState 
     if common.get("has_moments", True):  # else masters were not saved: all are the reference
         outer.in_flight = group.in_flight
     return group
+
+
+def restore_group(found: Recovery, training: Training) -> list[str]:
+    """Complete this rank's group after a recovery from local copies; collective.
+
+    Return lines about groups that are not as far as another, or begin as another one is.
+    """
+    outer, batches = training.optimizer.outer, training.batches
+    if outer is None:
+        return []
+    outer.restore(masters=outer.group.index not in found.groups, reference=found.lost_reference)
+    group_state_of(found.common, training)
+    met, newest = found.met[0], found.furthest_iteration
+    last = first = found.furthest["state"]["consumed_train_samples"]
+    for _ in range(met, newest):
+        first -= batches.batch_size_at(first - 1)
+    every = batches.micro_batch_size * batches.data_parallel_size
+    share, lines = every // outer.group.number, []
+    for group in range(outer.group.number):
+        where = f"  group {group} of those that train alone"
+        if group in found.groups:
+            lines.append(f"{where} continues after its iteration {found.groups[group]}")
+            continue
+        lines.append(
+            f"{where} is lost: it continues after iteration {newest} with the parameters on which "
+            f"groups agreed after iteration {met} and another's moments; of samples {first + 1} to "
+            f"{last} its share, {group * share + 1} to {group * share + share} of every {every}, "
+            "is not trained on"
+        )
+    if num_lost := sum(training.control.gather(found.lost_reference)):
+        lines.append(f"  outer momentum of {count_text(num_lost, 'rank')} is lost: it is 0 there")
+    return lines
 
 
 def regrouped_lines(source: str, common: Mapping[str, Any], training: Training) -> Iterator[str]:

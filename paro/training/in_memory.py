@@ -9,12 +9,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from paro.distributed.control import Control
 from paro.errors import StorageError
 from paro.report.log import Log
 from paro.text import size_text
+from paro.training.groups_alone import restore_group, state_of_group
 from paro.training.resume import Resumed, common_record, state_of
 from paro.training.step import Training, TrainState
 
@@ -51,9 +52,8 @@ class InMemoryCheckpointer:
         self._folder = folder
         self._log = log
         self.background = Background()
-        # Files of an earlier start are kept until this start has a snapshot on all ranks.
-        self._start = f"-{folder.control.gather(time.time_ns())[0]:x}"
-        self._has_older = False
+        self._start: int = folder.control.gather(time.time_ns())[0]
+        self._met = (-1, self._start)  # when all groups last agreed, see `Snapshot.met`
         self._copy = _Copier(folder.control.device)
 
     def recover(self, training: Training) -> Resumed | None:
@@ -61,7 +61,7 @@ class InMemoryCheckpointer:
 
         Snapshots that are no newer than the checkpoint of --load are not used.
         """
-        begin, flags = time.monotonic(), self._config.checkpoint
+        begin, flags, outer = time.monotonic(), self._config.checkpoint, training.optimizer.outer
         saved = None
         if flags.load is not None and flags.continues and flags.ckpt_step is None:
             saved = newest_whole(flags.load)
@@ -70,19 +70,22 @@ class InMemoryCheckpointer:
         found = recover(
             self._folder,
             chunked_states(training.optimizer.flat_shards()),
-            identifying_flags(self._config.command_line),
+            identifying_flags(self._config.command_line, training.groups_alone),
             newer_than=newest,
             log=self._log.log0,
+            group=0 if outer is None else outer.group.index,
         )
         if found is None:
             return None
+        self._met = found.met
         with training.traffic.paused():
+            for line in restore_group(found, training):
+                self._log.log0(line)
             training.optimizer.loaded(
                 num_steps=int(found.common["num_optimizer_steps"]),
                 num_averaged=int(found.common.get("num_averaged", 0)),
             )
         training.exposure.take()  # discard waits during loading: they belong to no step
-        self._has_older = True
         found = replace(found, seconds=time.monotonic() - begin)
         self._log.log0(
             f"  recovered iteration {found.iteration} from local copies: "
@@ -90,42 +93,60 @@ class InMemoryCheckpointer:
             f"{size_text(found.other_nodes_bytes)} from other nodes, in {found.seconds:.2f} s"
         )
         state = state_of(found.common, self._config, self._log, "local copies")
+        # Groups that are not as far as another do not evaluate again.
+        state.consumed_valid_samples = found.furthest["state"]["consumed_valid_samples"]
         return Resumed(state, found.common["base"], found, found.common)
 
     def begin(self, training: Training, resumed: Resumed) -> None:
-        """Prepare the files; raise `UserError` on all ranks unless their nodes have room."""
+        """Prepare the files; raise `UserError` on all ranks unless their nodes have room.
+
+        After a recovery also write the first snapshot, and remove those of earlier starts.
+        """
         control, near = self._folder.control, self._folder.folder_ranks
-        optimizer = training.optimizer
-        states = chunked_states(optimizer.flat_shards(), writers=near)
+        optimizer, self._outer = training.optimizer, training.optimizer.outer
+        states = chunked_states(optimizer.flat_shards(), writers=writers_of(training, near))
         rank = control.world.rank
+        self._name = f"rank-{rank:05d}-{self._start:x}"
         self._writer = SnapshotWriter(
             self._folder.path,
-            name=f"rank-{rank:05d}{self._start}",
+            name=self._name,
             rank=rank,
             states=states,
-            flags=identifying_flags(self._config.command_line),
+            flags=identifying_flags(self._config.command_line, training.groups_alone),
             constant=states.keys() - chunked_states(optimizer.flat_shards(frozen=False)).keys(),
+            group=0 if self._outer is None else self._outer.group.index,
         )
         everywhere = control.gather(NUM_SLOTS * self._writer.num_bytes)
         num_bytes = sum(everywhere[each] for each in near)
         check_room(self._folder, num_bytes)
-        self._record = partial(common_record, self._config, training, resumed)
+        self._record = partial(_record, self._config, training, resumed)
         every = every_text(self._interval)
         self._log.log0(
             f"> local copies: {every}, two generations, {size_text(num_bytes)} of memory on this "
             f"node, in {self._folder.path}"
         )
+        if resumed.recovery is not None and resumed.state is not None:
+            with control.raise_on_all_ranks(name_rank=True):
+                self._begin_copy(resumed.state)
+                self.wait()
+            self._folder.remove_share(lambda name: f"-{self._start:x}." not in name)
 
     def start(self, state: TrainState) -> None:
-        """Start to copy the states of an iteration if a copy is due."""
-        if state.iteration % self._interval != 0:
-            return
-        if self._has_older and self._writer.num_written:
-            # Every rank has a snapshot: all joined an all-reduce after they wrote it.
-            self._folder.remove_share(lambda name: self._start not in name)
-            self._has_older = False
+        """Start to copy the states of an iteration if a copy is due.
+
+        None is while the messages of a round travel, which change the states that groups share.
+        """
+        travels = self._outer is not None and self._outer.in_flight is not None
+        if state.iteration % self._interval == 0 and not travels:
+            self._begin_copy(state)
+
+    def _begin_copy(self, state: TrainState) -> None:
+        met = state.iteration if self._outer is None else self._outer.config.met(state.iteration)
+        if met > self._met[0]:
+            self._met = met, self._start
         self._copy.updated()
-        job = partial(self._writer.write, state.iteration, self._record(state), self._copy)
+        record = self._record(state)
+        job = partial(self._writer.write, state.iteration, record, self._copy, self._met)
         self.background.start(job)
 
     def wait(self) -> None:
@@ -135,6 +156,12 @@ class InMemoryCheckpointer:
             raise StorageError(f"local copies in {self._folder.path}: {failure}") from failure
         if failure is not None:
             raise failure
+
+    def forget(self) -> None:
+        """Remove this rank's in-memory checkpoints, which hold the diverged state of its group."""
+        self.wait()
+        for path in self._folder.path.glob(f"{self._name}.*"):
+            path.unlink()
 
     def discard(self) -> None:
         """Remove the in-memory checkpoints, at the run's end or if they hold a diverged state."""
@@ -147,7 +174,7 @@ class InMemoryCheckpointer:
 def in_memory_bytes(ranks_per_node: int, training: Training) -> int:
     """Count the memory of a node for in-memory checkpoints, if its ranks hold equal shards."""
     near = range(ranks_per_node)
-    states = chunked_states(training.optimizer.flat_shards(), writers=near)
+    states = chunked_states(training.optimizer.flat_shards(), writers=writers_of(training, near))
     of_rank = sum(values.nbytes for values in chunks_of(states).values())
     return NUM_SLOTS * len(near) * of_rank
 
@@ -174,14 +201,33 @@ def every_text(interval: int) -> str:
     return "every iteration" if interval == 1 else f"every {interval} iterations"
 
 
-def identifying_flags(command_line: Mapping[str, object]) -> dict[str, str]:
+def identifying_flags(
+    command_line: Mapping[str, object], groups_alone: Mapping[str, int] | None = None
+) -> dict[str, str]:
     """Select the flags of the command line that identify the run of in-memory checkpoints.
 
     A flag that says auto counts as auto: the strategy may be chosen only after a first start, and
-    recovery does not need the strategy, the groups or the bits under which they were written.
+    recovery does not need the strategy, the groups or the bits under which they were written, but
+    for groups that train alone: each needs what itself has written.
     """
     free = names_in(*_FREE_GROUPS).union(_FREE)
-    return {name: str(value) for name, value in command_line.items() if name not in free}
+    flags = {name: str(value) for name, value in command_line.items() if name not in free}
+    return flags if groups_alone is None else flags | {"paro_group_size": str(groups_alone)}
+
+
+def writers_of(training: Training, near: Iterable[int]) -> list[int]:
+    """Return the ranks of a node that share the writing of a state: of one group that is alone."""
+    outer = training.optimizer.outer
+    return [rank for rank in near if outer is None or rank in outer.ranks]
+
+
+def _record(
+    config: RunConfig, training: Training, resumed: Resumed, state: TrainState
+) -> dict[str, Any]:
+    """Build the record of a snapshot, in which all groups that train alone are as this rank's."""
+    outer = training.optimizer.outer
+    groups = [] if outer is None else [state_of_group(training, state)] * outer.group.number
+    return common_record(config, training, resumed, state, groups)
 
 
 class _Copier:

@@ -72,13 +72,14 @@ class Loop:
     saving: Saver | None
     snapshots: InMemoryCheckpointer | None = None
     observers: Sequence[Observer] = ()
+    start: int = 0  # the iteration after which the furthest of groups that train alone starts
 
     def __post_init__(self) -> None:
         self._is_first = True
         self._times: list[RankTimes] = []  # this rank's of each step since the last log line
         self._signal = ExitSignal()
         self._states = self.training.optimizer.state_bytes()
-        self._groups = GroupsAlone(self.training)
+        self._groups = GroupsAlone(self.training, self.start)
 
     def run(self) -> bool:
         """Train, save the final state and evaluate it; return False if the run exited early."""
@@ -103,6 +104,9 @@ class Loop:
             )
         while self.state.iteration < last and reason is None:
             result = self._iteration()
+            if self.snapshots is not None and self._groups.is_behind(self.state.iteration):
+                self.snapshots.start(self.state)
+                continue
             every = config.check_weight_hash_across_dp_replicas_interval
             if every is not None and self.state.iteration % every == 0:
                 check_replicas(self.training, iteration=self.state.iteration)
@@ -153,7 +157,7 @@ class Loop:
             gc.collect()
         seconds = time.perf_counter() - begin
         self._add_times(result, seconds)
-        due = self.report.is_due(state.iteration)
+        due = self.report.is_due(state.iteration) and not self._groups.is_behind(state.iteration)
         record = IterationRecord(
             iteration=state.iteration,
             consumed_samples=state.consumed_train_samples,
@@ -215,6 +219,8 @@ class Loop:
         ranks = [str(first + rank) for rank, is_finite in enumerate(finite) if not is_finite]
         where = f"; the loss is not finite on ranks {', '.join(ranks)}" if ranks else ""
         if alone:  # the first rank of the group says so
+            if self.snapshots is not None:
+                self.snapshots.forget()
             text = f"the group of rank {training.control.world.rank}: {reason}{where}"
             if control.world.rank:
                 raise PeerError(text)

@@ -230,6 +230,13 @@ class Resumed(NamedTuple):
     order: Mapping[str, Any] | None = None  # what orders the training samples of this run
 
     @property
+    def start(self) -> int:
+        """The iteration after which the run starts, the furthest of groups that train alone."""
+        if self.recovery is not None:
+            return self.recovery.furthest_iteration
+        return 0 if self.state is None else self.state.iteration
+
+    @property
     def trained_on(self) -> frozenset[str] | None:
         """The fingerprints of the tokenizers of the training data that --load names, if any."""
         corpora = (self.common.get("order") or {}).get("corpora", ()) if not self.recovery else ()

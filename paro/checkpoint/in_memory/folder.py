@@ -9,14 +9,14 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 from paro.checkpoint.agreement import ranks_by_folder
-from paro.checkpoint.in_memory.snapshot import DATA
+from paro.checkpoint.in_memory.snapshot import DATA, RECORD, Snapshot
 from paro.distributed.control import Control
 from paro.distributed.world import read_job_id, read_rendezvous_id
 from paro.errors import UserError, writing
@@ -54,6 +54,29 @@ class SnapshotFolder:
             written_by = int(path.name.split("-")[1])
             if unwanted(path.name) and written_by % len(self.folder_ranks) == index:
                 path.unlink(missing_ok=True)
+
+    def keep_only(self, snapshots: Sequence[Snapshot]) -> None:
+        """Remove all other snapshots of this node, after all ranks have agreed on `snapshots`."""
+        stems = {snapshot.path.stem for snapshot in snapshots}
+        self.remove_share(lambda name: name.rsplit(".", 1)[0] not in stems)
+
+    def snapshots(self, flags: Mapping[str, str]) -> tuple[list[Snapshot], list[str]]:
+        """List the readable snapshots of a run with these flags, and lines about the others."""
+        found, notes = [], []
+        for path in sorted(self.path.glob(f"*{RECORD}")):  # in one order on all ranks of the node
+            try:
+                snapshot = Snapshot.read(path)
+            except UserError as error:
+                notes.append(f"  passing over local copies: {error}")
+                continue
+            there = snapshot.record.flags
+            changed = [name for name in {**flags, **there} if flags.get(name) != there.get(name)]
+            if changed:
+                flag = changed[0].replace("_", "-")
+                notes.append(f"local copies in {self.path} are of other flags (--{flag}): not used")
+            else:
+                found.append(snapshot)
+        return found, notes
 
     def discard(self) -> None:
         """Remove the folder; another rank may do the same."""

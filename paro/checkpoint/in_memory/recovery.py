@@ -6,11 +6,15 @@
 # holder that sends least. Holders are found by chunk: strategy, number of ranks and nodes may
 # differ from the run that wrote. Only snapshots of one start of the run are combined: a node that
 # was away may hold the same iteration as other ranks computed it.
+#
+# Groups that train alone (outer steps) have an iteration each. Those continue that were in the same
+# round as the group which is furthest; all other groups begin as it is, with the parameters on
+# which groups agreed.
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,9 +24,10 @@ from torch import Tensor
 
 from paro.checkpoint.chunks import ChunkedState, begin_without, may_be_missing
 from paro.checkpoint.in_memory.folder import SnapshotFolder
-from paro.checkpoint.in_memory.snapshot import RECORD, Snapshot
+from paro.checkpoint.in_memory.snapshot import Snapshot
 from paro.errors import RunError, UserError
-from paro.layout import Chunk
+from paro.layout import Chunk, overlap, split
+from paro.spec.states import ANCHOR, OUTER_MOMENTUM, PARAM, group_of, of_other_group
 from paro.untrusted.checksum import crc32
 
 _IN_FLIGHT = 4  # most messages of a rank at once, each at most one chunk of about 16 MiB
@@ -71,6 +76,17 @@ class Recovery:
     own_node_bytes: int
     other_nodes_bytes: int
     seconds: float = 0.0  # duration of the recovery, until the run can go on
+    # Where groups train alone: the iteration of each that continues, what common.json of the group
+    # that is furthest has, when all last agreed, and whether this rank's reference is lost.
+    groups: Mapping[int, int]
+    furthest: Mapping[str, Any]
+    met: tuple[int, int]
+    lost_reference: bool
+
+    @property
+    def furthest_iteration(self) -> int:
+        """The iteration of the group that is furthest, or of all ranks."""
+        return max(self.groups.values())
 
     def panel(self) -> dict[str, float]:
         """Return the figures for dashboards."""
@@ -88,77 +104,88 @@ def recover(
     *,
     newer_than: int,
     log: Callable[[str], None],
+    group: int = 0,
 ) -> Recovery | None:
     """Fill `states` in place from the newest iteration that all ranks together hold; collective.
 
     Returns None and logs the reasons if there is no iteration after `newer_than`; the states are
     then unchanged. Snapshots of another run, whose `flags` differ, are removed. `log` is called
-    on every rank.
+    on every rank. Of groups that train alone, of which `group` is this rank's, each continues from
+    its newest iteration in the newest round. A group without one is filled as the group that is
+    furthest; then only the anchor is its own.
     """
-    found, notes = _snapshots_here(folder, flags)
-    everyone = folder.control.gather(({snapshot.age for snapshot in found}, notes))
-    for line in dict.fromkeys(line for _, lines in everyone for line in lines):
-        log(line)
-    ages = sorted({each for own, _ in everyone for each in own}, reverse=True)
-    for iteration, start in ages:
-        if iteration <= newer_than:
-            log(f"local copies end at iteration {ages[0][0]}: the checkpoint is as new")
-            break
-        of_age = [snapshot for snapshot in found if snapshot.age == (iteration, start)]
-        copies = _VerifiedSnapshots(folder, states, of_age, log)
+    found, held = _held(folder, flags, log)
+    newest = held[0].age[0] if held else -1
+    while held and held[0].age[0] > newer_than:
+        # {group: its newest snapshots in the round of the newest of all}
+        used = {one.group: one for one in reversed(held) if one.met == held[0].met}
+        of_ages = [each for each in found if _Held.of(each) in used.values()]
+        filled = states
+        if group not in used:
+            filled = {of_other_group(name, held[0].group): states[name] for name in states}
+        copies = _VerifiedSnapshots(folder, filled, of_ages, log)
         messages, lost = copies.plan()
-        needed = next((want for want in lost if not may_be_missing(want.state)), None)
-        if needed is not None:
+        missing = [want for want in lost if not _is_outer(want.state, states)]
+        needed = [want for want in missing if not may_be_missing(want.state)]
+        if needed:
+            gone = {used.get(group_of(want.state), held[0]) for want in needed}
             log(
-                f"  passing over iteration {iteration} of the local copies: no node that is left "
-                f"holds {needed.state} at {list(needed.chunk.offsets)}"
+                f"  passing over iteration {max(gone).age[0]} of the local copies: no node that is "
+                f"left holds {needed[0].state} at {list(needed[0].chunk.offsets)}"
             )
+            held = [one for one in held if one not in gone]
             continue
-        mine = copies.of_node[0].record.common if copies.of_node else None
-        common = next(filter(None, folder.control.gather(mine)))
-        own, other = copies.fill_from_node(), copies.exchange(messages)
         # On all ranks: a lost or damaged file held the masters of these chunks too.
-        begin_without(states, {want.state for want in lost})
-        own_bytes, other_bytes = folder.control.sum([float(own), float(other)])
-        _keep_only(folder, copies.of_node)
+        commons, num_bytes = copies.commons(), copies.fill(messages)
+        begin_without(filled, {want.state for want in missing})
+        folder.keep_only(copies.of_node)
+        furthest = commons[held[0].group]
         return Recovery(
-            iteration=iteration,
-            common=common,
-            own_node_bytes=int(own_bytes),
-            other_nodes_bytes=int(other_bytes),
+            iteration=used.get(group, held[0]).age[0],
+            common=commons.get(group, furthest),
+            own_node_bytes=num_bytes[0],
+            other_nodes_bytes=num_bytes[1],
+            groups={number: one.age[0] for number, one in used.items()},
+            furthest=furthest,
+            met=held[0].met,
+            lost_reference=copies.lacks(lost),
         )
-    if ages and ages[0][0] > newer_than:
+    if held:
+        log(f"local copies end at iteration {newest}: the checkpoint is as new")
+    if newest > newer_than:
         log("no iteration of the local copies is whole: the run continues from --load")
     folder.control.barrier()  # all ranks have read their chunks
-    _keep_only(folder, ())
+    folder.keep_only(())
     return None
 
 
-def _keep_only(folder: SnapshotFolder, snapshots: Sequence[Snapshot]) -> None:
-    """Remove all other snapshots of this node, after all ranks have agreed on `snapshots`."""
-    stems = {snapshot.path.stem for snapshot in snapshots}
-    folder.remove_share(lambda name: name.rsplit(".", 1)[0] not in stems)
+class _Held(NamedTuple):
+    """An age of a group's snapshots, and the age at which all groups last agreed."""
+
+    age: tuple[int, int]
+    met: tuple[int, int]
+    group: int
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> _Held:
+        return cls(snapshot.age, snapshot.met, snapshot.record.group)
 
 
-def _snapshots_here(
-    folder: SnapshotFolder, flags: Mapping[str, str]
-) -> tuple[list[Snapshot], list[str]]:
-    """List this run's readable snapshots on this node, and lines about the others."""
-    found, notes = [], []
-    for path in sorted(folder.path.glob(f"*{RECORD}")):  # in one order on all ranks of the node
-        try:
-            snapshot = Snapshot.read(path)
-        except UserError as error:
-            notes.append(f"  passing over local copies: {error}")
-            continue
-        there = snapshot.record.flags
-        changed = [name for name in {**flags, **there} if flags.get(name) != there.get(name)]
-        if changed:
-            flag = changed[0].replace("_", "-")
-            notes.append(f"local copies in {folder.path} are of other flags (--{flag}): not used")
-        else:
-            found.append(snapshot)
-    return found, notes
+def _held(
+    folder: SnapshotFolder, flags: Mapping[str, str], log: Callable[[str], None]
+) -> tuple[list[Snapshot], list[_Held]]:
+    """Return this node's readable snapshots, and the ages of all nodes', newest first."""
+    found, notes = folder.snapshots(flags)
+    everyone = folder.control.gather(({_Held.of(snapshot) for snapshot in found}, notes))
+    for line in dict.fromkeys(line for _, lines in everyone for line in lines):
+        log(line)
+    return found, sorted({each for own, _ in everyone for each in own}, reverse=True)
+
+
+def _is_outer(name: str, states: Collection[str]) -> bool:
+    """Return whether a state is an outer optimizer's, which the anchor can replace."""
+    kind, _, parameter = name.partition(".")
+    return kind == OUTER_MOMENTUM or (kind == PARAM and f"{ANCHOR}.{parameter}" in states)
 
 
 class _VerifiedSnapshots:
@@ -210,7 +237,23 @@ class _VerifiedSnapshots:
         )
         return assign(wants, control.gather(offers_for(wants, self._of_this_rank)))
 
-    def fill_from_node(self) -> int:
+    def lacks(self, lost: Sequence[StateChunk]) -> bool:
+        """Return whether this rank wanted any of the lost chunks."""
+        return any(
+            overlap(chunk, want.chunk) for want in lost for chunk, _ in self._targets[want.state]
+        )
+
+    def commons(self) -> dict[int, Mapping[str, Any]]:
+        """Return the contents of common.json that the snapshots of every group have."""
+        mine = {snapshot.record.group: snapshot.record.common for snapshot in self.of_node}
+        return {key: of for one in self._folder.control.gather(mine) for key, of in one.items()}
+
+    def fill(self, messages: Sequence[ChunkTransfer]) -> list[int]:
+        """Fill the states; return the bytes from ranks' own nodes and from others, of all."""
+        sums = self._folder.control.sum([float(self._fill_from_node()), self._exchange(messages)])
+        return [*map(int, sums)]
+
+    def _fill_from_node(self) -> int:
         """Copy the chunks that this node holds into the states; return the number of bytes."""
         num_bytes = 0
         for state, targets in self._targets.items():
@@ -221,7 +264,7 @@ class _VerifiedSnapshots:
                     num_bytes += source.nbytes
         return num_bytes
 
-    def exchange(self, messages: Sequence[ChunkTransfer]) -> int:
+    def _exchange(self, messages: Sequence[ChunkTransfer]) -> int:
         """Send and receive this rank's messages; return the number of bytes received.
 
         All ranks go through the messages in the same order with at most `_IN_FLIGHT` open. The
@@ -334,37 +377,3 @@ def assign(
                     load[source] += part.numel
             lost += [StateChunk(state, chunk) for chunk in left]
     return messages, lost
-
-
-def overlap(one: Chunk, other: Chunk) -> Chunk | None:
-    """Return the chunk of elements that are in both chunks; None if there are none."""
-    if len(one.offsets) != len(other.offsets):
-        return None
-    offsets, sizes = [], []
-    for a, n, b, m in zip(*one, *other, strict=True):
-        low, high = max(a, b), min(a + n, b + m)
-        if low >= high:
-            return None  # at once: most chunks of a state differ in their rows
-        offsets.append(low)
-        sizes.append(high - low)
-    return Chunk(tuple(offsets), tuple(sizes))
-
-
-def split(chunks: Sequence[Chunk], other: Chunk) -> tuple[list[Chunk], list[Chunk]]:
-    """Split chunks into (parts inside `other`, parts outside `other`)."""
-    inside, outside = [], []
-    for chunk in chunks:
-        common = overlap(chunk, other)
-        if common is None:
-            outside.append(chunk)
-            continue
-        inside.append(common)
-        offsets, sizes = list(chunk.offsets), list(chunk.sizes)
-        for dim, (begin, length) in enumerate(zip(*common, strict=True)):
-            stop = offsets[dim] + sizes[dim]
-            for low, high in ((offsets[dim], begin), (begin + length, stop)):
-                if low < high:
-                    corner = (*offsets[:dim], low, *offsets[dim + 1 :])
-                    outside.append(Chunk(corner, (*sizes[:dim], high - low, *sizes[dim + 1 :])))
-            offsets[dim], sizes[dim] = begin, length
-    return inside, outside

@@ -61,6 +61,8 @@ class SnapshotRecord:
     flags: dict[str, str]  # the run's flags, to recognize snapshots of another run
     regions: list[StoredChunk]
     checksums: list[Count]  # [chunk] -> checksum of the values
+    group: Count = 0  # of the rank, where groups train alone
+    met: tuple[Count, Count] | None = None  # `Snapshot.met` of groups that train alone
     common: dict[str, Any]  # contents of a checkpoint's common.json
 
 
@@ -75,6 +77,11 @@ class Snapshot:
     def age(self) -> tuple[int, int]:
         """The iteration, and the number of the run's start, which grows from start to start."""
         return self.record.iteration, int(self.path.name.split("-")[2].split(".")[0], 16)
+
+    @property
+    def met(self) -> tuple[int, int]:
+        """The age at which all groups last agreed on parameters; its own if all are synchronous."""
+        return self.record.met or self.age
 
     @classmethod
     def read(cls, path: Path) -> Snapshot:
@@ -124,6 +131,7 @@ class SnapshotWriter:
         states: Mapping[str, ChunkedState],
         flags: Mapping[str, str],
         constant: Collection[str] = (),
+        group: int = 0,
     ) -> None:
         self._stem = folder / name
         sources = chunks_of(states)
@@ -141,14 +149,18 @@ class SnapshotWriter:
             for start, ((name, corner), values) in zip(starts, sources.items(), strict=True)
         ]
         # The head is equal in all records and serialized once.
-        head = {"format": 1, "rank": rank, "flags": dict(flags), "regions": regions}
+        head = {"format": 1, "rank": rank, "group": group, "flags": {**flags}, "regions": regions}
         self._head = json.dumps(head)[:-1]
         # The mapped files as tensors, and the checksums of the chunks copied into them.
         self._slots: list[tuple[list[Tensor], list[int | None]]] = []
         self.num_written = 0
 
     def write(
-        self, iteration: int, common: Mapping[str, Any], copy: Callable[[Tensor, Tensor], object]
+        self,
+        iteration: int,
+        common: Mapping[str, Any],
+        copy: Callable[[Tensor, Tensor], object],
+        met: tuple[int, int] | None = None,
     ) -> None:
         """Overwrite the older snapshot; `copy(target, source)` returns when target is filled."""
         slot = self.num_written % NUM_SLOTS
@@ -163,7 +175,8 @@ class SnapshotWriter:
                 continue
             copy(targets[index], source)
             checksums[index] = crc32(targets[index].view(-1).view(torch.uint8).numpy())
-        changing = {"iteration": iteration, "checksums": checksums, "common": dict(common)}
+        ages = {"iteration": iteration, "met": met}
+        changing = {**ages, "checksums": checksums, "common": dict(common)}
         body = f"{self._head}, {json.dumps(changing)[1:]}".encode()
         written = record.with_suffix(".new")
         written.write_bytes(_sum_line(body) + b"\n" + body)

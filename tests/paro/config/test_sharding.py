@@ -14,14 +14,13 @@ import torch
 from paro.arguments.parser import parse_args
 from paro.checkpoint.chunks import ChunkedState, chunked_states, may_be_missing
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
-from paro.checkpoint.in_memory.recovery import split
 from paro.config.record import recorded_arguments
 from paro.config.run import RunConfig, configure, take_world
 from paro.config.sharding import ShardingConfig
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
 from paro.errors import UserError
-from paro.layout import Chunk
+from paro.layout import Chunk, split
 from paro.machine.files import machine_to_json
 from paro.planning.run_memory import RunMemory
 from paro.strategy import survival

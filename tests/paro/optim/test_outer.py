@@ -355,7 +355,8 @@ def test_rounds_begin_and_end_in_turn() -> None:
         ("--paro-outer-steps 4 --paro-outer-lr 0", "must be a positive number"),
         ("--paro-outer-delay 2", "needs --paro-outer-steps"),
         ("--paro-outer-steps 4 --paro-inter-grad-bits 4", "contradict each other"),
-        ("--paro-outer-steps 4 --paro-survive 1", "local copies"),
+        ("--paro-outer-steps 4 --paro-elastic", "contradict each other"),
+        ("--paro-outer-steps 4 --paro-group-size 4 --paro-survive 2", "give more groups"),
         ("--paro-outer-steps 4 --context-parallel-size 4 --seq-length 16", "between groups"),
     ],
 )

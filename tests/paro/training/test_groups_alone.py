@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -11,15 +14,21 @@ import pytest
 import torch
 
 from data.batch import Batch
+from paro.checkpoint.chunks import chunked_states
+from paro.checkpoint.in_memory.folder import SnapshotFolder
 from paro.config.run import RunConfig
+from paro.layout import Chunk
 from paro.report.log import Log
-from paro.spec.states import PARAM
-from paro.training.assembly import build_data, build_sources
+from paro.report.report import open_report
+from paro.spec.states import ANCHOR, MASTER_OF_GROUP, OUTER_MOMENTUM, PARAM, of_other_group
+from paro.training.assembly import build_data, build_sources, run_facts
 from paro.training.evaluation import evaluate
 from paro.training.exit_signal import Reasons
 from paro.training.groups_alone import GroupsAlone
+from paro.training.in_memory import InMemoryCheckpointer
+from paro.training.loop import Loop
 from paro.training.replicas import check_replicas
-from paro.training.resume import load_run
+from paro.training.resume import FROM_NOTHING, load_run
 from paro.training.step import Training, TrainState, train_step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import begun, built, save_run, whole_states
@@ -147,3 +156,150 @@ def test_all_groups_stop_for_the_reason_that_one_of_them_has(name: str) -> None:
     agreed = Reasons(stop_after=7)
     assert groups.reasons_of_all(agreed, 6) == Reasons()
     assert groups.reasons_of_all(agreed, 7) == agreed._replace(**{name: True})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Three groups of two ranks, each on its own node, that end after so many steps each."""
+
+    flags: str
+    steps: tuple[int, int, int]
+    copied: tuple[int, int, int] = (99, 99, 99)  # the last steps of which there are copies
+    node: int | None = None  # the node that is lost with its memory
+    returned: int | None = None  # the group that then begins as ...
+    donor: int = 0
+    samples: str = ""  # ... and is said to lose a part of these
+
+
+ALONE = "--paro-outer-steps 4 --paro-outer-warmup"
+LOSSES = {
+    "ranks alone": Loss(flags=f"III {ALONE} 1", steps=(6, 7, 8)),
+    "a node": Loss(
+        flags=f"III {ALONE} 1",
+        steps=(6, 7, 8),
+        node=1,
+        returned=1,
+        donor=2,
+        samples="31 to 48 its share, 3 to 4 of every 6",
+    ),
+    "copies since the round": Loss(
+        flags=f"III {ALONE} 1 --optimizer muon",
+        steps=(6, 7, 8),
+        copied=(4, 99, 99),
+        returned=0,
+        donor=2,
+        samples="31 to 48 its share, 1 to 2 of every 6",
+    ),
+    "a node, with a delay": Loss(
+        flags=f"NNN {ALONE} 0 --paro-outer-delay 2 --paro-outer-bits 4",
+        steps=(7, 7, 6),
+        node=1,
+        returned=1,
+        samples="25 to 42",
+    ),
+    "a node, in the warm-up": Loss(flags=f"NNI {ALONE} 9", steps=(3, 3, 3), node=2),
+}
+
+
+def lose_copies(root: Path) -> dict[str, tuple[States, States, list[str]]]:
+    """The last states of runs in memory, by the definition, and recovered; and what was printed."""
+    return {name: lose_copy(loss, root / name) for name, loss in LOSSES.items()}
+
+
+def lose_copy(loss: Loss, root: Path) -> tuple[States, States, list[str]]:
+    flags = (
+        f"{PLAIN} --train-iters 11 --paro-group-size 2 --non-persistent-ckpt-type local "
+        f"--eval-interval 1 --eval-iters 1 --check-weight-hash-across-dp-replicas-interval 1 "
+        f"--log-interval 1 --paro-strategy {loss.flags}"
+    )
+    config, training = built(flags)
+    outer = training.optimizer.outer
+    assert outer is not None
+    (group, ranks), log = (outer.group.index, tuple(outer.ranks)), Log()
+    folder = SnapshotFolder(root / f"node{group}", training.control, ranks)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    copies = InMemoryCheckpointer(config, folder, log)
+    copies.begin(training, FROM_NOTHING)
+    state, source = begun(config, training)
+    for _ in range(loss.steps[group]):
+        train_step(training, state, source)
+        copies.wait()
+        if state.iteration <= loss.copied[group]:
+            copies.start(state)
+    copies.wait()
+    state = begin_as_defined(training, state, loss)
+    source = _source_of(config, training, state)
+    while state.iteration < config.train.train_iters:
+        train_step(training, state, source)
+    defined = states_of(training)
+    training.close()
+    if loss.node == group and training.group_control.world.rank == 0:
+        shutil.rmtree(folder.path)
+        folder.path.mkdir()
+    training.control.barrier()
+    config, training = built(flags)
+    lines: list[str] = []
+    printing = Mock(log0=lines.append, log_last=lines.append)
+    copies = InMemoryCheckpointer(
+        config, SnapshotFolder(folder.path, training.control, ranks), printing
+    )
+    resumed = copies.recover(training)
+    assert resumed is not None
+    assert resumed.state is not None
+    copies.begin(training, resumed)
+    facts = run_facts(config, training)
+    device, start = training.device, resumed.start
+    report = open_report(
+        config.report, facts, printing, device=device, start_iteration=start, arguments={}
+    )
+    sources = build_sources(config, build_data(config, resumed.state), training, resumed.state)
+    Loop(training, resumed.state, sources, report, saving=None, snapshots=copies, start=start).run()
+    recovered = states_of(training)
+    training.close()
+    return defined, recovered, lines
+
+
+def begin_as_defined(training: Training, state: TrainState, loss: Loss) -> TrainState:
+    """Change the states of a lost group as a recovery should."""
+    outer, optimizer = training.optimizer.outer, training.optimizer
+    assert outer is not None
+    donor = training.control.gather((state, optimizer.num_steps))[2 * loss.donor]
+    whole = states_of(training)
+    if loss.returned != outer.group.index:
+        return state
+    for name, chunked in chunked_states(optimizer.flat_shards()).items():
+        kind, _, parameter = name.partition(".")
+        source = whole[of_other_group(name, loss.donor)]
+        if kind.startswith((MASTER_OF_GROUP, PARAM)):
+            source = whole[f"{ANCHOR}.{parameter}"]
+        for offsets, values in chunked.chunks.items():
+            values.copy_(
+                source[
+                    Chunk(offsets, values.shape).index_in(Chunk((0,) * source.dim(), source.shape))
+                ]
+            )
+            if kind == OUTER_MOMENTUM:
+                values.zero_()
+    optimizer.loaded(num_steps=donor[1])
+    return deepcopy(donor[0])
+
+
+@pytest.mark.ranks
+def test_a_lost_group_begins_with_the_anchor_and_the_others_continue_as_they_were(
+    tmp_path: Path,
+) -> None:
+    """Each from its own iteration; evaluations and log lines are of iterations that none had."""
+    results, *_ = run_ranks(lose_copies, 6, tmp_path)
+    for (name, loss), (defined, recovered, lines) in zip(
+        LOSSES.items(), results.values(), strict=True
+    ):
+        assert defined.keys() == recovered.keys()
+        differs = [key for key in defined if not torch.equal(defined[key], recovered[key])]
+        assert not differs, f"{name}: {differs}"
+        lost = [line for line in lines if "is lost: it continues after" in line]
+        assert len(lost) == (loss.node is not None or loss.returned is not None), name
+        assert all(f"of samples {loss.samples}" in line for line in lost if loss.samples), lost
+        printed = [
+            int(line.split("iteration")[1].split("/")[0]) for line in lines if "/      11" in line
+        ]
+        assert printed == list(range(max(loss.steps) + 1, 12)), name

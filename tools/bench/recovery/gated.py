@@ -37,7 +37,7 @@ POINTS = {
     "all-gather": Point("paro.optim.optimizer", "UnitOptimizer.write_params", after=True),
     "local copy": Point("paro.checkpoint.in_memory.snapshot", "SnapshotWriter.write"),
     "save": Point("paro.checkpoint.save", "write_states"),
-    "recovery": Point("paro.checkpoint.in_memory.recovery", "_VerifiedSnapshots.exchange"),
+    "recovery": Point("paro.checkpoint.in_memory.recovery", "_VerifiedSnapshots._exchange"),
 }
 
 
