@@ -119,6 +119,7 @@ def test_mistakes() -> None:
     refused(lambda: one_rank.main(["--ranks", "1", "--machine", "dgx-h100"]), "--ranks 1")
 
 
+@pytest.mark.verify
 @pytest.mark.process
 def test_a_rank_trains_by_this_project_and_by_fsdp2(tmp_path: Path) -> None:
     path, file = tmp_path / "machine.json", tmp_path / "figures.json"

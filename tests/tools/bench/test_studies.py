@@ -1,4 +1,4 @@
-"""Studies: flags of a run, trainings that run once, recoveries, clocks; steps as planned."""
+"""Studies: flags of a run, trainings that run once, recoveries; steps as planned."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
 from functools import cache, partial
 from importlib import import_module
 from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import pytest
 
@@ -22,79 +20,42 @@ from paro.arguments.parser import parse_args
 from paro.errors import RunError
 from paro.machine.files import machine_to_json
 from paro.machine.machine import Machine
-from paro.planning.estimator import Estimator
 from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
 from tests.helpers.training import TINY
-from tests.paro.planning.cases import link, plan_request
+from tests.paro.planning.cases import link
 from tools.bench import study_averages, study_bits, study_mup, study_plan, study_recovery
-from tools.bench.fixed_runs import FIELDS, differences, fixed_runs
-from tools.bench.planning.comparison import Comparison, compare
+from tools.bench.fixed_runs import FIELDS, differences
+from tools.bench.planning.comparison import Comparison
 from tools.bench.planning.steps_page import Chapter
 from tools.bench.recovery import cases
 from tools.bench.recovery.cases import Case
-from tools.bench.recovery.failures import Failure, Study
 from tools.bench.recovery.gated import POINTS
 from tools.bench.shared import trainings
-from tools.bench.shared.clocks import CLOCKS, clock_of, clock_text
-from tools.bench.shared.trainings import ABLATED, Losses, read_found, run_missing, train
-from tools.bench.study_mup import sweeps_of
+from tools.bench.shared.trainings import Losses, read_found, run_missing, train
 from tools.bench.study_optimizers import IN_PARTS, LIKE, MUON, ROUNDED, SHORTER, Job
 from tools.bench.study_outer import CASES
 from tools.bench.study_plan import StudyPart, chapters_of, main
 
 
 def test_trainings_of_studies_have_flags_of_a_run() -> None:
-    for variant in study_bits.VARIANTS:
-        args = parse_args([*f"{study_bits.FLAGS} {variant.flags}".split(), "--train-iters", "4"])
-        bits = f"{args.paro_inter_grad_bits}/{args.paro_inter_param_bits}"
-        assert variant.name.split()[0] == bits
+    bits = [
+        f"{study_bits.FLAGS} {each.flags} --train-iters 4".split() for each in study_bits.VARIANTS
+    ]
+    sweeps = [sweep.words(1e-3, 400)[1:] for sweep in study_mup.sweeps_of([128, 512])]
+    averages = [study_averages.flags_of(3, 800, 2e-3, saves) for saves in (None, Path("saves"))]
+    outer = [case.words(1e-3, 1, 800, 100) for case in CASES]
+    outer = [words[words.index("pretrain_llama.py") + 1 :] for words in outer]
+    for flags in (*bits, *sweeps, *averages, *outer):
+        parse_args([*flags, "--mock-data", "--tokenizer-model", "x"])
     for name in LIKE:
         flags = Job(name, 1e-3, 2).flags(400, 20)
-        script = [ABLATED, "whole-matrices"] if name == IN_PARTS else ["pretrain_llama.py"]
-        assert flags[: len(script)] == script
-        args = parse_args([*flags[len(script) :], "--mock-data"])
-        assert (args.lr, args.min_lr, args.seed) == (1e-3, 1e-4, 2)
+        args = parse_args([*flags[2 if name == IN_PARTS else 1 :], "--mock-data"])
         assert args.train_iters == (300 if name == SHORTER else 400)
         assert args.optimizer == ("muon" if LIKE[name] == MUON else "adam")
         assert (args.exp_avg_dtype == args.exp_avg_sq_dtype == "bf16") is (name == ROUNDED)
-    for case in CASES:
-        words = case.words(1e-3, 1, 800, 100)
-        flags = words[words.index("pretrain_llama.py") + 1 :]
-        args = parse_args([*flags, "--mock-data", "--tokenizer-model", "x"])
-        assert (args.paro_outer_steps is not None) == bool(case.outer), case.name
-
-
-def test_trainings_of_mup_have_flags_of_a_run_and_go_on_from_the_best_rate() -> None:
-    narrow, wide, _, plain = sweeps_of([128, 512])
-    for sweep in (narrow, wide, plain):
-        args = parse_args([*sweep.words(1e-3, 400)[1:], "--mock-data", "--tokenizer-model", "x"])
-        assert (args.hidden_size, args.mup_base_hidden_size) == (sweep.width, sweep.base)
-    losses = {
-        wide.job(lr): Losses(loss=[], held_out=[(1, loss)], seconds=0.0)
-        for loss, lr in enumerate(study_mup.FIRST)
-    }
-    least, *more = study_mup.FIRST
-    assert wide.best(losses) == least
-    assert wide.rates(losses) == [least / 2, least, *more]
-    assert narrow.rates(losses) == [least, *more]
-
-
-def test_averages_are_of_the_fifth_in_which_the_rate_decays_in_the_other_training() -> None:
-    decayed, constant = (
-        parse_args([*study_averages.flags_of(3, 800, 2e-3, saves), "--mock-data"])
-        for saves in (None, Path("saves"))
-    )
-    assert (decayed.lr_wsd_decay_iters, decayed.ema_decay, decayed.save) == (160, None, None)
-    assert constant.lr_decay_iters - constant.lr_wsd_decay_iters == constant.train_iters == 800
-    assert constant.save_interval * study_averages.NUM_SAVES == 160
-    assert constant.ema_decay == pytest.approx(1 - 2 / 160)
-    report = study_averages.report(
-        {"1": {"decay": 3.0, "EMA": 3.1}, "2": {"decay": 4.0, "EMA": 4.3}}
-    )
-    assert report.splitlines()[-1] == "| EMA | 3.1000 | 4.3000 | 3.7000 | +0.2000 |"
 
 
 @pytest.mark.verify
@@ -139,47 +100,12 @@ def test_failures_are_recovered_from(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found["losses_compared"] >= 60 - len(found["failures"])
 
 
-def test_every_number_of_nodes_divides_the_batch_of_an_elastic_case() -> None:
-    assert not cases.CASES[0].agrees(["1.0", "2.0"], ["1.0", "2.000001"])
-    elastic = next(case for case in cases.CASES if case.least_nodes < case.nodes)
-    assert elastic.agrees(["1.0", "2.0"], ["1.0", "2.000001"])
-    batch = int(elastic.flags(Path("x"))[elastic.flags(Path("x")).index("--global-batch-size") + 1])
-    for nodes in range(elastic.least_nodes, elastic.nodes + 1):
-        assert batch % (nodes * elastic.ranks_per_node) == 0
-
-
-def test_a_study_of_recovery_continues_where_it_ended(tmp_path: Path) -> None:
-    path, case = tmp_path / "study.json", cases.CASES[0]
-    study = Study.read(path)
-    assert study.wanted(case)[0] in ("rank", "node")
-    counts = {"where": 0, "computed_again": 0, "recovered": 3}
-    times = {"seconds": 1.0, "recovery_seconds": 0.5, "step_seconds": 2.0, "load": 1.0}
-    failure = Failure(case=case.name, kind="rank", **counts, **times)
-    study.failures += [failure] * cases.KINDS["rank"]
-    study.save()
-    again = Study.read(path)
-    assert again.failures == study.failures
-    assert again.wanted(case) == [kind for kind in study.wanted(case) if kind != "rank"]
-    assert len(again.wanted(case)) == len(cases.KINDS) - 1
-
-
 def test_the_points_of_kills_are_functions() -> None:
     for point in POINTS.values():
         assert callable(attrgetter(point.name)(import_module(point.module)))
 
 
 STEPS = [dict.fromkeys(FIELDS, float(number)) for number in range(2)]
-
-
-def test_every_strategy_is_run_and_what_is_loaded_was_saved_before() -> None:
-    names = [run.name for run in fixed_runs()]
-    assert len(set(names)) == len(names)
-    assert {*legal_letters()} <= {*names}
-    saved = False
-    for run in fixed_runs():
-        assert saved or not run.load
-        saved |= run.save
-    assert saved
 
 
 def test_the_last_bit_of_a_figure_and_a_missing_run_or_step_are_differences() -> None:
@@ -278,57 +204,8 @@ def test_a_training_s_losses_are_read(tmp_path: Path) -> None:
         train("run", ("bash", str(script), "-"), ["3"], folder)
 
 
-FIRST = datetime(2026, 3, 4, 5, 6, 7, 250_000)
-BEGIN = FIRST.timestamp()
-
-
-SAMPLES = ("900, 100.0, 50", "1700, 600.0, 60", "300, 90.0, 60", "1800, 700.0, 60", "9, 9.0, 9", "")
-
-
-def test_a_clock_is_the_mean_of_the_spans(tmp_path: Path) -> None:
-    """Of samples such as "1700, 600.0, 60", one a second from `FIRST` on; the last is cut."""
-    spans = [(BEGIN + 0.75, BEGIN + 1.25), (BEGIN + 2.75, BEGIN + 3.0)]
-    for samples, told in (
-        (SAMPLES, ", SM clock 1750 MHz, 650 W"),  # neither before, between nor after the spans
-        (("900, 100.0, 50", "[N/A], 9, 9", "17"), ", SM clock and power not sampled"),
-        ((), ""),
-    ):
-        times = (FIRST + timedelta(seconds=number) for number in range(len(samples)))
-        lines = (
-            f"{at:%Y/%m/%d %H:%M:%S}.{at.microsecond // 1000:03d}, {sample}"
-            for at, sample in zip(times, samples, strict=True)
-        )
-        (tmp_path / CLOCKS).write_text("\n".join(lines))
-        assert clock_text(clock_of(tmp_path / CLOCKS, spans)) == told
-
-
-ALL_ROUNDS = {"round": 1, "turn": 1, "peak_in_use": None, "exposed": {}}
-
-
-def measured(factors: dict[str, float]) -> list[list[dict[str, Any]]]:
-    """Measurements of one turn, if the planner were wrong by these factors."""
-    estimator = Estimator(plan_request())
-    rows = []
-    for name, factor in factors.items():
-        candidate = plan_request().candidate(plan_request().strategy(name))
-        seconds = factor * estimator.estimate(candidate).seconds
-        rows.append([{"setting": f"{name}@native", "seconds": seconds, **ALL_ROUNDS}])
-    return rows
-
-
 def errors_of(found: Comparison) -> list[float]:
     return [abs(row.error) for row in found.rows]
-
-
-def test_what_was_predicted_has_no_error_and_a_wrong_order_costs_auto() -> None:
-    right = compare(plan_request(), measured({"NNI": 1.0, "IIG": 1.0, "GGG": 1.0}))
-    assert max(errors_of(right)) == pytest.approx(0.0, abs=1e-9)
-    assert not any(pair.is_wrong for pair in right.pairs())
-    assert set(right.choices) == {1.0}
-    found = compare(plan_request(), measured({"NNI": 1.0, "IIG": 100.0, "GGG": 1.0}))
-    wrong = [(pair.fast.strategy, pair.slow.strategy) for pair in found.pairs() if pair.is_wrong]
-    assert ("GGG", "IIG") in wrong
-    assert max(found.choices) > 2
 
 
 @dataclass(frozen=True)
