@@ -8,10 +8,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from paro.errors import RunError, UserError
 from tests.conftest import pytest_collection_modifyitems
 from tests.gpu.test_ranks import GROUPS, HO_RING, ROTATED, compare_all, flags_of, train_on_threads
 from tests.helpers.comparison import assert_same
-from tests.helpers.outcomes import Outcomes, summary
 from tests.helpers.purity import ProcessStartedError, held
 from tests.helpers.rank_threads import run_rank_threads
 from tests.helpers.ranks import HANGS_AFTER, RankError, run_ranks
@@ -179,33 +177,3 @@ def test_studies_are_left_out_unless_m_names_them(expression: str, are_left: boo
 def test_torch_computes_with_one_thread_in_the_tests_themselves() -> None:
     # conftest.py asks for it, which is too late once something has imported torch.
     assert torch.get_num_threads() == 1
-
-
-def test_a_run_of_studies_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
-    item = SimpleNamespace  # all of a test that the plugin reads
-    file, left_out = tmp_path / "new" / "outcomes.jsonl", []
-    hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
-    config = cast("pytest.Config", SimpleNamespace(hook=hook))
-    for continues, waiting, outcomes in (
-        (False, "abc", {"a": "passed", "b": "failed"}),
-        (True, "bc", {"b": "passed", "c": "passed"}),
-        (True, "", {}),
-        (False, "abc", {}),  # from the start
-    ):
-        plugin = Outcomes(file, "1a2b3c4d", continues=continues, writes=True)
-        items = cast("list[pytest.Item]", [item(nodeid=name) for name in "abc"])
-        plugin.pytest_collection_modifyitems(config, items)
-        assert "".join(one.nodeid for one in items) == waiting
-        for name, outcome in outcomes.items():
-            for when in ("setup", "call"):
-                told = "passed" if when == "setup" else outcome
-                report = item(nodeid=name, when=when, outcome=told, duration=1.0)
-                report.passed = told == "passed"
-                plugin.pytest_runtest_logreport(cast("pytest.TestReport", report))
-        session = SimpleNamespace(exitstatus=5 if waiting == "" else 0)  # 5: no test was left
-        plugin.pytest_sessionfinish(cast("pytest.Session", session), session.exitstatus)
-        assert session.exitstatus == 0
-        if waiting == "":
-            first, *kinds = summary(plugin.read().values())
-            assert "3 tests" in first
-            assert [line.split()[:2] for line in kinds] == [["3", "passed"]]

@@ -153,14 +153,13 @@ FORMATS: dict[str, tuple[str, Callable[[Source, Path], object]]] = {
 }
 
 
-@pytest.mark.parametrize("source", FORMATS)
 @pytest.mark.parametrize(
-    ("value", "flags", "told"),
+    ("source", "value", "flags", "told"),
     [
-        (math.nan, "", "infinity or NaN"),
-        (-math.inf, "--dtype bf16", "infinity or NaN"),
-        (1e5, "--dtype fp16", "100000 ... float16 ... 65504"),
-        (-3.4e38, "--dtype bf16", "3.4e+38 ... bfloat16"),
+        ("paro", math.nan, "", "infinity or NaN"),
+        ("megatron", -math.inf, "--dtype bf16", "infinity or NaN"),
+        ("hf", 1e5, "--dtype fp16", "100000 ... float16 ... 65504"),
+        ("paro", -3.4e38, "--dtype bf16", "3.4e+38 ... bfloat16"),
     ],
 )
 def test_no_format_is_written_with_such_a_weight(

@@ -22,7 +22,6 @@ from tools.profiles.kernel_class import (
     NCCL,
     OPTIMIZER,
     OTHER,
-    class_of,
 )
 
 
@@ -124,18 +123,6 @@ ADD = (
 )
 GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 COPY = "Memcpy DtoD (Device -> Device)"
-CLASSES = {  # of kernels that are not in the trace below
-    "void cutlass::device_kernel<enable_3x_kernel_for_sm9x<cutlass::gemm::G> >(P)": MATRIX,
-    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x64": ATTENTION,
-    "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0": ELEMENTWISE,
-    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<X>(X)": OPTIMIZER,
-    "void at::native::(anonymous namespace)::CatArrayBatchedCopy<X>(X*)": COPIES,
-    "void permute_kernel<float>(fbgemm_gpu::gemm*)": OTHER,
-}
-
-
-def test_a_kernel_is_classed_by_its_name() -> None:
-    assert {name: class_of(name) for name in CLASSES} == CLASSES
 
 
 def on_gpu(name: str, start: float, end: float, stream: int, cat: str = "kernel") -> dict[str, Any]:

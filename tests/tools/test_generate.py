@@ -18,8 +18,6 @@ from torch import Tensor
 from data.tokenizer import NullTokenizer
 from model.config import LlamaConfig
 from model.llama import Llama
-from paro.checkpoint.convert.native import open_native
-from tests.helpers.checkpoints import load_parameters
 from tests.helpers.commands import printed
 from tests.helpers.refusals import refused
 from tests.model.test_llama import CONFIGS, build
@@ -57,23 +55,12 @@ def mistake(told: str, *words: object) -> None:
     refused(lambda: main([*map(str, words)]), told)
 
 
-def test_greedy_takes_the_most_probable_token_and_a_sample_is_that_of_its_seed(
-    checkpoint: Path,
-) -> None:
-    source = open_native(checkpoint)
-    model = Llama(replace(source.config, vocab_size=64))
-    model.load_state_dict(load_parameters(checkpoint))
-    ids = [3, 1, 2]
-    for _ in range(12):
-        ids.append(int(model(torch.tensor([ids]))[0, -1, :VOCAB].argmax()))
-    assert VOCAB - 1 not in ids, "the text ends early: choose another prompt"
-    assert len(set(ids)) > 4, "hardly a choice was made"
-    for more in ((), ("--seed", 5)):
-        found = printed(main, "--load", checkpoint, *GREEDY, 12, *more)
-        assert found == " ".join(map(str, ids)) + "\n"
+def test_greedy_needs_no_seed_and_a_sample_is_that_of_its_seed(checkpoint: Path) -> None:
+    greedy = printed(main, "--load", checkpoint, *GREEDY, 12)
+    assert printed(main, "--load", checkpoint, *GREEDY, 12, "--seed", 5) == greedy
     sampled = ("--load", checkpoint, "--prompt", "3 1 2", "--max-new-tokens", 12)
     first = printed(main, *sampled)
-    assert printed(main, *sampled) == first != printed(main, *sampled, "--seed", 5)
+    assert greedy != printed(main, *sampled) == first != printed(main, *sampled, "--seed", 5)
 
 
 def test_a_type_is_that_of_the_model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,26 +100,18 @@ def test_logits_that_are_not_finite_are_refused() -> None:
 
 
 def test_a_tiny_temperature_is_greedy_and_a_huge_one_is_fair() -> None:
-    model = Llama(replace(SMALL, num_layers=1, vocab_size=8))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        model.embedding.weight.fill_(1.0)  # so the normed residual stream is 1 in every channel
-        model.head.norm.fill_(1.0)
-        model.head.weight[:, 0] = torch.tensor([1.0, 3.0, 2.0, 0.0, 9.0, 9.0, 9.0, 9.0])
-
-    def draw(temperature: float, count: int) -> list[int]:
-        sampling = Sampling(temperature=temperature, seed=1)
-        tokens = continuations(model, [[0]], sampling, num_ids=4)
-        return [token for (token,) in islice(tokens, count)]
-
-    assert draw(0.0, 3) == [1, 1, 1]
-    assert draw(1e-30, 3) == [1, 1, 1]
-    drawn = draw(1e6, 400)
-    counts = [drawn.count(token) for token in range(4)]
-    # 100 each on average, with a standard deviation of 9; none from the rows above 3.
-    assert sum(counts) == 400
-    assert all(60 < count < 140 for count in counts), counts
+    model = Llama(replace(SMALL, num_layers=1, vocab_size=8)).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.zero_()
+    model.embedding.weight.fill_(1.0)  # so the normed residual stream is 1 in every channel
+    model.head.norm.fill_(1.0)
+    model.head.weight[:, 0] = torch.tensor([1.0, 3.0, 2.0, 0.0, 9.0, 9.0, 9.0, 9.0])
+    for temperature, count, least in ((0.0, 3, 0), (1e-30, 3, 0), (1e6, 400, 60)):
+        tokens = continuations(model, [[0]], Sampling(temperature=temperature, seed=1), num_ids=4)
+        drawn = [token for (token,) in islice(tokens, count)]
+        # Of 400, 100 each on average, with a standard deviation of 9; none above 3.
+        assert all(drawn.count(token) >= least for token in range(4)), drawn
+        assert set(drawn) == ({0, 1, 2, 3} if least else {1})
 
 
 def test_the_end_of_the_document_and_the_limit_stop() -> None:
@@ -251,15 +230,6 @@ def test_every_token_has_the_logits_of_the_whole_model(config: LlamaConfig) -> N
     for row, text in enumerate(texts):
         given_SV = torch.stack([logits_BV[row] for logits_BV in found])
         assert_near(given_SV, whole(model, text)[-len(found) :])
-
-
-def test_a_decoder_starts_again() -> None:
-    model = build(CONFIGS["gqa of 2"]).requires_grad_(False)
-    decoder = Decoder(model)
-    decoder.start(TEXTS)
-    decoder.step(torch.tensor([1, 2, 3, 4]))
-    again = decoder.start([[5, 6]])
-    assert_near(again[0], whole(model, [5, 6])[-1])
 
 
 def test_a_token_goes_through_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def grown(model: Llama, prompts: list[list[int]], sampling: Sampling, count: int
     return [list(text) for text in zip(*rows, strict=True)]
 
 
-@pytest.mark.parametrize("seed", [1, 5, 8, 9])  # each family, tied weights, scaled positions
+@pytest.mark.parametrize("seed", [5, 9])  # of two families; tied weights, scaled positions
 def test_greedy_tokens_are_transformers(seed: int, tmp_path: Path) -> None:
     theirs = save_folder(tmp_path / "hf", seed)
     convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import indexed_dataset
 from data.batch import Fetch
 from data.fingerprint import Fingerprint, fingerprint_of, read_fingerprint
 from data.indexed_dataset import IndexedDataset
@@ -31,7 +30,6 @@ from tests.helpers.corpora import (
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 from tools.inspect_dataset import main
-from tools.inspection import contents
 from tools.inspection.lengths import document_lengths, draw_text, figures, histogram
 from tools.merge_datasets import main as merge
 
@@ -106,29 +104,6 @@ def test_answered_tokens_are_counted_and_dumped(tmp_path: Path) -> None:
     assert samples == [{"tokens": [1, 2, 3, 3], "answered": [0, 1, 1, 0]}] * 9
     empty = write_conversations(tmp_path / "empty", [])
     assert "conversations: 0 tokens are answered" in printed(main, "--data-path", empty, *NULL)
-
-
-def test_long_reads_say_how_far_they_are(
-    corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(indexed_dataset, "PART_TOKENS", 300)
-    main(["--data-path", str(corpus), *NULL])
-    assert capsys.readouterr().err == "", "a short one"
-    monkeypatch.setattr(contents, "NOTICE_SECONDS", 0.0)
-    main(["--data-path", str(corpus), *NULL])
-    printed = capsys.readouterr()
-    _, *shown = printed.err.split(f"{corpus}.bin: ")
-    assert shown[0].startswith("  0%|")
-    assert shown[-1].startswith("100%|")
-    assert "token ids: " in printed.out
-    assert "end with the end-of-document token: 60 of 60" in printed.out
-
-
-def test_files_of_blends_are_understood(corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "blend").write_text(f"1 {corpus}\n")
-    (tmp_path / "splits").write_text(json.dumps({"train": [str(corpus)]}))
-    for flag, name in (("--data-args-path", "blend"), ("--per-split-data-args-path", "splits")):
-        assert printed(main, flag, tmp_path / name).startswith(f"{corpus}: ")
 
 
 def test_the_tokenizer_of_a_corpus_is_named_and_compared(corpus: Path, tmp_path: Path) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from tests.helpers.commands import measured, output_of, printed
 from tests.helpers.processes import python_apart
 from tests.helpers.refusals import refused
 from tests.paro.planning.cases import BF16, FEW, machine, plan_request
-from tools import plan
 from tools.plan import main
 from tools.planning import goodput, pictures
 from tools.planning.goodput import COPY_SHARE, Failures, from_disk, from_memory
@@ -94,47 +92,12 @@ def test_a_model_that_fits_nowhere_is_one_line_and_a_status(tmp_path: Path) -> N
     assert json.loads(path.read_text(encoding="utf-8"))["best"] is None
 
 
-@pytest.mark.verify
-def test_where_nothing_fits_as_given_the_smallest_change_is_named() -> None:
-    flags = CASE.replace("--num-layers 3", "--num-layers 8").replace("size 2 ", "size 4 ").split()
-    flags += ["--device-memory-gb", "8.5", "--memory-margin", "0"]
-    summary, table = (part.splitlines() for part in printed(main, *flags).split("\n\n")[1:3])
-    assert summary[0] == "as given nothing fits the 8.5 GB of a device"
-    assert re.match(r"GGG needs the least: 9\.\d GB at the ", summary[1])
-    assert summary[2].startswith("largest part: communicators; enough alone: ")
-    blocks = "--recompute-granularity full --recompute-method block --recompute-num-layers"
-    found = re.search(rf"{blocks} (\d+)", summary[2])
-    assert found
-    for count, fits in ((int(found[1]), True), (int(found[1]) - 1, False)):
-        out = printed(main, *flags, *blocks.split(), count)
-        assert ("as given nothing fits" not in out) is fits
-    fastest = re.match(r"([NIG]{3}) .* ([\d.]+) +([\d.]+)  (--.*)", table[1])
-    assert fastest
-    out = printed(main, *flags, *fastest[4].split())
-    row = re.search(rf"^{fastest[1]} +([\d.]+) .* ([\d.]+) +[\d,]+ ", out, re.M)
-    assert row
-    assert row.groups() == fastest.groups()[1:3]
-
-
 def test_letters_that_mean_the_same_are_one_row() -> None:
     out = printed(main, *CASE.replace("--world-size 16", "--world-size 8").split())
     table = out.split("\n\n")[1].splitlines()
     names = [line.split()[0] for line in table[1:] if not line.startswith(("*", "nodes: "))]
     assert "III=IIG=IGG=GIG=GGG" in {"=".join(sorted(n.split("="), reverse=True)) for n in names}
     assert sorted("=".join(names).split("=")) == sorted(legal_letters())
-
-
-@pytest.mark.verify
-def test_a_search_among_what_rotates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "MOST_RANKS", 16)
-    fields = planned(f"{CASE} --paro-materialize rotate")
-    assert {row["materialize"] for row in fields["candidates"]} == {"rotated"}
-    assert sorted(row["strategy"] for row in fields["rows"]) == sorted(legal_letters())
-    rotated = {(row["strategy"], row["materialize"]) for row in fields["rotated"]}
-    assert rotated == {*product(("III", "IIG"), ("rotated", "rotated in place"))}
-    curve = tmp_path / "curve.png"
-    main([*CASE.split(), "--paro-materialize", "rotate", "--scaling", str(curve)])
-    assert curve.exists()
 
 
 def test_what_was_measured_is_planned_for_the_ranks_it_was_measured_on(tmp_path: Path) -> None:
@@ -248,16 +211,6 @@ def test_the_share_is_that_of_simulated_failures() -> None:
         # Daly's formula restarts before the first segment too: once less is the same ratio.
         own = goodput._share(between, work, cost, restart)
         assert own == pytest.approx(expected, rel=0.03)
-
-
-def test_no_other_interval_is_better() -> None:
-    failures = failures_of()
-    best = from_disk(failures)
-    for factor in (0.5, 0.99, 1.01, 2.0):
-        work = factor * best.checkpoint_seconds
-        assert goodput._share(failures.seconds_between, work, 30.0, 150.0) < best.share
-    young = math.sqrt(2 * 30.0 * failures.seconds_between)
-    assert best.checkpoint_seconds == pytest.approx(young, rel=0.1)
 
 
 def test_memory_beats_disk_where_a_node_may_be_lost() -> None:

@@ -61,13 +61,6 @@ def test_any_text_comes_back_exactly(tokenizer: SentencePieceTokenizer, text: st
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_training_again_gives_the_same_model(corpus: Path, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        flags = ["--output-prefix", str(tmp_path / name), "--vocab-size", "400"]
-        main(["--input", str(corpus), "--sample-bytes", "20000", *flags])
-    assert (tmp_path / "a.model").read_bytes() == (tmp_path / "b.model").read_bytes()
-
-
 def test_a_sample_is_spread_over_the_text(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("".join(f"{number:2000d}" for number in range(1000)))
@@ -86,17 +79,6 @@ def test_a_sample_of_compressed_text_stays_small(tmp_path: Path) -> None:
     assert path.stat().st_size < 30_000
     chunks = sampled_chunks(find_pieces([path]), key="text", sample_bytes=100_000)
     assert 50_000 < sum(map(len, chunks)) < 400_000
-
-
-def test_progress_is_a_line_per_phase(
-    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--output-prefix", str(tmp_path / "x"), "--vocab-size", "400"]
-    main(["--input", str(corpus), *flags])
-    out, err = capfd.readouterr()
-    assert [line.split()[0] for line in out.splitlines()] == ["wrote"]
-    assert [line.split()[0] for line in err.splitlines()] == ["Processed", "training"]
-    assert err.startswith("Processed 3 documents (")
 
 
 @pytest.mark.parametrize(
@@ -129,14 +111,6 @@ def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
 def gather(path: Path, *flags: str) -> list[str]:
     printed(gather_text.main, "--output", path, *flags)
     return [entry["text"] for entry in read_lines(path)]
-
-
-def test_this_python_has_eight_megabytes(tmp_path: Path) -> None:
-    out = printed(gather_text.main, "--output", tmp_path / "a.jsonl")
-    texts = [entry["text"] for entry in read_lines(tmp_path / "a.jsonl")]
-    assert sum(len(text.encode()) for text in texts) >= 8_000_000
-    assert Path(json.__file__).read_text(encoding="utf-8") in texts
-    assert f"{len(texts):,} files" in out
 
 
 def test_the_order_is_shuffled_and_reproducible(

@@ -8,7 +8,6 @@ import pytest
 
 from tests.helpers.refusals import refused
 from tools.cluster.launch import NodeOutput
-from tools.cluster.plan import batches, shaped
 from tools.cluster.spec import ClusterSpec, is_namespace_of
 
 
@@ -32,27 +31,6 @@ def test_namespaces_of_other_clusters_are_told_apart() -> None:
     assert all(is_namespace_of("a", namespace) for namespace in ours)
     for name in ("b", "a-node1", "a-switch"):
         assert not any(is_namespace_of("a", namespace) for namespace in spec(name).namespaces)
-
-
-def test_routes_and_rates_of_a_small_cluster() -> None:
-    commands = {(b.tool, b.namespace): b.lines for b in batches(spec(intra="1gbit"))}
-    routes = [line for line in commands["ip", "paro-a-node1"] if line.startswith("route")]
-    assert routes == [
-        "route add 10.77.0.1/32 dev nic0 scope link src 10.77.1.1",
-        "route add 10.77.0.2/32 dev nic1 scope link src 10.77.1.2",
-    ]
-    nic = "root tbf rate 100000000bit burst 65536b latency 500ms"
-    # Both ends of every cable, and one loopback for both ranks.
-    assert commands["tc", "paro-a-node1"] == (
-        f"qdisc add dev nic0 {nic}",
-        f"qdisc add dev nic1 {nic}",
-        "qdisc add dev lo root tbf rate 2000000000bit burst 250000b latency 500ms",
-    )
-    ports = ("n0nic0", "n0nic1", "n1nic0", "n1nic1")
-    assert commands["tc", "paro-a-switch"] == tuple(f"qdisc add dev {p} {nic}" for p in ports)
-    assert "burst 131072b" in shaped("lo", 100_000_000), "the loopback's largest packet fits"
-    cables = [line for line in next(batches(spec(nic="shared"))).lines if "veth" in line]
-    assert len(cables) == 2, "one for a node"
 
 
 # A line in two pieces, an empty one, and a last one without an end.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -279,12 +278,6 @@ def test_small_texts_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [Path(batch.piece.path).stem for task in tasks for batch in task] == list("0123456789")
 
 
-def test_tallies_add_up_and_name_a_few() -> None:
-    one = Tally(documents=1, num_bytes=2, advance=3, skipped=2, named=("a", "b"))
-    assert Tally() + one == one
-    assert one + one == Tally(documents=2, num_bytes=4, advance=6, skipped=4, named=("a", "b", "a"))
-
-
 def slow_if_even(number: int) -> int:
     time.sleep(0.02 * (number % 2 == 0))
     return number * number
@@ -328,18 +321,3 @@ def test_lines_with_rate_and_time_left(
     now = 104.0
     progress.finish()
     assert capsys.readouterr().err == "Processed 21 documents (5.2 docs/s, 0.50 MB/s).\n"
-
-
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("sys.stderr", terminal)
-    progress = Progress(total_bytes=1000, interval=1)
-    progress.count(Tally(documents=7, num_bytes=500, advance=500))
-    progress.count(Tally(documents=7, num_bytes=500, advance=500))
-    progress.finish()
-    text = terminal.getvalue()
-    assert "100%|" in text
-    assert "14 documents" in text
-    assert "B/s" in text
-    assert text.splitlines()[-1].startswith("Processed 14 documents (")
