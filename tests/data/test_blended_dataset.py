@@ -42,31 +42,22 @@ def as_pairs(indices: BlendIndices) -> list[tuple[int, int]]:
 @settings(deadline=None)
 @given(
     weights=st.lists(
-        st.one_of(st.floats(0.001, 100.0), st.integers(1, 4).map(float)), min_size=1, max_size=6
+        st.floats(0.001, 100.0) | st.integers(1, 90).map(float), min_size=1, max_size=6
     ),
     num_samples=st.integers(0, 500),
     stretch=st.integers(1, 60),
+    are_sizes=st.booleans(),
 )
 def test_many_lanes_give_what_one_loop_gives(
-    weights: list[float], num_samples: int, stretch: int
+    weights: list[float], num_samples: int, stretch: int, are_sizes: bool
 ) -> None:
-    shares = [float(share) for share in np.array(weights) / np.sum(weights)]
+    """By weights for ever, or until all corpora of these sizes are exhausted."""
+    sizes = [int(weight) for weight in weights] if are_sizes and any(map(int, weights)) else None
+    shares = [float(share) for share in np.array(sizes or weights) / np.sum(sizes or weights)]
+    count = sum(sizes) if sizes else num_samples
     with mock.patch.object(blended_dataset, "_LEAST_STRETCH", stretch):
-        found = as_pairs(blend_samples(shares, num_samples))
-    assert found == sample_by_sample(shares, [np.inf] * len(shares), num_samples)
-
-
-@settings(deadline=None)
-@given(
-    sizes=st.lists(st.integers(0, 90), min_size=1, max_size=6).filter(any),
-    stretch=st.integers(1, 60),
-)
-def test_many_lanes_exhaust_what_one_loop_exhausts(sizes: list[int], stretch: int) -> None:
-    total = sum(sizes)
-    shares = [size / total for size in sizes]
-    with mock.patch.object(blended_dataset, "_LEAST_STRETCH", stretch):
-        found = as_pairs(blend_samples(shares, total, sizes))
-    assert found == sample_by_sample(shares, sizes, total)
+        found = as_pairs(blend_samples(shares, count, sizes))
+    assert found == sample_by_sample(shares, sizes or [np.inf] * len(shares), count)
 
 
 def test_a_wrong_beginning_is_run_again() -> None:

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from data.atomic_file import replacing
 from data.block_checksums import BLOCK_BYTES, BlockSums, checksums_path
@@ -46,21 +44,6 @@ def test_the_files_bytes_are_the_documented_ones(prefix: Path) -> None:
     assert len(fields) == 28
     expected = fields + struct.pack("<I", zlib.crc32(fields)) + table
     assert checksums_path(prefix).read_bytes() == expected
-
-
-@settings(max_examples=60, deadline=None)
-@given(parts=st.lists(st.binary(max_size=20), max_size=8))
-def test_sums_do_not_depend_on_the_parts(
-    tmp_path_factory: pytest.TempPathFactory, parts: list[bytes]
-) -> None:
-    folder, whole = tmp_path_factory.mktemp("sums"), b"".join(parts)
-    sums = BlockSums(block_bytes=8)
-    for part in parts:
-        sums.update(part)
-    sums.write(folder / "x")
-    blocks = [whole[begin : begin + 8] for begin in range(0, len(whole), 8)]
-    table = struct.pack(f"<{len(blocks)}I", *map(zlib.crc32, blocks))
-    assert (folder / "x").read_bytes()[32:] == table
 
 
 def test_whole_data_are_read_as_they_are_in_any_pieces(
@@ -163,13 +146,6 @@ def test_checksums_that_do_not_fit_or_cannot_be_read_are_not_taken_for_absent(
     path.unlink()
     make(path)
     refused(lambda: IndexedDataset(prefix), f"{path} ... {told.format(remedy=f'remove {path}')}")
-
-
-def test_a_corpus_without_a_token_has_checksums_too(tmp_path: Path) -> None:
-    empty = IndexedDataset(write_corpus(tmp_path / "x", [[]]))
-    assert empty.has_checksums
-    assert list(empty.part_ranges()) == []
-    assert checksums_path(tmp_path / "x").stat().st_size == 32
 
 
 @pytest.mark.parametrize("suffix", ["bin", "bin.crc", "idx"])

@@ -285,15 +285,3 @@ def test_a_data_set_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = find_pieces(["some/corpus-1.0"], config="en", split="held")
     assert found_texts(pieces) == ["some/corpus-1.0 en held"]
     refused(lambda: find_pieces(["nobody/nothing"]), "datasets does not find it: no way")
-
-
-def test_shares_are_of_about_the_same_size(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", '{"text": "one"}\n' * 1000)
-    write(tmp_path / "b.txt", "x" * 5000)
-    pieces = find_pieces([tmp_path])
-    shares = share_out(pieces, 3)
-    assert [piece.path for piece in shares[0]] == [pieces[0].path]
-    sizes = [sum(piece.num_bytes for piece in share) for share in shares]
-    assert sum(sizes) == sum(piece.num_bytes for piece in pieces)
-    assert max(sizes) < 9000
-    assert len(share_out([], 3)) == 3

@@ -7,7 +7,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import pickle
 import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -156,17 +155,6 @@ def test_a_cache_that_cannot_be_read_back_is_kept_in_memory(
     assert build(corpus).source.startswith("indices kept in memory")
 
 
-def test_rows_are_read_as_numpy_reads_them(tmp_path: Path) -> None:
-    path, array = tmp_path / "x.npy", np.arange(14, dtype=np.int32).reshape(7, 2)
-    np.save(path, array)
-    stored = StoredArray(path)
-    assert np.array_equal(stored, array)
-    assert [row.tolist() for row in stored[2:5]] == array[2:5].tolist()
-    assert (stored[6].tolist(), stored[7:].shape) == ([12, 13], (0, 2))
-    with pytest.raises(IndexError):
-        stored[7]
-
-
 def test_a_cache_that_another_machine_replaces_over_nfs_is_read_on(
     corpus: IndexedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,8 +301,3 @@ def test_an_id_outside_the_vocabulary_is_found_when_fetching(corpus: IndexedData
     dataset = build(corpus)
     dataset.vocab_size = int(dataset[3].max())
     refused(lambda: dataset[3], "--data-path ... --tokenizer-model", "corpus.bin")
-
-
-def test_pickled_data_reads_the_same(corpus: IndexedDataset) -> None:
-    dataset = build(corpus)
-    assert all_samples(pickle.loads(pickle.dumps(dataset))) == all_samples(dataset)

@@ -169,17 +169,6 @@ def test_transformers_is_not_imported(tmp_path: Path) -> None:
     python_apart(program)
 
 
-def test_padding_of_a_tokenizer_json_adds_no_token(tmp_path: Path) -> None:
-    gpt2(tmp_path)
-    plain = hugging_face_tokenizer(str(tmp_path))
-    padded = byte_level(["<|endoftext|>"])
-    padded.enable_padding(pad_token="[PAD]")
-    padded.save(str(tmp_path / "tokenizer.json"))
-    ours = hugging_face_tokenizer(str(tmp_path))
-    assert ours.vocabulary == plain.vocabulary
-    assert ours.encode("a[PAD]") == plain.encode("a[PAD]")
-
-
 SAYS, MAP = "tokenizer_config.json", "special_tokens_map.json"
 NEW = {"content": "<new>", "lstrip": True}
 
@@ -235,17 +224,6 @@ def test_a_file_that_is_damaged_or_says_too_little_is_named(
     else:
         (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
     refused(lambda: hugging_face_tokenizer(str(tmp_path)), told, str(tmp_path))
-
-
-def test_no_code_of_a_folder_is_asked_about(tmp_path: Path, monkeypatch: Any) -> None:
-    """transformers would ask on the terminal whether to run it."""
-    own = {"model_type": "own", "auto_map": {"AutoTokenizer": ["a.B", ""]}}
-    write(tmp_path, "config.json", own)
-    write(tmp_path, "tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["a.B", None]}})
-    (tmp_path / "a.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass B: pass\n")
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
-    refused(lambda: hugging_face_tokenizer(str(tmp_path)), "needs code that comes with it")
-    assert not (tmp_path / "ran").exists()
 
 
 def test_a_folder_without_a_tokenizer_json_is_for_transformers(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from data.batch import RESTART_PROBABILITY, Fetch, MockDataset
+from data.batch import Fetch, MockDataset
 from data.config import DataConfig, DocumentRules
 from data.gpt_dataset import check_answers
 from data.loader import Datasets, MicroBatches
@@ -292,14 +292,3 @@ def test_a_mock_sample_depends_on_seed_and_number_alone() -> None:
     tokens = np.stack([mock()[i] for i in range(400)])
     assert (tokens.shape, tokens.dtype, len(mock(num_samples=3))) == ((400, 33), np.int64, 3)
     assert set(np.unique(tokens)) == set(range(VOCAB))
-
-
-def test_the_next_token_is_predictable_from_the_last_across_streams() -> None:
-    counts = np.zeros((VOCAB, VOCAB))
-    for i in range(400):
-        sample = mock(stream=0)[i]
-        np.add.at(counts, (sample[:-1], sample[1:]), 1)
-    successor = counts.argmax(axis=1)
-    held_out = np.stack([mock(stream=1)[i] for i in range(400)])
-    right = (successor[held_out[:, :-1]] == held_out[:, 1:]).mean()
-    assert right == pytest.approx(1 - RESTART_PROBABILITY, abs=0.02)
