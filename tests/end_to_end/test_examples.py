@@ -33,7 +33,6 @@ ONE_MACHINE = "one_machine.sh"  # a launcher
 ADAPTERS = "finetune_llama_65b_lora_dgx.sh"
 STEP_BY_STEP = ("quickstart.sh", "finetune.sh")
 SCRIPTS = [*CLUSTER, ADAPTERS, "single_gpu.sh", "cpu_emulated_cluster.sh", *STEP_BY_STEP]
-NUM_PARAMETERS = {"7b": "6,738,415,616", "65b": "65,285,660,672"}
 RECIPE = {"7b": 1e12, "65b": 1.4e12}  # tokens
 
 
@@ -49,41 +48,18 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Dry runs, as a user makes them
 
 
-def nodes_of(world_size: int) -> dict[str, object]:
-    return {"NNODES": world_size // 8, "GPUS_PER_NODE": 8, "RANKS_PER_NODE": 8, "DRY_RUN": 1}
-
-
-def dry_run(recorders: Path, script: str, world_size: int, folder: Path) -> str:
-    """The output of a script's process, run here: its start costs more than its work."""
-    nodes = nodes_of(world_size)
-    started = start(recorders, script, folder / "save", folder / "board", **nodes)
+@pytest.mark.parametrize("script", [*CLUSTER, "cpu_emulated_cluster.sh", "single_gpu.sh"])
+def test_a_launch_is_planned_on_any_machine(recorders: Path, script: str, tmp_path: Path) -> None:
+    """The script's process is run here: its start costs more than its work."""
+    before = sorted(ROOT.iterdir())
+    nodes = {"NNODES": 2, "GPUS_PER_NODE": 8, "RANKS_PER_NODE": 8, "DRY_RUN": 1}
+    started = start(recorders, script, tmp_path / "save", tmp_path / "board", **nodes)
     assert started.launcher == ["python"]
     ended = run_main(["pretrain_llama.py", *started.flags])
     assert ended.mistake is None, ended.mistake
-    return ended.printed
-
-
-def planned_as(script: str, world_size: int) -> tuple[str, ...]:
-    """What the dry run of a script says."""
-    if script == "single_gpu.sh":
-        return "1 rank on 1 node of 1, nccl", "364,430,336 parameters", "fits into the 16 GB"
-    ranks = f"> dry run of {world_size} ranks on {world_size // 8} nodes of 8, "
-    if script in CLUSTER:
-        model = f"> model: {NUM_PARAMETERS[size_of(script)]} parameters, "
-        return f"{ranks}nccl\n", model, "> fits into the 84.9 GB of a device\n"
-    return f"{ranks}gloo\n", "> strategy: IIG, ", ", collectives ho-ring\n"
-
-
-@pytest.mark.parametrize("world_size", [16])
-@pytest.mark.parametrize("script", [*CLUSTER, "cpu_emulated_cluster.sh", "single_gpu.sh"])
-def test_a_launch_is_planned_on_any_machine(
-    recorders: Path, script: str, world_size: int, tmp_path: Path
-) -> None:
-    before = sorted(ROOT.iterdir())
-    out = dry_run(recorders, script, world_size, tmp_path)
-    for said in planned_as(script, world_size):
-        assert said in out
-    assert "> the launch is sound; nothing was started and nothing written\n" in out
+    ranks = "1 rank on 1 node of 1" if script == "single_gpu.sh" else "16 ranks on 2 nodes of 8"
+    assert f"> dry run of {ranks}, " in ended.printed
+    assert "> the launch is sound; nothing was started and nothing written\n" in ended.printed
     assert list(tmp_path.iterdir()) == []
     assert sorted(ROOT.iterdir()) == before
 

@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sysconfig
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 
 from tests.end_to_end.test_trackers import MEGATRON, OURS, read_tensorboard
 from tests.end_to_end.test_training import read_metrics, run_main
-from tests.helpers.commands import write_lines
+from tests.helpers.commands import printed, write_lines
 from tests.helpers.ranks import ROOT
 from tests.helpers.warm_python import warm_python
 from tests.paro.checkpoint.convert.folders import save_folder
@@ -304,7 +305,9 @@ def finetune(
 
 
 @pytest.mark.ranks
-def test_from_a_folder_and_conversations_to_an_adapter_and_an_answer(tmp_path: Path) -> None:
+def test_from_a_folder_and_conversations_to_an_adapter_and_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = folder_with(tmp_path, PLAIN)
     save_folder(model, 1, vocab_size=320)
     asked = {"from": "human", "value": "x?"}
@@ -312,7 +315,10 @@ def test_from_a_folder_and_conversations_to_an_adapter_and_an_answer(tmp_path: P
     talks = write_lines(tmp_path / "talks.jsonl", *[row] * 20)
     run_dir = tmp_path / "a run"
     settings = {"KEYS": "conversations", "QUESTION": "x?"}
-    first = finetune(model, talks, run_dir, TRAIN_ITERS=1, **settings)
+    alone = f'''case $1 in *preprocess_data.py) set -- "$@" --workers 1 ;; esac
+exec {warm_python()}/python "$@"'''
+    here = programs(tmp_path / "alone", alone)  # a worker would import transformers, too
+    first = finetune(model, talks, run_dir, on_path=here, TRAIN_ITERS=1, **settings)
     assert first.returncode == 0, first.stdout
     assert commands(first.stdout) == [*STEPS, "generate"]
     assert "20 of 20 answers end with a token that stops" in first.stdout
@@ -321,16 +327,8 @@ def test_from_a_folder_and_conversations_to_an_adapter_and_an_answer(tmp_path: P
 
     # The command that is printed for more of it, in a pipe.
     words = next(line for line in first.stdout.splitlines() if line.startswith("  python"))
-    talk = subprocess.run(
-        [f"{warm_python()}/python", *shlex.split(words)[1:], "--max-new-tokens", "3"],
-        cwd=ROOT,
-        input="x?\nand?\n",
-        capture_output=True,
-        text=True,
-        errors="replace",
-    )
-    assert (talk.returncode, talk.stderr) == (0, "")
-    assert talk.stdout.count("\n") >= 2
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"x?\nand?\n"), encoding="utf-8"))
+    assert printed(generate, *shlex.split(words)[2:], "--max-new-tokens", 3).count("\n") >= 2
 
     echoes = programs(tmp_path / "bin", "echo")
     again, longer = (
