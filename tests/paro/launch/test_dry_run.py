@@ -17,8 +17,6 @@ from paro.distributed.world import World
 from paro.launch.dry_run import RunPrediction, predict_run, run_dry
 from paro.launch.placement import placement_lines
 from paro.launch.prediction import planned_step
-from paro.machine.files import machine_to_json
-from paro.machine.machine import Machine
 from paro.planning.estimator import Estimator
 from paro.text import size_text
 from paro.training.assembly import build_training
@@ -182,16 +180,6 @@ def test_the_plan_for_a_machine_is_printed(capsys: pytest.CaptureFixture[str]) -
     assert re.search(best + r" [NI]{3}, micro-batches of", alone, re.M)
     without = printed(f"{MOCK} --dry-run --world-size 8", capsys)
     assert "> --paro-machine NAME would say how long a step takes" in without
-
-
-def test_a_machine_without_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bare = Machine(name="bare", source="", world_size=8, group_size=4)
-    path = tmp_path / "bare.json"
-    path.write_text(machine_to_json(bare), encoding="utf-8")
-    out = printed(
-        f"{MOCK} --dry-run --world-size 8 --ranks-per-node 4 --paro-machine {path}", capsys
-    )
-    assert "> machine bare names no device, without which no step can be timed" in out
 
 
 def test_under_a_launcher_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

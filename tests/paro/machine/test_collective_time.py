@@ -69,17 +69,6 @@ def test_a_flat_ring_pays_the_latency_of_every_hop() -> None:
     assert seconds == pytest.approx(3 * 14e-6 + 28 * 3e-6, rel=1e-3)
 
 
-@pytest.mark.parametrize(("cores", "pairs"), [(None, 2), (8, 8)])
-def test_in_place_two_chunks_are_under_way_at_a_time(cores: int | None, pairs: int) -> None:
-    """So a shift pays one latency for every two chunks; GPUs send four."""
-    typed = machine(intra=2000, world_size=8, device=replace(DEVICE, cores=cores))
-    run = make_topology(world_size=8, group_size=8, degrees=()).axes_between(1, 8)
-    machines = (typed, replace(typed, intra=speed(2000, latency=1e-6)))
-    times = [CollectiveTimes(own, "native").shift(run, 64 << 20, in_place=True) for own in machines]
-    ((plain,),), ((late,),) = times
-    assert late.seconds - plain.seconds == pytest.approx(pairs * 1e-6)
-
-
 def test_what_a_measured_collective_wants() -> None:
     size = 800_000
     row = between(op=Op.ALL_REDUCE, bytes=size, seconds=0.02, cpu_seconds=0.001, busy_seconds=0.03)

@@ -19,7 +19,7 @@ from paro.planning.search_space import SearchSpace, all_candidates, legal_strate
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import Materialize
 from tests.helpers.refusals import refused
-from tests.paro.planning.cases import BF16, DEVICE, FEW, SMALL, machine, plan_request
+from tests.paro.planning.cases import BF16, FEW, SMALL, machine, plan_request
 from tests.paro.planning.fixed_workloads import drawn
 from tools.planning.tables import letter_rows
 
@@ -240,11 +240,3 @@ def test_bits_that_were_asked_for_are_kept_and_compared() -> None:
     assert bits_text(own, other) == bits_text(other, own)
     whole = case.candidate(case.strategy("GGG"))
     assert estimator.with_other_bits(whole) is None  # nothing that codes could shorten
-
-
-def test_codes_take_their_time_at_the_rate_of_the_machine_file() -> None:
-    slow = replace(DEVICE, coding_bytes_per_second=DEVICE.memory_bytes_per_second / 50)
-    precision = BF16.with_inter_bits(4)
-    cases = [plan_request(machine=machine(device=d), precision=precision) for d in (DEVICE, slow)]
-    fast, late = (Estimator(c).estimate(c.candidate(c.strategy("IIG"))) for c in cases)
-    assert late.coding_seconds == pytest.approx(50 * fast.coding_seconds) != 0.0

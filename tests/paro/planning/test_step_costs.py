@@ -11,7 +11,7 @@ import pytest
 from model.config import RecomputeConfig
 from model.trainable import Trainable
 from paro.machine.collective_time import TimedJob
-from paro.machine.machine import GroupSpeed, Nic
+from paro.machine.machine import GroupSpeed
 from paro.planning.comm_costs import THREAD, ContextCosts
 from paro.planning.estimator import Estimator
 from paro.planning.search_space import PlanRequest
@@ -22,7 +22,6 @@ from paro.spec.context_layout import ContextLayout
 from paro.spec.run_spec import Materialize
 from paro.strategy import legal_letters
 from tests.paro.planning.cases import (
-    DEVICE,
     EACH,
     PAIRS,
     SMALL,
@@ -187,18 +186,6 @@ def test_a_collective_waits_for_the_begin_of_all_before_it(in_order: bool, secon
     assert simulation.run() == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("cores", [None, 1.0])
-def test_weights_and_gradients_of_cpu_ranks_pass_each_other(cores: float | None) -> None:
-    """Other devices have one comm stream for both, as the ring in paro/rotation/."""
-    own = machine(intra=50, device=replace(DEVICE, cores=cores))
-    step = costs(plan_request(machine=own, materialize=Materialize.ROTATE), "III")
-    sent = simulate(step, record=True).activities
-    weights, gradients = ([s for s in sent if s.kind == kind] for kind in ("gather", "reduce"))
-    both = product(weights, gradients)
-    met = any(g.start < w.end - 1e-9 and w.start < g.end - 1e-9 for w, g in both)
-    assert met == (cores is not None)
-
-
 # Attention among ranks that share samples: bytes on links, turns, and bounds
 
 LAYOUTS = {
@@ -211,7 +198,6 @@ LAYOUTS = {
     "a2a+p2p": ContextLayout(size=32, heads=8),
     "a2a+p2p in groups": ContextLayout(size=8, heads=4),
 }
-LAST_WEIGHTS = Trainable(patterns=("*.wo", "head.weight"))
 RECOMPUTES = {
     "": None,
     "blocks": RecomputeConfig(granularity="full"),
@@ -257,22 +243,6 @@ def test_links_carry_the_bytes_that_ranks_send(
     assert (forward["inter"] + backward["inter"]) * 100e9 / 8 == pytest.approx(sent.inter)
 
 
-@pytest.mark.parametrize(
-    ("nic", "nics", "part"),
-    [(Nic.PER_RANK, 1, 1.0), (Nic.SHARED, 1, 1 / 8), (Nic.SHARED, 4, 1 / 2)],
-)
-def test_a_flat_ring_leaves_a_group_by_one_nic(nic: Nic, nics: int, part: float) -> None:
-    """A double ring leaves it by all; a shared link carries what all ranks of its group send."""
-    slow = replace(machine(inter=1, nic=nic), nics=nics)
-
-    def exposed(inner: int) -> float:
-        layout = ContextLayout(size=32, inner=inner)
-        return simulate(costs(shared(layout, machine=slow))).exposed["context"]
-
-    messages = 31 / 3  # more than in the double ring's outer one
-    assert exposed(32) / exposed(8) == pytest.approx(messages * part, rel=0.1)
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("strategy", ["NNG", "IIG", "GGG"])
 def test_no_shared_sample_is_faster_than_its_bound(name: str, strategy: str) -> None:
@@ -298,18 +268,3 @@ def test_without_overlap_parts_of_shared_samples_add_up(name: str) -> None:
     waited = (forward[THREAD] + backward[THREAD]) * step.run.num_micro_batches
     assert timeline.exposed["context"] == pytest.approx(waited)
     assert simulate(costs(given)).exposed["context"] < waited
-
-
-def test_units_of_two_buffers_are_timed() -> None:
-    """The update of a buffer has its number, of which there are then more than units."""
-    given = shared(LAYOUTS["a2a"], trainable=LAST_WEIGHTS)
-    step = costs(given)
-    assert len(step.counts.buffers) > len(step.counts.units)
-    assert simulate(step).seconds >= step.least_seconds() > 0
-
-
-def test_attention_that_takes_nearly_all_of_a_step_is_counted_once() -> None:
-    alone = costs(shared(ContextLayout(), seq_length=2**20))
-    step = costs(shared(ContextLayout(size=8), seq_length=2**20))
-    assert compute_seconds(step) == pytest.approx(compute_seconds(alone), rel=0.01)
-    assert simulate(step).compute_seconds == pytest.approx(compute_seconds(step))

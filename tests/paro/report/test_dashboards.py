@@ -169,7 +169,7 @@ def wandb_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any
     ("mode", "rewinds"),
     [
         ("online", True),
-        ("online", False),
+        pytest.param("online", False, marks=pytest.mark.verify),
         pytest.param("offline", True, marks=pytest.mark.verify),
     ],
 )
