@@ -72,8 +72,8 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         default=128,
         metavar="N",
-        help="with --to paro: pad the vocabulary to a multiple of N, as the trainer with the same "
-        "flag does (default: %(default)s); other formats hold no padding",
+        help="with --to paro, megatron or torch_dist: pad the vocabulary to a multiple of N, as "
+        "the trainer with the same flag does (default: %(default)s); hf holds no padding",
     )
     add(
         "--padded-vocab-size",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 from data.hub import how_to_fetch
 from paro.checkpoint.convert.conversion import OPENERS
 from paro.checkpoint.convert.hugging_face import is_hugging_face
-from paro.checkpoint.convert.megatron import is_megatron
+from paro.checkpoint.convert.megatron import is_megatron, is_torch_dist
 from paro.checkpoint.convert.meta import is_meta
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.directory import common_of, find_checkpoint, latest_iteration
@@ -35,6 +35,12 @@ from tools.shared.output import print_json
 _WIDEST_NAME = 80
 
 Entry = dict[str, Any]
+_KINDS: dict[str, Callable[[Path], bool]] = {
+    "hf": is_hugging_face,
+    "meta": is_meta,
+    "megatron": is_megatron,
+    "torch_dist": is_torch_dist,
+}
 
 
 def entry_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> Entry:
@@ -46,8 +52,8 @@ def entry_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> Entry:
 
 def format_of(directory: Path) -> str:
     """Return which of the formats a folder has; `UserError` if none."""
-    for name, found in (("hf", is_hugging_face), ("meta", is_meta), ("megatron", is_megatron)):
-        if found(directory):
+    for name, is_found in _KINDS.items():
+        if is_found(directory):
             return name
     if latest_iteration(directory) is not None:
         return "paro"

@@ -19,6 +19,7 @@ from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
 
 from data.hub import how_to_fetch
 from paro.checkpoint.manifest import (
+    FOREIGN,
     FORMAT_VERSION,
     METADATA,
     ChunkSums,
@@ -318,7 +319,7 @@ def _refuse_strangers(root: Path) -> None:
         )
     strangers = paths_in(root, "config.json", "params.json", "*.safetensors", "*.pth", "mp_rank_*")
     if (root / "release").is_dir():
-        strangers += paths_in(root / "release", "mp_rank_*")
+        strangers += paths_in(root / "release", "mp_rank_*", FOREIGN)
     if strangers:
         raise UserError(
             f"{root} holds no checkpoint of this project (it has {strangers[0].name}): convert it "

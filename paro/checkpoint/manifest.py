@@ -25,6 +25,7 @@ from paro.untrusted.schema import Count, conform, read_json
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"  # DCP's file
+FOREIGN = "common.pt"  # a file of Megatron-LM's checkpoints, whose other names are like ours
 FORMAT_VERSION = 2  # version of the format that is written and read
 
 _PACKAGES = ("torch", "numpy", "safetensors", "sentencepiece", "tokenizers", "transformers")
@@ -172,6 +173,11 @@ def write_manifest(
 def read_manifest(directory: Path) -> Manifest:
     """Read an iteration's manifest; `DamagedError` if it is damaged, or of an unfinished save."""
     path = directory / MANIFEST
+    if (directory / FOREIGN).exists():
+        raise UserError(
+            f"{directory} is a checkpoint of Megatron-LM: convert it with "
+            "tools/convert_checkpoint.py --from megatron"
+        )
     with damaged(path):
         if not path.exists():
             raise DamagedError(

@@ -46,20 +46,23 @@ _OPCODES = (
 )
 
 
-def read_metadata(directory: Path) -> Metadata:
-    """Read DCP's metadata, the place of every chunk; `DamagedError` if they are inconsistent."""
+def read_metadata(directory: Path, *, others: bool = False) -> Metadata:
+    """Read DCP's metadata, the place of every chunk; `DamagedError` if they are inconsistent.
+
+    With `others` another program may have written it: objects of other classes are inert.
+    """
     path = directory / METADATA
     try:
         content = read_bytes(path, max_bytes=MAX_BYTES)
-        metadata: Metadata = _MetadataUnpickler(BytesIO(content)).load()
+        kind = _InertUnpickler if others else _MetadataUnpickler
+        metadata: Metadata = kind(BytesIO(content)).load()
         _check(metadata)
     except Exception as error:  # an unpickler fails in many ways, and so do forged fields
         if open_files_limit(error) is not None:
             raise
         detail = describe(error).removeprefix(f"{path} ")
-        raise DamagedError(
-            f"{path} is missing or damaged ({detail}): resume from another iteration"
-        ) from None
+        remedy = "" if others else ": resume from another iteration"
+        raise DamagedError(f"{path} is missing or damaged ({detail}){remedy}") from None
     return metadata
 
 
@@ -100,6 +103,20 @@ class _MetadataUnpickler(pickle._Unpickler):
         return self.classes[module, name]
 
 
+class _Inert:
+    """A substitute for a class of another program, which does nothing."""
+
+    def __init__(self, *_args: Any) -> None:
+        pass
+
+
+class _InertUnpickler(_MetadataUnpickler):
+    """An unpickler that makes inert objects of all other classes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self.classes.get((module, name), _Inert)
+
+
 def _checked(opcode: bytes, check: Callable[[list[Any]], bool], fault: str) -> None:
     """Let the unpickler do what an opcode does only if the stack passes a check."""
     load = pickle._Unpickler.dispatch[opcode[0]]
@@ -135,7 +152,7 @@ _checked(pickle.NEWOBJ, lambda stack: stack[-1] == (), "it makes an instance wit
 # On a class or a constant it would change the whole process.
 _checked(
     pickle.BUILD,
-    lambda stack: isinstance(stack[-2], (*_METADATA_CLASSES, _StorageInfo)),
+    lambda stack: isinstance(stack[-2], (*_METADATA_CLASSES, _StorageInfo, _Inert)),
     "it sets fields of other objects than metadata",
 )
 

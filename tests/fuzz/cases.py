@@ -203,6 +203,10 @@ TARGETS: dict[str, Target] = {
         f"{CONVERT} --from megatron --to paro --input {{set}}/megatron",
         ("megatron/release/*/*", "megatron/latest*"),
     ),
+    "torch_dist": Target(
+        f"{CONVERT} --from torch_dist --to paro --input {{set}}/dist",
+        ("dist/release/*[!p]", "dist/release/.metadata", "dist/latest*"),  # values may change
+    ),
     "report": Target(REPORT, ("iig/metrics.jsonl", "iig/metrics.jsonl.run.json")),
 }
 BLEND = '[0.3, "{set}/corpus_text_document", 0.7, "{set}/corpus_text_document"]'

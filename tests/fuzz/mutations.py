@@ -22,8 +22,9 @@ from torch import Tensor
 from data.fingerprint import fingerprint_of
 from data.tokenizer_config import TokenizerConfig
 from paro.arguments.flag_parser import PATHS as PATH_METAVARS
+from paro.checkpoint.convert.megatron import open_megatron, write_megatron
 from paro.checkpoint.folder_lock import LockHolder
-from paro.checkpoint.manifest import METADATA, read_manifest, sum_of, write_manifest
+from paro.checkpoint.manifest import MANIFEST, METADATA, read_manifest, sum_of, write_manifest
 from tests.data.test_tokenizer import sentencepiece_model, write_tik
 from tests.helpers.gpt2 import write_gpt2
 from tests.paro.checkpoint.convert.folders import random_tensors
@@ -199,7 +200,7 @@ def change_a_record(path: Path, draw: Random) -> None:
     except (RuntimeError, TypeError, AttributeError):  # of classes that check as they are pickled
         return
     path.write_bytes(changed.getvalue())
-    if is_plain:
+    if (path.parent / MANIFEST).exists():
         manifest = read_manifest(path.parent)
         sums = {**manifest.files, METADATA: sum_of(changed.getvalue())}
         write_manifest(path.parent, manifest.iteration, sums, manifest.arguments)
@@ -268,6 +269,9 @@ def add_inputs(place: Path) -> None:
     write_trace(place / "trace.json")
     write_tik(place / "ranks.tiktoken")
     save_meta(place / "meta", random_tensors(CONFIG), 1, by_vocab=False)
+    (place / "dist").mkdir()
+    source = open_megatron(place / "megatron")
+    write_megatron(source, place / "dist", rows=32, divisible_by=1, dist=True)
     for suffix in ("idx", "bin"):
         shutil.copy(place / f"corpus_text_document.{suffix}", place / f"words.{suffix}")
     words = TokenizerConfig(

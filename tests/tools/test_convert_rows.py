@@ -150,6 +150,10 @@ FORMATS: dict[str, tuple[str, Callable[[Source, Path], object]]] = {
         "decoder.layers.0.mlp.linear_fc2.weight",
         partial(write_megatron, rows=ROWS, divisible_by=1),
     ),
+    "torch_dist": (
+        "decoder.layers.mlp.linear_fc2.weight[0]",
+        partial(write_megatron, rows=ROWS, divisible_by=1, dist=True),
+    ),
 }
 
 
@@ -189,9 +193,14 @@ def inspected(folder: Path, *words: str) -> dict[str, Any]:
 def test_every_format_is_recognised_and_counted_and_a_truncated_file_named(tmp_path: Path) -> None:
     save_folder(tmp_path / "hf", 2, torch.bfloat16)
     save_meta(tmp_path / "meta", random_tensors(CONFIG), 2, by_vocab=False)
-    for name in ("paro", "megatron"):
+    for name in ("paro", "megatron", "torch_dist"):
         convert("hf", name, tmp_path / "hf", tmp_path / name)
-    patterns = {"hf": "*.safetensors", "paro": "*/*.distcp", "meta": "*.00.pth"}
+    patterns = {
+        "hf": "*.safetensors",
+        "paro": "*/*.distcp",
+        "torch_dist": "*/__0*",
+        "meta": "*.00.pth",
+    }
     for name, opener in OPENERS.items():
         folder = tmp_path / name
         assert format_of(folder) == name

@@ -30,11 +30,13 @@ OPENERS: dict[str, Callable[[Path], Source]] = {
     "hf": open_hugging_face,
     "meta": open_meta,
     "megatron": open_megatron,
+    "torch_dist": open_megatron,
     "paro": open_native,
 }
 PEFT = "peft"  # format of adapters: a source needs a base, a target needs adapters
 SOURCES = (*OPENERS, PEFT)
-TARGETS = ("paro", "hf", "megatron", PEFT)
+PADDED = ("paro", "megatron", "torch_dist")  # formats whose vocabulary has rows of padding
+TARGETS = (*PADDED, "hf", PEFT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +64,8 @@ class Conversion:
             raise UserError(f"--output {self.target} exists: remove it or give another name")
         if self.padded_vocab_size is not None and self.target_format == "hf":
             raise UserError(
-                f"--padded-vocab-size {self.padded_vocab_size} needs --to paro or megatron: a "
-                "Hugging Face folder holds no padding"
+                f"--padded-vocab-size {self.padded_vocab_size} needs --to paro, megatron or "
+                "torch_dist: a Hugging Face folder holds no padding"
             )
         if self.iteration is not None and self.source_format != "paro":
             raise UserError(f"--ckpt-step {self.iteration} needs --from paro")
@@ -85,7 +87,7 @@ class Conversion:
         dtype = self.dtype or (torch.float32 if merges else None)
         ids, rows = _num_ids(source), source.config.vocab_size
         if ids > rows:
-            pads = self.target_format in ("paro", "megatron") and not self.writes_adapters
+            pads = self.target_format in PADDED and not self.writes_adapters
             what = "get rows of zeros" if pads else "cannot be in its texts"
             note = f"the tokenizer has {ids} ids and the model {rows} rows: the others {what}"
             source = replace(source, notes=(*source.notes, note))
@@ -121,7 +123,8 @@ class Conversion:
             raise UserError(
                 f"{given}: the adapters of a run have one rank and scaling, no rank above the size "
                 "of a matrix, and the same modules in all layers, unlike these: give --merge and "
-                "--to paro, hf or megatron to write the model with them merged into its weights"
+                f"--to {', '.join(t for t in TARGETS if t != PEFT)} to write the model with them "
+                "merged into its weights"
             )
 
     def num_bytes(self, source: Source) -> int:
@@ -167,11 +170,12 @@ class Conversion:
                 write_adapters(source, Path(str(self.base)), temporary, target)
             elif self.target_format == "hf":
                 notes = write_hugging_face(source, temporary)
-            elif self.target_format == "megatron":
-                rows = self._rows(source)
-                write_megatron(source, temporary, rows=rows, divisible_by=self.divisible_by)
-            else:
+            elif self.target_format == "paro":
                 write_native(source, temporary, target, rows=self._rows(source))
+            else:
+                dist, divisor = self.target_format == "torch_dist", self.divisible_by
+                rows = self._rows(source)
+                write_megatron(source, temporary, rows=rows, divisible_by=divisor, dist=dist)
             temporary.rename(target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

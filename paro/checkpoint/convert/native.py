@@ -15,14 +15,14 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 from data.tokenizer import MERGE_FILE, VOCAB_FILE
 from data.tokenizer_config import saved_tokenizer, unpadded_vocab_size
 from model.config import LlamaConfig, adapted_weight, is_adapter
-from model.units import BY_VOCABULARY, parameter_shapes
+from model.units import parameter_shapes
 from paro.checkpoint.agreement import one_process
 from paro.checkpoint.base import adapters_of, as_base, open_base
 from paro.checkpoint.chunks import ChunkedState
 from paro.checkpoint.config import saved_fields
+from paro.checkpoint.convert.dcp_files import write_dcp
 from paro.checkpoint.convert.hugging_face import COMPANIONS, CONFIG, companions_in, tokenizer_of
-from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, joined, unpadded
-from paro.checkpoint.convert.tensor_files import lazy
+from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, padded, unpadded
 from paro.checkpoint.directory import (
     COMMON,
     begin_checkpoint,
@@ -31,10 +31,8 @@ from paro.checkpoint.directory import (
     finish_checkpoint,
 )
 from paro.checkpoint.manifest import Manifest, read_manifest
-from paro.checkpoint.save import write_files
 from paro.checkpoint.storage import CheckedReader
 from paro.errors import UserError, about
-from paro.layout import Shape
 from paro.spec.states import EMA, PARAM
 from paro.untrusted.schema import conform
 
@@ -145,30 +143,10 @@ def write_adapters(source: Source, base: Path, root: Path, final: Path) -> None:
 def _write(
     tensors: Mapping[str, LazyTensor], rows: int, root: Path, final: Path, common: Mapping[str, Any]
 ) -> None:
-    """Write parameters as iteration 0, the latest; those of the vocabulary get `rows` rows.
-
-    Parameters are written in ranges of rows: chunks of meta tensors, whose values are read later.
-    """
-    states: dict[str, ChunkedState] = {}
-    sources: dict[str, LazyTensor] = {}
-    for parameter, tensor in tensors.items():
-        source, (num_rows, *others) = tensor, tensor.shape
-        ranges = [*tensor.row_ranges()]
-        if parameter in BY_VOCABULARY and num_rows < rows:
-            zeros = torch.zeros((rows - num_rows, *others), dtype=tensor.dtype)
-            source = joined([tensor, lazy(zeros)], 0)
-            ranges.append((num_rows, rows))
-        name = f"{PARAM}.{parameter}"
-        sources[name], states[name] = source, ChunkedState(shape=source.shape)
-        for start, stop in ranges:
-            chunk = torch.empty((stop - start, *others), dtype=tensor.dtype, device="meta")
-            states[name].chunks[start, *(0 for _ in others)] = chunk
-
-    def read(name: str, offsets: Shape, chunk: Tensor) -> Tensor:
-        return sources[name].rows(offsets[0], offsets[0] + len(chunk))
-
+    """Write parameters as iteration 0, the latest; those of the vocabulary get `rows` rows."""
+    named = {f"{PARAM}.{name}": tensor for name, tensor in padded(tensors, rows).items()}
     directory = begin_checkpoint(root, 0)
-    sums = write_files(directory, states, one_process(), f"--output {final}", read=read)
+    sums = write_dcp(directory, named, f"--output {final}")
     finish_checkpoint(directory, 0, {**common, "parameters_only": True}, sums)
 
 

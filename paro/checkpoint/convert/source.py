@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,17 @@ def joined(parts: Sequence[LazyTensor], dim: int | None) -> LazyTensor:
     return LazyTensor(shape=tuple(shape), dtype=parts[0].dtype, rows=rows)
 
 
+def picked(tensor: LazyTensor, index: Tensor) -> LazyTensor:
+    """Return a tensor of the rows `index` of another; runs of consecutive rows are read at once."""
+
+    def rows(start: int, stop: int) -> Tensor:
+        wanted = index[start:stop]
+        runs = wanted.tensor_split((wanted.diff() != 1).nonzero().flatten() + 1)
+        return torch.cat([tensor.rows(int(run[0]), int(run[-1]) + 1) for run in runs])
+
+    return replace(tensor, shape=(len(index), *tensor.shape[1:]), rows=rows)
+
+
 def checked_tensors(
     shapes: Mapping[str, Shape],
     found: Mapping[str, LazyTensor],
@@ -202,6 +214,22 @@ def unpadded(tensors: Mapping[str, LazyTensor], vocab_size: int) -> dict[str, La
         if name in tensors
     }
     return {**tensors, **shorter}
+
+
+def padded(tensors: Mapping[str, LazyTensor], rows: int) -> dict[str, LazyTensor]:
+    """Return the tensors with at least `rows` rows in embedding and output layer; more are zero."""
+    longer = {}
+    for name in BY_VOCABULARY:
+        if name in tensors and tensors[name].shape[0] < rows:
+            missing = (rows - tensors[name].shape[0], *tensors[name].shape[1:])
+            zeros = partial(_zeros, missing[1:], tensors[name].dtype)
+            pad = LazyTensor(shape=missing, dtype=tensors[name].dtype, rows=zeros)
+            longer[name] = joined([tensors[name], pad], 0)
+    return {**tensors, **longer}
+
+
+def _zeros(columns: Shape, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    return torch.zeros((stop - start, *columns), dtype=dtype)
 
 
 def _sum(weight: LazyTensor, down: LazyTensor, up: LazyTensor, scaling: float) -> LazyTensor:

@@ -136,26 +136,25 @@ def fill_torch_file(path: Path) -> Iterator[Any]:
         yield torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
+def is_weight_type(dtype: torch.dtype) -> bool:
+    """Return whether parameters may have a type."""
+    return dtype in _NAMES
+
+
 def is_weight(value: object) -> TypeGuard[Tensor]:
     """Return whether a value can be a parameter: a vector or matrix of a type of weights."""
     return (
         isinstance(value, Tensor)
         and value.layout is torch.strided
-        and value.dtype in _NAMES
+        and is_weight_type(value.dtype)
         and value.ndim in (1, 2)
     )
 
 
-def lazy(tensor: Tensor, index: Tensor | None = None) -> LazyTensor:
-    """Return a lazy tensor over a mapped tensor, or over those of its rows that `index` has.
-
-    Rows are copied when they are read.
-    """
+def lazy(tensor: Tensor) -> LazyTensor:
+    """Return a lazy tensor over a mapped tensor, whose rows are copied when they are read."""
 
     def rows(start: int, stop: int) -> Tensor:
-        if index is not None:
-            return tensor[index[start:stop]]
         return tensor[start:stop].clone(memory_format=torch.contiguous_format)
 
-    num_rows = len(tensor if index is None else index)
-    return LazyTensor(shape=(num_rows, *tensor.shape[1:]), dtype=tensor.dtype, rows=rows)
+    return LazyTensor(shape=tuple(tensor.shape), dtype=tensor.dtype, rows=rows)

@@ -19,13 +19,14 @@ from torch import Tensor
 
 import paro.checkpoint.convert.source
 from model.config import LlamaConfig
-from paro.checkpoint.convert.megatron import FILE, open_megatron, write_megatron
+from paro.checkpoint.convert.megatron import open_megatron, write_megatron
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.convert.tensor_files import lazy
 from tests.helpers.models import llama
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.convert.folders import random_tensors
 
+FILE = "mp_rank_00/model_optim_rng.pt"
 CONFIG = llama(
     2, 32, 40, heads=(6, 2, 8), length=64, vocab=100,
     rotary_base=500000.0, use_rope_scaling=True, rope_scaling_factor=32.0,
@@ -70,13 +71,14 @@ def assert_read(back: Source, config: LlamaConfig) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @pytest.mark.parametrize("piece", [2**27, 7 * 32 * 2])
+@pytest.mark.parametrize("dist", [False, True], ids=["torch", "torch_dist"])
 def test_every_bit_comes_back(
-    config: LlamaConfig, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: LlamaConfig, piece: int, dist: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paro.checkpoint.convert.source, "CHUNK_BYTES", piece)
     source, counted = source_of(config), []
     watched = source.with_each(lambda tensor: tensor.counted(counted.append))
-    write_megatron(watched, tmp_path, rows=128, divisible_by=128)
+    write_megatron(watched, tmp_path, rows=128, divisible_by=128, dist=dist)
     assert sum(counted) == source.num_bytes
     assert_read(open_megatron(tmp_path), config)
 
@@ -217,7 +219,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     resave(path, lambda content: content["model"].pop("decoder.layers.1.mlp.linear_fc2.weight"))
     refused(read, "has no decoder.layers.1.mlp.linear_fc2.weight")
     resave(path, lambda content: setattr(content["args"], "num_query_groups", 3))
-    refused(read, "self_attention.linear_qkv.weight is (80, 32)")
+    refused(read, "self_attention.linear_qkv.weight is 80x32")
     resave(path, lambda content: content.pop("args"))
     refused(read, "it has no args")
     path.write_bytes(path.read_bytes()[:-2000])
@@ -243,7 +245,7 @@ OTHER = "not of this architecture:"
         ("normalization", torch.ones(2), "normalization is a Tensor there"),
         ("normalization", "LayerNorm", f"{OTHER} normalization is"),
         ("add_bias_linear", True, f"{OTHER} add_bias_linear is"),
-        ("pipeline_model_parallel_size", 2, f"{OTHER} pipeline_model_parallel_size is"),
+        ("expert_model_parallel_size", 2, f"{OTHER} expert_model_parallel_size is"),
         ("window_size", (1023, 0), f"{OTHER} window_size is"),
     ],
 )
@@ -278,7 +280,7 @@ def test_a_part_of_another_shape_is_refused(tmp_path: Path) -> None:
     resave(second, lambda content: content["model"].update({name: torch.ones(3, 3)}))
     refused(
         lambda: open_megatron(tmp_path / "megatron"),
-        f"{name} is (3, 3), and its arguments make it (32, 24)",
+        f"{name} is 3x3 ... 32x24",
     )
 
 
@@ -323,6 +325,32 @@ def test_tensor_parallel_ranks_are_joined(tmp_path: Path, monkeypatch: pytest.Mo
     second.unlink()
     missing = "mp_rank_01 ... cannot be read: No such file"
     refused(lambda: open_megatron(tmp_path / "megatron"), missing)
+
+
+def test_virtual_stages_are_numbered_through(tmp_path: Path) -> None:
+    """Two stages with two chunks of one layer each: the first stage has layers 0 and 2."""
+    config = replace(CONFIG, num_layers=4)
+    path = saved(tmp_path / "megatron", config)
+    whole = contents(path)
+    whole["args"].pipeline_model_parallel_size = 2
+    model = whole.pop("model")
+    for stage in range(2):
+        chunks = {}
+        for chunk in range(2):
+            layer = f"layers.{2 * chunk + stage}."
+            own = {n.replace(layer, "layers.0."): model[n] for n in model if layer in n}
+            ends = [n for n in model if "layers." not in n and stage == chunk]
+            chunks[f"model{chunk}"] = own | {n: model[n] for n in ends}
+        part = path.parents[1] / f"mp_rank_00_{stage:03d}" / path.name
+        part.parent.mkdir()
+        torch.save(whole | chunks, part)
+    path.unlink()
+    path.parent.rmdir()
+    assert_read(open_megatron(tmp_path / "megatron"), config)
+    resave(part, lambda content: content.pop("model1"))
+    refused(lambda: open_megatron(tmp_path / "megatron"), "has 2 chunks of layers")
+    part.unlink()
+    refused(lambda: open_megatron(tmp_path / "megatron"), "mp_rank_00_001")
 
 
 def test_an_iteration_is_read_as_a_release_is(tmp_path: Path) -> None:

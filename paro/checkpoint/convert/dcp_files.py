@@ -1,0 +1,174 @@
+"""Opens DCP's folders of other programs lazily, reading parts of chunks; writes in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from paro.checkpoint.agreement import one_process
+from paro.checkpoint.chunks import ChunkedState
+from paro.checkpoint.convert.source import LazyTensor
+from paro.checkpoint.manifest import ChunkSums
+from paro.checkpoint.metadata import read_metadata
+from paro.checkpoint.save import write_files
+from paro.checkpoint.storage import unpickled_tensor
+from paro.errors import UserError, describe, open_files_limit
+from paro.layout import Shape
+from paro.untrusted.regular_file import RegularFile
+
+
+class _Part:
+    """The bytes of a chunk in a file, which are read when they are sliced."""
+
+    def __init__(self, file: RegularFile, begin: int, length: int) -> None:
+        self._file, self._begin, self._length = file, begin, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, wanted: slice) -> bytes:
+        start, stop, _ = wanted.indices(self._length)
+        return self._file.read(self._begin + start, max(0, stop - start))
+
+
+class _StoredChunk(NamedTuple):
+    """The file and the first byte of a chunk's values, and its shape."""
+
+    path: Path
+    begin: int
+    sizes: Shape
+
+    def read(self, item: ReadItem, dim: int, dtype: torch.dtype) -> Tensor:
+        """Read the rows along `dim` that a part of the chunk needs, and return the part."""
+        columns = self.sizes[dim + 1 :]
+        row_bytes = prod(columns) * dtype.itemsize
+        above = item.storage_offsets[0] * self.sizes[1] if dim else 0
+        begin = self.begin + (above + item.storage_offsets[dim]) * row_bytes
+        rows = RegularFile(self.path).read(begin, item.lengths[dim] * row_bytes)
+        values = torch.frombuffer(bytearray(rows), dtype=dtype).view(-1, *columns)
+        offsets = (0, *item.storage_offsets[dim + 1 :])
+        return narrow_tensor_by_index(values, offsets, item.lengths[dim:])
+
+
+class DcpFolder:
+    """The tensors in DCP's files that another program wrote, checked before they are read."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.metadata: Metadata = read_metadata(directory, others=True)
+        self.states: dict[str, TensorStorageMetadata] = {}
+        self._chunks: dict[str, dict[torch.Size, _StoredChunk]] = {}
+        sizes: dict[str, int] = {}
+        for index, place in self.metadata.storage_data.items():
+            name = place.relative_path
+            if name not in sizes:
+                sizes[name] = RegularFile(directory / name).size
+            if place.offset + place.length > sizes[name]:
+                raise UserError(
+                    f"{directory / name} is truncated: {index.fqn:.99} ends at byte "
+                    f"{place.offset + place.length} of {sizes[name]}"
+                )
+        for name, state in self.metadata.state_dict_metadata.items():
+            if not isinstance(state, TensorStorageMetadata):
+                continue
+            found = sum(prod(chunk.sizes) for chunk in state.chunks)
+            if found != prod(state.size):
+                raise UserError(
+                    f"{directory} has {found} of {prod(state.size)} elements of {name:.99}: it "
+                    "was not written to its end, or not by all ranks"
+                )
+            self.states[name] = state
+
+    def tensor(self, name: str, layer: int | None = None) -> LazyTensor:
+        """Return a stored tensor, or the one at an index of its first dimension."""
+        state = self.states[name]
+        if name not in self._chunks:
+            self._chunks[name] = {c.offsets: self._find(name, state, c) for c in state.chunks}
+        lead = () if layer is None else (layer,)
+        return LazyTensor(
+            shape=tuple(state.size[len(lead) :]),
+            dtype=state.properties.dtype,
+            rows=partial(self._rows, name, lead),
+            name=f"{self.directory}: {name}" + "".join(f"[{index}]" for index in lead),
+        )
+
+    def _find(
+        self, name: str, state: TensorStorageMetadata, chunk: ChunkStorageMetadata
+    ) -> _StoredChunk:
+        """Find where a file has the values of a chunk, by its description there."""
+        place = self.metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        file = RegularFile(self.directory / place.relative_path)
+        begins: list[int] = []
+
+        def storage_of(_: torch.dtype, num_bytes: int, begin: int) -> UntypedStorage:
+            begins.append(place.offset + begin)
+            if begin + num_bytes > place.length:
+                raise UserError("its values end elsewhere")
+            return UntypedStorage(num_bytes, device="meta")
+
+        try:
+            stored = unpickled_tensor(_Part(file, place.offset, place.length), storage_of)
+            if (stored.shape, stored.dtype) != (chunk.sizes, state.properties.dtype):
+                raise UserError(f"a tensor of the shape {tuple(stored.shape)}")
+            if not stored.is_contiguous() or stored.storage_offset() or len(begins) != 1:
+                raise UserError("its rows are not in order")
+        except Exception as error:  # an unpickler fails in many ways
+            if open_files_limit(error) is not None:
+                raise
+            raise UserError(f"{file.path}: {name:.99} is damaged ({describe(error)})") from None
+        return _StoredChunk(Path(file.path), begins[0], tuple(chunk.sizes))
+
+    def _rows(self, name: str, lead: Shape, start: int, stop: int) -> Tensor:
+        state = self.states[name]
+        columns = state.size[len(lead) + 1 :]
+        values = torch.empty((stop - start, *columns), dtype=state.properties.dtype)
+        target = values.view(*(1 for _ in lead), *values.shape)
+        corner = torch.Size((*lead, start, *(0 for _ in columns)))
+        wanted = ChunkStorageMetadata(offsets=corner, sizes=target.shape)
+        for item in create_read_items_for_chunk_list(name, state, [wanted]):
+            chunk = self._chunks[name][torch.Size(item.storage_index.offset or ())]
+            part = narrow_tensor_by_index(target, item.dest_offsets, item.lengths)
+            part.copy_(chunk.read(item, len(lead), values.dtype).view_as(part))
+        return values
+
+
+def write_dcp(
+    directory: Path, tensors: Mapping[str, LazyTensor | Sequence[LazyTensor]], blame: str
+) -> dict[str, ChunkSums]:
+    """Write tensors in ranges of rows into a folder; return the checksums of its files.
+
+    Several tensors of one name, all of one shape, are stored as one with a dimension in front. An
+    error begins with `blame`.
+    """
+    states: dict[str, ChunkedState] = {}
+    for name, given in tensors.items():
+        layers = [given] if isinstance(given, LazyTensor) else given
+        is_single = isinstance(given, LazyTensor)
+        shape = layers[0].shape if is_single else (len(layers), *layers[0].shape)
+        states[name] = ChunkedState(shape=shape, dtype=layers[0].dtype)
+        for layer, tensor in enumerate(layers):
+            lead: Any = () if is_single else (layer,)
+            for start, stop in tensor.row_ranges():
+                sizes = (*(1 for _ in lead), stop - start, *tensor.shape[1:])
+                chunk = torch.empty(sizes, dtype=tensor.dtype, device="meta")
+                states[name].chunks[(*lead, start, *(0 for _ in tensor.shape[1:]))] = chunk
+
+    def read(name: str, offsets: Shape, chunk: Tensor) -> Tensor:
+        given = tensors[name]
+        if isinstance(given, LazyTensor):
+            return given.rows(offsets[0], offsets[0] + len(chunk))
+        start, stop = offsets[1], offsets[1] + chunk.shape[1]
+        return given[offsets[0]].rows(start, stop).unsqueeze(0)
+
+    return write_files(directory, states, one_process(), blame, read=read)

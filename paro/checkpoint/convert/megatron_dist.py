@@ -1,0 +1,118 @@
+"""Megatron-core's distributed checkpoints (`torch_dist`): DCP's files, common.pt, metadata.json."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from paro.checkpoint.convert.dcp_files import DcpFolder, write_dcp
+from paro.checkpoint.convert.megatron_names import MegatronModel, args_in
+from paro.checkpoint.convert.source import LazyTensor, joined, write_json
+from paro.checkpoint.convert.tensor_files import is_weight_type, load_torch_file
+from paro.checkpoint.manifest import METADATA
+from paro.checkpoint.metadata import read_metadata
+from paro.errors import UserError
+from paro.untrusted.schema import read_json
+
+BACKENDS = "metadata.json"
+COMMON = "common.pt"
+_WRITTEN = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+# Layers are stored as one tensor with a dimension of layers in front, unless they are numbered.
+_STACKED = re.compile(r"(decoder\.layers\.)(?!\d)")
+_NUMBERED = re.compile(r"(decoder\.layers\.)(\d+)\.")
+# Modules for which Megatron-core asks for an object beside the weights; here they are empty.
+_WITH_EXTRA_STATE = (
+    *("linear_qkv", "linear_proj", "core_attention", "q_layernorm", "k_layernorm"),
+    *("linear_fc1", "linear_fc2"),
+)
+
+
+class _Backends(TypedDict):
+    """The fields of metadata.json that are read."""
+
+    sharded_backend: str
+    sharded_backend_version: NotRequired[int]
+
+
+def is_dist(directory: Path) -> bool:
+    """Return whether an iteration's folder holds a distributed checkpoint of Megatron's."""
+    return (directory / BACKENDS).is_file()
+
+
+def open_dist(directory: Path) -> MegatronModel:
+    """Open an iteration's folder; `UserError` if it cannot be read."""
+    backends: _Backends = read_json(directory / BACKENDS, _Backends)
+    if backends["sharded_backend"] != "torch_dist":
+        raise UserError(
+            f"{directory} is in the format {backends['sharded_backend']:.40}: of distributed "
+            "checkpoints only torch_dist can be read"
+        )
+    args = args_in(load_torch_file(directory / COMMON), directory / COMMON)
+    tensors = tensors_in(DcpFolder(directory))
+    return MegatronModel(path=directory / COMMON, args=args, tensors=tensors)
+
+
+def tensors_in(folder: DcpFolder) -> dict[str, LazyTensor]:
+    """Return the tensors that can be weights, with all layers numbered."""
+    found = {}
+    for name, state in folder.states.items():
+        if not is_weight_type(state.properties.dtype):
+            continue
+        if _STACKED.search(name) and len(state.size) in (2, 3):
+            for layer in range(state.size[0]):
+                found[_STACKED.sub(rf"\g<1>{layer}.", name)] = folder.tensor(name, layer)
+        elif len(state.size) in (1, 2):
+            found[name] = folder.tensor(name)
+    for gate in [name for name in found if name.endswith("linear_fc1.weight_w")]:
+        whole, up = gate.removesuffix("_w"), f"{gate.removesuffix('_w')}_v"
+        if up in found:  # stored apart, as with `singleton_local_shards`
+            found[whole] = joined([found.pop(gate), found.pop(up)], 0)
+    return found
+
+
+def write_dist(directory: Path, common: Mapping[str, Any], whole: Mapping[str, LazyTensor]) -> None:
+    """Fill an empty folder with a checkpoint of the whole model, whose layers are stacked."""
+    torch.save(dict(common), directory / COMMON)
+    tensors: dict[str, LazyTensor | list[LazyTensor]] = {}
+    for name, tensor in whole.items():
+        stacked = _NUMBERED.sub(r"\1", name)
+        if stacked == name:
+            tensors[name] = tensor
+        else:
+            tensors.setdefault(stacked, []).append(tensor)  # type: ignore[union-attr]
+    write_dcp(directory, tensors, f"--output {directory}")
+    _add_extra_states(directory, common["args"].num_layers)
+    write_json(directory / BACKENDS, _WRITTEN)
+
+
+def _add_extra_states(directory: Path, num_layers: int) -> None:
+    """Add the objects that Megatron-core's modules ask for, all of which are one `None`."""
+    metadata = read_metadata(directory)
+    content = io.BytesIO()
+    torch.save([None], content)
+    path = directory / "__1_0.distcp"
+    path.write_bytes(content.getvalue())
+    place = _StorageInfo(path.name, 0, len(content.getvalue()))
+    parts = [(f"mlp.{m}" if "fc" in m else f"self_attention.{m}") for m in _WITH_EXTRA_STATE]
+    names = [
+        f"decoder.layers.{part}._extra_state/shard_{layer}_{num_layers}"
+        for part in parts
+        for layer in range(num_layers)
+    ]
+    for name in (*names, "decoder.final_layernorm._extra_state/shard_0_1"):
+        metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex(name)] = place
+    (directory / METADATA).write_bytes(pickle.dumps(metadata))

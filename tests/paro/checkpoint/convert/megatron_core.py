@@ -1,0 +1,202 @@
+"""Megatron-core's GPT model on gloo ranks without a GPU, and the checkpoints that it writes."""
+
+from __future__ import annotations
+
+import queue
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from model.config import LlamaConfig
+from tests.paro.checkpoint.convert.folders import some_tokens
+
+ITERATION = "iter_0000007"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A model and the ranks that hold it; the rest of the ranks are replicas."""
+
+    name: str
+    model: str  # the name of its folder
+    config: LlamaConfig
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int | None = None  # chunks of layers on each pipeline stage
+    first: int | None = None  # layers of the first pipeline stage, if it has other than the rest
+    metadata: dict[str, Any] = field(default_factory=dict)  # of Megatron-core's sharded state
+
+
+@contextmanager
+def megatron_without_cuda() -> Iterator[None]:
+    """Megatron-core without what asks for a GPU: synchronization, copies, mask, random states.
+
+    No dropout draws from the random states.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import megatron.core.fusions.fused_softmax
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+        from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+        def mask(size: int) -> Tensor:
+            return torch.ones(size, size).triu(1).bool()
+
+        with (
+            mock.patch("torch.cuda.synchronize"),
+            mock.patch("torch.cuda.current_device", return_value="cpu"),
+            mock.patch.object(torch.Tensor, "cuda", lambda tensor: tensor),
+            mock.patch.object(megatron.core.fusions.fused_softmax, "get_default_causal_mask", mask),
+            mock.patch.object(CudaRNGStatesTracker, "fork", return_value=nullcontext()),
+            # Else another process, which imports everything, passes results to this one.
+            mock.patch.object(filesystem_async, "_results_queue", queue.Queue()),
+        ):
+            yield
+
+
+def gpt_chunks(layout: Layout, *, rows: int) -> list[Any]:
+    """This rank's chunks of the model, after its groups have been made."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline, layout.virtual)
+    config = layout.config
+    equal = (
+        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
+        *("num_query_groups", "kv_channels", "add_qkv_bias", "qk_layernorm"),
+    )
+    theirs = TransformerConfig(
+        **{name: getattr(config, name) for name in equal},
+        layernorm_epsilon=config.norm_epsilon,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual,
+        num_layers_in_first_pipeline_stage=layout.first,
+        pipeline_dtype=torch.float32,
+    )
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    chunks = []
+    for chunk in range(layout.virtual or 1):
+        stage = {"vp_stage": chunk if layout.virtual else None, "ignore_virtual": False}
+        model = GPTModel(
+            theirs,
+            spec,
+            vocab_size=rows,
+            max_sequence_length=config.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(**stage),
+            post_process=parallel_state.is_pipeline_last_stage(**stage),
+            share_embeddings_and_output_weights=config.tie_embeddings_and_output_weights,
+            position_embedding_type="rope",
+            rotary_base=int(config.rotary_base),
+            rope_scaling=config.use_rope_scaling,
+            rope_scaling_factor=config.rope_scaling_factor,
+            vp_stage=stage["vp_stage"],
+        )
+        chunks.append(model)
+    return chunks
+
+
+def copy_checkpoints(
+    layouts: Sequence[Layout], written: Path, copies: Path, rows: int
+) -> dict[str, Tensor]:
+    """Loads a checkpoint for each layout and saves it again in the formats torch_dist and torch.
+
+    Each is read from the folder of its model in `written`. Return the logits of whole models.
+    """
+    logits = {}
+    with megatron_without_cuda():
+        for layout in layouts:
+            chunks = gpt_chunks(layout, rows=rows)
+            common = load_dist(chunks, written / layout.model / "release")
+            args = common["args"]
+            args.tensor_model_parallel_size = layout.tensor
+            args.pipeline_model_parallel_size = layout.pipeline
+            save_dist(chunks, copies / layout.name / "torch_dist", args, layout.metadata)
+            save_torch(chunks, copies / layout.name / "torch", args)
+            if layout.tensor == layout.pipeline == 1:
+                logits[layout.name] = logits_of_chunk(chunks[0], layout.config.vocab_size)
+    return logits
+
+
+def logits_of_chunk(model: Any, vocab_size: int) -> Tensor:
+    tokens = some_tokens(vocab_size)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    with torch.no_grad():
+        logits: Tensor = model(tokens, positions, None)
+    return logits
+
+
+def load_dist(chunks: Sequence[Any], directory: Path) -> dict[str, Any]:
+    """Fills the model from a folder of torch_dist; returns what is common to all ranks."""
+    from megatron.core import dist_checkpointing
+
+    wanted = _by_chunk([chunk.sharded_state_dict() for chunk in chunks])
+    loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(directory))
+    for name, chunk in zip(wanted, chunks, strict=True):
+        chunk.load_state_dict(loaded[name])
+    return loaded
+
+
+def save_dist(
+    chunks: Sequence[Any], root: Path, args: Namespace, metadata: dict[str, Any], **more: Any
+) -> None:
+    """Saves the model as Megatron-LM does with --ckpt-format torch_dist."""
+    from megatron.core import dist_checkpointing
+
+    directory = _begin(root)
+    states = _by_chunk([chunk.sharded_state_dict(metadata=metadata) for chunk in chunks])
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
+    dist_checkpointing.save({**common, **states, **more}, str(directory))
+
+
+def save_torch(chunks: Sequence[Any], root: Path, args: Namespace) -> None:
+    """Saves the model as Megatron-LM does with --ckpt-format torch: by the first replica."""
+    from megatron.core import parallel_state
+
+    directory = _begin(root)
+    if parallel_state.get_data_parallel_rank() == 0:
+        name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
+        states = _by_chunk([chunk.state_dict_for_save_checkpoint() for chunk in chunks])
+        (directory / name).mkdir()
+        common = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
+        torch.save({**common, **states}, directory / name / "model_optim_rng.pt")
+    dist.barrier()
+
+
+def _by_chunk(states: Sequence[Any]) -> dict[str, Any]:
+    """The states of a rank's chunks by the names that Megatron-LM gives them."""
+    names = ["model"] if len(states) == 1 else [f"model{index}" for index in range(len(states))]
+    return dict(zip(names, states, strict=True))
+
+
+def _begin(root: Path) -> Path:
+    directory = root / ITERATION
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True)
+        (root / "latest_checkpointed_iteration.txt").write_text("7")
+    dist.barrier()
+    return directory

@@ -1,0 +1,179 @@
+"""Megatron-core loads what is written here, and what it saves in any layout of ranks is read."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.planner import SavePlan
+
+import paro.checkpoint.convert.source
+from model.config import LlamaConfig
+from paro.checkpoint.convert.megatron import open_megatron, write_megatron
+from paro.checkpoint.convert.source import Source
+from paro.checkpoint.convert.tensor_files import lazy
+from paro.checkpoint.directory import latest_iteration, newest_whole
+from paro.checkpoint.metadata import read_metadata
+from tests.helpers.models import llama
+from tests.helpers.ranks import run_ranks
+from tests.helpers.refusals import refused
+from tests.paro.checkpoint.convert.folders import (
+    logits_of,
+    own_model,
+    random_tensors,
+    some_tokens,
+)
+from tests.paro.checkpoint.convert.megatron_core import Layout, copy_checkpoints
+
+ROWS = 128
+GROUPED = llama(
+    5, 32, 40, heads=(8, 2, 8), length=64, vocab=100,
+    rotary_base=500000.0, use_rope_scaling=True, add_qkv_bias=True, qk_layernorm=True,
+)  # fmt: skip
+TIED = llama(
+    4, 32, 48, heads=(4, 4, 8), length=64, vocab=100, tie_embeddings_and_output_weights=True
+)
+MODELS = {"grouped": GROUPED, "tied": TIED}
+NUMBERED, HALVES = {"non_homogeneous_layers": True}, {"singleton_local_shards": True}
+ONE_RANK = [
+    Layout(name="one rank", model="grouped", config=GROUPED),
+    Layout(name="numbered layers", model="tied", config=TIED, metadata=NUMBERED),
+]
+FOUR_RANKS = [
+    Layout(name="replicas", model="grouped", config=GROUPED),
+    Layout(name="two parts", model="grouped", config=GROUPED, tensor=2),
+    Layout(name="parts of groups", model="grouped", config=GROUPED, tensor=4, metadata=HALVES),
+    Layout(name="uneven stages", model="grouped", config=GROUPED, tensor=2, pipeline=2, first=2),
+    Layout(name="stages", model="tied", config=TIED, pipeline=2),
+    Layout(name="virtual stages", model="tied", config=TIED, tensor=2, pipeline=2, virtual=2),
+]  # fmt: skip
+
+
+def source_of(config: LlamaConfig) -> Source:
+    tensors = {name: lazy(0.3 * value) for name, value in random_tensors(config).items()}
+    return Source(config=config, tensors=tensors)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layouts"),
+    [
+        (1, ONE_RANK),
+        pytest.param(4, FOUR_RANKS, marks=pytest.mark.verify("many layouts")),
+    ],
+)
+@pytest.mark.ranks
+@pytest.mark.slow("imports megatron-core")
+def test_checkpoints_of_megatron_core(
+    world_size: int, layouts: list[Layout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our folder, loaded by Megatron-core, saved again in its formats, and read: every bit."""
+    monkeypatch.setattr(paro.checkpoint.convert.source, "CHUNK_BYTES", 11 * 32 * 4)
+    for name, config in MODELS.items():
+        (tmp_path / name).mkdir()
+        source = source_of(config)
+        write_megatron(source, tmp_path / name, rows=ROWS, divisible_by=128, dist=True)
+    copies = tmp_path / "copies"
+    logits, *_ = run_ranks(copy_checkpoints, world_size, layouts, tmp_path, copies, ROWS)
+    for layout in layouts:
+        expected = source_of(layout.config)
+        for kind in ("torch_dist", "torch"):
+            back = open_megatron(copies / layout.name / kind)
+            assert back.config == layout.config, (layout.name, kind)
+            for name, tensor in expected.tensors.items():
+                same = torch.equal(
+                    back.tensors[name].whole(torch.float32), tensor.whole(torch.float32)
+                )
+                assert same, (layout.name, kind, name)
+        if layout.name in logits:
+            ours = logits_of(own_model(expected), some_tokens(layout.config.vocab_size))
+            theirs = logits[layout.name][..., : layout.config.vocab_size]
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, msg=layout.name)
+
+
+def written(folder: Path) -> Path:
+    """A folder of torch_dist that is written here, and the one of its iteration."""
+    folder.mkdir()
+    write_megatron(source_of(TIED), folder, rows=ROWS, divisible_by=128, dist=True)
+    return folder / "release"
+
+
+def without_embedding(directory: Path) -> None:
+    """Leaves the embedding's values out, as if a rank had not saved."""
+    path = directory / ".metadata"
+    metadata = read_metadata(directory)
+    stored: Any = metadata.state_dict_metadata["embedding.word_embeddings.weight"]
+    stored.chunks = []
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2000])
+
+
+def forged(path: Path) -> None:
+    """Overwrites the description of the first tensor."""
+    content = bytearray(path.read_bytes())
+    begin = content.index(b"data.pkl") + 8
+    content[begin : begin + 60] = b"x" * 60
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "told"),
+    [
+        ("common.pt", Path.unlink, "common.pt"),
+        ("common.pt", cut, "common.pt ... damaged"),
+        ("metadata.json", Path.unlink, "only --ckpt-format torch and torch_dist"),
+        ("metadata.json", lambda p: p.write_text('{"sharded_backend": "zarr"}'), "format zarr"),
+        (".metadata", Path.unlink, ".metadata"),
+        (".metadata", cut, ".metadata ... damaged"),
+        (".metadata", lambda p: without_embedding(p.parent), "0 of 4096 elements"),
+        ("__0_0.distcp", Path.unlink, "__0_0.distcp"),
+        ("__0_0.distcp", cut, "__0_0.distcp is truncated"),
+        ("__0_0.distcp", forged, "__0_0.distcp"),
+    ],
+)
+def test_a_damaged_folder_is_one_line(
+    name: str, damage: Callable[[Path], object], told: str, tmp_path: Path
+) -> None:
+    damage(written(tmp_path / "dist") / name)
+
+    def convert() -> None:
+        for tensor in open_megatron(tmp_path / "dist").tensors.values():
+            tensor.whole(torch.float32)
+
+    refused(convert, told)
+
+
+def test_a_run_is_told_to_convert_it(tmp_path: Path) -> None:
+    release = written(tmp_path / "dist")
+    refused(lambda: latest_iteration(tmp_path / "dist"), "tools/convert_checkpoint.py")
+    release.rename(tmp_path / "dist" / "iter_0000007")
+    (tmp_path / "dist" / "latest_checkpointed_iteration.txt").write_text("7")
+    refused(lambda: newest_whole(tmp_path / "dist"), "tools/convert_checkpoint.py")
+
+
+def test_objects_of_other_classes_in_the_metadata_are_inert(tmp_path: Path) -> None:
+    """Megatron-core saves plans with the metadata; an object's code does not run."""
+    directory = written(tmp_path / "dist")
+    metadata: Any = read_metadata(directory)
+    metadata.all_local_plans = [SavePlan(items=[]), Touches(tmp_path / "touched")]
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert open_megatron(tmp_path / "dist").config == TIED
+    assert not (tmp_path / "touched").exists()
+    refused(lambda: read_metadata(directory), "SavePlan")
+
+
+class Touches:
+    """An object that makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
