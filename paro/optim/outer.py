@@ -299,8 +299,8 @@ class OuterOptimizer:
         """Begin a round without the groups whose movement is not finite, or an outlier."""
         units, self.in_flight = self.fragments[fragment], fragment
         squares = [0.0] * self.group.number
-        moved = (each.moved() for each in units)
-        squares[self.group.index] = float(square_sum(moved, self._device))
+        parts = [square_sum([each.moved()], self._device) for each in units]  # one at a time
+        squares[self.group.index] = float(torch.stack(parts).sum())
         self.norms = tuple(map(math.sqrt, control.sum(squares)))
         self.taken = self.usual[fragment].taken(self.norms)
         self.usual[fragment] = self.usual[fragment].after(self.norms)

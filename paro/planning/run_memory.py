@@ -30,6 +30,7 @@ from paro.planning.context_parallel import ContextAttention
 from paro.planning.sending import Sender, traffic_of
 from paro.planning.step_counts import StepCounts
 from paro.planning.tally import MemorySnapshot, StepTally
+from paro.quantization.formats import RangeFormat
 from paro.spec.run_spec import RunSpec, collectives_of, groups_of
 from paro.spec.sharding_spec import Collective, ModelStateBytes, ShardingSpec, state_bytes
 from paro.spec.units import shape_of_run, units_of_run
@@ -118,7 +119,10 @@ class RunMemory:
         return device_memory(snapshot, self.communication(run), device, run.device_type)
 
     def _snapshot(self, run: RunSpec) -> MemorySnapshot:
-        points = (now.with_copies(run, self.specs(run)) for now in self._points(run))
+        specs = self.specs(run)
+        points = [now.with_copies(run, specs) for now in self._points(run)]
+        if run.outer is not None:
+            points.append(self.tally(run).at("a round of outer steps", _round_bytes(specs)))
         return max(points, key=lambda now: now.total)._replace(states=self.states(run).total)
 
     @cached_by(lambda run: (run.step_kind, run.micro_batch_size, run.context))
@@ -269,9 +273,30 @@ def _code_bytes(specs: Iterable[ShardingSpec]) -> int:
         errors += prod(spec.grad_error_bytes)
         if spec.grad_format is not None:
             sent, *gathered = (one.num_bytes for one in spec.exchange)
-            in_fp32 = 4 * 4 * spec.grad_format.numel  # the sum of a chunk, and the transformed sum
-            gradients = max(gradients, 2 * sent + sum(gathered) + in_fp32)  # 2: sent, received
+            gradients = max(gradients, _sum_bytes(sent, spec.grad_format) + sum(gathered))
     return updates + gradients + errors
+
+
+def _sum_bytes(sent: int, ranges: RangeFormat) -> int:
+    """Count bytes of a quantized sum: sent and received, a chunk's sum and the transformed sum."""
+    return 2 * sent + 4 * 4 * ranges.numel
+
+
+def _round_bytes(specs: Iterable[ShardingSpec]) -> int:
+    """Count bytes that a round of outer steps takes besides model states.
+
+    The training thread computes a movement while a comm stream sums another one and steps.
+    """
+    movement = step = 0
+    for spec in specs:
+        if spec.buffer.trains:
+            movement = max(movement, 4 * spec.layout.numel // spec.topology.group_size)
+            in_step = 2 * 4 * spec.layout.numel // spec.topology.world_size
+            if spec.outer_formats is not None:
+                (sent,) = spec.collectives[Verb.OUTER_REDUCE]
+                in_step = _sum_bytes(sent.num_bytes, spec.outer_formats.gradient)
+            step = max(step, in_step)
+    return movement + step
 
 
 def pipeline_bytes(one: Collective, num_chunks: int) -> int:

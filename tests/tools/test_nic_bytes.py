@@ -22,14 +22,15 @@ pytestmark = [pytest.mark.root, pytest.mark.ranks, pytest.mark.usefixtures("warm
 
 
 def formula(strategy: str, group_size: int, nodes: int = 2) -> Sent:
-    """Bytes that all ranks send in a step; a group is a node."""
+    """Bytes that all ranks send in a step, and in a round after each; a group is a node."""
     size = nodes * group_size
     letters, _, way = strategy.partition("+")
     words = f"{FLAGS} --paro-strategy {letters} {WAYS[way]} --global-batch-size {2 * size}"
     world = World(size=size, ranks_per_node=group_size)
     config = configured(words, world)
     num_micro_batches = config.batches.num_micro_batches_at(0)
-    sent = RunMemory(None).sent(config.spec, num_micro_batches)
+    memory = RunMemory(None)
+    sent = memory.sent(config.spec, num_micro_batches) + memory.sent_in_rounds(config.spec)
     return Sent(size * sent.intra, size * sent.inter)
 
 
@@ -71,7 +72,7 @@ def check(
 
 
 def test_nics_count_what_the_formula_says(tmp_path: Path) -> None:
-    check(("III+in-place",), ("ho-ring",), tmp_path, group_size=2)
+    check(("III+in-place", "III+outer-16"), ("ho-ring",), tmp_path, group_size=2)
 
 
 @pytest.mark.verify
@@ -97,6 +98,15 @@ def test_nics_count_what_the_formula_says_of_fewer_bits(tmp_path: Path) -> None:
     strategies = ("IIG+4-bit", "III+4-bit", "NNN+4-bit", "IIG+8-bit")
     check(strategies, ("ho-ring",), tmp_path, group_size=2, within=0.01)
     assert formula("IIG+4-bit", 2).inter < 0.27 * formula("IIG", 2).inter
+
+
+@pytest.mark.verify
+def test_nics_count_what_the_formula_says_of_rounds(tmp_path: Path) -> None:
+    """Of groups that train alone and meet after every step, under all widths."""
+    ways = [f"NNI+outer-{bits}" for bits in (32, 16, 8, 4)]
+    check(tuple(ways), ("ho-ring",), tmp_path, group_size=2, within=0.01)
+    sizes = [formula(way, 2).inter for way in ways]
+    assert [round(size / sizes[1], 1) for size in sizes] == [2.0, 1.0, 0.5, 0.3]
 
 
 @pytest.mark.verify

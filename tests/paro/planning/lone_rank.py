@@ -103,13 +103,15 @@ class LoneRank:
         device = self.model.units[0].param_shard.device
         tokens_BS = torch.zeros(size, seq_length, dtype=torch.int64, device=device)
         weights_BS = torch.ones(size, seq_length, device=device)
-        self.model.begin_step(num_micro_batches, full_precision=full_precision)
+        control, alone = PlannedControl(World(), device), self.optimizer.outer is not None
+        self.model.begin_step(num_micro_batches, full_precision=full_precision, alone=alone)
         for index in range(num_micro_batches):
             last = index + 1 == num_micro_batches
             self.model.forward_backward(tokens_BS, tokens_BS, weights_BS, last=last)
         self.model.finish_grad_sync()
         sent = self.traffic.take()
         self.optimizer.step(lr=0.0, weight_decay=0.0, grad_norm=1.0, unscale=0.5)
+        self.optimizer.end_step(1, control)
         return sent
 
 
@@ -160,7 +162,7 @@ def lone_rank(
     collectives = make_collectives(assembly.choice_of(spec.collective, None, by_nccl=False), groups)
     context = ShardingContext(strategy, collectives, control.device)
     model = assembly._spread(llama, spec, specs, context, Timers())
-    optimizer = ParoOptimizer(model, OptimConfig(), precision, 0, MuonConfig())
+    optimizer = ParoOptimizer(model, OptimConfig(), precision, 0, MuonConfig(), spec.outer)
     return LoneRank(config=config, model=model, optimizer=optimizer, traffic=links.traffic)
 
 
@@ -178,6 +180,7 @@ def rank_of(run: RunSpec, *, device: str = "cpu") -> LoneRank:
         collective=run.collective,
         materialize="rotate" if run.materialize.rotates else "gather",
         rotate_in_place=run.materialize.in_place,
+        outer=run.outer,
     )
 
 

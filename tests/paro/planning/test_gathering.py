@@ -18,6 +18,7 @@ from model.trainable import Trainable
 from paro.planning.run_memory import RunMemory
 from paro.precision import PrecisionConfig
 from paro.spec.context_layout import ContextLayout
+from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import RunSpec
 from tests.helpers.models import llama
 from tests.paro.planning.lone_rank import allocated_at_most, rank_of, silence
@@ -67,6 +68,14 @@ of_four = partial(
     short, config=SMALL, precision=replace(BF16, optimizer="muon"), prefetch_units=0, group_size=2
 )
 IN_CHUNKS = ("chunks of logits", "chunks of logits in fp32")
+
+
+def rounds(bits: int) -> RunSpec:
+    """A run of many groups of one rank, with a round after each step."""
+    outer = OuterConfig(outer_steps=1, outer_warmup=0, outer_bits=bits)
+    return short("NNN", LARGE_HEAD, world_size=64, group_size=1, outer=outer)
+
+
 HALF = run("GGG", replace(SMALL, recompute=EACH), trainable=LAST_HALF)
 BY_MUON = of_four("NNG", config=NARROW, precision=replace(FP32, optimizer="muon"))
 CASES = {
@@ -93,6 +102,8 @@ CASES = {
     "gradients of four blocks, reduced at once": of_four("IIG"),
     "parts of the gradients of four blocks": BY_MUON,
     "bf16 gradients converted for the update": short("NNN", WIDE, ALL_BF16),
+    "a round of outer steps": rounds(16),
+    "a round of outer steps in fp32": rounds(32),
 }
 # Where the peak is, if it is in no backward.
 AT = {
@@ -101,6 +112,7 @@ AT = {
     "a large embedding": "forward of head",
     "one in bf16": "backward of embedding",
     "converted for the reduction": "reduction",
+    **{name: "a round" for name in CASES if "a round" in name},
     "gradients of four blocks, reduced at once": "the reduction of blocks.0",
     "parts of the gradients of four blocks": "the reduction of blocks.12",
     "bf16 gradients converted for the update": "update",

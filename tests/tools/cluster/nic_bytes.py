@@ -32,6 +32,10 @@ WAYS = {
     "4-bit": "--paro-inter-grad-bits 4 --paro-inter-param-bits 4",
     "8-bit": "--paro-inter-grad-bits 8 --paro-inter-param-bits 8",
     "last": "--trainable last-blocks:0.5",
+    **{
+        f"outer-{bits}": f"--paro-outer-steps 1 --paro-outer-warmup 0 --paro-outer-bits {bits}"
+        for bits in (32, 16, 8, 4)
+    },
     "lora": "--lora-rank 32 --lora-alpha 32 --lora-target-modules all-linear",
 }
 STEPS = 2
