@@ -17,9 +17,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from data.atomic_file import replacing
 from paro.errors import UserError, reading
+from paro.untrusted.atomic_file import replacing
 from paro.untrusted.checksum import crc32, crc32_of_file
+from paro.untrusted.object_store import path_of
 from paro.untrusted.regular_file import RegularFile
 
 # A check reads whole blocks. With this size, samples of 2,048 tokens are read at nine tenths of the
@@ -35,7 +36,7 @@ _HEADER_BYTES = _FIELDS.size + 4
 
 
 def checksums_path(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.bin.crc")
+    return path_of(f"{prefix}.bin.crc")
 
 
 class BlockSums:
@@ -173,7 +174,7 @@ class CheckedFile:
 
 def with_checks(file: RegularFile) -> RegularFile | CheckedFile:
     """Return the .bin file; if checksums exist, every read is checked."""
-    path = Path(f"{file.path}.crc")
+    path = path_of(f"{file.path}.crc")
     with reading(str(path)):
         try:
             path.lstat()

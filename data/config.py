@@ -17,6 +17,8 @@ from data.blend import (
 from data.loss_mask import loss_mask_paths
 from data.sample_order import SPLIT_NAMES, parse_split
 from paro.errors import UserError, check_between, contradiction
+from paro.untrusted.object_cache import ObjectCache
+from paro.untrusted.object_store import is_url
 
 DEFAULT_SPLIT = "969, 30, 1"
 MAX_SEED = 2**32 - 1
@@ -130,7 +132,12 @@ class DataConfig(DocumentRules):
         return None if self.is_per_split else self.split or DEFAULT_SPLIT
 
     def cache_folder(self, prefix: str) -> Path:
-        """Return the folder of indices; Megatron's, next to the data, unless one is given."""
+        """Return the folder of indices; Megatron's, next to the data, unless one is given.
+
+        Those of data in an object store are with the blocks of objects.
+        """
+        if self.data_cache_path is None and is_url(prefix):
+            return ObjectCache.folder / "GPTDataset_indices"
         return Path(self.data_cache_path or f"{prefix}/cache/GPTDataset_indices")
 
     def phases(self) -> tuple[DataPhase, ...]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError, about
+from paro.untrusted.object_store import path_of
 from paro.untrusted.schema import read_json
 
 _COUNTS = re.compile(r"(?:[0-9]{1,9} )*[0-9]{1,9}")
@@ -84,7 +85,7 @@ def digest_of(vocabulary: Mapping[str, int], eod: int) -> str:
 
 
 def fingerprint_path(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.tokenizer")
+    return path_of(f"{prefix}.tokenizer")
 
 
 def read_fingerprint(prefix: str | Path) -> Fingerprint | None:

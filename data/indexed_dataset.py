@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data.atomic_file import replacing
 from data.block_checksums import CheckedFile, checksums_path, replacing_checked, with_checks
 from data.fingerprint import Fingerprint, fingerprint_path, read_fingerprint
 from data.loss_mask import LossMask, LossMaskFile, loss_mask_paths, sum_bytes
 from paro.errors import UserError, reading, writing
+from paro.untrusted.atomic_file import replacing
+from paro.untrusted.object_cache import ObjectCache
+from paro.untrusted.object_store import path_of
 from paro.untrusted.regular_file import RegularFile
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -45,11 +47,11 @@ def dtype_for_vocab(vocab_size: int) -> np.dtype[Any]:
 
 
 def bin_path(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.bin")
+    return path_of(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.idx")
+    return path_of(f"{prefix}.idx")
 
 
 def remove_dataset(prefix: str | Path) -> None:
@@ -69,8 +71,8 @@ class IndexedDataset:
     """The sequences of one prefix; inconsistent files raise an error.
 
     Files are neither mapped nor cached: the index has 20 bytes a sequence, and every rank of a
-    machine would hold its own copy. Only the prefix is pickled, so that worker processes open the
-    files themselves.
+    machine would hold its own copy. Only names are pickled, so that worker processes open the files
+    themselves.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -200,12 +202,18 @@ class IndexedDataset:
     def __getitem__(self, index: int) -> Tokens:
         return self.get(index)
 
-    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
-        return IndexedDataset, (self.prefix,)
+    def __reduce__(self) -> tuple[Callable[[str, str], IndexedDataset], tuple[str, str]]:
+        return _opened_again, (self.prefix, str(ObjectCache.folder))
+
+
+def _opened_again(prefix: str, cache: str) -> IndexedDataset:
+    """Open a data set in another process, with the cache of the process that opened it before."""
+    ObjectCache.use(cache)
+    return IndexedDataset(prefix)
 
 
 def _check_present(prefix: str) -> None:
-    file = Path(prefix)
+    file = path_of(prefix)
     meant = "of a .bin and a .idx file as tools/preprocess_data.py writes them"
     if file.suffix in (".bin", ".idx") and file.is_file():
         meant = f"alone, {file.with_suffix('')}, without .bin or .idx"

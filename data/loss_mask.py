@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from data.block_checksums import CheckedFile
 from paro.errors import UserError
+from paro.untrusted.object_store import path_of
 from paro.untrusted.regular_file import RegularFile
 
 MASKED, TRAINED, BEGINS = 0, 1, 2  # BEGINS: masked, and the first token of a conversation
@@ -23,7 +24,7 @@ LossMask = NDArray[np.uint8]
 
 def loss_mask_paths(prefix: str | Path) -> tuple[Path, Path]:
     """Return the file, and its checksums."""
-    return Path(f"{prefix}.answered"), Path(f"{prefix}.answered.crc")
+    return path_of(f"{prefix}.answered"), path_of(f"{prefix}.answered.crc")
 
 
 class LossMaskFile:

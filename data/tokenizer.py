@@ -62,12 +62,14 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if config.tokenizer_type == "NullTokenizer":
         assert config.vocab_size is not None, "TokenizerConfig checks this"
         return NullTokenizer(config.vocab_size, eod=config.null_tokenizer_eod_id)
+    named = config
+    config = config.on_this_machine()
     with reading(" and ".join(config.files)):
         tokenizer = _read_tokenizer(config)
     if config.vocab_size not in (None, tokenizer.vocab_size):
         flag = "--vocab-file" if config.tokenizer_type == GPT2_TYPE else "--tokenizer-model"
         raise UserError(
-            f"--vocab-size {config.vocab_size} contradicts {flag} {config.files[0]}, which has "
+            f"--vocab-size {config.vocab_size} contradicts {flag} {named.files[0]}, which has "
             f"{tokenizer.vocab_size} ids: leave it out; --padded-vocab-size sets the model's rows"
         )
     return tokenizer

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from paro.errors import UserError, check_between, check_least
+from paro.untrusted.object_cache import local_copy
 
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 GPT2_TYPE, NULL_TYPE = "GPT2BPETokenizer", "NullTokenizer"
@@ -77,6 +78,14 @@ class TokenizerConfig:
     def files(self) -> tuple[str, ...]:
         """All files and folders that the tokenizer is read from."""
         return tuple(filter(None, (self.tokenizer_model, self.vocab_file, self.merge_file)))
+
+    def on_this_machine(self) -> TokenizerConfig:
+        """Return the configuration with local copies of files that are in an object store."""
+        model, vocab, merges = (
+            None if at is None else local_copy(at)
+            for at in (self.tokenizer_model, self.vocab_file, self.merge_file)
+        )
+        return replace(self, tokenizer_model=model, vocab_file=vocab, merge_file=merges)
 
 
 def tokenizer_config(flags: Mapping[str, Any]) -> TokenizerConfig | None:

@@ -12,8 +12,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from paro.untrusted.object_store import PACKAGES, is_url
+
 # The metavars by which --help shows that a flag's value is a file or folder.
 PATHS = ("FILE", "DIR", "PATH", "PREFIX", "SOURCE")
+# The arguments that may be URLs of an object store.
+TAKE_URLS = {
+    *("data_path", "train_data_path", "valid_data_path", "test_data_path"),
+    *("tokenizer_model", "vocab_file", "merge_file"),
+}
 _MAX_PATH_BYTES, _MAX_NAME_BYTES = 4095, 255  # limits of Linux
 
 
@@ -30,11 +37,22 @@ class FlagParser(ArgumentParser):
             for path in arg_strings:
                 if not path:
                     raise ArgumentError(action, "the path is empty")
+                if "://" in path and not (action.dest in TAKE_URLS and is_url(path)):
+                    raise ArgumentError(action, _refused_url(path, action))
                 encoded = os.fsencode(path)
                 longest_name = max(map(len, encoded.split(b"/")))
                 if len(encoded) > _MAX_PATH_BYTES or longest_name > _MAX_NAME_BYTES:
                     raise ArgumentError(action, f"too long: {path}")
         return super()._get_values(action, arg_strings)
+
+
+def _refused_url(path: str, action: Action) -> str:
+    scheme = path.partition("://")[0]
+    known = ", ".join(f"{each}://" for each in PACKAGES)
+    if scheme in PACKAGES:
+        return f"it takes a local path, and no URL such as {path}"
+    instead = f"; URLs of object stores are {known}" if action.dest in TAKE_URLS else ""
+    return f"{path} is a URL of a kind that is not read{instead}"
 
 
 AddFlag = Callable[..., Action]  # `add_argument` of a parser, or of a group of its flags

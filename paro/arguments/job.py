@@ -13,7 +13,8 @@ from paro.arguments.flag_parser import AddFlag, flag_group
     "--mock-data.")
 def add_data_args(add: AddFlag) -> None:
     add("--data-path", nargs="*", default=(), metavar="PREFIX",
-        help="a corpus as tools/preprocess_data.py writes it, PREFIX.bin and PREFIX.idx; or "
+        help="a corpus as tools/preprocess_data.py writes it, PREFIX.bin and PREFIX.idx, files or "
+        "objects of a store (s3://BUCKET/PREFIX); or "
         "several, each after its weight (0.3 A 0.7 B), or without weights: by their sizes")
     add("--data-args-path", metavar="FILE",
         help="the same from a file: words, or a JSON list in which lists may stand for paths")
@@ -32,6 +33,10 @@ def add_data_args(add: AddFlag) -> None:
         "969, 30, 1")
     add("--data-cache-path", metavar="DIR",
         help="where sample indices are kept between runs; default: next to the corpus")
+    add("--object-storage-cache-path", metavar="DIR",
+        help="a local folder that the ranks of a node share, for what is read from object stores "
+        "(s3://, gs://, az://) and for checkpoints on their way there; what was read takes at most "
+        "half of the room on its disk; default: in the temporary folder")
     add("--eod-mask-loss", action="store_true",
         help="leave the tokens that end documents out of the loss")
     add("--reset-position-ids", action="store_true",

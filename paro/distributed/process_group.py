@@ -46,6 +46,7 @@ class RuntimeConfig:
     paro_nccl_launch_order: Literal["free", "implicit"] = "free"  # NCCL's order: see groups.py
     paro_nccl_copy_engine: bool = False  # all-gather inside nodes by [Note: copy engines]
     flight_recorder_dir: str | None = None
+    object_storage_cache_path: str | None = None  # folder of blocks of objects; None: a default
 
     @property
     def timeout(self) -> timedelta:

@@ -17,7 +17,7 @@ from paro.config.record import model_lines, precision_line, recorded_arguments
 from paro.config.resolve import resumed_samples
 from paro.config.run import RunConfig
 from paro.distributed.control import PlannedControl
-from paro.errors import UserError, count_text
+from paro.errors import UserError, count_text, reading
 from paro.launch.placement import placement_lines
 from paro.launch.prediction import checkpoint_bytes, remedy_of
 from paro.planning.description import bits_text, describe, seconds_text, spent_text
@@ -314,7 +314,9 @@ def _data(plan: RunPrediction) -> Iterator[str]:
         yield "> data: synthetic tokens"
     blends = [*config.data.blends().values(), *(each.blend for each in config.data.phases())]
     for prefix in dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes):
-        if not (idx_path(prefix).exists() or bin_path(prefix).exists()):
+        with reading(prefix):
+            is_here = idx_path(prefix).exists() or bin_path(prefix).exists()
+        if not is_here:
             yield f"> data: {prefix} is not on this machine and was not checked"
             continue
         corpus = open_checked(config.data, prefix, config.vocab_size, config.tokenizer)

@@ -12,7 +12,6 @@ import torch
 
 from data.gpt_dataset import check_answers, check_rows
 from data.loader import Datasets
-from data.waits import Wait
 from model.block_attention import check_attention
 from model.fusion import check_compiler, usable_kernels
 from model.matmul import check_matmul_types
@@ -44,6 +43,8 @@ from paro.training.changed_flags import order_changes, order_record
 from paro.training.in_memory import InMemoryCheckpointer
 from paro.training.resume import FROM_NOTHING, Resumed, load_run
 from paro.training.step import Training, TrainState
+from paro.untrusted.object_cache import ObjectCache
+from paro.untrusted.waits import Wait
 
 
 def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list[str]]:
@@ -177,9 +178,10 @@ def early_watchdog() -> Iterator[None]:
 
 
 def watchdog_of(args: Namespace, world: World) -> Watchdog:
-    """Build the watchdog of this process by its flags; set the time limit of all waits."""
+    """Build the watchdog of this process by its flags; set the limit of waits, and a folder."""
     watch, runtime = take(WatchConfig, args), take(RuntimeConfig, args)
     Wait.limit_seconds = runtime.timeout.total_seconds()
+    ObjectCache.use(runtime.object_storage_cache_path)
     return Watchdog(
         watch,
         rank=world.rank,

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from data.atomic_file import replace_file
 from model.block_attention import gpu_of
 from model.trainable import Trainable
 from paro.collectives.schedule import COLLECTIVES, NCCL_COLLECTIVES, Op
@@ -48,6 +47,7 @@ from paro.strategy import parse_strategy
 from paro.text import listed, ranks_text, size_text
 from paro.topology import AxisSpan, axes_of, make_topology
 from paro.training.exit_signal import ExitSignal
+from paro.untrusted.atomic_file import replace_file
 
 SECONDS = 60.0  # the most seconds of a measurement
 _LINKS = 25.0  # the most seconds for links

@@ -30,11 +30,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
-from data.atomic_file import replace_file
 from paro.errors import UserError, about, describe, writing
 from paro.report.config import run_record_path
 from paro.report.earlier import earlier_file
 from paro.report.log import Log
+from paro.untrusted.atomic_file import replace_file
 from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import Count, Figure, Positive, parse_json, read_json
 

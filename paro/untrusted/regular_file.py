@@ -13,6 +13,8 @@ from typing import BinaryIO
 from weakref import finalize
 
 from paro.errors import UserError, reading
+from paro.untrusted.object_cache import CachedObject
+from paro.untrusted.object_store import StorePath
 
 MAX_BYTES = 2**28  # the largest tokenizer.json has a tenth of it
 
@@ -35,7 +37,7 @@ def paths_in(folder: Path, *patterns: str) -> list[Path]:
     """
     with reading(f"{folder}"):
         try:
-            names = sorted(os.listdir(folder))
+            names = sorted(path.name for path in folder.iterdir())
         except FileNotFoundError:
             return []
         except NotADirectoryError:
@@ -53,11 +55,16 @@ def read_bytes(path: str | Path, what: str = "", *, max_bytes: int = MAX_BYTES) 
     """Return the content of a regular file."""
     what = what or str(path)
     content = b""
-    with open_regular(path, what) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size <= max_bytes:
-            content = file.read(max_bytes + 1)
-            size = len(content)  # a file of /proc says 0
+    if isinstance(path, StorePath):
+        with reading(what):
+            size = path.info()["size"] or 0
+            content = path.read_range(0, size) if size <= max_bytes else b""
+    else:
+        with open_regular(path, what) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= max_bytes:
+                content = file.read(max_bytes + 1)
+                size = len(content)  # a file of /proc says 0
     if size > max_bytes:
         raise UserError(f"{what} has {size:,} bytes, more than the {max_bytes:,} that may be read")
     return content
@@ -71,7 +78,7 @@ def read_text(path: str | Path, what: str = "", *, max_bytes: int = MAX_BYTES) -
 
 
 class RegularFile:
-    """A regular file that is open for reading; every error of a read names it.
+    """A regular file that is open for reading, or an object; every error of a read names it.
 
     It is not mapped into memory: a mapped file that another program shortens ends the process with
     SIGBUS, and an I/O error does so too.
@@ -80,13 +87,21 @@ class RegularFile:
     def __init__(self, path: str | Path, remedy: str = "restore it and run again") -> None:
         self.path = str(path)
         self._remedy = remedy  # if it is shortened
+        self._object: CachedObject | None = None
         with reading(self.path):
+            if isinstance(path, StorePath):
+                self._object = CachedObject(path)
+                self.size = self._object.size
+                return
             self._descriptor = _open(path, self.path)
             finalize(self, os.close, self._descriptor)
             self.size = os.fstat(self._descriptor).st_size
 
     def read(self, begin: int, length: int) -> bytes:
         """Return the `length` bytes from byte `begin` on, of the file as it was opened."""
+        if self._object is not None:
+            with reading(self.path):
+                return self._object.read(begin, length)
         content = b""
         try:
             while len(content) < length:  # the system reads at most 2 GiB at once

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.atomic_file import replacing
 from data.block_checksums import BLOCK_BYTES, BlockSums, checksums_path
 from data.indexed_dataset import IndexedDataset
+from paro.untrusted.atomic_file import replacing
 from tests.helpers.corpora import write_corpus
 from tests.helpers.refusals import refused
 

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from data import waits
 from data.batch import Fetch
 from data.index_cache import CacheEntry, cached
-from data.waits import Wait
 from paro.errors import UserError, describe, is_storage_failure
+from paro.untrusted import waits
+from paro.untrusted.waits import Wait
 from tests.data.test_loader import NUM_WORKERS, Numbered, batches_of, built, samples_in
 from tests.helpers.refusals import refused, says
 

@@ -21,7 +21,7 @@ PURE = (
     *("paro.errors", "paro.layout", "paro.precision", "paro.step", "paro.text"),
     "paro.strategy",
     "paro.topology",
-    *("paro.untrusted.regular_file", "paro.untrusted.schema"),
+    "paro.untrusted",
     *(f"paro.collectives.{name}" for name in ("choice", "hops", "pipeline", "schedule")),
     *("paro.schedule", "paro.spec"),
     *("paro.machine", "paro.planning"),
@@ -34,8 +34,9 @@ PURE = (
 ALLOWED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("paro.errors",): (),
     ("paro.text",): ("paro.errors",),
-    ("paro.untrusted",): ("isal", "paro.errors", "paro.text", "paro.untrusted"),
-    PURE: PURE,
+    ("paro.untrusted",): ("fsspec", "isal", "paro.errors", "paro.text", "paro.untrusted"),
+    # Imported where an object store is used.
+    PURE: (*PURE, "fsspec", "isal"),
     ("model",): ("model", "paro.errors", "paro.text", "paro.untrusted", "torch", "triton"),
     ("data",): (
         *("data", "paro.errors", "paro.text", "paro.untrusted"),

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from data.atomic_file import replacing
 from paro.errors import UserError, about
+from paro.untrusted.atomic_file import replacing
 from paro.untrusted.schema import read_json
 from tools.cluster.spec import ClusterSpec, check_name
 

@@ -14,6 +14,7 @@ from data.hugging_face_tokenizer import load_transformers_tokenizer
 from data.loss_mask import MASKED, TRAINED, LossMask
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError
+from paro.untrusted.object_cache import local_copy
 from tools.preprocessing.answers import Span, added_by_answers
 from tools.preprocessing.conversations import ASSISTANT, CALLS, Conversation, Message
 
@@ -197,4 +198,6 @@ def chat_template_of(config: TokenizerConfig) -> ChatTemplate:
             "Face folder has a chat template; give HuggingFaceTokenizer"
         )
     model = config.tokenizer_model
-    return ChatTemplate(load_transformers_tokenizer(model), f"--tokenizer-model {model}")
+    return ChatTemplate(
+        load_transformers_tokenizer(local_copy(model)), f"--tokenizer-model {model}"
+    )

@@ -77,7 +77,7 @@ def tokenizer_of(config: TokenizerConfig) -> Tokenizer:
 def ends_of(config: TokenizerConfig) -> tuple[int, ...]:
     """Return the ids that stop a generation with the tokenizer, and the folder that it is in."""
     ends = {tokenizer_of(config).eod}
-    path = Path(config.tokenizer_model or "")
+    path = Path(config.on_this_machine().tokenizer_model or "")
     if path.exists():
         folder = path if path.is_dir() else path.parent
         ends |= ends_in(folder / "generation_config.json")

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from data.atomic_file import replacing
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, remove_dataset
 from data.sources import Piece
 from data.tokenizer import build_tokenizer
 from paro.errors import UserError, about, writing
+from paro.untrusted.atomic_file import replacing
 from paro.untrusted.schema import read_json
 from tools.preprocessing.chat_template import chat_template_of
 from tools.preprocessing.conversations import without_nulls

@@ -10,11 +10,11 @@ from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
-from data.atomic_file import replacing
 from paro.errors import UserError, writing
 from paro.report.earlier import set_aside
 from paro.report.log import print_line
 from paro.text import align
+from paro.untrusted.atomic_file import replacing
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from data.atomic_file import temporary_beside
 from data.hub import how_to_fetch
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TokenizerConfig, padded_vocab_size
@@ -25,6 +24,7 @@ from paro.checkpoint.convert.peft import check_base, open_peft, write_peft
 from paro.checkpoint.convert.source import Source
 from paro.errors import UserError, about, reading
 from paro.text import size_text
+from paro.untrusted.atomic_file import temporary_beside
 
 OPENERS: dict[str, Callable[[Path], Source]] = {
     "hf": open_hugging_face,

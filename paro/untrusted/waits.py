@@ -1,4 +1,4 @@
-"""Waits with one limit: each says after some seconds what it waits for, and ends past it."""
+"""Waits with a limit: each says after some seconds what it waits for, and ends past its limit."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ NOTICE_AFTER_SECONDS = 10.0
 
 
 class Wait:
-    """A wait for `what`; the waiting loop calls `check` in every turn."""
+    """A wait for `what`; the waiting loop calls `check` in every turn.
+
+    It may take `most_seconds`, or `limit_seconds` if that is None.
+    """
 
     limit_seconds: ClassVar[float] = 600.0  # for all waits; runs set it by their timeout flag
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, most_seconds: float | None = None) -> None:
         self._what = what
+        self._most_seconds = most_seconds
         self._begin = time.monotonic()
         self._has_noted = False
 
     def check(self) -> None:
         """Say once what is waited for; `TimeoutError`, one line with status 1, past the limit."""
         waited = time.monotonic() - self._begin
-        if waited > self.limit_seconds:
-            limit = "--distributed-timeout-minutes is the limit"
-            raise TimeoutError(errno.ETIMEDOUT, f"waited {waited:.0f} s for {self._what}; {limit}")
+        flag, limit = "; --distributed-timeout-minutes is the limit", self.limit_seconds
+        if self._most_seconds is not None:
+            flag, limit = "", self._most_seconds
+        if waited > limit:
+            raise TimeoutError(errno.ETIMEDOUT, f"waited {waited:.0f} s for {self._what}{flag}")
         if waited > NOTICE_AFTER_SECONDS and not self._has_noted:
             self._has_noted = True
             sys.stderr.write(shown(f"waiting for {self._what}\n"))

@@ -1,0 +1,218 @@
+"""Objects of a store as paths, by URLs such as s3://bucket/key: read by ranges, written whole."""
+
+# A store has no folders and no rename: a folder is there if an object's key begins with its path,
+# and a new object is seen as a whole once it is written. Calls go through fsspec's packages, which
+# find credentials in their own ways; none is in a URL, and none is printed.
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path, PosixPath
+from typing import Any, NoReturn, TypeVar
+
+from paro.errors import UserError, one_line
+from paro.untrusted.waits import Wait
+
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # by the scheme of a URL
+WRITE_SECONDS = 120.0  # how long a save waits for a store, which is the longest that its ranks do
+
+_URL = re.compile(rf"({'|'.join(PACKAGES)})://")
+_LONGEST_PAUSE = 5.0  # seconds between two attempts
+# A connection that answers nothing is broken off; of this package alone the limits are known.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 20}, "max_concurrency": 4}
+}
+# What passes: the store is down, slow or cut off. Errors of the libraries are known by name alone.
+_PASSING = re.compile(
+    "Connection|Timeout|Incomplete|HTTPClient|Payload|ServerError|HttpError|ResponseParser"
+    "|ServiceRe(?:sponse|quest)"
+)
+_PASSING_NUMBERS = (
+    *(errno.EBUSY, errno.EREMOTEIO, errno.EIO, errno.ETIMEDOUT, errno.ECONNRESET, errno.EPIPE),
+    *(errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH),
+)
+_patience: ContextVar[float | None] = ContextVar("patience", default=None)
+
+T = TypeVar("T")
+
+
+def is_url(path: str | Path) -> bool:
+    """Return whether a path or a text is the URL of an object."""
+    return isinstance(path, StorePath) or _URL.match(str(path)) is not None
+
+
+def path_of(text: str | Path) -> Path:
+    """Return the path of a file, or of an object if the text is a URL of a known scheme."""
+    if isinstance(text, Path) or not is_url(text):
+        return Path(text) if isinstance(text, str) else text
+    scheme, _, rest = text.partition("://")
+    bucket = rest.partition("/")[0]
+    if not bucket or "@" in bucket:
+        raise UserError(
+            f"a URL is {scheme}://BUCKET/KEY, with no credentials: {PACKAGES[scheme]} takes them "
+            "from the environment or from its own files"
+        )
+    if find_spec(PACKAGES[scheme]) is None:
+        raise UserError(f"{text} needs the package {PACKAGES[scheme]}: pip install it")
+    return StorePath(text)
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Let calls of the block wait for a store for at most so long, in this thread."""
+    token = _patience.set(seconds)
+    try:
+        yield
+    finally:
+        _patience.reset(token)
+
+
+class StorePath(PosixPath):
+    """The path of an object, whose text is its URL; what a store cannot do is refused."""
+
+    _listed: dict[str, Any] | None = None  # what the store said of the object in a listing
+
+    def __str__(self) -> str:
+        return super().__str__().replace(":/", "://", 1)
+
+    @property
+    def scheme(self) -> str:
+        return self.parts[0].removesuffix(":")
+
+    def absolute(self) -> StorePath:
+        return self
+
+    def resolve(self, strict: bool = False) -> StorePath:
+        return self
+
+    def info(self) -> dict[str, Any]:
+        """Return what the store says of the object: its size, and its version under other keys."""
+        return self._listed or self._call("info")
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        found = self.info()
+        mode = stat.S_IFDIR if found["type"] == "directory" else stat.S_IFREG
+        return os.stat_result((mode, 0, 0, 1, 0, 0, found.get("size") or 0, 0, 0, 0))
+
+    def iterdir(self) -> Generator[StorePath, None, None]:
+        """Yield what is directly under the path; `FileNotFoundError` if nothing is."""
+        for found in self._call("ls", detail=True):
+            child = self / found["name"].rstrip("/").rpartition("/")[2]
+            if child != self and child.name:
+                child._listed = found
+                yield child
+
+    def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        """Do nothing: a store has no folders."""
+
+    def read_bytes(self) -> bytes:
+        return bytes(self._call("cat_file"))
+
+    def read_range(self, begin: int, stop: int) -> bytes:
+        """Return the bytes from `begin` to before `stop`, all of which the object has."""
+
+        def attempt(file_system: Any) -> bytes:
+            content = bytes(file_system.cat_file(str(self), start=begin, end=stop))
+            if len(content) != stop - begin:
+                raise OSError(errno.EIO, f"{len(content)} bytes came of {stop - begin}")
+            return content
+
+        return self._answer(attempt)
+
+    def write_bytes(self, data: Any) -> int:
+        self._call("pipe_file", bytes(data))
+        return len(data)
+
+    def create(self, content: bytes) -> bool:
+        """Write an object that does not exist yet; return False if it does."""
+        try:
+            self._call("pipe_file", content, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def upload(self, source: Path) -> None:
+        """Write a local file's content, a large one in parts at once."""
+        self._answer(lambda file_system: file_system.put_file(str(source), str(self)))
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        try:
+            self._call("rm_file")
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    def remove_tree(self) -> None:
+        """Remove all objects under the path."""
+        for name in self._call("find"):
+            StorePath(f"{self.scheme}:", name.removeprefix(f"{self.scheme}://")).unlink(
+                missing_ok=True
+            )
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UserError(f"{self} is in an object store, and a file is needed here")
+
+    open = rename = replace = touch = _refuse
+
+    def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of the store's file system about this object."""
+        return self._answer(
+            lambda file_system: getattr(file_system, method)(str(self), *args, **options)
+        )
+
+    def _answer(self, attempt: Callable[[Any], T]) -> T:
+        """Return the outcome of an attempt, which is made again while the store does not answer.
+
+        Errors are of the system, about this URL; `TimeoutError` past the limit.
+        """
+        file_system = _file_system(self.scheme, os.getpid())
+        wait, pause = None, 0.1
+        while True:
+            try:
+                return attempt(file_system)
+            except (FileNotFoundError, FileExistsError, PermissionError) as error:
+                raise type(error)(*_explained(error), str(self)) from error
+            except Exception as error:  # of the libraries' own classes
+                why = f"{self!s}: {type(error).__name__}: {one_line(str(error), 300)}"
+                if not _passes(error):
+                    raise OSError(errno.EINVAL, why) from error
+            wait = wait or Wait(f"the object store, {why}", _patience.get())
+            wait.check()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _explained(error: OSError) -> tuple[int, str]:
+    if isinstance(error, FileNotFoundError):
+        return errno.ENOENT, os.strerror(errno.ENOENT)
+    if isinstance(error, FileExistsError):
+        return errno.EEXIST, os.strerror(errno.EEXIST)
+    return errno.EACCES, f"the store refuses the credentials: {one_line(str(error), 300)}"
+
+
+def _passes(error: Exception) -> bool:
+    """Return whether a call that failed so may succeed later."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _PASSING_NUMBERS
+    return any(_PASSING.search(kind.__name__) for kind in type(error).__mro__)
+
+
+@cache
+def _file_system(scheme: str, process: int) -> Any:
+    """Return fsspec's file system of a scheme, one in each process: none survives a fork."""
+    import fsspec
+
+    kind = fsspec.get_filesystem_class(scheme)
+    # Another process may write what a listing that is kept does not have.
+    store = kind(use_listings_cache=False, skip_instance_cache=True, **_OPTIONS.get(scheme, {}))
+    store.retries = 3  # of s3fs, for a part of an upload; then the whole call is made again
+    return store

@@ -1,0 +1,189 @@
+"""Objects by URLs: reads by ranges that are fetched once, faults of a store, what is refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paro.arguments.parser import build_parser
+from paro.untrusted import object_cache, waits
+from paro.untrusted.object_cache import BLOCK_BYTES, CachedObject, ObjectCache, local_copy
+from paro.untrusted.object_store import StorePath, path_of, patience
+from paro.untrusted.regular_file import RegularFile, paths_in, read_bytes
+from tests.helpers.object_server import BUCKET, SECRET, ObjectServer
+from tests.helpers.refusals import refused, says
+
+pytestmark = pytest.mark.process
+CONTENT = os.urandom(5 * BLOCK_BYTES // 2)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[ObjectServer]:
+    """A server with a bucket."""
+    with ObjectServer().running() as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: ObjectServer, tmp_path: Path, monkeypatch: Any) -> ObjectServer:
+    """The server without faults, and a cache of its own."""
+    running.requests.clear()
+    running._faults.clear()
+    monkeypatch.setattr(ObjectCache, "folder", tmp_path / "cache")
+    monkeypatch.setattr(object_cache, "_AHEAD", 0)
+    return running
+
+
+@pytest.fixture
+def stored(server: ObjectServer, tmp_path: Path) -> StorePath:
+    """An object of two and a half blocks, at a path of the test's own."""
+    path = path_of(f"s3://{BUCKET}/{tmp_path.name}/x.bin")
+    assert isinstance(path, StorePath)
+    path.write_bytes(CONTENT)
+    return path
+
+
+def test_a_url_stays_one_in_every_path_made_of_it() -> None:
+    url = path_of("s3://bucket/a/b")
+    made = url, url / "c", url.parent, url.with_suffix(".x"), pickle.loads(pickle.dumps(url))
+    assert [*map(str, made)] == [
+        *("s3://bucket/a/b", "s3://bucket/a/b/c", "s3://bucket/a", "s3://bucket/a/b.x"),
+        "s3://bucket/a/b",
+    ]
+    assert {*map(type, made)} == {StorePath}
+    assert type(path_of("a/b")) is not StorePath
+    for wrong in ("s3://key:secret@bucket/a", "s3:///a"):
+        line = refused(partial(path_of, wrong), "s3://BUCKET/KEY")
+        assert "secret" not in line
+
+
+def test_a_range_is_fetched_once_however_many_read_it(
+    server: ObjectServer, stored: StorePath
+) -> None:
+    server.requests.clear()
+    readers = [CachedObject(stored) for _ in range(8)]
+    places = [(0, 10), (BLOCK_BYTES - 3, 9), (5, len(CONTENT) - 5), (len(CONTENT) - 1, 1)]
+    with ThreadPoolExecutor(8) as threads:
+        for begin, length in places:
+            for content in threads.map(lambda each: each.read(begin, length), readers):  # noqa: B023
+                assert content == CONTENT[begin : begin + length]
+    fetched = server.fetched(f"/{'/'.join(stored.parts[1:])}")
+    assert len(fetched) == len({*fetched}) == 3
+    file = RegularFile(stored)
+    assert (file.size, file.read(7, 3)) == (len(CONTENT), CONTENT[7:10])
+    stored.write_bytes(b"other")  # is another object for who opens it now
+    assert RegularFile(stored).read(0, 5) == b"other"
+
+
+def test_blocks_beyond_the_limit_are_removed_and_fetched_again(
+    server: ObjectServer, stored: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ObjectCache, "most_bytes", BLOCK_BYTES + 2**16)
+    monkeypatch.setattr(ObjectCache, "kept_between", 1)
+    reader = CachedObject(stored)
+    for _ in range(2):
+        assert reader.read(0, len(CONTENT)) == CONTENT
+    ObjectCache.make_room()
+    blocks = [path for path in ObjectCache.folder.glob("blocks/*/*") if path.suffix != ".lock"]
+    assert sum(path.stat().st_size for path in blocks) <= ObjectCache.most_bytes
+
+
+def test_reads_in_order_fetch_ahead(
+    server: ObjectServer, stored: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_cache, "_AHEAD", 8)
+    reader = CachedObject(stored)
+    reader.read(0, 100)
+    reader.read(100, 100)
+    object_cache._threads(os.getpid()).submit(lambda: None).result()
+    server.stops(0)
+    deadline = threading.Event()
+    while len(server.fetched(f"/{'/'.join(stored.parts[1:])}")) < 3:
+        assert not deadline.wait(0.05)
+
+
+@pytest.mark.parametrize("how", ["500", "503", "truncated"])
+def test_a_fault_that_passes_is_tried_again(
+    server: ObjectServer, stored: StorePath, how: str
+) -> None:
+    server.fails(how, "GET", "x.bin", times=3)
+    assert CachedObject(stored).read(0, len(CONTENT)) == CONTENT
+    server.fails(how if how != "truncated" else "500", "PUT", "y.bin")
+    stored.with_name("y.bin").write_bytes(b"1")
+    assert read_bytes(stored.with_name("y.bin")) == b"1"
+
+
+def test_a_store_that_is_gone_is_waited_for_with_a_limit_and_a_line(
+    server: ObjectServer,
+    stored: StorePath,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(waits, "NOTICE_AFTER_SECONDS", 0.0)
+    server.fails("500", times=100)
+    with patience(0.3):
+        line = refused_by_the_system(stored.read_bytes)
+    says(line, str(stored), "waited")
+    assert f"waiting for the object store, {stored}" in capfd.readouterr().err
+    server._faults.clear()
+    server.fails("403", times=100)
+    line = refused(partial(read_bytes, stored), str(stored), "credentials")
+    assert SECRET not in line
+
+
+def refused_by_the_system(call: Callable[[], object]) -> str:
+    with pytest.raises(TimeoutError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_only_one_creates_an_object(server: ObjectServer, stored: StorePath) -> None:
+    lock = stored.with_name("lock")
+    with ThreadPoolExecutor(4) as threads:
+        created = [*threads.map(lock.create, [b"%d" % number for number in range(4)])]
+    assert sum(created) == 1
+    assert lock.read_bytes() == b"%d" % created.index(True)
+
+
+def test_folders_are_what_keys_have_in_common(server: ObjectServer, stored: StorePath) -> None:
+    folder = stored.parent
+    (folder / "sub" / "y").write_bytes(b"12")
+    assert [path.name for path in paths_in(folder, "*")] == ["sub", "x.bin"]
+    assert ((folder / "sub").is_dir(), stored.is_dir(), (folder / "z").exists()) == (
+        *(True, False, False),
+    )
+    assert paths_in(folder / "none", "*") == []
+    copy = Path(local_copy(str(folder / "sub")))
+    assert (copy / "y").read_bytes() == b"12"
+    assert local_copy(str(copy)) == str(copy)
+    (folder / "sub").remove_tree()  # type: ignore[attr-defined]
+    assert not (folder / "sub").exists()
+    refused(partial(stored.open, "rb"), str(stored))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--data-path gcs://b/x", ["gcs://b/x", "s3://, gs://, az://"]),
+        ("--metrics-file s3://b/x", ["--metrics-file", "local"]),
+        ("--tokenizer-model msc://b/x", ["msc://b/x"]),
+    ],
+)
+def test_a_url_that_a_flag_does_not_take_is_refused(words: str, told: list[str]) -> None:
+    from argparse import ArgumentError
+
+    with pytest.raises(ArgumentError) as caught:
+        build_parser().parse_args(words.split())
+    says(str(caught.value), *told)
+
+
+def test_a_missing_package_is_one_line() -> None:
+    refused(partial(path_of, "az://b/x"), "az://b/x", "adlfs")
