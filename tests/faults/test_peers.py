@@ -118,9 +118,8 @@ def test_a_stopped_reader(scenario: Scenario, ranks: int) -> None:
     """A process that reads ahead stops while it hands a batch over, where torch has no limit."""
     scenario.ranks = ranks
     job = scenario.paused(Point.STEP, 5, "--num-workers", 1)
-    for server in children(job.pids()[-1]):
-        for reader in children(server):
-            os.kill(reader, signal.SIGSTOP)
+    for reader in children(job.pids()[-1]):
+        os.kill(reader, signal.SIGSTOP)
     scenario.run.release()
     told = None if ranks == 1 else "no connection to another rank, which has ended, hangs or is"
     scenario.ends(job, [1], told, within=LIMIT_SECONDS + 20)

@@ -72,6 +72,23 @@ def run_ranks(
     return [pickle.loads(reply) for reply in replies]
 
 
+def warm_process(target: Callable[..., object], *args: object, name: str) -> BaseProcess:
+    """A process that has imported the common modules, forked from a server that has.
+
+    What it starts in turn, such as processes that read data, is forked from it, as of a command.
+    Not a daemon: it may start others.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context.Process(target=_as_a_command, args=(target, *args), name=name)
+
+
+def _as_a_command(target: Callable[..., object], *args: object) -> None:
+    # Else from a server of its own, which would import torch again.
+    multiprocessing.set_start_method("fork", force=True)
+    target(*args)
+
+
 def stop_ranks() -> None:
     """Ends the processes of earlier calls; libraries keep what they read from the environment."""
     _POOL.stop()
@@ -145,12 +162,9 @@ class _Pool:
         self._workers.clear()
 
     def _grow(self, num_workers: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
         while len(self._workers) < num_workers:
-            ours, theirs = context.Pipe()
-            # Not a daemon: a rank may start data loader processes.
-            process = context.Process(target=_serve, args=(theirs,), name="rank")
+            ours, theirs = multiprocessing.Pipe()
+            process = warm_process(_serve, theirs, name="rank")
             process.start()
             theirs.close()
             self._workers.append(_Worker(process, ours))

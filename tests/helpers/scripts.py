@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import runpy
 import signal
@@ -18,7 +17,7 @@ from typing import Any
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from tests.helpers.ranks import HANGS_AFTER, PRELOADED, ROOT, RankError
+from tests.helpers.ranks import HANGS_AFTER, ROOT, RankError, warm_process
 
 # torchrun gets this long to end its ranks; it kills them itself after 30 s.
 _GRACE_SECONDS = 45.0
@@ -42,14 +41,10 @@ class Script:
         before: Callable[[], None] | None = None,
     ) -> None:
         self.words = list(map(str, args))
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
         self._outputs = [folder / stream for stream in ("stdout", "stderr")]
-        self._process = context.Process(
-            target=_as_a_command,
-            args=(self.words, nproc, environment, self._outputs, before),
-            name="script",
+        self._process = warm_process(
+            _run_command, self.words, nproc, environment, self._outputs, before, name="script"
         )
         self._process.start()
 
@@ -103,7 +98,7 @@ def run_script(
     return subprocess.CompletedProcess(script.words, status, stdout, stderr)
 
 
-def _as_a_command(
+def _run_command(
     words: list[str],
     nproc: int,
     environment: dict[str, str],

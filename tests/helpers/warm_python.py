@@ -23,7 +23,7 @@ from multiprocessing import connection
 from pathlib import Path
 from tempfile import mkdtemp
 
-from tests.helpers.ranks import HANGS_AFTER, PRELOADED, ROOT
+from tests.helpers.ranks import HANGS_AFTER, ROOT, warm_process
 from tests.helpers.scripts import fork_ranks, status_of
 
 # Has the place of the process in the shell: passes its signals on, and ends as it ends.
@@ -76,11 +76,8 @@ def warm_python() -> Path:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    # Not a daemon: its processes may start others.
     python = folder / "python"
-    server = context.Process(target=_serve, args=(listener, str(python)), name="warm python")
+    server = warm_process(_serve, listener, str(python), name="warm python")
     server.start()
     atexit.register(server.kill)
     listener.close()
