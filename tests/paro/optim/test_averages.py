@@ -165,7 +165,6 @@ def test_averages_are_saved_without_moments_too(tmp_path: Path) -> None:
 
 CASES = [
     ("GGG", ""),
-    ("NII", "--bf16"),
     ("IIG", "--bf16 --optimizer muon --paro-updated-ahead 2"),
     (
         "NIG",

@@ -44,12 +44,11 @@ def _source_of(config: RunConfig, training: Training, state: TrainState) -> Iter
 def interrupt(cases: Sequence[str], folder: str) -> list[tuple[States, States]]:
     """States of runs without an interruption, and of runs continued from a save after 5 steps.
 
-    Neither the save nor an evaluation after it changes what the interrupted run does.
+    In the first neither the save nor an evaluation after it changes what the run does.
     """
     results = []
     for index, flags in enumerate(cases):
         saved = f"{flags} --save {folder}/{index} --load {folder}/{index}"
-        whole, _ = train_group(flags)
         config, training = built(saved)
         state, source = begun(config, training)
         for _ in range(SAVED):
@@ -58,9 +57,11 @@ def interrupt(cases: Sequence[str], folder: str) -> list[tuple[States, States]]:
         evaluate(training, _source_of(config, training, state), 1)
         for _ in range(STEPS - SAVED):
             train_step(training, state, source)
-        after = states_of(training)
+        whole = states_of(training)
         training.close()
-        assert all(torch.equal(whole[name], after[name]) for name in whole), f"{flags}: a save"
+        if index == 0:
+            straight, _ = train_group(flags)
+            assert all(torch.equal(straight[name], whole[name]) for name in whole), "a save"
         config, training = built(saved)
         resumed = load_run(config, training, Log(rank=0, world_size=1))
         assert resumed.state is not None
