@@ -23,6 +23,11 @@ from paro.sharding.buffers import TORCH_TYPES
 from paro.text import size_text
 from tools.shared.command_line import Parser
 
+_WITH_OPTIMIZER = (
+    "with --from torch_dist and --to paro: convert the optimizer's masters, moments and step too, "
+    "so that --load continues the training; default: the weights alone"
+)
+
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
@@ -61,6 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
         "of the hub; default: the folder that the base was converted from",
     )
     add("--merge", action="store_true", help="merge its adapters into the weights, in fp32")
+    add("--with-optimizer", action="store_true", help=_WITH_OPTIMIZER)
     add("--output", required=True, type=Path, metavar="DIR", help="a folder that does not exist")
     add(
         "--dtype",
@@ -114,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         base=args.base,
         base_model=args.base_model_name_or_path,
         merge=args.merge,
+        with_optimizer=args.with_optimizer,
         divisible_by=args.make_vocab_size_divisible_by,
         padded_vocab_size=args.padded_vocab_size,
     )

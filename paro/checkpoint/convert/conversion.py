@@ -33,6 +33,8 @@ OPENERS: dict[str, Callable[[Path], Source]] = {
     "torch_dist": open_megatron,
     "paro": open_native,
 }
+MEGATRON = ("megatron", "torch_dist")
+_WITH_OPTIMIZER = (("torch_dist", "paro"),)  # the conversions that can keep the optimizer's states
 PEFT = "peft"  # format of adapters: a source needs a base, a target needs adapters
 SOURCES = (*OPENERS, PEFT)
 PADDED = ("paro", "megatron", "torch_dist")  # formats whose vocabulary has rows of padding
@@ -52,6 +54,7 @@ class Conversion:
     averaged: bool = False  # whether to read averaged weights of this project's checkpoint
     base: str | None = None  # folder of the source's base, if the base has moved
     base_model: str | None = None  # name of the base in peft's adapters; None: the base's origin
+    with_optimizer: bool = False  # whether to convert the optimizer's states, too
     merge: bool = False  # whether adapters may be merged into the weights
     divisible_by: int  # divisor of the padded number of vocabulary rows
     padded_vocab_size: int | None = None  # padded number of vocabulary rows; None: divisible_by
@@ -75,6 +78,7 @@ class Conversion:
             raise UserError(f"--base {self.base} needs --from paro or peft")
         if self.base_model is not None and self.target_format != PEFT:
             raise UserError(f"--base-model-name-or-path {self.base_model} needs --to peft")
+        self._check_optimizer()
         if self.source_format == PEFT and self.base is None:
             raise UserError("--from peft needs --base, the folder of the model of these adapters")
         with reading(f"--input {self.source}"):
@@ -93,7 +97,19 @@ class Conversion:
             source = replace(source, notes=(*source.notes, note))
         return source.with_each(lambda tensor: tensor.cast(dtype))
 
+    def _check_optimizer(self) -> None:
+        """Raise `UserError` if flags contradict --with-optimizer."""
+        if not self.with_optimizer:
+            return
+        if (self.source_format, self.target_format) not in _WITH_OPTIMIZER:
+            pairs = " or ".join(f"--from {a} --to {b}" for a, b in _WITH_OPTIMIZER)
+            raise UserError(f"--with-optimizer needs {pairs}: no other formats hold its states")
+        if self.dtype not in (None, torch.float32):
+            raise UserError("--with-optimizer keeps masters in fp32: leave --dtype out")
+
     def _open(self) -> Source:
+        if self.source_format in MEGATRON:
+            return open_megatron(self.source, optimizer=self.with_optimizer)
         if self.source_format == "paro":
             return open_native(self.source, self.iteration, self.base, averaged=self.averaged)
         if self.source_format == PEFT:
@@ -129,8 +145,9 @@ class Conversion:
 
     def num_bytes(self, source: Source) -> int:
         """Return the bytes of the tensors to write."""
-        written = source.adapters if self.writes_adapters else source.tensors
-        return sum(tensor.num_bytes for tensor in written.values())
+        if not self.writes_adapters:
+            return source.num_bytes
+        return sum(tensor.num_bytes for tensor in source.adapters.values())
 
     @property
     def writes_adapters(self) -> bool:

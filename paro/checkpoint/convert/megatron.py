@@ -28,6 +28,7 @@ from paro.checkpoint.convert.megatron_names import (
     unfused,
     written_args,
 )
+from paro.checkpoint.convert.megatron_optim import KINDS, PREFIX, with_optimizer
 from paro.checkpoint.convert.source import (
     LazyTensor,
     Source,
@@ -56,13 +57,20 @@ def is_torch_dist(root: Path) -> bool:
     return (root / TRACKER).is_file() and any(map(is_dist, root.iterdir()))
 
 
-def open_megatron(root: Path) -> Source:
+def open_megatron(root: Path, *, optimizer: bool = False) -> Source:
     """Open a checkpoint of Megatron-LM, in its formats torch or torch_dist.
 
-    `UserError` if it cannot be read.
+    With `optimizer` it has the optimizer's states, too. `UserError` if it cannot be read.
     """
     directory = _iteration(root)
-    model = open_dist(directory) if is_dist(directory) else _open_torch(directory)
+    if is_dist(directory):
+        model = open_dist(directory, KINDS if optimizer else (), PREFIX)
+    elif optimizer:
+        raise UserError(
+            f"--with-optimizer: {directory} is not in torch_dist, whose optimizer alone can be read"
+        )
+    else:
+        model = _open_torch(directory)
     config, vocab_size = config_of(model)
     found = unfused(config, model)
     tensors = checked_tensors(parameter_shapes(config), found, model.path, megatron_name)
@@ -70,7 +78,7 @@ def open_megatron(root: Path) -> Source:
     # A tokenizer.model alone is from a folder of Meta's, whose texts begin with BOS.
     begins = {*companions} == {"tokenizer.model"} or begins_with_bos(companions)
     notes = () if companions else (f"{root} has no tokenizer: prompts are token ids",)
-    return Source(
+    source = Source(
         config=replace(config, vocab_size=vocab_size),
         tensors=unpadded(tensors, vocab_size),
         companions=companions,
@@ -78,6 +86,7 @@ def open_megatron(root: Path) -> Source:
         begins_with_bos=begins,
         notes=notes,
     )
+    return with_optimizer(source, config, model) if optimizer else source
 
 
 def write_megatron(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -52,30 +52,44 @@ def is_dist(directory: Path) -> bool:
     return (directory / BACKENDS).is_file()
 
 
-def open_dist(directory: Path) -> MegatronModel:
-    """Open an iteration's folder; `UserError` if it cannot be read."""
+def open_dist(directory: Path, kinds: Sequence[str] = (), prefix: str = "") -> MegatronModel:
+    """Open an iteration's folder, with optimizer states of some `kinds`, named with a prefix.
+
+    `UserError` if it cannot be read.
+    """
     backends: _Backends = read_json(directory / BACKENDS, _Backends)
     if backends["sharded_backend"] != "torch_dist":
         raise UserError(
             f"{directory} is in the format {backends['sharded_backend']:.40}: of distributed "
             "checkpoints only torch_dist can be read"
         )
-    args = args_in(load_torch_file(directory / COMMON), directory / COMMON)
-    tensors = tensors_in(DcpFolder(directory))
-    return MegatronModel(path=directory / COMMON, args=args, tensors=tensors)
+    path, folder = directory / COMMON, DcpFolder(directory)
+    common = load_torch_file(path)
+    return MegatronModel(
+        path=path,
+        args=args_in(common, path),
+        tensors=_tensors_in(folder),
+        common=common,
+        states={kind: _tensors_in(folder, f"{prefix}{kind}.") for kind in kinds},
+    )
 
 
-def tensors_in(folder: DcpFolder) -> dict[str, LazyTensor]:
-    """Return the tensors that can be weights, with all layers numbered."""
+def _tensors_in(folder: DcpFolder, prefix: str = "") -> dict[str, LazyTensor]:
+    """Return the tensors whose names begin so and that can be weights, with all layers numbered.
+
+    The prefix is left out of their names; without a prefix the optimizer's are left out.
+    """
     found = {}
-    for name, state in folder.states.items():
-        if not is_weight_type(state.properties.dtype):
+    for stored, state in folder.states.items():
+        is_wanted = stored.startswith(prefix or ("embedding.", "decoder.", "output_layer."))
+        if not is_wanted or not is_weight_type(state.properties.dtype):
             continue
+        name = stored.removeprefix(prefix)
         if _STACKED.search(name) and len(state.size) in (2, 3):
             for layer in range(state.size[0]):
-                found[_STACKED.sub(rf"\g<1>{layer}.", name)] = folder.tensor(name, layer)
+                found[_STACKED.sub(rf"\g<1>{layer}.", name)] = folder.tensor(stored, layer)
         elif len(state.size) in (1, 2):
-            found[name] = folder.tensor(name)
+            found[name] = folder.tensor(stored)
     for gate in [name for name in found if name.endswith("linear_fc1.weight_w")]:
         whole, up = gate.removesuffix("_w"), f"{gate.removesuffix('_w')}_v"
         if up in found:  # stored apart, as with `singleton_local_shards`

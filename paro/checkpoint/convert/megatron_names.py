@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
@@ -105,6 +105,9 @@ class MegatronModel:
     path: Path
     args: MegatronArgs
     tensors: Mapping[str, LazyTensor]
+    common: Mapping[str, Any] = field(default_factory=dict)  # all that the file has
+    # States of the optimizer by their kind and Megatron's names, if they were asked for.
+    states: Mapping[str, Mapping[str, LazyTensor]] = field(default_factory=dict)
 
 
 def megatron_name(name: str) -> str:

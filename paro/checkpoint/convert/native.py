@@ -104,7 +104,8 @@ def _tensors_in(manifest: Manifest, kind: str = PARAM) -> dict[str, LazyTensor]:
 def write_native(source: Source, root: Path, final: Path, *, rows: int) -> None:
     """Fill an empty folder, later renamed to `final`, with a checkpoint of the parameters.
 
-    Embedding and output layer get `rows` rows; padding rows are zero, as their ids never occur.
+    With moments it is one that a run continues from. Embedding and output layer get `rows` rows;
+    padding rows are zero, as their ids never occur.
     """
     tokenizer = _tokenizer_there(source, final / COMPANIONS)
     common = {
@@ -118,7 +119,8 @@ def write_native(source: Source, root: Path, final: Path, *, rows: int) -> None:
         "converted_from": None if source.adapters else source.origin,
         "token_ids": source.token_ids,
     }
-    _write(source.tensors, rows, root, final, common)
+    states = {PARAM: source.tensors, **source.moments}
+    _write(states, rows, root, final, {**common, **source.progress})
     source.copy_companions(root / COMPANIONS)
 
 
@@ -137,17 +139,27 @@ def write_adapters(source: Source, base: Path, root: Path, final: Path) -> None:
     more = ("unpadded_vocab_size", "begins_with_bos", "token_ids")
     fields = {name: common[name] for name in (*copied, *more) if name in common}
     fields |= {"lora": asdict(source.lora), "base": named}
-    _write(source.adapters, 0, root, final, fields)
+    _write({PARAM: source.adapters}, 0, root, final, fields)
 
 
 def _write(
-    tensors: Mapping[str, LazyTensor], rows: int, root: Path, final: Path, common: Mapping[str, Any]
+    states: Mapping[str, Mapping[str, LazyTensor]],
+    rows: int,
+    root: Path,
+    final: Path,
+    common: Mapping[str, Any],
 ) -> None:
-    """Write parameters as iteration 0, the latest; those of the vocabulary get `rows` rows."""
-    named = {f"{PARAM}.{name}": tensor for name, tensor in padded(tensors, rows).items()}
-    directory = begin_checkpoint(root, 0)
+    """Write states by their kind as the latest iteration; the vocabulary's get `rows` rows."""
+    named = {
+        f"{kind}.{name}": tensor
+        for kind, tensors in states.items()
+        for name, tensor in padded(tensors, rows).items()
+    }
+    iteration = common.get("state", {}).get("iteration", 0)
+    directory = begin_checkpoint(root, iteration)
     sums = write_dcp(directory, named, f"--output {final}")
-    finish_checkpoint(directory, 0, {**common, "parameters_only": True}, sums)
+    is_alone = states.keys() == {PARAM}
+    finish_checkpoint(directory, iteration, {**common, "parameters_only": is_alone}, sums)
 
 
 def _read_rows(

@@ -107,6 +107,9 @@ class Source:
     notes: tuple[str, ...] = ()
     adapters: Mapping[str, LazyTensor] = field(default_factory=dict)  # merged into `tensors` too
     lora: LoraConfig | None = None  # the adapters' flags; None: no run can have such adapters
+    # The optimizer's moments of all parameters, by their kind; `tensors` are its masters then.
+    moments: Mapping[str, Mapping[str, LazyTensor]] = field(default_factory=dict)
+    progress: Mapping[str, Any] = field(default_factory=dict)  # fields for a run that continues
 
     @property
     def ends(self) -> frozenset[int]:
@@ -122,13 +125,18 @@ class Source:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self.tensors.values())
+        stored = (self.tensors, *self.moments.values())
+        return sum(tensor.num_bytes for tensors in stored for tensor in tensors.values())
 
     def with_each(self, change: Callable[[LazyTensor], LazyTensor]) -> Source:
-        """Return the model with every tensor and every part of its adapters changed."""
-        tensors = {name: change(tensor) for name, tensor in self.tensors.items()}
-        adapters = {name: change(tensor) for name, tensor in self.adapters.items()}
-        return replace(self, tensors=tensors, adapters=adapters)
+        """Return the model with every tensor, moment and part of its adapters changed."""
+
+        def changed(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+            return {name: change(tensor) for name, tensor in tensors.items()}
+
+        moments = {kind: changed(tensors) for kind, tensors in self.moments.items()}
+        tensors, adapters = changed(self.tensors), changed(self.adapters)
+        return replace(self, tensors=tensors, adapters=adapters, moments=moments)
 
     def with_adapters(
         self,

@@ -15,11 +15,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from model.config import LlamaConfig
+from paro.checkpoint.convert.megatron_names import written_args
 from tests.paro.checkpoint.convert.folders import some_tokens
 
-ITERATION = "iter_0000007"
+ITERATION = "iter_0000003"
+LR = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,26 +39,38 @@ class Layout:
     metadata: dict[str, Any] = field(default_factory=dict)  # of Megatron-core's sharded state
 
 
+class OnCpu(TorchFunctionMode):
+    """Tensors that are to be made on a GPU, or copied to it, are on the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.cuda:
+            return args[0]
+        given = dict(kwargs or {})
+        if "cuda" in str(given.get("device")):
+            given["device"] = "cpu"
+        made = func(*args, **given)
+        # Its optimizers ask for the name of the type.
+        asks = func is Tensor.type and isinstance(made, str)
+        return made.replace("torch.", "torch.cuda.") if asks else made
+
+
 @contextmanager
 def megatron_without_cuda() -> Iterator[None]:
-    """Megatron-core without what asks for a GPU: synchronization, copies, mask, random states.
+    """Megatron-core without what asks for a GPU: tensors' device, synchronization, random states.
 
     No dropout draws from the random states.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import megatron.core.fusions.fused_softmax
         from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-        def mask(size: int) -> Tensor:
-            return torch.ones(size, size).triu(1).bool()
-
         with (
+            OnCpu(),
             mock.patch("torch.cuda.synchronize"),
             mock.patch("torch.cuda.current_device", return_value="cpu"),
-            mock.patch.object(torch.Tensor, "cuda", lambda tensor: tensor),
-            mock.patch.object(megatron.core.fusions.fused_softmax, "get_default_causal_mask", mask),
             mock.patch.object(CudaRNGStatesTracker, "fork", return_value=nullcontext()),
             # Else another process, which imports everything, passes results to this one.
             mock.patch.object(filesystem_async, "_results_queue", queue.Queue()),
@@ -140,6 +155,66 @@ def copy_checkpoints(
     return logits
 
 
+FORMS = {  # of the optimizer's states in a checkpoint
+    "plain": {},
+    "sharded": {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": True,
+    },
+    "by rank": {"distrib_optim_sharding_type": "dp_reshardable"},
+}
+
+
+def train_and_save(layout: Layout, forms: Sequence[str], folder: Path, rows: int) -> list[float]:
+    """Trains with Megatron-core's Adam from one initialization for each form; saves at step 3.
+
+    Return the losses of the three steps after that, which are equal for all forms.
+    """
+    losses: list[list[float]] = []
+    with megatron_without_cuda():
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        tokens = some_tokens(layout.config.vocab_size)
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        for form in forms:
+            torch.manual_seed(5)
+            (chunk,) = gpt_chunks(layout, rows=rows)
+            is_sharded = {"use_distributed_optimizer": form != "plain"}
+            config = DistributedDataParallelConfig(**is_sharded)
+            model = DistributedDataParallel(chunk.config, config, chunk)
+            adam = OptimizerConfig(
+                optimizer="adam", lr=LR, weight_decay=0.1, clip_grad=0.0, **is_sharded
+            )
+            optimizer = get_megatron_optimizer(adam, [model])
+            for group in optimizer.param_groups:  # as its scheduler does at every step
+                group["weight_decay"] = 0.1 * group["wd_mult"]
+
+            def step(model: Any = model, optimizer: Any = optimizer) -> float:
+                model.zero_grad_buffer()
+                optimizer.zero_grad()
+                loss = model(tokens, positions, None, labels=tokens.roll(-1, 1)).mean()
+                loss.backward()
+                finalize_model_grads([model])
+                optimizer.step()
+                return float(loss)
+
+            for _ in range(3):
+                step()
+            args = Namespace(**vars(written_args(layout.config, 100, torch.float32, 128)))
+            args.consumed_train_samples, args.global_batch_size = 6, 2
+            states = {"model": chunk.sharded_state_dict(metadata=FORMS[form])}
+            states["optimizer"] = optimizer.sharded_state_dict(states, metadata=FORMS[form])
+            save_states(states, folder / form, args)
+            losses.append([step() for _ in range(3)])
+    torch.testing.assert_close(losses, losses[:1] * len(losses), rtol=1e-5, atol=0)
+    return losses[0]
+
+
 def logits_of_chunk(model: Any, vocab_size: int) -> Tensor:
     tokens = some_tokens(vocab_size)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -159,16 +234,18 @@ def load_dist(chunks: Sequence[Any], directory: Path) -> dict[str, Any]:
     return loaded
 
 
-def save_dist(
-    chunks: Sequence[Any], root: Path, args: Namespace, metadata: dict[str, Any], **more: Any
-) -> None:
-    """Saves the model as Megatron-LM does with --ckpt-format torch_dist."""
+def save_dist(chunks: Sequence[Any], root: Path, args: Namespace, metadata: Any) -> None:
+    states = _by_chunk([chunk.sharded_state_dict(metadata=metadata) for chunk in chunks])
+    save_states(states, root, args)
+
+
+def save_states(states: dict[str, Any], root: Path, args: Namespace) -> None:
+    """Saves states as Megatron-LM does with --ckpt-format torch_dist."""
     from megatron.core import dist_checkpointing
 
     directory = _begin(root)
-    states = _by_chunk([chunk.sharded_state_dict(metadata=metadata) for chunk in chunks])
-    common = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
-    dist_checkpointing.save({**common, **states, **more}, str(directory))
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": 3}
+    dist_checkpointing.save({**common, **states}, str(directory))
 
 
 def save_torch(chunks: Sequence[Any], root: Path, args: Namespace) -> None:
@@ -182,7 +259,7 @@ def save_torch(chunks: Sequence[Any], root: Path, args: Namespace) -> None:
             name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
         states = _by_chunk([chunk.state_dict_for_save_checkpoint() for chunk in chunks])
         (directory / name).mkdir()
-        common = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
+        common = {"args": args, "checkpoint_version": 3.0, "iteration": 3}
         torch.save({**common, **states}, directory / name / "model_optim_rng.pt")
     dist.barrier()
 
@@ -197,6 +274,6 @@ def _begin(root: Path) -> Path:
     directory = root / ITERATION
     if dist.get_rank() == 0:
         directory.mkdir(parents=True)
-        (root / "latest_checkpointed_iteration.txt").write_text("7")
+        (root / "latest_checkpointed_iteration.txt").write_text("3")
     dist.barrier()
     return directory

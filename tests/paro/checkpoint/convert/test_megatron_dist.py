@@ -13,22 +13,34 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
 import paro.checkpoint.convert.source
+from data.batch import Batch
 from model.config import LlamaConfig
 from paro.checkpoint.convert.megatron import open_megatron, write_megatron
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.convert.tensor_files import lazy
 from paro.checkpoint.directory import latest_iteration, newest_whole
 from paro.checkpoint.metadata import read_metadata
+from paro.report.log import Log
+from paro.training.resume import load_run
+from paro.training.step import train_step
 from tests.helpers.models import llama
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
+from tests.helpers.training import built
 from tests.paro.checkpoint.convert.folders import (
     logits_of,
     own_model,
     random_tensors,
     some_tokens,
 )
-from tests.paro.checkpoint.convert.megatron_core import Layout, copy_checkpoints
+from tests.paro.checkpoint.convert.megatron_core import (
+    FORMS,
+    LR,
+    Layout,
+    copy_checkpoints,
+    train_and_save,
+)
+from tools.convert_checkpoint import main as convert
 
 ROWS = 128
 GROUPED = llama(
@@ -95,6 +107,43 @@ def test_checkpoints_of_megatron_core(
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, msg=layout.name)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "tensor"), [(1, 1), pytest.param(4, 2, marks=pytest.mark.verify("4 ranks"))]
+)
+@pytest.mark.ranks
+@pytest.mark.slow("imports megatron-core")
+def test_a_run_continues_with_the_optimizer_of_megatron_core(
+    world_size: int, tensor: int, tmp_path: Path
+) -> None:
+    """Parameters, moments and step: the next losses equal Megatron-core's."""
+    layout = Layout(name="", model="", config=GROUPED, tensor=tensor)
+    losses, *_ = run_ranks(train_and_save, world_size, layout, [*FORMS], tmp_path, ROWS)
+    for form in ("plain", "sharded"):
+        out = tmp_path / f"{form}-converted"
+        words = (*("--from", "torch_dist", "--to", "paro", "--with-optimizer"), "--input")
+        convert([*words, str(tmp_path / form), "--output", str(out)])
+        config, training = built(
+            f"--distributed-backend gloo --load {'{}'} --use-checkpoint-args --lr {LR} "
+            "--lr-decay-style constant --weight-decay 0.1 --clip-grad 0 --seq-length 24 "
+            "--micro-batch-size 2 --train-iters 6 --mock-data".replace("{}", str(out)).split()
+        )
+        resumed = load_run(config, training, Log(rank=0, world_size=1))
+        state = resumed.state
+        assert state is not None
+        assert (state.iteration, state.consumed_train_samples) == (3, 6)
+        tokens = some_tokens(GROUPED.vocab_size)
+        batch = Batch(tokens, tokens.roll(-1, 1), torch.ones(tokens.shape), tokens.numel())
+        found = []
+        for _ in range(3):
+            result = train_step(training, state, iter([batch]))
+            found.append(result.loss)
+        training.close()
+        torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
+    words = ("--from", "torch_dist", "--to", "paro", "--with-optimizer", "--input")
+    by_rank = [*words, str(tmp_path / "by rank"), "--output", str(tmp_path / "no")]
+    refused(lambda: convert(by_rank), "--dist-ckpt-optim-fully-reshardable")
+
+
 def written(folder: Path) -> Path:
     """A folder of torch_dist that is written here, and the one of its iteration."""
     folder.mkdir()
@@ -148,6 +197,32 @@ def test_a_damaged_folder_is_one_line(
             tensor.whole(torch.float32)
 
     refused(convert, told)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words", "told"),
+    [
+        (None, "", "has no optimizer"),
+        (
+            {"param_state_sharding_type": "fully_sharded_model_space"},
+            "",
+            "fully_sharded_model_space",
+        ),
+        ({"param_groups": [{"step": 3}]}, "", "optimizer.state.exp_avg.embedding.word_embeddings"),
+        ({}, "--dtype bf16", "--dtype"),
+        ({}, "--to hf", "--from torch_dist --to paro"),
+    ],
+)
+def test_an_optimizer_that_is_not_there_is_refused(
+    optimizer: Any, words: str, told: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "dist") / "common.pt"
+    common = torch.load(path, weights_only=False)
+    torch.save({**common, **({} if optimizer is None else {"optimizer": optimizer})}, path)
+    argv = ["--from", "torch_dist", "--to", "paro", "--with-optimizer", *words.split()]
+    argv += ["--input", str(tmp_path / "dist"), "--output", str(tmp_path / "out")]
+    refused(lambda: convert(argv), told)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_is_told_to_convert_it(tmp_path: Path) -> None:
