@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -33,6 +34,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
+_num_frozen = 0  # modules that are not searched for garbage
 SLOWEST = Path(__file__).parents[1] / "examples" / "measured" / "slowest-tests.txt"
 
 
@@ -165,10 +167,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    # What thousands of tests and their imports keep alive is not searched for garbage again.
+    freeze_imported()
+    gc.set_threshold(700, 10, 100)  # of the oldest objects rarely: most are of imported modules
+
+
+def freeze_imported() -> None:
+    """Searches what thousands of tests and their imports keep alive for garbage once, not again.
+
+    Trainings collect garbage, which among the objects of large libraries takes longer than they do.
+    """
+    global _num_frozen
     gc.collect()
     gc.freeze()
-    gc.set_threshold(700, 10, 100)  # of the oldest objects rarely: most are of imported modules
+    _num_frozen = len(sys.modules)
+
+
+def pytest_runtest_teardown() -> None:
+    if len(sys.modules) > _num_frozen + 100:
+        freeze_imported()
 
 
 @pytest.hookimpl(wrapper=True)

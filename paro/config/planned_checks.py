@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from inspect import signature
 
 from data.config import DataConfig
@@ -119,6 +120,7 @@ PLANNED_CHECKS: tuple[Callable[..., None], ...] = (
 )
 
 
+@cache
 def needs_of(make: Callable[..., object]) -> tuple[str, ...]:
     """Return the parts of the configuration that a check or a maker needs, by its parameters."""
     parameters = signature(make).parameters.values()
