@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,7 @@ from tests.helpers.commands import measured, write_lines
 from tests.helpers.margins import assert_near
 from tests.helpers.training import TINY
 from tests.helpers.warm_python import run_python
-from tools.bench import (
-    bench_attention,
-    bench_loader,
-    bench_newton_schulz,
-    bench_preprocess,
-    bench_reporting,
-)
+from tools.bench import bench_attention, bench_loader, bench_preprocess, bench_reporting
 from tools.bench.ablated import in_parts
 from tools.bench.bench_model import main, make_parser, task_of
 from tools.bench.model_speed.contenders import CONTENDERS, DEFAULT
@@ -41,17 +34,6 @@ def test_all_contenders_of_the_loader_read_the_same(
     for index in (0, 57, len(opened["read"]) - 1):
         assert len({indexed.get(index, 1).tobytes() for indexed in opened.values()}) == 1
         assert len({indexed.get(index, 1, 2).tobytes() for indexed in opened.values()}) == 1
-
-
-def test_a_batch_of_newton_schulz_has_the_results_of_its_matrices() -> None:
-    coefficients = bench_newton_schulz.CONFIG.coefficients()
-    for shape, dtype in product([(8, 8), (4, 12), (12, 4)], [torch.float32, torch.bfloat16]):
-        matrices = torch.randn((3, *shape), generator=torch.Generator().manual_seed(1))
-        expected = [muon.newton_schulz(matrix, coefficients, dtype) for matrix in matrices]
-        found = bench_newton_schulz.batched(matrices, dtype)
-        assert found.dtype == dtype
-        within = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
-        torch.testing.assert_close(found, torch.stack(expected), **within)
 
 
 @pytest.mark.verify
@@ -147,6 +129,7 @@ def losses_of(name: str, *, clip_grad: float) -> list[float]:
     return [float(step()) for _ in range(2)]
 
 
+@pytest.mark.verify
 @pytest.mark.process
 def test_a_contender_is_stopped_at_its_limit(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"

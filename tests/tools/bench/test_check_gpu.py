@@ -128,6 +128,7 @@ def test_only_missing_hardware_excuses_a_skip() -> None:
         assert outcome(text, 0, rehearse=rehearse).passed is passed
 
 
+@pytest.mark.verify
 @pytest.mark.process
 def test_a_command_over_its_limit_is_ended_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -121,15 +121,6 @@ def test_fp32_agrees_closely_and_is_drawn(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
 
 
-@pytest.mark.verify
-@pytest.mark.ranks
-def test_those_that_differ_end_the_run(tmp_path: Path) -> None:
-    flags = ["--contenders", "ddp,fsdp2", "--tolerance", "1e-12", "--group-size", "1"]
-    done = run_script([SCRIPT, *TINY.split(), *flags], nproc=2, env={"GLOO_SOCKET_IFNAME": "lo"})
-    assert done.returncode != 0
-    assert "DisagreementError: fsdp2 differs from ddp: " in done.stderr
-
-
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
@@ -138,12 +129,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--steps two", "argument --steps: invalid int value: 'two'"),
         ("--warmup-steps 1", "--warmup-steps 1 must be at least 2"),
         ("--contenders ddp,horovod", "not 'horovod'"),
         ("--contenders paro:GNI", "GNI is not legal"),
         ("--contenders paro:IIG+twirl", "twirl is none of"),
-        ("--contenders paro:IIG@sideways", "invalid choice: 'sideways'"),
         ("--contenders paro:IIG+p2p/3", "--context-parallel-size 3 does not divide the 4 ranks"),
         ("--contenders fsdp2+a2a/2", "FSDP2's share samples, by allgather or p2p"),
         ("--contenders ddp+p2p/2", "FSDP2's share samples"),
@@ -151,7 +140,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--contenders ,", "none is left: no name is given"),
         ("--contenders ddp --baselines fsdp2", "--baselines fsdp2: not among ddp"),
         ("--group-size 3", "--group-size 3 does not divide the 4 ranks"),
-        ("--paro-flags=--nonsense", "--nonsense is unknown"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(flags: str, told: str) -> None:

@@ -17,7 +17,6 @@ from paro.machine.machine import Nic
 from paro.topology import Axis, Link
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
-from tests.helpers.triton_kernels import interpreter
 from tests.paro.planning.cases import machine
 from tools.bench import one_rank
 from tools.bench.link_model.links import Links
@@ -84,32 +83,6 @@ def test_what_arrives_is_the_ranks_own(rank: Links) -> None:
     dist.all_reduce(total, group=group)
     assert total.item() == 48.0
     assert dist.new_group([0, 4]) == dist.GroupMember.NON_GROUP_MEMBER
-
-
-@pytest.mark.parametrize(
-    ("dtype", "numel", "scale"),
-    [(torch.float32, 24, 8), (torch.bfloat16, 24, 2), (torch.bfloat16, 3, 1), (torch.uint8, 5, 1)],
-)
-def test_the_kernel_moves_the_same(
-    dtype: torch.dtype, numel: int, scale: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU a kernel does what is done on a CPU by copies."""
-    with interpreter():
-        import triton.language as tl
-
-        from tools.bench.link_model import kernels
-
-        moments = iter(range(1, 10_000))
-        monkeypatch.setattr(
-            kernels, "globaltimer", lambda: tl.full([], next(moments) * 1000, tl.int64)
-        )
-        monkeypatch.setattr(kernels, "_BLOCK", 16)
-        source = torch.arange(numel).to(dtype)
-        copies = 1 if scale > 1 else 4
-        target = torch.zeros(copies * numel, dtype=dtype)
-        job = Links(MACHINE).job(Op.ALL_REDUCE, (4, 5, 6, 7), 1000)
-        kernels.carry(target, source, job, scale=scale, num_bytes=4 * source.nbytes, num_ctas=3)
-    assert torch.equal(target, source.repeat(copies) * scale)
 
 
 def test_mistakes() -> None:

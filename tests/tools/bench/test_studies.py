@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from itertools import product
 from operator import attrgetter
@@ -18,15 +17,12 @@ import pytest
 
 from paro.arguments.parser import parse_args
 from paro.errors import RunError
-from paro.machine.files import machine_to_json
-from paro.machine.machine import Machine
 from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
 from tests.helpers.training import TINY
-from tests.paro.planning.cases import link
-from tools.bench import study_averages, study_bits, study_mup, study_plan, study_recovery
+from tools.bench import study_averages, study_bits, study_mup, study_recovery
 from tools.bench.fixed_runs import FIELDS, differences
 from tools.bench.planning.comparison import Comparison
 from tools.bench.planning.steps_page import Chapter
@@ -37,7 +33,7 @@ from tools.bench.shared import trainings
 from tools.bench.shared.trainings import Losses, read_found, run_missing, train
 from tools.bench.study_optimizers import IN_PARTS, LIKE, MUON, ROUNDED, SHORTER, Job
 from tools.bench.study_outer import CASES
-from tools.bench.study_plan import StudyPart, chapters_of, main
+from tools.bench.study_plan import chapters_of
 
 
 def test_trainings_of_studies_have_flags_of_a_run() -> None:
@@ -118,23 +114,6 @@ def test_the_last_bit_of_a_figure_and_a_missing_run_or_step_are_differences() ->
     assert list(differences({"IIG": STEPS}, {})) == ["IIG: only before"]
     assert list(differences({}, {"IIG": STEPS})) == ["IIG: only after"]
     assert list(differences({"IIG": STEPS}, {"IIG": STEPS[:1]})) == ["IIG: 2 steps before, 1 after"]
-
-
-PART = StudyPart(nic="per-rank", shape="deep")
-MACHINE = Machine(name="", source="", world_size=8, group_size=4)
-
-
-def test_a_failure_in_the_cluster_and_links_of_another_speed_are_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(study_plan, "cluster", lambda _: nullcontext())
-    monkeypatch.setattr(study_plan, "run", lambda *_: 1)
-    measure = ["measure", "--folder", str(tmp_path)]
-    refused(lambda: main(measure), "failed, status 1")
-    path = PART.machine_in(tmp_path, 1)
-    path.write_text(machine_to_json(replace(MACHINE, inter=link("100mbit"))))
-    for speed, told in (("25mbit", "is of NICs of 100mbit, not 25mbit"), ("25", "is no rate")):
-        refused(partial(main, [*measure, "--inter", speed]), "--inter", told)
 
 
 @pytest.mark.verify

@@ -1,14 +1,10 @@
-"""Mutants change one thing, apply after a move, and are matched with the tests that run them."""
+"""Mutants change one thing, and apply after a move."""
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
-
 import pytest
 
-from tools.bench.mutation.mutants import Mutant, apply, mutants_of
-from tools.bench.mutation.reach import add_probes, make_environment, read_notes
+from tools.bench.mutation.mutants import apply, mutants_of
 
 BEFORE = """
 class Ring:
@@ -53,23 +49,3 @@ def test_texts_types_and_annotations_have_no_mutants() -> None:
     texts = ('raise ValueError(f"{1 + 1}")', 'return f"{a + 1}"', 'return "a" + b')
     for body in (*texts, "return isinstance(a, b)", "a: Literal[1]"):
         assert not list(mutants_of("f.py", f"def f(a: int = 3):\n    {body}\n")), body
-
-
-MUTANT = Mutant(
-    kind="arithmetic", path="paro/a.py", function="f", nth=0, old="1 + 1", new="", line=""
-)
-
-
-@pytest.mark.process
-def test_a_probe_notes_the_test_in_every_process(tmp_path: Path) -> None:
-    (tmp_path / "paro").mkdir()
-    (tmp_path / "paro/a.py").write_text("def f():\n    return 1 + 1\n")
-    add_probes(tmp_path, [MUTANT])
-    notes = tmp_path / "notes.txt"
-    python = make_environment(tmp_path / "python", notes)
-    run = "import os, paro.a; os.fork(); print(paro.a.f(), flush=True)"
-    name = "tests/test_a.py::test[1 x] (call)"
-    command, environment = [python, "-c", run], {"PYTEST_CURRENT_TEST": name}
-    printed = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True)
-    assert printed.split() == ["2", "2"]
-    assert read_notes(notes, 2) == [["tests/test_a.py::test[1 x]"], []]
