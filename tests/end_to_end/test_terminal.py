@@ -93,10 +93,7 @@ def test_a_file_gets_the_lines_while_the_terminal_shows_the_view(tmp_path: Path)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("launcher", "status", "after"),
-    [
-        pytest.param(TORCHRUN, 1, "Traceback", marks=pytest.mark.verify),
-        (ONE_MACHINE, 0, ""),
-    ],
+    [pytest.param(TORCHRUN, 1, "Traceback", marks=pytest.mark.verify), (ONE_MACHINE, 0, "")],
     ids=["torchrun", "one_machine.sh"],
 )
 def test_a_run_saves_at_ctrl_c_and_says_how_to_continue(

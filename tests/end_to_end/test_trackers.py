@@ -10,14 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_training import (
-    RUN,
-    Ended,
-    launch,
-    on_ranks,
-    read_metrics,
-    run_main,
-)
+from tests.end_to_end.test_training import RUN, Ended, launch, on_ranks, read_metrics, run_main
 from tests.helpers.processes import children, wait_for
 from tests.helpers.ranks import HANGS_AFTER, run_ranks
 from tests.helpers.refusals import refused, says

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import sys
@@ -189,16 +188,6 @@ def files_in(root: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files if not path.match("lease_*.json")}
 
 
-def test_data_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "short", [[[1, 2, 3]]])
-    write_corpus(tmp_path / "long", [[list(range(100)) * 10]])
-    train, skip = "--train-iters 2 --split 1,0,0 --data-path", "--skip-train --eval-iters 1"
-    refused(lambda: launch(train, tmp_path / "short"), "--seq-length")
-    refused(lambda: launch(train, tmp_path / "long", skip), "--split 1,0,0")
-    os.truncate(tmp_path / "long.bin", 1000)
-    refused(lambda: launch(train, tmp_path / "long"), "long.bin")
-
-
 def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path: Path) -> None:
     words = f"--train-iters 3 --save {tmp_path} --load {tmp_path}"
     run(words)
@@ -211,33 +200,9 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path: Path) -> No
 # Whose mistake: a user's file is one line and status 2, a bug keeps its traceback
 
 
-BINARY = b"\xff\xfe\x00"
-GPT2 = "--tokenizer-type GPT2BPETokenizer --merge-file {file} --vocab-file {file}"
-
-
 def bug(*_: object, **__: object) -> None:
     """What a bug of ours may look like: a `ValueError`, as a mistake of a user is one."""
     list(zip([1], [], strict=True))
-
-
-@pytest.mark.parametrize(
-    ("flags", "content", "told"),
-    [
-        ("--yaml-cfg {file}", BINARY, "--yaml-cfg {file} is not UTF-8 text"),
-        ("--yaml-cfg {file}", b"a: [2026", "--yaml-cfg {file} is no YAML: while parsing"),
-        ("--mock-data --paro-machine {file}", b"{", "machine file {file} is not valid JSON"),
-        ("--data-args-path {file}", BINARY, "--data-args-path {file} is not UTF-8 text"),
-        ("--per-split-data-args-path {file}", b"[", "{file} is not valid JSON"),
-        (f"{GPT2} --data-path x", BINARY, "--vocab-file {file} is not UTF-8 text"),
-    ],
-)
-def test_a_bad_file_is_named_in_one_line(
-    flags: str, content: bytes, told: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "file"
-    file.write_bytes(content)
-    words = flags.format(file=file)
-    refused(lambda: launch("--train-iters 4", words), told.format(file=file))
 
 
 def test_a_bug_is_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
