@@ -201,16 +201,6 @@ def test_the_update_of_the_last_step_counts(tmp_path: Path) -> None:
     assert {kernel["name"]: kernel["runs"] for kernel in found["kernels"]} == {GEMM: 2, "_adamw": 2}
 
 
-def test_streams_are_drawn_below_each_other(tmp_path: Path) -> None:
-    traces = [write_trace(tmp_path / f"{rank}.json", *gpu_events(), rank=rank) for rank in (1, 0)]
-    picture = tmp_path / "streams.svg"
-    main([*map(str, traces), "--plot", str(picture)])
-    drawn = picture.read_text()
-    lane = "20 (gather 0 intra)"
-    rows = [f"rank {rank}: stream {use}" for rank in (0, 1) for use in ("7 (compute)", lane)]
-    assert all(f"<!-- {row} -->" in drawn for row in [*rows, "rank 1: stream 24", MATRIX, NCCL])
-
-
 def test_a_damaged_trace_is_one_line(tmp_path: Path) -> None:
     whole = on_gpu(GEMM, 1010, 1020, 7)
     no_time = on_gpu("ProfilerStep#0", 0, 1e-320, 7, "gpu_user_annotation")

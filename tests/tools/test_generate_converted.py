@@ -82,10 +82,10 @@ def test_only_the_probable_are_drawn() -> None:
     ):
         sampling = Sampling(temperature=1.0, seed=3, top_k=top_k, top_p=top_p)
         generator = torch.Generator().manual_seed(sampling.seed)
-        drawn = [sampling.choose(logits, generator) for _ in range(4000)]
+        drawn = [sampling.choose(logits, generator) for _ in range(1500)]
         found = [drawn.count(token) / len(drawn) for token in range(4)]
-        # More than three times 0.008, the standard deviation of 0.5 among 4000.
-        assert found == pytest.approx(expected, abs=0.03), (top_k, top_p)
+        # More than three times 0.013, the standard deviation of 0.5 among 1500.
+        assert found == pytest.approx(expected, abs=0.05), (top_k, top_p)
         assert [share > 0 for share in found] == [share > 0 for share in expected]
 
 

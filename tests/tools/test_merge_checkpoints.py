@@ -69,7 +69,7 @@ SCHEMES = {
 def test_a_merge_is_the_weighted_mean_of_numpy(
     scheme: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paro.checkpoint.convert.source, "CHUNK_BYTES", 300)  # a few rows at a time
+    monkeypatch.setattr(paro.checkpoint.convert.source, "CHUNK_BYTES", 3000)  # a few rows at a time
     which = ("--last", 3) if scheme == "uniform" else ("--iterations", "4,1,2")
     merge(run, tmp_path / "merged", *which, "--weights", scheme)
     merged = load_parameters(tmp_path / "merged")

@@ -103,16 +103,13 @@ def test_a_key_that_cannot_be_finished_leaves_all_as_they_were(
     [
         (["--input", "none.jsonl"], "--input none.jsonl is missing"),
         (["--workers", "0"], "--workers 0 must be at least 1"),
-        (["--partitions", "0"], "--partitions 0 must be at least 1"),
         (["--partitions", "1" + "0" * 30], "must be at most 10000"),
         (["--workers", "1000000"], "--workers 1000000 must be at most"),
         (["--split-sentences"], "--split-sentences is not supported"),
         (["--json-keys", "empty", "--skip-malformed"], "holds no text under the key 'empty'"),
         (["--json-keys", "none", "--skip-malformed"], "skipped 1 malformed documents: "),
-        (["--log-interval", "0"], "--log-interval 0 must be at least 1"),
         (["--tokenizer-type", "Llama2Tokenizer"], "Llama2Tokenizer needs --tokenizer-model"),
         (["--json-keys", "empty"], "holds no text under the key 'empty'"),
-        (["--json-keys", "empty", "--partitions", "3"], "holds no text under the key 'empty'"),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(
@@ -262,7 +259,6 @@ def good_files(tmp_path: Path) -> Iterator[Path]:
 ENDS = [
     # the signal, whether a worker gets it, the status, the last line
     (signal.SIGKILL, True, 2, "error: a worker process was killed"),
-    (signal.SIGINT, False, 130, "stopped"),
     (signal.SIGTERM, False, 130, "stopped"),
     (signal.SIGKILL, False, -signal.SIGKILL, ""),
 ]
@@ -275,7 +271,7 @@ def test_a_killed_worker_and_a_signal_are_one_line_and_leave_no_worker(
     text = tmp_path / "a.jsonl"
     text.write_bytes(b'{"text": "1 2 3"}\n' * 400_000)
     killed = tmp_path / "killed"  # cannot remove what it has begun to write
-    prefixes = [good_files, good_files, good_files, killed]
+    prefixes = [good_files, good_files, killed]
     processes = [start(text, prefix) for prefix in prefixes]  # all at once
     for process, (stop, to_worker, status, told) in zip(processes, ENDS, strict=True):
         assert process.stderr.readline().startswith("Processed")

@@ -11,7 +11,7 @@ from tests.helpers.refusals import refused
 from tests.tools.bench.test_benchmarks import SIZES
 from tests.tools.planning.test_request import FLAGS, MODEL
 from tests.tools.test_plan import CASE
-from tools import bench_checkpoint, gather_text, inspect_dataset, plan
+from tools import bench_checkpoint, inspect_dataset, plan
 from tools.bench import (
     bench_attention,
     bench_loader,
@@ -19,10 +19,7 @@ from tools.bench import (
     bench_newton_schulz,
     check_gpu,
     study_averages,
-    study_bits,
     study_mup,
-    study_optimizers,
-    study_outer,
     study_plan,
 )
 
@@ -36,20 +33,15 @@ MISTAKES: dict[tuple[ModuleType, str], dict[str, str]] = {
     (plan, CASE): {
         "--world-size 12": "groups of 8, which do not divide the 12 ranks",
         "--paro-machine nowhere.json": "--paro-machine nowhere.json: no such file",
-        "--global-batch-size 100": "16 data-parallel ranks (= 32): choose 96 or 128",
-        "--paro-group-size 3": "--paro-group-size 3 does not divide the 16 ranks",
         "--trainable some": "--trainable 'some' is none of all, last-blocks:SHARE, names:",
         "--device-memory-gb 0": "--device-memory-gb 0.0 must be a positive number",
         **{f"--mtbf-hours {x}": f"--mtbf-hours {x} must be" for x in (0.0, "inf", "nan")},
         "--mtbf-hours 9 --restart-seconds -1": "--restart-seconds -1.0 must be",
         **{f"--mtbf-hours 9 --storage-gb-per-second {x}": f"second {x} must" for x in (0.0, "inf")},
         "--json nowhere/plan.json": "--json nowhere/plan.json cannot be written",
-        "--seq-length 0": "--seq-length 0 must be at least 1",
-        "--fp16": "--fp16 and --bf16 contradict each other",
         "--trainable names:zzz": "no parameter matches 'zzz'",
         "--paro-collective ring": "--paro-collective ring ... give native or ho-ring",
         "--loss-scale 0": "--loss-scale 0.0 must be a positive number",
-        "--fp8-format hybrid --ffn-hidden-size 40": "--ffn-hidden-size, which is 40",
         f"--paro-survive 1 --paro-inter-grad-bits 4 {FEEDBACK}": f"{FEEDBACK} and --paro-survive",
         "--paro-materialize rotate --paro-group-size 1": "III shards them over 1 and 1",
     },
@@ -79,7 +71,6 @@ MISTAKES: dict[tuple[ModuleType, str], dict[str, str]] = {
         f"{DUMP} --train-iters 3 --seq-length 3": "needs --global-batch-size",
         f"{DUMP} --seq-length 3 --mock-data": "--train-iters or --train-samples",
     },
-    (gather_text, "--output a.jsonl"): {"--min-bytes 1000000000000": "1,000,000,000,000"},
     (bench_checkpoint, "--folder x"): {"--rounds 0": "--rounds 0 must be at least 1"},
     (bench_loader, "--folder x"): {"--samples 3": "--samples"},
     (bench_model, " ".join(SIZES)): {
@@ -108,10 +99,7 @@ MISTAKES: dict[tuple[ModuleType, str], dict[str, str]] = {
         "": "--data . holds no corpus ... make quickstart",
         "--train-iters 39": "--train-iters 39 must be at least 40",
     },
-    (study_bits, "--json x.json --folder x"): {"--data .": "make quickstart"},
     (study_mup, "--folder x --data ."): {"": "--data . holds no corpus ... make quickstart"},
-    (study_optimizers, "--folder x --data ."): {"": "--data . holds no corpus ... make quickstart"},
-    (study_outer, "--folder x --data ."): {"": "--data . holds no corpus ... make quickstart"},
     (study_plan, "measure --folder . --settings"): {
         "IIG": "IIG: names no collective",
         "IIG@native+turn": "+turn is none of +rotate, +in-place, +4-bit",

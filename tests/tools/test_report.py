@@ -137,11 +137,7 @@ def test_a_run_that_went_wrong_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_charts")
-def test_a_ninth_run_is_told_from_the_first_and_metrics_alone_are_enough(tmp_path: Path) -> None:
-    files = [write_run(tmp_path / f"{i}.jsonl", "IIG") for i in range(9)]
-    page = report(files, tmp_path)
-    assert 'class="chip again" style="background-color: var(--c0)"' in page
-    assert "<th>all runs</th>" in page  # one column if the environment is the same
+def test_metrics_alone_are_enough(tmp_path: Path) -> None:
     page = report([write_run(tmp_path / "m.jsonl", "IIG", record=False)], tmp_path)
     assert "There is no record in the folder of the metrics files." in page
     assert ">m</li>" in page

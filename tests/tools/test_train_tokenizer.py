@@ -129,6 +129,7 @@ def test_the_order_is_shuffled_and_reproducible(
     assert sorted(first) == sorted(f"x = {number}\n" for number in range(20))
     assert gather(tmp_path / "b.jsonl", *flags) == first
     assert gather(tmp_path / "c.jsonl", *flags, "--seed", "1") != first
+    refused(lambda: gather(tmp_path / "d.jsonl", "--min-bytes", "1000000"), "1,000,000")
 
 
 def test_tests_packages_and_machine_specific_files_are_left_out(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Names, addresses and commands of a cluster, and the output of its nodes in whole lines."""
+"""Names of a cluster, and the output of its nodes in whole lines."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ from tools.preprocessing import answers
 from tools.preprocessing import encode as encode_module
 from tools.preprocessing.answers import added_by_answers
 from tools.preprocessing.conversations import Conversation, Message, conversation_of
-from tools.preprocessing.encode import EncodingPlan, Tally, encode, tasks_of
-from tools.preprocessing.progress import Progress
+from tools.preprocessing.encode import EncodingPlan, encode, tasks_of
 from tools.preprocessing.workers import TASKS_PER_WORKER, worker_processes
 
 ASK = {"role": "user", "content": "x?"}
@@ -302,22 +301,3 @@ def test_order_and_how_far_ahead_tasks_are_taken() -> None:
     assert max(ahead) <= 2 * TASKS_PER_WORKER
     with worker_processes(1, int) as workers:
         assert list(workers.map(slow_if_even, range(3))) == [0, 1, 4]
-
-
-def test_lines_with_rate_and_time_left(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    progress = Progress(total_bytes=2**24, interval=10)
-    progress.passed_over(2**23)
-    now = 102.0
-    progress.count(Tally(documents=9, num_bytes=2**20, advance=2**20))
-    assert capsys.readouterr().err == ""
-    progress.count(Tally(documents=12, num_bytes=2**20, advance=2**20))
-    assert capsys.readouterr().err == (
-        "Processed 21 documents (10.5 docs/s, 1.00 MB/s). 62% done, 0:00:06 left.\n"
-    )
-    now = 104.0
-    progress.finish()
-    assert capsys.readouterr().err == "Processed 21 documents (5.2 docs/s, 0.50 MB/s).\n"
