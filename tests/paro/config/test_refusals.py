@@ -127,6 +127,10 @@ MISTAKES = [
     ("--tokenizer-type BertWordPieceCase", "BertWordPieceCase is not supported"),
     ("--tokenizer-type WordTokenizer", "WordTokenizer is unknown: choose one of"),
     ("--make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by 0"),
+    *(
+        (f"{flag} {10**12}", flag)
+        for flag in ("--make-vocab-size-divisible-by", "--padded-vocab-size")
+    ),
     ("--padded-vocab-size 99", "--padded-vocab-size 99 is less than the 100 entries"),
     # Intervals, checkpoints and reports
     ("--eval-iters -1", "--eval-iters -1"),

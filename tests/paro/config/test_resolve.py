@@ -49,11 +49,7 @@ def test_ranks_that_met_before_it_was_measured_share_samples_as_is_then_chosen()
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        CHOSEN,
-        f"{SMALL} --use-checkpoint-args --llama-preset 7B --global-batch-size 32",
-    ],
+    "words", [CHOSEN, f"{SMALL} --use-checkpoint-args --llama-preset 7B --global-batch-size 32"]
 )
 def test_a_run_is_known_by_its_command_line(words: str, tmp_path: Path) -> None:
     args = f"{SMALL} {words} --non-persistent-ckpt-type local --save {tmp_path} --load {tmp_path}"

@@ -1,4 +1,4 @@
-"""`--paro-strategy auto` takes the planner's choice; elastic starts continue on other nodes."""
+"""`--paro-strategy auto` takes the planner's choice; elastic starts adapt to their nodes."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from data.fingerprint import Fingerprint
-from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.launch.dry_run import RunPrediction, predict_run, run_dry
@@ -253,8 +252,7 @@ def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    "words",
-    [PAIRS, f"{BITS} --lora-rank 4", f"{ROTATE} --paro-rotate-in-place"],
+    "words", [PAIRS, f"{BITS} --lora-rank 4", f"{ROTATE} --paro-rotate-in-place"]
 )
 def test_the_largest_total_is_the_need(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     totals = [line.split()[-1] for line in listing(f"{IIG} {words}", capsys)[4:]]
@@ -323,10 +321,3 @@ def test_without_a_vocabulary_a_missing_tokenizer_is_refused() -> None:
         lambda: run(f"{words} {file} --vocab-size 100"), "--tokenizer-model nowhere cannot be read"
     )
     refused(lambda: run(f"{words} --vocab-size 100"), "--tokenizer-type is missing")
-
-
-def test_mixed_up_checkpoints_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    finish_checkpoint(begin_checkpoint(tmp_path, 5), 5, {})
-    words = f"{MOCK} --save {tmp_path} --dry-run --world-size 4"
-    refused(lambda: run(words), "holds a checkpoint, iteration 5 ... no --load")
-    assert "> the launch would fail: " in capsys.readouterr().out

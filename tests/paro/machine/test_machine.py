@@ -1,9 +1,8 @@
-"""Machines as data: link limits, times between measurements, and the fastest algorithm."""
+"""Machines as data: rates, link limits, and times between measured sizes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +16,6 @@ from paro.machine.machine import (
     Measured,
     Nic,
     bits_per_second,
-    fastest_algorithm,
     fit_link,
     least_seconds,
     rate_text,
@@ -152,25 +150,6 @@ def test_times_between_and_outside_the_measured_sizes(
 
 # Equally fast at 40 kB, where 3 ms more latency equal 3/4 of the transfer time.
 FEW_STEPS = measured("native", line(1e-3, 1e7, 4_000, 64_000, 1_000_000))
-MUCH_BANDWIDTH = measured("ho-ring", line(4e-3, 4e7, 4_000, 64_000, 1_000_000))
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [("native", (1, 1_000, 4_000, 30_000)), ("ho-ring", (55_000, 64_000, 300_000, 10**8))],
-)
-def test_small_messages_want_few_steps(name: str, sizes: tuple[int, ...]) -> None:
-    for rows in (FEW_STEPS + MUCH_BANDWIDTH, MUCH_BANDWIDTH + FEW_STEPS):
-        for size in sizes:
-            assert fastest_algorithm(machine(measured=rows), GATHER, Axes.BOTH, size) == name
-
-
-def test_what_was_not_measured_is_named() -> None:
-    few = machine(measured=FEW_STEPS)
-    fastest = partial(fastest_algorithm, few, SCATTER, Axes.INTER, 4_000)
-    refused(fastest, "two-nodes: no reduce_scatter over inter axes was")
-    by_ring = partial(seconds, few, GATHER, Axes.BOTH, "ring", 4_000)
-    refused(by_ring, "two-nodes: no all_gather over both axes by ring was")
 
 
 @pytest.mark.parametrize(

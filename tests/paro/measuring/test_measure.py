@@ -40,8 +40,6 @@ from paro.topology import Axes, Spans, axes_of, make_topology
 from tests.helpers.fake_nccl import FakeNccl
 from tests.helpers.refusals import refused
 from tests.paro.config.test_run import SMALL, configure
-from tools.collective_timing import rounds
-from tools.collective_timing.rounds import BUSY_ROUNDS, run_rounds
 
 AUTO = f"{SMALL} --distributed-backend gloo --paro-strategy auto"
 LATENCY, PER_BYTE = 1e-3, 1e-6  # of every simulated collective
@@ -249,27 +247,6 @@ def test_on_a_gpu_ranks_begin_with_a_collective_that_is_not_timed(
         assert events == [*ahead, "begin", "run", "run", "run", "end"]
         assert run.seconds == 2.0
         events.clear()
-
-
-@pytest.mark.parametrize("while_computing", [False, True])
-def test_last_rounds_are_busy_too(monkeypatch: pytest.MonkeyPatch, while_computing: bool) -> None:
-    monkeypatch.setattr(benchmark, "make_groups", lambda *_, **__: None)
-    monkeypatch.setattr(benchmark, "make_collectives", lambda *_: Still())
-    busy: list[bool] = []
-    run_algorithm = rounds.run_algorithm
-
-    def watched(*args: Any, busy_too: bool) -> Any:
-        busy.append(busy_too)
-        return run_algorithm(*args, busy_too=busy_too)
-
-    monkeypatch.setattr(rounds, "run_algorithm", watched)
-    timed = TimedCollective(op=Op.ALL_GATHER, span=TOPOLOGY.axes, numel=64, dtype=torch.float32)
-    (result,) = run_rounds(benchmark_of(4, while_computing=while_computing), [timed])
-    # The first round does not count.
-    assert busy == [False] * (5 - BUSY_ROUNDS) + [while_computing] * BUSY_ROUNDS
-    assert len(result.seconds_by_round) == 4
-    assert (result.busy_seconds is not None) is while_computing
-    assert result.correct is False
 
 
 CONFIG = RuntimeConfig(distributed_backend="gloo")

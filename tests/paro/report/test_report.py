@@ -134,15 +134,6 @@ def test_ranks_end_together_after_an_error_that_all_of_them_have(error: UserErro
     assert calls.mock_calls == ends
 
 
-def test_a_speed_beyond_the_peak_is_doubted_once() -> None:
-    for flops_per_second, warnings in ((1e6, 1), (1e18, 0)):
-        report = make(ReportConfig(log_interval=1))
-        report.facts = replace(
-            FACTS, peak=Peak(flops_per_second=flops_per_second, source="typed in")
-        )
-        assert run(report, range(1, 4)).count("WARNING: MFU of ") == warnings
-
-
 def test_an_evaluation_has_megatrons_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Mapping[str, float]] = []
     report = make(ReportConfig())
@@ -230,12 +221,7 @@ def entry(iteration: int = 10, **changes: object) -> IterationRecord:
 def line(*interval: IterationRecord, with_throughput: bool = False) -> str:
     metrics = summarize(interval, LARGER, peak_memory_bytes=1)
     return iteration_line(
-        interval,
-        metrics,
-        LARGER,
-        with_throughput=with_throughput,
-        seconds_left=3723.0,
-        now=NOW,
+        interval, metrics, LARGER, with_throughput=with_throughput, seconds_left=3723.0, now=NOW
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from paro.report.config import run_record_path
-from paro.report.earlier import earlier_file, next_number, set_aside
+from paro.report.earlier import earlier_file, next_number
 from paro.report.log import Log
 from paro.report.record import Metrics, Validation, summarize
 from paro.report.run_files import PROGRESS_FILE, MetricsFile, ProgressFile, RunRecord
@@ -54,15 +54,6 @@ def test_numbers_are_whole_or_null_and_lines_are_there_at_once(tmp_path: Path) -
     assert whole["lm_loss"] == 0.1 + 0.2
     assert null["lm_loss"] is null["grad_norm"] is null["outer_grad_cosine"] is None
     assert null["group_lm_losses"] == [2.5, None, None]
-
-
-def test_a_resume_at_the_end_leaves_the_file_as_it_was(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write(path, range(1, 6), 0)
-    before = path.read_bytes()
-    write(path, range(0), 5)
-    assert path.read_bytes() == before
-    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -244,16 +235,6 @@ def test_only_the_first_rank_writes_and_a_disk_that_fails_costs_one_line(
     progress.saved(1, 1)
     progress.finished(1)
     assert capsys.readouterr().out.count("--log-progress is left out from here on: ") == 1
-
-
-def test_every_earlier_file_gets_a_number_of_its_own(tmp_path: Path) -> None:
-    path = tmp_path / "m[1].jsonl"
-    assert set_aside(path) is None
-    for number in (1, 2):
-        path.write_text(str(number))
-        assert set_aside(path) == tmp_path / f"m[1].jsonl.earlier_{number}"
-    assert [(tmp_path / f"m[1].jsonl.earlier_{n}").read_text() for n in (1, 2)] == ["1", "2"]
-    assert not path.exists()
 
 
 def test_numbers_follow_the_highest_that_anything_has(tmp_path: Path) -> None:
