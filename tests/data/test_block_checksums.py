@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.block_checksums import BLOCK_BYTES, BlockSums, checksums_path
+from data.block_checksums import BLOCK_BYTES, checksums_path
 from data.indexed_dataset import IndexedDataset
 from paro.untrusted.atomic_file import replacing
 from tests.helpers.corpora import write_corpus
@@ -112,16 +112,6 @@ def forged(version: int, block_bytes: int, num_bytes: int) -> Callable[[Path], o
 
 
 SIZE = 2 * NUM_TOKENS
-
-
-def test_blocks_of_another_size_are_read(prefix: Path) -> None:
-    content = Path(f"{prefix}.bin").read_bytes()
-    sums = BlockSums(block_bytes=4096)
-    sums.update(content)
-    sums.write(checksums_path(prefix))
-    assert IndexedDataset(prefix).read(0, NUM_TOKENS).tobytes() == content
-    flip(Path(f"{prefix}.bin"), 4096)
-    refused(lambda: IndexedDataset(prefix).read(3000, 9), "bytes 4,096 to 8,192")
 
 
 @pytest.mark.parametrize(

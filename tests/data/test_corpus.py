@@ -154,17 +154,6 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     refused(lambda: texts(path), message, f"{path}, line 3")
 
 
-def test_bad_lines_are_left_out_and_told_of(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "1"}\n' + b"\n".join(line for line, _ in BAD_LINES) + b"\n")
-    told: list[str] = []
-    batches = read_batches(find_pieces([path]), ["text"])
-    found = [item.by_key for batch in batches for item in texts_of(batch, ["text"], told.append)]
-    assert found == [(["1"],)]
-    numbers = [int(message.split(" ")[2].rstrip(":")) for message in told]
-    assert numbers == [*range(2, 2 + len(BAD_LINES))]
-
-
 def test_a_txt_file_that_is_not_utf8_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,16 +166,6 @@ def test_batches_come_in_page_locked_memory(num_workers: int) -> None:
     refused(lambda: next(batches), "ends after 20 samples")
 
 
-def test_mock_splits() -> None:
-    datasets = built(counts=(20, 4), mock_data=True)
-    assert len(datasets.train) == 20
-    assert datasets.test is None
-    assert datasets.train[0].shape == (9,)
-    assert datasets.train[0].tolist() != datasets.valid[""][0].tolist()
-    assert [line.partition(":")[0] for line in datasets.describe()] == ["train", "valid", "test"]
-    assert datasets.describe()[2] == "test: no samples"
-
-
 def built(*words: str, counts: Sequence[int | None] = (10, 5, 5), **fields: Any) -> Datasets:
     """Samples of 8 tokens from these words of --data-path, so many for each split."""
     sources = {"data_path": words} if words else {}

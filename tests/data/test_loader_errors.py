@@ -25,7 +25,7 @@ from paro.errors import UserError, describe, is_storage_failure
 from paro.untrusted import waits
 from paro.untrusted.waits import Wait
 from tests.data.test_loader import NUM_WORKERS, Numbered, batches_of, built, samples_in
-from tests.helpers.refusals import refused, says
+from tests.helpers.refusals import refused
 
 EMFILE = OSError(errno.EMFILE, "Too many open files")
 
@@ -94,21 +94,6 @@ def test_a_blend_may_have_more_files_than_the_limit(prefix: str) -> None:
             assert corpus.source.startswith("indices written to")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_corpora_without_checksums_are_told_in_one_line(prefix: str) -> None:
-    def told(*prefixes: str) -> list[str]:
-        described = built(*prefixes, split="90,10,0").describe()
-        return [line for line in described if line.startswith("no checksums")]
-
-    others = [f"{prefix}{number}" for number in range(4)]
-    for other in others:
-        for suffix in (".bin", ".idx"):
-            shutil.copy(f"{prefix}{suffix}", f"{other}{suffix}")
-    assert told(prefix) == []
-    for without, names in ((1, "{}"), (3, "{}, {} and {}"), (4, "{}, {}, {} and 1 more")):
-        (line,) = told(prefix, *others[:without])
-        says(line, f": {names.format(*others)}; tools/inspect_dataset.py --write-checksums")
 
 
 NO_SHM = "--num-workers 1 needs /dev/shm"

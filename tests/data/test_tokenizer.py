@@ -208,13 +208,6 @@ def test_padding_of_the_vocabulary() -> None:
     assert padded_vocab_size(5, 1) == 5
     assert padded_vocab_size(32001, 128, exactly=32001) == 32001
     assert padded_vocab_size(32001, 128, exactly=40000) == 40000
-    for size, multiple, exactly, told in (
-        (32001, 128, 32000, "--padded-vocab-size 32000 ... 32001"),
-        (5, 0, None, "--make-vocab-size-divisible-by 0"),
-        (5, 10**12, None, "--make-vocab-size-divisible-by 1000000000000"),
-        (5, 1, 10**12, "--padded-vocab-size 1000000000000"),
-    ):
-        refused(partial(padded_vocab_size, size, multiple, exactly=exactly), told)
 
 
 # GPT-2's regular expression for words, as published by its authors.

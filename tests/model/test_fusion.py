@@ -79,10 +79,10 @@ def test_swiglu(dtype: torch.dtype, needed: str) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("num_heads", [1, 19])
 def test_rotary_embedding(dtype: torch.dtype, num_heads: int) -> None:
-    cos, sin = rotations(CONFIG, 7, dtype, CPU)
-    x = normal(3, 7, num_heads, 6, seed=1, dtype=dtype).requires_grad_()
+    cos, sin = rotations(CONFIG, 3, dtype, CPU)
+    x = normal(2, 3, num_heads, 6, seed=1, dtype=dtype).requires_grad_()
     compare(lambda x, fused: rotate(x, cos, sin, fused=fused), [x])
-    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5, 6], [5, 6, 0, 1, 2, 3, 4]])
+    positions = torch.tensor([[0, 1, 0], [2, 0, 1]])
     compare(lambda x, fused: rotate(x, cos[positions], sin[positions], fused=fused), [x])
 
 
@@ -244,6 +244,8 @@ def test_what_fails_is_left_to_torch_and_said(monkeypatch: pytest.MonkeyPatch) -
         ):
             with monkeypatch.context() as patch:
                 patch.setattr(imported, name, wrong)
+                for other in {"norm", "swiglu", "rotary", "loss"} - {name}:  # not tried again
+                    patch.setattr(fusion, f"_try_{other}", Mock())
                 found, line = usable(config)
             assert found == config
             says(line, told)

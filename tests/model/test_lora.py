@@ -194,15 +194,6 @@ def test_a_sample_drops_the_same_in_any_micro_batch() -> None:
     assert 0.6 < (together == mask((0, 1, 2, 3), name="blocks.1.wq")).float().mean() < 0.65
 
 
-def test_the_share_that_is_dropped() -> None:
-    kept = mask(tuple(range(50))).float()
-    assert float(kept.mean()) == pytest.approx(0.75, abs=0.01)
-    for dim in (0, 1, 2):  # no sample, position or channel is special
-        others = [d for d in range(3) if d != dim]
-        means = kept.mean(others)
-        assert means.std() < 1.5 * (0.25 * 0.75 / (kept.numel() / kept.shape[dim])) ** 0.5
-
-
 def test_dropout_scales_what_is_kept_and_stops_outside_training(tokens_BS: Tensor) -> None:
     model, plain = filled(adapted(dropout=0.5)), filled(adapted())
     whole, key = loss_of(plain, tokens_BS), DropKey(1, 1, (0, 1, 2))
