@@ -48,6 +48,8 @@ class Point(StrEnum):
     WRITE_FILES = "paro.checkpoint.save:write_files"
     WRITE_DATA = "paro.checkpoint.storage:BoundedWriter.write_data"
     READ_BACK = "paro.checkpoint.save:_read_back"
+    COPY = "paro.checkpoint.in_memory.snapshot:SnapshotWriter.write"
+    ROUND = "paro.optim.outer:OuterUnit.begin"
     BARRIER = "paro.distributed.control:Control.barrier"
     CLOSE_REPORT = "paro.report.report:Report.close"
 
