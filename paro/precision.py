@@ -30,6 +30,8 @@ class PrecisionConfig:
     exp_avg_sq_dtype: str = "fp32"
     optimizer: str = "adam"  # or "muon"
     ema_decay: float | None = None  # decay of averaged weights, in fp32; None: there are none
+    optimizer_cpu_offload: bool = False  # whether optimizer states are in host memory
+    optimizer_offload_fraction: float = 1.0  # least share of them that is
 
     def __post_init__(self) -> None:
         for flag, dtype in (
@@ -58,11 +60,24 @@ class PrecisionConfig:
             )
         if self.ema_decay is not None and not 0.0 <= self.ema_decay < 1.0:
             raise UserError(f"--ema-decay {self.ema_decay} must be in [0, 1)")
+        fraction = self.optimizer_offload_fraction
+        if not 0.0 < fraction <= 1.0:
+            raise UserError(f"--optimizer-offload-fraction {fraction} must be in (0, 1]")
+        if fraction != 1.0 and not self.optimizer_cpu_offload:
+            raise UserError("--optimizer-offload-fraction needs --optimizer-cpu-offload")
+        if self.optimizer_cpu_offload and self.optimizer == "muon":
+            reason = "Muon's rounds need all states on the device"
+            raise contradiction("--optimizer-cpu-offload", "--optimizer muon", reason)
         if self.lora_base_dtype is not None and self.compute == "fp16":
             raise UserError(
                 f"--lora-base-dtype {self.lora_base_dtype} and --fp16 contradict each other: give "
                 "one of them; either takes 2 bytes for a frozen element"
             )
+
+    @property
+    def offload_fraction(self) -> float:
+        """The least share of optimizer states that are in host memory; 0: none."""
+        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
 
     @cached_property
     def quantizes(self) -> bool:
@@ -119,6 +134,8 @@ class PrecisionConfig:
             f"params {self.compute}{frozen}, gradients are sent as {self.wire} and accumulate in "
             f"{self.accumulate}, master parameters {moments}{average}"
         )
+        if self.optimizer_cpu_offload:
+            text += f", of these {self.offload_fraction:.0%} in host memory"
         for what, bits in (
             ("updates of params", self.inter_param_bits),
             ("gradients", self.inter_grad_bits),

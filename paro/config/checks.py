@@ -134,6 +134,8 @@ def check_outer(sharding: ShardingConfig, strategy: Strategy, precision: Precisi
     if precision.ema_decay is not None:
         reason = "groups that train alone have no weights in common"
         raise contradiction(flag, f"--ema-decay {precision.ema_decay:g}", reason)
+    if precision.optimizer_cpu_offload:
+        raise contradiction(flag, "--optimizer-cpu-offload", "rounds need masters on the device")
     if sharding.elastic:
         reason = "groups that train alone continue on as many ranks"
         raise contradiction(flag, "--paro-elastic", reason)

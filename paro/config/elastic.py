@@ -18,7 +18,8 @@ from paro.planning.search_space import legal_strategies
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.muon_rounds import prepare_for_muon
-from paro.spec.sharding_spec import specs_of, state_bytes
+from paro.spec.offload import state_bytes
+from paro.spec.sharding_spec import specs_of
 from paro.spec.units import rotation_conflict, rotation_infeasible_reason, units_of
 from paro.strategy import (
     FLAG,

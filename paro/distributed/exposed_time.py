@@ -93,8 +93,11 @@ class Exposure:
             self._by_kind[kind] += time.perf_counter() - begin
 
     def note(self, stream: Hashable, seconds: float) -> None:
-        """Add to the kind of links of comm stream `(kind, axis, ...)`; to inter if it has both."""
-        if not self._on_streams:
+        """Add to the kind of links of comm stream `(kind, axis, ...)`; to inter if it has both.
+
+        Streams of another name communicate with no rank.
+        """
+        if not self._on_streams and isinstance(stream, tuple):
             self._by_link[link_of_stream(stream)] += seconds
 
     def take(self) -> Exposed:

@@ -30,6 +30,7 @@ from paro.planning.run_memory import DeviceMemory, RunMemory
 from paro.planning.search_space import MEMORY_MARGIN, PlanRequest
 from paro.report.log import print_line
 from paro.report.log_line import arguments_block
+from paro.spec.offload import offloaded
 from paro.spec.run_spec import RunSpec
 from paro.text import align, size_text
 from paro.topology import Sent
@@ -299,6 +300,8 @@ def _memory(plan: RunPrediction) -> Iterator[str]:
     for name, num_bytes in memory.parts().items():
         if num_bytes:
             yield f"    {name:<17}  {size_text(num_bytes, like=memory.total):>9}"
+    if on_host := offloaded(plan.memories.specs(plan.run)).host_bytes:
+        yield f">   and {size_text(on_host)} of host memory, which are read and written every step"
 
 
 def _data(plan: RunPrediction) -> Iterator[str]:

@@ -11,7 +11,8 @@ from paro.config.elastic import nearest_surviving
 from paro.config.run import RunConfig
 from paro.errors import count_text
 from paro.sharding.shards import UnitShards
-from paro.spec.sharding_spec import ModelStateBytes, state_bytes
+from paro.spec.offload import state_bytes
+from paro.spec.sharding_spec import ModelStateBytes
 from paro.strategy import FLAG, Strategy, Survival, effective_letters
 from paro.text import align, ranks_text, size_text
 from paro.topology import Topology
@@ -22,7 +23,7 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
     """Build the placement table of the log: the ranks that hold each state."""
     context = training.model.context
     strategy, topology = context.strategy, context.topology
-    states = state_bytes(training.model.specs)
+    states = state_bytes(training.model.specs, config.device_type)
     ranks = ranks_text(topology.world_size, topology.group_size)
     title = f"> strategy: {strategy.name}, {ranks}, collectives {config.sharding.collective}"
     if config.sharding.materialize == "rotate":

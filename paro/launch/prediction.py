@@ -21,6 +21,7 @@ from paro.planning.search_space import least_recomputation, recompute_flags
 from paro.precision import BYTES_OF
 from paro.report.memory import available_host_bytes
 from paro.report.record import PlannedStep
+from paro.spec.offload import offloaded
 from paro.spec.run_spec import RunSpec
 from paro.spec.states import MASTER, adamw_states, averages, bytes_of, is_for_muon, muon_states
 from paro.text import size_text
@@ -47,12 +48,15 @@ def check_memory(config: RunConfig, device: torch.device) -> str | None:
     of_copy = on_host
     if device.type == "cuda":
         warning = _check_device(memory, device, remedy)
+        of_states = offloaded(memories.specs(run)).host_bytes
+        on_host += of_states
+        used = {"--async-save": of_copy, "--optimizer-cpu-offload": of_states}
+        advice = f"leave {' or '.join(flag for flag in used if used[flag])} out"
     else:
         on_host += memory.allocated
     available = available_host_bytes()
     if available is None or on_host * ranks <= available:
         return warning
-    advice = "leave --async-save out"
     if device.type == "cpu":
         advice = remedy(lambda other: (of_copy + other.allocated) * ranks <= available)
     raise UserError(
@@ -109,6 +113,10 @@ def remedy_of(memories: RunMemory, run: RunSpec, ranks_per_node: int, fits: Fits
 
     enough = least_recomputation(run.model, lambda how: of_run(replace(run, recompute=how)))
     advice = [] if enough is None else [f"give {recompute_flags(enough)}"]
+    if run.can_offload:
+        precision = replace(run.precision, optimizer_cpu_offload=True)
+        if of_run(replace(run, precision=precision)):
+            advice.append("give --optimizer-cpu-offload")
     contexts = () if run.materialize.rotates else larger_contexts(run)
     fitting = (flags for flags, layout in contexts if of_run(replace(run, context=layout)))
     advice += [f"give {flags}" for flags in islice(fitting, 1)]

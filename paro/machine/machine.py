@@ -99,6 +99,8 @@ class Device:
     sustained_flops: Rate  # FLOP/s of training without communication
     memory_bytes_per_second: Rate  # bandwidth of memory-bound work: updates, sums
     coding_bytes_per_second: Rate | None = None  # bandwidth of quantizing and dequantizing
+    # Bandwidth between host and device, in both ways at once, while all devices of a node copy.
+    host_bytes_per_second: Rate | None = None
     step_seconds: Amount = 0.0  # constant time per step, for any model and batch
     piece_seconds: Amount = 0.0  # time per extra slice of a part of the model, under rotation
     job_seconds: Amount = 0.0  # constant time per job in a comm stream that is no collective

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -32,8 +33,11 @@ def not_finite(shards: Iterable[FlatShard], control: Control) -> str | None:
 def _all_finite(shards: Iterable[FlatShard]) -> bool:
     """Check the extremes of every shard: unlike a sum they cannot overflow, and they keep NaN."""
     held = (shard.values for shard in shards if shard.values.is_floating_point())
-    extremes = [end for values in held if values.numel() for end in values.aminmax()]
-    return not extremes or bool(torch.stack(extremes).isfinite().all())
+    extremes: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    for values in held:
+        if values.numel():
+            extremes[values.device] += values.aminmax()
+    return all(bool(torch.stack(ends).isfinite().all()) for ends in extremes.values())
 
 
 def _first_not_finite(shards: Iterable[FlatShard]) -> str | None:
@@ -49,8 +53,11 @@ def _first_not_finite(shards: Iterable[FlatShard]) -> str | None:
 
 
 def square_sum(ranges: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Compute the squared norm of all `ranges` in fp64; not finite if any element is not."""
-    norms = [norm for values in ranges for norm in _norms(values)]
+    """Compute the squared norm of all `ranges` in fp64, on a device; ranges may be on others.
+
+    It is not finite if any element is not.
+    """
+    norms = [norm.to(device) for values in ranges for norm in _norms(values)]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(norms).double().square().sum()

@@ -23,6 +23,7 @@ from paro.distributed.timers import profile_range
 from paro.optim.adamw import AdamW, StepUpdate, Update, choose_adamw
 from paro.optim.finite import square_sum
 from paro.optim.muon import MuonRange, MuonStep, choose_muon_kernels
+from paro.optim.offload import Offload
 from paro.optim.outer import OuterOptimizer, OuterUnit
 from paro.optim.rounding import Rounding
 from paro.precision import PrecisionConfig
@@ -40,6 +41,7 @@ class UnitOptimizer:
     """The optimizer states of this rank's range of one unit, and the AdamW step on them.
 
     With fp32 parameters and equal params and optim degrees, the parameter shard is the master.
+    States in host memory (`offload`) are on the device only during an update.
     """
 
     def __init__(
@@ -49,25 +51,23 @@ class UnitOptimizer:
         precision: PrecisionConfig,
         seed: int,
         groups: ParamGroups,
+        offload: Offload,
     ) -> None:
         self.unit = unit
         grad, spec = unit.optim_grad, unit.spec
         numel = grad.numel()
         self.master_is_param = spec.master_is_param
         self.muon_chunks = muon_chunks(unit.layout) if spec.muon_stop else ()
-        self.states = {
-            state.name: torch.zeros(length, dtype=TORCH_TYPES[state.dtype], device=grad.device)
-            for state, length in spec.optimizer_numels(numel).items()
-        }
+        self.states, self._updated = offload.states_of(unit)
         if self.master_is_param:
-            self.states[PARAM] = unit.param_shard
+            self.states[PARAM] = self._updated[PARAM] = unit.param_shard
         self.master = self.states[PARAM]
         self.average = self.states.get(EMA)  # of the masters; None: nothing is averaged
         self.num_muon = max(0, min(numel, spec.muon_stop - unit.optim_start))
-        moments = [self.states[state.name] for state in adamw_states(precision)[1:]]
+        moments = [self._updated[state.name] for state in adamw_states(precision)[1:]]
         rounds, begin = precision.rounds_moments, self.num_muon
         chosen = choose_adamw(config.adam_implementation, grad.device, rounds=rounds)
-        master = self.master.detach()
+        master = self._updated[PARAM].detach()
         self._adamws: list[tuple[slice, Factors, AdamW]] = [
             (
                 part,
@@ -108,13 +108,14 @@ class UnitOptimizer:
         unit, first = self.unit, self.num_muon
         grad, in_full = unit.optim_grad, unit.step_spec.update_format is None
         copy = unit.optim_param if in_full and not self.master_is_param else None
-        average = self.average if update.average_weight else None
+        master = self._updated[PARAM]
+        average = self._updated.get(EMA) if update.average_weight else None
         for part, factors, adamw in self._adamws:
             adamw.step(grad[part], update.of(factors).into(part, copy, average))
         by_muon = Update(0.0, 0.0, average_weight=update.average_weight)
-        by_muon.into(slice(first), copy, average).write(self.master[:first])
+        by_muon.into(slice(first), copy, average).write(master[:first])
         if not in_full:
-            unit.quantize_update(self.master)
+            unit.quantize_update(master)
 
     def forget_wrong_moments(self) -> None:
         """Set the moments to 0 if any of them is infinite or NaN."""
@@ -160,8 +161,10 @@ class UnitOptimizer:
 
     @property
     def num_bytes(self) -> int:
-        own = (state for state in self.states.values() if state is not self.unit.param_shard)
-        return sum(state.nbytes for state in own)
+        """The bytes of the states in the device's memory that are no parameters."""
+        param = self.unit.param_shard
+        held = (each for each in self.states.values() if each.device.type == param.device.type)
+        return sum(each.nbytes for each in held if each is not param)
 
 
 class ParoOptimizer:
@@ -186,10 +189,12 @@ class ParoOptimizer:
         self.config = config
         self.num_steps = 0
         self.num_averaged = 0  # number of times that the parameters were averaged
+        self._offload = Offload(model.units, model.context)
         self._parts = {
-            unit: UnitOptimizer(unit, config, precision, seed, groups)
+            unit: UnitOptimizer(unit, config, precision, seed, groups, self._offload)
             for unit in model.trainable_units
         }
+        self._offload.free_slots()
         self.outer: OuterOptimizer | None = None  # the rounds of groups that train alone
         if outer is not None and self._parts:
             outer_units = [
@@ -303,7 +308,7 @@ class ParoOptimizer:
         weight = self.config.average_weight(self.num_averaged) if averages else 0.0
         update = StepUpdate(lr, decoupled_lr, weight_decay, factor, weight)
         with profile_range("update"):
-            for part in self._in_order(update):
+            for part in self._offload.during_update(self._in_order(update)):
                 part.update(update)
                 if part.unit not in held:
                     self.model.updated(part.unit)

@@ -80,6 +80,11 @@ def single_changes(request: PlanRequest, least: Candidate) -> Iterator[Change]:
     at_once = replace(request, prefetch_units=0)
     if request.prefetch_units and _fits(at_once, least):
         yield Change("--paro-prefetch-units 0", at_once, least)
+    if request.can_offload:
+        precision = replace(request.precision, optimizer_cpu_offload=True)
+        offloading = replace(request, precision=precision)
+        if _fits(offloading, least):
+            yield Change("--optimizer-cpu-offload", offloading, least)
     recompute = least_recomputation(
         replace(request.model, recompute=least.recompute),
         lambda recompute: _fits(request, replace(least, recompute=recompute)),

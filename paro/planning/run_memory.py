@@ -31,8 +31,9 @@ from paro.planning.sending import Sender, traffic_of
 from paro.planning.step_counts import StepCounts
 from paro.planning.tally import MemorySnapshot, StepTally
 from paro.quantization.formats import RangeFormat
+from paro.spec.offload import state_bytes
 from paro.spec.run_spec import RunSpec, collectives_of, groups_of
-from paro.spec.sharding_spec import Collective, ModelStateBytes, ShardingSpec, state_bytes
+from paro.spec.sharding_spec import Collective, ModelStateBytes, ShardingSpec
 from paro.spec.units import shape_of_run, units_of_run
 from paro.step.actions import OUTER_ROUND, Verb
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Sent, StreamKind
@@ -129,10 +130,10 @@ class RunMemory:
     def _points(self, run: RunSpec) -> list[MemorySnapshot]:
         return self.tally(run).largest()
 
-    @cached_by(lambda run: run.states_kind)
+    @cached_by(lambda run: (run.states_kind, run.device_type))
     def states(self, run: RunSpec) -> ModelStateBytes:
-        """Count bytes of model state of a run."""
-        return state_bytes(self.specs(run))
+        """Count bytes of model state of a run in a rank's device memory."""
+        return state_bytes(self.specs(run), run.device_type)
 
     def tally(self, run: RunSpec) -> StepTally:
         """Make a tally of the bytes that the actions of a step allocate."""

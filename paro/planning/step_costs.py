@@ -33,12 +33,16 @@ from paro.planning.sending import exchanged
 from paro.planning.simulation import Activity, Compute, Program, Queue, Queued, Simulation, Wait
 from paro.planning.step_counts import QUEUES, Counts, StepCounts
 from paro.spec.muon_rounds import muon_rounds
+from paro.spec.offload import NUM_SLOTS, offloaded
 from paro.spec.run_spec import RunSpec
 from paro.step.actions import OUTER_ROUND, PASS_OF, WAITED_BY, Move, Verb
 
 _MAX_SIMULATED = 4  # the most micro-batches that are all simulated
 # NCCL's thread blocks (CTAs) in a communicator, and the most communicators at once: together they
 # take at most the 128 SMs that every GPU here has (paro/distributed/groups.py).
+_HOST_RATE = (
+    25e9  # bytes a second to a GPU and from it at once, where a machine file has none: PCIe 4
+)
 _CTAS, _MOST_COMMUNICATORS = 16, 8
 EXPOSED = {  # the kinds of exposed communication, in words
     "gather": "gathers",
@@ -155,6 +159,8 @@ class StepCosts:
         """Yield the requests of a training thread for a step: compute, queue collectives, wait."""
         yield Compute(self.device.step_seconds, "step", "other")
         yield Compute(self.muon_seconds, "Newton-Schulz", "update")
+        if self.host_seconds:
+            yield Compute(self.host_seconds, "optimizer states in host memory", "update")
         at_once, context = self.comm_costs.at_once, self.context
         for move in self.counts.schedule(self.run.num_micro_batches).actions():
             verb, number, *_ = move
@@ -244,12 +250,25 @@ class StepCosts:
         )
         return max(computing, sending) if run.overlaps else computing + sending
 
+    @cached_property
+    def host_seconds(self) -> float:
+        """The time of copying optimizer states from host memory and back, in both ways at once.
+
+        The first comes and the last goes alone. Without overlap, and in a CPU's memory, each way
+        takes its time.
+        """
+        own, rate, ways = offloaded(self.comm_costs.specs), self.device.host_bytes_per_second, 2
+        if self.machine.is_of_gpus:
+            rate, ways = rate or _HOST_RATE, 1 if self.run.overlaps else 2
+        alone = own.slot_bytes / NUM_SLOTS if ways == 1 else 0.0
+        return (ways * own.host_bytes + alone) / (rate or self.device.memory_bytes_per_second / 2)
+
     # Lower bound #
 
     def least_seconds(self) -> float:
         """Compute a lower bound of the step's time, for any order of the actions."""
         update = self.computing.update_seconds(self.run.strategy, self.counts.num_trained)
-        update += self.muon_seconds
+        update += self.muon_seconds + self.host_seconds
         begin, end = map(self._exposed_at_least, self.counts.ends)
         first, forward, backward, last = self.counts.passes
         count = self.run.num_micro_batches

@@ -21,8 +21,9 @@ from paro.planning.activations import UnitActivations
 from paro.planning.step_counts import StepCounts
 from paro.precision import BYTES_OF
 from paro.spec.muon_rounds import muon_rounds
+from paro.spec.offload import offloaded, state_bytes
 from paro.spec.run_spec import RunSpec
-from paro.spec.sharding_spec import ShardingSpec, state_bytes
+from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.units import registered_room
 from paro.step.actions import Move, Verb
 from paro.step.schedule import LISTED_MICRO_BATCHES
@@ -88,6 +89,8 @@ class MemorySnapshot(NamedTuple):
             wire_bytes = BYTES_OF[precision.matrix_wire]
             sizes = (rounds.peak_bytes(wire_bytes) for rounds in muon_rounds(specs))
             copied += max(sizes, default=0)
+        if self.updated:
+            copied += offloaded(specs).slot_bytes
         return self._replace(transient=self.transient + copied) if copied else self
 
 
@@ -119,7 +122,8 @@ class StepTally:
         held = {"params": now.whole_params + now.casts, "grads": now.whole_grads}
         if self.run.materialize.rotates:
             held = {"slices": now.slices}
-        total = state_bytes(self.specs).total + now.with_copies(self.run, self.specs).total
+        states = state_bytes(self.specs, self.run.device_type)
+        total = states.total + now.with_copies(self.run, self.specs).total
         return {**held, "activations": now.activations, "total": total}
 
     def largest(self) -> list[MemorySnapshot]:

@@ -70,6 +70,12 @@ class RunSettings:
     eval_micro_batch_size: int = 0  # samples; 0: without evaluation, or as in training
     eval_ema: bool = False  # whether evaluations have averaged weights too
 
+    @property
+    def can_offload(self) -> bool:
+        """True if --optimizer-cpu-offload would free device memory and is not given."""
+        adamw = self.precision.optimizer == "adam" and not self.precision.optimizer_cpu_offload
+        return adamw and self.outer is None and self.device_type == "cuda"
+
     def context_limits(self, world_size: int) -> ContextLimits:
         """Return the limits of context-parallel layouts on a number of ranks."""
         return ContextLimits(

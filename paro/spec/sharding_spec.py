@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -186,13 +185,18 @@ class ShardingSpec:
 
         The optimizer range of a bucket lies in one of its units; it counts for the first unit.
         """
-        range_numel = self.layout.numel * self.unit.bucket_size // self.strategy.optim
-        numels = self.optimizer_numels(range_numel) if self.buffer.trains else {}
         return ModelStateBytes(
             self.param_numel * BYTES_OF[self.param_dtype],
             self.grad_numel * BYTES_OF[self.precision.accumulate],
-            sum(numel * bytes_of([state]) for state, numel in numels.items()) + self._outer_bytes,
+            self.optimizer_bytes + self._outer_bytes,
         )
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of a rank's masters, moments and averages, which are not fp32 parameters."""
+        range_numel = self.layout.numel * self.unit.bucket_size // self.strategy.optim
+        numels = self.optimizer_numels(range_numel) if self.buffer.trains else {}
+        return sum(numel * bytes_of([state]) for state, numel in numels.items())
 
     @property
     def _outer_bytes(self) -> int:
@@ -391,9 +395,3 @@ def specs_of(
         )
         for buffer in buffers_of(units)
     ]
-
-
-def state_bytes(specs: Iterable[ShardingSpec]) -> ModelStateBytes:
-    """Count bytes that a rank holds of all buffers; several buffers may share a spec."""
-    of_kinds = ([n * size for size in s.state_bytes] for s, n in Counter(specs).items())
-    return ModelStateBytes(*map(sum, zip(*of_kinds, strict=True)))

@@ -13,7 +13,7 @@ from paro.arguments.parser import build_parser
 from paro.planning.run_memory import RunMemory
 from paro.precision import PrecisionConfig
 from paro.report.record import Metrics
-from paro.spec.sharding_spec import state_bytes
+from paro.spec.offload import state_bytes
 from paro.strategy import legal_letters, parse_strategy, survival
 from tests.helpers.closed_form import GATHER, GRAD_SYNC, PARAM_ALL_GATHER, REDUCE, Multiples
 from tests.helpers.ranks import ROOT

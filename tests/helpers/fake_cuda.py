@@ -149,6 +149,7 @@ class Recorder(TorchDispatchMode):
         self.order = Order(partial(self.note, "wait"))
         self._fake = fake
         self._pinned = WeakTensorKeyDictionary()
+        self._locked: list[torch.UntypedStorage] = []
 
     def note(self, kind: str, what: str) -> None:
         self.notes.append(Note(kind, what, _place()))
@@ -163,7 +164,7 @@ class Recorder(TorchDispatchMode):
         if func is aten._pin_memory.default:
             return self._pin(args[0])
         if func is aten.is_pinned.default:
-            return args[0] in self._pinned
+            return self._is_pinned(args[0])
         if func.namespace == "paro":  # what it computes, and not how it looks to a compiler
             with self:
                 return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args)
@@ -185,6 +186,14 @@ class Recorder(TorchDispatchMode):
             self.note("race", race)
         return out
 
+    def lock(self, room: Tensor, _device: object) -> None:
+        """Stands for `pin`, which page-locks memory that has views."""
+        self._locked.append(room.untyped_storage())
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        own = tensor.untyped_storage()._cdata
+        return tensor in self._pinned or any(own == each._cdata for each in self._locked)
+
     def launch(self, name: str, *arguments: object, writes: int = 0) -> None:
         """Notes a Triton kernel, or a collective under NCCL that writes the first `writes`."""
         self.operations.add(name)
@@ -205,7 +214,7 @@ class Recorder(TorchDispatchMode):
         if way == ("cuda", "cpu") and not non_blocking:
             self.note("wait", f"copy of {shape} to the host")
         elif way == ("cpu", "cuda"):
-            waits = not (non_blocking and source in self._pinned)
+            waits = not (non_blocking and self._is_pinned(source))
             self.note("wait" if waits else "copy", f"copy of {shape} to the GPU")
 
     def _pin(self, tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ FULL = "--recompute-granularity full"
 AHEAD = "--paro-updated-ahead 2"
 FLAT = "--paro-collective flat"
 MUON = "--optimizer muon --lr 0.01"
+OFFLOAD = "--optimizer-cpu-offload"
 OUTER = "--paro-outer-steps 2 --paro-outer-warmup 0 --paro-outer-delay 1"
 AUTO = "AUTO"  # in flags: an algorithm chosen for every call
 FOLDER = "FOLDER"  # in flags: a folder of the ranks, made for the run
@@ -118,6 +119,14 @@ CAUGHT = {
         "IIG",
         MUON,
     ),
+    **dict.fromkeys(
+        (
+            "optim.offload Offload.during_update: states.fetched.wait()",
+            "optim.offload Offload._fetch: after=after",
+            "optim.offload Offload.during_update: states.returned.wait()",
+        ),
+        ("IIG", OFFLOAD),
+    ),
     "optim.outer OuterOptimizer._spread: each.unit.context.exposure.wait(WaitKind.REDUCE, event)": (
         "NNN",
         f"{SAVED} {OUTER}",
@@ -170,6 +179,7 @@ _SAVES = (
     "no order needs it, a save reads masters: what is sent does not count as saving, and a lost "
     "peer ends the run before the save"
 )
+_HOST = "the host waits for a GPU; tests/paro/test_fake_cuda.py counts it"
 _STAGES = "times the stages of threads' jobs"
 _CLOCK = "no order needs it: else a time would be that of launches alone"
 _THREAD = "the thread of a save; tests/end_to_end/test_checkpoint_flags.py"
@@ -192,6 +202,7 @@ ELSEWHERE = {
     "collectives.pipeline make_pipeline: after=index_of.get((chunk, number - 1))": _PIPELINE,
     "distributed.exposed_time Exposure.wait: stage.wait()": _STAGES,
     "distributed.timers synchronize: torch.cuda.synchronize(device)": _CLOCK,
+    "optim.offload Offload.during_update: torch.cuda.current_stream().synchronize()": _HOST,
     "optim.outer OuterUnit.begin: after=DONE": "nothing comes before",
     "training.replicas check_replicas: training.optimizer.outer.wait()": _HASHES,
     "optim.optimizer ParoOptimizer.loaded: self.model.wait_for_updated_params()": _COUNTS,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from model import fusion
 from model.llama import Block
+from paro.checkpoint import background
 from paro.collectives import wire
 from paro.distributed import comm_stream, groups
 from paro.distributed.control import PlannedControl
@@ -39,6 +40,7 @@ pytestmark = [pytest.mark.process, pytest.mark.compiler]
 # How often the host waits for the GPU at the end of a step, and of an evaluation.
 WAITS_OF_A_STEP = 1
 WAITS_OF_THE_PARAMS_NORM = 1  # --log-params-norm, after the update
+WAITS_OF_OFFLOAD = 1  # for what is copied to the host in an update
 WAITS_OF_AN_EVALUATION = 1
 
 MICRO_BATCHES = 2
@@ -53,6 +55,7 @@ KERNELS = (
     "_adamw",
 )
 FULL, UNFUSED = "--recompute-granularity full", "--attention-backend unfused"
+OFFLOAD = "--optimizer-cpu-offload"
 ROTATE = "--bf16 --paro-strategy IIG --paro-materialize rotate"
 DOCUMENTS = "--bf16 --vocab-size 5 --reset-position-ids --reset-attention-mask --eod-mask-loss"
 
@@ -123,6 +126,9 @@ KINDS = {
         "--bf16 --optimizer muon --exp-avg-dtype bf16 --paro-strategy ING",
         (*FLASH, *KERNELS, "mm.dtype_out", "addmm.dtype_out", "_square", "_momentum"),
     ),
+    "states in host memory": Case(
+        f"{OFFLOAD} --bf16 --ema-decay 0.9", ("_adamw",), waits=WAITS_OF_A_STEP + WAITS_OF_OFFLOAD
+    ),
     "HO-Ring": Case("--bf16 --paro-strategy GGG --paro-collective ho-ring"),
     "flat": Case("--bf16 --paro-strategy GGG --paro-collective flat"),
     "tokens weigh alike, bf16 gradients, logged": Case(
@@ -167,6 +173,7 @@ def lone_gpu(recorder: Recorder) -> Iterator[None]:
         monkeypatch.setattr(dist, "new_group", lambda *_, **__: object())
         monkeypatch.setattr(dist, "destroy_process_group", lambda _group: None)
         monkeypatch.setattr(groups, "_nccl_options", lambda *_, **__: None)
+        monkeypatch.setattr(background, "pin", recorder.lock)
         for chooses in (fusion, adamw, blocks, muon):
             monkeypatch.setattr(chooses, "_compare", lambda *_: None)
         yield

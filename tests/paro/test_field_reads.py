@@ -63,6 +63,7 @@ RUNS = (
     # With every part that only some flags turn on.
     f"{TINY} {ROPE} {TOKENIZER} --data-path corpus --train-iters 6 --lr 0.002 "
     "--fp16 --initial-loss-scale 8 --recompute-granularity full --manual-gc --exit-signal-handler "
+    "--optimizer-cpu-offload "
     "--lr-warmup-iters 1 --lr-decay-style WSD --lr-wsd-decay-iters 3 --decoupled-lr 0.003 "
     "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1 "
     "--save saved --save-interval 2 --on-save-failure continue --log-progress "

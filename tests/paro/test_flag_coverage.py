@@ -97,6 +97,7 @@ CHANGES = {
     "--bf16": ("--grad-reduce-in-bf16",),
     "--decoupled-lr 0.2": ("--decoupled-min-lr 0.1",),
     "--ema-decay 0.9": ("--eval-ema",),
+    "--optimizer-cpu-offload": ("--optimizer-offload-fraction 0.5",),
     "--bf16 --context-parallel-size 4": ("--hierarchical-context-parallel-sizes 2 2",),
     LORA: (
         *("--lora-alpha 3", "--lora-base-dtype bf16", "--lora-dropout 0.1"),

@@ -45,6 +45,7 @@ from tests.paro.late_mutations import (
     IN_PLACE,
     MODULES,
     MUTATIONS,
+    OFFLOAD,
     OUTER,
     OUTER_CODES,
     ROTATE,
@@ -59,6 +60,7 @@ FEW = (
     ("GGG", HO_RING, 1),
     ("IIG", IN_PLACE, 0),
     ("NII", OUTER, 0),
+    ("NIG", f"{OFFLOAD} {SAVED}", 1),
 )
 MORE = (
     *("", "--bf16", "--bf16 --recompute-granularity selective", FULL),

@@ -91,7 +91,12 @@ def make_parser() -> Parser:
     add_lora_args(parser)
     add_recompute_args(parser)
     add_trainer_flags(
-        parser.add_argument_group("optimizer"), "optimizer", "muon_num_ns_steps", "ema_decay"
+        parser.add_argument_group("optimizer"),
+        "optimizer",
+        "muon_num_ns_steps",
+        "ema_decay",
+        "optimizer_cpu_offload",
+        "optimizer_offload_fraction",
     )
     add_mixed_precision_args(parser)
     add_context_args(parser)

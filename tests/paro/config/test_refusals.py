@@ -18,6 +18,7 @@ COPIES = "--paro-nccl-copy-engine"
 STEPS = "--step-batch-size-schedule"
 FULL = "--recompute-granularity full"
 MUON = "--optimizer muon"
+OFFLOAD = "--optimizer-cpu-offload"
 NORMS = "--trainable names:*norm*"
 FP8 = "--fp8-format hybrid"
 LOCAL = "--non-persistent-ckpt-type local"
@@ -79,6 +80,9 @@ MISTAKES = [
     (f"{MUON} --muon-num-ns-steps 0", "--muon-num-ns-steps 0 ... [1, 100)"),
     (f"{MUON} {NORMS}", f"{MUON} ... has none: leave it"),
     (f"{MUON} --paro-strategy III {ROTATE}", f"{MUON} ... leave one"),
+    (f"{OFFLOAD} --optimizer muon", f"{OFFLOAD} and --optimizer muon"),
+    ("--optimizer-offload-fraction 0.5", f"needs {OFFLOAD}"),
+    (f"{OFFLOAD} --optimizer-offload-fraction 0", "--optimizer-offload-fraction 0.0"),
     ("--ema-decay 1", "--ema-decay 1.0 must be in [0, 1)"),
     ("--ema-decay 0.9 --ema-interval 0", "--ema-interval 0 must be at least 1"),
     ("--ema-decay 0.9 --ema-start -1", "--ema-start -1 must be at least 0"),
@@ -88,6 +92,7 @@ MISTAKES = [
     ("--eval-ema", "--eval-ema needs --ema-decay"),
     ("--ema-decay 0.9 --eval-ema --skip-train", "--eval-ema and --skip-train ... --weights ema"),
     ("--ema-decay 0.9 --paro-strategy III --paro-outer-steps 6", "6 and --ema-decay 0.9"),
+    (f"{OFFLOAD} --paro-strategy III --paro-outer-steps 6", f"6 and {OFFLOAD}"),
     ("--exp-avg-dtype fp16", "--exp-avg-dtype fp16 ... give bf16, or fp32"),
     (f"{FP8} --ffn-hidden-size 40", "--ffn-hidden-size, which is 40 ... leave fp8"),
     (f"{FP8} --kv-channels 2", "change --num-attention-heads x --kv-channels, which is 8"),

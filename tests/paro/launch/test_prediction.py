@@ -19,6 +19,7 @@ from paro.launch.placement import describe_placement
 from paro.launch.prediction import check_memory
 from paro.launch.setup import agree_on_kernels
 from paro.planning.run_memory import RunMemory
+from paro.spec.offload import offloaded
 from paro.spec.sharding_spec import ModelStateBytes
 from paro.training.assembly import build_training
 from paro.training.replicas import check_replicas
@@ -112,6 +113,10 @@ def test_the_copy_of_an_async_save_counts() -> None:
     with mock.patch("torch.cuda.mem_get_info", return_value=(10**9, 10**10)):
         assert refusal("", 0, gpu) == ""
         assert refusal(save, 0, gpu).endswith("leave --async-save out")
+        offload = "--optimizer-cpu-offload"
+        states = offloaded(RunMemory(None).specs(config_of(offload).spec)).host_bytes
+        assert refusal(offload, 2 * states - 1, gpu).endswith(f"leave {offload} out")
+        assert refusal(offload, 2 * states, gpu) == ""
         # The copy has frozen parameters unless --load keeps them.
         lora = f"{save} --lora-rank 2 --lora-target-modules all-linear"
         base = "--load base --finetune"

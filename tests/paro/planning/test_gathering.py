@@ -101,6 +101,7 @@ CASES = {
     "bf16 gradients converted for the update": short("NNN", WIDE, ALL_BF16),
     "a round of outer steps": rounds(16),
     "a round of outer steps in fp32": rounds(32),
+    "states in host memory": short("NNI", WIDE, replace(BF16, optimizer_cpu_offload=True)),
 }
 # Where the peak is, if it is in no backward.
 AT = {
@@ -112,7 +113,7 @@ AT = {
     **{name: "a round" for name in CASES if "a round" in name},
     "gradients of four blocks, reduced at once": "the reduction of blocks.0",
     "parts of the gradients of four blocks": "the reduction of blocks.12",
-    "bf16 gradients converted for the update": "update",
+    **dict.fromkeys(("bf16 gradients converted for the update", "states in host memory"), "update"),
 }
 
 

@@ -179,6 +179,11 @@ WIDE_BLOCKS = {
     [
         ({"prefetch_units": 2}, {"prefetch_units": 0}, "--paro-prefetch-units 0"),
         (
+            {"precision": BF16},
+            {"precision": replace(BF16, optimizer_cpu_offload=True)},
+            "--optimizer-cpu-offload",
+        ),
+        (
             {},
             {"recompute": replace(FULL, method="block", num_layers=3)},
             "--recompute-granularity full --recompute-method block --recompute-num-layers 2",

@@ -30,8 +30,9 @@ from paro.planning.run_memory import (
 from paro.planning.sending import traffic_of
 from paro.planning.tally import MemorySnapshot
 from paro.precision import PrecisionConfig
+from paro.spec.offload import state_bytes
 from paro.spec.run_spec import Materialize, groups_of
-from paro.spec.sharding_spec import specs_of, state_bytes
+from paro.spec.sharding_spec import specs_of
 from paro.spec.units import units_of_run
 from paro.strategy import legal_letters
 from paro.topology import AxisSpan, Spans, StreamKind
@@ -163,6 +164,16 @@ def test_the_master_is_stored_unless_it_is_the_parameter_shard() -> None:
         placed = on_ranks(letters, world_size=4, group_size=2)
         states = state_bytes(specs_of(one_unit(400), *placed, precision))
         assert states.optim == of_element * 100
+
+
+@pytest.mark.parametrize("letters", legal_letters())
+def test_averages_are_held_as_predicted(letters: str) -> None:
+    precision = PrecisionConfig(compute="bf16", ema_decay=0.9)
+    run = run_of(SMALL, letters, precision)
+    held = rank_of(run, device="meta").optimizer.state_bytes()
+    assert tuple(held.values()) == state_bytes(run.specs(RunMemory(None).units(run)))
+    plain = RunMemory(None).states(replace(run, precision=replace(precision, ema_decay=None)))
+    assert 3 * held["optimizer"] == 4 * plain.optim
 
 
 # Groups and buffers as made; figures of a machine file or defaults

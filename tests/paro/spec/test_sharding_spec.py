@@ -16,8 +16,9 @@ from paro.planning.run_memory import RunMemory
 from paro.planning.sending import traffic_of
 from paro.precision import PrecisionConfig
 from paro.spec import muon_rounds, sharding_spec
+from paro.spec.offload import state_bytes
 from paro.spec.run_spec import Materialize
-from paro.spec.sharding_spec import Collective, ShardingSpec, state_bytes
+from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import Verb
 from paro.topology import AxisSpan, Sent, StreamKind
 from tests.paro.planning.lone_rank import lone_rank, silence

@@ -1,0 +1,132 @@
+"""Optimizer states in host memory, which are on the device only while they are updated."""
+
+# [Note: offload]
+# The states of the last units are in one block of host memory, page-locked for a GPU. In an update
+# they pass through two device buffers, the slots, on two comm streams of their own:
+#
+#     in                a    b         c         d              host to device
+#     training thread        update a  update b  update c       the device's kernel
+#     out                              a         b       c      device to host
+#
+# c comes into the slot of a, once a is back. After the last update the host waits until all are
+# back: outside an update the host's memory is valid, for checkpoints and norms.
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from paro.checkpoint.background import cut_up, starts_of
+from paro.distributed.comm_stream import DONE, Event
+from paro.sharding.buffers import TORCH_TYPES, ElasticBuffer, Tally
+from paro.sharding.shards import ShardingContext, UnitShards
+from paro.spec.offload import NUM_SLOTS, offloaded
+
+if TYPE_CHECKING:
+    from paro.optim.optimizer import UnitOptimizer
+
+
+@dataclass(slots=True, eq=False)
+class HostStates:
+    """The optimizer states of one unit by name, in host memory and in the slot for its update."""
+
+    at_rest: dict[str, Tensor]
+    in_slot: dict[str, Tensor]
+    fetched: Event = DONE
+    returned: Event = DONE
+
+
+class Offload:
+    """The optimizer states of a rank that are in host memory; maybe none.
+
+    The slots are allocated until `free_slots`, so that views of them can be made.
+    """
+
+    def __init__(self, units: Sequence[UnitShards], context: ShardingContext) -> None:
+        self._device, self._streams = context.device, context.collectives.groups.links.streams
+        chosen = [units[number] for number in offloaded([unit.spec for unit in units]).numbers]
+        kinds = [_states(unit, torch.device("meta")) for unit in chosen]
+        sizes = [starts_of(kind.values())[-1] for kind in kinds]
+        self._slots = [
+            ElasticBuffer(
+                max(sizes[at::NUM_SLOTS]) // 4,
+                dtype=torch.float32,
+                device=self._device,
+                tally=Tally(),
+            )
+            for at in range(min(NUM_SLOTS, len(chosen)))
+        ]
+        for slot in self._slots:
+            slot.alloc()
+        in_slots = [
+            cut_up(self._slots[number % NUM_SLOTS].values.view(torch.uint8), [*kind.values()])
+            for number, kind in enumerate(kinds)
+        ]
+        where = "meta" if self._device.type == "meta" else "cpu"
+        block = torch.zeros(sum(sizes), dtype=torch.uint8, device=where)
+        at_rest = iter(cut_up(block, [views for of_unit in in_slots for views in of_unit]))
+        self.of_units = {
+            unit: HostStates(
+                dict(zip(kind, at_rest, strict=False)), dict(zip(kind, views, strict=True))
+            )
+            for unit, kind, views in zip(chosen, kinds, in_slots, strict=True)
+        }
+
+    def states_of(self, unit: UnitShards) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the optimizer states of a unit by name, at rest and as an update changes them."""
+        if unit in self.of_units:
+            return {**self.of_units[unit].at_rest}, {**self.of_units[unit].in_slot}
+        states = _states(unit, self._device)
+        return states, states
+
+    def free_slots(self) -> None:
+        """Free the device memory of the slots; their views stay valid for the next update."""
+        for slot in self._slots:
+            slot.free()
+
+    def during_update(self, parts: Iterable[UnitOptimizer]) -> Iterator[UnitOptimizer]:
+        """Yield the units to update, each while its states are on the device."""
+        to_come = deque(self.of_units.values())
+        for slot in self._slots:
+            slot.alloc()
+        for _ in self._slots:
+            self._fetch(to_come.popleft())
+        for part in parts:
+            states = self.of_units.get(part.unit)
+            if states is None:
+                yield part
+                continue
+            states.fetched.wait()
+            yield part
+            copy = partial(_copy, [*states.in_slot.values()], [*states.at_rest.values()])
+            states.returned = self._streams.submit("optimizer states out", copy)
+            if to_come:
+                self._fetch(to_come.popleft(), states.returned)
+        for states in self.of_units.values():
+            states.returned.wait()
+        if self.of_units and self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        self.free_slots()
+
+    def _fetch(self, states: HostStates, after: Event = DONE) -> None:
+        copy = partial(_copy, [*states.at_rest.values()], [*states.in_slot.values()])
+        states.fetched = self._streams.submit("optimizer states in", copy, after=after)
+
+
+def _states(unit: UnitShards, device: torch.device) -> dict[str, Tensor]:
+    """Make the optimizer states of a unit, zeros, but for a master that is the parameters."""
+    return {
+        state.name: torch.zeros(length, dtype=TORCH_TYPES[state.dtype], device=device)
+        for state, length in unit.spec.optimizer_numels(unit.optim_grad.numel()).items()
+    }
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source, non_blocking=True)
