@@ -27,7 +27,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from paro.arguments.flag_parser import by_flag
 from paro.arguments.megatron import RULES, Outcome, Rule, refused, rule_of
-from paro.arguments.parser import build_parser, parse_args, parse_known
+from paro.arguments.parser import build_parser, names_in, parse_args, parse_known
 from paro.config.run import configure, take_world
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError
@@ -66,6 +66,7 @@ PARALLEL = (
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",
 )
+GROUPS = ("parameter groups", "muP")  # of --help: flags whose configurations are counted
 # Variables that a test's environment defines; all others are left as they are written.
 ENVIRONMENT = {"REPEAT": "1"}
 # A checkout has no tokenizer files: a vocabulary of GPT-2's size replaces all of them.
@@ -191,7 +192,11 @@ def counts(dry_runs: Sequence[DryRun]) -> Iterator[str]:
         "unknown."
     )
     by_advice = sorted(refused_in(dry_runs).items(), key=lambda item: -len(_union(item[1])))
+    heads = (
+        f"{' or '.join(GROUPS)} | in configurations | pass as they are | pass without the others"
+    )
     tables: dict[str, list[tuple[object, ...]]] = {
+        heads: [*rows_of_groups(dry_runs)],
         "refused | in configurations | what to do": [
             (", ".join(f"`{_short(flag)}`" for flag in sorted(flags)), len(_union(flags)), advice)
             for advice, flags in by_advice
@@ -204,6 +209,19 @@ def counts(dry_runs: Sequence[DryRun]) -> Iterator[str]:
     for heads, found in tables.items():
         if found:
             yield from ("", *markdown_table(heads, found))
+
+
+def rows_of_groups(dry_runs: Sequence[DryRun]) -> Iterator[tuple[object, ...]]:
+    """Yield each flag of `GROUPS` in configurations, with how many have it and pass."""
+    with_flag: dict[str, list[DryRun]] = {}
+    for dry_run in dry_runs:
+        for flag, *_ in by_flag(dry_run.words):
+            with_flag.setdefault(flag, []).append(dry_run)
+    names = {f"--{name.replace('_', '-')}" for name in names_in(*GROUPS)}
+    for flag in sorted(names & with_flag.keys()):
+        have = with_flag[flag]
+        passing = sum(one.is_untouched for one in have), sum(one.failure is None for one in have)
+        yield f"`{flag}`", len(have), *passing
 
 
 def refused_in(dry_runs: Sequence[DryRun]) -> dict[str, dict[str, set[str]]]:
