@@ -24,6 +24,7 @@ from paro.checkpoint.directory import latest_iteration
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, about, check_least, reading
 from paro.report.log import print_line
+from paro.untrusted.object_store import path_of
 from paro.untrusted.regular_file import read_text
 from tools.generation.chat import chat, chat_template, said_by_user
 from tools.generation.continuing import Sampling, Speaker, check_ids, text_of
@@ -97,7 +98,7 @@ def load_model(source: Source, device: torch.device, dtype: torch.dtype) -> Llam
 def add_model_args(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say which model a tool reads, and where and how it computes."""
     add = parser.add_argument
-    add("--load", required=True, type=Path, metavar="DIR", help="the model")
+    add("--load", required=True, type=path_of, metavar="DIR", help="the model")
     add("--ckpt-step", type=int, metavar="N", help="which iteration; default: the latest one")
     add("--base", metavar="DIR", help="where the base of --load is, if it moved")
     add(

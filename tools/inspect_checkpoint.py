@@ -29,6 +29,7 @@ from paro.distributed.user_errors import run_script
 from paro.errors import UserError, reading
 from paro.report.log import print_line
 from paro.spec.states import GRAD_ERRORS, PARAM, SENT, STATE_NAMES
+from paro.untrusted.object_store import path_of
 from tools.shared.command_line import Parser
 from tools.shared.output import print_json
 
@@ -120,7 +121,7 @@ def verify(kind: str, directory: Path, iteration: int | None) -> str:
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    add("--load", required=True, type=Path, metavar="DIR", help="a checkpoint of any format")
+    add("--load", required=True, type=path_of, metavar="DIR", help="a checkpoint of any format")
     add("--ckpt-step", type=int, metavar="N", help="which iteration; default: the latest one")
     add("--verify", action="store_true", help="read every file and compare checksums")
     add("--json", action="store_true", help="print one object of JSON")

@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from paro.untrusted.object_store import PACKAGES, is_url
+from paro.untrusted.object_store import PACKAGES, is_url, path_of
 
 # The metavars by which --help shows that a flag's value is a file or folder.
 PATHS = ("FILE", "DIR", "PATH", "PREFIX", "SOURCE")
 # The arguments that may be URLs of an object store.
 TAKE_URLS = {
     *("data_path", "train_data_path", "valid_data_path", "test_data_path"),
-    *("tokenizer_model", "vocab_file", "merge_file"),
+    *("tokenizer_model", "vocab_file", "merge_file", "load", "base", "save"),
 }
 _MAX_PATH_BYTES, _MAX_NAME_BYTES = 4095, 255  # limits of Linux
 
@@ -33,12 +33,13 @@ class FlagParser(ArgumentParser):
     def _get_values(self, action: Action, arg_strings: list[str]) -> Any:
         if action.option_strings and arg_strings == ["--"]:
             raise ArgumentError(action, "expected a value, and -- is none")  # argparse removes it
-        if action.metavar in PATHS or action.type is Path:
+        if action.metavar in PATHS or action.type in (Path, path_of):
             for path in arg_strings:
                 if not path:
                     raise ArgumentError(action, "the path is empty")
-                if "://" in path and not (action.dest in TAKE_URLS and is_url(path)):
-                    raise ArgumentError(action, _refused_url(path, action))
+                takes_urls = action.dest in TAKE_URLS and action.type is not Path
+                if "://" in path and not (takes_urls and is_url(path)):
+                    raise ArgumentError(action, _refused_url(path, takes_urls))
                 encoded = os.fsencode(path)
                 longest_name = max(map(len, encoded.split(b"/")))
                 if len(encoded) > _MAX_PATH_BYTES or longest_name > _MAX_NAME_BYTES:
@@ -46,12 +47,12 @@ class FlagParser(ArgumentParser):
         return super()._get_values(action, arg_strings)
 
 
-def _refused_url(path: str, action: Action) -> str:
+def _refused_url(path: str, takes_urls: bool) -> str:
     scheme = path.partition("://")[0]
     known = ", ".join(f"{each}://" for each in PACKAGES)
     if scheme in PACKAGES:
         return f"it takes a local path, and no URL such as {path}"
-    instead = f"; URLs of object stores are {known}" if action.dest in TAKE_URLS else ""
+    instead = f"; URLs of object stores are {known}" if takes_urls else ""
     return f"{path} is a URL of a kind that is not read{instead}"
 
 

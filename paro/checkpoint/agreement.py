@@ -14,11 +14,13 @@ from typing import TypeVar
 import torch
 
 from paro.checkpoint.directory import RANK_MARK
-from paro.checkpoint.folder_lock import STILL_SECONDS, FolderLock, LockHolder, LockWaiter
+from paro.checkpoint.folder_lock import STILL_SECONDS, FolderLock, LockWaiter
+from paro.checkpoint.lock_holder import LockHolder
 from paro.distributed.control import Control
 from paro.distributed.groups import make_save_groups
 from paro.distributed.world import World
 from paro.errors import UserError, describe, is_memory_failure, is_storage_failure, reading, writing
+from paro.untrusted.object_store import is_url
 
 T = TypeVar("T")
 _LOOK_SECONDS = 0.5
@@ -156,8 +158,8 @@ def ranks_by_folder(root: Path, control: Control, blame: str) -> tuple[tuple[int
     `UserError` if two ranks see each other's markers differently. `blame` names the folder's flag.
     """
     rank, size = control.world.rank, control.world.size
-    if size == 1:
-        return ((0,),)
+    if size == 1 or is_url(root):
+        return (tuple(range(size)),)
     # Markers have rank 0's token in their names: leftovers of a killed run are not counted.
     token = control.gather(secrets.token_hex(8))[0]
     marks = [root / f"{RANK_MARK}{other}_{token}" for other in range(size)]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from model.config import LlamaConfig
 from paro.errors import UserError, check_least, contradiction
+from paro.untrusted.object_store import is_url, path_of
 
 # Fields of the model that a run may change when it continues; so are those of fused kernels.
 _FREE_FIELDS = {
@@ -80,6 +80,10 @@ class CheckpointConfig:
             raise contradiction(one, "--use-checkpoint-opt_param-scheduler")
         if self.start_over and self.save is None:
             raise UserError("--start-over needs --save")
+        if self.start_over and is_url(str(self.save)):
+            raise UserError(
+                f"--start-over renames, which a store cannot: give another --save than {self.save}"
+            )
         if self.start_over and self.saves_where_it_loads:
             raise UserError(
                 f"--start-over moves the checkpoints of --save {self.save} aside and --load names "
@@ -98,7 +102,7 @@ class CheckpointConfig:
         """True if --save and --load are one folder, which may not exist yet."""
         if self.save is None or self.load is None:
             return False
-        return Path(self.save).resolve() == Path(self.load).resolve()
+        return path_of(self.save).resolve() == path_of(self.load).resolve()
 
     @property
     def continues(self) -> bool:

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
 
@@ -21,6 +22,7 @@ from data.hub import how_to_fetch
 from paro.checkpoint.manifest import (
     FOREIGN,
     FORMAT_VERSION,
+    MANIFEST,
     METADATA,
     ChunkSums,
     DamagedError,
@@ -30,8 +32,9 @@ from paro.checkpoint.manifest import (
     write_durably,
     write_manifest,
 )
-from paro.errors import UserError, reading
+from paro.errors import StorageError, UserError, reading
 from paro.report.earlier import MARK
+from paro.untrusted.object_store import StorePath, path_of, patience
 from paro.untrusted.regular_file import paths_in, read_bytes
 from paro.untrusted.schema import Count, parse_json
 
@@ -41,6 +44,7 @@ RANK_MARK = ".rank_"
 MAX_TRACKER_BYTES = 4096  # the most bytes that are read of a tracker
 _REPLACED = ".replaced"
 _PARTIAL = ".partial"
+STORE_SECONDS = 5.0  # how long a save that failed waits for a store
 
 T = TypeVar("T")
 
@@ -88,7 +92,7 @@ def iteration_directory(root: Path, iteration: int) -> Path:
 
 def latest_iteration(directory_root: str | Path) -> int | None:
     """Return the iteration in the tracker, None without one; `DamagedError` for a bad tracker."""
-    root = Path(directory_root)
+    root = path_of(directory_root)
     path = root / TRACKER
     with reading(f"{path}"):
         if not path.exists():
@@ -109,7 +113,7 @@ def candidates(directory_root: str | Path) -> tuple[list[int], str | None]:
     The order is the tracker's iteration, older iterations, newer iterations. Newer iterations are
     from a save that crashed before it wrote the tracker, or a user has set the tracker back.
     """
-    root = Path(directory_root)
+    root = path_of(directory_root)
     on_disk = sorted(iterations_in(root), reverse=True)
     try:
         latest = latest_iteration(root)
@@ -142,7 +146,7 @@ def newest_good(root: Path, *, last_fine: int) -> int | None:
 
 def describe_saved(directory_root: str | Path) -> str | None:
     """Name the iterations in a folder, complete or not; None if there are none."""
-    root = Path(directory_root)
+    root = path_of(directory_root)
     iterations = sorted(iterations_in(root))
     if len(iterations) > 1:
         return f"{len(iterations)} checkpoints, iterations {iterations[0]} to {iterations[-1]}"
@@ -170,7 +174,7 @@ def set_aside(root: Path, number: int) -> Path | None:
 
 def find_checkpoint(directory_root: str | Path, iteration: int | None = None) -> Path:
     """Return the folder of `iteration`, or of the latest one; `UserError` if nothing was saved."""
-    root = Path(directory_root)
+    root = path_of(directory_root)
     wanted = latest_iteration(root) if iteration is None else iteration
     if wanted is None:
         raise UserError(f"{root} holds no checkpoint: it has no {TRACKER}{how_to_fetch(root)}")
@@ -219,18 +223,27 @@ def begin_checkpoint(
 ) -> Path:
     """Create an empty folder for `iteration`; remove leftovers of crashed saves.
 
+    A store has no rename: there it is the final folder, which is no checkpoint until its manifest
+    is written, the last but the tracker.
+
     `check` raises if another run holds the folder now. With a `token` in its name, no other run
     writes into the new folder, not even a run that has lost the lock without noticing yet.
     """
     root.mkdir(parents=True, exist_ok=True)
     check()
+    directory = iteration_directory(root, iteration)
+    if isinstance(root, StorePath):
+        for folder in paths_in(root, "iter_*"):
+            if folder == directory or not (folder / MANIFEST).exists():
+                _remove(folder)
+        return directory
     for folder in paths_in(root, f"iter_*{_PARTIAL}"):
-        shutil.rmtree(folder)
+        _remove(folder)
     # Marks are left by ranks killed in `ranks_by_folder`.
     for file in paths_in(root, f"{TRACKER}*{_PARTIAL}", f"{RANK_MARK}*"):
         file.unlink(missing_ok=True)
     suffix = f".{token}{_PARTIAL}" if token else _PARTIAL
-    partial = iteration_directory(root, iteration).with_suffix(suffix)
+    partial = directory.with_suffix(suffix)
     partial.mkdir()
     return partial
 
@@ -253,8 +266,17 @@ def finish_checkpoint(
     arguments = common.get("arguments", {})
     rest = {name: value for name, value in common.items() if name != "arguments"}
     text = json.dumps({**own, **rest, **own}, indent=1) + "\n"
+    in_store = isinstance(root, StorePath)
+    if in_store:
+        check()
     sums = {**files, COMMON: write_durably(partial / COMMON, text)}
+    if in_store:
+        check()
     write_manifest(partial, iteration, sums, arguments)
+    if in_store:
+        check()
+        write_durably(root / TRACKER, str(iteration))
+        return
     next_tracker = _next_tracker(partial)
     write_durably(next_tracker, str(iteration))
     _sync_directory(partial)  # file names in the folder must be durable before its name
@@ -273,8 +295,17 @@ def finish_checkpoint(
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def discard_checkpoint(partial: Path) -> None:
-    """Remove the files of a failed save; the previous checkpoint is not touched."""
+def discard_checkpoint(partial: Path, check: Callable[[], None] = lambda: None) -> None:
+    """Remove the files of a failed save; the previous checkpoint is not touched.
+
+    In a store, nothing is removed if `check` raises, or the store does not answer: the next save
+    does it.
+    """
+    if isinstance(partial, StorePath):
+        with suppress(OSError, StorageError), patience(STORE_SECONDS):
+            check()
+            _remove(partial)
+        return
     shutil.rmtree(partial, ignore_errors=True)
     _next_tracker(partial).unlink(missing_ok=True)
 
@@ -288,12 +319,24 @@ def retire_checkpoint(root: Path, *, before: int, interval: int) -> None:
     if older % interval == 0:
         return
     directory = iteration_directory(root, older)
+    if isinstance(root, StorePath):
+        _remove(directory)
+        return
     partial = directory.with_suffix(_PARTIAL)
     try:
         directory.rename(partial)
     except OSError:
         return  # another rank was faster
     shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder; in a store, what makes it a checkpoint first."""
+    if not isinstance(folder, StorePath):
+        shutil.rmtree(folder)
+        return
+    (folder / MANIFEST).unlink(missing_ok=True)
+    folder.remove_tree()
 
 
 def in_files(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:

@@ -12,94 +12,23 @@ import errno
 import json
 import os
 import re
-import secrets
-import socket
 import stat
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
 from pathlib import Path
-from typing import Any, Self
 
-from paro.distributed.world import read_job_id, read_rendezvous_id
+from paro.checkpoint.lock_holder import LockHolder
 from paro.errors import StorageError, UserError
-from paro.untrusted.schema import Count, Positive, parse_json
+from paro.untrusted.object_store import StorePath, patience
 
 BEAT_SECONDS = 5.0
 STILL_SECONDS = 60.0
 _NAME = re.compile(r"lease_(\d{1,15})\.json")
 _REMOVED = (errno.ENOENT, errno.ESTALE)  # why a file cannot be opened
 _FILE_BYTES = 2048  # constant size of a lock file: one write replaces all of the content
-_TEXT_LENGTH = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LockHolder:
-    """The process that holds a lock file; `token` differs for every start."""
-
-    token: str
-    host: str
-    pid: Positive
-    start_ticks: Count  # start time after boot; with the pid, unique until the next boot
-    boot_id: str
-    pid_namespace: str  # namespace of the pid: another container may use an equal pid
-    rendezvous_id: str  # torchrun's --rdzv-id, or empty
-    slurm_job: str
-    since: str
-    heartbeat: Count = 0
-    released: bool = False  # whether the process has ended its use of the lock
-
-    @classmethod
-    def this_process(cls) -> Self:
-        return cls(
-            token=secrets.token_hex(8),
-            host=_short(socket.gethostname()),
-            pid=os.getpid(),
-            start_ticks=_start_ticks(os.getpid()) or 0,
-            boot_id=_boot_id(),
-            pid_namespace=_pid_namespace(),
-            rendezvous_id=_short(read_rendezvous_id()),
-            slurm_job=_short(read_job_id()),
-            since=datetime.now().astimezone().isoformat(" ", "seconds"),
-        )
-
-    @classmethod
-    def parse(cls, content: bytes) -> Self | None:
-        """Return the holder in a lock file's content, with printable texts; None if damaged."""
-        try:
-            holder: Self = parse_json(content, cls, "")
-        except UserError:
-            return None
-        values = asdict(holder).items()
-        texts: dict[str, Any] = {n: _short(text) for n, text in values if isinstance(text, str)}
-        return replace(holder, **texts)
-
-    def is_same_job(self, other: LockHolder) -> bool:
-        """Return whether both are starts of one torchrun or SLURM job."""
-        jobs = (self.rendezvous_id, other.rendezvous_id), (self.slurm_job, other.slurm_job)
-        return any(mine and mine == theirs for mine, theirs in jobs)
-
-    def is_dead_here(self) -> bool:
-        """Return whether the process is known to be dead; False for a process on another host."""
-        if not self.boot_id or not self.pid_namespace:
-            return False
-        if (self.boot_id, self.pid_namespace) != (_boot_id(), _pid_namespace()):
-            return False
-        try:
-            os.kill(self.pid, 0)  # only checks that the process exists
-        except ProcessLookupError:
-            return True
-        except (OSError, OverflowError):
-            return False  # a live process of another user, maybe hidden in /proc
-        return _start_ticks(self.pid) != self.start_ticks
-
-    def describe(self) -> str:
-        job = f", torchrun's job {self.rendezvous_id}" if self.rendezvous_id else ""
-        slurm = f", SLURM job {self.slurm_job}" if self.slurm_job else ""
-        return f"process {self.pid} on {self.host}{job}{slurm}, since {self.since}"
 
 
 class LockLostError(StorageError):
@@ -132,7 +61,8 @@ class FolderLock:
     def is_ours(self) -> bool:
         """Return whether no other run may hold the lock; reads the file only after a long sleep."""
         if not self.is_lost and time.monotonic() - self._checked > STILL_SECONDS / 2:
-            with suppress(OSError, LockLostError):  # the next save reports a lost mount
+            # The next save reports a lost mount.
+            with suppress(OSError, LockLostError), patience(BEAT_SECONDS):
                 self.check()
         return not self.is_lost
 
@@ -151,7 +81,8 @@ class FolderLock:
         """Mark the lock file as released for the next run; write nothing if the lock is lost."""
         with self._lock:
             if self._lost is None and not self._ended.is_set():
-                with suppress(OSError, LockLostError), self._own_file() as descriptor:
+                quietly = suppress(OSError, LockLostError)
+                with quietly, patience(BEAT_SECONDS), self._own_file() as descriptor:
                     _overwrite(descriptor, replace(self._holder, released=True))
             self._lost = self._lost or "this run has ended"
             self._ended.set()
@@ -159,16 +90,27 @@ class FolderLock:
     def _beat_on(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
             try:
-                self.beat()
+                with patience(BEAT_SECONDS):
+                    self.beat()
             except LockLostError:
                 return
             except OSError:
                 continue  # the next save reports a full disk or a lost mount
 
     @contextmanager
-    def _own_file(self) -> Iterator[int]:
+    def _own_file(self) -> Iterator[int | StorePath]:
         """Open the lock file for the block; raise `LockLostError` if another process holds it."""
-        if self._lost is None:
+        if self._lost is None and isinstance(self._path, StorePath):
+            newest = _newest(self._root)
+            if newest is None and not _create(self._root, self._number, self._holder):
+                newest = _newest(self._root)
+            if newest is not None and newest.number > self._number:
+                self._lost = f"{newest.who}, has taken it over"
+            else:
+                self._checked = time.monotonic()
+                yield self._path
+                return
+        elif self._lost is None:
             try:
                 descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
             except OSError as error:
@@ -270,6 +212,9 @@ def _newest(root: Path) -> _Found | None:
     while numbers := _numbers(root):
         path = _path(root, max(numbers))
         try:
+            if isinstance(path, StorePath):
+                content = path.read_bytes()
+                return _Found(path, max(numbers), content, 0, LockHolder.parse(content))
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode):
                 raise UserError(f"{path} is no regular file: remove it")
@@ -286,7 +231,8 @@ def _newest(root: Path) -> _Found | None:
 
 def _numbers(root: Path) -> list[int]:
     try:
-        names = os.listdir(root)  # unlike a glob, it raises where the folder may not be listed
+        # Unlike a glob, it raises where the folder may not be listed.
+        names = [path.name for path in root.iterdir()]
     except FileNotFoundError:
         return []
     return [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
@@ -304,6 +250,8 @@ def _create(root: Path, number: int, holder: LockHolder) -> bool:
     lose it at their next check.
     """
     path = _path(root, number)
+    if isinstance(path, StorePath):
+        return _create_object(path, _content(holder)) and _is_newest(root, number)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
@@ -315,9 +263,27 @@ def _create(root: Path, number: int, holder: LockHolder) -> bool:
         raise
     finally:
         os.close(descriptor)
+    return _is_newest(root, number)
+
+
+def _create_object(path: StorePath, content: bytes) -> bool:
+    """Create a lock object, which one process alone can do; `UserError` if its store lets more."""
+    # An answer may be lost: then the object is there, and is ours.
+    if not path.create(content) and path.read_bytes() != content:
+        return False
+    if path.create(content):
+        raise UserError(
+            f"--save {path.parent}: its store overwrites where it is asked not to (If-None-Match), "
+            "so that two runs could save there: give another --save"
+        )
+    return True
+
+
+def _is_newest(root: Path, number: int) -> bool:
+    """Return whether a lock file that was just created is the newest; remove older ones, or it."""
     others = _numbers(root)
     if max(others) > number:
-        path.unlink(missing_ok=True)
+        _path(root, number).unlink(missing_ok=True)
         return False
     for older in others:
         if older < number:
@@ -325,40 +291,18 @@ def _create(root: Path, number: int, holder: LockHolder) -> bool:
     return True
 
 
-def _overwrite(descriptor: int, holder: LockHolder) -> None:
+def _overwrite(place: int | StorePath, holder: LockHolder) -> None:
+    content = _content(holder)
+    if isinstance(place, StorePath):
+        place.write_bytes(content)
+        return
+    if os.pwrite(place, content, 0) != len(content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.fsync(place)
+
+
+def _content(holder: LockHolder) -> bytes:
     text = json.dumps(asdict(holder), indent=1)
     content = f"{text.ljust(_FILE_BYTES - 1)}\n".encode()
     assert len(content) == _FILE_BYTES, "texts of a holder are short"
-    if os.pwrite(descriptor, content, 0) != len(content):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.fsync(descriptor)
-
-
-def _short(text: str) -> str:
-    """Shorten a text and make it printable ASCII, for terminals and a file of constant size."""
-    return "".join(c if c.isascii() and c.isprintable() else "?" for c in text[:_TEXT_LENGTH])
-
-
-def _boot_id() -> str:
-    """Return an ID of this host until the next boot; empty where the system has none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
-def _pid_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Return when a process started, after boot; None if it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    state, *rest = text.rpartition(")")[2].split()  # the name may hold any text
-    return None if state in "ZX" else int(rest[18])
+    return content

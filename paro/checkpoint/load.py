@@ -32,6 +32,7 @@ from paro.spec.states import (
     FlatShard,
     is_of_group,
 )
+from paro.untrusted.object_store import path_of
 
 State = TypeVar("State")
 _MISMATCH = "the checkpoint does not match the model"
@@ -78,7 +79,7 @@ def load_checkpoint(
         log(f"  {complaint}")
     for iteration in order:
         try:
-            common = _load_iteration(Path(directory_root), iteration, states, wanted, ranks, log)
+            common = _load_iteration(path_of(directory_root), iteration, states, wanted, ranks, log)
         except DamagedError as error:
             text = f"{blame}: {error}"
             if wanted.iteration is not None:

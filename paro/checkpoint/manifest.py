@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from paro.errors import UserError, describe, open_files_limit
 from paro.untrusted.checksum import crc32, crc32_of_file
+from paro.untrusted.object_store import StorePath
 from paro.untrusted.regular_file import RegularFile, read_bytes
 from paro.untrusted.schema import Count, conform, read_json
 
@@ -116,6 +117,8 @@ def check_sizes(directory: Path, files: Mapping[str, ChunkSums]) -> None:
         try:
             status = path.stat()
         except OSError as error:
+            if isinstance(error, TimeoutError):
+                raise
             raise DamagedError(f"{path} is missing ({describe(error)})") from None
         if not stat.S_ISREG(status.st_mode):
             raise DamagedError(f"{path} is no regular file")
@@ -223,14 +226,17 @@ def damaged(path: Path) -> Iterator[None]:
         detail = str(error).removeprefix(str(path)).removeprefix(":").strip()
         raise DamagedError(f"{path} is damaged ({detail})") from None
     except OSError as error:
-        if open_files_limit(error) is not None:
+        if open_files_limit(error) is not None or isinstance(error, TimeoutError):
             raise
         raise DamagedError(f"{path} is damaged ({describe(error)})") from None
 
 
 def write_durably(path: Path, text: str) -> ChunkSums:
-    """Write and fsync a small file, so that it survives a crash of the machine."""
+    """Write and fsync a small file, so that it survives a crash of the machine; or an object."""
     content = text.encode()
+    if isinstance(path, StorePath):
+        path.write_bytes(content)
+        return sum_of(content)
     with path.open("wb") as file:
         file.write(content)
         file.flush()

@@ -58,7 +58,7 @@ def read_metadata(directory: Path, *, others: bool = False) -> Metadata:
         metadata: Metadata = kind(BytesIO(content)).load()
         _check(metadata)
     except Exception as error:  # an unpickler fails in many ways, and so do forged fields
-        if open_files_limit(error) is not None:
+        if open_files_limit(error) is not None or isinstance(error, TimeoutError):
             raise
         detail = describe(error).removeprefix(f"{path} ")
         remedy = "" if others else ": resume from another iteration"

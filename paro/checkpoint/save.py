@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -24,13 +25,20 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from paro.checkpoint.agreement import CheckpointRanks
 from paro.checkpoint.chunks import ChunkedState
-from paro.checkpoint.directory import begin_checkpoint, discard_checkpoint, finish_checkpoint
+from paro.checkpoint.directory import (
+    STORE_SECONDS,
+    begin_checkpoint,
+    discard_checkpoint,
+    finish_checkpoint,
+)
 from paro.checkpoint.folder_lock import LockLostError
 from paro.checkpoint.manifest import METADATA, ChunkSums, check_sizes, sum_of
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.storage import BoundedWriter
 from paro.errors import StorageError, UserError
 from paro.layout import Shape
+from paro.untrusted.object_cache import way_station
+from paro.untrusted.object_store import StorePath, patience
 
 # Returns the values to write, of a state's name, the offsets of a chunk and the chunk.
 ReadChunk = Callable[[str, Shape, Tensor], Tensor]
@@ -63,12 +71,13 @@ def write_states(
         ranks.first_decides(finish, blame)
     except Exception as error:
         if ranks.is_first_of_folder:
-            discard_checkpoint(folder)
+            discard_checkpoint(folder, ranks.check_lock)
         is_shared = isinstance(error, (UserError, StorageError))  # raised on all ranks
         if is_shared and not isinstance(error, LockLostError):
             # Another run may hold the folder and have removed this run's files; of a removed
             # folder none does.
-            with ranks.raise_on_all_ranks(blame, name_rank=False), suppress(OSError):
+            quietly = ranks.raise_on_all_ranks(blame, name_rank=False)
+            with quietly, suppress(OSError), patience(STORE_SECONDS):
                 ranks.check_lock()
         raise
     log(f"  successfully saved checkpoint from iteration {iteration:7d} to {root}")
@@ -87,9 +96,13 @@ def write_files(
     Collective; an error begins with `blame`, and is raised on all ranks. `read` returns the values
     of a chunk when they are written.
     """
-    writer = BoundedWriter(folder)
-    with ranks.raise_on_all_ranks(blame), warnings.catch_warnings():
+    with (
+        ranks.raise_on_all_ranks(blame),
+        _place_of(folder, ranks) as (place, prefix),
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        writer = BoundedWriter(place, prefix)
         try:
             dcp.save(
                 states,
@@ -108,6 +121,23 @@ def write_files(
     # Every rank gets room for the result from each: the sums of all files would be too large.
     of_metadata = ranks.first_decides(lambda: _read_back(folder, files), blame)
     return {**files, METADATA: of_metadata}
+
+
+@contextmanager
+def _place_of(folder: Path, ranks: CheckpointRanks) -> Iterator[tuple[Path, str]]:
+    """Give where a rank writes its files: the folder, or a local one that is then uploaded.
+
+    Also a prefix of their names, which in a store no other save has: a run that has lost the folder
+    without noticing yet overwrites no file of its successor.
+    """
+    if not isinstance(folder, StorePath):
+        yield folder, ""
+        return
+    with way_station() as local:
+        yield local, f"{secrets.token_hex(4)}_"
+        ranks.check_lock()
+        for path in sorted(local.iterdir()):
+            (folder / path.name).upload(path)
 
 
 def _read_back(folder: Path, files: Mapping[str, ChunkSums]) -> ChunkSums:

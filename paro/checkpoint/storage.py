@@ -34,6 +34,7 @@ from paro.checkpoint.manifest import ChunkSum, ChunkSums, DamagedError, Manifest
 from paro.checkpoint.metadata import read_metadata
 from paro.errors import UserError, describe
 from paro.untrusted.checksum import crc32
+from paro.untrusted.regular_file import RegularFile
 
 Place = tuple[str, int, int]  # file name, offset and length in bytes
 
@@ -50,8 +51,9 @@ class BoundedWriter(FileSystemWriter):
     A chunk on the CPU is written without a copy, one on a GPU through a host copy.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, prefix: str = "") -> None:
         super().__init__(directory)
+        self._prefix = prefix  # of the names of files
         self.sums: dict[str, ChunkSums] = {}
 
     def storage_meta(self) -> StorageMeta:
@@ -61,7 +63,7 @@ class BoundedWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
         for number, items in enumerate(in_files(plan.items, _num_bytes, MAX_FILE_BYTES)):
-            name = f"{plan.storage_data.prefix}{number}{_SUFFIX}"
+            name = f"{self._prefix}{plan.storage_data.prefix}{number}{_SUFFIX}"
             results += self._write_file(name, items, planner)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -166,22 +168,21 @@ class CheckedReader:
         for name, of_file in groupby(plan, key=lambda read: read.place[0]):
             path = self.directory / name
             by_place = [(p, list(of)) for p, of in groupby(of_file, key=lambda read: read.place)]
-            with damaged(path), path.open("rb", buffering=0) as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            with damaged(path):
+                file = RegularFile(path)
                 asked = 0
                 for index, (place, reads) in enumerate(by_place):
                     # The disk reads ahead while this chunk is verified and copied.
                     while asked < min(len(by_place), index + 1 + _READ_AHEAD):
-                        _read_soon(file, by_place[asked][0])
+                        file.read_soon(*by_place[asked][0][1:])
                         asked += 1
                     self._read_chunk(file, place, reads)
 
-    def _read_chunk(self, file: io.FileIO, place: Place, reads: Sequence[Read]) -> None:
+    def _read_chunk(self, file: RegularFile, place: Place, reads: Sequence[Read]) -> None:
         name, begin, length = place
         if len(self._room) < length:
             self._room = bytearray(length)
-        file.seek(begin)
-        content, checksum = _read(file, memoryview(self._room)[:length])
+        content, checksum = _read(file, begin, memoryview(self._room)[:length])
         self._manifest.check_sum(name, begin, len(content), checksum)
         try:
             saved, items = tensor_in(content), [read.item for read in reads]
@@ -215,17 +216,13 @@ def _items_to_read(
     return [(item, state.chunks[tuple(item.dest_index.offset or ())]) for item in items]
 
 
-def _read_soon(file: io.FileIO, place: Place) -> None:
-    """Start to read ahead by blocks: Linux would read only the beginning of a long range."""
-    _, begin, length = place
-    for block in range(begin, begin + length, _BLOCK_BYTES):
-        os.posix_fadvise(file.fileno(), block, _BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
-
-
-def _read(file: io.FileIO, room: memoryview) -> tuple[memoryview, int]:
+def _read(file: RegularFile, begin: int, room: memoryview) -> tuple[memoryview, int]:
     """Read into `room` until it is full or the file ends; return the bytes and their checksum."""
     filled = checksum = 0
-    while filled < len(room) and (count := file.readinto(room[filled : filled + _BLOCK_BYTES])):
+    while filled < len(room):
+        count = file.read_into(room[filled : filled + _BLOCK_BYTES], begin + filled)
+        if count == 0:
+            break
         checksum = crc32(room[filled : filled + count], checksum)
         filled += count
     return room[:filled], checksum

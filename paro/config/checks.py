@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 from model.config import LlamaConfig
 from model.trainable import Trainable, matching
@@ -29,6 +28,7 @@ from paro.spec.optim_config import OptimConfig
 from paro.spec.param_groups import FLAG
 from paro.spec.units import rotation_infeasible_reason
 from paro.strategy import Strategy
+from paro.untrusted.object_store import StorePath, is_url, path_of
 
 
 def check_groups(
@@ -239,14 +239,21 @@ def check_outputs(
 def check_profile(
     profile: ProfileConfig, report: ReportConfig, checkpoint: CheckpointConfig
 ) -> None:
-    if report.log_progress and checkpoint.save is None:
-        raise UserError("--log-progress needs --save: its file is progress.txt in that folder")
-    if profile.use_pytorch_profiler and not (report.tensorboard_dir or checkpoint.save):
-        raise UserError("--use-pytorch-profiler needs --tensorboard-dir, or --save, for its trace")
+    save = checkpoint.save if checkpoint.save is None or not is_url(checkpoint.save) else None
+    if report.log_progress and save is None:
+        raise UserError(
+            "--log-progress needs --save, a local folder: its file is progress.txt there"
+        )
+    if profile.use_pytorch_profiler and not (report.tensorboard_dir or save):
+        raise UserError(
+            "--use-pytorch-profiler needs --tensorboard-dir, or a local --save, for its trace"
+        )
 
 
 def _check_writable(flag: str, place: str) -> None:
-    folder = Path(place).absolute()
+    folder = path_of(place).absolute()
+    if isinstance(folder, StorePath):
+        return  # the lock of a run is its first object
     try:
         while not folder.exists():
             folder = folder.parent

@@ -53,6 +53,7 @@ from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.param_groups import ParamGroups
 from paro.spec.run_spec import RunSpec
 from paro.strategy import Strategy
+from paro.untrusted.object_store import path_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,7 @@ class RunConfig:
     def save_folder(self) -> Path | None:
         """The folder of --save; None if the run saves no checkpoints."""
         save = self.checkpoint.save
-        return None if save is None or self.train.skip_train else Path(save)
+        return None if save is None or self.train.skip_train else path_of(save)
 
     @property
     def report_in_use(self) -> ReportConfig:
@@ -272,7 +273,7 @@ def take_tokens(args: Namespace) -> Tokens:
     try:
         tokenizer = build_tokenizer(config)
     except UserError as error:
-        if not args.dry_run or all(Path(file).exists() for file in config.files):
+        if not args.dry_run or all(path_of(file).exists() for file in config.files):
             raise
         if size is None:
             *lines, last = error.args

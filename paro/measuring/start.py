@@ -48,6 +48,7 @@ from paro.text import listed, ranks_text, size_text
 from paro.topology import AxisSpan, axes_of, make_topology
 from paro.training.exit_signal import ExitSignal
 from paro.untrusted.atomic_file import replace_file
+from paro.untrusted.object_store import is_url
 
 SECONDS = 60.0  # the most seconds of a measurement
 _LINKS = 25.0  # the most seconds for links
@@ -117,7 +118,9 @@ def find_measured(config: RunConfig, control: Control, watchdog: Watchdog) -> Ma
     log = Log(rank=control.world.rank, world_size=control.world.size)
     depends_on = conditions(config, control)
     # Machine files are kept with the run's checkpoints, else with the user's caches.
-    path = (config.save_folder or read_cache_folder()) / f"{file_stem(depends_on)}.json"
+    save = config.save_folder
+    folder = read_cache_folder() if save is None or is_url(save) else save
+    path = folder / f"{file_stem(depends_on)}.json"
     machine: Machine | None = None
     if control.world.rank == 0 and config.arguments["paro_machine"] != MEASURE:
         machine = earlier_machine(path, partial(reason_invalid, config.spec, depends_on), log.log0)

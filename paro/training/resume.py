@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +26,7 @@ from paro.spec.states import SHARED_BY_GROUPS
 from paro.training.changed_flags import schedule_change
 from paro.training.groups_alone import GroupState, group_state_of, regrouped_lines
 from paro.training.step import Training, TrainState
+from paro.untrusted.object_store import path_of
 from paro.untrusted.schema import conform
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Cont
     if checkpoint.load is None or (checkpoint.continues and not train.skip_train):
         return
     with control.raise_on_all_ranks(), reading(f"--load {checkpoint.load}"):
-        exists = Path(checkpoint.load).exists()
+        exists = path_of(checkpoint.load).exists()
     with control.raise_on_all_ranks():
         if not any(control.gather(exists)):
             raise UserError(
@@ -286,5 +286,5 @@ def base_of(config: RunConfig, common: Mapping[str, Any]) -> BaseCheckpoint | No
         return None if flags.saves_where_it_loads else as_base(directory)
     if not stored_parameters(directory) <= config.trained:
         return None
-    folder = named["folder"] if flags.base is None else str(Path(flags.base).resolve())
+    folder = named["folder"] if flags.base is None else str(path_of(flags.base).resolve())
     return BaseCheckpoint(folder=folder, iteration=named["iteration"], checksum=named["checksum"])

@@ -24,6 +24,7 @@ from paro.spec.states import EMA, PARAM, SHARED_BY_GROUPS
 from paro.training.groups_alone import record_of_groups
 from paro.training.resume import FROM_NOTHING, Resumed, common_record
 from paro.training.step import Training, TrainState
+from paro.untrusted.object_store import WRITE_SECONDS, path_of, patience
 
 if TYPE_CHECKING:
     from paro.config.run import RunConfig
@@ -61,7 +62,7 @@ class Saver:
             folder, job = config.checkpoint.save, read_job_id()
             self._progress = ProgressFile(folder, facts, log, start_samples=start, job_id=job)
         self._resumed = resumed
-        self._root = Path(config.checkpoint.save)
+        self._root = path_of(config.checkpoint.save)
         self._background = Background()
         self._copy = HostCopy()
         self._write_states = write_states
@@ -177,7 +178,7 @@ class Saver:
         failure = self._background.wait()
         if failure is not None and not isinstance(failure, (UserError, StorageError)):
             raise failure
-        with self._ranks.raise_on_all_ranks(name_rank=False), suppress(OSError):
+        with self._ranks.raise_on_all_ranks(name_rank=False), suppress(OSError), patience(5):
             self._ranks.check_lock()  # a missing folder is no error here: the next save reports it
         if failure is None:
             self._whole = self._under_way if is_async else self._whole
@@ -204,12 +205,13 @@ class Saver:
         With --async-save it runs on the save thread, and records that the new one is complete.
         """
         interval = self._config.checkpoint.save_retain_interval
-        if interval is not None and good is not None and self._ranks.is_first_of_folder:
-            # A failed removal does not stop the run; a lost lock makes the write below fail.
-            with suppress(OSError, UserError, LockLostError):
-                self._ranks.check_lock()
-                retire_checkpoint(self._root, before=good, interval=interval)
-        write()
+        with patience(WRITE_SECONDS):
+            if interval is not None and good is not None and self._ranks.is_first_of_folder:
+                # A failed removal does not stop the run; a lost lock makes the write below fail.
+                with suppress(OSError, UserError, LockLostError):
+                    self._ranks.check_lock()
+                    retire_checkpoint(self._root, before=good, interval=interval)
+            write()
         if self._config.checkpoint.async_save and self._progress is not None:
             self._progress.finished(self._under_way)
 

@@ -16,6 +16,7 @@ from paro.errors import UserError, reading
 from paro.untrusted.object_cache import CachedObject
 from paro.untrusted.object_store import StorePath
 
+_BLOCK_BYTES = 2**20
 MAX_BYTES = 2**28  # the largest tokenizer.json has a tenth of it
 
 
@@ -118,9 +119,27 @@ class RegularFile:
                 raise
         return content
 
+    def read_into(self, room: memoryview, begin: int) -> int:
+        """Fill `room` with bytes from byte `begin` on; return how many the file had."""
+        if self._object is None:
+            return os.preadv(self._descriptor, [room], begin)
+        content = self._object.read(begin, len(room))
+        room[: len(content)] = content
+        return len(content)
+
+    def read_soon(self, begin: int, length: int) -> None:
+        """Start to read ahead, by blocks: Linux would read only the beginning of a long range."""
+        if self._object is not None:
+            self._object.read_soon(begin, length)
+            return
+        for block in range(begin, begin + length, _BLOCK_BYTES):
+            os.posix_fadvise(self._descriptor, block, _BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
+
 
 def _open(path: str | Path, what: str) -> int:
     """Return a descriptor of a regular file, opened without a wait."""
+    if isinstance(path, StorePath):
+        path.open()
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from paro.checkpoint.directory import find_checkpoint, iterations_in, latest_iteration
+from paro.checkpoint.manifest import read_manifest
+from paro.untrusted.object_store import path_of
 from tests.end_to_end.test_training import MODEL
 from tests.helpers.corpora import write_corpus
 from tests.helpers.object_server import BUCKET, ObjectServer, upload
@@ -45,3 +48,32 @@ def test_ranks_train_on_a_corpus_of_a_store_as_on_files(
     assert losses(tmp_path / "there") == losses(tmp_path / "here")
     for suffix in ("bin", "idx", "bin.crc"):
         assert len(store.fetched(f"/{BUCKET}/corpus/x.{suffix}")) == 1, suffix
+
+
+def train(tmp_path: Path, save: object, *flags: object, nproc: int = 2) -> Any:
+    """Trains on synthetic tokens; returns the ended process."""
+    words = ["--mock-data", "--save", save, "--load", save, "--metrics-file", tmp_path / "m"]
+    words += ["--object-storage-cache-path", tmp_path / "cache", "--paro-strategy", "NNG", *flags]
+    return run_script(["pretrain_llama.py", *MODEL, *words], nproc)
+
+
+@pytest.mark.parametrize("how", [[], ["--async-save"]], ids=["sync", "async"])
+def test_a_run_saves_to_a_store_and_continues_from_it(
+    store: ObjectServer, tmp_path: Path, how: list[str]
+) -> None:
+    url = f"s3://{BUCKET}/{tmp_path.name}"
+    sums = []
+    for save in (url, tmp_path / "ckpt"):
+        for iterations in (3, 6):
+            flags = ["--train-iters", iterations, "--save-interval", "1", "--lr-decay-iters", "9"]
+            flags += ["--override-opt_param-scheduler", "--save-retain-interval", "2", *how]
+            done = train(tmp_path, save, *flags)
+            assert done.returncode == 0, done.stderr
+        assert iterations_in(path_of(save)) == {2, 4, 5, 6}
+        assert latest_iteration(save) == 6
+        manifest = read_manifest(find_checkpoint(save))
+        manifest.verify()
+        sums.append({name.rpartition("__")[2]: of for name, of in manifest.files.items()})
+    there, here = ({k: v for k, v in of.items() if k.endswith("distcp")} for of in sums)
+    assert there == here
+    assert not [*(tmp_path / "cache").glob("upload-*")]

@@ -53,7 +53,7 @@ READERS = {
     "paro.checkpoint.in_memory.recovery": "tests/paro/checkpoint/in_memory/test_recovery.py",
     "paro.checkpoint.manifest": "records",
     "paro.checkpoint.metadata": "checkpoint",
-    "paro.checkpoint.folder_lock": "lease",
+    "paro.checkpoint.lock_holder": "lease",
     "paro.checkpoint.storage": "checkpoint",
     "paro.config.parts": "records",
     "paro.config.resolve": "records",

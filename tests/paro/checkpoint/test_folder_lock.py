@@ -26,10 +26,10 @@ from paro.checkpoint.folder_lock import (
     BEAT_SECONDS,
     STILL_SECONDS,
     FolderLock,
-    LockHolder,
     LockLostError,
     LockWaiter,
 )
+from paro.checkpoint.lock_holder import LockHolder
 from paro.checkpoint.save import write_states
 from paro.errors import UserError, is_storage_failure
 from paro.training.saving import Saver

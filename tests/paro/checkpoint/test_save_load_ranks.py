@@ -17,8 +17,9 @@ import torch.distributed as dist
 from paro.checkpoint import folder_lock
 from paro.checkpoint.agreement import lock_folders, ranks_that_save
 from paro.checkpoint.directory import latest_iteration
-from paro.checkpoint.folder_lock import FolderLock, LockHolder, LockLostError, LockWaiter
+from paro.checkpoint.folder_lock import FolderLock, LockLostError, LockWaiter
 from paro.checkpoint.load import LoadRequest
+from paro.checkpoint.lock_holder import LockHolder
 from paro.errors import StorageError, UserError
 from tests.helpers.ranks import run_ranks
 from tests.paro.checkpoint.test_storage import small_files

@@ -1,0 +1,116 @@
+"""The folder of a run in an object store: its lock, what is a checkpoint there, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paro.checkpoint import folder_lock
+from paro.checkpoint.config import CheckpointConfig
+from paro.checkpoint.directory import (
+    begin_checkpoint,
+    candidates,
+    discard_checkpoint,
+    finish_checkpoint,
+    iterations_in,
+    newest_whole,
+    retire_checkpoint,
+)
+from paro.checkpoint.folder_lock import FolderLock, LockLostError, LockWaiter
+from paro.checkpoint.lock_holder import LockHolder
+from paro.untrusted.object_store import StorePath, path_of
+from tests.helpers.object_server import BUCKET, ObjectServer
+from tests.helpers.refusals import refused
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectServer]:
+    """A server with a bucket."""
+    with ObjectServer().running() as server:
+        yield server
+
+
+@pytest.fixture
+def root(server: ObjectServer, tmp_path: Path) -> StorePath:
+    """The folder of a run, in which nothing is saved."""
+    path = path_of(f"s3://{BUCKET}/{tmp_path.name}")
+    assert isinstance(path, StorePath)
+    return path
+
+
+def holder(**fields: Any) -> LockHolder:
+    return replace(LockHolder.this_process(), **{"boot_id": "other", **fields})
+
+
+def take(root: Path, **fields: Any) -> FolderLock:
+    lock = LockWaiter(root, holder(**fields)).attempt()
+    assert isinstance(lock, FolderLock), lock
+    return lock
+
+
+def test_a_lock_is_of_one_run_until_another_may_take_it(
+    root: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 60.0)
+    first = take(root, host="node1")
+    waiting = LockWaiter(root, holder())
+    assert "node1" in str(waiting.attempt())
+    first.beat()
+    refused(waiting.attempt, f"--save {root} is in use", "node1")
+    (root / "lease_1.json").unlink()  # by hand: its holder writes it again
+    first.check()
+    first.release()
+    second = take(root, rendezvous_id="job")
+    third = take(root, rendezvous_id="job")
+    assert [path.name for path in root.iterdir()] == ["lease_3.json"]
+    third.check()
+    for lost in (second, first):
+        with pytest.raises(LockLostError):
+            lost.check()
+    second.release()
+    third.check()
+
+
+def test_a_store_that_overwrites_what_exists_is_refused(
+    root: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StorePath, "create", lambda path, content: bool(path.write_bytes(content)))
+    refused(LockWaiter(root, holder()).attempt, f"--save {root}", "give another --save")
+
+
+def test_a_checkpoint_is_there_once_its_manifest_is(root: StorePath) -> None:
+    for iteration in (10, 20):
+        finish_checkpoint(begin_checkpoint(root, iteration), iteration, {})
+    left = begin_checkpoint(root, 30)
+    (left / "part").write_bytes(b"killed")
+    assert candidates(root) == ([20, 10, 30], None)
+    assert newest_whole(root) == root / "iter_0000020"
+    (root / "iter_0000020" / "common.json").write_bytes(b"{")
+    assert newest_whole(root) == root / "iter_0000010"
+    discard_checkpoint(begin_checkpoint(root, 20))  # saved again, which fails
+    assert iterations_in(root) == {10}
+    finish_checkpoint(begin_checkpoint(root, 40), 40, {})
+    retire_checkpoint(root, before=40, interval=100)
+    assert iterations_in(root) == {40}
+
+
+def test_a_save_that_lost_its_lock_changes_nothing(root: StorePath) -> None:
+    def lost() -> None:
+        raise LockLostError("lost")
+
+    folder = begin_checkpoint(root, 10)
+    finish_checkpoint(folder, 10, {})
+    discard_checkpoint(folder, lost)
+    with pytest.raises(LockLostError):
+        finish_checkpoint(folder, 10, {"of": "another"}, check=lost)
+    assert newest_whole(root) == folder
+
+
+def test_what_renames_is_refused(root: StorePath) -> None:
+    refused(lambda: CheckpointConfig(save=str(root), start_over=True), "--start-over", str(root))
