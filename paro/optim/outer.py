@@ -39,14 +39,6 @@ from paro.topology import nested_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupOfRanks:
-    """The position of this rank's group among the groups that train alone."""
-
-    index: int
-    number: int  # the number of groups
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRound:
     """The norms of a round that has ended: of each group's movement, and of the outer gradient."""
 
@@ -98,6 +90,7 @@ class OuterUnit:
                 span=between,
                 replicas=(),
             )
+        self._sent = self._message if self._update is None else self._update.quantized
         self._arrived: Event = DONE
         self.gradient_norm = torch.zeros((), device=master.device)  # of the last outer gradient
 
@@ -127,17 +120,13 @@ class OuterUnit:
             self._message.copy_(self.moved().mul_(weight))
         else:
             self._message.zero_()
-        if self._update is None:
+        if self._sum is None:
             _, reduced = self.unit.queue(self._reduce, self._message)
-            stepped = self._after(self._reduce, self._step, reduced)
-            _, gathered = self.unit.queue(self._gather, self._message, after=stepped)
-            self._arrived = self._after(self._gather, self._move_anchor, gathered)
-            return
-        assert self._sum is not None, "a quantized message is summed"
-        reduced = self._sum.reduce(self._message, self._message[self._shard], after=DONE)
-        stepped = self._after(self._reduce, self._quantized_step, reduced)
-        _, gathered = self.unit.queue(self._gather, self._update.quantized, after=stepped)
-        self._arrived = self._after(self._gather, self._update.apply, gathered)
+        else:
+            reduced = self._sum.reduce(self._message, self._message[self._shard], after=DONE)
+        stepped = self._after(self._reduce, self._step, reduced)
+        _, gathered = self.unit.queue(self._gather, self._sent, after=stepped)
+        self._arrived = self._after(self._gather, self._move_anchor, gathered)
 
     def _after(self, sent: Sequence[Collective], job: Job, after: Event) -> Event:
         """Queue local work after collectives; a single group does it at once."""
@@ -147,18 +136,7 @@ class OuterUnit:
         return self.unit.context.collectives.run_after(sent[-1].span, job, after=after)
 
     def _step(self) -> None:
-        """Do the outer step on this rank's range, and write the anchor's change to the message."""
-        self._move_reference()
-        self._message[self._shard].copy_(self.anchor[self._shard] - self.reference)
-
-    def _quantized_step(self) -> None:
-        assert self._update is not None
-        self._move_reference()
-        self._update.quantize(
-            self.reference, self.anchor[self._shard], self._shard.start // self.reference.numel()
-        )
-
-    def _move_reference(self) -> None:
+        """Do the outer step on this rank's range, and write the anchor's change to be sent."""
         config, gradient = self._config, self._message[self._shard].float()
         self.gradient_norm = torch.linalg.vector_norm(gradient)
         self.momentum.mul_(config.outer_momentum).add_(gradient)
@@ -166,9 +144,18 @@ class OuterUnit:
         if config.outer_nesterov:
             step = gradient.add(self.momentum, alpha=config.outer_momentum)
         self.reference.sub_(step, alpha=config.outer_lr)
+        anchor = self.anchor[self._shard]
+        if self._update is None:
+            self._message[self._shard].copy_(anchor - self.reference)
+        else:
+            index = self._shard.start // self.reference.numel()
+            self._update.quantize(self.reference, anchor, index)
 
     def _move_anchor(self) -> None:
-        self.anchor.sub_(self._message)
+        if self._update is None:
+            self.anchor.sub_(self._message)
+        else:
+            self._update.apply()
 
     def wait(self) -> None:
         """Wait until the last round has moved the anchor."""
@@ -231,15 +218,16 @@ class OuterOptimizer:
         context = units[0].unit.context
         topology, self._device = context.topology, context.device
         size = topology.group_size
-        self.group = GroupOfRanks(index=context.rank // size, number=topology.world_size // size)
-        self.ranks = range(self.group.index * size, (self.group.index + 1) * size)
+        # This rank's group among those that train alone.
+        self.group, self.num_groups = context.rank // size, topology.world_size // size
+        self.ranks = range(self.group * size, (self.group + 1) * size)
         self.units = units
         self.fragments: list[list[OuterUnit]] = [[] for _ in range(config.outer_fragments)]
         for each in units:
             index = names.index(each.unit.spec.unit.name)
             self.fragments[config.fragment_of(index, len(names))].append(each)
         # Whether each group takes part in the round in flight.
-        self.taken: tuple[bool, ...] = (True,) * self.group.number
+        self.taken: tuple[bool, ...] = (True,) * self.num_groups
         self.in_flight: int | None = None  # the fragment whose round has begun and not ended
         self.usual = [UsualMovement()] * config.outer_fragments
         # Norms of every group's movement in the round that this run began last.
@@ -250,7 +238,7 @@ class OuterOptimizer:
         """Return an inner optimizer's shard as a state of this group."""
         state = MASTER_OF_GROUP if shard.state == PARAM else shard.state
         inside = [rank for rank in shard.replicas if rank in self.ranks]
-        return replace(shard, state=of_group(state, self.group.index), replicas=inside)
+        return replace(shard, state=of_group(state, self.group), replicas=inside)
 
     def trains_alone(self, iteration: int) -> bool:
         """Return whether groups train alone in the step after `iteration` steps."""
@@ -266,7 +254,7 @@ class OuterOptimizer:
     @property
     def takes_part(self) -> bool:
         """True if this rank's group takes part in the round in flight, or in the last one."""
-        return self.taken[self.group.index]
+        return self.taken[self.group]
 
     @torch.no_grad()
     def after_update(self, iteration: int, control: Control) -> Iterator[UnitShards]:
@@ -298,9 +286,9 @@ class OuterOptimizer:
     def _begin(self, fragment: int, control: Control) -> None:
         """Begin a round without the groups whose movement is not finite, or an outlier."""
         units, self.in_flight = self.fragments[fragment], fragment
-        squares = [0.0] * self.group.number
+        squares = [0.0] * self.num_groups
         parts = [square_sum([each.moved()], self._device) for each in units]  # one at a time
-        squares[self.group.index] = float(torch.stack(parts).sum())
+        squares[self.group] = float(torch.stack(parts).sum())
         self.norms = tuple(map(math.sqrt, control.sum(squares)))
         self.taken = self.usual[fragment].taken(self.norms)
         self.usual[fragment] = self.usual[fragment].after(self.norms)

@@ -30,33 +30,6 @@ _MARK = 1 << 40  # above any number of steps
 _STEP, _COUNTERS = "stop/step", "stop/steps/"
 
 
-@dataclass(slots=True, kw_only=True)
-class StopStep:
-    """The agreement on the step after which all groups stop, by the first rank of each group."""
-
-    store: dist.Store
-    group: int
-    num_groups: int
-    counted: int = 0
-    start: int  # the iteration of the group that was furthest when this run started
-
-    def count(self, iteration: int, *, wants_to_stop: bool) -> int:
-        """Count a step of this group, which it is about to end; return the step to stop after.
-
-        0 means that no group wants to stop. The call waits for another group only while that group
-        names the step.
-        """
-        counted = self.store.add(f"{_COUNTERS}{self.group}", iteration - self.counted)
-        self.counted = iteration
-        if counted < _MARK and not wants_to_stop:
-            return 0
-        if wants_to_stop and self.store.add("stop/claims", 1) == 1:
-            keys = (f"{_COUNTERS}{group}" for group in range(self.num_groups))
-            counters = (self.store.add(key, _MARK) % _MARK for key in keys)
-            self.store.set(_STEP, str(max(self.start + 1, *counters) + 1))
-        return int(self.store.get(_STEP))
-
-
 class GroupsAlone:
     """The agreement of groups that train alone on a last step and on logs; idle in other runs."""
 
@@ -68,18 +41,14 @@ class GroupsAlone:
         self._training = training
         self._control = training.control
         self._start = start
-        self._stop: StopStep | None = None  # on the first rank of each group
+        outer, is_first = training.optimizer.outer, training.group_control.world.rank == 0
+        # The store, on the first rank of each group, and the last step that it counted there.
+        self._store = training.control.store if outer is not None and is_first else None
+        self._counted = 0
         self._stop_after = 0  # the iteration after which all groups stop; 0: none
         self._reasons = Reasons()  # of this group's ranks since the run began
         # Iterations since the last log line, each with the round that ended in it.
         self._records: list[tuple[IterationRecord, EndedRound | None]] = []
-        outer, store = training.optimizer.outer, training.control.store
-        control = training.group_control
-        if outer is not None and store is not None and control.world.rank == 0:
-            group = outer.group
-            self._stop = StopStep(
-                store=store, group=group.index, num_groups=group.number, start=start
-            )
 
     def is_behind(self, iteration: int) -> bool:
         """Return whether another group had ended `iteration` before this run started."""
@@ -91,10 +60,29 @@ class GroupsAlone:
 
     def reasons(self, of_rank: Reasons, iteration: int) -> Reasons:
         """Add what other groups want to a rank's reasons to stop, in the step of `iteration`."""
-        if self._stop is None or not self.are_alone(iteration):
+        if self._store is None or not self.are_alone(iteration):
             return of_rank
         wants_to_stop = of_rank.any or self._reasons.any
-        return of_rank._replace(stop_after=self._stop.count(iteration, wants_to_stop=wants_to_stop))
+        stop_after = self._count(self._store, iteration, wants_to_stop=wants_to_stop)
+        return of_rank._replace(stop_after=stop_after)
+
+    def _count(self, store: dist.Store, iteration: int, *, wants_to_stop: bool) -> int:
+        """Count a step of this group, which it is about to end; return the step to stop after.
+
+        0 means that no group wants to stop. The call waits for another group only while that group
+        names the step.
+        """
+        outer = self._training.optimizer.outer
+        assert outer is not None, "groups do not train alone"
+        counted = store.add(f"{_COUNTERS}{outer.group}", iteration - self._counted)
+        self._counted = iteration
+        if counted < _MARK and not wants_to_stop:
+            return 0
+        if wants_to_stop and store.add("stop/claims", 1) == 1:
+            keys = (f"{_COUNTERS}{group}" for group in range(outer.num_groups))
+            counters = (store.add(key, _MARK) % _MARK for key in keys)
+            store.set(_STEP, str(max(self._start + 1, *counters) + 1))
+        return int(store.get(_STEP))
 
     def reasons_of_all(self, reasons: Reasons, iteration: int) -> Reasons:
         """Return the reasons for which all groups stop after `iteration`, from those of a step.
@@ -215,7 +203,7 @@ def group_state_of(common: Mapping[str, Any], training: Training) -> GroupState 
     outer = training.optimizer.outer
     if outer is None or common.get("groups_alone") != training.groups_alone:
         return None
-    recorded = common["groups"][outer.group.index]
+    recorded = common["groups"][outer.group]
     group: GroupState = conform(recorded, GroupState, "groups in common.json")
     outer.taken = group.taken
     outer.usual = [*group.usual] or outer.usual
@@ -232,15 +220,15 @@ def restore_group(found: Recovery, training: Training) -> list[str]:
     outer, batches = training.optimizer.outer, training.batches
     if outer is None:
         return []
-    outer.restore(masters=outer.group.index not in found.groups, reference=found.lost_reference)
+    outer.restore(masters=outer.group not in found.groups, reference=found.lost_reference)
     group_state_of(found.common, training)
     met, newest = found.met[0], found.furthest_iteration
     last = first = found.furthest["state"]["consumed_train_samples"]
     for _ in range(met, newest):
         first -= batches.batch_size_at(first - 1)
     every = batches.micro_batch_size * batches.data_parallel_size
-    share, lines = every // outer.group.number, []
-    for group in range(outer.group.number):
+    share, lines = every // outer.num_groups, []
+    for group in range(outer.num_groups):
         where = f"  group {group} of those that train alone"
         if group in found.groups:
             lines.append(f"{where} continues after its iteration {found.groups[group]}")

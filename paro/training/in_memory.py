@@ -73,7 +73,7 @@ class InMemoryCheckpointer:
             identifying_flags(self._config.command_line, training.groups_alone),
             newer_than=newest,
             log=self._log.log0,
-            group=0 if outer is None else outer.group.index,
+            group=0 if outer is None else outer.group,
         )
         if found is None:
             return None
@@ -114,7 +114,7 @@ class InMemoryCheckpointer:
             states=states,
             flags=identifying_flags(self._config.command_line, training.groups_alone),
             constant=states.keys() - chunked_states(optimizer.flat_shards(frozen=False)).keys(),
-            group=0 if self._outer is None else self._outer.group.index,
+            group=0 if self._outer is None else self._outer.group,
         )
         everywhere = control.gather(NUM_SLOTS * self._writer.num_bytes)
         num_bytes = sum(everywhere[each] for each in near)
@@ -226,7 +226,7 @@ def _record(
 ) -> dict[str, Any]:
     """Build the record of a snapshot, in which all groups that train alone are as this rank's."""
     outer = training.optimizer.outer
-    groups = [] if outer is None else [state_of_group(training, state)] * outer.group.number
+    groups = [] if outer is None else [state_of_group(training, state)] * outer.num_groups
     return common_record(config, training, resumed, state, groups)
 
 

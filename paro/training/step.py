@@ -131,7 +131,7 @@ class Training:
         Checkpoints record it: only equal groups with an equal schedule continue as they were.
         """
         outer = self.optimizer.outer
-        return None if outer is None else {"number": outer.group.number, **outer.config.schedule}
+        return None if outer is None else {"number": outer.num_groups, **outer.config.schedule}
 
     def control_of_step(self, iteration: int) -> Control:
         """Return the small collectives among ranks that are synchronous after `iteration`."""

@@ -226,7 +226,7 @@ def lose_a_group(cases: Sequence[tuple[str, float]]) -> list[tuple[States, str |
         assert outer is not None
         outer.usual = [UsualMovement(num_rounds=100, mean=0.2, variance=0.01)]
         for step in range(1, 5):
-            if step == 4 and outer.group.index == 1:
+            if step == 4 and outer.group == 1:
                 for part in training.optimizer._parts.values():
                     for values in part.states.values():
                         values.detach()[:1] += moved

@@ -12,11 +12,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from data.batch import Batch
 from paro.checkpoint.chunks import chunked_states
 from paro.checkpoint.in_memory.folder import SnapshotFolder
 from paro.config.run import RunConfig
+from paro.distributed.world import World
 from paro.layout import Chunk
 from paro.report.log import Log
 from paro.report.report import open_report
@@ -216,7 +218,7 @@ def lose_copy(loss: Loss, root: Path) -> tuple[States, States, list[str]]:
     config, training = built(flags)
     outer = training.optimizer.outer
     assert outer is not None
-    (group, ranks), log = (outer.group.index, tuple(outer.ranks)), Log()
+    (group, ranks), log = (outer.group, tuple(outer.ranks)), Log()
     folder = SnapshotFolder(root / f"node{group}", training.control, ranks)
     folder.path.mkdir(parents=True, exist_ok=True)
     copies = InMemoryCheckpointer(config, folder, log)
@@ -266,7 +268,7 @@ def begin_as_defined(training: Training, state: TrainState, loss: Loss) -> Train
     assert outer is not None
     donor = training.control.gather((state, optimizer.num_steps))[2 * loss.donor]
     whole = states_of(training)
-    if loss.returned != outer.group.index:
+    if loss.returned != outer.group:
         return state
     for name, chunked in chunked_states(optimizer.flat_shards()).items():
         kind, _, parameter = name.partition(".")
@@ -304,3 +306,28 @@ def test_a_lost_group_begins_with_the_anchor_and_the_others_continue_as_they_wer
             int(line.split("iteration")[1].split("/")[0]) for line in lines if "/      11" in line
         ]
         assert printed == list(range(max(loss.steps) + 1, 12)), name
+
+
+@pytest.mark.parametrize(
+    ("start", "counted", "stop_after"),
+    [
+        (0, (5, 7), 8),  # the group that asks is behind the other
+        (9, (7, None), 11),  # the other starts after 9, and has counted nothing yet
+        (9, (12, 10), 14),
+    ],
+)
+def test_groups_stop_after_a_step_that_none_has_passed(
+    start: int, counted: tuple[int, int | None], stop_after: int
+) -> None:
+    store, groups = HashStore(), []
+    for group in range(2):
+        outer = Mock(group=group, num_groups=2)
+        training = Mock(group_control=Mock(world=World()))
+        training.control.store, training.optimizer.outer = store, outer
+        groups.append(GroupsAlone(training, start))
+        iteration = counted[group]
+        if iteration is not None:
+            assert groups[group].reasons(Reasons(), iteration).stop_after == 0
+    asked = groups[0].reasons(Reasons(signalled=True), (counted[0] or 0) + 1)
+    told = groups[1].reasons(Reasons(), (counted[1] or start) + 1)
+    assert asked.stop_after == told.stop_after == stop_after
