@@ -137,19 +137,16 @@ ON_DEVICE = """CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a tota
 PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."""
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
+def test_memory_that_runs_out_is_no_bug() -> None:
+    for error, told in (
         (torch.OutOfMemoryError(ON_DEVICE), f"out of device memory, {ASKED}"),
         (MemoryError(), "out of host memory"),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors"), "out of device memory"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of host memory"),
-    ],
-)
-def test_memory_that_runs_out_is_no_bug(error: Exception, told: str) -> None:
-    assert is_memory_failure(error)
-    assert describe(error) == told
-    assert not is_memory_failure(RuntimeError("shapes differ"))
+    ):
+        assert is_memory_failure(error)
+        assert describe(error) == told
+        assert not is_memory_failure(RuntimeError("shapes differ"))
 
 
 def test_what_other_ranks_raise() -> None:

@@ -55,9 +55,8 @@ def test_letters_become_degrees(letters: str) -> None:
     assert strategy.degrees == tuple({"N": 1, "I": 4, "G": 8}[letter] for letter in letters)
 
 
-@pytest.mark.parametrize(
-    ("text", "world_size", "group_size", "complaint"),
-    [
+def test_refused_texts() -> None:
+    for text, world_size, group_size, complaint in (
         ("XYZ", 8, 4, "unknown"),
         ("NN", 8, 4, "unknown"),
         ("1,a,2", 8, 4, "unknown"),
@@ -69,11 +68,9 @@ def test_letters_become_degrees(letters: str) -> None:
         ("IIN", 8, 1, "not legal"),
         ("IIN", 8, 8, "not legal"),
         *(("IIG", 8, n, f"--paro-group-size {n} ... one of 1, 2, 4, 8") for n in (0, 3, 16, -2)),
-    ],
-)
-def test_refused_texts(text: str, world_size: int, group_size: int, complaint: str) -> None:
-    parse = partial(parse_strategy, text, world_size=world_size, group_size=group_size)
-    refused(parse, complaint)
+    ):
+        parse = partial(parse_strategy, text, world_size=world_size, group_size=group_size)
+        refused(parse, complaint)
 
 
 def test_effective_letters_on_one_group() -> None:

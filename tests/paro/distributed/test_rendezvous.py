@@ -180,9 +180,8 @@ def raised(own: Exception | None, *others: Exception | None, name_rank: bool) ->
     raise AssertionError("nothing was raised")
 
 
-@pytest.mark.parametrize(
-    ("own", "other", "kind", "line"),
-    [
+def test_the_lowest_rank_that_failed_is_named_unless_all_failed_alike() -> None:
+    for own, other, kind, line in (
         (DamagedError("bad"), DamagedError("bad"), DamagedError, "--save ckpt: bad"),
         (DamagedError("bad"), DamagedError("worse"), DamagedError, "--save ckpt: rank 0: bad"),
         (DamagedError("bad"), UserError("wrong"), UserError, "--save ckpt: rank 0: bad"),
@@ -190,13 +189,9 @@ def raised(own: Exception | None, *others: Exception | None, name_rank: bool) ->
         (None, StorageError("full"), StorageError, "--save ckpt: rank 1: full"),
         (None, PeerError("rank 1 failed: a bug"), PeerError, "rank 1 failed: a bug"),
         (KeyError("a bug"), UserError("wrong"), KeyError, "'a bug'"),
-    ],
-)
-def test_the_lowest_rank_that_failed_is_named_unless_all_failed_alike(
-    own: Exception | None, other: Exception | None, kind: type[Exception], line: str
-) -> None:
-    error = raised(own, other, name_rank=True)
-    assert (type(error), str(error)) == (kind, line)
+    ):
+        error = raised(own, other, name_rank=True)
+        assert (type(error), str(error)) == (kind, line)
 
 
 def test_where_ranks_need_no_name_the_line_is_the_error_s_own() -> None:

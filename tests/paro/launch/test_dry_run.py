@@ -116,19 +116,16 @@ PLANNED = (
 RECOMPUTE = "--recompute-granularity full --recompute-num-layers 3"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_the_planner_predicts_the_memory_that_the_launch_does() -> None:
+    for words in (
         "--paro-strategy NNN --paro-prefetch-units 0",
         "--paro-strategy IIG --distributed-backend gloo --grad-reduce-in-bf16",
         "--paro-strategy 2,8,32 --recompute-granularity full",
         "--paro-strategy IIG --paro-materialize rotate --paro-rotate-in-place",
         f"--paro-strategy GGG --trainable last-blocks:0.25 {RECOMPUTE}",
-    ],
-)
-def test_the_planner_predicts_the_memory_that_the_launch_does(words: str) -> None:
-    plan = planned(f"{PLANNED} {words}")
-    assert plan.memory == Estimator(plan.request).memory(plan.launch.candidate)
+    ):
+        plan = planned(f"{PLANNED} {words}")
+        assert plan.memory == Estimator(plan.request).memory(plan.launch.candidate)
 
 
 @pytest.mark.parametrize("flags", ["GGG", "IIG --context-parallel-size 16"])

@@ -155,21 +155,16 @@ def test_nothing_is_built_before(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(lambda: launch("--mock-data --train-iters 2"), "1 rank of this host needs")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world_size", "group_size", "rows"),
-    [
+def test_a_state_has_level_copies_ranks_and_megabytes() -> None:
+    for strategy, world_size, group_size, rows in (
         ("NIG", 32, 8, ["N 1 32 0 1 .. 31", "I 8 4 0-7 8-15 16-23 24-31", "G 32 1 0-31"]),
         ("2,4,8", 8, 4, ["- 2 4 0-1 2-3 4-5 6-7", "I 4 2 0-3 4-7", "G 8 1 0-7"]),
-    ],
-)
-def test_a_state_has_level_copies_ranks_and_megabytes(
-    strategy: str, world_size: int, group_size: int, rows: list[str]
-) -> None:
-    placed = on_ranks(strategy, world_size=world_size, group_size=group_size)
-    states = ModelStateBytes(params=14 * 10**9, grads=20_000, optim=30_000)
-    found = [" ".join(line.split()[1:]) for line in describe_placement(*placed, states)[1:]]
-    sizes = ("14000.00", "0.02", "0.03")
-    assert found == [f"{row} {size}" for row, size in zip(rows, sizes, strict=True)]
+    ):
+        placed = on_ranks(strategy, world_size=world_size, group_size=group_size)
+        states = ModelStateBytes(params=14 * 10**9, grads=20_000, optim=30_000)
+        found = [" ".join(line.split()[1:]) for line in describe_placement(*placed, states)[1:]]
+        sizes = ("14000.00", "0.02", "0.03")
+        assert found == [f"{row} {size}" for row, size in zip(rows, sizes, strict=True)]
 
 
 # Kernels: ranks that see different ones use the same

@@ -106,14 +106,11 @@ def test_mup_divides_rates_and_epsilons_of_matrices_of_blocks_by_the_width() -> 
     assert slower.of("blocks.0.wq", (3, 3)) == Factors(0.5, 1.0, 0.25, is_decoupled=False)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_what_is_no_group_is_refused() -> None:
+    for words in (
         *("*.wq lr-mult=2", "names:*.wq", "names: lr-mult=2", "names:a,,b lr-mult=2"),
         *("names:*.wq lr-mult=-1", "names:*.wq lr-mult=inf", "names:*.wq lr-mult=x"),
         *("names:*.wq lr=2", "names:*.wq lr-mult=2 lr-mult=2", "names:*.wq lr-mult", ""),
-    ],
-)
-def test_what_is_no_group_is_refused(words: str) -> None:
-    told = f"--param-group {words!r}", "names:PATTERN[,PATTERN] lr-mult=X wd-mult=X"
-    refused(lambda: OptimConfig(param_group=(words,)), *told)
+    ):
+        told = f"--param-group {words!r}", "names:PATTERN[,PATTERN] lr-mult=X wd-mult=X"
+        refused(lambda words=words: OptimConfig(param_group=(words,)), *told)

@@ -82,9 +82,8 @@ def test_a_tail_of_wsd_is_no_decay_of_its_own_name() -> None:
             make(lr_decay_style=style).lr_at(600)
 
 
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
+def test_contradictions_name_their_flag() -> None:
+    for changes, part in (
         ({"lr": math.nan}, "--lr nan"),
         ({"min_lr": -0.1}, "--min-lr -0.1"),
         ({"decoupled_lr": 0.05}, "--min-lr ... --decoupled-lr 0.05"),
@@ -97,10 +96,8 @@ def test_a_tail_of_wsd_is_no_decay_of_its_own_name() -> None:
         ({"lr_decay_style": "WSD", "lr_wsd_decay_samples": 1200}, "1200 ... --lr-wsd-decay-iters"),
         ({"start_weight_decay": 0.2, "end_weight_decay": 0.1}, "--start-weight-decay"),
         ({"start_weight_decay": 0.0, "end_weight_decay": 0.1}, "--weight-decay-incr-style"),
-    ],
-)
-def test_contradictions_name_their_flag(changes: dict[str, Any], part: str) -> None:
-    refused(lambda: make(**changes), part)
+    ):
+        refused(lambda changes=changes: make(**changes), part)
 
 
 # Batch sizes
@@ -122,9 +119,9 @@ STEPS = ((0, 8), (40, 24), (100, 16))
 CONSTANT = ({0: 32, 10**9: 32}, [0, 32, 64, 96], {191: 5})
 
 
-@pytest.mark.parametrize(
-    ("schedule", "sizes", "starts", "partial"),
-    [
+def test_sizes_iterations_and_samples_agree() -> None:
+    """At numbers of samples; where iterations start; and with a last batch that is left out."""
+    for schedule, sizes, starts, partial in (
         (batches(), *CONSTANT),
         (batches((32, 8, 100)), *CONSTANT),  # a ramp without length is none
         (batches((8, 8, 0)), *CONSTANT),
@@ -140,17 +137,12 @@ CONSTANT = ({0: 32, 10**9: 32}, [0, 32, 64, 96], {191: 5})
             [0, 8, 16, 24, 32, 40, 64, 88, 112, 128, 144],
             {7: 0, 63: 5, 111: 7, 127: 8},
         ),
-    ],
-)
-def test_sizes_iterations_and_samples_agree(
-    schedule: BatchSchedule, sizes: dict[int, int], starts: list[int], partial: dict[int, int]
-) -> None:
-    """At numbers of samples; where iterations start; and with a last batch that is left out."""
-    assert {at: schedule.batch_size_at(at) for at in sizes} == sizes
-    assert {at: 8 * schedule.num_micro_batches_at(at) for at in sizes} == sizes
-    assert [schedule.samples_after(i) for i in range(len(starts))] == starts
-    assert [schedule.iterations_within(samples) for samples in starts] == [*range(len(starts))]
-    assert {samples: schedule.iterations_within(samples) for samples in partial} == partial
+    ):
+        assert {at: schedule.batch_size_at(at) for at in sizes} == sizes
+        assert {at: 8 * schedule.num_micro_batches_at(at) for at in sizes} == sizes
+        assert [schedule.samples_after(i) for i in range(len(starts))] == starts
+        assert [schedule.iterations_within(samples) for samples in starts] == [*range(len(starts))]
+        assert {samples: schedule.iterations_within(samples) for samples in partial} == partial
 
 
 def test_what_is_left_counts_from_what_is_consumed() -> None:
@@ -169,9 +161,8 @@ def test_the_way_through_a_long_schedule_is_not_walked() -> None:
     assert schedule.iterations_within(10**12 + 16) == 10**12 // 8 + 1
 
 
-@pytest.mark.parametrize(
-    ("sizes", "rampup", "told"),
-    [
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    for sizes, rampup, told in (
         ({"global_batch_size": 36}, None, "36 ... 4 data-parallel ranks (= 8): choose 32 or 40"),
         ({"global_batch_size": 7}, None, "--global-batch-size 7 ... (= 8): choose 8"),
         ({"global_batch_size": 0}, None, "--global-batch-size 0"),
@@ -181,12 +172,8 @@ def test_the_way_through_a_long_schedule_is_not_walked() -> None:
         ({}, (8, 12, 96), "INCREMENT 12 is no multiple ... choose 8 or 16"),
         ({}, (8, 0, 96), "at least 1"),
         ({}, (8, 8, -1), "at least 0"),
-    ],
-)
-def test_sizes_that_do_not_divide_are_refused(
-    sizes: dict[str, int], rampup: Ramp | None, told: str
-) -> None:
-    refused(lambda: batches(rampup, **sizes).check_from(0), told)
+    ):
+        refused(lambda sizes=sizes, rampup=rampup: batches(rampup, **sizes).check_from(0), told)
 
 
 @pytest.mark.parametrize(
@@ -233,18 +220,15 @@ def test_a_schedule_that_cannot_be_read_is_refused(text: str, message: str) -> N
     refused(lambda: parse_steps(text, 100), f"--step-batch-size-schedule ... {message}")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
+def test_batches_of_evaluations() -> None:
+    for sizes, expected in (
         ({}, (32, 2, 4)),
         ({"eval_global_batch_size": 64}, (64, 2, 8)),
         ({"eval_micro_batch_size": 4}, (32, 4, 2)),
         ({"eval_global_batch_size": 8, "eval_micro_batch_size": 1}, (8, 1, 2)),
-    ],
-)
-def test_batches_of_evaluations(sizes: dict[str, int], expected: tuple[int, int, int]) -> None:
-    for rampup in (None, RAMP):
-        made = batches(rampup, **sizes)
-        found = (made.eval_batch, made.eval_micro_batch, made.num_eval_micro_batches)
-        assert found == expected
-    assert batches(steps=STEPS).eval_batch == 16
+    ):
+        for rampup in (None, RAMP):
+            made = batches(rampup, **sizes)
+            found = (made.eval_batch, made.eval_micro_batch, made.num_eval_micro_batches)
+            assert found == expected
+        assert batches(steps=STEPS).eval_batch == 16

@@ -169,9 +169,9 @@ def test_a_constant_scale_never_moves(loss_scale: float | None, expected: float)
     assert scales(config, [True, True, False] * 1000) == [expected] * 3000
 
 
-@pytest.mark.parametrize(
-    ("changes", "steps", "expected"),
-    [
+def test_a_scale_follows_steps() -> None:
+    """`x`: gradients are not finite."""
+    for changes, steps, expected in (
         # It doubles after a window of finite steps, which one that is not begins anew.
         ({}, "......", [64, 64, 128, 128, 128, 256]),
         ({}, "..x...", [64, 64, 64, 64, 64, 128]),
@@ -179,25 +179,19 @@ def test_a_constant_scale_never_moves(loss_scale: float | None, expected: float)
         ({}, "xxx.x", [64, 32, 16, 16, 8]),
         ({}, "xx...xx", [64, 32, 32, 32, 64, 64, 32]),
         ({"min_loss_scale": 24.0}, "xxxxx", [64, 32, 24, 24, 24]),
-    ],
-)
-def test_a_scale_follows_steps(changes: dict[str, float], steps: str, expected: list[int]) -> None:
-    """`x`: gradients are not finite."""
-    assert scales(dynamic(**changes), [step == "x" for step in steps]) == expected
+    ):
+        assert scales(dynamic(**changes), [step == "x" for step in steps]) == expected
 
 
-@pytest.mark.parametrize(
-    ("changes", "flag"),
-    [
+def test_impossible_settings_name_their_flag() -> None:
+    for changes, flag in (
         ({"loss_scale": -1.0}, "--loss-scale"),
         ({"min_loss_scale": 0.0}, "--min-loss-scale"),
         ({"initial_loss_scale": 0.5}, "--initial-loss-scale"),
         ({"loss_scale_window": 0}, "--loss-scale-window"),
         ({"hysteresis": 0}, "--hysteresis"),
-    ],
-)
-def test_impossible_settings_name_their_flag(changes: dict[str, Any], flag: str) -> None:
-    refused(lambda: LossScaleConfig(**changes), flag)
+    ):
+        refused(lambda changes=changes: LossScaleConfig(**changes), flag)
 
 
 # Which groups a round of outer steps leaves out

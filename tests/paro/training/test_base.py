@@ -281,17 +281,14 @@ def test_adapters_begin_on_a_model_without_them(whole_model: Path) -> None:
             assert torch.equal(ours[name].values, shard.values)
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
+def test_other_adapters_are_refused(adapters: Path) -> None:
+    for words, told in (
         ("", "adapters of rank 3 on wq, wv: give the --lora-* flags of its run, or merge"),
         ("--lora-rank 4 --lora-alpha 6", "--lora-rank 3 ... has 4: give that"),
         ("--lora-rank 3", "--lora-alpha 6 ... has 8: give that"),
         (f"{LORA} --lora-target-modules k_proj", "--lora-target-modules wq,wv ... has wk"),
-    ],
-)
-def test_other_adapters_are_refused(adapters: Path, words: str, told: str) -> None:
-    refuses(f"{words} --load {adapters}", told)
+    ):
+        refuses(f"{words} --load {adapters}", told)
 
 
 def logits_of(training: Training, tokens_BS: Tensor) -> Tensor:
@@ -319,15 +316,12 @@ def test_tools_merge_what_was_trained(adapters: Path, whole_model: Path, tmp_pat
     torch.testing.assert_close(logits_of(again, tokens_BS), wanted)
 
 
-@pytest.mark.parametrize(
-    ("lora", "told"),
-    [
+def test_damaged_words_about_adapters_are_refused() -> None:
+    for lora, told in (
         ({"rank": "many"}, "common.json: lora: rank"),
         ([3], "common.json: lora"),
         ({"rank": 0}, "--lora-rank 0 must be at least 1"),
         ({"rank": 2, "targets": ["x"]}, "adapters of x"),
         ({"rank": 2, "more": 1}, "common.json: lora"),
-    ],
-)
-def test_damaged_words_about_adapters_are_refused(lora: object, told: str) -> None:
-    refused(lambda: adapters_of({"lora": lora}, Path("folder")), told)
+    ):
+        refused(lambda lora=lora: adapters_of({"lora": lora}, Path("folder")), told)

@@ -71,9 +71,8 @@ TALKS, APART = "--data-path talks", "--reset-position-ids --reset-attention-mask
 A, B = "a (400 tokens)", "b (600 tokens)"
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "change"),
-    [
+def test_a_flag_that_changes_the_order_is_named() -> None:
+    for before, after, change in (
         ("--seed 1", "--seed 2", "was 1 and is 2 ... shuffled in another way"),
         ("--split 9,1,0", "--split 8,2,0", "was 9,1,0 and is 8,2,0 ... validation and test"),
         ("--data-path a", "--data-path b", f"{A} and are --data-path {B}"),
@@ -81,28 +80,23 @@ A, B = "a (400 tokens)", "b (600 tokens)"
         (f"--sft {TALKS}", f"{APART} {TALKS}", "was True and is False ... cut into samples"),
         ("--train-iters 10", "--train-iters 20", "was 10 and is 20 ... epochs"),
         ("--global-batch-size 4", "--global-batch-size 8", "was 4 and is 8 ... epochs"),
-    ],
-)
-def test_a_flag_that_changes_the_order_is_named(before: str, after: str, change: str) -> None:
-    words = FLAGS if before.startswith("--data-path") else f"{FLAGS} --data-path a"
-    common = saved(f"{words} {before}")
-    assert told(common, f"{words} {before}") == []
-    (line,) = told(common, f"{words} {after}")
-    says(line, f"{before.split()[0]} {change} ... {TAIL}")
+    ):
+        words = FLAGS if before.startswith("--data-path") else f"{FLAGS} --data-path a"
+        common = saved(f"{words} {before}")
+        assert told(common, f"{words} {before}") == []
+        (line,) = told(common, f"{words} {after}")
+        says(line, f"{before.split()[0]} {change} ... {TAIL}")
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
+def test_what_leaves_the_order_as_it_was_is_not_told() -> None:
+    for before, after in (
         ("a", "moved/a"),
         ("a", "a --split 90,10"),
         ("a", "a --train-iters 11 --micro-batch-size 2 --num-workers 0"),  # no other epochs
         ("0.3 a 0.7 b", "3 a 7 b"),
-    ],
-)
-def test_what_leaves_the_order_as_it_was_is_not_told(before: str, after: str) -> None:
-    words = f"{FLAGS} --data-path"
-    assert told(saved(f"{words} {before}"), f"{words} {after}") == []
+    ):
+        words = f"{FLAGS} --data-path"
+        assert told(saved(f"{words} {before}"), f"{words} {after}") == []
 
 
 @pytest.mark.parametrize(
@@ -174,9 +168,8 @@ GROWS = "--start-weight-decay 0 --end-weight-decay 0.1 --weight-decay-incr-style
 DECAY = "--lr-warmup-iters 2 --lr-decay-iters 8"
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "change"),
-    [
+def test_the_flag_that_changed_a_schedule_is_named() -> None:
+    for before, after, change in (
         ("", "--train-iters 20", f"--train-iters was 10 and is 20: {LENGTH}"),
         (DECAY, f"{DECAY} --global-batch-size 8", f"--global-batch-size was 4 and is 8: {LENGTH}"),
         ("--lr-warmup-iters 2", "--lr-warmup-iters 3 --train-iters 20", "8 samples and is 12"),
@@ -185,15 +178,11 @@ DECAY = "--lr-warmup-iters 2 --lr-decay-iters 8"
         (COSINE, COSINE, None),
         ("--lr-decay-iters 8", "--lr-decay-iters 8 --train-iters 20", None),
         (f"--lr-decay-iters 8 {GROWS}", f"--lr-decay-iters 8 {GROWS} --train-iters 20", LENGTH),
-    ],
-)
-def test_the_flag_that_changed_a_schedule_is_named(
-    before: str, after: str, change: str | None
-) -> None:
-    words = f"{FLAGS} --mock-data"
-    line = changed(saved(f"{words} {before}"), run(f"{words} {after}"))
-    assert (line is None) is (change is None)
-    says(line or "", change or "")
+    ):
+        words = f"{FLAGS} --mock-data"
+        line = changed(saved(f"{words} {before}"), run(f"{words} {after}"))
+        assert (line is None) is (change is None)
+        says(line or "", change or "")
 
 
 def test_a_schedule_of_before_there_was_a_record_names_what_it_may_be() -> None:
