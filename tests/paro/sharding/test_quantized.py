@@ -224,20 +224,6 @@ def test_resumed_on_other_ranks_and_with_other_bits(
     assert_near(here[0].losses, there[0].losses, 5e-3, f"{before} to {after}")
 
 
-def test_what_stays_in_16_bits_is_said() -> None:
-    for coded, strategy, line in (
-        (FOUR, "4,4,8", "in every micro-batch, in 16 bits; IIG sends them"),
-        (FOUR, "III", "no effect under III: its updated parameters are gathered inside groups"),
-        (FOUR, "IIG", None),
-        (EIGHT, "IGG", "IGG gradients cross groups in every micro-batch, in 16 bits; IIG sends"),
-        (EIGHT, "III", None),
-    ):
-        notices = quantized_run(f"{coded} --paro-strategy {strategy}").notices
-        said = [notice for notice in notices if coded in notice]
-        assert len(said) == (line is not None)
-        assert line is None or line in said[0]
-
-
 def recorded(flags: Sequence[str], world_size: int, group_size: int) -> list[list[Recorded]]:
     """What the ranks of every run have recorded."""
     by_rank = run_ranks(record_all, world_size, flags, group_size, timeout=1800)
