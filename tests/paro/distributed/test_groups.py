@@ -273,14 +273,6 @@ def test_gloo_chooses_on_one_node(host: pytest.MonkeyPatch, given: dict[str, obj
     assert f"set {IFNAME} to an interface" in text
 
 
-@pytest.mark.parametrize(
-    ("given", "address"), [("ib0,eth0", "fe80::1, 10.0.0.1"), ("nic7", "no address")]
-)
-def test_errors_name_the_address_in_use(given: str, address: str, host: pytest.MonkeyPatch) -> None:
-    host.setenv(IFNAME, given)
-    assert f"gloo uses {address} (interface {given}): " in interface_text()
-
-
 TOO_OLD = "CUDA initialization: The NVIDIA driver on your system is too old (found version 12020)"
 
 

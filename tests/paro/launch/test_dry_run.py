@@ -139,11 +139,6 @@ def test_a_run_expects_the_time_of_a_step_that_its_dry_run_says(flags: str) -> N
     assert (expected.seconds.get("context", 0.0) > 0.0) is ("context" in flags)
 
 
-def test_no_time_is_expected_without_a_machine_or_a_step() -> None:
-    for words in (f"{MOCK} --dry-run --world-size 8", f"{PLANNED} --skip-train"):
-        assert planned_step(configured(words)) is None
-
-
 def test_what_leaves_too_little_for_nccl_does_not_fit() -> None:
     plan = planned(f"{PLANNED} --paro-strategy III")
     between = (plan.memory.allocated + plan.memory.total) // 2
@@ -255,12 +250,6 @@ def test_the_largest_total_is_the_need(words: str, capsys: pytest.CaptureFixture
     totals = [line.split()[-1] for line in listing(f"{IIG} {words}", capsys)[4:]]
     found = max(float(t.replace(",", "")) for t in totals if re.fullmatch(r"[\d,]+\.\d", t))
     assert found == round(planned(f"{IIG} {words}").memory.allocated / 1e6, 1)
-
-
-def test_without_training_there_is_no_step(capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(f"{IIG} --skip-train", capsys)
-    assert "> no step to show: --skip-train trains nothing\n" in out
-    assert "FORWARD" not in out
 
 
 # Files: what is on this machine is checked, and what is not is told

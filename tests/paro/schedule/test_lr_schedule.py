@@ -76,12 +76,6 @@ def test_rates_and_weight_decays_are_megatrons() -> None:
             assert (decoupled.lr_at(at), schedule.decoupled_lr_at(at)) == (schedule.lr_at(at), None)
 
 
-def test_a_tail_of_wsd_is_no_decay_of_its_own_name() -> None:
-    for style in {*WSD_DECAY_STYLES} - {*DECAY_STYLES}:
-        with pytest.raises(KeyError):
-            make(lr_decay_style=style).lr_at(600)
-
-
 def test_contradictions_name_their_flag() -> None:
     for changes, part in (
         ({"lr": math.nan}, "--lr nan"),

@@ -163,12 +163,6 @@ def dynamic(**changes: Any) -> LossScaleConfig:
     return LossScaleConfig(dynamic=True, **values)
 
 
-@pytest.mark.parametrize(("loss_scale", "expected"), [(None, 1.0), (128.0, 128.0)])
-def test_a_constant_scale_never_moves(loss_scale: float | None, expected: float) -> None:
-    config = LossScaleConfig(loss_scale=loss_scale)
-    assert scales(config, [True, True, False] * 1000) == [expected] * 3000
-
-
 def test_a_scale_follows_steps() -> None:
     """`x`: gradients are not finite."""
     for changes, steps, expected in (

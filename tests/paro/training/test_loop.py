@@ -151,15 +151,6 @@ def test_evaluations_have_batches_of_their_own() -> None:
     assert of_two.losses != of_six[0].losses
 
 
-@pytest.mark.slow("trains several times")
-def test_the_batch_follows_the_schedule() -> None:
-    # Of 12 tokens per sample: 1 at first, 3 after 2 samples, 2 after 5.
-    run = run_loop("--train-samples 12 --step-batch-size-schedule 0:1,24:3,60:2")
-    sizes = [record.global_batch_size for record in run.records]
-    assert sizes == [1, 1, 3, 2, 2, 2]
-    assert run.state.consumed_train_samples == 11, "the last partial batch is left out"
-
-
 def test_leaves_when_its_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
     run = run_loop("--train-iters 1000000 --exit-duration-in-mins 0.005 --eval-iters 0")
     assert 1 <= run.state.iteration < 1000000
