@@ -70,6 +70,7 @@ _MUON_LR = 0.005  # learning rates below this are typical of AdamW, too small fo
 # Arguments that have no effect unless the run saves, uses a WSD schedule, and so on.
 _SAVING = ("save_interval", "async_save", "no_save_optim", "on_save_failure")
 _WSD = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+_LOWEST = ("min_lr", "decoupled_min_lr")
 _SHARED = ("cp_comm_type",)
 _MUON = tuple(asdict(MuonConfig()))
 
@@ -115,6 +116,7 @@ def flags_without_effect(args: Namespace) -> tuple[str, ...]:
         (f"{{}} no effect without --lr-decay-style WSD: {style}", style.endswith("WSD"), _WSD),
         ("{} no effect without --context-parallel-size", size != 1, _SHARED),
         ("{} no effect without --optimizer muon", args.optimizer == "muon", _MUON),
+        ("{} no effect with --lr-decay-style constant", not style.endswith("constant"), _LOWEST),
         ("{} no effect without --qk-layernorm", args.qk_layernorm, ("apply_wd_to_qk_layernorm",)),
         ("{} no effect without --yarn-mscale-all-dim", over_all, ("yarn_mscale",)),
         ("{} no effect without --yarn-mscale", over, ("yarn_mscale_all_dim",)),

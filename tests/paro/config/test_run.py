@@ -289,6 +289,7 @@ def test_a_tracker_alone_is_a_checkpoint_and_an_unfinished_save_is_none(tmp_path
         ("--save-interval 5 --async-save", "--save-interval, --async-save have no effect without"),
         ("--muon-momentum 0.8 --muon-nesterov", "--muon-nesterov have no effect without --optim"),
         ("--muon-momentum 0.8 --optimizer muon --muon-extra-scale-factor 0.2", None),
+        ("--lr-decay-style constant --min-lr 0.01", "--min-lr has no effect with --lr-decay-style"),
         ("--apply-wd-to-qk-layernorm", "--apply-wd-to-qk-layernorm has no effect without --qk-"),
         ("--apply-wd-to-qk-layernorm --qk-layernorm", None),
         (f"{YARN} --yarn-mscale 1", "--yarn-mscale has no effect without --yarn-mscale-all-dim"),
