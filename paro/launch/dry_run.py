@@ -300,7 +300,8 @@ def _memory(plan: RunPrediction) -> Iterator[str]:
     for name, num_bytes in memory.parts().items():
         if num_bytes:
             yield f"    {name:<17}  {size_text(num_bytes, like=memory.total):>9}"
-    if on_host := offloaded(plan.memories.specs(plan.run)).host_bytes:
+    on_host = offloaded(plan.memories.specs(plan.run)).host_bytes
+    if on_host and plan.run.device_type == "cuda":
         yield f">   and {size_text(on_host)} of host memory, which are read and written every step"
 
 
