@@ -291,7 +291,7 @@ def printable(text: str) -> str:
     Names in files and flags may hold ANSI escapes, or marks that reverse the direction of text.
     Ends of lines and tabs are left: the layout of what is printed.
     """
-    if text.isprintable():
+    if text.replace("\n", "").replace("\t", "").isprintable():
         return text
     return "".join(
         character
