@@ -25,6 +25,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.toy_run import control_here
 
+pytestmark = pytest.mark.slow("trains and saves")
+
 
 def iterations(root: Path) -> list[str]:
     return sorted(path.name for path in root.glob("iter_*"))

@@ -200,6 +200,7 @@ def usable(
     return found.config, str(found.line)
 
 
+@pytest.mark.slow("tries every kernel")
 @pytest.mark.usefixtures("interpreted")
 def test_what_runs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     found, line = usable(replace(CONFIG, fp8_format="hybrid"), dtype=torch.bfloat16)
@@ -219,6 +220,7 @@ def test_what_runs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert line.startswith("blocks: torch.compile by inductor; loss: Triton 3.")
 
 
+@pytest.mark.slow("tries every kernel")
 def test_what_fails_is_left_to_torch_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with interpreter():
         from model import kernels as imported

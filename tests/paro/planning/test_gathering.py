@@ -215,6 +215,7 @@ OF_SHARED_SAMPLES = {
 }
 
 
+@pytest.mark.slow("profiles a rank's memory")
 @pytest.mark.parametrize("name", OF_SHARED_SAMPLES)
 def test_prediction_holds_for_shared_samples(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert_predicted(monkeypatch, OF_SHARED_SAMPLES[name])
@@ -259,6 +260,7 @@ def allocate_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, name, defaultdict(lambda: lambda *_, **__: None))
 
 
+@pytest.mark.slow("profiles a rank's memory")
 @pytest.mark.parametrize("name", IN_FP8)
 def test_prediction_holds_in_fp8(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     allocate_as_gpus(monkeypatch)

@@ -26,6 +26,7 @@ from tools.planning.tables import letter_rows
 NATIVE = SearchSpace(micro_batch_sizes=(2,), collectives=("native",), recomputes=(None,))
 
 
+@pytest.mark.slow("estimates all candidates")
 @pytest.mark.parametrize(("gigabytes", "inter"), [(0.6, 100), (1.0, 2), (3.0, 100), (80.0, 2)])
 def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
     given = plan_request(
