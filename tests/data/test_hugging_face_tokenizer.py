@@ -117,17 +117,6 @@ def unigram(folder: Path) -> None:
     write(folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **fields})
 
 
-def qwen(folder: Path) -> None:
-    """As saved by one of transformers' own classes."""
-    from transformers import Qwen2Tokenizer
-
-    model = json.loads(byte_level(["<|endoftext|>", "<|im_end|>"]).to_str())["model"]
-    merges = [tuple(merge) for merge in model["merges"]]
-    tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=merges, eos_token="<|im_end|>")
-    tokenizer.add_tokens(["<tool>"])
-    tokenizer.save_pretrained(folder)
-
-
 def gpt2(folder: Path) -> None:
     """Only the model's own configuration names the end-of-text id."""
     tokenizer = byte_level(["<|endoftext|>"])
@@ -136,7 +125,7 @@ def gpt2(folder: Path) -> None:
     write(folder, "config.json", {"model_type": "gpt2", "bos_token_id": 0, "eos_token_id": 0})
 
 
-FOLDERS = [modern, tokens_beside, roles_beside, of_old, unigram, qwen, gpt2]
+FOLDERS = [modern, tokens_beside, roles_beside, of_old, unigram, gpt2]
 
 
 @pytest.mark.parametrize("make", FOLDERS)

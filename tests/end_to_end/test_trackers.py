@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_training import RUN, Ended, launch, on_ranks, read_metrics, run_main
+from tests.end_to_end.test_training import RUN, Ended, launch, read_metrics, run_main
 from tests.helpers.processes import children, wait_for
 from tests.helpers.ranks import HANGS_AFTER, run_ranks
 from tests.helpers.refusals import refused, says
@@ -135,18 +135,3 @@ def test_all_ranks_stop_where_the_one_that_writes_has_no_key(
         told = "--wandb-project p: there is no API key ... rank 1 ... wandb login"
         says(rank.mistake or "", told, "WANDB_MODE=offline")
         assert rank.printed == ""
-
-
-@pytest.mark.ranks
-def test_ranks_tell_what_communication_cost_and_who_was_slowest(tmp_path: Path) -> None:
-    flags = [*RUN, "--train-iters", "3", "--paro-strategy", "IIG", "--paro-group-size", "2"]
-    flags += ["--timing-log-level", "1", "--timing-log-option", "all", "--log-straggler"]
-    printed = on_ranks([*flags, "--metrics-file", tmp_path / "metrics.jsonl"], 4)
-    assert (
-        len(re.findall(r"^ slowest rank: [0-3] \| compute \(ms\): .* cause: ", printed, re.M)) == 3
-    )
-    assert len(re.findall(r"^     rank  3: \d+\.\d\d$", printed, re.M)) >= 3 * 8
-    for line in read_metrics(tmp_path / "metrics.jsonl"):
-        by_kind = sum(line[f"exposed_{kind}_ms"] for kind in ("gather", "reduce", "publish"))
-        by_link = line["exposed_intra_ms"] + line["exposed_inter_ms"]
-        assert 0.0 < by_link <= by_kind < line["iteration_time_ms"]

@@ -16,7 +16,6 @@ from paro.collectives import native
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.wire import Wire
 from paro.distributed.groups import Groups
-from paro.machine.collective_time import algorithms_of
 from paro.planning.estimator import Estimator
 from paro.planning.run_memory import (
     COMMUNICATOR_BYTES,
@@ -353,17 +352,6 @@ def test_cpu_ranks_have_only_what_their_process_takes() -> None:
     given = plan_request(device_type="cpu", collective="ho-ring")
     memory = Estimator(given).memory(given.candidate(given.strategy("GGG")))
     assert memory == DeviceMemory(allocations=memory.allocations)
-
-
-def test_auto_makes_the_groups_of_all_that_was_measured() -> None:
-    given = plan_request(machine=machine(device=replace(DEVICE, communicator_bytes=1)))
-    assert algorithms_of(given.machine, by_nccl=True) == algorithms_of(None, by_nccl=True)
-    candidate = given.candidate(given.strategy("2,4,16"))
-    numbers = {
-        name: Estimator(given).memory(replace(candidate, collective=name)).communicators
-        for name in ("native", "ho-ring", "auto")
-    }
-    assert numbers["auto"] > max(numbers["native"], numbers["ho-ring"]) > 0
 
 
 def test_a_run_on_other_ranks_has_units_padded_for_them() -> None:

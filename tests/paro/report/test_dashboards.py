@@ -215,10 +215,8 @@ def test_wandb_has_one_value_a_step_after_a_resume_from_an_earlier_iteration(
     [
         ("WANDB_API_KEY", KEY, True),
         ("WANDB_MODE", "offline", True),
-        ("WANDB_IDENTITY_TOKEN_FILE", "token", True),
         ("netrc", f"machine api.wandb.ai login user password {KEY}", True),
         ("WANDB_API_KEY", "abc", False),
-        ("WANDB_MODE", "none", False),
     ],
 )
 @pytest.mark.usefixtures("wandb_alone")

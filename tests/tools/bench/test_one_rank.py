@@ -1,14 +1,11 @@
-"""One real rank of many: its links, what arrives, and trainings on them."""
+"""One real rank of many: its links, mistakes, and trainings on them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from paro.collectives.schedule import Op
 from paro.machine.collective_time import CollectiveTimes
@@ -20,24 +17,11 @@ from tests.helpers.scripts import run_script
 from tests.paro.planning.cases import machine
 from tools.bench import one_rank
 from tools.bench.link_model.links import Links
-from tools.bench.link_model.process_group import alone
 
 SCRIPT = "tools/bench/one_rank.py"
 
 
 MACHINE = machine(world_size=8, group_size=4, nic=Nic.PER_RANK, intra=8, inter=0.8)
-
-
-@pytest.fixture
-def rank() -> Iterator[Links]:
-    """Rank 5 of 8 in the default group of this process, whose transfers take no time."""
-    links = Links(MACHINE, are_free=True)
-    with alone(links):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=5, world_size=8)
-        try:
-            yield links
-        finally:
-            dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -57,32 +41,6 @@ def test_a_collective_lasts_as_the_planner_counts(
     assert message is not None
     assert message.seconds > 0.0
     assert Links(MACHINE, are_free=True).job(Op.ALL_GATHER, ranks, 8_000_000) is None
-
-
-def test_what_arrives_is_the_ranks_own(rank: Links) -> None:
-    own = torch.tensor([1.0, -2.0])
-    whole = torch.full((16,), torch.nan)
-    dist.all_gather_into_tensor(whole, own)
-    assert torch.equal(whole, own.repeat(8))
-    whole = torch.arange(16.0)
-    dist.all_gather_into_tensor(whole, whole[10:12])  # in place
-    assert torch.equal(whole, torch.tensor([10.0, 11.0]).repeat(8))
-    total = torch.tensor([3.0])
-    dist.all_reduce(total)
-    assert total.item() == 24.0  # as if all had it
-    dist.all_reduce(total, op=dist.ReduceOp.MAX)
-    assert total.item() == 24.0
-    part = torch.empty(2)
-    dist.reduce_scatter_tensor(part, torch.arange(16.0))
-    assert torch.equal(part, 8 * torch.tensor([10.0, 11.0]))
-    gathered: list[object] = [None] * 8
-    dist.all_gather_object(gathered, {"rank": 5})
-    assert gathered == [{"rank": 5}] * 8
-    group = dist.new_group([1, 5])
-    assert isinstance(group, dist.ProcessGroup)
-    dist.all_reduce(total, group=group)
-    assert total.item() == 48.0
-    assert dist.new_group([0, 4]) == dist.GroupMember.NON_GROUP_MEMBER
 
 
 def test_mistakes() -> None:

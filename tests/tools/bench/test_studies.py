@@ -30,7 +30,7 @@ from tools.bench.recovery import cases
 from tools.bench.recovery.cases import Case
 from tools.bench.recovery.gated import POINTS
 from tools.bench.shared import trainings
-from tools.bench.shared.trainings import Losses, read_found, run_missing, train
+from tools.bench.shared.trainings import Losses, read_found, run_missing
 from tools.bench.study_optimizers import IN_PARTS, LIKE, MUON, ROUNDED, SHORTER, Job
 from tools.bench.study_outer import CASES
 from tools.bench.study_plan import chapters_of
@@ -138,14 +138,6 @@ def test_steps_are_timed_on_two_ranks(tmp_path: Path) -> None:
         assert found["exposed"].keys() == {"gather", "reduce", "publish"}
 
 
-LINE = {"iteration": 2, "lm_loss": 4.0, "tokens_per_second": 1.0, "iteration_time_ms": 1.0}
-VALIDATIONS = [
-    {"iteration": 1, "data_set": "validation set", "lm_loss": 5.0, "bits_per_byte": None},
-    {"iteration": 2, "data_set": "validation", "lm_loss": 4.5, "bits_per_byte": None},
-]
-RECORD = {"starts": [], "validations": VALIDATIONS}
-
-
 def trained(name: str, launch: Sequence[str], flags: Sequence[str], folder: Path) -> Losses:
     """Instead of a training: the name is its loss."""
     if name == "fails":
@@ -166,21 +158,6 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
     for damaged in ("{", '{"1": {"loss": 1}}', "[]"):
         file.write_text(damaged)
         refused(lambda: read_found(file), "runs.json")
-
-
-@pytest.mark.process
-def test_a_training_s_losses_are_read(tmp_path: Path) -> None:
-    """Here a shell writes them, where a training would."""
-    script, folder = tmp_path / "script", tmp_path / "folder"
-    script.write_text(
-        f"echo '{json.dumps(LINE)}' >$4; echo '{json.dumps(RECORD)}' >$4.run.json\n"
-        "echo why; exit $2"
-    )
-    found = train("run", ("bash", str(script), "-"), ["0"], folder)
-    assert (found.loss, found.held_out) == ([(2, 4.0)], [(1, 5.0), (2, 4.5)])
-    assert (found.last, found.flags) == (4.5, "0")
-    with pytest.raises(RunError, match=r"run failed, .*log says why: why"):
-        train("run", ("bash", str(script), "-"), ["3"], folder)
 
 
 def errors_of(found: Comparison) -> list[float]:
