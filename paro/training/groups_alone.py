@@ -235,10 +235,13 @@ def restore_group(found: Recovery, training: Training) -> list[str]:
             continue
         lines.append(
             f"{where} is lost: it continues after iteration {newest} with the parameters on which "
-            f"groups agreed after iteration {met} and another's moments; of samples {first + 1} to "
-            f"{last} its share, {group * share + 1} to {group * share + share} of every {every}, "
-            "is not trained on"
+            f"groups agreed after iteration {met} and another's moments"
         )
+        if first < last:
+            lines[-1] += (
+                f"; of samples {first + 1} to {last} its share, {group * share + 1} to "
+                f"{group * share + share} of every {every}, is not trained on"
+            )
     if num_lost := sum(training.control.gather(found.lost_reference)):
         lines.append(f"  outer momentum of {count_text(num_lost, 'rank')} is lost: it is 0 there")
     return lines
