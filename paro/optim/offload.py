@@ -31,6 +31,8 @@ from paro.spec.offload import NUM_SLOTS, offloaded
 if TYPE_CHECKING:
     from paro.optim.optimizer import UnitOptimizer
 
+STREAMS = "offload in", "offload out"  # to the device, and back
+
 
 @dataclass(slots=True, eq=False)
 class HostStates:
@@ -105,7 +107,7 @@ class Offload:
             states.fetched.wait()
             yield part
             copy = partial(_copy, [*states.in_slot.values()], [*states.at_rest.values()])
-            states.returned = self._streams.submit("optimizer states out", copy)
+            states.returned = self._streams.submit(STREAMS[1], copy)
             if to_come:
                 self._fetch(to_come.popleft(), states.returned)
         for states in self.of_units.values():
@@ -116,7 +118,7 @@ class Offload:
 
     def _fetch(self, states: HostStates, after: Event = DONE) -> None:
         copy = partial(_copy, [*states.at_rest.values()], [*states.in_slot.values()])
-        states.fetched = self._streams.submit("optimizer states in", copy, after=after)
+        states.fetched = self._streams.submit(STREAMS[0], copy, after=after)
 
 
 def _states(unit: UnitShards, device: torch.device) -> dict[str, Tensor]:

@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 
+from paro.distributed.comm_stream import stream_name
+from paro.optim.offload import STREAMS
+from paro.topology import StreamKind
 from tests.helpers.commands import measured
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
 from tests.helpers.training import TINY
 from tools.draw_profile import main, read_profile
+from tools.planning.pictures import COLORS
 from tools.profiles.kernel_class import (
     ATTENTION,
     COPIES,
@@ -67,6 +71,11 @@ def test_a_step_is_computing_waits_and_the_rest(tmp_path: Path) -> None:
 
 def drawn_of(*argv: object) -> Callable[[], int]:
     return lambda: main([*map(str, argv)])
+
+
+def test_every_comm_stream_has_a_color() -> None:
+    names = [stream_name(stream) for stream in (*((kind,) for kind in StreamKind), *STREAMS)]
+    assert {name.partition(" ")[0] for name in names} <= COLORS.keys()
 
 
 def test_what_is_no_profile_is_refused_in_one_line(tmp_path: Path) -> None:

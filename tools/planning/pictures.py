@@ -19,6 +19,7 @@ COLORS = {
     "forward": "#4c78a8", "backward": "#54a24b", "recompute": "#9ecae9", "update": "#b279a2",
     "other": "#bab0ac", "gather": "#f58518", "reduce": "#e45756", "finish": "#9d3434",
     "publish": "#eeca3b", "context": "#72b7b2", "agree": "#79706e", "wait": "#eeeeee",
+    "rotate": "#ff9da6", "exchange": "#9d755d", "offload": "#d67195",
 }  # fmt: skip
 
 
