@@ -123,7 +123,7 @@ KINDS = {
         avoids=("_adamw divides in 64 bits",),
     ),
     "Muon": Case(
-        "--bf16 --optimizer muon --exp-avg-dtype bf16 --paro-strategy ING",
+        "--bf16 --optimizer muon --muon-num-ns-steps 2 --exp-avg-dtype bf16 --paro-strategy ING",
         (*FLASH, *KERNELS, "mm.dtype_out", "addmm.dtype_out", "_square", "_momentum"),
     ),
     "states in host memory": Case(
