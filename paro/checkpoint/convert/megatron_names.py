@@ -84,6 +84,16 @@ _FIXED = {
     "multi_latent_attention": False,
     "mtp_num_layers": None,
     "expert_model_parallel_size": 1,
+    "apply_residual_connection_post_layernorm": False,
+    "qk_l2_norm": False,
+    "no_rope_freq": None,
+    "softmax_type": "vanilla",
+    "attention_output_gate": False,
+    "experimental_attention_variant": None,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
+    "heterogeneous_layers_config_path": None,
+    "heterogeneous_layers_config_encoded_json": None,
 }
 
 
@@ -167,9 +177,20 @@ def config_of(model: MegatronModel) -> tuple[LlamaConfig, int]:
 
 
 def unfused(config: LlamaConfig, model: MegatronModel) -> dict[str, LazyTensor]:
-    """Return the parameters, as rows of Megatron's tensors; those that it lacks are left out."""
+    """Return the parameters, as rows of Megatron's tensors; those that it lacks are left out.
+
+    `UserError` for a tensor that the model does not have, such as a bias or one more layer.
+    """
     shapes = _fused_shapes(config)
     found = {}
+    known = {*shapes, *(name_in(_WITHOUT_TRANSFORMER_ENGINE, n) for n in parameter_shapes(config))}
+    known.add(megatron_name("head.weight"))  # the last pipeline stage has a copy of a tied one
+    others = [name for name in model.tensors if name not in known]
+    if others:
+        raise UserError(
+            f"{model.path}: the model has {others[0]:.99}, and by its arguments it has no such "
+            "tensor: it is of another architecture"
+        )
     for name in parameter_shapes(config):
         theirs = megatron_name(name)
         tensor = model.tensors.get(

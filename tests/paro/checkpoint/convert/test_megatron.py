@@ -247,6 +247,9 @@ OTHER = "not of this architecture:"
         ("add_bias_linear", True, f"{OTHER} add_bias_linear is"),
         ("expert_model_parallel_size", 2, f"{OTHER} expert_model_parallel_size is"),
         ("window_size", (1023, 0), f"{OTHER} window_size is"),
+        ("no_rope_freq", [1, 1, 1, 0], f"{OTHER} no_rope_freq is a list"),
+        ("softmax_type", "off-by-one", f"{OTHER} softmax_type is"),
+        ("glu_linear_offset", 1.0, f"{OTHER} glu_linear_offset is"),
     ],
 )
 def test_a_wrong_argument_is_named(name: str, value: Any, message: str, tmp_path: Path) -> None:
@@ -271,6 +274,21 @@ def test_what_can_be_no_weight_is_refused(name: str, tensor: Any, tmp_path: Path
     path = saved(tmp_path / "megatron")
     resave(path, lambda content: content["model"].update({name: tensor}))
     refused(lambda: open_megatron(tmp_path / "megatron"), f"has no {name}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decoder.layers.2.mlp.linear_fc2.weight",  # of one more layer
+        "decoder.layers.0.self_attention.linear_qkv.bias",
+        "decoder.layers.1.self_attention.core_attention.softmax_offset",
+        "output_layer.bias",
+    ],
+)
+def test_a_tensor_that_no_argument_calls_for_is_refused(name: str, tmp_path: Path) -> None:
+    path = saved(tmp_path / "megatron")
+    resave(path, lambda content: content["model"].update({name: torch.ones(8, 8)}))
+    refused(lambda: open_megatron(tmp_path / "megatron"), f"{path}: ... has {name}")
 
 
 def test_a_part_of_another_shape_is_refused(tmp_path: Path) -> None:
