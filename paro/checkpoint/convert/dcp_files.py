@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import _validate_global_plan
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -89,6 +90,9 @@ class DcpFolder:
                     "was not written to its end, or not by all ranks"
                 )
             self.states[name] = state
+        overlaps = _validate_global_plan([], self.metadata)
+        if overlaps:  # and elements elsewhere are missing
+            raise UserError(f"{directory} is damaged: {overlaps[0]:.200}")
 
     def tensor(self, name: str, layer: int | None = None) -> LazyTensor:
         """Return a stored tensor, or the one at an index of its first dimension."""

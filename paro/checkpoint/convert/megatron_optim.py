@@ -31,12 +31,13 @@ def with_optimizer(source: Source, config: LlamaConfig, model: MegatronModel) ->
     optimizer = model.common.get("optimizer")
     if not isinstance(optimizer, dict):
         raise UserError(f"--with-optimizer: {model.path} has no optimizer: leave the flag out")
-    form = optimizer.get("param_state_sharding_type", FORM)
+    form = str(optimizer.get("param_state_sharding_type", FORM))
     if form != FORM:
         raise UserError(
-            f"--with-optimizer: the optimizer of {model.path} is in the form {form!s:.40}, which "
+            f"--with-optimizer: the optimizer of {model.path} is in the form {form:.40}, which "
             "depends on its ranks: save it with --dist-ckpt-optim-fully-reshardable"
         )
+    progress = _progress(model, optimizer)
     masters = {**model.tensors}
     for kind in MASTERS:
         masters |= model.states[kind]
@@ -48,7 +49,6 @@ def with_optimizer(source: Source, config: LlamaConfig, model: MegatronModel) ->
         kind: _checked(config, replace(model, tensors=model.states[kind]), f"{PREFIX}{kind}.")
         for kind in MOMENTS
     }
-    progress = _progress(model, optimizer)
     return replace(source, config=config, tensors=tensors, moments=moments, progress=progress)
 
 
@@ -60,15 +60,17 @@ def _checked(config: LlamaConfig, model: MegatronModel, prefix: str) -> dict[str
 
 def _progress(model: MegatronModel, optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of common.json from which a run continues."""
-    inner = optimizer.get("optimizer", optimizer)
-    groups, state = inner.get("param_groups") or (), inner.get("state") or {}
-    steps = [*(_count(group.get("step")) for group in groups), _count(state.get("common_step"))]
+    inner = _dict(optimizer.get("optimizer", optimizer))
+    given_groups = inner.get("param_groups")
+    groups = given_groups if isinstance(given_groups, list) else []
+    steps = [_count(_dict(group).get("step")) for group in groups]
+    steps.append(_count(_dict(inner.get("state")).get("common_step")))
     num_steps = max((step for step in steps if step is not None), default=None)
     if num_steps is None:
         raise UserError(f"--with-optimizer: the optimizer of {model.path} has no step")
     given: Mapping[str, Any] = {**model.args}
     consumed = _count(given.get("consumed_train_samples")) or 0
-    scheduler = model.common.get("opt_param_scheduler") or {}
+    scheduler = _dict(model.common.get("opt_param_scheduler"))
     batch_size = _count(given.get("global_batch_size"))
     return {
         "num_optimizer_steps": num_steps,
@@ -82,6 +84,11 @@ def _progress(model: MegatronModel, optimizer: Mapping[str, Any]) -> dict[str, A
         "dynamic_loss_scale": False,  # with fp16 the scale begins anew
         **({"global_batch_size": batch_size} if batch_size else {}),
     }
+
+
+def _dict(value: object) -> Mapping[str, Any]:
+    """Return a dict in an untrusted file; an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
 
 
 def _count(value: object) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 import paro.checkpoint.convert.source
@@ -160,6 +161,18 @@ def without_embedding(directory: Path) -> None:
     path.write_bytes(pickle.dumps(metadata))
 
 
+def with_a_layer_twice(directory: Path) -> None:
+    """Changes one bit of a chunk's place: layer 2 is there as layer 3, too, and is missing."""
+    path = directory / ".metadata"
+    metadata = read_metadata(directory)
+    name = "decoder.layers.mlp.linear_fc2.weight"
+    stored: Any = metadata.state_dict_metadata[name]
+    at = [chunk.offsets[0] for chunk in stored.chunks].index(2)
+    moved = torch.Size((3, *stored.chunks[at].offsets[1:]))
+    stored.chunks[at] = ChunkStorageMetadata(moved, stored.chunks[at].sizes)
+    path.write_bytes(pickle.dumps(metadata))
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2000])
 
@@ -182,6 +195,7 @@ def forged(path: Path) -> None:
         (".metadata", Path.unlink, ".metadata"),
         (".metadata", cut, ".metadata ... damaged"),
         (".metadata", lambda p: without_embedding(p.parent), "0 of 4096 elements"),
+        (".metadata", lambda p: with_a_layer_twice(p.parent), "damaged ... overlapping chunks"),
         ("__0_0.distcp", Path.unlink, "__0_0.distcp"),
         ("__0_0.distcp", cut, "__0_0.distcp is truncated"),
         ("__0_0.distcp", forged, "__0_0.distcp"),
@@ -209,6 +223,8 @@ def test_a_damaged_folder_is_one_line(
             "fully_sharded_model_space",
         ),
         ({"param_groups": [{"step": 3}]}, "", "optimizer.state.exp_avg.embedding.word_embeddings"),
+        ({"optimizer": 3}, "", "has no step"),
+        ({"param_groups": ["x"], "state": []}, "", "has no step"),
         ({}, "--dtype bf16", "--dtype"),
         ({}, "--to hf", "--from torch_dist --to paro"),
     ],
