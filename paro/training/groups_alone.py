@@ -18,6 +18,7 @@ from paro.report.record import GroupsRecord, IterationRecord
 from paro.schedule.loss_scale import LossScaleState
 from paro.schedule.movement import UsualMovement
 from paro.schedule.step_checks import Expectation
+from paro.spec.states import SHARED_BY_GROUPS, FlatShard
 from paro.training.exit_signal import Reasons
 from paro.training.step import Training, TrainState
 from paro.untrusted.schema import conform
@@ -176,11 +177,24 @@ class GroupState:
     usual: tuple[UsualMovement, ...] = ()  # of each fragment; the groups' are equal
 
 
-def state_of_group(training: Training, state: TrainState) -> GroupState:
-    """Return what differs between this rank's group and others that train alone."""
-    outer = training.optimizer.outer
-    assert outer is not None, "all ranks are synchronous"
-    return GroupState(
+def shared_shards(training: Training) -> Iterator[FlatShard]:
+    """Yield this rank's shards of all states but those that differ between groups."""
+    alone = training.optimizer.outer is not None
+    shards = training.optimizer.flat_shards()
+    return (shard for shard in shards if not alone or shard.state in SHARED_BY_GROUPS)
+
+
+def record_of_groups(
+    training: Training, state: TrainState, *, own: bool = False
+) -> list[GroupState]:
+    """Return what differs between groups that train alone, as if all were this rank's if `own`.
+
+    Otherwise collective, unless all ranks are synchronous and nothing differs.
+    """
+    outer, control = training.optimizer.outer, training.control
+    if outer is None:
+        return []
+    mine = GroupState(
         loss_scale=state.loss_scale,
         expected=state.expected,
         num_optimizer_steps=training.optimizer.num_steps,
@@ -188,14 +202,7 @@ def state_of_group(training: Training, state: TrainState) -> GroupState:
         in_flight=outer.in_flight,
         usual=tuple(outer.usual),
     )
-
-
-def record_of_groups(training: Training, state: TrainState) -> list[GroupState]:
-    """Gather what differs between groups that train alone; collective unless none do."""
-    if training.optimizer.outer is None:
-        return []
-    everyone = training.control.gather(state_of_group(training, state))
-    return everyone[:: training.control.world.group_size]
+    return [mine] * outer.num_groups if own else control.gather(mine)[:: control.world.group_size]
 
 
 def group_state_of(common: Mapping[str, Any], training: Training) -> GroupState | None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from paro.distributed.control import Control
 from paro.errors import StorageError
 from paro.report.log import Log
 from paro.text import size_text
-from paro.training.groups_alone import restore_group, state_of_group
+from paro.training.groups_alone import record_of_groups, restore_group
 from paro.training.resume import Resumed, common_record, state_of
 from paro.training.step import Training, TrainState
 
@@ -119,7 +119,8 @@ class InMemoryCheckpointer:
         everywhere = control.gather(NUM_SLOTS * self._writer.num_bytes)
         num_bytes = sum(everywhere[each] for each in near)
         check_room(self._folder, num_bytes)
-        self._record = partial(_record, self._config, training, resumed)
+        self._record = partial(common_record, self._config, training, resumed)
+        self._of_groups = partial(record_of_groups, training, own=True)
         every = every_text(self._interval)
         self._log.log0(
             f"> local copies: {every}, two generations, {size_text(num_bytes)} of memory on this "
@@ -145,7 +146,7 @@ class InMemoryCheckpointer:
         if met > self._met[0]:
             self._met = met, self._start
         self._copy.updated()
-        record = self._record(state)
+        record = self._record(state, self._of_groups(state))
         job = partial(self._writer.write, state.iteration, record, self._copy, self._met)
         self.background.start(job)
 
@@ -219,15 +220,6 @@ def writers_of(training: Training, near: Iterable[int]) -> list[int]:
     """Return the ranks of a node that share the writing of a state: of one group that is alone."""
     outer = training.optimizer.outer
     return [rank for rank in near if outer is None or rank in outer.ranks]
-
-
-def _record(
-    config: RunConfig, training: Training, resumed: Resumed, state: TrainState
-) -> dict[str, Any]:
-    """Build the record of a snapshot, in which all groups that train alone are as this rank's."""
-    outer = training.optimizer.outer
-    groups = [] if outer is None else [state_of_group(training, state)] * outer.num_groups
-    return common_record(config, training, resumed, state, groups)
 
 
 class _Copier:

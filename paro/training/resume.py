@@ -22,9 +22,13 @@ from paro.errors import UserError, count_text, reading
 from paro.optim.finite import not_finite
 from paro.report.log import Log
 from paro.schedule.loss_scale import start_loss_scale
-from paro.spec.states import SHARED_BY_GROUPS
 from paro.training.changed_flags import schedule_change
-from paro.training.groups_alone import GroupState, group_state_of, regrouped_lines
+from paro.training.groups_alone import (
+    GroupState,
+    group_state_of,
+    regrouped_lines,
+    shared_shards,
+)
 from paro.training.step import Training, TrainState
 from paro.untrusted.object_store import path_of
 from paro.untrusted.schema import conform
@@ -171,10 +175,7 @@ def _log_positions(here: Mapping[str, Any], there: Mapping[str, Any], log: Log) 
 
 def _check_finite(source: str, common: Mapping[str, Any], training: Training) -> None:
     """Raise `UserError` on all ranks if a state that was loaded has NaN or infinity."""
-    shards = training.optimizer.flat_shards()
-    if training.optimizer.outer is not None:
-        shards = (shard for shard in shards if shard.state in SHARED_BY_GROUPS)
-    wrong = not_finite(shards, training.control)
+    wrong = not_finite(shared_shards(training), training.control)
     if wrong is not None:
         raise UserError(
             f"--load {source}: in iteration {common['iteration']} {wrong} is not finite: give "

@@ -20,8 +20,8 @@ from paro.report.earlier import next_number
 from paro.report.log import Log
 from paro.report.record import RunFacts
 from paro.report.run_files import ProgressFile
-from paro.spec.states import EMA, PARAM, SHARED_BY_GROUPS
-from paro.training.groups_alone import record_of_groups
+from paro.spec.states import EMA, PARAM
+from paro.training.groups_alone import record_of_groups, shared_shards
 from paro.training.resume import FROM_NOTHING, Resumed, common_record
 from paro.training.step import Training, TrainState
 from paro.untrusted.object_store import WRITE_SECONDS, path_of, patience
@@ -220,11 +220,7 @@ class Saver:
 
         That of a group which trains alone may have: the next round leaves the group out.
         """
-        optimizer = self._training.optimizer
-        shards = optimizer.flat_shards()
-        if optimizer.outer is not None:
-            shards = (shard for shard in shards if shard.state in SHARED_BY_GROUPS)
-        wrong = not_finite(shards, self._training.control)
+        wrong = not_finite(shared_shards(self._training), self._training.control)
         if wrong is not None:
             raise RunError(
                 f"iteration {state.iteration} is not saved: {wrong} is not finite; "
