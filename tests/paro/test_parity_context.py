@@ -215,17 +215,6 @@ def run_of(words: str = "", world: World = EIGHT) -> RunConfig:
     return configured(f"{PAIRS_OF_RANKS} {share} {words}", world)
 
 
-def test_ranks_that_share_samples_are_one_data_parallel_rank() -> None:
-    config = run_of()
-    assert config.batches.data_parallel_size == 4
-    control = PlannedControl(replace(config.world, rank=5), torch.device("meta"))
-    training = build_training(config, control)
-    assert training.context_parallel_size == 2
-    topology = replace(EIGHT, group=2).topology(2)
-    assert topology.members(topology.axes_between(1, 2), EIGHT.rank) == (4, 5)
-    assert topology.members(topology.axes_between(2, 8), EIGHT.rank) == (1, 3, 5, 7)
-
-
 def test_batches_count_data_parallel_ranks() -> None:
     assert run_of().batches.global_batch_size == 2 * 4
     batches = run_of("--global-batch-size 24").batches

@@ -29,7 +29,7 @@ from paro.strategy import (
     parse_strategy,
     survival,
 )
-from paro.topology import Link, make_topology, nested_range
+from paro.topology import make_topology, nested_range
 from tests.helpers.refusals import refused
 
 LEGAL = (
@@ -132,16 +132,6 @@ def test_groups_need_not_be_nodes() -> None:
 # Axes, peers and nested shards
 
 SHAPES = [(1, 1), (1, 4), (3, 1), (2, 3), (4, 4), (8, 2), (5, 6)]
-
-
-def test_usual_axes() -> None:
-    topology = make_topology(world_size=6, group_size=3, degrees=(1, 3, 6))
-    intra, inter = topology.axes
-    assert (intra.inner, intra.outer, intra.link) == (1, 3, Link.INTRA)
-    assert (inter.inner, inter.outer, inter.link) == (3, 6, Link.INTER)
-    assert topology.members((intra,), 4) == (3, 4, 5)
-    assert topology.members((inter,), 4) == (1, 4)
-    assert topology.members((intra, inter), 4) == (0, 1, 2, 3, 4, 5)
 
 
 @pytest.mark.parametrize(("groups", "group_size"), SHAPES)

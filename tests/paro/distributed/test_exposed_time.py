@@ -15,7 +15,6 @@ from paro.distributed.comm_stream import (
     CudaStreams,
     InlineStreams,
     ThreadStreams,
-    stream_name,
 )
 from paro.distributed.exposed_time import Exposed, Exposure, WaitKind
 from paro.distributed.timers import Timers
@@ -67,16 +66,6 @@ def test_without_overlap_a_job_costs_what_it_takes() -> None:
     assert exposed.publish >= SECONDS
     assert SECONDS <= exposed.inter <= exposed.publish
     assert exposed.intra == 0.0
-
-
-def test_a_lane_is_named_by_its_use_axes_and_links_and_counts_for_the_slow_ones_of_both() -> None:
-    both = (StreamKind.REDUCE, *TOPOLOGY.axes)
-    assert (stream_name(INTRA), stream_name(both)) == ("gather 0 intra", "reduce 0+1 inter")
-    exposure, on_streams = Exposure(), Exposure(on_streams=True)
-    for each in (exposure, on_streams):
-        each.note(both, 2.0)
-    assert exposure.take() == Exposed(intra=0.0, inter=2.0)
-    assert on_streams.take() == Exposed(intra=None, inter=None), "links are told apart"
 
 
 @pytest.mark.gpu

@@ -91,26 +91,20 @@ def test_communicators_that_begin_in_any_order_have_few_thread_blocks(
     assert (os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1") == (max_ctas is None)
 
 
-@pytest.mark.parametrize(
-    ("communicators", "environment", "told"),
-    [
+def test_more_thread_blocks_than_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for communicators, environment, told in (
         (133, {}, "133 communicators ... at least 1 of the 132 ... --paro-nccl-launch-order"),
         (4, {"NCCL_MIN_NCHANNELS": "33"}, "33 (NCCL_MIN_NCHANNELS) ... unset NCCL_MIN_NCHANNELS"),
         (5, {"NCCL_MAX_CTAS": "17"}, "17 (NCCL_MAX_CTAS) ..."),  # 32 for messages
-    ],
-)
-def test_more_thread_blocks_than_fit_are_refused(
-    communicators: int,
-    environment: dict[str, str],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(os, "environ", environment)
-    refused(partial(made_by, monkeypatch, 0, communicators=communicators), told)
-    assert made_by(monkeypatch, 0, communicators=communicators, paro_nccl_launch_order="implicit")
-    fewer = dict.fromkeys(environment, "16")
-    monkeypatch.setattr(os, "environ", fewer)
-    assert made_by(monkeypatch, 0, communicators=min(8, communicators))
+    ):
+        monkeypatch.setattr(os, "environ", environment)
+        refused(partial(made_by, monkeypatch, 0, communicators=communicators), told)
+        assert made_by(
+            monkeypatch, 0, communicators=communicators, paro_nccl_launch_order="implicit"
+        )
+        fewer = dict.fromkeys(environment, "16")
+        monkeypatch.setattr(os, "environ", fewer)
+        assert made_by(monkeypatch, 0, communicators=min(8, communicators))
 
 
 def test_a_torch_without_max_ctas_keeps_the_order(monkeypatch: pytest.MonkeyPatch) -> None:

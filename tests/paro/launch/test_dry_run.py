@@ -192,25 +192,20 @@ def test_an_evaluation_counts_where_it_needs_the_most() -> None:
     assert planned(f"{flags} --eval-micro-batch-size 64 --eval-iters 0").memory == step
 
 
-@pytest.mark.parametrize(
-    ("strategy", "more", "bytes_of_element"),
-    [
+def test_local_copies_take_memory_of_every_node(capsys: pytest.CaptureFixture[str]) -> None:
+    for strategy, more, bytes_of_element in (
         ("NNI", "", 12),  # each node holds everything once
         ("IIG", "", 6),
         ("IIG", "--bf16 --paro-inter-param-bits 4", 7),  # also the parameters as they were sent
-    ],
-)
-def test_local_copies_take_memory_of_every_node(
-    strategy: str, more: str, bytes_of_element: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    local = f"--non-persistent-ckpt-type local {more} --paro-strategy {strategy}"
-    words = f"{MOCK} {local} --dry-run --world-size 8 --ranks-per-node 4"
-    plan = planned(words)
-    numel = sum(p.numel() for p in plan.training.model.model.parameters())
-    found = in_memory_bytes(plan.config.world.ranks_per_node, plan.training)
-    assert found == pytest.approx(2 * bytes_of_element * numel, rel=0.02)
-    line = f"> local copies every iteration: {size_text(found)} of the memory of each node"
-    assert line in printed(words, capsys)
+    ):
+        local = f"--non-persistent-ckpt-type local {more} --paro-strategy {strategy}"
+        words = f"{MOCK} {local} --dry-run --world-size 8 --ranks-per-node 4"
+        plan = planned(words)
+        numel = sum(p.numel() for p in plan.training.model.model.parameters())
+        found = in_memory_bytes(plan.config.world.ranks_per_node, plan.training)
+        assert found == pytest.approx(2 * bytes_of_element * numel, rel=0.02)
+        line = f"> local copies every iteration: {size_text(found)} of the memory of each node"
+        assert line in printed(words, capsys)
 
 
 # The listing of a step, and files

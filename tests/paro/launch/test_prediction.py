@@ -15,12 +15,10 @@ from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.errors import UserError
-from paro.launch.placement import describe_placement
 from paro.launch.prediction import check_memory
 from paro.launch.setup import agree_on_kernels
 from paro.planning.run_memory import RunMemory
 from paro.spec.offload import offloaded
-from paro.spec.sharding_spec import ModelStateBytes
 from paro.training.assembly import build_training
 from paro.training.replicas import check_replicas
 from tests.end_to_end.test_training import RUN, launch
@@ -29,7 +27,6 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused, says
 from tests.helpers.training import TINY, run_steps
 from tests.helpers.triton_kernels import interpreter, skip_on_gpus
-from tests.paro.planning.on_ranks import on_ranks
 
 CPU = torch.device("cpu")
 WORLD = World(size=4, ranks_per_node=2)
@@ -153,18 +150,6 @@ def test_nothing_is_built_before(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr("paro.launch.prediction.available_host_bytes", lambda: 1)
     refused(lambda: launch("--mock-data --train-iters 2"), "1 rank of this host needs")
-
-
-def test_a_state_has_level_copies_ranks_and_megabytes() -> None:
-    for strategy, world_size, group_size, rows in (
-        ("NIG", 32, 8, ["N 1 32 0 1 .. 31", "I 8 4 0-7 8-15 16-23 24-31", "G 32 1 0-31"]),
-        ("2,4,8", 8, 4, ["- 2 4 0-1 2-3 4-5 6-7", "I 4 2 0-3 4-7", "G 8 1 0-7"]),
-    ):
-        placed = on_ranks(strategy, world_size=world_size, group_size=group_size)
-        states = ModelStateBytes(params=14 * 10**9, grads=20_000, optim=30_000)
-        found = [" ".join(line.split()[1:]) for line in describe_placement(*placed, states)[1:]]
-        sizes = ("14000.00", "0.02", "0.03")
-        assert found == [f"{row} {size}" for row, size in zip(rows, sizes, strict=True)]
 
 
 # Kernels: ranks that see different ones use the same

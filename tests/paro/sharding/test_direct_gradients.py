@@ -1,11 +1,9 @@
 """Matmuls write gradients into flat buffers without a copy, and collectives run beside them."""
 
-# Of a gradient that is copied, both copies count: the bytes that are read and those written.
-
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -36,17 +34,13 @@ MATMULS = {"aten::mm", "aten::addmm"}
 
 
 class Passes(TorchDispatchMode):
-    """Counts elements of gradient buffers that operations other than matmuls write.
-
-    Also the bytes that these read and write.
-    """
+    """Counts elements of gradient buffers that operations other than matmuls write."""
 
     def __init__(self, buffers: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__()
         # A buffer's storage is resized and never replaced.
         self._buffers = {buffer.untyped_storage()._cdata: name for name, buffer in buffers}
         self.written: dict[str, int] = {}
-        self.bytes_moved = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -56,17 +50,7 @@ class Passes(TorchDispatchMode):
                 unit = self._buffers.get(tensor.untyped_storage()._cdata)
                 if unit is not None:
                     self.written[unit] = self.written.get(unit, 0) + tensor.numel()
-                    self.bytes_moved += tensor.nbytes + sum(map(_bytes_read, _inputs(func, args)))
         return out
-
-
-def _inputs(func: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """What an operation reads: the buffer too, unless it replaces all values."""
-    return args[1:] if func._schema.name in {"aten::copy_", "aten::zero_"} else args
-
-
-def _bytes_read(value: object) -> int:
-    return value.nbytes if isinstance(value, Tensor) else 0
 
 
 def training_of(more: str) -> tuple[RunConfig, Training]:
@@ -140,17 +124,6 @@ def test_compiled_graphs_return_gradients_of_norms_alone(
     monkeypatch.setattr(llama, "number_weights", lambda _: None)
     two_micro_batches(*training_of(more), nullcontext())
     assert received["blocks.1"] == 2 * (4 * 20 * 20 + 3 * 20 * 37 + 2 * 20), "every gradient"
-
-
-def test_bytes_read_and_written_by_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures of docs/gpu.md: 6 and 10 bytes an element, then for those of norms alone."""
-    matmuls, others = 3 * (4 * 20 * 20 + 3 * 20 * 37) + 60 * 20, 3 * 2 * 20 + 20 + 60 * 20
-    in_bf16 = "--bf16 --grad-reduce-in-bf16"
-    bytes_of = {in_bf16: (2 + 2) + (2 + 2 + 2), "--bf16": (2 + 4) + (2 + 4 + 4)}
-    assert passes(in_bf16).bytes_moved == bytes_of[in_bf16] * others
-    _without_sinks(monkeypatch)
-    for more, size in bytes_of.items():
-        assert passes(more).bytes_moved == size * (matmuls + others)
 
 
 def _without_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
