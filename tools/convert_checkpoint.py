@@ -24,8 +24,8 @@ from paro.text import size_text
 from tools.shared.command_line import Parser
 
 _WITH_OPTIMIZER = (
-    "with --from torch_dist and --to paro: convert the optimizer's masters, moments and step too, "
-    "so that --load continues the training; default: the weights alone"
+    "between torch_dist and paro: convert AdamW's masters, moments and step too, so that --load "
+    "continues the training; default: the weights alone"
 )
 
 

@@ -34,7 +34,8 @@ OPENERS: dict[str, Callable[[Path], Source]] = {
     "paro": open_native,
 }
 MEGATRON = ("megatron", "torch_dist")
-_WITH_OPTIMIZER = (("torch_dist", "paro"),)  # the conversions that can keep the optimizer's states
+# The conversions that can keep the optimizer's states.
+_WITH_OPTIMIZER = (("torch_dist", "paro"), ("paro", "torch_dist"))
 PEFT = "peft"  # format of adapters: a source needs a base, a target needs adapters
 SOURCES = (*OPENERS, PEFT)
 PADDED = ("paro", "megatron", "torch_dist")  # formats whose vocabulary has rows of padding
@@ -106,12 +107,20 @@ class Conversion:
             raise UserError(f"--with-optimizer needs {pairs}: no other formats hold its states")
         if self.dtype not in (None, torch.float32):
             raise UserError("--with-optimizer keeps masters in fp32: leave --dtype out")
+        if self.averaged:
+            raise UserError("--with-optimizer and --weights ema contradict each other: give one")
 
     def _open(self) -> Source:
         if self.source_format in MEGATRON:
             return open_megatron(self.source, optimizer=self.with_optimizer)
         if self.source_format == "paro":
-            return open_native(self.source, self.iteration, self.base, averaged=self.averaged)
+            return open_native(
+                self.source,
+                self.iteration,
+                self.base,
+                averaged=self.averaged,
+                optimizer=self.with_optimizer,
+            )
         if self.source_format == PEFT:
             assert self.base is not None, "checked before"
             with about("--base "):

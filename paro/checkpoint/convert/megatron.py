@@ -28,7 +28,13 @@ from paro.checkpoint.convert.megatron_names import (
     unfused,
     written_args,
 )
-from paro.checkpoint.convert.megatron_optim import KINDS, PREFIX, with_optimizer
+from paro.checkpoint.convert.megatron_optim import (
+    KINDS,
+    PREFIX,
+    batches_of,
+    with_optimizer,
+    written_optimizer,
+)
 from paro.checkpoint.convert.source import (
     LazyTensor,
     Source,
@@ -40,6 +46,7 @@ from paro.checkpoint.convert.source import (
 )
 from paro.checkpoint.convert.tensor_files import fill_torch_file, is_weight, lazy, load_torch_file
 from paro.checkpoint.directory import MAX_TRACKER_BYTES, TRACKER
+from paro.checkpoint.manifest import METADATA
 from paro.errors import UserError
 from paro.layout import shape_text
 from paro.untrusted.regular_file import paths_in, read_bytes
@@ -94,22 +101,30 @@ def write_megatron(
 ) -> None:
     """Fill an empty folder with a `release` checkpoint; embedding and head have `rows` rows.
 
-    Its format is torch_dist with `dist`, else torch.
+    Its format is torch_dist with `dist`, else torch. With moments it is an iteration, from which
+    Megatron-LM continues.
     """
     config = replace(source.config, vocab_size=rows)
     whole = fused(config, padded(source.tensors, rows))
     dtype = next(iter(whole.values())).dtype
     args = written_args(config, source.config.vocab_size, dtype, divisible_by)
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
-    (root / "release").mkdir()
+    name = tracked = "release"
+    if source.moments:
+        more, states = written_optimizer(source, config)
+        common, whole = common | more, whole | states
+        vars(args).update(batches_of(source.progress))
+        tracked = str(common["iteration"])
+        name = f"iter_{common['iteration']:07d}"
+    (root / name).mkdir()
     if dist:
         args.ckpt_format = "torch_dist"
-        write_dist(root / "release", common, whole)
+        write_dist(root / name, common, whole)
     else:
         args.ckpt_format = "torch"
-        _write_torch(root / "release" / "mp_rank_00" / FILE, common, whole)
+        _write_torch(root / name / "mp_rank_00" / FILE, common, whole)
     source.copy_companions(root / COMPANIONS)
-    (root / TRACKER).write_text("release", encoding="utf-8")
+    (root / TRACKER).write_text(tracked, encoding="utf-8")
 
 
 def _write_torch(path: Path, common: Mapping[str, Any], whole: Mapping[str, LazyTensor]) -> None:
@@ -141,6 +156,11 @@ def _open_torch(directory: Path) -> MegatronModel:
     """Open the files of all ranks: mp_rank_TT or, with pipeline parallelism, mp_rank_TT_PPP."""
     found = paths_in(directory, "mp_rank_00", "mp_rank_00_000")
     path = (found[0] if found else directory / "mp_rank_00") / FILE
+    if not path.is_file() and (directory / METADATA).is_file():
+        raise UserError(
+            f"{directory} is of --ckpt-format fsdp_dtensor or torch_dcp, as DCP's files without "
+            "metadata.json are: only torch and torch_dist can be read"
+        )
     if not path.is_file():
         raise UserError(
             f"{path} is missing: only --ckpt-format torch and torch_dist can be read, without "

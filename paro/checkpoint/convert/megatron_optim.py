@@ -11,14 +11,30 @@ from torch import Tensor
 
 from model.config import LlamaConfig
 from model.units import parameter_shapes
-from paro.checkpoint.convert.megatron_names import MegatronModel, megatron_name, unfused
-from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors
+from paro.checkpoint.convert.megatron_names import MegatronModel, fused, megatron_name, unfused
+from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, padded
 from paro.errors import UserError
 from paro.spec.states import MOMENTS
 
 PREFIX = "optimizer.state."
 MASTERS = ("fp32_param", "param")  # of an optimizer without and with sharding over replicas
 KINDS = (*MASTERS, *MOMENTS)
+_SCHEDULE = {  # fields of Megatron-LM's scheduler: those of a run here
+    "max_lr": "lr",
+    "min_lr": "min_lr",
+    "lr_warmup_steps": "lr_warmup_samples",
+    "lr_decay_style": "lr_decay_style",
+    "lr_decay_steps": "lr_decay_samples",
+    "start_wd": "start_weight_decay",
+    "end_wd": "end_weight_decay",
+    "wd_incr_style": "weight_decay_incr_style",
+    "wd_incr_steps": "weight_decay_incr_samples",
+}
+_FORM_DETAILS = {
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
 FORM = "fully_reshardable"  # the form in which states are whole tensors like the parameters
 
 
@@ -50,6 +66,47 @@ def with_optimizer(source: Source, config: LlamaConfig, model: MegatronModel) ->
         for kind in MOMENTS
     }
     return replace(source, config=config, tensors=tensors, moments=moments, progress=progress)
+
+
+def written_optimizer(
+    source: Source, config: LlamaConfig
+) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
+    """Return what Megatron-LM's common.pt and DCP files have of an optimizer and a run's progress.
+
+    `config` has the padded vocabulary.
+    """
+    tensors = {
+        f"{PREFIX}{kind}.{name}": tensor
+        for kind, of_kind in {"param": source.tensors, **source.moments}.items()
+        for name, tensor in fused(config, padded(of_kind, config.vocab_size)).items()
+    }
+    state, schedule, given = (source.progress[each] for each in ("state", "schedule", "arguments"))
+    wd = schedule["start_weight_decay"]
+    group = {
+        **{"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False},
+        **{"lr": schedule["lr"], "max_lr": schedule["lr"], "min_lr": schedule["min_lr"]},
+        "betas": (given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999)),
+        **{"eps": given.get("adam_eps", 1e-8), "bias_correction": True},
+        "step": source.progress["num_optimizer_steps"],
+    }
+    groups = [{**group, "wd_mult": mult, "weight_decay": wd * mult} for mult in (1.0, 0.0)]
+    names = {there: schedule[here] for there, here in _SCHEDULE.items()}
+    common = {
+        "iteration": state["iteration"],
+        "optimizer": {"optimizer": {"param_groups": groups}, "param_state_sharding_type": FORM},
+        "opt_param_scheduler": {"num_steps": state["scheduled_samples"], **names},
+        # The form in which Megatron-core asks for the states when it loads them.
+        "content_metadata": {"distrib_optim_sharding_type": FORM, **_FORM_DETAILS},
+    }
+    return common, tensors
+
+
+def batches_of(progress: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Megatron-LM's arguments that say how far a run has come, and that it saved no more."""
+    state = progress["state"]
+    counts = ("iteration", "consumed_train_samples", "consumed_valid_samples")
+    batch_size = {"global_batch_size": progress.get("global_batch_size")}
+    return {**{n: state[n] for n in counts}, **batch_size, "no_save_rng": True}
 
 
 def _checked(config: LlamaConfig, model: MegatronModel, prefix: str) -> dict[str, LazyTensor]:

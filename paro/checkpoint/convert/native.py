@@ -33,17 +33,26 @@ from paro.checkpoint.directory import (
 from paro.checkpoint.manifest import Manifest, read_manifest
 from paro.checkpoint.storage import CheckedReader
 from paro.errors import UserError, about
-from paro.spec.states import EMA, PARAM
+from paro.spec.states import EMA, MOMENTS, PARAM
 from paro.untrusted.schema import conform
+
+# Fields of common.json that say how far a run has come.
+_PROGRESS = ("num_optimizer_steps", "state", "schedule", "global_batch_size")
 
 
 def open_native(
-    root: Path, iteration: int | None = None, base: str | None = None, *, averaged: bool = False
+    root: Path,
+    iteration: int | None = None,
+    base: str | None = None,
+    *,
+    averaged: bool = False,
+    optimizer: bool = False,
 ) -> Source:
     """Open a checkpoint of a run or of a conversion; `UserError` says what is wrong.
 
     Frozen parameters are read from the checkpoint's base (in the folder `base`, if it has moved),
     and adapters are merged into them. With `averaged`, the averages of what trained are read.
+    With `optimizer` AdamW's moments are read, too, and the rows of padding stay.
     """
     directory = find_checkpoint(root, iteration)
     common = common_of(directory)
@@ -67,7 +76,9 @@ def open_native(
     config = replace(conform(fields, LlamaConfig, f"{directory / COMMON}: model"), lora=lora)
     tensors = checked_tensors(parameter_shapes(config), found, directory)
     adapters = {name: tensors.pop(name) for name in list(tensors) if is_adapter(name)}
-    vocab_size = unpadded_vocab_size(common) or config.vocab_size
+    vocab_size = config.vocab_size
+    if not optimizer:
+        vocab_size = unpadded_vocab_size(common) or vocab_size
     companions, tokenizer, notes = _companions(root, common)
     source = Source(
         config=replace(config, vocab_size=vocab_size, lora=None),
@@ -79,10 +90,42 @@ def open_native(
         token_ids=common.get("token_ids", {}),
         notes=notes,
     )
+    if optimizer:
+        return _with_optimizer(source, common, manifest)
     if lora is None:
         return source
     scalings = dict.fromkeys(map(adapted_weight, adapters), lora.scaling)
     return source.with_adapters(lora, adapters, scalings)
+
+
+def _with_optimizer(source: Source, common: Mapping[str, Any], manifest: Manifest) -> Source:
+    """Return the source with AdamW's moments and the run's progress; `UserError` without them."""
+    moments = {kind: _tensors_in(manifest, kind) for kind in MOMENTS}
+    progress = {name: common.get(name) for name in _PROGRESS} | {"arguments": manifest.arguments}
+    is_adamw = all(found.keys() == source.tensors.keys() for found in moments.values())
+    if is_adamw and not common.get("schedule"):
+        raise UserError(
+            f"--with-optimizer: {manifest.directory} is converted and no run has continued from "
+            "it: convert what it was converted from"
+        )
+    if not is_adamw or common.get("groups_alone"):
+        raise UserError(
+            f"--with-optimizer: {manifest.directory} has no moments of AdamW of all parameters, "
+            "equal on all ranks: leave the flag out"
+        )
+    given = ("decoupled_lr", "param_group", "use_mup")
+    if any(map(manifest.arguments.get, given)):
+        raise UserError(
+            f"--with-optimizer: {manifest.directory} is of a run with --decoupled-lr, "
+            "--param-group or --use-mup, whose groups of parameters are not converted: leave the "
+            "flag out"
+        )
+    shapes = parameter_shapes(source.config)
+    checked = {
+        kind: checked_tensors(shapes, moments[kind], manifest.directory, f"{kind}.{{}}".format)
+        for kind in MOMENTS
+    }
+    return replace(source, moments=checked, progress=progress)
 
 
 def _tensors_in(manifest: Manifest, kind: str = PARAM) -> dict[str, LazyTensor]:

@@ -23,6 +23,7 @@ from tests.paro.checkpoint.convert.folders import some_tokens
 
 ITERATION = "iter_0000003"
 LR = 0.01
+STEPS_AFTER = 5  # steps after the checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,54 +166,99 @@ FORMS = {  # of the optimizer's states in a checkpoint
 }
 
 
-def train_and_save(layout: Layout, forms: Sequence[str], folder: Path, rows: int) -> list[float]:
-    """Trains with Megatron-core's Adam from one initialization for each form; saves at step 3.
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """A whole model on this rank's groups, and Megatron-core's Adam."""
 
-    Return the losses of the three steps after that, which are equal for all forms.
-    """
-    losses: list[list[float]] = []
-    with megatron_without_cuda():
+    chunk: Any
+    model: Any
+    optimizer: Any
+    tokens: Tensor
+
+    @classmethod
+    def built(cls, layout: Layout, rows: int, *, sharded: bool) -> Trainer:
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
-            finalize_model_grads,
         )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        tokens = some_tokens(layout.config.vocab_size)
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        for form in forms:
+        (chunk,) = gpt_chunks(layout, rows=rows)
+        flags: Any = {"use_distributed_optimizer": sharded}
+        model = DistributedDataParallel(chunk.config, DistributedDataParallelConfig(**flags), chunk)
+        rates: Any = {"lr": LR, "weight_decay": 0.1, "clip_grad": 0.0}
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(optimizer="adam", **rates, **flags), [model]
+        )
+        for group in optimizer.param_groups:  # as its scheduler does at every step
+            group["weight_decay"] = 0.1 * group["wd_mult"]
+        return cls(chunk, model, optimizer, some_tokens(layout.config.vocab_size))
+
+    def step(self) -> float:
+        from megatron.core.distributed import finalize_model_grads
+
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        positions = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
+        labels = self.tokens.roll(-1, 1)
+        loss: Tensor = self.model(self.tokens, positions, None, labels=labels).mean()
+        loss.backward()
+        finalize_model_grads([self.model])
+        self.optimizer.step()
+        return float(loss)
+
+    def states(self, metadata: dict[str, Any], *, to_load: bool = False) -> dict[str, Any]:
+        states = {"model": self.chunk.sharded_state_dict(metadata=metadata)}
+        states["optimizer"] = self.optimizer.sharded_state_dict(
+            states, is_loading=to_load, metadata=metadata
+        )
+        return states
+
+
+def train_and_save(layout: Layout, folder: Path, rows: int) -> list[float]:
+    """Trains from one initialization with each form of the optimizer, and saves at step 3.
+
+    Return the losses of the steps after that, which are equal for all forms.
+    """
+    losses: list[list[float]] = []
+    with megatron_without_cuda():
+        for form, metadata in FORMS.items():
             torch.manual_seed(5)
-            (chunk,) = gpt_chunks(layout, rows=rows)
-            is_sharded = {"use_distributed_optimizer": form != "plain"}
-            config = DistributedDataParallelConfig(**is_sharded)
-            model = DistributedDataParallel(chunk.config, config, chunk)
-            adam = OptimizerConfig(
-                optimizer="adam", lr=LR, weight_decay=0.1, clip_grad=0.0, **is_sharded
-            )
-            optimizer = get_megatron_optimizer(adam, [model])
-            for group in optimizer.param_groups:  # as its scheduler does at every step
-                group["weight_decay"] = 0.1 * group["wd_mult"]
-
-            def step(model: Any = model, optimizer: Any = optimizer) -> float:
-                model.zero_grad_buffer()
-                optimizer.zero_grad()
-                loss = model(tokens, positions, None, labels=tokens.roll(-1, 1)).mean()
-                loss.backward()
-                finalize_model_grads([model])
-                optimizer.step()
-                return float(loss)
-
+            trainer = Trainer.built(layout, rows, sharded=form != "plain")
             for _ in range(3):
-                step()
-            args = Namespace(**vars(written_args(layout.config, 100, torch.float32, 128)))
+                trainer.step()
+            args = written_args(layout.config, layout.config.vocab_size, torch.float32, 128)
             args.consumed_train_samples, args.global_batch_size = 6, 2
-            states = {"model": chunk.sharded_state_dict(metadata=FORMS[form])}
-            states["optimizer"] = optimizer.sharded_state_dict(states, metadata=FORMS[form])
-            save_states(states, folder / form, args)
-            losses.append([step() for _ in range(3)])
+            save_states(trainer.states(metadata), folder / form, args)
+            losses.append([trainer.step() for _ in range(STEPS_AFTER)])
     torch.testing.assert_close(losses, losses[:1] * len(losses), rtol=1e-5, atol=0)
     return losses[0]
+
+
+def continue_from(layout: Layout, directory: Path, rows: int, num_steps: int) -> list[float]:
+    """The losses of a training that begins with a folder of torch_dist, its optimizer too."""
+    with megatron_without_cuda():
+        from megatron.core import dist_checkpointing
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+        load = DistributedOptimizer.load_parameter_state_from_fully_reshardable
+
+        def load_without_steps(optimizer: Any, states: Any) -> None:
+            """Fill the states but the steps of torch's Adam, which all get as one tensor."""
+            steps = [(each, each.pop("step")) for each in optimizer.optimizer.state.values()]
+            load(optimizer, states)
+            for each, step in steps:
+                each["step"] = step.clone()
+
+        trainer = Trainer.built(layout, rows, sharded=True)
+        trainer.step()  # without a GPU's Adam its optimizer can only load states that it has
+        metadata = dist_checkpointing.load_content_metadata(str(directory))
+        states = trainer.states(metadata, to_load=True)
+        loaded = dist_checkpointing.load(states, str(directory))
+        trainer.chunk.load_state_dict(loaded["model"])
+        with mock.patch.object(DistributedOptimizer, load.__name__, load_without_steps):
+            trainer.optimizer.load_state_dict(loaded["optimizer"])
+        return [trainer.step() for _ in range(num_steps)]
 
 
 def logits_of_chunk(model: Any, vocab_size: int) -> Tensor:

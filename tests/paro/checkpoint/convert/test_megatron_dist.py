@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -27,7 +29,7 @@ from paro.training.step import train_step
 from tests.helpers.models import llama
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
-from tests.helpers.training import built
+from tests.helpers.training import TINY, begun, built, save_run, whole_states
 from tests.paro.checkpoint.convert.folders import (
     logits_of,
     own_model,
@@ -35,9 +37,9 @@ from tests.paro.checkpoint.convert.folders import (
     some_tokens,
 )
 from tests.paro.checkpoint.convert.megatron_core import (
-    FORMS,
     LR,
     Layout,
+    continue_from,
     copy_checkpoints,
     train_and_save,
 )
@@ -76,7 +78,7 @@ def source_of(config: LlamaConfig) -> Source:
     ("world_size", "layouts"),
     [
         (1, ONE_RANK),
-        pytest.param(4, FOUR_RANKS, marks=pytest.mark.verify("many layouts")),
+        pytest.param(4, FOUR_RANKS, marks=pytest.mark.verify),
     ],
 )
 @pytest.mark.ranks
@@ -108,41 +110,97 @@ def test_checkpoints_of_megatron_core(
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, msg=layout.name)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "tensor"), [(1, 1), pytest.param(4, 2, marks=pytest.mark.verify("4 ranks"))]
-)
+@pytest.mark.parametrize(("world_size", "tensor"), [(1, 1), (4, 2)])
 @pytest.mark.ranks
-@pytest.mark.slow("imports megatron-core")
-def test_a_run_continues_with_the_optimizer_of_megatron_core(
+@pytest.mark.verify
+def test_the_optimizer_goes_from_megatron_core_and_back(
     world_size: int, tensor: int, tmp_path: Path
 ) -> None:
-    """Parameters, moments and step: the next losses equal Megatron-core's."""
+    """Its training continues here, then there: each loss equals that of a training all there."""
     layout = Layout(name="", model="", config=GROUPED, tensor=tensor)
-    losses, *_ = run_ranks(train_and_save, world_size, layout, [*FORMS], tmp_path, ROWS)
+    losses, *_ = run_ranks(train_and_save, world_size, layout, tmp_path, ROWS)
     for form in ("plain", "sharded"):
-        out = tmp_path / f"{form}-converted"
-        words = (*("--from", "torch_dist", "--to", "paro", "--with-optimizer"), "--input")
-        convert([*words, str(tmp_path / form), "--output", str(out)])
-        config, training = built(
-            f"--distributed-backend gloo --load {'{}'} --use-checkpoint-args --lr {LR} "
-            "--lr-decay-style constant --weight-decay 0.1 --clip-grad 0 --seq-length 24 "
-            "--micro-batch-size 2 --train-iters 6 --mock-data".replace("{}", str(out)).split()
-        )
-        resumed = load_run(config, training, Log(rank=0, world_size=1))
-        state = resumed.state
-        assert state is not None
-        assert (state.iteration, state.consumed_train_samples) == (3, 6)
-        tokens = some_tokens(GROUPED.vocab_size)
-        batch = Batch(tokens, tokens.roll(-1, 1), torch.ones(tokens.shape), tokens.numel())
-        found = []
-        for _ in range(3):
-            result = train_step(training, state, iter([batch]))
-            found.append(result.loss)
-        training.close()
-        torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
-    words = ("--from", "torch_dist", "--to", "paro", "--with-optimizer", "--input")
-    by_rank = [*words, str(tmp_path / "by rank"), "--output", str(tmp_path / "no")]
-    refused(lambda: convert(by_rank), "--dist-ckpt-optim-fully-reshardable")
+        there, here, back = (tmp_path / f"{form}{end}" for end in ("", "-here", "-back"))
+        converted("torch_dist", "paro", there, here)
+        torch.testing.assert_close(continued_here(here), losses[:3], rtol=1e-5, atol=0)
+    converted("paro", "torch_dist", here, back)
+    last, *_ = run_ranks(continue_from, world_size, layout, back / "iter_0000006", ROWS, 2)
+    torch.testing.assert_close(last, losses[3:], rtol=1e-5, atol=0)
+    by_rank = partial(converted, "torch_dist", "paro", tmp_path / "by rank", tmp_path / "no")
+    refused(by_rank, "--dist-ckpt-optim-fully-reshardable")
+
+
+def converted(source: str, target: str, there: Path, here: Path) -> None:
+    flags = ["--from", source, "--to", target, "--with-optimizer"]
+    convert([*flags, "--input", str(there), "--output", str(here)])
+
+
+def continued_here(folder: Path) -> list[float]:
+    """The losses of the three steps after iteration 3; then the run saves."""
+    flags = (
+        "--distributed-backend gloo --use-checkpoint-args --lr-decay-style constant --mock-data "
+        f"--weight-decay 0.1 --clip-grad 0 --seq-length 24 --micro-batch-size 2 --lr {LR} "
+        f"--train-iters 6 --load {folder} --save {folder}"
+    )
+    config, training = built(flags)
+    resumed = load_run(config, training, Log(rank=0, world_size=1))
+    state = resumed.state
+    assert state is not None
+    assert (state.iteration, state.consumed_train_samples) == (3, 6)
+    tokens = some_tokens(GROUPED.vocab_size)
+    batch = Batch(tokens, tokens.roll(-1, 1), torch.ones(tokens.shape), tokens.numel())
+    losses = [train_step(training, state, iter([batch])).loss for _ in range(3)]
+    save_run(config, training, resumed, state=state)
+    training.close()
+    return losses
+
+
+SMALL = TINY + " --add-qkv-bias --group-query-attention --num-query-groups 1 --train-iters 1"
+
+
+def trained(folder: Path, flags: str = "") -> dict[str, Tensor]:
+    """The states of a run of one step, which saves them."""
+    config, training = built(f"{SMALL} --save {folder} {flags}")
+    state, batches = begun(config, training)
+    train_step(training, state, batches)
+    save_run(config, training, state=state)
+    states = whole_states(training)
+    training.close()
+    return states
+
+
+@pytest.mark.slow("trains, converts and loads")
+def test_every_state_comes_back_from_a_folder_of_torch_dist(tmp_path: Path) -> None:
+    states = trained(tmp_path / "run")
+    converted("paro", "torch_dist", tmp_path / "run", tmp_path / "there")
+    converted("torch_dist", "paro", tmp_path / "there", tmp_path / "back")
+    config, training = built(f"{SMALL} --padded-vocab-size 128 --load {tmp_path / 'back'}")
+    resumed = load_run(config, training, Log(rank=0, world_size=1))
+    back = whole_states(training)
+    assert back.keys() == states.keys()
+    for name, value in states.items():
+        assert torch.equal(back[name][: len(value)], value), name
+        assert not back[name][len(value) :].any(), name
+    assert training.optimizer.num_steps == 1
+    assert resumed.state is not None
+    assert (resumed.state.iteration, resumed.state.scheduled_samples) == (1, 1)
+    training.close()
+    there = partial(converted, "paro", "torch_dist", tmp_path / "back", tmp_path / "no")
+    refused(there, "convert what it was converted from")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--optimizer muon", "AdamW"),
+        ("--no-save-optim", "AdamW"),
+        ("--decoupled-lr 0.1", "--decoupled-lr"),
+    ],
+)
+def test_a_run_without_such_an_optimizer_is_refused(flags: str, told: str, tmp_path: Path) -> None:
+    trained(tmp_path / "run", flags)
+    refused(partial(converted, "paro", "torch_dist", tmp_path / "run", tmp_path / "no"), told)
+    assert not (tmp_path / "no").exists()
 
 
 def written(folder: Path) -> Path:
@@ -190,7 +248,7 @@ def forged(path: Path) -> None:
     [
         ("common.pt", Path.unlink, "common.pt"),
         ("common.pt", cut, "common.pt ... damaged"),
-        ("metadata.json", Path.unlink, "only --ckpt-format torch and torch_dist"),
+        ("metadata.json", Path.unlink, "fsdp_dtensor"),
         ("metadata.json", lambda p: p.write_text('{"sharded_backend": "zarr"}'), "format zarr"),
         (".metadata", Path.unlink, ".metadata"),
         (".metadata", cut, ".metadata ... damaged"),
@@ -226,7 +284,7 @@ def test_a_damaged_folder_is_one_line(
         ({"optimizer": 3}, "", "has no step"),
         ({"param_groups": ["x"], "state": []}, "", "has no step"),
         ({}, "--dtype bf16", "--dtype"),
-        ({}, "--to hf", "--from torch_dist --to paro"),
+        ({}, "--to hf", "--from torch_dist --to paro ... --from paro --to torch_dist"),
     ],
 )
 def test_an_optimizer_that_is_not_there_is_refused(
