@@ -14,7 +14,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import compress
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
 
@@ -126,9 +128,12 @@ def candidates(directory_root: str | Path) -> tuple[list[int], str | None]:
 
 
 def iterations_in(root: Path) -> set[int]:
-    """Return every iteration that has a folder, complete or not."""
-    with reading(f"{root}"):
+    """Return every iteration that has a folder, complete or not; in a store, a manifest."""
+    with reading(f"{root}"), ThreadPoolExecutor() as threads:
         folders = [path for path in paths_in(root, "iter_*") if path.is_dir()]
+        if isinstance(root, StorePath):
+            ended = threads.map(lambda folder: (folder / MANIFEST).exists(), folders)
+            folders = [*compress(folders, ended)]
     names = [folder.name.removesuffix(_REPLACED) for folder in folders]
     return {int(name[5:]) for name in names if name[5:].isascii() and name[5:].isdigit()}
 

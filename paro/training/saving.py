@@ -24,7 +24,8 @@ from paro.spec.states import EMA, PARAM
 from paro.training.groups_alone import record_of_groups, shared_shards
 from paro.training.resume import FROM_NOTHING, Resumed, common_record
 from paro.training.step import Training, TrainState
-from paro.untrusted.object_store import WRITE_SECONDS, path_of, patience
+from paro.untrusted.object_store import path_of, patience
+from paro.untrusted.waits import Wait
 
 if TYPE_CHECKING:
     from paro.config.run import RunConfig
@@ -205,7 +206,7 @@ class Saver:
         With --async-save it runs on the save thread, and records that the new one is complete.
         """
         interval = self._config.checkpoint.save_retain_interval
-        with patience(WRITE_SECONDS):
+        with patience(Wait.limit_seconds / 2):  # other ranks wait meanwhile, for the limit at most
             if interval is not None and good is not None and self._ranks.is_first_of_folder:
                 # A failed removal does not stop the run; a lost lock makes the write below fail.
                 with suppress(OSError, UserError, LockLostError):

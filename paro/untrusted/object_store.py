@@ -23,13 +23,12 @@ from paro.errors import UserError, one_line
 from paro.untrusted.waits import Wait
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # by the scheme of a URL
-WRITE_SECONDS = 120.0  # how long a save waits for a store, which is the longest that its ranks do
 
 _URL = re.compile(rf"({'|'.join(PACKAGES)})://")
 _LONGEST_PAUSE = 5.0  # seconds between two attempts
 # A connection that answers nothing is broken off; of this package alone the limits are known.
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 20}, "max_concurrency": 4}
+    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 15}, "max_concurrency": 4}
 }
 # What passes: the store is down, slow or cut off. Errors of the libraries are known by name alone.
 _PASSING = re.compile(
@@ -175,18 +174,17 @@ class StorePath(PosixPath):
         Errors are of the system, about this URL; `TimeoutError` past the limit.
         """
         file_system = _file_system(self.scheme, os.getpid())
-        wait, pause = None, 0.1
+        wait, pause = Wait(f"the object store of {self}", _patience.get()), 0.1
         while True:
             try:
                 return attempt(file_system)
             except (FileNotFoundError, FileExistsError, PermissionError) as error:
                 raise type(error)(*_explained(error), str(self)) from error
             except Exception as error:  # of the libraries' own classes
-                why = f"{self!s}: {type(error).__name__}: {one_line(str(error), 300)}"
+                why = f": {type(error).__name__}: {one_line(str(error), 300)}"
                 if not _passes(error):
-                    raise OSError(errno.EINVAL, why) from error
-            wait = wait or Wait(f"the object store, {why}", _patience.get())
-            wait.check()
+                    raise OSError(errno.EINVAL, f"{self}{why}") from error
+            wait.check(why)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -214,5 +212,5 @@ def _file_system(scheme: str, process: int) -> Any:
     kind = fsspec.get_filesystem_class(scheme)
     # Another process may write what a listing that is kept does not have.
     store = kind(use_listings_cache=False, skip_instance_cache=True, **_OPTIONS.get(scheme, {}))
-    store.retries = 3  # of s3fs, for a part of an upload; then the whole call is made again
+    store.retries = 2  # of s3fs, for a part of an upload; then the whole call is made again
     return store

@@ -26,15 +26,18 @@ class Wait:
         self._begin = time.monotonic()
         self._has_noted = False
 
-    def check(self) -> None:
-        """Say once what is waited for; `TimeoutError`, one line with status 1, past the limit."""
+    def check(self, why: str = "") -> None:
+        """Say once what is waited for, and why; `TimeoutError`, one line with status 1, past the
+        limit.
+        """
+        what = f"{self._what}{why}"
         waited = time.monotonic() - self._begin
         flag, limit = "; --distributed-timeout-minutes is the limit", self.limit_seconds
         if self._most_seconds is not None:
             flag, limit = "", self._most_seconds
         if waited > limit:
-            raise TimeoutError(errno.ETIMEDOUT, f"waited {waited:.0f} s for {self._what}{flag}")
+            raise TimeoutError(errno.ETIMEDOUT, f"waited {waited:.0f} s for {what}{flag}")
         if waited > NOTICE_AFTER_SECONDS and not self._has_noted:
             self._has_noted = True
-            sys.stderr.write(shown(f"waiting for {self._what}\n"))
+            sys.stderr.write(shown(f"waiting for {what}\n"))
             sys.stderr.flush()

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paro.checkpoint.directory import TRACKER, iterations_in
+from paro.checkpoint.directory import iterations_in, latest_iteration
 from paro.checkpoint.manifest import read_manifest
 from tests.end_to_end.test_training import MODEL
 from tests.helpers.processes import children, lives
@@ -47,6 +47,7 @@ class Point(StrEnum):
     CLAIM_FOLDER = "paro.checkpoint.folder_lock:LockWaiter.attempt"
     WRITE_FILES = "paro.checkpoint.save:write_files"
     WRITE_DATA = "paro.checkpoint.storage:BoundedWriter.write_data"
+    UPLOAD = "paro.untrusted.object_store:StorePath.upload"
     READ_BACK = "paro.checkpoint.save:_read_back"
     COPY = "paro.checkpoint.in_memory.snapshot:SnapshotWriter.write"
     ROUND = "paro.optim.outer:OuterUnit.begin"
@@ -100,11 +101,12 @@ class Run:
     """The folder of a run, which its starts share."""
 
     root: Path
-    save: Path = field(init=False)
+    save: Path = Path()  # else in a store
     metrics: Path = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "save", self.root / "ckpt")
+        if self.save == Path():
+            object.__setattr__(self, "save", self.root / "ckpt")
         object.__setattr__(self, "metrics", self.root / "metrics.jsonl")
 
     def start(self, *flags: object, **how: Any) -> Job:
@@ -122,8 +124,7 @@ class Run:
         for iteration in iterations_in(self.save):
             manifest = read_manifest(self.save / f"iter_{iteration:07d}")
             manifest.verify()
-        tracker = self.save / TRACKER
-        return int(tracker.read_text()) if tracker.exists() else 0
+        return latest_iteration(self.save) or 0
 
     def steps(self) -> list[tuple[Any, ...]]:
         """What must be the same bit for bit in an undisturbed run."""
@@ -134,7 +135,8 @@ class Run:
     def final_sums(self) -> dict[str, Any]:
         """The checksums of the tensors of the last checkpoint."""
         manifest = read_manifest(self.save / f"iter_{ITERATIONS:07d}")
-        return {name: sums for name, sums in manifest.files.items() if name.endswith(".distcp")}
+        files = manifest.files.items()  # in a store the names begin with other words
+        return {n.rpartition("__")[2]: sums for n, sums in files if n.endswith(".distcp")}
 
 
 class Job:

@@ -31,18 +31,37 @@ Answer = Callable[..., Iterable[bytes]]
 
 
 @dataclass
+class Fault:
+    """What happens to the next requests of a method and a part of a path."""
+
+    how: str
+    method: str
+    path: str
+    times: int
+
+    def matches(self, method: str, path: str) -> bool:
+        return self.method in ("", method) and self.path in path
+
+
+@dataclass
 class ObjectServer:
     """A server whose next answers to some requests are faults."""
 
     requests: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, range
-    _faults: list[tuple[str, str, str]] = field(default_factory=list)
+    _faults: list[Fault] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _down_until: float = 0.0
     _released: threading.Event = field(default_factory=threading.Event)
 
     def fails(self, how: str, method: str = "", path: str = "", times: int = 1) -> None:
         """The next requests of a method and a part of a path fail: `how` is a status, "truncated"
         or "hangs"."""
-        self._faults += [(how, method, path)] * times
+        self._faults.append(Fault(how, method, path, times))
+
+    def recovers(self) -> None:
+        """From now on all requests are answered."""
+        self._faults.clear()
+        self._down_until = 0.0
 
     def stops(self, seconds: float) -> None:
         """No request is answered before the time has passed."""
@@ -56,11 +75,15 @@ class ObjectServer:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         self.requests.append((method, path, environ.get("HTTP_RANGE", "")))
         time.sleep(max(0.0, self._down_until - time.monotonic()))
-        for fault in self._faults:
-            how, of_method, of_path = fault
-            if of_method in ("", method) and of_path in path:
-                self._faults.remove(fault)
-                return self._fail(how, app, environ, start)
+        with self._lock:
+            faults = ((n, f) for n, f in enumerate(self._faults) if f.matches(method, path))
+            number, fault = next(faults, (0, None))
+            if fault is not None:
+                fault.times -= 1
+                if fault.times == 0:
+                    del self._faults[number]
+        if fault is not None:
+            return self._fail(fault.how, app, environ, start)
         return app(environ, start)
 
     def _fail(self, how: str, app: Answer, environ: Any, start: Any) -> Iterable[bytes]:

@@ -36,7 +36,7 @@ def running() -> Iterator[ObjectServer]:
 def server(running: ObjectServer, tmp_path: Path, monkeypatch: Any) -> ObjectServer:
     """The server without faults, and a cache of its own."""
     running.requests.clear()
-    running._faults.clear()
+    running.recovers()
     monkeypatch.setattr(ObjectCache, "folder", tmp_path / "cache")
     monkeypatch.setattr(object_cache, "_AHEAD", 0)
     return running
@@ -132,8 +132,8 @@ def test_a_store_that_is_gone_is_waited_for_with_a_limit_and_a_line(
     with patience(0.3):
         line = refused_by_the_system(stored.read_bytes)
     says(line, str(stored), "waited")
-    assert f"waiting for the object store, {stored}" in capfd.readouterr().err
-    server._faults.clear()
+    assert f"waiting for the object store of {stored}" in capfd.readouterr().err
+    server.recovers()
     server.fails("403", times=100)
     line = refused(partial(read_bytes, stored), str(stored), "credentials")
     assert SECRET not in line
