@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +29,7 @@ import torch
 from paro.arguments.parser import parse_args
 from paro.checkpoint.agreement import LockedFolders, ranks_by_folder, with_one_folder
 from paro.checkpoint.chunks import chunked_states
+from paro.checkpoint.directory import remove_folder
 from paro.checkpoint.load import load_checkpoint
 from paro.checkpoint.save import write_states
 from paro.config.run import configure
@@ -43,6 +45,8 @@ from paro.topology import make_topology
 from paro.training.assembly import build_data, build_sources, build_training
 from paro.training.saving import Saver
 from paro.training.step import TrainState, train_step
+from paro.untrusted.object_cache import ObjectCache
+from paro.untrusted.object_store import StorePath, path_of
 from tools.shared.command_line import RankParser
 from tools.shared.meters import MemoryMeter, drop_from_cache
 from tools.shared.output import print_json, write_json
@@ -84,8 +88,11 @@ def make_shards(num_params: int, hidden_size: int, control: Control) -> list[Fla
 
 
 def write_plainly(path: Path, num_bytes: int) -> None:
-    """Write one file in large blocks and fsync it: the disk's baseline."""
+    """Write one file in large blocks and fsync it, or one object: the baseline."""
     block = memoryview(bytearray(os.urandom(BLOCK_BYTES)))
+    if isinstance(path, StorePath):
+        path.write_bytes((block.tobytes() * (num_bytes // BLOCK_BYTES + 1))[:num_bytes])
+        return
     with path.open("wb", buffering=0) as file:
         while num_bytes > 0:
             num_bytes -= file.write(block[:num_bytes])
@@ -94,6 +101,9 @@ def write_plainly(path: Path, num_bytes: int) -> None:
 
 def read_plainly(path: Path) -> None:
     block = bytearray(BLOCK_BYTES)
+    if isinstance(path, StorePath):
+        path.read_bytes()
+        return
     with path.open("rb", buffering=0) as file:
         while file.readinto(block):
             pass
@@ -137,18 +147,21 @@ def bandwidths(args: argparse.Namespace, control: Control) -> dict[str, object]:
     peaks = {"save": peak_of(save), "load": peak_of(load)}  # in a separate round that is not timed
     control.barrier()
     if control.world.rank == 0:
-        shutil.rmtree(folder)
+        remove_folder(folder)
     for _ in range(args.rounds):
         seconds["write"].append(timed(control, lambda: write_plainly(plain, held)))
         seconds["save"].append(timed(control, save))
         control.barrier()
-        drop_from_cache(path for path in args.folder.rglob("*") if path.is_file())
+        if isinstance(folder, StorePath):
+            shutil.rmtree(ObjectCache.folder, ignore_errors=True)
+        else:
+            drop_from_cache(path for path in args.folder.rglob("*") if path.is_file())
         seconds["read"].append(timed(control, lambda: read_plainly(plain)))
         seconds["load"].append(timed(control, load))
         control.barrier()
         plain.unlink()
         if control.world.rank == 0:  # so that no timed write also frees the blocks of older files
-            shutil.rmtree(folder)
+            remove_folder(folder)
     ratios = {
         action: statistics.median(
             disk / ours for disk, ours in zip(seconds[bare], seconds[action], strict=True)
@@ -201,7 +214,7 @@ def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, 
         saver.settle()
         without += [step() for _ in range(2)]
         if control.world.rank == 0:  # do not fill the disk
-            shutil.rmtree(folder)
+            remove_folder(folder)
         control.barrier()
         if not with_save and len(staging) > args.steps:
             raise UserError("--steps: saves end before a step begins: the disk is too fast")
@@ -220,7 +233,12 @@ def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = RankParser(description=__doc__)
     add = parser.add_argument
-    add("--folder", type=Path, required=True, help="on the disk in question; is emptied")
+    add(
+        "--folder",
+        type=path_of,
+        required=True,
+        help="on the disk or in the store in question (s3://BUCKET/KEY); is emptied",
+    )
     add("--params", type=int, default=100_000_000, help="12 bytes of state each")
     add("--hidden-size", type=int, default=1024)
     add("--rounds", type=int, default=5)
@@ -232,7 +250,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     world = read_world()
     with distributed(RuntimeConfig(distributed_backend="gloo"), world) as control:
         if world.rank == 0:
-            shutil.rmtree(args.folder, ignore_errors=True)
+            with suppress(FileNotFoundError):
+                remove_folder(args.folder)
             args.folder.mkdir(parents=True)
         control.barrier()
         measure = bandwidths if args.steps is None else steps_during_saves

@@ -21,6 +21,7 @@ from paro.precision import BYTES_OF
 from paro.report.log import print_line
 from paro.sharding.buffers import TORCH_TYPES
 from paro.text import size_text
+from paro.untrusted.object_store import path_of
 from tools.shared.command_line import Parser
 
 _WITH_OPTIMIZER = (
@@ -39,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--from", required=True, choices=SOURCES, dest="source_format", help="what it is")
     add("--to", required=True, choices=TARGETS, dest="target_format", help="what it becomes")
-    add("--input", required=True, type=Path, metavar="DIR", help="the folder to convert")
+    add("--input", required=True, type=path_of, metavar="DIR", help="the folder to convert")
     add(
         "--ckpt-step",
         type=int,

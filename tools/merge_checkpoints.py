@@ -29,6 +29,7 @@ from paro.checkpoint.directory import common_of, find_checkpoint, iterations_in
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, check_least, reading, writing
 from paro.report.log import print_line
+from paro.untrusted.object_store import path_of
 from tools.shared.command_line import Parser
 
 SCHEMES = {
@@ -46,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
         ),
     )
     add = parser.add_argument
-    add("--input", required=True, type=Path, metavar="DIR", help="the --save of the run")
+    add("--input", required=True, type=path_of, metavar="DIR", help="the --save of the run")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--last", type=int, metavar="K", help="average its last K checkpoints")
     which.add_argument(

@@ -37,7 +37,8 @@ class FlagParser(ArgumentParser):
             for path in arg_strings:
                 if not path:
                     raise ArgumentError(action, "the path is empty")
-                takes_urls = action.dest in TAKE_URLS and action.type is not Path
+                takes_urls = action.dest in TAKE_URLS and action.type is None
+                takes_urls = takes_urls or action.type is path_of
                 if "://" in path and not (takes_urls and is_url(path)):
                     raise ArgumentError(action, _refused_url(path, takes_urls))
                 encoded = os.fsencode(path)

@@ -240,10 +240,10 @@ def begin_checkpoint(
     if isinstance(root, StorePath):
         for folder in paths_in(root, "iter_*"):
             if folder == directory or not (folder / MANIFEST).exists():
-                _remove(folder)
+                remove_folder(folder)
         return directory
     for folder in paths_in(root, f"iter_*{_PARTIAL}"):
-        _remove(folder)
+        remove_folder(folder)
     # Marks are left by ranks killed in `ranks_by_folder`.
     for file in paths_in(root, f"{TRACKER}*{_PARTIAL}", f"{RANK_MARK}*"):
         file.unlink(missing_ok=True)
@@ -309,7 +309,7 @@ def discard_checkpoint(partial: Path, check: Callable[[], None] = lambda: None) 
     if isinstance(partial, StorePath):
         with suppress(OSError, StorageError), patience(STORE_SECONDS):
             check()
-            _remove(partial)
+            remove_folder(partial)
         return
     shutil.rmtree(partial, ignore_errors=True)
     _next_tracker(partial).unlink(missing_ok=True)
@@ -325,7 +325,7 @@ def retire_checkpoint(root: Path, *, before: int, interval: int) -> None:
         return
     directory = iteration_directory(root, older)
     if isinstance(root, StorePath):
-        _remove(directory)
+        remove_folder(directory)
         return
     partial = directory.with_suffix(_PARTIAL)
     try:
@@ -335,7 +335,7 @@ def retire_checkpoint(root: Path, *, before: int, interval: int) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def _remove(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
     """Remove a folder; in a store, what makes it a checkpoint first."""
     if not isinstance(folder, StorePath):
         shutil.rmtree(folder)

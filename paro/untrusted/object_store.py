@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path, PosixPath
@@ -110,6 +111,10 @@ class StorePath(PosixPath):
                 child._listed = found
                 yield child
 
+    def glob(self, pattern: str) -> Generator[StorePath, None, None]:
+        """Yield what is directly under the path, by a pattern of its name."""
+        yield from (path for path in self.iterdir() if fnmatchcase(path.name, pattern))
+
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
         """Do nothing: a store has no folders."""
 
@@ -160,7 +165,7 @@ class StorePath(PosixPath):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise UserError(f"{self} is in an object store, and a file is needed here")
 
-    open = rename = replace = touch = _refuse
+    open = rename = replace = touch = rglob = _refuse
 
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of the store's file system about this object."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 
 from paro.checkpoint.directory import find_checkpoint, iterations_in, latest_iteration
 from paro.checkpoint.manifest import read_manifest
+from paro.untrusted.object_cache import ObjectCache
 from paro.untrusted.object_store import path_of
 from tests.end_to_end.test_training import MODEL
 from tests.helpers.corpora import write_corpus
 from tests.helpers.object_server import BUCKET, ObjectServer, upload
+from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
 
 pytestmark = pytest.mark.ranks
@@ -25,6 +28,12 @@ def store() -> Iterator[ObjectServer]:
     """A server with a bucket."""
     with ObjectServer().running() as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of this process for each test."""
+    monkeypatch.setattr(ObjectCache, "folder", tmp_path / "own")
 
 
 def losses(metrics: Path) -> list[Any]:
@@ -57,6 +66,17 @@ def train(tmp_path: Path, save: object, *flags: object, nproc: int = 2) -> Any:
     return run_script(["pretrain_llama.py", *MODEL, *words], nproc)
 
 
+def read_by_tools(url: str, tmp_path: Path) -> None:
+    """A checkpoint of a store is converted, and all its files are verified."""
+    convert = ["--from", "paro", "--to", "hf", "--input", url, "--output", tmp_path / "hf"]
+    inspect = ["tools/inspect_checkpoint.py", "--load", url, "--verify"]
+    for words in (["tools/convert_checkpoint.py", *convert], inspect):
+        done = run_script(words, before=partial(ObjectCache.use, str(tmp_path / "cache")))
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "hf" / "config.json").is_file()
+    refused(run_script([*inspect[:1], "--load", f"gcs://{url}"]), "--load", "gcs://")
+
+
 @pytest.mark.parametrize("how", [[], ["--async-save"]], ids=["sync", "async"])
 def test_a_run_saves_to_a_store_and_continues_from_it(
     store: ObjectServer, tmp_path: Path, how: list[str]
@@ -74,6 +94,8 @@ def test_a_run_saves_to_a_store_and_continues_from_it(
         manifest = read_manifest(find_checkpoint(save))
         manifest.verify()
         sums.append({name.rpartition("__")[2]: of for name, of in manifest.files.items()})
+    if not how:
+        read_by_tools(url, tmp_path)
     there, here = ({k: v for k, v in of.items() if k.endswith("distcp")} for of in sums)
     assert there == here
     assert not [*(tmp_path / "cache").glob("upload-*")]

@@ -19,6 +19,8 @@ from tests.helpers.object_server import BUCKET, SECRET, ObjectServer, upload
 
 pytestmark = [pytest.mark.verify, pytest.mark.ranks]
 
+# A save waits for a store for a third of it; a process that wakes after it ends at once.
+LONGER = ("--distributed-timeout-minutes", 3)
 HOW = pytest.mark.parametrize("how", ["", "--async-save"], ids=["sync", "async"])
 
 
@@ -65,7 +67,7 @@ def test_two_runs_of_one_bucket_folder(scenario: Scenario, store: ObjectServer) 
 def test_owner_in_a_store_stopped_for_a_minute(scenario: Scenario, store: ObjectServer) -> None:
     """When it is woken in its upload it ends, and its files are not its successor's."""
     scenario.ranks, scenario.plain = 1, True
-    first = scenario.paused(Point.UPLOAD, 3, before=[other_host])
+    first = scenario.paused(Point.UPLOAD, 3, *LONGER, before=[other_host])
     for pid in first.tree():
         os.kill(pid, signal.SIGSTOP)
     second = scenario.start()
@@ -89,7 +91,7 @@ def test_a_store_that_fails_in_a_save(scenario: Scenario, store: ObjectServer, h
 
 
 def test_a_store_that_stops_for_30_s(scenario: Scenario, store: ObjectServer) -> None:
-    job = scenario.paused(Point.WRITE_FILES, 2)
+    job = scenario.paused(Point.WRITE_FILES, 2, *LONGER)
     store.stops(30.0)
     scenario.run.release()
     scenario.ends(job, [0], within=120.0)
@@ -98,10 +100,10 @@ def test_a_store_that_stops_for_30_s(scenario: Scenario, store: ObjectServer) ->
 
 @HOW
 def test_a_store_that_is_gone_in_a_save(scenario: Scenario, store: ObjectServer, how: str) -> None:
-    job = scenario.paused(Point.WRITE_FILES, 2, *how.split())
+    job = scenario.paused(Point.WRITE_FILES, 2, *LONGER, *how.split())
     store.fails("500", times=10**6)
     scenario.run.release()
-    scenario.ends(job, [1], "iteration 6 is not saved: --save ", within=2 * LIMIT_SECONDS)
+    scenario.ends(job, [1], "iteration 6 is not saved: --save ", within=4 * LIMIT_SECONDS)
     assert "waiting for the object store" in job.text()
     store.recovers()
     scenario.resumes(3)

@@ -22,6 +22,7 @@ from paro.checkpoint.directory import (
 )
 from paro.checkpoint.folder_lock import FolderLock, LockLostError, LockWaiter
 from paro.checkpoint.lock_holder import LockHolder
+from paro.untrusted.object_cache import ObjectCache
 from paro.untrusted.object_store import StorePath, path_of
 from tests.helpers.object_server import BUCKET, ObjectServer
 from tests.helpers.refusals import refused
@@ -37,8 +38,9 @@ def server() -> Iterator[ObjectServer]:
 
 
 @pytest.fixture
-def root(server: ObjectServer, tmp_path: Path) -> StorePath:
+def root(server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StorePath:
     """The folder of a run, in which nothing is saved."""
+    monkeypatch.setattr(ObjectCache, "folder", tmp_path)
     path = path_of(f"s3://{BUCKET}/{tmp_path.name}")
     assert isinstance(path, StorePath)
     return path

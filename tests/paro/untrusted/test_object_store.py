@@ -129,7 +129,7 @@ def test_a_store_that_is_gone_is_waited_for_with_a_limit_and_a_line(
 ) -> None:
     monkeypatch.setattr(waits, "NOTICE_AFTER_SECONDS", 0.0)
     server.fails("500", times=100)
-    with patience(0.3):
+    with patience(4.0):
         line = refused_by_the_system(stored.read_bytes)
     says(line, str(stored), "waited")
     assert f"waiting for the object store of {stored}" in capfd.readouterr().err
