@@ -183,5 +183,7 @@ def test_a_worker_on_a_dead_file_system_ends_in_one_line(
         next(batches)
     assert caught.value.errno == errno.ETIMEDOUT
     assert time.monotonic() - begin < 10.0
-    # It wakes, so that the loader can stop it.
-    os.close(os.open(tmp_path / "fifo", os.O_WRONLY))
+    # It wakes, and finds a file for the batches ahead, so that the loader can stop it.
+    dead = (tmp_path / "fifo").rename(tmp_path / "dead")
+    (tmp_path / "fifo").touch()
+    os.close(os.open(dead, os.O_WRONLY))
