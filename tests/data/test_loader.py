@@ -101,11 +101,10 @@ def test_batches_tell_where_documents_end_when_asked(num_workers: int) -> None:
     assert moved.documents()["document_lengths"] == (3, 1, 2, 2)
 
 
-@pytest.mark.parametrize("num_workers", NUM_WORKERS)
-def test_a_part_of_each_sample_keeps_what_whole_samples_say(num_workers: int) -> None:
+def test_a_part_of_each_sample_keeps_what_whole_samples_say() -> None:
     rules = DocumentRules(eod_mask_loss=True, reset_attention_mask=True)
     fetch = {"rules": rules, "eod": 2, "ranges": (range(1), range(3, 4))}
-    batch = next(batches_of(micro_batch_size=2, num_workers=num_workers, **fetch))
+    batch = next(batches_of(micro_batch_size=2, **fetch))
     # 0 1 2 3, and 1 2 3 4
     assert batch.tokens_BS.tolist() == [[0, 3], [1, 4]]
     assert batch.labels_BS.tolist() == [[1, 4], [2, 5]]  # shifted before
@@ -126,12 +125,11 @@ def test_workers_are_out_of_reach_of_a_signal_to_the_group() -> None:
     assert os.getpgid(worker.pid or 0) == worker.pid
 
 
-@pytest.mark.parametrize("num_workers", NUM_WORKERS)
-def test_whole_rounds_are_filled_up_with_masked_samples(num_workers: int) -> None:
+def test_whole_rounds_are_filled_up_with_masked_samples() -> None:
     drawn, masked = [], []
     for rank in range(2):
         place = {"data_parallel_rank": rank, "data_parallel_size": 2, "micro_batch_size": 3}
-        batches = batches_of(Numbered(10), **place, num_workers=num_workers, whole=True)
+        batches = batches_of(Numbered(10), **place, whole=True)
         drawn.append([])
         for batch in islice(batches, 4):
             kept = batch.loss_mask_BS[:, 0] > 0

@@ -37,6 +37,8 @@ from tests.tools import untrained
 from tests.tools.untrained import convert
 from tools.generation.continuing import Sampling, continuations
 
+pytestmark = pytest.mark.slow("imports transformers")
+
 
 def mistake(told: str, *given: Any) -> None:
     refused(lambda: convert(*given), told)
@@ -56,7 +58,6 @@ def resumed_and_saved(folder: Path, *flags: str) -> RunConfig:
     return config
 
 
-@pytest.mark.slow("imports transformers")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sharded_files_of_halves_keep_every_bit(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -43,6 +43,8 @@ from tools.generate import load_model
 from tools.generate import main as generate
 from tools.inspect_checkpoint import format_of, main
 
+pytestmark = pytest.mark.slow("imports transformers")
+
 
 def rows_in(folder: Path) -> int:
     rows: int = json.loads((folder / "config.json").read_text())["vocab_size"]

@@ -26,6 +26,8 @@ from tools.evaluation.scoring import scores_of
 from tools.generate import beginnings, encode, load_tokenizer, main, open_model
 from tools.generation.continuing import Sampling, continuations
 
+pytestmark = pytest.mark.slow("imports transformers")
+
 PROMPTS = [[3, 1, 2], [7], [5, 9, 4, 4, 8, 2, 11]]
 GREEDY = Sampling(temperature=0.0, seed=1)
 
@@ -68,7 +70,6 @@ def test_a_batch_is_what_its_texts_are_alone(tmp_path: Path) -> None:
         assert len({tuple(text) for text in together}) == len(PROMPTS)
 
 
-@pytest.mark.slow("imports transformers")
 def test_only_the_probable_are_drawn() -> None:
     # Probabilities 0.5, 0.25, 0.15 and 0.1, in another order.
     logits = torch.tensor([0.15, 0.5, 0.1, 0.25]).log()
