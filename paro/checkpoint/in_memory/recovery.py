@@ -137,7 +137,7 @@ def recover(
             continue
         # On all ranks: a lost or damaged file held the masters of these chunks too.
         commons, num_bytes = copies.commons(), copies.fill(messages)
-        begin_without(filled, {want.state for want in missing})
+        begin_without(filled, filled.keys() & {want.state for want in missing})
         folder.keep_only(copies.of_node)
         furthest = commons[held[0].group]
         return Recovery(
@@ -240,7 +240,9 @@ class _VerifiedSnapshots:
     def lacks(self, lost: Sequence[StateChunk]) -> bool:
         """Return whether this rank wanted any of the lost chunks."""
         return any(
-            overlap(chunk, want.chunk) for want in lost for chunk, _ in self._targets[want.state]
+            overlap(chunk, want.chunk)
+            for want in lost
+            for chunk, _ in self._targets.get(want.state, ())  # none of another group's states
         )
 
     def commons(self) -> dict[int, Mapping[str, Any]]:

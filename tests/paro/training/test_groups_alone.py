@@ -202,7 +202,7 @@ LOSSES = {
     ),
     "a group, in the warm-up": Loss(flags=f"NNI {ALONE} 9", steps=(3, 3, 3), lost=(4, 5)),
     "one rank of a group that has replicas": Loss(
-        flags=f"NNN {ALONE} 1", steps=(8, 6, 7), lost=(3,)
+        flags=f"NNN {ALONE} 1 --paro-outer-delay 2", steps=(8, 7, 7), lost=(3,)
     ),
 }
 
