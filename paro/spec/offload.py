@@ -25,14 +25,14 @@ def offloaded(specs: Sequence[ShardingSpec]) -> Offloaded:
     if not fraction:
         return Offloaded()
     sizes = [spec.optimizer_bytes for spec in specs]
-    numbers: list[int] = []
+    wanted, held, numbers = fraction * sum(sizes), 0, list[int]()
     for number in reversed(range(len(sizes))):
-        if sum(sizes[number + 1 :]) >= fraction * sum(sizes):
-            break
-        numbers += [number] * (sizes[number] > 0)
+        if held < wanted and sizes[number]:
+            held += sizes[number]
+            numbers.append(number)
     numbers.reverse()
     slots = (max((sizes[n] for n in numbers[at::NUM_SLOTS]), default=0) for at in range(NUM_SLOTS))
-    return Offloaded(tuple(numbers), sum(sizes[n] for n in numbers), sum(slots))
+    return Offloaded(tuple(numbers), held, sum(slots))
 
 
 def state_bytes(specs: Sequence[ShardingSpec], device_type: str = "cpu") -> ModelStateBytes:

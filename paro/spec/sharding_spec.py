@@ -191,7 +191,7 @@ class ShardingSpec:
             self.optimizer_bytes + self._outer_bytes,
         )
 
-    @property
+    @cached_property
     def optimizer_bytes(self) -> int:
         """Bytes of a rank's masters, moments and averages, which are not fp32 parameters."""
         range_numel = self.layout.numel * self.unit.bucket_size // self.strategy.optim
