@@ -310,7 +310,8 @@ def affordable(
 def one_rank(config: RunConfig) -> RunConfig:
     """Return the training of one rank, with the model, shapes and trained parameters of the run.
 
-    It has no recomputation, which the planner counts, and no compilation.
+    It has no recomputation and no states in host memory, which the planner counts, and no
+    compilation.
     """
     batches, context_size = config.batches, config.context.context_parallel_size
     size = batches.micro_batch_size
@@ -321,7 +322,12 @@ def one_rank(config: RunConfig) -> RunConfig:
         batches=BatchSchedule(micro_batch_size=size, global_batch_size=size, data_parallel_size=1),
         sharding=ShardingConfig(world=World()),
         strategy=parse_strategy("NNN", world_size=1, group_size=1),
-        precision=replace(config.precision.with_inter_bits(FULL_BITS), optimizer="adam"),
+        precision=replace(
+            config.precision.with_inter_bits(FULL_BITS),
+            optimizer="adam",
+            optimizer_cpu_offload=False,
+            optimizer_offload_fraction=1.0,
+        ),
         train=replace(config.train, skip_train=False),
         checks=StepChecksConfig(),
         data=replace(config.data, seq_length=config.data.seq_length // context_size),

@@ -55,6 +55,7 @@ def stem(flags: str) -> str:
         ("--lr 0.2 --train-iters 20 --global-batch-size 64 --seed 3 --save x", True),
         ("--paro-strategy IIG --paro-inter-bits auto", True),
         ("--recompute-granularity full --trainable last-blocks:0.5", True),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 0.5", True),
         ("--micro-batch-size 4", False),
         ("--hidden-size 128", False),
         ("--bf16", False),
