@@ -295,6 +295,8 @@ class Loop:
         training = self.training
         if training.config.eval_iters == 0:
             return False
+        if self.snapshots is not None:
+            self.snapshots.wait()  # it reads masters, which averages replace meanwhile
         part = f"{begin + 1} to {begin + self._samples_per_evaluation}"
         for held_out in sets:
             self._begin("evaluating")

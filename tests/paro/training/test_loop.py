@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,6 +22,8 @@ from paro.report.record import IterationRecord
 from paro.report.report import open_report
 from paro.report.watchdog import Observer
 from paro.training.assembly import build_data, build_sources, run_facts
+from paro.training.evaluation import evaluate
+from paro.training.in_memory import InMemoryCheckpointer
 from paro.training.loop import Loop
 from paro.training.saving import Saver
 from paro.training.step import TrainState
@@ -75,6 +78,7 @@ def run_loop(
     save_interval: int | None = None,
     base: str = TINY,
     observers: Sequence[Observer] = (),
+    snapshots: InMemoryCheckpointer | None = None,
 ) -> Finished:
     config, training = built(f"{base} --log-interval 1 {flags}")
     state = TrainState.at_start(config.loss_scale)
@@ -98,6 +102,7 @@ def run_loop(
             report,
             saving=SavedIterations(saved, save_interval),
             observers=observers,
+            snapshots=snapshots,
         ).run()
     found = [call.args[0] for call in validations.call_args_list]
     return Finished(
@@ -116,6 +121,20 @@ def test_evaluates_and_saves_at_intervals_and_at_the_end() -> None:
     assert run.saved == [2, 4, 6, 7]
     # A resumed run continues after the samples evaluated during training; none follow the end.
     assert run.state.consumed_valid_samples == 2 * 2
+
+
+def test_no_local_copy_is_under_way_in_an_evaluation() -> None:
+    """Which may have averages for masters, also at the end."""
+    under_way: list[TrainState] = []
+    copies = mock.Mock(start=under_way.append, wait=under_way.clear)
+
+    def checked(*args: Any) -> object:
+        assert not under_way
+        return evaluate(*args)
+
+    with mock.patch("paro.training.loop.evaluate", checked):
+        run_loop("--train-iters 2 --eval-interval 1 --eval-iters 1", snapshots=copies)
+    assert copies.discard.called
 
 
 @pytest.mark.slow("trains several times")
