@@ -27,6 +27,7 @@ from paro.config.run import RunConfig
 from paro.errors import StorageError, describe
 from paro.report.log import Log
 from paro.training.resume import load_run
+from paro.untrusted.regular_file import RegularFile
 from tests.helpers.checkpoints import load_parameters
 from tests.helpers.commands import output_of
 from tests.helpers.refusals import refused
@@ -248,13 +249,23 @@ def test_a_failing_disk_is_one_line_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-@pytest.mark.parametrize(("source", "target"), [("hf", "paro"), ("paro", "hf"), ("hf", "megatron")])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("hf", "paro"),
+        ("paro", "hf"),
+        ("hf", "megatron"),
+        ("hf", "torch_dist"),
+        ("torch_dist", "hf"),
+    ],
+)
 def test_little_is_in_memory_at_a_time(
     source: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One piece and, for a checkpoint, the part of the file that DCP keeps while writing."""
     save_folder(tmp_path / "hf", 3)
-    convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
+    if source != "hf":
+        convert("hf", source, tmp_path / "hf", tmp_path / source)
     piece, file = 600, 4000
     monkeypatch.setattr(paro.checkpoint.convert.source, "CHUNK_BYTES", piece)
     monkeypatch.setattr(paro.checkpoint.storage, "MAX_FILE_BYTES", file)
@@ -278,11 +289,20 @@ def test_little_is_in_memory_at_a_time(
 
         return replace(cast(self, dtype), rows=rows)
 
+    read, longest = RegularFile.read, 0
+
+    def measured(self: RegularFile, begin: int, length: int) -> bytes:
+        nonlocal longest
+        longest = max(longest, length)
+        return read(self, begin, length)
+
     monkeypatch.setattr(LazyTensor, "cast", watched)
+    monkeypatch.setattr(RegularFile, "read", measured)
     convert(source, target, tmp_path / source, tmp_path / "out")
     size = sum(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors"))
     assert size > 4 * file
-    assert 0 < most <= (file if target == "paro" else 0) + 2 * piece
+    assert 0 < most <= (file if target in ("paro", "torch_dist") else 0) + 2 * piece
+    assert longest <= max(piece, 4096), "a chunk was read whole"
 
 
 def test_a_moved_checkpoint_still_has_its_tokenizer(saved: Path, tmp_path: Path) -> None:

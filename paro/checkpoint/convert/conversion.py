@@ -154,9 +154,11 @@ class Conversion:
 
     def num_bytes(self, source: Source) -> int:
         """Return the bytes of the tensors to write."""
-        if not self.writes_adapters:
-            return source.num_bytes
-        return sum(tensor.num_bytes for tensor in source.adapters.values())
+        if self.writes_adapters:
+            return sum(tensor.num_bytes for tensor in source.adapters.values())
+        if source.moments and self.target_format == "torch_dist":  # with masters of its own
+            return source.num_bytes + sum(tensor.num_bytes for tensor in source.tensors.values())
+        return source.num_bytes
 
     @property
     def writes_adapters(self) -> bool:
