@@ -29,6 +29,7 @@ from paro.checkpoint.in_memory.snapshot import NUM_SLOTS, SnapshotWriter
 from paro.distributed.control import Control
 from paro.errors import StorageError
 from paro.report.log import Log
+from paro.report.memory import available_host_bytes
 from paro.text import size_text
 from paro.training.groups_alone import record_of_groups, restore_group
 from paro.training.resume import Resumed, common_record, state_of
@@ -118,7 +119,7 @@ class InMemoryCheckpointer:
         )
         everywhere = control.gather(NUM_SLOTS * self._writer.num_bytes)
         num_bytes = sum(everywhere[each] for each in near)
-        check_room(self._folder, num_bytes)
+        check_room(self._folder, num_bytes, available_host_bytes())
         self._record = partial(common_record, self._config, training, resumed)
         self._of_groups = partial(record_of_groups, training, own=True)
         every = every_text(self._interval)

@@ -121,12 +121,19 @@ def snapshot_folder(
             os.close(lock)
 
 
-def check_room(folder: SnapshotFolder, num_bytes: int) -> None:
-    """Raise `UserError` on all ranks unless the node has room for `num_bytes` of its ranks."""
+def check_room(folder: SnapshotFolder, num_bytes: int, available: int | None) -> None:
+    """Raise `UserError` on all ranks unless the node has room for `num_bytes` of its ranks.
+
+    `available` are the bytes of memory that processes can still allocate; None: unknown. A tmpfs
+    may say that more is free, as it counts its own files only.
+    """
     with folder.control.raise_on_all_ranks(), writing(f"{FLAG} {folder.path.parent}"):
         # Snapshots of an earlier start are removed before new ones are allocated.
         old = sum(path.stat().st_blocks * 512 for path in folder.path.glob(f"*{DATA}"))
-        free = shutil.disk_usage(folder.path).free + old
+        free = shutil.disk_usage(folder.path).free
+        if available is not None and _is_in_memory(folder.path):
+            free = min(free, available)
+        free += old
         if num_bytes > free:
             raise UserError(
                 f"two generations of local copies take {size_text(num_bytes)} of a node and "

@@ -217,8 +217,15 @@ def test_room_is_what_will_be_free(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     folder = SnapshotFolder(tmp_path, CONTROL, (0,))
     (tmp_path / "rank-00000-a.0.data").write_bytes(b"1" * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage(0, 0, 10**6))
-    check_room(folder, 2 * 10**6)
-    refused(lambda: check_room(folder, 3 * 10**6), "3.0 MB of a node ... 2.0 MB")
+    check_room(folder, 2 * 10**6, None)
+    refused(lambda: check_room(folder, 3 * 10**6, None), "3.0 MB of a node ... 2.0 MB")
+    for in_memory in (True, False):  # of which states in host memory take a part
+        monkeypatch.setattr(module, "_is_in_memory", lambda _path, kind=in_memory: kind)
+        check_room(folder, 12 * 10**5, 2 * 10**5)
+        if in_memory:
+            refused(lambda: check_room(folder, 13 * 10**5, 2 * 10**5), "1.3 MB ... 1.2 MB")
+        else:
+            check_room(folder, 13 * 10**5, 2 * 10**5)
 
 
 def test_shares_of_the_ranks_of_a_node_are_all_files(tmp_path: Path) -> None:
