@@ -19,9 +19,10 @@ def describe(plan: SearchResult, *, chose: str = "chose") -> Iterator[str]:
     )
     if (best := plan.best) is None:
         return
+    on_host = f", and {size_text(best.host_bytes)} of host memory" if best.host_bytes else ""
     yield (
         f"planner: {chose} {best.candidate.describe()}: {seconds_text(best.seconds)} a step, MFU "
-        f"{best.mfu:.1%}, {best.memory_bytes / 1e9:.1f} of the {plan.limit_text}"
+        f"{best.mfu:.1%}, {best.memory_bytes / 1e9:.1f} of the {plan.limit_text}{on_host}"
     )
     yield f"planner: because {_reason(plan, best)}"
     if plan.other_bits is not None:

@@ -16,6 +16,7 @@ from paro.planning.step_costs import StepCosts, Timeline, round_seconds, simulat
 from paro.planning.step_counts import StepCounts
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
+from paro.spec.offload import offloaded
 from paro.spec.run_spec import RunSettings, RunSpec
 from paro.topology import Sent
 
@@ -49,6 +50,7 @@ class Estimate:
     precision: PrecisionConfig
     coding_seconds: float  # a rank's time to quantize and dequantize in a step, exposed or not
     muon_seconds: float  # time of Newton-Schulz in a step, with waits for matrices
+    host_bytes: int  # optimizer states of a rank that are in host memory, and not in `memory`
     outer_round: OuterRound | None = None  # None: all ranks are synchronous
 
     @property
@@ -168,6 +170,7 @@ class Estimator:
             precision=candidate.precision(request),
             coding_seconds=coding_seconds(costs.device, costs.comm_costs.coding_bytes),
             muon_seconds=costs.muon_seconds,
+            host_bytes=offloaded(costs.comm_costs.specs).host_bytes * costs.machine.is_of_gpus,
             outer_round=outer_round,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from operator import attrgetter
 from typing import Any
@@ -28,7 +28,8 @@ from paro.topology import Link
 from tools.shared.output import text_table
 
 # Columns that are there only if any row has a figure.
-SECONDS = {
+EXTRA: dict[str, Callable[[Estimate], float]] = {
+    "host GB": lambda row: row.host_bytes / 1e9,
     "packing s": attrgetter("coding_seconds"),
     "Muon s": attrgetter("muon_seconds"),
 }
@@ -89,10 +90,10 @@ def _merged(rows: Sequence[Estimate]) -> list[tuple[str, Estimate]]:
 def rows_table(request: PlanRequest, rows: Sequence[Estimate]) -> str:
     """Return one row per strategy: memory, step time, traffic and exposed communication of a rank.
 
-    `NODES` explains a column. Encoding and decoding of codes between groups, and Newton-Schulz,
-    have columns if there are any.
+    `NODES` explains a column. States in host memory, encoding and decoding of codes between groups,
+    and Newton-Schulz have columns if there are any.
     """
-    seconds = {head: of for head, of in SECONDS.items() if any(map(of, rows))}
+    extra = {head: of for head, of in EXTRA.items() if any(map(of, rows))}
     return text_table(
         (
             {
@@ -105,7 +106,7 @@ def rows_table(request: PlanRequest, rows: Sequence[Estimate]) -> str:
                 "MFU": f"{row.mfu:.1%}",
                 "intra GB": f"{row.sent.intra / 1e9:.2f}",
                 "inter GB": f"{row.sent.inter / 1e9:.2f}",
-                **{head: f"{of(row):.3f}" for head, of in seconds.items()},
+                **{head: f"{of(row):.3f}" for head, of in extra.items()},
                 "waits": exposed_text(row),
             }
             for name, row in _merged(rows)
@@ -276,6 +277,7 @@ def as_json(request: PlanRequest, estimate: Estimate) -> dict[str, Any]:
         "inter_param_bits": estimate.precision.inter_param_bits,
         "packing_seconds": estimate.coding_seconds,
         "muon_seconds": estimate.muon_seconds,
+        "host_bytes": estimate.host_bytes,
     }
 
 

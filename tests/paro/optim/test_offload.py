@@ -27,6 +27,7 @@ from tests.helpers.training import TINY, begun, built, save_run, whole_states
 from tests.paro.planning.cases import machine, plan_request
 from tests.paro.planning.on_ranks import run_of
 from tests.paro.planning.test_units import WIDE
+from tools.planning.tables import rows_table
 
 OFFLOAD = "--optimizer-cpu-offload"
 BF16 = PrecisionConfig(compute="bf16")
@@ -147,6 +148,9 @@ def test_a_step_takes_longer_by_the_bytes_over_pcie() -> None:
     own = offloaded(Estimator(offloading).costs(candidate).comm_costs.specs)
     seconds = (own.host_bytes + own.slot_bytes / 2) / 1e9
     assert other.seconds - plain.seconds == pytest.approx(seconds)
+    assert (plain.host_bytes, other.host_bytes) == (0, own.host_bytes)
+    tables = [rows_table(offloading, rows) for rows in ((plain,), (plain, other))]
+    assert ["host GB" in table for table in tables] == [False, True]
     assert Estimator(offloading).costs(candidate).least_seconds() <= other.seconds
 
 
