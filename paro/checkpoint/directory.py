@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,8 @@ RANK_MARK = ".rank_"
 MAX_TRACKER_BYTES = 4096  # the most bytes that are read of a tracker
 _REPLACED = ".replaced"
 _PARTIAL = ".partial"
+# What an unfinished save leaves in a store; save.py names its tensor files so there.
+_OWN_OBJECT = re.compile(rf"[0-9a-f]{{8}}_.*\.distcp|{re.escape(METADATA)}|{re.escape(COMMON)}")
 STORE_SECONDS = 5.0  # how long a save that failed waits for a store
 
 T = TypeVar("T")
@@ -239,7 +242,11 @@ def begin_checkpoint(
     directory = iteration_directory(root, iteration)
     if isinstance(root, StorePath):
         for folder in paths_in(root, "iter_*"):
-            if folder == directory or not (folder / MANIFEST).exists():
+            names = {path.name for path in folder.iterdir()}
+            is_ours = MANIFEST in names or all(map(_OWN_OBJECT.fullmatch, names))
+            if folder == directory and not is_ours:
+                raise UserError(f"{folder} has files of another program: give another --save")
+            if folder == directory or (is_ours and MANIFEST not in names):
                 remove_folder(folder)
         return directory
     for folder in paths_in(root, f"iter_*{_PARTIAL}"):

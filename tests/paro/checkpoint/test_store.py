@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_a_checkpoint_is_there_once_its_manifest_is(root: StorePath) -> None:
     for iteration in (10, 20):
         finish_checkpoint(begin_checkpoint(root, iteration), iteration, {})
     left = begin_checkpoint(root, 30)
-    (left / "part").write_bytes(b"killed")
+    (left / "0123abcd___0_0.distcp").write_bytes(b"killed")
     assert candidates(root) == ([20, 10], None)
     assert newest_whole(root) == root / "iter_0000020"
     (root / "iter_0000020" / "common.json").write_bytes(b"{")
@@ -100,6 +101,16 @@ def test_a_checkpoint_is_there_once_its_manifest_is(root: StorePath) -> None:
     finish_checkpoint(begin_checkpoint(root, 40), 40, {})
     retire_checkpoint(root, before=40, interval=100)
     assert iterations_in(root) == {40}
+
+
+def test_a_save_removes_no_folder_of_another_program(root: StorePath) -> None:
+    """Megatron-LM's iterations have no manifest, and while it saves one only DCP's files."""
+    for name in ("iter_0000010/common.pt", "iter_0000020/__0_0.distcp", "iter_0000030/a/b.pt"):
+        (root / name).write_bytes(b"theirs")
+    finish_checkpoint(begin_checkpoint(root, 40), 40, {})
+    for iteration in (10, 20, 30):
+        refused(partial(begin_checkpoint, root, iteration), f"{root}/iter_00000{iteration}")
+    assert len(root._call("find")) == 3 + 3
 
 
 def test_a_save_that_lost_its_lock_changes_nothing(root: StorePath) -> None:
