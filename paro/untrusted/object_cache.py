@@ -10,37 +10,39 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
-from paro.errors import reading, writing
+from paro.errors import UserError, reading, writing
 from paro.untrusted.atomic_file import replace_file, replacing
 from paro.untrusted.object_store import StorePath, path_of, patience
 from paro.untrusted.waits import Wait
 
 FLAG = "--object-storage-cache-path"
 BLOCK_BYTES = 2**20
+MAX_BYTES = 2**28  # of a small file, read at once; the largest tokenizer.json has a tenth of it
 _AHEAD = 8  # blocks that are fetched before they are read, where reads follow one another
 _THREADS = 8  # calls at once of a process
 _LOCKS = 64  # files of locks per object
 _BLOCKS = "blocks"
 _POLL_SECONDS = 0.02
-_kept = count()
+_DEFAULT = Path(tempfile.gettempdir()) / f"llama-paro-objects-{os.getuid()}"
 
 
 class ObjectCache:
     """The folder of the blocks, and of files on their way into a store; shared by a machine."""
 
-    folder: ClassVar[Path] = Path(tempfile.gettempdir()) / f"llama-paro-objects-{os.getuid()}"
+    folder: ClassVar[Path] = _DEFAULT
     most_bytes: ClassVar[int | None] = None  # of blocks; None: half of the room on the disk
-    kept_between: ClassVar[int] = 32  # blocks that a process keeps between two looks at the room
+    kept_between: ClassVar[int] = 32  # least blocks that a process keeps between two looks at it
+    _until_look: ClassVar[int] = 0  # blocks that this process still keeps before it looks again
 
     @classmethod
     def use(cls, folder: str | None) -> None:
@@ -49,16 +51,39 @@ class ObjectCache:
             cls.folder = Path(folder)
 
     @classmethod
-    def keep(cls, path: Path, content: bytes) -> None:
-        """Write a block; where there is no room for it, it is fetched again for the next read."""
-        if next(_kept) % cls.kept_between == 0:
-            cls.make_room()
-        with suppress(OSError), replacing(path) as temporary:
-            temporary.write_bytes(content)
+    def made(cls, *names: str) -> Path:
+        """Make the folder, or one inside it; `UserError` for a default that another user made."""
+        with writing(f"{FLAG} {cls.folder}"):
+            cls.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if cls.folder == _DEFAULT:
+                cls._own()
+            folder = cls.folder.joinpath(*names)
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     @classmethod
-    def make_room(cls) -> None:
-        """Remove the oldest blocks above the limit; locks stay."""
+    def _own(cls) -> None:
+        """Keep other users out of the folder, which any of them may have made in /tmp before."""
+        status = cls.folder.lstat()
+        if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+            raise UserError(f"{cls.folder} is of another user: give {FLAG}")
+        if stat.S_IMODE(status.st_mode) != 0o700:
+            cls.folder.chmod(0o700)
+
+    @classmethod
+    def keep(cls, path: Path, content: bytes) -> None:
+        """Write a block; where there is no room for it, it is fetched again for the next read."""
+        with suppress(OSError):
+            cls._until_look -= 1
+            if cls._until_look < 0:
+                # A look costs what the blocks there are, so it is after a part of their number.
+                cls._until_look = max(cls.kept_between, cls.make_room() // 64) - 1
+            with replacing(path) as temporary:
+                temporary.write_bytes(content)
+
+    @classmethod
+    def make_room(cls) -> int:
+        """Remove the oldest blocks above the limit; locks stay. Return the number of files."""
         found = []
         for path in (cls.folder / _BLOCKS).glob("*/*"):
             with suppress(OSError):  # removed by another process just now
@@ -74,12 +99,14 @@ class ObjectCache:
             if path.suffix != ".lock":
                 path.unlink(missing_ok=True)
                 used -= size
+        return len(found)
 
 
 def local_copy(path: str) -> str:
     """Return the path of a local copy of an object, or of a folder's objects; a file's own path.
 
-    It is for libraries that open files themselves, such as those of tokenizers.
+    It is for libraries that open files themselves, such as those of tokenizers. Of a folder, files
+    that are too large for these are left out: weights of a model.
     """
     source = path_of(path)
     if not isinstance(source, StorePath):
@@ -88,17 +115,15 @@ def local_copy(path: str) -> str:
         objects = [*source.iterdir()] if source.is_dir() else [source]
         if not objects:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    folder = (
-        ObjectCache.folder
-        / "files"
-        / _digest(path, *(each.info() for each in objects))
-        / source.name
-    )
-    with writing(f"{FLAG} {ObjectCache.folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-    for each in objects:
-        if each.is_file() and not (folder / each.name).exists():
-            content = each.read_bytes()
+        sizes = [each.stat().st_size for each in objects]
+        if objects == [source] and sizes[0] > MAX_BYTES:
+            raise UserError(f"{path} has {sizes[0]:,} bytes: it is no file of a tokenizer")
+    digest = _digest(path, *(each.info() for each in objects))
+    folder = ObjectCache.made("files", digest, source.name)
+    for each, size in zip(objects, sizes, strict=True):
+        if each.is_file() and size <= MAX_BYTES and not (folder / each.name).exists():
+            with reading(path):
+                content = each.read_range(0, size)
             with writing(f"{FLAG} {ObjectCache.folder}"):
                 replace_file(folder / each.name, content)
     return str(folder if source.is_dir() else folder / source.name)
@@ -107,20 +132,48 @@ def local_copy(path: str) -> str:
 @contextmanager
 def way_station() -> Iterator[Path]:
     """Give an empty local folder for files that are then uploaded; those of killed runs go."""
-    with writing(f"{FLAG} {ObjectCache.folder}"):
-        ObjectCache.folder.mkdir(parents=True, exist_ok=True)
-        for left in ObjectCache.folder.glob("upload-*"):
-            if not Path(f"/proc/{left.name.split('-')[1]}").exists():
-                shutil.rmtree(left, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix=f"upload-{os.getpid()}-", dir=ObjectCache.folder))
-    try:
+    parent = ObjectCache.made()
+    with ExitStack() as until_uploaded:
+        with writing(f"{FLAG} {parent}"):
+            for left in parent.glob("upload-*"):
+                with _claimed(left) as is_left:
+                    if is_left:
+                        shutil.rmtree(left, ignore_errors=True)
+            folder = Path(tempfile.mkdtemp(prefix="upload-", dir=parent))
+            while not until_uploaded.enter_context(_claimed(folder)):
+                # Another process took the new folder for one that is left.
+                folder = Path(tempfile.mkdtemp(prefix="upload-", dir=parent))
+        until_uploaded.callback(shutil.rmtree, folder, ignore_errors=True)
         yield folder
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[bool]:
+    """Hold a folder's lock; give False if another process holds it, or has removed the folder.
+
+    A process id in its name would not do: containers that share the folder have ids of their own.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_free = folder.exists()
+        except BlockingIOError:
+            is_free = False
+        yield is_free
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
 
 
 class CachedObject:
-    """An object that is read by blocks of the local cache; as it was when it was opened."""
+    """An object that is read by blocks of the local cache, which other processes read, too.
+
+    If it is replaced after it was opened, blocks that are not in the cache yet are the new one's.
+    """
 
     def __init__(self, path: StorePath) -> None:
         self._path = path
@@ -128,9 +181,8 @@ class CachedObject:
         if found["type"] == "directory":
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         self.size = int(found["size"])
-        self._folder = ObjectCache.folder / _BLOCKS / _digest(path, found)
-        with writing(f"{FLAG} {ObjectCache.folder}"):
-            self._folder.mkdir(parents=True, exist_ok=True)
+        self._names = (_BLOCKS, _digest(path, found))
+        self._folder = ObjectCache.made(*self._names)
         self._next = 0  # the byte after the last read
 
     def read(self, begin: int, length: int) -> bytes:
@@ -180,8 +232,10 @@ class CachedObject:
     @contextmanager
     def _alone(self, number: int) -> Iterator[None]:
         """Hold a block's lock among the threads and processes of this machine, till they end."""
-        path = self._folder / f"{number % _LOCKS}.lock"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # A folder in the temporary one may have been tidied away since the object was opened.
+        path = ObjectCache.made(*self._names) / f"{number % _LOCKS}.lock"
+        with writing(f"{FLAG} {path.parent}"):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         wait = Wait(f"a block of {self._path}, which another process fetches")
         try:
             while True:

@@ -13,11 +13,10 @@ from typing import BinaryIO
 from weakref import finalize
 
 from paro.errors import UserError, reading
-from paro.untrusted.object_cache import CachedObject
+from paro.untrusted.object_cache import MAX_BYTES, CachedObject
 from paro.untrusted.object_store import StorePath
 
 _BLOCK_BYTES = 2**20
-MAX_BYTES = 2**28  # the largest tokenizer.json has a tenth of it
 
 
 @contextmanager

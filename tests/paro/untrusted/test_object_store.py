@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,13 @@ import pytest
 
 from paro.arguments.parser import build_parser
 from paro.untrusted import object_cache, waits
-from paro.untrusted.object_cache import BLOCK_BYTES, CachedObject, ObjectCache, local_copy
+from paro.untrusted.object_cache import (
+    BLOCK_BYTES,
+    CachedObject,
+    ObjectCache,
+    local_copy,
+    way_station,
+)
 from paro.untrusted.object_store import StorePath, path_of, patience
 from paro.untrusted.regular_file import RegularFile, paths_in, read_bytes
 from tests.helpers.object_server import BUCKET, SECRET, ObjectServer
@@ -96,6 +104,59 @@ def test_blocks_beyond_the_limit_are_removed_and_fetched_again(
     assert sum(path.stat().st_size for path in blocks) <= ObjectCache.most_bytes
 
 
+def test_looks_at_a_large_cache_are_rare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look costs what all blocks do: without it a cache of 500,000 would take seconds each."""
+    monkeypatch.setattr(ObjectCache, "folder", tmp_path)
+    monkeypatch.setattr(ObjectCache, "_until_look", 0)
+    looks: list[int] = []
+    monkeypatch.setattr(ObjectCache, "make_room", lambda: looks.append(1) or 64 * 100)
+    for number in range(201):
+        ObjectCache.keep(tmp_path / str(number), b"1")
+    assert len(looks) == 3
+
+
+def test_a_cache_that_is_tidied_away_is_filled_again(
+    server: ObjectServer, stored: StorePath
+) -> None:
+    """As programs do that remove old files from the temporary folder."""
+    reader = CachedObject(stored)
+    for _ in range(2):
+        assert reader.read(0, 10) == CONTENT[:10]
+        shutil.rmtree(ObjectCache.folder)
+    assert reader.read(BLOCK_BYTES, 10) == CONTENT[BLOCK_BYTES : BLOCK_BYTES + 10]
+
+
+def test_the_default_folder_is_of_this_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_DEFAULT", "ObjectCache.folder"):
+        monkeypatch.setattr(f"paro.untrusted.object_cache.{name}", tmp_path / "default")
+    (tmp_path / "default").mkdir(mode=0o777)
+    ObjectCache.made()
+    assert stat.S_IMODE((tmp_path / "default").stat().st_mode) == 0o700
+    (tmp_path / "default").rename(tmp_path / "elsewhere")
+    (tmp_path / "default").symlink_to(tmp_path / "elsewhere")
+    refused(ObjectCache.made, str(tmp_path / "default"), "--object-storage-cache-path")
+    (tmp_path / "default").unlink()
+    (tmp_path / "default").mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    refused(ObjectCache.made, str(tmp_path / "default"), "--object-storage-cache-path")
+
+
+def test_files_on_their_way_stay_while_any_process_uploads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ObjectCache, "folder", tmp_path)
+    monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)  # in another container
+    (tmp_path / "upload-of_a_killed_run").mkdir()
+    with way_station() as one:
+        (one / "file").touch()
+        with way_station() as other:
+            assert {*tmp_path.iterdir()} == {one, other}
+        assert (one / "file").exists()
+    assert not [*tmp_path.iterdir()]
+
+
 def test_reads_in_order_fetch_ahead(
     server: ObjectServer, stored: StorePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +214,9 @@ def test_only_one_creates_an_object(server: ObjectServer, stored: StorePath) -> 
     assert lock.read_bytes() == b"%d" % created.index(True)
 
 
-def test_folders_are_what_keys_have_in_common(server: ObjectServer, stored: StorePath) -> None:
+def test_folders_are_what_keys_have_in_common(
+    server: ObjectServer, stored: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = stored.parent
     (folder / "sub" / "y").write_bytes(b"12")
     assert [path.name for path in paths_in(folder, "*")] == ["sub", "x.bin"]
@@ -161,8 +224,12 @@ def test_folders_are_what_keys_have_in_common(server: ObjectServer, stored: Stor
         *(True, False, False),
     )
     assert paths_in(folder / "none", "*") == []
+    for name, content in (("empty", b""), ("weights", b"1234")):
+        (folder / "sub" / name).write_bytes(content)
+    monkeypatch.setattr(object_cache, "MAX_BYTES", 3)
     copy = Path(local_copy(str(folder / "sub")))
-    assert (copy / "y").read_bytes() == b"12"
+    assert {path.name: path.read_bytes() for path in copy.iterdir()} == {"y": b"12", "empty": b""}
+    refused(partial(local_copy, str(folder / "sub" / "weights")), "sub/weights has 4 bytes")
     assert local_copy(str(copy)) == str(copy)
     (folder / "sub").remove_tree()  # type: ignore[attr-defined]
     assert not (folder / "sub").exists()
