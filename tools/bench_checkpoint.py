@@ -45,7 +45,7 @@ from paro.topology import make_topology
 from paro.training.assembly import build_data, build_sources, build_training
 from paro.training.saving import Saver
 from paro.training.step import TrainState, train_step
-from paro.untrusted.object_cache import ObjectCache
+from paro.untrusted.object_cache import BLOCKS, ObjectCache
 from paro.untrusted.object_store import StorePath, path_of
 from tools.shared.command_line import RankParser
 from tools.shared.meters import MemoryMeter, drop_from_cache
@@ -153,7 +153,7 @@ def bandwidths(args: argparse.Namespace, control: Control) -> dict[str, object]:
         seconds["save"].append(timed(control, save))
         control.barrier()
         if isinstance(folder, StorePath):
-            shutil.rmtree(ObjectCache.folder, ignore_errors=True)
+            shutil.rmtree(ObjectCache.folder / BLOCKS, ignore_errors=True)
         else:
             drop_from_cache(path for path in args.folder.rglob("*") if path.is_file())
         seconds["read"].append(timed(control, lambda: read_plainly(plain)))

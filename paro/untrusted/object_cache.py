@@ -31,7 +31,7 @@ MAX_BYTES = 2**28  # of a small file, read at once; the largest tokenizer.json h
 _AHEAD = 8  # blocks that are fetched before they are read, where reads follow one another
 _THREADS = 8  # calls at once of a process
 _LOCKS = 64  # files of locks per object
-_BLOCKS = "blocks"
+BLOCKS = "blocks"  # the folder of blocks in that of the cache
 _POLL_SECONDS = 0.02
 _DEFAULT = Path(tempfile.gettempdir()) / f"llama-paro-objects-{os.getuid()}"
 
@@ -63,7 +63,7 @@ class ObjectCache:
 
     @classmethod
     def _own(cls) -> None:
-        """Keep other users out of the folder, which any of them may have made in /tmp before."""
+        """Keep other users out of the folder, which any of them may have made under its name."""
         status = cls.folder.lstat()
         if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
             raise UserError(f"{cls.folder} is of another user: give {FLAG}")
@@ -85,7 +85,7 @@ class ObjectCache:
     def make_room(cls) -> int:
         """Remove the oldest blocks above the limit; locks stay. Return the number of files."""
         found = []
-        for path in (cls.folder / _BLOCKS).glob("*/*"):
+        for path in (cls.folder / BLOCKS).glob("*/*"):
             with suppress(OSError):  # removed by another process just now
                 status = path.stat()
                 found.append((status.st_mtime_ns, status.st_blocks * 512, path))
@@ -181,7 +181,7 @@ class CachedObject:
         if found["type"] == "directory":
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         self.size = int(found["size"])
-        self._names = (_BLOCKS, _digest(path, found))
+        self._names = (BLOCKS, _digest(path, found))
         self._folder = ObjectCache.made(*self._names)
         self._next = 0  # the byte after the last read
 
