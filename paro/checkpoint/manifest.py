@@ -26,7 +26,7 @@ from paro.untrusted.schema import Count, conform, read_json
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"  # DCP's file
-FOREIGN = "common.pt"  # a file of Megatron-LM's checkpoints, whose other names are like ours
+FOREIGN = "metadata.json"  # a file of Megatron-LM's checkpoints, whose other names are like ours
 FORMAT_VERSION = 2  # version of the format that is written and read
 
 _PACKAGES = ("torch", "numpy", "safetensors", "sentencepiece", "tokenizers", "transformers")

@@ -17,13 +17,15 @@ from paro.checkpoint.convert.dcp_files import DcpFolder, write_dcp
 from paro.checkpoint.convert.megatron_names import MegatronModel, args_in
 from paro.checkpoint.convert.source import LazyTensor, joined, write_json
 from paro.checkpoint.convert.tensor_files import is_weight_type, load_torch_file
+from paro.checkpoint.manifest import FOREIGN as BACKENDS
 from paro.checkpoint.manifest import METADATA
 from paro.checkpoint.metadata import read_metadata
 from paro.errors import UserError
+from paro.untrusted.regular_file import MAX_BYTES, RegularFile
 from paro.untrusted.schema import read_json
 
-BACKENDS = "metadata.json"
 COMMON = "common.pt"
+_COMMON_STATE = "common_state/shard_0_1"
 _WRITTEN = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -33,7 +35,7 @@ _WRITTEN = {
 # Layers are stored as one tensor with a dimension of layers in front, unless they are numbered.
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d)")
 _NUMBERED = re.compile(r"(decoder\.layers\.)(\d+)\.")
-# Modules for which Megatron-core asks for an object beside the weights; here they are empty.
+# Modules for which Megatron-core asks for an object in addition to the weights; here it is empty.
 _WITH_EXTRA_STATE = (
     *("linear_qkv", "linear_proj", "core_attention", "q_layernorm", "k_layernorm"),
     *("linear_fc1", "linear_fc2"),
@@ -63,8 +65,8 @@ def open_dist(directory: Path, kinds: Sequence[str] = (), prefix: str = "") -> M
             f"{directory} is in the format {backends['sharded_backend']:.40}: of distributed "
             "checkpoints only torch_dist can be read"
         )
-    path, folder = directory / COMMON, DcpFolder(directory)
-    common = load_torch_file(path)
+    folder = DcpFolder(directory)
+    path, common = _common_of(directory, folder)
     return MegatronModel(
         path=path,
         args=args_in(common, path),
@@ -72,6 +74,20 @@ def open_dist(directory: Path, kinds: Sequence[str] = (), prefix: str = "") -> M
         common=common,
         states={kind: _tensors_in(folder, f"{prefix}{kind}.") for kind in kinds},
     )
+
+
+def _common_of(directory: Path, folder: DcpFolder) -> tuple[Path, Any]:
+    """Return what all ranks have in common, and its file: common.pt, or in newer folders DCP's."""
+    path = directory / COMMON
+    place = folder.metadata.storage_data.get(MetadataIndex(_COMMON_STATE))
+    if path.exists() or place is None:
+        return path, load_torch_file(path)
+    path = directory / place.relative_path
+    if place.length > MAX_BYTES:
+        raise UserError(f"{path}: {_COMMON_STATE} has {place.length:,} bytes")
+    content = RegularFile(path).read(place.offset, place.length)
+    states = load_torch_file(path, content)
+    return path, states[0] if isinstance(states, list) and states else None
 
 
 def _tensors_in(folder: DcpFolder, prefix: str = "") -> dict[str, LazyTensor]:

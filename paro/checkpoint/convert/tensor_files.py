@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -107,18 +108,22 @@ class _Inert:
         pass
 
 
-def load_torch_file(path: Path) -> Any:
-    """Return the contents of a file, with its tensors memory-mapped.
+def load_torch_file(path: Path, content: bytes | None = None) -> Any:
+    """Return the contents of a file, with its tensors memory-mapped; or `content`, a part of it.
 
     torch's weights-only unpickler makes plain data, tensors and namespaces. Everything else that
     the file names, functions included, becomes an inert object. `UserError` for bad files.
     """
     check_regular(path)
     try:
-        names = get_unsafe_globals_in_checkpoint(str(path))
+        source: Any = str(path) if content is None else BytesIO(content)
+        names = get_unsafe_globals_in_checkpoint(source)
         inert = [(_Inert, name) for name in names if name != "argparse.Namespace"]
         with safe_globals([Namespace, *inert]):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            is_mapped = content is None
+            if not is_mapped:
+                source.seek(0)
+            return torch.load(source, map_location="cpu", mmap=is_mapped, weights_only=True)
     except pickle.UnpicklingError:
         raise UserError(
             f"{path} names code that cannot be left out: nothing of it was run, and it is not read"

@@ -6,13 +6,16 @@ import os
 import pickle
 from collections.abc import Callable
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import ChunkStorageMetadata
+from torch.distributed.checkpoint import BytesStorageMetadata, ChunkStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 import paro.checkpoint.convert.source
@@ -313,6 +316,25 @@ def test_a_run_is_told_to_convert_it(tmp_path: Path) -> None:
     release.rename(tmp_path / "dist" / "iter_0000007")
     (tmp_path / "dist" / "latest_checkpointed_iteration.txt").write_text("7")
     refused(lambda: newest_whole(tmp_path / "dist"), "tools/convert_checkpoint.py")
+
+
+def test_newer_folders_have_what_is_common_among_the_tensors(tmp_path: Path) -> None:
+    """As Megatron-core 0.20 writes them: an object in DCP's files in place of common.pt."""
+    directory = written(tmp_path / "dist")
+    common = torch.load(directory / "common.pt", weights_only=False)
+    (directory / "common.pt").unlink()
+    metadata: Any = read_metadata(directory)
+    state = BytesIO()
+    torch.save([common], state)
+    for name, content in (("__2_0.distcp", state.getvalue()), ("__2_0.distcp", b"x" * 99)):
+        (directory / name).write_bytes(content)
+        place = _StorageInfo(name, 0, len(content))
+        metadata.state_dict_metadata["common_state/shard_0_1"] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex("common_state/shard_0_1")] = place
+        (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+        if content[:1] != b"x":
+            assert open_megatron(tmp_path / "dist").config == TIED
+    refused(lambda: open_megatron(tmp_path / "dist"), "__2_0.distcp ... damaged")
 
 
 def test_objects_of_other_classes_in_the_metadata_are_inert(tmp_path: Path) -> None:
