@@ -133,7 +133,6 @@ CAUGHT = {
     ),
     "optim.outer OuterUnit._after: after=after": ("III", f"{SAVED} {OUTER}"),
     "optim.outer OuterUnit.begin: after=stepped": ("III", f"{SAVED} {OUTER}"),
-    "optim.outer OuterUnit.begin: after=stepped #2": ("III", f"{SAVED} {OUTER} {OUTER_CODES}"),
     "optim.outer OuterUnit.end: self.wait()": ("III", f"{SAVED} {OUTER} --paro-outer-delay 0"),
     "optim.outer OuterUnit.exchange: self.wait()": ("III", f"{SAVED} {OUTER}"),
     "optim.outer OuterUnit.wait: self.unit.context.exposure.wait(WaitKind.REDUCE, self._arrived)": (
