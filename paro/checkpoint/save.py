@@ -35,9 +35,9 @@ from paro.checkpoint.folder_lock import LockLostError
 from paro.checkpoint.manifest import METADATA, ChunkSums, check_sizes, sum_of
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.storage import BoundedWriter
-from paro.errors import StorageError, UserError
+from paro.errors import StorageError, UserError, writing
 from paro.layout import Shape
-from paro.untrusted.object_cache import way_station
+from paro.untrusted.object_cache import FLAG, way_station
 from paro.untrusted.object_store import StorePath, patience
 
 # Returns the values to write, of a state's name, the offsets of a chunk and the chunk.
@@ -134,7 +134,8 @@ def _place_of(folder: Path, ranks: CheckpointRanks) -> Iterator[tuple[Path, str]
         yield folder, ""
         return
     with way_station() as local:
-        yield local, f"{secrets.token_hex(4)}_"
+        with writing(f"{FLAG} {local.parent}"):  # its disk is full, not the store
+            yield local, f"{secrets.token_hex(4)}_"
         ranks.check_lock()
         for path in sorted(local.iterdir()):
             (folder / path.name).upload(path)

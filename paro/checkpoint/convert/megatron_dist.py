@@ -21,7 +21,8 @@ from paro.checkpoint.manifest import FOREIGN as BACKENDS
 from paro.checkpoint.manifest import METADATA
 from paro.checkpoint.metadata import read_metadata
 from paro.errors import UserError
-from paro.untrusted.regular_file import MAX_BYTES, RegularFile
+from paro.untrusted.object_cache import MAX_BYTES
+from paro.untrusted.regular_file import RegularFile
 from paro.untrusted.schema import read_json
 
 COMMON = "common.pt"

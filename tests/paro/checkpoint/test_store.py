@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from paro.checkpoint import folder_lock
+from paro.checkpoint.agreement import one_process
+from paro.checkpoint.chunks import ChunkedState
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import (
     begin_checkpoint,
@@ -23,6 +29,9 @@ from paro.checkpoint.directory import (
 )
 from paro.checkpoint.folder_lock import FolderLock, LockLostError, LockWaiter
 from paro.checkpoint.lock_holder import LockHolder
+from paro.checkpoint.save import write_states
+from paro.checkpoint.storage import BoundedWriter
+from paro.errors import StorageError
 from paro.untrusted.object_cache import ObjectCache
 from paro.untrusted.object_store import StorePath, path_of
 from tests.helpers.object_server import BUCKET, ObjectServer
@@ -123,6 +132,18 @@ def test_a_save_that_lost_its_lock_changes_nothing(root: StorePath) -> None:
     with pytest.raises(LockLostError):
         finish_checkpoint(folder, 10, {"of": "another"}, check=lost)
     assert newest_whole(root) == folder
+
+
+def test_a_full_disk_of_the_cache_is_called_so(
+    root: StorePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ObjectCache, "folder", tmp_path / "cache")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(BoundedWriter, "_write_file", mock.Mock(side_effect=full))
+    states = {"x": ChunkedState(shape=(1,), chunks={(0,): torch.zeros(1)})}
+    with pytest.raises(StorageError, match=f"--save {root}: --object-storage-cache-path"):
+        write_states(root, 1, states, {}, ranks=one_process(), log=print)
+    assert not iterations_in(root)
 
 
 def test_what_renames_is_refused(root: StorePath) -> None:
