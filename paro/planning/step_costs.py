@@ -38,8 +38,9 @@ from paro.spec.run_spec import RunSpec
 from paro.step.actions import OUTER_ROUND, PASS_OF, WAITED_BY, Move, Verb
 
 _MAX_SIMULATED = 4  # the most micro-batches that are all simulated
-# Bytes a second to a GPU and from it at once over PCIe 4, where the machine file has no such rate.
-_HOST_RATE = 25e9
+# Bytes a second to a GPU and from it at once where the machine file has no such rate: of PCIe 4,
+# which two GPUs share.
+_HOST_RATE = 12.5e9
 # NCCL's thread blocks (CTAs) in a communicator, and the most communicators at once: together they
 # take at most the 128 SMs that every GPU here has (paro/distributed/groups.py).
 _CTAS, _MOST_COMMUNICATORS = 16, 8
