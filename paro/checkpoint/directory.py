@@ -287,7 +287,7 @@ def finish_checkpoint(
     write_manifest(partial, iteration, sums, arguments)
     if in_store:
         check()
-        write_durably(root / TRACKER, str(iteration))
+        (root / TRACKER).write_bytes(str(iteration).encode())
         return
     next_tracker = _next_tracker(partial)
     write_durably(next_tracker, str(iteration))

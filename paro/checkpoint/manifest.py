@@ -231,11 +231,20 @@ def damaged(path: Path) -> Iterator[None]:
         raise DamagedError(f"{path} is damaged ({describe(error)})") from None
 
 
+def create_object(path: StorePath, content: bytes) -> None:
+    """Write an object of a checkpoint; `UserError` if another run has written it meanwhile.
+
+    A run that lost the folder while it was stopped overwrites nothing when it is woken.
+    """
+    if not path.create(content):
+        raise UserError(f"{path} was written by another run meanwhile: is {path.parent} its, too?")
+
+
 def write_durably(path: Path, text: str) -> ChunkSums:
     """Write and fsync a small file, so that it survives a crash of the machine; or an object."""
     content = text.encode()
     if isinstance(path, StorePath):
-        path.write_bytes(content)
+        create_object(path, content)
         return sum_of(content)
     with path.open("wb") as file:
         file.write(content)

@@ -32,7 +32,7 @@ from paro.checkpoint.directory import (
     finish_checkpoint,
 )
 from paro.checkpoint.folder_lock import LockLostError
-from paro.checkpoint.manifest import METADATA, ChunkSums, check_sizes, sum_of
+from paro.checkpoint.manifest import METADATA, ChunkSums, check_sizes, create_object, sum_of
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.storage import BoundedWriter
 from paro.errors import StorageError, UserError, writing
@@ -127,8 +127,8 @@ def write_files(
 def _place_of(folder: Path, ranks: CheckpointRanks) -> Iterator[tuple[Path, str]]:
     """Give where a rank writes its files: the folder, or a local one that is then uploaded.
 
-    Also a prefix of their names, which in a store no other save has: a run that has lost the folder
-    without noticing yet overwrites no file of its successor.
+    Also a prefix of their names, which in a store no other save has, but for the metadata: a run
+    that has lost the folder without noticing yet overwrites no file of its successor.
     """
     if not isinstance(folder, StorePath):
         yield folder, ""
@@ -138,7 +138,10 @@ def _place_of(folder: Path, ranks: CheckpointRanks) -> Iterator[tuple[Path, str]
             yield local, f"{secrets.token_hex(4)}_"
         ranks.check_lock()
         for path in sorted(local.iterdir()):
-            (folder / path.name).upload(path)
+            if path.name == METADATA:
+                create_object(folder / METADATA, path.read_bytes())
+            else:
+                (folder / path.name).upload(path)
 
 
 def _read_back(folder: Path, files: Mapping[str, ChunkSums]) -> ChunkSums:

@@ -131,6 +131,8 @@ def test_a_save_that_lost_its_lock_changes_nothing(root: StorePath) -> None:
     discard_checkpoint(folder, lost)
     with pytest.raises(LockLostError):
         finish_checkpoint(folder, 10, {"of": "another"}, check=lost)
+    # It was stopped just after it had looked, and is woken when its successor has saved.
+    refused(partial(finish_checkpoint, folder, 10, {"of": "another"}), str(folder), "another run")
     assert newest_whole(root) == folder
 
 
