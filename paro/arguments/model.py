@@ -265,7 +265,7 @@ def add_optimizer_args(add: AddFlag) -> None:
         help="keep masters, moments and averages in host memory, page-locked; they are copied to "
         "the GPU and back around the update of each unit. For models that fit no other way")
     add("--optimizer-offload-fraction", type=float, default=1.0, metavar="SHARE",
-        help="the least share of them: that of the last blocks")
+        help="with --optimizer-cpu-offload: at least this share of the states, from the last units")
     add("--muon-num-ns-steps", type=int, metavar="STEPS", default=5,
         help="steps of Newton-Schulz")
     add("--muon-momentum", type=float, metavar="X", default=0.9,
