@@ -99,7 +99,7 @@ def _tensors_in(folder: DcpFolder, prefix: str = "") -> dict[str, LazyTensor]:
     found = {}
     for stored, state in folder.states.items():
         is_wanted = stored.startswith(prefix or ("embedding.", "decoder.", "output_layer."))
-        if not is_wanted or not is_weight_type(state.properties.dtype):
+        if not is_wanted or not is_weight_type(state.properties.dtype) or 0 in state.size:
             continue
         name = stored.removeprefix(prefix)
         if _STACKED.search(name) and len(state.size) in (2, 3):

@@ -242,6 +242,15 @@ def with_a_layer_twice(directory: Path) -> None:
     path.write_bytes(pickle.dumps(metadata))
 
 
+def with_layers_of_nothing(directory: Path) -> None:
+    """A few bytes that name as many layers as no computer can list."""
+    path = directory / ".metadata"
+    metadata = read_metadata(directory)
+    stored: Any = metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"]
+    stored.size, stored.chunks = torch.Size((10**12, 0)), []
+    path.write_bytes(pickle.dumps(metadata))
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2000])
 
@@ -265,6 +274,7 @@ def forged(path: Path) -> None:
         (".metadata", cut, ".metadata ... damaged"),
         (".metadata", lambda p: without_embedding(p.parent), "0 of 4096 elements"),
         (".metadata", lambda p: with_a_layer_twice(p.parent), "damaged ... overlapping chunks"),
+        (".metadata", lambda p: with_layers_of_nothing(p.parent), "has no ... linear_fc2.weight"),
         ("__0_0.distcp", Path.unlink, "__0_0.distcp"),
         ("__0_0.distcp", cut, "__0_0.distcp is truncated"),
         ("__0_0.distcp", forged, "__0_0.distcp"),
