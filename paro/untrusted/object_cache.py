@@ -184,6 +184,7 @@ class CachedObject:
         self._names = (BLOCKS, _digest(path, found))
         self._folder = ObjectCache.made(*self._names)
         self._next = 0  # the byte after the last read
+        self._coming: set[int] = set()  # blocks that are being fetched ahead
 
     def read(self, begin: int, length: int) -> bytes:
         """Return bytes of the object; blocks that are missing are fetched at once."""
@@ -207,12 +208,14 @@ class CachedObject:
         """Start to fetch bytes that are going to be read; an error is met again by the read."""
         stop = min(begin + length, self.size)
         for number in range(begin // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
-            if not (self._folder / str(number)).exists():
+            if number not in self._coming and not (self._folder / str(number)).exists():
+                self._coming.add(number)
                 _threads(os.getpid()).submit(self._try, number)
 
     def _try(self, number: int) -> None:
-        with suppress(OSError), patience(0):
+        with suppress(OSError, UserError), patience(0):
             self._part(number, 0, 1)
+        self._coming.discard(number)
 
     def _part(self, number: int, begin: int, stop: int) -> bytes:
         """Return bytes of a block, from the cache or from the store."""

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -171,6 +172,23 @@ def test_reads_in_order_fetch_ahead(
         assert not deadline.wait(0.05)
 
 
+def test_a_block_is_fetched_ahead_once_however_short_the_reads_are(
+    server: ObjectServer, stored: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_cache, "_AHEAD", 8)
+    threads = mock.Mock()  # that fetch nothing yet
+    monkeypatch.setattr(object_cache, "_threads", lambda _: threads)
+    reader = CachedObject(stored)
+    for begin in range(5):
+        reader.read(begin, 1)
+    assert [call.args[1] for call in threads.submit.call_args_list] == [1, 2]
+    for call in threads.submit.call_args_list:
+        call.args[0](call.args[1])
+    shutil.rmtree(ObjectCache.folder)
+    reader.read(5, 1)
+    assert [call.args[1] for call in threads.submit.call_args_list] == [1, 2, 1, 2]
+
+
 @pytest.mark.parametrize("how", ["500", "503", "truncated"])
 def test_a_fault_that_passes_is_tried_again(
     server: ObjectServer, stored: StorePath, how: str
@@ -189,8 +207,8 @@ def test_a_store_that_is_gone_is_waited_for_with_a_limit_and_a_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(waits, "NOTICE_AFTER_SECONDS", 0.0)
-    server.fails("500", times=100)
-    with patience(4.0):
+    server.fails("truncated", "GET", times=100)  # the client repeats a 500 itself, for seconds
+    with patience(1.0):
         line = refused_by_the_system(stored.read_bytes)
     says(line, str(stored), "waited")
     assert f"waiting for the object store of {stored}" in capfd.readouterr().err
