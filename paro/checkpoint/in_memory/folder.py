@@ -128,12 +128,12 @@ def check_room(folder: SnapshotFolder, num_bytes: int, available: int | None) ->
     may say that more is free, as it counts its own files only.
     """
     with folder.control.raise_on_all_ranks(), writing(f"{FLAG} {folder.path.parent}"):
-        # Snapshots of an earlier start are removed before new ones are allocated.
-        old = sum(path.stat().st_blocks * 512 for path in folder.path.glob(f"*{DATA}"))
         free = shutil.disk_usage(folder.path).free
         if available is not None and _is_in_memory(folder.path):
             free = min(free, available)
-        free += old
+        # Snapshots of an earlier start are removed once there is one generation of new ones.
+        old = sum(path.stat().st_blocks * 512 for path in folder.path.glob(f"*{DATA}"))
+        free = min(free + old, 2 * free)
         if num_bytes > free:
             raise UserError(
                 f"two generations of local copies take {size_text(num_bytes)} of a node and "
