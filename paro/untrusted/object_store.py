@@ -179,7 +179,9 @@ class StorePath(PosixPath):
         Errors are of the system, about this URL; `TimeoutError` past the limit.
         """
         file_system = _file_system(self.scheme, os.getpid())
-        wait, pause = Wait(f"the object store of {self}", _patience.get()), 0.1
+        # The last attempt ends before a watchdog would end the process.
+        limit = 0.8 * Wait.limit_seconds if _patience.get() is None else _patience.get()
+        wait, pause = Wait(f"the object store of {self}", limit), 0.1
         while True:
             try:
                 return attempt(file_system)
