@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -207,7 +208,9 @@ def test_a_store_that_is_gone_is_waited_for_with_a_limit_and_a_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(waits, "NOTICE_AFTER_SECONDS", 0.0)
-    server.fails("truncated", "GET", times=100)  # the client repeats a 500 itself, for seconds
+    # The client itself asks again, for a time that is random: here each look at a clock is 0.4 s.
+    monkeypatch.setattr(waits, "time", mock.Mock(monotonic=count(0.0, 0.4).__next__))
+    server.fails("truncated", "GET", times=100)
     with patience(1.0):
         line = refused_by_the_system(stored.read_bytes)
     says(line, str(stored), "waited")
