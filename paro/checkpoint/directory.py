@@ -37,7 +37,7 @@ from paro.checkpoint.manifest import (
 )
 from paro.errors import StorageError, UserError, reading
 from paro.report.earlier import MARK
-from paro.untrusted.object_store import StorePath, path_of, patience
+from paro.untrusted.object_store import StorePath, path_of, store_timeout
 from paro.untrusted.regular_file import paths_in, read_bytes
 from paro.untrusted.schema import Count, parse_json
 
@@ -314,7 +314,7 @@ def discard_checkpoint(partial: Path, check: Callable[[], None] = lambda: None) 
     does it.
     """
     if isinstance(partial, StorePath):
-        with suppress(OSError, StorageError), patience(STORE_SECONDS):
+        with suppress(OSError, StorageError), store_timeout(STORE_SECONDS):
             check()
             remove_folder(partial)
         return

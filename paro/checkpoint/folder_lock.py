@@ -22,7 +22,7 @@ from pathlib import Path
 
 from paro.checkpoint.lock_holder import LockHolder
 from paro.errors import StorageError, UserError
-from paro.untrusted.object_store import StorePath, patience
+from paro.untrusted.object_store import StorePath, store_timeout
 
 BEAT_SECONDS = 5.0
 STILL_SECONDS = 60.0
@@ -62,7 +62,7 @@ class FolderLock:
         """Return whether no other run may hold the lock; reads the file only after a long sleep."""
         if not self.is_lost and time.monotonic() - self._checked > STILL_SECONDS / 2:
             # The next save reports a lost mount.
-            with suppress(OSError, LockLostError), patience(BEAT_SECONDS):
+            with suppress(OSError, LockLostError), store_timeout(BEAT_SECONDS):
                 self.check()
         return not self.is_lost
 
@@ -82,7 +82,7 @@ class FolderLock:
         with self._lock:
             if self._lost is None and not self._ended.is_set():
                 quietly = suppress(OSError, LockLostError)
-                with quietly, patience(BEAT_SECONDS), self._own_file() as descriptor:
+                with quietly, store_timeout(BEAT_SECONDS), self._own_file() as descriptor:
                     _overwrite(descriptor, replace(self._holder, released=True))
             self._lost = self._lost or "this run has ended"
             self._ended.set()
@@ -90,7 +90,7 @@ class FolderLock:
     def _beat_on(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
             try:
-                with patience(BEAT_SECONDS):
+                with store_timeout(BEAT_SECONDS):
                     self.beat()
             except LockLostError:
                 return

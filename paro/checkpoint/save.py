@@ -37,8 +37,8 @@ from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.storage import BoundedWriter
 from paro.errors import StorageError, UserError, writing
 from paro.layout import Shape
-from paro.untrusted.object_cache import FLAG, way_station
-from paro.untrusted.object_store import StorePath, patience
+from paro.untrusted.object_cache import FLAG, staging_folder
+from paro.untrusted.object_store import StorePath, store_timeout
 
 # Returns the values to write, of a state's name, the offsets of a chunk and the chunk.
 ReadChunk = Callable[[str, Shape, Tensor], Tensor]
@@ -77,7 +77,7 @@ def write_states(
             # Another run may hold the folder and have removed this run's files; of a removed
             # folder none does.
             quietly = ranks.raise_on_all_ranks(blame, name_rank=False)
-            with quietly, suppress(OSError), patience(STORE_SECONDS):
+            with quietly, suppress(OSError), store_timeout(STORE_SECONDS):
                 ranks.check_lock()
         raise
     log(f"  successfully saved checkpoint from iteration {iteration:7d} to {root}")
@@ -133,7 +133,7 @@ def _place_of(folder: Path, ranks: CheckpointRanks) -> Iterator[tuple[Path, str]
     if not isinstance(folder, StorePath):
         yield folder, ""
         return
-    with way_station() as local:
+    with staging_folder() as local:
         with writing(f"{FLAG} {local.parent}"):  # its disk is full, not the store
             yield local, f"{secrets.token_hex(4)}_"
         ranks.check_lock()

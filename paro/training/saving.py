@@ -24,7 +24,7 @@ from paro.spec.states import EMA, PARAM
 from paro.training.groups_alone import record_of_groups, shared_shards
 from paro.training.resume import FROM_NOTHING, Resumed, common_record
 from paro.training.step import Training, TrainState
-from paro.untrusted.object_store import path_of, patience
+from paro.untrusted.object_store import path_of, store_timeout
 from paro.untrusted.waits import Wait
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class Saver:
         failure = self._background.wait()
         if failure is not None and not isinstance(failure, (UserError, StorageError)):
             raise failure
-        with self._ranks.raise_on_all_ranks(name_rank=False), suppress(OSError), patience(5):
+        with self._ranks.raise_on_all_ranks(name_rank=False), suppress(OSError), store_timeout(5):
             self._ranks.check_lock()  # a missing folder is no error here: the next save reports it
         if failure is None:
             self._whole = self._under_way if is_async else self._whole
@@ -206,7 +206,9 @@ class Saver:
         With --async-save it runs on the save thread, and records that the new one is complete.
         """
         interval = self._config.checkpoint.save_retain_interval
-        with patience(Wait.limit_seconds / 3):  # other ranks wait meanwhile, for the limit at most
+        with store_timeout(
+            Wait.limit_seconds / 3
+        ):  # other ranks wait meanwhile, for the limit at most
             if interval is not None and good is not None and self._ranks.is_first_of_folder:
                 # A failed removal does not stop the run; a lost lock makes the write below fail.
                 with suppress(OSError, UserError, LockLostError):

@@ -1,1 +1,1 @@
-"""Reads untrusted files: regular ones, of a limited size, checked against types."""
+"""Files and objects of stores: written whole, read with limits, and checked against types."""

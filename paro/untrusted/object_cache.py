@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from paro.errors import UserError, reading, writing
 from paro.untrusted.atomic_file import replace_file, replacing
-from paro.untrusted.object_store import StorePath, path_of, patience
+from paro.untrusted.object_store import StorePath, path_of, store_timeout
 from paro.untrusted.waits import Wait
 
 FLAG = "--object-storage-cache-path"
@@ -130,7 +130,7 @@ def local_copy(path: str) -> str:
 
 
 @contextmanager
-def way_station() -> Iterator[Path]:
+def staging_folder() -> Iterator[Path]:
     """Give an empty local folder for files that are then uploaded; those of killed runs go."""
     parent = ObjectCache.made()
     with ExitStack() as until_uploaded:
@@ -213,7 +213,7 @@ class CachedObject:
                 _threads(os.getpid()).submit(self._try, number)
 
     def _try(self, number: int) -> None:
-        with suppress(OSError, UserError), patience(0):
+        with suppress(OSError, UserError), store_timeout(0):
             self._part(number, 0, 1)
         self._coming.discard(number)
 
@@ -223,7 +223,7 @@ class CachedObject:
         content = _stored(path, begin, stop)
         if content is not None:
             return content
-        with self._alone(number):
+        with self._locked(number):
             content = _stored(path, begin, stop)
             if content is None:
                 first = number * BLOCK_BYTES
@@ -233,7 +233,7 @@ class CachedObject:
         return content
 
     @contextmanager
-    def _alone(self, number: int) -> Iterator[None]:
+    def _locked(self, number: int) -> Iterator[None]:
         """Hold a block's lock among the threads and processes of this machine, till they end."""
         # A folder in the temporary one may have been tidied away since the object was opened.
         path = ObjectCache.made(*self._names) / f"{number % _LOCKS}.lock"

@@ -31,16 +31,16 @@ _LONGEST_PAUSE = 5.0  # seconds between two attempts
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 15}, "max_concurrency": 4}
 }
-# What passes: the store is down, slow or cut off. Errors of the libraries are known by name alone.
-_PASSING = re.compile(
+# Errors of a store that is down, slow or cut off; those of libraries are known by name alone.
+_TRANSIENT = re.compile(
     "Connection|Timeout|Incomplete|HTTPClient|Payload|ServerError|HttpError|ResponseParser"
     "|ServiceRe(?:sponse|quest)"
 )
-_PASSING_NUMBERS = (
+_TRANSIENT_ERRNOS = (
     *(errno.EBUSY, errno.EREMOTEIO, errno.EIO, errno.ETIMEDOUT, errno.ECONNRESET, errno.EPIPE),
     *(errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH),
 )
-_patience: ContextVar[float | None] = ContextVar("patience", default=None)
+_timeout: ContextVar[float | None] = ContextVar("store_timeout", default=None)  # seconds
 
 T = TypeVar("T")
 
@@ -67,13 +67,13 @@ def path_of(text: str | Path) -> Path:
 
 
 @contextmanager
-def patience(seconds: float) -> Iterator[None]:
-    """Let calls of the block wait for a store for at most so long, in this thread."""
-    token = _patience.set(seconds)
+def store_timeout(seconds: float) -> Iterator[None]:
+    """Limit how long calls of the block wait for a store, in this thread."""
+    token = _timeout.set(seconds)
     try:
         yield
     finally:
-        _patience.reset(token)
+        _timeout.reset(token)
 
 
 class StorePath(PosixPath):
@@ -130,7 +130,7 @@ class StorePath(PosixPath):
                 raise OSError(errno.EIO, f"{len(content)} bytes came of {stop - begin}")
             return content
 
-        return self._answer(attempt)
+        return self._retried(attempt)
 
     def write_bytes(self, data: Any) -> int:
         self._call("pipe_file", bytes(data))
@@ -146,7 +146,7 @@ class StorePath(PosixPath):
 
     def upload(self, source: Path) -> None:
         """Write a local file's content, a large one in parts at once."""
-        self._answer(lambda file_system: file_system.put_file(str(source), str(self)))
+        self._retried(lambda file_system: file_system.put_file(str(source), str(self)))
 
     def unlink(self, missing_ok: bool = False) -> None:
         try:
@@ -169,18 +169,18 @@ class StorePath(PosixPath):
 
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of the store's file system about this object."""
-        return self._answer(
+        return self._retried(
             lambda file_system: getattr(file_system, method)(str(self), *args, **options)
         )
 
-    def _answer(self, attempt: Callable[[Any], T]) -> T:
+    def _retried(self, attempt: Callable[[Any], T]) -> T:
         """Return the outcome of an attempt, which is made again while the store does not answer.
 
         Errors are of the system, about this URL; `TimeoutError` past the limit.
         """
         file_system = _file_system(self.scheme, os.getpid())
         # The last attempt ends before a watchdog would end the process.
-        limit = 0.8 * Wait.limit_seconds if _patience.get() is None else _patience.get()
+        limit = 0.8 * Wait.limit_seconds if _timeout.get() is None else _timeout.get()
         wait, pause = Wait(f"the object store of {self}", limit), 0.1
         while True:
             try:
@@ -189,7 +189,7 @@ class StorePath(PosixPath):
                 raise type(error)(*_explained(error), str(self)) from error
             except Exception as error:  # of the libraries' own classes
                 why = f": {type(error).__name__}: {one_line(str(error), 300)}"
-                if not _passes(error):
+                if not _is_transient(error):
                     raise OSError(errno.EINVAL, f"{self}{why}") from error
             wait.check(why)
             time.sleep(pause)
@@ -204,11 +204,11 @@ def _explained(error: OSError) -> tuple[int, str]:
     return errno.EACCES, f"the store refuses the credentials: {one_line(str(error), 300)}"
 
 
-def _passes(error: Exception) -> bool:
+def _is_transient(error: Exception) -> bool:
     """Return whether a call that failed so may succeed later."""
     if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in _PASSING_NUMBERS
-    return any(_PASSING.search(kind.__name__) for kind in type(error).__mro__)
+        return error.errno in _TRANSIENT_ERRNOS
+    return any(_TRANSIENT.search(kind.__name__) for kind in type(error).__mro__)
 
 
 @cache

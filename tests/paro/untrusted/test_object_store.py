@@ -24,9 +24,9 @@ from paro.untrusted.object_cache import (
     CachedObject,
     ObjectCache,
     local_copy,
-    way_station,
+    staging_folder,
 )
-from paro.untrusted.object_store import StorePath, path_of, patience
+from paro.untrusted.object_store import StorePath, path_of, store_timeout
 from paro.untrusted.regular_file import RegularFile, paths_in, read_bytes
 from tests.helpers.object_server import BUCKET, SECRET, ObjectServer
 from tests.helpers.refusals import refused, says
@@ -151,9 +151,9 @@ def test_files_on_their_way_stay_while_any_process_uploads_them(
     monkeypatch.setattr(ObjectCache, "folder", tmp_path)
     monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)  # in another container
     (tmp_path / "upload-of_a_killed_run").mkdir()
-    with way_station() as one:
+    with staging_folder() as one:
         (one / "file").touch()
-        with way_station() as other:
+        with staging_folder() as other:
             assert {*tmp_path.iterdir()} == {one, other}
         assert (one / "file").exists()
     assert not [*tmp_path.iterdir()]
@@ -211,7 +211,7 @@ def test_a_store_that_is_gone_is_waited_for_with_a_limit_and_a_line(
     # The client itself asks again, for a time that is random: here each look at a clock is 0.4 s.
     monkeypatch.setattr(waits, "time", mock.Mock(monotonic=count(0.0, 0.4).__next__))
     server.fails("truncated", "GET", times=100)
-    with patience(1.0):
+    with store_timeout(1.0):
         line = refused_by_the_system(stored.read_bytes)
     says(line, str(stored), "waited")
     assert f"waiting for the object store of {stored}" in capfd.readouterr().err
