@@ -205,6 +205,9 @@ ELSEWHERE = {
     "optim.outer OuterUnit.begin: after=DONE": "nothing comes before",
     "training.replicas check_replicas: training.optimizer.outer.wait()": _HASHES,
     "optim.optimizer ParoOptimizer.loaded: self.model.wait_for_updated_params()": _COUNTS,
+    "training.loop Loop._evaluate: self.snapshots.wait()": (
+        "an evaluation replaces masters; tests/paro/training/test_loop.py removes it"
+    ),
     "training.loop Loop._reasons: self.snapshots.wait()": _COPIES,
     "training.loop Loop.run: self.training.model.wait_for_updated_params()": _SAVES,
     "training.loop Loop.run: self.training.model.wait_for_updated_params() #2": _SAVES,
