@@ -14,9 +14,9 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -210,7 +210,7 @@ class CachedObject:
         for number in range(begin // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
             if number not in self._coming and not (self._folder / str(number)).exists():
                 self._coming.add(number)
-                _threads(os.getpid()).submit(self._try, number)
+                _threads(os.getpid()).apply_async(self._try, (number,))
 
     def _try(self, number: int) -> None:
         with suppress(OSError, UserError), store_timeout(0):
@@ -271,6 +271,10 @@ def _digest(path: object, *found: Mapping[str, Any]) -> str:
 
 
 @cache
-def _threads(process: int) -> ThreadPoolExecutor:
-    """Return the threads that fetch blocks, of one process: none survives a fork."""
-    return ThreadPoolExecutor(_THREADS, thread_name_prefix="objects")
+def _threads(process: int) -> ThreadPool:
+    """Return the threads that fetch blocks, of one process: none survives a fork.
+
+    A process ends without a wait for them, unlike for those of `concurrent.futures`: a store may
+    not answer.
+    """
+    return ThreadPool(_THREADS)

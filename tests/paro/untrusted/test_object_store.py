@@ -6,6 +6,8 @@ import os
 import pickle
 import shutil
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -166,7 +168,7 @@ def test_reads_in_order_fetch_ahead(
     reader = CachedObject(stored)
     reader.read(0, 100)
     reader.read(100, 100)
-    object_cache._threads(os.getpid()).submit(lambda: None).result()
+    object_cache._threads(os.getpid()).apply(lambda: None)
     server.stops(0)
     deadline = threading.Event()
     while len(server.fetched(f"/{'/'.join(stored.parts[1:])}")) < 3:
@@ -182,12 +184,19 @@ def test_a_block_is_fetched_ahead_once_however_short_the_reads_are(
     reader = CachedObject(stored)
     for begin in range(5):
         reader.read(begin, 1)
-    assert [call.args[1] for call in threads.submit.call_args_list] == [1, 2]
-    for call in threads.submit.call_args_list:
-        call.args[0](call.args[1])
+    asked = threads.apply_async.call_args_list
+    assert [call.args[1] for call in asked] == [(1,), (2,)]
+    for call in asked:
+        call.args[0](*call.args[1])
     shutil.rmtree(ObjectCache.folder)
     reader.read(5, 1)
-    assert [call.args[1] for call in threads.submit.call_args_list] == [1, 2, 1, 2]
+    assert [call.args[1] for call in asked] == [(1,), (2,), (1,), (2,)]
+
+
+def test_a_process_ends_without_a_wait_for_what_is_fetched_ahead() -> None:
+    ahead = "_threads(os.getpid()).apply_async(time.sleep, (600,)); time.sleep(0.1)"
+    code = f"import os, time; from paro.untrusted.object_cache import _threads; {ahead}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("how", ["500", "503", "truncated"])
