@@ -21,10 +21,11 @@ from paro.machine.machine import Device, Machine
 from paro.measuring import attention
 from paro.measuring import device as timing
 from paro.measuring.attention import attention_rates
-from paro.measuring.device import Effort, measure_device
+from paro.measuring.device import Effort, measure_device, slice_of
 from paro.planning.estimator import Estimator
 from paro.planning.search_space import PlanRequest
 from tests.paro.measuring.test_measure import alone
+from tests.paro.planning.test_units import SMALL
 from tools.collective_timing.training import training_config
 
 TINY = (
@@ -206,3 +207,12 @@ def test_all_ranks_time_as_often_with_other_kernels(monkeypatch: pytest.MonkeyPa
     )
     assert len(timed) == 2
     assert rates.of_parts == rates.of_sequence
+
+
+def test_a_slice_of_a_model_has_its_share_of_each_size() -> None:
+    model = replace(SMALL, num_attention_heads=4, num_query_groups=2, vocab_size=101)
+    model = replace(model, ffn_hidden_size=65)
+    half = slice_of(model, 2)
+    assert (half.num_attention_heads, half.num_query_groups) == (2, 1)
+    assert (half.ffn_hidden_size, half.vocab_size) == (33, 51)  # rounded up
+    assert (half.hidden_size, half.num_layers) == (model.hidden_size, model.num_layers)

@@ -92,6 +92,7 @@ CASES = {
     "recomputed blocks below the first that trains": HALF,
     "adapters": run("ING", adapted(), BF16),
     "adapters of recomputed blocks": run("GGG", adapted(replace(SMALL, recompute=EACH))),
+    "adapters of the MLP": run("GGG", adapted(targets="gate_proj")),
     "frozen weights outweigh activations": one("GGG", adapted(WIDE, "down_proj"), BASE_BF16),
     "whole units and gradients": one("GGG", WIDE),
     "three whole units": one("GIG", WIDE, prefetch_units=2),

@@ -76,7 +76,7 @@ def test_groups_that_train_alone_keep_all_states_inside() -> None:
     assert plan(given, NATIVE).best is not None
 
 
-@pytest.mark.parametrize("number", range(0, 12, 4))
+@pytest.mark.parametrize("number", [0, 4, 10])
 def test_as_few_blocks_are_recomputed_as_fit(number: int) -> None:
     """Against every number of blocks, and every size of groups."""
     random = Random(number)
