@@ -163,7 +163,7 @@ def not_finite() -> None:
 
 
 def test_a_group_is_slow(scenario: Scenario) -> None:
-    """The others wait at rounds, and nothing else changes."""
+    """Groups wait at rounds for a slow one, and the run ends as one without it."""
     scenario.strikes()
     job = scenario.start(before=[slow])
     scenario.ends(job, [0], within=60.0)
@@ -171,7 +171,7 @@ def test_a_group_is_slow(scenario: Scenario) -> None:
 
 
 def test_gradients_of_a_group_are_not_finite(scenario: Scenario) -> None:
-    """It skips the step by itself; all train to the end and agree on finite parameters."""
+    """A group with NaN gradients skips its step alone, and all end with finite parameters."""
     scenario.strikes()
     job = scenario.start(before=[not_finite])
     scenario.ends(job, [0], within=60.0)

@@ -32,7 +32,7 @@ Answer = Callable[..., Iterable[bytes]]
 
 @dataclass
 class Fault:
-    """What happens to the next requests of a method and a part of a path."""
+    """A fault of the next requests whose method and path match."""
 
     how: str
     method: str

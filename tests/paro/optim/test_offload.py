@@ -160,7 +160,7 @@ def test_a_step_takes_longer_by_the_bytes_over_pcie() -> None:
 
 
 def test_norms_and_checks_read_states_in_host_memory() -> None:
-    """Of which a GPU's norm may have others on the device."""
+    """Norms and checks take states in host memory and on the device together."""
     _, training = built(f"{TINY} --train-iters 1 {OFFLOAD} --optimizer-offload-fraction 0.3")
     shards = [shard for shard in training.optimizer.flat_shards() if shard.state == PARAM]
     assert not_finite(shards, training.control) is None

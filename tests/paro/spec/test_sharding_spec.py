@@ -34,7 +34,7 @@ CODED = replace(BF16, inter_param_bits=4, inter_grad_bits=4, inter_grad_error_fe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a rank trains, and how."""
+    """The model, strategy and precision of a rank."""
 
     letters: str
     precision: PrecisionConfig = BF16

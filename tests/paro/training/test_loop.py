@@ -124,7 +124,7 @@ def test_evaluates_and_saves_at_intervals_and_at_the_end() -> None:
 
 
 def test_no_local_copy_is_under_way_in_an_evaluation() -> None:
-    """Which may have averages for masters, also at the end."""
+    """An evaluation may put averages in the place of masters, also at the end."""
     under_way: list[TrainState] = []
     copies = mock.Mock(start=under_way.append, wait=under_way.clear)
 

@@ -80,7 +80,7 @@ def megatron_without_cuda() -> Iterator[None]:
 
 
 def gpt_chunks(layout: Layout, *, rows: int) -> list[Any]:
-    """This rank's chunks of the model, after its groups have been made."""
+    """Make this rank's chunks of Megatron-core's GPT; its process groups exist."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

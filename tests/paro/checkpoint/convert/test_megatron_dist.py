@@ -120,7 +120,7 @@ def test_checkpoints_of_megatron_core(
 def test_the_optimizer_goes_from_megatron_core_and_back(
     world_size: int, tensor: int, tmp_path: Path
 ) -> None:
-    """Its training continues here, then there: each loss equals that of a training all there."""
+    """A Megatron-core run continues here, then there, with the losses of one all there."""
     layout = Layout(name="", model="", config=GROUPED, tensor=tensor)
     losses, *_ = run_ranks(train_and_save, world_size, layout, tmp_path, ROWS)
     for form in ("plain", "sharded"):
@@ -329,7 +329,7 @@ def test_a_run_is_told_to_convert_it(tmp_path: Path) -> None:
 
 
 def test_newer_folders_have_what_is_common_among_the_tensors(tmp_path: Path) -> None:
-    """As Megatron-core 0.20 writes them: an object in DCP's files in place of common.pt."""
+    """Megatron-core 0.20 stores an object in DCP's files in place of common.pt."""
     directory = written(tmp_path / "dist")
     common = torch.load(directory / "common.pt", weights_only=False)
     (directory / "common.pt").unlink()
