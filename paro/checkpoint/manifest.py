@@ -117,8 +117,7 @@ def check_sizes(directory: Path, files: Mapping[str, ChunkSums]) -> None:
         try:
             status = path.stat()
         except OSError as error:
-            if isinstance(error, TimeoutError):
-                raise
+            check_access(path, error)
             raise DamagedError(f"{path} is missing ({describe(error)})") from None
         if not stat.S_ISREG(status.st_mode):
             raise DamagedError(f"{path} is no regular file")
@@ -222,13 +221,20 @@ def damaged(path: Path) -> Iterator[None]:
         yield
     except DamagedError:
         raise
-    except UserError as error:
-        detail = str(error).removeprefix(str(path)).removeprefix(":").strip()
+    except (UserError, OSError) as error:
+        check_access(path, error)
+        detail = describe(error).removeprefix(str(path)).removeprefix(":").strip()
         raise DamagedError(f"{path} is damaged ({detail})") from None
-    except OSError as error:
-        if open_files_limit(error) is not None or isinstance(error, TimeoutError):
-            raise
-        raise DamagedError(f"{path} is damaged ({describe(error)})") from None
+
+
+def check_access(path: Path, error: Exception) -> None:
+    """Raise unless an error is of the file itself: an older file would not be read either where
+    access is refused, a store does not answer or too many files are open."""
+    cause = error.__cause__ if isinstance(error, UserError) else error
+    if isinstance(cause, PermissionError):
+        raise UserError(f"{path} cannot be read: {cause.strerror or cause}") from cause
+    if isinstance(error, TimeoutError) or open_files_limit(error) is not None:
+        raise error
 
 
 def create_object(path: StorePath, content: bytes) -> None:

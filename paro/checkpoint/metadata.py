@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import _get_layout
 
-from paro.checkpoint.manifest import METADATA, DamagedError
-from paro.errors import UserError, describe, open_files_limit
+from paro.checkpoint.manifest import METADATA, DamagedError, check_access
+from paro.errors import UserError, describe
 from paro.untrusted.regular_file import read_bytes
 
 MAX_BYTES = 2**30  # largest file: 7 million chunks, 405 billion parameters on 10,000 ranks
@@ -58,8 +58,7 @@ def read_metadata(directory: Path, *, others: bool = False) -> Metadata:
         metadata: Metadata = kind(BytesIO(content)).load()
         _check(metadata)
     except Exception as error:  # an unpickler fails in many ways, and so do forged fields
-        if open_files_limit(error) is not None or isinstance(error, TimeoutError):
-            raise
+        check_access(path, error)
         detail = describe(error).removeprefix(f"{path} ")
         remedy = "" if others else ": resume from another iteration"
         raise DamagedError(f"{path} is missing or damaged ({detail}){remedy}") from None

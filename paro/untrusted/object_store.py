@@ -29,7 +29,13 @@ _URL = re.compile(rf"({'|'.join(PACKAGES)})://")
 _LONGEST_PAUSE = 5.0  # seconds between two attempts
 # A connection that answers nothing is broken off; of this package alone the limits are known.
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 15}, "max_concurrency": 4}
+    "s3": {
+        "config_kwargs": {
+            **{"connect_timeout": 10, "read_timeout": 15},
+            "retries": {"total_max_attempts": 1},  # else each call lasts five times its limit
+        },
+        "max_concurrency": 4,
+    }
 }
 # Errors of a store that is down, slow or cut off; those of libraries are known by name alone.
 _TRANSIENT = re.compile(
@@ -190,7 +196,9 @@ class StorePath(PosixPath):
             except Exception as error:  # of the libraries' own classes
                 why = f": {type(error).__name__}: {one_line(str(error), 300)}"
                 if not _is_transient(error):
-                    raise OSError(errno.EINVAL, f"{self}{why}") from error
+                    # A HEAD with a token that has expired is a bad request, without a reason.
+                    text = f"the store refuses the request (is a token old?){why}"
+                    raise PermissionError(errno.EACCES, text, str(self)) from error
             wait.check(why)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

@@ -27,6 +27,7 @@ ENVIRONMENT = {
     "AWS_EC2_METADATA_DISABLED": "true",
 }
 
+CODES = {"500": "InternalError", "503": "SlowDown", "403": "AccessDenied", "400": "ExpiredToken"}
 Answer = Callable[..., Iterable[bytes]]
 
 
@@ -93,8 +94,10 @@ class ObjectServer:
         if how == "truncated":
             content = b"".join(app(environ, start))
             return [content[: len(content) // 2]]
-        code = {"500": "InternalError", "503": "SlowDown", "403": "AccessDenied"}[how]
+        code = CODES[how]
         start(f"{how} {code}", [("Content-Type", "application/xml")])
+        if environ["REQUEST_METHOD"] == "HEAD":
+            return []
         return [f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()]
 
     @contextmanager

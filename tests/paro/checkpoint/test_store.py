@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +30,7 @@ from paro.checkpoint.directory import (
 )
 from paro.checkpoint.folder_lock import FolderLock, LockLostError, LockWaiter
 from paro.checkpoint.lock_holder import LockHolder
+from paro.checkpoint.manifest import MANIFEST, METADATA
 from paro.checkpoint.save import write_states
 from paro.checkpoint.storage import BoundedWriter
 from paro.errors import StorageError
@@ -36,6 +38,7 @@ from paro.untrusted.object_cache import ObjectCache
 from paro.untrusted.object_store import StorePath, path_of
 from tests.helpers.object_server import BUCKET, ObjectServer
 from tests.helpers.refusals import refused
+from tests.paro.checkpoint.toy_run import ONE, load_checkpoint, make_shards, save_checkpoint
 
 pytestmark = pytest.mark.process
 
@@ -146,6 +149,30 @@ def test_a_full_disk_of_the_cache_is_called_so(
     with pytest.raises(StorageError, match=f"--save {root}: --object-storage-cache-path"):
         write_states(root, 1, states, {}, ranks=one_process(), log=print)
     assert not iterations_in(root)
+
+
+def test_credentials_that_expire_while_loading_pass_over_no_checkpoint(
+    server: ObjectServer, root: StorePath
+) -> None:
+    for iteration in (100, 200):
+        save_checkpoint(root, iteration, make_shards(ONE, 0, filled=True), {})
+    lines: list[str] = []
+    load = partial(load_checkpoint, root, make_shards(ONE, 0, filled=False), log=lines.append)
+    for name, (method, told) in product(
+        (MANIFEST, METADATA, "distcp"),
+        (
+            ("GET", "the store refuses the credentials: ExpiredToken"),
+            ("HEAD", "the store refuses the request (is a token old?)"),
+        ),
+    ):
+        server.fails("400", method, name, times=100)
+        line = refused(load, f"--load {root}", told)
+        server.recovers()
+        assert "damaged" not in line
+    assert lines == []
+    common = load()
+    assert common is not None
+    assert common["iteration"] == 200
 
 
 def test_what_renames_is_refused(root: StorePath) -> None:

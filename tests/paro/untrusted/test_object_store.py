@@ -217,7 +217,7 @@ def test_a_store_that_is_gone_is_waited_for_with_a_limit_and_a_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(waits, "NOTICE_AFTER_SECONDS", 0.0)
-    # The client itself asks again, for a time that is random: here each look at a clock is 0.4 s.
+    # Each look at a clock is 0.4 s later: the limit is met after few attempts on any machine.
     monkeypatch.setattr(waits, "time", mock.Mock(monotonic=count(0.0, 0.4).__next__))
     server.fails("truncated", "GET", times=100)
     with store_timeout(1.0):
@@ -228,6 +228,17 @@ def test_a_store_that_is_gone_is_waited_for_with_a_limit_and_a_line(
     server.fails("403", times=100)
     line = refused(partial(read_bytes, stored), str(stored), "credentials")
     assert SECRET not in line
+
+
+def test_a_client_asks_no_longer_than_its_caller_waits(
+    server: ObjectServer, stored: StorePath
+) -> None:
+    """Else each attempt of a wait, which has a limit, would be five with pauses between them."""
+    server.fails("500", "GET", times=100)
+    server.requests.clear()
+    with store_timeout(0):
+        refused_by_the_system(stored.read_bytes)
+    assert len(server.fetched(f"/{'/'.join(stored.parts[1:])}")) == 1
 
 
 def refused_by_the_system(call: Callable[[], object]) -> str:
