@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from data.sources import Piece, SourceKind, open_hugging_face, open_parquet
+from data.sources import SourceChunk, SourceKind, open_hugging_face, open_parquet
 from paro.errors import UserError, importing, reading
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -34,90 +34,90 @@ OnBad = Callable[[str], None]
 class RawBatch:
     """Documents as stored, not yet parsed; `texts_of` parses them, in any process."""
 
-    piece: Piece
-    first: int  # lines or rows of the piece before this batch; bytes for a .txt file
+    chunk: SourceChunk
+    first: int  # lines or rows of the chunk before this batch; bytes for a .txt file
     content: bytes | Rows  # lines of JSON, (a part of) one text, or columns of rows
-    advance: int  # bytes of piece.num_bytes that this batch accounts for, as progress
+    advance: int  # bytes of chunk.num_bytes that this batch accounts for, as progress
     unfinished: bool = False  # True: the text continues in the next batch
 
 
 class Texts(NamedTuple):
     """A document: for each key the text, a list of sentences, or the unconverted value."""
 
-    number: int  # number of the line or row in its piece, from 1
+    number: int  # number of the line or row in its chunk, from 1
     by_key: tuple[Any, ...]
     num_bytes: int
 
 
 def read_batches(
-    pieces: Iterable[Piece], keys: Sequence[str], *, skip_malformed: bool = False
+    chunks: Iterable[SourceChunk], keys: Sequence[str], *, skip_malformed: bool = False
 ) -> Iterator[RawBatch]:
-    """Yield all documents of the pieces in order, in batches; of rows only the columns `keys`.
+    """Yield all documents of the chunks in order, in batches; of rows only the columns `keys`.
 
     With `skip_malformed`, a long text that is not UTF-8 yields only the first bad part.
     """
-    for piece in pieces:
-        if piece.kind is SourceKind.JSON_LINES:
-            yield from _lines(piece)
-        elif piece.kind is SourceKind.TEXT:
-            bad = _first_bad_part(piece) if skip_malformed else None
-            yield from _text(piece) if bad is None else [bad]
+    for chunk in chunks:
+        if chunk.kind is SourceKind.JSON_LINES:
+            yield from _lines(chunk)
+        elif chunk.kind is SourceKind.TEXT:
+            bad = _first_bad_part(chunk) if skip_malformed else None
+            yield from _text(chunk) if bad is None else [bad]
         else:
-            yield from _rows(piece, keys)
+            yield from _rows(chunk, keys)
 
 
 @contextmanager
-def open_binary(piece: Piece) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+def open_binary(chunk: SourceChunk) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
     """Open a file's decompressed bytes, with a function that counts the file's bytes read."""
-    with reading(piece.path), Path(piece.path).open("rb") as raw:
+    with reading(chunk.path), Path(chunk.path).open("rb") as raw:
         try:
-            yield _decompressed(piece, raw), raw.tell
+            yield _decompressed(chunk, raw), raw.tell
         except (EOFError, zlib.error, OSError) as error:
-            if piece.compression is None:
+            if chunk.compression is None:
                 raise
             if _TOO_LONG in str(error):
                 raise UserError(
-                    f"{piece.path} has a zstd window above 128 MiB, which pyarrow does not take: "
+                    f"{chunk.path} has a zstd window above 128 MiB, which pyarrow does not take: "
                     "compress it again, zstd -dc --long=31 OLD | zstd -o NEW"
                 ) from error
-            raise UserError(f"{piece.path} is damaged or truncated: {error}") from error
+            raise UserError(f"{chunk.path} is damaged or truncated: {error}") from error
 
 
-def _decompressed(piece: Piece, raw: IO[bytes]) -> IO[bytes]:
-    if piece.compression is None:
-        raw.seek(piece.begin)
+def _decompressed(chunk: SourceChunk, raw: IO[bytes]) -> IO[bytes]:
+    if chunk.compression is None:
+        raw.seek(chunk.begin)
         return raw
-    if piece.compression == ".gz":
+    if chunk.compression == ".gz":
         return gzip.open(raw)  # type: ignore[return-value]
-    with importing(f"--input {piece.path} needs the package pyarrow"):
+    with importing(f"--input {chunk.path} needs the package pyarrow"):
         import pyarrow
     # pyarrow detects a truncated file; the package zstandard takes it for the end of the file.
     return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"))
 
 
-def _lines(piece: Piece) -> Iterator[RawBatch]:
+def _lines(chunk: SourceChunk) -> Iterator[RawBatch]:
     """Yield batches of whole lines."""
-    with open_binary(piece) as (stream, tell):
-        number, position, left = 0, piece.begin, piece.end - piece.begin
+    with open_binary(chunk) as (stream, tell):
+        number, position, left = 0, chunk.begin, chunk.end - chunk.begin
         while True:
-            size = BATCH_BYTES if piece.compression else min(BATCH_BYTES, left)
+            size = BATCH_BYTES if chunk.compression else min(BATCH_BYTES, left)
             block = stream.read(size)
             if not block:
                 break
             if not block.endswith(b"\n"):
                 block += stream.readline()
             left -= len(block)
-            if number == piece.begin == 0:
+            if number == chunk.begin == 0:
                 block = block.removeprefix(BYTE_ORDER_MARK)
-            reached = min(tell(), piece.end)
-            yield RawBatch(piece, number, block, reached - position)
+            reached = min(tell(), chunk.end)
+            yield RawBatch(chunk, number, block, reached - position)
             position = reached
             number += block.count(b"\n")
 
 
-def _text(piece: Piece) -> Iterator[RawBatch]:
+def _text(chunk: SourceChunk) -> Iterator[RawBatch]:
     """Yield the single document of a .txt file, in parts if it is long."""
-    with open_binary(piece) as (stream, tell):
+    with open_binary(chunk) as (stream, tell):
         rest, offset, position, unfinished = b"", 0, 0, True
         while unfinished:
             block = rest + stream.read(TEXT_BYTES - len(rest))
@@ -127,18 +127,18 @@ def _text(piece: Piece) -> Iterator[RawBatch]:
             if offset == 0:
                 content = content.removeprefix(BYTE_ORDER_MARK)
             unfinished, reached = bool(following), tell()
-            yield RawBatch(piece, offset, content, reached - position, unfinished)
+            yield RawBatch(chunk, offset, content, reached - position, unfinished)
             offset, position = offset + cut, reached
 
 
-def _first_bad_part(piece: Piece) -> RawBatch | None:
+def _first_bad_part(chunk: SourceChunk) -> RawBatch | None:
     """Return the first part of a text that is not UTF-8, as a whole text; None without one."""
-    for part in _text(piece):
+    for part in _text(chunk):
         assert isinstance(part.content, bytes), "a text is bytes"
         try:
             part.content.decode("utf-8")
         except UnicodeDecodeError:
-            return replace(part, advance=piece.num_bytes, unfinished=False)
+            return replace(part, advance=chunk.num_bytes, unfinished=False)
     return None
 
 
@@ -152,25 +152,25 @@ def _good_cut(block: bytes) -> int:
     return len(block)
 
 
-def _rows(piece: Piece, keys: Sequence[str]) -> Iterator[RawBatch]:
-    rows_of = _parquet_rows if piece.kind is SourceKind.PARQUET else _saved_rows
-    number, total = 0, max(1, piece.end - piece.begin)
+def _rows(chunk: SourceChunk, keys: Sequence[str]) -> Iterator[RawBatch]:
+    rows_of = _parquet_rows if chunk.kind is SourceKind.PARQUET else _saved_rows
+    number, total = 0, max(1, chunk.end - chunk.begin)
     share, passed = 0, 0
-    for units, rows in rows_of(piece, keys):
+    for units, rows in rows_of(chunk, keys):
         share += units
-        reached = piece.num_bytes * min(share, total) // total
-        yield RawBatch(piece, number, rows, reached - passed)
+        reached = chunk.num_bytes * min(share, total) // total
+        yield RawBatch(chunk, number, rows, reached - passed)
         passed = reached
         number += len(rows[keys[0]])
 
 
-def _parquet_rows(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[int, Rows]]:
+def _parquet_rows(chunk: SourceChunk, keys: Sequence[str]) -> Iterator[tuple[int, Rows]]:
     """Yield the number of row groups that a batch completes, and its rows."""
-    source = open_parquet(piece.path)  # raises `UserError` if pyarrow is missing
+    source = open_parquet(chunk.path)  # raises `UserError` if pyarrow is missing
     from pyarrow import ArrowException
 
-    _check_columns(piece, keys, source.schema_arrow.names)
-    for group in range(piece.begin, piece.end):
+    _check_columns(chunk, keys, source.schema_arrow.names)
+    for group in range(chunk.begin, chunk.end):
         batches = source.iter_batches(ROWS, row_groups=[group], columns=list(dict.fromkeys(keys)))
         try:
             for batch in batches:
@@ -178,29 +178,29 @@ def _parquet_rows(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[int, Rows
                 for begin in range(0, len(batch), step):
                     yield 0, batch.slice(begin, step).to_pydict()
         except UnicodeDecodeError as error:
-            raise UserError(f"{piece.path}, row group {group + 1} is not UTF-8") from error
+            raise UserError(f"{chunk.path}, row group {group + 1} is not UTF-8") from error
         except (OSError, ArrowException) as error:
-            raise UserError(f"{piece.path}, row group {group + 1} is damaged: {error}") from error
+            raise UserError(f"{chunk.path}, row group {group + 1} is damaged: {error}") from error
         yield 1, {key: [] for key in keys}
 
 
-def _saved_rows(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[int, Rows]]:
-    source = open_hugging_face(piece.path, piece.config, piece.split or "train")
-    _check_columns(piece, keys, source.column_names)
+def _saved_rows(chunk: SourceChunk, keys: Sequence[str]) -> Iterator[tuple[int, Rows]]:
+    source = open_hugging_face(chunk.path, chunk.config, chunk.split or "train")
+    _check_columns(chunk, keys, source.column_names)
     # Values as stored, as in a .parquet file: JSON in a column stays a text.
     source = source.select_columns(list(dict.fromkeys(keys))).with_format("arrow")
-    num_rows = piece.end - piece.begin
-    step = min(ROWS, max(1, num_rows * BATCH_BYTES // max(1, piece.num_bytes)))
-    for begin in range(piece.begin, piece.end, step):
-        end = min(begin + step, piece.end)
+    num_rows = chunk.end - chunk.begin
+    step = min(ROWS, max(1, num_rows * BATCH_BYTES // max(1, chunk.num_bytes)))
+    for begin in range(chunk.begin, chunk.end, step):
+        end = min(begin + step, chunk.end)
         yield end - begin, source[begin:end].to_pydict()
 
 
-def _check_columns(piece: Piece, keys: Sequence[str], names: Sequence[str]) -> None:
+def _check_columns(chunk: SourceChunk, keys: Sequence[str], names: Sequence[str]) -> None:
     for key in keys:
         if key not in names:
             raise UserError(
-                f"{piece.path} has no column {key!r}; its columns are: {', '.join(names)}"
+                f"{chunk.path} has no column {key!r}; its columns are: {', '.join(names)}"
             )
 
 
@@ -237,7 +237,7 @@ def texts_of(
             entry = raw if isinstance(raw, dict) else _parsed(batch, raw, keys)
             texts = tuple(value_of(entry, key) for key in keys)
         except _BadError as error:
-            message = f"{place_of(batch.piece, number)}{error}"
+            message = f"{place_of(batch.chunk, number)}{error}"
             if on_bad is None:
                 raise UserError(message) from error
             on_bad(message)
@@ -249,17 +249,17 @@ def texts_of(
         yield Texts(number, texts, num_bytes)
 
 
-def place_of(piece: Piece, number: int) -> str:
-    """Return the location of a document, for messages; `number` starts at 1 in its piece."""
-    if piece.kind is SourceKind.TEXT:
-        return piece.path
-    if piece.kind is SourceKind.JSON_LINES:
-        return f"{piece.path}, line {_lines_before(piece.path, piece.begin) + number}"
-    if piece.kind is SourceKind.PARQUET:
-        groups = open_parquet(piece.path).metadata
-        before = sum(groups.row_group(group).num_rows for group in range(piece.begin))
-        return f"{piece.path}, row {before + number}"
-    return f"{piece.path}, split {piece.split}, row {piece.begin + number}"
+def place_of(chunk: SourceChunk, number: int) -> str:
+    """Return the location of a document, for messages; `number` starts at 1 in its chunk."""
+    if chunk.kind is SourceKind.TEXT:
+        return chunk.path
+    if chunk.kind is SourceKind.JSON_LINES:
+        return f"{chunk.path}, line {_lines_before(chunk.path, chunk.begin) + number}"
+    if chunk.kind is SourceKind.PARQUET:
+        groups = open_parquet(chunk.path).metadata
+        before = sum(groups.row_group(group).num_rows for group in range(chunk.begin))
+        return f"{chunk.path}, row {before + number}"
+    return f"{chunk.path}, split {chunk.split}, row {chunk.begin + number}"
 
 
 @cache
@@ -279,13 +279,13 @@ def _raw_documents(batch: RawBatch) -> Iterable[Any]:
     if not isinstance(content, bytes):
         columns = list(content.values())
         return (dict(zip(content, values, strict=True)) for values in zip(*columns, strict=True))
-    if batch.piece.kind is SourceKind.TEXT:
+    if batch.chunk.kind is SourceKind.TEXT:
         return [content]
     return (line if line.strip() else None for line in content.split(b"\n"))
 
 
 def _parsed(batch: RawBatch, raw: bytes, keys: Sequence[str]) -> dict[str, Any]:
-    is_text = batch.piece.kind is SourceKind.TEXT
+    is_text = batch.chunk.kind is SourceKind.TEXT
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Text sources as pieces to read: files, folders, glob patterns and Hugging Face data sets."""
+"""Text sources as chunks to read: files, folders, glob patterns and Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = ".txt (one document), .jsonl (a JSON object per line; both also .gz or .
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class SourceChunk:
     """A contiguous part of one source that can be read independently.
 
     `begin` and `end` count bytes of a plain .jsonl file (both where a line begins), row groups of
@@ -63,48 +63,48 @@ def kind_of(path: Path) -> SourceKind | None:
     return None if kind is SourceKind.PARQUET and name is not path else kind
 
 
-def find_pieces(
+def find_chunks(
     inputs: Sequence[str | Path], *, config: str | None = None, split: str = "train"
-) -> list[Piece]:
-    """Return one piece per source of --input, before any is read; `UserError` for bad ones.
+) -> list[SourceChunk]:
+    """Return one chunk per source of --input, before any is read; `UserError` for bad ones.
 
     Files in a folder, and files that match a pattern, are sorted by name.
     """
-    pieces: list[Piece] = []
+    chunks: list[SourceChunk] = []
     for given in map(str, inputs):
         path = Path(given)
         with reading(f"--input {given}"):
             is_saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
             if path.is_file():
-                pieces.append(_file_piece(path))
+                chunks.append(_file_chunk(path))
             elif is_saved:
-                pieces.append(_hub_piece(given, None, split))
+                chunks.append(_hub_chunk(given, None, split))
             elif path.is_dir():
                 found = [file for file in path.rglob("*") if kind_of(file)]
-                pieces += _file_pieces(found, f"--input {given} holds no file that is {KINDS}")
+                chunks += _file_chunks(found, f"--input {given} holds no file that is {KINDS}")
             elif glob.has_magic(given):
                 found = [*map(Path, glob.glob(given, recursive=True))]
-                pieces += _file_pieces(found, f"--input {given} matches no file")
+                chunks += _file_chunks(found, f"--input {given} matches no file")
             elif path.suffix not in (*SUFFIXES, *COMPRESSIONS) and HUB_NAME.fullmatch(given):
-                pieces.append(_hub_piece(given, config, split))
+                chunks.append(_hub_chunk(given, config, split))
             else:
                 raise UserError(f"--input {given} is missing or not a file")
-    return pieces
+    return chunks
 
 
-def _file_pieces(paths: Sequence[Path], none_found: str) -> list[Piece]:
+def _file_chunks(paths: Sequence[Path], none_found: str) -> list[SourceChunk]:
     files = sorted(path for path in paths if path.is_file())
     if not files:
         raise UserError(none_found)
-    return [_file_piece(path) for path in files]
+    return [_file_chunk(path) for path in files]
 
 
-def _file_piece(path: Path) -> Piece:
+def _file_chunk(path: Path) -> SourceChunk:
     kind = kind_of(path)
     if kind is None:
         raise UserError(f"--input {path}: give {KINDS} files, a folder of them, or a data set")
     status, is_parquet = path.stat(), kind is SourceKind.PARQUET
-    return Piece(
+    return SourceChunk(
         kind=kind,
         path=str(path),
         begin=0,
@@ -114,9 +114,9 @@ def _file_piece(path: Path) -> Piece:
     )
 
 
-def _hub_piece(name: str, config: str | None, split: str) -> Piece:
+def _hub_chunk(name: str, config: str | None, split: str) -> SourceChunk:
     rows = open_hugging_face(name, config, split)
-    return Piece(
+    return SourceChunk(
         kind=SourceKind.HUGGING_FACE,
         path=name,
         begin=0,
@@ -135,22 +135,22 @@ def open_hugging_face(name: str, config: str | None, split: str) -> Any:
     datasets.disable_progress_bars()
     try:
         if Path(name).is_dir():
-            found = datasets.load_from_disk(name)
+            rows = datasets.load_from_disk(name)
         else:
-            found = datasets.load_dataset(name, config, split=split)
+            rows = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # its own errors, OSError, ValueError, network library errors
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UserError(
             f"--input {name} is no file or folder, and datasets does not find it: {reason}"
         ) from error
-    if isinstance(found, datasets.DatasetDict):
-        if split not in found:
+    if isinstance(rows, datasets.DatasetDict):
+        if split not in rows:
             raise UserError(
                 f"--input {name} has no split {split!r}: give --dataset-split, one of "
-                f"{', '.join(found)}"
+                f"{', '.join(rows)}"
             )
-        found = found[split]
-    return found
+        rows = rows[split]
+    return rows
 
 
 def open_parquet(path: str) -> Any:
@@ -163,13 +163,13 @@ def open_parquet(path: str) -> Any:
         raise UserError(f"--input {path} is not a Parquet file, or it is truncated") from error
 
 
-def share_out(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
+def share_out(chunks: Sequence[SourceChunk], parts: int) -> list[list[SourceChunk]]:
     """Cut documents, in their order, into `parts` lists of about equal size."""
-    total = sum(piece.num_bytes for piece in pieces)
-    shares: list[list[Piece]] = [[] for _ in range(parts)]
+    total = sum(chunk.num_bytes for chunk in chunks)
+    shares: list[list[SourceChunk]] = [[] for _ in range(parts)]
     passed = 0
-    for piece in pieces:
-        rest: Piece | None = piece
+    for chunk in chunks:
+        rest: SourceChunk | None = chunk
         while rest is not None:
             part = min(parts - 1, passed * parts // max(total, 1))
             limit = -(-(part + 1) * total // parts) - passed  # bytes until the next part begins
@@ -179,18 +179,18 @@ def share_out(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
     return shares
 
 
-def _cut(piece: Piece, limit: int) -> tuple[Piece, Piece | None]:
-    """Split a piece after about `limit` bytes, at least one unit: the head and the rest."""
-    if not piece.divisible:
-        return piece, None
-    middle = piece.begin + max(1, (piece.end - piece.begin) * limit // piece.num_bytes)
-    if piece.kind is SourceKind.JSON_LINES:
-        with reading(piece.path), Path(piece.path).open("rb") as stream:
+def _cut(chunk: SourceChunk, limit: int) -> tuple[SourceChunk, SourceChunk | None]:
+    """Split a chunk after about `limit` bytes, at least one unit: the head and the rest."""
+    if not chunk.divisible:
+        return chunk, None
+    middle = chunk.begin + max(1, (chunk.end - chunk.begin) * limit // chunk.num_bytes)
+    if chunk.kind is SourceKind.JSON_LINES:
+        with reading(chunk.path), Path(chunk.path).open("rb") as stream:
             stream.seek(middle - 1)  # a line that begins at `middle` exactly belongs to the tail
             stream.readline()
             middle = stream.tell()
-    if middle >= piece.end:
-        return piece, None
-    bytes_before = piece.num_bytes * (middle - piece.begin) // (piece.end - piece.begin)
-    head = replace(piece, end=middle, num_bytes=bytes_before)
-    return head, replace(piece, begin=middle, num_bytes=piece.num_bytes - bytes_before)
+    if middle >= chunk.end:
+        return chunk, None
+    bytes_before = chunk.num_bytes * (middle - chunk.begin) // (chunk.end - chunk.begin)
+    head = replace(chunk, end=middle, num_bytes=bytes_before)
+    return head, replace(chunk, begin=middle, num_bytes=chunk.num_bytes - bytes_before)

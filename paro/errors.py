@@ -31,7 +31,7 @@ _LIMIT, _LIMIT_OF_ALL = "ulimit -n", "fs.file-max"
 
 
 class UserError(ValueError):
-    """One or more mistakes that the user can correct; the run ends with status 2.
+    """Mistakes that the user can correct; the run ends with status 2.
 
     Each mistake is printed in one line; several are preceded by a line with their number. An
     `example` follows on its own lines. All ranks raise it and local rank 0 prints it; with

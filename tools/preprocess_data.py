@@ -23,7 +23,7 @@ from data.config import MOST_WORKERS
 from data.corpus import read_batches
 from data.fingerprint import fingerprint_of
 from data.indexed_dataset import IndexedDatasetWriter, dtype_for_vocab
-from data.sources import Piece, share_out
+from data.sources import SourceChunk, share_out
 from data.tokenizer_config import TOKENIZER_TYPES, tokenizer_config
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError
@@ -38,7 +38,7 @@ from tools.preprocessing.encode import (
     tasks_of,
     tokenizer_of,
 )
-from tools.preprocessing.inputs import add_source_args, pieces_of
+from tools.preprocessing.inputs import add_source_args, chunks_of
 from tools.preprocessing.partitions import MOST_PARTITIONS, Partitions
 from tools.preprocessing.progress import Progress
 from tools.preprocessing.summary import describe_skipped, summary_of
@@ -62,7 +62,7 @@ NO_SENTENCES = (
 class Job:
     """A corpus to be written, with checked flags."""
 
-    pieces: tuple[Piece, ...]
+    chunks: tuple[SourceChunk, ...]
     output_prefix: str
     plan: EncodingPlan
     partitions: int = 1
@@ -73,13 +73,13 @@ class Job:
 
     @property
     def num_bytes(self) -> int:
-        return sum(piece.num_bytes for piece in self.pieces)
+        return sum(chunk.num_bytes for chunk in self.chunks)
 
 
 def encoded_batches(
-    pieces: Sequence[Piece], plan: EncodingPlan, workers: Workers
+    chunks: Sequence[SourceChunk], plan: EncodingPlan, workers: Workers
 ) -> Iterator[EncodedBatch]:
-    batches = read_batches(pieces, plan.keys, skip_malformed=plan.skip_malformed)
+    batches = read_batches(chunks, plan.keys, skip_malformed=plan.skip_malformed)
     tasks = tasks_of(batches)
     return chain.from_iterable(workers.map(partial(encode_all, plan), tasks))
 
@@ -118,11 +118,11 @@ def preprocess(job: Job, workers: Workers, progress: Progress) -> list[str]:
     """Write all data sets of the plan or none; return a line on each, and on bad documents."""
     if job.partitions == 1:
         with writing(job.prefixes, job.plan) as writers:
-            batches = encoded_batches(job.pieces, job.plan, workers)
+            batches = encoded_batches(job.chunks, job.plan, workers)
             tally = write_batches(writers, batches, progress)
             check_not_empty(job, writers, tally)
     else:
-        shares = share_out(job.pieces, job.partitions)
+        shares = share_out(job.chunks, job.partitions)
         partitions = Partitions(job.output_prefix, job.plan, shares)
         tally = write_partitions(partitions, shares, job.plan, workers, progress)
         with writing(job.prefixes, job.plan) as writers:
@@ -137,7 +137,7 @@ def preprocess(job: Job, workers: Workers, progress: Progress) -> list[str]:
 
 def write_partitions(
     partitions: Partitions,
-    shares: Sequence[Sequence[Piece]],
+    shares: Sequence[Sequence[SourceChunk]],
     plan: EncodingPlan,
     workers: Workers,
     progress: Progress,
@@ -162,7 +162,7 @@ def write_partitions(
 def check_not_empty(job: Job, writers: Sequence[IndexedDatasetWriter], tally: Tally) -> None:
     for key, writer in zip(job.plan.names, writers, strict=True):
         if writer.num_tokens == 0:
-            sources = sorted({piece.path for piece in job.pieces})
+            sources = sorted({chunk.path for chunk in job.chunks})
             shown = " ".join(sources[:3]) + (" ..." if len(sources) > 3 else "")
             skipped = " ".join(describe_skipped(tally))
             raise UserError(
@@ -180,7 +180,7 @@ def find_optimal_workers(job: Job, counts: Sequence[int], max_documents: int) ->
             worker_processes(count, prepare, job.plan) as workers,
             writing([f"{folder}/{name}" for name in job.plan.names], job.plan) as writers,
         ):
-            batches = encoded_batches(job.pieces, job.plan, workers)
+            batches = encoded_batches(job.chunks, job.plan, workers)
             first = next(batches, None)  # when it arrives, the workers have started
             begin, documents = time.perf_counter(), 0
             for batch in batches if first is not None else ():
@@ -335,10 +335,10 @@ def job_of(args: argparse.Namespace) -> Job:
             f"--json-keys {TOOLS}: with --apply-chat-template give the key of messages, or those "
             f"of prompt and completion; {TOOLS} comes in addition"
         )
-    pieces = tuple(pieces_of(args))
+    chunks = tuple(chunks_of(args))
     prepare(plan)  # reports a mistake in the tokenizer before any process starts
     return Job(
-        pieces=pieces, output_prefix=args.output_prefix, plan=plan, partitions=args.partitions
+        chunks=chunks, output_prefix=args.output_prefix, plan=plan, partitions=args.partitions
     )
 
 

@@ -15,12 +15,12 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.corpus import read_batches, texts_of
-from data.sources import Piece
+from data.sources import SourceChunk
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, check_least, importing
 from paro.report.log import print_line
 from tools.preprocessing.encode import Tally
-from tools.preprocessing.inputs import add_source_args, pieces_of
+from tools.preprocessing.inputs import add_source_args, chunks_of
 from tools.preprocessing.progress import Progress, elapsing
 from tools.shared.command_line import Parser
 from tools.shared.output import output_file
@@ -49,15 +49,15 @@ TRAINER_OPTIONS: dict[str, Any] = {
 }
 
 
-def sampled_chunks(pieces: Sequence[Piece], *, key: str, sample_bytes: int) -> list[str]:
-    """Yield the texts in short pieces; if larger, sampled to 1 to 2 times `sample_bytes`."""
-    total = sum(piece.num_bytes for piece in pieces)
+def sampled_chunks(sources: Sequence[SourceChunk], *, key: str, sample_bytes: int) -> list[str]:
+    """Yield the texts in short chunks; if larger, sampled to 1 to 2 times `sample_bytes`."""
+    total = sum(source.num_bytes for source in sources)
     part = min(1.0, sample_bytes / max(1, total))
     chooser = random.Random(SEED)
     chosen: list[str] = []
     size = 0
     progress = Progress(total_bytes=total, interval=LOG_INTERVAL)
-    for batch in read_batches(pieces, [key]):
+    for batch in read_batches(sources, [key]):
         documents = list(texts_of(batch, [key], flag="--json-key"))
         for text in (text for texts in documents for text in texts.by_key[0]):
             for begin in range(0, len(text), CHUNK_CHARACTERS):
@@ -149,14 +149,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
-    pieces = pieces_of(args)
+    sources = chunks_of(args)
     if not 0 < args.character_coverage <= 1:
         raise UserError(f"--character-coverage {args.character_coverage} must be in (0, 1]")
     if not 1 <= args.vocab_size < 2**31:
         raise UserError(f"--vocab-size {args.vocab_size} must be at least 1 and below 2**31")
     check_least(1, sample_bytes=args.sample_bytes)
     begin = time.perf_counter()
-    chunks = sampled_chunks(pieces, key=args.json_key, sample_bytes=args.sample_bytes)
+    chunks = sampled_chunks(sources, key=args.json_key, sample_bytes=args.sample_bytes)
     size = sum(len(chunk.encode()) for chunk in chunks)
     if size == 0:
         raise UserError(f"--input {' '.join(args.input)} holds no text")

@@ -119,27 +119,27 @@ class Activations:
         # Backward peaks at the start of the MLP, with the gradients of w_down, of gate and up and
         # of the product of both. Gate and up are then freed, which makes room for the gradients
         # of w_gate and w_up.
-        found = {
+        peaks = {
             "in_forward": residual + max(residual, ffn),
             "before_gradients": residual + 3 * ffn + self._matrix + self._of_adapters(),
             "in_backward": max(residual + self._matrix, self.norm_backward + 2 * self._matrix),
         }
         if config.torch_compile is not None:
-            found |= self._compiled_backward()
+            peaks |= self._compiled_backward()
         elif config.fp8_format is not None:
-            found |= self._fp8_transients(found)
+            peaks |= self._fp8_transients(peaks)
         elif config.lora is None and self.direct:
-            found["before_gradients"] = residual + 2 * ffn
-            found["in_backward"] = max(residual + 3 * ffn, self.norm_backward)
+            peaks["before_gradients"] = residual + 2 * ffn
+            peaks["in_backward"] = max(residual + 3 * ffn, self.norm_backward)
         if config.keeps_scores:  # forward has scores and mask, backward the scores' gradients
             scores = 8 * run.num_tokens * config.num_attention_heads * run.seq_length
             for field in ("in_forward", "in_backward"):
-                found[field] = max(found[field], residual + scores)
+                peaks[field] = max(peaks[field], residual + scores)
         if run.context.ring > 1:
             # The MLP's backward is over, so its input, gate and up are free.
             exchanging = kv_exchange_bytes(run) - 2 * ffn
-            found["in_backward"] = max(found["in_backward"], exchanging)
-        return found
+            peaks["in_backward"] = max(peaks["in_backward"], exchanging)
+        return peaks
 
     def _fp8_transients(self, without: Mapping[str, int]) -> dict[str, int]:
         """Compute the transients where operands are cast to fp8, weights at every use.
@@ -158,9 +158,9 @@ class Activations:
         in_forward = max(size * wide + casting, 2 * residual)
         # Rows, or columns, of all weight matrices of a block together.
         width = 2 * sum(_attention_widths(config)) + 3 * config.ffn_hidden_size
-        found = {"in_forward": in_forward, "casts": 2 * config.hidden_size * width}
+        peaks = {"in_forward": in_forward, "casts": 2 * config.hidden_size * width}
         if config.lora is not None:
-            return found | {
+            return peaks | {
                 "before_gradients": without["before_gradients"] + narrow,
                 "in_backward": without["in_backward"] + 2 * wide,
             }
@@ -175,7 +175,7 @@ class Activations:
         )
         if not (self.direct or on_gpu or size == 4):  # a CPU converts the product to add it
             product += 4 * weight
-        return found | {"before_gradients": before, "in_backward": max(product, inputs)}
+        return peaks | {"before_gradients": before, "in_backward": max(product, inputs)}
 
     def _compiled_backward(self) -> dict[str, int]:
         """Compute the peak bytes of a compiled block's backward, which is reached in the MLP.
@@ -320,16 +320,18 @@ class PartActivations(Activations):
         for index, (spec, part) in enumerate(unit_parts(self.config)):
             steps = shape.num_slices * len(shape.halves(index))
             if part.method == "look_up":
-                found = self._look_up(steps)
+                activations = self._look_up(steps)
             elif part.method == "loss":
-                found = self._loss(steps)
+                activations = self._loss(steps)
             else:
-                found = self._in_block(steps, needed[part.method])
+                activations = self._in_block(steps, needed[part.method])
                 if spec.recomputed_from is not None:
                     kept = self.residual if index in begins else 0
-                    peak = found.in_forward + found.kept
-                    found = replace(found, kept=kept, recomputed=found.kept - kept, in_forward=peak)
-            yield f"{spec.name}.{part.method}" if len(spec.parts) > 1 else spec.name, found
+                    peak = activations.in_forward + activations.kept
+                    activations = replace(
+                        activations, kept=kept, recomputed=activations.kept - kept, in_forward=peak
+                    )
+            yield f"{spec.name}.{part.method}" if len(spec.parts) > 1 else spec.name, activations
 
     def _look_up(self, steps: int) -> UnitActivations:
         rows = -(-self.config.vocab_size // steps)

@@ -41,14 +41,15 @@ def describe(plan: SearchResult, *, chose: str = "chose") -> Iterator[str]:
 
 def bits_text(own: Estimate, other: Estimate) -> str:
     """Write how step times differ with quantized values between groups and with 16 bits."""
-    full, coded = (other, own) if own.precision.quantizes else (own, other)
+    full, quantized = (other, own) if own.precision.quantizes else (own, other)
+    bits = quantized.precision.describe_inter_bits()
     text = (
-        f"a step takes {seconds_text(coded.seconds)} with {coded.precision.describe_inter_bits()} "
-        f"between groups, {seconds_text(full.seconds)} with 16"
+        f"a step takes {seconds_text(quantized.seconds)} with {bits} between groups, "
+        f"{seconds_text(full.seconds)} with 16"
     )
-    if coded.seconds >= full.seconds:
+    if quantized.seconds >= full.seconds:
         return f"{text}: packing costs more than it saves"
-    if coded.seconds >= full.seconds * (1 - BITS_GAIN):
+    if quantized.seconds >= full.seconds * (1 - BITS_GAIN):
         return f"{text}: that is less than {BITS_GAIN:.0%} saved"
     return text
 

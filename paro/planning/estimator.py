@@ -58,12 +58,12 @@ class Estimate:
         return self.memory.total
 
 
-def faster_bits(full: Estimate | None, coded: Estimate | None) -> Estimate | None:
+def faster_bits(full: Estimate | None, quantized: Estimate | None) -> Estimate | None:
     """Choose the quantized candidate only where it saves enough; None without estimates."""
-    if full is None or coded is None:
-        return full or coded
-    saves = coded.seconds < full.seconds * (1 - BITS_GAIN)
-    return coded if saves and coded.fits >= full.fits else full
+    if full is None or quantized is None:
+        return full or quantized
+    saves = quantized.seconds < full.seconds * (1 - BITS_GAIN)
+    return quantized if saves and quantized.fits >= full.fits else full
 
 
 class Estimator:
@@ -181,12 +181,12 @@ class Estimator:
     def with_other_bits(self, candidate: Candidate) -> Candidate | None:
         """Return a candidate with 16 bits for quantized values, or the reverse; None: no change."""
         if candidate.precision(self.request).quantizes:
-            coded, other = candidate, replace(candidate, inter_bits=FULL_BITS)
+            quantized, other = candidate, replace(candidate, inter_bits=FULL_BITS)
         elif self.request.chooses_bits:
-            coded = other = replace(candidate, inter_bits=FEWEST_BITS)
+            quantized = other = replace(candidate, inter_bits=FEWEST_BITS)
         else:
             return None
-        return other if self.quantizes(coded) else None
+        return other if self.quantizes(quantized) else None
 
     def estimate_bits(self, candidate: Candidate) -> tuple[Estimate, Estimate | None]:
         """Predict a candidate with its bit width, given or chosen, and with the other one."""
@@ -196,6 +196,6 @@ class Estimator:
         second = self.estimate(other)
         if not self.request.chooses_bits:
             return own, second
-        full, coded = sorted((own, second), key=lambda e: e.precision.quantizes)
-        better = faster_bits(full, coded)
-        return (coded, full) if better is coded else (full, coded)
+        full, quantized = sorted((own, second), key=lambda e: e.precision.quantizes)
+        better = faster_bits(full, quantized)
+        return (quantized, full) if better is quantized else (full, quantized)

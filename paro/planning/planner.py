@@ -68,7 +68,7 @@ def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
     The order is by time; ties go by bytes between groups, then by memory. An estimate that takes
     at most `MEMORY_TIE` longer, sends no more and needs a tenth less memory comes before.
     """
-    found: list[Estimate] = []
+    ordered: list[Estimate] = []
     left = sorted(estimates, key=lambda e: (not e.fits, e.seconds))
     while left:
         fits, fastest = left[0].fits, left[0].seconds
@@ -77,9 +77,9 @@ def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
         first = min(tied, key=lambda e: (e.sent.inter, e.memory_bytes, e.seconds))
         sent, most = first.sent.inter, first.memory_bytes * _LESS_MEMORY
         smaller = (e for e in comparable if e.sent.inter <= sent and e.memory_bytes <= most)
-        found.append(min(smaller, key=lambda e: (e.memory_bytes, e.seconds), default=first))
-        left.remove(found[-1])
-    return tuple(found)
+        ordered.append(min(smaller, key=lambda e: (e.memory_bytes, e.seconds), default=first))
+        left.remove(ordered[-1])
+    return tuple(ordered)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,24 +121,24 @@ class _Search:
     def estimate(self, row: _Bounded) -> Estimate | None:
         """Simulate a candidate once; None if nothing fits its limit."""
         if row not in self.done:
-            found: Candidate | None = row.candidate
+            candidate: Candidate | None = row.candidate
             if row.limit is not None:
-                found = self._with_more_blocks(row.candidate, row.limit)
-            self.done[row] = None if found is None else self._estimator.estimate(found)
+                candidate = self._with_more_blocks(row.candidate, row.limit)
+            self.done[row] = None if candidate is None else self._estimator.estimate(candidate)
         return self.done[row]
 
     def within(self, limit: int) -> list[_Bounded]:
         """Return the candidates that fit, as given or with more recomputed blocks."""
-        found = [row for row in self.rows if row.memory_bytes <= limit]
+        fitting = [row for row in self.rows if row.memory_bytes <= limit]
         for row in self.rows if self._counts_blocks else ():
-            over, own = row.memory_bytes - limit, row.candidate
-            if own.recompute is None and over > 0:
-                share = (over - 1) / self._saved_bytes(own)  # rounded by a byte
+            over, base = row.memory_bytes - limit, row.candidate
+            if base.recompute is None and over > 0:
+                share = (over - 1) / self._saved_bytes(base)  # rounded by a byte
                 count = self._unsaved + math.ceil(share)
                 recompute = first_blocks(min(count, self._model.num_layers), self._model)
-                candidate = replace(own, recompute=recompute)
-                found.append(_Bounded(candidate, limit, self._least_seconds(candidate), limit))
-        return found
+                candidate = replace(base, recompute=recompute)
+                fitting.append(_Bounded(candidate, limit, self._least_seconds(candidate), limit))
+        return fitting
 
     @cached_by(lambda candidate: candidate)
     def _least_seconds(self, candidate: Candidate) -> float:
@@ -154,17 +154,18 @@ class _Search:
 
     def _with_more_blocks(self, candidate: Candidate, limit: int) -> Candidate | None:
         """Recompute as few more blocks as fit, or all in the smallest groups that fit; or None."""
-        model, given = self._model, candidate.recompute
-        assert given is not None, "some blocks are recomputed"
+        model, fewest_blocks = self._model, candidate.recompute
+        assert fewest_blocks is not None, "some blocks are recomputed"
 
         def fits(recompute: RecomputeConfig) -> bool:
             return self._estimator.memory(replace(candidate, recompute=recompute)).total <= limit
 
         sizes = (n for n in range(2, _LARGEST_GROUP + 1) if model.num_layers % n == 0)
         groups = (replace(first_blocks(model.num_layers, model), num_layers=size) for size in sizes)
-        found = given if fits(given) else least_recomputation(replace(model, recompute=given), fits)
-        found = found or next(filter(fits, groups), None)
-        return None if found is None else replace(candidate, recompute=found)
+        chosen = fewest_blocks if fits(fewest_blocks) else None
+        chosen = chosen or least_recomputation(replace(model, recompute=fewest_blocks), fits)
+        chosen = chosen or next(filter(fits, groups), None)
+        return None if chosen is None else replace(candidate, recompute=chosen)
 
     def best(self, rows: Sequence[_Bounded]) -> Estimate | None:
         """Return the best with 16 bits, or the best with quantized values if it saves enough."""
@@ -185,23 +186,23 @@ class _Search:
         """
         fastest = self._fastest(rows)
         while fastest is not None:
-            found = self._least_as_fast(rows, fastest.seconds * (1 + TIE))
-            if found is not None:
-                found = self._smallest(rows, found, fastest.seconds * (1 + MEMORY_TIE))
+            best = self._least_as_fast(rows, fastest.seconds * (1 + TIE))
+            if best is not None:
+                best = self._smallest(rows, best, fastest.seconds * (1 + MEMORY_TIE))
             before, fastest = fastest, self._fastest(rows)
             if fastest is before:
-                return found
+                return best
         return None
 
     def _fastest(self, rows: Sequence[_Bounded], resolution: float = RESOLUTION) -> Estimate | None:
-        found: Estimate | None = None
+        fastest: Estimate | None = None
         for row in sorted(rows, key=lambda row: (row.least_seconds, row.memory_bytes)):
-            if found and row.least_seconds >= found.seconds * (1 - resolution):
+            if fastest and row.least_seconds >= fastest.seconds * (1 - resolution):
                 break
-            own = self.estimate(row)
-            if own and (found is None or own.seconds < found.seconds):
-                found = own
-        known = (own for row in rows if (own := self.done.get(row)))
+            estimate = self.estimate(row)
+            if estimate and (fastest is None or estimate.seconds < fastest.seconds):
+                fastest = estimate
+        known = (estimate for row in rows if (estimate := self.done.get(row)))
         return min(known, key=lambda e: e.seconds, default=None)
 
     def _least_as_fast(self, rows: Sequence[_Bounded], enough: float) -> Estimate | None:
@@ -211,23 +212,29 @@ class _Search:
             for row in rows
             if row.least_seconds <= enough
         ]
-        found: Estimate | None = None
+        chosen: Estimate | None = None
         for *costs, least, row in sorted(tied, key=lambda entry: entry[:3]):
-            if found and (costs != [found.sent.inter, found.memory_bytes] or least > found.seconds):
+            if chosen and (
+                costs != [chosen.sent.inter, chosen.memory_bytes] or least > chosen.seconds
+            ):
                 break
-            own = self.estimate(row)
-            if own and own.seconds <= enough and (found is None or own.seconds < found.seconds):
-                found = own
-        return found
+            estimate = self.estimate(row)
+            if (
+                estimate
+                and estimate.seconds <= enough
+                and (chosen is None or estimate.seconds < chosen.seconds)
+            ):
+                chosen = estimate
+        return chosen
 
     def _smallest(self, rows: Sequence[_Bounded], first: Estimate, enough: float) -> Estimate:
         """Find a candidate of at most `enough` seconds, with less memory and no more sent bytes."""
         most = first.memory_bytes * _LESS_MEMORY
         smaller = (row for row in rows if row.memory_bytes <= most and row.least_seconds <= enough)
         for row in sorted(smaller, key=lambda row: (row.memory_bytes, row.least_seconds)):
-            own = self.estimate(row)
-            if own and own.seconds <= enough and own.sent.inter <= first.sent.inter:
-                return own
+            estimate = self.estimate(row)
+            if estimate and estimate.seconds <= enough and estimate.sent.inter <= first.sent.inter:
+                return estimate
         return first
 
     def front(self, best: Estimate | None) -> tuple[Estimate, ...]:
@@ -236,26 +243,26 @@ class _Search:
         The front includes `best`. Candidates not simulated are at most `RESOLUTION` faster.
         """
         rows = [(row.memory_bytes, row.least_seconds, row) for row in self.rows]
-        rows += [(own.memory_bytes, own.seconds, row) for row, own in self.done.items() if own]
+        rows += [(e.memory_bytes, e.seconds, row) for row, e in self.done.items() if e]
         most = max(_FRONT_LIMIT * self._device_bytes, self.rows[0].memory_bytes)
-        found: list[Estimate] = []
+        front: list[Estimate] = []
         fastest = float("inf")
         for memory_bytes, least, row in sorted(rows, key=lambda entry: entry[:2]):
             enough = fastest * (1 - FRONT_STEP)
             if memory_bytes <= most and least < enough * (1 - RESOLUTION):
-                own = self.estimate(row)
-                if own and own.seconds < enough:
-                    fastest = own.seconds
-                    found.append(own)
-        if best is not None and all(own.candidate != best.candidate for own in found):
-            found.append(best)
-        return tuple(sorted(found, key=lambda own: (own.seconds, own.memory_bytes)))
+                estimate = self.estimate(row)
+                if estimate and estimate.seconds < enough:
+                    fastest = estimate.seconds
+                    front.append(estimate)
+        if best is not None and all(estimate.candidate != best.candidate for estimate in front):
+            front.append(best)
+        return tuple(sorted(front, key=lambda estimate: (estimate.seconds, estimate.memory_bytes)))
 
 
 def _by_bits(rows: Sequence[_Bounded]) -> tuple[list[_Bounded], list[_Bounded]]:
     """Separate candidates with 16 bits from candidates with quantized values."""
-    coded = [row for row in rows if row.candidate.inter_bits == FEWEST_BITS]
-    return [row for row in rows if row.candidate.inter_bits != FEWEST_BITS], coded
+    quantized = [row for row in rows if row.candidate.inter_bits == FEWEST_BITS]
+    return [row for row in rows if row.candidate.inter_bits != FEWEST_BITS], quantized
 
 
 def best_that_fits(

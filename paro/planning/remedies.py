@@ -91,8 +91,10 @@ def single_changes(request: PlanRequest, least: Candidate) -> Iterator[Change]:
     )
     if recompute is not None:
         yield Change(recompute_flags(recompute), request, replace(least, recompute=recompute))
-    given = least.micro_batch_size  # a divisor of this size divides the batch, too
-    for size in (size for size in range(given - 1, 0, -1) if given % size == 0):
+    micro_batch_size = least.micro_batch_size  # a divisor of this size divides the batch, too
+    for size in (
+        size for size in range(micro_batch_size - 1, 0, -1) if micro_batch_size % size == 0
+    ):
         smaller = replace(least, micro_batch_size=size)
         if _fits(request, smaller):
             yield Change(f"--micro-batch-size {size}", request, smaller)
@@ -126,18 +128,18 @@ def _fits(request: PlanRequest, candidate: Candidate) -> bool:
     return estimator_of(request).memory(candidate).total <= request.choice_bytes
 
 
-def fewest_ranks(given: int, step: int, fits: Callable[[int], bool]) -> int | None:
-    """Find the least number of ranks above `given` that fits, a multiple of `step`, else None.
+def fewest_ranks(ranks: int, step: int, fits: Callable[[int], bool]) -> int | None:
+    """Find the least number of ranks above `ranks` that fits, a multiple of `step`, else None.
 
     Memory decreases with the number of ranks, so bisection finds it.
     """
-    low, most = given // step, MOST_RANKS // step
+    low, most = ranks // step, MOST_RANKS // step
     high = low + 1
     while high < most and not fits(high * step):
         low, high = high, min(2 * high, most)
     counts = range(low + 1, min(high, most) + 1)
-    found = bisect_left(counts, True, key=lambda count: fits(count * step))
-    return counts[found] * step if found < len(counts) else None
+    first = bisect_left(counts, True, key=lambda count: fits(count * step))
+    return counts[first] * step if first < len(counts) else None
 
 
 def more_ranks(

@@ -1,1 +1,1 @@
-"""What ranks hold and send of each unit: executed by the engine, counted by the planner."""
+"""Description of each unit's shards and collectives: executed by the engine, counted by plans."""

@@ -89,9 +89,9 @@ def parse_json(text: str | bytes, kind: Any, what: str, *, repeats: bool = True)
 def conform(value: Any, kind: Any, what: str) -> Any:
     """Return the value as one of type `kind`; `UserError` names `what` and the wrong fields."""
     wrong: _Wrong = []
-    found = _conform(value, kind, "", wrong)
+    conformed = _conform(value, kind, "", wrong)
     if not wrong:
-        return found
+        return conformed
     named = [(path.removeprefix("."), text) for path, text in wrong[:_MOST]]
     texts = [f"{path}: {text}" if path else text for path, text in named]
     if len(wrong) > _MOST:
@@ -101,12 +101,12 @@ def conform(value: Any, kind: Any, what: str) -> Any:
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object; Python would keep the last of repeated fields."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields_by_name = dict(pairs)
+    if len(fields_by_name) < len(pairs):
         names = [name for name, _ in pairs]
         name = next(name for name in names if names.count(name) > 1)
         raise UserError(f"{name}: is there {names.count(name)} times")
-    return found
+    return fields_by_name
 
 
 def _check_depth(value: Any) -> None:
@@ -171,9 +171,9 @@ def _of_union(value: Any, kinds: tuple[Any, ...], path: str, wrong: _Wrong) -> A
     tried: list[_Wrong] = []
     for kind in kinds:
         tried.append([])
-        found = _conform(value, kind, path, tried[-1])
+        conformed = _conform(value, kind, path, tried[-1])
         if not tried[-1]:
-            return found
+            return conformed
     deepest = max(tried, key=lambda mistakes: len(mistakes[0][0]))
     if deepest[0][0] == path and len(kinds) > 1:
         names = " or ".join(_NAMES.get(get_origin(kind) or kind, "an object") for kind in kinds)
@@ -232,22 +232,22 @@ def _record(value: Any, kind: Any, path: str, wrong: _Wrong) -> Any:
         unknown = [name for name in value if name not in types]
         known = f"is unknown; the fields are {', '.join(types)}"
         wrong += [(f"{path}.{n}", known if n == unknown[-1] else "is unknown") for n in unknown]
-    found = {}
+    items = {}
     for name in filter(types.__contains__, value):
         mistakes: _Wrong = []
         item = _conform(value[name], types[name], f"{path}.{name}", mistakes)
         wrong += mistakes
         if not mistakes:
-            found[name] = item
-    own: Iterable[str] = kind.mistakes(found) if hasattr(kind, "mistakes") else ()
-    if not own and num_wrong == len(wrong):
+            items[name] = item
+    mistaken: Iterable[str] = kind.mistakes(items) if hasattr(kind, "mistakes") else ()
+    if not mistaken and num_wrong == len(wrong):
         if is_typeddict(kind):
-            return {**value, **found}
+            return {**value, **items}
         try:
-            return kind(**found)
+            return kind(**items)
         except UserError as error:
-            own = error.args
-    for text in own:  # a field and what is wrong with it, or only a text
+            mistaken = error.args
+    for text in mistaken:  # a field and what is wrong with it, or only a text
         name, _, rest = text.partition(": ")
         wrong.append((f"{path}.{name}", rest) if name in types else (path, text))
     return value

@@ -17,13 +17,13 @@ from pyarrow import parquet
 
 from data import corpus, sources
 from data.corpus import place_of, read_batches, texts_of
-from data.sources import SourceKind, find_pieces, share_out
+from data.sources import SourceKind, find_chunks, share_out
 from tests.helpers.refusals import refused
 
 
 def texts(path: Path, *keys: str) -> list[tuple[list[str], ...]]:
     names = keys or ("text",)
-    batches = read_batches(find_pieces([path]), names)
+    batches = read_batches(find_chunks([path]), names)
     return [found.by_key for batch in batches for found in texts_of(batch, names)]
 
 
@@ -122,7 +122,7 @@ def test_a_long_text_is_read_in_parts(
     monkeypatch.setattr(corpus, "TEXT_BYTES", 64)
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbf" + line * 100)
-    batches = list(read_batches(find_pieces([path]), ["text"]))
+    batches = list(read_batches(find_chunks([path]), ["text"]))
     assert len(batches) > 1
     assert [batch.unfinished for batch in batches] == [True] * (len(batches) - 1) + [False]
     assert sum(batch.advance for batch in batches) == path.stat().st_size
@@ -172,7 +172,7 @@ def test_a_long_text_with_a_bad_part_is_left_out_whole(
     monkeypatch.setattr(corpus, "TEXT_BYTES", 64)
     path = tmp_path / "a.txt"
     path.write_bytes(b"ab\n" * place + b"a\xe9\n" + b"ab\n" * (299 - place))
-    (batch,) = read_batches(find_pieces([path]), ["text"], skip_malformed=True)
+    (batch,) = read_batches(find_chunks([path]), ["text"], skip_malformed=True)
     assert (batch.advance, batch.unfinished) == (path.stat().st_size, False)
     told: list[str] = []
     assert list(texts_of(batch, ["text"], told.append)) == []
@@ -198,17 +198,17 @@ def test_shares_hold_all_documents_in_order_and_know_their_lines(
     (folder / "a.jsonl").write_text(("\n\n" if blanks else "\n").join(lines), encoding="utf-8")
     write_parquet(folder / "b.parquet", list(documents))
     for name in ("a.jsonl", "b.parquet"):
-        shares = share_out(find_pieces([folder / name]), parts)
+        shares = share_out(find_chunks([folder / name]), parts)
         assert len(shares) == parts
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(corpus, "BATCH_BYTES", block)
             batches = [b for share in shares for b in read_batches(share, ["text"])]
-        found = [(b.piece, item) for b in batches for item in texts_of(b, ["text"])]
+        found = [(b.chunk, item) for b in batches for item in texts_of(b, ["text"])]
         assert [item.by_key[0] for _, item in found] == [[text] for text in documents]
         step = 2 if blanks and name == "a.jsonl" else 1
-        numbers = [int(place_of(piece, item.number).split()[-1]) for piece, item in found]
+        numbers = [int(place_of(chunk, item.number).split()[-1]) for chunk, item in found]
         assert numbers == [1 + step * i for i in range(len(documents))]
-        total = sum(piece.num_bytes for share in shares for piece in share)
+        total = sum(chunk.num_bytes for share in shares for chunk in share)
         assert sum(batch.advance for batch in batches) == total if documents else True
 
 
@@ -222,23 +222,23 @@ def test_a_folder_and_a_pattern_stand_for_their_files_by_name(tmp_path: Path) ->
     names = ["b.txt", "a.jsonl", "deep/c.jsonl.gz", "d.txt.zst", "readme.md", "e.parquet.gz"]
     for name in names:
         write(tmp_path / name)
-    found = [piece.path.removeprefix(f"{tmp_path}/") for piece in find_pieces([tmp_path])]
+    found = [chunk.path.removeprefix(f"{tmp_path}/") for chunk in find_chunks([tmp_path])]
     assert found == ["a.jsonl", "b.txt", "d.txt.zst", "deep/c.jsonl.gz"]
-    assert [piece.path for piece in find_pieces([f"{tmp_path}/*.txt"])] == [f"{tmp_path}/b.txt"]
+    assert [chunk.path for chunk in find_chunks([f"{tmp_path}/*.txt"])] == [f"{tmp_path}/b.txt"]
 
 
 def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "bad.parquet")
     (tmp_path / "empty").mkdir()
-    refused(lambda: find_pieces([write(tmp_path / "a.csv")]), "a.csv: give .txt (one document)")
-    refused(lambda: find_pieces([tmp_path / "none.txt"]), "none.txt is missing")
-    refused(lambda: find_pieces([tmp_path / "empty"]), "holds no file that is")
-    refused(lambda: find_pieces([tmp_path / "*.jsonl"]), "*.jsonl matches no file")
-    refused(lambda: find_pieces([tmp_path / "bad.parquet"]), "bad.parquet is not a Parquet file")
+    refused(lambda: find_chunks([write(tmp_path / "a.csv")]), "a.csv: give .txt (one document)")
+    refused(lambda: find_chunks([tmp_path / "none.txt"]), "none.txt is missing")
+    refused(lambda: find_chunks([tmp_path / "empty"]), "holds no file that is")
+    refused(lambda: find_chunks([tmp_path / "*.jsonl"]), "*.jsonl matches no file")
+    refused(lambda: find_chunks([tmp_path / "bad.parquet"]), "bad.parquet is not a Parquet file")
 
 
-def found_texts(pieces: list[sources.Piece]) -> list[str]:
-    batches = read_batches(pieces, ["text"])
+def found_texts(chunks: list[sources.SourceChunk]) -> list[str]:
+    batches = read_batches(chunks, ["text"])
     return [item.by_key[0][0] for batch in batches for item in texts_of(batch, ["text"])]
 
 
@@ -250,15 +250,15 @@ def test_a_data_set_on_disk(tmp_path: Path) -> None:
     rows.save_to_disk(tmp_path / "alone")
     splits = datasets.DatasetDict({"train": rows, "held": rows.select(range(3))})
     splits.save_to_disk(tmp_path / "splits")
-    (piece,) = find_pieces([tmp_path / "alone"])
-    assert piece.kind is SourceKind.HUGGING_FACE
-    shares = share_out([piece], 4)
+    (chunk,) = find_chunks([tmp_path / "alone"])
+    assert chunk.kind is SourceKind.HUGGING_FACE
+    shares = share_out([chunk], 4)
     assert [len(found_texts(share)) > 0 for share in shares] == [True] * 4
     assert [text for share in shares for text in found_texts(share)] == [str(i) for i in range(50)]
-    assert found_texts(find_pieces([tmp_path / "splits"], split="held")) == ["0", "1", "2"]
+    assert found_texts(find_chunks([tmp_path / "splits"], split="held")) == ["0", "1", "2"]
     told = "'test': give --dataset-split, one of train"
-    refused(lambda: find_pieces([tmp_path / "splits"], split="test"), told)
-    refused(lambda: list(read_batches([piece], ["body"])), "'body' ... text, id")
+    refused(lambda: find_chunks([tmp_path / "splits"], split="test"), told)
+    refused(lambda: list(read_batches([chunk], ["body"])), "'body' ... text, id")
 
 
 @pytest.mark.slow("imports datasets")
@@ -271,6 +271,6 @@ def test_a_data_set_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
         return datasets.Dataset.from_dict({"text": [f"{name} {config} {split}"]})
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    pieces = find_pieces(["some/corpus-1.0"], config="en", split="held")
-    assert found_texts(pieces) == ["some/corpus-1.0 en held"]
-    refused(lambda: find_pieces(["nobody/nothing"]), "datasets does not find it: no way")
+    chunks = find_chunks(["some/corpus-1.0"], config="en", split="held")
+    assert found_texts(chunks) == ["some/corpus-1.0 en held"]
+    refused(lambda: find_chunks(["nobody/nothing"]), "datasets does not find it: no way")

@@ -18,7 +18,7 @@ import pytest
 
 from data import corpus
 from data.indexed_dataset import IndexedDatasetWriter
-from data.sources import Piece
+from data.sources import SourceChunk
 from tests.helpers.commands import printed, write_lines
 from tests.helpers.corpora import corpus_bytes, read_corpus
 from tests.helpers.processes import children, lives, wait_for
@@ -171,9 +171,9 @@ def test_finished_partitions_are_not_done_again(
     (folder / ".00002_text_document.bin.1.ab.tmp").write_text("of a run that was killed")
     read: list[str] = []
 
-    def counted(pieces: list[Piece], *arguments: object) -> Iterator[object]:
-        read.extend(piece.path for piece in pieces)
-        return all_batches(pieces, *arguments)
+    def counted(chunks: list[SourceChunk], *arguments: object) -> Iterator[object]:
+        read.extend(chunk.path for chunk in chunks)
+        return all_batches(chunks, *arguments)
 
     monkeypatch.setattr(preprocess_data, "encoded_batches", counted)
     capsys.readouterr()
@@ -208,9 +208,9 @@ def test_malformed_lines_are_counted_and_left_out(tmp_path: Path) -> None:
     assert "3 documents, 3 tokens as uint16" in out
 
 
-def test_llama2_begins_every_text(pieces: Path, tmp_path: Path) -> None:
+def test_llama2_begins_every_text(chunks: Path, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", {"text": ["a b", "", "c"]}, {"text": ""})
-    model = ["--tokenizer-model", str(pieces), "--append-eod"]
+    model = ["--tokenizer-model", str(chunks), "--append-eod"]
     flags = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
     main([*flags, "--tokenizer-type", "Llama2Tokenizer", *model])
     with_beginning = read_corpus(tmp_path / "out_text_document")

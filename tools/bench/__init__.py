@@ -1,1 +1,1 @@
-"""What measures the project itself: programs whose results are recorded; a folder has a subject."""
+"""Programs that measure the project itself; their results are recorded, a folder has a subject."""

@@ -26,7 +26,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.corpus import read_batches, texts_of
-from data.sources import Piece
+from data.sources import SourceChunk
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, check_least
 from paro.report.log import print_line
@@ -40,10 +40,10 @@ SCRIPT = Path(preprocess_data.__file__)
 
 
 def shares_of_texts(
-    pieces: Sequence[Piece], plan: EncodingPlan, number: int, of: int
+    chunks: Sequence[SourceChunk], plan: EncodingPlan, number: int, of: int
 ) -> list[list[str]]:
     """Return every `of`-th batch of the corpus, starting with batch `number`, as texts."""
-    batches = islice(read_batches(pieces, plan.keys), number, None, of)
+    batches = islice(read_batches(chunks, plan.keys), number, None, of)
     return [
         [text for texts in texts_of(batch, plan.keys) for by_key in texts.by_key for text in by_key]
         for batch in batches
@@ -59,11 +59,11 @@ class TimedRun(NamedTuple):
 
 
 def encode_share(
-    pieces: Sequence[Piece], plan: EncodingPlan, number: int, used: Any, ready: Barrier
+    chunks: Sequence[SourceChunk], plan: EncodingPlan, number: int, used: Any, ready: Barrier
 ) -> None:
     """Encode a share of the corpus by the bare tokenizer: main function of a process."""
     tokenizer = tokenizer_of(plan.tokenizer)
-    share = shares_of_texts(pieces, plan, number, len(used))
+    share = shares_of_texts(chunks, plan, number, len(used))
     ready.wait()
     begin = time.process_time()
     for texts in share:
@@ -71,14 +71,14 @@ def encode_share(
     used[number] = time.process_time() - begin
 
 
-def time_bare(pieces: Sequence[Piece], plan: EncodingPlan, workers: int) -> TimedRun:
+def time_bare(chunks: Sequence[SourceChunk], plan: EncodingPlan, workers: int) -> TimedRun:
     """Return the cost of the tokenizer alone in `workers` processes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in the workers of preprocess_data.py
     context = multiprocessing.get_context("spawn")
     ready = context.Barrier(workers + 1)
     used = context.Array("d", workers)
     processes = [
-        context.Process(target=encode_share, args=(pieces, plan, number, used, ready))
+        context.Process(target=encode_share, args=(chunks, plan, number, used, ready))
         for number in range(workers)
     ]
     for process in processes:
@@ -113,7 +113,7 @@ def run_rounds(
     """Return the figures of both, round by round; the one that starts alternates."""
     rows = []
     contenders: dict[str, Callable[[], TimedRun]] = {
-        "bare": partial(time_bare, job.pieces, job.plan, workers),
+        "bare": partial(time_bare, job.chunks, job.plan, workers),
         "command": partial(time_command, words),
     }
     for number in range(rounds):

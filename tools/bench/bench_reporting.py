@@ -1,4 +1,4 @@
-"""What dashboards and the terminal view cost a training step, compared with a bare report."""
+"""Measures the cost of dashboards and the terminal view per training step, beside a bare report."""
 
 # The quickstart's model trains in one process, once, and its report alternates from step to step:
 # none, all of it, all of it, none ... Each comparison is between neighbouring steps, with either

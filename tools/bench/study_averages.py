@@ -34,15 +34,22 @@ checkpoints, merged. The text is the quickstart's (make quickstart). --folder ge
 report.md; seeds that are in losses.json are not trained again.
 
   python tools/bench/study_averages.py --folder runs/averages
+  python tools/bench/study_averages.py --folder runs/averages-quickstart \\
+      --model quickstart --train-iters 300 --lr 1e-3
 """
 DECAYED, CONSTANT, AVERAGED = "decay", "constant rate", "constant rate, EMA"
 MERGES = (("uniform", 2), ("uniform", 4), ("uniform", 8), ("1-sqrt", 8))
 NUM_SAVES = 8  # in the last fifth
+SMALL = "--num-layers 4 --hidden-size 128"  # 1.8 million parameters
+MODELS = {"small": SMALL, "quickstart": "--num-layers 6 --hidden-size 256"}
 
 
-def flags_of(seed: int, iterations: int, lr: float, saves: Path | None) -> list[str]:
+def flags_of(
+    seed: int, iterations: int, lr: float, saves: Path | None, model: str = "small"
+) -> list[str]:
     """Return the flags of a training: with a decay, or with an average and saves to a folder."""
     tail, own = iterations // 5, FLAGS.replace("cosine", "WSD --lr-wsd-decay-style linear")
+    own = own.replace(SMALL, MODELS[model])
     own += f" --lr {lr:g} --min-lr 0 --seed {seed} --train-iters {iterations} --eval-interval 0"
     if saves is None:
         return f"{own} --lr-wsd-decay-iters {tail}".split()
@@ -62,20 +69,19 @@ def run(words: Sequence[str], log: Path) -> tuple[float, ...]:
 
 
 def losses_of(
-    seed: int, iterations: int, lr: float, data: Sequence[str], out: Path
+    seed: int, iterations: int, lr: float, model: str, data: Sequence[str], out: Path
 ) -> dict[str, float]:
     """Train a seed twice, merge its last checkpoints; return held-out losses by kind."""
     out.mkdir(parents=True, exist_ok=True)
     saves = out / "saves"
     if saves.exists():
         raise UserError(f"{saves} is left of a study that was stopped: remove it")
-    (decayed,) = run(
-        ["pretrain_llama.py", *flags_of(seed, iterations, lr, None), *data], out / "decay.log"
-    )
-    constant = [*flags_of(seed, iterations, lr, saves), *data]
+    decay = [*flags_of(seed, iterations, lr, None, model), *data]
+    (decayed,) = run(["pretrain_llama.py", *decay], out / "decay.log")
+    constant = [*flags_of(seed, iterations, lr, saves, model), *data]
     losses = {DECAYED: decayed}
     losses[CONSTANT], losses[AVERAGED] = run(["pretrain_llama.py", *constant], out / "constant.log")
-    plain = [*flags_of(seed, iterations, lr, None), *data, "--skip-train", "--finetune"]
+    plain = [*decay, "--skip-train", "--finetune"]
     for scheme, last in MERGES:
         merged = out / f"{scheme}-{last}"
         flags = ["--input", str(saves), "--last", str(last), "--weights", scheme]
@@ -107,6 +113,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--folder", type=Path, required=True, metavar="DIR", help="of trainings and results")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N")
     add("--train-iters", type=int, default=800, help="of a training, of 2,048 tokens; default 800")
+    add(
+        "--model",
+        choices=MODELS,
+        default="small",
+        help="of 1.8 million parameters, or quickstart's 6.6",
+    )
     add("--lr", type=float, default=2e-3, help="the highest learning rate; default 2e-3")
     cores = len(os.sched_getaffinity(0))
     add("--at-once", type=int, default=cores, metavar="N", help="seeds side by side")
@@ -122,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def work(seed: int) -> dict[str, float]:
         folder = args.folder.absolute() / str(seed)
-        return losses_of(seed, args.train_iters, args.lr, data, folder)
+        return losses_of(seed, args.train_iters, args.lr, args.model, data, folder)
 
     with ThreadPoolExecutor(args.at_once) as pool:
         for seed, losses in zip(missing, pool.map(work, missing), strict=True):

@@ -1,4 +1,4 @@
-"""What settings of a plan are expected to train while nodes fail: from disk, and from memory."""
+"""Expected progress of a plan while nodes fail, recovering from disk and from memory."""
 
 from __future__ import annotations
 

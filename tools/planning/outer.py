@@ -1,4 +1,4 @@
-"""What outer steps, for which groups train alone, would gain over the best synchronous plan."""
+"""Expected gain of outer steps, where groups train alone, over the best synchronous plan."""
 
 from __future__ import annotations
 

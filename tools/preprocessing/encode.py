@@ -162,7 +162,7 @@ def _conversations(
             )
             ids, loss_mask = template.encode(conversation)
         except UserError as error:
-            message = f"{place_of(batch.piece, document.number)}: {error}"
+            message = f"{place_of(batch.chunk, document.number)}: {error}"
             if on_bad is None:
                 raise UserError(message) from error
             on_bad(message)
@@ -192,7 +192,7 @@ def _encode_key(
     except UserError:
         _name_the_bad_one(tokenizer, batch, documents, texts)
         raise
-    continued = batch.piece.kind is SourceKind.TEXT and batch.first > 0
+    continued = batch.chunk.kind is SourceKind.TEXT and batch.first > 0
     prefix = [] if continued else list(tokenizer.text_prefix)
     sequences: list[list[int]] = []
     counts = []
@@ -227,7 +227,7 @@ def _ids(
     for extreme in (int(wide.min(initial=0)), int(wide.max(initial=0))):
         if not 0 <= extreme < min(vocab_size, np.iinfo(dtype).max + 1):
             raise UserError(
-                f"{place_of(batch.piece, batch.first + 1)} or a later line becomes token id "
+                f"{place_of(batch.chunk, batch.first + 1)} or a later line becomes token id "
                 f"{extreme}, and the tokenizer has only {vocab_size}: its ids and its size "
                 "contradict each other"
             )
@@ -240,5 +240,5 @@ def _name_the_bad_one(
     """Raise for the first document that the tokenizer rejects."""
     for document, by_document in zip(documents, texts, strict=True):
         for text in by_document:
-            with about(f"{place_of(batch.piece, document.number)}: "):
+            with about(f"{place_of(batch.chunk, document.number)}: "):
                 tokenizer.encode(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from data.sources import Piece, find_pieces
+from data.sources import SourceChunk, find_chunks
 
 
 def add_source_args(group: argparse._ArgumentGroup) -> None:
@@ -29,6 +29,6 @@ def add_source_args(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def pieces_of(args: argparse.Namespace) -> list[Piece]:
-    """Return the pieces that --input names; `UserError` for what is not a source of text."""
-    return find_pieces(args.input, config=args.dataset_config, split=args.dataset_split)
+def chunks_of(args: argparse.Namespace) -> list[SourceChunk]:
+    """Return the chunks that --input names; `UserError` for what is not a source of text."""
+    return find_chunks(args.input, config=args.dataset_config, split=args.dataset_split)

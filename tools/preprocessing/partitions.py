@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, remove_dataset
-from data.sources import Piece
+from data.sources import SourceChunk
 from data.tokenizer import build_tokenizer
 from paro.errors import UserError, about, writing
 from paro.untrusted.atomic_file import replacing
@@ -28,7 +28,7 @@ class Partitions:
     """
 
     def __init__(
-        self, output_prefix: str, plan: EncodingPlan, shares: Sequence[Sequence[Piece]]
+        self, output_prefix: str, plan: EncodingPlan, shares: Sequence[Sequence[SourceChunk]]
     ) -> None:
         self.folder = Path(f"{output_prefix}_partitions")
         self._names = plan.names
@@ -88,7 +88,7 @@ class Partitions:
         return self.folder / f"{number:05d}.finished.json"
 
 
-def _description(plan: EncodingPlan, shares: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+def _description(plan: EncodingPlan, shares: Sequence[Sequence[SourceChunk]]) -> dict[str, Any]:
     """Return everything that determines the content of each partition's files."""
     places = map(Path, plan.tokenizer.files)
     files = [file for place in places for file in (place, *sorted(place.rglob("*")))]
@@ -97,13 +97,13 @@ def _description(plan: EncodingPlan, shares: Sequence[Sequence[Piece]]) -> dict[
         for path in files
         if path.is_file()
     }
-    pieces = [[{**asdict(piece), "kind": piece.kind.name} for piece in share] for share in shares]
+    chunks = [[{**asdict(chunk), "kind": chunk.kind.name} for chunk in share] for share in shares]
     described = asdict(plan)
     template = chat_template_of(plan.tokenizer).text if plan.conversations else None
     described["conversations"] = template
     if plan.tokenizer.tokenizer_type == "NullTokenizer":
         # Older versions put its end of a document above --vocab-size; such partitions differ.
         described["tokenizer"]["null_tokenizer_eod_id"] = build_tokenizer(plan.tokenizer).eod
-    description = {"plan": described, "tokenizer_files": stamps, "partitions": pieces}
+    description = {"plan": described, "tokenizer_files": stamps, "partitions": chunks}
     as_read: dict[str, Any] = json.loads(json.dumps(description))
     return as_read

@@ -1,4 +1,4 @@
-"""What a GPU's streams did in the steps of a trace of torch's profiler."""
+"""Work of a GPU's streams in the steps of a trace of torch's profiler."""
 
 # [Note: a trace of a GPU]
 # Kernels, copies and memsets are complete events of the categories below, in microseconds; `args`

@@ -1,1 +1,1 @@
-"""What several tools share: parsing flags, reading the machine's meters, and drawing plots."""
+"""Helpers of several tools: parsing flags, reading the machine's meters, and drawing plots."""

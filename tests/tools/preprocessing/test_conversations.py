@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from data.corpus import read_batches
-from data.sources import find_pieces
+from data.sources import find_chunks
 from data.tokenizer import NullTokenizer
 from data.tokenizer_config import TokenizerConfig
 from tests.helpers.refusals import refused
@@ -262,7 +262,7 @@ def test_ids_outside_the_vocabulary_are_refused(
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "1"}\n')
     monkeypatch.setattr(encode_module, "tokenizer_of", lambda config: Wrong(token))
-    (batch,) = read_batches(find_pieces([path]), PLAN.keys)
+    (batch,) = read_batches(find_chunks([path]), PLAN.keys)
     refused(lambda: encode(PLAN, batch), f"{path}, line 1 ... token id {token},")
     monkeypatch.setattr(encode_module, "tokenizer_of", lambda config: Wrong(10))  # the last one
     assert encode(PLAN, batch).by_key[0].ids.tolist() == [1, 10, 10]
@@ -272,9 +272,9 @@ def test_small_texts_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for number in range(10):
         (tmp_path / f"{number}.txt").write_text("12345")
     monkeypatch.setattr(encode_module, "BATCH_BYTES", 15)
-    tasks = list(tasks_of(read_batches(find_pieces([tmp_path]), PLAN.keys)))
+    tasks = list(tasks_of(read_batches(find_chunks([tmp_path]), PLAN.keys)))
     assert [len(task) for task in tasks] == [3, 3, 3, 1]
-    assert [Path(batch.piece.path).stem for task in tasks for batch in task] == list("0123456789")
+    assert [Path(batch.chunk.path).stem for task in tasks for batch in task] == list("0123456789")
 
 
 def slow_if_even(number: int) -> int:

@@ -1,4 +1,4 @@
-"""What one GPU shows in nine minutes: parts with limits, and their order when time is short."""
+"""Parts of the GPU check for nine minutes: their limits, and their order when time is short."""
 
 from __future__ import annotations
 

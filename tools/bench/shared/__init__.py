@@ -1,1 +1,1 @@
-"""What several measurements share."""
+"""Helpers of several measurements."""
