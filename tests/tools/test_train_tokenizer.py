@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.indexed_dataset import IndexedDataset
-from data.sources import find_pieces
+from data.sources import find_chunks
 from data.tokenizer import END, SentencePieceTokenizer, build_tokenizer
 from data.tokenizer_config import tokenizer_config
 from paro.checkpoint.convert.hugging_face import open_hugging_face
@@ -64,7 +64,7 @@ def test_any_text_comes_back_exactly(tokenizer: SentencePieceTokenizer, text: st
 def test_a_sample_is_spread_over_the_text(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("".join(f"{number:2000d}" for number in range(1000)))
-    pieces = find_pieces([path])
+    pieces = find_chunks([path])
     chunks = [int(chunk) for chunk in sampled_chunks(pieces, key="text", sample_bytes=200_000)]
     assert 60 < len(chunks) < 140
     assert sum(number < 500 for number in chunks) == pytest.approx(len(chunks) / 2, rel=0.3)
@@ -77,7 +77,7 @@ def test_a_sample_of_compressed_text_stays_small(tmp_path: Path) -> None:
     line = json.dumps({"text": "x" * 1000}) + "\n"
     path.write_bytes(gzip.compress(line.encode() * 3000))
     assert path.stat().st_size < 30_000
-    chunks = sampled_chunks(find_pieces([path]), key="text", sample_bytes=100_000)
+    chunks = sampled_chunks(find_chunks([path]), key="text", sample_bytes=100_000)
     assert 50_000 < sum(map(len, chunks)) < 400_000
 
 
