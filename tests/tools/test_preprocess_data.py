@@ -208,9 +208,9 @@ def test_malformed_lines_are_counted_and_left_out(tmp_path: Path) -> None:
     assert "3 documents, 3 tokens as uint16" in out
 
 
-def test_llama2_begins_every_text(chunks: Path, tmp_path: Path) -> None:
+def test_llama2_begins_every_text(pieces: Path, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", {"text": ["a b", "", "c"]}, {"text": ""})
-    model = ["--tokenizer-model", str(chunks), "--append-eod"]
+    model = ["--tokenizer-model", str(pieces), "--append-eod"]
     flags = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
     main([*flags, "--tokenizer-type", "Llama2Tokenizer", *model])
     with_beginning = read_corpus(tmp_path / "out_text_document")
