@@ -257,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         measure = bandwidths if args.steps is None else steps_during_saves
         figures = measure(args, control)
         if world.rank == 0:
-            shutil.rmtree(args.folder)
+            remove_folder(args.folder)
             write_json(args.json, figures)
             print_json(figures, indent=1)
 

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from paro.checkpoint.chunks import MAX_ITEM_BYTES
+from paro.untrusted.object_cache import ObjectCache
+from paro.untrusted.object_store import path_of
+from tests.helpers.object_server import BUCKET, ObjectServer
 from tests.helpers.scripts import run_script
+from tools import bench_checkpoint
 from tools.bench_checkpoint import main
 
 TOOL = "tools/bench_checkpoint.py"
@@ -19,16 +23,17 @@ SMALL = ["--params", 100_000, "--hidden-size", 32, "--rounds", 2]
 UNIT = 12 * 32 * 32
 
 
-def bench(folder: Path, *flags: object, nproc: int | None = 0) -> dict[str, Any]:
+def bench(folder: Path, *flags: object, nproc: int | None = 0, place: str = "") -> dict[str, Any]:
     """The figures, of a process for each rank or, with None, of this one."""
     out = folder / "figures.json"
-    words = [*map(str, ("--folder", folder / "runs", "--json", out, *flags))]
+    runs = place or str(folder / "runs")
+    words = [*map(str, ("--folder", runs, "--json", out, *flags))]
     if nproc is None:
         main(words)
     else:
         done = run_script([TOOL, *words], nproc, timeout=3000.0)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert not (folder / "runs").exists()
+    assert not path_of(runs).exists()
     figures: dict[str, Any] = json.loads(out.read_text())
     return figures
 
@@ -42,6 +47,22 @@ def test_bandwidths_of_both_ways(tmp_path: Path, ranks: int) -> None:
     assert ranks * figures["bytes_of_a_rank"] == figures["bytes"]
     assert figures["part_of_the_disk"].keys() == {"save", "load"}
     assert all(len(times) == 2 for times in figures["seconds"].values())
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("flags", [SMALL, pytest.param(["--steps", 1], marks=pytest.mark.verify)])
+def test_a_store_is_measured_as_a_disk_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[object]
+) -> None:
+    monkeypatch.setattr(ObjectCache, "folder", tmp_path / "cache")
+    small = bench_checkpoint.MODEL.replace("hidden-size 512", "hidden-size 32")
+    monkeypatch.setattr(bench_checkpoint, "MODEL", small.replace("8192", "64"))
+    with ObjectServer().running():
+        figures = bench(tmp_path, *flags, "--rounds", 1, nproc=None, place=f"s3://{BUCKET}/runs")
+    if "seconds" in figures:
+        assert figures["seconds"].keys() == {"write", "save", "read", "load"}
+    else:
+        assert figures["steps"]["during_a_save"]
 
 
 @pytest.mark.verify

@@ -11,7 +11,18 @@ from tests.helpers.refusals import refused
 from tests.tools.bench.test_benchmarks import SIZES
 from tests.tools.planning.test_request import FLAGS, MODEL
 from tests.tools.test_plan import CASE
-from tools import bench_checkpoint, inspect_dataset, plan
+from tools import (
+    bench_checkpoint,
+    compare_curves,
+    convert_checkpoint,
+    draw_profile,
+    evaluate,
+    generate,
+    inspect_dataset,
+    merge_checkpoints,
+    plan,
+    report,
+)
 from tools.bench import (
     bench_attention,
     bench_loader,
@@ -59,6 +70,16 @@ MISTAKES: dict[tuple[ModuleType, str], dict[str, str]] = {
         f"{H100} --paro-group-size 3": "--paro-group-size 3 does not divide",
         "--paro-machine dgx-h100 --why-not NGX": "--why-not: --paro-strategy 'NGX'",
     },
+    **{(tool, ""): {"s3://b/x": "local ... s3://b/x"} for tool in (report, compare_curves)},
+    (draw_profile, ""): {"s3://b/x": "local ... s3://b/x"},
+    (merge_checkpoints, "--input s3://b/x --last 2"): {
+        "--output s3://b/y": "--output ... local ... s3://b/y",
+    },
+    (convert_checkpoint, "--from paro --to hf --input s3://b/x"): {
+        "--output s3://b/y": "--output ... local ... s3://b/y",
+    },
+    (generate, "--load s3://b/x"): {"--prompt-file s3://b/y": "--prompt-file ... s3://b/y"},
+    (evaluate, "--tasks x"): {"--load msc://b/x": "--load ... msc://b/x ... s3://, gs://, az://"},
     (inspect_dataset, ""): {
         "": "give --data-path PREFIX",
         "--data-path none": "none.idx is missing",
