@@ -19,7 +19,7 @@ from paro.config.run import RunConfig
 from paro.distributed.control import PlannedControl
 from paro.errors import UserError, count_text, reading
 from paro.launch.placement import placement_lines
-from paro.launch.prediction import checkpoint_bytes, remedy_of
+from paro.launch.prediction import checkpoint_bytes, remedy_of, upload_text
 from paro.planning.description import bits_text, describe, seconds_text, spent_text
 from paro.planning.estimator import Estimate, Estimator
 from paro.planning.listing import step_lines
@@ -38,6 +38,7 @@ from paro.training.assembly import build_training
 from paro.training.in_memory import every_text, in_memory_bytes
 from paro.training.resume import base_of
 from paro.training.step import Training, samples_in_full_precision
+from paro.untrusted.object_store import is_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,6 +346,16 @@ def _checkpoints(plan: RunPrediction) -> Iterator[str]:
         has_base, has_moments = base is not None, not checkpoint.no_save_optim
         num_bytes = checkpoint_bytes(plan.run, has_base=has_base, has_moments=has_moments)
         yield f"> --save {checkpoint.save}: {size_text(num_bytes)} a checkpoint, {when}"
+        if is_url(checkpoint.save):
+            step = None if plan.launch is None else plan.launch.seconds
+            between = None if every is None or step is None else every * step
+            upload = upload_text(
+                num_bytes,
+                plan.config.world.num_nodes,
+                is_async=checkpoint.async_save,
+                interval_seconds=between,
+            )
+            yield f">   {upload}"
         if base is not None:
             yield f">   without what is frozen, which is in {base['folder']}"
         check_overwriting(checkpoint, plan.config.train)

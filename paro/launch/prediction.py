@@ -14,6 +14,7 @@ from model.units import parameter_shapes
 from paro.config.run import RunConfig
 from paro.errors import UserError, count_text
 from paro.layout import Shape
+from paro.planning.description import seconds_text
 from paro.planning.estimator import Estimator
 from paro.planning.remedies import larger_contexts, more_ranks
 from paro.planning.run_memory import DeviceMemory, RunMemory
@@ -102,6 +103,25 @@ def checkpoint_bytes(run: RunSpec, *, has_base: bool, has_moments: bool) -> int:
     return sum(
         math.prod(shape) * (of_trained(name, shape) if name in run.trained else of_frozen)
         for name, shape in parameter_shapes(run.model).items()
+    )
+
+
+def upload_text(
+    num_bytes: int, num_nodes: int, *, is_async: bool, interval_seconds: float | None
+) -> str:
+    """Describe a save into an object store, by the share of a node: its disk, then the upload.
+
+    `interval_seconds` pass between two saves; None if it is not known, or there is but one.
+    """
+    share = num_bytes / num_nodes
+    text = f"a node writes {size_text(round(share))} on its disk and then uploads it"
+    if not is_async:
+        return f"{text}: training waits for both; --async-save trains meanwhile"
+    if interval_seconds is None:
+        return f"{text} while training continues"
+    return (
+        f"{text} while training continues: both must end within {seconds_text(interval_seconds)}, "
+        f"or the next save waits: {share / interval_seconds / 1e9:.2g} GB/s or more of a node"
     )
 
 

@@ -17,7 +17,7 @@ from paro.untrusted.object_store import path_of
 from tests.end_to_end.test_training import MODEL
 from tests.helpers.corpora import write_corpus
 from tests.helpers.object_server import BUCKET, ObjectServer, upload
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import refused, says
 from tests.helpers.scripts import run_script
 
 pytestmark = pytest.mark.ranks
@@ -66,14 +66,28 @@ def train(tmp_path: Path, save: object, *flags: object, nproc: int = 2) -> Any:
     return run_script(["pretrain_llama.py", *MODEL, *words], nproc)
 
 
+def planned(url: str, tmp_path: Path) -> None:
+    """A dry run says what a save into a store takes."""
+    words = ["--save", url, "--load", url, "--save-interval", 1, "--async-save", "--dry-run"]
+    words += ["--world-size", 2, "--mock-data", "--train-iters", 9]
+    words += ["--object-storage-cache-path", tmp_path / "cache"]
+    done = run_script(["pretrain_llama.py", *MODEL, *words])
+    assert done.returncode == 0, done.stderr
+    says(done.stdout.replace("\n", " "), f"--save {url}: ... uploads it while training continues")
+
+
 def read_by_tools(url: str, tmp_path: Path) -> None:
-    """A checkpoint of a store is converted, and all its files are verified."""
+    """A checkpoint of a store is converted and verified, and continues a prompt; two are merged."""
     convert = ["--from", "paro", "--to", "hf", "--input", url, "--output", tmp_path / "hf"]
     inspect = ["tools/inspect_checkpoint.py", "--load", url, "--verify"]
-    for words in (["tools/convert_checkpoint.py", *convert], inspect):
+    merge = ["tools/merge_checkpoints.py", "--input", url, "--last", 2]
+    merge += ["--output", tmp_path / "merged"]
+    generate = ["tools/generate.py", "--load", url, "--prompt", "1 2", "--max-new-tokens", 1]
+    for words in (["tools/convert_checkpoint.py", *convert], inspect, merge, generate):
         done = run_script(words, before=partial(ObjectCache.use, str(tmp_path / "cache")))
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "hf" / "config.json").is_file()
+    assert latest_iteration(tmp_path / "merged") is not None
     refused(run_script([*inspect[:1], "--load", f"gcs://{url}"]), "--load", "gcs://")
 
 
@@ -97,6 +111,7 @@ def test_a_run_saves_to_a_store_and_continues_from_it(
         manifest.verify()
         sums.append({name.rpartition("__")[2]: of for name, of in manifest.files.items()})
     if how:
+        planned(url, tmp_path)
         read_by_tools(url, tmp_path)
     there, here = ({k: v for k, v in of.items() if k.endswith("distcp")} for of in sums)
     assert there == here

@@ -122,6 +122,7 @@ def _trained_bytes(request: PlanRequest) -> int:
 def failures_table(failures: Failures, rows: Sequence[Row]) -> list[str]:
     """Return the lines of a plan about failures."""
     takes = f"a checkpoint takes {failures.checkpoint_seconds:.1f} s"
+    takes += ", in which training waits or, with --async-save, no other begins"
     lines = [f"{failures.describe()} hours; {takes}:"]
     for row in rows:
         seconds = row["checkpoint_seconds"]

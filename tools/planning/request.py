@@ -173,7 +173,8 @@ def add_failure_args(parser: Parser) -> None:
         type=float,
         default=10.0,
         metavar="GB",
-        help="at which checkpoints are written and read, by all ranks together; default 10",
+        help="at which checkpoints are written and read, by all ranks together; for an object "
+        "store, what tools/bench_checkpoint.py measures there, upload included; default 10",
     )
 
 

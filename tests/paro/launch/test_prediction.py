@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.errors import UserError
-from paro.launch.prediction import check_memory
+from paro.launch.prediction import check_memory, upload_text
 from paro.launch.setup import agree_on_kernels
 from paro.planning.run_memory import RunMemory
 from paro.spec.offload import offloaded
@@ -49,6 +50,13 @@ def refusal(words: str, left: int | None, device: torch.device = CPU, world: Wor
 
 def needs(words: str) -> int:
     return RunMemory(None).of(config_of(words).spec).total
+
+
+def test_a_save_into_a_store_says_how_fast_it_must_be_uploaded() -> None:
+    text = partial(upload_text, 80 * 10**9, 4)
+    says(text(is_async=True, interval_seconds=10.0), "20.0 GB", "within 10.00 s", "2 GB/s or more")
+    assert text(is_async=True, interval_seconds=None).endswith("while training continues")
+    says(text(is_async=False, interval_seconds=10.0), "--async-save")
 
 
 def test_the_ranks_of_a_host_share_its_memory() -> None:
