@@ -63,6 +63,7 @@ STUDIES = (
     "Measured on the emulated cluster",
     "Compared with AdamW",
     "Compared with synchronous training",
+    "A store that is far away",
 )
 QUICK_TESTS = (
     ".venv/bin/python -m pytest -n 2 tests/paro/optim \\\n"

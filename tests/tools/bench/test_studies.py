@@ -22,7 +22,7 @@ from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
 from tests.helpers.training import TINY
-from tools.bench import study_averages, study_bits, study_mup, study_recovery
+from tools.bench import study_averages, study_bits, study_mup, study_recovery, study_store
 from tools.bench.fixed_runs import FIELDS, differences
 from tools.bench.planning.comparison import Comparison
 from tools.bench.planning.steps_page import Chapter
@@ -94,6 +94,38 @@ def test_failures_are_recovered_from(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert max(failure["computed_again"] for failure in found["failures"]) <= 1
     # A rank may be killed before it prints what the others keep; the study says if more is missing.
     assert found["losses_compared"] >= 60 - len(found["failures"])
+
+
+@pytest.mark.verify
+@pytest.mark.root
+@pytest.mark.process
+def test_a_store_that_is_far_away_is_read_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = f"{SMALL} --global-batch-size 1 --split 1,0,0".replace("--mock-data ", "")
+    monkeypatch.setattr(study_store, "MODEL", model)
+    monkeypatch.setattr(study_store, "CORPUS_TOKENS", 2**16)
+    out = tmp_path / "study.json"
+    words = ["--folder", str(tmp_path / "runs"), "--json", str(out), "--rounds", "1"]
+    study_store.main(words)
+    found = json.loads(out.read_text())
+    assert all(found[name] > 0 for name in study_store.GOALS)
+    (only,) = found["rounds"]
+    assert len(only["ms"]["during_saves"]) == len(only["ms"]["idle"]) > 0
+    notes = [json.loads(line) for line in (tmp_path / "runs" / "notes").read_text().splitlines()]
+    read = [span for _, method, path, span, _ in notes if method == "GET" and "x.bin" in path]
+    assert read.count("bytes=0-131071") == 2, "once for a training, once beside its neighbour"
+    written = [path for _, method, path, *_ in notes if method == "PUT"]
+    unread = sum("/unread/" in path for path in written)
+    assert 0 < unread == len(written) - unread
+
+
+def test_steps_of_saves_are_told_by_the_log() -> None:
+    log = (
+        "saving checkpoint at iteration       2 to s3://b\n [now] iteration        3/       9 |\n"
+        "  successfully saved checkpoint from iteration       2\n [now] iteration   4/   9 |\n"
+    )
+    assert [*study_store.during_saves(log)] == [3]
 
 
 def test_the_points_of_kills_are_functions() -> None:
