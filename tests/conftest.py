@@ -19,6 +19,7 @@ import pytest
 
 from tests.helpers import margins, purity
 from tests.helpers.outcomes import Outcomes, present_commit
+from tests.helpers.warm_python import warm_python
 
 # Set before this process imports torch, and for its children. Ranks share the cores of one machine.
 # torch resolves the names of addresses that it connects to, only for logs, and a lost answer blocks
@@ -131,6 +132,13 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def must_run(config: pytest.Config) -> set[str]:
     """The markers whose tests must not skip in this run."""
     return set(filter(None, config.getoption("--must-run").split(",")))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Workers of pytest-xdist are forked from one process that has torch, and share its server."""
+    for spec in specs:
+        spec.python = str(warm_python(sys.executable) / "python")
 
 
 @pytest.hookimpl(wrapper=True)

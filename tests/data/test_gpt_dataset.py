@@ -34,8 +34,8 @@ from data.indexed_dataset import IndexedDataset
 from data.sample_order import SampleOrder
 from paro.errors import UserError
 from tests.helpers.corpora import write_corpus
-from tests.helpers.ranks import HANGS_AFTER
 from tests.helpers.refusals import refused
+from tests.helpers.warm_process import HANGS_AFTER
 
 VOCAB = 1000
 CONFIG = DataConfig(data_path=("corpus",), split="80,20,0", seq_length=8, seed=1234)

@@ -22,8 +22,8 @@ from data.indexed_dataset import IndexedDataset
 from data.loader import SplitCounts, build_datasets
 from data.sample_order import OrderPlan, build_order, split_bounds, split_matrix
 from tests.helpers.corpora import corpus_bytes, write_corpus
-from tests.helpers.ranks import HANGS_AFTER
 from tests.helpers.refusals import refused
+from tests.helpers.warm_process import HANGS_AFTER
 
 
 def megatron_modules() -> tuple[Any, Any, Any]:

@@ -23,7 +23,8 @@ from pyarrow import parquet
 from data.tokenizer_json import write_tokenizer_json
 from paro.arguments.needed import EXAMPLE
 from tests.end_to_end.test_readme import PAGES, TEXT
-from tests.helpers.ranks import HANGS_AFTER, ROOT
+from tests.helpers.ranks import ROOT
+from tests.helpers.warm_process import HANGS_AFTER
 from tests.helpers.warm_python import warm_python
 from tests.paro.checkpoint.convert.folders import save_folder
 from tests.tools.test_report import write_run

@@ -12,9 +12,10 @@ import pytest
 
 from tests.end_to_end.test_training import RUN, Ended, launch, read_metrics, run_main
 from tests.helpers.processes import children, wait_for
-from tests.helpers.ranks import HANGS_AFTER, run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused, says
 from tests.helpers.scripts import Script
+from tests.helpers.warm_process import HANGS_AFTER
 
 # Tags of a run with evaluation, --log-params-norm, --log-num-zeros-in-grad and timers.
 MEGATRON = {

@@ -20,8 +20,9 @@ from paro.arguments.parser import build_parser
 from paro.checkpoint import folder_lock
 from tests.fixtures.write import FIXTURES, MODEL
 from tests.fuzz.mutations import add_inputs, mutations_of, odd_flags
-from tests.helpers.ranks import HANGS_AFTER, RankError
+from tests.helpers.ranks import RankError
 from tests.helpers.scripts import run_script
+from tests.helpers.warm_process import HANGS_AFTER
 
 PROGRESS = ("partition ", "Processed ")  # lines that may stand before an error
 SET = FIXTURES / "2026-11-21"

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.helpers.ranks import HANGS_AFTER, ROOT
+from tests.helpers.ranks import ROOT
+from tests.helpers.warm_process import HANGS_AFTER
 
 
 def lives(pid: int) -> bool:

@@ -25,20 +25,9 @@ import torch.distributed as dist
 
 from paro.distributed.groups import Groups
 from paro.sharding.distributed_model import DistributedModel
+from tests.helpers.warm_process import HANGS_AFTER, warm_process
 
 ROOT = Path(__file__).resolve().parents[2]
-
-# The entry script, pytest and all their imports, and what a run imports when it recomputes, saves
-# or prints; otherwise seconds in every rank.
-PRELOADED = (
-    *("pytest", "pretrain_llama", "tests.helpers.scripts", "tests.helpers.training"),
-    *("torch.distributed.fsdp", "torch._dynamo", "torch.distributed.checkpoint"),
-    *("numpy.random", "rich.console"),
-)
-
-# Seconds after which a process counts as hanging: beside other tests some take ten times as long as
-# alone.
-HANGS_AFTER = 600.0
 
 # After a failure: how long other ranks may still report an earlier one.
 _LAST_WORDS_SECONDS = 1.0
@@ -70,23 +59,6 @@ def run_ranks(
     call = pickle.dumps((function, args, kwargs))
     replies = _POOL.run(call, world_size, init=init, timeout=timeout)
     return [pickle.loads(reply) for reply in replies]
-
-
-def warm_process(target: Callable[..., object], *args: object, name: str) -> BaseProcess:
-    """A process that has imported the common modules, forked from a server that has.
-
-    What it starts in turn, such as processes that read data, is forked from it, as of a command.
-    Not a daemon: it may start others.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    return context.Process(target=_as_a_command, args=(target, *args), name=name)
-
-
-def _as_a_command(target: Callable[..., object], *args: object) -> None:
-    # Else from a server of its own, which would import torch again.
-    multiprocessing.set_start_method("fork", force=True)
-    target(*args)
 
 
 def stop_ranks() -> None:

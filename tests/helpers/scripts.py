@@ -17,7 +17,8 @@ from typing import Any
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from tests.helpers.ranks import HANGS_AFTER, ROOT, RankError, warm_process
+from tests.helpers.ranks import ROOT, RankError
+from tests.helpers.warm_process import HANGS_AFTER, warm_process
 
 # torchrun gets this long to end its ranks; it kills them itself after 30 s.
 _GRACE_SECONDS = 45.0

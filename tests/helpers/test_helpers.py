@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +24,10 @@ from tests.gpu.test_ranks import GROUPS, HO_RING, ROTATED, compare_all, flags_of
 from tests.helpers.comparison import assert_same
 from tests.helpers.purity import ProcessStartedError, held
 from tests.helpers.rank_threads import run_rank_threads
-from tests.helpers.ranks import HANGS_AFTER, RankError, run_ranks
+from tests.helpers.ranks import RankError, run_ranks
 from tests.helpers.refusals import refused
 from tests.helpers.training import train
+from tests.helpers.warm_process import HANGS_AFTER, warm_process
 
 LINE = "--lr-decay-iters 50 is too much: give --train-iters 60, or less"
 
@@ -103,6 +105,25 @@ def test_a_failure_ends_the_call_and_not_the_next(what: Callable[[], None], mess
     with pytest.raises(RankError, match=message):
         run_ranks(on_one, 4, what, 2, timeout=2.0 if what is hang else HANGS_AFTER)
     assert len({*run_ranks(os.getpid, 4)}) == 4
+
+
+def note_parent(file: Path) -> None:
+    file.write_text(str(os.getppid()))
+
+
+def start_another(folder: Path) -> None:
+    note_parent(folder / "outer")
+    process = warm_process(note_parent, folder / "inner", name="inner")
+    process.start()
+    process.join()
+
+
+@pytest.mark.process
+def test_what_a_warm_process_starts_is_forked_from_the_one_server(tmp_path: Path) -> None:
+    process = warm_process(start_another, tmp_path, name="outer")
+    process.start()
+    process.join()
+    assert (tmp_path / "outer").read_text() == (tmp_path / "inner").read_text() != str(os.getpid())
 
 
 CPU = torch.device("cpu")

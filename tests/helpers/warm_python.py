@@ -23,8 +23,7 @@ from multiprocessing import connection
 from pathlib import Path
 from tempfile import mkdtemp
 
-from tests.helpers.ranks import HANGS_AFTER, ROOT, warm_process
-from tests.helpers.scripts import fork_ranks, status_of
+from tests.helpers.warm_process import HANGS_AFTER, warm_process
 
 # Has the place of the process in the shell: passes its signals on, and ends as it ends.
 CLIENT = """#!{python} -IS
@@ -56,19 +55,21 @@ os._exit(status)
 """
 
 
+ROOT = Path(__file__).resolve().parents[2]
+
 # Those of a node of an emulated cluster.
 NAMESPACES = ("net", "uts", "mnt")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @cache
-def warm_python() -> Path:
+def warm_python(executable: str | None = None) -> Path:
     """A folder with a `python` that runs what a new one would, without importing torch again.
 
     For a PATH of shell scripts, or as `sys.executable`. It takes a script, `-m` or `-c`, and has
     the folder, environment, streams, signals and namespaces of who starts it; torchrun forks its
-    ranks, and `sys.executable` is this one again. Its parent is another process, and /proc shows
-    another environment.
+    ranks, and `sys.executable` is this one again unless another is given. Its parent is another
+    process, and /proc shows another environment.
     """
     folder = Path(mkdtemp(prefix="python-"))  # not below tmp_path: names of sockets are short
     atexit.register(shutil.rmtree, folder)
@@ -77,7 +78,7 @@ def warm_python() -> Path:
     listener.bind(address)
     listener.listen()
     python = folder / "python"
-    server = warm_process(_serve, listener, str(python), name="warm python")
+    server = warm_process(_serve, listener, executable or str(python), name="warm python")
     server.start()
     atexit.register(server.kill)
     listener.close()
@@ -99,12 +100,13 @@ def run_python(words: Sequence[object], **environment: str) -> subprocess.Comple
     )
 
 
-def _serve(listener: socket.socket, python: str) -> None:
+def _serve(listener: socket.socket, executable: str) -> None:
     """Forks a process for each task until the process of the tests ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
-    sys.executable = python
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal; clients have it too
+    sys.executable = executable
     gc.freeze()
     while listener in connection.wait([listener, parent.sentinel]):
         client, _ = listener.accept()
@@ -152,6 +154,8 @@ def _run(
     ignored: Sequence[int],
 ) -> None:
     """Becomes the process that was asked for."""
+    from tests.helpers.scripts import fork_ranks, status_of  # here, because it imports torch
+
     for default in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(default, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

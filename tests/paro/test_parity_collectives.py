@@ -20,8 +20,9 @@ from paro.strategy import legal_letters
 from paro.topology import Axes
 from paro.training import assembly
 from tests.helpers.comparison import assert_same
-from tests.helpers.ranks import HANGS_AFTER, run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, train
+from tests.helpers.warm_process import HANGS_AFTER
 from tests.paro.test_parity import (
     assert_formulas,
     compared,

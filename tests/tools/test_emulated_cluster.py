@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.processes import lives
-from tests.helpers.ranks import HANGS_AFTER, ROOT
+from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
+from tests.helpers.warm_process import HANGS_AFTER
 from tests.helpers.warm_python import run_python, warm_python
 from tests.tools.cluster.test_plan import spec as spec_of
 from tools.cluster import launch, network, state
