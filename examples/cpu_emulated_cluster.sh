@@ -8,6 +8,8 @@
 # DRY_RUN=1 in front needs no root, makes no cluster and starts nothing: one plain process checks
 # the command line and says what a rank would hold and send.
 #
+# Flags after it go to the run, after its own, such as --seq-length 256.
+#
 # From the environment:
 #   NNODES, RANKS_PER_NODE  how many of each (2, 4)
 #   INTER                   the rate of a NIC (100mbit)
@@ -69,6 +71,7 @@ COMMAND=(
     "${TRAINING_ARGS[@]}"
     "${DATA_ARGS[@]}"
     "${EVAL_AND_LOGGING_ARGS[@]}"
+    "$@"
 )
 if [[ -n ${DRY_RUN:-} ]]; then
     exec python "${COMMAND[@]}" \

@@ -232,6 +232,7 @@ def test_the_shell_finds_nothing_to_say() -> None:
 def test_the_emulated_cluster_trains_and_goes() -> None:
     out = bash(
         "cpu_emulated_cluster.sh",
+        *("--num-layers", 2, "--hidden-size", 64, "--seq-length", 16),  # later flags count
         path=f"{warm_python()}:{BIN}",
         HOME=os.environ["HOME"],
         NNODES=2,
