@@ -48,17 +48,23 @@ $(FOR_TRAINING): requirements.txt constraints.txt
 quickstart: $(FOR_TRAINING)  ## train a small LLaMA on real text, from nothing to a sample of its own
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/quickstart.sh
 
-check: WORKERS = 2  # each fills a core
-check: lint  ## style, types and the quick tests: no process, at most a second each
-	$(PYTEST) -m "not (slow or $(STARTS_PROCESSES))" --most-seconds 1
+LINT := $(BIN)/python -m ruff check && $(BIN)/python -m ruff format --check && exec $(BIN)/python -m mypy
 
-test: lint  ## style, types and all tests; names the 25 slowest
-	$(PYTEST) --durations 25
+# Runs tests beside style and types: mypy has one thread, which leaves the other cores idle.
+define beside_lint
+	@{ $(LINT); } & lint=$$!; trap "kill $$lint; exit 130" INT; $(1); tests=$$?; \
+	wait $$lint || { echo "style or types fail: make lint shows how"; exit 1; }; exit $$tests
+endef
+
+check: WORKERS = 2  # each fills a core
+check: setup  ## style, types and the quick tests: no process, at most a second each
+	$(call beside_lint,$(PYTEST) -m "not (slow or $(STARTS_PROCESSES))" --most-seconds 1)
+
+test: setup  ## style, types and all tests; names the 25 slowest
+	$(call beside_lint,$(PYTEST) --durations 25)
 
 lint: setup  ## style and types alone
-	$(BIN)/python -m ruff check
-	$(BIN)/python -m ruff format --check
-	$(BIN)/python -m mypy
+	$(LINT)
 
 coverage: setup  ## lines and branches that all tests run, ranks included
 	rm -rf .coverage && mkdir .coverage
