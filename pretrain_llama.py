@@ -27,6 +27,7 @@ from paro.report.profiler import MemoryHistory, Profiler
 from paro.report.report import Report
 from paro.report.watchdog import Watchdog
 from paro.training.assembly import build_sources
+from paro.training.export import prepare_export
 from paro.training.in_memory import InMemoryCheckpointer, in_memory_checkpoints
 from paro.training.loop import Loop
 from paro.training.resume import check_source
@@ -122,6 +123,7 @@ def run(
         report,
         saving=saver,
         snapshots=snapshots,
+        export=prepare_export(config, training, resumed, state, log),
         observers=observers,
         start=resumed.start,
     )

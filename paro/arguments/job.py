@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from data.tokenizer_config import TOKENIZER_TYPES
 from paro.arguments.flag_parser import AddFlag, flag_group
+from paro.precision import BYTES_OF
 
 # Flags in two or three lines each read as a table; the formatter would use six.
 # fmt: off
@@ -120,6 +121,12 @@ def add_checkpointing_args(add: AddFlag) -> None:
     add("--start-over", action="store_true",
         help="train into a --save that holds checkpoints of another run: they move to "
         "DIR/earlier_1 (or _2 ...), which --load takes; without it such a run is refused")
+    add("--save-hf", metavar="DIR",
+        help="write the final model to DIR, which must not exist, for Hugging Face transformers: "
+        "all ranks write it at once, byte for byte as tools/convert_checkpoint.py --to hf does. A "
+        "run that exits early writes none; the one that completes it does")
+    add("--save-hf-dtype", choices=list(BYTES_OF),
+        help="type of the tensors in DIR; default: as checkpoints hold them, fp32 for what trains")
     add("--load", metavar="DIR",
         help="a folder of checkpoints, as --save or tools/convert_checkpoint.py wrote it (not one "
         "iteration's folder in it): continue from the iteration that its tracker names, or the "

@@ -45,6 +45,8 @@ class CheckpointConfig:
     on_save_failure: str = "stop"  # "stop" or "continue": what a run does after a failed save
     no_save_optim: bool = False
     start_over: bool = False  # whether to move the checkpoints in --save aside
+    save_hf: str | None = None  # Hugging Face folder that a complete run writes
+    save_hf_dtype: str | None = None  # type of its tensors; None: as checkpoints hold them
     load: str | None = None
     base: str | None = None  # folder of the base of --load, if the base has moved
     save_frozen: bool = False  # whether to save frozen parameters even if --load holds them
@@ -68,6 +70,8 @@ class CheckpointConfig:
         ):
             if is_given and self.load is None:
                 raise UserError(f"{flag} needs --load")
+        if self.save_hf_dtype is not None and self.save_hf is None:
+            raise UserError(f"--save-hf-dtype {self.save_hf_dtype} needs --save-hf")
         check_least(0, ckpt_step=self.ckpt_step)
         check_least(
             1,

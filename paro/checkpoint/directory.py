@@ -222,7 +222,12 @@ def common_of(directory: Path) -> dict[str, Any]:
     manifest = read_manifest(directory)
     path = directory / COMMON
     with damaged(path):
-        common: dict[str, Any] = parse_json(manifest.read_file(COMMON), _Common, str(path))
+        return common_in(manifest.read_file(COMMON), str(path))
+
+
+def common_in(content: str | bytes, what: str) -> dict[str, Any]:
+    """Return the fields in the content of a common.json; errors begin with `what`."""
+    common: dict[str, Any] = parse_json(content, _Common, what)
     return common
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 from model.config import LlamaConfig
+from model.hugging_face import hugging_face_config
 from model.trainable import Trainable, matching
 from model.units import BY_VOCABULARY, parameter_shapes
 from paro.checkpoint.config import CheckpointConfig
@@ -18,7 +20,7 @@ from paro.config.sharding import ShardingConfig, bits_given
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import LaunchConfig
-from paro.errors import UserError, contradiction, count_text
+from paro.errors import UserError, about, contradiction, count_text
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
@@ -28,6 +30,7 @@ from paro.spec.optim_config import OptimConfig
 from paro.spec.param_groups import FLAG
 from paro.spec.units import rotation_infeasible_reason
 from paro.strategy import Strategy
+from paro.untrusted.atomic_file import check_absent
 from paro.untrusted.object_store import StorePath, is_url, path_of
 
 
@@ -213,6 +216,24 @@ def check_overwriting(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
     )
 
 
+def check_export(checkpoint: CheckpointConfig, model: LlamaConfig, train: TrainConfig) -> None:
+    """Raise `UserError` if --save-hf names a folder of a model that no run can write there."""
+    if checkpoint.save_hf is None:
+        return
+    flag = f"--save-hf {checkpoint.save_hf}"
+    if train.skip_train:
+        raise contradiction(flag, "--skip-train", "nothing is trained")
+    if model.lora is not None:
+        raise UserError(
+            f"{flag} does not merge adapters: leave it out, and give --merge or --to peft to "
+            "tools/convert_checkpoint.py"
+        )
+    with about(f"{flag}: "):
+        hugging_face_config(model)
+    if not checkpoint.continues:  # else the run may be complete
+        check_absent("--save-hf", Path(checkpoint.save_hf))
+
+
 def check_outputs(
     checkpoint: CheckpointConfig, report: ReportConfig, runtime: RuntimeConfig
 ) -> None:
@@ -228,6 +249,7 @@ def check_outputs(
             )
     for flag, folder in (
         ("--save", checkpoint.save),
+        ("--save-hf", checkpoint.save_hf),
         ("--tensorboard-dir", report.tensorboard_dir),
         ("--wandb-save-dir", report.wandb_save_dir),
         ("--flight-recorder-dir", runtime.flight_recorder_dir),
@@ -281,4 +303,5 @@ CHECKS: tuple[Callable[..., None], ...] = (
     check_moments,
     check_profile,
     check_sizes,
+    check_export,
 )

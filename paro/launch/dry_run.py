@@ -35,9 +35,10 @@ from paro.spec.run_spec import RunSpec
 from paro.text import align, size_text
 from paro.topology import Sent
 from paro.training.assembly import build_training
+from paro.training.export import plan_export
 from paro.training.in_memory import every_text, in_memory_bytes
-from paro.training.resume import base_of
-from paro.training.step import Training, samples_in_full_precision
+from paro.training.resume import FROM_NOTHING, Resumed, base_of
+from paro.training.step import Training, TrainState, samples_in_full_precision
 from paro.untrusted.object_store import is_url
 
 
@@ -332,18 +333,19 @@ def _data(plan: RunPrediction) -> Iterator[str]:
 
 
 def _checkpoints(plan: RunPrediction) -> Iterator[str]:
-    checkpoint, base = plan.config.checkpoint, None
+    checkpoint, resumed = plan.config.checkpoint, FROM_NOTHING
     if checkpoint.load is not None:
         what = "no checkpoint on this machine"
         if checkpoint.ckpt_step is not None or latest_iteration(checkpoint.load) is not None:
             directory = find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
-            base = base_of(plan.config, common_of(directory))
+            common = common_of(directory)
+            resumed = Resumed(base=base_of(plan.config, common), common=common)
             what = f"holds {directory.name}"
         yield f"> --load {checkpoint.load}: {what}"
     if checkpoint.save is not None:
         every = checkpoint.save_interval
         when = "at the end" if every is None else f"every {every} iterations"
-        has_base, has_moments = base is not None, not checkpoint.no_save_optim
+        has_base, has_moments = resumed.base is not None, not checkpoint.no_save_optim
         num_bytes = checkpoint_bytes(plan.run, has_base=has_base, has_moments=has_moments)
         yield f"> --save {checkpoint.save}: {size_text(num_bytes)} a checkpoint, {when}"
         if is_url(checkpoint.save):
@@ -356,9 +358,14 @@ def _checkpoints(plan: RunPrediction) -> Iterator[str]:
                 interval_seconds=between,
             )
             yield f">   {upload}"
-        if base is not None:
-            yield f">   without what is frozen, which is in {base['folder']}"
+        if resumed.base is not None:
+            yield f">   without what is frozen, which is in {resumed.base['folder']}"
         check_overwriting(checkpoint, plan.config.train)
+    if checkpoint.save_hf is not None:
+        start = TrainState.at_start(plan.config.loss_scale)
+        export = plan_export(plan.config, plan.training, resumed, start)
+        size = f"{size_text(export.num_bytes)} in {count_text(len(export.files), 'file')}"
+        yield f"> --save-hf {checkpoint.save_hf}: {size} at the end"
     interval = plan.config.in_memory_interval
     if interval is not None:
         size = size_text(in_memory_bytes(plan.config.world.ranks_per_node, plan.training))

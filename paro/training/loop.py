@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime
 
@@ -71,6 +71,7 @@ class Loop:
     _: KW_ONLY
     saving: Saver | None
     snapshots: InMemoryCheckpointer | None = None
+    export: Callable[[], None] | None = None  # writes the folder of --save-hf; collective
     observers: Sequence[Observer] = ()
     start: int = 0  # the iteration after which the furthest of groups that train alone starts
 
@@ -121,6 +122,9 @@ class Loop:
         if self.saving is not None:
             self.training.model.wait_for_updated_params()
             self.saving.finish(self.state)
+        if self.export is not None and self.state.iteration >= last:
+            self._begin("exporting")
+            self.export()
         if reason is not None:
             self.report.log.log0(f"[exiting program after {reason}] datetime: {datetime.now()}")
         else:

@@ -8,6 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from paro.errors import UserError
+
+
+def check_absent(flag: str, path: Path) -> None:
+    """Raise `UserError` if a path that is to be written exists."""
+    if path.exists() or path.is_symlink():
+        raise UserError(f"{flag} {path} exists: remove it or give another name")
+
 
 def temporary_beside(path: Path) -> Path:
     """Return an unused name in the folder of `path`, for a rename on one disk."""

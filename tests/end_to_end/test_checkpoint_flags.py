@@ -90,6 +90,18 @@ def test_only_multiples_and_the_last_two_are_retained(tmp_path: Path, how: str) 
     assert iterations(tmp_path) == ["iter_0000003", "iter_0000006", "iter_0000007"]
 
 
+def test_the_run_that_completes_writes_the_hugging_face_folder(saved: Path) -> None:
+    folder = saved.parent / "hf"
+    words = f"--load {saved} --save {saved} --override-opt_param-scheduler --save-hf {folder}"
+    words = f"--train-iters 8 {words}"
+    run(words, "--exit-interval 7")
+    assert not folder.exists()
+    assert f"successfully wrote the model to {folder}" in run(words)
+    assert {"config.json", "model.safetensors"} <= {path.name for path in folder.iterdir()}
+    assert f"--save-hf {folder} exists, and is left as it is" in run(words)
+    refused(lambda: launch("--mock-data", words, "--train-iters 9"), "--save-hf", "exists")
+
+
 def test_finetuning_takes_parameters_alone(saved: Path) -> None:
     out = saved.parent / "lines"
     words = f"--load {saved} --finetune --lr 1e-4 --metrics-file {out}"

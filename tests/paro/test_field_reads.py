@@ -49,7 +49,6 @@ DECIDES = {
     "sharding.elastic": "paro.config.run.RunConfig.in_memory_interval",
     "launch.ranks_per_node": "paro.config.run.take_world",
     "launch.world_size": "paro.config.run.take_world",
-    "model.max_position_embeddings": "paro.config.planned_checks.check_sequence",
     "precision.inter_grad_error_feedback": "paro.config.planned_checks.check_feedback",
 }
 TINY = (
@@ -79,7 +78,7 @@ RUNS = (
     f"{TINY} --tokenizer-type NullTokenizer --vocab-size 301 --mock-data --train-iters 1 --lr 1 "
     f"--optimizer muon --ema-decay 0.9 --eval-ema {YARN} --yarn-mscale 1 --yarn-mscale-all-dim 0",
     f"{TINY} --tokenizer-type NullTokenizer --vocab-size 301 --mock-data --train-iters 2 --lr 1 "
-    "--paro-outer-steps 1 --paro-outer-warmup 0",
+    "--paro-outer-steps 1 --paro-outer-warmup 0 --save-hf written",
 )
 
 

@@ -115,6 +115,7 @@ CHANGES = {
     "--paro-machine dgx-h100 --paro-group-size 2": ("--paro-inter-bits auto",),
     f"--bf16 {FULL}": ("--paro-recompute-keep core_attn",),
     "--paro-materialize rotate": ("--paro-rotate-in-place",),
+    "--save-hf x": ("--save-hf-dtype bf16",),
     "--paro-strategy 1,1,2": ("--paro-survive 1",),
     SELECTIVE: ("--recompute-modules layernorm",),
     FULL: ("--recompute-method block", "--recompute-num-layers 2"),

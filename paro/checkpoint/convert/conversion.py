@@ -24,7 +24,7 @@ from paro.checkpoint.convert.peft import check_base, open_peft, write_peft
 from paro.checkpoint.convert.source import Source
 from paro.errors import UserError, about, reading
 from paro.text import size_text
-from paro.untrusted.atomic_file import temporary_beside
+from paro.untrusted.atomic_file import check_absent, temporary_beside
 
 OPENERS: dict[str, Callable[[Path], Source]] = {
     "hf": open_hugging_face,
@@ -64,8 +64,7 @@ class Conversion:
         """Return the model to convert, lazy, in the target dtype; `UserError` for wrong flags."""
         if not self.source.is_dir():
             raise UserError(f"--input {self.source} is no folder{how_to_fetch(self.source)}")
-        if self.target.exists() or self.target.is_symlink():
-            raise UserError(f"--output {self.target} exists: remove it or give another name")
+        check_absent("--output", self.target)
         if self.padded_vocab_size is not None and self.target_format == "hf":
             raise UserError(
                 f"--padded-vocab-size {self.padded_vocab_size} needs --to paro, megatron or "

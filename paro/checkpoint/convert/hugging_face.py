@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypedDict
@@ -239,26 +239,55 @@ def begins_with_bos(companions: Mapping[str, Path]) -> bool:
     return bool(says.get("add_bos_token")) and says.get("bos_token", "") is not None
 
 
+@dataclass(frozen=True, slots=True)
+class HuggingFacePlan:
+    """The plan of a Hugging Face folder: its config.json, and which tensors each file holds."""
+
+    source: Source
+    fields: Mapping[str, Any]  # of config.json
+    files: Mapping[str, Mapping[str, LazyTensor]]  # by the file's name and the tensor's there
+
+    @staticmethod
+    def of(source: Source) -> HuggingFacePlan:
+        """Plan the folder of a source, of which no tensor is read."""
+        fields = _config_fields(source)
+        tensors = {hugging_face_name(name): tensor for name, tensor in source.tensors.items()}
+        zeros = torch.zeros(source.config.hidden_size)
+        for layer, name in enumerate(output_biases(fields)):
+            tensors[name] = lazy(zeros.to(source.tensors[f"blocks.{layer}.bq"].dtype))
+        bunches = [*in_files(tensors, lambda name: tensors[name].num_bytes, MAX_FILE_BYTES)]
+        names = [WEIGHTS]
+        if (count := len(bunches)) > 1:
+            names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+        files = {
+            file: {name: tensors[name] for name in bunch}
+            for file, bunch in zip(names, bunches, strict=True)
+        }
+        return HuggingFacePlan(source, fields, files)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(each.num_bytes for file in self.files.values() for each in file.values())
+
+    def write_rest(self, directory: Path) -> list[str]:
+        """Write the other files, when tensors are written; return lines to print about them."""
+        self.source.copy_companions(directory)
+        notes = _write_tokenizer(self.source, directory)
+        write_json(directory / CONFIG, self.fields)
+        if len(self.files) > 1:
+            places = {name: file for file, tensors in self.files.items() for name in tensors}
+            index = {"metadata": {"total_size": self.num_bytes}, "weight_map": places}
+            write_json(directory / INDEX, index)
+        return notes
+
+
 def write_hugging_face(source: Source, directory: Path) -> list[str]:
     """Fill an empty folder; return lines to print about the result."""
-    fields = _config_fields(source)
-    tensors = {hugging_face_name(name): tensor for name, tensor in source.tensors.items()}
-    zeros = torch.zeros(source.config.hidden_size)
-    for layer, name in enumerate(output_biases(fields)):
-        tensors[name] = lazy(zeros.to(source.tensors[f"blocks.{layer}.bq"].dtype))
-    files = list(in_files(tensors, lambda name: tensors[name].num_bytes, MAX_FILE_BYTES))
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(files, start=1):
-        file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else WEIGHTS
-        write_safetensors(directory / file, {name: tensors[name] for name in names})
-        weight_map |= dict.fromkeys(names, file)
-    if len(files) > 1:
-        size = sum(tensor.num_bytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        write_json(directory / INDEX, index)
-    source.copy_companions(directory)
-    write_json(directory / CONFIG, fields)
-    return _write_tokenizer(source, directory)
+    plan = HuggingFacePlan.of(source)
+    for file, tensors in plan.files.items():
+        write_safetensors(directory / file, tensors)
+    return plan.write_rest(directory)
 
 
 def _write_tokenizer(source: Source, directory: Path) -> list[str]:

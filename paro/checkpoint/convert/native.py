@@ -57,9 +57,9 @@ def open_native(
     directory = find_checkpoint(root, iteration)
     common = common_of(directory)
     manifest = read_manifest(directory)
-    found = _tensors_in(manifest)
+    found = tensors_in(manifest)
     if averaged:
-        averages = _tensors_in(manifest, EMA)
+        averages = tensors_in(manifest, EMA)
         if not (averages and common.get("num_averaged")):
             raise UserError(f"--weights ema: {directory} has no averaged weights (--ema-decay)")
         found |= averages
@@ -68,7 +68,24 @@ def open_native(
     if under is not None:
         is_whole = all(map(is_adapter, found))
         origin = common_of(under.directory).get("converted_from") if is_whole else None
-        found = _tensors_in(under) | found
+        found = tensors_in(under) | found
+    source = source_of(common, found, directory, root, keeps_padding=optimizer)
+    source = replace(source, origin=origin)
+    return _with_optimizer(source, common, manifest) if optimizer else source
+
+
+def source_of(
+    common: Mapping[str, Any],
+    found: Mapping[str, LazyTensor],
+    directory: Path,
+    root: Path,
+    *,
+    keeps_padding: bool = False,
+) -> Source:
+    """Return the source of the tensors that a common.json describes, adapters merged.
+
+    `directory` names the checkpoint in errors; companions of a converted model are under `root`.
+    """
     lora = adapters_of(common, directory)
     fields: dict[str, Any] = {"max_position_embeddings": 2048}
     apart = ("max_position_embeddings", "init_method_std")
@@ -77,7 +94,7 @@ def open_native(
     tensors = checked_tensors(parameter_shapes(config), found, directory)
     adapters = {name: tensors.pop(name) for name in list(tensors) if is_adapter(name)}
     vocab_size = config.vocab_size
-    if not optimizer:
+    if not keeps_padding:
         vocab_size = unpadded_vocab_size(common) or vocab_size
     companions, tokenizer, notes = _companions(root, common)
     source = Source(
@@ -85,13 +102,10 @@ def open_native(
         tensors=unpadded(tensors, vocab_size),
         companions=companions,
         tokenizer=tokenizer,
-        origin=origin,
         begins_with_bos=_begins_with_bos(common),
         token_ids=common.get("token_ids", {}),
         notes=notes,
     )
-    if optimizer:
-        return _with_optimizer(source, common, manifest)
     if lora is None:
         return source
     scalings = dict.fromkeys(map(adapted_weight, adapters), lora.scaling)
@@ -100,7 +114,7 @@ def open_native(
 
 def _with_optimizer(source: Source, common: Mapping[str, Any], manifest: Manifest) -> Source:
     """Return the source with AdamW's moments and the run's progress; `UserError` without them."""
-    moments = {kind: _tensors_in(manifest, kind) for kind in MOMENTS}
+    moments = {kind: tensors_in(manifest, kind) for kind in MOMENTS}
     progress = {name: common.get(name) for name in _PROGRESS} | {"arguments": manifest.arguments}
     is_adamw = all(found.keys() == source.tensors.keys() for found in moments.values())
     if is_adamw and not common.get("schedule"):
@@ -128,7 +142,7 @@ def _with_optimizer(source: Source, common: Mapping[str, Any], manifest: Manifes
     return replace(source, moments=checked, progress=progress)
 
 
-def _tensors_in(manifest: Manifest, kind: str = PARAM) -> dict[str, LazyTensor]:
+def tensors_in(manifest: Manifest, kind: str = PARAM) -> dict[str, LazyTensor]:
     """Return the parameters in an iteration's folder, or another state of them, by name."""
     manifest.check_sizes(manifest.files)
     reader = CheckedReader(manifest)

@@ -57,11 +57,7 @@ class LazyTensor:
         wanted = dtype or self.dtype
 
         def rows(start: int, stop: int) -> Tensor:
-            values = self.rows(start, stop)
-            cast = values.to(wanted)
-            if not _is_finite(cast):
-                raise UserError(f"{self.name} {_what_is_wrong(values, wanted)}")
-            return cast
+            return finite_cast(self.rows(start, stop), wanted, self.name)
 
         return replace(self, dtype=wanted, rows=rows)
 
@@ -74,6 +70,14 @@ class LazyTensor:
             return values
 
         return replace(self, rows=rows)
+
+
+def finite_cast(values: Tensor, wanted: torch.dtype, name: str) -> Tensor:
+    """Return values of the tensor `name` in a type; `UserError` if one is not finite there."""
+    cast = values.to(wanted)
+    if not _is_finite(cast):
+        raise UserError(f"{name} {_what_is_wrong(values, wanted)}")
+    return cast
 
 
 def _is_finite(values: Tensor) -> bool:

@@ -66,27 +66,36 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     return tensors
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
-    """Write a file as the library does, with one chunk of one tensor in memory at a time."""
-    # Wide types first, for alignment, then by name.
+def safetensors_plan(tensors: Mapping[str, LazyTensor]) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a file, and the first byte of each tensor, in the order of the file."""
+    # Wide types first, for alignment, then by name: as the library writes tensors.
     order = [*_NAMES]
-    tensors = dict(sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begins: dict[str, int] = {}
     offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.num_bytes
-        kind = _NAMES[tensor.dtype]
-        header[name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": (offset, end)}
-        offset = end
+    for name in sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name)):
+        shape, kind = tensors[name].shape, _NAMES[tensors[name].dtype]
+        begins[name], offset = offset, offset + tensors[name].num_bytes
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": (begins[name], offset)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    text = len(text).to_bytes(8, "little") + text
+    return text, {name: len(text) + begin for name, begin in begins.items()}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
+    """Write a file as the library does, with one chunk of one tensor in memory at a time."""
+    header, places = safetensors_plan(tensors)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for tensor in tensors.values():
-            for start, stop in tensor.row_ranges():
-                rows = tensor.rows(start, stop).contiguous()
-                file.write(rows.view(torch.uint8).numpy().data)
+        file.write(header)
+        for name in places:
+            for start, stop in tensors[name].row_ranges():
+                file.write(bytes_of(tensors[name].rows(start, stop)))
+
+
+def bytes_of(values: Tensor) -> memoryview:
+    """Return the bytes of a tensor in host memory, without a copy if it is contiguous."""
+    return values.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _read_rows(path: Path, name: str, start: int, stop: int) -> Tensor:

@@ -208,6 +208,17 @@ def test_local_copies_take_memory_of_every_node(capsys: pytest.CaptureFixture[st
         assert line in printed(words, capsys)
 
 
+def test_the_folder_of_save_hf_has_no_padding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{MOCK} --save-hf {tmp_path / 'hf'} --save-hf-dtype bf16 --dry-run --world-size 8"
+    numel = sum(p.numel() for p in planned(words).training.model.model.parameters())
+    padding = 2 * (128 - 100) * 64  # of the embedding and the output layer
+    line = f"> --save-hf {tmp_path / 'hf'}: {size_text(2 * (numel - padding))} in 1 file at the end"
+    assert line in printed(words, capsys)
+    assert [*tmp_path.iterdir()] == []
+
+
 # The listing of a step, and files
 
 SIZES = (

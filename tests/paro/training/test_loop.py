@@ -6,7 +6,7 @@ import errno
 import math
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -79,6 +79,7 @@ def run_loop(
     base: str = TINY,
     observers: Sequence[Observer] = (),
     snapshots: InMemoryCheckpointer | None = None,
+    export: Callable[[], None] | None = None,
 ) -> Finished:
     config, training = built(f"{base} --log-interval 1 {flags}")
     state = TrainState.at_start(config.loss_scale)
@@ -103,6 +104,7 @@ def run_loop(
             saving=SavedIterations(saved, save_interval),
             observers=observers,
             snapshots=snapshots,
+            export=export,
         ).run()
     found = [call.args[0] for call in validations.call_args_list]
     return Finished(
@@ -121,6 +123,14 @@ def test_evaluates_and_saves_at_intervals_and_at_the_end() -> None:
     assert run.saved == [2, 4, 6, 7]
     # A resumed run continues after the samples evaluated during training; none follow the end.
     assert run.state.consumed_valid_samples == 2 * 2
+
+
+def test_a_run_is_exported_when_it_is_complete() -> None:
+    export = mock.Mock()
+    run_loop("--train-iters 3 --eval-iters 0 --exit-interval 2", export=export)
+    assert not export.called
+    run_loop("--train-iters 2 --eval-iters 0 --exit-interval 2", export=export)
+    export.assert_called_once_with()
 
 
 def test_no_local_copy_is_under_way_in_an_evaluation() -> None:

@@ -1,0 +1,107 @@
+"""Writes the final model of a run as a Hugging Face folder, for --save-hf."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from paro.checkpoint.agreement import ranks_by_folder, with_one_folder
+from paro.checkpoint.base import open_base
+from paro.checkpoint.chunks import ChunkedState, chunked_states
+from paro.checkpoint.directory import common_in
+from paro.errors import UserError, about
+from paro.report.log import Log
+from paro.sharding.buffers import TORCH_TYPES
+from paro.spec.states import PARAM
+from paro.training.resume import Resumed, common_record
+from paro.training.step import Training, TrainState, last_iteration
+from paro.untrusted.atomic_file import check_absent
+from paro.untrusted.object_store import path_of
+
+if TYPE_CHECKING:
+    from paro.checkpoint.convert.hugging_face import HuggingFacePlan
+    from paro.config.run import RunConfig
+
+
+def prepare_export(
+    config: RunConfig, training: Training, resumed: Resumed, state: TrainState, log: Log
+) -> Callable[[], None] | None:
+    """Check --save-hf before a run trains; return the function that writes the folder; collective.
+
+    None without the flag, or if the run is complete and the folder exists. `UserError` on all ranks
+    if they do not share one folder.
+    """
+    if config.checkpoint.save_hf is None:
+        return None
+    target, control = Path(config.checkpoint.save_hf), training.control
+    is_complete = state.iteration >= last_iteration(config.train, config.batches, state)
+    with control.raise_on_all_ranks():
+        if not is_complete:
+            check_absent("--save-hf", target)
+        plan = plan_export(config, training, resumed, state)
+    if any(control.gather(target.exists())):
+        log.log0(f"--save-hf {target} exists, and is left as it is")
+        return None
+    folders = ranks_by_folder(target.absolute().parent, control, f"--save-hf {target}")
+    if len(folders) > 1:
+        raise UserError(
+            f"--save-hf {target} is another folder on {len(folders)} sets of ranks: give one that "
+            "all share"
+        )
+    return partial(_export, plan, config, training, resumed, log)
+
+
+def plan_export(
+    config: RunConfig, training: Training, resumed: Resumed, state: TrainState
+) -> HuggingFacePlan:
+    """Plan the folder of --save-hf as a conversion of the run's last checkpoint would."""
+    # Imported here, since torch.distributed.checkpoint takes half a second.
+    from paro.checkpoint.convert.hugging_face import HuggingFacePlan
+    from paro.checkpoint.convert.native import source_of, tensors_in
+    from paro.checkpoint.convert.source import LazyTensor
+
+    flags, flag = config.checkpoint, Path(f"--save-hf {config.checkpoint.save_hf}")
+    under = open_base(resumed.base, None, f"{flag}")
+    found = {} if under is None else tensors_in(under)
+    for name, held in _held(training, resumed).items():
+        name = name.removeprefix(f"{PARAM}.")
+        found[name] = LazyTensor(shape=held.shape, dtype=held.dtype, rows=_elsewhere, name=name)
+    record = {"iteration": state.iteration, **common_record(config, training, resumed, state)}
+    common = common_in(json.dumps(record), f"{flag}")  # with the types that are read of a file
+    root = path_of(flags.save or str(flags.save_hf))  # what is not there yet has no companions
+    source, dtype = source_of(common, found, flag, root), TORCH_TYPES.get(flags.save_hf_dtype or "")
+    with about(f"{flag}: "):
+        return HuggingFacePlan.of(source.with_each(lambda tensor: tensor.cast(dtype)))
+
+
+def _export(
+    plan: HuggingFacePlan, config: RunConfig, training: Training, resumed: Resumed, log: Log
+) -> None:
+    """Write the folder of --save-hf from the states of all ranks; collective."""
+    from paro.checkpoint.convert.by_ranks import write_by_ranks
+
+    target = Path(str(config.checkpoint.save_hf))
+    training.model.wait_for_updated_params()
+    if training.optimizer.outer is not None:
+        training.optimizer.outer.wait()
+    log.log0(f"writing the model to --save-hf {target}")
+    ranks, states = with_one_folder(training.control), _held(training, resumed)
+    notes = write_by_ranks(plan, states, target, ranks, "--save-hf")
+    for line in (*plan.source.notes, *notes, f"  successfully wrote the model to {target}"):
+        log.log0(line)
+
+
+def _held(training: Training, resumed: Resumed) -> dict[str, ChunkedState]:
+    """Return the parameters that a checkpoint of the run holds, with the chunks of this rank."""
+    shards = training.optimizer.flat_shards(frozen=resumed.base is None)
+    of_parameters = (shard for shard in shards if shard.state == PARAM)
+    return chunked_states(of_parameters, writers=range(training.control.world.size))
+
+
+def _elsewhere(_start: int, _stop: int) -> Tensor:
+    raise AssertionError("ranks hold the chunks of this tensor")
