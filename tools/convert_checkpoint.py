@@ -66,8 +66,21 @@ def make_parser() -> argparse.ArgumentParser:
         help="with --to peft: what the adapters call their base, a Hugging Face folder or a name "
         "of the hub; default: the folder that the base was converted from",
     )
+    add(
+        "--hf-assets-path",
+        type=Path,
+        metavar="DIR",
+        help="with --from torchtitan: the folder of the model's config.json and tokenizer files; "
+        "default: the folder hugging_face in the input",
+    )
     add("--merge", action="store_true", help="merge its adapters into the weights, in fp32")
     add("--with-optimizer", action="store_true", help=_WITH_OPTIMIZER)
+    _add_output_flags(parser)
+    return parser
+
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--output", required=True, type=Path, metavar="DIR", help="a folder that does not exist")
     add(
         "--dtype",
@@ -80,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=128,
         metavar="N",
         help="with --to paro, megatron or torch_dist: pad the vocabulary to a multiple of N, as "
-        "the trainer with the same flag does (default: %(default)s); hf holds no padding",
+        "the trainer with the same flag does (default: %(default)s); others hold no padding",
     )
     add(
         "--padded-vocab-size",
@@ -89,7 +102,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="give it exactly N rows instead, at least as many as the tokenizer has ids",
     )
     add("--dry-run", action="store_true", help="check and describe it, and write nothing")
-    return parser
 
 
 def describe(conversion: Conversion, source: Source) -> str:
@@ -120,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         averaged=args.weights == "ema",
         base=args.base,
         base_model=args.base_model_name_or_path,
+        assets=args.hf_assets_path,
         merge=args.merge,
         with_optimizer=args.with_optimizer,
         divisible_by=args.make_vocab_size_divisible_by,

@@ -22,6 +22,7 @@ from paro.checkpoint.convert.hugging_face import is_hugging_face
 from paro.checkpoint.convert.megatron import is_megatron, is_torch_dist
 from paro.checkpoint.convert.meta import is_meta
 from paro.checkpoint.convert.source import Source
+from paro.checkpoint.convert.torchtitan import is_torchtitan
 from paro.checkpoint.directory import common_of, find_checkpoint, latest_iteration
 from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.metadata import read_metadata
@@ -41,6 +42,7 @@ _KINDS: dict[str, Callable[[Path], bool]] = {
     "meta": is_meta,
     "megatron": is_megatron,
     "torch_dist": is_torch_dist,
+    "torchtitan": is_torchtitan,
 }
 
 

@@ -208,6 +208,10 @@ TARGETS: dict[str, Target] = {
         f"{CONVERT} --from torch_dist --to paro --input {{set}}/dist",
         ("dist/release/*[!p]", "dist/release/.metadata", "dist/latest*"),  # values may change
     ),
+    "torchtitan": Target(
+        f"{CONVERT} --from torchtitan --to paro --input {{set}}/titan",
+        ("titan/.metadata", "titan/hugging_face/config.json"),  # values may change
+    ),
     "report": Target(REPORT, ("iig/metrics.jsonl", "iig/metrics.jsonl.run.json")),
 }
 BLEND = '[0.3, "{set}/corpus_text_document", 0.7, "{set}/corpus_text_document"]'

@@ -23,6 +23,7 @@ from data.fingerprint import fingerprint_of
 from data.tokenizer_config import TokenizerConfig
 from paro.arguments.flag_parser import PATHS as PATH_METAVARS
 from paro.checkpoint.convert.megatron import open_megatron, write_megatron
+from paro.checkpoint.convert.torchtitan import write_torchtitan
 from paro.checkpoint.lock_holder import LockHolder
 from paro.checkpoint.manifest import MANIFEST, METADATA, read_manifest, sum_of, write_manifest
 from tests.data.test_tokenizer import sentencepiece_model, write_tik
@@ -272,6 +273,8 @@ def add_inputs(place: Path) -> None:
     (place / "dist").mkdir()
     source = open_megatron(place / "megatron")
     write_megatron(source, place / "dist", rows=32, divisible_by=1, dist=True)
+    (place / "titan").mkdir()
+    write_torchtitan(source, place / "titan", older=False)
     for suffix in ("idx", "bin"):
         shutil.copy(place / f"corpus_text_document.{suffix}", place / f"words.{suffix}")
     words = TokenizerConfig(

@@ -48,6 +48,7 @@ READERS = {
     "paro.checkpoint.convert.native": "native",
     "paro.checkpoint.convert.peft": "tests/paro/checkpoint/convert/test_peft.py",
     "paro.checkpoint.convert.tensor_files": "megatron",
+    "paro.checkpoint.convert.torchtitan": "torchtitan",
     "paro.checkpoint.directory": "tracker",
     "paro.checkpoint.in_memory.snapshot": "tests/paro/checkpoint/in_memory/test_snapshot.py",
     "paro.checkpoint.in_memory.recovery": "tests/paro/checkpoint/in_memory/test_recovery.py",

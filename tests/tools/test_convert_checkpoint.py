@@ -257,6 +257,7 @@ def test_a_failing_disk_is_one_line_and_leaves_nothing(
         ("hf", "megatron"),
         ("hf", "torch_dist"),
         ("torch_dist", "hf"),
+        ("torchtitan", "hf"),
     ],
 )
 def test_little_is_in_memory_at_a_time(
@@ -302,7 +303,9 @@ def test_little_is_in_memory_at_a_time(
     size = sum(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors"))
     assert size > 4 * file
     assert 0 < most <= (file if target in ("paro", "torch_dist") else 0) + 2 * piece
-    assert longest <= max(piece, 4096), "a chunk was read whole"
+    fields = random_fields(3)  # rows are permuted by head
+    head = 4 * fields["head_dim"] * fields["hidden_size"] if source == "torchtitan" else 0
+    assert longest <= max(piece, 4096, head), "a chunk was read whole"
 
 
 def test_a_moved_checkpoint_still_has_its_tokenizer(saved: Path, tmp_path: Path) -> None:

@@ -195,12 +195,13 @@ def inspected(folder: Path, *words: str) -> dict[str, Any]:
 def test_every_format_is_recognised_and_counted_and_a_truncated_file_named(tmp_path: Path) -> None:
     save_folder(tmp_path / "hf", 2, torch.bfloat16)
     save_meta(tmp_path / "meta", random_tensors(CONFIG), 2, by_vocab=False)
-    for name in ("paro", "megatron", "torch_dist"):
+    for name in ("paro", "megatron", "torch_dist", "torchtitan"):
         convert("hf", name, tmp_path / "hf", tmp_path / name)
     patterns = {
         "hf": "*.safetensors",
         "paro": "*/*.distcp",
         "torch_dist": "*/__0*",
+        "torchtitan": "__0*",
         "meta": "*.00.pth",
     }
     for name, opener in OPENERS.items():

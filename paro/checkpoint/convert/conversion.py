@@ -22,6 +22,7 @@ from paro.checkpoint.convert.meta import open_meta
 from paro.checkpoint.convert.native import open_native, write_adapters, write_native
 from paro.checkpoint.convert.peft import check_base, open_peft, write_peft
 from paro.checkpoint.convert.source import Source
+from paro.checkpoint.convert.torchtitan import open_torchtitan, write_torchtitan
 from paro.errors import UserError, about, reading
 from paro.text import size_text
 from paro.untrusted.atomic_file import check_absent, temporary_beside
@@ -31,6 +32,7 @@ OPENERS: dict[str, Callable[[Path], Source]] = {
     "meta": open_meta,
     "megatron": open_megatron,
     "torch_dist": open_megatron,
+    "torchtitan": open_torchtitan,
     "paro": open_native,
 }
 MEGATRON = ("megatron", "torch_dist")
@@ -39,7 +41,8 @@ _WITH_OPTIMIZER = (("torch_dist", "paro"), ("paro", "torch_dist"))
 PEFT = "peft"  # format of adapters: a source needs a base, a target needs adapters
 SOURCES = (*OPENERS, PEFT)
 PADDED = ("paro", "megatron", "torch_dist")  # formats whose vocabulary has rows of padding
-TARGETS = (*PADDED, "hf", PEFT)
+TORCHTITAN = ("torchtitan", "torchtitan-0.2")  # by version's names; a source may have either
+TARGETS = (*PADDED, "hf", *TORCHTITAN, PEFT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,7 @@ class Conversion:
     averaged: bool = False  # whether to read averaged weights of this project's checkpoint
     base: str | None = None  # folder of the source's base, if the base has moved
     base_model: str | None = None  # name of the base in peft's adapters; None: the base's origin
+    assets: Path | None = None  # folder of config.json and tokenizer, for a source without them
     with_optimizer: bool = False  # whether to convert the optimizer's states, too
     merge: bool = False  # whether adapters may be merged into the weights
     divisible_by: int  # divisor of the padded number of vocabulary rows
@@ -65,15 +69,17 @@ class Conversion:
         if not self.source.is_dir():
             raise UserError(f"--input {self.source} is no folder{how_to_fetch(self.source)}")
         check_absent("--output", self.target)
-        if self.padded_vocab_size is not None and self.target_format == "hf":
+        if self.padded_vocab_size is not None and self.target_format in ("hf", *TORCHTITAN):
             raise UserError(
                 f"--padded-vocab-size {self.padded_vocab_size} needs --to paro, megatron or "
-                "torch_dist: a Hugging Face folder holds no padding"
+                f"torch_dist: {self.target_format} holds no padding"
             )
         if self.iteration is not None and self.source_format != "paro":
             raise UserError(f"--ckpt-step {self.iteration} needs --from paro")
         if self.averaged and self.source_format != "paro":
             raise UserError("--weights ema needs --from paro")
+        if self.assets is not None and self.source_format != "torchtitan":
+            raise UserError(f"--hf-assets-path {self.assets} needs --from torchtitan")
         if self.base is not None and self.source_format not in ("paro", PEFT):
             raise UserError(f"--base {self.base} needs --from paro or peft")
         if self.base_model is not None and self.target_format != PEFT:
@@ -103,7 +109,7 @@ class Conversion:
             return
         if (self.source_format, self.target_format) not in _WITH_OPTIMIZER:
             pairs = " or ".join(f"--from {a} --to {b}" for a, b in _WITH_OPTIMIZER)
-            raise UserError(f"--with-optimizer needs {pairs}: no other formats hold its states")
+            raise UserError(f"--with-optimizer needs {pairs}: between others it is not converted")
         if self.dtype not in (None, torch.float32):
             raise UserError("--with-optimizer keeps masters in fp32: leave --dtype out")
         if self.averaged:
@@ -126,6 +132,8 @@ class Conversion:
                 base = Path(self.base)
                 under = (open_hugging_face if is_hugging_face(base) else open_native)(base)
             return open_peft(self.source, under)
+        if self.source_format == "torchtitan":
+            return open_torchtitan(self.source, self.assets)
         return OPENERS[self.source_format](self.source)
 
     def _check_adapters(self, source: Source) -> None:
@@ -157,6 +165,8 @@ class Conversion:
             return sum(tensor.num_bytes for tensor in source.adapters.values())
         if source.moments and self.target_format == "torch_dist":  # with masters of its own
             return source.num_bytes + sum(tensor.num_bytes for tensor in source.tensors.values())
+        if source.config.tie_embeddings_and_output_weights and self.target_format in TORCHTITAN:
+            return source.num_bytes + source.tensors["embedding.weight"].num_bytes
         return source.num_bytes
 
     @property
@@ -197,6 +207,9 @@ class Conversion:
                 write_adapters(source, Path(str(self.base)), temporary, target)
             elif self.target_format == "hf":
                 notes = write_hugging_face(source, temporary)
+            elif self.target_format in TORCHTITAN:
+                older = self.target_format == "torchtitan-0.2"
+                notes = write_torchtitan(source, temporary, older=older)
             elif self.target_format == "paro":
                 write_native(source, temporary, target, rows=self._rows(source))
             else:

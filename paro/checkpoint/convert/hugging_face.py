@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -45,6 +45,10 @@ _AROUND = {"model", "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_
 _BUFFER = "rotary_emb.inv_freq"  # buffer that older versions stored; it follows from RoPE fields
 
 
+# Tensors by their names in files, and lines to print about them.
+_Stored = tuple[dict[str, LazyTensor], list[str]]
+
+
 class _Index(TypedDict):
     weight_map: dict[str, str]
 
@@ -73,25 +77,42 @@ def open_hugging_face(directory: Path) -> Source:
     """Open a folder that transformers can load; `UserError` names the bad file or field."""
     if not is_hugging_face(directory):
         raise UserError(f"{directory} holds no Hugging Face model: it has no {CONFIG}")
-    fields = read_json(directory / CONFIG, dict[str, Any])
-    with about(f"{directory / CONFIG} is not of this architecture: "):
+    source = open_described(directory, directory, lambda _: _stored_tensors(directory))
+    return replace(source, origin=str(directory.resolve()))
+
+
+def open_described(
+    assets: Path,
+    directory: Path,
+    stored_for: Callable[[LlamaConfig], _Stored],
+    called: Callable[[str], str] = hugging_face_name,
+) -> Source:
+    """Open tensors in a `directory`, of a model that the Hugging Face folder `assets` describes.
+
+    `stored_for` returns the tensors of such a model by their names in the files, and lines to
+    print about them; `called` names a parameter as the files do. `UserError` names the bad file,
+    field or tensor.
+    """
+    fields = read_json(assets / CONFIG, dict[str, Any])
+    with about(f"{assets / CONFIG} is not of this architecture: "):
         config = llama_config(fields)
         stated = {name: fields[name] for name in TOKEN_IDS if name in fields}
         token_ids: TokenIds = conform(stated, TokenIds, "")
-    config, found, notes = _find_tensors(directory, config, output_biases(fields))
-    companions = companions_in(directory)
+    stored, notes = stored_for(config)
+    config, found, more = _find_tensors(directory, config, output_biases(fields), stored, called)
+    notes += more
+    companions = companions_in(assets)
     begins = begins_with_bos(companions)
     tokenizer = tokenizer_of(companions, begins=begins)
     if tokenizer is None:
-        notes.append(f"{directory} has no tokenizer: prompts are token ids")
+        notes.append(f"{assets} has no tokenizer: prompts are token ids")
     if GENERATION_CONFIG not in companions:
-        notes.append(f"{directory} has no {GENERATION_CONFIG}: none is written")
+        notes.append(f"{assets} has no {GENERATION_CONFIG}: none is written")
     return Source(
         config=config,
-        tensors=checked_tensors(parameter_shapes(config), found, directory, hugging_face_name),
+        tensors=checked_tensors(parameter_shapes(config), found, directory, called),
         companions=companions,
         tokenizer=tokenizer,
-        origin=str(directory.resolve()),
         begins_with_bos=begins,
         token_ids=token_ids,
         notes=tuple(notes),
@@ -99,7 +120,11 @@ def open_hugging_face(directory: Path) -> Source:
 
 
 def _find_tensors(
-    directory: Path, config: LlamaConfig, biases: Sequence[str]
+    directory: Path,
+    config: LlamaConfig,
+    biases: Sequence[str],
+    stored: Mapping[str, LazyTensor],
+    called: Callable[[str], str],
 ) -> tuple[LlamaConfig, dict[str, LazyTensor], list[str]]:
     """Return the model, the tensors under this project's names, and lines to print about them.
 
@@ -107,42 +132,42 @@ def _find_tensors(
     model is not tied. `biases` are names of tensors that may be present if they are zero.
     `UserError` names the file or tensor that is wrong.
     """
-    stored, notes = _stored_tensors(directory)
     untied = replace(config, tie_embeddings_and_output_weights=False)
-    names = {name: hugging_face_name(name) for name in parameter_shapes(untied)}
-    known = {_core(theirs): theirs for theirs in (*names.values(), *biases)}
-    called: dict[str, str] = {}  # {name in transformers: name in the files}
+    names = {name: called(name) for name in parameter_shapes(untied)}
+    known = {core_name(theirs): theirs for theirs in (*names.values(), *biases)}
+    places: dict[str, str] = {}  # {name of the format: name in the files}
     for there in stored:
-        theirs = known.get(_core(there))
+        theirs = known.get(core_name(there))
         if theirs is None:
             if there.endswith(_BUFFER):
                 continue
-            raise UserError(f"{directory} has {there}, which this model has not")
-        if theirs in called:
-            raise UserError(f"{directory} has {called[theirs]} and {there}: both are {theirs}")
-        called[theirs] = there
-    found = {name: stored[called[theirs]] for name, theirs in names.items() if theirs in called}
+            raise UserError(f"{directory} has {there:.99}, which this model has not")
+        if theirs in places:
+            raise UserError(f"{directory} has {places[theirs]} and {there}: both are {theirs}")
+        places[theirs] = there
+    found = {name: stored[places[theirs]] for name, theirs in names.items() if theirs in places}
     size = config.hidden_size
-    for theirs in filter(called.__contains__, biases):
-        bias = stored[called[theirs]]
+    for theirs in filter(places.__contains__, biases):
+        bias = stored[places[theirs]]
         if bias.shape != (size,) or bias.rows(0, size).any():
             raise UserError(
-                f"{directory}: {called[theirs]} is not zero, and this model has no bias on the "
+                f"{directory}: {places[theirs]} is not zero, and this model has no bias on the "
                 "output projection of attention"
             )
+    notes = []
     if config.tie_embeddings_and_output_weights and "head.weight" in found:
         head = found.pop("head.weight")
         embedding = found.setdefault("embedding.weight", head)
         if embedding is not head and not _are_equal(embedding, head):
             notes.append(
-                f"{directory} says tie_word_embeddings, and stores another {names['head.weight']}: "
-                "the output layer is not tied"
+                f"{CONFIG} says tie_word_embeddings, and {directory} stores another "
+                f"{names['head.weight']}: the output layer is not tied"
             )
             config, found["head.weight"] = untied, head
     return config, found, notes
 
 
-def _stored_tensors(directory: Path) -> tuple[dict[str, LazyTensor], list[str]]:
+def _stored_tensors(directory: Path) -> _Stored:
     """Return all tensors by their names in the files, and lines to print about them."""
     has_index = (directory / INDEX).is_file()
     if (directory / WEIGHTS).is_file():
@@ -166,7 +191,7 @@ def _stored_tensors(directory: Path) -> tuple[dict[str, LazyTensor], list[str]]:
     return stored, []
 
 
-def _core(name: str) -> str:
+def core_name(name: str) -> str:
     """Return a tensor's name without the prefixes of wrapping modules."""
     return ".".join(part for part in name.split(".") if part not in _AROUND)
 
@@ -250,7 +275,7 @@ class HuggingFacePlan:
     @staticmethod
     def of(source: Source) -> HuggingFacePlan:
         """Plan the folder of a source, of which no tensor is read."""
-        fields = _config_fields(source)
+        fields = config_fields(source)
         tensors = {hugging_face_name(name): tensor for name, tensor in source.tensors.items()}
         zeros = torch.zeros(source.config.hidden_size)
         for layer, name in enumerate(output_biases(fields)):
@@ -272,9 +297,7 @@ class HuggingFacePlan:
 
     def write_rest(self, directory: Path) -> list[str]:
         """Write the other files, when tensors are written; return lines to print about them."""
-        self.source.copy_companions(directory)
-        notes = _write_tokenizer(self.source, directory)
-        write_json(directory / CONFIG, self.fields)
+        notes = write_description(self.source, self.fields, directory)
         if len(self.files) > 1:
             places = {name: file for file, tensors in self.files.items() for name in tensors}
             index = {"metadata": {"total_size": self.num_bytes}, "weight_map": places}
@@ -290,6 +313,16 @@ def write_hugging_face(source: Source, directory: Path) -> list[str]:
     return plan.write_rest(directory)
 
 
+def write_description(source: Source, fields: Mapping[str, Any], directory: Path) -> list[str]:
+    """Write config.json of these fields and the tokenizer into a folder, made if it is missing.
+
+    Return lines to print about the result.
+    """
+    source.copy_companions(directory)
+    write_json(directory / CONFIG, fields)
+    return _write_tokenizer(source, directory)
+
+
 def _write_tokenizer(source: Source, directory: Path) -> list[str]:
     """Add a tokenizer.json if there are only other tokenizer files; return lines to print."""
     companions = source.companions
@@ -303,7 +336,7 @@ def _write_tokenizer(source: Source, directory: Path) -> list[str]:
     return []
 
 
-def _config_fields(source: Source) -> dict[str, Any]:
+def config_fields(source: Source) -> dict[str, Any]:
     """Return the source's own config.json if it describes this model; else a new one."""
     tied = source.config.tie_embeddings_and_output_weights
     if CONFIG in source.companions:

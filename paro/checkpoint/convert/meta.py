@@ -21,7 +21,7 @@ from paro.untrusted.schema import Positive, read_json
 
 PARAMS = "params.json"
 
-_NAMES = {
+NAMES = {
     "embedding.weight": "tok_embeddings.weight",
     "head.norm": "norm.weight",
     "head.weight": "output.weight",
@@ -35,6 +35,7 @@ _NAMES = {
     "blocks.*.w_up": "layers.*.feed_forward.w3.weight",
     "blocks.*.w_down": "layers.*.feed_forward.w2.weight",
 }
+TURNED = ("wq", "wk")  # weights of a block whose rows are in the order of RoPE's channels
 # Tensors that sizes are read from.
 _MEASURED = ("layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight")
 
@@ -54,7 +55,7 @@ class _Params(TypedDict):
 
 def meta_name(name: str) -> str:
     """Return the name of a parameter in Meta's files."""
-    return name_in(_NAMES, name)
+    return name_in(NAMES, name)
 
 
 def is_meta(directory: Path) -> bool:
@@ -99,6 +100,19 @@ def half_rotation(weight_RD: Tensor, head: int) -> Tensor:
     return pairs.transpose(1, 2).reshape(weight_RD.shape)
 
 
+def turned(weight: LazyTensor, head: int, *, to_pairs: bool = False) -> LazyTensor:
+    """Return a weight of heads permuted by `half_rotation`, or with `to_pairs` by its inverse."""
+    order = half_rotation(torch.arange(head), head)
+    order = order.argsort() if to_pairs else order
+
+    def rows(start: int, stop: int) -> Tensor:
+        low, high = start // head * head, -(-stop // head) * head  # whole heads
+        heads = weight.rows(low, high).unflatten(0, (-1, head))
+        return heads[:, order].flatten(0, 1)[start - low : stop - low]
+
+    return replace(weight, rows=rows)
+
+
 def _files(directory: Path) -> list[Path]:
     files = paths_in(directory, "consolidated.*.pth")
     for number in range(max(1, len(files))):
@@ -125,15 +139,7 @@ def _whole(config: LlamaConfig, name: str, dim: int | None, parts: list[Tensor])
     if name == "embedding.weight" and parts[0].shape[1] != config.hidden_size:
         dim = 1
     whole = joined([lazy(shard) for shard in parts], dim)
-    if part not in ("wq", "wk"):
-        return whole
-    head = config.kv_channels
-
-    def rows(start: int, stop: int) -> Tensor:
-        low, high = start // head * head, -(-stop // head) * head
-        return half_rotation(whole.rows(low, high), head)[start - low : stop - low]
-
-    return replace(whole, rows=rows)
+    return turned(whole, config.kv_channels) if part in TURNED else whole
 
 
 def _config(directory: Path, params: _Params, shards: list[Mapping[str, Tensor]]) -> LlamaConfig:

@@ -1,0 +1,220 @@
+"""torchtitan's state dicts load what is written here, and what its ranks save is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import paro.checkpoint.convert.source
+from model.config import LlamaConfig
+from model.hugging_face import hugging_face_config
+from paro.checkpoint.convert.source import Source
+from paro.checkpoint.convert.tensor_files import lazy
+from paro.checkpoint.convert.torchtitan import open_torchtitan, write_torchtitan
+from tests.helpers.models import llama
+from tests.helpers.ranks import run_ranks
+from tests.helpers.refusals import refused
+from tests.paro.checkpoint.convert.folders import (
+    logits_of,
+    own_model,
+    random_tensors,
+    some_tokens,
+)
+from tests.paro.checkpoint.convert.titan_llama import (
+    TitanLlama,
+    load_and_save,
+    load_from,
+    save,
+    training_states,
+)
+from tests.tools.untrained import convert
+
+# Sizes that two ranks cannot halve, and query groups.
+GROUPED = llama(
+    3, 36, 41, heads=(6, 2, 6), length=64, vocab=101, rotary_base=500000.0, norm_epsilon=1e-5
+)
+TIED = llama(
+    1, 32, 48, heads=(4, 4, 8), length=64, vocab=37, tie_embeddings_and_output_weights=True
+)
+SCALED = llama(1, 32, 40, heads=(4, 2, 8), length=64, vocab=37, use_rope_scaling=True)
+CASES = {"grouped": (GROUPED, False), "tied": (TIED, False), "older": (SCALED, True)}
+
+
+def source_of(config: LlamaConfig) -> Source:
+    tensors = {name: lazy(value) for name, value in random_tensors(config).items()}
+    return Source(config=config, tensors=tensors)
+
+
+def written(folder: Path, config: LlamaConfig, *, older: bool = False) -> Path:
+    folder.mkdir()
+    write_torchtitan(source_of(config), folder, older=older)
+    return folder
+
+
+def assert_equal(found: Source, expected: Source) -> None:
+    assert found.config == expected.config
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        pieces = [found.tensors[name].rows(*rows) for rows in found.tensors[name].row_ranges()]
+        assert torch.equal(torch.cat(pieces), tensor.rows(0, tensor.shape[0])), name
+
+
+@pytest.mark.ranks
+@pytest.mark.slow("imports FSDP2")
+def test_every_bit_goes_through_sharded_ranks_and_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks load each folder into shards, and save a training of them, by old and new names."""
+    monkeypatch.setattr(paro.checkpoint.convert.source, "CHUNK_BYTES", 5 * 36 * 4)
+    for name, (config, older) in CASES.items():
+        written(tmp_path / name, config, older=older)
+    run_ranks(load_and_save, 2, CASES, tmp_path)
+    for name, (config, _) in CASES.items():
+        back = open_torchtitan(tmp_path / f"{name}-saved", tmp_path / name / "hugging_face")
+        assert_equal(back, source_of(config))
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_logits_are_those_of_a_model_that_rotates_in_pairs(older: bool, tmp_path: Path) -> None:
+    model = TitanLlama(GROUPED, older=older)
+    load_from(written(tmp_path / "titan", GROUPED, older=older), model)
+    tokens = some_tokens(GROUPED.vocab_size)
+    theirs, ours = logits_of(model, tokens), logits_of(own_model(source_of(GROUPED)), tokens)
+    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-5 * float(theirs.abs().max()))
+
+
+def test_a_tied_output_layer_is_stored_and_tied_again_where_it_is_equal(tmp_path: Path) -> None:
+    folder = tmp_path / "titan"
+    folder.mkdir()
+    (note,) = write_torchtitan(source_of(TIED), folder, older=True)
+    assert "tied" in note
+    source = open_torchtitan(folder)
+    assert_equal(source, source_of(TIED))
+    model = TitanLlama(TIED, older=True)
+    load_from(folder, model)
+    state = model.state_dict()
+    state["output.weight"] = state["output.weight"].flip(0)
+    save(tmp_path / "other", state)
+    source = open_torchtitan(tmp_path / "other", folder / "hugging_face")
+    assert not source.config.tie_embeddings_and_output_weights
+    assert "output.weight: the output layer is not tied" in source.notes[0]
+    head = source.tensors["head.weight"].whole(torch.float32)
+    assert torch.equal(head, state["output.weight"])
+
+
+def test_the_tool_converts_there_and_back(tmp_path: Path) -> None:
+    there = written(tmp_path / "titan", SCALED)
+    paro = convert("torchtitan", "paro", there, tmp_path / "paro")
+    back = convert("paro", "torchtitan-0.2", paro, tmp_path / "back")
+    assert_equal(open_torchtitan(back), source_of(SCALED))
+    model = TitanLlama(SCALED, older=True)
+    load_from(back, model)
+
+
+State = dict[str, Any]
+WQ, WK = (f"layers.0.attention.qkv_linear.{part}.weight" for part in ("wq", "wk"))
+
+
+def _without(*names: str) -> Callable[[State], object]:
+    return lambda state: [state.pop(name) for name in names]
+
+
+def _with(name: str, tensor: Tensor) -> Callable[[State], object]:
+    return lambda state: state.update({name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_without(WK), f"has no {WK}"),
+        (_without("norm.weight"), "has no norm.weight"),
+        (_with("layers.0.attention.wo.bias", torch.zeros(32)), "wo.bias ... has not"),
+        (_with("layers.1.ffn_norm.weight", torch.zeros(32)), "layers.1.ffn_norm.weight"),
+        (_with("output.weight", torch.zeros(37, 32)), "output.weight ... has not"),
+        (_with("model.norm.weight", torch.zeros(32)), "both are norm.weight"),
+        (_with(WQ, torch.zeros(31, 32)), f"{WQ} ... 31x32 ... 32x32"),
+        (_with("norm.weight", torch.tensor(1.0)), "norm.weight is a scalar"),
+        (_with("norm.weight", torch.zeros(32, dtype=torch.int8)), "norm.weight is int8"),
+    ],
+)
+def test_a_tensor_that_is_wrong_is_named(
+    change: Callable[[State], object], told: str, tmp_path: Path
+) -> None:
+    model = TitanLlama(SCALED, older=False)
+    state: State = {**model.state_dict(), "freqs_cis": torch.zeros(3, dtype=torch.complex64)}
+    state |= training_states(model.state_dict())
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    (assets / "config.json").write_text(json.dumps(hugging_face_config(SCALED)))
+    save(tmp_path / "whole", state)
+    assert open_torchtitan(tmp_path / "whole", assets).config == SCALED
+    change(state)
+    save(tmp_path / "titan", state)
+    refused(partial(open_torchtitan, tmp_path / "titan", assets), f"{tmp_path / 'titan'}", told)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2000])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "told"),
+    [
+        (".metadata", Path.unlink, "has no .metadata ... step-1000"),
+        (".metadata", _cut, ".metadata ... damaged"),
+        ("__0_0.distcp", Path.unlink, "__0_0.distcp"),
+        ("__0_0.distcp", _cut, "__0_0.distcp is truncated"),
+        ("hugging_face/config.json", Path.unlink, "config.json is missing ... --hf-assets-path"),
+        ("hugging_face/config.json", lambda p: p.write_text("{"), "config.json is not valid JSON"),
+    ],
+)
+def test_a_file_that_is_missing_or_damaged_is_named(
+    name: str, damage: Callable[[Path], object], told: str, tmp_path: Path
+) -> None:
+    folder = written(tmp_path / "titan", SCALED)
+    damage(folder / name)
+    refused(partial(open_torchtitan, folder), told)
+
+
+@pytest.mark.parametrize(
+    ("more", "flag"),
+    [
+        ({"add_qkv_bias": True}, "--add-qkv-bias"),
+        ({"qk_layernorm": True}, "--qk-layernorm"),
+        ({"rotary_seq_len_interpolation_factor": 4.0}, "--rotary-seq-len-interpolation-factor"),
+    ],
+)
+def test_models_that_llama3_cannot_be_are_refused(
+    more: dict[str, Any], flag: str, tmp_path: Path
+) -> None:
+    config = llama(1, 32, 40, heads=(4, 2, 8), length=64, vocab=37, **more)
+    (tmp_path / "titan").mkdir()
+    write = partial(write_torchtitan, source_of(config), tmp_path / "titan", older=False)
+    refused(write, "--to torchtitan", flag)
+    folder = written(tmp_path / "there", SCALED)
+    path = folder / "hugging_face/config.json"
+    path.write_text(json.dumps(hugging_face_config(config)))
+    refused(partial(open_torchtitan, folder), f"{path}", flag)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "words", "told"),
+    [
+        ("torchtitan", "paro", "--with-optimizer", "--with-optimizer"),
+        ("torchtitan", "torchtitan", "--padded-vocab-size 99", "--padded-vocab-size 99"),
+        ("hf", "torchtitan", "--hf-assets-path x", "--hf-assets-path x ... --from torchtitan"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(
+    source: str, target: str, words: str, told: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    refused(partial(convert, source, target, tmp_path, out, *words.split()), told)
+    assert not out.exists()
