@@ -15,16 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paro.collectives.quantized import QuantizedSum
 from paro.distributed.comm_stream import DONE, Event, Job
 from paro.distributed.control import Control
 from paro.distributed.exposed_time import WaitKind
 from paro.optim.finite import square_sum
 from paro.schedule.movement import UsualMovement
-from paro.sharding.buffers import TORCH_TYPES, swap
-from paro.sharding.shards import QuantizedUpdate, UnitShards
+from paro.sharding.buffers import swap
+from paro.sharding.shards import UnitShards
 from paro.spec.outer_steps import OuterConfig
-from paro.spec.sharding_spec import Collective
 from paro.spec.states import (
     ANCHOR,
     BEGUN,
@@ -35,7 +33,6 @@ from paro.spec.states import (
     of_group,
 )
 from paro.step.actions import Verb
-from paro.topology import nested_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,51 +44,27 @@ class EndedRound:
     square: Tensor  # this rank's part of the outer gradient's squared norm
 
 
-class OuterUnit:
+class OuterUnit(UnitShards):
     """The outer states of this rank's part of one unit, and the collectives of a round on it.
 
     The part is 1/m of the unit, for m ranks in a group: where an optimizer shard is replicated
-    inside the group, its replicas split it evenly.
+    inside the group, its replicas split it evenly. Movements are the gradients of a round.
     """
 
     def __init__(self, unit: UnitShards, master: Tensor, config: OuterConfig) -> None:
+        super().__init__(unit.spec.round, unit.context)
         self.unit, self._whole_master, self._config = unit, master.detach(), config
-        spec, topology, rank = unit.spec, unit.context.topology, unit.context.rank
-        sent = spec.collectives
-        self._reduce, self._gather = sent[Verb.OUTER_REDUCE], sent[Verb.OUTER_GATHER]
-        self._spread = sent[Verb.OUTER_SPREAD]
-        inside = topology.axes_between(spec.strategy.optim, topology.group_size)
-        between = topology.axes_between(topology.group_size, topology.world_size)
-        begin, end = nested_range(inside, rank, master.numel())
-        self.master = self._whole_master[begin:end]
-        self.start = unit.optim_start + begin  # offset in the unit's flat buffer
+        begin = self.param_start - unit.optim_start
+        self.master = self._whole_master[begin : begin + self.param_shard.numel()]
+        if self.quantized_update is None:
+            self.param_shard = torch.zeros_like(self.master)  # fp32, also if messages are bf16
+        self.anchor = self.param_shard
         # This rank's shard of the outer optimizer's states: 1/n of the unit, a range of `master`.
-        self._shard = slice(*nested_range(between, rank, self.master.numel()))
-        self.anchor = torch.zeros_like(self.master)
+        self._shard = self._to_update(self.anchor, self.spec.strategy.params)
         self.reference = torch.zeros_like(self.master[self._shard])
         self.momentum = torch.zeros_like(self.reference)
         # With a delay: a snapshot of the master at the beginning of the round in flight.
         self.begun = torch.zeros_like(self.master) if config.outer_delay else None
-        self._update: QuantizedUpdate | None = None
-        self._sum: QuantizedSum | None = None
-        if (formats := spec.outer_formats) is None:
-            dtype = self._reduce[0].dtype if self._reduce else "fp32"
-            self._message = torch.zeros_like(self.master, dtype=TORCH_TYPES[dtype])
-        else:
-            (gather,) = self._gather
-            quantized = torch.zeros(gather.numel, dtype=torch.uint8, device=master.device)
-            self._update = QuantizedUpdate(formats.update, quantized, self.anchor, self.start)
-            self._message = torch.zeros_like(self.master)
-            self._sum = QuantizedSum(
-                groups=unit.context.collectives.groups,
-                exact_dtype=torch.float32,
-                start=self.start,
-                ranges=formats.gradient,
-                span=between,
-                replicas=(),
-            )
-        self._sent = self._message if self._update is None else self._update.quantized
-        self._arrived: Event = DONE
         self.gradient_norm = torch.zeros((), device=master.device)  # of the last outer gradient
 
     def follow_masters(self) -> None:
@@ -117,57 +90,49 @@ class OuterUnit:
         if self.begun is not None:
             self.begun.copy_(self.master)
         if weight:
-            self._message.copy_(self.moved().mul_(weight))
+            self.grad_shard.copy_(self.moved().mul_(weight))
         else:
-            self._message.zero_()
-        if self._sum is None:
-            _, reduced = self.unit.queue(self._reduce, self._message)
-        else:
-            reduced = self._sum.reduce(self._message, self._message[self._shard], after=DONE)
-        stepped = self._after(self._reduce, self._step, reduced)
-        _, gathered = self.unit.queue(self._gather, self._sent, after=stepped)
-        self._arrived = self._after(self._gather, self._move_anchor, gathered)
+            self.grad_shard.zero_()
+        self.grad_sync()
+        stepped = self._after(Verb.GRAD_SYNC, self._step, self._reduced)
+        update, sent = self.quantized_update, self.spec.collectives[Verb.PARAM_ALL_GATHER]
+        whole = self.grad_shard if update is None else update.quantized
+        _, gathered = self.queue(sent, whole, after=stepped)
+        self._reduced = self._after(Verb.PARAM_ALL_GATHER, self._move_anchor, gathered)
 
-    def _after(self, sent: Sequence[Collective], job: Job, after: Event) -> Event:
+    def _after(self, verb: Verb, job: Job, after: Event) -> Event:
         """Queue local work after collectives; a single group does it at once."""
-        if not sent:
+        if not (sent := self.spec.collectives[verb]):
             job()
             return DONE
-        return self.unit.context.collectives.run_after(sent[-1].span, job, after=after)
+        return self.context.collectives.run_after(sent[-1].span, job, after=after)
 
     def _step(self) -> None:
         """Do the outer step on this rank's range, and write the anchor's change to be sent."""
-        config, gradient = self._config, self._message[self._shard].float()
+        config, gradient = self._config, self.optim_grad.float()
         self.gradient_norm = torch.linalg.vector_norm(gradient)
         self.momentum.mul_(config.outer_momentum).add_(gradient)
         step = self.momentum
         if config.outer_nesterov:
             step = gradient.add(self.momentum, alpha=config.outer_momentum)
         self.reference.sub_(step, alpha=config.outer_lr)
-        anchor = self.anchor[self._shard]
-        if self._update is None:
-            self._message[self._shard].copy_(anchor - self.reference)
+        if self.quantized_update is None:
+            self.optim_grad.copy_(self.optim_param - self.reference)
         else:
-            index = self._shard.start // self.reference.numel()
-            self._update.quantize(self.reference, anchor, index)
+            self.quantize_update(self.reference)
 
     def _move_anchor(self) -> None:
-        if self._update is None:
-            self.anchor.sub_(self._message)
+        if self.quantized_update is None:
+            self.anchor.sub_(self.grad_shard)
         else:
-            self._update.apply()
-
-    def wait(self) -> None:
-        """Wait until the last round has moved the anchor."""
-        self.unit.context.exposure.wait(WaitKind.REDUCE, self._arrived)
-        self._arrived = DONE
+            self.quantized_update.apply()
 
     def end(self, *, takes_part: bool) -> Event:
         """Wait for the round and move the master; queue the all-gather of masters inside the group.
 
         A group that took no part in the round loses its movement.
         """
-        self.wait()
+        self.wait_reduced()
         if self.begun is None or not takes_part:
             self.master.copy_(self.anchor)
         else:
@@ -176,31 +141,29 @@ class OuterUnit:
 
     def exchange(self) -> Event:
         """Swap master and anchor, and queue the all-gather of masters inside the group."""
-        self.wait()
+        self.wait_reduced()
         swap(self.master, self.anchor)
         return self.spread()
 
     def spread(self) -> Event:
         """Queue the all-gather of masters among the ranks of a group with one optimizer shard."""
-        return self.unit.queue(self._spread, self._whole_master)[1]
+        return self.queue(self.unit.spec.collectives[Verb.OUTER_SPREAD], self._whole_master)[1]
 
     def flat_shards(self) -> Iterator[FlatShard]:
         """Yield this rank's range of every outer state, as checkpoints have them."""
-        shard, topology = self.unit.flat_shard, self.unit.context.topology
-        begin, everywhere = self.start + self._shard.start, topology.world_size
-        yield shard(PARAM, begin, self.reference, degree=everywhere)
-        yield shard(OUTER_MOMENTUM, begin, self.momentum, degree=everywhere)
-        yield shard(ANCHOR, self.start, self.anchor, degree=topology.group_size)
+        rank, degrees = self.context.rank, self.spec.strategy
+        yield self.flat_shard(PARAM, self.optim_start, self.reference, degree=degrees.optim)
+        yield self.flat_shard(OUTER_MOMENTUM, self.optim_start, self.momentum, degree=degrees.optim)
+        yield self.flat_shard(ANCHOR, self.param_start, self.anchor, degree=degrees.params)
         if self.begun is not None:
-            rank = self.unit.context.rank
-            name = of_group(BEGUN, rank // topology.group_size)
-            begun = shard(name, self.start, self.begun, degree=topology.group_size)
+            name = of_group(BEGUN, rank // degrees.params)
+            begun = self.flat_shard(name, self.param_start, self.begun, degree=degrees.params)
             yield replace(begun, replicas=(rank,))
 
     @property
     def num_bytes(self) -> int:
-        kept = (self.anchor, self.reference, self.momentum, self._message, self.begun)
-        quantized = None if self._update is None else self._update.quantized
+        kept = (self.anchor, self.reference, self.momentum, self.grad_shard, self.begun)
+        quantized = None if self.quantized_update is None else self.quantized_update.quantized
         return sum(each.nbytes for each in (*kept, quantized) if each is not None)
 
 
@@ -215,7 +178,7 @@ class OuterOptimizer:
     ) -> None:
         """Assign `units` to fragments, by the `names` of all units in forward order."""
         self.config = config
-        context = units[0].unit.context
+        context = units[0].context
         topology, self._device = context.topology, context.device
         size = topology.group_size
         # This rank's group among those that train alone.
@@ -315,10 +278,10 @@ class OuterOptimizer:
     @staticmethod
     def _spread(units: Sequence[OuterUnit], events: Sequence[Event]) -> Iterator[UnitShards]:
         for each, event in zip(units, events, strict=True):
-            each.unit.context.exposure.wait(WaitKind.REDUCE, event)
+            each.context.exposure.wait(WaitKind.REDUCE, event)
             yield each.unit
 
     def wait(self) -> None:
         """Wait for the messages in flight; masters move when their round ends."""
         for each in self.units:
-            each.wait()
+            each.wait_reduced()

@@ -293,9 +293,9 @@ def _round_bytes(specs: Iterable[ShardingSpec]) -> int:
         if spec.buffer.trains:
             movement = max(movement, 4 * spec.layout.numel // spec.topology.group_size)
             in_step = 2 * 4 * spec.layout.numel // spec.topology.world_size
-            if spec.outer_formats is not None:
-                (sent,) = spec.collectives[Verb.OUTER_REDUCE]
-                in_step = _sum_bytes(sent.num_bytes, spec.outer_formats.gradient)
+            if spec.round.grad_format is not None:
+                (sent,) = spec.round.exchange
+                in_step = _sum_bytes(sent.num_bytes, spec.round.grad_format)
             step = max(step, in_step)
     return movement + step
 

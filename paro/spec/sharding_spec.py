@@ -75,13 +75,6 @@ class ModelStateBytes(NamedTuple):
         return sum(self)
 
 
-class OuterFormats(NamedTuple):
-    """The formats of quantized messages in a round of outer steps (DiLoCo)."""
-
-    gradient: RangeFormat  # of how far a group has moved
-    update: RangeFormat  # of how far the anchor moves
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardingSpec:
     """The shards of a flat buffer on every rank, their types, and the collectives of its actions.
@@ -201,18 +194,14 @@ class ShardingSpec:
     @property
     def _outer_bytes(self) -> int:
         """Bytes of the outer optimizer's states on a rank, and of a message in a round."""
-        outer, formats = self.outer, self.outer_formats
-        if outer is None or not self.buffer.trains:
+        if self.outer is None or not self.buffer.trains:
             return 0
-        of_group = self.layout.numel // self.topology.group_size
-        of_rank = self.layout.numel // self.topology.world_size
-        (reduced, *_), message = self.collectives[Verb.OUTER_REDUCE] or (None,), 4 * of_group
-        if formats is not None:
-            message += formats.update.range_bytes * (of_group // of_rank)
-        elif reduced is not None:
-            message = reduced.num_bytes
-        num_copies = 2 if outer.outer_delay else 1  # the anchor, and masters when a round begins
-        return 4 * (num_copies * of_group + 2 * of_rank) + message
+        # The anchor, maybe masters when a round begins; the reference and its momentum.
+        num_copies, of_rank = (2 if self.outer.outer_delay else 1), self.round.strategy.optim
+        numel = num_copies * self.round.param_numel + 2 * self.layout.numel // of_rank
+        updates = self.round.collectives[Verb.PARAM_ALL_GATHER]
+        coded = sum(update.num_bytes for update in updates if update.is_quantized)
+        return 4 * numel + self.round.state_bytes.grads + coded
 
     def slots(self, device_type: str) -> dict[Slot, tuple[int, str]]:
         """Return the elements and the type of each slot of slices, where weights rotate.
@@ -299,7 +288,7 @@ class ShardingSpec:
             by_verb[Verb.GRAD_SYNC] = self._grad_sync()
             by_verb[Verb.PARAM_ALL_GATHER] = (self._param_all_gather(),)
         if self.buffer.trains and self.outer is not None:
-            by_verb |= self._outer_round(self.outer)
+            by_verb |= self._outer_round()
         return {verb: tuple(each for each in sent if each.span) for verb, sent in by_verb.items()}
 
     @property
@@ -329,43 +318,42 @@ class ShardingSpec:
         )
 
     @cached_property
-    def outer_formats(self) -> OuterFormats | None:
-        """The formats of quantized messages of a round; None if they are sent exactly."""
-        outer, topology = self.outer, self.topology
-        if outer is None or outer.outer_bits >= FULL_BITS:
-            return None
-        between = topology.axes_between(topology.group_size, topology.world_size)
-        gradient, update = (
-            self._quantized(between, outer.outer_bits, block, topology.world_size, "fp32")
-            for block in (GRADIENT_BLOCK, UPDATE_BLOCK)
-        )
-        return None if gradient is None or update is None else OuterFormats(gradient, update)
+    def round(self) -> ShardingSpec:
+        """The sharding spec of a round of outer steps (DiLoCo), whose optimizer is the outer one.
 
-    def _outer_round(self, outer: OuterConfig) -> dict[Verb, tuple[Collective, ...]]:
+        Its parameters are the anchor and its gradients how far masters moved, both sharded inside
+        groups. They are quantized if that makes both smaller.
+        """
+        assert self.outer is not None, "all ranks are synchronous"
+        bits, topology = self.outer.outer_bits, self.topology
+        group, world = topology.group_size, topology.world_size
+        exact = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
+        if bits == 32 or group == world:
+            exact = PrecisionConfig(compute="fp32")
+        sent = replace(
+            self,
+            strategy=Strategy(name="", params=group, grads=group, optim=world),
+            precision=PrecisionConfig(compute="fp32").with_inter_bits(min(bits, FULL_BITS)),
+            outer=None,
+            groups_alone=False,
+        )
+        has_formats = sent.grad_format is not None and sent.update_format is not None
+        return sent if has_formats else replace(sent, precision=exact)
+
+    def _outer_round(self) -> dict[Verb, tuple[Collective, ...]]:
         """Return the collectives of a round of outer steps: between groups, then inside them.
 
         Ranks of a group with the same optimizer shard each take a part of it to the round.
         """
-        topology, numel, formats = self.topology, self.layout.numel, self.outer_formats
-        optim, group = self.strategy.optim, topology.group_size
-        between, inside = (
-            topology.axes_between(group, topology.world_size),
-            topology.axes_between(optim, group),
-        )
-        reduce, gather = (StreamKind.REDUCE, numel // group), (StreamKind.GATHER, numel // group)
-        dtype = "fp32" if outer.outer_bits == 32 else "bf16"
-        if formats is not None:
-            num_groups, dtype = topology.world_size // group, UINT8
-            reduce = StreamKind.EXCHANGE, formats.gradient.range_bytes * num_groups
-            gather = StreamKind.GATHER, formats.update.range_bytes * num_groups
-        spread = Collective(StreamKind.GATHER, Op.ALL_GATHER, inside, numel // optim, "fp32")
+        inside = self.topology.axes_between(self.strategy.optim, self.topology.group_size)
+        numel = self.layout.numel // self.strategy.optim
         return {
             # Groups that train alone send nothing else between them: the comm streams are free.
-            Verb.OUTER_REDUCE: (
-                Collective(reduce[0], Op.REDUCE_SCATTER, between, reduce[1], dtype),
+            Verb.OUTER_REDUCE: self.round.collectives[Verb.GRAD_SYNC],
+            Verb.OUTER_GATHER: self.round.collectives[Verb.PARAM_ALL_GATHER],
+            Verb.OUTER_SPREAD: (
+                Collective(StreamKind.GATHER, Op.ALL_GATHER, inside, numel, "fp32"),
             ),
-            Verb.OUTER_GATHER: (Collective(gather[0], Op.ALL_GATHER, between, gather[1], dtype),),
-            Verb.OUTER_SPREAD: (spread,),
         }
 
     def _param_all_gather(self) -> Collective:

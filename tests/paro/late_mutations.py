@@ -127,19 +127,21 @@ CAUGHT = {
         ),
         ("IIG", OFFLOAD),
     ),
-    "optim.outer OuterOptimizer._spread: each.unit.context.exposure.wait(WaitKind.REDUCE, event)": (
+    "optim.outer OuterOptimizer._spread: each.context.exposure.wait(WaitKind.REDUCE, event)": (
         "NNN",
         f"{SAVED} {OUTER}",
     ),
     "optim.outer OuterUnit._after: after=after": ("III", f"{SAVED} {OUTER}"),
     "optim.outer OuterUnit.begin: after=stepped": ("III", f"{SAVED} {OUTER}"),
-    "optim.outer OuterUnit.end: self.wait()": ("III", f"{SAVED} {OUTER} --paro-outer-delay 0"),
-    "optim.outer OuterUnit.exchange: self.wait()": ("III", f"{SAVED} {OUTER}"),
-    "optim.outer OuterUnit.wait: self.unit.context.exposure.wait(WaitKind.REDUCE, self._arrived)": (
+    "optim.outer OuterUnit.end: self.wait_reduced()": (
         "III",
-        f"{SAVED} {OUTER}",
+        f"{SAVED} {OUTER} --paro-outer-delay 0",
     ),
-    "optim.outer OuterOptimizer.wait: each.wait()": ("III", f"{SAVED} {OUTER} {AT_THE_SAVE}"),
+    "optim.outer OuterUnit.exchange: self.wait_reduced()": ("III", f"{SAVED} {OUTER}"),
+    "optim.outer OuterOptimizer.wait: each.wait_reduced()": (
+        "III",
+        f"{SAVED} {OUTER} {AT_THE_SAVE}",
+    ),
     "training.saving Saver.write: training.optimizer.outer.wait()": (
         "III",
         f"{SAVED} {OUTER} {AT_THE_SAVE}",
@@ -202,7 +204,6 @@ ELSEWHERE = {
     "distributed.exposed_time Exposure.wait: stage.wait()": _STAGES,
     "distributed.timers synchronize: torch.cuda.synchronize(device)": _CLOCK,
     "optim.offload Offload.during_update: torch.cuda.current_stream().synchronize()": _HOST,
-    "optim.outer OuterUnit.begin: after=DONE": "nothing comes before",
     "training.replicas check_replicas: training.optimizer.outer.wait()": _HASHES,
     "optim.optimizer ParoOptimizer.loaded: self.model.wait_for_updated_params()": _COUNTS,
     "training.loop Loop._evaluate: self.snapshots.wait()": (
