@@ -117,6 +117,14 @@ class BatchSchedule:
             iterations -= count
         return consumed
 
+    def samples_before(self, consumed: int, iterations: int) -> int:
+        """Return the samples consumed before the `iterations` iterations that end at `consumed`."""
+        every = self.samples_per_micro_batch
+        for _ in range(iterations):
+            begins = range(consumed - every, -1, -every)
+            consumed = next(at for at in begins if at + self.batch_size_at(at) == consumed)
+        return consumed
+
     def iterations_within(self, samples: int, consumed: int = 0) -> int:
         """Count the full global batches between `consumed` samples and `samples` in total."""
         iterations = 0

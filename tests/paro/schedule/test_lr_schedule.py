@@ -136,6 +136,8 @@ def test_sizes_iterations_and_samples_agree() -> None:
         assert {at: 8 * schedule.num_micro_batches_at(at) for at in sizes} == sizes
         assert [schedule.samples_after(i) for i in range(len(starts))] == starts
         assert [schedule.iterations_within(samples) for samples in starts] == [*range(len(starts))]
+        last = len(starts) - 1
+        assert [schedule.samples_before(starts[-1], last - i) for i in range(len(starts))] == starts
         assert {samples: schedule.iterations_within(samples) for samples in partial} == partial
 
 
