@@ -140,7 +140,10 @@ def check_outer(sharding: ShardingConfig, strategy: Strategy, precision: Precisi
     if precision.optimizer_cpu_offload:
         raise contradiction(flag, "--optimizer-cpu-offload", "rounds need masters on the device")
     if sharding.elastic:
-        reason = "groups that train alone continue on as many ranks"
+        reason = (
+            "after a loss groups that train alone continue on as many ranks as before, with "
+            "--non-persistent-ckpt-type local from their own copies"
+        )
         raise contradiction(flag, "--paro-elastic", reason)
 
 
