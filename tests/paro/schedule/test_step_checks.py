@@ -232,8 +232,14 @@ def test_an_outlier_is_left_out_and_does_not_hide_the_next_one() -> None:
 def test_a_group_that_always_moves_further_takes_part_after_some_rounds_unless_far_away() -> None:
     usual, left_out = after_rounds([[*norms, 4.0] for norms in ordinary(100, groups=15)])
     assert left_out == 5  # in the first rounds with statistics
-    others = [2.0] * 15
-    for last, is_taken in ((4.0, True), (1e30, False), (math.nan, False)):
+    others, widest = [2.0] * 15, usual.mean + 10.0 * math.sqrt(usual.variance)
+    for last, is_taken in (
+        (4.0, True),
+        (0.99 * widest, True),
+        (1.01 * widest, False),
+        (1e30, False),
+        (math.nan, False),
+    ):
         assert usual.taken([*others, last]) == (*(True,) * 15, is_taken)
     assert usual.after([*others, 2.0]).taken([*others, 4.0]) == (*(True,) * 15, False)
 
