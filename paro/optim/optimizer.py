@@ -24,7 +24,7 @@ from paro.optim.adamw import AdamW, StepUpdate, Update, choose_adamw
 from paro.optim.finite import square_sum
 from paro.optim.muon import MuonRange, MuonStep, choose_muon_kernels
 from paro.optim.offload import Offload
-from paro.optim.outer import OuterOptimizer, OuterUnit
+from paro.optim.outer import OuterOptimizer
 from paro.optim.rounding import Rounding
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES, swap
@@ -195,13 +195,8 @@ class ParoOptimizer:
             for unit in model.trainable_units
         }
         self._offload.free_slots()
-        self.outer: OuterOptimizer | None = None  # the rounds of groups that train alone
-        if outer is not None and self._parts:
-            outer_units = [
-                OuterUnit(unit, part.master, outer) for unit, part in self._parts.items()
-            ]
-            names = [*dict.fromkeys(spec.unit.name for spec in model.specs)]
-            self.outer = OuterOptimizer(outer_units, names, outer)
+        masters = {unit: part.master for unit, part in self._parts.items()}
+        self.outer = OuterOptimizer(model, masters, outer)  # the rounds of groups that train alone
         # {first unit of a bucket: range of the bucket's unit that this rank updates}
         ranges = {
             number: MuonRange(member, part.master.detach(), part.states[MOMENTUM], seed)
@@ -235,7 +230,7 @@ class ParoOptimizer:
             if part is not None and not part.master_is_param:
                 offset = unit.optim_start - unit.param_start
                 part.master.copy_(values[offset : offset + part.master.numel()])
-        for outer_unit in self.outer.units if self.outer else ():
+        for outer_unit in self.outer.units:
             outer_unit.follow_masters()
 
     @property
@@ -319,8 +314,6 @@ class ParoOptimizer:
         A group that was left out keeps finite moments: with moments of 0 AdamW's next steps are
         several times as long, so that the group would be an outlier again.
         """
-        if self.outer is None:
-            return
         ended = [*self.outer.after_update(iteration, control)]
         for unit in () if self.outer.takes_part else ended:
             self._parts[unit].forget_wrong_moments()
@@ -356,11 +349,9 @@ class ParoOptimizer:
 
     def flat_shards(self, *, frozen: bool = True) -> Iterator[FlatShard]:
         """Yield this rank's shards of all checkpointed state, maybe without `frozen` parameters."""
-        outer = self.outer
         for part in self._parts.values():
-            for shard in part.flat_shards():
-                yield shard if outer is None else outer.of_group(shard)
-        for outer_unit in () if outer is None else outer.units:
+            yield from map(self.outer.of_group, part.flat_shards())
+        for outer_unit in self.outer.units:
             yield from outer_unit.flat_shards()
         for unit in self.model.units:
             if frozen and not unit.trainable:
@@ -392,5 +383,5 @@ class ParoOptimizer:
             "parameters": sum(unit.param_shard.nbytes for unit in units),
             "gradients": sum(unit.grad_shard.nbytes for unit in units),
             "optimizer": sum(part.num_bytes for part in self._parts.values())
-            + sum(each.num_bytes for each in (self.outer.units if self.outer else ())),
+            + sum(outer_unit.num_bytes for outer_unit in self.outer.units),
         }

@@ -1,16 +1,18 @@
 """The DiLoCo outer optimizer: groups of ranks synchronize their parameters every H steps."""
 
-# A group (DiLoCo's worker), such as a node, trains alone between rounds. A round reduce-scatters
-# between groups how far masters have moved from the anchor (`OUTER_REDUCE`), does an outer step on
-# 1/n of the parameters, all-gathers the anchor's change between groups (`OUTER_GATHER`) and, where
-# ranks of a group have replicas of an optimizer shard, gathers masters in it (`OUTER_SPREAD`).
-# [Note: outer steps] in paro/spec/outer_steps.py has the formulas and the states.
+# [Note: outer steps] in paro/spec/outer_steps.py has the formulas and the states. A round is the
+# once-a-step communication of units whose gradients are movements, with the outer step between.
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import compress
+from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +23,9 @@ from paro.distributed.exposed_time import WaitKind
 from paro.optim.finite import square_sum
 from paro.schedule.movement import UsualMovement
 from paro.sharding.buffers import swap
+from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import UnitShards
-from paro.spec.outer_steps import OuterConfig
+from paro.spec.outer_steps import SYNCHRONOUS, OuterConfig
 from paro.spec.states import (
     ANCHOR,
     BEGUN,
@@ -35,12 +38,11 @@ from paro.spec.states import (
 from paro.step.actions import Verb
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedRound:
-    """The norms of a round that has ended: of each group's movement, and of the outer gradient."""
+class EndedRound(NamedTuple):
+    """The numbers of a round that has ended, for logs."""
 
-    norms: tuple[float, ...]
-    taken: tuple[bool, ...]  # whether each group took part
+    moved: float  # mean norm of the movements of the groups that took part
+    num_left_out: int
     square: Tensor  # this rank's part of the outer gradient's squared norm
 
 
@@ -127,23 +129,12 @@ class OuterUnit(UnitShards):
         else:
             self.quantized_update.apply()
 
-    def end(self, *, takes_part: bool) -> Event:
-        """Wait for the round and move the master; queue the all-gather of masters inside the group.
-
-        A group that took no part in the round loses its movement.
-        """
-        self.wait_reduced()
+    def end(self, *, takes_part: bool) -> None:
+        """Move the master after a round; a group that took no part loses its movement."""
         if self.begun is None or not takes_part:
             self.master.copy_(self.anchor)
         else:
             self.master.sub_(self.begun).add_(self.anchor)
-        return self.spread()
-
-    def exchange(self) -> Event:
-        """Swap master and anchor, and queue the all-gather of masters inside the group."""
-        self.wait_reduced()
-        swap(self.master, self.anchor)
-        return self.spread()
 
     def spread(self) -> Event:
         """Queue the all-gather of masters among the ranks of a group with one optimizer shard."""
@@ -151,14 +142,13 @@ class OuterUnit(UnitShards):
 
     def flat_shards(self) -> Iterator[FlatShard]:
         """Yield this rank's range of every outer state, as checkpoints have them."""
-        rank, degrees = self.context.rank, self.spec.strategy
-        yield self.flat_shard(PARAM, self.optim_start, self.reference, degree=degrees.optim)
-        yield self.flat_shard(OUTER_MOMENTUM, self.optim_start, self.momentum, degree=degrees.optim)
-        yield self.flat_shard(ANCHOR, self.param_start, self.anchor, degree=degrees.params)
-        if self.begun is not None:
-            name = of_group(BEGUN, rank // degrees.params)
-            begun = self.flat_shard(name, self.param_start, self.begun, degree=degrees.params)
-            yield replace(begun, replicas=(rank,))
+        group, _, everywhere = self.spec.strategy.degrees
+        yield self.flat_shard(PARAM, self.optim_start, self.reference, degree=everywhere)
+        yield self.flat_shard(OUTER_MOMENTUM, self.optim_start, self.momentum, degree=everywhere)
+        yield self.flat_shard(ANCHOR, self.param_start, self.anchor, degree=group)
+        if self.begun is not None:  # without replicas: it is this rank's group's
+            name = of_group(BEGUN, self.context.rank // group)
+            yield self.flat_shard(name, self.param_start, self.begun, degree=everywhere)
 
     @property
     def num_bytes(self) -> int:
@@ -168,44 +158,47 @@ class OuterUnit(UnitShards):
 
 
 class OuterOptimizer:
-    """The outer optimizer of DiLoCo on this rank: begins and ends the rounds of a run.
+    """The outer optimizer of DiLoCo on this rank: begins and ends the rounds of a run, if any.
 
     In a step: `held` before the update of the inner optimizer, `after_update` after it.
     """
 
     def __init__(
-        self, units: Sequence[OuterUnit], names: Sequence[str], config: OuterConfig
+        self,
+        model: DistributedModel,
+        masters: Mapping[UnitShards, Tensor],
+        config: OuterConfig | None,
     ) -> None:
-        """Assign `units` to fragments, by the `names` of all units in forward order."""
-        self.config = config
-        context = units[0].context
+        """Prepare the rounds of units with these masters; none if `config` is None."""
+        context, self.config = model.context, config if config and masters else SYNCHRONOUS
         topology, self._device = context.topology, context.device
-        size = topology.group_size
+        self.is_on = self.config is not SYNCHRONOUS  # False: there is one group, of all ranks
+        size = topology.group_size if self.is_on else topology.world_size
         # This rank's group among those that train alone.
         self.group, self.num_groups = context.rank // size, topology.world_size // size
         self.ranks = range(self.group * size, (self.group + 1) * size)
-        self.units = units
-        self.fragments: list[list[OuterUnit]] = [[] for _ in range(config.outer_fragments)]
-        for each in units:
-            index = names.index(each.unit.spec.unit.name)
-            self.fragments[config.fragment_of(index, len(names))].append(each)
+        trained = masters.items() if self.is_on else ()
+        self.units = [OuterUnit(unit, master, self.config) for unit, master in trained]
+        self.fragments: defaultdict[int, list[OuterUnit]] = defaultdict(list)
+        for each in self.units:
+            num_units = 1 + model.specs[-1].buffer.unit_index
+            index = self.config.fragment_of(each.spec.buffer.unit_index, num_units)
+            self.fragments[index].append(each)
         # Whether each group takes part in the round in flight.
         self.taken: tuple[bool, ...] = (True,) * self.num_groups
         self.in_flight: int | None = None  # the fragment whose round has begun and not ended
-        self.usual = [UsualMovement()] * config.outer_fragments
+        self.usual = [UsualMovement()] * self.config.outer_fragments
         # Norms of every group's movement in the round that this run began last.
         self.norms: tuple[float, ...] | None = None
         self.ended: EndedRound | None = None  # the round that ended in the last step
 
     def of_group(self, shard: FlatShard) -> FlatShard:
-        """Return an inner optimizer's shard as a state of this group."""
+        """Return an inner optimizer's shard as a state of this group, if groups train alone."""
+        if not self.is_on:
+            return shard
         state = MASTER_OF_GROUP if shard.state == PARAM else shard.state
         inside = [rank for rank in shard.replicas if rank in self.ranks]
         return replace(shard, state=of_group(state, self.group), replicas=inside)
-
-    def trains_alone(self, iteration: int) -> bool:
-        """Return whether groups train alone in the step after `iteration` steps."""
-        return iteration >= self.config.outer_warmup
 
     def held(self, iteration: int) -> frozenset[UnitShards]:
         """Return the units whose parameters move at the end of the step that ends `iteration`."""
@@ -238,11 +231,11 @@ class OuterOptimizer:
             return
         units, self.in_flight = self.fragments[merges], None
         if any(self.taken):
-            ended = [each.end(takes_part=self.takes_part) for each in units]
             if self.norms is not None:
+                moved = fmean(compress(self.norms, self.taken))
                 square = torch.stack([each.gradient_norm for each in units]).square().sum()
-                self.ended = EndedRound(norms=self.norms, taken=self.taken, square=square)
-            yield from self._spread(units, ended)
+                self.ended = EndedRound(moved, self.taken.count(False), square)
+            yield from self._move(units, partial(OuterUnit.end, takes_part=self.takes_part))
         else:
             yield from (each.unit for each in units)
 
@@ -262,7 +255,7 @@ class OuterOptimizer:
     @torch.no_grad()
     def exchange(self) -> Iterator[UnitShards]:
         """Swap masters and anchors, which groups agree on; yield the units with new masters."""
-        yield from self._spread(self.units, [each.exchange() for each in self.units])
+        yield from self._move(self.units, lambda each: swap(each.master, each.anchor))
 
     @torch.no_grad()
     def restore(self, *, masters: bool, reference: bool) -> None:
@@ -270,13 +263,19 @@ class OuterOptimizer:
         for each in self.units:
             if reference:
                 each.follow_anchor()
-            if masters:
-                each.master.copy_(each.anchor)
         if masters:
-            [*self._spread(self.units, [each.spread() for each in self.units])]
+            [*self._move(self.units, lambda each: each.master.copy_(each.anchor))]
 
     @staticmethod
-    def _spread(units: Sequence[OuterUnit], events: Sequence[Event]) -> Iterator[UnitShards]:
+    def _move(
+        units: Sequence[OuterUnit], move: Callable[[OuterUnit], object]
+    ) -> Iterator[UnitShards]:
+        """Wait for the anchor of units, move and all-gather their masters; yield the units."""
+        events = []
+        for each in units:
+            each.wait_reduced()
+            move(each)
+            events.append(each.spread())
         for each, event in zip(units, events, strict=True):
             each.context.exposure.wait(WaitKind.REDUCE, event)
             yield each.unit

@@ -289,14 +289,11 @@ def _round_bytes(specs: Iterable[ShardingSpec]) -> int:
     The training thread computes a movement while a comm stream sums another one and steps.
     """
     movement = step = 0
-    for spec in specs:
-        if spec.buffer.trains:
-            movement = max(movement, 4 * spec.layout.numel // spec.topology.group_size)
-            in_step = 2 * 4 * spec.layout.numel // spec.topology.world_size
-            if spec.round.grad_format is not None:
-                (sent,) = spec.round.exchange
-                in_step = _sum_bytes(sent.num_bytes, spec.round.grad_format)
-            step = max(step, in_step)
+    for spec in (spec.round for spec in specs if spec.buffer.trains):
+        in_step = 2 * 4 * spec.layout.numel // spec.strategy.optim
+        if spec.grad_format is not None:
+            in_step = _sum_bytes(spec.exchange[0].num_bytes, spec.grad_format)
+        movement, step = max(movement, 4 * spec.param_numel), max(step, in_step)
     return movement + step
 
 

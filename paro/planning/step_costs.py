@@ -187,18 +187,17 @@ class StepCosts:
         """Yield the requests of a training thread for a round of the largest fragment."""
         outer, units = self.run.outer, self.counts.units
         assert outer is not None, "a run with outer steps"
+        buffers, costs = self.counts.buffers, self.comm_costs.of_buffers
         fragments: defaultdict[int, list[int]] = defaultdict(list)
-        for number, buffer in enumerate(self.counts.buffers):
+        for number, buffer in enumerate(buffers):
             if buffer.trains:
-                fragment = outer.fragment_of(buffer.unit_index, len(units))
-                fragments[fragment].append(number)
-        specs, costs = self.comm_costs.specs, self.comm_costs.of_buffers
-        largest = max(fragments.values(), key=lambda ids: sum(specs[n].layout.numel for n in ids))
+                fragments[outer.fragment_of(buffer.unit_index, len(units))].append(number)
+        largest = max(fragments.values(), key=lambda ids: sum(buffers[n].layout.numel for n in ids))
         reduce, gather, spread = OUTER_ROUND
         for number in largest:
             for verb, after in ((reduce, None), (gather, (reduce, number))):
-                parts, name = costs[number].queued.get(verb, ()), self.counts.buffers[number].name
-                yield Queue((verb, number), parts, name, after)
+                parts = costs[number].queued.get(verb, ())
+                yield Queue((verb, number), parts, buffers[number].name, after)
         for number in largest:
             yield Wait((gather, number))
             yield Queue((spread, number), costs[number].queued.get(spread, ()))

@@ -2,11 +2,10 @@
 
 # [Note: outer steps]
 # A group is the m neighbouring ranks with fast links, such as a node; n is the number of all ranks.
-# For the first steps of a run (warm-up) all ranks train synchronously. Then each group does inner
-# steps with AdamW or Muon, synchronously inside the group, as a data-parallel run of its own. Every
-# H inner steps groups synchronize in a round: the mean over groups of how far their parameters have
-# moved is the outer gradient of an outer optimizer, SGD with Nesterov momentum, and all groups take
-# its parameters (arXiv 2311.08105). States of a rank, as shares of the parameters, in fp32:
+# After the warm-up each group does inner steps with AdamW or Muon, as a data-parallel run of its
+# own. Every H inner steps groups synchronize in a round: the mean over groups of how far their
+# parameters have moved is the outer gradient of an outer optimizer, SGD with Nesterov momentum, and
+# all groups take its parameters (arXiv 2311.08105). States of a rank, in fp32:
 #
 #     master       1 / inner degree    this group's parameters, which inner steps update
 #     anchor       1 / m               parameters on which groups last agreed, equal bit for bit
@@ -20,14 +19,14 @@
 #     anchor -= Q(anchor - reference)                  all-gather between groups
 #     master = anchor
 #
-# What Q loses remains in anchor - reference, and is part of the next round. With a delay of tau the
-# communication of a round overlaps with the next tau inner steps. D is of the masters at the
-# beginning of the round, and what a group trained since stays: master = anchor + (master - master
-# at the beginning). With P fragments (Streaming DiLoCo, arXiv 2501.18512) a round is of some units
-# only, and rounds are H / P steps apart.
+# What Q loses remains in anchor - reference, and is part of the next round. With a delay the
+# communication of a round overlaps with the next inner steps. D is of the masters at the beginning
+# of the round, and what a group trained since stays: master += anchor - master at the beginning.
+# With P fragments (arXiv 2501.18512) a round is of some units, and rounds are H / P steps apart.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 
 from paro.errors import UserError, check_least, check_positive, count_text
@@ -65,16 +64,6 @@ class OuterConfig:
                 "at a time: give less"
             )
 
-    @property
-    def schedule(self) -> dict[str, int]:
-        """The settings that decide when each unit's rounds begin and end."""
-        return {
-            "steps": self.outer_steps,
-            "fragments": self.outer_fragments,
-            "delay": self.outer_delay,
-            "warmup": self.outer_warmup,
-        }
-
     def describe(self) -> str:
         """Describe the rounds in a line."""
         after = f"after {self.outer_warmup} synchronous steps " if self.outer_warmup else ""
@@ -83,8 +72,7 @@ class OuterConfig:
         kind = "Nesterov momentum" if self.outer_nesterov else "momentum"
         return (
             f"{after}groups train alone and synchronize every {self.outer_steps} steps{parts}"
-            f"{delay}, in "
-            f"{self.outer_bits} bits; learning rate {self.outer_lr:g}, {kind} "
+            f"{delay}, in {self.outer_bits} bits; learning rate {self.outer_lr:g}, {kind} "
             f"{self.outer_momentum:g}"
         )
 
@@ -134,3 +122,7 @@ class OuterConfig:
         if of_ends and unit in (0, num_units - 1):
             return int(unit > 0)
         return of_ends + (unit - of_ends // 2) % (self.outer_fragments - of_ends)
+
+
+# All ranks train synchronously to the end of the run.
+SYNCHRONOUS = OuterConfig(outer_steps=1, outer_warmup=sys.maxsize)

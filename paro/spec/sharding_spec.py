@@ -330,10 +330,11 @@ class ShardingSpec:
         exact = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
         if bits == 32 or group == world:
             exact = PrecisionConfig(compute="fp32")
+        bits = min(bits, FULL_BITS)
         sent = replace(
             self,
             strategy=Strategy(name="", params=group, grads=group, optim=world),
-            precision=PrecisionConfig(compute="fp32").with_inter_bits(min(bits, FULL_BITS)),
+            precision=PrecisionConfig(compute="fp32", inter_param_bits=bits, inter_grad_bits=bits),
             outer=None,
             groups_alone=False,
         )

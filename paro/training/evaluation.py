@@ -45,7 +45,7 @@ def evaluate(
         batches = TimedBatches(micro_batches, training.device, Timers())
         batches.kept = [] if averages else None
         count = min(at_once, num_micro_batches - begin)
-        with _exchanged(training, None if optimizer.outer is None else optimizer.outer.exchange):
+        with _exchanged(training, optimizer.outer.exchange):
             own[:3] += _sums(training, islice(batches, count))
         if averages:
             batches = TimedBatches(iter(batches.kept or ()), training.device, Timers())
@@ -77,22 +77,18 @@ def _sums(training: Training, batches: Iterable[Batch]) -> Tensor:
 
 
 @contextmanager
-def _exchanged(
-    training: Training, exchange: Callable[[], Iterable[UnitShards]] | None
-) -> Iterator[None]:
+def _exchanged(training: Training, exchange: Callable[[], Iterable[UnitShards]]) -> Iterator[None]:
     """Give the block the parameters that an exchange brings to masters, then the own, bit for bit.
 
     `exchange` yields every unit whose masters it has exchanged; its second call reverses the first.
     """
-    if exchange is None:
-        yield
-        return
     model, optimizer = training.model, training.optimizer
-    quantized = (unit for unit in model.trainable_units if unit.quantized_update is not None)
-    # Where updates are quantized, parameters are not the rounded masters.
-    sent = {unit: unit.optim_param.clone() for unit in quantized}
     with training.traffic.paused(), torch.no_grad():
-        optimizer.write_moved(exchange())
+        moved = [*exchange()]
+        quantized = (unit for unit in moved if unit.quantized_update is not None)
+        # Where updates are quantized, parameters are not the rounded masters.
+        sent = {unit: unit.optim_param.clone() for unit in quantized}
+        optimizer.write_moved(moved)
         try:
             yield
         finally:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import compress
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from paro.checkpoint.in_memory.recovery import Recovery
@@ -42,9 +44,9 @@ class GroupsAlone:
         self._training = training
         self._control = training.control
         self._start = start
-        outer, is_first = training.optimizer.outer, training.group_control.world.rank == 0
+        outer, self._is_first = training.optimizer.outer, training.group_control.world.rank == 0
         # The store, on the first rank of each group, and the last step that it counted there.
-        self._store = training.control.store if outer is not None and is_first else None
+        self._store = training.control.store if outer.is_on and self._is_first else None
         self._counted = 0
         self._stop_after = 0  # the iteration after which all groups stop; 0: none
         self._reasons = Reasons()  # of this group's ranks since the run began
@@ -74,7 +76,6 @@ class GroupsAlone:
         names the step.
         """
         outer = self._training.optimizer.outer
-        assert outer is not None, "groups do not train alone"
         counted = store.add(f"{_COUNTERS}{outer.group}", iteration - self._counted)
         self._counted = iteration
         if counted < _MARK and not wants_to_stop:
@@ -102,15 +103,13 @@ class GroupsAlone:
     def left_out_line(self, iteration: int) -> str | None:
         """Say which groups the round that begins after `iteration` leaves out; None if none."""
         outer = self._training.optimizer.outer
-        if not self.are_alone(iteration) or outer is None:
-            return None
         fragment = outer.config.begins(iteration)
         if fragment is None or outer.norms is None or all(outer.taken):
             return None
         left_out = [
             f"group {group}, which moved by {norm:.3g}"
-            for group, (norm, taken) in enumerate(zip(outer.norms, outer.taken, strict=True))
-            if not taken
+            for group, norm in enumerate(outer.norms)
+            if not outer.taken[group]
         ]
         return (
             f" the round after iteration {iteration} leaves out {', '.join(left_out)} | "
@@ -123,7 +122,7 @@ class GroupsAlone:
         Loss, gradient norm and z-loss are means over the groups whose step was not skipped.
         """
         outer = self._training.optimizer.outer
-        if not self.are_alone(record.iteration) or outer is None:
+        if not self.are_alone(record.iteration):
             yield record
             return
         if self.is_behind(record.iteration):
@@ -131,38 +130,47 @@ class GroupsAlone:
         self._records.append((record, outer.ended))
         if not due:
             return
-        of_rank = [
-            (each.lm_loss, each.grad_norm, each.z_loss, each.skipped, ended and float(ended.square))
-            for each, ended in self._records
-        ]
-        gathered = self._control.gather(of_rank)
-        size = self._control.world.group_size
-        for (each, ended), of_ranks in zip(self._records, zip(*gathered, strict=True), strict=True):
-            steps = of_ranks[::size]
-            trained = [step for step in steps if not step[3]] or steps[:1]
-            losses, norms, z_losses = [*zip(*trained, strict=True)][:3]
-            groups = GroupsRecord(
-                lm_losses=tuple(math.nan if skipped else loss for loss, _, _, skipped, _ in steps)
-            )
-            if ended is not None:
-                gradient = math.sqrt(math.fsum(square for *_, square in of_ranks))
-                moves = zip(ended.norms, ended.taken, strict=True)
-                moved = fmean(norm for norm, taken in moves if taken)
-                groups = replace(
-                    groups,
-                    outer_grad_norm=gradient,
-                    outer_grad_cosine=gradient / moved if moved else math.nan,
-                    num_left_out=ended.taken.count(False),
-                )
-            yield replace(
-                each,
-                lm_loss=fmean(losses),
-                grad_norm=fmean(norms),
-                z_loss=None if each.z_loss is None else fmean(z_losses),
-                skipped=all(skipped for *_, skipped, _ in steps),
-                groups=groups,
-            )
+        # One sum over the ranks, with numbers of each step and group, and of a round that ended.
+        mine = np.zeros((len(self._records), 5, outer.num_groups))
+        for rows, (each, ended) in zip(mine, self._records, strict=True):
+            if self._is_first:
+                own = each.lm_loss, each.grad_norm, each.z_loss or 0.0, each.skipped
+                rows[:4, outer.group] = own
+            rows[4, 0] = 0.0 if ended is None else float(ended.square)
+        sums = np.reshape(self._control.sum(mine.ravel().tolist()), mine.shape)
+        for (each, ended), rows in zip(self._records, sums, strict=True):
+            yield _of_groups(each, ended, rows.tolist())
         self._records.clear()
+
+
+def _of_groups(
+    record: IterationRecord, ended: EndedRound | None, rows: Sequence[Sequence[float]]
+) -> IterationRecord:
+    """Return the record of a step of all groups, and of the round that ended in it."""
+    losses, *_, skipped, (square, *_) = rows
+    trained = [True] if all(skipped) else [not skips for skips in skipped]
+    loss, grad_norm, z_loss = (fmean(compress(of_groups, trained)) for of_groups in rows[:3])
+    groups = GroupsRecord(
+        lm_losses=tuple(
+            math.nan if skips else loss for loss, skips in zip(losses, skipped, strict=True)
+        )
+    )
+    if ended is not None:
+        gradient = math.sqrt(square)
+        groups = replace(
+            groups,
+            outer_grad_norm=gradient,
+            outer_grad_cosine=gradient / ended.moved if ended.moved else math.nan,
+            num_left_out=ended.num_left_out,
+        )
+    return replace(
+        record,
+        lm_loss=loss,
+        grad_norm=grad_norm,
+        z_loss=None if record.z_loss is None else z_loss,
+        skipped=all(skipped),
+        groups=groups,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +187,7 @@ class GroupState:
 
 def shared_shards(training: Training) -> Iterator[FlatShard]:
     """Yield this rank's shards of all states but those that differ between groups."""
-    alone = training.optimizer.outer is not None
+    alone = training.optimizer.outer.is_on
     shards = training.optimizer.flat_shards()
     return (shard for shard in shards if not alone or shard.state in SHARED_BY_GROUPS)
 
@@ -192,7 +200,7 @@ def record_of_groups(
     Otherwise collective, unless all ranks are synchronous and nothing differs.
     """
     outer, control = training.optimizer.outer, training.control
-    if outer is None:
+    if not outer.is_on:
         return []
     mine = GroupState(
         loss_scale=state.loss_scale,
@@ -207,8 +215,8 @@ def record_of_groups(
 
 def group_state_of(common: Mapping[str, Any], training: Training) -> GroupState | None:
     """Return the state of this rank's group in a checkpoint of equal groups that train alone."""
-    outer = training.optimizer.outer
-    if outer is None or common.get("groups_alone") != training.groups_alone:
+    outer, before = training.optimizer.outer, common.get("groups_alone")
+    if before is None or before != training.groups_alone:
         return None
     recorded = common["groups"][outer.group]
     group: GroupState = conform(recorded, GroupState, "groups in common.json")
@@ -225,15 +233,13 @@ def restore_group(found: Recovery, training: Training) -> list[str]:
     Return lines about groups that are not as far as another, or begin as another one is.
     """
     outer, batches = training.optimizer.outer, training.batches
-    if outer is None:
+    if not outer.is_on:
         return []
     outer.restore(masters=outer.group not in found.groups, reference=found.lost_reference)
     group_state_of(found.common, training)
     met, newest = found.met[0], found.furthest_iteration
-    last = first = found.furthest["state"]["consumed_train_samples"]
-    for _ in range(met, newest):
-        first -= batches.batch_size_at(first - 1)
-    every = batches.micro_batch_size * batches.data_parallel_size
+    last = found.furthest["state"]["consumed_train_samples"]
+    first, every = batches.samples_before(last, newest - met), batches.samples_per_micro_batch
     share, lines = every // outer.num_groups, []
     for group in range(outer.num_groups):
         where = f"  group {group} of those that train alone"

@@ -62,7 +62,7 @@ class InMemoryCheckpointer:
 
         Snapshots that are no newer than the checkpoint of --load are not used.
         """
-        begin, flags, outer = time.monotonic(), self._config.checkpoint, training.optimizer.outer
+        begin, flags = time.monotonic(), self._config.checkpoint
         saved = None
         if flags.load is not None and flags.continues and flags.ckpt_step is None:
             saved = newest_whole(flags.load)
@@ -74,7 +74,7 @@ class InMemoryCheckpointer:
             identifying_flags(self._config.command_line, training.groups_alone),
             newer_than=newest,
             log=self._log.log0,
-            group=0 if outer is None else outer.group,
+            group=training.optimizer.outer.group,
         )
         if found is None:
             return None
@@ -104,7 +104,7 @@ class InMemoryCheckpointer:
         After a recovery also write the first snapshot, and remove those of earlier starts.
         """
         control, near = self._folder.control, self._folder.folder_ranks
-        optimizer, self._outer = training.optimizer, training.optimizer.outer
+        optimizer, self._training = training.optimizer, training
         states = chunked_states(optimizer.flat_shards(), writers=writers_of(training, near))
         rank = control.world.rank
         self._name = f"rank-{rank:05d}-{self._start:x}"
@@ -115,13 +115,12 @@ class InMemoryCheckpointer:
             states=states,
             flags=identifying_flags(self._config.command_line, training.groups_alone),
             constant=states.keys() - chunked_states(optimizer.flat_shards(frozen=False)).keys(),
-            group=0 if self._outer is None else self._outer.group,
+            group=optimizer.outer.group,
         )
         everywhere = control.gather(NUM_SLOTS * self._writer.num_bytes)
         num_bytes = sum(everywhere[each] for each in near)
         check_room(self._folder, num_bytes, available_host_bytes())
         self._record = partial(common_record, self._config, training, resumed)
-        self._of_groups = partial(record_of_groups, training, own=True)
         every = every_text(self._interval)
         self._log.log0(
             f"> local copies: {every}, two generations, {size_text(num_bytes)} of memory on this "
@@ -138,16 +137,16 @@ class InMemoryCheckpointer:
 
         None is while the messages of a round travel, which change the states that groups share.
         """
-        travels = self._outer is not None and self._outer.in_flight is not None
-        if state.iteration % self._interval == 0 and not travels:
+        is_due = state.iteration % self._interval == 0
+        if is_due and self._training.optimizer.outer.in_flight is None:
             self._begin_copy(state)
 
     def _begin_copy(self, state: TrainState) -> None:
-        met = state.iteration if self._outer is None else self._outer.config.met(state.iteration)
+        met = self._training.optimizer.outer.config.met(state.iteration)
         if met > self._met[0]:
             self._met = met, self._start
         self._copy.updated()
-        record = self._record(state, self._of_groups(state))
+        record = self._record(state, record_of_groups(self._training, state, own=True))
         job = partial(self._writer.write, state.iteration, record, self._copy, self._met)
         self.background.start(job)
 
@@ -219,8 +218,7 @@ def identifying_flags(
 
 def writers_of(training: Training, near: Iterable[int]) -> list[int]:
     """Return the ranks of a node that share the writing of a state: of one group that is alone."""
-    outer = training.optimizer.outer
-    return [rank for rank in near if outer is None or rank in outer.ranks]
+    return [rank for rank in near if rank in training.optimizer.outer.ranks]
 
 
 class _Copier:

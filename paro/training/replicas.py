@@ -31,8 +31,7 @@ class _Held(NamedTuple):
 def check_replicas(training: Training, *, iteration: int) -> None:
     """Raise `RunError` on all ranks if a replica differs from the others; collective."""
     training.model.wait_for_updated_params()
-    if training.optimizer.outer is not None:
-        training.optimizer.outer.wait()
+    training.optimizer.outer.wait()
     mine = list(_held(training))
     by_replicas: defaultdict[Holders, list[int]] = defaultdict(list)
     for held in mine:

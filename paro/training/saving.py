@@ -131,8 +131,7 @@ class Saver:
         if not self.settle():
             self._log.log0(f"trying again at iteration {state.iteration}")
         config, training = self._config, self._training
-        if training.optimizer.outer is not None:
-            training.optimizer.outer.wait()
+        training.optimizer.outer.wait()
         self._refuse_not_finite(state)
         groups = record_of_groups(training, state)
         shards = training.optimizer.flat_shards(frozen=self._resumed.base is None)

@@ -126,17 +126,18 @@ class Training:
 
     @property
     def groups_alone(self) -> dict[str, int] | None:
-        """The number of groups that train alone, and their schedule; None: there are none.
+        """The number of groups that train alone, and what decides their rounds; None: no groups.
 
-        Checkpoints record it: only equal groups with an equal schedule continue as they were.
+        Checkpoints record it: only equal groups with equal rounds continue as they were.
         """
-        outer = self.optimizer.outer
-        return None if outer is None else {"number": outer.num_groups, **outer.config.schedule}
+        outer, names = self.optimizer.outer, ("steps", "fragments", "delay", "warmup")
+        rounds: dict[str, int] = {name: getattr(outer.config, f"outer_{name}") for name in names}
+        return {"number": outer.num_groups, **rounds} if outer.is_on else None
 
     def control_of_step(self, iteration: int) -> Control:
         """Return the small collectives among ranks that are synchronous after `iteration`."""
-        outer = self.optimizer.outer
-        return self.group_control if outer and outer.trains_alone(iteration) else self.control
+        alone = iteration >= self.optimizer.outer.config.outer_warmup
+        return self.group_control if alone else self.control
 
     def close(self) -> None:
         """Wait for queued communication and shut down; collective, after the last step."""
@@ -301,7 +302,6 @@ def _add_up(
 
 
 def _update(training: Training, state: TrainState, *, grad_norm: float, unscale: float) -> None:
-    outer = training.optimizer.outer
     with training.timers.measure("optimizer"):
         training.optimizer.step(
             lr=training.schedule.lr_at(state.scheduled_samples),
@@ -310,7 +310,7 @@ def _update(training: Training, state: TrainState, *, grad_norm: float, unscale:
             grad_norm=grad_norm,
             unscale=unscale,
             averages=training.optimizer.config.averages_after(state.iteration + 1),
-            held=() if outer is None else outer.held(state.iteration + 1),
+            held=training.optimizer.outer.held(state.iteration + 1),
         )
 
 

@@ -127,17 +127,13 @@ CAUGHT = {
         ),
         ("IIG", OFFLOAD),
     ),
-    "optim.outer OuterOptimizer._spread: each.context.exposure.wait(WaitKind.REDUCE, event)": (
+    "optim.outer OuterOptimizer._move: each.context.exposure.wait(WaitKind.REDUCE, event)": (
         "NNN",
         f"{SAVED} {OUTER}",
     ),
     "optim.outer OuterUnit._after: after=after": ("III", f"{SAVED} {OUTER}"),
     "optim.outer OuterUnit.begin: after=stepped": ("III", f"{SAVED} {OUTER}"),
-    "optim.outer OuterUnit.end: self.wait_reduced()": (
-        "III",
-        f"{SAVED} {OUTER} --paro-outer-delay 0",
-    ),
-    "optim.outer OuterUnit.exchange: self.wait_reduced()": ("III", f"{SAVED} {OUTER}"),
+    "optim.outer OuterOptimizer._move: each.wait_reduced()": ("III", f"{SAVED} {OUTER}"),
     "optim.outer OuterOptimizer.wait: each.wait_reduced()": (
         "III",
         f"{SAVED} {OUTER} {AT_THE_SAVE}",

@@ -103,7 +103,7 @@ class LoneRank:
         device = self.model.units[0].param_shard.device
         tokens_BS = torch.zeros(size, seq_length, dtype=torch.int64, device=device)
         weights_BS = torch.ones(size, seq_length, device=device)
-        control, alone = PlannedControl(World(), device), self.optimizer.outer is not None
+        control, alone = PlannedControl(World(), device), self.optimizer.outer.is_on
         self.model.begin_step(num_micro_batches, full_precision=full_precision, alone=alone)
         for index in range(num_micro_batches):
             last = index + 1 == num_micro_batches

@@ -123,8 +123,7 @@ def continue_otherwise(cases: Sequence[tuple[str, str]], folder: str) -> list[tu
 
 def _norm(training: Training) -> float:
     """The norm of the parameters that all groups agree on."""
-    if training.optimizer.outer is not None:
-        training.optimizer.outer.wait()
+    training.optimizer.outer.wait()
     states = whole_states(training, replicas=True)
     return math.hypot(*(float(states[n].norm()) for n in states if n.startswith(f"{PARAM}.")))
 
@@ -223,7 +222,6 @@ def lose_copy(loss: Loss, root: Path) -> tuple[States, States, list[str]]:
     )
     config, training = built(flags)
     outer = training.optimizer.outer
-    assert outer is not None
     group, rank, log = outer.group, training.control.world.rank, Log()
     folder = SnapshotFolder(root / f"node{rank}", training.control, (rank,))
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -270,7 +268,6 @@ def lose_copy(loss: Loss, root: Path) -> tuple[States, States, list[str]]:
 def begin_as_defined(training: Training, state: TrainState, loss: Loss) -> TrainState:
     """Change the states of a lost group, or the outer ones of a lost rank, as a recovery should."""
     outer, optimizer = training.optimizer.outer, training.optimizer
-    assert outer is not None
     donor = training.control.gather((state, optimizer.num_steps))[2 * loss.donor]
     whole = states_of(training)
     returns, is_lost = loss.returned == outer.group, training.control.world.rank in loss.lost
