@@ -30,6 +30,7 @@ from paro.distributed.user_errors import run_script
 from paro.errors import UserError, check_least, reading, writing
 from paro.report.log import print_line
 from paro.untrusted.object_store import path_of
+from paro.untrusted.regular_file import check_folder
 from tools.shared.command_line import Parser
 
 SCHEMES = {
@@ -123,8 +124,7 @@ def opened(args: argparse.Namespace, iteration: int) -> tuple[Conversion, Source
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
-    if not args.input.is_dir():
-        raise UserError(f"--input {args.input} is no folder")
+    check_folder("--input", args.input)
     iterations = chosen(args.input, args.last, args.iterations)
     made = [opened(args, iteration) for iteration in iterations]
     conversion, newest = made[-1]

@@ -15,13 +15,13 @@ from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path,
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, reading
 from paro.report.log import print_line
+from paro.untrusted.regular_file import check_folder
 from tools.shared.command_line import Parser
 
 
 def prefixes_in(folder: Path) -> list[Path]:
     """Return the data sets of a folder by name; `UserError` if a file has no partner."""
-    if not folder.is_dir():
-        raise UserError(f"--input {folder} is no folder: give one that holds data sets")
+    check_folder("--input", folder, ": give one that holds data sets")
     with reading(f"--input {folder}"):
         files = [path for path in folder.iterdir() if path.suffix in (".bin", ".idx")]
     prefixes = sorted({path.with_suffix("") for path in files}, key=lambda path: path.name)

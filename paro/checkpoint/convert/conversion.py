@@ -26,6 +26,7 @@ from paro.checkpoint.convert.torchtitan import open_torchtitan, write_torchtitan
 from paro.errors import UserError, about, reading
 from paro.text import size_text
 from paro.untrusted.atomic_file import check_absent, temporary_beside
+from paro.untrusted.regular_file import check_folder
 
 OPENERS: dict[str, Callable[[Path], Source]] = {
     "hf": open_hugging_face,
@@ -66,8 +67,7 @@ class Conversion:
 
     def open(self) -> Source:
         """Return the model to convert, lazy, in the target dtype; `UserError` for wrong flags."""
-        if not self.source.is_dir():
-            raise UserError(f"--input {self.source} is no folder{how_to_fetch(self.source)}")
+        check_folder("--input", self.source, how_to_fetch(self.source))
         check_absent("--output", self.target)
         if self.padded_vocab_size is not None and self.target_format in ("hf", *TORCHTITAN):
             raise UserError(

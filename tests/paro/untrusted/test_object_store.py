@@ -29,7 +29,7 @@ from paro.untrusted.object_cache import (
     staging_folder,
 )
 from paro.untrusted.object_store import StorePath, path_of, store_timeout
-from paro.untrusted.regular_file import RegularFile, paths_in, read_bytes
+from paro.untrusted.regular_file import RegularFile, check_folder, paths_in, read_bytes
 from tests.helpers.object_server import BUCKET, SECRET, ObjectServer
 from tests.helpers.refusals import refused, says
 
@@ -228,6 +228,9 @@ def test_a_store_that_is_gone_is_waited_for_with_a_limit_and_a_line(
     server.fails("403", times=100)
     line = refused(partial(read_bytes, stored), str(stored), "credentials")
     assert SECRET not in line
+    refused(
+        partial(check_folder, "--input", stored.parent), f"--input {stored.parent}", "credentials"
+    )
 
 
 def test_a_client_asks_no_longer_than_its_caller_waits(
