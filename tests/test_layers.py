@@ -9,7 +9,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from setuptools import find_packages
 
 from tests.helpers.house import ROOT, Source, is_within
 from tests.helpers.layers import (
@@ -96,6 +95,8 @@ def test_the_console_command_is_the_script() -> None:
 
 
 def test_every_package_is_installed_and_no_other() -> None:
+    from setuptools import find_packages  # takes long to import, for every worker
+
     tool = PROJECT["tool"]["setuptools"]
     found = set(find_packages(str(ROOT), **tool["packages"]["find"]))
     folders = {

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.text import Text
 
 from paro.planning.estimator import Estimator
 from paro.planning.planner import TIE
@@ -26,7 +25,6 @@ from tests.paro.planning.cases import FEW, machine, plan_request
 from tools.plan import main
 from tools.planning import goodput, pictures
 from tools.planning.goodput import COPY_SHARE, Failures, from_disk, from_memory
-from tools.planning.labels import is_within
 from tools.planning.pictures import chrome_trace, draw_front
 from tools.planning.tables import letter_rows, rotated_rows
 
@@ -211,6 +209,10 @@ def test_memory_beats_disk_where_a_node_may_be_lost() -> None:
 def test_labels_cover_neither_each_other_nor_points(
     case: PlanRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from matplotlib.text import Text  # takes long to import, for every worker
+
+    from tools.planning.labels import is_within
+
     drawn: list[Any] = []
 
     @contextmanager

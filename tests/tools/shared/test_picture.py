@@ -6,7 +6,6 @@ import re
 from html import unescape
 from pathlib import Path
 
-import matplotlib
 import pytest
 
 from tests.helpers.house import ROOT
@@ -16,7 +15,9 @@ from tools.shared.picture import drawing, label_of, log_scale
 @pytest.fixture(autouse=True)
 def text_stays_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """An SVG holds its texts as such, and not as shapes of letters."""
-    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    from matplotlib import rcParams  # takes long to import, for every worker
+
+    monkeypatch.setitem(rcParams, "svg.fonttype", "none")
 
 
 def texts_of(path: Path) -> list[str]:

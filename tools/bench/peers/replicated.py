@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from data.loader import Batch
@@ -89,6 +88,9 @@ class Replicated(Contender):
         groups = decay_groups(task, self.parameters)
         settings = {**adamw_settings(task), "weight_decay": 0.0}
         if zero_redundancy:
+            # Here, because torch compiles its functional optimizers meanwhile.
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
             optimizer = ZeroRedundancyOptimizer(
                 groups, MasterAdamW, parameters_as_bucket_view=True, **settings
             )
