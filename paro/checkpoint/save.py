@@ -32,7 +32,14 @@ from paro.checkpoint.directory import (
     finish_checkpoint,
 )
 from paro.checkpoint.folder_lock import LockLostError
-from paro.checkpoint.manifest import METADATA, ChunkSums, check_sizes, create_object, sum_of
+from paro.checkpoint.manifest import (
+    METADATA,
+    ChunkSums,
+    DamagedError,
+    check_sizes,
+    create_object,
+    sum_of,
+)
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.storage import BoundedWriter
 from paro.errors import StorageError, UserError, writing
@@ -150,7 +157,7 @@ def _read_back(folder: Path, files: Mapping[str, ChunkSums]) -> ChunkSums:
         check_sizes(folder, files)
         read_metadata(folder)
         return sum_of((folder / METADATA).read_bytes())
-    except UserError as error:
+    except DamagedError as error:
         raise UserError(
             "what was just written is gone or not seen by all ranks, which need one and the same "
             f"folder: {error}"

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -158,21 +157,31 @@ def test_credentials_that_expire_while_loading_pass_over_no_checkpoint(
         save_checkpoint(root, iteration, make_shards(ONE, 0, filled=True), {})
     lines: list[str] = []
     load = partial(load_checkpoint, root, make_shards(ONE, 0, filled=False), log=lines.append)
-    for name, (method, told) in product(
-        (MANIFEST, METADATA, "distcp"),
-        (
-            ("GET", "the store refuses the credentials: ExpiredToken"),
-            ("HEAD", "the store refuses the request (is a token old?)"),
-        ),
+    refusals = {
+        "GET": "the store refuses the credentials: ExpiredToken",
+        "HEAD": "the store refuses the request (is a token old?)",
+    }
+    for method, name in (
+        *(("GET", MANIFEST), ("GET", METADATA), ("GET", "distcp"), ("HEAD", "distcp")),
     ):
         server.fails("400", method, name, times=100)
-        line = refused(load, f"--load {root}", told)
+        line = refused(load, f"--load {root}", refusals[method])
         server.recovers()
         assert "damaged" not in line
     assert lines == []
     common = load()
     assert common is not None
     assert common["iteration"] == 200
+
+
+def test_credentials_that_expire_in_a_save_are_told(server: ObjectServer, root: StorePath) -> None:
+    save = partial(save_checkpoint, root, 100, make_shards(ONE, 0, filled=True), {})
+    for method in ("PUT", "HEAD"):
+        server.fails("400", method, "distcp", times=100)
+        line = refused(save, f"--save {root}: ", "the store refuses")
+        server.recovers()
+        assert "gone" not in line
+    assert not iterations_in(root)
 
 
 def test_what_renames_is_refused(root: StorePath) -> None:
