@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import socket
 import stat
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -27,11 +28,25 @@ PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # by the scheme of a UR
 
 _URL = re.compile(rf"({'|'.join(PACKAGES)})://")
 _LONGEST_PAUSE = 5.0  # seconds between two attempts
+_SILENT_SECONDS = 15
+
+
+def _socket(place: Any) -> socket.socket:
+    """Make a socket that the system closes once the other end has taken nothing for a while.
+
+    The client has no limit of its own for what it sends: an upload might never end.
+    """
+    made = socket.socket(*place[:3])
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENT_SECONDS)
+    return made
+
+
 # A connection that answers nothing is broken off; of this package alone the limits are known.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {
         "config_kwargs": {
-            **{"connect_timeout": 10, "read_timeout": 15},
+            **{"connect_timeout": 10, "read_timeout": _SILENT_SECONDS},
+            "connector_args": {"socket_factory": _socket},
             "retries": {"total_max_attempts": 1},  # else each call lasts five times its limit
         },
         "max_concurrency": 4,

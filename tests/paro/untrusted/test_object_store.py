@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 
 from paro.arguments.parser import build_parser
-from paro.untrusted import object_cache, waits
+from paro.untrusted import object_cache, object_store, waits
 from paro.untrusted.object_cache import (
     BLOCK_BYTES,
     CachedObject,
@@ -242,6 +242,19 @@ def test_a_client_asks_no_longer_than_its_caller_waits(
     with store_timeout(0):
         refused_by_the_system(stored.read_bytes)
     assert len(server.fetched(f"/{'/'.join(stored.parts[1:])}")) == 1
+
+
+def test_an_upload_of_which_a_store_takes_nothing_is_sent_again(
+    server: ObjectServer, stored: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than fits the buffers of both ends, so that the client cannot end its request."""
+    monkeypatch.setattr(object_store, "_SILENT_SECONDS", 1)
+    object_store._file_system.cache_clear()
+    server.fails("hangs", "PUT", "y.bin")
+    server.requests.clear()
+    stored.with_name("y.bin").write_bytes(bytes(2**25))
+    object_store._file_system.cache_clear()
+    assert [method for method, *_ in server.requests] == ["PUT", "PUT"]
 
 
 def refused_by_the_system(call: Callable[[], object]) -> str:
