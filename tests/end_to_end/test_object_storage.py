@@ -86,7 +86,11 @@ def read_by_tools(url: str, tmp_path: Path) -> None:
     for words in (["tools/convert_checkpoint.py", *convert], inspect, merge, generate):
         done = run_script(words, before=partial(ObjectCache.use, str(tmp_path / "cache")))
         assert done.returncode == 0, done.stderr
-    assert (tmp_path / "hf" / "config.json").is_file()
+    converted, exported = (
+        {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
+        for folder in ("hf", "exported")
+    )
+    assert converted == exported
     assert latest_iteration(tmp_path / "merged") is not None
     refused(run_script([*inspect[:1], "--load", f"gcs://{url}"]), "--load", "gcs://")
 
@@ -103,6 +107,7 @@ def test_a_run_saves_to_a_store_and_continues_from_it(
         for iterations in (3, 6):
             flags = ["--train-iters", iterations, "--save-interval", "1", "--lr-decay-iters", "9"]
             flags += ["--override-opt_param-scheduler", "--save-retain-interval", "2", *how]
+            flags += ["--save-hf", tmp_path / "exported"] * (save == url and iterations == 6)
             done = train(tmp_path, save, *flags)
             assert done.returncode == 0, done.stderr
         assert iterations_in(path_of(save)) == {2, 4, 5, 6}
