@@ -26,7 +26,8 @@ from tests.helpers.warm_python import warm_python
 # a rank for 5 s: no name server is asked.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["RES_OPTIONS"] = "attempts:0"
-if not Path("/dev/nvidia0").exists():
+HAS_GPU = Path("/dev/nvidia0").exists()
+if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 # A shell starts background jobs with SIGINT ignored; the processes of tests would inherit that.
@@ -136,8 +137,11 @@ def must_run(config: pytest.Config) -> set[str]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs: list[Any]) -> None:
-    """Workers of pytest-xdist are forked from one process that has torch, and share its server."""
-    for spec in specs:
+    """Workers of pytest-xdist are forked from one process that has torch, and share its server.
+
+    Not where tests use a GPU: CUDA does not start in a fork of a process that has looked for one.
+    """
+    for spec in () if HAS_GPU else specs:
         spec.python = str(warm_python(sys.executable) / "python")
 
 
