@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,12 @@ SCALED = llama(1, 32, 40, heads=(4, 2, 8), length=64, vocab=37, use_rope_scaling
 CASES = {"grouped": (GROUPED, False), "tied": (TIED, False), "older": (SCALED, True)}
 
 
+INSTALL = (
+    "pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 torchdata tyro docstring_parser "
+    "typeguard einops"
+)
+
+
 def source_of(config: LlamaConfig) -> Source:
     tensors = {name: lazy(value) for name, value in random_tensors(config).items()}
     return Source(config=config, tensors=tensors)
@@ -88,6 +95,54 @@ def test_logits_are_those_of_a_model_that_rotates_in_pairs(older: bool, tmp_path
     tokens = some_tokens(GROUPED.vocab_size)
     theirs, ours = logits_of(model, tokens), logits_of(own_model(source_of(GROUPED)), tokens)
     torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("fused", [False, True])
+def test_torchtitans_own_model_loads_it_and_its_training_is_read(
+    fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 0.3.0 on a CPU, with torch's attention in place of FlexAttention."""
+    titan: Any = pytest.importorskip("torchtitan.models.llama3", reason=INSTALL)
+    parts: Any = pytest.importorskip("torchtitan.models.common")
+    attention: Any = pytest.importorskip("torchtitan.models.common.attention")
+    base: Any = pytest.importorskip("torchtitan.components.checkpointer.base")
+    optimizer: Any = pytest.importorskip("torchtitan.components.optimizer")
+    plain = attention.ScaledDotProductAttention.Config()
+    monkeypatch.setattr(titan, "get_attention_config", lambda _: plain)
+    config = replace(GROUPED, use_rope_scaling=True)
+    head, length, theta = config.kv_channels, config.max_position_embeddings, config.rotary_base
+    rope = parts.ComplexRoPE.Config(dim=head, max_seq_len=length, theta=theta, scaling="llama")
+    sizes = {"num_embeddings": config.vocab_size, "embedding_dim": config.hidden_size}
+    model = titan.Llama3Model.Config(
+        dim=config.hidden_size,
+        vocab_size=config.vocab_size,
+        tok_embeddings=parts.Embedding.Config(**sizes),
+        norm=parts.RMSNorm.Config(normalized_shape=config.hidden_size),
+        lm_head=parts.Linear.Config(in_features=config.hidden_size, out_features=config.vocab_size),
+        layers=titan._build_llama3_layers(
+            n_layers=config.num_layers,
+            dim=config.hidden_size,
+            n_heads=config.num_attention_heads,
+            n_kv_heads=config.num_query_groups,
+            hidden_dim=config.ffn_hidden_size,
+            rope=rope,
+            attn_backend="",
+            fuse_qkv=fused,
+        ),
+    ).build()
+    folder = written(tmp_path / "titan", config)
+    wrapper = base.ModelWrapper(model)  # its state dict is that of the checkpoint
+    load_from(folder, wrapper)
+    tokens = some_tokens(config.vocab_size)
+    theirs, ours = logits_of(model, tokens), logits_of(own_model(source_of(config)), tokens)
+    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-5 * float(theirs.abs().max()))
+    adamw = optimizer.default_adamw()
+    adamw.implementation = "for-loop"
+    trained = {"optimizer": adamw.build(model_parts=[model])}
+    save(tmp_path / "training", {**training_states({}), **trained, **wrapper.state_dict()})
+    back = open_torchtitan(tmp_path / "training", folder / "hugging_face")
+    assert_equal(back, source_of(config))
 
 
 def test_a_tied_output_layer_is_stored_and_tied_again_where_it_is_equal(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ class TitanLlama(nn.Module):
         return result
 
 
-def load_from(folder: Path, model: nn.Module) -> None:
+def load_from(folder: Path, model: Any) -> None:
     """Fills a model's parameters, sharded or not, as torchtitan does from a model-only folder."""
     state = model.state_dict()
     with warnings.catch_warnings():
