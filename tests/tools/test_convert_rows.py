@@ -23,6 +23,7 @@ from paro.checkpoint.convert.megatron import write_megatron
 from paro.checkpoint.convert.native import open_native, write_native
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.convert.tensor_files import lazy
+from paro.checkpoint.convert.torchtitan import write_torchtitan
 from paro.checkpoint.metadata import read_metadata
 from paro.launch.setup import open_data
 from paro.report.log import Log
@@ -156,6 +157,7 @@ FORMATS: dict[str, tuple[str, Callable[[Source, Path], object]]] = {
         "decoder.layers.mlp.linear_fc2.weight[0]",
         partial(write_megatron, rows=ROWS, divisible_by=1, dist=True),
     ),
+    "torchtitan": ("layers.0.feed_forward.w2.weight", partial(write_torchtitan, older=False)),
 }
 
 
