@@ -73,8 +73,8 @@ coverage: setup  ## lines and branches that all tests run, ranks included
 	$(BIN)/python -m coverage report --skip-covered --sort=cover
 
 verify: WORKERS = 2  # with more, studies that start 16 ranks run into their limits of time
-verify: setup  ## the long studies that `make test` leaves out; CONTINUE=1: those not yet passed
-	$(PYTEST) -m verify --must-run=root,compiler --timeout 3600 \
+verify: setup  ## the studies that `make test` leaves out: TESTS=files CONTINUE=1 (if not yet passed)
+	$(PYTEST) $(TESTS) -m verify --must-run=root,compiler --timeout 3600 \
 		--outcomes=runs/verify.jsonl $(if $(CONTINUE),--continue)
 
 mutants: setup  ## change the product in 200 places, one by one: does a test see it (hours)
