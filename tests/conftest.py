@@ -140,9 +140,11 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     """Workers of pytest-xdist are forked from one process that has torch, and share its server.
 
     Not where tests use a GPU: CUDA does not start in a fork of a process that has looked for one.
+    Nor under coverage, which ends with the forked process.
     """
-    for spec in () if HAS_GPU else specs:
-        spec.python = str(warm_python(sys.executable) / "python")
+    if not HAS_GPU and "coverage" not in sys.modules:
+        for spec in specs:
+            spec.python = str(warm_python(sys.executable) / "python")
 
 
 @pytest.hookimpl(wrapper=True)
