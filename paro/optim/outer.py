@@ -58,8 +58,8 @@ class OuterUnit(UnitShards):
         self.unit, self._whole_master, self._config = unit, master.detach(), config
         begin = self.param_start - unit.optim_start
         self.master = self._whole_master[begin : begin + self.param_shard.numel()]
-        if self.quantized_update is None:
-            self.param_shard = torch.zeros_like(self.master)  # fp32, also if messages are bf16
+        if self.param_shard.dtype != self.master.dtype:  # the anchor is fp32 if messages are bf16
+            self.param_shard = self._params_of_bucket = torch.zeros_like(self.master)
         self.anchor = self.param_shard
         # This rank's shard of the outer optimizer's states: 1/n of the unit, a range of `master`.
         self._shard = self._to_update(self.anchor, self.spec.strategy.params)
