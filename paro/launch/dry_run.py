@@ -349,13 +349,12 @@ def _checkpoints(plan: RunPrediction) -> Iterator[str]:
         num_bytes = checkpoint_bytes(plan.run, has_base=has_base, has_moments=has_moments)
         yield f"> --save {checkpoint.save}: {size_text(num_bytes)} a checkpoint, {when}"
         if is_url(checkpoint.save):
-            step = None if plan.launch is None else plan.launch.seconds
-            between = None if every is None or step is None else every * step
             upload = upload_text(
                 num_bytes,
                 plan.config.world.num_nodes,
+                every=every,
                 is_async=checkpoint.async_save,
-                interval_seconds=between,
+                step_seconds=None if plan.launch is None else plan.launch.seconds,
             )
             yield f">   {upload}"
         if resumed.base is not None:

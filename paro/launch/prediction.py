@@ -107,18 +107,27 @@ def checkpoint_bytes(run: RunSpec, *, has_base: bool, has_moments: bool) -> int:
 
 
 def upload_text(
-    num_bytes: int, num_nodes: int, *, is_async: bool, interval_seconds: float | None
+    num_bytes: int,
+    num_nodes: int,
+    *,
+    every: int | None,
+    is_async: bool,
+    step_seconds: float | None,
 ) -> str:
     """Describe a save into an object store, by the share of a node: its disk, then the upload.
 
-    `interval_seconds` pass between two saves; None if it is not known, or there is but one.
+    `every` is the number of steps between two saves; None: there is one, at the end of the run.
+    `step_seconds` is None if it is not known.
     """
     share = num_bytes / num_nodes
     text = f"a node writes {size_text(round(share))} on its disk and then uploads it"
+    if every is None:
+        return f"{text}: the end of the run waits for both"
     if not is_async:
         return f"{text}: training waits for both; --async-save trains meanwhile"
-    if interval_seconds is None:
+    if step_seconds is None:
         return f"{text} while training continues"
+    interval_seconds = every * step_seconds
     return (
         f"{text} while training continues: both must end within {seconds_text(interval_seconds)}, "
         f"or the next save waits: {share / interval_seconds / 1e9:.2g} GB/s or more of a node"

@@ -87,8 +87,7 @@ def _export(
 
     target = Path(str(config.checkpoint.save_hf))
     training.model.wait_for_updated_params()
-    if training.optimizer.outer is not None:
-        training.optimizer.outer.wait()
+    training.optimizer.outer.wait()
     log.log0(f"writing the model to --save-hf {target}")
     ranks, states = with_one_folder(training.control), _held(training, resumed)
     notes = write_by_ranks(plan, states, target, ranks, "--save-hf")

@@ -54,9 +54,13 @@ def needs(words: str) -> int:
 
 def test_a_save_into_a_store_says_how_fast_it_must_be_uploaded() -> None:
     text = partial(upload_text, 80 * 10**9, 4)
-    says(text(is_async=True, interval_seconds=10.0), "20.0 GB", "within 10.00 s", "2 GB/s or more")
-    assert text(is_async=True, interval_seconds=None).endswith("while training continues")
-    says(text(is_async=False, interval_seconds=10.0), "--async-save")
+    found = text(every=5, is_async=True, step_seconds=2.0)
+    says(found, "20.0 GB", "within 10.00 s", "2 GB/s or more")
+    assert text(every=5, is_async=True, step_seconds=None).endswith("while training continues")
+    says(text(every=5, is_async=False, step_seconds=2.0), "--async-save")
+    for is_async in (False, True):
+        found = text(every=None, is_async=is_async, step_seconds=2.0)
+        assert found.endswith("the end of the run waits for both")
 
 
 def test_the_ranks_of_a_host_share_its_memory() -> None:
