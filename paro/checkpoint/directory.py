@@ -175,8 +175,8 @@ def set_aside(root: Path, number: int) -> Path | None:
     for path in (*paths_in(root, "iter_*"), root / TRACKER):
         if path.suffix != _PARTIAL and path.exists():
             path.rename(earlier / path.name)
-    _sync_directory(earlier)
-    _sync_directory(root)
+    sync(earlier)
+    sync(root)
     return earlier
 
 
@@ -296,7 +296,7 @@ def finish_checkpoint(
         return
     next_tracker = _next_tracker(partial)
     write_durably(next_tracker, str(iteration))
-    _sync_directory(partial)  # file names in the folder must be durable before its name
+    sync(partial)  # file names in the folder must be durable before its name
     directory = iteration_directory(root, iteration)
     replaced = directory.with_suffix(_REPLACED)
     if directory.exists():
@@ -305,10 +305,10 @@ def finish_checkpoint(
         directory.rename(replaced)  # not yet removed: a crash here must leave one
     check()
     partial.rename(directory)
-    _sync_directory(root)  # the tracker must not become durable before the folder it names
+    sync(root)  # the tracker must not become durable before the folder it names
     check()
     next_tracker.replace(root / TRACKER)
-    _sync_directory(root)  # from here on the old checkpoint is not needed
+    sync(root)  # from here on the old checkpoint is not needed
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -391,8 +391,9 @@ def _next_tracker(partial: Path) -> Path:
     return partial.with_name(f"{TRACKER}.{partial.name}")
 
 
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Fsync a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

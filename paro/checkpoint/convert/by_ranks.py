@@ -18,6 +18,7 @@ from paro.checkpoint.chunks import ChunkedState
 from paro.checkpoint.convert.hugging_face import HuggingFacePlan
 from paro.checkpoint.convert.source import LazyTensor, finite_cast
 from paro.checkpoint.convert.tensor_files import bytes_of, safetensors_plan
+from paro.checkpoint.directory import sync
 from paro.distributed.world import World
 from paro.errors import writing
 from paro.layout import Shape
@@ -48,8 +49,11 @@ def write_by_ranks(
     def finish() -> list[str]:
         with writing(blame):
             notes = plan.write_rest(temporary)
+            for path in (*temporary.iterdir(), temporary):  # all is durable before its name is
+                sync(path)
             check_absent(flag, target)
             temporary.rename(target)
+            sync(target.absolute().parent)
         return notes
 
     try:

@@ -127,13 +127,18 @@ def test_the_header_is_the_librarys_and_no_byte_is_left_out() -> None:
     assert [*places.values(), len(theirs)] == [len(header), *ends]
 
 
-def interrupted(folder: Path, failure: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writes the folder, alone, until the tenth write fails; nothing looks complete before."""
+def write_alone(folder: Path) -> None:
+    """Writes the folder from one rank, which holds all chunks."""
     plan, ranks, _ = planned(CONFIG, None)
     states = ranks[0]
     for other in ranks[1:]:
         for name, state in other.items():
             states[name].chunks.update(state.chunks)
+    write_by_ranks(plan, states, folder, one_process(), "--save-hf")
+
+
+def interrupted(folder: Path, failure: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes the folder, alone, until the tenth write fails; nothing looks complete before."""
     calls, write = 0, os.pwrite
 
     def pwrite(file: int, content: memoryview, place: int) -> int:
@@ -146,7 +151,7 @@ def interrupted(folder: Path, failure: BaseException, monkeypatch: pytest.Monkey
         return write(file, content[:7], place)
 
     monkeypatch.setattr(by_ranks.os, "pwrite", pwrite)
-    write_by_ranks(plan, states, folder / "hf", one_process(), "--save-hf")
+    write_alone(folder / "hf")
 
 
 def test_an_interrupted_write_leaves_nothing(
@@ -161,11 +166,22 @@ def test_an_interrupted_write_leaves_nothing(
 
 
 def test_a_folder_that_was_made_meanwhile_is_not_replaced(tmp_path: Path) -> None:
-    plan, ranks, _ = planned(CONFIG, None)
     (tmp_path / "hf").mkdir()
-    for other in ranks[1:]:
-        for name, state in other.items():
-            ranks[0][name].chunks.update(state.chunks)
-    write = partial(write_by_ranks, plan, ranks[0], tmp_path / "hf", one_process(), "--save-hf")
-    refused(write, "--save-hf", "exists")
+    refused(partial(write_alone, tmp_path / "hf"), "--save-hf", "exists")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_all_files_are_durable_before_the_folder_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, target = list[Path](), tmp_path / "hf"
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_alone(target)
+    before, named = synced[:-1], synced[-1]
+    assert named == tmp_path
+    assert {path.name for path in target.iterdir()} < {path.name for path in before}
+    assert before[-1].suffix == ".tmp"
