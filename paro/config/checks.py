@@ -147,6 +147,12 @@ def check_outer(sharding: ShardingConfig, strategy: Strategy, precision: Precisi
         raise contradiction(flag, "--paro-elastic", reason)
 
 
+def keeps_copies(checkpoint: CheckpointConfig, sharding: ShardingConfig) -> bool:
+    """Return whether in-memory checkpoints are on, with which a run without --save continues."""
+    is_given = checkpoint.non_persistent_ckpt_type is not None
+    return is_given or sharding.needs_in_memory_checkpoints
+
+
 def check_sizes(
     batches: BatchSchedule,
     checkpoint: CheckpointConfig,
@@ -158,8 +164,7 @@ def check_sizes(
     Sizes that a resumed run has passed are not checked. A run with in-memory checkpoints makes
     this check later, when the iteration that it resumes from is known.
     """
-    copies = checkpoint.non_persistent_ckpt_type or sharding.needs_in_memory_checkpoints
-    if batches.changes and (launch.dry_run or not copies):
+    if batches.changes and (launch.dry_run or not keeps_copies(checkpoint, sharding)):
         batches.check_from(resumed_samples(checkpoint))
 
 
@@ -167,8 +172,7 @@ def check_in_memory(
     checkpoint: CheckpointConfig, sharding: ShardingConfig, as_given: PrecisionConfig
 ) -> None:
     """Raise `UserError` for flags of in-memory checkpoints that are off, or without --load."""
-    is_local = checkpoint.non_persistent_ckpt_type == "local"
-    if not (is_local or sharding.needs_in_memory_checkpoints):
+    if not keeps_copies(checkpoint, sharding):
         for flag, value in (
             ("--non-persistent-local-ckpt-dir", checkpoint.non_persistent_local_ckpt_dir),
             ("--non-persistent-save-interval", checkpoint.non_persistent_save_interval),
@@ -176,6 +180,7 @@ def check_in_memory(
             if value is not None:
                 raise UserError(f"{flag} needs --non-persistent-ckpt-type local")
         return
+    is_local = checkpoint.non_persistent_ckpt_type == "local"
     needed_by = "--paro-elastic" if sharding.elastic else "--paro-survive"
     flag = "--non-persistent-ckpt-type local" if is_local else needed_by
     check_feedback(flag, as_given)  # bits as given: a restart may have more groups than this run
@@ -219,11 +224,13 @@ def check_overwriting(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
     )
 
 
-def check_export(checkpoint: CheckpointConfig, model: LlamaConfig, train: TrainConfig) -> None:
+def check_export(
+    checkpoint: CheckpointConfig, model: LlamaConfig, train: TrainConfig, sharding: ShardingConfig
+) -> None:
     """Raise `UserError` if --save-hf names a folder of a model that no run can write there."""
     if checkpoint.save_hf is None:
         return
-    flag = f"--save-hf {checkpoint.save_hf}"
+    flag, target = f"--save-hf {checkpoint.save_hf}", Path(checkpoint.save_hf)
     if train.skip_train:
         raise contradiction(flag, "--skip-train", "nothing is trained")
     if model.lora is not None:
@@ -233,8 +240,8 @@ def check_export(checkpoint: CheckpointConfig, model: LlamaConfig, train: TrainC
         )
     with about(f"{flag}: "):
         hugging_face_config(model)
-    if not checkpoint.continues:  # else the run may be complete
-        check_absent("--save-hf", Path(checkpoint.save_hf))
+    if not (checkpoint.continues or keeps_copies(checkpoint, sharding)):
+        check_absent("--save-hf", target)  # no earlier start of this run has written it
 
 
 def check_outputs(

@@ -19,7 +19,14 @@ from model.trainable import Trainable
 from paro.arguments.needed import VOCABULARY
 from paro.arguments.parser import check_flags, take
 from paro.checkpoint.config import CheckpointConfig
-from paro.config.checks import CHECKS, check_in_memory, check_load, check_outputs, check_overwriting
+from paro.config.checks import (
+    CHECKS,
+    check_in_memory,
+    check_load,
+    check_outputs,
+    check_overwriting,
+    keeps_copies,
+)
 from paro.config.context_parallel import ContextParallelConfig, data_parallel_size_of
 from paro.config.model import take_model, vocab_size_given
 from paro.config.parts import (
@@ -120,10 +127,9 @@ class RunConfig:
     @property
     def in_memory_interval(self) -> int | None:
         """The number of iterations between in-memory checkpoints; None if they are off."""
-        flags = self.checkpoint
-        if flags.non_persistent_ckpt_type is None and not self.sharding.needs_in_memory_checkpoints:
+        if not keeps_copies(self.checkpoint, self.sharding):
             return None
-        return flags.non_persistent_save_interval or 1
+        return self.checkpoint.non_persistent_save_interval or 1
 
     @property
     def plan_request(self) -> PlanRequest | None:

@@ -269,6 +269,12 @@ def test_a_used_folder_may_be_continued_or_left_alone(used: Path, words: str) ->
     configure(f"{SMALL} --save {used} {words.format(used=used)}")
 
 
+def test_the_folder_of_save_hf_may_exist_where_in_memory_copies_continue_a_run(
+    tmp_path: Path,
+) -> None:
+    configure(f"{SMALL} --save-hf {tmp_path} --non-persistent-ckpt-type local")
+
+
 def test_a_tracker_alone_is_a_checkpoint_and_an_unfinished_save_is_none(tmp_path: Path) -> None:
     begin_checkpoint(tmp_path / "unfinished", 3)
     configure(f"{SMALL} --save {tmp_path / 'unfinished'}")
