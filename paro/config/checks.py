@@ -233,6 +233,9 @@ def check_export(
     flag, target = f"--save-hf {checkpoint.save_hf}", Path(checkpoint.save_hf)
     if train.skip_train:
         raise contradiction(flag, "--skip-train", "nothing is trained")
+    save = checkpoint.save
+    if save is not None and path_of(save).resolve().is_relative_to(target.resolve()):
+        raise UserError(f"{flag} must not be or hold --save {save}: give another folder")
     if model.lora is not None:
         raise UserError(
             f"{flag} does not merge adapters: leave it out, and give --merge or --to peft to "
