@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from paro.errors import UserError, about, is_word
-from paro.untrusted.regular_file import read_text
-from paro.untrusted.schema import parse_json, read_json
+from paro.files.regular_file import read_text
+from paro.files.schema import parse_json, read_json
 
 SURPLUS = 0.005  # fraction of extra samples built of every corpus against rounding, as Megatron
 MAX_CORPORA = np.iinfo(np.int16).max - 1

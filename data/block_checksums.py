@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paro.errors import UserError, reading
-from paro.untrusted.atomic_file import replacing
-from paro.untrusted.checksum import crc32, crc32_of_file
-from paro.untrusted.object_store import path_of
-from paro.untrusted.regular_file import RegularFile
+from paro.files.atomic_file import replacing
+from paro.files.checksum import crc32, crc32_of_file
+from paro.files.object_store import path_of
+from paro.files.regular_file import RegularFile
 
 # A check reads whole blocks. With this size, samples of 2,048 tokens are read at nine tenths of the
 # speed of mapped files if they are in the page cache, and at six times it if they are not; with

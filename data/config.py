@@ -17,8 +17,8 @@ from data.blend import (
 from data.loss_mask import loss_mask_paths
 from data.sample_order import SPLIT_NAMES, parse_split
 from paro.errors import UserError, check_between, contradiction
-from paro.untrusted.object_cache import ObjectCache
-from paro.untrusted.object_store import is_url
+from paro.files.object_cache import ObjectCache
+from paro.files.object_store import is_url
 
 DEFAULT_SPLIT = "969, 30, 1"
 MAX_SEED = 2**32 - 1

@@ -13,8 +13,8 @@ from pathlib import Path
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError, about
-from paro.untrusted.object_store import path_of
-from paro.untrusted.schema import read_json
+from paro.files.object_store import path_of
+from paro.files.schema import read_json
 
 _COUNTS = re.compile(r"(?:[0-9]{1,9} )*[0-9]{1,9}")
 

@@ -18,8 +18,8 @@ from data.loss_mask import BEGINS, TRAINED, LossMask
 from data.sample_order import OrderPlan, SampleOrder, build_order, split_bounds, split_matrix
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError
+from paro.files.checksum import crc32
 from paro.text import listed
-from paro.untrusted.checksum import crc32
 
 # Token ids are checked against the vocabulary when a corpus is opened: all ids of a corpus of up to
 # this many bytes, which takes a tenth of a second, and evenly spaced blocks of larger corpora.

@@ -10,8 +10,8 @@ from typing import Any, NotRequired, TypedDict
 
 from data.hub import how_to_fetch
 from paro.errors import UserError, importing
-from paro.untrusted.regular_file import check_regular, read_bytes
-from paro.untrusted.schema import read_json
+from paro.files.regular_file import check_regular, read_bytes
+from paro.files.schema import read_json
 
 TOKENIZER_JSON = "tokenizer.json"
 # Files that may add tokens to those of a tokenizer file next to them.

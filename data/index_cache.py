@@ -28,10 +28,10 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from paro.errors import UserError, open_files_limit
-from paro.untrusted.atomic_file import replace_file, replacing
-from paro.untrusted.checksum import crc32_of_file
-from paro.untrusted.regular_file import RegularFile, read_text
-from paro.untrusted.waits import Wait
+from paro.files.atomic_file import replace_file, replacing
+from paro.files.checksum import crc32_of_file
+from paro.files.regular_file import RegularFile, read_text
+from paro.files.waits import Wait
 
 _POLL_SECONDS = 0.05
 _HEADER_BYTES = 2**14  # largest .npy header that numpy writes for arrays of numbers

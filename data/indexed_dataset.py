@@ -23,10 +23,10 @@ from data.block_checksums import CheckedFile, checksums_path, replacing_checked,
 from data.fingerprint import Fingerprint, fingerprint_path, read_fingerprint
 from data.loss_mask import LossMask, LossMaskFile, loss_mask_paths, sum_bytes
 from paro.errors import UserError, reading, writing
-from paro.untrusted.atomic_file import replacing
-from paro.untrusted.object_cache import ObjectCache
-from paro.untrusted.object_store import path_of
-from paro.untrusted.regular_file import RegularFile
+from paro.files.atomic_file import replacing
+from paro.files.object_cache import ObjectCache
+from paro.files.object_store import path_of
+from paro.files.regular_file import RegularFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -27,8 +27,8 @@ from data.indexed_dataset import IndexedDataset
 from data.sample_order import SPLIT_NAMES, share_of
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError, open_files_limit
+from paro.files.waits import Wait
 from paro.text import listed
-from paro.untrusted.waits import Wait
 
 _FILES = 14  # open files per corpus at most: 5 of the corpus, and 3 with the order of each split
 _NAMED = 3  # at most so many corpora are named in a line

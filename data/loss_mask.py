@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from data.block_checksums import CheckedFile
 from paro.errors import UserError
-from paro.untrusted.object_store import path_of
-from paro.untrusted.regular_file import RegularFile
+from paro.files.object_store import path_of
+from paro.files.regular_file import RegularFile
 
 MASKED, TRAINED, BEGINS = 0, 1, 2  # BEGINS: masked, and the first token of a conversation
 _SUM_BYTES = 4

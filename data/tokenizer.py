@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from data.hugging_face_tokenizer import LibraryTokenizer, hugging_face_tokenizer
 from data.tokenizer_config import GPT2_TYPE, SENTENCEPIECE_TYPES, TokenizerConfig
 from paro.errors import UserError, importing, reading
-from paro.untrusted.regular_file import check_regular, read_bytes
-from paro.untrusted.schema import read_json
+from paro.files.regular_file import check_regular, read_bytes
+from paro.files.schema import read_json
 
 BLANK = "\u2581"  # how SentencePiece spells a space
 END = "<|endoftext|>"

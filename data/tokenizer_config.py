@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from paro.errors import UserError, check_between, check_least
-from paro.untrusted.object_cache import local_copy
+from paro.files.object_cache import local_copy
 
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 GPT2_TYPE, NULL_TYPE = "GPT2BPETokenizer", "NullTokenizer"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data.tokenizer import BLANK, END, SentencePieceTokenizer, read_gpt2
-from paro.untrusted.regular_file import read_bytes
+from paro.files.regular_file import read_bytes
 
 # Test texts that expose differences between the two libraries.
 _PROBES = (

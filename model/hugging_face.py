@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict
 from model.config import LlamaConfig
 from model.units import name_in
 from paro.errors import UserError
-from paro.untrusted.schema import Positive, conform
+from paro.files.schema import Positive, conform
 
 _NAMES = {
     "embedding.weight": "model.embed_tokens.weight",

@@ -38,6 +38,8 @@ from paro.distributed.process_group import RuntimeConfig, distributed
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import read_world
 from paro.errors import UserError, check_least
+from paro.files.object_cache import BLOCKS, ObjectCache
+from paro.files.object_store import StorePath, path_of
 from paro.layout import make_layout, whole_chunk
 from paro.report.log import Log
 from paro.spec.states import MOMENTS, PARAM, FlatShard
@@ -45,8 +47,6 @@ from paro.topology import make_topology
 from paro.training.assembly import build_data, build_sources, build_training
 from paro.training.saving import Saver
 from paro.training.step import TrainState, train_step
-from paro.untrusted.object_cache import BLOCKS, ObjectCache
-from paro.untrusted.object_store import StorePath, path_of
 from tools.shared.command_line import RankParser
 from tools.shared.meters import MemoryMeter, drop_from_cache
 from tools.shared.output import print_json, write_json

@@ -17,11 +17,11 @@ from paro.checkpoint.convert.conversion import SOURCES, TARGETS, Conversion
 from paro.checkpoint.convert.source import Source
 from paro.distributed.user_errors import run_script
 from paro.errors import writing
+from paro.files.object_store import path_of
 from paro.precision import BYTES_OF
 from paro.report.log import print_line
 from paro.sharding.buffers import TORCH_TYPES
 from paro.text import size_text
-from paro.untrusted.object_store import path_of
 from tools.shared.command_line import Parser
 
 _WITH_OPTIMIZER = (

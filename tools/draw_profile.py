@@ -16,10 +16,10 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, about
+from paro.files.schema import Count, conform, read_json
 from paro.planning.simulation import Activity
 from paro.report.log import print_line
 from paro.text import align
-from paro.untrusted.schema import Count, conform, read_json
 from tools.planning.pictures import draw_timeline
 from tools.profiles.device import DeviceProfile, Event, device_profile, is_of_device, length
 from tools.profiles.device_report import device_figures, device_text, draw_streams

@@ -23,9 +23,9 @@ from paro.checkpoint.convert.source import Source
 from paro.checkpoint.directory import latest_iteration
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, about, check_least, reading
+from paro.files.object_store import path_of
+from paro.files.regular_file import read_text
 from paro.report.log import print_line
-from paro.untrusted.object_store import path_of
-from paro.untrusted.regular_file import read_text
 from tools.generation.chat import chat, chat_template, said_by_user
 from tools.generation.continuing import Sampling, Speaker, check_ids, text_of
 from tools.shared.command_line import Parser

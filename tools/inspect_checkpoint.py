@@ -28,9 +28,9 @@ from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.metadata import read_metadata
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, reading
+from paro.files.object_store import path_of
 from paro.report.log import print_line
 from paro.spec.states import GRAD_ERRORS, PARAM, SENT, STATE_NAMES
-from paro.untrusted.object_store import path_of
 from tools.shared.command_line import Parser
 from tools.shared.output import print_json
 

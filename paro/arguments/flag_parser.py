@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from paro.untrusted.object_store import PACKAGES, is_url, path_of
+from paro.files.object_store import PACKAGES, is_url, path_of
 
 # The metavars by which --help shows that a flag's value is a file or folder.
 PATHS = ("FILE", "DIR", "PATH", "PREFIX", "SOURCE")

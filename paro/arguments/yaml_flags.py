@@ -10,7 +10,7 @@ import yaml
 from paro.arguments.flag_parser import hint_for, starts_flag
 from paro.arguments.megatron import rule_of
 from paro.errors import UserError, is_word
-from paro.untrusted.regular_file import read_text
+from paro.files.regular_file import read_text
 
 FLAG = "--yaml-cfg"
 MOST_BYTES = 2**16  # largest file; parsing takes a second. Long blends have --data-args-path

@@ -20,7 +20,7 @@ from paro.distributed.control import Control
 from paro.distributed.groups import make_save_groups
 from paro.distributed.world import World
 from paro.errors import UserError, describe, is_memory_failure, is_storage_failure, reading, writing
-from paro.untrusted.object_store import is_url
+from paro.files.object_store import is_url
 
 T = TypeVar("T")
 _LOOK_SECONDS = 0.5

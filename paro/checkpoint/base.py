@@ -10,8 +10,8 @@ from model.config import LoraConfig
 from paro.checkpoint.directory import COMMON, BaseCheckpoint, find_checkpoint
 from paro.checkpoint.manifest import DamagedError, Manifest, read_manifest
 from paro.errors import UserError
+from paro.files.schema import conform
 from paro.spec.states import PARAM
-from paro.untrusted.schema import conform
 
 
 def as_base(directory: Path) -> BaseCheckpoint:

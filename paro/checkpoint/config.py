@@ -7,7 +7,7 @@ from typing import Any
 
 from model.config import LlamaConfig
 from paro.errors import UserError, check_least, contradiction
-from paro.untrusted.object_store import is_url, path_of
+from paro.files.object_store import is_url, path_of
 
 # Fields of the model that a run may change when it continues; so are those of fused kernels.
 _FREE_FIELDS = {

@@ -36,10 +36,10 @@ from paro.checkpoint.manifest import (
     write_manifest,
 )
 from paro.errors import StorageError, UserError, reading
+from paro.files.object_store import StorePath, path_of, store_timeout
+from paro.files.regular_file import paths_in, read_bytes
+from paro.files.schema import Count, parse_json
 from paro.report.earlier import MARK
-from paro.untrusted.object_store import StorePath, path_of, store_timeout
-from paro.untrusted.regular_file import paths_in, read_bytes
-from paro.untrusted.schema import Count, parse_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.json"

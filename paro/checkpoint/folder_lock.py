@@ -22,7 +22,7 @@ from pathlib import Path
 
 from paro.checkpoint.lock_holder import LockHolder
 from paro.errors import StorageError, UserError
-from paro.untrusted.object_store import StorePath, store_timeout
+from paro.files.object_store import StorePath, store_timeout
 
 BEAT_SECONDS = 5.0
 STILL_SECONDS = 60.0

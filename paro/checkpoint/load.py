@@ -20,6 +20,7 @@ from paro.checkpoint.manifest import DamagedError, read_manifest
 from paro.checkpoint.storage import CheckedReader
 from paro.distributed.control import Control
 from paro.errors import StorageError, UserError
+from paro.files.object_store import path_of
 from paro.layout import shape_text
 from paro.spec.states import (
     ANCHOR,
@@ -32,7 +33,6 @@ from paro.spec.states import (
     FlatShard,
     is_of_group,
 )
-from paro.untrusted.object_store import path_of
 
 State = TypeVar("State")
 _MISMATCH = "the checkpoint does not match the model"

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from paro.distributed.world import read_job_id, read_rendezvous_id
 from paro.errors import UserError
-from paro.untrusted.schema import Count, Positive, parse_json
+from paro.files.schema import Count, Positive, parse_json
 
 _TEXT_LENGTH = 128
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from paro.errors import UserError, describe, open_files_limit
-from paro.untrusted.checksum import crc32, crc32_of_file
-from paro.untrusted.object_store import StorePath
-from paro.untrusted.regular_file import RegularFile, read_bytes
-from paro.untrusted.schema import Count, conform, read_json
+from paro.files.checksum import crc32, crc32_of_file
+from paro.files.object_store import StorePath
+from paro.files.regular_file import RegularFile, read_bytes
+from paro.files.schema import Count, conform, read_json
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"  # DCP's file

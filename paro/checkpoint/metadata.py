@@ -23,7 +23,7 @@ from torch.serialization import _get_layout
 
 from paro.checkpoint.manifest import METADATA, DamagedError, check_access
 from paro.errors import UserError, describe
-from paro.untrusted.regular_file import read_bytes
+from paro.files.regular_file import read_bytes
 
 MAX_BYTES = 2**30  # largest file: 7 million chunks, 405 billion parameters on 10,000 ranks
 _MAX_NAME_CHARS = 1000

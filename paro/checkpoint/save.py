@@ -43,9 +43,9 @@ from paro.checkpoint.manifest import (
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.storage import BoundedWriter
 from paro.errors import StorageError, UserError, writing
+from paro.files.object_cache import FLAG, staging_folder
+from paro.files.object_store import StorePath, store_timeout
 from paro.layout import Shape
-from paro.untrusted.object_cache import FLAG, staging_folder
-from paro.untrusted.object_store import StorePath, store_timeout
 
 # Returns the values to write, of a state's name, the offsets of a chunk and the chunk.
 ReadChunk = Callable[[str, Shape, Tensor], Tensor]

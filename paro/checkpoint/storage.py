@@ -33,8 +33,8 @@ from paro.checkpoint.directory import in_files
 from paro.checkpoint.manifest import ChunkSum, ChunkSums, DamagedError, Manifest, damaged
 from paro.checkpoint.metadata import read_metadata
 from paro.errors import UserError, describe
-from paro.untrusted.checksum import crc32
-from paro.untrusted.regular_file import RegularFile
+from paro.files.checksum import crc32
+from paro.files.regular_file import RegularFile
 
 Place = tuple[str, int, int]  # file name, offset and length in bytes
 

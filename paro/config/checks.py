@@ -21,6 +21,8 @@ from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import LaunchConfig
 from paro.errors import UserError, about, contradiction, count_text
+from paro.files.atomic_file import check_absent
+from paro.files.object_store import StorePath, is_url, path_of
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
@@ -30,8 +32,6 @@ from paro.spec.optim_config import OptimConfig
 from paro.spec.param_groups import FLAG
 from paro.spec.units import rotation_infeasible_reason
 from paro.strategy import Strategy
-from paro.untrusted.atomic_file import check_absent
-from paro.untrusted.object_store import StorePath, is_url, path_of
 
 
 def check_groups(

@@ -10,11 +10,11 @@ from typing import Any
 from paro.arguments.parser import take
 from paro.config.train import TrainConfig
 from paro.errors import UserError, check_least, contradiction
+from paro.files.schema import conform
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule, parse_steps
 from paro.schedule.loss_scale import LossScaleConfig
 from paro.schedule.lr_schedule import ScheduleConfig
-from paro.untrusted.schema import conform
 
 _MOST = 10**6  # above this global batch size no alternative sizes are searched
 

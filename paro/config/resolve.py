@@ -51,6 +51,7 @@ from paro.config.sharding import (
 )
 from paro.distributed.world import World
 from paro.errors import UserError, check_multiple
+from paro.files.schema import conform
 from paro.machine.files import MEASURE, why_unmeasurable
 from paro.machine.machine import Machine
 from paro.planning.description import bits_text, describe
@@ -64,7 +65,6 @@ from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.context_layout import ContextLimits
 from paro.spec.optim_config import MuonConfig
 from paro.strategy import FLAG, Strategy, parse_strategy
-from paro.untrusted.schema import conform
 
 _MUON_LR = 0.005  # learning rates below this are typical of AdamW, too small for Muon
 # Arguments that have no effect unless the run saves, uses a WSD schedule, and so on.

@@ -45,6 +45,7 @@ from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError
+from paro.files.object_store import path_of
 from paro.machine.files import find_machine
 from paro.machine.machine import Machine
 from paro.planning.search_space import PlanRequest
@@ -60,7 +61,6 @@ from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.param_groups import ParamGroups
 from paro.spec.run_spec import RunSpec
 from paro.strategy import Strategy
-from paro.untrusted.object_store import path_of
 
 
 @dataclass(frozen=True, kw_only=True)

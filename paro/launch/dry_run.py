@@ -18,6 +18,7 @@ from paro.config.resolve import resumed_samples
 from paro.config.run import RunConfig
 from paro.distributed.control import PlannedControl
 from paro.errors import UserError, count_text, reading
+from paro.files.object_store import is_url
 from paro.launch.placement import placement_lines
 from paro.launch.prediction import checkpoint_bytes, remedy_of, upload_text
 from paro.planning.description import bits_text, describe, seconds_text, spent_text
@@ -39,7 +40,6 @@ from paro.training.export import plan_export
 from paro.training.in_memory import every_text, in_memory_bytes
 from paro.training.resume import FROM_NOTHING, Resumed, base_of
 from paro.training.step import Training, TrainState, samples_in_full_precision
-from paro.untrusted.object_store import is_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

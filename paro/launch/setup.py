@@ -26,6 +26,8 @@ from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.rendezvous import by_value
 from paro.distributed.world import World, world_or_alone
 from paro.errors import RunError, UserError
+from paro.files.object_cache import ObjectCache
+from paro.files.waits import Wait
 from paro.launch.placement import check_placement, placement_lines
 from paro.launch.prediction import bytes_by_part, check_memory, planned_step
 from paro.optim.adamw import choose_adamw
@@ -43,8 +45,6 @@ from paro.training.changed_flags import order_changes, order_record
 from paro.training.in_memory import InMemoryCheckpointer
 from paro.training.resume import FROM_NOTHING, Resumed, load_run
 from paro.training.step import Training, TrainState
-from paro.untrusted.object_cache import ObjectCache
-from paro.untrusted.waits import Wait
 
 
 def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list[str]]:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paro.errors import UserError, about, count_text
+from paro.files.regular_file import read_bytes
+from paro.files.schema import Positive, parse_json
 from paro.machine.machine import (
     Device,
     GroupSpeed,
@@ -27,8 +29,6 @@ from paro.machine.machine import (
 )
 from paro.strategy import check_group_size
 from paro.topology import Link
-from paro.untrusted.regular_file import read_bytes
-from paro.untrusted.schema import Positive, parse_json
 
 FORMAT = "paro-machine-1"
 MEASURE = "measure"  # the value of --paro-machine that measures the machine as the run starts

@@ -21,9 +21,9 @@ from typing import Annotated, Any, Literal
 
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.errors import UserError, about, count_text
+from paro.files.schema import Between, Count, Positive
 from paro.strategy import fitting_group_size
 from paro.topology import MOST_RANKS, Axes, Link
-from paro.untrusted.schema import Between, Count, Positive
 
 _MAX = 1e30  # the largest time, size or rate: sums and products stay finite
 Rate = Annotated[float, Between(1 / _MAX, _MAX)]  # above 0

@@ -28,6 +28,8 @@ from paro.distributed.control import Control
 from paro.distributed.rendezvous import first_difference
 from paro.distributed.world import World, read_cache_folder
 from paro.errors import UserError, describe
+from paro.files.atomic_file import replace_file
+from paro.files.object_store import is_url
 from paro.machine.files import MEASURE, machine_to_json, read_machine
 from paro.machine.machine import Machine
 from paro.measuring.benchmark import CollectiveBenchmark, time_links, with_measured
@@ -47,8 +49,6 @@ from paro.strategy import parse_strategy
 from paro.text import listed, ranks_text, size_text
 from paro.topology import AxisSpan, axes_of, make_topology
 from paro.training.exit_signal import ExitSignal
-from paro.untrusted.atomic_file import replace_file
-from paro.untrusted.object_store import is_url
 
 SECONDS = 60.0  # the most seconds of a measurement
 _LINKS = 25.0  # the most seconds for links

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from paro.errors import UserError, one_line, printable, shown, type_and_message
+from paro.files.atomic_file import replace_file
+from paro.files.regular_file import read_text
 from paro.report.config import ReportConfig
 from paro.report.earlier import set_aside_in
 from paro.report.log import Log
-from paro.untrusted.atomic_file import replace_file
-from paro.untrusted.regular_file import read_text
 
 Scalars = Mapping[str, float]
 

@@ -10,10 +10,10 @@ import torch
 
 from paro.distributed.timers import record_ranges
 from paro.errors import UserError, describe
+from paro.files.atomic_file import replace_file
 from paro.report.earlier import set_aside
 from paro.report.log import Log
 from paro.report.watchdog import Observer
-from paro.untrusted.atomic_file import replace_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

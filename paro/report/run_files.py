@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
 from paro.errors import UserError, about, describe, writing
+from paro.files.atomic_file import replace_file
+from paro.files.regular_file import read_bytes
+from paro.files.schema import Count, Figure, Positive, parse_json, read_json
 from paro.report.config import run_record_path
 from paro.report.earlier import earlier_file
 from paro.report.log import Log
-from paro.untrusted.atomic_file import replace_file
-from paro.untrusted.regular_file import read_bytes
-from paro.untrusted.schema import Count, Figure, Positive, parse_json, read_json
 
 if TYPE_CHECKING:  # importing these loads torch, which readers of the files do not need
     import torch

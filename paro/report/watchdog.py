@@ -23,7 +23,7 @@ from typing import TextIO
 
 from paro.distributed.flight_recorder import FLIGHT_PREFIX, recorded_collectives
 from paro.errors import UserError, describe, writing
-from paro.untrusted.atomic_file import replace_file
+from paro.files.atomic_file import replace_file
 
 _BEAT_SECONDS = 1.0
 _GRACE = 1.1  # times the limit of waits: a collective's own timeout ends first, and says more

@@ -12,7 +12,7 @@ from data.blend import PHASES
 from data.blended_dataset import PhasedDataset
 from data.loader import Datasets
 from data.sample_order import parse_split
-from paro.untrusted.checksum import crc32
+from paro.files.checksum import crc32
 
 if TYPE_CHECKING:
     from data.config import DataConfig

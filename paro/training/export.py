@@ -15,13 +15,13 @@ from paro.checkpoint.base import open_base
 from paro.checkpoint.chunks import ChunkedState, chunked_states
 from paro.checkpoint.directory import common_in
 from paro.errors import UserError, about
+from paro.files.atomic_file import check_absent
+from paro.files.object_store import path_of
 from paro.report.log import Log
 from paro.sharding.buffers import TORCH_TYPES
 from paro.spec.states import PARAM
 from paro.training.resume import Resumed, common_record
 from paro.training.step import Training, TrainState, last_iteration
-from paro.untrusted.atomic_file import check_absent
-from paro.untrusted.object_store import path_of
 
 if TYPE_CHECKING:
     from paro.checkpoint.convert.hugging_face import HuggingFacePlan

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from paro.checkpoint.in_memory.recovery import Recovery
 from paro.errors import count_text
+from paro.files.schema import conform
 from paro.optim.outer import EndedRound
 from paro.report.record import GroupsRecord, IterationRecord
 from paro.schedule.loss_scale import LossScaleState
@@ -23,7 +24,6 @@ from paro.schedule.step_checks import Expectation
 from paro.spec.states import SHARED_BY_GROUPS, FlatShard
 from paro.training.exit_signal import Reasons
 from paro.training.step import Training, TrainState
-from paro.untrusted.schema import conform
 
 # [Note: the step after which groups stop]
 # No group waits in training for another to agree. Each counts its steps in the TCPStore of all

@@ -19,6 +19,8 @@ from paro.config.record import recorded_arguments
 from paro.config.train import TrainConfig
 from paro.distributed.control import Control
 from paro.errors import UserError, count_text, reading
+from paro.files.object_store import path_of
+from paro.files.schema import conform
 from paro.optim.finite import not_finite
 from paro.report.log import Log
 from paro.schedule.loss_scale import start_loss_scale
@@ -30,8 +32,6 @@ from paro.training.groups_alone import (
     shared_shards,
 )
 from paro.training.step import Training, TrainState
-from paro.untrusted.object_store import path_of
-from paro.untrusted.schema import conform
 
 if TYPE_CHECKING:
     from paro.config.run import RunConfig

@@ -15,6 +15,8 @@ from paro.checkpoint.directory import newest_good, retire_checkpoint, set_aside
 from paro.checkpoint.folder_lock import LockLostError
 from paro.distributed.world import read_job_id
 from paro.errors import RunError, StorageError, UserError
+from paro.files.object_store import path_of, store_timeout
+from paro.files.waits import Wait
 from paro.optim.finite import not_finite
 from paro.report.earlier import next_number
 from paro.report.log import Log
@@ -24,8 +26,6 @@ from paro.spec.states import EMA, PARAM
 from paro.training.groups_alone import record_of_groups, shared_shards
 from paro.training.resume import FROM_NOTHING, Resumed, common_record
 from paro.training.step import Training, TrainState
-from paro.untrusted.object_store import path_of, store_timeout
-from paro.untrusted.waits import Wait
 
 if TYPE_CHECKING:
     from paro.config.run import RunConfig

@@ -15,7 +15,7 @@ import pytest
 
 from data.block_checksums import BLOCK_BYTES, checksums_path
 from data.indexed_dataset import IndexedDataset
-from paro.untrusted.atomic_file import replacing
+from paro.files.atomic_file import replacing
 from tests.helpers.corpora import write_corpus
 from tests.helpers.refusals import refused
 

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from data.batch import Fetch
 from data.index_cache import CacheEntry, cached
 from paro.errors import UserError, describe, is_storage_failure
-from paro.untrusted import waits
-from paro.untrusted.waits import Wait
+from paro.files import waits
+from paro.files.waits import Wait
 from tests.data.test_loader import NUM_WORKERS, Numbered, batches_of, built, samples_in
 from tests.helpers.refusals import refused
 

@@ -12,8 +12,8 @@ import pytest
 
 from paro.checkpoint.directory import find_checkpoint, iterations_in, latest_iteration
 from paro.checkpoint.manifest import read_manifest
-from paro.untrusted.object_cache import ObjectCache
-from paro.untrusted.object_store import path_of
+from paro.files.object_cache import ObjectCache
+from paro.files.object_store import path_of
 from tests.end_to_end.test_training import MODEL
 from tests.helpers.corpora import write_corpus
 from tests.helpers.object_server import BUCKET, ObjectServer, upload

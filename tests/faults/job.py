@@ -47,7 +47,7 @@ class Point(StrEnum):
     CLAIM_FOLDER = "paro.checkpoint.folder_lock:LockWaiter.attempt"
     WRITE_FILES = "paro.checkpoint.save:write_files"
     WRITE_DATA = "paro.checkpoint.storage:BoundedWriter.write_data"
-    UPLOAD = "paro.untrusted.object_store:StorePath.upload"
+    UPLOAD = "paro.files.object_store:StorePath.upload"
     READ_BACK = "paro.checkpoint.save:_read_back"
     COPY = "paro.checkpoint.in_memory.snapshot:SnapshotWriter.write"
     ROUND = "paro.optim.outer:OuterUnit.begin"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paro.untrusted.object_cache import ObjectCache
-from paro.untrusted.object_store import path_of
+from paro.files.object_cache import ObjectCache
+from paro.files.object_store import path_of
 from tests.faults.conftest import Scenario
 from tests.faults.job import LIMIT_SECONDS, Point, Run
 from tests.faults.places import other_host

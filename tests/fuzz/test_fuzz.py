@@ -124,8 +124,8 @@ def test_two_thousand_damaged_inputs_end_cleanly(tmp_path: Path) -> None:
 
 @pytest.mark.slow("parses every file")
 def test_every_reader_of_files_has_its_place() -> None:
-    ours = ("paro.untrusted",)
-    readers = tuple(f"paro.untrusted.{name}" for name in ("checksum", "regular_file", "schema"))
+    ours = ("paro.files",)
+    readers = tuple(f"paro.files.{name}" for name in ("checksum", "regular_file", "schema"))
     found = {
         source.module
         for source in sources(*PRODUCT)

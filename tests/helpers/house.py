@@ -21,7 +21,7 @@ PURE = (
     *("paro.errors", "paro.layout", "paro.precision", "paro.step", "paro.text"),
     "paro.strategy",
     "paro.topology",
-    "paro.untrusted",
+    "paro.files",
     *(f"paro.collectives.{name}" for name in ("choice", "hops", "pipeline", "schedule")),
     *("paro.schedule", "paro.spec"),
     *("paro.machine", "paro.planning"),
@@ -34,12 +34,12 @@ PURE = (
 ALLOWED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("paro.errors",): (),
     ("paro.text",): ("paro.errors",),
-    ("paro.untrusted",): ("fsspec", "isal", "paro.errors", "paro.text", "paro.untrusted"),
+    ("paro.files",): ("fsspec", "isal", "paro.errors", "paro.text", "paro.files"),
     # Imported where an object store is used.
     PURE: (*PURE, "fsspec", "isal"),
-    ("model",): ("model", "paro.errors", "paro.text", "paro.untrusted", "torch", "triton"),
+    ("model",): ("model", "paro.errors", "paro.text", "paro.files", "torch", "triton"),
     ("data",): (
-        *("data", "paro.errors", "paro.text", "paro.untrusted"),
+        *("data", "paro.errors", "paro.text", "paro.files"),
         "numpy",
         "torch",
         *("sentencepiece", "tiktoken", "tokenizers", "transformers"),

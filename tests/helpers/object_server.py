@@ -15,7 +15,7 @@ from unittest import mock
 
 from werkzeug.serving import BaseWSGIServer, make_server
 
-from paro.untrusted.object_store import _file_system, path_of
+from paro.files.object_store import _file_system, path_of
 
 BUCKET = "bucket"
 SECRET = "wJalrXUtnFEMI"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from paro.checkpoint.chunks import MAX_ITEM_BYTES
-from paro.untrusted.object_cache import ObjectCache
-from paro.untrusted.object_store import path_of
+from paro.files.object_cache import ObjectCache
+from paro.files.object_store import path_of
 from tests.helpers.object_server import BUCKET, ObjectServer
 from tests.helpers.scripts import run_script
 from tools import bench_checkpoint

@@ -25,9 +25,9 @@ from paro.checkpoint.convert.source import LazyTensor, Source
 from paro.checkpoint.save import ChunkSavePlanner
 from paro.config.run import RunConfig
 from paro.errors import StorageError, describe
+from paro.files.regular_file import RegularFile
 from paro.report.log import Log
 from paro.training.resume import load_run
-from paro.untrusted.regular_file import RegularFile
 from tests.helpers.checkpoints import load_parameters
 from tests.helpers.commands import output_of
 from tests.helpers.refusals import refused

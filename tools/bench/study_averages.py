@@ -19,8 +19,8 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from paro.distributed.user_errors import run_script
 from paro.errors import RunError, UserError, check_least
+from paro.files.schema import read_json
 from paro.report.log import print_line
-from paro.untrusted.schema import read_json
 from tools.bench.shared.trainings import QUICKSTART, data_flags
 from tools.bench.shared.turns import start_training
 from tools.bench.study_optimizers import FLAGS

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from paro.errors import UserError, about
-from paro.untrusted.atomic_file import replacing
-from paro.untrusted.schema import read_json
+from paro.files.atomic_file import replacing
+from paro.files.schema import read_json
 from tools.cluster.spec import ClusterSpec, check_name
 
 RUNTIME = Path("/run")

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from data.block_checksums import BlockSums, checksums_path
 from data.indexed_dataset import IndexedDataset, bin_path
 from paro.errors import one_line, writing
-from paro.untrusted.atomic_file import replacing
+from paro.files.atomic_file import replacing
 
 NOTICE_SECONDS = 10.0  # before progress is shown, and between two times
 

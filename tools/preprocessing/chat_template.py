@@ -14,7 +14,7 @@ from data.hugging_face_tokenizer import load_transformers_tokenizer
 from data.loss_mask import MASKED, TRAINED, LossMask
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError
-from paro.untrusted.object_cache import local_copy
+from paro.files.object_cache import local_copy
 from tools.preprocessing.answers import Span, added_by_answers
 from tools.preprocessing.conversations import ASSISTANT, CALLS, Conversation, Message
 

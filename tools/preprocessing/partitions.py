@@ -12,8 +12,8 @@ from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, remove_da
 from data.sources import SourceChunk
 from data.tokenizer import build_tokenizer
 from paro.errors import UserError, about, writing
-from paro.untrusted.atomic_file import replacing
-from paro.untrusted.schema import read_json
+from paro.files.atomic_file import replacing
+from paro.files.schema import read_json
 from tools.preprocessing.chat_template import chat_template_of
 from tools.preprocessing.conversations import without_nulls
 from tools.preprocessing.encode import EncodingPlan, Tally

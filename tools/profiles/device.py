@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Annotated, Any, NotRequired, TypedDict
 
 from paro.errors import UserError
-from paro.untrusted.schema import Between, Count, Figure, conform
+from paro.files.schema import Between, Count, Figure, conform
 from tools.profiles.kernel_class import (
     CLASSES,
     COPIES,

@@ -12,10 +12,10 @@ from statistics import median
 from typing import Any, TypedDict
 
 from paro.errors import UserError, about, one_line
+from paro.files.schema import Count, Figure, conform, parse_json
 from paro.report.config import run_record_path
 from paro.report.log import print_line
 from paro.report.run_files import read_lines, read_record
-from paro.untrusted.schema import Count, Figure, conform, parse_json
 
 _EXPOSED = ("gather", "reduce", "publish", "context")  # kinds of waits in the metrics
 _SETTLING = 0.1  # fraction of the lines, at the start, that speed figures leave out

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from paro.errors import UserError, writing
+from paro.files.atomic_file import replacing
 from paro.report.earlier import set_aside
 from paro.report.log import print_line
 from paro.text import align
-from paro.untrusted.atomic_file import replacing
 
 
 @contextmanager

@@ -21,9 +21,9 @@ from paro.checkpoint.convert.tensor_files import bytes_of, safetensors_plan
 from paro.checkpoint.directory import sync
 from paro.distributed.world import World
 from paro.errors import writing
+from paro.files.atomic_file import check_absent, temporary_beside
 from paro.layout import Shape
 from paro.spec.states import PARAM
-from paro.untrusted.atomic_file import check_absent, temporary_beside
 
 
 def write_by_ranks(

@@ -24,9 +24,9 @@ from paro.checkpoint.convert.peft import check_base, open_peft, write_peft
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.convert.torchtitan import open_torchtitan, write_torchtitan
 from paro.errors import UserError, about, reading
+from paro.files.atomic_file import check_absent, temporary_beside
+from paro.files.regular_file import check_folder
 from paro.text import size_text
-from paro.untrusted.atomic_file import check_absent, temporary_beside
-from paro.untrusted.regular_file import check_folder
 
 OPENERS: dict[str, Callable[[Path], Source]] = {
     "hf": open_hugging_face,

@@ -25,8 +25,8 @@ from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.save import write_files
 from paro.checkpoint.storage import unpickled_tensor
 from paro.errors import UserError, describe, open_files_limit
+from paro.files.regular_file import RegularFile
 from paro.layout import Shape
-from paro.untrusted.regular_file import RegularFile
 
 
 class _Part:

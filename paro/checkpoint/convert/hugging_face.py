@@ -21,7 +21,7 @@ from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, 
 from paro.checkpoint.convert.tensor_files import lazy, open_safetensors, write_safetensors
 from paro.checkpoint.directory import TokenIds, in_files
 from paro.errors import UserError, about
-from paro.untrusted.schema import conform, read_json
+from paro.files.schema import conform, read_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

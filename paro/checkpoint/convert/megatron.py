@@ -48,8 +48,8 @@ from paro.checkpoint.convert.tensor_files import fill_torch_file, is_weight, laz
 from paro.checkpoint.directory import MAX_TRACKER_BYTES, TRACKER
 from paro.checkpoint.manifest import METADATA
 from paro.errors import UserError
+from paro.files.regular_file import paths_in, read_bytes
 from paro.layout import shape_text
-from paro.untrusted.regular_file import paths_in, read_bytes
 
 FILE = "model_optim_rng.pt"
 

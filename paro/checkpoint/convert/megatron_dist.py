@@ -21,9 +21,9 @@ from paro.checkpoint.manifest import FOREIGN as BACKENDS
 from paro.checkpoint.manifest import METADATA
 from paro.checkpoint.metadata import read_metadata
 from paro.errors import UserError
-from paro.untrusted.object_cache import MAX_BYTES
-from paro.untrusted.regular_file import RegularFile
-from paro.untrusted.schema import read_json
+from paro.files.object_cache import MAX_BYTES
+from paro.files.regular_file import RegularFile
+from paro.files.schema import read_json
 
 COMMON = "common.pt"
 _COMMON_STATE = "common_state/shard_0_1"

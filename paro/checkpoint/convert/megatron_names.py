@@ -25,8 +25,8 @@ from model.config import LlamaConfig
 from model.units import name_in, parameter_shapes
 from paro.checkpoint.convert.source import LazyTensor, joined, picked
 from paro.errors import UserError
+from paro.files.schema import Count, conform
 from paro.layout import Shape, shape_text
-from paro.untrusted.schema import Count, conform
 
 EMBEDDING = "embedding.word_embeddings.weight"
 _BY_GROUP = ("wq", "wk", "wv", "bq", "bk", "bv")

@@ -16,8 +16,8 @@ from paro.checkpoint.convert.hugging_face import tokenizer_of
 from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, joined
 from paro.checkpoint.convert.tensor_files import is_weight, lazy, load_torch_file
 from paro.errors import UserError, about
-from paro.untrusted.regular_file import paths_in, read_bytes
-from paro.untrusted.schema import Positive, read_json
+from paro.files.regular_file import paths_in, read_bytes
+from paro.files.schema import Positive, read_json
 
 PARAMS = "params.json"
 

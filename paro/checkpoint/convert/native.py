@@ -33,8 +33,8 @@ from paro.checkpoint.directory import (
 from paro.checkpoint.manifest import Manifest, read_manifest
 from paro.checkpoint.storage import CheckedReader
 from paro.errors import UserError, about
+from paro.files.schema import conform
 from paro.spec.states import EMA, MOMENTS, PARAM
-from paro.untrusted.schema import conform
 
 # Fields of common.json that say how far a run has come.
 _PROGRESS = ("num_optimizer_steps", "state", "schedule", "global_batch_size")

@@ -16,8 +16,8 @@ from paro.checkpoint.convert.hugging_face import TOKENIZER_FILES, is_hugging_fac
 from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, write_json
 from paro.checkpoint.convert.tensor_files import open_safetensors, write_safetensors
 from paro.errors import UserError, about
+from paro.files.schema import Between, Positive, conform, read_json
 from paro.layout import Shape
-from paro.untrusted.schema import Between, Positive, conform, read_json
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -26,7 +26,7 @@ from torch.serialization import (
 
 from paro.checkpoint.convert.source import LazyTensor
 from paro.errors import UserError, describe, open_files_limit
-from paro.untrusted.regular_file import check_regular
+from paro.files.regular_file import check_regular
 
 _DTYPES = {  # in the order in which the safetensors library writes tensors
     "F64": torch.float64,

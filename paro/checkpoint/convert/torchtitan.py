@@ -28,7 +28,7 @@ from paro.checkpoint.convert.tensor_files import is_weight_type
 from paro.checkpoint.directory import COMMON
 from paro.checkpoint.manifest import FOREIGN, METADATA
 from paro.errors import UserError
-from paro.untrusted.regular_file import check_regular
+from paro.files.regular_file import check_regular
 
 _FUSABLE = "attention.qkv_linear."  # module of version 0.3 that has the projections of attention
 _NAMES = OLDER_NAMES | {

@@ -26,9 +26,9 @@ from paro.checkpoint.chunks import ChunkedState, begin_without, may_be_missing
 from paro.checkpoint.in_memory.folder import SnapshotFolder
 from paro.checkpoint.in_memory.snapshot import Snapshot
 from paro.errors import RunError, UserError
+from paro.files.checksum import crc32
 from paro.layout import Chunk, overlap, split
 from paro.spec.states import ANCHOR, OUTER_MOMENTUM, PARAM, group_of, of_other_group
-from paro.untrusted.checksum import crc32
 
 _IN_FLIGHT = 4  # most messages of a rank at once, each at most one chunk of about 16 MiB
 _SUM_BYTES = 8

@@ -23,10 +23,10 @@ from torch import Tensor
 from paro.checkpoint.background import cut_up, starts_of
 from paro.checkpoint.chunks import ChunkedState, chunks_of
 from paro.errors import UserError
+from paro.files.checksum import crc32
+from paro.files.regular_file import RegularFile, read_bytes
+from paro.files.schema import Count, parse_json
 from paro.layout import Chunk
-from paro.untrusted.checksum import crc32
-from paro.untrusted.regular_file import RegularFile, read_bytes
-from paro.untrusted.schema import Count, parse_json
 
 NUM_SLOTS = 2
 RECORD, DATA = ".json", ".data"

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from paro.checkpoint.load import LoadRequest
 from paro.checkpoint.manifest import MANIFEST, DamagedError, check_sizes, read_manifest
 from paro.checkpoint.metadata import read_metadata
-from paro.untrusted.checksum import crc32
+from paro.files.checksum import crc32
 from tests.fixtures.write import FIXTURES
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.toy_run import (

@@ -33,8 +33,8 @@ from paro.checkpoint.manifest import MANIFEST, METADATA
 from paro.checkpoint.save import write_states
 from paro.checkpoint.storage import BoundedWriter
 from paro.errors import StorageError
-from paro.untrusted.object_cache import ObjectCache
-from paro.untrusted.object_store import StorePath, path_of
+from paro.files.object_cache import ObjectCache
+from paro.files.object_store import StorePath, path_of
 from tests.helpers.object_server import BUCKET, ObjectServer
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.toy_run import ONE, load_checkpoint, make_shards, save_checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from paro.errors import about
-from paro.untrusted.schema import Figure, read_json
+from paro.files.schema import Figure, read_json
 from tools.bench.shared.clocks import clock_text
 from tools.shared.output import markdown_table, write_json, write_text
 

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from paro.untrusted.object_store import StorePath, _file_system, path_of
+from paro.files.object_store import StorePath, _file_system, path_of
 
 BUCKET = "study"
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paro.errors import RunError, UserError
+from paro.files.schema import read_json
 from paro.report.log import print_line
-from paro.untrusted.schema import read_json
 from tools.bench.shared.turns import ROOT, start_training
 from tools.run_report.runs import read_runs
 from tools.shared.output import write_json

@@ -21,7 +21,7 @@ from paro.checkpoint.in_memory.folder import SnapshotFolder, check_room, snapsho
 from paro.checkpoint.in_memory.snapshot import DATA, RECORD, Snapshot, SnapshotWriter
 from paro.distributed.control import Control
 from paro.distributed.world import World
-from paro.untrusted.checksum import crc32
+from paro.files.checksum import crc32
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.toy_run import NNN, make_shards
 

@@ -20,16 +20,16 @@ from unittest import mock
 import pytest
 
 from paro.arguments.parser import build_parser
-from paro.untrusted import object_cache, object_store, waits
-from paro.untrusted.object_cache import (
+from paro.files import object_cache, object_store, waits
+from paro.files.object_cache import (
     BLOCK_BYTES,
     CachedObject,
     ObjectCache,
     local_copy,
     staging_folder,
 )
-from paro.untrusted.object_store import StorePath, path_of, store_timeout
-from paro.untrusted.regular_file import RegularFile, check_folder, paths_in, read_bytes
+from paro.files.object_store import StorePath, path_of, store_timeout
+from paro.files.regular_file import RegularFile, check_folder, paths_in, read_bytes
 from tests.helpers.object_server import BUCKET, SECRET, ObjectServer
 from tests.helpers.refusals import refused, says
 
@@ -134,7 +134,7 @@ def test_the_default_folder_is_of_this_user_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_DEFAULT", "ObjectCache.folder"):
-        monkeypatch.setattr(f"paro.untrusted.object_cache.{name}", tmp_path / "default")
+        monkeypatch.setattr(f"paro.files.object_cache.{name}", tmp_path / "default")
     (tmp_path / "default").mkdir(mode=0o777)
     ObjectCache.made()
     assert stat.S_IMODE((tmp_path / "default").stat().st_mode) == 0o700
@@ -195,7 +195,7 @@ def test_a_block_is_fetched_ahead_once_however_short_the_reads_are(
 
 def test_a_process_ends_without_a_wait_for_what_is_fetched_ahead() -> None:
     ahead = "_threads(os.getpid()).apply_async(time.sleep, (600,)); time.sleep(0.1)"
-    code = f"import os, time; from paro.untrusted.object_cache import _threads; {ahead}"
+    code = f"import os, time; from paro.files.object_cache import _threads; {ahead}"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -1,6 +1,6 @@
 """zlib's CRC-32; where `isal` is installed, by Intel's ISA-L, which is several times faster."""
 
-from paro.untrusted.regular_file import RegularFile
+from paro.files.regular_file import RegularFile
 
 try:
     from isal.isal_zlib import crc32

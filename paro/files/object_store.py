@@ -22,7 +22,7 @@ from pathlib import Path, PosixPath
 from typing import Any, NoReturn, TypeVar
 
 from paro.errors import UserError, one_line
-from paro.untrusted.waits import Wait
+from paro.files.waits import Wait
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # by the scheme of a URL
 

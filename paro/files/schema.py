@@ -30,8 +30,8 @@ from typing import (
 )
 
 from paro.errors import UserError, is_word, one_line, reading
-from paro.untrusted.object_cache import MAX_BYTES
-from paro.untrusted.regular_file import read_bytes
+from paro.files.object_cache import MAX_BYTES
+from paro.files.regular_file import read_bytes
 
 
 class Between(NamedTuple):

@@ -13,8 +13,8 @@ from typing import BinaryIO
 from weakref import finalize
 
 from paro.errors import UserError, reading
-from paro.untrusted.object_cache import MAX_BYTES, CachedObject
-from paro.untrusted.object_store import StorePath
+from paro.files.object_cache import MAX_BYTES, CachedObject
+from paro.files.object_store import StorePath
 
 _BLOCK_BYTES = 2**20
 

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 import pytest
 
 from paro.errors import UserError
-from paro.untrusted import checksum
-from paro.untrusted.regular_file import read_bytes, read_text
-from paro.untrusted.schema import Count, Figure, conform, parse_json, read_json
+from paro.files import checksum
+from paro.files.regular_file import read_bytes, read_text
+from paro.files.schema import Count, Figure, conform, parse_json, read_json
 from tests.helpers.refusals import refused
 
 

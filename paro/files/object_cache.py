@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from paro.errors import UserError, reading, writing
-from paro.untrusted.atomic_file import replace_file, replacing
-from paro.untrusted.object_store import StorePath, path_of, store_timeout
-from paro.untrusted.waits import Wait
+from paro.files.atomic_file import replace_file, replacing
+from paro.files.object_store import StorePath, path_of, store_timeout
+from paro.files.waits import Wait
 
 FLAG = "--object-storage-cache-path"
 BLOCK_BYTES = 2**20
