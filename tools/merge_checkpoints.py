@@ -28,8 +28,8 @@ from paro.checkpoint.convert.source import LazyTensor, Source
 from paro.checkpoint.directory import common_of, find_checkpoint, iterations_in
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, check_least, reading, writing
+from paro.files.atomic_file import check_folder
 from paro.files.object_store import path_of
-from paro.files.regular_file import check_folder
 from paro.report.log import print_line
 from tools.shared.command_line import Parser
 

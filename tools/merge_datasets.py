@@ -14,7 +14,7 @@ from data.fingerprint import Fingerprint, read_fingerprint
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, reading
-from paro.files.regular_file import check_folder
+from paro.files.atomic_file import check_folder
 from paro.report.log import print_line
 from tools.shared.command_line import Parser
 

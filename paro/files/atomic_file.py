@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from paro.errors import UserError
+from paro.errors import UserError, reading
+
+
+def check_folder(flag: str, folder: Path, advice: str = "") -> None:
+    """Raise `UserError` with `advice` unless a folder is there, or if a store does not say so."""
+    with reading(f"{flag} {folder}"):
+        if not folder.is_dir():
+            raise UserError(f"{flag} {folder} is no folder{advice}")
 
 
 def check_absent(flag: str, path: Path) -> None:

@@ -30,13 +30,6 @@ def open_regular(path: str | Path, what: str = "") -> Iterator[BinaryIO]:
         yield file
 
 
-def check_folder(flag: str, folder: Path, advice: str = "") -> None:
-    """Raise `UserError` with `advice` unless a folder is there, or if a store does not say so."""
-    with reading(f"{flag} {folder}"):
-        if not folder.is_dir():
-            raise UserError(f"{flag} {folder} is no folder{advice}")
-
-
 def paths_in(folder: Path, *patterns: str) -> list[Path]:
     """Return the sorted paths in a folder whose names match a pattern; none if it does not exist.
 

@@ -53,7 +53,9 @@ def test_a_launch_is_planned_on_any_machine(recorders: Path, script: str, tmp_pa
     """The script's process is run here: its start costs more than its work."""
     before = sorted(ROOT.iterdir())
     nodes = {"NNODES": 2, "GPUS_PER_NODE": 8, "RANKS_PER_NODE": 8, "DRY_RUN": 1}
-    started = start(recorders, script, tmp_path / "save", tmp_path / "board", **nodes)
+    # That of the cluster gives its arguments to the run.
+    folders = () if script.startswith("cpu_") else (tmp_path / "save", tmp_path / "board")
+    started = start(recorders, script, *folders, **nodes)
     assert started.launcher == ["python"]
     ended = run_main(["pretrain_llama.py", *started.flags])
     assert ended.mistake is None, ended.mistake

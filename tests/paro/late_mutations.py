@@ -184,6 +184,7 @@ _COPIES = "the thread of local copies; tests/end_to_end/test_local_copies.py"
 _CONTEXT = "what attention waits for; tests/paro/context_parallel/test_blockwise.py removes each"
 _HASHES = "hashes of a moving anchor; tests/paro/optim/test_outer.py compares them in flight"
 _FORWARD = "each forward of an evaluation has waited for all units; one that fails has not"
+_EXPORT = "needed only without --save: a final save has waited, and its waits are removed above"
 _CLOSE = "no order needs it: a lost peer is named by it, before streams close"
 
 # The others, and why no run on late streams goes wrong without them: all those of a module, or one.
@@ -202,6 +203,8 @@ ELSEWHERE = {
     "optim.offload Offload.during_update: torch.cuda.current_stream().synchronize()": _HOST,
     "training.replicas check_replicas: training.optimizer.outer.wait()": _HASHES,
     "optim.optimizer ParoOptimizer.loaded: self.model.wait_for_updated_params()": _COUNTS,
+    "training.export _export: training.model.wait_for_updated_params()": _SAVES,
+    "training.export _export: training.optimizer.outer.wait()": _EXPORT,
     "training.loop Loop._evaluate: self.snapshots.wait()": (
         "an evaluation replaces masters; tests/paro/training/test_loop.py removes it"
     ),

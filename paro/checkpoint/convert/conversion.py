@@ -24,8 +24,7 @@ from paro.checkpoint.convert.peft import check_base, open_peft, write_peft
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.convert.torchtitan import open_torchtitan, write_torchtitan
 from paro.errors import UserError, about, reading
-from paro.files.atomic_file import check_absent, temporary_beside
-from paro.files.regular_file import check_folder
+from paro.files.atomic_file import check_absent, check_folder, temporary_beside
 from paro.text import size_text
 
 OPENERS: dict[str, Callable[[Path], Source]] = {

@@ -21,6 +21,7 @@ import pytest
 
 from paro.arguments.parser import build_parser
 from paro.files import object_cache, object_store, waits
+from paro.files.atomic_file import check_folder
 from paro.files.object_cache import (
     BLOCK_BYTES,
     CachedObject,
@@ -29,7 +30,7 @@ from paro.files.object_cache import (
     staging_folder,
 )
 from paro.files.object_store import StorePath, path_of, store_timeout
-from paro.files.regular_file import RegularFile, check_folder, paths_in, read_bytes
+from paro.files.regular_file import RegularFile, paths_in, read_bytes
 from tests.helpers.object_server import BUCKET, SECRET, ObjectServer
 from tests.helpers.refusals import refused, says
 
