@@ -41,12 +41,12 @@ SPECIFIES = (
 # Exceptions: the field itself decides the values of others, or whether the run may start.
 DECIDES = {
     "checkpoint.exit_on_missing_checkpoint": "paro.config.checks.check_load",
-    "checkpoint.non_persistent_ckpt_type": "paro.config.run.RunConfig.in_memory_interval",
+    "checkpoint.non_persistent_ckpt_type": "paro.config.checks.keeps_copies",
     "checkpoint.non_persistent_save_interval": "paro.config.run.RunConfig.in_memory_interval",
     "checkpoint.use_checkpoint_args": "paro.config.resolve.with_saved",
     "checkpoint.use_checkpoint_opt_param_scheduler": "paro.config.resolve.saved_common",
     "sharding.inter_bits": "paro.config.resolve.decide",
-    "sharding.elastic": "paro.config.run.RunConfig.in_memory_interval",
+    "sharding.elastic": "paro.config.checks.keeps_copies",
     "launch.ranks_per_node": "paro.config.run.take_world",
     "launch.world_size": "paro.config.run.take_world",
     "precision.inter_grad_error_feedback": "paro.config.planned_checks.check_feedback",
