@@ -228,8 +228,10 @@ def damaged(path: Path) -> Iterator[None]:
 
 
 def check_access(path: Path, error: Exception) -> None:
-    """Raise unless an error is of the file itself: an older file would not be read either where
-    access is refused, a store does not answer or too many files are open."""
+    """Raise an error that is not of the file itself, so that no older file is read in its place.
+
+    Access may be refused, a store may not answer, or too many files may be open.
+    """
     cause = error.__cause__ if isinstance(error, UserError) else error
     if isinstance(cause, PermissionError):
         raise UserError(f"{path} cannot be read: {cause.strerror or cause}") from cause

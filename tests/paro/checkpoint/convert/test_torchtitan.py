@@ -186,7 +186,7 @@ def _with(name: str, tensor: Tensor) -> Callable[[State], object]:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (_without(WK), f"has no {WK}"),
         (_without("norm.weight"), "has no norm.weight"),
@@ -200,7 +200,7 @@ def _with(name: str, tensor: Tensor) -> Callable[[State], object]:
     ],
 )
 def test_a_tensor_that_is_wrong_is_named(
-    change: Callable[[State], object], told: str, tmp_path: Path
+    change: Callable[[State], object], message: str, tmp_path: Path
 ) -> None:
     model = TitanLlama(SCALED, older=False)
     state: State = {**model.state_dict(), "freqs_cis": torch.zeros(3, dtype=torch.complex64)}
@@ -212,7 +212,7 @@ def test_a_tensor_that_is_wrong_is_named(
     assert open_torchtitan(tmp_path / "whole", assets).config == SCALED
     change(state)
     save(tmp_path / "titan", state)
-    refused(partial(open_torchtitan, tmp_path / "titan", assets), f"{tmp_path / 'titan'}", told)
+    refused(partial(open_torchtitan, tmp_path / "titan", assets), f"{tmp_path / 'titan'}", message)
 
 
 def _cut(path: Path) -> None:
@@ -220,7 +220,7 @@ def _cut(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "told"),
+    ("name", "damage", "message"),
     [
         (".metadata", Path.unlink, "has no .metadata ... step-1000"),
         (".metadata", _cut, ".metadata ... damaged"),
@@ -231,11 +231,11 @@ def _cut(path: Path) -> None:
     ],
 )
 def test_a_file_that_is_missing_or_damaged_is_named(
-    name: str, damage: Callable[[Path], object], told: str, tmp_path: Path
+    name: str, damage: Callable[[Path], object], message: str, tmp_path: Path
 ) -> None:
     folder = written(tmp_path / "titan", SCALED)
     damage(folder / name)
-    refused(partial(open_torchtitan, folder), told)
+    refused(partial(open_torchtitan, folder), message)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_models_that_llama3_cannot_be_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "words", "told"),
+    ("source", "target", "words", "message"),
     [
         ("torchtitan", "paro", "--with-optimizer", "--with-optimizer"),
         ("torchtitan", "torchtitan", "--padded-vocab-size 99", "--padded-vocab-size 99"),
@@ -268,8 +268,8 @@ def test_models_that_llama3_cannot_be_are_refused(
     ],
 )
 def test_flags_that_do_not_fit_are_refused(
-    source: str, target: str, words: str, told: str, tmp_path: Path
+    source: str, target: str, words: str, message: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    refused(partial(convert, source, target, tmp_path, out, *words.split()), told)
+    refused(partial(convert, source, target, tmp_path, out, *words.split()), message)
     assert not out.exists()

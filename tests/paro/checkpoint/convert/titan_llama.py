@@ -125,7 +125,7 @@ def save(folder: Path, state: dict[str, Any]) -> None:
 
 
 def training_states(model: dict[str, Tensor]) -> dict[str, Any]:
-    """The other entries of a training's checkpoint: their names, with values of no meaning."""
+    """Return a training checkpoint's entries beside the model, by name, with arbitrary values."""
     moments = {f"state.{name}.{kind}": t.clone() for name, t in model.items() for kind in MOMENTS}
     steps = {f"state.{name}.step": torch.tensor(3.0) for name in model}
     rates = {f"param_groups.{name}.lr": 0.1 for name in model}
