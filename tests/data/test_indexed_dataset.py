@@ -1,10 +1,14 @@
-"""The .bin/.idx format: all corruptions, and documents written in any number of batches."""
+"""The .bin/.idx format and its checksums: all corruptions, and documents written in batches."""
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import re
 import struct
+import zlib
+from collections.abc import Callable
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -15,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import indexed_dataset
+from data.block_checksums import BLOCK_BYTES, checksums_path
 from data.indexed_dataset import (
     HEADER,
     IndexedDataset,
@@ -22,6 +27,7 @@ from data.indexed_dataset import (
     dtype_for_vocab,
     sequence_pointers,
 )
+from paro.files.atomic_file import replacing
 from tests.helpers.corpora import Documents, corpus_bytes, encoded, read_corpus, write_corpus
 from tests.helpers.refusals import refused
 
@@ -144,8 +150,8 @@ def test_a_damaged_index_is_refused(
 # Writing
 
 
-SEQUENCE = st.lists(st.integers(0, 65535), min_size=1, max_size=5)
-SEVERAL = st.lists(st.lists(SEQUENCE, max_size=3), max_size=5)
+IDS = st.lists(st.integers(0, 65535), min_size=1, max_size=5)
+SEVERAL = st.lists(st.lists(IDS, max_size=3), max_size=5)
 PARTS = st.lists(st.lists(st.integers(0, 65535), max_size=4), min_size=1, max_size=4)
 
 
@@ -185,3 +191,177 @@ def test_a_document_in_parts_may_become_too_long(
 
     refused(write, "a sequence of 6 tokens exceeds the format's 5")
     assert list(tmp_path.iterdir()) == []
+
+
+NUM_TOKENS = 3 * BLOCK_BYTES // 2 + 500  # three whole blocks, and a part of one
+SEQUENCE = 1000
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    ids = np.random.default_rng(0).integers(0, 60_000, NUM_TOKENS).astype("<u2")
+    begins = range(0, NUM_TOKENS, SEQUENCE)
+    return write_corpus(tmp_path / "x", ([ids[at : at + SEQUENCE]] for at in begins))
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def test_the_files_bytes_are_the_documented_ones(prefix: Path) -> None:
+    content = Path(f"{prefix}.bin").read_bytes()
+    blocks = [content[begin : begin + 16384] for begin in range(0, len(content), 16384)]
+    table = struct.pack("<4I", *map(zlib.crc32, blocks))
+    fields = b"PAROCRC\0" + struct.pack("<IIQI", 1, 16384, len(content), zlib.crc32(table))
+    assert len(fields) == 28
+    expected = fields + struct.pack("<I", zlib.crc32(fields)) + table
+    assert checksums_path(prefix).read_bytes() == expected
+
+
+def test_whole_data_are_read_as_they_are_in_any_pieces(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked, plain = IndexedDataset(prefix), np.fromfile(f"{prefix}.bin", "<u2")
+    assert checked.has_checksums
+    assert checked.read(0, NUM_TOKENS).tolist() == plain.tolist()
+    for begin, count in ((0, 0), (8191, 2), (8192, 8192), (NUM_TOKENS - 1, 1), (NUM_TOKENS, 0)):
+        assert checked.read(begin, count).tolist() == plain[begin : begin + count].tolist()
+    assert np.concatenate(list(checked)).tolist() == plain.tolist()
+    pread = os.pread  # a read that the system shortens is continued
+    monkeypatch.setattr(os, "pread", lambda file, length, at: pread(file, min(length, 1000), at))
+    assert checked.read(0, NUM_TOKENS).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("place", [0, 16383, 16384, 40_000, 2 * NUM_TOKENS - 1])
+def test_a_flipped_bit_is_found_by_every_read_of_its_block_and_by_no_other(
+    prefix: Path, place: int
+) -> None:
+    whole = IndexedDataset(prefix).read(0, NUM_TOKENS)
+    flip(Path(f"{prefix}.bin"), place, bit=place % 8)
+    damaged = IndexedDataset(prefix)
+    begin = place // BLOCK_BYTES * BLOCK_BYTES
+    end = min(begin + BLOCK_BYTES, 2 * NUM_TOKENS)
+    for _ in range(2):
+        for first, count in ((begin // 2, 1), (end // 2 - 1, 1), (0, NUM_TOKENS), (place // 2, 1)):
+            refused(
+                partial(damaged.read, first, count),
+                f"{prefix}.bin ... bytes {begin:,} to {end:,}, ... {prefix}.bin.crc",
+                f"--data-path {prefix} --write-checksums",
+            )
+    for first, stop in ((0, begin // 2), (end // 2, NUM_TOKENS)):
+        if first < stop:
+            assert damaged.read(first, stop - first).tolist() == whole[first:stop].tolist()
+
+
+def test_without_checksums_nothing_is_checked(prefix: Path) -> None:
+    checksums_path(prefix).unlink()
+    flip(Path(f"{prefix}.bin"), 5)
+    unchecked = IndexedDataset(prefix)
+    assert not unchecked.has_checksums
+    assert len(unchecked[0]) == SEQUENCE
+
+
+def test_whatever_is_wrong_with_the_checksums_is_noticed_at_open(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "x", [[np.arange(20_000)]])
+    path = checksums_path(prefix)
+    whole = path.read_bytes()
+    flipped = [
+        whole[:place] + bytes([whole[place] ^ bits]) + whole[place + 1 :]
+        for place in range(len(whole))
+        for bits in (1, 128, 255)
+    ]
+    cut = [whole[:length] for length in range(len(whole))]
+    for content in (*flipped, *cut, whole + b"\0", whole + b"123456789"):
+        path.write_bytes(content)
+        remedy = f"remove {path} ... tools/inspect_dataset.py --data-path {prefix} "
+        refused(lambda: IndexedDataset(prefix), f"{path} is damaged", remedy)
+
+
+def forged(version: int, block_bytes: int, num_bytes: int) -> Callable[[Path], object]:
+    """Writes checksums without a table."""
+    fields = b"PAROCRC\0" + struct.pack("<IIQI", version, block_bytes, num_bytes, 0)
+    return lambda path: path.write_bytes(fields + struct.pack("<I", zlib.crc32(fields)))
+
+
+SIZE = 2 * NUM_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (forged(2, BLOCK_BYTES, SIZE), "has format version 2, only 1 is known ... {remedy}"),
+        (forged(1, 0, SIZE), "is damaged ... {remedy}"),
+        (forged(1, 2**31, SIZE), "is damaged ... {remedy}"),
+        (forged(1, 1, SIZE), "is damaged ... {remedy}"),
+        (forged(1, BLOCK_BYTES, SIZE - 1), "has the checksums of ... 50,151 bytes ... {remedy}"),
+        (forged(1, 1, 2**63), "of a file of 9,223,372,036,854,775,808 bytes ... {remedy}"),
+        (os.mkfifo, "is no regular file"),
+        (os.mkdir, "cannot be read: Is a directory"),
+        (lambda path: path.symlink_to("none"), "cannot be read: No such file"),
+        (lambda path: path.symlink_to(path.name), "cannot be read: Too many levels"),
+    ],
+)
+def test_checksums_that_do_not_fit_or_cannot_be_read_are_not_taken_for_absent(
+    prefix: Path, make: Callable[[Path], object], told: str
+) -> None:
+    path = checksums_path(prefix)
+    path.unlink()
+    make(path)
+    refused(lambda: IndexedDataset(prefix), f"{path} ... {told.format(remedy=f'remove {path}')}")
+
+
+@pytest.mark.parametrize("suffix", ["bin", "bin.crc", "idx"])
+@pytest.mark.parametrize("kept", [0, 20])
+def test_a_file_that_shrinks_while_it_is_open_is_one_line(
+    prefix: Path, suffix: str, kept: int
+) -> None:
+    indexed, size = IndexedDataset(prefix), Path(f"{prefix}.{suffix}").stat().st_size
+    indexed.get(3)
+    os.truncate(f"{prefix}.{suffix}", kept)
+    told = f"{prefix}.{suffix} has {kept} bytes ... {size:,} ... restore it and run again"
+    refused(lambda: indexed.get(3), told)
+
+
+def test_an_index_that_changes_while_it_is_open_is_one_line(prefix: Path) -> None:
+    indexed = IndexedDataset(prefix)
+    index = Path(f"{prefix}.idx").read_bytes()
+    Path(f"{prefix}.idx").write_bytes(index[:40] + b"\xff" * (len(index) - 40))
+    refused(lambda: indexed.get(3), f"{prefix}.idx ... sequence 3 ... changed")
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_an_error_of_the_disk_names_the_file(
+    prefix: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indexed = IndexedDataset(prefix)
+    pread, path = os.pread, os.stat(f"{prefix}.{suffix}")
+
+    def fail(descriptor: int, length: int, begin: int) -> bytes:
+        if os.fstat(descriptor).st_ino == path.st_ino:
+            raise OSError(errno.EIO, "Input/output error")
+        return pread(descriptor, length, begin)
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(OSError, match="cannot be read: Input/output error") as caught:
+        indexed.get(0)
+    assert caught.value.errno == errno.EIO
+    assert caught.value.strerror == f"{prefix}.{suffix} cannot be read: Input/output error"
+
+
+def test_no_descriptor_is_left_open(prefix: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    indexed = IndexedDataset(prefix)
+    assert len(os.listdir("/proc/self/fd")) == before + 3
+    del indexed
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_writers_of_the_same_file_do_not_share_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    with replacing(path) as first, replacing(path) as second:
+        first.write_text("first")
+        second.write_text("second")
+        assert first != second
+    assert path.read_text() == "first"  # the one that ended last

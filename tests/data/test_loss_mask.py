@@ -21,7 +21,7 @@ from data.batch import Fetch, MockDataset
 from data.config import DataConfig, DocumentRules
 from data.gpt_dataset import check_answers
 from data.loader import Datasets, MicroBatches
-from tests.data.test_block_checksums import flip
+from tests.data.test_indexed_dataset import flip
 from tests.data.test_loader import Numbered, batches_of
 from tests.data.test_loader import built as of_words
 from tests.helpers.corpora import write_conversations, write_corpus

@@ -17,9 +17,9 @@ from model.config import LLAMA_PRESETS
 from model.units import num_parameters
 from paro.distributed.world import World
 from tests.data.test_tokenizer import train_sentencepiece
+from tests.end_to_end.conftest import BIN, EXAMPLES, Started, bash, planned, start
 from tests.end_to_end.test_training import run_main
 from tests.helpers.flags import configured
-from tests.helpers.launch_scripts import BIN, EXAMPLES, Started, bash, planned, start
 from tests.helpers.ranks import ROOT
 from tests.helpers.warm_python import warm_python
 

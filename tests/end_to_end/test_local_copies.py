@@ -14,7 +14,7 @@ import pytest
 
 from paro.checkpoint.in_memory import folder
 from paro.strategy import legal_letters
-from tests.end_to_end.test_trackers import read_tensorboard
+from tests.end_to_end.test_terminal import read_tensorboard
 from tests.end_to_end.test_training import RUN, Ended, read_metrics, run_main
 from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.test_trackers import MEGATRON, OURS, read_tensorboard
+from tests.end_to_end.test_terminal import MEGATRON, OURS, read_tensorboard
 from tests.end_to_end.test_training import read_metrics, run_main
 from tests.helpers.commands import printed, write_lines
 from tests.helpers.ranks import ROOT

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from tests.faults.conftest import Scenario
-from tests.faults.job import LIMIT_SECONDS, Point, Run
-from tests.faults.places import Printing, fill, other_host, small_disk
+from tests.faults.job import LIMIT_SECONDS, Point, Printing, Run, fill, other_host, small_disk
 from tests.helpers.corpora import write_corpus
 from tests.helpers.scripts import run_script
 

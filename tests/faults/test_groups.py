@@ -13,8 +13,7 @@ import pytest
 
 from paro.sharding.distributed_model import DistributedModel
 from tests.faults.conftest import Scenario
-from tests.faults.job import ITERATIONS, LIMIT_SECONDS, Job, Point
-from tests.faults.places import two_nodes
+from tests.faults.job import ITERATIONS, LIMIT_SECONDS, Job, Point, two_nodes
 
 pytestmark = [pytest.mark.verify, pytest.mark.ranks]
 

@@ -12,8 +12,7 @@ import pytest
 from paro.files.object_cache import ObjectCache
 from paro.files.object_store import path_of
 from tests.faults.conftest import Scenario
-from tests.faults.job import LIMIT_SECONDS, Point, Run
-from tests.faults.places import other_host
+from tests.faults.job import LIMIT_SECONDS, Point, Run, other_host
 from tests.helpers.corpora import write_corpus
 from tests.helpers.object_server import BUCKET, SECRET, ObjectServer, upload
 

@@ -1,4 +1,4 @@
-"""Collectives one by one, as tests ask for them."""
+"""Collectives one by one, as tests ask for them, and the chunks that their schedules send."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paro.collectives.interface import Collectives, Request
-from paro.collectives.schedule import Op
+from paro.collectives.schedule import Op, Schedule
 from paro.distributed.comm_stream import Event
 from paro.topology import AxisSpan
 
@@ -30,3 +30,9 @@ def all_reduce(
 ) -> Event:
     """Writes the sum to all of `whole`."""
     return collectives.run(Request(Op.ALL_REDUCE, whole, span, dtype))
+
+
+def sent_fraction(schedule: Schedule, num_places: int, num_chunks: int, level: int) -> float:
+    """The part of the whole buffer that a position sends over `level`."""
+    sent = sum(len(schedule.steps[index].send.chunks) for index in schedule.of_level[level])
+    return sent / (num_places * num_chunks)

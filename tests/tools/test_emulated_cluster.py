@@ -19,7 +19,7 @@ from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
 from tests.helpers.warm_process import HANGS_AFTER
 from tests.helpers.warm_python import run_python, warm_python
-from tests.tools.cluster.test_plan import spec as spec_of
+from tests.tools.cluster.test_cluster import spec as spec_of
 from tools.cluster import launch, network, state
 from tools.cluster.counters import reset_traffic, traffic
 from tools.cluster.launch import run

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import BROWSERS
-from tests.end_to_end.test_trackers import MEGATRON, OURS
+from tests.end_to_end.test_terminal import MEGATRON, OURS
 from tests.helpers.commands import measured, printed, read_lines, write_lines
 from tests.helpers.refusals import refused
 from tests.helpers.warm_process import HANGS_AFTER

@@ -23,7 +23,7 @@ from paro.collectives.schedule import (
     make_schedule,
 )
 from paro.layout import ALIGN
-from tests.helpers.schedules import sent_fraction
+from tests.helpers.requests import sent_fraction
 
 # The contributions to a chunk that a place holds, each once.
 Content = frozenset[int]

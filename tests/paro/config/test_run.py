@@ -15,8 +15,7 @@ from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.planning.remedies import recompute_flags
 from paro.training import assembly
-from tests.helpers.flags import configured
-from tests.helpers.models import llama
+from tests.helpers.flags import configured, llama
 from tests.helpers.refusals import refused
 
 SMALL = (

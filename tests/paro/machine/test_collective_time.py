@@ -34,7 +34,7 @@ from paro.machine.machine import BandwidthSource, Device, GroupSpeed, Machine, M
 from paro.topology import Axes, make_topology
 from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
-from tests.helpers.schedules import sent_fraction
+from tests.helpers.requests import sent_fraction
 from tests.paro.planning.cases import DEVICE, machine, plan_request, speed
 from tools.planning.tables import letter_rows
 

@@ -20,7 +20,7 @@ from paro.planning.search_space import PlanRequest, SearchSpace
 from paro.planning.step_costs import StepCosts
 from paro.precision import PrecisionConfig
 from paro.step.schedule import StepSchedule
-from tests.helpers.models import llama
+from tests.helpers.flags import llama
 
 DEVICE = Device(
     name="typed",

@@ -1,4 +1,4 @@
-"""One rank without peers: it allocates memory and counts bytes as usual, and sends nothing."""
+"""Runs on any number of ranks without ranks, and one rank without peers, which sends nothing."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from paro.distributed.control import PlannedControl
 from paro.distributed.groups import ByteCounter, Groups, Links, make_groups
 from paro.distributed.timers import Timers
 from paro.distributed.world import World
+from paro.layout import Unit, UnitLayout
 from paro.optim.optimizer import ParoOptimizer
 from paro.planning.sending import NATIVE
 from paro.precision import PrecisionConfig
@@ -38,11 +39,60 @@ from paro.spec.context_layout import ContextLayout
 from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.run_spec import RunSpec
 from paro.spec.units import units_of_run
-from paro.strategy import Strategy
-from paro.topology import Sent, Topology
+from paro.step.actions import Move, Verb
+from paro.strategy import Strategy, parse_strategy
+from paro.topology import Sent, Topology, make_topology
 from paro.training import assembly
 from tests.helpers.flags import configured
 from tests.helpers.training import TINY
+
+
+def on_ranks(text: str, *, world_size: int, group_size: int) -> tuple[Strategy, Topology]:
+    """A strategy and the topology of its degrees."""
+    strategy = parse_strategy(text, world_size=world_size, group_size=group_size)
+    return strategy, make_topology(
+        world_size=world_size, group_size=group_size, degrees=strategy.degrees
+    )
+
+
+def run_of(
+    config: LlamaConfig,
+    text: str,
+    precision: PrecisionConfig,
+    *,
+    world_size: int = 8,
+    group_size: int = 4,
+    is_trained: Callable[[str], bool] = lambda _name: True,
+    **changes: Any,
+) -> RunSpec:
+    """A run of two micro-batches of one sample, as the planner sees it."""
+    given: dict[str, Any] = {
+        "recompute": config.recompute,
+        "seq_length": 16,
+        "micro_batch_size": 1,
+        "num_micro_batches": 2,
+    }
+    return RunSpec(
+        model=config,
+        trained=frozenset(filter(is_trained, parameter_shapes(config))),
+        strategy=parse_strategy(text, world_size=world_size, group_size=group_size),
+        precision=precision,
+        world_size=world_size,
+        group_size=group_size,
+        **(given | changes),
+    )
+
+
+def one_unit(numel: int, *, frozen: int = 0) -> tuple[Unit, ...]:
+    """A model as the paper counts it: everything is gathered twice per micro-batch."""
+    trainable, rest = (UnitLayout((), matrix_stop=0, numel=size) for size in (numel, frozen))
+    return (Unit(name="all", trainable=trainable, frozen=rest),)
+
+
+def moves(count: int, *, frozen: int = 0) -> dict[Move, int]:
+    """How often its collectives come in a step of `count` micro-batches."""
+    of_step = {(Verb.GRAD_SYNC, 0): 1, (Verb.PARAM_ALL_GATHER, 0): 1, (Verb.REDUCE, 0): count}
+    return of_step | {(Verb.GATHER, buffer): 2 * count for buffer in range(1 + bool(frozen))}
 
 
 def silence(monkeypatch: pytest.MonkeyPatch, backend: str = "nccl") -> None:

@@ -36,10 +36,9 @@ from paro.spec.units import units_of_run
 from paro.strategy import legal_letters
 from paro.topology import AxisSpan, Spans, StreamKind
 from paro.training import assembly
-from tests.helpers.models import llama
+from tests.helpers.flags import llama
 from tests.paro.planning.cases import DEVICE, machine, plan_request
-from tests.paro.planning.lone_rank import rank_of, silence
-from tests.paro.planning.on_ranks import on_ranks, one_unit, run_of
+from tests.paro.planning.lone_rank import on_ranks, one_unit, rank_of, run_of, silence
 from tests.paro.planning.test_gathering import SMALL as WIDER
 
 SMALL = llama(3, 20, 37, heads=(4, 2, 6), length=16, vocab=59)

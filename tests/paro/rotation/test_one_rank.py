@@ -22,8 +22,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.resharding import Pair, Setting, save_and_load
 from tests.helpers.training import Trained, begun, built, train
 from tests.paro.checkpoint.test_resharding import check
-from tests.paro.planning.lone_rank import LoneRank, allocated_at_most, lone_rank, silence
-from tests.paro.planning.on_ranks import on_ranks
+from tests.paro.planning.lone_rank import LoneRank, allocated_at_most, lone_rank, on_ranks, silence
 from tests.paro.planning.test_gathering import BF16, FP32, assert_predicted, run
 from tests.paro.planning.test_units import SMALL as GROUPED
 from tests.paro.planning.test_units import assert_counted, keep_norms_and_embedding, upper_half

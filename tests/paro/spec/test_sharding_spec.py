@@ -1,28 +1,29 @@
-"""A changed sharding spec changes what a rank does and what the planner counts."""
+"""A changed sharding spec changes what a rank does and the planner counts; layouts of samples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
 import pytest
 
-from model.config import LlamaConfig, LoraConfig, is_adapter
+from model.config import LLAMA_PRESETS, LlamaConfig, LoraConfig, is_adapter
 from paro.collectives.schedule import Op
 from paro.planning.run_memory import RunMemory
 from paro.planning.sending import traffic_of
 from paro.precision import PrecisionConfig
 from paro.spec import muon_rounds, sharding_spec
+from paro.spec.context_layout import ContextLayout, ContextLimits, num_head_chunks
 from paro.spec.offload import state_bytes
 from paro.spec.run_spec import Materialize
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import Verb
 from paro.topology import AxisSpan, Sent, StreamKind
-from tests.paro.planning.lone_rank import lone_rank, silence
-from tests.paro.planning.on_ranks import on_ranks, run_of
+from tests.paro.planning.lone_rank import lone_rank, on_ranks, run_of, silence
 from tests.paro.planning.test_units import SMALL
 
 WIDE = replace(
@@ -245,3 +246,61 @@ def test_a_change_of_the_description_changes_rank_and_prediction(
         return  # the rank stops
     assert done != before, "no byte of the rank has changed"
     assert done == predicted(SETTINGS[setting])
+
+
+LAYOUTS = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (4, 2), (4, 4), (6, 3), (6, 2), (8, 4), (8, 1)]
+
+
+@pytest.mark.parametrize(("size", "heads"), LAYOUTS)
+def test_the_ranks_that_share_a_sample_have_equal_parts_that_make_up_the_whole(
+    size: int, heads: int
+) -> None:
+    layout, length = ContextLayout(size=size, heads=heads), 2 * size * 3
+    parts = [[*chain(*layout.ranges(rank, length))] for rank in range(size)]
+    assert {len(part) for part in parts} == {length // size}
+    assert sorted(chain(*parts)) == list(range(length))
+    assert layout.ranges(size + 1, length) == layout.ranges(1 % size, length)
+    if heads == size:  # without a ring in order
+        assert [*chain(*parts)] == list(range(length))
+
+
+@pytest.mark.parametrize(("size", "heads"), LAYOUTS)
+def test_every_place_of_the_ring_owns_as_much_causal_attention(size: int, heads: int) -> None:
+    layout, length = ContextLayout(size=size, heads=heads), 2 * size * 2
+    pairs = [0] * layout.ring
+    for rank in range(size):
+        for position in chain(*layout.ranges(rank, length)):
+            pairs[rank // heads] += position + 1
+    assert len(set(pairs)) == 1
+
+
+def test_the_ranks_of_a_place_have_its_two_chunks_in_order() -> None:
+    layout = ContextLayout(size=6, heads=3)  # the second of three ranks has the border
+    parts = [layout.ranges(rank, 24) for rank in range(6)]
+    assert parts[:3] == [(range(4),), (range(4, 6), range(18, 20)), (range(20, 24),)]
+    assert [*chain(*chain(*parts[3:]))] == list(range(6, 18))
+
+
+MODEL = replace(LLAMA_PRESETS["7B"], hidden_size=96, num_attention_heads=12, num_query_groups=3)
+LIMITS = ContextLimits(model=MODEL, world_size=12, group_size=4, seq_length=24)
+
+
+def test_what_does_not_fit_is_told() -> None:
+    for size, heads, told in (
+        (12, 3, "3 ranks and groups of 4"),
+        (6, 1, "6 ranks and groups of 4"),
+        (12, 1, None),
+    ):
+        found = LIMITS.reason_invalid(ContextLayout(size=size, heads=heads))
+        assert found == told or (found is not None and told is not None and told in found)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "num_ranks", "num_chunks"),
+    [(32, 32, 8, 4), (32, 8, 8, 4), (32, 16, 8, 2), (24, 24, 8, 1), (12, 6, 2, 1), (8, 8, 8, 1)],
+)
+def test_head_chunks_have_whole_groups_of_queries(
+    num_heads: int, num_kv_heads: int, num_ranks: int, num_chunks: int
+) -> None:
+    layout = ContextLayout(size=num_ranks, heads=num_ranks)
+    assert num_head_chunks(num_heads, num_kv_heads, layout) == num_chunks

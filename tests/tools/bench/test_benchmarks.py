@@ -1,4 +1,4 @@
-"""Benchmarks: contenders do equal work from equal losses, and what they time is written down."""
+"""Benchmarks: contenders do equal work from equal losses; one real rank of many has its links."""
 
 from __future__ import annotations
 
@@ -10,15 +10,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from paro.collectives.schedule import Op
+from paro.machine.collective_time import CollectiveTimes
+from paro.machine.files import machine_to_json
+from paro.machine.machine import Nic
 from paro.optim import muon
 from paro.spec.optim_config import MuonConfig
+from paro.topology import Axis, Link
 from tests.helpers.commands import measured, write_lines
 from tests.helpers.margins import assert_near
+from tests.helpers.refusals import refused
+from tests.helpers.scripts import run_script
 from tests.helpers.training import TINY
 from tests.helpers.warm_python import run_python
-from tools.bench import bench_attention, bench_loader, bench_preprocess, bench_reporting
+from tests.paro.planning.cases import machine
+from tools.bench import bench_attention, bench_loader, bench_preprocess, bench_reporting, one_rank
 from tools.bench.ablated import in_parts
 from tools.bench.bench_model import main, make_parser, task_of
+from tools.bench.link_model.links import Links
 from tools.bench.model_speed.contenders import CONTENDERS, DEFAULT
 
 
@@ -82,7 +91,6 @@ def test_every_part_is_made_orthogonal_by_itself_and_scaled_by_its_shape() -> No
         torch.testing.assert_close(part, wanted)
 
 
-SCRIPT = "tools/bench/bench_model.py"
 VOCAB_SIZE = 64
 SIZES = [
     *("--num-layers", "2", "--hidden-size", "16", "--ffn-hidden-size", "32"),
@@ -134,7 +142,54 @@ def losses_of(name: str, *, clip_grad: float) -> list[float]:
 def test_a_contender_is_stopped_at_its_limit(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     words = [*SIZES, "--own-process", "--contenders", "ours", "--most-seconds", 0.1, "--json", file]
-    done = run_python([SCRIPT, *words, "--steps", 10**6])
+    done = run_python(["tools/bench/bench_model.py", *words, "--steps", 10**6])
     assert done.returncode == 1
     (row,) = json.loads(file.read_text())["rows"]
     assert row["failure"] == "stopped after 0.1 s"
+
+
+MACHINE = machine(world_size=8, group_size=4, nic=Nic.PER_RANK, intra=8, inter=0.8)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "inner", "outer"),
+    [((4, 5, 6, 7), 1, 4), ((1, 5), 4, 8), (tuple(range(8)), 1, 8), ((4, 6), 2, 4)],
+)
+def test_a_collective_lasts_as_the_planner_counts(
+    ranks: tuple[int], inner: int, outer: int
+) -> None:
+    axis = Axis(index=0, inner=inner, outer=outer, link=Link.INTRA)
+    job = Links(MACHINE).job(Op.ALL_GATHER, ranks, 8_000_000)
+    assert job is not None
+    expected = CollectiveTimes(MACHINE, "native").seconds(Op.ALL_GATHER, (axis,), 8_000_000)
+    assert job.seconds == expected > 0.0
+    assert bool(job.inter) == (outer > MACHINE.group_size)
+    message = Links(MACHINE).job(None, ranks, 8_000_000)
+    assert message is not None
+    assert message.seconds > 0.0
+    assert Links(MACHINE, are_free=True).job(Op.ALL_GATHER, ranks, 8_000_000) is None
+
+
+def test_mistakes_of_one_rank() -> None:
+    base = ["--ranks", "8", "--machine"]
+    refused(lambda: one_rank.main([*base, "nowhere.json"]), "nowhere.json", "dgx-h100")
+    refused(lambda: one_rank.main([*base, "dgx-h100", "--contenders", "ddq"]), "ddq", "fsdp2")
+    refused(lambda: one_rank.main(["--ranks", "1", "--machine", "dgx-h100"]), "--ranks 1")
+
+
+@pytest.mark.verify
+@pytest.mark.process
+def test_a_rank_trains_by_this_project_and_by_fsdp2(tmp_path: Path) -> None:
+    path, file = tmp_path / "machine.json", tmp_path / "figures.json"
+    path.write_text(machine_to_json(MACHINE))
+    shape = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --vocab-size 64 --seq-length 16"
+    contenders = "paro:IIG@ho-ring,fsdp2-hybrid"
+    flags = ["--ranks", 8, "--machine", path, "--contenders", contenders, "--steps", 1]
+    command = ["tools/bench/one_rank.py", *flags]
+    done = run_script([*command, *shape.split(), "--json", file])
+    assert done.returncode == 0, done.stderr
+    turns = json.loads(file.read_text())["turns"]
+    assert [*turns] == contenders.split(",")
+    for name, figures in turns.items():
+        assert min(figures["s/step"], figures["host s/step"]) > 0.0
+        assert name in done.stdout

@@ -1,4 +1,4 @@
-"""Studies: flags of a run, trainings that run once, recoveries; steps as planned."""
+"""Studies: flags of a run, trainings that run once, recoveries, mutants, pages and their rules."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from tests.helpers.scripts import run_script
 from tests.helpers.training import TINY
 from tools.bench import study_averages, study_bits, study_mup, study_recovery, study_store
 from tools.bench.fixed_runs import FIELDS, differences
+from tools.bench.megatron_flags import command_line, degree_of, rule_lines
+from tools.bench.mutation.mutants import apply, mutants_of
 from tools.bench.planning.comparison import Comparison
 from tools.bench.planning.steps_page import Chapter
 from tools.bench.recovery import cases
@@ -254,3 +256,71 @@ def test_recorded_steps_of_weights_that_rotate_are_predicted() -> None:
     assert len(rotated) == 2
     assert max(max(errors_of(comparison)) for comparison in rotated) < 0.195
     assert not any(pair.is_wrong for comparison in rotated for pair in comparison.pairs())
+
+
+def test_values_become_words_and_ranks_that_cut_the_model_multiply() -> None:
+    arguments = {
+        "--bf16": True,
+        "--seed": "${REPEAT}",
+        "--data-path": "$DATA/corpus",
+        "--step-batch-size-schedule": "0:384 200B:768",
+        "--hierarchical-context-parallel-sizes": "[2 2]",
+    }
+    assert list(command_line(arguments)) == [
+        *("--bf16", "--seed", "1", "--data-path", "DATA/corpus"),
+        *("--step-batch-size-schedule", "0:384 200B:768"),
+        *("--hierarchical-context-parallel-sizes", "2", "2"),
+    ]
+    words = "--tensor-model-parallel-size 2 --lr 1 --pipeline-model-parallel-size 4"
+    assert degree_of(f"{words} --context-parallel-size 2".split()) == 8
+
+
+def test_the_page_says_what_the_rules_do() -> None:
+    text = (ROOT / "docs" / "megatron.md").read_text(encoding="utf-8")
+    missing = [line for line in rule_lines() if line not in text.splitlines()]
+    assert not missing, "write it again: python tools/bench/megatron_flags.py MEGATRON_CHECKOUT ..."
+
+
+BEFORE = """
+class Ring:
+    def size(self, a: int = 3) -> int:
+        # a < a
+        assert a < a, "a < a"
+        return BODY
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "new"),
+    [
+        ("comparison", "a < 4", "a <= 4"),
+        ("comparison", "a is a", "a is not a"),
+        ("arithmetic", "a + a", "a - a"),
+        ("arithmetic", "a * a", "a // a"),
+        ("boolean", "a and b", "a or b"),
+        ("constant", "7", "8"),
+        ("constant", "True", "False"),
+        ("swap", "f(a, b)", "f(b, a)"),
+    ],
+)
+def test_one_thing_changes_and_also_after_a_move(kind: str, old: str, new: str) -> None:
+    text = BEFORE.replace("BODY", f"g({old})")
+    found = [each for each in mutants_of("paro/ring.py", text) if each.old == old]
+    assert [(each.kind, each.new) for each in found] == [(kind, new)]
+    moved = text.replace("class", "import os\n\nx = 'é'\nclass")
+    assert apply(found[0], moved) == moved.replace(f"g({old})", f"g({new})")
+    assert apply(found[0], text.replace("size", "length")) is None
+
+
+@pytest.mark.parametrize(("call", "kind"), [("work.wait()", "wait"), ("self.close()", "call")])
+def test_calls_are_removed(call: str, kind: str) -> None:
+    text = f"def f():\n    {call}\n    {call}\n"
+    first, second = sorted(mutants_of("f.py", text), key=lambda each: each.nth)
+    assert first.kind == second.kind == kind
+    assert apply(second, text) == f"def f():\n    {call}\n    None\n"
+
+
+def test_texts_types_and_annotations_have_no_mutants() -> None:
+    texts = ('raise ValueError(f"{1 + 1}")', 'return f"{a + 1}"', 'return "a" + b')
+    for body in (*texts, "return isinstance(a, b)", "a: Literal[1]"):
+        assert not list(mutants_of("f.py", f"def f(a: int = 3):\n    {body}\n")), body

@@ -28,7 +28,7 @@ from paro.checkpoint.convert.source import LazyTensor, Source, unpadded
 from paro.checkpoint.convert.tensor_files import lazy, safetensors_plan
 from paro.distributed.world import World
 from paro.errors import StorageError
-from tests.helpers.models import llama
+from tests.helpers.flags import llama
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.convert.folders import random_tensors
 

@@ -21,7 +21,7 @@ from paro.checkpoint.convert.hugging_face import (
     tokenizer_of,
 )
 from tests.data.test_tokenizer import train_sentencepiece
-from tests.helpers.models import llama
+from tests.helpers.flags import llama
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.convert.folders import random_tensors
 from tests.tools.conftest import TEXT

@@ -22,7 +22,7 @@ from model.rotary import rotate, rotations
 from paro.checkpoint.convert.hugging_face import INDEX, WEIGHTS, open_hugging_face
 from paro.checkpoint.convert.meta import half_rotation, meta_name, open_meta
 from paro.checkpoint.convert.native import open_native
-from tests.helpers.models import llama
+from tests.helpers.flags import llama
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.convert.folders import (
     FAMILIES,

@@ -19,7 +19,7 @@ from model.hugging_face import hugging_face_config
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.convert.tensor_files import lazy
 from paro.checkpoint.convert.torchtitan import open_torchtitan, write_torchtitan
-from tests.helpers.models import llama
+from tests.helpers.flags import llama
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.convert.folders import (
