@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +23,14 @@ from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
 from tests.helpers.training import TINY
-from tools.bench import study_averages, study_bits, study_mup, study_recovery, study_store
+from tools.bench import (
+    bench_outer,
+    study_averages,
+    study_bits,
+    study_mup,
+    study_recovery,
+    study_store,
+)
 from tools.bench.fixed_runs import FIELDS, differences
 from tools.bench.megatron_flags import command_line, degree_of, rule_lines
 from tools.bench.mutation.mutants import apply, mutants_of
@@ -46,6 +54,8 @@ def test_trainings_of_studies_have_flags_of_a_run() -> None:
     averages = [study_averages.flags_of(3, 800, 2e-3, saves) for saves in (None, Path("saves"))]
     outer = [case.words(1e-3, 1, 800, 100) for case in CASES]
     outer = [words[words.index("pretrain_llama.py") + 1 :] for words in outer]
+    timing = Namespace(micro_batches=4)
+    outer += [each.words(timing, Path("machine")) for each in bench_outer.contenders(14)]
     for flags in (*bits, *sweeps, *averages, *outer):
         parse_args([*flags, "--mock-data", "--tokenizer-model", "x"])
     for name in LIKE:
@@ -120,6 +130,42 @@ def test_a_store_that_is_far_away_is_read_and_written(
     written = [path for _, method, path, *_ in notes if method == "PUT"]
     unread = sum("/unread/" in path for path in written)
     assert 0 < unread == len(written) - unread
+
+
+@pytest.mark.verify
+@pytest.mark.root
+@pytest.mark.process
+def test_outer_steps_are_timed_beside_synchronous_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32"
+    shape += " --vocab-size 128 --seq-length 16 --make-vocab-size-divisible-by 1 --bf16"
+    monkeypatch.setattr(bench_outer, "MODEL", shape)
+    out = tmp_path / "figures.json"
+    words = ["--folder", str(tmp_path / "runs"), "--json", str(out), "--rounds", "1"]
+    bench_outer.main([*words, "--inter", "100mbit", "--micro-batches", "1"])
+    found = json.loads(out.read_text())
+    names = [each.name for each in bench_outer.contenders(2)]
+    assert [*found["planned"]] == [*found["mean_and_alone"]] == names
+    for ((mean, alone),) in found["mean_and_alone"].values():
+        assert mean > 0
+        assert alone is None or alone > 0
+
+
+def test_a_round_is_timed_with_the_steps_under_which_it_travels() -> None:
+    late = bench_outer.contenders(2)[-1]
+    # The first step warms up; a round at 16 slows this step and two more, and so does one at 32.
+    slow = {1: 9.0, 16: 3.0, 17: 2.0, 18: 2.0, 32: 7.0}
+    rows = [{"iteration": i, "iteration_time_ms": 1e3 * slow.get(i, 1.0)} for i in range(1, 33)]
+    found = bench_outer.timed(late, rows)
+    assert found == bench_outer.Timed(mean=(3 + 2 + 2 + 13) / 16, alone=1.0)
+    with pytest.raises(RunError, match="lack"):
+        bench_outer.timed(late, rows[1:])
+    same = bench_outer.timed(bench_outer.contenders(2)[0], rows[:6])
+    assert same == bench_outer.Timed(mean=1.0, alone=None)
+    turns = {"IIG": [same], "IIG, 4 bits": [same], late.name: [found]}
+    *_, (*_, exposed), (_, alone, *_) = bench_outer.rows_of(turns, dict.fromkeys(turns, 1.0))
+    assert (exposed, alone) == ("20.0%", "1.00")
 
 
 def test_steps_of_saves_are_told_by_the_log() -> None:
