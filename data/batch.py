@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,15 +20,19 @@ RESTART_PROBABILITY = 0.1  # per token, of a jump to another position of the cyc
 TokenBytes = NDArray[np.int64]  # index: token id; value: bytes of text that the id stands for
 
 
+class Sample(NamedTuple):
+    """The seq_length + 1 token ids of a sample, and their loss mask; None: all are trained on."""
+
+    text: NDArray[np.int64]
+    loss_mask: LossMask | None = None
+
+
 class Samples(Protocol):
-    """A finite set of samples; each sample has seq_length + 1 token ids."""
+    """A finite set of samples."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]: ...
-
-    def loss_mask(self, index: int) -> LossMask | None:
-        """Return the loss mask of a sample's tokens; None: every token is trained on."""
+    def __getitem__(self, index: int) -> Sample: ...
 
     def describe(self) -> str: ...
 
@@ -55,7 +59,7 @@ class MockDataset:
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
+    def __getitem__(self, index: int) -> Sample:
         random = np.random.Generator(np.random.PCG64([self.seed, self.stream, index]))
         count = self.seq_length + 1
         jumps = random.random(count) < RESTART_PROBABILITY
@@ -65,10 +69,7 @@ class MockDataset:
         times = np.arange(count)
         latest_jump = np.maximum.accumulate(np.where(jumps, times, 0))
         places = targets[latest_jump] + times - latest_jump
-        return self.cycle[places % len(self.cycle)]
-
-    def loss_mask(self, index: int) -> None:
-        """Return None: every token is trained on."""
+        return Sample(self.cycle[places % len(self.cycle)])
 
     def describe(self) -> str:
         return f"{self.num_samples:,} samples of synthetic tokens (--mock-data)"
@@ -119,14 +120,11 @@ class Batch:
         return cut._with(own)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        positions_BS = self.positions_BS
-        return replace(
-            self,
-            tokens_BS=change(self.tokens_BS),
-            labels_BS=change(self.labels_BS),
-            loss_mask_BS=change(self.loss_mask_BS),
-            positions_BS=None if positions_BS is None else change(positions_BS),
-        )
+        parts = {part.name: getattr(self, part.name) for part in fields(self)}
+        changed: dict[str, Any] = {
+            name: change(part) for name, part in parts.items() if isinstance(part, Tensor)
+        }
+        return replace(self, **changed)
 
 
 Failure = UserError | OSError  # OSError: the storage failed, or too many files are open
@@ -177,14 +175,15 @@ class Fetch(Dataset[Batch | Failure]):
         Bytes of text are counted here, on the host, where worker processes read ahead. So no table
         is copied to the device, and no sum is copied back.
         """
-        text = np.stack([self.dataset[number] for number in numbers])
+        samples = [self.dataset[number] for number in numbers]
+        text = np.stack([sample.text for sample in samples])
         tokens_BS, labels_BS = text[:, :-1].copy(), text[:, 1:].copy()
         ends_BS = tokens_BS == self.eod
         begins_BS = np.ones_like(ends_BS)
         begins_BS[:, 1:] = ends_BS[:, :-1]
         loss_mask_BS = np.ones(tokens_BS.shape, dtype=np.float32)
-        for row, number in enumerate(numbers):
-            if (loss_mask := self.dataset.loss_mask(number)) is not None:
+        for row, (_, loss_mask) in enumerate(samples):
+            if loss_mask is not None:
                 loss_mask_BS[row] = loss_mask[1:] == TRAINED
                 begins_BS[row, 1:] = loss_mask[1:-1] == BEGINS
         if self.rules.eod_mask_loss:

@@ -23,11 +23,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data.batch import Samples
+from data.batch import Sample, Samples
 from data.blend import SURPLUS, Blend, DataPhase, starts_of
 from data.gpt_dataset import GPTDataset, SplitRequest, TooFewTokensError
 from data.index_cache import CacheEntry, StoredArray, cached
-from data.loss_mask import LossMask
 from paro.errors import UserError
 
 _LEAST_STRETCH = 256
@@ -62,19 +61,10 @@ class BlendedDataset:
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        member, sample = self._place(index)
-        return member[sample]
-
-    def loss_mask(self, index: int) -> LossMask | None:
-        """Return the loss mask of a sample; None in a corpus without one."""
-        member, sample = self._place(index)
-        return member.loss_mask(sample)
-
-    def _place(self, index: int) -> tuple[GPTDataset, int]:
+    def __getitem__(self, index: int) -> Sample:
         place = index % len(self.indices.dataset_index)
         member = self.members[int(self.indices.dataset_index[place])]
-        return member, int(self.indices.dataset_sample_index[place])
+        return member[int(self.indices.dataset_sample_index[place])]
 
     def describe(self) -> str:
         """Return one line: corpora, samples from each corpus, and where the order is stored."""
@@ -108,20 +98,11 @@ class PhasedDataset:
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        data_set, index = self._find(index)
-        return data_set[index]
-
-    def loss_mask(self, index: int) -> LossMask | None:
-        """Return the loss mask of a sample; None in a corpus without one."""
-        data_set, index = self._find(index)
-        return data_set.loss_mask(index)
-
-    def _find(self, index: int) -> tuple[Samples, int]:
+    def __getitem__(self, index: int) -> Sample:
         number = bisect_right(self._starts, index) - 1
         data_set = self.data_sets[number]
         assert data_set is not None, f"sample {index} of a phase that is over"
-        return data_set, index - self._starts[number]
+        return data_set[index - self._starts[number]]
 
     def opened(self) -> Iterator[tuple[DataPhase, Samples]]:
         """Yield the phases that have a data set, which is not over or not yet begun."""

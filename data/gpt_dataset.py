@@ -10,11 +10,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from data.batch import Sample
 from data.config import DataConfig
 from data.fingerprint import check_tokenizer
 from data.index_cache import CacheEntry, cached
 from data.indexed_dataset import IndexedDataset, Tokens, bin_path
-from data.loss_mask import BEGINS, TRAINED, LossMask
+from data.loss_mask import BEGINS, TRAINED
 from data.sample_order import OrderPlan, SampleOrder, build_order, split_bounds, split_matrix
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError
@@ -73,21 +74,20 @@ class GPTDataset:
     def __len__(self) -> int:
         return self.plan.total_samples
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        text = np.concatenate([self.indexed.get(*place) for place in self._places(index)])
+    def __getitem__(self, index: int) -> Sample:
+        places = [*self._places(index)]
+        text = np.concatenate([self.indexed.get(*place) for place in places])
         _check_ids(text, self.vocab_size, self.indexed.prefix)
-        return self._filled(text.astype(np.int64), "edge")
-
-    def loss_mask(self, index: int) -> LossMask | None:
-        """Return the loss mask of a sample; None in a corpus without one."""
+        text = self._filled(text.astype(np.int64), "edge")
         if self.indexed.loss_mask_file is None:
-            return None
+            return Sample(text)
         parts = []
-        for sequence, begin, length in self._places(index):
+        for sequence, begin, length in places:
             parts.append(self.indexed.marks(sequence, begin, length).copy())
             if begin == 0:  # the conversation begins with this token
                 parts[-1][:1] = BEGINS
-        return self._filled(np.concatenate(parts), "constant")  # pads with MASKED, which is 0
+        # Pads with MASKED, which is 0.
+        return Sample(text, self._filled(np.concatenate(parts), "constant"))
 
     def _places(self, index: int) -> Iterator[tuple[int, int, int | None]]:
         """Yield (sequence, offset, number of tokens) for each sequence that the sample reads."""
@@ -137,8 +137,6 @@ def open_checked(
 
 def check_vocabulary(indexed: IndexedDataset, vocab_size: int) -> None:
     """Raise `UserError` if any checked id of the corpus is outside the vocabulary."""
-    if np.iinfo(indexed.dtype).max < vocab_size and indexed.dtype.kind == "u":
-        return  # ids of this dtype cannot be outside
     for ids in scanned(indexed):
         _check_ids(ids, vocab_size, indexed.prefix)
 

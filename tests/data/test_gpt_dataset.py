@@ -59,7 +59,7 @@ def requested(split_name: str, config: DataConfig, count: int) -> SplitRequest:
 
 
 def all_samples(dataset: GPTDataset) -> list[list[int]]:
-    return [dataset[i].tolist() for i in range(len(dataset))]
+    return [dataset[i].text.tolist() for i in range(len(dataset))]
 
 
 def cache_files(dataset: GPTDataset) -> list[Path]:
@@ -299,5 +299,5 @@ def test_an_id_outside_the_vocabulary_is_found_when_opening(
 
 def test_an_id_outside_the_vocabulary_is_found_when_fetching(corpus: IndexedDataset) -> None:
     dataset = build(corpus)
-    dataset.vocab_size = int(dataset[3].max())
+    dataset.vocab_size = int(dataset[3].text.max())
     refused(lambda: dataset[3], "--data-path ... --tokenizer-model", "corpus.bin")

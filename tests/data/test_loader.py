@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
-from data.batch import Fetch
+from data.batch import Fetch, Sample
 from data.config import DataConfig, DocumentRules
 from data.loader import Batch, Datasets, MicroBatches, Samples, SplitCounts, build_datasets
 from paro.errors import UserError
@@ -40,13 +39,10 @@ class Numbered:
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
+    def __getitem__(self, index: int) -> Sample:
         if index == self.broken_at:
             raise self.error
-        return np.arange(index, index + SEQ + 1)
-
-    def loss_mask(self, index: int) -> None:
-        """All are answered."""
+        return Sample(np.arange(index, index + SEQ + 1))
 
     def describe(self) -> str:
         return "numbers"
@@ -179,7 +175,7 @@ def test_corpus_splits(prefix: str, num_workers: int) -> None:
     assert [*datasets.valid] == [""]
     assert datasets.test is None
     batch = next(batches_of(datasets.train, micro_batch_size=4, num_workers=num_workers))
-    assert batch.labels_BS[0].tolist() == datasets.train[0][1:].tolist()
+    assert batch.labels_BS[0].tolist() == datasets.train[0].text[1:].tolist()
     evaluated = built(prefix, split="90,10,0", counts=(0, 5))
     assert len(evaluated.valid[""]) >= 5, "evaluation alone needs no training samples"
 
@@ -208,7 +204,7 @@ def test_training_data_without_weights_are_not_read_twice(prefix: str) -> None:
     datasets = built(prefix, prefix, split="90,10,0", counts=(10, 500))
     assert len(datasets.valid[""]) == 500
     once = 2 * ((200 - 1) // 8)  # samples of the validation split of both
-    first, again = datasets.valid[""][3].tolist(), datasets.valid[""][3 + once].tolist()
+    first, again = (datasets.valid[""][i].text.tolist() for i in (3, 3 + once))
     assert first == again
     assert f"500 samples in {500 / once:.2f} rounds" in datasets.describe()[1]
     more = partial(built, prefix, prefix, split="90,10,0", counts=(1000,))
@@ -245,14 +241,14 @@ def test_each_phase_has_an_order_of_its_own_and_those_that_are_over_are_not_open
         words = phase["data"].split() if isinstance(phase["data"], str) else phase["data"]
         config = DataConfig(seq_length=8, train_data_path=tuple(map(str, words)))
         data_set = build_datasets(config, SplitCounts(train=samples), 999, None).train
-        return [data_set[index].tolist() for index in range(samples)]
+        return [data_set[index].text.tolist() for index in range(samples)]
 
-    whole = [sample.tolist() for sample in (build()[index] for index in range(20))]
+    whole = [sample.text.tolist() for sample in (build()[index] for index in range(20))]
     assert whole == [*alone(phases[0], 7), *alone(phases[1], 5), *alone(phases[2], 8)]
-    assert build(30)[11].tolist() == whole[11]
+    assert build(30)[11].text.tolist() == whole[11]
     phases[0]["data"] = ["gone"]
     resumed = build(consumed=7)
-    assert [resumed[index].tolist() for index in range(7, 20)] == whole[7:]
+    assert [resumed[index].text.tolist() for index in range(7, 20)] == whole[7:]
     assert "first, after sample 0: over" in resumed.describe()
     with pytest.raises(AssertionError, match="a phase that is over"):
         resumed[6]

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from data.batch import Fetch
+from data.batch import Fetch, Sample
 from data.index_cache import CacheEntry, cached
 from paro.errors import UserError, describe, is_storage_failure
 from paro.files import waits
@@ -162,7 +162,7 @@ class DeadFiles(Numbered):
         self.path = path
         os.mkfifo(path)
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
+    def __getitem__(self, index: int) -> Sample:
         if index >= 2:
             self.path.read_bytes()
         return super().__getitem__(index)

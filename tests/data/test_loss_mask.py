@@ -15,9 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
-from data.batch import Fetch, MockDataset
+from data.batch import Fetch, MockDataset, Sample
 from data.config import DataConfig, DocumentRules
 from data.gpt_dataset import check_answers
 from data.loader import Datasets, MicroBatches
@@ -110,7 +109,7 @@ def test_every_conversation_is_read_once_in_a_full_validation(tmp_path: Path) ->
     paths = {"train_data_path": (prefix,), "valid_data_path": (prefix,)}
     valid = of_words(**paths, counts=(1, None), full_validation=True, sft=True).valid
     assert len(valid[""]) == 40
-    found = sorted(valid[""][i].tolist() for i in range(40))
+    found = sorted(valid[""][i].text.tolist() for i in range(40))
     assert found == sorted((ids[:SEQ] + ids[:SEQ][-1:] * SEQ)[: SEQ + 1] for ids, _ in talks)
 
 
@@ -232,8 +231,8 @@ class One(Numbered):
         super().__init__(1)
         self.tokens = tokens
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        return np.array([*self.tokens, 0])
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(np.array([*self.tokens, 0]))
 
 
 def megatron_masks(tokens: list[int], rules: DocumentRules) -> tuple[torch.Tensor, ...]:
@@ -285,10 +284,10 @@ def mock(*, seed: int = 1, stream: int = 0, num_samples: int = 400) -> MockDatas
 
 
 def test_a_mock_sample_depends_on_seed_and_number_alone() -> None:
-    assert mock()[7].tolist() == mock(num_samples=8)[7].tolist()
-    assert mock()[7].tolist() != mock()[8].tolist()
-    assert mock()[7].tolist() != mock(seed=2)[7].tolist()
-    assert mock()[7].tolist() != mock(stream=1)[7].tolist()
-    tokens = np.stack([mock()[i] for i in range(400)])
+    assert mock()[7].text.tolist() == mock(num_samples=8)[7].text.tolist()
+    assert mock()[7].text.tolist() != mock()[8].text.tolist()
+    assert mock()[7].text.tolist() != mock(seed=2)[7].text.tolist()
+    assert mock()[7].text.tolist() != mock(stream=1)[7].text.tolist()
+    tokens = np.stack([mock()[i].text for i in range(400)])
     assert (tokens.shape, tokens.dtype, len(mock(num_samples=3))) == ((400, 33), np.int64, 3)
     assert set(np.unique(tokens)) == set(range(VOCAB))

@@ -166,7 +166,7 @@ def test_indices_and_samples_are_megatrons(
             assert mine.dtype == other.dtype
             assert np.array_equal(mine, other), part
         assert len(our) == len(their)
-        assert all(our[i].tolist() == text_of(their[i]) for i in range(len(our)))
+        assert all(our[i].text.tolist() == text_of(their[i]) for i in range(len(our)))
         compared += len(our)
     assert compared > 0
 

@@ -77,8 +77,8 @@ def dump(args: Namespace, path: Path, iteration: int | None) -> str:
     tokenizer = None if iteration is None else build_tokenizer(config)
     with output_file(path) as temporary, temporary.open("w", encoding="ascii") as stream:
         for index in indices:
-            # The last token is only a label.
-            sample, loss_mask = {"tokens": samples[index][:-1].tolist()}, samples.loss_mask(index)
+            text, loss_mask = samples[index]
+            sample = {"tokens": text[:-1].tolist()}  # the last token is only a label
             if loss_mask is not None:
                 sample["answered"] = (loss_mask[:-1] == TRAINED).astype(int).tolist()
             if tokenizer is not None:
