@@ -120,6 +120,7 @@ def read_phases(path: str) -> tuple[DataPhase, ...]:
         if not entries:
             raise UserError(f"{PHASES} {path} has no phase")
     uses = Counter(entry.name for entry in entries)
+    phases = []
     for number, entry in enumerate(entries, 1):
         what, name = f"{PHASES} {path}, phase {number}:", entry.name
         # Fields of a log line are between bars.
@@ -130,14 +131,9 @@ def read_phases(path: str) -> tuple[DataPhase, ...]:
             raise UserError(f"{what} only the last may lack samples: give their number")
         if entry.samples is not None and entry.samples < 1:
             raise UserError(f"{what} {entry.samples} samples must be at least 1")
-    return tuple(
-        DataPhase(
-            name=entry.name,
-            samples=entry.samples,
-            blend=parse_entries(entry.data, f"{PHASES} {path}, {entry.name}:"),
-        )
-        for entry in entries
-    )
+        blend = parse_entries(entry.data, f"{PHASES} {path}, {name}:")
+        phases.append(DataPhase(name=name, samples=entry.samples, blend=blend))
+    return tuple(phases)
 
 
 def starts_of(phases: Sequence[DataPhase]) -> list[int]:
