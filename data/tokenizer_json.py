@@ -76,27 +76,29 @@ def _save(tokenizer: Any, folder: Path, roles: Mapping[str, str]) -> None:
 def _tokenizer(processor: Any) -> Any:
     """Return the model as a tokenizer of the tokenizers library."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from transformers.convert_slow_tokenizer import generate_merges
 
+    pieces = _ordinary(processor)
+    scores = {text: processor.get_score(number) for text, number in pieces.items()}
     ids = range(processor.get_piece_size())
     vocab = {processor.id_to_piece(i): i for i in ids}
     prefixed = processor.encode("a", out_type=str)[0].startswith(BLANK)
     unknown = processor.id_to_piece(processor.unk_id()) if processor.unk_id() >= 0 else None
     model = models.BPE(
         vocab=vocab,
-        merges=_merges(processor),
+        merges=generate_merges(pieces, scores),
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=any(processor.is_byte(i) for i in ids),
     )
     tokenizer = Tokenizer(model)
-    replace = normalizers.Replace(" ", BLANK)
-    tokenizer.normalizer = (
-        normalizers.Sequence([normalizers.Prepend(BLANK), replace]) if prefixed else replace
-    )
+    spelling: list[Any] = [normalizers.Replace(" ", BLANK)]
     steps = [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence(
-        [*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps
-    )
+    if prefixed:
+        spelling.insert(0, normalizers.Prepend(BLANK))
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(spelling)
+    tokenizer.decoder = decoders.Sequence(steps)
     special = [i for i in ids if processor.is_control(i) or processor.is_unknown(i)]
     tokenizer.add_special_tokens(
         [AddedToken(processor.id_to_piece(i), special=True, normalized=False) for i in special]
@@ -111,16 +113,3 @@ def _ordinary(processor: Any) -> dict[str, int]:
         for i in range(processor.get_piece_size())
         if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i))
     }
-
-
-def _merges(processor: Any) -> list[tuple[str, str]]:
-    """Return all pairs of pieces that merge into a piece, in order of preference."""
-    pieces = _ordinary(processor)
-    found: list[tuple[float, int, int, str, str]] = []
-    for piece, number in pieces.items():
-        score = processor.get_score(number)
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in pieces and right in pieces:
-                found.append((-score, pieces[left], pieces[right], left, right))
-    return [(left, right) for *_, left, right in sorted(found)]
