@@ -25,7 +25,6 @@ from paro.report.memory import anonymous_bytes
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, StreamKind, Topology
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # identifies this machine, in any container
-_PAGES = Path("/proc/self/statm")
 _NUM_BYTES = 32 << 20  # size of a collective for which NCCL's protocol has the largest buffers
 
 
@@ -43,7 +42,7 @@ def bytes_in_use(device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, total - free - torch.cuda.memory_reserved(device))
-    return anonymous_bytes(_PAGES.read_text())
+    return anonymous_bytes()
 
 
 def with_communicators(

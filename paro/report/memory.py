@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import re
 import resource
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 _MIB = 2**20
@@ -47,10 +47,10 @@ def resident_bytes(device: torch.device) -> int:
     return 0 if device.type == "cuda" else peak_memory_bytes(device)
 
 
-def anonymous_bytes(pages: str) -> int:
-    """Parse /proc/self/statm: resident bytes that no file or other process shares."""
-    _, resident, shared, *_ = map(int, pages.split())
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+def anonymous_bytes() -> int:
+    """Return the resident bytes of this process that no file or other process shares."""
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - memory.shared)
 
 
 def give_back_freed_memory() -> None:

@@ -110,7 +110,7 @@ class MemoryMeter:
     def _now(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
-        return anonymous_bytes(_PAGES.read_text()) if _PAGES.exists() else 0
+        return anonymous_bytes() if _PAGES.exists() else 0
 
     def _sample(self) -> None:
         while not self._stop.is_set():
