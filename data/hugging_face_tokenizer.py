@@ -18,8 +18,6 @@ TOKENIZER_JSON = "tokenizer.json"
 ADDING_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _ONE_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _UNCHANGING = ("ByteFallback", "ByteLevel", "Fuse", "Strip")  # decoder steps that keep the bytes
-# Special token roles of transformers; fields are named <role>_token.
-_NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class LibraryTokenizer:
@@ -135,6 +133,9 @@ class _TokenizerFields(TypedDict, total=False):
     split_special_tokens: bool | None
 
 
+_ROLES = [name for name in _TokenizerFields.__annotations__ if name.endswith("_token")]
+
+
 def _load_tokenizer_json(path: Path, source: str) -> LibraryTokenizer:
     """Return a tokenizer.json with the tokens that the files next to it add."""
     with importing("--tokenizer-type HuggingFaceTokenizer needs tokenizers"):
@@ -211,7 +212,7 @@ def adds_tokens(folder: Path, vocabulary: Mapping[str, int], *, eos: int, bos: i
 
 def _special_tokens(config: Mapping[str, Any]) -> tuple[list[str | _Token], list[str | _Token]]:
     """Return the tokens with a role (`eos_token`, `image_token`), and the extra ones."""
-    tokens = {f"{part}_token": config.get(f"{part}_token") for part in _NAMED}
+    tokens = {name: config.get(name) for name in _ROLES}
     tokens |= {k: v for k, v in config.items() if k.endswith("_token") and isinstance(v, str)}
     extra, older = config.get("extra_special_tokens"), config.get("additional_special_tokens")
     if isinstance(extra, dict):

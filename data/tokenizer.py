@@ -6,6 +6,7 @@ import base64
 import binascii
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -143,14 +144,11 @@ def _load_sentencepiece(path: Path) -> Any:
     with importing("this --tokenizer-type needs the package sentencepiece"):
         from sentencepiece import SentencePieceProcessor
     content = read_bytes(path, f"--tokenizer-model {path}")
-    try:
+    with suppress(OSError, RuntimeError):
         processor = SentencePieceProcessor(model_proto=content)
-        num_pieces = processor.get_piece_size() if content else 0  # it takes nothing for no model
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"--tokenizer-model {path} is not a SentencePiece model") from error
-    if num_pieces == 0:
-        raise UserError(f"--tokenizer-model {path} is not a SentencePiece model: it has no pieces")
-    return processor
+        if content and processor.get_piece_size():  # it takes nothing for no model
+            return processor
+    raise UserError(f"--tokenizer-model {path} is not a SentencePiece model")
 
 
 def read_gpt2(vocab_file: Path, merge_file: Path) -> Any:

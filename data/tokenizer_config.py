@@ -122,8 +122,7 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, exactly: int | None = 
                 f"--padded-vocab-size {exactly} is less than the {vocab_size} entries of the "
                 f"vocabulary: give {vocab_size} or more, or leave it out"
             )
-        if exactly > _MAX_ROWS:
-            raise UserError(f"--padded-vocab-size {exactly} must be at most {_MAX_ROWS}")
+        check_between(1, _MAX_ROWS, padded_vocab_size=exactly)
         return exactly
     check_between(1, _MAX_ROWS, make_vocab_size_divisible_by=divisible_by)
     return -(-vocab_size // divisible_by) * divisible_by

@@ -187,11 +187,8 @@ def read_record(path: Path) -> Record:
     """Read a run's record; empty if there is no file."""
     if not path.exists():
         return {}
-    try:
-        record: Record = read_json(path, Record)
-    except UserError as error:
-        raise UserError(f"{error}; remove it to go on without what it says") from error
-    return record
+    with about(suffix="; remove it to go on without what it says"):
+        return cast("Record", read_json(path, Record))
 
 
 class RunRecord(RunFile):
