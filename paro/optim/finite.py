@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -57,7 +58,8 @@ def square_sum(ranges: Iterable[Tensor], device: torch.device) -> Tensor:
 
     It is not finite if any element is not.
     """
-    norms = [norm.to(device) for values in ranges for norm in _norms(values)]
+    # No name here keeps a range: `ranges` may compute each, whose memory is free for the next one.
+    norms = [norm.to(device) for norm in chain.from_iterable(map(_norms, ranges))]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(norms).double().square().sum()

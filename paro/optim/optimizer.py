@@ -231,7 +231,7 @@ class ParoOptimizer:
                 offset = unit.optim_start - unit.param_start
                 part.master.copy_(values[offset : offset + part.master.numel()])
         for outer_unit in self.outer.units:
-            outer_unit.follow_masters()
+            outer_unit.restart(outer_unit.master)
 
     @property
     def _counted(self) -> Sequence[UnitShards]:

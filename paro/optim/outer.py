@@ -69,13 +69,9 @@ class OuterUnit(UnitShards):
         self.begun = torch.zeros_like(self.master) if config.outer_delay else None
         self.gradient_norm = torch.zeros((), device=master.device)  # of the last outer gradient
 
-    def follow_masters(self) -> None:
-        """Copy the masters, which are equal in all groups, to anchor and reference."""
-        self.anchor.copy_(self.master)
-        self.follow_anchor()
-
-    def follow_anchor(self) -> None:
-        """Copy the anchor to the reference, without outer momentum."""
+    def restart(self, params: Tensor) -> None:
+        """Start without outer momentum from parameters that are equal in all groups."""
+        self.anchor.copy_(params)
         self.reference.copy_(self.anchor[self._shard])
         self.momentum.zero_()
 
@@ -119,7 +115,7 @@ class OuterUnit(UnitShards):
             step = gradient.add(self.momentum, alpha=config.outer_momentum)
         self.reference.sub_(step, alpha=config.outer_lr)
         if self.quantized_update is None:
-            self.optim_grad.copy_(self.optim_param - self.reference)
+            torch.sub(self.optim_param, self.reference, out=self.optim_grad)
         else:
             self.quantize_update(self.reference)
 
@@ -152,9 +148,9 @@ class OuterUnit(UnitShards):
 
     @property
     def num_bytes(self) -> int:
-        kept = (self.anchor, self.reference, self.momentum, self.grad_shard, self.begun)
-        quantized = None if self.quantized_update is None else self.quantized_update.quantized
-        return sum(each.nbytes for each in (*kept, quantized) if each is not None)
+        quantized = [self.quantized_update.quantized] if self.quantized_update is not None else []
+        states = (shard.values for shard in self.flat_shards())
+        return sum(each.nbytes for each in (self.grad_shard, *quantized, *states))
 
 
 class OuterOptimizer:
@@ -180,10 +176,9 @@ class OuterOptimizer:
         trained = masters.items() if self.is_on else ()
         self.units = [OuterUnit(unit, master, self.config) for unit, master in trained]
         self.fragments: defaultdict[int, list[OuterUnit]] = defaultdict(list)
+        of_unit = partial(self.config.fragment_of, num_units=1 + model.specs[-1].buffer.unit_index)
         for each in self.units:
-            num_units = 1 + model.specs[-1].buffer.unit_index
-            index = self.config.fragment_of(each.spec.buffer.unit_index, num_units)
-            self.fragments[index].append(each)
+            self.fragments[of_unit(each.spec.buffer.unit_index)].append(each)
         # Whether each group takes part in the round in flight.
         self.taken: tuple[bool, ...] = (True,) * self.num_groups
         self.in_flight: int | None = None  # the fragment whose round has begun and not ended
@@ -222,7 +217,7 @@ class OuterOptimizer:
         """
         if iteration <= self.config.outer_warmup:
             for each in self.units:
-                each.follow_masters()
+                each.restart(each.master)
         self.ended = None
         begins, merges = self.config.begins(iteration), self.config.merges(iteration)
         if begins is not None:
@@ -243,8 +238,7 @@ class OuterOptimizer:
         """Begin a round without the groups whose movement is not finite, or an outlier."""
         units, self.in_flight = self.fragments[fragment], fragment
         squares = [0.0] * self.num_groups
-        parts = [square_sum([each.moved()], self._device) for each in units]  # one at a time
-        squares[self.group] = float(torch.stack(parts).sum())
+        squares[self.group] = float(square_sum((each.moved() for each in units), self._device))
         self.norms = tuple(map(math.sqrt, control.sum(squares)))
         self.taken = self.usual[fragment].taken(self.norms)
         self.usual[fragment] = self.usual[fragment].after(self.norms)
@@ -260,9 +254,8 @@ class OuterOptimizer:
     @torch.no_grad()
     def restore(self, *, masters: bool, reference: bool) -> None:
         """Copy the anchor to lost masters, of all ranks of this group, or to a lost reference."""
-        for each in self.units:
-            if reference:
-                each.follow_anchor()
+        for each in self.units if reference else ():
+            each.restart(each.anchor)
         if masters:
             [*self._move(self.units, lambda each: each.master.copy_(each.anchor))]
 

@@ -11,7 +11,6 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from paro.checkpoint.in_memory.recovery import Recovery
 from paro.errors import count_text
@@ -62,29 +61,23 @@ class GroupsAlone:
         return self._training.control_of_step(iteration - 1) is not self._control
 
     def reasons(self, of_rank: Reasons, iteration: int) -> Reasons:
-        """Add what other groups want to a rank's reasons to stop, in the step of `iteration`."""
-        if self._store is None or not self.are_alone(iteration):
-            return of_rank
-        wants_to_stop = of_rank.any or self._reasons.any
-        stop_after = self._count(self._store, iteration, wants_to_stop=wants_to_stop)
-        return of_rank._replace(stop_after=stop_after)
+        """Add the step after which all groups stop, if any wants to, to a rank's reasons to stop.
 
-    def _count(self, store: dist.Store, iteration: int, *, wants_to_stop: bool) -> int:
-        """Count a step of this group, which it is about to end; return the step to stop after.
-
-        0 means that no group wants to stop. The call waits for another group only while that group
-        names the step.
+        Counts the step that this group is about to end, `iteration`. The call waits for another
+        group only while that group names the step.
         """
-        outer = self._training.optimizer.outer
+        store, outer = self._store, self._training.optimizer.outer
+        if store is None or not self.are_alone(iteration):
+            return of_rank
         counted = store.add(f"{_COUNTERS}{outer.group}", iteration - self._counted)
         self._counted = iteration
-        if counted < _MARK and not wants_to_stop:
-            return 0
+        wants_to_stop = of_rank.any or self._reasons.any
         if wants_to_stop and store.add("stop/claims", 1) == 1:
             keys = (f"{_COUNTERS}{group}" for group in range(outer.num_groups))
             counters = (store.add(key, _MARK) % _MARK for key in keys)
             store.set(_STEP, str(max(self._start + 1, *counters) + 1))
-        return int(store.get(_STEP))
+        is_marked = wants_to_stop or counted >= _MARK
+        return of_rank._replace(stop_after=int(store.get(_STEP)) if is_marked else 0)
 
     def reasons_of_all(self, reasons: Reasons, iteration: int) -> Reasons:
         """Return the reasons for which all groups stop after `iteration`, from those of a step.
@@ -134,8 +127,7 @@ class GroupsAlone:
         mine = np.zeros((len(self._records), 5, outer.num_groups))
         for rows, (each, ended) in zip(mine, self._records, strict=True):
             if self._is_first:
-                own = each.lm_loss, each.grad_norm, each.z_loss or 0.0, each.skipped
-                rows[:4, outer.group] = own
+                rows[:4, outer.group] = each.lm_loss, each.grad_norm, each.z_loss or 0, each.skipped
             rows[4, 0] = 0.0 if ended is None else float(ended.square)
         sums = np.reshape(self._control.sum(mine.ravel().tolist()), mine.shape)
         for (each, ended), rows in zip(self._records, sums, strict=True):
@@ -147,21 +139,16 @@ def _of_groups(
     record: IterationRecord, ended: EndedRound | None, rows: Sequence[Sequence[float]]
 ) -> IterationRecord:
     """Return the record of a step of all groups, and of the round that ended in it."""
-    losses, *_, skipped, (square, *_) = rows
+    *measured, skipped, (square, *_) = rows
     trained = [True] if all(skipped) else [not skips for skips in skipped]
-    loss, grad_norm, z_loss = (fmean(compress(of_groups, trained)) for of_groups in rows[:3])
-    groups = GroupsRecord(
-        lm_losses=tuple(
-            math.nan if skips else loss for loss, skips in zip(losses, skipped, strict=True)
-        )
-    )
+    loss, grad_norm, z_loss = (fmean(compress(of_groups, trained)) for of_groups in measured)
+    losses = (math.nan if skips else each for each, skips in zip(rows[0], skipped, strict=True))
+    groups = GroupsRecord(lm_losses=tuple(losses))
     if ended is not None:
-        gradient = math.sqrt(square)
+        norm = math.sqrt(square)
+        cosine = norm / ended.moved if ended.moved else math.nan
         groups = replace(
-            groups,
-            outer_grad_norm=gradient,
-            outer_grad_cosine=gradient / ended.moved if ended.moved else math.nan,
-            num_left_out=ended.num_left_out,
+            groups, outer_grad_norm=norm, outer_grad_cosine=cosine, num_left_out=ended.num_left_out
         )
     return replace(
         record,

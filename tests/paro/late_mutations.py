@@ -184,7 +184,7 @@ _COPIES = "the thread of local copies; tests/end_to_end/test_local_copies.py"
 _CONTEXT = "what attention waits for; tests/paro/context_parallel/test_blockwise.py removes each"
 _HASHES = "hashes of a moving anchor; tests/paro/optim/test_outer.py compares them in flight"
 _FORWARD = "each forward of an evaluation has waited for all units; one that fails has not"
-_EXPORT = "needed only without --save: a final save has waited, and its waits are removed above"
+_EXPORT = "a message that arrives when waited for; tests/paro/training/test_resume.py"
 _CLOSE = "no order needs it: a lost peer is named by it, before streams close"
 
 # The others, and why no run on late streams goes wrong without them: all those of a module, or one.

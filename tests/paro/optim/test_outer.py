@@ -213,6 +213,18 @@ def test_outer_states_take_the_bytes_that_are_predicted() -> None:
             spec = config.spec
             states = RunMemory(None).of(spec).allocations.states
             assert training.optimizer.model_state_bytes() == states
+            for unit in training.optimizer.outer.units:
+                assert storage_bytes(unit) == unit.num_bytes, "another buffer is kept alive"
+
+
+def storage_bytes(unit: OuterUnit) -> int:
+    """The bytes of all that a unit refers to, but of the inner optimizer's and the norm."""
+    parts = [unit, unit.quantized_update or unit]
+    tensors = [each for part in parts for each in vars(part).values() if isinstance(each, Tensor)]
+    storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
+    for other in (unit.master, unit.gradient_norm):
+        del storages[other.untyped_storage()._cdata]
+    return sum(each.nbytes() for each in storages.values())
 
 
 def lose_a_group(cases: Sequence[tuple[str, float]]) -> list[tuple[States, str | None]]:

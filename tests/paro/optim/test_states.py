@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from data.batch import Batch
 from paro.checkpoint.convert.native import open_native
 from paro.config.run import RunConfig
 from paro.launch.prediction import checkpoint_bytes
-from paro.optim.finite import not_finite, square_sum
+from paro.optim.finite import ROW, not_finite, square_sum
 from paro.planning.estimator import Estimator
 from paro.planning.run_memory import RunMemory
 from paro.precision import PrecisionConfig
@@ -369,3 +370,16 @@ def test_norms_and_checks_read_states_in_host_memory() -> None:
     shards[-1].values.detach()[0] = float("nan")
     assert not_finite(shards, training.control) == "param.head.weight on rank 0"
     assert square_sum([torch.ones(5)], torch.device("meta")).device.type == "meta"
+
+
+def test_a_range_that_is_computed_for_a_norm_is_freed_before_the_next() -> None:
+    earlier: list[ref[Tensor]] = []
+
+    def computed() -> Tensor:
+        assert all(each() is None for each in earlier)
+        values = torch.ones(ROW + 1)
+        earlier.append(ref(values))
+        return values
+
+    square = square_sum((computed() for _ in range(3)), torch.device("cpu"))
+    assert square == pytest.approx(3 * (ROW + 1))

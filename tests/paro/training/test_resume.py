@@ -12,12 +12,14 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
 from model import initialization
 from model.initialization import ParameterInit
 from paro.checkpoint.convert import by_ranks, hugging_face
 from paro.checkpoint.directory import begin_checkpoint, candidates, finish_checkpoint
+from paro.distributed.comm_stream import Event
 from paro.errors import StorageError, UserError
 from paro.report.log import Log
 from paro.training.export import prepare_export
@@ -290,6 +292,24 @@ def prepared(words: str, *, iteration: int, lines: list[str]) -> object:
     state, _ = begun(config, training)
     state.iteration = iteration
     return prepare_export(config, training, FROM_NOTHING, state, Log(write=lines.append))
+
+
+def test_messages_of_a_round_in_flight_are_in_the_model(tmp_path: Path) -> None:
+    """Without --save the export alone waits for them."""
+    words = f"{FLAGS} {OUTER} --paro-group-size 1 --save-hf {tmp_path / 'hf'}"
+    config, training = built(words)
+    write = prepare_export(config, training, FROM_NOTHING, begun(config, training)[0], Log(rank=1))
+    embedding = training.optimizer.outer.units[0]
+
+    class Message(Event):
+        def wait(self) -> None:
+            embedding.reference.fill_(0.25)
+
+    embedding._reduced = Message()
+    assert write is not None
+    write()
+    written = load_file(tmp_path / "hf" / "model.safetensors")["model.embed_tokens.weight"]
+    assert set(written.flatten().tolist()) == {0.25}
 
 
 def test_a_folder_that_exists_is_left_by_a_run_that_is_complete(tmp_path: Path) -> None:
