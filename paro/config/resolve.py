@@ -1,4 +1,4 @@
-"""Resolves flags: what checkpoints, ranks and the planner decide where flags leave it open."""
+"""Resolves flags: checkpoints, ranks and the planner decide settings that flags leave open."""
 
 # Each decides once, in this order, and says so in a line of the log:
 #
@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
@@ -106,9 +107,11 @@ def with_saved(
 
 
 def flags_without_effect(args: Namespace) -> tuple[str, ...]:
-    """List a line for each flag that has no effect because a flag that it needs is missing."""
+    """List a line for each flag that has no effect for lack of another flag or of iterations."""
     changed = set(non_default(vars(args)))
     style, size = f"--lr-decay-style is {args.lr_decay_style}", args.context_parallel_size
+    last = math.inf if args.train_iters is None else args.train_iters
+    warmup, skipped = args.paro_outer_warmup, max(args.iterations_to_skip, default=0)
     over, over_all = (x is not None for x in (args.yarn_mscale, args.yarn_mscale_all_dim))
     found = []
     for line, is_used, names in (
@@ -120,6 +123,13 @@ def flags_without_effect(args: Namespace) -> tuple[str, ...]:
         ("{} no effect without --qk-layernorm", args.qk_layernorm, ("apply_wd_to_qk_layernorm",)),
         ("{} no effect without --yarn-mscale-all-dim", over_all, ("yarn_mscale",)),
         ("{} no effect without --yarn-mscale", over, ("yarn_mscale_all_dim",)),
+        (f"{{}} no effect beyond --train-iters {last}", skipped <= last, ("iterations_to_skip",)),
+        (
+            f"{{}} no effect: all ranks are synchronous for the {warmup} steps of "
+            f"--paro-outer-warmup, and --train-iters is {last}",
+            last > warmup,
+            ("paro_outer_steps",),
+        ),
     ):
         flags = ["--" + name.replace("_", "-") for name in names if name in changed]
         if flags and not is_used:
@@ -152,7 +162,7 @@ def decide(
     checkpoint: CheckpointConfig,
     machine: Machine | None = None,
 ) -> Decision:
-    """Let the planner choose what flags leave open; `UserError` if nothing fits.
+    """Let the planner choose settings that flags leave open; `UserError` if nothing fits.
 
     Before the `machine` is measured, auto is a placeholder that no other flag contradicts.
     """

@@ -106,16 +106,6 @@ def take_outer(args: Namespace, num_groups: int) -> OuterConfig | None:
     )
 
 
-def outer_notices(outer: OuterConfig | None, train_iters: int | None) -> tuple[str, ...]:
-    """Build a log line for a run that ends before groups train alone."""
-    if outer is None or train_iters is None or train_iters > outer.outer_warmup:
-        return ()
-    return (
-        f"--paro-outer-steps {outer.outer_steps} without effect: all ranks train synchronously for "
-        f"the {outer.outer_warmup} steps of --paro-outer-warmup; --train-iters is {train_iters}",
-    )
-
-
 def outer_defaults(num_groups: int, optimizer: str) -> tuple[float, float]:
     """Return the outer learning rate and momentum that papers found best for a number of groups.
 
@@ -174,8 +164,6 @@ def take_sharding(args: Namespace, world: World, model: LlamaConfig) -> Sharding
             f"--use-distributed-optimizer means --paro-strategy {DISTRIBUTED_OPTIMIZER_STRATEGY} "
             f"and contradicts --paro-strategy {given}: give one of them"
         )
-    outer = take_outer(args, world.size // group_size)
-    lines += outer_notices(outer, args.train_iters)
     ahead = units_ahead(args.paro_updated_ahead, args.paro_prefetch_units, by_nccl=by_nccl)
     sharding = take(
         ShardingConfig,
@@ -184,7 +172,7 @@ def take_sharding(args: Namespace, world: World, model: LlamaConfig) -> Sharding
         context=take_context(args),
         updated_ahead=ahead,
         machine=machine,
-        outer=outer,
+        outer=take_outer(args, world.size // group_size),
     )
     autos = {FLAG: text, "--paro-collective": args.paro_collective}
     if group_size < world.size:

@@ -295,6 +295,12 @@ def test_a_tracker_alone_is_a_checkpoint_and_an_unfinished_save_is_none(tmp_path
         ("--muon-momentum 0.8 --muon-nesterov", "--muon-nesterov have no effect without --optim"),
         ("--muon-momentum 0.8 --optimizer muon --muon-extra-scale-factor 0.2", None),
         ("--lr-decay-style constant --min-lr 0.01", "--min-lr has no effect with --lr-decay-style"),
+        ("--iterations-to-skip 3 99", "--iterations-to-skip has no effect beyond --train-iters"),
+        (
+            "--paro-outer-steps 4 --paro-strategy III",
+            "no effect: all ranks are synchronous for the",
+        ),
+        ("--iterations-to-skip 1 --paro-outer-steps 4 --paro-outer-warmup 0", None),
         ("--apply-wd-to-qk-layernorm", "--apply-wd-to-qk-layernorm has no effect without --qk-"),
         ("--apply-wd-to-qk-layernorm --qk-layernorm", None),
         (f"{YARN} --yarn-mscale 1", "--yarn-mscale has no effect without --yarn-mscale-all-dim"),
