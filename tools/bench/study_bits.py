@@ -18,7 +18,7 @@ from paro.distributed.user_errors import run_script
 from tools.bench.shared.trainings import (
     ABLATED,
     QUICKSTART,
-    Found,
+    Finished,
     Losses,
     Variant,
     data_flags,
@@ -84,12 +84,12 @@ def flags_of(job: Job, data: Sequence[str]) -> list[str]:
     ]
 
 
-def early(found: Losses, base: Losses) -> float:
+def early(losses: Losses, base: Losses) -> float:
     """Return the mean loss above that of `base`, from the warm-up's end to half-way.
 
     There, variants differ most: later all of them converge to much the same loss.
     """
-    own, other = dict(found.loss), dict(base.loss)
+    own, other = dict(losses.loss), dict(base.loss)
     end = max(own)
     return mean(own[at] - other[at] for at in own if 0.1 * end < at <= 0.5 * end)
 
@@ -97,18 +97,18 @@ def early(found: Losses, base: Losses) -> float:
 Pairs = list[tuple[Losses, Losses]]
 
 
-def pairs_of(found: Found, variant: Variant, iterations: int, seeds: Sequence[int]) -> Pairs:
+def pairs_of(finished: Finished, variant: Variant, iterations: int, seeds: Sequence[int]) -> Pairs:
     """Pair trainings of a variant with 16/16 from equal seeds, where both are done."""
     keys = [[key_of((each, iterations, seed)) for each in (variant, VARIANTS[0])] for seed in seeds]
-    return [(found[own], found[base]) for own, base in keys if {own, base} <= found.keys()]
+    return [(finished[own], finished[base]) for own, base in keys if {own, base} <= finished.keys()]
 
 
-def table(found: Found) -> str:
+def table(finished: Finished) -> str:
     """Return markdown: the losses of every variant, and their differences to 16/16 by seed."""
     rows: list[tuple[object, ...]] = []
     for iterations, seeds in ((SHORT, SEEDS), (LONG, (1,))):
         for variant in VARIANTS:
-            if pairs := pairs_of(found, variant, iterations, seeds):
+            if pairs := pairs_of(finished, variant, iterations, seeds):
                 loss = mean(own.last for own, _ in pairs)
                 more = _all_of([own.last - base.last for own, base in pairs])
                 sooner = _all_of([early(*pair) for pair in pairs])
@@ -124,13 +124,13 @@ def _all_of(differences: Sequence[float]) -> str:
     return f"{mean(differences):+.4f}: {each}"
 
 
-def plot(found: Found, path: Path) -> None:
+def plot(finished: Finished, path: Path) -> None:
     """Draw losses over iterations, less the losses of 16/16."""
     with drawing(path, 1, 3, size=(13, 4.5)) as (figure, (training, held_out, long)):
         for color, variant in enumerate(VARIANTS[1:]):
             style = {"color": f"C{color}", "marker": "."}
             for iterations, seeds, panel in ((SHORT, SEEDS, held_out), (LONG, (1,), long)):
-                pairs = pairs_of(found, variant, iterations, seeds)
+                pairs = pairs_of(finished, variant, iterations, seeds)
                 for pair in pairs:
                     panel.plot(*_above(*(dict(one.held_out) for one in pair)), **style)
                 if pairs and iterations == SHORT:
@@ -166,15 +166,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     data = data_flags(args.data)
     check_can_draw(args.plot)
-    found = run_missing(
+    finished = run_missing(
         ("bash", "examples/one_machine.sh", "--nproc-per-node", "4"),
         {key_of(job): flags_of(job, data) for job in JOBS},
         args.json,
         args.folder,
     )
-    print(table(found))
+    print(table(finished))
     if args.plot is not None:
-        plot(found, args.plot)
+        plot(finished, args.plot)
 
 
 if __name__ == "__main__":

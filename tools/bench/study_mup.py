@@ -17,7 +17,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.distributed.user_errors import run_script
 from paro.errors import check_least
 from paro.report.log import print_line
-from tools.bench.shared.trainings import QUICKSTART, Found, data_flags, read_found, run_missing
+from tools.bench.shared.trainings import QUICKSTART, Finished, data_flags, run_all
 from tools.bench.study_optimizers import FIRST, FLAGS, LEAST_RATE, RATES
 from tools.shared.command_line import Parser
 from tools.shared.output import markdown_table, write_text
@@ -58,18 +58,18 @@ class Sweep:
             own += f" --mup-base-head-dim {self.base // 4}"
         return f"pretrain_llama.py {own} --eval-interval {iterations}".split()
 
-    def losses(self, found: Found) -> dict[float, float]:
-        """Return the held-out losses by learning rate, as far as they are found."""
-        return {lr: found[self.job(lr)].last for lr in RATES if self.job(lr) in found}
+    def losses(self, finished: Finished) -> dict[float, float]:
+        """Return the held-out losses by learning rate, as far as they are finished."""
+        return {lr: finished[self.job(lr)].last for lr in RATES if self.job(lr) in finished}
 
-    def best(self, found: Found) -> float | None:
-        losses = self.losses(found)
+    def best(self, finished: Finished) -> float | None:
+        losses = self.losses(finished)
         return min(losses, key=losses.__getitem__, default=None)
 
-    def rates(self, found: Found) -> list[float]:
+    def rates(self, finished: Finished) -> list[float]:
         """Return the rates to try so far: the first ones, then both neighbours of the best."""
-        tried, best = {*FIRST, *self.losses(found)}, self.best(found)
-        if best is not None and tried == self.losses(found).keys():
+        tried, best = {*FIRST, *self.losses(finished)}, self.best(finished)
+        if best is not None and tried == self.losses(finished).keys():
             at = RATES.index(best)
             tried |= {*RATES[max(0, at - 1) : at + 2]}
         return sorted(tried)
@@ -79,16 +79,16 @@ def sweeps_of(widths: Sequence[int]) -> list[Sweep]:
     return [Sweep(width, base) for base in (min(widths), None) for width in widths]
 
 
-def report(sweeps: Sequence[Sweep], found: Found) -> str:
+def report(sweeps: Sequence[Sweep], finished: Finished) -> str:
     """Format held-out losses by learning rate, the least of each sweep bold, as Markdown."""
     rows = []
     for lr in RATES:
-        losses = [sweep.losses(found).get(lr) for sweep in sweeps]
+        losses = [sweep.losses(finished).get(lr) for sweep in sweeps]
         if any(loss is not None for loss in losses):
             cells = [f"{lr:g}"]
             for sweep, loss in zip(sweeps, losses, strict=True):
                 text = "" if loss is None else f"{loss:.4f}"
-                cells.append(f"**{text}**" if sweep.best(found) == lr else text)
+                cells.append(f"**{text}**" if sweep.best(finished) == lr else text)
             rows.append(cells)
     heads = " | ".join(("learning rate", *(sweep.name for sweep in sweeps)))
     return "\n".join(markdown_table(heads, rows)) + "\n"
@@ -106,18 +106,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     check_least(1, train_iters=args.train_iters, at_once=args.at_once)
     data, sweeps = data_flags(args.data), sweeps_of(args.widths)
-    file = args.folder / "runs.json"
-    found = read_found(file)
-    while True:
-        flags = {
+
+    def flags_for(finished: Finished) -> dict[str, list[str]]:
+        return {
             sweep.job(lr): [*sweep.words(lr, args.train_iters), *data]
             for sweep in sweeps
-            for lr in sweep.rates(found)
+            for lr in sweep.rates(finished)
         }
-        if flags.keys() <= found.keys():
-            break
-        found = run_missing((sys.executable,), flags, file, args.folder, at_once=args.at_once)
-    text = report(sweeps, found)
+
+    text = report(sweeps, run_all(flags_for, args.folder, at_once=args.at_once))
     write_text(args.folder / "report.md", text)
     print_line(text)
 

@@ -22,12 +22,11 @@ from paro.report.log import print_line
 from tools.bench.shared.trainings import (
     ABLATED,
     QUICKSTART,
-    Found,
+    Finished,
     Losses,
     Variant,
     data_flags,
-    read_found,
-    run_missing,
+    run_all,
 )
 from tools.shared.command_line import Parser
 from tools.shared.output import markdown_table, write_text
@@ -83,30 +82,30 @@ class Job:
         return f"{self.variant.script} {FLAGS} {self.variant.flags} {own}".split()
 
 
-def sweep(variant: Variant, found: Found) -> dict[float, float]:
+def sweep(variant: Variant, finished: Finished) -> dict[float, float]:
     """Return the held-out losses of the first seed, by learning rate."""
     names = {rate: Job(variant, rate, SEEDS[0]).name for rate in RATES}
-    return {rate: found[name].last for rate, name in names.items() if name in found}
+    return {rate: finished[name].last for rate, name in names.items() if name in finished}
 
 
-def best_rate(variant: Variant, found: Found) -> float:
-    losses = sweep(LIKE[variant], found)
+def best_rate(variant: Variant, finished: Finished) -> float:
+    losses = sweep(LIKE[variant], finished)
     return min(losses, key=losses.__getitem__)
 
 
-def jobs_for(found: Found) -> list[Job]:
+def jobs_for(finished: Finished) -> list[Job]:
     """Return the jobs of the sweep so far: all that are done, and those to do next."""
     jobs = [Job(variant, rate, SEEDS[0]) for rate in FIRST for variant in SWEPT]
-    if any(job.name not in found for job in jobs):
+    if any(job.name not in finished for job in jobs):
         return jobs
     for variant in SWEPT:
-        tried = sweep(variant, found)
-        at = RATES.index(best_rate(variant, found))
+        tried = sweep(variant, finished)
+        at = RATES.index(best_rate(variant, finished))
         neighbours = {*tried, *RATES[max(0, at - 1) : at + 2]}
         jobs += [Job(variant, rate, SEEDS[0]) for rate in RATES if rate in neighbours]
-    if any(job.name not in found for job in jobs):
+    if any(job.name not in finished for job in jobs):
         return jobs
-    jobs += [Job(variant, best_rate(variant, found), seed) for variant in LIKE for seed in SEEDS]
+    jobs += [Job(variant, best_rate(variant, finished), seed) for variant in LIKE for seed in SEEDS]
     return list(dict.fromkeys(jobs))
 
 
@@ -123,24 +122,27 @@ def steps_to(loss: float, held_out: Sequence[tuple[int, float]]) -> float | None
     return None
 
 
-def of_seeds(variant: Variant, found: Found) -> dict[int, Losses]:
+def of_seeds(variant: Variant, finished: Finished) -> dict[int, Losses]:
     """Return the trainings with the best learning rate, by seed, as far as they are done."""
-    rate = best_rate(variant, found)
+    rate = best_rate(variant, finished)
     names = {seed: Job(variant, rate, seed).name for seed in SEEDS}
-    return {seed: found[name] for seed, name in names.items() if name in found}
+    return {seed: finished[name] for seed, name in names.items() if name in finished}
 
 
 # Text #
 
 
-def report(found: Found) -> str:
+def report(finished: Finished) -> str:
     """Format the sweep and the losses of all seeds found so far, as Markdown."""
-    return "\n".join([*_sweep_lines(found), "", *_seed_lines(found), "", *_findings(found)]) + "\n"
+    return (
+        "\n".join([*_sweep_lines(finished), "", *_seed_lines(finished), "", *_findings(finished)])
+        + "\n"
+    )
 
 
-def _sweep_lines(found: Found) -> list[str]:
+def _sweep_lines(finished: Finished) -> list[str]:
     """Return held-out losses of the first seed; the best ones are bold."""
-    swept = [sweep(variant, found) for variant in SWEPT]
+    swept = [sweep(variant, finished) for variant in SWEPT]
     best = [min(losses.values(), default=None) for losses in swept]
     rows = []
     for rate in RATES:
@@ -155,16 +157,16 @@ def _bold(loss: float | None, least: float | None) -> str:
     return f"**{text}**" if text and loss == least else text
 
 
-def _seed_lines(found: Found) -> list[str]:
+def _seed_lines(finished: Finished) -> list[str]:
     heads = "trained with | learning rate | held-out loss by seed | mean | most - least"
     rows = []
     for variant, like in LIKE.items():
-        if not sweep(like, found) or not (runs := of_seeds(variant, found)):
+        if not sweep(like, finished) or not (runs := of_seeds(variant, finished)):
             continue
         losses = [run.last for run in runs.values()]
-        apart = _beside_adamw(runs, found)
+        apart = _beside_adamw(runs, finished)
         cells = [
-            *(variant.name, f"{best_rate(variant, found):g}", _listed(losses, ".4f")),
+            *(variant.name, f"{best_rate(variant, finished):g}", _listed(losses, ".4f")),
             *(f"{mean(losses):.4f}", f"{max(losses) - min(losses):.4f}"),
             *(_listed(apart, "+.4f"), f"{mean(apart):+.4f}" if apart else ""),
         ]
@@ -172,18 +174,18 @@ def _seed_lines(found: Found) -> list[str]:
     return markdown_table(f"{heads} | beside AdamW, by seed | mean", rows)
 
 
-def _beside_adamw(runs: Mapping[int, Losses], found: Found) -> list[float]:
+def _beside_adamw(runs: Mapping[int, Losses], finished: Finished) -> list[float]:
     """Return held-out losses less AdamW's with the same seed."""
-    base = of_seeds(ADAMW, found)
+    base = of_seeds(ADAMW, finished)
     return [run.last - base[seed].last for seed, run in runs.items() if seed in base]
 
 
-def _findings(found: Found) -> list[str]:
+def _findings(finished: Finished) -> list[str]:
     """Say how many steps Muon needs to AdamW's loss."""
-    if not all(sweep(variant, found) for variant in SWEPT):
+    if not all(sweep(variant, finished) for variant in SWEPT):
         return []
-    base, parts = of_seeds(ADAMW, found), []
-    for seed, run in of_seeds(MUON, found).items():
+    base, parts = of_seeds(ADAMW, finished), []
+    for seed, run in of_seeds(MUON, finished).items():
         if seed in base:
             steps = steps_to(base[seed].last, run.held_out)
             parts.append(None if steps is None else steps / base[seed].held_out[-1][0])
@@ -199,15 +201,15 @@ def _listed(values: Iterable[float], form: str) -> str:
     return ", ".join(f"{value:{form}}" for value in values)
 
 
-def plot(found: Found, path: Path) -> None:
+def plot(finished: Finished, path: Path) -> None:
     """Draw the sweep, and held-out losses by iteration, every seed."""
     with drawing(path, 1, 2, size=(11, 4.5)) as (_, (swept, curves)):
         for color, (variant, like) in enumerate(LIKE.items()):
             style = {"color": f"C{color}", "marker": "."}
             if variant in SWEPT:
-                losses = sweep(variant, found)
+                losses = sweep(variant, finished)
                 swept.plot(list(losses), list(losses.values()), label=variant.name, **style)
-            runs = of_seeds(variant, found) if sweep(like, found) else {}
+            runs = of_seeds(variant, finished) if sweep(like, finished) else {}
             for seed, run in runs.items():
                 label = variant.name if seed == SEEDS[0] else None
                 curves.plot(*zip(*run.held_out, strict=True), label=label, **style)
@@ -239,17 +241,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     data = data_flags(args.data)
     picture = args.folder / "curves.png"
     check_can_draw(picture, "--folder")
-    file = args.folder / "runs.json"
-    found = read_found(file)
-    while {job.name for job in jobs_for(found)} - {*found}:
-        flags = {
-            job.name: [*job.flags(args.train_iters, args.eval_interval), *data]
-            for job in jobs_for(found)
-        }
-        found = run_missing((sys.executable,), flags, file, args.folder, at_once=args.at_once)
-    text = report(found)
+    length = args.train_iters, args.eval_interval
+
+    def flags_for(finished: Finished) -> dict[str, list[str]]:
+        return {job.name: [*job.flags(*length), *data] for job in jobs_for(finished)}
+
+    finished = run_all(flags_for, args.folder, at_once=args.at_once)
+    text = report(finished)
     write_text(args.folder / "report.md", text)
-    plot(found, picture)
+    plot(finished, picture)
     print_line(text)
 
 

@@ -19,7 +19,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.distributed.user_errors import run_script
 from paro.errors import check_least
 from paro.report.log import print_line
-from tools.bench.shared.trainings import QUICKSTART, Found, data_flags, read_found, run_missing
+from tools.bench.shared.trainings import QUICKSTART, Finished, data_flags, run_all
 from tools.bench.study_optimizers import FLAGS
 from tools.shared.command_line import Parser
 from tools.shared.output import markdown_table, write_text
@@ -118,54 +118,54 @@ class Job:
         return f"{self.case.name}, learning rate {self.lr:g}, seed {self.seed}"
 
 
-def sweep(name: str, found: Found) -> dict[float, float]:
+def sweep(name: str, finished: Finished) -> dict[float, float]:
     """Return the held-out losses of a case with the first seed, by learning rate."""
     (case,) = (each for each in CASES if each.name == name)
     names = {lr: Job(case, lr, SEEDS[0]).name for lr in RATES}
-    return {lr: found[job].last for lr, job in names.items() if job in found}
+    return {lr: finished[job].last for lr, job in names.items() if job in finished}
 
 
-def best_rate(case: Case, found: Found) -> float | None:
+def best_rate(case: Case, finished: Finished) -> float | None:
     """Return the learning rate of a case; None until its sweep is complete."""
-    losses = sweep(case.rates_of or case.name, found)
+    losses = sweep(case.rates_of or case.name, finished)
     return min(losses, key=losses.__getitem__) if len(losses) == len(RATES) else None
 
 
-def jobs_for(found: Found) -> list[Job]:
+def jobs_for(finished: Finished) -> list[Job]:
     """Return the jobs that can be done so far: sweeps first, then cases with the best rates."""
     jobs = [Job(case, lr, SEEDS[0]) for case in CASES if not case.rates_of for lr in RATES]
     for case in CASES:
-        lr = best_rate(case, found)
+        lr = best_rate(case, finished)
         if lr is not None:
             jobs += [Job(case, lr, seed) for seed in SEEDS[: case.seeds]]
     return list(dict.fromkeys(jobs))
 
 
-def report(found: Found) -> str:
+def report(finished: Finished) -> str:
     """Format held-out losses of all cases found so far, as Markdown."""
     rows = []
-    base = _of_seeds(CASES[0], found)
+    base = _of_seeds(CASES[0], finished)
     for case in CASES:
-        losses = _of_seeds(case, found)
+        losses = _of_seeds(case, finished)
         if not losses:
             continue
         apart = [loss - base[seed] for seed, loss in losses.items() if seed in base]
         listed = ", ".join(f"{loss:.4f}" for loss in losses.values())
         gap = f"{mean(apart):+.4f}" if apart else ""
-        rows.append((case.name, f"{best_rate(case, found):g}", listed, gap))
+        rows.append((case.name, f"{best_rate(case, finished):g}", listed, gap))
     heads = "training | learning rate | held-out loss by seed | less synchronous, mean"
     swept = [
-        (name, *(f"{sweep(name, found).get(lr, float('nan')):.4f}" for lr in RATES))
+        (name, *(f"{sweep(name, finished).get(lr, float('nan')):.4f}" for lr in RATES))
         for name in (case.name for case in CASES if not case.rates_of)
     ]
     rates = " | ".join(["swept", *(f"{lr:g}" for lr in RATES)])
     return "\n".join([*markdown_table(heads, rows), "", *markdown_table(rates, swept)]) + "\n"
 
 
-def _of_seeds(case: Case, found: Found) -> dict[int, float]:
-    lr = best_rate(case, found)
+def _of_seeds(case: Case, finished: Finished) -> dict[int, float]:
+    lr = best_rate(case, finished)
     names = {seed: Job(case, lr, seed).name for seed in SEEDS} if lr is not None else {}
-    return {seed: found[name].last for seed, name in names.items() if name in found}
+    return {seed: finished[name].last for seed, name in names.items() if name in finished}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -178,18 +178,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     check_least(1, train_iters=args.train_iters, eval_interval=args.eval_interval)
     data = data_flags(args.data)
-    file = args.folder / "runs.json"
-    found = read_found(file)
-    while {job.name for job in jobs_for(found)} - {*found}:
-        flags = {
-            job.name: [
-                *job.case.words(job.lr, job.seed, args.train_iters, args.eval_interval),
-                *data,
-            ]
-            for job in jobs_for(found)
-        }
-        found = run_missing((sys.executable,), flags, file, args.folder)
-    text = report(found)
+    length = args.train_iters, args.eval_interval
+
+    def flags_for(finished: Finished) -> dict[str, list[str]]:
+        jobs = jobs_for(finished)
+        return {job.name: [*job.case.words(job.lr, job.seed, *length), *data] for job in jobs}
+
+    text = report(run_all(flags_for, args.folder))
     write_text(args.folder / "report.md", text)
     print_line(text)
 

@@ -40,7 +40,7 @@ from tools.bench.recovery import cases
 from tools.bench.recovery.cases import Case
 from tools.bench.recovery.gated import POINTS
 from tools.bench.shared import trainings
-from tools.bench.shared.trainings import Losses, read_found, run_missing
+from tools.bench.shared.trainings import Losses, read_finished, run_missing
 from tools.bench.study_optimizers import IN_PARTS, LIKE, MUON, ROUNDED, SHORTER, Job
 from tools.bench.study_outer import CASES
 from tools.bench.study_plan import chapters_of
@@ -231,13 +231,13 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert run_missing((), {"1": ["--a"]}, file, tmp_path)["1"].last == 1.0
     with pytest.raises(RunError):
         run_missing((), {"1": ["--a"], "2": ["--b"], "fails": [], "3": []}, file, tmp_path)
-    assert set(read_found(file)) == {"1", "2"}, "none begins after a failure"
+    assert set(read_finished(file)) == {"1", "2"}, "none begins after a failure"
     monkeypatch.delattr(trainings, "train")
     assert set(run_missing((), {"1": ["--a"], "2": ["--b"]}, file, tmp_path)) == {"1", "2"}
     refused(lambda: run_missing((), {"1": ["--c"]}, file, tmp_path), "1 with other flags")
     for damaged in ("{", '{"1": {"loss": 1}}', "[]"):
         file.write_text(damaged)
-        refused(lambda: read_found(file), "runs.json")
+        refused(lambda: read_finished(file), "runs.json")
 
 
 def errors_of(found: Comparison) -> list[float]:

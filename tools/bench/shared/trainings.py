@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ class Variant:
     script: str = "pretrain_llama.py"
 
 
-Found = dict[str, Losses]  # by the name of the training
+Finished = dict[str, Losses]  # by the name of the training
 QUICKSTART = ROOT / "runs/quickstart"
 ABLATED = "tools/bench/ablated.py"
 
@@ -56,10 +57,10 @@ def data_flags(folder: Path) -> list[str]:
     return ["--data-path", str(corpus), "--tokenizer-model", str(tokenizer.absolute())]
 
 
-def read_found(file: Path) -> Found:
+def read_finished(file: Path) -> Finished:
     """Return the trainings that a file of `run_missing` holds; none if it does not exist."""
-    found: Found = read_json(file, dict[str, Losses]) if file.exists() else {}
-    return found
+    finished: Finished = read_json(file, dict[str, Losses]) if file.exists() else {}
+    return finished
 
 
 def run_missing(
@@ -69,17 +70,17 @@ def run_missing(
     folder: Path,
     *,
     at_once: int = 1,
-) -> Found:
+) -> Finished:
     """Run the trainings that the file lacks, `at_once` at a time, and add each to it.
 
     `launch` with the `flags` of a training starts it. `UserError` if the file holds one of the same
     name with other flags.
     """
-    found = read_found(file)
+    finished = read_finished(file)
     for name, words in flags.items():
-        if name in found and found[name].flags not in ("", shlex.join(words)):
+        if name in finished and finished[name].flags not in ("", shlex.join(words)):
             raise UserError(f"{file} holds {name} with other flags: give another file or folder")
-    missing = [name for name in flags if name not in found]
+    missing = [name for name in flags if name not in finished]
     failures: list[RunError] = []
 
     def work(name: str) -> Losses | None:
@@ -97,8 +98,8 @@ def run_missing(
         for number, done in enumerate(as_completed(working), start=1):
             name, losses = working[done], done.result()
             if losses is not None:
-                found[name] = losses
-                kept = {each: asdict(one) for each, one in found.items()}
+                finished[name] = losses
+                kept = {each: asdict(one) for each, one in finished.items()}
                 write_json(file, kept, is_update=True)
                 print_line(
                     f"{number} of {len(missing)}: {name}: {losses.last:.4f} on held-out text, "
@@ -108,7 +109,21 @@ def run_missing(
         pool.shutdown(cancel_futures=True)
     if failures:
         raise failures[0]
-    return found
+    return finished
+
+
+def run_all(
+    flags_for: Callable[[Finished], Mapping[str, Sequence[str]]], folder: Path, *, at_once: int = 1
+) -> Finished:
+    """Run the trainings of a study that runs.json in `folder` lacks, `at_once` at a time.
+
+    `flags_for` returns the script and flags of each, by name: of more if they depend on results.
+    """
+    file = folder / "runs.json"
+    finished = read_finished(file)
+    while not (flags := flags_for(finished)).keys() <= finished.keys():
+        finished = run_missing((sys.executable,), flags, file, folder, at_once=at_once)
+    return finished
 
 
 def train(name: str, launch: Sequence[str], flags: Sequence[str], folder: Path) -> Losses:
