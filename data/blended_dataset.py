@@ -62,9 +62,9 @@ class BlendedDataset:
         return self.num_samples
 
     def __getitem__(self, index: int) -> Sample:
-        place = index % len(self.indices.dataset_index)
-        member = self.members[int(self.indices.dataset_index[place])]
-        return member[int(self.indices.dataset_sample_index[place])]
+        position = index % len(self.indices.dataset_index)
+        member = self.members[int(self.indices.dataset_index[position])]
+        return member[int(self.indices.dataset_sample_index[position])]
 
     def describe(self) -> str:
         """Return one line: corpora, samples from each corpus, and where the order is stored."""
@@ -163,17 +163,17 @@ def build_phases(
 def _without_empty(blend: Blend, request: SplitRequest) -> tuple[Blend, tuple[str, ...]]:
     """Return the blend without held-out corpora that have no sample, and their prefixes."""
     empty: dict[int, TooFewTokensError] = {}
-    for place, prefix in enumerate(blend.prefixes):
+    for index, prefix in enumerate(blend.prefixes):
         try:
             request.total_samples(prefix, None)
         except TooFewTokensError as error:
-            empty[place] = error
+            empty[index] = error
     if empty and (request.split_name == "train" or len(empty) == len(blend.prefixes)):
         raise next(iter(empty.values()))
-    kept = [place for place in range(len(blend.prefixes)) if place not in empty]
-    weights = None if blend.weights is None else tuple(blend.weights[place] for place in kept)
-    rest = replace(blend, prefixes=tuple(blend.prefixes[i] for i in kept), weights=weights)
-    return rest, tuple(blend.prefixes[place] for place in empty)
+    usable = [index for index in range(len(blend.prefixes)) if index not in empty]
+    weights = None if blend.weights is None else tuple(blend.weights[index] for index in usable)
+    filled = replace(blend, prefixes=tuple(blend.prefixes[i] for i in usable), weights=weights)
+    return filled, tuple(blend.prefixes[index] for index in empty)
 
 
 def _by_weight(blend: Blend, request: SplitRequest) -> BlendedDataset:
@@ -183,13 +183,13 @@ def _by_weight(blend: Blend, request: SplitRequest) -> BlendedDataset:
             "weights out, or --full-validation"
         )
     shares = blend.shares()
-    wanted = [math.ceil(request.num_samples * share) for share in shares]
-    size = sum(wanted)
+    counts = [math.ceil(request.num_samples * share) for share in shares]
+    size = sum(counts)
     build = partial(blend_samples, shares, size)
     indices, source = _cached_indices(blend, request, shares, size, build)
     drawn = np.bincount(np.asarray(indices.dataset_index), minlength=len(shares)).tolist()
     members = []
-    for prefix, count, used in zip(blend.prefixes, wanted, drawn, strict=True):
+    for prefix, count, used in zip(blend.prefixes, counts, drawn, strict=True):
         planned = math.ceil(count * (1 + SURPLUS))
         if request.total_samples(prefix, planned) < used:  # Megatron fails here
             planned = used

@@ -96,20 +96,20 @@ def usable_kernels(
     )
     if device.type not in DEVICES:
         return Kernels(config, compiled or None)
-    names = listed([name for name, asked, *_ in kernels if asked])
+    names = listed([name for name, is_on, *_ in kernels if is_on])
     names = f"{compiled}; {names}" if compiled else names
     try:
         from model.kernels import VERSION
 
-        for _, asked, _, attempt in kernels:
-            if asked:
+        for _, is_on, _, attempt in kernels:
+            if is_on:
                 attempt(config, dtype, device)
     except Exception as error:  # whatever Triton, its compiler or the device's driver raises
         line = f"{names}: torch's operations, because Triton fails: {describe(error)}"
         if casts:
             line = f"WARNING: fp8 is slower than bf16 without Triton or --torch-compile; {line}"
         return Kernels(config, line)
-    fused: dict[str, Any] = {field: True for _, asked, field, _ in kernels if asked}
+    fused: dict[str, Any] = {field: True for _, is_on, field, _ in kernels if is_on}
     return Kernels(replace(config, **fused), f"{names}: Triton {VERSION}")
 
 
@@ -159,8 +159,8 @@ def _try_casts(config: LlamaConfig, dtype: torch.dtype, device: torch.device) ->
         assert isinstance(plain, Scaled)
         assert isinstance(fused, Scaled)
         same = torch.equal(plain.scale, fused.scale)
-        for wanted, found in ((plain.values, fused.values), (plain.values_t, fused.values_t)):
-            same &= torch.equal(wanted.view(torch.uint8), found.view(torch.uint8))
+        for expected, actual in ((plain.values, fused.values), (plain.values_t, fused.values_t)):
+            same &= torch.equal(expected.view(torch.uint8), actual.view(torch.uint8))
         if not same:
             raise RuntimeError("casts to fp8 differ from those of torch's operations")
     _check_largest(values.to(dtype))
@@ -179,8 +179,8 @@ def _check_largest(values: Tensor) -> None:
         *swiglu_backward(y.clone(), values, y, for_cast=True),
         rotate(values[:, None, None, 1:], angles, angles[:, ::2], inverse=True, for_cast=True),
     ):
-        found = known_largest(tensor)
-        if found is None or float(found.view(torch.float32)) != float(tensor.abs().amax()):
+        largest = known_largest(tensor)
+        if largest is None or float(largest.view(torch.float32)) != float(tensor.abs().amax()):
             raise RuntimeError("largest values are not those of torch's operations")
 
 
@@ -191,13 +191,13 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 def _compare(run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
     """Raise `RuntimeError` unless values and gradients agree to the type's rounding."""
-    found = []
+    results = []
     for fused in (False, True):
         leaves = [each.clone().requires_grad_() for each in inputs]
         out = run(*leaves, fused=fused)
         out.backward(torch.ones_like(out))
-        found.append([out.detach(), *(leaf.grad for leaf in leaves)])
-    for plain, fused in zip(*found, strict=True):
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for plain, fused in zip(*results, strict=True):
         error = F.l1_loss(fused.float(), plain.float()) / plain.float().abs().mean()
         if not error <= _TOLERANCE[plain.dtype]:
             raise RuntimeError(f"results differ by {float(error):.2g} from torch's operations")

@@ -312,7 +312,7 @@ def _rope(fields: Mapping[str, Any], rope: Mapping[str, Any], longest: int) -> d
 
 
 def _yarn_fields(rope: dict[str, Any], longest: int) -> dict[str, Any]:
-    """Return the RoPE fields of YaRN; what is null or missing is as transformers takes it."""
+    """Return the RoPE fields of YaRN, with transformers' defaults for null or missing ones."""
     scaling: _Yarn = conform(rope, _Yarn, "")
     factor = scaling.get("factor")
     if factor is None:

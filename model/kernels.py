@@ -1,4 +1,4 @@
-"""Triton kernels for what a model computes between matmuls: norms, SwiGLU, fp8 casts, the loss."""
+"""Triton kernels for operations of a model between matmuls: norms, SwiGLU, fp8 casts, the loss."""
 
 # Imported only where a run uses them: a CPU's torch brings no Triton. Values are read in their own
 # type, computed in fp32 and rounded once. The plain versions are in layers.py, rotary.py and, with

@@ -37,17 +37,17 @@ def _norm(
 
 
 def _norm_backward(
-    grad_BSD: Tensor, x_BSD: Tensor, scale_D: Tensor, rstd_BS1: Tensor, needed: Sequence[bool]
+    grad_BSD: Tensor, x_BSD: Tensor, scale_D: Tensor, rstd_BS1: Tensor, needs_grad: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute the gradients of x and scale that are `needed`."""
-    needs_x, needs_scale = needed
+    needs_x, needs_scale = needs_grad
     if x_BSD.device.type != "cpu":
         shape, scale = (x_BSD.shape[-1],), scale_D.to(x_BSD.dtype)
-        found = torch.ops.aten._fused_rms_norm_backward(
+        grads = torch.ops.aten._fused_rms_norm_backward(
             grad_BSD, x_BSD, shape, rstd_BS1, scale, [needs_x, needs_scale]
         )
-        grad_scale = found[1].to(scale_D.dtype) if needs_scale else None
-        return found[0] if needs_x else None, grad_scale
+        grad_scale = grads[1].to(scale_D.dtype) if needs_scale else None
+        return grads[0] if needs_x else None, grad_scale
     hidden, rstd_T = scale_D.numel(), rstd_BS1.flatten()
     product_TD = (grad_BSD.float() * x_BSD).view(-1, hidden)
     along_T = torch.mv(product_TD, scale_D.float()).mul_(rstd_T**3).div_(-hidden)
@@ -73,8 +73,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_BSD, scale_D, rstd_BS1 = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:2]
-        return *_norm_backward(grads[0], x_BSD, scale_D, rstd_BS1, needed), None
+        needs_grad = ctx.needs_input_grad[:2]
+        return *_norm_backward(grads[0], x_BSD, scale_D, rstd_BS1, needs_grad), None
 
 
 def rms_norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> Tensor:
@@ -114,7 +114,9 @@ class SharedInput:
         """Return the input [T, D], made again if this is the first reader."""
         if not self._leaves:
             pairs = zip(sources, needs_grads, strict=True)
-            self._leaves = tuple(source.detach().requires_grad_(needed) for source, needed in pairs)
+            self._leaves = tuple(
+                source.detach().requires_grad_(requires) for source, requires in pairs
+            )
             self._y_BSD = self._make_again(self._leaves)
         assert self._y_BSD is not None
         return self._y_BSD.detach().flatten(0, -2)
@@ -149,8 +151,8 @@ class SharedInput:
             return (None,) * len(leaves)
         assert y_BSD is not None
         assert grad_TD is not None
-        found = self._grads(y_BSD, leaves, grad_TD.view_as(y_BSD))
-        return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
+        grads = self._grads(y_BSD, leaves, grad_TD.view_as(y_BSD))
+        return tuple(next(grads) if leaf.requires_grad else None for leaf in leaves)
 
 
 class SharedNorm(SharedInput):
@@ -186,16 +188,16 @@ class SharedNorm(SharedInput):
         rstd_BS1, self._rstd_BS1 = self._rstd_BS1, None
         assert rstd_BS1 is not None, "not made again"
         residual_BSD, self._residual_BSD = self._residual_BSD, None
-        needed = [leaf.requires_grad for leaf in leaves]
+        needs_grad = [leaf.requires_grad for leaf in leaves]
         args = grad_BSD, leaves[0].detach(), leaves[1].detach(), rstd_BS1
-        if self._fused and all(needed):
+        if self._fused and all(needs_grad):
             from model.kernels import norm_backward
 
             return iter(norm_backward(*args, residual_BSD, for_cast=self._for_cast))
-        found = _norm_backward(*args, needed)
-        if found[0] is not None and residual_BSD is not None:
-            found[0].add_(residual_BSD)
-        return (grad for grad in found if grad is not None)
+        grads = _norm_backward(*args, needs_grad)
+        if grads[0] is not None and residual_BSD is not None:
+            grads[0].add_(residual_BSD)
+        return (grad for grad in grads if grad is not None)
 
 
 def add_slices(slices: Slices, *args: Any) -> Tensor:

@@ -174,7 +174,7 @@ def lost_peer(error: BaseException) -> str | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, what caused it, and so on; what ranks agree on may be its own cause.
+    """Yield an error and its chain of causes; an error that ranks agree on may be its own cause.
 
     Contexts are no causes: an error of ours in a handler keeps its traceback.
     """
@@ -230,9 +230,9 @@ def _describe_memory(text: str) -> str:
 
 @contextmanager
 def reading(what: str, *, how: str = "read") -> Iterator[None]:
-    """Around a call that reads what the user named: an error of the system is a `UserError`.
+    """Turn an error of the system into a `UserError` around a call that reads a user's file.
 
-    Too many open files are not the fault of this one: that error is left as it is.
+    The error for too many open files is left as it is: no single file is at fault.
     """
     try:
         yield
@@ -255,9 +255,9 @@ def writing(what: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Around what prints: an error names standard output, whose pipe, disk or terminal failed.
+    """Name standard output in errors of the block, which prints to a pipe, disk or terminal.
 
-    It is a `BrokenPipeError` where the reader of a pipe has ended, as `head` does.
+    The error is a `BrokenPipeError` where the reader of a pipe has ended, as `head` does.
     """
     try:
         yield
@@ -278,7 +278,7 @@ def about(prefix: str = "", suffix: str = "") -> Iterator[None]:
 
 @contextmanager
 def importing(what: str) -> Iterator[None]:
-    """Around an import for what the user asked for: `what` says that it needs the package."""
+    """Turn an `ImportError` of the block into a `UserError` with the text `what`."""
     try:
         yield
     except ImportError as error:

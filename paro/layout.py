@@ -134,7 +134,7 @@ EMPTY = UnitLayout((), matrix_stop=0, numel=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """The parameters that are gathered together, in flat buffers of those that train and others.
+    """The parameters that are gathered together, in a flat buffer of trainable and one of frozen.
 
     Engine and planner build and count a model from the list of its units, in forward order.
     """

@@ -203,7 +203,7 @@ class Survival:
     alone: bool = False  # True: of groups that train alone one is left whole, with the anchor
 
     def describe(self) -> str:
-        """Say in words what may be lost."""
+        """Describe the ranks and nodes that may be lost."""
         if self.ranks == 0:
             return "no rank may be lost: each optimizer shard is on one"
         nodes = f" or {count_text(self.nodes, 'node')}" if self.nodes else ", but no node,"

@@ -205,7 +205,7 @@ def beginnings(source: Source, tokenizer: Tokenizer, texts: Sequence[list[int]])
 def continue_all(
     speaker: Speaker, prompts: Sequence[str], texts: Sequence[list[int]], begun: list[list[int]]
 ) -> None:
-    """Print every prompt with what follows; the text of a single one as it is produced."""
+    """Print every prompt with its continuation, a single one token by token."""
     steps = speaker.continued(begun)
     if len(prompts) == 1:
         print_line(prompts[0], end="", whole=True)

@@ -1,4 +1,4 @@
-"""Shows what a checkpoint of any format holds: configuration, tensors, sizes, versions."""
+"""Shows the contents of a checkpoint of any format: configuration, tensors, sizes, versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows what is in a data set: counts, lengths, texts, and the samples that training would see."""
+"""Shows the contents of a data set: counts, lengths, texts, and samples of a training."""
 
 from __future__ import annotations
 
@@ -172,10 +172,10 @@ def shown_text(dataset: IndexedDataset, tokenizer: Tokenizer, sequences: range) 
     return repr(text[:SHOWN_CHARACTERS]) + ("" if whole else " ...")
 
 
-def inspect(own: Namespace, args: Namespace) -> None:
-    if own.documents < 0:
-        raise UserError(f"--documents {own.documents} must be 0 or more")
-    check_can_draw(own.histogram, "--histogram")
+def inspect(options: Namespace, args: Namespace) -> None:
+    if options.documents < 0:
+        raise UserError(f"--documents {options.documents} must be 0 or more")
+    check_can_draw(options.histogram, "--histogram")
     prefixes = prefixes_of(args)
     config = tokenizer_config(vars(args))
     tokenizer = None if config is None else build_tokenizer(config)
@@ -186,28 +186,28 @@ def inspect(own: Namespace, args: Namespace) -> None:
         lengths = document_lengths(dataset)
         by_name[prefix] = histogram(lengths)
         eod = None if tokenizer is None else tokenizer.eod
-        contents = read_contents(dataset, lengths, eod, write_checksums=own.write_checksums)
+        contents = read_contents(dataset, lengths, eod, write_checksums=options.write_checksums)
         origin = describe_origin(prefix, fingerprint)
         print_line(*describe(dataset, lengths, contents), origin)
         if tokenizer is not None:
-            lines = describe_with_tokenizer(dataset, tokenizer, contents, own.documents)
+            lines = describe_with_tokenizer(dataset, tokenizer, contents, options.documents)
             print_line(*lines, whole=True)
-    if own.histogram is not None:
-        draw_picture(own.histogram, by_name)
-        print_line(f"wrote {own.histogram}")
+    if options.histogram is not None:
+        draw_picture(options.histogram, by_name)
+        print_line(f"wrote {options.histogram}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    own, rest = make_parser().parse_known_args(argv)
-    args = parse_args(rest, trains=own.dump_samples is not None)
-    if own.dump_samples is not None and own.write_checksums:
+    options, rest = make_parser().parse_known_args(argv)
+    args = parse_args(rest, trains=options.dump_samples is not None)
+    if options.dump_samples is not None and options.write_checksums:
         raise UserError("--dump-samples and --write-checksums: give one of them")
-    if own.iteration is not None and own.dump_samples is None:
+    if options.iteration is not None and options.dump_samples is None:
         raise UserError("--iteration needs --dump-samples FILE")
-    if own.dump_samples is not None:
-        print_line(dump(args, own.dump_samples, own.iteration))
+    if options.dump_samples is not None:
+        print_line(dump(args, options.dump_samples, options.iteration))
     else:
-        inspect(own, args)
+        inspect(options, args)
 
 
 if __name__ == "__main__":

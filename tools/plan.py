@@ -82,41 +82,41 @@ def report(args: Namespace, request: PlanRequest, words: Sequence[str]) -> None:
         print_line(tables.rows_table(request, rows), *notes, "")
     else:
         print_line(*tables.nothing_fits(request, rows), "")
-    found = plan(request)
-    print_line(*describe(found))
+    result = plan(request)
+    print_line(*describe(result))
     if args.why_not is not None:
-        print_line("", *why_not(request, found, args.why_not))
+        print_line("", *why_not(request, result, args.why_not))
     if args.paro_outer_steps is not None:
-        print_line("", *outer_lines(args, request, found.best))
-    bought = tables.purchases(request, found)
-    if found.best is not None:
-        print_line("", tables.front_table(found), "")
+        print_line("", *outer_lines(args, request, result.best))
+    bought = tables.purchases(request, result)
+    if result.best is not None:
+        print_line("", tables.front_table(result), "")
         print_line("what more would buy:", *tables.purchase_lines(bought))
     failing: dict[str, object] | None = None
     if args.mtbf_hours is not None:
         failures = failures_of(args, request)
-        expectation = expected(request, found, failures)
+        expectation = expected(request, result, failures)
         print_line("", *failures_table(failures, expectation))
         failing = {**asdict(failures), "settings": expectation}
     curves = {}
     if args.scaling is not None:
         print_line("", "the best that fits at the same batch a rank:")
         curves = scaling(request, machine_of(args), args.paro_group_size)
-    launch = [] if found.best is None else [*launch_lines(args, request, found.best, words)]
+    launch = [] if result.best is None else [*launch_lines(args, request, result.best, words)]
     if args.json is not None:
-        fields = tables.fields_of(request, rows, found, bought, curves) | {
+        fields = tables.fields_of(request, rows, result, bought, curves) | {
             "failures": failing,
             "launch": launch,
         }
         write_json(args.json, fields)
     if args.plot is not None:
-        draw_front(args.plot, request, rows, found)
+        draw_front(args.plot, request, rows, result)
     if args.scaling is not None:
         draw_scaling(args.scaling, curves, f"MFU on {request.machine.name}, same batch a rank")
     if args.trace is not None or args.timeline is not None:
-        draw_step(args, request, found.best or found.least)
-    if found.best is None:
-        raise UserError(f"{device_flag(args)}: {why_nothing_fits(request, found)}")
+        draw_step(args, request, result.best or result.least)
+    if result.best is None:
+        raise UserError(f"{device_flag(args)}: {why_nothing_fits(request, result)}")
     print_line("", *launch)
 
 
@@ -133,21 +133,21 @@ def scaling(
     curves: dict[str, list[tuple[int, float]]] = {"best that fits": []}
     ranks = machine.world_size if machine.measured else machine.group_size
     while ranks <= (machine.world_size if machine.measured else MOST_RANKS):
-        own = replace(
+        scaled = replace(
             request,
             machine=replace(machine, uneven=()).for_world(ranks, subject="--scaling"),
             group_size=min(group_size or machine.group_size, ranks),
             global_batch_size=per_rank * ranks,
         )
-        estimator = Estimator(own)
+        estimator = Estimator(scaled)
         for name in ("NNG", "NIG", "III", "IIG", "GGG"):
-            candidate = own.candidate(own.strategy(name))
-            if own.infeasible_reason(candidate.strategy, candidate.materialize) is not None:
+            candidate = scaled.candidate(scaled.strategy(name))
+            if scaled.infeasible_reason(candidate.strategy, candidate.materialize) is not None:
                 continue
             estimate = estimator.estimate(candidate)
             if estimate.fits:
                 curves.setdefault(name, []).append((ranks, estimate.mfu))
-        best = best_that_fits(own, request.as_given())
+        best = best_that_fits(scaled, request.as_given())
         if best is not None:
             curves["best that fits"].append((ranks, best.mfu))
             print_line(f"{ranks:7,} ranks: MFU {best.mfu:.1%} with {best.candidate.describe()}")

@@ -104,7 +104,7 @@ def writing(prefixes: Sequence[str], plan: EncodingPlan) -> Iterator[list[Indexe
 def write_batches(
     writers: Sequence[IndexedDatasetWriter], batches: Iterator[EncodedBatch], progress: Progress
 ) -> Tally:
-    """Append all batches; return the tally of what was in them."""
+    """Append all batches; return their tally."""
     tally = Tally()
     for batch in batches:
         for writer, documents in zip(writers, batch.by_key, strict=True):
@@ -315,7 +315,7 @@ def check_counts(args: argparse.Namespace) -> None:
 
 
 def job_of(args: argparse.Namespace) -> Job:
-    """Return the job that the flags describe; `UserError` for what cannot be done."""
+    """Return the job that the flags describe; `UserError` for a job that cannot be done."""
     if args.split_sentences:
         raise UserError(NO_SENTENCES)
     check_counts(args)

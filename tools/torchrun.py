@@ -60,7 +60,7 @@ def end_with_ranks(number: int) -> int:
 
 
 def status_of_failed(error: Any) -> int:
-    """Return the status of the rank that failed first; says what that rank did not say itself."""
+    """Return the status of the rank that failed first; print it unless the rank has said why."""
     rank, failure = error.get_first_failure()
     if failure.exitcode < 0:
         killer = signal.Signals(-failure.exitcode).name

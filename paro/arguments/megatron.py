@@ -119,15 +119,15 @@ def take_other_flags(
 ) -> tuple[list[str], dict[str, list[str]]]:
     """Take flags that have a rule but are not in the parser out of `words`; map them to values."""
     left: list[str] = []
-    taken: dict[str, list[str]] = {}
+    values_of: dict[str, list[str]] = {}
     for head, *values in by_flag(words):
         flag, equals, value = head.partition("=")
         if flag in parser._option_string_actions or rule_of(flag) is None:
             left += [head, *values]
         else:
             name = flag.removeprefix("--").replace("-", "_")
-            taken[name] = [value, *values] if equals else values
-    return left, taken
+            values_of[name] = [value, *values] if equals else values
+    return left, values_of
 
 
 def refused(args: Namespace) -> dict[str, list[str]]:
@@ -135,20 +135,20 @@ def refused(args: Namespace) -> dict[str, list[str]]:
 
     A refused flag would train another model or needs an unsupported feature.
     """
-    found: dict[str, list[str]] = {}
+    by_remedy: dict[str, list[str]] = {}
     degree = math.prod(max(1, getattr(args, name, 1)) for name in _CUTS)
     for rule, flag, values in _given(args):
         if not _is_accepted(rule, args, values):
             instead = rule.instead.format(value=" ".join(map(str, values)), degree=degree)
-            found.setdefault(instead, []).append(_spelled(flag, values))
-    return found
+            by_remedy.setdefault(instead, []).append(_spelled(flag, values))
+    return by_remedy
 
 
 def refusals(args: Namespace) -> list[str]:
     """Return one line per alternative, with the refused flags that it replaces."""
     return [
-        f"{listed(given)} {'is' if len(given) == 1 else 'are'} not supported: {instead}"
-        for instead, given in refused(args).items()
+        f"{listed(flags)} {'is' if len(flags) == 1 else 'are'} not supported: {instead}"
+        for instead, flags in refused(args).items()
     ]
 
 
@@ -166,14 +166,14 @@ def replacements(args: Namespace) -> dict[str, list[str]]:
 
     The words are empty for a flag that is to be left out.
     """
-    found = {}
+    remedies = {}
     for rule, flag, values in _given(args):
         if rule.outcome is Outcome.IGNORED or not _is_accepted(rule, args, values):
             value = " ".join(map(str, values))
             becomes = BECOMES.get(flag, "")
             text = becomes if isinstance(becomes, str) else becomes.get(value, "")
-            found[flag] = [word.format(value=value) for word in text.split()]
-    return found
+            remedies[flag] = [word.format(value=value) for word in text.split()]
+    return remedies
 
 
 def changed_parts(args: Namespace) -> tuple[str, ...]:
@@ -181,14 +181,14 @@ def changed_parts(args: Namespace) -> tuple[str, ...]:
 
     Only a script with flags that Megatron-LM alone has gets the line.
     """
-    given = list(_given(args))
-    asked = {flag for rule, flag, values in given if _is_accepted(rule, args, values)}
+    ruled = list(_given(args))
+    chosen = {flag for rule, flag, values in ruled if _is_accepted(rule, args, values)}
     if args.tie_embeddings_and_output_weights is not None:
-        asked.add("--tie-embeddings-and-output-weights")
+        chosen.add("--tie-embeddings-and-output-weights")
     if args.position_embedding_type is not None:
-        asked.add("--position-embedding-type")
-    parts = _PARTS if given or args.vocab_file else [part for part in _PARTS if "tie" in part[1]]
-    changed = [part for part, flags in parts if not asked.intersection(flags.split())]
+        chosen.add("--position-embedding-type")
+    parts = _PARTS if ruled or args.vocab_file else [part for part in _PARTS if "tie" in part[1]]
+    changed = [part for part, flags in parts if not chosen.intersection(flags.split())]
     if not changed or args.llama_preset is not None or args.use_checkpoint_args:
         return ()
     return (f"Megatron-LM makes another model of these flags: this LLaMA has {listed(changed)}",)

@@ -348,7 +348,7 @@ def retire_checkpoint(root: Path, *, before: int, interval: int) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder; in a store, what makes it a checkpoint first."""
+    """Remove a folder; in a store first its manifest, without which it is no checkpoint."""
     if not isinstance(folder, StorePath):
         shutil.rmtree(folder)
         return

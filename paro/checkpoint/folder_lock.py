@@ -118,9 +118,9 @@ class FolderLock:
                     raise
                 descriptor = self._restored()
             try:
-                found = LockHolder.parse(os.pread(descriptor, _FILE_BYTES, 0))
-                if found is not None and found.token != self.token:
-                    self._lost = f"{found.describe()}, has taken it over"
+                holder = LockHolder.parse(os.pread(descriptor, _FILE_BYTES, 0))
+                if holder is not None and holder.token != self.token:
+                    self._lost = f"{holder.describe()}, has taken it over"
                 if self._lost is None:
                     self._checked = time.monotonic()
                     yield descriptor
@@ -140,12 +140,12 @@ class FolderLock:
         if self._root.stat().st_dev != self._device:
             text = f"{self._root} is on another file system than at the start: is it still mounted?"
             raise OSError(errno.ENODEV, text)
-        found = _newest(self._root)
-        if found is None and not _create(self._root, self._number, self._holder):
-            found = _newest(self._root)
-        if found is not None:
-            self._lost = f"{found.who}, has taken it over"
-            return os.open(found.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        newest = _newest(self._root)
+        if newest is None and not _create(self._root, self._number, self._holder):
+            newest = _newest(self._root)
+        if newest is not None:
+            self._lost = f"{newest.who}, has taken it over"
+            return os.open(newest.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         return os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
@@ -159,38 +159,38 @@ class LockWaiter:
     def __init__(self, root: Path, holder: LockHolder) -> None:
         self._root = root
         self._holder = holder
-        self._seen: _Found | None = None
+        self._seen: _LockFile | None = None
         self._seen_at = 0.0
 
     def attempt(self) -> FolderLock | str:
         """Return the lock or a description of the awaited holder; `UserError` if that run lives."""
-        found = _newest(self._root)
-        if found is None or self._is_free(found):
-            number = 1 if found is None else found.number + 1
+        newest = _newest(self._root)
+        if newest is None or self._is_free(newest):
+            number = 1 if newest is None else newest.number + 1
             self._root.mkdir(parents=True, exist_ok=True)
             if _create(self._root, number, self._holder):
                 return FolderLock(self._root, number, self._holder)
             return "another run, which starts at this moment"
         if self._seen is None:
-            self._seen, self._seen_at = found, time.monotonic()
-        elif found != self._seen:
+            self._seen, self._seen_at = newest, time.monotonic()
+        elif newest != self._seen:
             raise UserError(
-                f"--save {self._root} is in use by {found.who}: give another --save, or end that "
+                f"--save {self._root} is in use by {newest.who}: give another --save, or end that "
                 "run first"
             )
-        return found.who
+        return newest.who
 
-    def _is_free(self, found: _Found) -> bool:
-        holder = found.holder
+    def _is_free(self, newest: _LockFile) -> bool:
+        holder = newest.holder
         if holder is not None and (
             holder.released or holder.is_same_job(self._holder) or holder.is_dead_here()
         ):
             return True
-        return found == self._seen and time.monotonic() - self._seen_at >= STILL_SECONDS
+        return newest == self._seen and time.monotonic() - self._seen_at >= STILL_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _LockFile:
     """A lock file as it was read; two reads are equal if there was no heartbeat in between."""
 
     path: Path
@@ -207,14 +207,14 @@ class _Found:
         return self.holder.describe()
 
 
-def _newest(root: Path) -> _Found | None:
+def _newest(root: Path) -> _LockFile | None:
     """Return the lock file with the highest number; None if there is no file."""
     while numbers := _numbers(root):
         path = _path(root, max(numbers))
         try:
             if isinstance(path, StorePath):
                 content = path.read_bytes()
-                return _Found(path, max(numbers), content, 0, LockHolder.parse(content))
+                return _LockFile(path, max(numbers), content, 0, LockHolder.parse(content))
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode):
                 raise UserError(f"{path} is no regular file: remove it")
@@ -225,7 +225,7 @@ def _newest(root: Path) -> _Found | None:
                 continue  # by a successor, just now
             raise
         holder = LockHolder.parse(content)
-        return _Found(path, max(numbers), content, status.st_mtime_ns, holder)
+        return _LockFile(path, max(numbers), content, status.st_mtime_ns, holder)
     return None
 
 
@@ -290,14 +290,14 @@ def _is_newest(root: Path, number: int) -> bool:
     return True
 
 
-def _overwrite(place: int | StorePath, holder: LockHolder) -> None:
+def _overwrite(target: int | StorePath, holder: LockHolder) -> None:
     content = _content(holder)
-    if isinstance(place, StorePath):
-        place.write_bytes(content)
+    if isinstance(target, StorePath):
+        target.write_bytes(content)
         return
-    if os.pwrite(place, content, 0) != len(content):
+    if os.pwrite(target, content, 0) != len(content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.fsync(place)
+    os.fsync(target)
 
 
 def _content(holder: LockHolder) -> bytes:

@@ -117,7 +117,7 @@ class _InertUnpickler(_MetadataUnpickler):
 
 
 def _checked(opcode: bytes, check: Callable[[list[Any]], bool], fault: str) -> None:
-    """Let the unpickler do what an opcode does only if the stack passes a check."""
+    """Let the unpickler execute an opcode only if the stack passes a check."""
     load = pickle._Unpickler.dispatch[opcode[0]]
 
     def checked(unpickler: Any) -> None:

@@ -152,7 +152,7 @@ def _place_of(folder: Path, ranks: CheckpointRanks) -> Iterator[tuple[Path, str]
 
 
 def _read_back(folder: Path, files: Mapping[str, ChunkSums]) -> ChunkSums:
-    """Check that this rank sees and can load what all ranks wrote; return the metadata's sums."""
+    """Check that this rank can load the files of all ranks; return sums of the metadata."""
     try:
         check_sizes(folder, files)
         read_metadata(folder)

@@ -73,7 +73,7 @@ class BoundedWriter(FileSystemWriter):
         self, name: str, items: list[WriteItem], planner: SavePlanner
     ) -> list[WriteResult]:
         results, sums = [], []
-        end = asked = 0  # bytes that were written, and for which writeback was started
+        end = flushed = 0  # bytes that were written, and for which writeback was started
         # No reader compares torch's own checksums, which cost as much as the manifest's.
         without_sums = config.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
         with without_sums, (Path(self.path) / name).open("xb", buffering=0) as file:
@@ -93,12 +93,12 @@ class BoundedWriter(FileSystemWriter):
                     raise
                 end = file.tell()
                 sums.append(ChunkSum(end - begin, stream.checksum))
-                place = _StorageInfo(name, begin, end - begin)
-                results.append(WriteResult(item.index, end - begin, place))
-                if end - asked >= MAX_ITEM_BYTES:
+                info = _StorageInfo(name, begin, end - begin)
+                results.append(WriteResult(item.index, end - begin, info))
+                if end - flushed >= MAX_ITEM_BYTES:
                     # Linux cannot drop dirty pages yet: it starts to write them, without waiting.
-                    os.posix_fadvise(file.fileno(), asked, 0, os.POSIX_FADV_DONTNEED)
-                    asked = end
+                    os.posix_fadvise(file.fileno(), flushed, 0, os.POSIX_FADV_DONTNEED)
+                    flushed = end
             os.fsync(file.fileno())
         self.sums[name] = tuple(sums)
         return results
@@ -147,14 +147,14 @@ class CheckedReader:
         self._manifest = manifest
         self._room = bytearray()
 
-    def plan(self, wanted: Iterable[tuple[str, ChunkedState]]) -> list[Read]:
+    def plan(self, states: Iterable[tuple[str, ChunkedState]]) -> list[Read]:
         """List the reads that fill states, each from the stored state of a name, by their place.
 
         `DamagedError` for missing elements and missing or truncated files, before any state is
         overwritten on any rank.
         """
         reads = []
-        for name, state in wanted:
+        for name, state in states:
             for item, values in _items_to_read(name, state, self.metadata):
                 stored = self.metadata.storage_data[item.storage_index]
                 place = str(stored.relative_path), stored.offset, stored.length
@@ -170,12 +170,12 @@ class CheckedReader:
             by_place = [(p, list(of)) for p, of in groupby(of_file, key=lambda read: read.place)]
             with damaged(path):
                 file = RegularFile(path)
-                asked = 0
+                num_hinted = 0
                 for index, (place, reads) in enumerate(by_place):
                     # The disk reads ahead while this chunk is verified and copied.
-                    while asked < min(len(by_place), index + 1 + _READ_AHEAD):
-                        file.read_soon(*by_place[asked][0][1:])
-                        asked += 1
+                    while num_hinted < min(len(by_place), index + 1 + _READ_AHEAD):
+                        file.read_soon(*by_place[num_hinted][0][1:])
+                        num_hinted += 1
                     self._read_chunk(file, place, reads)
 
     def _read_chunk(self, file: RegularFile, place: Place, reads: Sequence[Read]) -> None:
@@ -237,7 +237,7 @@ class Sliceable(Protocol):
     """Bytes in memory or in a file."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, wanted: slice, /) -> bytes | memoryview: ...
+    def __getitem__(self, key: slice, /) -> bytes | memoryview: ...
 
 
 def tensor_in(content: memoryview) -> Tensor:

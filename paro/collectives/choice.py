@@ -29,7 +29,7 @@ class AlgorithmChoice:
 
     @property
     def pipelines(self) -> bool:
-        """Whether ho-ring is a pipeline of the backend's own collectives, not of messages."""
+        """True if ho-ring is a pipeline of the backend's own collectives, not of messages."""
         return self.num_chunks is not None
 
     def of(self, op: Op, span: AxisSpan, num_bytes: int) -> str:

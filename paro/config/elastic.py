@@ -54,23 +54,23 @@ def fitted_to_ranks(
         check_group_size(world.size, given_size)
     group_size = fitting_group_size(given_size or world.ranks_per_node, world.size)
     survive = min(args.paro_survive, world.num_nodes - 1)
-    given = vars(args) | {"paro_strategy": strategy}
+    flags = vars(args) | {"paro_strategy": strategy}
     fits = {"paro_survive": survive}
     if given_size is not None:
         fits["paro_group_size"] = group_size
 
-    def kept(one: Strategy) -> int:
-        found = survival(one, world_size=world.size, ranks_per_node=world.ranks_per_node)
-        return min(found.nodes, survive)
+    def nodes_to_lose(legal: Strategy) -> int:
+        may_lose = survival(legal, world_size=world.size, ranks_per_node=world.ranks_per_node)
+        return min(may_lose.nodes, survive)
 
     strategies = [*legal_strategies(world.size, group_size)]
     if args.paro_materialize == "rotate" and rotation_conflict(model) is None:
         rotating = [
-            one
-            for one in strategies
-            if kept(one) == survive
+            legal
+            for legal in strategies
+            if nodes_to_lose(legal) == survive
             and not rotation_infeasible_reason(
-                one, model, world_size=world.size, group_size=group_size
+                legal, model, world_size=world.size, group_size=group_size
             )
         ]
         strategies = rotating or strategies
@@ -86,18 +86,18 @@ def fitted_to_ranks(
         if degrees is None:
             spelled = parse_strategy(strategy, world_size=world.size, group_size=group_size)
             degrees = spelled.degrees
-        fits["paro_strategy"] = _fitting(strategy, degrees, strategies, kept, survive)
+        fits["paro_strategy"] = _fitting(strategy, degrees, strategies, nodes_to_lose, survive)
     if args.paro_collective == AUTO and is_named:
         measured_on = find_machine(args.paro_machine).world_size
         fits["paro_collective"] = AUTO if measured_on == world.size else "native"
     changes = [
-        f"--{name.replace('_', '-')} {given[name]} is {value}"
+        f"--{name.replace('_', '-')} {flags[name]} is {value}"
         for name, value in fits.items()
-        if given[name] != value
+        if flags[name] != value
     ]
     where = f"on {count_text(world.size, 'rank')} of {count_text(world.num_nodes, 'node')}"
     lines = (f"{_FLAG}: {where} {', '.join(changes)}",) if changes else ()
-    return Namespace(**given | fits), lines
+    return Namespace(**flags | fits), lines
 
 
 def nodes_line(batches: BatchSchedule, world: World, context_parallel_size: int) -> tuple[str, ...]:
@@ -124,14 +124,19 @@ def _fitting(
     text: str,
     degrees: tuple[int, int, int],
     strategies: Sequence[Strategy],
-    kept: Callable[[Strategy], int],
+    nodes_to_lose: Callable[[Strategy], int],
     survive: int,
 ) -> str:
     """Return `text` if a surviving strategy has `degrees`, else the best strategy's degrees."""
-    if any(one.degrees == degrees and kept(one) == survive for one in strategies):
+    if any(legal.degrees == degrees and nodes_to_lose(legal) == survive for legal in strategies):
         return text
-    coarser = [one for one in strategies if one.params <= degrees[0] and one.grads <= degrees[1]]
-    best = max(coarser or strategies, key=lambda one: (kept(one), one.optim, one.grads, one.params))
+    coarser = [
+        legal for legal in strategies if legal.params <= degrees[0] and legal.grads <= degrees[1]
+    ]
+    best = max(
+        coarser or strategies,
+        key=lambda legal: (nodes_to_lose(legal), legal.optim, legal.grads, legal.params),
+    )
     return ",".join(map(str, best.degrees))
 
 
@@ -148,8 +153,8 @@ def check_survival(
     """
     world = sharding.world
     check_nodes(sharding.survive, world.size, world.ranks_per_node)
-    kept = sharding.survival(strategy)
-    if kept.nodes >= sharding.survive:
+    may_lose = sharding.survival(strategy)
+    if may_lose.nodes >= sharding.survive:
         return
     advice = "no degrees hold it with --paro-materialize rotate: leave that out"
     if sharding.outer is not None:
@@ -162,7 +167,7 @@ def check_survival(
             f"{'more' if more >= 0 else 'less'} of model states a rank"
         )
     raise UserError(
-        f"--paro-survive {sharding.survive}: under {FLAG} {strategy.name} {kept.describe()}; "
+        f"--paro-survive {sharding.survive}: under {FLAG} {strategy.name} {may_lose.describe()}; "
         f"{advice}"
     )
 

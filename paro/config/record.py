@@ -99,7 +99,7 @@ def model_lines(config: RunConfig) -> Iterator[str]:
 
 
 def _group_lines(config: RunConfig) -> Iterator[str]:
-    """Yield a log line for what trains with factors that are not those of a run without groups."""
+    """Yield a log line for parameters with factors that a run without groups would not have."""
     names, groups = defaultdict[Factors, list[str]](list), config.param_groups
     for name, shape in parameter_shapes(config.model).items():
         factors = groups.of(name, shape)

@@ -55,7 +55,7 @@ class RuntimeConfig:
 
     @property
     def by_nccl(self) -> bool:
-        """Whether ranks have GPUs, and NCCL sends between them."""
+        """True if ranks have GPUs, and NCCL sends between them."""
         return self.distributed_backend == "nccl"
 
     @property

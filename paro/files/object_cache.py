@@ -131,7 +131,7 @@ def local_copy(path: str) -> str:
 
 @contextmanager
 def staging_folder() -> Iterator[Path]:
-    """Give an empty local folder for files that are then uploaded; those of killed runs go."""
+    """Give the block an empty local folder for files to upload; remove folders of killed runs."""
     parent = ObjectCache.made()
     with ExitStack() as until_uploaded:
         with writing(f"{FLAG} {parent}"):
@@ -263,7 +263,7 @@ def _stored(path: Path, begin: int, stop: int) -> bytes | None:
 
 
 def _digest(path: object, *found: Mapping[str, Any]) -> str:
-    """Return a name for the present content of objects, by what the store says of them."""
+    """Return a name for the present content of objects, by their metadata in the store."""
     # Each package has its own name for the version of an object.
     names = ("name", "size", "ETag", "etag", "generation", "LastModified", "last_modified", "mtime")
     facts = [str(path), *(str(each[name]) for each in found for name in names if name in each)]

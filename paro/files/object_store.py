@@ -98,9 +98,9 @@ def store_timeout(seconds: float) -> Iterator[None]:
 
 
 class StorePath(PosixPath):
-    """The path of an object, whose text is its URL; what a store cannot do is refused."""
+    """The path of an object, whose text is its URL; refuses operations that a store lacks."""
 
-    _listed: dict[str, Any] | None = None  # what the store said of the object in a listing
+    _listed: dict[str, Any] | None = None  # the metadata of the object in a listing
 
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
@@ -116,7 +116,7 @@ class StorePath(PosixPath):
         return self
 
     def info(self) -> dict[str, Any]:
-        """Return what the store says of the object: its size, and its version under other keys."""
+        """Return the store's metadata of the object: its size, and its version under other keys."""
         return self._listed or self._call("info")
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
@@ -125,7 +125,7 @@ class StorePath(PosixPath):
         return os.stat_result((mode, 0, 0, 1, 0, 0, found.get("size") or 0, 0, 0, 0))
 
     def iterdir(self) -> Generator[StorePath, None, None]:
-        """Yield what is directly under the path; `FileNotFoundError` if nothing is."""
+        """Yield the entries directly under the path; `FileNotFoundError` if there are none."""
         for found in self._call("ls", detail=True):
             child = self / found["name"].rstrip("/").rpartition("/")[2]
             if child != self and child.name:
@@ -133,7 +133,7 @@ class StorePath(PosixPath):
                 yield child
 
     def glob(self, pattern: str) -> Generator[StorePath, None, None]:
-        """Yield what is directly under the path, by a pattern of its name."""
+        """Yield the entries directly under the path whose names match a pattern."""
         yield from (path for path in self.iterdir() if fnmatchcase(path.name, pattern))
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:

@@ -159,7 +159,7 @@ def _answer(
 
 
 def _traffic(plan: RunPrediction) -> Iterator[str]:
-    """Yield lines about what rank 0 sends, outer rounds included, and the mean if ranks differ."""
+    """Yield lines about bytes that rank 0 sends, also in rounds, and the mean if ranks differ."""
     rank0, mean = (plan.memories.sent(plan.run, plan.num_micro_batches, rank) for rank in (0, None))
     yield f"> sent by a rank in a step: {_sent_text(rank0)}"
     warmup = samples_in_full_precision(plan.training)

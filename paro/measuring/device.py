@@ -199,10 +199,10 @@ class _LoneRank:
         return self.timer.median(lambda: train_step(resized, state, source))
 
     def of_all_layers(self, whole: RunSpec, micro_batch: float) -> tuple[RunSpec, float]:
-        """Return the model of all layers and seconds of its micro-batch, from those of this one.
+        """Return the run of all layers, `whole`, and the seconds of its micro-batch.
 
-        This training has the first layers of `whole`, and is returned where the time of a block
-        cannot be inferred.
+        Inferred from `micro_batch`, the seconds with the first layers alone, with which this run
+        trains. This run and its seconds are returned where the time of a block cannot be inferred.
         """
         run, layers = self.config.spec, self.config.model.num_layers
         missing = whole.model.num_layers - layers

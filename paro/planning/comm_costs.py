@@ -57,7 +57,7 @@ THREAD = "thread"  # the name of the training thread among links and comm stream
 def busy_of(work: Iterable[Queued]) -> Mapping[Hashable, float]:
     """Compute for how long work keeps busy: links (by name), comm streams, a waiting thread."""
     busy: defaultdict[Hashable, float] = defaultdict(float)
-    for use, phase in ((one.use, phase) for one in work for phase in one.phases):
+    for use, phase in ((queued.use, phase) for queued in work for phase in queued.phases):
         for job in phase:
             busy["intra"] += job.seconds * job.intra
             busy["inter"] += job.seconds * job.inter
@@ -117,14 +117,14 @@ class CommCosts:
                 continue
             collectives = spec.collectives.get(PASS_OF.get(verb, verb), ())
             if verb in PASS_OF:
-                found = [times.shift(o.span, o.num_bytes, way.in_place) for o in collectives]
+                of_each = [times.shift(o.span, o.num_bytes, way.in_place) for o in collectives]
             else:
-                found = [times.phases(o.op, o.span, o.num_bytes) for o in collectives]
+                of_each = [times.phases(o.op, o.span, o.num_bytes) for o in collectives]
             kind, use = _KINDS[verb]
             # On CPU ranks messages of weights and of gradients do not wait for each other.
             if verb is Verb.SHIFT_GRADS and self.device.cores is not None:
                 use = "gradients"
-            if phases := tuple(chain.from_iterable(found)):
+            if phases := tuple(chain.from_iterable(of_each)):
                 yield verb, (Queued(kind, kind, use, phases),)
 
     def _add_copies(
@@ -185,7 +185,7 @@ class ContextCosts:
         Attention, which may wait, comes before the other work in forward, after it in backward.
         """
         passes = self.passes(move)
-        attention = (self._requests(*one, name, whole.kind) for one in passes)
+        attention = (self._requests(*attention_pass, name, whole.kind) for attention_pass in passes)
         rest = (whole._replace(seconds=whole.seconds - sum(seconds for _, seconds in passes)),)
         parts = (rest, *attention) if move[0] is Verb.GRADIENTS else (*attention, rest)
         return chain.from_iterable(parts)
@@ -195,12 +195,14 @@ class ContextCosts:
         verb, number, *_ = move
         passes = self.attention.passes(move)
         whole = self.computing.per_unit[number].get(verb, 0.0) if passes else 0.0
-        forward, forwards = 0.0, sum(one.num_forwards for one in passes)
+        forward, forwards = 0.0, sum(attention_pass.num_forwards for attention_pass in passes)
         if not whole:
             return ()
         if forwards:  # a share of backward is counted as before the first gradient
             forward = min(self.computing.attention_seconds(number), whole / forwards)
-        return tuple((one, one.num_forwards * forward) for one in passes)
+        return tuple(
+            (attention_pass, attention_pass.num_forwards * forward) for attention_pass in passes
+        )
 
     def _requests(self, kind: AttentionPass, seconds: float, unit: str, verb: str) -> Program:
         for request in self._schedules[kind]:
@@ -214,14 +216,14 @@ class ContextCosts:
         return {kind: tuple(self._timed(kind)) for kind in AttentionPass}
 
     def _timed(self, kind: AttentionPass) -> Iterator[Queue | Wait | float]:
-        for one in self.attention.schedule(kind):
-            if isinstance(one, Send):
-                phases = tuple(chain.from_iterable(map(self._phases, one.messages)))
-                yield Queue(one.key, (Queued("attention", _CONTEXT, _CONTEXT, phases),))
+        for request in self.attention.schedule(kind):
+            if isinstance(request, Send):
+                phases = tuple(chain.from_iterable(map(self._phases, request.messages)))
+                yield Queue(request.key, (Queued("attention", _CONTEXT, _CONTEXT, phases),))
                 if not self.computing.run.overlaps:
-                    yield Wait(one.key)
+                    yield Wait(request.key)
             else:
-                yield Wait(one) if isinstance(one, str) else one
+                yield Wait(request) if isinstance(request, str) else request
 
     def _phases(self, message: Message) -> tuple[ParallelJobs, ...]:
         to, span, num_bytes, number = message
@@ -249,7 +251,9 @@ class ContextCosts:
         busy: defaultdict[Hashable, float] = defaultdict(float)
         for (kind, seconds), count in Counter(chain(*map(self.passes, moves))).items():
             requests = self._schedules[kind]
-            parts = (part for one in requests if isinstance(one, Queue) for part in one.parts)
+            parts = (
+                part for request in requests if isinstance(request, Queue) for part in request.parts
+            )
             loads = {**busy_of(parts), THREAD: self.exposed(kind, seconds)}
             for load, took in loads.items():
                 busy[load] += count * took

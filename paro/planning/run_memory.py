@@ -115,7 +115,7 @@ class RunMemory:
             evaluation = forward._replace(
                 name=name, states=snapshot.states, transient=forward.transient + copies
             )
-            snapshot = max(snapshot, evaluation, key=lambda one: one.total)
+            snapshot = max(snapshot, evaluation, key=lambda each: each.total)
         device = None if machine is None else machine.device
         return device_memory(snapshot, self.communication(run), device, run.device_type)
 
@@ -247,20 +247,27 @@ def _buffer_bytes(run: RunSpec, specs: Sequence[ShardingSpec], choice: Algorithm
     names, num_chunks = choice.names, choice.num_chunks
     if num_chunks is None:
         return 0
-    for one in collectives_of(run, specs):
-        if one.stream_kind not in COLLECTIVE_STREAMS:
+    for collective in collectives_of(run, specs):
+        if collective.stream_kind not in COLLECTIVE_STREAMS:
             continue
         sizes = {}
-        if "ho-ring" in names and has_both_links(one.span):
-            count = num_chunks(one.op, one.span, one.num_bytes)
-            sizes["ho-ring"] = pipeline_bytes(one, count)
-        if "flat" in names and one.op is not Op.ALL_REDUCE:
-            sizes["flat"] = one.num_bytes
-        if "native" in names and one.op is Op.ALL_GATHER and one.units > 1 and len(one.span) > 1:
+        if "ho-ring" in names and has_both_links(collective.span):
+            count = num_chunks(collective.op, collective.span, collective.num_bytes)
+            sizes["ho-ring"] = pipeline_bytes(collective, count)
+        if "flat" in names and collective.op is not Op.ALL_REDUCE:
+            sizes["flat"] = collective.num_bytes
+        if (
+            "native" in names
+            and collective.op is Op.ALL_GATHER
+            and collective.units > 1
+            and len(collective.span) > 1
+        ):
             # The buffer of a gather between groups, with a part of each of the bucket's units.
-            sizes["native"] = one.num_bytes * one.span[0].inner // one.span[-1].inner
+            sizes["native"] = (
+                collective.num_bytes * collective.span[0].inner // collective.span[-1].inner
+            )
         for name, size in sizes.items():
-            key = name, one.stream_kind, one.span
+            key = name, collective.stream_kind, collective.span
             largest[key] = max(size, largest.get(key, 0))
     return sum(largest.values())
 
@@ -270,10 +277,10 @@ def _code_bytes(specs: Iterable[ShardingSpec]) -> int:
     updates = gradients = errors = 0
     for spec in specs:
         updated = spec.collectives.get(Verb.PARAM_ALL_GATHER, ())
-        updates += sum(one.num_bytes for one in updated if one.is_quantized)
+        updates += sum(each.num_bytes for each in updated if each.is_quantized)
         errors += prod(spec.grad_error_bytes)
         if spec.grad_format is not None:
-            sent, *gathered = (one.num_bytes for one in spec.exchange)
+            sent, *gathered = (each.num_bytes for each in spec.exchange)
             gradients = max(gradients, _sum_bytes(sent, spec.grad_format) + sum(gathered))
     return updates + gradients + errors
 
@@ -297,9 +304,11 @@ def _round_bytes(specs: Iterable[ShardingSpec]) -> int:
     return movement + step
 
 
-def pipeline_bytes(one: Collective, num_chunks: int) -> int:
+def pipeline_bytes(collective: Collective, num_chunks: int) -> int:
     """Count bytes of HO-Ring's pipeline for a collective: the slots, and one whole chunk."""
-    ranges = chunk_ranges(one.numel // one.num_shards, num_chunks)
-    chunk = max(stop - start for start, stop in ranges) * one.itemsize
-    between = prod(axis.size for level in ring_levels("ho-ring", one.span)[1:] for axis in level)
-    return chunk * (SLOTS * between + one.num_shards)
+    ranges = chunk_ranges(collective.numel // collective.num_shards, num_chunks)
+    chunk = max(stop - start for start, stop in ranges) * collective.itemsize
+    between = prod(
+        axis.size for level in ring_levels("ho-ring", collective.span)[1:] for axis in level
+    )
+    return chunk * (SLOTS * between + collective.num_shards)

@@ -59,18 +59,20 @@ class Sender:
 
     def sent(self, collectives: Iterable[Collective]) -> Sent:
         """Count the bytes that the rank sends for collectives."""
-        return sum((each for one in collectives for each in self._messages(one)), Sent())
+        return sum(
+            (each for collective in collectives for each in self._messages(collective)), Sent()
+        )
 
-    def _messages(self, one: Collective) -> Iterator[Sent]:
-        choice = NATIVE if one.stream_kind is StreamKind.EXCHANGE else self.choice
-        name = choice.of(one.op, one.span, one.num_bytes)
+    def _messages(self, collective: Collective) -> Iterator[Sent]:
+        choice = NATIVE if collective.stream_kind is StreamKind.EXCHANGE else self.choice
+        name = choice.of(collective.op, collective.span, collective.num_bytes)
         ways = _BY_BACKEND if choice.pipelines else _BY_GLOO
-        whole = one.num_bytes * one.span[0].inner
-        for part in group_spans(name, one.span, pipelined=choice.pipelines):
+        whole = collective.num_bytes * collective.span[0].inner
+        for part in group_spans(name, collective.span, pipelined=choice.pipelines):
             inner, outer = part[0].inner, part[-1].outer
-            assert whole % outer == 0, f"{one} is not padded for {part}"
+            assert whole % outer == 0, f"{collective} is not padded for {part}"
             shard = whole // outer
-            for to in (_ON_RINGS if name == "ring" else ways)[one.op]:
+            for to in (_ON_RINGS if name == "ring" else ways)[collective.op]:
                 size = shard if to is To.EACH else whole // inner - shard
                 yield self.message(to, part, size)
 
@@ -85,8 +87,8 @@ class Sender:
         if self.rank is None:
             between = num_bytes // inside
         else:
-            place = self.rank % self.group_size // inner
-            between = num_bytes if place == (inside - 1 if to is To.NEXT else 0) else 0
+            position = self.rank % self.group_size // inner
+            between = num_bytes if position == (inside - 1 if to is To.NEXT else 0) else 0
         return Sent(num_bytes - between, between)
 
 
@@ -96,14 +98,14 @@ def traffic_of(moves: Mapping[Move, int], specs: Sequence[ShardingSpec], sender:
     A step all-gathers the parameters that the previous step updated, so a run's first step sends
     less than counted.
     """
-    found = exchanged(specs, sender.rank)
+    total = exchanged(specs, sender.rank)
     for (verb, number, *_), count in moves.items():
         spec = specs[number]
         # A pass of d - 1 shifts sends as much as a gather, or as a reduction.
         shifts = spec.strategy.params - 1 if verb in PASS_OF else 1
         whole = sender.sent(spec.collectives.get(PASS_OF.get(verb, verb), ()))
-        found += Sent(whole.intra // shifts, whole.inter // shifts) * count
-    return found
+        total += Sent(whole.intra // shifts, whole.inter // shifts) * count
+    return total
 
 
 def exchanged(specs: Sequence[ShardingSpec], rank: int | None = None) -> Sent:

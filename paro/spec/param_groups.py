@@ -43,7 +43,7 @@ class ParamGroup:
 
     @classmethod
     def of_flag(cls, words: Sequence[str]) -> tuple[ParamGroup, ...]:
-        """Return the groups of all words of the flag, whether or not quotes join those of one."""
+        """Return the groups of the flag's words; quotes may join the words of a group."""
         texts = re.split(r"\s+(?=names:)", " ".join(words)) if words else []
         return tuple(map(cls._of_text, texts))
 

@@ -63,7 +63,7 @@ class ParamAllGatherPolicy:
         return self._queue(self._ahead - 1)
 
     def before_forward(self, index: int) -> list[Action]:
-        """Queue what is due before a unit's forward (also of an evaluation), behind its gathers."""
+        """Queue all-gathers of updates due by a unit's forward (also of an evaluation)."""
         return self._queue(index + self._ahead)
 
     def flush(self) -> list[Action]:

@@ -137,7 +137,7 @@ class RotationPolicy:
         return self._slices[buffer].grad_slot(step)
 
     def before_forward(self, at: RingStep, *, backward_follows: bool) -> list[Move]:
-        """Begin a ring step; `backward_follows` says that a backward reads what it saves."""
+        """Begin a ring step; `backward_follows`: its activations are saved for a backward."""
         shifts_back = backward_follows and self.shape.parts[at.part].backward_needs_weight
         actions = self._ask(at, lambda one: one.before_forward(at.step, shifts_back=shifts_back))
         if at.half == at.step == 0:  # updates are queued behind the shift of the first slice

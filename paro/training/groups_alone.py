@@ -173,18 +173,18 @@ class GroupState:
 
 
 def shared_shards(training: Training) -> Iterator[FlatShard]:
-    """Yield this rank's shards of all states but those that differ between groups."""
+    """Yield this rank's shards of the states that are equal in all groups."""
     alone = training.optimizer.outer.is_on
     shards = training.optimizer.flat_shards()
     return (shard for shard in shards if not alone or shard.state in SHARED_BY_GROUPS)
 
 
 def record_of_groups(
-    training: Training, state: TrainState, *, own: bool = False
+    training: Training, state: TrainState, *, of_one: bool = False
 ) -> list[GroupState]:
-    """Return what differs between groups that train alone, as if all were this rank's if `own`.
+    """Return the states of groups that train alone; collective, and empty if none do.
 
-    Otherwise collective, unless all ranks are synchronous and nothing differs.
+    With `of_one` this rank's group stands for all: not collective.
     """
     outer, control = training.optimizer.outer, training.control
     if not outer.is_on:
@@ -197,7 +197,9 @@ def record_of_groups(
         in_flight=outer.in_flight,
         usual=tuple(outer.usual),
     )
-    return [mine] * outer.num_groups if own else control.gather(mine)[:: control.world.group_size]
+    return (
+        [mine] * outer.num_groups if of_one else control.gather(mine)[:: control.world.group_size]
+    )
 
 
 def group_state_of(common: Mapping[str, Any], training: Training) -> GroupState | None:
@@ -214,7 +216,7 @@ def group_state_of(common: Mapping[str, Any], training: Training) -> GroupState 
     return group
 
 
-def restore_group(found: Recovery, training: Training) -> list[str]:
+def restore_group(recovery: Recovery, training: Training) -> list[str]:
     """Complete this rank's group after a recovery from local copies; collective.
 
     Return lines about groups that are not as far as another, or begin as another one is.
@@ -222,16 +224,16 @@ def restore_group(found: Recovery, training: Training) -> list[str]:
     outer, batches = training.optimizer.outer, training.batches
     if not outer.is_on:
         return []
-    outer.restore(masters=outer.group not in found.groups, reference=found.lost_reference)
-    group_state_of(found.common, training)
-    met, newest = found.met[0], found.furthest_iteration
-    last = found.furthest["state"]["consumed_train_samples"]
+    outer.restore(masters=outer.group not in recovery.groups, reference=recovery.lost_reference)
+    group_state_of(recovery.common, training)
+    met, newest = recovery.met[0], recovery.furthest_iteration
+    last = recovery.furthest["state"]["consumed_train_samples"]
     first, every = batches.samples_before(last, newest - met), batches.samples_per_micro_batch
     share, lines = every // outer.num_groups, []
     for group in range(outer.num_groups):
         where = f"  group {group} of those that train alone"
-        if group in found.groups:
-            lines.append(f"{where} continues after its iteration {found.groups[group]}")
+        if group in recovery.groups:
+            lines.append(f"{where} continues after its iteration {recovery.groups[group]}")
             continue
         lines.append(
             f"{where} is lost: it continues after iteration {newest} with the parameters on which "
@@ -242,7 +244,7 @@ def restore_group(found: Recovery, training: Training) -> list[str]:
                 f"; of samples {first + 1} to {last} its share, {group * share + 1} to "
                 f"{group * share + share} of every {every}, is not trained on"
             )
-    if num_lost := sum(training.control.gather(found.lost_reference)):
+    if num_lost := sum(training.control.gather(recovery.lost_reference)):
         lines.append(f"  outer momentum of {count_text(num_lost, 'rank')} is lost: it is 0 there")
     return lines
 

@@ -68,7 +68,7 @@ class InMemoryCheckpointer:
             saved = newest_whole(flags.load)
         newest = -1 if saved is None else int(common_of(saved)["iteration"])
         newest = self._folder.control.gather(newest)[0]
-        found = recover(
+        recovery = recover(
             self._folder,
             chunked_states(training.optimizer.flat_shards()),
             identifying_flags(self._config.command_line, training.groups_alone),
@@ -76,27 +76,27 @@ class InMemoryCheckpointer:
             log=self._log.log0,
             group=training.optimizer.outer.group,
         )
-        if found is None:
+        if recovery is None:
             return None
-        self._met = found.met
+        self._met = recovery.met
         with training.traffic.paused():
-            for line in restore_group(found, training):
+            for line in restore_group(recovery, training):
                 self._log.log0(line)
             training.optimizer.loaded(
-                num_steps=int(found.common["num_optimizer_steps"]),
-                num_averaged=int(found.common.get("num_averaged", 0)),
+                num_steps=int(recovery.common["num_optimizer_steps"]),
+                num_averaged=int(recovery.common.get("num_averaged", 0)),
             )
         training.exposure.take()  # discard waits during loading: they belong to no step
-        found = replace(found, seconds=time.monotonic() - begin)
+        recovery = replace(recovery, seconds=time.monotonic() - begin)
         self._log.log0(
-            f"  recovered iteration {found.iteration} from local copies: "
-            f"{size_text(found.own_node_bytes)} from the ranks' own nodes, "
-            f"{size_text(found.other_nodes_bytes)} from other nodes, in {found.seconds:.2f} s"
+            f"  recovered iteration {recovery.iteration} from local copies: "
+            f"{size_text(recovery.own_node_bytes)} from the ranks' own nodes, "
+            f"{size_text(recovery.other_nodes_bytes)} from other nodes, in {recovery.seconds:.2f} s"
         )
-        state = state_of(found.common, self._config, self._log, "local copies")
+        state = state_of(recovery.common, self._config, self._log, "local copies")
         # Groups that are not as far as another do not evaluate again.
-        state.consumed_valid_samples = found.furthest["state"]["consumed_valid_samples"]
-        return Resumed(state, found.common["base"], found, found.common)
+        state.consumed_valid_samples = recovery.furthest["state"]["consumed_valid_samples"]
+        return Resumed(state, recovery.common["base"], recovery, recovery.common)
 
     def begin(self, training: Training, resumed: Resumed) -> None:
         """Prepare the files; raise `UserError` on all ranks unless their nodes have room.
@@ -146,7 +146,7 @@ class InMemoryCheckpointer:
         if met > self._met[0]:
             self._met = met, self._start
         self._copy.updated()
-        record = self._record(state, record_of_groups(self._training, state, own=True))
+        record = self._record(state, record_of_groups(self._training, state, of_one=True))
         job = partial(self._writer.write, state.iteration, record, self._copy, self._met)
         self.background.start(job)
 

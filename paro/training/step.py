@@ -126,7 +126,7 @@ class Training:
 
     @property
     def groups_alone(self) -> dict[str, int] | None:
-        """The number of groups that train alone, and what decides their rounds; None: no groups.
+        """The number of groups that train alone, and the schedule of rounds; None: no groups.
 
         Checkpoints record it: only equal groups with equal rounds continue as they were.
         """

@@ -1,4 +1,4 @@
-"""Runs pretrain_llama.py with a part of a method taken out, to see what it is for."""
+"""Runs pretrain_llama.py without a part of a method, to measure the effect of the part."""
 
 # ablated.py WITHOUT ARGS: `transform` sends codes of the gradients themselves, not of their
 # Hadamard transforms; `transform+blocks` also has one scale for 2,048 elements, not for 128.

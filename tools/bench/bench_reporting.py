@@ -87,7 +87,7 @@ def is_reported(number: int) -> bool:
 
 
 def costs(steps: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
-    """Collect the seconds of steps of both kinds by each clock, and what the report costs.
+    """Collect the seconds of steps with and without a report by each clock, and its cost.
 
     The first round does the set-up and does not count.
     """

@@ -79,7 +79,7 @@ print(json.dumps(found))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class TorchMachine:
     """The machine as torch sees it."""
 
     torch: str
@@ -119,37 +119,37 @@ def parts_of(args: argparse.Namespace) -> list[str]:
     return [letter for letter in PARTS if letter in chosen]
 
 
-def check_machine(found: Found, args: argparse.Namespace) -> None:
-    """Raise `UserError` unless this machine can do what the flags ask for."""
+def check_machine(machine: TorchMachine, args: argparse.Namespace) -> None:
+    """Raise `UserError` unless this machine has the GPUs that the flags need."""
     if args.rehearse:
         return
-    if found.gpus < args.gpus:
+    if machine.gpus < args.gpus:
         raise UserError(
-            f"--gpus {args.gpus}: torch {found.torch} of {sys.executable} sees "
-            f"{count_text(found.gpus, 'GPU')}; run it with a Python whose torch has CUDA, or give "
-            "--rehearse"
+            f"--gpus {args.gpus}: torch {machine.torch} of {sys.executable} sees "
+            f"{count_text(machine.gpus, 'GPU')}; run it with a Python whose torch has CUDA, or "
+            "give --rehearse"
         )
-    if found.capability < NEEDED_CAPABILITY:
-        major, minor = found.capability
-        raise UserError(f"{found.name} has compute capability {major}.{minor}: 8.0 is needed")
+    if machine.capability < NEEDED_CAPABILITY:
+        major, minor = machine.capability
+        raise UserError(f"{machine.name} has compute capability {major}.{minor}: 8.0 is needed")
 
 
 def run(args: argparse.Namespace) -> None:
     end = time.monotonic() + quick.COMMAND_SECONDS if args.quick else math.inf
     stages = [quick.Stage(letter, PART_SECONDS) for letter in parts_of(args)]
-    found = ask_torch()
-    check_machine(found, args)
+    machine = ask_torch()
+    check_machine(machine, args)
     args.out.mkdir(parents=True, exist_ok=True)
     results = read_results(args.out)
-    where = "CPU (rehearsal)" if args.rehearse else f"{args.gpus} x {found.name}"
-    facts = {"machine": f"{where}, torch {found.torch}", "commit": _commit()}
+    where = "CPU (rehearsal)" if args.rehearse else f"{args.gpus} x {machine.name}"
+    facts = {"machine": f"{where}, torch {machine.torch}", "commit": _commit()}
     if args.quick:
         stages = quick.stages_of(args.quick, results, facts)
         print_line(f"have not passed here: {', '.join(s.letters for s in stages) or 'none'}")
     with recorded(args.out / CLOCKS, rehearse=args.rehearse):
         for stage, seconds in quick.course(stages, lambda: end - time.monotonic()):
             begin = time.monotonic()
-            for letter, outcome in run_stage(stage, seconds, args, found):
+            for letter, outcome in run_stage(stage, seconds, args, machine):
                 if seconds is not None or letter not in results:
                     results[letter] = {
                         "title": PARTS[letter][0],
@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def run_stage(
-    stage: quick.Stage, seconds: float | None, args: argparse.Namespace, found: Found
+    stage: quick.Stage, seconds: float | None, args: argparse.Namespace, machine: TorchMachine
 ) -> list[tuple[str, Outcome]]:
     """Run the parts of a stage side by side, in so many seconds; with None, run none."""
     named = ", ".join(f"{letter}. {PARTS[letter][0]}" for letter in stage.letters)
@@ -177,8 +177,8 @@ def run_stage(
         folder=args.out,
         rehearse=args.rehearse,
         num_gpus=args.gpus,
-        device_bytes=found.bytes,
-        has_fp8=args.rehearse or found.capability >= FP8_CAPABILITY,
+        device_bytes=machine.bytes,
+        has_fp8=args.rehearse or machine.capability >= FP8_CAPABILITY,
         seconds=seconds,
     )
     runners = [replace(runner) for _ in stage.letters]
@@ -205,13 +205,13 @@ def _attempt(letter: str, runner: Runner) -> Outcome:
     return replace(outcome, lines=lines)
 
 
-def ask_torch() -> Found:
+def ask_torch() -> TorchMachine:
     words = ["timeout", "60", sys.executable, "-c", _ASK_TORCH]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0:
         raise UserError(f"{sys.executable} has no torch that starts: install torch 2.11 or newer")
     answer = json.loads(done.stdout)
-    return Found(**{**answer, "capability": tuple(answer.get("capability", (0, 0)))})
+    return TorchMachine(**{**answer, "capability": tuple(answer.get("capability", (0, 0)))})
 
 
 def _commit() -> str:

@@ -104,7 +104,7 @@ def train(run: FixedRun, folder: Path) -> list[dict[str, Any]]:
 
 
 def machine() -> dict[str, str]:
-    """Return what the bits of a record depend on: machine and torch."""
+    """Return the machine and the version of torch, on which bits of a record depend."""
     import torch  # imported late, so that flags are parsed without waiting for torch
 
     return {

@@ -73,7 +73,7 @@ class Study:
 
 
 class Launched:
-    """A training under torchrun in its own folder, and what it has printed."""
+    """A training under torchrun in its own folder, and its output."""
 
     def __init__(self, folder: Path, args: argparse.Namespace, *, asynchronous: bool) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -223,7 +223,7 @@ def wanted_kinds(study: Study, args: argparse.Namespace, *, asynchronous: bool) 
 
 
 def judge(training: Launched, study: Study, undisturbed: dict[int, float]) -> None:
-    """Check what a training left against what must be true."""
+    """Check the losses, output and checkpoints of a disturbed training; add complaints."""
     complaints = study.complaints
     if training.process.wait(600) != 0:
         complaints.append(f"the training failed: {training.text()[-2000:]}")

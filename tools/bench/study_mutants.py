@@ -242,7 +242,7 @@ def read_outcomes(path: Path) -> list[Outcome]:
 
 
 def read_json(path: Path, stage: str) -> Any:
-    """Return what an earlier stage wrote; raise `UserError` that names the stage if it did not."""
+    """Return the file of an earlier stage; `UserError` names the stage if the file is missing."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -129,7 +129,7 @@ def missing(
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Measure what is missing, round by round, until the time is up.
+    """Measure missing rounds one by one until the time is up.
 
     A round of a part is repeated as a whole, because only figures of the same turns are comparable.
     """

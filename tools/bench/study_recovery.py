@@ -175,7 +175,7 @@ def undisturbed(case: Case, study: Study, folder: Path) -> None:
 
 
 def judge(case: Case, study: Study, training: Watched) -> None:
-    """Compare every loss that was printed, and looks for what is left."""
+    """Compare every printed loss with the undisturbed one, and look for leftovers."""
     truth = study.undisturbed[case.name]
     for seen in training.seen:
         want = truth[seen.iteration - 1]

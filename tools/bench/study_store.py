@@ -1,4 +1,4 @@
-"""Trains from and into an object store that is far away, and measures what that costs."""
+"""Trains from and into an object store that is far away, and measures the cost."""
 
 # Two questions, each answered by pairs of neighbours in time: how many tokens per second a training
 # has that reads its corpus from the store, relative to one with local files; and how long a step

@@ -18,7 +18,7 @@ NETNS = Path("/run/netns")  # where iproute2 keeps names of namespaces
 
 
 def check_system() -> None:
-    """Raise `UserError` with what this machine or user lacks for a cluster."""
+    """Raise `UserError` unless this user is root and the tools for a cluster are installed."""
     if os.geteuid() != 0:
         raise UserError("needs root, to make network namespaces and shape links")
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -27,7 +27,7 @@ def check_system() -> None:
 
 
 def run_tool(command: Sequence[str], text: str = "") -> str:
-    """Return what a command prints; `UserError` in one line with the command and its error.
+    """Return the output of a command; `UserError` in one line with the command and its error.
 
     A terminal's Ctrl-C does not reach the command, so it is never interrupted.
     """

@@ -76,13 +76,13 @@ def _addresses(spec: ClusterSpec, node: int) -> Iterator[str]:
 
 
 def _port_rates(spec: ClusterSpec) -> Iterator[str]:
-    """Yield shapes what a NIC receives: else many could send to one faster than its link."""
+    """Yield commands of tc that limit the rate at which a NIC receives, from all senders."""
     for node, index in _nics(spec):
         yield shaped(port(node, index), bits_per_second(spec.inter))
 
 
 def _node_rates(spec: ClusterSpec) -> Iterator[str]:
-    """Yield shapes what a NIC sends, and the loopback, which all ranks of a node share."""
+    """Yield commands of tc that limit the rate at which a NIC sends, and that of the loopback."""
     for index in range(spec.nics):
         yield shaped(nic(index), bits_per_second(spec.inter))
     if spec.intra:

@@ -49,7 +49,7 @@ def describe(facts: dict[str, Any]) -> str:
 
 
 def memory_line(device: Device) -> str:
-    """Describe what a rank takes of its device without a model, and with each process group."""
+    """Describe the device memory of a rank without a model, and of each communicator."""
     group = device.communicator_bytes
     each = "none, gloo has no communicators" if group is None else size_text(group)
     return f"memory: {size_text(device.reserved_bytes)} without a model; of a communicator: {each}"

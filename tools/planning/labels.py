@@ -1,4 +1,4 @@
-"""Places the labels of a plot's points where they cover neither each other nor what is drawn."""
+"""Places the labels of a plot's points where they cover neither each other nor the drawing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def place_labels(axes: Any, labels: dict[Point, str], lines: Sequence[Sequence[P
     for line in lines:
         drawn += _along([pixels(point) for point in line], 2 * scale)
     inside = axes.get_window_extent().padded(-scale)
-    taken: list[Bbox] = []
+    placed: list[Bbox] = []
     for point, text in sorted(labels.items()):
         x, y = pixels(point)
         written = axes.annotate(text, point, fontsize=_FONT)
@@ -40,11 +40,11 @@ def place_labels(axes: Any, labels: dict[Point, str], lines: Sequence[Sequence[P
 
         def cost(way: tuple[float, Bbox]) -> tuple[int, float]:
             distance, box = way
-            hidden = not is_within(box, inside) or box.count_overlaps(taken) > 0
+            hidden = not is_within(box, inside) or box.count_overlaps(placed) > 0
             return _HIDDEN * hidden + box.count_overlaps(drawn), distance
 
         distance, box = min(_beside((x, y), size, scale), key=cost)
-        taken.append(box)
+        placed.append(box)
         axes.annotate(
             text, point, xytext=((box.x0 - x) / scale, (box.y0 - y) / scale),
             textcoords="offset points", verticalalignment="bottom", fontsize=_FONT,
@@ -57,17 +57,17 @@ def is_within(box: Bbox, other: Bbox) -> bool:
     return bool(other.contains(*box.min) and other.contains(*box.max))
 
 
-def _beside(place: Point, size: Bbox, scale: float) -> Iterator[tuple[float, Bbox]]:
+def _beside(point: Point, size: Bbox, scale: float) -> Iterator[tuple[float, Bbox]]:
     """Yield boxes of a label's size around a point, nearest first, with their distances
     in points."""
     for distance, (right, up) in product(_DISTANCES, _DIRECTIONS):
-        left = place[0] + right * distance * scale + size.width * (right - 1) / 2
-        bottom = place[1] + up * distance * scale + size.height * (up - 1) / 2
+        left = point[0] + right * distance * scale + size.width * (right - 1) / 2
+        bottom = point[1] + up * distance * scale + size.height * (up - 1) / 2
         yield distance, Bbox.from_bounds(left, bottom, size.width, size.height)
 
 
-def _around(place: Point, radius: float) -> Bbox:
-    return Bbox([place, place]).padded(radius)
+def _around(point: Point, radius: float) -> Bbox:
+    return Bbox([point, point]).padded(radius)
 
 
 def _along(line: Sequence[Point], radius: float) -> Iterator[Bbox]:
@@ -81,9 +81,9 @@ def _along(line: Sequence[Point], radius: float) -> Iterator[Bbox]:
 
 def _hide_covered(texts: Sequence[Any]) -> None:
     """Hide the texts that earlier ones cover."""
-    taken: list[Bbox] = []
+    placed: list[Bbox] = []
     for text in texts:
         box = text.get_window_extent()
-        text.set_visible(not box.count_overlaps(taken))
+        text.set_visible(not box.count_overlaps(placed))
         if text.get_visible():
-            taken.append(box)
+            placed.append(box)

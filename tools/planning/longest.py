@@ -44,13 +44,13 @@ def longest_table(args: Namespace) -> str:
     without: list[str] = []
     for name, strategy in _strategies(request):
         lengths = [[(_longest(request, cp, strategy), cp) for cp in equal] for equal in options]
-        found = [max(each, key=lambda one: one[0]) for each in lengths]
-        if not any(length for length, _ in found):
+        lengths_of_ranks = [max(each, key=lambda one: one[0]) for each in lengths]
+        if not any(length for length, _ in lengths_of_ranks):
             without.append(name)
-        for length, cp in found:
+        for length, cp in lengths_of_ranks:
             if length:
-                own = _at(request, cp, length)
-                estimate = Estimator(own).estimate(own.candidate(strategy))
+                at_length = _at(request, cp, length)
+                estimate = Estimator(at_length).estimate(at_length.candidate(strategy))
                 rows.append((name, *_cells(cp, length, estimate)))
     if not rows:
         raise UserError(f"{device_flag(args)}: {_why_none(request, options[-1])}")
@@ -62,34 +62,39 @@ def _options(args: Namespace, request: PlanRequest, size: int) -> list[ContextPa
     """Return the layouts of a context-parallel size; `UserError` if the flags ask in vain."""
     context, model, compute = take_context(args), request.model, request.precision.compute
     limits = replace(request.context_limits(request.world_size), seq_length=_unit(size))
-    found = possible_configs(args, limits, [size])
+    configs = possible_configs(args, limits, [size])
     rotates = request.materialize.rotates
-    if context.context_parallel_size == size > 1 and (rotates or not found):
+    if context.context_parallel_size == size > 1 and (rotates or not configs):
         check_parts(model, context, request.device_type, compute)
         context.check(limits, rotates=rotates)
-    return found
+    return configs
 
 
 def _why_none(request: PlanRequest, options: Sequence[ContextParallelConfig]) -> str:
     """Say how much memory the shortest sequence needs, and which changes are enough."""
     shortest = [_at(request, cp, _unit(cp.context_parallel_size)) for cp in options]
-    plans = [(own, plan(own, own.as_given())) for own in shortest]
-    own, found = min(plans, key=lambda pair: pair[1].least.memory_bytes)
-    return f"with {own.seq_length:,} tokens {why_nothing_fits(own, found)}"
+    plans = [
+        (shortest_request, plan(shortest_request, shortest_request.as_given()))
+        for shortest_request in shortest
+    ]
+    shortest_request, result = min(plans, key=lambda pair: pair[1].least.memory_bytes)
+    return (
+        f"with {shortest_request.seq_length:,} tokens {why_nothing_fits(shortest_request, result)}"
+    )
 
 
 def _strategies(request: PlanRequest) -> Iterator[tuple[str, Strategy]]:
     """Return strategies of different degrees, with all their letters; `UserError` if none is
     possible."""
-    found: dict[tuple[int, ...], list[Strategy]] = {}
+    by_degrees: dict[tuple[int, ...], list[Strategy]] = {}
     for strategy in map(request.strategy, legal_letters()):
         if request.infeasible_reason(strategy, request.materialize) is None:
-            found.setdefault(strategy.degrees, []).append(strategy)
-    if not found:
+            by_degrees.setdefault(strategy.degrees, []).append(strategy)
+    if not by_degrees:
         reason = request.infeasible_reason(request.strategy("III"), request.materialize)
         assert reason is not None, "III is among them"
         raise UserError(reason)
-    for equal in found.values():
+    for equal in by_degrees.values():
         yield "=".join(one.name for one in equal), equal[0]
 
 
@@ -111,8 +116,11 @@ def _longest(request: PlanRequest, cp: ContextParallelConfig, strategy: Strategy
     unit = _unit(cp.context_parallel_size)
 
     def fits(count: int) -> bool:
-        own = _at(request, cp, count * unit)
-        return Estimator(own).memory(own.candidate(strategy)).total <= own.device_bytes
+        at_length = _at(request, cp, count * unit)
+        return (
+            Estimator(at_length).memory(at_length.candidate(strategy)).total
+            <= at_length.device_bytes
+        )
 
     return unit * _most(fits)
 

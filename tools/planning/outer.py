@@ -9,9 +9,8 @@ from dataclasses import replace
 
 from paro.config.sharding import take_outer
 from paro.machine.machine import Machine, rate_text
-from paro.planning.estimator import Estimate, Estimator, OuterRound
+from paro.planning.estimator import Estimate, Estimator
 from paro.planning.search_space import PlanRequest
-from paro.spec.outer_steps import OuterConfig
 from paro.strategy import legal_letters
 
 _SHARE = 0.05  # of a step's time that rounds may be exposed, for the number of steps that is named
@@ -28,9 +27,9 @@ def outer_lines(args: Namespace, request: PlanRequest, best: Estimate | None) ->
     outer = take_outer(args, num_groups)
     if outer is None:
         return
-    own = replace(request, outer=outer)
-    estimator = Estimator(own)
-    rows = [estimator.estimate(own.candidate(own.strategy(name))) for name in _STRATEGIES]
+    alone = replace(request, outer=outer)
+    estimator = Estimator(alone)
+    rows = [estimator.estimate(alone.candidate(alone.strategy(name))) for name in _STRATEGIES]
     fitting = [row for row in rows if row.fits]
     steps = f"outer steps every {outer.outer_steps}"
     if not fitting:
@@ -40,34 +39,28 @@ def outer_lines(args: Namespace, request: PlanRequest, best: Estimate | None) ->
             f"{least.candidate.strategy.name} needs {least.memory.describe()}"
         )
         return
-    found = min(fitting, key=lambda row: row.seconds)
-    rounds = found.outer_round
+    fastest = min(fitting, key=lambda row: row.seconds)
+    rounds = fastest.outer_round
     assert rounds is not None, "of a request with outer steps"
     yield (
-        f"{steps}: {found.candidate.strategy.name} takes {found.seconds:.3f} s a step and "
-        f"{found.memory_bytes / 1e9:.1f} GB; a round of {rounds.seconds:.3g} s is exposed for "
-        f"{rounds.exposed:.3g} s, {rounds.seconds_a_step / found.seconds:.1%} of the time"
+        f"{steps}: {fastest.candidate.strategy.name} takes {fastest.seconds:.3f} s a step and "
+        f"{fastest.memory_bytes / 1e9:.1f} GB; a round of {rounds.seconds:.3g} s is exposed for "
+        f"{rounds.exposed:.3g} s, {rounds.seconds_a_step / fastest.seconds:.1%} of the time"
     )
     yield "  the training is another one, with another loss: docs/outer-steps.md"
     if rounds.exposed:
-        steps_needed = _steps_needed(found, rounds, outer)
-        yield f"  {steps_needed} steps between rounds would expose {_SHARE:.0%}"
+        exposed = rounds.exposed * outer.outer_fragments / (fastest.seconds - rounds.seconds_a_step)
+        num_steps = math.ceil(exposed * (1 - _SHARE) / _SHARE)
+        yield f"  {num_steps} steps between rounds would expose {_SHARE:.0%}"
     if best is not None:
-        gain = best.seconds / found.seconds
+        gain = best.seconds / fastest.seconds
         name = best.candidate.strategy.name
         yield f"  {gain:.2f} times as fast as {name}, the best in which all ranks are synchronous"
-        yield from _threshold(request, own, best, found)
-
-
-def _steps_needed(found: Estimate, rounds: OuterRound, outer: OuterConfig) -> int:
-    """Compute the steps between rounds for which these are exposed for a share of the time."""
-    in_step = found.seconds - rounds.seconds_a_step
-    exposed = rounds.exposed * outer.outer_fragments
-    return math.ceil(exposed * (1 - _SHARE) / (_SHARE * in_step))
+        yield from _threshold(request, alone, best, fastest)
 
 
 def _threshold(
-    request: PlanRequest, own: PlanRequest, best: Estimate, found: Estimate
+    request: PlanRequest, alone: PlanRequest, best: Estimate, fastest: Estimate
 ) -> Iterator[str]:
     """Yield a line with the speed of links between groups up to which outer steps are faster."""
     machine = request.machine
@@ -76,9 +69,11 @@ def _threshold(
 
     def is_faster(bits: int) -> bool:
         at = _with_links(machine, bits)
-        in_step = Estimator(replace(request, machine=at)).estimate(best.candidate)
-        alone = Estimator(replace(own, machine=at)).estimate(found.candidate)
-        return alone.seconds < in_step.seconds
+        in_step, in_rounds = (
+            Estimator(replace(each, machine=at)).estimate(plan.candidate).seconds
+            for each, plan in ((request, best), (alone, fastest))
+        )
+        return in_rounds < in_step
 
     low, high = 10**6, 10**13
     if not is_faster(low) or is_faster(high):

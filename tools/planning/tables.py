@@ -59,9 +59,9 @@ def _rows(request: PlanRequest, materializes: Sequence[Materialize]) -> tuple[Es
 
 def enough_alone(request: PlanRequest, least: Candidate) -> str:
     """Return the single changes after which a candidate fits, in words."""
-    found = [change.what for change in single_changes(request, least)]
-    found += [what for what, flags in rank_changes(request, least) if not flags]
-    changes = "; or ".join(found)
+    enough = [change.what for change in single_changes(request, least)]
+    enough += [what for what, flags in rank_changes(request, least) if not flags]
+    changes = "; or ".join(enough)
     return f"enough alone: {changes}" if changes else "no flag is enough alone"
 
 
@@ -79,12 +79,12 @@ def title(request: PlanRequest) -> str:
 def _merged(rows: Sequence[Estimate]) -> list[tuple[str, Estimate]]:
     """Return rows with their names; rows of equal degrees are merged, as letters are on
     one group."""
-    found: dict[tuple[object, ...], list[Estimate]] = {}
+    by_degrees: dict[tuple[object, ...], list[Estimate]] = {}
     for row in rows:
-        found.setdefault((row.candidate.strategy.degrees, row.candidate.materialize), []).append(
-            row
-        )
-    return [("=".join(row.candidate.name for row in same), same[0]) for same in found.values()]
+        by_degrees.setdefault(
+            (row.candidate.strategy.degrees, row.candidate.materialize), []
+        ).append(row)
+    return [("=".join(row.candidate.name for row in same), same[0]) for same in by_degrees.values()]
 
 
 def rows_table(request: PlanRequest, rows: Sequence[Estimate]) -> str:
@@ -124,9 +124,9 @@ def on_bytes(request: PlanRequest) -> list[str]:
 
 def infeasible_notes(request: PlanRequest, rows: Sequence[Estimate]) -> list[str]:
     """Return one line for each strategy that does not fit, with its peak memory."""
-    found = [f"* {name} needs {e.memory.describe()}" for name, e in _merged(rows) if not e.fits]
+    lines = [f"* {name} needs {e.memory.describe()}" for name, e in _merged(rows) if not e.fits]
     gigabytes = request.device_bytes / 1e9
-    return [f"*: does not fit the {gigabytes:g} GB of a device", *found] if found else []
+    return [f"*: does not fit the {gigabytes:g} GB of a device", *lines] if lines else []
 
 
 def nothing_fits(request: PlanRequest, rows: Sequence[Estimate]) -> list[str]:
@@ -147,16 +147,18 @@ def nothing_fits(request: PlanRequest, rows: Sequence[Estimate]) -> list[str]:
 def _changes_table(request: PlanRequest, merged: Sequence[tuple[str, Estimate]]) -> str:
     """Return for each row the flag after which it fits and is fastest; rows without one at the
     end."""
-    found = []
+    entries = []
     for name, row in merged:
         fitting = (
             (estimator_of(change.request).estimate(change.candidate), change.what)
             for change in single_changes(request, row.candidate)
         )
         best = min(fitting, key=lambda pair: pair[0].seconds, default=None)
-        found.append((best is None, best[0].seconds if best else row.memory_bytes, name, row, best))
+        entries.append(
+            (best is None, best[0].seconds if best else row.memory_bytes, name, row, best)
+        )
     cells = [("strategy", "GB", "then GB", "s/step", "fits with")]
-    for *_, name, row, best in sorted(found, key=lambda entry: entry[:2]):
+    for *_, name, row, best in sorted(entries, key=lambda entry: entry[:2]):
         then = ("-", "-", "no flag alone")
         if best is not None:
             estimate, what = best
@@ -165,20 +167,20 @@ def _changes_table(request: PlanRequest, merged: Sequence[tuple[str, Estimate]])
     return align(cells, left=(0, -1))
 
 
-def front_table(found: SearchResult) -> str:
+def front_table(result: SearchResult) -> str:
     """Return the Pareto front of memory and time, fastest first, and the choice among it."""
     lines = [
         f"memory against time, all candidates (each at least {FRONT_STEP:.0%} faster than what "
         "needs less, or chosen):"
     ]
-    for estimate in found.front:
-        is_best = found.best is not None and estimate.candidate == found.best.candidate
+    for estimate in result.front:
+        is_best = result.best is not None and estimate.candidate == result.best.candidate
         note = "(chosen) " if is_best else "" if estimate.fits else "(does not fit) "
         lines.append(
             f"{estimate.memory_bytes / 1e9:8.1f} GB  {estimate.seconds:9.3f} s  "
             f"{note}{estimate.candidate.describe()}"
         )
-    named = (found.best, found.runner_up, *found.front)
+    named = (result.best, result.runner_up, *result.front)
     degrees = [each.candidate.strategy.name for each in named if each is not None]
     if example := next((name for name in degrees if "," in name), None):
         lines.append(
@@ -188,7 +190,7 @@ def front_table(found: SearchResult) -> str:
     return "\n".join(lines)
 
 
-def purchases(request: PlanRequest, found: SearchResult) -> list[dict[str, Any]]:
+def purchases(request: PlanRequest, result: SearchResult) -> list[dict[str, Any]]:
     """Return the speed-up from more memory, or from more bandwidth between or inside groups.
 
     More memory: the same candidates under another limit. More bandwidth: a search with the
@@ -196,16 +198,16 @@ def purchases(request: PlanRequest, found: SearchResult) -> list[dict[str, Any]]
     where the best is chosen.
     """
     bought = {
-        f"memory x {factor:g}": found.with_memory(round(request.choice_bytes * factor))
+        f"memory x {factor:g}": result.with_memory(round(request.choice_bytes * factor))
         for factor in (1.25, 1.5, 2.0)
     }
-    if request.machine.measured or found.best is None:  # measured times ignore links
-        return [_purchase(what, best, found.best) for what, best in bought.items()]
-    candidate = found.best.candidate
+    if request.machine.measured or result.best is None:  # measured times ignore links
+        return [_purchase(what, best, result.best) for what, best in bought.items()]
+    candidate = result.best.candidate
     search_space = SearchSpace(
         micro_batch_sizes=(candidate.micro_batch_size,), recomputes=(candidate.recompute,)
     )
-    enough = found.best.seconds / (1 + MEMORY_TIE)
+    enough = result.best.seconds / (1 + MEMORY_TIE)
     for link in (Link.INTER, Link.INTRA):
         if (speed := request.machine.link(link)) is None:
             continue
@@ -213,7 +215,7 @@ def purchases(request: PlanRequest, found: SearchResult) -> list[dict[str, Any]]
         links: dict[str, Any] = {link.value: doubled}
         other = replace(request, machine=replace(request.machine, **links))
         bought[f"{link.value} bandwidth x 2"] = best_that_fits(other, search_space, enough)
-    return [_purchase(what, best, found.best) for what, best in bought.items()]
+    return [_purchase(what, best, result.best) for what, best in bought.items()]
 
 
 def _purchase(what: str, better: Estimate | None, best: Estimate | None) -> dict[str, Any]:
@@ -284,12 +286,12 @@ def as_json(request: PlanRequest, estimate: Estimate) -> dict[str, Any]:
 def fields_of(
     request: PlanRequest,
     rows: Sequence[Estimate],
-    found: SearchResult,
+    result: SearchResult,
     bought: Sequence[dict[str, Any]],
     curves: dict[str, list[tuple[int, float]]],
 ) -> dict[str, Any]:
     """Return the contents of --json; rows and candidates are sorted best first."""
-    weighed = (found.best, found.runner_up, *found.front, found.least)
+    weighed = (result.best, result.runner_up, *result.front, result.least)
     candidates = {id(estimate): estimate for estimate in weighed if estimate}
     return {
         "case": title(request),
@@ -299,10 +301,10 @@ def fields_of(
         "rows": [as_json(request, row) for row in rows if not row.candidate.materialize.rotates],
         "rotated": [as_json(request, row) for row in rows if row.candidate.materialize.rotates],
         "candidates": [as_json(request, estimate) for estimate in best_first(candidates.values())],
-        "best": found.best and as_json(request, found.best),
-        "runner_up": found.runner_up and as_json(request, found.runner_up),
-        "least": as_json(request, found.least),
-        "num_settings": found.num_candidates,
+        "best": result.best and as_json(request, result.best),
+        "runner_up": result.runner_up and as_json(request, result.runner_up),
+        "least": as_json(request, result.least),
+        "num_settings": result.num_candidates,
         "more": list(bought),
         "scaling": curves,
     }

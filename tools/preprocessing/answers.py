@@ -14,7 +14,7 @@ Span = tuple[int, int]
 
 
 class Render(Protocol):
-    """A chat template that writes messages, with `prompt` also what asks for an answer."""
+    """A chat template that writes messages, and with `prompt` the generation prompt."""
 
     def __call__(self, conversation: Conversation, *, prompt: bool = False) -> str: ...
 
@@ -28,9 +28,9 @@ _FEW = 2  # answers that are found without marks around texts
 
 
 def added_by_answers(conversation: Conversation, text: str, render: Render) -> list[Span]:
-    """Return what each answer adds to the messages before it and its prompt.
+    """Return the part of `text` that each answer adds to earlier messages and its prompt.
 
-    `text` is all of the conversation. `UserError` if the messages before one are written in another
+    `text` is the whole conversation. `UserError` if the messages before one are written in another
     way when it follows.
     """
     places = _Places(conversation, text, render)

@@ -70,7 +70,7 @@ class ChatTemplate:
         return ids, loss_mask
 
     def prompt(self, conversation: Conversation) -> list[int]:
-        """Return the ids of a conversation, and of what asks the assistant for the next answer."""
+        """Return the ids of a conversation and of the generation prompt for the next answer."""
         return self._tokens(self._renderer_for(conversation).text(conversation, prompt=True))[0]
 
     def _renderer_for(self, conversation: Conversation) -> _Renderer:
@@ -105,7 +105,7 @@ class _Renderer:
         self._special_tokens = special_tokens
 
     def text(self, conversation: Conversation, *, prompt: bool = False) -> str:
-        """Return the text of a conversation, if wanted with what asks for the next answer."""
+        """Return the text of a conversation, with `prompt` also the generation prompt."""
         return self._write(conversation, add_generation_prompt=prompt)[0]
 
     def answered(self, conversation: Conversation) -> tuple[str, list[Span]]:

@@ -171,7 +171,7 @@ def _called(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:
-    """Return what the assistant may call, in OpenAI's form; None without tools."""
+    """Return the functions that the assistant may call, in OpenAI's form; None without tools."""
     tools = [_as_function(tool) for tool in _entries(value)]
     if None in tools:
         raise UserError(

@@ -44,8 +44,7 @@ class EncodingPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """Counts of what was read: documents, their bytes, the sources' bytes, bad documents,
-    answers."""
+    """Counts of documents, their bytes, bytes of their sources, bad documents and answers."""
 
     documents: int = 0
     num_bytes: int = 0
@@ -95,7 +94,7 @@ def ended_answers(documents: EncodedDocuments, ends: Sequence[int]) -> tuple[int
 
 
 def prepare(plan: EncodingPlan) -> None:
-    """Read what a process needs; `UserError` for a mistake in it."""
+    """Load tokenizer and chat template in this process; `UserError` for a mistake in them."""
     tokenizer_of(plan.tokenizer)
     if plan.conversations:
         chat_template_of(plan.tokenizer)
@@ -121,7 +120,7 @@ def encode_all(plan: EncodingPlan, batches: Sequence[RawBatch]) -> list[EncodedB
 
 
 def encode(plan: EncodingPlan, batch: RawBatch) -> EncodedBatch:
-    """Return the ids of a batch; `UserError` names the position of what cannot be encoded."""
+    """Return the ids of a batch; `UserError` names the position of a bad text."""
     bad: list[str] = []
     on_bad = bad.append if plan.skip_malformed else None
     chats = plan.conversations

@@ -1,4 +1,4 @@
-"""The flags that say which text to read, the same for every tool that reads text."""
+"""The flags for the text to read, for every tool that reads text."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def add_source_args(group: argparse._ArgumentGroup) -> None:
 
 
 def chunks_of(args: argparse.Namespace) -> list[SourceChunk]:
-    """Return the chunks that --input names; `UserError` for what is not a source of text."""
+    """Return the chunks that --input names; `UserError` for an input without text."""
     return find_chunks(args.input, config=args.dataset_config, split=args.dataset_split)

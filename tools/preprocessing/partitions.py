@@ -58,7 +58,7 @@ class Partitions:
         return [str(self.folder / f"{number:05d}_{name}_document") for name in self._names]
 
     def finished(self, number: int) -> Tally | None:
-        """Return what was read for a partition; None if it is not complete."""
+        """Return the tally of a partition; None if the partition is not complete."""
         file = self._marker(number)
         if not file.exists():
             return None

@@ -31,7 +31,7 @@ class Progress:
         self._bar = tqdm(**bar, dynamic_ncols=True, disable=not sys.stderr.isatty())
 
     def passed_over(self, num_bytes: int) -> None:
-        """Add what an earlier run has done."""
+        """Add the bytes that an earlier run has encoded."""
         self._done_before += num_bytes
         self._bar.update(num_bytes)
 

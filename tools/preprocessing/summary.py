@@ -1,4 +1,4 @@
-"""Lines that say what preprocessing wrote, and what is wrong with it."""
+"""Lines about the data sets that preprocessing wrote, with warnings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.preprocessing.encode import EncodingPlan, Tally, ends_of, tokenizer_o
 def summary_of(
     plan: EncodingPlan, writers: Sequence[IndexedDatasetWriter], tally: Tally
 ) -> list[str]:
-    """Format a line on each data set, and on what the user should know of it."""
+    """Format a line on each data set, and its warnings."""
     lines = [*map(describe_written, writers), *describe_skipped(tally)]
     if not plan.conversations:
         return lines
@@ -42,7 +42,7 @@ def describe_skipped(tally: Tally) -> list[str]:
 
 
 def describe_ends(config: TokenizerConfig, tally: Tally) -> str:
-    """Say how many answers end with a stop token, and what follows if none does."""
+    """Say how many answers end with a stop token; warn if none does."""
     names = {number: text for text, number in tokenizer_of(config).vocabulary.items()}
     ends = ", ".join(names.get(number, str(number)) for number in ends_of(config))
     counts = (

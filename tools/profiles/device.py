@@ -111,17 +111,17 @@ class DeviceProfile:
     @cached_property
     def gaps(self) -> tuple[Gap, ...]:
         """The idle times of the compute stream, in their order."""
-        found, until, before = [], 0.0, "the start of the steps"
+        gaps, until, before = [], 0.0, "the start of the steps"
         for item in self.work:
             if item.stream != self.compute_stream:
                 continue
             if item.start > until:
-                found.append(Gap(until, item.start - until, before, item.name))
+                gaps.append(Gap(until, item.start - until, before, item.name))
             if item.end >= until:
                 until, before = item.end, item.name
         if until < self.seconds:
-            found.append(Gap(until, self.seconds - until, before, "the end of the steps"))
-        return tuple(found)
+            gaps.append(Gap(until, self.seconds - until, before, "the end of the steps"))
+        return tuple(gaps)
 
     @cached_property
     def nccl(self) -> float:
@@ -141,19 +141,19 @@ class DeviceProfile:
     @cached_property
     def by_class(self) -> dict[str, float]:
         """Seconds of all kernels and copies, by class."""
-        found = dict.fromkeys(CLASSES, 0.0)
+        seconds_of = dict.fromkeys(CLASSES, 0.0)
         for item in self.work:
-            found[item.kind] += item.end - item.start
-        return found
+            seconds_of[item.kind] += item.end - item.start
+        return seconds_of
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
         """Kernels and copies by name and class, those with the most time first."""
-        found: dict[tuple[str, str], tuple[int, float]] = {}
+        sums_of: dict[tuple[str, str], tuple[int, float]] = {}
         for item in self.work:
-            runs, seconds = found.get((item.name, item.kind), (0, 0.0))
-            found[item.name, item.kind] = runs + 1, seconds + item.end - item.start
-        rows = (Kernel(name, kind, *sums) for (name, kind), sums in found.items())
+            runs, seconds = sums_of.get((item.name, item.kind), (0, 0.0))
+            sums_of[item.name, item.kind] = runs + 1, seconds + item.end - item.start
+        rows = (Kernel(name, kind, *sums) for (name, kind), sums in sums_of.items())
         return tuple(sorted(rows, key=lambda row: (-row.seconds, row.name)))
 
 
@@ -163,8 +163,8 @@ def is_of_device(events: Iterable[dict[str, Any]]) -> bool:
 
 def device_profile(events: Sequence[dict[str, Any]], rank: int, what: str) -> DeviceProfile:
     """Build the profile of a trace's complete events; `UserError` for a damaged one."""
-    wanted = [event for event in events if event.get("cat") in _WORK]
-    work: list[_Work] = conform(wanted, list[_Work], f"{what}: traceEvents")
+    device_events = [event for event in events if event.get("cat") in _WORK]
+    work: list[_Work] = conform(device_events, list[_Work], f"{what}: traceEvents")
     named = [event for event in events if str(event.get("name")).startswith((_STEP, _OWN))]
     ranges: list[_Range] = conform(named, list[_Range], f"{what}: traceEvents")
     on_device = [event for event in ranges if event.get("cat") == _RANGE]
@@ -183,15 +183,15 @@ def device_profile(events: Sequence[dict[str, Any]], rank: int, what: str) -> De
     updates = union(
         (event["ts"], event["ts"] + event["dur"]) for event in here if event["name"] == _UPDATE
     )
-    found = sorted(_in_steps(work, stream, updates, (begin, end)), key=lambda item: item.start)
-    if not found:
+    in_steps = sorted(_in_steps(work, stream, updates, (begin, end)), key=lambda item: item.start)
+    if not in_steps:
         raise UserError(f"{what}: the GPU did nothing in its steps")
     lanes = {
         event["tid"]: event["name"].removeprefix(_LANE)
         for event in on_device
         if event["name"].startswith(_LANE)
     }
-    return DeviceProfile(rank, len(steps), (end - begin) / 1e6, stream, tuple(found), lanes)
+    return DeviceProfile(rank, len(steps), (end - begin) / 1e6, stream, tuple(in_steps), lanes)
 
 
 def _compute_stream(work: Iterable[_Work]) -> int:
@@ -219,8 +219,8 @@ def _in_steps(
         if stop <= begin or start >= end:
             continue
         kind = COPIES if event["cat"] in _COPIES else class_of(event["name"])
-        place = bisect_right(starts, start) - 1
-        is_update = stream == compute and place >= 0 and start < updates[place][1]
+        index = bisect_right(starts, start) - 1
+        is_update = stream == compute and index >= 0 and start < updates[index][1]
         if is_update and kind in (ELEMENTWISE, OTHER):
             kind = OPTIMIZER
         first, last = max(start, begin), min(stop, end)
@@ -229,13 +229,13 @@ def _in_steps(
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Merge times into intervals that do not overlap, sorted."""
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
 def length(intervals: Iterable[Interval]) -> float:

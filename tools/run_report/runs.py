@@ -22,7 +22,7 @@ _SETTLING = 0.1  # fraction of the lines, at the start, that speed figures leave
 
 
 class _Line(TypedDict):
-    """The fields that every line of a metrics file has; null for what is not finite."""
+    """The fields that every line of a metrics file has; null for values that are not finite."""
 
     iteration: Count
     lm_loss: Figure | None
@@ -32,7 +32,7 @@ class _Line(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run: its lines in order, and what is known of its start, which may be nothing."""
+    """A run: its lines in order, and the records of its start, which may be missing."""
 
     name: str
     lines: list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""Refuses what a model computes if it is not finite."""
+"""Refuses logits of a model that are not finite."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paro.errors import UserError
 
 
 def check_logits(values: Tensor, dtype: torch.dtype) -> None:
-    """Raise `UserError` if logits, or what follows from them, are not finite in this type."""
+    """Raise `UserError` if logits, or values computed from them, are not finite in this type."""
     if values.isfinite().all():
         return
     how = "give an earlier iteration with --ckpt-step, or another model"

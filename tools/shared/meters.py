@@ -55,7 +55,7 @@ def drop_from_cache(files: Iterable[Path]) -> None:
 
 
 class MemoryMeter:
-    """Peak memory of a contender above what the process held before it was built.
+    """Peak memory of a contender above the bytes that the process held before it.
 
     On CUDA: the peak bytes that the caching allocator handed out, from the start of the first
     warm-up step. On a CPU: anonymous resident pages (without libraries, which are read from files),

@@ -18,7 +18,7 @@ _LABEL_CHARS = 32
 
 
 def check_can_draw(path: Path | None, flag: str = "--plot") -> None:
-    """Raise `UserError` early for what would otherwise fail after everything was measured."""
+    """Raise `UserError` before a measurement if a picture of it could not be drawn."""
     if path is None:
         return
     if path.is_dir():
@@ -96,7 +96,7 @@ def label_of(name: str) -> str:
 
 
 def name_rows(axes: Any, names: Sequence[str], colors: Mapping[str, str]) -> None:
-    """Label rows of bars, counted downwards, and list what has which color."""
+    """Label rows of bars, counted downwards, and add a legend of the colors."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     for kind, color in colors.items():

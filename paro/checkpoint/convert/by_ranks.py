@@ -106,7 +106,7 @@ def write_parts(
 
 
 def _runs(tensor: LazyTensor, offsets: Shape, values: Tensor) -> Iterator[tuple[int, memoryview]]:
-    """Yield what is consecutive of a chunk in a tensor without padding: its first byte, and bytes.
+    """Yield each contiguous run of a chunk in an unpadded tensor: offset in bytes, and content.
 
     The chunk begins at `offsets` in the tensor; of whole rows only the first offset is needed.
     """

@@ -38,8 +38,8 @@ class _Part:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, wanted: slice) -> bytes:
-        start, stop, _ = wanted.indices(self._length)
+    def __getitem__(self, key: slice) -> bytes:
+        start, stop, _ = key.indices(self._length)
         return self._file.read(self._begin + start, max(0, stop - start))
 
 
@@ -71,22 +71,22 @@ class DcpFolder:
         self.states: dict[str, TensorStorageMetadata] = {}
         self._chunks: dict[str, dict[torch.Size, _StoredChunk]] = {}
         sizes: dict[str, int] = {}
-        for index, place in self.metadata.storage_data.items():
-            name = place.relative_path
+        for index, info in self.metadata.storage_data.items():
+            name = info.relative_path
             if name not in sizes:
                 sizes[name] = RegularFile(directory / name).size
-            if place.offset + place.length > sizes[name]:
+            if info.offset + info.length > sizes[name]:
                 raise UserError(
                     f"{directory / name} is truncated: {index.fqn:.99} ends at byte "
-                    f"{place.offset + place.length} of {sizes[name]}"
+                    f"{info.offset + info.length} of {sizes[name]}"
                 )
         for name, state in self.metadata.state_dict_metadata.items():
             if not isinstance(state, TensorStorageMetadata):
                 continue
-            found = sum(prod(chunk.sizes) for chunk in state.chunks)
-            if found != prod(state.size):
+            total = sum(prod(chunk.sizes) for chunk in state.chunks)
+            if total != prod(state.size):
                 raise UserError(
-                    f"{directory} has {found} of {prod(state.size)} elements of {name:.99}: it "
+                    f"{directory} has {total} of {prod(state.size)} elements of {name:.99}: it "
                     "was not written to its end, or not by all ranks"
                 )
             self.states[name] = state
@@ -111,18 +111,18 @@ class DcpFolder:
         self, name: str, state: TensorStorageMetadata, chunk: ChunkStorageMetadata
     ) -> _StoredChunk:
         """Find where a file has the values of a chunk, by its description there."""
-        place = self.metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-        file = RegularFile(self.directory / place.relative_path)
+        info = self.metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        file = RegularFile(self.directory / info.relative_path)
         begins: list[int] = []
 
         def storage_of(_: torch.dtype, num_bytes: int, begin: int) -> UntypedStorage:
-            begins.append(place.offset + begin)
-            if begin + num_bytes > place.length:
+            begins.append(info.offset + begin)
+            if begin + num_bytes > info.length:
                 raise UserError("its values end elsewhere")
             return UntypedStorage(num_bytes, device="meta")
 
         try:
-            stored = unpickled_tensor(_Part(file, place.offset, place.length), storage_of)
+            stored = unpickled_tensor(_Part(file, info.offset, info.length), storage_of)
             if (stored.shape, stored.dtype) != (chunk.sizes, state.properties.dtype):
                 raise UserError(f"a tensor of the shape {tuple(stored.shape)}")
             if not stored.is_contiguous() or stored.storage_offset() or len(begins) != 1:
@@ -139,8 +139,8 @@ class DcpFolder:
         values = torch.empty((stop - start, *columns), dtype=state.properties.dtype)
         target = values.view(*(1 for _ in lead), *values.shape)
         corner = torch.Size((*lead, start, *(0 for _ in columns)))
-        wanted = ChunkStorageMetadata(offsets=corner, sizes=target.shape)
-        for item in create_read_items_for_chunk_list(name, state, [wanted]):
+        part = ChunkStorageMetadata(offsets=corner, sizes=target.shape)
+        for item in create_read_items_for_chunk_list(name, state, [part]):
             chunk = self._chunks[name][torch.Size(item.storage_index.offset or ())]
             part = narrow_tensor_by_index(target, item.dest_offsets, item.lengths)
             part.copy_(chunk.read(item, len(lead), values.dtype).view_as(part))
@@ -156,9 +156,9 @@ def write_dcp(
     error begins with `blame`.
     """
     states: dict[str, ChunkedState] = {}
-    for name, given in tensors.items():
-        layers = [given] if isinstance(given, LazyTensor) else given
-        is_single = isinstance(given, LazyTensor)
+    for name, stored in tensors.items():
+        layers = [stored] if isinstance(stored, LazyTensor) else stored
+        is_single = isinstance(stored, LazyTensor)
         shape = layers[0].shape if is_single else (len(layers), *layers[0].shape)
         states[name] = ChunkedState(shape=shape, dtype=layers[0].dtype)
         for layer, tensor in enumerate(layers):
@@ -169,10 +169,10 @@ def write_dcp(
                 states[name].chunks[(*lead, start, *(0 for _ in tensor.shape[1:]))] = chunk
 
     def read(name: str, offsets: Shape, chunk: Tensor) -> Tensor:
-        given = tensors[name]
-        if isinstance(given, LazyTensor):
-            return given.rows(offsets[0], offsets[0] + len(chunk))
+        stored = tensors[name]
+        if isinstance(stored, LazyTensor):
+            return stored.rows(offsets[0], offsets[0] + len(chunk))
         start, stop = offsets[1], offsets[1] + chunk.shape[1]
-        return given[offsets[0]].rows(start, stop).unsqueeze(0)
+        return stored[offsets[0]].rows(start, stop).unsqueeze(0)
 
     return write_files(directory, states, one_process(), blame, read=read)

@@ -78,7 +78,7 @@ def open_dist(directory: Path, kinds: Sequence[str] = (), prefix: str = "") -> M
 
 
 def _common_of(directory: Path, folder: DcpFolder) -> tuple[Path, Any]:
-    """Return what all ranks have in common, and its file: common.pt, or in newer folders DCP's."""
+    """Return the state common to all ranks, and its file: common.pt, or in newer folders DCP's."""
     path = directory / COMMON
     place = folder.metadata.storage_data.get(MetadataIndex(_COMMON_STATE))
     if path.exists() or place is None:

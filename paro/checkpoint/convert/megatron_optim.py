@@ -71,7 +71,7 @@ def with_optimizer(source: Source, config: LlamaConfig, model: MegatronModel) ->
 def written_optimizer(
     source: Source, config: LlamaConfig
 ) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
-    """Return what Megatron-LM's common.pt and DCP files have of an optimizer and a run's progress.
+    """Return optimizer and progress as entries of Megatron-LM's common.pt, and as DCP tensors.
 
     `config` has the padded vocabulary.
     """

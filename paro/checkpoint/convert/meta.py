@@ -176,8 +176,11 @@ def _config(directory: Path, params: _Params, shards: list[Mapping[str, Tensor]]
 
 
 def _as_published(config: LlamaConfig, shard: Mapping[str, Tensor]) -> LlamaConfig:
-    """Fill in what params.json lacks from the preset of the same sizes: LLaMA-3.2's files state
-    neither its RoPE scaling factor of 32 nor that its head, which is stored too, is tied."""
+    """Fill in fields that params.json lacks from the preset of equal sizes.
+
+    LLaMA-3.2's files state neither its RoPE scaling factor of 32 nor that its head, which is stored
+    too, is tied.
+    """
     free = ("tie_embeddings_and_output_weights", "rope_scaling_factor", "max_position_embeddings")
     for preset in LLAMA_PRESETS.values():
         if replace(config, **{name: getattr(preset, name) for name in free}) != preset:

@@ -51,32 +51,32 @@ def open_native(
     """Open a checkpoint of a run or of a conversion; `UserError` says what is wrong.
 
     Frozen parameters are read from the checkpoint's base (in the folder `base`, if it has moved),
-    and adapters are merged into them. With `averaged`, the averages of what trained are read.
+    and adapters are merged into them. With `averaged`, averages of trainable ones are read.
     With `optimizer` AdamW's moments are read, too, and the rows of padding stay.
     """
     directory = find_checkpoint(root, iteration)
     common = common_of(directory)
     manifest = read_manifest(directory)
-    found = tensors_in(manifest)
+    tensors = tensors_in(manifest)
     if averaged:
         averages = tensors_in(manifest, EMA)
         if not (averages and common.get("num_averaged")):
             raise UserError(f"--weights ema: {directory} has no averaged weights (--ema-decay)")
-        found |= averages
+        tensors |= averages
     origin = common.get("converted_from")
     under = open_base(common.get("base"), base, f"{directory}")
     if under is not None:
-        is_whole = all(map(is_adapter, found))
+        is_whole = all(map(is_adapter, tensors))
         origin = common_of(under.directory).get("converted_from") if is_whole else None
-        found = tensors_in(under) | found
-    source = source_of(common, found, directory, root, keeps_padding=optimizer)
+        tensors = tensors_in(under) | tensors
+    source = source_of(common, tensors, directory, root, keeps_padding=optimizer)
     source = replace(source, origin=origin)
     return _with_optimizer(source, common, manifest) if optimizer else source
 
 
 def source_of(
     common: Mapping[str, Any],
-    found: Mapping[str, LazyTensor],
+    stored: Mapping[str, LazyTensor],
     directory: Path,
     root: Path,
     *,
@@ -91,7 +91,7 @@ def source_of(
     apart = ("max_position_embeddings", "init_method_std")
     fields |= {name: common[name] for name in apart if name in common} | common.get("model", {})
     config = replace(conform(fields, LlamaConfig, f"{directory / COMMON}: model"), lora=lora)
-    tensors = checked_tensors(parameter_shapes(config), found, directory)
+    tensors = checked_tensors(parameter_shapes(config), stored, directory)
     adapters = {name: tensors.pop(name) for name in list(tensors) if is_adapter(name)}
     vocab_size = config.vocab_size
     if not keeps_padding:
@@ -116,7 +116,7 @@ def _with_optimizer(source: Source, common: Mapping[str, Any], manifest: Manifes
     """Return the source with AdamW's moments and the run's progress; `UserError` without them."""
     moments = {kind: tensors_in(manifest, kind) for kind in MOMENTS}
     progress = {name: common.get(name) for name in _PROGRESS} | {"arguments": manifest.arguments}
-    is_adamw = all(found.keys() == source.tensors.keys() for found in moments.values())
+    is_adamw = all(of_kind.keys() == source.tensors.keys() for of_kind in moments.values())
     if is_adamw and not common.get("schedule"):
         raise UserError(
             f"--with-optimizer: {manifest.directory} is converted and no run has continued from "
@@ -127,8 +127,8 @@ def _with_optimizer(source: Source, common: Mapping[str, Any], manifest: Manifes
             f"--with-optimizer: {manifest.directory} has no moments of AdamW of all parameters, "
             "equal on all ranks: leave the flag out"
         )
-    given = ("decoupled_lr", "param_group", "use_mup")
-    if any(map(manifest.arguments.get, given)):
+    by_group = ("decoupled_lr", "param_group", "use_mup")
+    if any(map(manifest.arguments.get, by_group)):
         raise UserError(
             f"--with-optimizer: {manifest.directory} is of a run with --decoupled-lr, "
             "--param-group or --use-mup, whose groups of parameters are not converted: leave the "
@@ -242,22 +242,22 @@ def _companions(
     root: Path, common: Mapping[str, Any]
 ) -> tuple[dict[str, Path], dict[str, Any] | None, tuple[str, ...]]:
     """Return the tokenizer and config files, the tokenizer's configuration, and lines to print."""
-    own = companions_in(root / COMPANIONS)
-    if own:
-        return own, tokenizer_of(own, begins=_begins_with_bos(common)), ()
+    converted = companions_in(root / COMPANIONS)
+    if converted:
+        return converted, tokenizer_of(converted, begins=_begins_with_bos(common)), ()
     saved = saved_tokenizer(common)
     places = [*filter(None, map(saved.get, ("tokenizer_model", "vocab_file", "merge_file")))]
     if not places:
         return {}, saved or None, (f"{root} has no tokenizer: prompts are token ids",)
     paths = [*map(Path, places)]
     if saved["tokenizer_type"] == "HuggingFaceTokenizer":
-        found = companions_in(paths[0] if paths[0].is_dir() else paths[0].parent)
-        found.pop(CONFIG, None)
+        files = companions_in(paths[0] if paths[0].is_dir() else paths[0].parent)
+        files.pop(CONFIG, None)
     else:
         called = ("tokenizer.model",) if len(paths) == 1 else (VOCAB_FILE, MERGE_FILE)
-        found = dict(zip(called, paths, strict=True)) if all(map(Path.is_file, paths)) else {}
+        files = dict(zip(called, paths, strict=True)) if all(map(Path.is_file, paths)) else {}
     gone = f"the tokenizer is no longer at {' and '.join(places)}: converted without it"
-    return found, saved, () if found else (gone,)
+    return files, saved, () if files else (gone,)
 
 
 def _tokenizer_there(source: Source, folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.refusals import refused
 from tests.helpers.warm_python import run_python
-from tools.bench.check_gpu import PARTS, Found, check_machine, make_parser, parts_of
+from tools.bench.check_gpu import PARTS, TorchMachine, check_machine, make_parser, parts_of
 from tools.bench.gpu_check import running, suites
 from tools.bench.gpu_check.measures import memory_failure
 from tools.bench.gpu_check.page import ARCHIVE, PAGE, RESULTS, read_results, write_results
@@ -82,10 +82,12 @@ def test_parts_that_are_chosen() -> None:
 def test_a_machine_without_a_gpu_or_with_an_old_one_is_refused() -> None:
     args = make_parser().parse_args([])
     told = "sees 0 GPUs; run it with a Python whose torch has CUDA, or give --rehearse"
-    refused(lambda: check_machine(Found(torch="2.13", gpus=0), args), told)
-    found = Found(torch="2.11.0", gpus=1, name="Tesla V100", bytes=2**34, capability=(7, 0))
+    refused(lambda: check_machine(TorchMachine(torch="2.13", gpus=0), args), told)
+    found = TorchMachine(torch="2.11.0", gpus=1, name="Tesla V100", bytes=2**34, capability=(7, 0))
     refused(lambda: check_machine(found, args), "Tesla V100 ... 7.0: 8.0 is needed")
-    check_machine(Found(torch="2.11.0", gpus=1, name="A100", bytes=2**35, capability=(8, 0)), args)
+    check_machine(
+        TorchMachine(torch="2.11.0", gpus=1, name="A100", bytes=2**35, capability=(8, 0)), args
+    )
 
 
 REPORT = """<testsuites><testsuite>

@@ -125,60 +125,61 @@ def muon(runner: Runner) -> Outcome:
     words: list[object] = ["tools/bench/bench_newton_schulz.py"]
     words += ["--shapes", "64x64", "--rounds", 1] if runner.rehearse else []
     products = runner.measured("newton-schulz", words, alone=True).outcome("newton_schulz")
-    found = joined([products, speed(runner, "muon")])
-    rows = {row["contender"]: row for row in found.figures.get("rows", ())}
-    adamw, own = (rows.get(n, {}).get("tokens_per_second") for n in ("trainer", "trainer-muon"))
-    if adamw and own:
-        line = f"a step takes {adamw / own:.3f} times as long as with AdamW"
-        found = replace(found, lines=(*found.lines, line))
-    return found
+    outcome = joined([products, speed(runner, "muon")])
+    rows = {row["contender"]: row for row in outcome.figures.get("rows", ())}
+    adamw, muon = (rows.get(n, {}).get("tokens_per_second") for n in ("trainer", "trainer-muon"))
+    if adamw and muon:
+        line = f"a step takes {adamw / muon:.3f} times as long as with AdamW"
+        outcome = replace(outcome, lines=(*outcome.lines, line))
+    return outcome
 
 
 def kernels(runner: Runner) -> Outcome:
     """Time attention by cuDNN and FlashAttention, and a matmul next to busy thread blocks."""
     flags = "--seq-lengths 32 --device cpu" if runner.rehearse else "--device cuda"
     words = ["tools/bench/bench_attention.py", *flags.split()]
-    found = [runner.measured("attention", words, alone=True).outcome("attention")]
+    outcomes = [runner.measured("attention", words, alone=True).outcome("attention")]
     if not runner.rehearse:  # a CPU has no thread blocks
-        found += [runner.measured("slowdown", ["-c", _SLOWDOWN], alone=True).outcome("slowdown")]
-    return joined(found)
+        outcomes += [runner.measured("slowdown", ["-c", _SLOWDOWN], alone=True).outcome("slowdown")]
+    return joined(outcomes)
 
 
 def one_rank(runner: Runner) -> Outcome:
     """Train one real rank of several clusters, as many as there is time for."""
     shapes = _CLUSTERS
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     if runner.rehearse:
         shapes = ["--ranks 16 --micro-batches 1 --num-attention-heads 8"]
     for number, shape in enumerate(shapes):
-        if found and runner.seconds_left < _CLUSTER_SECONDS:
-            found.append(Outcome(passed=True, lines=(f"not reached: {shape}",)))
+        if outcomes and runner.seconds_left < _CLUSTER_SECONDS:
+            outcomes.append(Outcome(passed=True, lines=(f"not reached: {shape}",)))
             continue
         words = f"tools/bench/one_rank.py --machine dgx-h100 --rounds 1 {shape}"
         words += f" --warmup-steps 2 --steps 1 --distributed-backend {runner.backend}"
         ended = runner.measured(f"one-rank-{number}", words.split(), alone=True)
         outcome = ended.outcome(f"one rank: {shape}")
-        found.append(replace(outcome, lines=(shape, *outcome.lines)))
-    return joined(found)
+        outcomes.append(replace(outcome, lines=(shape, *outcome.lines)))
+    return joined(outcomes)
 
 
 def speed(runner: Runner, name: str) -> Outcome:
     """Measure the MFU of the contenders of the shapes of this name."""
-    shapes, rows, found = SHAPES[name], [], []
+    shapes, rows, outcomes = SHAPES[name], [], []
     for number, shape in enumerate(shapes):
         share = runner.seconds_left / (len(shapes) - number)
-        found.append(_speed(runner, f"{name}-{number}" if number else name, shape, share))
-        rows += [{**row, "flags": shape.flags} for row in found[-1].figures.get("rows", ())]
-    return joined(found, rows=rows)
+        outcomes.append(_speed(runner, f"{name}-{number}" if number else name, shape, share))
+        rows += [{**row, "flags": shape.flags} for row in outcomes[-1].figures.get("rows", ())]
+    return joined(outcomes, rows=rows)
 
 
-def joined(found: Sequence[Outcome], **figures: object) -> Outcome:
+def joined(outcomes: Sequence[Outcome], **figures: object) -> Outcome:
     """Join outcomes of one part; `figures` replace theirs of equal names."""
     return Outcome(
-        passed=all(one.passed for one in found),
-        lines=tuple(line for one in found for line in one.lines),
-        figures={name: value for one in found for name, value in one.figures.items()} | figures,
-        pictures=tuple(picture for one in found for picture in one.pictures),
+        passed=all(outcome.passed for outcome in outcomes),
+        lines=tuple(line for outcome in outcomes for line in outcome.lines),
+        figures={name: value for outcome in outcomes for name, value in outcome.figures.items()}
+        | figures,
+        pictures=tuple(picture for outcome in outcomes for picture in outcome.pictures),
     )
 
 
@@ -247,14 +248,14 @@ def checkpoint(runner: Runner) -> Outcome:
     hidden_size = 64 if runner.rehearse else 4096
     sizes: list[object] = ["--params", num_params, "--hidden-size", hidden_size, "--rounds", 1]
     steps: list[object] = ["--steps", 1 if runner.rehearse else 6]
-    found = []
+    outcomes = []
     for name, more in (("checkpoint", sizes), ("async-checkpoint", steps)):
         ended = runner.measured(name, [*words, *more], env={"OMP_NUM_THREADS": "1"})
         (runner.folder / f"{name}.json").unlink(missing_ok=True)
         line = f"{name}: {ended.problem}" if ended.problem else _summary(ended.figures)
-        found.append(replace(ended.outcome(name), lines=(line,)))
+        outcomes.append(replace(ended.outcome(name), lines=(line,)))
     shutil.rmtree(folder, ignore_errors=True)
-    return joined(found)
+    return joined(outcomes)
 
 
 def _summary(figures: Mapping[str, Any]) -> str:
@@ -286,10 +287,10 @@ def _training(runner: Runner, *, iterations: int, size: int = 1, count: int = 1)
 
 def collectives(runner: Runner) -> Outcome:
     """Time this backend's collectives over all GPUs, in either launch order; by copy engines."""
-    found = [_collectives(runner, order) for order in ("free", "implicit")]
+    outcomes = [_collectives(runner, order) for order in ("free", "implicit")]
     if not runner.rehearse:  # a CPU has none
-        found.append(_collectives(runner, "free", "--paro-nccl-copy-engine"))
-    return joined(found)
+        outcomes.append(_collectives(runner, "free", "--paro-nccl-copy-engine"))
+    return joined(outcomes)
 
 
 def _collectives(runner: Runner, order: str, *flags: str) -> Outcome:

@@ -150,7 +150,7 @@ class Runner:
 
 
 def _end(process: subprocess.Popen[bytes], grace: float) -> None:
-    """Interrupt what is left of a command, which lets pytest report, and then kill it."""
+    """Interrupt the processes of a command, which lets pytest report, and then kill them."""
     for number in (signal.SIGINT, signal.SIGKILL):
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)

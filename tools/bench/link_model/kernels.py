@@ -1,4 +1,4 @@
-"""A Triton kernel that moves what a collective moves, for as long as its links take."""
+"""A Triton kernel that moves the bytes of a collective, for as long as its links take."""
 
 # Triton reads annotations of a kernel's arguments as its own: they have none.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False

@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 
 def in_own_process(function: Callable[[], Result]) -> Result:
-    """Run a function, which can be pickled, in a fork of this process; raise what it raises."""
+    """Run a function, which can be pickled, in a fork of this process; raise its error."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         return pool.submit(function).result()
 

@@ -15,7 +15,7 @@ from tools.shared.picture import drawing, log_scale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One failure and what it cost; seconds are from the kill to the next new iteration."""
+    """A failure and its cost; seconds are from the kill to the next new iteration."""
 
     case: str
     kind: str

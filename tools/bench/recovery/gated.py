@@ -1,4 +1,4 @@
-"""Runs pretrain_llama.py on a rank that can be held at a chosen point, and traces what it opens."""
+"""Runs pretrain_llama.py on a rank that can be held at a chosen point, and traces opened files."""
 
 # gated.py FOLDER MEMORY ARGS: a rank that FOLDER/gate.json names waits where it says, to be killed
 # there. If it opens a file below MEMORY of another host, FOLDER has a file `opened-elsewhere`.

@@ -1,4 +1,4 @@
-"""A training in an emulated cluster that is disturbed, and what it prints meanwhile."""
+"""A training in an emulated cluster that is disturbed, and its output."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Watched:
         self._read = dict.fromkeys(range(spec.nodes), 0)
 
     def look(self) -> None:
-        """Read what was printed since the last time."""
+        """Read the output since the last call."""
         for node, begin in self._read.items():
             path = self.folder / f"node{node}.log"
             if not path.exists():
@@ -122,7 +122,7 @@ class Watched:
             shutil.rmtree(path)
 
     def left_over(self) -> list[str]:
-        """List what is left at the end: processes, files of local copies, and wrong readers."""
+        """List processes, files of local copies and readers of other nodes' files after the end."""
         spec = self.agents.spec
         pids = processes_in(map(spec.node, range(spec.nodes)), started_by_run=spec.name)
         left = [f"process {pid}" for pid in pids]

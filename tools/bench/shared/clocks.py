@@ -60,14 +60,16 @@ def clocks_of(device: torch.device, file: Path | None) -> Iterator[Path | None]:
 
 def samples_in(file: Path, spans: Sequence[Span]) -> list[Sample]:
     """Return the whole lines of the file within spans."""
-    found = []
+    samples = []
     for line in file.read_text().splitlines(keepends=True):
         with suppress(ValueError):  # a driver may answer [N/A], and be about to end the line
             at, *figures = line[: line.index("\n")].split(", ")
             clock, watts, degrees = map(float, figures)
             time = datetime.strptime(at, "%Y/%m/%d %H:%M:%S.%f").timestamp()
-            found.append(Sample(time, clock, watts, degrees))
-    return [one for one in found if any(begin <= one.time <= end for begin, end in spans)]
+            samples.append(Sample(time, clock, watts, degrees))
+    return [
+        sample for sample in samples if any(begin <= sample.time <= end for begin, end in spans)
+    ]
 
 
 def clock_of(file: Path, spans: Sequence[Span]) -> dict[str, float | None]:
@@ -77,10 +79,10 @@ def clock_of(file: Path, spans: Sequence[Span]) -> dict[str, float | None]:
     """
     if not file.stat().st_size:
         return {}
-    found = samples_in(file, spans)
+    samples = samples_in(file, spans)
     return {
-        "sm_clock_mhz": fmean(one.mhz for one in found) if found else None,
-        "watts": fmean(one.watts for one in found) if found else None,
+        "sm_clock_mhz": fmean(sample.mhz for sample in samples) if samples else None,
+        "watts": fmean(sample.watts for sample in samples) if samples else None,
     }
 
 
@@ -95,11 +97,11 @@ def clock_text(figures: Mapping[str, Any]) -> str:
 
 def working_clock(file: Path, begin: float) -> str:
     """Average the samples since a time in which the GPU takes half its power or more."""
-    found = samples_in(file, [(begin, math.inf)])
-    if not found:
+    samples = samples_in(file, [(begin, math.inf)])
+    if not samples:
         return "SM clock and power were not recorded"
-    most = max(one.watts for one in found)
-    working = [one for one in found if one.watts >= most / 2]
+    most = max(sample.watts for sample in samples)
+    working = [sample for sample in samples if sample.watts >= most / 2]
     _, clock, watts, degrees = map(fmean, zip(*working, strict=True))
-    share = f"{len(working)} of {len(found)} samples, those of half the power or more"
+    share = f"{len(working)} of {len(samples)} samples, those of half the power or more"
     return f"SM clock {clock:.0f} MHz, {watts:.0f} W, {degrees:.0f} C: means of {share}"

@@ -65,7 +65,7 @@ def replay(notes: str, first: str, last: str, begin: str) -> None:
 
 
 def _send(shift: float, at: float, method: str, path: str, span: str | None, size: str) -> None:
-    """Read what was read, or write as many bytes elsewhere, at its time."""
+    """Repeat a request of the time `at`, later by `shift`; writes go to another object."""
     time.sleep(max(0.0, at + shift - time.time()))
     if method == "PUT":
         path_of(f"s3://{BUCKET}/unread/{at}").write_bytes(bytes(int(size)))

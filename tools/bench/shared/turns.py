@@ -35,7 +35,7 @@ def start_training(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]
 
 
 def training_flags(args: Namespace, *same: str, **others: object) -> list[str]:
-    """Return the flags of pretrain_llama.py for what a comparison trains, on mock data.
+    """Return the flags of pretrain_llama.py for the trainings of a comparison, on mock data.
 
     `same` are flags of `args` that the trainer has too, `others` those that `args` does not give.
     """
