@@ -178,6 +178,15 @@ def effective_letters(strategy: Strategy, *, world_size: int, group_size: int) -
     return "".join(letter for letter in letters if letter) if all(letters) else None
 
 
+def strategy_of(
+    params: int, grads: int, optim: int, *, world_size: int, group_size: int
+) -> Strategy:
+    """Return the strategy of three degrees, named by its letters if each degree has one."""
+    strategy = Strategy(name=f"{params},{grads},{optim}", params=params, grads=grads, optim=optim)
+    letters = effective_letters(strategy, world_size=world_size, group_size=group_size)
+    return replace(strategy, name=letters or strategy.name)
+
+
 def _divisors(number: int) -> str:
     return ", ".join(str(i) for i in range(1, number + 1) if number % i == 0)
 

@@ -59,18 +59,18 @@ def fitted_to_ranks(
     if given_size is not None:
         fits["paro_group_size"] = group_size
 
-    def nodes_to_lose(legal: Strategy) -> int:
-        may_lose = survival(legal, world_size=world.size, ranks_per_node=world.ranks_per_node)
+    def losable(each: Strategy) -> int:
+        may_lose = survival(each, world_size=world.size, ranks_per_node=world.ranks_per_node)
         return min(may_lose.nodes, survive)
 
     strategies = [*legal_strategies(world.size, group_size)]
     if args.paro_materialize == "rotate" and rotation_conflict(model) is None:
         rotating = [
-            legal
-            for legal in strategies
-            if nodes_to_lose(legal) == survive
+            each
+            for each in strategies
+            if losable(each) == survive
             and not rotation_infeasible_reason(
-                legal, model, world_size=world.size, group_size=group_size
+                each, model, world_size=world.size, group_size=group_size
             )
         ]
         strategies = rotating or strategies
@@ -86,7 +86,7 @@ def fitted_to_ranks(
         if degrees is None:
             spelled = parse_strategy(strategy, world_size=world.size, group_size=group_size)
             degrees = spelled.degrees
-        fits["paro_strategy"] = _fitting(strategy, degrees, strategies, nodes_to_lose, survive)
+        fits["paro_strategy"] = _fitting(strategy, degrees, strategies, losable, survive)
     if args.paro_collective == AUTO and is_named:
         measured_on = find_machine(args.paro_machine).world_size
         fits["paro_collective"] = AUTO if measured_on == world.size else "native"
@@ -124,18 +124,17 @@ def _fitting(
     text: str,
     degrees: tuple[int, int, int],
     strategies: Sequence[Strategy],
-    nodes_to_lose: Callable[[Strategy], int],
+    losable: Callable[[Strategy], int],
     survive: int,
 ) -> str:
     """Return `text` if a surviving strategy has `degrees`, else the best strategy's degrees."""
-    if any(legal.degrees == degrees and nodes_to_lose(legal) == survive for legal in strategies):
+    if any(each.degrees == degrees and losable(each) == survive for each in strategies):
         return text
     coarser = [
-        legal for legal in strategies if legal.params <= degrees[0] and legal.grads <= degrees[1]
+        each for each in strategies if each.params <= degrees[0] and each.grads <= degrees[1]
     ]
     best = max(
-        coarser or strategies,
-        key=lambda legal: (nodes_to_lose(legal), legal.optim, legal.grads, legal.params),
+        coarser or strategies, key=lambda each: (losable(each), each.optim, each.grads, each.params)
     )
     return ",".join(map(str, best.degrees))
 

@@ -29,8 +29,8 @@ from paro.strategy import (
     Strategy,
     Survival,
     check_group_size,
-    effective_letters,
     parse_strategy,
+    strategy_of,
     survival,
 )
 
@@ -286,12 +286,11 @@ def inter_bits_notices(
             continue
         if degree > group_size:
             params, grads = (min(degree, group_size) for degree in strategy.degrees[:2])
-            inside = Strategy(name="", params=params, grads=grads, optim=strategy.optim)
-            better = effective_letters(inside, world_size=world_size, group_size=group_size)
-            better = better or ",".join(map(str, inside.degrees))
+            sizes = {"world_size": world_size, "group_size": group_size}
+            better = strategy_of(params, grads, strategy.optim, **sizes)
             notices.append(
                 f"{flag} {bits}: under {strategy.name} {states} cross groups in every micro-batch, "
-                f"in 16 bits; {better} sends them between groups once a step and would gain"
+                f"in 16 bits; {better.name} sends them between groups once a step and would gain"
             )
         elif states == "parameters" and strategy.optim <= group_size:
             notices.append(

@@ -57,7 +57,7 @@ THREAD = "thread"  # the name of the training thread among links and comm stream
 def busy_of(work: Iterable[Queued]) -> Mapping[Hashable, float]:
     """Compute for how long work keeps busy: links (by name), comm streams, a waiting thread."""
     busy: defaultdict[Hashable, float] = defaultdict(float)
-    for use, phase in ((queued.use, phase) for queued in work for phase in queued.phases):
+    for use, phase in ((each.use, phase) for each in work for phase in each.phases):
         for job in phase:
             busy["intra"] += job.seconds * job.intra
             busy["inter"] += job.seconds * job.inter
@@ -185,7 +185,7 @@ class ContextCosts:
         Attention, which may wait, comes before the other work in forward, after it in backward.
         """
         passes = self.passes(move)
-        attention = (self._requests(*attention_pass, name, whole.kind) for attention_pass in passes)
+        attention = (self._requests(*each, name, whole.kind) for each in passes)
         rest = (whole._replace(seconds=whole.seconds - sum(seconds for _, seconds in passes)),)
         parts = (rest, *attention) if move[0] is Verb.GRADIENTS else (*attention, rest)
         return chain.from_iterable(parts)
@@ -195,14 +195,12 @@ class ContextCosts:
         verb, number, *_ = move
         passes = self.attention.passes(move)
         whole = self.computing.per_unit[number].get(verb, 0.0) if passes else 0.0
-        forward, forwards = 0.0, sum(attention_pass.num_forwards for attention_pass in passes)
+        forward, forwards = 0.0, sum(each.num_forwards for each in passes)
         if not whole:
             return ()
         if forwards:  # a share of backward is counted as before the first gradient
             forward = min(self.computing.attention_seconds(number), whole / forwards)
-        return tuple(
-            (attention_pass, attention_pass.num_forwards * forward) for attention_pass in passes
-        )
+        return tuple((each, each.num_forwards * forward) for each in passes)
 
     def _requests(self, kind: AttentionPass, seconds: float, unit: str, verb: str) -> Program:
         for request in self._schedules[kind]:
@@ -251,9 +249,7 @@ class ContextCosts:
         busy: defaultdict[Hashable, float] = defaultdict(float)
         for (kind, seconds), count in Counter(chain(*map(self.passes, moves))).items():
             requests = self._schedules[kind]
-            parts = (
-                part for request in requests if isinstance(request, Queue) for part in request.parts
-            )
+            parts = (part for each in requests if isinstance(each, Queue) for part in each.parts)
             loads = {**busy_of(parts), THREAD: self.exposed(kind, seconds)}
             for load, took in loads.items():
                 busy[load] += count * took

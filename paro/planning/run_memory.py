@@ -247,27 +247,20 @@ def _buffer_bytes(run: RunSpec, specs: Sequence[ShardingSpec], choice: Algorithm
     names, num_chunks = choice.names, choice.num_chunks
     if num_chunks is None:
         return 0
-    for collective in collectives_of(run, specs):
-        if collective.stream_kind not in COLLECTIVE_STREAMS:
+    for each in collectives_of(run, specs):
+        if each.stream_kind not in COLLECTIVE_STREAMS:
             continue
         sizes = {}
-        if "ho-ring" in names and has_both_links(collective.span):
-            count = num_chunks(collective.op, collective.span, collective.num_bytes)
-            sizes["ho-ring"] = pipeline_bytes(collective, count)
-        if "flat" in names and collective.op is not Op.ALL_REDUCE:
-            sizes["flat"] = collective.num_bytes
-        if (
-            "native" in names
-            and collective.op is Op.ALL_GATHER
-            and collective.units > 1
-            and len(collective.span) > 1
-        ):
+        if "ho-ring" in names and has_both_links(each.span):
+            count = num_chunks(each.op, each.span, each.num_bytes)
+            sizes["ho-ring"] = pipeline_bytes(each, count)
+        if "flat" in names and each.op is not Op.ALL_REDUCE:
+            sizes["flat"] = each.num_bytes
+        if "native" in names and each.op is Op.ALL_GATHER and each.units > 1 and len(each.span) > 1:
             # The buffer of a gather between groups, with a part of each of the bucket's units.
-            sizes["native"] = (
-                collective.num_bytes * collective.span[0].inner // collective.span[-1].inner
-            )
+            sizes["native"] = each.num_bytes * each.span[0].inner // each.span[-1].inner
         for name, size in sizes.items():
-            key = name, collective.stream_kind, collective.span
+            key = name, each.stream_kind, each.span
             largest[key] = max(size, largest.get(key, 0))
     return sum(largest.values())
 
@@ -304,11 +297,9 @@ def _round_bytes(specs: Iterable[ShardingSpec]) -> int:
     return movement + step
 
 
-def pipeline_bytes(collective: Collective, num_chunks: int) -> int:
+def pipeline_bytes(sent: Collective, num_chunks: int) -> int:
     """Count bytes of HO-Ring's pipeline for a collective: the slots, and one whole chunk."""
-    ranges = chunk_ranges(collective.numel // collective.num_shards, num_chunks)
-    chunk = max(stop - start for start, stop in ranges) * collective.itemsize
-    between = prod(
-        axis.size for level in ring_levels("ho-ring", collective.span)[1:] for axis in level
-    )
-    return chunk * (SLOTS * between + collective.num_shards)
+    ranges = chunk_ranges(sent.numel // sent.num_shards, num_chunks)
+    chunk = max(stop - start for start, stop in ranges) * sent.itemsize
+    between = prod(axis.size for level in ring_levels("ho-ring", sent.span)[1:] for axis in level)
+    return chunk * (SLOTS * between + sent.num_shards)

@@ -25,6 +25,7 @@ from paro.strategy import (
     check_nodes,
     effective_letters,
     parse_strategy,
+    strategy_of,
     survival,
 )
 from paro.text import listed
@@ -299,10 +300,7 @@ def legal_strategies(
         nested = all(b % a == 0 for a, b in pairwise(chain))
         if not nested or optim < max(params, grads):
             continue
-        text = f"{params},{grads},{optim}"
-        strategy = Strategy(name=text, params=params, grads=grads, optim=optim)
-        letters = effective_letters(strategy, world_size=world_size, group_size=group_size)
-        yield replace(strategy, name=letters or text)
+        yield strategy_of(params, grads, optim, world_size=world_size, group_size=group_size)
 
 
 def micro_batch_sizes(request: PlanRequest) -> tuple[int, ...]:

@@ -59,20 +59,18 @@ class Sender:
 
     def sent(self, collectives: Iterable[Collective]) -> Sent:
         """Count the bytes that the rank sends for collectives."""
-        return sum(
-            (each for collective in collectives for each in self._messages(collective)), Sent()
-        )
+        return sum((each for sent in collectives for each in self._messages(sent)), Sent())
 
-    def _messages(self, collective: Collective) -> Iterator[Sent]:
-        choice = NATIVE if collective.stream_kind is StreamKind.EXCHANGE else self.choice
-        name = choice.of(collective.op, collective.span, collective.num_bytes)
+    def _messages(self, sent: Collective) -> Iterator[Sent]:
+        choice = NATIVE if sent.stream_kind is StreamKind.EXCHANGE else self.choice
+        name = choice.of(sent.op, sent.span, sent.num_bytes)
         ways = _BY_BACKEND if choice.pipelines else _BY_GLOO
-        whole = collective.num_bytes * collective.span[0].inner
-        for part in group_spans(name, collective.span, pipelined=choice.pipelines):
+        whole = sent.num_bytes * sent.span[0].inner
+        for part in group_spans(name, sent.span, pipelined=choice.pipelines):
             inner, outer = part[0].inner, part[-1].outer
-            assert whole % outer == 0, f"{collective} is not padded for {part}"
+            assert whole % outer == 0, f"{sent} is not padded for {part}"
             shard = whole // outer
-            for to in (_ON_RINGS if name == "ring" else ways)[collective.op]:
+            for to in (_ON_RINGS if name == "ring" else ways)[sent.op]:
                 size = shard if to is To.EACH else whole // inner - shard
                 yield self.message(to, part, size)
 

@@ -27,10 +27,10 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from paro.errors import UserError, check_least, check_positive, count_text
-from paro.strategy import FLAG, Strategy, effective_letters
+from paro.strategy import FLAG, Strategy, strategy_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +82,12 @@ class OuterConfig:
         """Say why groups cannot train alone under a strategy; None if they can."""
         if strategy.optim <= group_size:
             return None
-        params, grads, optim = degrees = [min(each, group_size) for each in strategy.degrees]
-        inside = replace(strategy, params=params, grads=grads, optim=optim)
-        letters = effective_letters(inside, world_size=world_size, group_size=group_size)
+        degrees = (min(degree, group_size) for degree in strategy.degrees)
+        inside = strategy_of(*degrees, world_size=world_size, group_size=group_size)
         return (
             f"--paro-outer-steps {self.outer_steps}: groups of {count_text(group_size, 'rank')} "
             f"train alone, and under {FLAG} {strategy.name} optimizer state is sharded over "
-            f"{strategy.optim} ranks: give {FLAG} {letters or ','.join(map(str, degrees))}"
+            f"{strategy.optim} ranks: give {FLAG} {inside.name}"
         )
 
     def begins(self, iteration: int) -> int | None:

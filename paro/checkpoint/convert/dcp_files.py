@@ -139,8 +139,8 @@ class DcpFolder:
         values = torch.empty((stop - start, *columns), dtype=state.properties.dtype)
         target = values.view(*(1 for _ in lead), *values.shape)
         corner = torch.Size((*lead, start, *(0 for _ in columns)))
-        part = ChunkStorageMetadata(offsets=corner, sizes=target.shape)
-        for item in create_read_items_for_chunk_list(name, state, [part]):
+        region = ChunkStorageMetadata(offsets=corner, sizes=target.shape)
+        for item in create_read_items_for_chunk_list(name, state, [region]):
             chunk = self._chunks[name][torch.Size(item.storage_index.offset or ())]
             part = narrow_tensor_by_index(target, item.dest_offsets, item.lengths)
             part.copy_(chunk.read(item, len(lead), values.dtype).view_as(part))
