@@ -74,6 +74,15 @@ class StreamKind(Enum):
     CONTEXT = "context"
 
 
+class WaitKind(Enum):
+    """The communication that the training thread waits for."""
+
+    GATHER = "gather"  # parameters, before a unit runs
+    REDUCE = "reduce"  # gradients, before the update and before their buffers are reused
+    PARAM_ALL_GATHER = "publish"  # updated parameters, before they are read
+    CONTEXT = "context"  # heads or keys and values, from ranks that share a sample, in attention
+
+
 COLLECTIVE_STREAMS = (StreamKind.GATHER, StreamKind.REDUCE)  # of collectives on flat buffers
 Spans = Mapping[StreamKind, frozenset[AxisSpan]]  # along which each kind communicates
 

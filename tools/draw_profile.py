@@ -20,6 +20,7 @@ from paro.files.schema import Count, conform, read_json
 from paro.planning.simulation import Activity
 from paro.report.log import print_line
 from paro.text import align
+from paro.topology import WaitKind
 from tools.planning.pictures import draw_timeline
 from tools.profiles.device import DeviceProfile, Event, device_profile, is_of_device, length
 from tools.profiles.device_report import device_figures, device_text, draw_streams
@@ -52,7 +53,7 @@ COMPUTING = {
     "paro/backward-compute": "backward",
     "paro/update": "update",
 }
-WAITS = ("gather", "reduce", "publish", "context")
+WAITS = tuple(kind.value for kind in WaitKind)
 STEP, WAIT, LANE = "ProfilerStep#", "paro/wait:", "paro/lane:"
 _NAMES = (STEP, WAIT, LANE, *COMPUTING)
 _MAX_BYTES = 2**31  # a profile of many steps is large

@@ -35,11 +35,10 @@ from paro.collectives.wire import Wire
 from paro.context_parallel.blockwise import blockwise_attention
 from paro.context_parallel.exchange import GatherKVExchange, RingKVExchange
 from paro.distributed.comm_stream import Event
-from paro.distributed.exposed_time import WaitKind
 from paro.distributed.groups import Groups
 from paro.errors import RunError
 from paro.spec.context_layout import ContextLayout, num_head_chunks
-from paro.topology import AxisSpan, StreamKind
+from paro.topology import AxisSpan, StreamKind, WaitKind
 
 _CHUNK = 16  # tokens per chunk of a sample on a CPU
 # Largest error / largest value: in fp32; in types of 8 mantissa bits or more.

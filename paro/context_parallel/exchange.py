@@ -42,8 +42,7 @@ from paro.collectives.schedule import Op
 from paro.collectives.shifts import Ring, Turn
 from paro.context_parallel.blockwise import AddGrads, Attend, GradsOf, split_heads
 from paro.distributed.comm_stream import Event
-from paro.distributed.exposed_time import WaitKind
-from paro.topology import AxisSpan, nested_range
+from paro.topology import AxisSpan, WaitKind, nested_range
 
 
 class RingKVExchange:

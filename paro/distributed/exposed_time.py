@@ -16,22 +16,12 @@ import time
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 
 from paro.distributed.comm_stream import DONE, Event, link_of_stream
 from paro.distributed.timers import profile_range
-from paro.topology import Link
-
-
-class WaitKind(Enum):
-    """The communication that the training thread waits for."""
-
-    GATHER = "gather"  # parameters, before a unit runs
-    REDUCE = "reduce"  # gradients, before the update and before their buffers are reused
-    PARAM_ALL_GATHER = "publish"  # updated parameters, before they are read
-    CONTEXT = "context"  # heads or keys and values, from ranks that share a sample, in attention
+from paro.topology import Link, WaitKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

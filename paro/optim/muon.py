@@ -20,7 +20,6 @@ from torch import Tensor
 from paro.collectives.interface import Endpoint
 from paro.collectives.wire import Wire
 from paro.distributed.comm_stream import DONE, Event
-from paro.distributed.exposed_time import WaitKind
 from paro.errors import describe
 from paro.optim import adamw
 from paro.optim.adamw import StepUpdate
@@ -29,7 +28,7 @@ from paro.sharding.shards import UnitShards
 from paro.spec.muon_rounds import Assignment, MuonMatrix, MuonRound, MuonRounds
 from paro.spec.optim_config import Coefficients, MuonConfig
 from paro.spec.param_groups import ParamGroups
-from paro.topology import StreamKind
+from paro.topology import StreamKind, WaitKind
 
 Square = Callable[[Tensor, tuple[float, float] | None], Tensor]
 _EPS = 1e-7  # smallest norm by which a matrix is divided

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from paro.distributed.comm_stream import DONE, Event, Job
 from paro.distributed.control import Control
-from paro.distributed.exposed_time import WaitKind
 from paro.optim.finite import square_sum
 from paro.schedule.movement import UsualMovement
 from paro.sharding.buffers import swap
@@ -36,6 +35,7 @@ from paro.spec.states import (
     of_group,
 )
 from paro.step.actions import Verb
+from paro.topology import WaitKind
 
 
 class EndedRound(NamedTuple):

@@ -51,7 +51,6 @@ from model.matmul import store_grad
 from model.units import PartSpec, UnitSpec
 from paro.collectives.shifts import Ring, Turn
 from paro.distributed.comm_stream import DONE, Event
-from paro.distributed.exposed_time import WaitKind
 from paro.distributed.timers import profile_range
 from paro.sharding.buffers import TORCH_TYPES, ElasticBuffer
 from paro.sharding.distributed_model import DistributedModel, Phase, UnitGradSink
@@ -60,6 +59,7 @@ from paro.sharding.shards import ShardingContext, UnitShards
 from paro.spec.sharding_spec import ShardingSpec
 from paro.step.rotating import RingStep, RotationPolicy
 from paro.step.slices import Slot
+from paro.topology import WaitKind
 
 
 @dataclass(eq=False)

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from model.fp8 import Fp8WeightCache
 from model.matmul import store_grad
 from paro.distributed.comm_stream import DONE, Event
-from paro.distributed.exposed_time import WaitKind
 from paro.distributed.timers import profile_range
 from paro.sharding.buffers import TORCH_TYPES, ElasticBuffer, param_views
 from paro.sharding.shards import ShardingContext, UnitShards
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import Verb
+from paro.topology import WaitKind
 
 
 class ShardedUnit(UnitShards):

@@ -25,7 +25,7 @@ from paro.collectives.interface import Collectives, Request
 from paro.collectives.quantized import QuantizedSum
 from paro.collectives.schedule import Op
 from paro.distributed.comm_stream import DONE, Event
-from paro.distributed.exposed_time import Exposure, WaitKind
+from paro.distributed.exposed_time import Exposure
 from paro.layout import UnitLayout, make_whole_layout, parameter_runs
 from paro.quantization.blocks import choose_kernels, split_range
 from paro.quantization.formats import RangeFormat
@@ -34,7 +34,7 @@ from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.spec.states import GRAD_ERRORS, FlatShard
 from paro.step.actions import Verb
 from paro.strategy import Strategy
-from paro.topology import StreamKind, Topology, by_units, nested_range
+from paro.topology import StreamKind, Topology, WaitKind, by_units, nested_range
 
 # (parameter's name, begin, end) -> fp32 values of the flattened elements [begin, end), on the CPU
 Initializer = Callable[[str, int, int], Tensor]

@@ -13,7 +13,6 @@ from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime
 
 from data.loader import Batch
-from paro.distributed.exposed_time import WaitKind
 from paro.errors import PeerError, RunError
 from paro.optim.finite import not_finite
 from paro.report.memory import allocator_bytes
@@ -28,6 +27,7 @@ from paro.schedule.step_checks import (
     most_loss,
     reason_to_stop,
 )
+from paro.topology import WaitKind
 from paro.training.evaluation import evaluate
 from paro.training.exit_signal import ExitSignal, Reasons
 from paro.training.groups_alone import GroupsAlone

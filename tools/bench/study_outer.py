@@ -20,7 +20,7 @@ from paro.distributed.user_errors import run_script
 from paro.errors import check_least
 from paro.report.log import print_line
 from tools.bench.shared.trainings import QUICKSTART, Finished, data_flags, run_all
-from tools.bench.study_optimizers import FLAGS
+from tools.bench.study_optimizers import FLAGS, LEAST_RATE, MUON, SEEDS
 from tools.shared.command_line import Parser
 from tools.shared.output import markdown_table, write_text
 
@@ -34,8 +34,6 @@ training is added, so that a study can be stopped and continued, and report.md.
 """
 BATCH = 16  # samples a step, of all groups together
 RATES = (1e-3, 2e-3, 4e-3)
-SEEDS = (1, 2, 3)
-MUON = "--optimizer muon --muon-extra-scale-factor 0.2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +57,7 @@ class Case:
             launch = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} {launch}"
         own = FLAGS.replace("--micro-batch-size 8", f"--micro-batch-size {batch // ranks}")
         own = own.replace("--global-batch-size 8", f"--global-batch-size {batch}")
-        own += f" --lr {lr:g} --min-lr {0.1 * lr:g} --seed {seed} --train-iters {iterations}"
+        own += f" --lr {lr:g} --min-lr {LEAST_RATE * lr:g} --seed {seed} --train-iters {iterations}"
         own += f" --eval-interval {interval} {self.flags}"
         if self.outer:
             own += " --paro-group-size 1 --paro-strategy NNN"
@@ -100,8 +98,8 @@ CASES = (
     outer_case("2 groups, 4 bits", bits=4, seeds=3),
     outer_case("2 groups, delay 2", delay=2),
     outer_case("4 groups, H 16", 4, seeds=3),
-    Case(name="synchronous Muon", flags=MUON),
-    outer_case("2 groups, Muon", flags=MUON),
+    Case(name="synchronous Muon", flags=MUON.flags),
+    outer_case("2 groups, Muon", flags=MUON.flags),
 )
 
 

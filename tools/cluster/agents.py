@@ -11,10 +11,8 @@ from pathlib import Path
 
 from tools.cluster.launch import hosts_file, start, torchrun
 from tools.cluster.processes import children, end_processes, environment
-from tools.cluster.spec import ClusterSpec, address
+from tools.cluster.spec import MASTER_PORT, ClusterSpec, address
 
-# The ports of the rendezvous, one after the other: a new one when its own node was lost.
-_PORT = 29500
 # A lost agent is noticed after interval * attempts; torchrun's defaults are 5 s and 3.
 _KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
 
@@ -49,7 +47,8 @@ class Agents:
         flags = {
             "--nnodes": f"{self._least_nodes}:{self.spec.nodes}",
             "--rdzv-backend": "c10d",
-            "--rdzv-endpoint": f"{address(0, 0)}:{_PORT + self._rendezvous}",
+            # Another port when the node of the rendezvous was lost.
+            "--rdzv-endpoint": f"{address(0, 0)}:{MASTER_PORT + self._rendezvous}",
             "--rdzv-id": self.spec.name,
             "--rdzv-conf": f"{_KEEP_ALIVE},is_host={int(node == 0)}",
             "--max-restarts": 1000,

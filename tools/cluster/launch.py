@@ -20,10 +20,9 @@ from paro.errors import UserError
 from tools.cluster import network, state
 from tools.cluster.interrupts import handling
 from tools.cluster.processes import RUN_VARIABLE, end_processes
-from tools.cluster.spec import ClusterSpec, address, nic
+from tools.cluster.spec import MASTER_PORT, ClusterSpec, address, nic
 from tools.cluster.state import Cluster
 
-_PORT = 29500  # no other program runs in node 0's namespace
 _POLL_SECONDS = 0.1
 # After a node failed, the others have this long to print their errors.
 _LAST_WORDS_SECONDS = 1.0
@@ -106,7 +105,7 @@ def _node_command(spec: ClusterSpec, node: int, argv: Sequence[str], folder: Pat
         "--nnodes": spec.nodes,
         "--node-rank": node,
         "--master-addr": address(0, 0),
-        "--master-port": _PORT,
+        "--master-port": MASTER_PORT,
         "--log-dir": folder / str(node),
     }
     program = ("-P", str(Path(__file__).with_name("node.py")))

@@ -22,6 +22,7 @@ NAME = r"[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?"
 MAX_NODES = 256  # a byte of an address
 MAX_RANKS = 254  # another byte, from 1
 MAX_PORTS = 1023  # limit of the kernel's bridge
+MASTER_PORT = 29500  # no other program runs in node 0's namespace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from paro.files.schema import Count, Figure, conform, parse_json
 from paro.report.config import run_record_path
 from paro.report.log import print_line
 from paro.report.run_files import read_lines, read_record
+from paro.topology import WaitKind
 
-_EXPOSED = ("gather", "reduce", "publish", "context")  # kinds of waits in the metrics
 _SETTLING = 0.1  # fraction of the lines, at the start, that speed figures leave out
 
 
@@ -59,7 +59,7 @@ class Run:
 
     def exposed_ms(self) -> float | None:
         """Return how long an iteration waits for communication; None if not measured."""
-        kinds = (self.typical(f"exposed_{kind}_ms") for kind in _EXPOSED)
+        kinds = (self.typical(f"exposed_{kind.value}_ms") for kind in WaitKind)
         measured = [value for value in kinds if value is not None]
         return sum(measured) if measured else None
 

@@ -16,9 +16,9 @@ from paro.distributed.comm_stream import (
     InlineStreams,
     ThreadStreams,
 )
-from paro.distributed.exposed_time import Exposed, Exposure, WaitKind
+from paro.distributed.exposed_time import Exposed, Exposure
 from paro.distributed.timers import Timers
-from paro.topology import StreamKind, make_topology
+from paro.topology import StreamKind, WaitKind, make_topology
 
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
 INTRA, INTER = ((StreamKind.GATHER, axis) for axis in TOPOLOGY.axes)

@@ -11,12 +11,12 @@ from data.loader import Batch
 from paro.distributed.control import Control
 from paro.errors import UserError
 from paro.launch.placement import check_placement
+from paro.topology import WaitKind
 from paro.training.assembly import build_training
 from paro.training.step import TrainState, train_step
 from tools.bench.peers.task import Outcome, Task
 
 PREFIX = "paro:"
-WAITS = ("gather", "reduce", "publish", "context")
 _ROTATES = ["--paro-materialize", "rotate"]
 _FOUR_BITS = ["--paro-inter-grad-bits", "4", "--paro-inter-param-bits", "4"]
 _AT_ONCE = ["--paro-updated-ahead", "all"]
@@ -79,7 +79,7 @@ class Own:
         if result.skipped:
             raise RuntimeError(f"step {self.state.iteration} was skipped: a gradient overflowed")
         observe()  # the accumulators stay allocated, whether in use or not
-        waited = {kind: getattr(result.exposed, kind) for kind in WAITS}
+        waited = {kind.value: getattr(result.exposed, kind.value) for kind in WaitKind}
         return Outcome(result.loss, result.grad_norm, waited)
 
     def held(self) -> Iterable[Tensor]:
