@@ -169,8 +169,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _add_tokens(tokenizer: Any, folder: Path, config: Mapping[str, Any]) -> None:
-    """Add the tokens that transformers adds to a tokenizer.json, in its order: those with an id of
-    their own, then those with a role, then the extra ones. A text that is there keeps its id."""
+    """Add the tokens that transformers adds to a tokenizer.json, in its order.
+
+    First tokens with an id of their own, then those with a role, then extra ones. A text that is
+    there keeps its id.
+    """
     named, extra = _special_tokens(config)
     names = {_content(token) for token in named}
     present = tokenizer.get_added_tokens_decoder()
@@ -179,13 +182,7 @@ def _add_tokens(tokenizer: Any, folder: Path, config: Mapping[str, Any]) -> None
         decoder = config["added_tokens_decoder"]
         numbered = {number: _added_token(token) for number, token in decoder.items()}
     else:
-        ids = _read(folder / "added_tokens.json", dict[str, int])
-        special = {*names, *map(_content, extra)}
-        numbered = {
-            ids[text]: _added_token({"content": text, "normalized": not is_one, "special": is_one})
-            for text, is_one in ((text, text in special) for text in ids)
-        }
-        numbered |= present
+        numbered = _tokens_by_id(folder, {*names, *map(_content, extra)}) | present
         _mark_special(numbered.values(), names)
     tokens = [numbered[number] for number in sorted(numbered)]
     added = [token for token in tokens if repr(token) not in unchanged]
@@ -193,6 +190,16 @@ def _add_tokens(tokenizer: Any, folder: Path, config: Mapping[str, Any]) -> None
     added += [token for token in map(_added_token, (*named, *extra)) if token.content not in known]
     _mark_special(added, names)
     tokenizer.add_tokens(added)
+
+
+def _tokens_by_id(folder: Path, special: Container[str | None]) -> dict[int, Any]:
+    """Return the tokens of added_tokens.json; a text among `special` makes a special token."""
+    tokens = {}
+    for text, number in _read(folder / "added_tokens.json", dict[str, int]).items():
+        is_special = text in special
+        flags = {"normalized": not is_special, "special": is_special}
+        tokens[number] = _added_token({"content": text, **flags})
+    return tokens
 
 
 def adds_tokens(folder: Path, vocabulary: Mapping[str, int], *, eos: int, bos: int | None) -> bool:
@@ -203,11 +210,11 @@ def adds_tokens(folder: Path, vocabulary: Mapping[str, int], *, eos: int, bos: i
     texts = {*map(_content, (*named, *extra, *numbered))}
     if "added_tokens_decoder" not in config:
         texts |= _read(folder / "added_tokens.json", dict[str, int]).keys()
-    ends = (("eos", eos), ("bos", bos))
-    said = ((_content(config.get(f"{part}_token")), number) for part, number in ends)
-    return not texts <= vocabulary.keys() or any(
-        text is not None and vocabulary[text] != number for text, number in said
-    )
+    if not texts <= vocabulary.keys():
+        return True
+    end, begin = (_content(config.get(name)) for name in ("eos_token", "bos_token"))
+    other_end = end is not None and vocabulary[end] != eos
+    return other_end or (begin is not None and vocabulary[begin] != bos)
 
 
 def _special_tokens(config: Mapping[str, Any]) -> tuple[list[str | _Token], list[str | _Token]]:

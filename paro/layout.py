@@ -315,13 +315,15 @@ def split(chunks: Sequence[Chunk], other: Chunk) -> tuple[list[Chunk], list[Chun
 
 def parameter_runs(chunk: ParamChunk, low: int, high: int) -> Iterator[tuple[int, int]]:
     """Yield elements [low, high) of a chunk as (begin, end) ranges of the flattened parameter."""
-    inner = [chunk.shape[dim + 1 :] for dim in range(len(chunk.shape))]
+    shape = chunk.shape
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     for _, (offsets, sizes) in split_range(chunk, low, high):
-        # A run goes along the first dim behind which all are whole.
-        dim = next((dim for dim, whole in enumerate(inner) if sizes[dim + 1 :] == whole), 0)
+        dim = len(shape) - 1  # a run goes along this dim, behind which all are whole
+        while dim > 0 and sizes[dim] == shape[dim]:
+            dim -= 1
         before = zip(offsets[:dim], sizes[:dim], strict=True)
-        for place in product(*(range(first, first + size) for first, size in before)):
-            begin = sum(map(mul, (*place, *offsets[dim:]), map(prod, inner)))
+        for indices in product(*(range(first, first + size) for first, size in before)):
+            begin = sum(map(mul, (*indices, *offsets[dim:]), strides))
             yield begin, begin + prod(sizes[dim:])
 
 

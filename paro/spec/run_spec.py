@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from itertools import chain
-from operator import attrgetter
 from typing import NamedTuple
 
 from model.config import LlamaConfig, RecomputeConfig, loss_chunk
@@ -191,10 +190,10 @@ def collectives_of(run: RunSpec, specs: Iterable[ShardingSpec]) -> set[Collectiv
     """Return the different collectives of a step; a pass of shifts counts as its collective."""
     passes = PASS_OF.values() if run.materialize.rotates else ()
     return {
-        one._replace(stream_kind=StreamKind.ROTATE) if verb in passes else one
+        sent._replace(stream_kind=StreamKind.ROTATE) if verb in passes else sent
         for spec in {*specs}
         for verb, collectives in spec.collectives.items()
-        for one in collectives
+        for sent in collectives
     }
 
 
@@ -204,10 +203,12 @@ def _state_groups(run: RunSpec, specs: Sequence[ShardingSpec], choice: Algorithm
     The first steps quantize nothing, and in them all ranks train synchronously.
     """
     spans: defaultdict[StreamKind, set[AxisSpan]] = defaultdict(set)
-    variants = zip(*map(attrgetter("variants"), specs), strict=True)
-    for one in chain.from_iterable(collectives_of(run, variant) for variant in variants):
-        by_axis = one.stream_kind is StreamKind.EXCHANGE and one.op is Op.ALL_GATHER
-        spans[one.stream_kind].update(((axis,) for axis in one.span) if by_axis else [one.span])
+    for variant in zip(*(spec.variants for spec in specs), strict=True):
+        for sent in collectives_of(run, variant):
+            if sent.stream_kind is StreamKind.EXCHANGE and sent.op is Op.ALL_GATHER:
+                spans[sent.stream_kind].update((axis,) for axis in sent.span)
+            else:
+                spans[sent.stream_kind].add(sent.span)
     spans[StreamKind.EXCHANGE].update(rounds.span(run.topology) for rounds in muon_rounds(specs))
     along = {kind: frozenset(filter(None, of_kind)) for kind, of_kind in spans.items()}
     by_algorithms = {kind: along.pop(kind, frozenset()) for kind in COLLECTIVE_STREAMS}

@@ -77,11 +77,13 @@ class _Watch(TorchDispatchMode):
 
 
 def _all_finite(values: Any) -> bool:
-    tensors = (each for each in tree_leaves(values) if isinstance(each, Tensor))
-    floats = (each for each in tensors if each.is_floating_point())
-    # torch has no `isfinite` of some types of one byte.
-    wide = (each.float() if each.itemsize == 1 else each for each in floats)
-    return all(bool(each.isfinite().all()) for each in wide)
+    for each in tree_leaves(values):
+        if isinstance(each, Tensor) and each.is_floating_point():
+            # torch has no `isfinite` of some types of one byte.
+            wide = each.float() if each.itemsize == 1 else each
+            if not wide.isfinite().all():
+                return False
+    return True
 
 
 @contextmanager
