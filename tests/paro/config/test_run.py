@@ -300,7 +300,10 @@ def test_a_tracker_alone_is_a_checkpoint_and_an_unfinished_save_is_none(tmp_path
             "--paro-outer-steps 4 --paro-strategy III",
             "no effect: all ranks are synchronous for the",
         ),
-        ("--iterations-to-skip 1 --paro-outer-steps 4 --paro-outer-warmup 0", None),
+        (
+            "--iterations-to-skip 1 --paro-outer-steps 4 --paro-outer-warmup 0 --paro-strategy III",
+            None,
+        ),
         ("--apply-wd-to-qk-layernorm", "--apply-wd-to-qk-layernorm has no effect without --qk-"),
         ("--apply-wd-to-qk-layernorm --qk-layernorm", None),
         (f"{YARN} --yarn-mscale 1", "--yarn-mscale has no effect without --yarn-mscale-all-dim"),
