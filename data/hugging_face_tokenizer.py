@@ -45,7 +45,7 @@ class LibraryTokenizer:
         self.bos = bos
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -60,9 +60,6 @@ class LibraryTokenizer:
 
 class _TransformersTokenizer(LibraryTokenizer):
     """A tokenizer of transformers."""
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
