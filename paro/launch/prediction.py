@@ -56,7 +56,7 @@ def check_memory(config: RunConfig, device: torch.device) -> str | None:
     else:
         on_host += memory.allocated
     available = available_host_bytes()
-    if available is None or on_host * ranks <= available:
+    if on_host * ranks <= available:
         return warning
     if device.type == "cpu":
         advice = remedy(lambda other: (of_copy + other.allocated) * ranks <= available)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import re
 import resource
@@ -56,19 +55,16 @@ def anonymous_bytes() -> int:
 def give_back_freed_memory() -> None:
     """Return freed memory to the system; otherwise Python and glibc keep it."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    if hasattr(psutil, "heap_trim"):  # not with every C library
+        psutil.heap_trim()
 
 
-def available_host_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that processes of this host or container can still allocate; None: unknown.
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes that processes of this host or container can still allocate.
 
     The minimum of the system's available memory and the rest in each cgroup (v2) of this process.
     """
-    system = _fields(root / "proc/meminfo").get("MemAvailable")
-    left = [] if system is None else [system * 1024]
-    return min([*left, *_left_in_cgroups(root)], default=None)
+    return min([psutil.virtual_memory().available, *_left_in_cgroups(root)])
 
 
 def _left_in_cgroups(root: Path) -> list[int]:
@@ -81,17 +77,12 @@ def _left_in_cgroups(root: Path) -> list[int]:
     for group in (folder, *folder.parents):
         limit, used = (_text(group / f"memory.{name}").strip() for name in ("max", "current"))
         if limit.isdigit() and used.isdigit():
-            stat = _fields(group / "memory.stat")
-            cache = stat.get("active_file", 0) + stat.get("inactive_file", 0)  # reclaimable
-            left.append(max(0, int(limit) - int(used) + cache))
+            stat = dict(line.split() for line in _text(group / "memory.stat").splitlines())
+            reclaimable = sum(int(stat.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
+            left.append(max(0, int(limit) - int(used) + reclaimable))
         if group == mount:
             break
     return left
-
-
-def _fields(path: Path) -> dict[str, int]:
-    """Return the lines `name: 12 kB` or `name 12` of a file; empty if there is none."""
-    return {name: int(size) for name, size in re.findall(r"(?m)^(\w+):?\s+(\d+)", _text(path))}
 
 
 def _text(path: Path) -> str:

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+import psutil
+
 from paro.distributed.flight_recorder import FLIGHT_PREFIX, recorded_collectives
 from paro.errors import UserError, describe, writing
 from paro.files.atomic_file import replace_file
@@ -28,7 +30,6 @@ from paro.files.atomic_file import replace_file
 _BEAT_SECONDS = 1.0
 _GRACE = 1.1  # times the limit of waits: a collective's own timeout ends first, and says more
 _MOVING_BYTES = 2**20  # bytes read or written per tick that count as progress; logs move less
-_IO = Path("/proc/self/io")
 _State = tuple[str, int, float]  # current phase, iterations done, time of the last progress
 
 
@@ -191,7 +192,7 @@ class Watchdog(Observer, AbstractContextManager["Watchdog"]):
 def _bytes_moved() -> int:
     """Count the bytes that this process has read and written; 0 where the system does not say."""
     try:
-        fields = dict(line.split(": ") for line in _IO.read_text().splitlines())
-    except OSError:
+        moved = psutil.Process().io_counters()
+    except psutil.Error:
         return 0
-    return sum(int(fields[name]) for name in ("rchar", "wchar", "read_bytes"))
+    return int(moved.read_chars + moved.write_chars + moved.read_bytes)

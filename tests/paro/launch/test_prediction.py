@@ -37,7 +37,7 @@ def config_of(words: str, world: World = WORLD) -> RunConfig:
     return configured([*RUN[1:], "--train-iters", "2", *words.split()], world)
 
 
-def refusal(words: str, left: int | None, device: torch.device = CPU, world: World = WORLD) -> str:
+def refusal(words: str, left: int, device: torch.device = CPU, world: World = WORLD) -> str:
     """What is said where a host has so many bytes left; empty if the run may begin."""
     config = config_of(words, world)
     with mock.patch("paro.launch.prediction.available_host_bytes", return_value=left):
@@ -65,7 +65,7 @@ def test_a_save_into_a_store_says_how_fast_it_must_be_uploaded() -> None:
 
 def test_the_ranks_of_a_host_share_its_memory() -> None:
     both = 2 * needs("")
-    assert refusal("", both) == refusal("", None) == ""
+    assert refusal("", both) == ""
     assert refusal("", both - 1).startswith("2 ranks of this host need 1.")
     alone = World(size=4, ranks_per_node=1)
     assert refusal("", both - 1, world=alone) == ""
@@ -139,7 +139,7 @@ def test_the_copy_of_an_async_save_counts() -> None:
 def test_a_device_must_have_what_a_rank_needs() -> None:
     free = needs("") // 2
     with mock.patch("torch.cuda.mem_get_info", return_value=(free, 8 * 10**10)):
-        told = refusal("", None, torch.device("cuda", 0))
+        told = refusal("", 2**62, torch.device("cuda", 0))
     assert " of device memory at the backward of blocks.1, and cuda:0 has " in told
     assert " free of 80.0 GB: " in told
 

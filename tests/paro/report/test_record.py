@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import psutil
@@ -291,18 +292,19 @@ def test_the_line_has_the_peak_and_its_prediction(monkeypatch: pytest.MonkeyPatc
     )
 
 
-def test_what_a_host_has_left_is_what_its_tightest_limit_leaves(tmp_path: Path) -> None:
+def test_what_a_host_has_left_is_what_its_tightest_limit_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def write(path: str, text: object) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(f"{text}\n")
 
-    assert available_host_bytes(tmp_path) is None
-    write("proc/meminfo", "MemTotal:    9000 kB\nMemAvailable:    8000 kB")
-    assert available_host_bytes(tmp_path) == 8000 * 1024
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8000))
+    assert available_host_bytes(tmp_path) == 8000
     write("proc/self/cgroup", "1:cpu:/other\n0::/job/step")
     write("sys/fs/cgroup/job/step/memory.max", "max")
     write("sys/fs/cgroup/job/step/memory.current", 10)
-    assert available_host_bytes(tmp_path) == 8000 * 1024
+    assert available_host_bytes(tmp_path) == 8000
     write("sys/fs/cgroup/job/memory.max", 1000)
     write("sys/fs/cgroup/job/memory.current", 700)
     assert available_host_bytes(tmp_path) == 300

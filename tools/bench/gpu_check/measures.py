@@ -273,7 +273,7 @@ def _num_params_that_fit(runner: Runner) -> int:
     from paro.report.memory import available_host_bytes  # with torch, which starts
 
     disk = shutil.disk_usage(runner.folder).free
-    return int(0.8 * min(disk, available_host_bytes() or disk) / 2 / 12)
+    return int(0.8 * min(disk, available_host_bytes()) / 2 / 12)
 
 
 def _training(runner: Runner, *, iterations: int, size: int = 1, count: int = 1) -> list[object]:
