@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import socket
@@ -28,6 +29,7 @@ PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # by the scheme of a UR
 
 _URL = re.compile(rf"({'|'.join(PACKAGES)})://")
 _LONGEST_PAUSE = 5.0  # seconds between two attempts
+_CONNECT_SECONDS = 10
 _SILENT_SECONDS = 15
 
 
@@ -41,21 +43,14 @@ def _socket(place: Any) -> socket.socket:
     return made
 
 
-# A connection that answers nothing is broken off; of this package alone the limits are known.
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {
-        "config_kwargs": {
-            **{"connect_timeout": 10, "read_timeout": _SILENT_SECONDS},
-            "connector_args": {"socket_factory": _socket},
-            "retries": {"total_max_attempts": 1},  # else each call lasts five times its limit
-        },
-        "max_concurrency": 4,
-    }
-}
 # Errors of a store that is down, slow or cut off; those of libraries are known by name alone.
 _TRANSIENT = re.compile(
     "Connection|Timeout|Incomplete|HTTPClient|Payload|ServerError|HttpError|ResponseParser"
-    "|ServiceRe(?:sponse|quest)"
+    "|ServiceRe(?:sponse|quest)|Checksum|Transport"
+)
+# A HEAD with a token of S3 that has expired is a bad request, without a reason.
+_CREDENTIALS = re.compile(
+    "Auth|Credential|Refresh|Token|Permission|Forbidden|Errno 22] Bad Request"
 )
 _TRANSIENT_ERRNOS = (
     *(errno.EBUSY, errno.EREMOTEIO, errno.EIO, errno.ETIMEDOUT, errno.ECONNRESET, errno.EPIPE),
@@ -199,39 +194,63 @@ class StorePath(PosixPath):
 
         Errors are of the system, about this URL; `TimeoutError` past the limit.
         """
-        file_system = _file_system(self.scheme, os.getpid())
         # The last attempt ends before a watchdog would end the process.
         limit = 0.8 * Wait.limit_seconds if _timeout.get() is None else _timeout.get()
         wait, pause = Wait(f"the object store of {self}", limit), 0.1
         while True:
             try:
-                return attempt(file_system)
-            except (FileNotFoundError, FileExistsError, PermissionError) as error:
-                raise type(error)(*_explained(error), str(self)) from error
+                return attempt(_file_system(self.scheme, os.getpid()))
             except Exception as error:  # of the libraries' own classes
                 why = f": {type(error).__name__}: {one_line(str(error), 300)}"
                 if not _is_transient(error):
-                    # A HEAD with a token that has expired is a bad request, without a reason.
-                    text = f"the store refuses the request (is a token old?){why}"
-                    raise PermissionError(errno.EACCES, text, str(self)) from error
+                    raise OSError(*_explained(error, why), str(self)) from error
             wait.check(why)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _explained(error: OSError) -> tuple[int, str]:
-    if isinstance(error, FileNotFoundError):
+def _explained(error: Exception, why: str) -> tuple[int, str]:
+    """Return the number and the text of the system's error for a call that would fail again."""
+    if isinstance(error, FileNotFoundError) or _status(error) == 404:
         return errno.ENOENT, os.strerror(errno.ENOENT)
     if isinstance(error, FileExistsError):
         return errno.EEXIST, os.strerror(errno.EEXIST)
-    return errno.EACCES, f"the store refuses the credentials: {one_line(str(error), 300)}"
+    if _status(error) in (401, 403) or _CREDENTIALS.search(f"{type(error).__name__} {error}"):
+        return errno.EACCES, f"the store refuses the credentials (is a token old?){why}"
+    return errno.EACCES, f"the store refuses the request{why}"
+
+
+def _status(error: Exception) -> int | None:
+    """Return the status of HTTP that an error of Azure's or Google's libraries has."""
+    status = str(getattr(error, "status_code", None) or getattr(error, "code", None))
+    return int(status) if status.isdecimal() else None
 
 
 def _is_transient(error: Exception) -> bool:
     """Return whether a call that failed so may succeed later."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _TRANSIENT_ERRNOS
+    if (status := _status(error)) is not None:
+        return status in (408, 429) or status >= 500
     return any(_TRANSIENT.search(kind.__name__) for kind in type(error).__mro__)
+
+
+def _limits(scheme: str) -> dict[str, Any]:
+    """Return the options by which a connection that answers nothing is broken off."""
+    if scheme == "s3":
+        config = {
+            "connect_timeout": _CONNECT_SECONDS,
+            "read_timeout": _SILENT_SECONDS,
+            "connector_args": {"socket_factory": _socket},
+            "retries": {"total_max_attempts": 1},  # else each call lasts five times its limit
+        }
+        return {"config_kwargs": config, "max_concurrency": 4}
+    if scheme == "az":
+        return {"connection_timeout": _CONNECT_SECONDS, "read_timeout": _SILENT_SECONDS}
+    from aiohttp import ClientTimeout
+
+    timeout = ClientTimeout(sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
+    return {"session_kwargs": {"timeout": timeout}}
 
 
 @cache
@@ -239,8 +258,14 @@ def _file_system(scheme: str, process: int) -> Any:
     """Return fsspec's file system of a scheme, one in each process: none survives a fork."""
     import fsspec
 
+    # They would print a traceback of each error that they raise.
+    for name in ("asyncio", "azure", "gcsfs"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     kind = fsspec.get_filesystem_class(scheme)
     # Another process may write what a listing that is kept does not have.
-    store = kind(use_listings_cache=False, skip_instance_cache=True, **_OPTIONS.get(scheme, {}))
-    store.retries = 2  # of s3fs, for a part of an upload; then the whole call is made again
+    store = kind(use_listings_cache=False, skip_instance_cache=True, **_limits(scheme))
+    if scheme == "s3":
+        store.retries = 2  # for a part of an upload; then the whole call is made again
+    if scheme == "az":
+        store.service_client._config.retry_policy.total_retries = 0  # else pauses take a minute
     return store

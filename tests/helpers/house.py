@@ -34,9 +34,9 @@ PURE = (
 ALLOWED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("paro.errors",): (),
     ("paro.text",): ("paro.errors",),
-    ("paro.files",): ("fsspec", "isal", "paro.errors", "paro.text", "paro.files"),
+    ("paro.files",): ("aiohttp", "fsspec", "isal", "paro.errors", "paro.text", "paro.files"),
     # Imported where an object store is used.
-    PURE: (*PURE, "fsspec", "isal"),
+    PURE: (*PURE, "aiohttp", "fsspec", "isal"),
     ("model",): ("model", "paro.errors", "paro.text", "paro.files", "torch", "triton"),
     ("data",): (
         *("data", "paro.errors", "paro.text", "paro.files"),

@@ -258,6 +258,55 @@ def test_an_upload_of_which_a_store_takes_nothing_is_sent_again(
     assert [method for method, *_ in server.requests] == ["PUT", "PUT"]
 
 
+class AnswerError(Exception):
+    """An error of Azure's library, or of Google's for a status that is called code."""
+
+    def __init__(self, text: str = "", **status: object) -> None:
+        super().__init__(text)
+        vars(self).update(status)
+
+
+class TransportError(Exception):
+    """An error that only its name explains, as of Google's library for credentials."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "told"),
+    [
+        (AnswerError(status_code=503), None, ""),
+        (AnswerError(code="429"), None, ""),
+        (TransportError(), None, ""),
+        (AnswerError(status_code=404), FileNotFoundError, "No such file"),
+        (AnswerError("it is there", status_code=409), PermissionError, "the request: "),
+        (AnswerError("who?", code=401), PermissionError, "the credentials (is a token old?): "),
+        (OSError("Forbidden: b/x"), PermissionError, "the credentials (is a token old?): "),
+        (OSError(22, "Bad Request"), PermissionError, "the credentials (is a token old?): "),
+        (ValueError("Invalid bucket"), PermissionError, "the request: "),
+    ],
+)
+def test_errors_of_other_stores_are_told_apart(
+    error: Exception, kind: type[OSError] | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = mock.Mock(cat_file=mock.Mock(side_effect=[error, b"1"]))
+    monkeypatch.setattr(object_store, "_file_system", lambda *_: store)
+    path = StorePath("gs://bucket/x")
+    if kind is None:
+        assert path.read_bytes() == b"1"
+        return
+    with pytest.raises(kind) as caught:
+        path.read_bytes()
+    says(str(caught.value), told, str(path))
+
+
+def test_an_account_that_is_not_given_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    opened = mock.Mock(side_effect=ValueError("Must provide an account"))
+    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda _: opened)
+    path = StorePath("az://bucket/x")
+    refused(partial(read_bytes, path), str(path), "Must provide an account")
+
+
 def refused_by_the_system(call: Callable[[], object]) -> str:
     with pytest.raises(TimeoutError) as caught:
         call()
