@@ -205,7 +205,7 @@ def compare(sizes: Sequence[int | None], ours: dict[str, Any], **theirs: Any) ->
                 assert np.array_equal(getattr(mine.indices, part), getattr(their, part))
         assert len(their) >= (len(mine) if count is None else count)
         for i in range(len(their)):
-            assert mine[i].tolist() == text_of(their[i])
+            assert mine[i].text.tolist() == text_of(their[i])
         compared += len(their)
     assert compared > 0
 
