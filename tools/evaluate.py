@@ -41,7 +41,7 @@ def table_of(results: Mapping[str, Mapping[str, Any]]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(
         description=(
-            "Scores a checkpoint of a training, a converted model or a Hugging Face folder by "
+            "Scores a checkpoint of a training, or a model in any format, by "
             f"tasks of EleutherAI's lm-eval ({INSTALL}), as it scores models of transformers."
         ),
         epilog=(

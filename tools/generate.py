@@ -13,14 +13,12 @@ import torch
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.hub import how_to_fetch
 from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import GPT2_TYPE, TokenizerConfig
 from model.llama import Llama
-from paro.checkpoint.convert.hugging_face import is_hugging_face, open_hugging_face
+from paro.checkpoint.convert.conversion import OPENERS, format_of
 from paro.checkpoint.convert.native import open_native
 from paro.checkpoint.convert.source import Source
-from paro.checkpoint.directory import latest_iteration
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, about, check_least, reading
 from paro.files.object_store import path_of
@@ -35,19 +33,14 @@ LENGTHS = {False: 64, True: 512}  # tokens at most, of a continuation and of an 
 
 
 def open_model(directory: Path, iteration: int | None = None, base: str | None = None) -> Source:
-    """Open a checkpoint of a training (the newest, or one iteration) or a Hugging Face folder."""
-    if is_hugging_face(directory):
-        if iteration is not None:
-            raise UserError(f"--ckpt-step {iteration}: a Hugging Face folder has no iterations")
-        if base is not None:
-            raise UserError(f"--base {base}: a Hugging Face folder needs no base")
-        return open_hugging_face(directory)
-    if iteration is None and latest_iteration(directory) is None:
-        raise UserError(
-            f"--load {directory} holds no checkpoint: give the --save of a training, or a folder "
-            f"with a converted model or one of Hugging Face{how_to_fetch(directory)}"
-        )
-    return open_native(directory, iteration, base)
+    """Open a folder of any format: a training's newest checkpoint, or one iteration, or a model."""
+    kind = format_of(directory)
+    if kind == "paro":
+        return open_native(directory, iteration, base)
+    for flag, value in (("--ckpt-step", iteration), ("--base", base)):
+        if value is not None:
+            raise UserError(f"{flag} {value} is for trainings, and {directory} is in format {kind}")
+    return OPENERS[kind](directory)
 
 
 def load_tokenizer(source: Source, moved_to: str | None) -> Tokenizer:
@@ -123,8 +116,8 @@ def dtype_of(args: argparse.Namespace) -> torch.dtype:
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         description=(
-            "Continues prompts with the latest checkpoint of a training, a converted model or a "
-            "Hugging Face folder, in fp32 unless --bf16 or --fp16 is given."
+            "Continues prompts with the latest checkpoint of a training, or a model in any format, "
+            "in fp32 unless --bf16 or --fp16 is given."
         ),
     )
     add_model_args(parser)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
@@ -16,18 +16,13 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 import torch
 from torch.distributed.checkpoint import TensorStorageMetadata
 
-from data.hub import how_to_fetch
-from paro.checkpoint.convert.conversion import OPENERS
-from paro.checkpoint.convert.hugging_face import is_hugging_face
-from paro.checkpoint.convert.megatron import is_megatron, is_torch_dist
-from paro.checkpoint.convert.meta import is_meta
+from paro.checkpoint.convert.conversion import OPENERS, format_of
 from paro.checkpoint.convert.source import Source
-from paro.checkpoint.convert.torchtitan import is_torchtitan
-from paro.checkpoint.directory import common_of, find_checkpoint, latest_iteration
+from paro.checkpoint.directory import common_of, find_checkpoint
 from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.metadata import read_metadata
 from paro.distributed.user_errors import run_script
-from paro.errors import UserError, reading
+from paro.errors import reading
 from paro.files.object_store import path_of
 from paro.report.log import print_line
 from paro.spec.states import GRAD_ERRORS, PARAM, SENT, STATE_NAMES
@@ -37,13 +32,6 @@ from tools.shared.output import print_json
 _WIDEST_NAME = 80
 
 Entry = dict[str, Any]
-_KINDS: dict[str, Callable[[Path], bool]] = {
-    "hf": is_hugging_face,
-    "meta": is_meta,
-    "megatron": is_megatron,
-    "torch_dist": is_torch_dist,
-    "torchtitan": is_torchtitan,
-}
 
 
 def entry_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> Entry:
@@ -51,20 +39,6 @@ def entry_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> Entry:
     type_name = str(dtype).removeprefix("torch.")
     size = prod(shape) * dtype.itemsize
     return {"name": name, "shape": [*shape], "dtype": type_name, "bytes": size}
-
-
-def format_of(directory: Path) -> str:
-    """Return which of the formats a folder has; `UserError` if none."""
-    for name, is_found in _KINDS.items():
-        if is_found(directory):
-            return name
-    if latest_iteration(directory) is not None:
-        return "paro"
-    raise UserError(
-        f"--load {directory} holds no checkpoint: give a folder with a tracker "
-        "latest_checkpointed_iteration.txt, or with config.json, or with params.json"
-        f"{how_to_fetch(directory)}"
-    )
 
 
 def inspect_native(directory: Path, iteration: int | None) -> tuple[dict[str, Any], list[Entry]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from paro.errors import UserError
 from paro.files.object_store import PACKAGES, is_url, path_of
 
 # The metavars by which --help shows that a flag's value is a file or folder.
@@ -46,6 +47,14 @@ class FlagParser(ArgumentParser):
                 if len(encoded) > _MAX_PATH_BYTES or longest_name > _MAX_NAME_BYTES:
                     raise ArgumentError(action, f"too long: {path}")
         return super()._get_values(action, arg_strings)
+
+    def _get_value(self, action: Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except ArgumentError as error:
+            if isinstance(error.__context__, UserError):  # argparse leaves its text out
+                raise ArgumentError(action, str(error.__context__)) from error
+            raise
 
 
 def _refused_url(path: str, takes_urls: bool) -> str:

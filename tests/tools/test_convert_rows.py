@@ -17,7 +17,7 @@ import torch
 
 from data.loader import Datasets
 from model.units import num_parameters
-from paro.checkpoint.convert.conversion import OPENERS
+from paro.checkpoint.convert.conversion import OPENERS, format_of
 from paro.checkpoint.convert.hugging_face import write_hugging_face
 from paro.checkpoint.convert.megatron import write_megatron
 from paro.checkpoint.convert.native import open_native, write_native
@@ -40,9 +40,9 @@ from tests.paro.checkpoint.convert.folders import random_tensors, save_folder
 from tests.paro.checkpoint.convert.test_round_trip import CONFIG, save_meta
 from tests.tools.test_convert_checkpoint import resumed_and_saved, tensors_in, trained
 from tests.tools.untrained import convert, save_untrained
-from tools.generate import load_model
+from tools.generate import load_model, open_model
 from tools.generate import main as generate
-from tools.inspect_checkpoint import format_of, main
+from tools.inspect_checkpoint import main
 
 pytestmark = pytest.mark.slow("imports transformers")
 
@@ -211,6 +211,7 @@ def test_every_format_is_recognised_and_counted_and_a_truncated_file_named(tmp_p
         assert format_of(folder) == name
         found, source = inspected(folder, "--verify"), opener(folder)
         assert found["format"] == name
+        assert open_model(folder).tensors.keys() == source.tensors.keys()
         assert found["model"]["num_layers"] == source.config.num_layers
         assert len(found["tensors"]) == len(source.tensors)
         if name != "paro":  # it contains padding

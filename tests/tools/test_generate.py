@@ -192,6 +192,7 @@ def test_another_models_tokenizer_is_refused(
         ("--prompt 1 --top-k -1", "--top-k -1"),
         *((f"--prompt 1 --top-p {share}", f"--top-p {share}") for share in ("0.0", "1.5")),
         ("--prompt-file nowhere.txt", "--prompt-file nowhere.txt cannot be read"),
+        ("--prompt 1 --load az://b/x", "--load: az://b/x needs the package adlfs"),
         ("--prompt 1 --ckpt-step 9", "iter_0000009 does not exist"),
     ],
 )

@@ -17,12 +17,18 @@ from paro.checkpoint.convert.hugging_face import (
     open_hugging_face,
     write_hugging_face,
 )
-from paro.checkpoint.convert.megatron import open_megatron, write_megatron
-from paro.checkpoint.convert.meta import open_meta
+from paro.checkpoint.convert.megatron import (
+    is_megatron,
+    is_torch_dist,
+    open_megatron,
+    write_megatron,
+)
+from paro.checkpoint.convert.meta import is_meta, open_meta
 from paro.checkpoint.convert.native import open_native, write_adapters, write_native
 from paro.checkpoint.convert.peft import check_base, open_peft, write_peft
 from paro.checkpoint.convert.source import Source
-from paro.checkpoint.convert.torchtitan import open_torchtitan, write_torchtitan
+from paro.checkpoint.convert.torchtitan import is_torchtitan, open_torchtitan, write_torchtitan
+from paro.checkpoint.directory import latest_iteration
 from paro.errors import UserError, about, reading
 from paro.files.atomic_file import check_absent, check_folder, temporary_beside
 from paro.text import size_text
@@ -35,6 +41,13 @@ OPENERS: dict[str, Callable[[Path], Source]] = {
     "torchtitan": open_torchtitan,
     "paro": open_native,
 }
+_SIGNS: dict[str, Callable[[Path], bool]] = {
+    "hf": is_hugging_face,
+    "meta": is_meta,
+    "megatron": is_megatron,
+    "torch_dist": is_torch_dist,
+    "torchtitan": is_torchtitan,
+}
 MEGATRON = ("megatron", "torch_dist")
 # The conversions that can keep the optimizer's states.
 _WITH_OPTIMIZER = (("torch_dist", "paro"), ("paro", "torch_dist"))
@@ -43,6 +56,19 @@ SOURCES = (*OPENERS, PEFT)
 PADDED = ("paro", "megatron", "torch_dist")  # formats whose vocabulary has rows of padding
 TORCHTITAN = ("torchtitan", "torchtitan-0.2")  # by version's names; a source may have either
 TARGETS = (*PADDED, "hf", *TORCHTITAN, PEFT)
+
+
+def format_of(directory: Path) -> str:
+    """Return which of the formats the folder of --load has; `UserError` if none."""
+    for name, is_found in _SIGNS.items():
+        if is_found(directory):
+            return name
+    if latest_iteration(directory) is not None:
+        return "paro"
+    raise UserError(
+        f"--load {directory} holds no checkpoint: give the --save of a training, or the folder of "
+        f"a model in another format{how_to_fetch(directory)}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
