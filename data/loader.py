@@ -90,11 +90,13 @@ class Datasets:
         None unless all corpora of the set have equal counts, and their tokenizers are among those
         that the model was `trained_on`, if known.
         """
-        found = {corpus.indexed.made_with for corpus in _corpora_of(samples)}
-        tables = {made_with.token_bytes if made_with else None for made_with in found}
+        origins = {corpus.indexed.made_with for corpus in _corpora_of(samples)}
+        tables = {made_with.token_bytes if made_with else None for made_with in origins}
         table = tables.pop() if len(tables) == 1 else None
-        digests = (made_with.digest for made_with in found if made_with)
-        if table is None or not all(trained_on is None or one in trained_on for one in digests):
+        digests = (made_with.digest for made_with in origins if made_with)
+        if table is None or not all(
+            trained_on is None or digest in trained_on for digest in digests
+        ):
             return None
         counts = np.array(table.split(), dtype=np.int64)
         return np.pad(counts, (0, max(0, vocab_size - len(counts))))
@@ -138,9 +140,9 @@ def build_datasets(
             open_corpus=open_corpus,
         )
 
-    found: dict[tuple[str, str], Samples] = {}
+    datasets: dict[tuple[str, str], Samples] = {}
     if phases:
-        found["train", ""] = build_phases(phases, request_of("train"), num_samples.consumed)
+        datasets["train", ""] = build_phases(phases, request_of("train"), num_samples.consumed)
     causes: dict[str, str] = {}
     for (split_name, set_name), blend in sets.items():
         # Training data is opened even if no sample of it is requested: a run may only evaluate.
@@ -148,7 +150,7 @@ def build_datasets(
         if is_held_out and count == 0:
             continue
         if blend is None:
-            found[split_name, set_name] = MockDataset(
+            datasets[split_name, set_name] = MockDataset(
                 num_samples=count,
                 seq_length=config.seq_length,
                 vocab_size=vocab_size,
@@ -159,15 +161,15 @@ def build_datasets(
         if is_held_out and not share_of(config.split_in_use, split_name):
             continue
         try:
-            found[split_name, set_name] = build_samples(blend, request_of(split_name))
+            datasets[split_name, set_name] = build_samples(blend, request_of(split_name))
         except TooFewTokensError as error:
             if not is_held_out:
                 raise
             causes[f"{split_name}, {set_name}" if set_name else split_name] = str(error)
     return Datasets(
-        train=found["train", ""],
-        valid={name: found[split, name] for split, name in found if split == "valid"},
-        test=found.get(("test", "")),
+        train=datasets["train", ""],
+        valid={name: datasets[split, name] for split, name in datasets if split == "valid"},
+        test=datasets.get(("test", "")),
         causes=causes,
     )
 
@@ -264,7 +266,7 @@ class MicroBatches:
 
     def sample_numbers(self) -> Iterator[range]:
         """Return the samples of micro-batch 0, 1, ...; endless."""
-        own = self.data_parallel_rank * self.micro_batch_size
+        first = self.data_parallel_rank * self.micro_batch_size
         size, stride = self.micro_batch_size, self.micro_batch_size * self.data_parallel_size
         starts: Iterable[int] = count(self.consumed_samples, stride)
         if self.fetch.whole:  # round after round
@@ -272,7 +274,7 @@ class MicroBatches:
         # An iterator that references `self`, and so its own reader, would be freed by the garbage
         # collector, which frees the queues of the workers before these are stopped, and then waits
         # 5 seconds for each.
-        return (range(start + own, start + own + size) for start in starts)
+        return (range(start + first, start + first + size) for start in starts)
 
     def _read(self) -> Iterator[Batch | Failure]:
         for numbers in self.sample_numbers():

@@ -71,24 +71,24 @@ def find_chunks(
     Files in a folder, and files that match a pattern, are sorted by name.
     """
     chunks: list[SourceChunk] = []
-    for given in map(str, inputs):
-        path = Path(given)
-        with reading(f"--input {given}"):
+    for source in map(str, inputs):
+        path = Path(source)
+        with reading(f"--input {source}"):
             is_saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
             if path.is_file():
                 chunks.append(_file_chunk(path))
             elif is_saved:
-                chunks.append(_hub_chunk(given, None, split))
+                chunks.append(_hub_chunk(source, None, split))
             elif path.is_dir():
-                found = [file for file in path.rglob("*") if kind_of(file)]
-                chunks += _file_chunks(found, f"--input {given} holds no file that is {KINDS}")
-            elif glob.has_magic(given):
-                found = [*map(Path, glob.glob(given, recursive=True))]
-                chunks += _file_chunks(found, f"--input {given} matches no file")
-            elif path.suffix not in (*SUFFIXES, *COMPRESSIONS) and HUB_NAME.fullmatch(given):
-                chunks.append(_hub_chunk(given, config, split))
+                files = [file for file in path.rglob("*") if kind_of(file)]
+                chunks += _file_chunks(files, f"--input {source} holds no file that is {KINDS}")
+            elif glob.has_magic(source):
+                files = [*map(Path, glob.glob(source, recursive=True))]
+                chunks += _file_chunks(files, f"--input {source} matches no file")
+            elif path.suffix not in (*SUFFIXES, *COMPRESSIONS) and HUB_NAME.fullmatch(source):
+                chunks.append(_hub_chunk(source, config, split))
             else:
-                raise UserError(f"--input {given} is missing or not a file")
+                raise UserError(f"--input {source} is missing or not a file")
     return chunks
 
 
@@ -169,11 +169,11 @@ def share_out(chunks: Sequence[SourceChunk], parts: int) -> list[list[SourceChun
     shares: list[list[SourceChunk]] = [[] for _ in range(parts)]
     passed = 0
     for chunk in chunks:
-        rest: SourceChunk | None = chunk
-        while rest is not None:
+        left: SourceChunk | None = chunk
+        while left is not None:
             part = min(parts - 1, passed * parts // max(total, 1))
             limit = -(-(part + 1) * total // parts) - passed  # bytes until the next part begins
-            head, rest = _cut(rest, limit) if limit < rest.num_bytes else (rest, None)
+            head, left = _cut(left, limit) if limit < left.num_bytes else (left, None)
             shares[part].append(head)
             passed += head.num_bytes
     return shares

@@ -240,7 +240,7 @@ def llama_config(fields: Mapping[str, Any]) -> LlamaConfig:
         if theirs != ours:
             raise UserError(f"{name} is {theirs!r} there and has to be {ours!r} ({meaning})")
     _check_window(fields, family)
-    sizes = {own: fields[theirs] for own, theirs in _SIZES.items()}
+    sizes = {ours: fields[theirs] for ours, theirs in _SIZES.items()}
     heads = sizes["num_attention_heads"]
     groups = fields.get("num_key_value_heads", family.num_key_value_heads)
     head = fields.get("head_dim", family.head_dim)
@@ -288,13 +288,13 @@ def _rope(fields: Mapping[str, Any], rope: Mapping[str, Any], longest: int) -> d
     if "full_attention" in rope:
         raise UserError("rope_parameters are given by type of layer there, and have to be flat")
     base = float(rope.get("rope_theta", fields.get("rope_theta", 10000.0)))
-    own: dict[str, Any] = {"rotary_base": base}
+    rope_fields: dict[str, Any] = {"rotary_base": base}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default" or (kind in _SCALINGS and _scales_nothing(rope)):
-        return own
+        return rope_fields
     if kind == "linear":
         factor = conform(dict(rope), _Interpolation, "")["factor"]
-        return own | {"rotary_seq_len_interpolation_factor": factor}
+        return rope_fields | {"rotary_seq_len_interpolation_factor": factor}
     if kind not in ("llama3", "yarn"):
         raise UserError(
             f"rope_type is {kind!r} there and has to be default, linear, llama3 or yarn, or its "
@@ -305,10 +305,10 @@ def _rope(fields: Mapping[str, Any], rope: Mapping[str, Any], longest: int) -> d
     if original in fields:  # which has priority in transformers
         stretched[original] = fields[original]
     if kind == "yarn":
-        return own | _yarn_fields(stretched, longest)
+        return rope_fields | _yarn_fields(stretched, longest)
     scaling = conform(stretched, _Scaling, "")
     factors = {ours: scaling[theirs] for ours, theirs in _ROPE_SCALING.items()}
-    return own | {"use_rope_scaling": True, **factors}
+    return rope_fields | {"use_rope_scaling": True, **factors}
 
 
 def _yarn_fields(rope: dict[str, Any], longest: int) -> dict[str, Any]:
@@ -317,17 +317,17 @@ def _yarn_fields(rope: dict[str, Any], longest: int) -> dict[str, Any]:
     factor = scaling.get("factor")
     if factor is None:
         factor = scaling["factor"] = longest / scaling["original_max_position_embeddings"]
-    own = {ours: value for ours, it in _YARN.items() if (value := scaling.get(it)) is not None}
+    yarn = {ours: value for ours, name in _YARN.items() if (value := scaling.get(name)) is not None}
     scale, log = scaling.get("attention_factor"), 0.1 * math.log(max(1.0, factor))
     mscales = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if scale is None and all(mscales):
-        own["yarn_mscale"], own["yarn_mscale_all_dim"] = mscales
+        yarn["yarn_mscale"], yarn["yarn_mscale_all_dim"] = mscales
     elif scale is not None and not math.isclose(scale, 1.0 + log, rel_tol=1e-9):
         if not log or scale <= 0.0:
             allowed = "positive" if log else "1 with factor 1"
             raise UserError(f"attention_factor is {scale} there and has to be {allowed}")
-        own["yarn_mscale"], own["yarn_mscale_all_dim"] = (scale - 1.0) / log, 0.0
-    return {"position_embedding_type": "yarn", **own}
+        yarn["yarn_mscale"], yarn["yarn_mscale_all_dim"] = (scale - 1.0) / log, 0.0
+    return {"position_embedding_type": "yarn", **yarn}
 
 
 def _scales_nothing(rope: Mapping[str, Any]) -> bool:

@@ -106,8 +106,8 @@ def missing_sizes(args: Namespace, named: Collection[str] = ()) -> list[str]:
 
 def nothing_needed_is_given(args: Namespace) -> bool:
     """Return whether no required flag is given, so that an example command helps most."""
-    needed = (*_SIZES, *_SIMPLE, *_LENGTHS, *_DATA, *_TOKENIZER, "--llama-preset")
-    return not _any_given(args, (), *needed)
+    beginnings = (*_SIZES, *_SIMPLE, *_LENGTHS, *_DATA, *_TOKENIZER, "--llama-preset")
+    return not _any_given(args, (), *beginnings)
 
 
 def _any_given(args: Namespace, named: Collection[str], *flags: str) -> bool:
@@ -147,8 +147,8 @@ def corrected(
     heads = [flag.partition("=")[0] for flag, *_ in by_flag(words)]
     if all(name in actions and name not in instead for name in heads):
         return ""
-    given = {actions[name].dest for name in heads if name in actions}
-    kept: dict[str, list[str]] = {}
+    fields = {actions[name].dest for name in heads if name in actions}
+    groups_of: dict[str, list[str]] = {}
     added: list[list[list[str]]] = []
     left_out: list[str] = []
     for flag, *values in by_flag(words):
@@ -157,7 +157,7 @@ def corrected(
         if name in instead:
             added.append(list(by_flag(instead[name])))
             continue
-        names = [name] if name in actions else known_as(name, values, parser, given)
+        names = [name] if name in actions else known_as(name, values, parser, fields)
         if not names or name == YAML_FLAG:  # its flags are in words
             continue
         *switches, name = names
@@ -168,33 +168,33 @@ def corrected(
         if name in refused or is_long or other == action.default:
             left_out.append(shlex.join([name, *values]))
             continue
-        kept |= {switch: [switch] for switch in switches}
+        groups_of |= {switch: [switch] for switch in switches}
         if other is not ...:
             values = list(map(str, other)) if isinstance(other, list) else [str(other)]
-        kept[name] = [name, *values[: most if isinstance(most, int) else None]]
+        groups_of[name] = [name, *values[: most if isinstance(most, int) else None]]
     notes = [one_line(f"Left out for their values: {listed(left_out)}")] if left_out else []
-    notes += _replace(kept, added)
+    notes += _replace(groups_of, added)
     for action in parser._actions:
         new = better.get(action.dest)
-        if action.dest not in given and new not in (None, action.default):
-            kept.setdefault(action.option_strings[0], [action.option_strings[0], str(new)])
-    groups = list(kept.values())
+        if action.dest not in fields and new not in (None, action.default):
+            groups_of.setdefault(action.option_strings[0], [action.option_strings[0], str(new)])
+    groups = list(groups_of.values())
     head = "These flags are left; paste them after pretrain_llama.py:"
     return "\n".join([*notes, head, " \\\n".join(wrapped(groups))])
 
 
-def _replace(kept: dict[str, list[str]], added: Sequence[list[list[str]]]) -> list[str]:
+def _replace(groups_of: dict[str, list[str]], added: Sequence[list[list[str]]]) -> list[str]:
     """Add replacement flags that are not given yet; return notes about the replacements."""
     notes = []
     for groups in added:
-        if not groups or groups[0][0] in kept:
+        if not groups or groups[0][0] in groups_of:
             continue
-        kept |= {group[0]: group for group in groups}
+        groups_of |= {group[0]: group for group in groups}
         if groups == _FRUGAL:
             notes.append(
                 f"{' '.join(_FRUGAL[0])} needs the least memory of all and sends the most: "
                 "tools/plan.py finds the fastest strategy that fits"
             )
         for other in _REPLACES.get(groups[0][0], ()):
-            kept.pop(other, None)
+            groups_of.pop(other, None)
     return notes

@@ -56,7 +56,7 @@ def load_checkpoint(
     shards: Iterable[FlatShard],
     control: Control,
     *,
-    wanted: LoadRequest = LoadRequest(),
+    request: LoadRequest = LoadRequest(),
     log: Callable[[str], None],
 ) -> dict[str, Any] | None:
     """Fill `shards` in place; return the contents of common.json, None if nothing was saved.
@@ -70,19 +70,21 @@ def load_checkpoint(
     ranks = with_one_folder(control)
     blame = f"--load {directory_root}"
     states = chunked_states(shards)
-    if not wanted.moments:
+    if not request.moments:
         states = _parameters(states)
-    order, complaint = _order(directory_root, wanted.iteration, ranks, blame)
+    order, complaint = _order(directory_root, request.iteration, ranks, blame)
     if not order and complaint is None:
         return None
     if order and complaint is not None:
         log(f"  {complaint}")
     for iteration in order:
         try:
-            common = _load_iteration(path_of(directory_root), iteration, states, wanted, ranks, log)
+            common = _load_iteration(
+                path_of(directory_root), iteration, states, request, ranks, log
+            )
         except DamagedError as error:
             text = f"{blame}: {error}"
-            if wanted.iteration is not None:
+            if request.iteration is not None:
                 raise UserError(f"{text}; another --ckpt-step may be whole") from error
             log(f"  passing over iteration {iteration}: {error}")
             complaint = complaint or text
@@ -122,7 +124,7 @@ def _load_iteration(
     root: Path,
     iteration: int,
     states: dict[str, ChunkedState],
-    wanted: LoadRequest,
+    request: LoadRequest,
     ranks: CheckpointRanks,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -133,14 +135,14 @@ def _load_iteration(
         common = common_of(directory)
         if ranks.is_first_of_folder:
             manifest.check_sizes(manifest.files)
-        _check_model(common.get("model", {}), wanted.model or {})
+        _check_model(common.get("model", {}), request.model or {})
         reader = CheckedReader(manifest)
         stored = reader.metadata.state_dict_metadata
         present = _parameters(states) if common.get("parameters_only") else states
-        if not has_adapters(common, wanted.lora, directory):
+        if not has_adapters(common, request.lora, directory):
             # Adapters keep their initial values; no other parameters have moments.
             present = {n: state for n, state in _parameters(states).items() if not is_adapter(n)}
-        if wanted.groups_alone is None or common.get("groups_alone") != wanted.groups_alone:
+        if request.groups_alone is None or common.get("groups_alone") != request.groups_alone:
             stored = {name: stored[name] for name in stored if not is_of_group(name)}
         present = {
             name: state
@@ -152,10 +154,10 @@ def _load_iteration(
             raise UserError(
                 f"{directory} was saved with --no-save-optim: give --no-load-optim or --finetune"
             )
-        read_from = {name: _source(name, stored, wanted) for name in present}
+        read_from = {name: _source(name, stored, request) for name in present}
         stored = stored | {n: stored[source] for n, source in read_from.items() if source in stored}
         readers = [(reader, [name for name in present if name in stored])]
-        base = open_base(common.get("base"), wanted.base, f"{directory}")
+        base = open_base(common.get("base"), request.base, f"{directory}")
         if base is None:
             _check_states(present, stored)
         else:
@@ -174,7 +176,7 @@ def _load_iteration(
             reader.read(plan)
     missing = states.keys() - present.keys()
     begin_without(states, missing)
-    for line in _left_out(states, missing, stored) if wanted.moments else ():
+    for line in _left_out(states, missing, stored) if request.moments else ():
         log(line)
     return common
 
@@ -213,7 +215,7 @@ def _parameters(states: dict[str, State]) -> dict[str, State]:
     return {name: state for name, state in states.items() if name.startswith(kinds)}
 
 
-def _source(name: str, stored: Mapping[str, object], wanted: LoadRequest) -> str:
+def _source(name: str, stored: Mapping[str, object], request: LoadRequest) -> str:
     """Return the name of the checkpoint's state that holds the values of the state `name`.
 
     Groups of ranks that do not continue as they were all begin with the parameters on which groups
@@ -221,7 +223,7 @@ def _source(name: str, stored: Mapping[str, object], wanted: LoadRequest) -> str
     """
     kind, _, parameter = name.partition(".")
     sent = f"{SENT}.{parameter}"
-    if kind == PARAM and wanted.as_sent and sent in stored:
+    if kind == PARAM and request.as_sent and sent in stored:
         return sent
     if name in stored or not is_of_group(name):
         return name
@@ -244,9 +246,9 @@ def _check_states(states: dict[str, ChunkedState], saved: Mapping[str, object]) 
             raise UserError(f"{_MISMATCH}: only the model has {what}")
         there = getattr(saved[name], "size", None)
         if there is None or tuple(there) != state.shape:
-            found = "no tensor" if there is None else shape_text(there)
+            stored_shape = "no tensor" if there is None else shape_text(there)
             raise UserError(
-                f"{_MISMATCH}: {name} is {found} there and {shape_text(state.shape)} here"
+                f"{_MISMATCH}: {name} is {stored_shape} there and {shape_text(state.shape)} here"
             )
     for name in saved:
         kind, _, parameter = name.partition(".")

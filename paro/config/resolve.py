@@ -113,7 +113,7 @@ def flags_without_effect(args: Namespace) -> tuple[str, ...]:
     last = math.inf if args.train_iters is None else args.train_iters
     warmup, skipped = args.paro_outer_warmup, max(args.iterations_to_skip, default=0)
     over, over_all = (x is not None for x in (args.yarn_mscale, args.yarn_mscale_all_dim))
-    found = []
+    lines = []
     for line, is_used, names in (
         ("nothing will be saved: {} no effect without --save DIR", args.save, _SAVING),
         (f"{{}} no effect without --lr-decay-style WSD: {style}", style.endswith("WSD"), _WSD),
@@ -133,8 +133,8 @@ def flags_without_effect(args: Namespace) -> tuple[str, ...]:
     ):
         flags = ["--" + name.replace("_", "-") for name in names if name in changed]
         if flags and not is_used:
-            found.append(line.format(f"{', '.join(flags)} {'has' if len(flags) == 1 else 'have'}"))
-    return (*found, *_scale_notice(args))
+            lines.append(line.format(f"{', '.join(flags)} {'has' if len(flags) == 1 else 'have'}"))
+    return (*lines, *_scale_notice(args))
 
 
 def _scale_notice(args: Namespace) -> list[str]:
@@ -275,13 +275,13 @@ def _chosen(
     A given `strategy` is not replaced. `UserError` if no strategy fits.
     """
     if strategy is not None:
-        own, other = Estimator(request).estimate_bits(request.candidate(strategy))
-        lines = () if other is None else (f"planner: {bits_text(own, other)}",)
-        return strategy, own.precision, lines
-    found = plan(request, request.as_given())
-    if found.best is None:
-        raise UserError(f"{FLAG} auto: {why_nothing_fits(request, found)}")
-    return found.best.candidate.strategy, found.best.precision, (*describe(found),)
+        estimate, other = Estimator(request).estimate_bits(request.candidate(strategy))
+        lines = () if other is None else (f"planner: {bits_text(estimate, other)}",)
+        return strategy, estimate.precision, lines
+    result = plan(request, request.as_given())
+    if result.best is None:
+        raise UserError(f"{FLAG} auto: {why_nothing_fits(request, result)}")
+    return result.best.candidate.strategy, result.best.precision, (*describe(result),)
 
 
 _BITS = ("paro_inter_param_bits", "paro_inter_grad_bits")
@@ -322,19 +322,19 @@ def keeping_choice(
     ranks = before.get("world_size"), before.get("paro_group_size")
     if ranks != (world.size, group_size):
         return args, ()
-    kept: dict[str, Any] = {}
+    choice: dict[str, Any] = {}
     if args.paro_strategy == AUTO:
-        kept["paro_strategy"] = str(before["paro_strategy"])
+        choice["paro_strategy"] = str(before["paro_strategy"])
     if args.paro_inter_bits == AUTO:
-        kept |= {name: before[name] for name in _BITS if before.get(name) in (4, 8, FULL_BITS)}
-        kept["paro_inter_bits"] = None
+        choice |= {name: before[name] for name in _BITS if before.get(name) in (4, 8, FULL_BITS)}
+        choice["paro_inter_bits"] = None
     can_measure = not why_unmeasurable(world.size, group_size, dry_run=args.dry_run)
-    flags = [f"--{n.replace('_', '-')} {v}" for n, v in kept.items() if v is not None]
+    flags = [f"--{n.replace('_', '-')} {v}" for n, v in choice.items() if v is not None]
     line = (
         f"the run continues with {', '.join(flags)}, as its checkpoint in {checkpoint.load} does; "
         f"--paro-machine {MEASURE if can_measure else 'NAME'} chooses anew"
     )
-    return Namespace(**(vars(args) | kept)), (line,)
+    return Namespace(**(vars(args) | choice)), (line,)
 
 
 def _directory(checkpoint: CheckpointConfig) -> Path | None:
@@ -350,11 +350,11 @@ def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
     rows = model.pop("vocab_size")
     values = {name: value for name, value in model.items() if hasattr(args, name)}
     if args.finetune:  # which may rotate positions otherwise
-        given = {name for name in values if getattr(args, name) is not None}
+        on_command_line = {name for name in values if getattr(args, name) is not None}
         values = {
             name: value
             for name, value in values.items()
-            if not (name in given and is_of_positions(name))
+            if not (name in on_command_line and is_of_positions(name))
         }
     values |= {
         "llama_preset": None,
@@ -383,7 +383,7 @@ def with_saved_muon(args: Namespace, checkpoint: CheckpointConfig) -> Namespace:
     if saved.get("optimizer") != "muon" or not continues:
         return args
     plain = asdict(MuonConfig())
-    known = {name: saved[name] for name in plain if name in saved}
-    kept = asdict(conform(known, MuonConfig, f"--load {checkpoint.load}: arguments"))
-    values = {name: kept[name] for name, value in plain.items() if getattr(args, name) == value}
+    settings = {name: saved[name] for name in plain if name in saved}
+    settings = asdict(conform(settings, MuonConfig, f"--load {checkpoint.load}: arguments"))
+    values = {name: settings[name] for name, value in plain.items() if getattr(args, name) == value}
     return Namespace(**(vars(args) | values | {"optimizer": "muon"}))

@@ -84,22 +84,22 @@ class ObjectCache:
     @classmethod
     def make_room(cls) -> int:
         """Remove the oldest blocks above the limit; locks stay. Return the number of files."""
-        found = []
+        files = []
         for path in (cls.folder / BLOCKS).glob("*/*"):
             with suppress(OSError):  # removed by another process just now
                 status = path.stat()
-                found.append((status.st_mtime_ns, status.st_blocks * 512, path))
-        used = sum(size for _, size, _ in found)
+                files.append((status.st_mtime_ns, status.st_blocks * 512, path))
+        used = sum(size for _, size, _ in files)
         most = cls.most_bytes
         if most is None:
             most = (used + shutil.disk_usage(cls.folder).free) // 2
-        for _, size, path in sorted(found):
+        for _, size, path in sorted(files):
             if used <= most:
                 break
             if path.suffix != ".lock":
                 path.unlink(missing_ok=True)
                 used -= size
-        return len(found)
+        return len(files)
 
 
 def local_copy(path: str) -> str:
@@ -177,11 +177,11 @@ class CachedObject:
 
     def __init__(self, path: StorePath) -> None:
         self._path = path
-        found = path.info()
-        if found["type"] == "directory":
+        info = path.info()
+        if info["type"] == "directory":
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        self.size = int(found["size"])
-        self._names = (BLOCKS, _digest(path, found))
+        self.size = int(info["size"])
+        self._names = (BLOCKS, _digest(path, info))
         self._folder = ObjectCache.made(*self._names)
         self._next = 0  # the byte after the last read
         self._coming: set[int] = set()  # blocks that are being fetched ahead
@@ -262,11 +262,11 @@ def _stored(path: Path, begin: int, stop: int) -> bytes | None:
     return content if len(content) == stop - begin else None
 
 
-def _digest(path: object, *found: Mapping[str, Any]) -> str:
+def _digest(path: object, *infos: Mapping[str, Any]) -> str:
     """Return a name for the present content of objects, by their metadata in the store."""
     # Each package has its own name for the version of an object.
     names = ("name", "size", "ETag", "etag", "generation", "LastModified", "last_modified", "mtime")
-    facts = [str(path), *(str(each[name]) for each in found for name in names if name in each)]
+    facts = [str(path), *(str(each[name]) for each in infos for name in names if name in each)]
     return hashlib.blake2b("\n".join(facts).encode(), digest_size=16).hexdigest()
 
 

@@ -33,12 +33,12 @@ _CONNECT_SECONDS = 10
 _SILENT_SECONDS = 15
 
 
-def _socket(place: Any) -> socket.socket:
+def _socket(address: Any) -> socket.socket:
     """Make a socket that the system closes once the other end has taken nothing for a while.
 
     The client has no limit of its own for what it sends: an upload might never end.
     """
-    made = socket.socket(*place[:3])
+    made = socket.socket(*address[:3])
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENT_SECONDS)
     return made
 
@@ -70,8 +70,8 @@ def path_of(text: str | Path) -> Path:
     """Return the path of a file, or of an object if the text is a URL of a known scheme."""
     if isinstance(text, Path) or not is_url(text):
         return Path(text) if isinstance(text, str) else text
-    scheme, _, rest = text.partition("://")
-    bucket = rest.partition("/")[0]
+    scheme, _, path = text.partition("://")
+    bucket = path.partition("/")[0]
     if not bucket or "@" in bucket:
         raise UserError(
             f"a URL is {scheme}://BUCKET/KEY, with no credentials: {PACKAGES[scheme]} takes them "
@@ -115,16 +115,16 @@ class StorePath(PosixPath):
         return self._listed or self._call("info")
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        found = self.info()
-        mode = stat.S_IFDIR if found["type"] == "directory" else stat.S_IFREG
-        return os.stat_result((mode, 0, 0, 1, 0, 0, found.get("size") or 0, 0, 0, 0))
+        info = self.info()
+        mode = stat.S_IFDIR if info["type"] == "directory" else stat.S_IFREG
+        return os.stat_result((mode, 0, 0, 1, 0, 0, info.get("size") or 0, 0, 0, 0))
 
     def iterdir(self) -> Generator[StorePath, None, None]:
         """Yield the entries directly under the path; `FileNotFoundError` if there are none."""
-        for found in self._call("ls", detail=True):
-            child = self / found["name"].rstrip("/").rpartition("/")[2]
+        for entry in self._call("ls", detail=True):
+            child = self / entry["name"].rstrip("/").rpartition("/")[2]
             if child != self and child.name:
-                child._listed = found
+                child._listed = entry
                 yield child
 
     def glob(self, pattern: str) -> Generator[StorePath, None, None]:

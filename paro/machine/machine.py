@@ -58,10 +58,10 @@ class LinkSpeed:
     latency_seconds: Amount
 
     @staticmethod
-    def mistakes(given: Mapping[str, Any]) -> list[str]:
+    def mistakes(fields: Mapping[str, Any]) -> list[str]:
         """Say what is wrong with the bandwidth, which may be missing."""
         try:
-            bits_per_second(given.get("bandwidth", "1bit"))
+            bits_per_second(fields.get("bandwidth", "1bit"))
         except UserError as error:
             return [f"bandwidth: {error}"]
         return []
@@ -113,13 +113,13 @@ class Device:
     slowed: Slowed | None = None  # slowdown of computing by thread blocks that collectives occupy
 
     @staticmethod
-    def mistakes(given: Mapping[str, Any]) -> list[str]:
+    def mistakes(fields: Mapping[str, Any]) -> list[str]:
         """Say which of these fields, of which some may be missing, are above their limit."""
         limits = (("reserved_bytes", "memory_bytes"), ("sustained_flops", "peak_flops"))
         return [
-            f"{name}: {given[name]} is not allowed, it must be at most {most} ({given[most]:g})"
+            f"{name}: {fields[name]} is not allowed, it must be at most {most} ({fields[most]:g})"
             for name, most in limits
-            if {name, most} <= given.keys() and given[name] > given[most]
+            if {name, most} <= fields.keys() and fields[name] > fields[most]
         ]
 
 
@@ -133,9 +133,9 @@ class GroupSpeed:
     inter: Rate = 1.0
 
 
-def ranks_mistakes(given: Mapping[str, Any]) -> list[str]:
+def ranks_mistakes(fields: Mapping[str, Any]) -> list[str]:
     """Say what is wrong with `world_size` and `group_size`, of which one may be missing."""
-    ranks, group = given.get("world_size"), given.get("group_size", 1)
+    ranks, group = fields.get("world_size"), fields.get("group_size", 1)
     wrong = []
     if ranks is not None and not 0 < ranks <= MOST_RANKS:
         wrong.append(f"world_size: {ranks} is not allowed, it must be 1 to {MOST_RANKS}")
@@ -271,9 +271,9 @@ def measured_at(
     """
     assert num_bytes >= 0, f"{num_bytes} bytes"
     curve = sorted(
-        (row.bytes, found)
+        (row.bytes, value)
         for row in machine.measured
-        if (row.axes, row.op, row.algorithm) == (axes, op, algorithm) and (found := figure(row))
+        if (row.axes, row.op, row.algorithm) == (axes, op, algorithm) and (value := figure(row))
     )
     if not curve:
         return None

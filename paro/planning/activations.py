@@ -100,17 +100,17 @@ class Activations:
     # Blocks #
 
     def _of_block(self, index: int, recomputed_from: int | None) -> UnitActivations:
-        config, needed = self.config, self.of_block
+        config, whole = self.config, self.of_block
         unkept = self._before_adapters() if index == 1 else 0
         if recomputed_from is None:
-            return UnitActivations(kept=needed - unkept, **self._transients)
+            return UnitActivations(kept=whole - unkept, **self._transients)
         kept = self.residual if index == recomputed_from else 0
         if config.keeps_core:
             width = config.kv_channels * self.run.compute_bytes
             kept += self.run.num_tokens * config.num_attention_heads * (width + 4)
-        recomputed = needed - max(kept, unkept)
-        found = UnitActivations(kept=kept, recomputed=recomputed, **self._transients)
-        return replace(found, in_forward=found.in_forward + recomputed)
+        recomputed = whole - max(kept, unkept)
+        activations = UnitActivations(kept=kept, recomputed=recomputed, **self._transients)
+        return replace(activations, in_forward=activations.in_forward + recomputed)
 
     @cached_property
     def _transients(self) -> dict[str, int]:
@@ -315,7 +315,7 @@ class PartActivations(Activations):
         """Yield the name and the activations of every part, in forward order."""
         shape = step.shape
         mlp = self.residual + 2 * self.ffn
-        needed = {"attention": self.of_block - mlp, "mlp": mlp}
+        in_block = {"attention": self.of_block - mlp, "mlp": mlp}
         begins = {group[0] for group in shape.recomputed}
         for index, (spec, part) in enumerate(unit_parts(self.config)):
             steps = shape.num_slices * len(shape.halves(index))
@@ -324,7 +324,7 @@ class PartActivations(Activations):
             elif part.method == "loss":
                 activations = self._loss(steps)
             else:
-                activations = self._in_block(steps, needed[part.method])
+                activations = self._in_block(steps, in_block[part.method])
                 if spec.recomputed_from is not None:
                     kept = self.residual if index in begins else 0
                     peak = activations.in_forward + activations.kept

@@ -125,9 +125,9 @@ class PlanRequest(RunSettings):
 
     def infeasible_reason(self, strategy: Strategy, materialize: Materialize) -> str | None:
         """Say why a run cannot have a strategy and `materialize` parameters so; None if it can."""
-        kept = self.survival(strategy)
-        if kept.nodes < self.survive:
-            return f"--paro-survive {self.survive}: under {strategy.name} {kept.describe()}"
+        may_lose = self.survival(strategy)
+        if may_lose.nodes < self.survive:
+            return f"--paro-survive {self.survive}: under {strategy.name} {may_lose.describe()}"
         sizes = {"world_size": self.world_size, "group_size": self.group_size}
         if self.outer is not None and (reason := self.outer.infeasible_reason(strategy, **sizes)):
             return reason
@@ -161,8 +161,8 @@ class Candidate:
 
     def precision(self, request: PlanRequest) -> PrecisionConfig:
         """Return the precision of the request with the chosen bit width."""
-        given = request.precision
-        return given if self.inter_bits is None else given.with_inter_bits(self.inter_bits)
+        precision = request.precision
+        return precision if self.inter_bits is None else precision.with_inter_bits(self.inter_bits)
 
     def describe(self) -> str:
         """Write the values of the flags in one line."""
@@ -181,14 +181,14 @@ def least_recomputation(
     model: LlamaConfig, fits: Callable[[RecomputeConfig], bool]
 ) -> RecomputeConfig | None:
     """Recompute as few of the first blocks as fit, at least as many as now; None if none fits."""
-    given, fewest = model.recompute, 1
-    if given is not None and given.granularity == "full":
-        if given.method == "uniform":
+    recompute, fewest = model.recompute, 1
+    if recompute is not None and recompute.granularity == "full":
+        if recompute.method == "uniform":
             return None
-        fewest = given.num_layers + 1
+        fewest = recompute.num_layers + 1
     counts = range(fewest, model.num_layers + 1)  # in decreasing order of memory
-    found = bisect_left(counts, True, key=lambda count: fits(first_blocks(count, model)))
-    return first_blocks(counts[found], model) if found < len(counts) else None
+    index = bisect_left(counts, True, key=lambda count: fits(first_blocks(count, model)))
+    return first_blocks(counts[index], model) if index < len(counts) else None
 
 
 def recompute_flags(recompute: RecomputeConfig) -> str:
@@ -231,7 +231,9 @@ class SearchSpace:
             "collectives": self.collectives,
             "recomputation (none, selective, as few blocks as fit, all)": self.recomputes,
         }
-        return listed([name for name, given in choices.items() if given is None or len(given) > 1])
+        return listed(
+            [name for name, values in choices.items() if values is None or len(values) > 1]
+        )
 
 
 def all_candidates(request: PlanRequest, search_space: SearchSpace) -> Iterator[Candidate]:

@@ -56,7 +56,7 @@ class StepCounts:
         schedule = self.schedule(LISTED_MICRO_BATCHES)
         (first, _), (forward, backward), (_, last) = schedule.micro_batches
         passes = (schedule.update, first), (forward,), (backward,), (last, schedule.end)
-        return tuple(self._merged(Counter(_waited_for(*found))) for found in passes)
+        return tuple(self._merged(Counter(_waited_for(*moves))) for moves in passes)
 
     @cached_property
     def ends(self) -> tuple[Counts, Counts]:
@@ -67,7 +67,7 @@ class StepCounts:
         schedule = self.schedule(1)
         ((forward, backward),) = schedule.micro_batches
         moves = [*chain.from_iterable((*forward, *backward, *schedule.end))]
-        computing = [place for place, (verb, *_) in enumerate(moves) if verb >= Verb.FORWARD]
+        computing = [index for index, (verb, *_) in enumerate(moves) if verb >= Verb.FORWARD]
         begin, end = moves[: computing[0]], moves[computing[-1] :]
         return Counter(_waited_for((begin,))), Counter(_waited_for((end,)))
 
@@ -75,23 +75,23 @@ class StepCounts:
     def of_step(self, num_micro_batches: int) -> Counts:
         """Count the actions that a step of `num_micro_batches` micro-batches queues."""
         schedule = self.schedule(min(num_micro_batches, LISTED_MICRO_BATCHES))
-        found = Counter(schedule.actions())
+        counts = Counter(schedule.actions())
         more = num_micro_batches - LISTED_MICRO_BATCHES
         for move in chain.from_iterable(chain(*schedule.micro_batches[1])) if more > 0 else ():
-            found[move] += more
-        queued = {move: count for move, count in found.items() if move[0] in QUEUES}
+            counts[move] += more
+        queued = {move: count for move, count in counts.items() if move[0] in QUEUES}
         return self._merged(queued)
 
     def _merged(self, counts: Counts) -> Counts:
-        found: Counter[Move] = Counter()
+        by_kind: Counter[Move] = Counter()
         for (verb, number, *slots), count in counts.items():
-            found[verb, self.first_of_kind[number], *slots] += count
-        return found
+            by_kind[verb, self.first_of_kind[number], *slots] += count
+        return by_kind
 
     @cached_property
     def first_of_kind(self) -> list[int]:
         """The number of the first buffer of equal kind, for every buffer by number."""
-        kinds = ((one.unit.traffic_kind, one.trains) for one in self.buffers)
+        kinds = ((buffer.unit.traffic_kind, buffer.trains) for buffer in self.buffers)
         first: dict[object, int] = {}
         return [first.setdefault(kind, number) for number, kind in enumerate(kinds)]
 

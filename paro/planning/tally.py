@@ -162,23 +162,23 @@ class StepTally:
         return None
 
     def _compute(self, verb: Verb, index: int) -> MemorySnapshot | None:
-        shape, (name, own) = self.step.shape, self.activations[index]
+        shape, (name, activations) = self.step.shape, self.activations[index]
         if verb in (Verb.FORWARD, Verb.RECOMPUTE):
             if any(not self._cached.isdisjoint(needed) for needed in shape.halves(index)):
                 self._cast_weights(index, exist=True)
             if verb is Verb.RECOMPUTE:
-                self._save(index, own.kept + own.recomputed)
+                self._save(index, activations.kept + activations.recomputed)
                 return None
-            self._save(index, own.kept if index >= shape.first_trained else 0)
-            return self.at(f"the forward of {name}", own.in_forward)
+            self._save(index, activations.kept if index >= shape.first_trained else 0)
+            return self.at(f"the forward of {name}", activations.in_forward)
         if verb is Verb.LOSS:
-            return self.at(f"the forward of {name}", own.in_loss)
+            return self.at(f"the forward of {name}", activations.in_loss)
         if verb is Verb.BACKWARD:
-            return self.at(f"the backward of {name}", own.before_gradients)
-        now = self.at(f"the backward of {name}", own.in_backward)
+            return self.at(f"the backward of {name}", activations.before_gradients)
+        now = self.at(f"the backward of {name}", activations.in_backward)
         self._slices_done[index] += 1
         if self._slices_done[index] % (shape.num_slices * len(shape.halves(index))) == 0:
-            self._save(index, own.kept_to_the_end)
+            self._save(index, activations.kept_to_the_end)
             if index == shape.first_trained:  # this is the last unit of backward
                 self._saved.clear()
                 self.now["activations"] = 0
@@ -205,9 +205,9 @@ class StepTally:
 
     def _sizes_of(self, spec: ShardingSpec) -> Mapping[str | int, int]:
         whole = {"whole_params": Verb.GATHER, "whole_grads": Verb.REDUCE}
-        found: dict[str | int, int] = {
-            kind: sum(one.num_bytes for one in spec.collectives.get(verb, ()))
+        sizes: dict[str | int, int] = {
+            kind: sum(each.num_bytes for each in spec.collectives.get(verb, ()))
             for kind, verb in whole.items()
         }
         slots = spec.slots(self.run.device_type).items() if self.run.materialize.rotates else ()
-        return found | {slot: numel * BYTES_OF[dtype] for slot, (numel, dtype) in slots}
+        return sizes | {slot: numel * BYTES_OF[dtype] for slot, (numel, dtype) in slots}

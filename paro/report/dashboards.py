@@ -112,8 +112,8 @@ class WeightsAndBiases:
                 **how,
             )
 
-        known = read_run_id(id_file) if start_iteration > 0 else None
-        self._run: Any = _continued(begin, known, start_iteration) if known else begin()
+        run_id = read_run_id(id_file) if start_iteration > 0 else None
+        self._run: Any = _continued(begin, run_id, start_iteration) if run_id else begin()
         mode = self._run.settings.mode
         self.place = mode if mode in _LOCAL_MODES else self._run.url
         if mode == "offline":
@@ -135,15 +135,15 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def _continued(begin: Callable[..., Any], known: str, start_iteration: int) -> Any:
+def _continued(begin: Callable[..., Any], run_id: str, start_iteration: int) -> Any:
     """Return the wandb run `known`, rewound to an iteration if it has later values.
 
     Offline, the values on the server are unknown; `wandb sync` rewinds the run later.
     """
     import wandb
 
-    rewound = partial(begin, resume_from=f"{known}?_step={start_iteration}")
-    resumed = partial(begin, id=known, resume="allow")
+    rewound = partial(begin, resume_from=f"{run_id}?_step={start_iteration}")
+    resumed = partial(begin, id=run_id, resume="allow")
     if wandb.setup().settings.mode in _LOCAL_MODES:
         return rewound()
     run = resumed()
@@ -157,13 +157,13 @@ def _continued(begin: Callable[..., Any], known: str, start_iteration: int) -> A
         return resumed()
 
 
-def read_run_id(place: Path | None) -> str | None:
+def read_run_id(file: Path | None) -> str | None:
     """Return the wandb run id stored by an earlier start of the run; None if there is none."""
-    if place is None or not place.exists():
+    if file is None or not file.exists():
         return None
-    text = read_text(place, max_bytes=_MAX_NAME_CHARS).strip()
+    text = read_text(file, max_bytes=_MAX_NAME_CHARS).strip()
     if not re.fullmatch(r"[\w-]+", text, re.ASCII):
-        raise UserError(f"{place} holds no id of a run of Weights & Biases: remove it")
+        raise UserError(f"{file} holds no id of a run of Weights & Biases: remove it")
     return text
 
 
@@ -252,11 +252,11 @@ def open_dashboards(
     dashboards = Dashboards(log)
     if not log.is_last:
         return dashboards
-    given = config, arguments, start_iteration
+    start = config, arguments, start_iteration
     if config.tensorboard_dir is not None:
-        dashboards.open("--tensorboard-dir", lambda: TensorBoard(*given))
+        dashboards.open("--tensorboard-dir", lambda: TensorBoard(*start))
     if config.wandb_project is not None:
-        dashboards.open("--wandb-project", lambda: WeightsAndBiases(*given))
+        dashboards.open("--wandb-project", lambda: WeightsAndBiases(*start))
     return dashboards
 
 

@@ -110,16 +110,16 @@ def read_lines(path: Path, what: str, say: Callable[[str], None]) -> list[bytes]
 
     The last line is partial if its run was killed, or is writing the line right now.
     """
-    *lines, rest = read_bytes(path, what, max_bytes=_MAX_BYTES).split(b"\n")
-    if not rest:
+    *lines, last = read_bytes(path, what, max_bytes=_MAX_BYTES).split(b"\n")
+    if not last:
         return lines
-    if lines or rest.startswith(_BEGINNING[: len(rest)]):  # otherwise not a metrics file
+    if lines or last.startswith(_BEGINNING[: len(last)]):  # otherwise not a metrics file
         try:
-            parse_json(rest, _Line, "")
+            parse_json(last, _Line, "")
         except UserError:
             say(f"{what}: the last line is cut short, as a killed run leaves it: it is left out")
             return lines
-    return [*lines, rest]
+    return [*lines, last]
 
 
 def _keep_up_to(path: Path, iteration: int, say: Callable[[str], None]) -> None:
@@ -199,10 +199,10 @@ class RunRecord(RunFile):
     ) -> None:
         super().__init__("the record of --metrics-file", log, is_ours)
         self._path = path
-        known = read_record(path) if start_iteration > 0 else Record()
-        self._starts = [s for s in known.get("starts", []) if s["iteration"] < start_iteration]
+        record = read_record(path) if start_iteration > 0 else Record()
+        self._starts = [s for s in record.get("starts", []) if s["iteration"] < start_iteration]
         self._validations = [
-            v for v in known.get("validations", []) if v["iteration"] <= start_iteration
+            v for v in record.get("validations", []) if v["iteration"] <= start_iteration
         ]
         self._start_iteration = start_iteration
 
@@ -251,7 +251,7 @@ def environment(device: torch.device) -> dict[str, str]:
     """Collect versions, hardware and settings that a run's measurements depend on besides flags."""
     import torch
 
-    found = {
+    facts = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
@@ -259,11 +259,11 @@ def environment(device: torch.device) -> dict[str, str]:
         "threads of a rank": str(torch.get_num_threads()),
     }
     if device.type == "cuda":
-        found["device"] = torch.cuda.get_device_name(device)
-        found["CUDA"] = str(torch.version.cuda)
+        facts["device"] = torch.cuda.get_device_name(device)
+        facts["CUDA"] = str(torch.version.cuda)
     else:
-        found["device"] = f"CPU, {_cpu_name()}"
-    return found
+        facts["device"] = f"CPU, {_cpu_name()}"
+    return facts
 
 
 def _cpu_name() -> str:

@@ -107,7 +107,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
         flags.load,
         training.optimizer.flat_shards(),
         training.control,
-        wanted=LoadRequest(
+        request=LoadRequest(
             iteration=flags.ckpt_step,
             moments=moments,
             model={name: model[name] for name in model if name not in positions},

@@ -99,7 +99,7 @@ def open_described(
         stated = {name: fields[name] for name in TOKEN_IDS if name in fields}
         token_ids: TokenIds = conform(stated, TokenIds, "")
     stored, notes = stored_for(config)
-    config, found, more = _find_tensors(directory, config, output_biases(fields), stored, called)
+    config, tensors, more = _find_tensors(directory, config, output_biases(fields), stored, called)
     notes += more
     companions = companions_in(assets)
     begins = begins_with_bos(companions)
@@ -110,7 +110,7 @@ def open_described(
         notes.append(f"{assets} has no {GENERATION_CONFIG}: none is written")
     return Source(
         config=config,
-        tensors=checked_tensors(parameter_shapes(config), found, directory, called),
+        tensors=checked_tensors(parameter_shapes(config), tensors, directory, called),
         companions=companions,
         tokenizer=tokenizer,
         begins_with_bos=begins,
@@ -134,10 +134,10 @@ def _find_tensors(
     """
     untied = replace(config, tie_embeddings_and_output_weights=False)
     names = {name: called(name) for name in parameter_shapes(untied)}
-    known = {core_name(theirs): theirs for theirs in (*names.values(), *biases)}
+    by_core_name = {core_name(theirs): theirs for theirs in (*names.values(), *biases)}
     places: dict[str, str] = {}  # {name of the format: name in the files}
     for there in stored:
-        theirs = known.get(core_name(there))
+        theirs = by_core_name.get(core_name(there))
         if theirs is None:
             if there.endswith(_BUFFER):
                 continue
@@ -145,7 +145,7 @@ def _find_tensors(
         if theirs in places:
             raise UserError(f"{directory} has {places[theirs]} and {there}: both are {theirs}")
         places[theirs] = there
-    found = {name: stored[places[theirs]] for name, theirs in names.items() if theirs in places}
+    tensors = {name: stored[places[theirs]] for name, theirs in names.items() if theirs in places}
     size = config.hidden_size
     for theirs in filter(places.__contains__, biases):
         bias = stored[places[theirs]]
@@ -155,16 +155,16 @@ def _find_tensors(
                 "output projection of attention"
             )
     notes = []
-    if config.tie_embeddings_and_output_weights and "head.weight" in found:
-        head = found.pop("head.weight")
-        embedding = found.setdefault("embedding.weight", head)
+    if config.tie_embeddings_and_output_weights and "head.weight" in tensors:
+        head = tensors.pop("head.weight")
+        embedding = tensors.setdefault("embedding.weight", head)
         if embedding is not head and not _are_equal(embedding, head):
             notes.append(
                 f"{CONFIG} says tie_word_embeddings, and {directory} stores another "
                 f"{names['head.weight']}: the output layer is not tied"
             )
-            config, found["head.weight"] = untied, head
-    return config, found, notes
+            config, tensors["head.weight"] = untied, head
+    return config, tensors, notes
 
 
 def _stored_tensors(directory: Path) -> _Stored:
@@ -196,10 +196,12 @@ def core_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _AROUND)
 
 
-def _are_equal(one: LazyTensor, other: LazyTensor) -> bool:
-    if one.shape != other.shape or not one.shape:
+def _are_equal(tensor: LazyTensor, other: LazyTensor) -> bool:
+    if tensor.shape != other.shape or not tensor.shape:
         return False
-    return all(bool((one.rows(*rows) == other.rows(*rows)).all()) for rows in one.row_ranges())
+    return all(
+        bool((tensor.rows(*rows) == other.rows(*rows)).all()) for rows in tensor.row_ranges()
+    )
 
 
 def companions_in(directory: Path) -> dict[str, Path]:
@@ -345,9 +347,9 @@ def config_fields(source: Source) -> dict[str, Any]:
         if replace(described, tie_embeddings_and_output_weights=tied) == source.config:
             if described.tie_embeddings_and_output_weights != tied:  # another is stored
                 fields["tie_word_embeddings"] = tied
-            known = [name for name in ("dtype", "torch_dtype") if name in fields]
-            dtype = _stated_dtype(source, [fields[name] for name in known])
-            return fields | dict.fromkeys(known or ["torch_dtype"], dtype)
+            stated = [name for name in ("dtype", "torch_dtype") if name in fields]
+            dtype = _stated_dtype(source, [fields[name] for name in stated])
+            return fields | dict.fromkeys(stated or ["torch_dtype"], dtype)
     fields = hugging_face_config(replace(source.config, recompute=None))
     rope = fields.pop("rope_parameters")
     # The form of transformers 4, which transformers 5 reads too.

@@ -79,8 +79,8 @@ def open_megatron(root: Path, *, optimizer: bool = False) -> Source:
     else:
         model = _open_torch(directory)
     config, vocab_size = config_of(model)
-    found = unfused(config, model)
-    tensors = checked_tensors(parameter_shapes(config), found, model.path, megatron_name)
+    tensors = unfused(config, model)
+    tensors = checked_tensors(parameter_shapes(config), tensors, model.path, megatron_name)
     companions = companions_in(root / COMPANIONS)
     # A tokenizer.model alone is from a folder of Meta's, whose texts begin with BOS.
     begins = {*companions} == {"tokenizer.model"} or begins_with_bos(companions)
@@ -154,8 +154,8 @@ def _iteration(root: Path) -> Path:
 
 def _open_torch(directory: Path) -> MegatronModel:
     """Open the files of all ranks: mp_rank_TT or, with pipeline parallelism, mp_rank_TT_PPP."""
-    found = paths_in(directory, "mp_rank_00", "mp_rank_00_000")
-    path = (found[0] if found else directory / "mp_rank_00") / FILE
+    folders = paths_in(directory, "mp_rank_00", "mp_rank_00_000")
+    path = (folders[0] if folders else directory / "mp_rank_00") / FILE
     if not path.is_file() and (directory / METADATA).is_file():
         raise UserError(
             f"{directory} is of --ckpt-format fsdp_dtensor or torch_dcp, as DCP's files without "
@@ -187,7 +187,7 @@ def _of_stages(paths: list[Path]) -> dict[str, LazyTensor]:
     stages = [[*_chunks_in(path)] for path in paths]
     if len({*map(len, stages)}) > 1:
         raise UserError(f"{paths[0]} has {len(stages[0])} chunks of layers, and others have not")
-    found: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     first_layer = 0
     for chunk in (chunk for same in zip(*stages, strict=True) for chunk in same):
         layers = {0}
@@ -196,9 +196,9 @@ def _of_stages(paths: list[Path]) -> dict[str, LazyTensor]:
             if layer is not None:
                 layers.add(layer + 1)
                 name = f"{prefix}{first_layer + layer}.{rest}"
-            found.setdefault(name, tensor)
+            tensors.setdefault(name, tensor)
         first_layer += max(layers)
-    return found
+    return tensors
 
 
 def _chunks_in(path: Path) -> Iterator[dict[str, LazyTensor]]:

@@ -80,13 +80,13 @@ def open_dist(directory: Path, kinds: Sequence[str] = (), prefix: str = "") -> M
 def _common_of(directory: Path, folder: DcpFolder) -> tuple[Path, Any]:
     """Return the state common to all ranks, and its file: common.pt, or in newer folders DCP's."""
     path = directory / COMMON
-    place = folder.metadata.storage_data.get(MetadataIndex(_COMMON_STATE))
-    if path.exists() or place is None:
+    info = folder.metadata.storage_data.get(MetadataIndex(_COMMON_STATE))
+    if path.exists() or info is None:
         return path, load_torch_file(path)
-    path = directory / place.relative_path
-    if place.length > MAX_BYTES:
-        raise UserError(f"{path}: {_COMMON_STATE} has {place.length:,} bytes")
-    content = RegularFile(path).read(place.offset, place.length)
+    path = directory / info.relative_path
+    if info.length > MAX_BYTES:
+        raise UserError(f"{path}: {_COMMON_STATE} has {info.length:,} bytes")
+    content = RegularFile(path).read(info.offset, info.length)
     states = load_torch_file(path, content)
     return path, states[0] if isinstance(states, list) and states else None
 
@@ -96,7 +96,7 @@ def _tensors_in(folder: DcpFolder, prefix: str = "") -> dict[str, LazyTensor]:
 
     The prefix is left out of their names; without a prefix the optimizer's are left out.
     """
-    found = {}
+    tensors = {}
     for stored, state in folder.states.items():
         is_wanted = stored.startswith(prefix or ("embedding.", "decoder.", "output_layer."))
         if not is_wanted or not is_weight_type(state.properties.dtype) or 0 in state.size:
@@ -104,14 +104,14 @@ def _tensors_in(folder: DcpFolder, prefix: str = "") -> dict[str, LazyTensor]:
         name = stored.removeprefix(prefix)
         if _STACKED.search(name) and len(state.size) in (2, 3):
             for layer in range(state.size[0]):
-                found[_STACKED.sub(rf"\g<1>{layer}.", name)] = folder.tensor(stored, layer)
+                tensors[_STACKED.sub(rf"\g<1>{layer}.", name)] = folder.tensor(stored, layer)
         elif len(state.size) in (1, 2):
-            found[name] = folder.tensor(stored)
-    for gate in [name for name in found if name.endswith("linear_fc1.weight_w")]:
+            tensors[name] = folder.tensor(stored)
+    for gate in [name for name in tensors if name.endswith("linear_fc1.weight_w")]:
         whole, up = gate.removesuffix("_w"), f"{gate.removesuffix('_w')}_v"
-        if up in found:  # stored apart, as with `singleton_local_shards`
-            found[whole] = joined([found.pop(gate), found.pop(up)], 0)
-    return found
+        if up in tensors:  # stored apart, as with `singleton_local_shards`
+            tensors[whole] = joined([tensors.pop(gate), tensors.pop(up)], 0)
+    return tensors
 
 
 def write_dist(directory: Path, common: Mapping[str, Any], whole: Mapping[str, LazyTensor]) -> None:
@@ -136,7 +136,7 @@ def _add_extra_states(directory: Path, num_layers: int) -> None:
     torch.save([None], content)
     path = directory / "__1_0.distcp"
     path.write_bytes(content.getvalue())
-    place = _StorageInfo(path.name, 0, len(content.getvalue()))
+    info = _StorageInfo(path.name, 0, len(content.getvalue()))
     parts = [(f"mlp.{m}" if "fc" in m else f"self_attention.{m}") for m in _WITH_EXTRA_STATE]
     names = [
         f"decoder.layers.{part}._extra_state/shard_{layer}_{num_layers}"
@@ -145,5 +145,5 @@ def _add_extra_states(directory: Path, num_layers: int) -> None:
     ]
     for name in (*names, "decoder.final_layernorm._extra_state/shard_0_1"):
         metadata.state_dict_metadata[name] = BytesStorageMetadata()
-        metadata.storage_data[MetadataIndex(name)] = place
+        metadata.storage_data[MetadataIndex(name)] = info
     (directory / METADATA).write_bytes(pickle.dumps(metadata))

@@ -143,9 +143,9 @@ def args_in(saved: object, path: Path) -> MegatronArgs:
 def config_of(model: MegatronModel) -> tuple[LlamaConfig, int]:
     """Return the model with padded vocabulary, and the size of the vocabulary without padding."""
     path, args = model.path, model.args
-    given: dict[str, Any] = {**args}
+    flags: dict[str, Any] = {**args}
     for name, ours in _FIXED.items():
-        theirs = given.get(name, ours)
+        theirs = flags.get(name, ours)
         is_plain = theirs is None or isinstance(theirs, str | int | float)
         if not is_plain or theirs != ours:
             there = repr(theirs) if is_plain else f"a {type(theirs).__name__}"
@@ -155,23 +155,23 @@ def config_of(model: MegatronModel) -> tuple[LlamaConfig, int]:
     if EMBEDDING not in model.tensors:
         raise UserError(f"{path} has no {EMBEDDING}")
     is_used = {
-        "rope_scaling_": given.get("use_rope_scaling"),
-        "yarn_": given.get("position_embedding_type") == "yarn",
-        "mup_": given.get("use_mup"),
+        "rope_scaling_": flags.get("use_rope_scaling"),
+        "yarn_": flags.get("position_embedding_type") == "yarn",
+        "mup_": flags.get("use_mup"),
     }
     unused = tuple(prefix for prefix in is_used if not is_used[prefix])
     names = [name for name in (*_FIELDS, *_ROTARY) if not name.startswith(unused)]
-    fields = {name: given[name] for name in names if given.get(name) is not None}
-    groups = "num_query_groups" if given.get("group_query_attention") else "num_attention_heads"
-    if groups in given:
-        fields["num_query_groups"] = given[groups]
+    fields = {name: flags[name] for name in names if flags.get(name) is not None}
+    groups = "num_query_groups" if flags.get("group_query_attention") else "num_attention_heads"
+    if groups in flags:
+        fields["num_query_groups"] = flags[groups]
     fields["vocab_size"] = model.tensors[EMBEDDING].shape[0]
     tied = not args["untie_embeddings_and_output_weights"]
     fields["tie_embeddings_and_output_weights"] = tied
     config: LlamaConfig = conform(fields, LlamaConfig, f"{path}: args")
     vocab_size = args.get("vocab_size") or config.vocab_size
-    is_null = given.get("tokenizer_type") == "NullTokenizer"
-    if is_null and "null_tokenizer_eod_id" not in given:
+    is_null = flags.get("tokenizer_type") == "NullTokenizer"
+    if is_null and "null_tokenizer_eod_id" not in flags:
         vocab_size += 1  # before core 0.18 the argument did not count the EOD token
     return config, min(vocab_size, config.vocab_size)
 
@@ -182,10 +182,15 @@ def unfused(config: LlamaConfig, model: MegatronModel) -> dict[str, LazyTensor]:
     `UserError` for a tensor that the model does not have, such as a bias or one more layer.
     """
     shapes = _fused_shapes(config)
-    found = {}
-    known = {*shapes, *(name_in(_WITHOUT_TRANSFORMER_ENGINE, n) for n in parameter_shapes(config))}
-    known.add(megatron_name("head.weight"))  # the last pipeline stage has a copy of a tied one
-    others = [name for name in model.tensors if name not in known]
+    tensors = {}
+    model_names = {
+        *shapes,
+        *(name_in(_WITHOUT_TRANSFORMER_ENGINE, n) for n in parameter_shapes(config)),
+    }
+    model_names.add(
+        megatron_name("head.weight")
+    )  # the last pipeline stage has a copy of a tied one
+    others = [name for name in model.tensors if name not in model_names]
     if others:
         raise UserError(
             f"{model.path}: the model has {others[0]:.99}, and by its arguments it has no such "
@@ -203,8 +208,8 @@ def unfused(config: LlamaConfig, model: MegatronModel) -> dict[str, LazyTensor]:
                 f"{model.path}: {theirs} is {shape_text(tensor.shape)}, and its arguments make it "
                 f"{shape_text(shapes[theirs])}"
             )
-        found[name] = picked(tensor, _rows_of(config, name, tensor.shape[0]))
-    return found
+        tensors[name] = picked(tensor, _rows_of(config, name, tensor.shape[0]))
+    return tensors
 
 
 def fused(config: LlamaConfig, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:

@@ -54,12 +54,12 @@ class LazyTensor:
 
     def cast(self, dtype: torch.dtype | None) -> LazyTensor:
         """Return the tensor in a type, or its own; `UserError` where a value read is not finite."""
-        wanted = dtype or self.dtype
+        target = dtype or self.dtype
 
         def rows(start: int, stop: int) -> Tensor:
-            return finite_cast(self.rows(start, stop), wanted, self.name)
+            return finite_cast(self.rows(start, stop), target, self.name)
 
-        return replace(self, dtype=wanted, rows=rows)
+        return replace(self, dtype=target, rows=rows)
 
     def counted(self, count: Callable[[int], object]) -> LazyTensor:
         """Return a tensor that calls `count` with the bytes of the rows whenever some are read."""
@@ -72,11 +72,11 @@ class LazyTensor:
         return replace(self, rows=rows)
 
 
-def finite_cast(values: Tensor, wanted: torch.dtype, name: str) -> Tensor:
+def finite_cast(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Return values of the tensor `name` in a type; `UserError` if one is not finite there."""
-    cast = values.to(wanted)
+    cast = values.to(dtype)
     if not _is_finite(cast):
-        raise UserError(f"{name} {_what_is_wrong(values, wanted)}")
+        raise UserError(f"{name} {_what_is_wrong(values, dtype)}")
     return cast
 
 
@@ -85,10 +85,10 @@ def _is_finite(values: Tensor) -> bool:
     return values.numel() == 0 or all(bool(end.isfinite()) for end in values.aminmax())
 
 
-def _what_is_wrong(values: Tensor, wanted: torch.dtype) -> str:
+def _what_is_wrong(values: Tensor, dtype: torch.dtype) -> str:
     if not _is_finite(values):
         return "holds infinity or NaN: take a checkpoint that holds none"
-    text, most = str(wanted).removeprefix("torch."), torch.finfo(wanted).max
+    text, most = str(dtype).removeprefix("torch."), torch.finfo(dtype).max
     largest = float(values.abs().max())
     return f"holds {largest:g}, and {text} has no number above {most:g}: choose another type"
 
@@ -190,8 +190,8 @@ def picked(tensor: LazyTensor, index: Tensor) -> LazyTensor:
     """Return a tensor of the rows `index` of another; runs of consecutive rows are read at once."""
 
     def rows(start: int, stop: int) -> Tensor:
-        wanted = index[start:stop]
-        runs = wanted.tensor_split((wanted.diff() != 1).nonzero().flatten() + 1)
+        part = index[start:stop]
+        runs = part.tensor_split((part.diff() != 1).nonzero().flatten() + 1)
         return torch.cat([tensor.rows(int(run[0]), int(run[-1]) + 1) for run in runs])
 
     return replace(tensor, shape=(len(index), *tensor.shape[1:]), rows=rows)
@@ -199,7 +199,7 @@ def picked(tensor: LazyTensor, index: Tensor) -> LazyTensor:
 
 def checked_tensors(
     shapes: Mapping[str, Shape],
-    found: Mapping[str, LazyTensor],
+    stored: Mapping[str, LazyTensor],
     where: Path,
     called: Callable[[str], str] = str,
 ) -> dict[str, LazyTensor]:
@@ -209,12 +209,12 @@ def checked_tensors(
     """
     tensors = {}
     for name, shape in shapes.items():
-        if name not in found:
+        if name not in stored:
             raise UserError(f"{where} has no {called(name)}: a file is missing or damaged")
-        if found[name].shape != shape:
-            there, here = map(shape_text, (found[name].shape, shape))
+        if stored[name].shape != shape:
+            there, here = map(shape_text, (stored[name].shape, shape))
             raise UserError(f"{where}: {called(name)} is {there}, and {here} by its configuration")
-        tensors[name] = replace(found[name], name=found[name].name or f"{where}: {called(name)}")
+        tensors[name] = replace(stored[name], name=stored[name].name or f"{where}: {called(name)}")
     return tensors
 
 

@@ -62,7 +62,7 @@ class SnapshotFolder:
 
     def snapshots(self, flags: Mapping[str, str]) -> tuple[list[Snapshot], list[str]]:
         """List the readable snapshots of a run with these flags, and lines about the others."""
-        found, notes = [], []
+        snapshots, notes = [], []
         for path in sorted(self.path.glob(f"*{RECORD}")):  # in one order on all ranks of the node
             try:
                 snapshot = Snapshot.read(path)
@@ -75,8 +75,8 @@ class SnapshotFolder:
                 flag = changed[0].replace("_", "-")
                 notes.append(f"local copies in {self.path} are of other flags (--{flag}): not used")
             else:
-                found.append(snapshot)
-        return found, notes
+                snapshots.append(snapshot)
+        return snapshots, notes
 
     def discard(self) -> None:
         """Remove the folder; another rank may do the same."""
@@ -153,10 +153,10 @@ def _make_private(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise UserError(f"{path} is no folder of yours: remove it, or give another {FLAG}")
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         raise UserError(f"{path} is open to other users: chmod 700 it, or remove it")
 
 
@@ -174,13 +174,13 @@ def _lock(path: Path, deadline: float) -> int | None:
         time.sleep(0.1)
 
 
-def _remove_leftovers(own: Path, log: Callable[[str], None]) -> None:
+def _remove_leftovers(folder: Path, log: Callable[[str], None]) -> None:
     """Remove folders of this user's jobs on this node that ended long ago; log a line each."""
-    for path in own.parent.glob(f"paro-{os.getuid()}-*-{_as_file_name(socket.gethostname())}"):
-        if path == own:
+    for path in folder.parent.glob(f"paro-{os.getuid()}-*-{_as_file_name(socket.gethostname())}"):
+        if path == folder:
             continue
         with suppress(OSError):
-            written = max(found.stat().st_mtime for found in (path, *path.iterdir()))
+            written = max(file.stat().st_mtime for file in (path, *path.iterdir()))
             lock = _lock(path / _LOCK, 0.0) if time.time() - written > _LEFTOVER_SECONDS else None
             if lock is not None:
                 shutil.rmtree(path)

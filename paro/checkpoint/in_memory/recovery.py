@@ -114,26 +114,26 @@ def recover(
     its newest iteration in the newest round. A group without one is filled as the group that is
     furthest; then only the anchor is its own.
     """
-    found, held = _held(folder, flags, log)
+    snapshots, held = _held(folder, flags, log)
     newest = held[0].age[0] if held else -1
     while held and held[0].age[0] > newer_than:
         # {group: its newest snapshots in the round of the newest of all}
-        used = {one.group: one for one in reversed(held) if one.met == held[0].met}
-        of_ages = [each for each in found if _Held.of(each) in used.values()]
+        used = {each.group: each for each in reversed(held) if each.met == held[0].met}
+        of_ages = [each for each in snapshots if _Held.of(each) in used.values()]
         filled = states
         if group not in used:
             filled = {of_other_group(name, held[0].group): states[name] for name in states}
         copies = _VerifiedSnapshots(folder, filled, of_ages, log)
         messages, lost = copies.plan()
         missing = [want for want in lost if not _is_outer(want.state, states)]
-        needed = [want for want in missing if not may_be_missing(want.state)]
-        if needed:
-            gone = {used.get(group_of(want.state), held[0]) for want in needed}
+        fatal = [want for want in missing if not may_be_missing(want.state)]
+        if fatal:
+            gone = {used.get(group_of(want.state), held[0]) for want in fatal}
             log(
                 f"  passing over iteration {max(gone).age[0]} of the local copies: no node that is "
-                f"left holds {needed[0].state} at {list(needed[0].chunk.offsets)}"
+                f"left holds {fatal[0].state} at {list(fatal[0].chunk.offsets)}"
             )
-            held = [one for one in held if one not in gone]
+            held = [each for each in held if each not in gone]
             continue
         # On all ranks: a lost or damaged file held the masters of these chunks too.
         commons, num_bytes = copies.commons(), copies.fill(messages)
@@ -145,7 +145,7 @@ def recover(
             common=commons.get(group, furthest),
             own_node_bytes=num_bytes[0],
             other_nodes_bytes=num_bytes[1],
-            groups={number: one.age[0] for number, one in used.items()},
+            groups={number: each.age[0] for number, each in used.items()},
             furthest=furthest,
             met=held[0].met,
             lost_reference=copies.lacks(lost),
@@ -175,11 +175,11 @@ def _held(
     folder: SnapshotFolder, flags: Mapping[str, str], log: Callable[[str], None]
 ) -> tuple[list[Snapshot], list[_Held]]:
     """Return this node's readable snapshots, and the ages of all nodes', newest first."""
-    found, notes = folder.snapshots(flags)
-    everyone = folder.control.gather(({_Held.of(snapshot) for snapshot in found}, notes))
+    snapshots, notes = folder.snapshots(flags)
+    everyone = folder.control.gather(({_Held.of(snapshot) for snapshot in snapshots}, notes))
     for line in dict.fromkeys(line for _, lines in everyone for line in lines):
         log(line)
-    return found, sorted({each for own, _ in everyone for each in own}, reverse=True)
+    return snapshots, sorted({each for ages, _ in everyone for each in ages}, reverse=True)
 
 
 def _is_outer(name: str, states: Collection[str]) -> bool:
@@ -198,12 +198,12 @@ class _VerifiedSnapshots:
         self,
         folder: SnapshotFolder,
         states: Mapping[str, ChunkedState],
-        found: Sequence[Snapshot],
+        snapshots: Sequence[Snapshot],
         log: Callable[[str], None],
     ) -> None:
         near, rank = folder.folder_ranks, folder.control.world.rank
         mine, damaged = [], {}
-        for snapshot in found[near.index(rank) :: len(near)]:
+        for snapshot in snapshots[near.index(rank) :: len(near)]:
             try:
                 snapshot.check()
             except UserError as error:
@@ -214,7 +214,7 @@ class _VerifiedSnapshots:
         for line in dict.fromkeys(line for one in everyone for line in one.values()):
             log(f"  passing over local copies: {line}")
         bad = {name for other in near for name in everyone[other]}
-        self.of_node = [snapshot for snapshot in found if snapshot.path.name not in bad]
+        self.of_node = [snapshot for snapshot in snapshots if snapshot.path.name not in bad]
         self._folder = folder
         self._on_node = _by_state(self.of_node)
         self._of_this_rank = _by_state(mine)  # snapshots from which this rank sends
@@ -366,8 +366,8 @@ def assign(
     load = [0] * len(offers)
     messages, lost = [], []
     for target, of_target in enumerate(wants):
-        for number, (state, wanted) in enumerate(of_target):
-            left = [wanted]
+        for number, (state, want) in enumerate(of_target):
+            left = [want]
             for source, chunk in sorted(
                 by_want[target, number], key=lambda offer: (load[offer[0]], offer[0])
             ):

@@ -100,7 +100,7 @@ def test_damage_is_passed_over(saved: Path, name: str, harm: Callable[[Path], ob
     assert name in lines[0]
     assert "\n" not in lines[0]
     refused(
-        lambda: load_checkpoint(saved.parent, shards, wanted=LoadRequest(iteration=200)),
+        lambda: load_checkpoint(saved.parent, shards, request=LoadRequest(iteration=200)),
         f"--load {saved.parent}: ... {name} ... another --ckpt-step",
     )
 

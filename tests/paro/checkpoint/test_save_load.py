@@ -137,7 +137,7 @@ def test_the_one_before_stays_where_the_next_is_not_whole_on_every_node(tmp_path
     with pytest.raises(UserError, match="rank 2"):
         save(200, OtherNodeFails(alone.everyone, alone.near, alone.folder_ranks))
     common = load_checkpoint(
-        tmp_path, make_shards(ONE, 0, filled=False), wanted=LoadRequest(iteration=100)
+        tmp_path, make_shards(ONE, 0, filled=False), request=LoadRequest(iteration=100)
     )
     assert common is not None
 
@@ -223,10 +223,10 @@ def test_a_field_that_an_older_checkpoint_lacks_has_its_default_there(tmp_path: 
     shards = make_shards(ONE, 0, filled=True)
     save_checkpoint(tmp_path, 100, shards, {"model": {"hidden_size": 6}})
     now = {"hidden_size": 6, "position_embedding_type": "rope"}
-    load_checkpoint(tmp_path, shards, wanted=LoadRequest(model=now))
+    load_checkpoint(tmp_path, shards, request=LoadRequest(model=now))
     other = LoadRequest(model=now | {"position_embedding_type": "yarn"})
     told = "position_embedding_type is rope there and yarn here"
-    refused(lambda: load_checkpoint(tmp_path, shards, wanted=other), told)
+    refused(lambda: load_checkpoint(tmp_path, shards, request=other), told)
 
 
 def test_parameters_on_one_side_only_are_told(one: Path, tmp_path: Path) -> None:

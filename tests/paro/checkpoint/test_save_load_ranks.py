@@ -46,7 +46,7 @@ def fails_alike(root: Path, *, failing: int) -> tuple[str, str]:
     with limit, pytest.raises(StorageError) as unwritten:
         save_checkpoint(root, 200, shards, {})
     with pytest.raises(UserError) as unread:
-        load_checkpoint(root, shards, wanted=LoadRequest(model={"hidden_size": 1}))
+        load_checkpoint(root, shards, request=LoadRequest(model={"hidden_size": 1}))
     assert_true(shards)
     return str(unwritten.value), str(unread.value)
 
