@@ -140,7 +140,7 @@ def _write(entry: CacheEntry, indices: NamedTuple) -> None:
 
 
 def _read(entry: CacheEntry, kind: type[Indices]) -> Indices | None:
-    """Return the stored arrays; None if a file is missing or differs from what was written."""
+    """Return the stored arrays; None if a file is missing or has changed since it was written."""
     try:
         arrays = {name: StoredArray(entry.path(f"{name}.npy")) for name in kind._fields}
         sums = {name: crc32_of_file(array.file) for name, array in arrays.items()}

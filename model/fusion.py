@@ -60,7 +60,7 @@ def check_compiler(config: LlamaConfig, device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fusions:
-    """Megatron's fusion flags: what Triton computes if available, in addition to fp8 casts."""
+    """Megatron's flags of the fusions that Triton computes if available, besides fp8 casts."""
 
     bias_swiglu_fusion: bool = True
     apply_rope_fusion: bool = True

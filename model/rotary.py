@@ -66,7 +66,7 @@ def rotations(
 
 
 class _Rotate(torch.autograd.Function):
-    """Backward applies the inverse rotation, so the input is not saved."""
+    """A rotation whose backward applies the inverse, so that the input is not saved."""
 
     @staticmethod
     def forward(

@@ -120,7 +120,7 @@ class StorageError(RunError):
 
 
 class PeerError(Exception):
-    """Another rank failed and prints its traceback; this one ends with status 1 too."""
+    """The error of ranks without a fault, which end with status 1: another prints a traceback."""
 
 
 def is_storage_failure(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Flags of learning rates and weight decay that are not those of all parameters, and of muP."""
+"""Flags of muP, and of learning rates and weight decay of some parameters."""
 
 from __future__ import annotations
 

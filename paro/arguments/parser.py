@@ -61,7 +61,7 @@ WrongValues = Callable[[Namespace], tuple[Sequence[str], Mapping[str, object]]]
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Adds the default, if any, to each help text, and never breaks a flag across lines."""
+    """A formatter of help that adds defaults to texts, and breaks no flag across lines."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)

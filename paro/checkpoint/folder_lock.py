@@ -32,7 +32,7 @@ _FILE_BYTES = 2048  # constant size of a lock file: one write replaces all of th
 
 
 class LockLostError(StorageError):
-    """Another run has taken the folder over: this run stops before it renames anything there."""
+    """The error of a run whose folder another has taken over; it renames nothing there."""
 
 
 class FolderLock:

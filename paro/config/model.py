@@ -80,7 +80,7 @@ def vocab_size_given(args: Namespace) -> int | None:
 
 
 def _published_sizes(preset: LlamaConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the preset's sizes; leave out those of what a flag replaces or changes."""
+    """Return the preset's sizes, without sizes that a flag replaces or that follow from it."""
     sizes = {field.name: getattr(preset, field.name) for field in fields(preset)}
     del sizes["vocab_size"], sizes["recompute"], sizes["lora"]
     if given.get("position_embedding_type") == "yarn":

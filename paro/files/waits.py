@@ -27,9 +27,7 @@ class Wait:
         self._has_noted = False
 
     def check(self, why: str = "") -> None:
-        """Say once what is waited for, and why; `TimeoutError`, one line with status 1, past the
-        limit.
-        """
+        """Print the wait once, with the reason; `TimeoutError` with one line past the limit."""
         what = f"{self._what}{why}"
         waited = time.monotonic() - self._begin
         flag, limit = "; --distributed-timeout-minutes is the limit", self.limit_seconds

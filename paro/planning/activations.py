@@ -227,7 +227,7 @@ class Activations:
         return self._with_scores(width) + self.run.num_tokens * in_fp8
 
     def _with_scores(self, width: int) -> int:
-        """Count bytes of `width` elements per token, and those saved by attention and its norms."""
+        """Count bytes of `width` elements per token, and bytes saved by attention and norms."""
         config, run = self.config, self.run
         without_core = config.recompute is not None and config.recompute.core_attention
         in_fp32 = 0 if without_core else config.num_attention_heads  # log-sum-exp

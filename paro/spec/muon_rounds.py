@@ -118,7 +118,7 @@ class MuonRounds:
 
     @cached_property
     def sent_numels(self) -> Counter[tuple[int, int]]:
-        """Count elements that a step sends, by the ranks of sender and receiver."""
+        """The elements that a step sends, by the ranks of sender and receiver."""
         sent: Counter[tuple[int, int]] = Counter()
         for assignment in chain.from_iterable(self.rounds):
             owner = assignment.owner

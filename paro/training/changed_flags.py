@@ -176,7 +176,7 @@ def _data_changes(saved: Record, now: Record) -> Iterator[str]:
 
 
 def _is_same(before: Any, after: Any) -> bool:
-    """Return whether two values are equal; splits are equal if they cut at the same positions."""
+    """Return whether two values are equal; splits are equal if they cut at equal positions."""
     if isinstance(before, str) and isinstance(after, str):
         return parse_split(before) == parse_split(after)
     return bool(before == after)

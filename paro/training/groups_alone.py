@@ -80,7 +80,7 @@ class GroupsAlone:
         return of_rank._replace(stop_after=int(store.get(_STEP)) if is_marked else 0)
 
     def reasons_of_all(self, reasons: Reasons, iteration: int) -> Reasons:
-        """Return the reasons for which all groups stop after `iteration`, from those of a step.
+        """Return the reasons for which all groups stop after `iteration`; `reasons` are of a step.
 
         Collective over all groups at the step after which they stop.
         """

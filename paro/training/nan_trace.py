@@ -23,7 +23,7 @@ _SUMS = (
 
 
 class _Watch(TorchDispatchMode):
-    """Notes the first operation that makes infinity or NaN from finite values.
+    """A record of the first operation that makes infinity or NaN from finite values.
 
     An operation counts if the output of its unit, or the gradient that leaves the unit, is not
     finite either: what a later operation masks was no fault.

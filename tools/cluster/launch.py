@@ -209,7 +209,7 @@ def _send(number: int, processes: Mapping[int, subprocess.Popen[bytes]]) -> None
 
 
 class NodeOutput:
-    """Forwards what nodes write into pipes, line by line, so that lines of two never mix."""
+    """The output of nodes, forwarded line by line, so that lines of two never mix."""
 
     def __init__(self, nodes: Mapping[int, subprocess.Popen[bytes]]) -> None:
         self._writing = Lock()

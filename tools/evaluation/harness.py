@@ -17,7 +17,7 @@ from tools.evaluation.scoring import Score, scores_of
 
 
 class HarnessModel(TemplateLM):
-    """Answers the harness; `prefix` are the ids that begin every text, maybe none."""
+    """A model that the harness asks; `prefix` are the ids that begin every text, maybe none."""
 
     def __init__(
         self,

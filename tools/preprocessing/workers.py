@@ -23,7 +23,7 @@ TASKS_PER_WORKER = 4  # in flight at once: bounds memory, and keeps workers busy
 
 
 class Workers:
-    """Maps functions over tasks; in this process if there are no workers."""
+    """Processes that map functions over tasks; without any, this process does."""
 
     def __init__(self, executor: ProcessPoolExecutor | None, count: int) -> None:
         self._executor = executor

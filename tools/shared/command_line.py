@@ -12,7 +12,7 @@ from paro.errors import UserError, one_line
 
 
 class Parser(FlagParser):
-    """Reports a mistake in one line, with the name of the program; takes whole flags only.
+    """A parser of whole flags that reports a mistake in one line, with the program's name.
 
     A description of several lines is shown as it is.
     """
@@ -29,7 +29,7 @@ class Parser(FlagParser):
 
 
 class RankParser(Parser):
-    """Raises `UserError` for a mistake, so that only one of several ranks reports it."""
+    """A parser that raises `UserError`, so that only one of several ranks reports a mistake."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)

@@ -55,7 +55,7 @@ FILE = "model_optim_rng.pt"
 
 
 def is_megatron(root: Path) -> bool:
-    """Return whether the folder is Megatron's; its tracker has the same name as ours."""
+    """Return whether the folder is Megatron's; this project's have an equal tracker."""
     return (root / TRACKER).is_file() and any(root.glob("*/mp_rank_*"))
 
 

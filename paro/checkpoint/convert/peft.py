@@ -26,7 +26,7 @@ _Alpha = Annotated[float, Between(1e-30, 1e30)]
 
 
 class _Fields(TypedDict):
-    """The fields of adapter_config.json that decide what the adapters compute."""
+    """The fields of adapter_config.json on which the output of the adapters depends."""
 
     peft_type: str
     r: Positive

@@ -49,7 +49,7 @@ Row = dict[str, Any]  # figures of a contender, as --json has them
 
 
 class DisagreementError(RuntimeError):
-    """Contenders that should train identically do not."""
+    """The error for contenders that should train identically and do not."""
 
 
 def check_agreement(reference: TimedRun, run: TimedRun, tolerance: float) -> None:
