@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from paro.errors import UserError, check_between, check_least
+from paro.errors import UserError, check_between, check_least, flag_of
 from paro.files.object_cache import local_copy
 
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
@@ -57,7 +57,7 @@ class TokenizerConfig:
         for name, kind in _ONLY.items():
             if self.tokenizer_type != kind and getattr(self, name) not in (None, ""):
                 raise UserError(
-                    f"--{name.replace('_', '-')} contradicts {flag}: it goes with {kind}; leave it "
+                    f"{flag_of(name)} contradicts {flag}: it goes with {kind}; leave it "
                     "out or change the type"
                 )
         if self.tokenizer_type == GPT2_TYPE and self.tokenizer_model is not None:
@@ -67,7 +67,7 @@ class TokenizerConfig:
             )
         for name in _NEEDED.get(self.tokenizer_type, ("tokenizer_model",)):
             if getattr(self, name) is None:
-                raise UserError(f"{flag} needs --{name.replace('_', '-')}")
+                raise UserError(f"{flag} needs {flag_of(name)}")
         eod, size = self.null_tokenizer_eod_id, self.vocab_size
         if eod is not None and size is not None and not 0 <= eod < size:
             raise UserError(

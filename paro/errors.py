@@ -59,7 +59,7 @@ def check_least(least: int, meaning: str = "", /, **flags: float | None) -> None
     which = f", which {meaning}" if meaning else ""
     for name, value in flags.items():
         if value is not None and value < least:
-            raise UserError(f"{_flag(name)} {value} must be at least {least}{which}")
+            raise UserError(f"{flag_of(name)} {value} must be at least {least}{which}")
 
 
 def check_positive(**flags: float | None) -> None:
@@ -69,18 +69,19 @@ def check_positive(**flags: float | None) -> None:
     """
     for name, value in flags.items():
         if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{_flag(name)} {value} must be a positive number")
+            raise UserError(f"{flag_of(name)} {value} must be a positive number")
 
 
 def check_between(low: float, high: float, /, **flags: float | None) -> None:
     """Raise `UserError` for a flag outside `low` to `high`; flags are named as their attributes."""
     for name, value in flags.items():
         if value is not None and not low <= value <= high:
-            raise UserError(f"{_flag(name)} {value} must be at least {low} and at most {high}")
+            raise UserError(f"{flag_of(name)} {value} must be at least {low} and at most {high}")
 
 
-def _flag(attribute: str) -> str:
-    return f"--{attribute.replace('_', '-')}"
+def flag_of(name: str) -> str:
+    """Return the flag whose value an argument of this name has."""
+    return f"--{name.replace('_', '-')}"
 
 
 def check_multiple(what: str, size: int, micro_batch_size: int, data_parallel_size: int) -> None:

@@ -21,7 +21,7 @@ from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import tokenizer_config
 from paro.arguments.parser import parse_args
 from paro.distributed.user_errors import run_script
-from paro.errors import UserError
+from paro.errors import UserError, flag_of
 from paro.report.log import print_line
 from tools.inspection.contents import Contents, read_contents
 from tools.inspection.lengths import (
@@ -92,9 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
 def prefixes_of(args: Namespace) -> list[str]:
     """Return the corpora that the flags name, as training would interpret them."""
     blends = [
-        parse_blend(words, "--" + name.replace("_", "-"))
-        for name in PATH_FLAGS
-        if (words := getattr(args, name))
+        parse_blend(words, flag_of(name)) for name in PATH_FLAGS if (words := getattr(args, name))
     ]
     if args.data_args_path is not None:
         blends.append(read_blend(args.data_args_path, "--data-args-path"))

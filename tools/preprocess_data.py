@@ -26,7 +26,7 @@ from data.indexed_dataset import IndexedDatasetWriter, dtype_for_vocab
 from data.sources import SourceChunk, share_out
 from data.tokenizer_config import TOKENIZER_TYPES, tokenizer_config
 from paro.distributed.user_errors import run_script
-from paro.errors import UserError
+from paro.errors import UserError, flag_of
 from paro.report.log import print_line
 from tools.preprocessing.conversations import TOOLS
 from tools.preprocessing.encode import (
@@ -309,7 +309,7 @@ def check_counts(args: argparse.Namespace) -> None:
         given = getattr(args, flag)
         for count in given if isinstance(given, list) else [given]:
             if not 1 <= count <= limit:
-                name = "--" + flag.replace("_", "-")
+                name = flag_of(flag)
                 rule = "at least 1" if count < 1 else f"at most {limit}"
                 raise UserError(f"{name} {count} must be {rule}")
 

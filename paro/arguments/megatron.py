@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paro.arguments.flag_parser import by_flag
-from paro.errors import one_line
+from paro.errors import flag_of, one_line
 from paro.text import listed
 
 # ("LLaMA's part for the part of Megatron-LM's default GPT", flags that select LLaMA's part)
@@ -197,7 +197,7 @@ def changed_parts(args: Namespace) -> tuple[str, ...]:
 def _given(args: Namespace) -> Iterator[tuple[Rule, str, list[object]]]:
     """Yield (flag, rule, values) for each given flag that has a rule."""
     for name, value in vars(args).items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = flag_of(name)
         rule = rule_of(flag)
         if rule is not None:
             yield rule, flag, [] if value is True else value if isinstance(value, list) else [value]

@@ -19,7 +19,7 @@ from paro.checkpoint.directory import candidates, common_of, find_checkpoint
 from paro.checkpoint.manifest import DamagedError, read_manifest
 from paro.checkpoint.storage import CheckedReader
 from paro.distributed.control import Control
-from paro.errors import StorageError, UserError
+from paro.errors import StorageError, UserError, flag_of
 from paro.files.object_store import path_of
 from paro.layout import shape_text
 from paro.spec.states import (
@@ -271,6 +271,6 @@ def _check_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
             if name == "vocab_size":  # padded rows; no tokenizer flag has their number
                 text += f": give --padded-vocab-size {there[name]}, or --use-checkpoint-args"
             if is_of_positions(name):
-                flag = f"--{name.replace('_', '-')}"
+                flag = flag_of(name)
                 text += f": with --finetune and {flag} training begins with the parameters there"
             raise UserError(text)

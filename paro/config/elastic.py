@@ -12,7 +12,7 @@ from model.config import LlamaConfig
 from model.trainable import Trainable
 from paro.config.context_parallel import AUTO, data_parallel_size_of
 from paro.distributed.world import World
-from paro.errors import UserError, count_text
+from paro.errors import UserError, count_text, flag_of
 from paro.machine.files import MEASURE, find_machine
 from paro.planning.search_space import legal_strategies
 from paro.precision import PrecisionConfig
@@ -91,7 +91,7 @@ def fitted_to_ranks(
         measured_on = find_machine(args.paro_machine).world_size
         fits["paro_collective"] = AUTO if measured_on == world.size else "native"
     changes = [
-        f"--{name.replace('_', '-')} {flags[name]} is {value}"
+        f"{flag_of(name)} {flags[name]} is {value}"
         for name, value in fits.items()
         if flags[name] != value
     ]

@@ -9,7 +9,7 @@ from typing import Any
 
 from paro.arguments.parser import take
 from paro.config.train import TrainConfig
-from paro.errors import UserError, check_least, contradiction
+from paro.errors import UserError, check_least, contradiction, flag_of
 from paro.files.schema import conform
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule, parse_steps
@@ -29,7 +29,7 @@ def take_batches(args: Namespace, data_parallel_size: int) -> BatchSchedule:
     if args.step_batch_size_schedule is not None:
         for flag in ("global_batch_size", "rampup_batch_size"):
             if getattr(args, flag) is not None:
-                other = f"--{flag.replace('_', '-')}"
+                other = flag_of(flag)
                 raise contradiction("--step-batch-size-schedule", other)
         steps = parse_steps(args.step_batch_size_schedule, args.seq_length)
         global_batch_size = steps[-1][1]
@@ -148,7 +148,7 @@ def _samples(args: Namespace, name: str, batches: BatchSchedule) -> int | None:
     if iterations is None:
         return samples
     if samples is not None:
-        flag = "--" + name.replace("_", "-")
+        flag = flag_of(name)
         raise contradiction(f"{flag}-iters", f"{flag}-samples")
     return batches.samples_after(iterations)
 

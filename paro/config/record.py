@@ -19,7 +19,7 @@ from data.blend import number_in
 from model.units import num_parameters, parameter_shapes
 from paro.arguments.flag_parser import PATHS
 from paro.arguments.parser import build_parser
-from paro.errors import count_text
+from paro.errors import count_text, flag_of
 from paro.spec.param_groups import BY_SHAPE, Factors
 
 if TYPE_CHECKING:
@@ -125,13 +125,13 @@ def settings_of(config: RunConfig) -> dict[str, str]:
         "the code (a hash of paro, model and data)": code_version(),
     }
     for name, value in arguments.items():
-        found[_flag(name)] = _without_paths(value) if name in paths else _text(value)
+        found[flag_of(name)] = _without_paths(value) if name in paths else _text(value)
     machine = config.sharding.machine
     digest = sha256(repr(machine).encode()).hexdigest()
     found["the content of --paro-machine"] = "none" if machine is None else digest[:_HASH_DIGITS]
     for name, value in recorded_arguments(config).items():
         if name not in paths and value != arguments.get(name):
-            found[f"{_flag(name)} in use"] = _text(value)
+            found[f"{flag_of(name)} in use"] = _text(value)
     return found
 
 
@@ -150,10 +150,6 @@ def code_version() -> str:
             digest.update(path.relative_to(folder.parent).as_posix().encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:_HASH_DIGITS]
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _text(value: object) -> str:

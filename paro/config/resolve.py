@@ -51,7 +51,7 @@ from paro.config.sharding import (
     take_inter_bits,
 )
 from paro.distributed.world import World
-from paro.errors import UserError, check_multiple
+from paro.errors import UserError, check_multiple, flag_of
 from paro.files.schema import conform
 from paro.machine.files import MEASURE, why_unmeasurable
 from paro.machine.machine import Machine
@@ -131,7 +131,7 @@ def flags_without_effect(args: Namespace) -> tuple[str, ...]:
             ("paro_outer_steps",),
         ),
     ):
-        flags = ["--" + name.replace("_", "-") for name in names if name in changed]
+        flags = [flag_of(name) for name in names if name in changed]
         if flags and not is_used:
             lines.append(line.format(f"{', '.join(flags)} {'has' if len(flags) == 1 else 'have'}"))
     return (*lines, *_scale_notice(args))
@@ -329,7 +329,7 @@ def keeping_choice(
         choice |= {name: before[name] for name in _BITS if before.get(name) in (4, 8, FULL_BITS)}
         choice["paro_inter_bits"] = None
     can_measure = not why_unmeasurable(world.size, group_size, dry_run=args.dry_run)
-    flags = [f"--{n.replace('_', '-')} {v}" for n, v in choice.items() if v is not None]
+    flags = [f"{flag_of(n)} {v}" for n, v in choice.items() if v is not None]
     line = (
         f"the run continues with {', '.join(flags)}, as its checkpoint in {checkpoint.load} does; "
         f"--paro-machine {MEASURE if can_measure else 'NAME'} chooses anew"

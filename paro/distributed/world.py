@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from paro.errors import UserError, check_positive
+from paro.errors import UserError, check_positive, flag_of
 from paro.topology import MOST_RANKS, Topology, make_topology
 
 
@@ -56,7 +56,7 @@ class LaunchConfig:
                 raise UserError("--show-step is for --dry-run --world-size N: give both")
             for name, value in self._given().items():
                 if value is not None:
-                    flag = f"--{name.replace('_', '-')}"
+                    flag = flag_of(name)
                     raise UserError(
                         f"{flag} {value} is for --dry-run, which starts no rank: the ranks of a "
                         "training are those that torchrun or srun starts"

@@ -25,7 +25,7 @@ from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.rendezvous import by_value
 from paro.distributed.world import World, world_or_alone
-from paro.errors import RunError, UserError
+from paro.errors import RunError, UserError, flag_of
 from paro.files.object_cache import ObjectCache
 from paro.files.waits import Wait
 from paro.launch.placement import check_placement, placement_lines
@@ -268,5 +268,5 @@ def how_to_continue(checkpoint: CheckpointConfig, iteration: int) -> str:
     if checkpoint.continues:
         return f"{saved}: the same command continues from there"
     without = [flag for flag in ("finetune", "start_over") if getattr(checkpoint, flag)]
-    words = "".join(f" and leave --{flag.replace('_', '-')} out" for flag in without)
+    words = "".join(f" and leave {flag_of(flag)} out" for flag in without)
     return f"{saved}: to continue give --load {checkpoint.save}{words}"

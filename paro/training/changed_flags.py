@@ -12,6 +12,7 @@ from data.blend import PHASES
 from data.blended_dataset import PhasedDataset
 from data.loader import Datasets
 from data.sample_order import parse_split
+from paro.errors import flag_of
 from paro.files.checksum import crc32
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def schedule_change(
         if name == _TOTAL or (name in _LENGTHS and _follows_total(name, saved, now)):
             continue
         unit = " samples" if name in _LENGTHS else ""
-        flag = (_LENGTHS | _WEIGHT_DECAY).get(name, f"--{name.replace('_', '-')}")
+        flag = (_LENGTHS | _WEIGHT_DECAY).get(name, flag_of(name))
         text = f"{flag} was {saved[name]}{unit} and is {now[name]}{unit}"
         return text.replace(f"None{unit}", "not given")
     if not differ:
@@ -218,7 +219,7 @@ def _change(name: str, saved: Record, now: Record) -> str:
         " ".join(map(str, value)) if isinstance(value, list) else value
         for value in (saved[name], now[name])
     )
-    flag = f"--{name.replace('_', '-')}"
+    flag = flag_of(name)
     return f"{flag} was {before} and is {after}".replace("None", "not given")
 
 

@@ -18,7 +18,7 @@ from paro.checkpoint.in_memory.recovery import Recovery
 from paro.config.record import recorded_arguments
 from paro.config.train import TrainConfig
 from paro.distributed.control import Control
-from paro.errors import UserError, count_text, reading
+from paro.errors import UserError, count_text, flag_of, reading
 from paro.files.object_store import path_of
 from paro.files.schema import conform
 from paro.optim.finite import not_finite
@@ -169,7 +169,7 @@ def _new_positions(config: RunConfig) -> dict[str, Any]:
 def _log_positions(here: Mapping[str, Any], there: Mapping[str, Any], log: Log) -> None:
     for name, value in here.items():
         if there[name] != value:
-            flag = f"--{name.replace('_', '-')}"
+            flag = flag_of(name)
             log.log0(f"positions rotate otherwise: {flag} is {there[name]} there, {value} here")
 
 

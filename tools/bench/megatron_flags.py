@@ -30,7 +30,7 @@ from paro.arguments.megatron import RULES, Outcome, Rule, refused, rule_of
 from paro.arguments.parser import build_parser, names_in, parse_args, parse_known
 from paro.config.run import configure, take_world
 from paro.distributed.user_errors import run_script
-from paro.errors import UserError
+from paro.errors import UserError, flag_of
 from paro.launch.dry_run import run_dry
 from tools.shared.command_line import Parser
 from tools.shared.output import markdown_table, write_text
@@ -217,7 +217,7 @@ def rows_of_groups(dry_runs: Sequence[DryRun]) -> Iterator[tuple[object, ...]]:
     for dry_run in dry_runs:
         for flag, *_ in by_flag(dry_run.words):
             with_flag.setdefault(flag, []).append(dry_run)
-    names = {f"--{name.replace('_', '-')}" for name in names_in(*GROUPS)}
+    names = {flag_of(name) for name in names_in(*GROUPS)}
     for flag in sorted(names & with_flag.keys()):
         have = with_flag[flag]
         passing = sum(one.is_untouched for one in have), sum(one.failure is None for one in have)

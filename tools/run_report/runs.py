@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypedDict
 
-from paro.errors import UserError, about, one_line
+from paro.errors import UserError, about, flag_of, one_line
 from paro.files.schema import Count, Figure, conform, parse_json
 from paro.report.config import run_record_path
 from paro.report.log import print_line
@@ -140,7 +140,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
     for name in names:
         values = [_shown(run.arguments.get(name)) for run in runs]
         if len(set(values)) > 1:
-            found[f"--{name.replace('_', '-')}"] = values
+            found[flag_of(name)] = values
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from paro.arguments.flag_parser import FlagParser
 from paro.arguments.parser import build_parser
-from paro.errors import UserError, one_line
+from paro.errors import UserError, flag_of, one_line
 
 
 class Parser(FlagParser):
@@ -41,7 +41,7 @@ def add_trainer_flags(
     """Add flags of pretrain_llama.py by their names, the `others` with defaults of their own."""
     known = build_parser()._option_string_actions
     for name in (*same, *others):
-        action = copy(known[f"--{name.replace('_', '-')}"])
+        action = copy(known[flag_of(name)])
         if name in others:
             action.default = others[name]
             action.help = f"as in pretrain_llama.py; default {action.default}"

@@ -24,7 +24,7 @@ from torch import Tensor
 from model.config import LlamaConfig
 from model.units import name_in, parameter_shapes
 from paro.checkpoint.convert.source import LazyTensor, joined, picked
-from paro.errors import UserError
+from paro.errors import UserError, flag_of
 from paro.files.schema import Count, conform
 from paro.layout import Shape, shape_text
 
@@ -265,7 +265,7 @@ def written_args(
         value = getattr(config, name)
         if value != _ROPE_SCALING.get(name, int(value)):
             raise UserError(
-                f"Megatron-LM has no --{name.replace('_', '-')} {value}, as this model has: it "
+                f"Megatron-LM has no {flag_of(name)} {value}, as this model has: it "
                 f"takes {_ROPE_SCALING.get(name, 'a whole number')}"
             )
     interpolation = int(config.rotary_seq_len_interpolation_factor)

@@ -27,7 +27,7 @@ from paro.checkpoint.convert.source import LazyTensor, Source
 from paro.checkpoint.convert.tensor_files import is_weight_type
 from paro.checkpoint.directory import COMMON
 from paro.checkpoint.manifest import FOREIGN, METADATA
-from paro.errors import UserError
+from paro.errors import UserError, flag_of
 from paro.files.regular_file import check_regular
 
 _FUSABLE = "attention.qkv_linear."  # module of version 0.3 that has the projections of attention
@@ -121,7 +121,7 @@ def _check_architecture(config: LlamaConfig, blame: str) -> None:
     """Raise a `UserError`, which begins with `blame`, for a model that llama3 cannot be."""
     for name, ours in _FIXED.items():
         if (value := getattr(config, name)) != ours:
-            flag = name.replace("_", "-")
+            flag = flag_of(name)
             raise UserError(
-                f"{blame}: torchtitan's llama3 has no --{flag} {value}, as this model has"
+                f"{blame}: torchtitan's llama3 has no {flag} {value}, as this model has"
             )

@@ -19,7 +19,7 @@ from paro.checkpoint.agreement import ranks_by_folder
 from paro.checkpoint.in_memory.snapshot import DATA, RECORD, Snapshot
 from paro.distributed.control import Control
 from paro.distributed.world import read_job_id, read_rendezvous_id
-from paro.errors import UserError, writing
+from paro.errors import UserError, flag_of, writing
 from paro.text import size_text
 
 MEMORY = Path("/dev/shm")
@@ -72,8 +72,8 @@ class SnapshotFolder:
             there = snapshot.record.flags
             changed = [name for name in {**flags, **there} if flags.get(name) != there.get(name)]
             if changed:
-                flag = changed[0].replace("_", "-")
-                notes.append(f"local copies in {self.path} are of other flags (--{flag}): not used")
+                flag = flag_of(changed[0])
+                notes.append(f"local copies in {self.path} are of other flags ({flag}): not used")
             else:
                 snapshots.append(snapshot)
         return snapshots, notes

@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+from paro.errors import flag_of
+
 Item = TypeVar("Item")
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -55,7 +57,7 @@ def training_flags(args: Namespace, *same: str, **others: object) -> list[str]:
         flags["bf16"] = None
     if args.recompute:
         flags["recompute_granularity"] = "full"
-    words = ((f"--{name.replace('_', '-')}", value) for name, value in flags.items())
+    words = ((flag_of(name), value) for name, value in flags.items())
     return [str(word) for pair in words for word in pair if word is not None]
 
 
