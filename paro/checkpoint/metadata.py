@@ -102,10 +102,13 @@ class _MetadataUnpickler(pickle._Unpickler):
         return self.classes[module, name]
 
 
-class _Inert:
-    """A substitute for a class of another program, which does nothing."""
+class Inert:
+    """A substitute for a class or function of another program: takes anything, does nothing."""
 
-    def __init__(self, *_args: Any) -> None:
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, _state: Any) -> None:
         pass
 
 
@@ -113,7 +116,7 @@ class _InertUnpickler(_MetadataUnpickler):
     """An unpickler that makes inert objects of all other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        return self.classes.get((module, name), _Inert)
+        return self.classes.get((module, name), Inert)
 
 
 def _checked(opcode: bytes, check: Callable[[list[Any]], bool], fault: str) -> None:
@@ -151,7 +154,7 @@ _checked(pickle.NEWOBJ, lambda stack: stack[-1] == (), "it makes an instance wit
 # On a class or a constant it would change the whole process.
 _checked(
     pickle.BUILD,
-    lambda stack: isinstance(stack[-2], (*_METADATA_CLASSES, _StorageInfo, _Inert)),
+    lambda stack: isinstance(stack[-2], (*_METADATA_CLASSES, _StorageInfo, Inert)),
     "it sets fields of other objects than metadata",
 )
 

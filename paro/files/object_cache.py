@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -23,7 +22,7 @@ from typing import Any, ClassVar
 from paro.errors import UserError, reading, writing
 from paro.files.atomic_file import replace_file, replacing
 from paro.files.object_store import StorePath, path_of, store_timeout
-from paro.files.waits import Wait
+from paro.files.waits import Wait, try_lock
 
 FLAG = "--object-storage-cache-path"
 BLOCK_BYTES = 2**20
@@ -159,12 +158,7 @@ def _claimed(folder: Path) -> Iterator[bool]:
         yield False
         return
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_free = folder.exists()
-        except BlockingIOError:
-            is_free = False
-        yield is_free
+        yield try_lock(descriptor) and folder.exists()
     finally:
         os.close(descriptor)
 
@@ -241,10 +235,7 @@ class CachedObject:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         wait = Wait(f"a block of {self._path}, which another process fetches")
         try:
-            while True:
-                with suppress(BlockingIOError):
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
+            while not try_lock(descriptor):
                 wait.check()
                 time.sleep(_POLL_SECONDS)
             yield

@@ -1,8 +1,9 @@
-"""Waits with a limit: each says after some seconds what it waits for, and ends past its limit."""
+"""Waits with a limit: each says after some seconds what it waits for; locks, tried without."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import sys
 import time
 from typing import ClassVar
@@ -39,3 +40,15 @@ class Wait:
             self._has_noted = True
             sys.stderr.write(shown(f"waiting for {what}\n"))
             sys.stderr.flush()
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file or folder for its process; return False if another process holds it.
+
+    The system releases the lock when the descriptor is closed, or the process ends.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ from typing import Literal
 from paro.errors import UserError, about
 from paro.files.atomic_file import replacing
 from paro.files.schema import read_json
+from paro.files.waits import try_lock
 from tools.cluster.spec import ClusterSpec, check_name
 
 RUNTIME = Path("/run")
@@ -96,12 +96,7 @@ def locked(name: str) -> Iterator[bool]:
     """
     descriptor = os.open(folder_of(name), os.O_RDONLY | os.O_DIRECTORY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+        yield try_lock(descriptor)
     finally:
         os.close(descriptor)
 

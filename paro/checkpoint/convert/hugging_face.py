@@ -318,15 +318,11 @@ def write_hugging_face(source: Source, directory: Path) -> list[str]:
 def write_description(source: Source, fields: Mapping[str, Any], directory: Path) -> list[str]:
     """Write config.json of these fields and the tokenizer into a folder, made if it is missing.
 
-    Return lines to print about the result.
+    A tokenizer.json is added if there are only other tokenizer files. Return lines to print about
+    the result.
     """
     source.copy_companions(directory)
     write_json(directory / CONFIG, fields)
-    return _write_tokenizer(source, directory)
-
-
-def _write_tokenizer(source: Source, directory: Path) -> list[str]:
-    """Add a tokenizer.json if there are only other tokenizer files; return lines to print."""
     companions = source.companions
     if "tokenizer.json" in companions or companions.keys() & {*ADDING_FILES}:
         return []  # transformers opens the folder as it was

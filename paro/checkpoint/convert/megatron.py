@@ -45,7 +45,7 @@ from paro.checkpoint.convert.source import (
     unpadded,
 )
 from paro.checkpoint.convert.tensor_files import fill_torch_file, is_weight, lazy, load_torch_file
-from paro.checkpoint.directory import MAX_TRACKER_BYTES, TRACKER
+from paro.checkpoint.directory import MAX_TRACKER_BYTES, TRACKER, iteration_directory
 from paro.checkpoint.manifest import METADATA
 from paro.errors import UserError
 from paro.files.regular_file import paths_in, read_bytes
@@ -115,7 +115,7 @@ def write_megatron(
         common, whole = common | more, whole | states
         vars(args).update(batches_of(source.progress))
         tracked = str(common["iteration"])
-        name = f"iter_{common['iteration']:07d}"
+        name = iteration_directory(root, more["iteration"]).name
     (root / name).mkdir()
     if dist:
         args.ckpt_format = "torch_dist"
@@ -149,7 +149,7 @@ def _iteration(root: Path) -> Path:
         return root / text
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         raise UserError(f"{tracker} says {text[:40]!r} and names no iteration")
-    return root / f"iter_{int(text):07d}"
+    return iteration_directory(root, int(text))
 
 
 def _open_torch(directory: Path) -> MegatronModel:

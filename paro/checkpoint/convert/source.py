@@ -75,22 +75,20 @@ class LazyTensor:
 def finite_cast(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Return values of the tensor `name` in a type; `UserError` if one is not finite there."""
     cast = values.to(dtype)
-    if not _is_finite(cast):
-        raise UserError(f"{name} {_what_is_wrong(values, dtype)}")
-    return cast
+    if _is_finite(cast):
+        return cast
+    if not _is_finite(values):
+        raise UserError(f"{name} holds infinity or NaN: take a checkpoint that holds none")
+    text, most = str(dtype).removeprefix("torch."), torch.finfo(dtype).max
+    largest = float(values.abs().max())
+    raise UserError(
+        f"{name} holds {largest:g}, and {text} has no number above {most:g}: choose another type"
+    )
 
 
 def _is_finite(values: Tensor) -> bool:
     """Tell whether all values are finite, by the least and the largest: both are NaN if any is."""
     return values.numel() == 0 or all(bool(end.isfinite()) for end in values.aminmax())
-
-
-def _what_is_wrong(values: Tensor, dtype: torch.dtype) -> str:
-    if not _is_finite(values):
-        return "holds infinity or NaN: take a checkpoint that holds none"
-    text, most = str(dtype).removeprefix("torch."), torch.finfo(dtype).max
-    largest = float(values.abs().max())
-    return f"holds {largest:g}, and {text} has no number above {most:g}: choose another type"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from torch.serialization import (
 )
 
 from paro.checkpoint.convert.source import LazyTensor
+from paro.checkpoint.metadata import Inert
 from paro.errors import UserError, describe, open_files_limit
 from paro.files.regular_file import check_regular
 
@@ -107,16 +108,6 @@ def _read_rows(path: Path, name: str, start: int, stop: int) -> Tensor:
     return rows.clone()
 
 
-class _Inert:
-    """A substitute for every class that a file names: accepts all arguments and does nothing."""
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        pass
-
-    def __setstate__(self, _state: Any) -> None:
-        pass
-
-
 def load_torch_file(path: Path, content: bytes | None = None) -> Any:
     """Return the contents of a file, with its tensors memory-mapped; or `content`, a part of it.
 
@@ -127,7 +118,7 @@ def load_torch_file(path: Path, content: bytes | None = None) -> Any:
     try:
         source: Any = str(path) if content is None else BytesIO(content)
         names = get_unsafe_globals_in_checkpoint(source)
-        inert = [(_Inert, name) for name in names if name != "argparse.Namespace"]
+        inert = [(Inert, name) for name in names if name != "argparse.Namespace"]
         with safe_globals([Namespace, *inert]):
             is_mapped = content is None
             if not is_mapped:

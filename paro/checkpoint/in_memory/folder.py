@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ from paro.checkpoint.in_memory.snapshot import DATA, RECORD, Snapshot
 from paro.distributed.control import Control
 from paro.distributed.world import read_job_id, read_rendezvous_id
 from paro.errors import UserError, flag_of, writing
+from paro.files.waits import try_lock
 from paro.text import size_text
 
 MEMORY = Path("/dev/shm")
@@ -163,15 +163,12 @@ def _make_private(path: Path) -> None:
 def _lock(path: Path, deadline: float) -> int | None:
     """Return a descriptor that holds the lock until it is closed or its process dies."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                return None
+    while not try_lock(descriptor):
+        if time.monotonic() > deadline:
+            os.close(descriptor)
+            return None
         time.sleep(0.1)
+    return descriptor
 
 
 def _remove_leftovers(folder: Path, log: Callable[[str], None]) -> None:
