@@ -117,19 +117,17 @@ def run_dry(config: RunConfig) -> None:
     if not plan.fits:
         mistakes.append(_why_not(plan, result))
     recorded = recorded_arguments(config)
-    planned: list[str] = []
-    if plan.launch is not None and result is not None:
-        best = describe(result, chose="of all candidates that fit the best is")
-        planned = [f"plan: {plan.launch.candidate.describe()} {spent_text(plan.launch)}", *best]
-    for line in (
+    print_line(
         *_answer(plan, result, mistakes),
         arguments_block({name: recorded[name] for name in non_default(config.arguments)}),
         "> all other arguments have their defaults",
         *config.notices,
         *details,
-        *(f"> {line}" for line in planned),
-    ):
-        print_line(line)
+    )
+    if plan.launch is not None and result is not None:
+        print_line(f"> plan: {plan.launch.candidate.describe()} {spent_text(plan.launch)}")
+        for line in describe(result, chose="of all candidates that fit the best is"):
+            print_line(f"> {line}")
     if mistakes:
         raise UserError("; ".join(mistakes))
 

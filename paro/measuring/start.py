@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -123,7 +122,7 @@ def find_measured(config: RunConfig, control: Control, watchdog: Watchdog) -> Ma
     path = folder / f"{file_stem(depends_on)}.json"
     machine: Machine | None = None
     if control.world.rank == 0 and config.arguments["paro_machine"] != MEASURE:
-        machine = earlier_machine(path, partial(reason_invalid, config.spec, depends_on), log.log0)
+        machine = earlier_machine(path, config.spec, depends_on, log.log0)
     machine = control.gather(machine)[0]
     if machine is not None:
         return machine
@@ -176,11 +175,11 @@ def file_stem(depends_on: dict[str, str]) -> str:
 
 
 def earlier_machine(
-    path: Path, reason_invalid: Callable[[Machine], str | None], say: Callable[[str], None]
+    path: Path, run: RunSpec, depends_on: Mapping[str, str], say: Callable[[str], None]
 ) -> Machine | None:
     """Read the machine of an earlier start from `path` or its folder; None if there is none.
 
-    The content of a file decides, not the name; `reason_invalid` says why a file cannot be used.
+    The content of a file decides, not the name.
     """
     for file in (path, *sorted({*path.parent.glob("*.json")} - {path})):
         try:
@@ -191,7 +190,7 @@ def earlier_machine(
         except (OSError, UserError) as error:
             reason: str | None = describe(error)
         else:
-            reason = reason_invalid(machine)
+            reason = reason_invalid(run, depends_on, machine)
         if reason is None:
             say(f"> machine file {file}, {age} old, is of these ranks and flags: taken again")
             return machine
