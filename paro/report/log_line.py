@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -161,7 +161,4 @@ def straggler_line(everywhere: Sequence[RankTimes], *, iterations: int) -> str:
 
 def duration(seconds: float) -> str:
     """Return seconds as 1:02:03, preceded by the days if there are any."""
-    whole = max(0, round(seconds))
-    days, rest = divmod(whole, 86400)
-    text = f"{rest // 3600}:{rest // 60 % 60:02d}:{rest % 60:02d}"
-    return f"{days} d {text}" if days else text
+    return str(timedelta(seconds=max(0, round(seconds))))

@@ -336,5 +336,5 @@ def test_time_left_counts_what_comes_between_iterations_and_a_change_of_pace(
 
 
 def test_durations() -> None:
-    texts = {-1: "0:00:00", 59.6: "0:01:00", 3723: "1:02:03", 90061: "1 d 1:01:01"}
+    texts = {-1: "0:00:00", 59.6: "0:01:00", 3723: "1:02:03", 90061: "1 day, 1:01:01"}
     assert {seconds: duration(seconds) for seconds in texts} == texts
