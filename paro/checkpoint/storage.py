@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -233,13 +233,6 @@ def _num_bytes(item: WriteItem) -> int:
     return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
-class Sliceable(Protocol):
-    """Bytes in memory or in a file."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, key: slice, /) -> bytes | memoryview: ...
-
-
 def tensor_in(content: memoryview) -> Tensor:
     """Return the tensor in bytes of torch.save, as a view of them; no code in them is run."""
 
@@ -249,17 +242,22 @@ def tensor_in(content: memoryview) -> Tensor:
         count = num_bytes // dtype.itemsize
         return torch.frombuffer(content, dtype=dtype, count=count, offset=begin).untyped_storage()
 
-    return unpickled_tensor(content, storage_of)
+    return unpickled_tensor(
+        len(content), lambda begin, length: content[begin : begin + length], storage_of
+    )
 
 
 def unpickled_tensor(
-    content: Sliceable, storage_of: Callable[[torch.dtype, int, int], UntypedStorage]
+    size: int,
+    read: Callable[[int, int], bytes | memoryview],
+    storage_of: Callable[[torch.dtype, int, int], UntypedStorage],
 ) -> Tensor:
-    """Return the tensor in bytes of torch.save; no code in them is run.
+    """Return the tensor in `size` bytes of torch.save; no code in them is run.
 
-    `storage_of` makes its storage, of a type, a number of bytes and the first byte of its values.
+    `read` returns a number of them from a first one on. `storage_of` makes the tensor's storage, of
+    a type, a number of bytes and the first byte of its values.
     """
-    window: Any = _Window(content)  # has the methods that torch uses
+    window: Any = _Window(size, read)  # has the methods that torch uses
     archive: Any = PyTorchFileReader(window)
 
     def typed(record: tuple[str, StorageType, str, str, int]) -> TypedStorage:
@@ -285,17 +283,17 @@ def unpickled_tensor(
 class _Window(io.RawIOBase):
     """A read-only file object over bytes, without a copy."""
 
-    def __init__(self, content: Sliceable) -> None:
-        self._content = content
+    def __init__(self, size: int, read: Callable[[int, int], bytes | memoryview]) -> None:
+        self._size, self._read = size, read
         self._position = 0
 
     def readinto(self, room: Any) -> int:
-        part = self._content[self._position : self._position + len(room)]
-        room[: len(part)] = part
-        self._position += len(part)
-        return len(part)
+        length = max(0, min(len(room), self._size - self._position))
+        room[:length] = self._read(self._position, length)
+        self._position += length
+        return length
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._content)}
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}
         self._position = base[whence] + offset
         return self._position

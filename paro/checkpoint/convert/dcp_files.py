@@ -29,20 +29,6 @@ from paro.files.regular_file import RegularFile
 from paro.layout import Shape
 
 
-class _Part:
-    """The bytes of a chunk in a file, which are read when they are sliced."""
-
-    def __init__(self, file: RegularFile, begin: int, length: int) -> None:
-        self._file, self._begin, self._length = file, begin, length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, key: slice) -> bytes:
-        start, stop, _ = key.indices(self._length)
-        return self._file.read(self._begin + start, max(0, stop - start))
-
-
 class _StoredChunk(NamedTuple):
     """The file and the first byte of a chunk's values, and its shape."""
 
@@ -115,6 +101,9 @@ class DcpFolder:
         file = RegularFile(self.directory / info.relative_path)
         begins: list[int] = []
 
+        def read(begin: int, length: int) -> bytes:
+            return file.read(info.offset + begin, length)
+
         def storage_of(_: torch.dtype, num_bytes: int, begin: int) -> UntypedStorage:
             begins.append(info.offset + begin)
             if begin + num_bytes > info.length:
@@ -122,7 +111,7 @@ class DcpFolder:
             return UntypedStorage(num_bytes, device="meta")
 
         try:
-            stored = unpickled_tensor(_Part(file, info.offset, info.length), storage_of)
+            stored = unpickled_tensor(info.length, read, storage_of)
             if (stored.shape, stored.dtype) != (chunk.sizes, state.properties.dtype):
                 raise UserError(f"a tensor of the shape {tuple(stored.shape)}")
             if not stored.is_contiguous() or stored.storage_offset() or len(begins) != 1:

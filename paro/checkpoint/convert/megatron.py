@@ -114,7 +114,7 @@ def write_megatron(
         more, states = written_optimizer(source, config)
         common, whole = common | more, whole | states
         vars(args).update(batches_of(source.progress))
-        tracked = str(common["iteration"])
+        tracked = str(more["iteration"])
         name = iteration_directory(root, more["iteration"]).name
     (root / name).mkdir()
     if dist:
