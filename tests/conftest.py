@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import margins, purity
-from tests.helpers.outcomes import Outcomes, present_commit
+from tests.helpers import margins, outcomes
 from tests.helpers.warm_python import warm_python
 
 # Set before this process imports torch, and for its children. Ranks share the cores of one machine.
@@ -108,12 +107,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    purity.install()
+    outcomes.install()
     file = config.getoption("--outcomes")
     if file is not None:  # workers of xdist report to the process that writes
         settings = {"continues": config.getoption("--continue")}
         settings["writes"] = not hasattr(config, "workerinput")
-        config.pluginmanager.register(Outcomes(file, present_commit(), **settings))
+        plugin = outcomes.Outcomes(file, outcomes.present_commit(), **settings)
+        config.pluginmanager.register(plugin)
     # Where the plugin is missing, as it may be for `make gpu`, tests have no limit of their own.
     config.addinivalue_line("markers", "timeout(seconds): a limit of pytest-timeout")
     unknown = must_run(config) - LACKS.keys()
@@ -172,7 +172,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     turns = {file: turn for turn, file in enumerate(dict.fromkeys(slowest))}
 
     def turn_of(item: pytest.Item) -> tuple[int, str]:
-        if any(map(item.get_closest_marker, purity.MAY_START)):
+        if any(map(item.get_closest_marker, outcomes.MAY_START)):
             return turns.get(item.nodeid.partition("::")[0], len(turns)), ""
         slow = item.get_closest_marker("slow")
         return -1, "" if slow is None else slow.args[0]
@@ -209,14 +209,14 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
             pytest.fail(f"may not skip: {reason}", pytrace=False)
         if reason:
             pytest.skip(reason)
-    with purity.held(item):
+    with outcomes.held(item):
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     try:
-        with purity.held(item), purity.timed(item, item.config.getoption("--most-seconds")):
+        with outcomes.held(item), outcomes.timed(item, item.config.getoption("--most-seconds")):
             return (yield)
     finally:
         closest = margins.take_closest()

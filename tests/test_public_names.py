@@ -21,7 +21,7 @@ from paro.precision import PrecisionConfig
 from paro.report.record import GroupsRecord, Metrics, scalars_of, summarize
 from paro.topology import StreamKind
 from tests.helpers.house import ROOT
-from tests.paro.planning.lone_rank import LoneRank, lone_rank, on_ranks, silence
+from tests.paro.planning.cases import LoneRank, lone_rank, on_ranks, silence
 from tests.paro.planning.test_units import SMALL
 from tests.paro.report.test_report import FACTS, record
 

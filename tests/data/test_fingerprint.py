@@ -33,10 +33,9 @@ from paro.launch.dry_run import run_dry
 from paro.training.assembly import build_data
 from tests.data.test_hugging_face_tokenizer import byte_level, modern, unigram, write
 from tests.data.test_tokenizer import TEXT, config_of, train_sentencepiece, write_tik
-from tests.helpers.corpora import write_corpus
-from tests.helpers.flags import configured
-from tests.helpers.gpt2 import write_gpt2
+from tests.helpers.corpora import write_corpus, write_gpt2
 from tests.helpers.refusals import refused
+from tests.helpers.training import configured
 from tools.preprocess_data import main as preprocess
 
 MADE = Fingerprint(tokenizer_type="HuggingFaceTokenizer", file="a", vocab_size=300, digest="1" * 32)

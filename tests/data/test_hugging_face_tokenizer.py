@@ -17,8 +17,8 @@ from data.hugging_face_tokenizer import bytes_of_pieces, hugging_face_tokenizer
 from data.tokenizer import SentencePieceTokenizer
 from data.tokenizer_json import write_tokenizer_json
 from tests.data.test_tokenizer import train_sentencepiece
-from tests.helpers.processes import python_apart
 from tests.helpers.refusals import refused
+from tests.helpers.scripts import python_apart
 
 TEXT = "def f(x):\n    return x  # naïve\n"
 TEXTS = (

@@ -26,8 +26,8 @@ from data.tokenizer_config import (
 )
 from data.tokenizer_json import write_gpt2_tokenizer_json
 from paro.errors import UserError
-from tests.helpers.gpt2 import TEXT as GPT2_TEXT
-from tests.helpers.gpt2 import write_gpt2
+from tests.helpers.corpora import TEXT as GPT2_TEXT
+from tests.helpers.corpora import write_gpt2
 from tests.helpers.refusals import refused
 
 BYTES = [bytes([byte]) for byte in range(256)]

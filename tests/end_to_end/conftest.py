@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 
 from paro.launch.dry_run import RunPrediction, predict_run
-from tests.helpers.flags import configured
 from tests.helpers.ranks import ROOT
+from tests.helpers.training import configured
 
 EXAMPLES = ROOT / "examples"
 BIN = Path(sys.executable).parent

@@ -20,9 +20,9 @@ from paro.checkpoint.agreement import lock_folders
 from paro.checkpoint.lock_holder import LockHolder
 from paro.report.config import run_record_path
 from tests.end_to_end.test_training import RUN, Ended, launch, on_ranks, read_metrics, run, run_main
-from tests.helpers.checkpoints import load_parameters, read_common
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
+from tests.helpers.training import load_parameters, read_common
 from tests.paro.checkpoint.toy_run import control_here
 
 pytestmark = pytest.mark.slow("trains and saves")

@@ -19,8 +19,8 @@ from paro.distributed.world import World
 from tests.data.test_tokenizer import train_sentencepiece
 from tests.end_to_end.conftest import BIN, EXAMPLES, Started, bash, planned, start
 from tests.end_to_end.test_training import run_main
-from tests.helpers.flags import configured
 from tests.helpers.ranks import ROOT
+from tests.helpers.training import configured
 from tests.helpers.warm_python import warm_python
 
 pytestmark = pytest.mark.process

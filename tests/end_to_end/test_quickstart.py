@@ -18,8 +18,8 @@ import pytest
 
 from tests.end_to_end.test_terminal import MEGATRON, OURS, read_tensorboard
 from tests.end_to_end.test_training import read_metrics, run_main
-from tests.helpers.commands import printed, write_lines
 from tests.helpers.ranks import ROOT
+from tests.helpers.refusals import printed, write_lines
 from tests.helpers.warm_python import warm_python
 from tests.paro.checkpoint.convert.folders import save_folder
 from tests.tools.preprocessing.templates import PLAIN

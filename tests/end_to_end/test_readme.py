@@ -17,7 +17,7 @@ from paro.spec.offload import state_bytes
 from paro.strategy import legal_letters, parse_strategy, survival
 from tests.helpers.closed_form import GATHER, GRAD_SYNC, PARAM_ALL_GATHER, REDUCE, Multiples
 from tests.helpers.ranks import ROOT
-from tests.paro.planning.lone_rank import run_of
+from tests.paro.planning.cases import run_of
 
 # Every page by its path, the README first.
 PAGES = {

@@ -27,8 +27,8 @@ from tests.helpers.ranks import ROOT
 from tests.helpers.warm_process import HANGS_AFTER
 from tests.helpers.warm_python import warm_python
 from tests.paro.checkpoint.convert.folders import save_folder
+from tests.tools.conftest import SIZES, save_untrained
 from tests.tools.test_report import write_run
-from tests.tools.untrained import SIZES, save_untrained
 from tools.train_tokenizer import main as train_tokenizer
 
 # Sections whose commands `make test` runs; sections of one tuple build on each other.
@@ -84,7 +84,7 @@ RUN_ELSEWHERE = (
 # The first needs a checkout of another project, fixed_runs.py takes minutes, and torchrun is a
 # stand-in here: tests/tools has tests of all three, of lm-eval, which is no requirement, and of
 # the merge of checkpoints, which needs three of them.
-# The others need GPUs; tests/tools/bench/test_check_gpu.py rehearses them.
+# The others need GPUs; tests/tools/bench/test_benchmarks.py rehearses them.
 BY_HAND = (
     "python tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md",
     "python tools/bench/fixed_runs.py record before.json",

@@ -15,10 +15,9 @@ import pytest
 
 from paro.checkpoint.directory import TRACKER
 from tests.end_to_end.test_training import MODEL, RUN, SCRIPT, Ended, launch, read_metrics, run_main
-from tests.helpers.processes import children, wait_for
 from tests.helpers.ranks import ROOT, run_ranks
 from tests.helpers.refusals import refused, says
-from tests.helpers.scripts import Script
+from tests.helpers.scripts import Script, children, wait_for
 from tests.helpers.warm_process import HANGS_AFTER
 from tests.helpers.warm_python import warm_python
 from tools.torchrun import IMPATIENT_SECONDS

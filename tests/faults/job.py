@@ -24,8 +24,7 @@ from typing import Any
 from paro.checkpoint.directory import iterations_in, latest_iteration
 from paro.checkpoint.manifest import read_manifest
 from tests.end_to_end.test_training import MODEL
-from tests.helpers.processes import children, lives
-from tests.helpers.scripts import Script
+from tests.helpers.scripts import Script, children, lives
 
 ITERATIONS = 12
 FLAGS = [

@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults.conftest import Scenario
 from tests.faults.job import ITERATIONS, LIMIT_SECONDS, Point, no_reader, two_nodes
-from tests.helpers.processes import children, lives
+from tests.helpers.scripts import children, lives
 
 pytestmark = [pytest.mark.verify, pytest.mark.ranks]
 

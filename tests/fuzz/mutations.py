@@ -27,7 +27,7 @@ from paro.checkpoint.convert.torchtitan import write_torchtitan
 from paro.checkpoint.lock_holder import LockHolder
 from paro.checkpoint.manifest import MANIFEST, METADATA, read_manifest, sum_of, write_manifest
 from tests.data.test_tokenizer import sentencepiece_model, write_tik
-from tests.helpers.gpt2 import write_gpt2
+from tests.helpers.corpora import write_gpt2
 from tests.paro.checkpoint.convert.folders import random_tensors
 from tests.paro.checkpoint.convert.test_round_trip import CONFIG, save_meta
 from tests.tools.test_draw_profile import write_trace

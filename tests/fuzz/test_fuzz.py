@@ -65,7 +65,7 @@ READERS = {
     "paro.training.changed_flags": "records",
     "paro.training.groups_alone": "records",
     "paro.training.resume": "records",
-    "tools.bench.gpu_check.page": "tests/tools/bench/test_check_gpu.py",
+    "tools.bench.gpu_check.page": "tests/tools/bench/test_benchmarks.py",
     "tools.bench.shared.trainings": "tests/tools/bench/test_studies.py",
     "tools.bench.study_averages": "tests/tools/bench/test_studies.py",
     "tools.cluster.state": "tests/tools/test_emulated_cluster.py",

@@ -17,10 +17,9 @@ from paro.distributed import groups
 from paro.distributed.comm_stream import CommStreams
 from paro.distributed.control import Control
 from paro.strategy import legal_letters
-from tests.helpers.comparison import ADAM_EPS, Allowed, assert_same
 from tests.helpers.rank_threads import run_rank_threads
 from tests.helpers.ranks import RankError, run_ranks, stop_ranks
-from tests.helpers.training import TINY, Trained, train
+from tests.helpers.training import ADAM_EPS, TINY, Allowed, Trained, assert_same, train
 
 Result = TypeVar("Result")
 Change = Callable[[CommStreams, torch.device], CommStreams]

@@ -1,16 +1,20 @@
-"""Writes small corpora in the .bin/.idx format, and reads them back as lists of ids."""
+"""Small corpora in the .bin/.idx format, read back as lists of ids, and a tokenizer of GPT-2's."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 from numpy.typing import ArrayLike, DTypeLike
+from tokenizers import models, pre_tokenizers, trainers
 
 from data.fingerprint import Fingerprint
 from data.indexed_dataset import EncodedDocuments, IndexedDataset, IndexedDatasetWriter
+from data.tokenizer import END
 
 Documents = list[list[list[int]]]
 
@@ -64,3 +68,24 @@ def corpus_bytes(prefix: Path | str, *suffixes: str) -> list[bytes]:
     """The contents of a corpus's files: of all three, or of those with these suffixes."""
     names = suffixes or ("bin", "idx", "bin.crc")
     return [Path(f"{prefix}.{suffix}").read_bytes() for suffix in names]
+
+
+TEXT = "The fox's tail: it'll jump 123 times!\n\n  def f(x):\n\treturn x  # naïve 雪 🙂\r\n"
+
+
+def write_gpt2(folder: Path) -> tuple[Path, Path]:
+    """A vocabulary of 256 bytes, 44 merges and the end token, in the format of GPT-2's 50,257."""
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    trained.train_from_iterator([TEXT] * 3, trainer)
+    vocabulary = trained.get_vocab()
+    vocabulary[END] = len(vocabulary)
+    vocab_file, merge_file = folder / "gpt2-vocab.json", folder / "gpt2-merges.txt"
+    vocab_file.write_text(json.dumps(vocabulary), encoding="utf-8")
+    merges = json.loads(trained.to_str())["model"]["merges"]
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
+    merge_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return vocab_file, merge_file

@@ -7,7 +7,7 @@
 # for it. Triton's kernels are compiled, for the arguments that they would have, and do not run. A
 # dispatch mode sees every operation, also those in autograd's threads and in graphs of
 # torch.compile, and notes where the host would wait for the GPU, which a CPU never shows, and where
-# a stream does not wait for another (fake_streams.py).
+# a stream does not wait for another (fake_nccl.py).
 #
 # torch's choice of an attention kernel asks the device; here the choice is written out.
 
@@ -41,9 +41,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tests.helpers.fake_streams import Order, address
-from tests.helpers.processes import python_apart
+from tests.helpers.fake_nccl import Order, address
 from tests.helpers.ranks import ROOT
+from tests.helpers.scripts import python_apart
 from tests.helpers.triton_kernels import CAPABILITIES, compiled
 
 GPU = torch.device("cuda", 0)

@@ -21,12 +21,11 @@ from paro.distributed.control import Control
 from paro.errors import RunError, UserError
 from tests.conftest import pytest_collection_modifyitems
 from tests.gpu.test_ranks import GROUPS, HO_RING, ROTATED, compare_all, flags_of, train_on_threads
-from tests.helpers.comparison import assert_same
-from tests.helpers.purity import ProcessStartedError, held
+from tests.helpers.outcomes import ProcessStartedError, held
 from tests.helpers.rank_threads import run_rank_threads
 from tests.helpers.ranks import RankError, run_ranks
 from tests.helpers.refusals import refused
-from tests.helpers.training import train
+from tests.helpers.training import assert_same, train
 from tests.helpers.warm_process import HANGS_AFTER, warm_process
 
 LINE = "--lr-decay-iters 50 is too much: give --train-iters 60, or less"

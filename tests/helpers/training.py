@@ -1,22 +1,30 @@
-"""Trains on the ranks of a test as the entry script does, and returns values to compare."""
+"""Configurations by flags, trainings as the entry script makes them, and their comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import TensorStorageMetadata
 
 from data.batch import Batch
+from model.config import LlamaConfig
 from model.trainable import Trainable
 from model.units import parameter_shapes
-from paro.checkpoint.agreement import LockedFolders, ranks_by_folder
-from paro.config.run import RunConfig
+from paro.arguments.parser import parse_args
+from paro.checkpoint.agreement import LockedFolders, one_process, ranks_by_folder
+from paro.checkpoint.chunks import ChunkedState
+from paro.checkpoint.directory import common_of, find_checkpoint, latest_iteration
+from paro.checkpoint.manifest import read_manifest
+from paro.checkpoint.storage import CheckedReader
+from paro.config.run import RunConfig, configure, take_world
 from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
 from paro.distributed.world import World
@@ -30,7 +38,27 @@ from paro.training.assembly import build_data, build_sources, build_training
 from paro.training.resume import FROM_NOTHING, Resumed
 from paro.training.saving import Saver
 from paro.training.step import StepResult, Training, TrainState, train_step
-from tests.helpers.flags import configured
+from tests.helpers.margins import Margin, margin_of, note
+
+
+def configured(flags: str | Sequence[str], world: World | None = None) -> RunConfig:
+    """A run on the ranks of `world`: by default those of its dry run, or one process."""
+    args = parse_args(flags.split() if isinstance(flags, str) else flags)
+    return configure(args, world or take_world(args))
+
+
+Heads = tuple[int, int, int]  # of queries, of keys and values, and channels of each
+
+
+def llama(
+    layers: int, hidden: int, ffn: int, *, heads: Heads, length: int, vocab: int, **more: Any
+) -> LlamaConfig:
+    """Makes a configuration of these sizes."""
+    names = (field.name for field in fields(LlamaConfig))
+    values = (layers, hidden, ffn, *heads, length, vocab)
+    sizes: dict[str, Any] = dict(zip(names, values, strict=False))
+    return LlamaConfig(**sizes, **more)
+
 
 # Sizes that need padding on any world: 5 x 7 heads' worth of channels, an odd feed-forward, an odd
 # vocabulary; the norms of the head and the blocks are smaller than the world's alignment.
@@ -181,3 +209,72 @@ def whole_states(
             assert (np.isnan(there) | (there == values)).all(), f"replicas of {name} differ"
             into[corner] = values
     return whole
+
+
+def load_parameters(root: Path, iteration: int | None = None) -> dict[str, Tensor]:
+    """Every parameter whole, in fp32 on the CPU, read by this process only."""
+    with one_process().raise_on_all_ranks(f"--load {root}"):
+        directory = find_checkpoint(root, iteration)
+        reader = CheckedReader(read_manifest(directory))
+        tensors = {
+            name: torch.empty(state.size, dtype=torch.float32)
+            for name, state in reader.metadata.state_dict_metadata.items()
+            if isinstance(state, TensorStorageMetadata) and name.startswith(f"{PARAM}.")
+        }
+        states = {
+            name: ChunkedState(shape=tensor.shape, chunks={(0,) * tensor.dim(): tensor})
+            for name, tensor in tensors.items()
+        }
+        reader.read(reader.plan(states.items()))
+    return {name.removeprefix(f"{PARAM}."): tensor for name, tensor in tensors.items()}
+
+
+def read_common(directory_root: str | Path, iteration: int | None = None) -> dict[str, Any] | None:
+    """Return the contents of common.json; None if nothing was saved."""
+    if iteration is None and latest_iteration(directory_root) is None:
+        return None
+    return common_of(find_checkpoint(directory_root, iteration))
+
+
+# [Note: the scale of a difference]
+# Sums in another order change a gradient by less than a millionth of its size, and how far a
+# parameter moves by as much. That distance is short compared with the parameter, whose own size
+# would hide a wrong step: a difference is measured against the distance, and against the rounding
+# of the parameter. AdamW divides a gradient that is nothing but rounding by its own size and takes
+# a full step; trainings that are compared have an epsilon above such gradients.
+ADAM_EPS = "--adam-eps 1e-4"  # the gradients of the models that are compared are around 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """How much two trainings that compute the same may differ."""
+
+    movement: float  # as a share of the distance that a parameter moves, in norm
+    scalar: float  # as a share of a loss or gradient norm
+
+
+FP32 = Allowed(movement=1e-4, scalar=5e-6)
+BF16 = Allowed(movement=0.06, scalar=0.005)
+BF16_MUON = Allowed(movement=0.3, scalar=0.01)  # small singular values grow several hundredfold
+
+
+def margin_between(trained: Trained, reference: Trained, allowed: Allowed, label: str) -> Margin:
+    """Returns the largest difference of losses, norms and parameters, in what is allowed."""
+    margins = []
+    for number, (step, wanted) in enumerate(zip(trained.steps, reference.steps, strict=True)):
+        for name in ("loss", "grad_norm"):
+            value, want = getattr(step, name), getattr(wanted, name)
+            limit = allowed.scalar * abs(want)
+            margins.append(margin_of(value, want, limit, f"{label}: {name} of step {number}"))
+    assert trained.parameters.keys() == reference.parameters.keys()
+    rounding = torch.finfo(torch.float32).eps * len(reference.steps)
+    for name, value in reference.parameters.items():
+        limit = allowed.movement * reference.movements[name] + rounding * float(value.norm())
+        difference = float((trained.parameters[name] - value).norm())
+        margins.append(margin_of(difference, 0.0, limit, f"{label}: {name}"))
+    return max(margins)
+
+
+def assert_same(trained: Trained, reference: Trained, label: str, allowed: Allowed = FP32) -> None:
+    """Fails if losses, norms or parameters of two trainings differ by more than is allowed."""
+    note(margin_between(trained, reference, allowed, label))

@@ -27,8 +27,8 @@ from model.block_attention import (
     kernels_of,
 )
 from model.config import AttentionBackend
-from tests.helpers.hopper import H100, hopper
 from tests.helpers.refusals import refused
+from tests.helpers.triton_kernels import H100, hopper
 from tests.model.values import SMALL, all_near, attention_by_definition, normal
 
 CPU = torch.device("cpu")

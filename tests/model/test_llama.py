@@ -18,7 +18,7 @@ from model.hugging_face import hugging_face_config, hugging_face_name
 from model.initialization import initialize_whole
 from model.llama import Llama
 from model.units import flops_per_token, unit_specs
-from tests.helpers.hopper import hopper
+from tests.helpers.triton_kernels import hopper
 from tests.model.values import SMALL, assert_near, attention_by_definition, flops_of
 
 B, S = 2, 64

@@ -30,10 +30,9 @@ from paro.training import step
 from paro.training.assembly import build_training
 from paro.training.evaluation import evaluate
 from tests.helpers.fake_cuda import GPU, Note, Recorder, build, fake_cuda, noted, run_apart
-from tests.helpers.flags import configured
-from tests.helpers.training import TINY, begun
+from tests.helpers.training import TINY, begun, configured
 from tests.helpers.triton_kernels import CAPABILITIES
-from tests.paro.planning.lone_rank import silence
+from tests.paro.planning.cases import silence
 
 pytestmark = [pytest.mark.process, pytest.mark.compiler]
 

@@ -22,8 +22,7 @@ from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.errors import StorageError
 from paro.machine.machine import Machine
-from tests.helpers.corpora import write_corpus
-from tests.helpers.gpt2 import write_gpt2
+from tests.helpers.corpora import write_corpus, write_gpt2
 from tests.helpers.house import ROOT, is_within
 from tests.paro.test_flag_coverage import ROPE, YARN
 

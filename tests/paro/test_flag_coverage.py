@@ -23,7 +23,7 @@ from paro.machine.files import machine_to_json
 from paro.machine.machine import Machine
 from paro.spec.outer_steps import OuterConfig
 from paro.strategy import Strategy
-from tests.helpers.flags import configured
+from tests.helpers.training import configured
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "

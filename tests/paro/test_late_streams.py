@@ -31,7 +31,6 @@ from tests.helpers import training as training_of_tests
 from tests.helpers.late_streams import LateStreams, poisoned_buffers
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, begun, save_run, train
-from tests.helpers.waits import Wait, all_waits
 from tests.paro.late_mutations import (
     AHEAD,
     AT_THE_SAVE,
@@ -51,6 +50,8 @@ from tests.paro.late_mutations import (
     ROTATE,
     SAVED,
     Mutation,
+    Wait,
+    all_waits,
 )
 
 SEEDS = (0, 1, 2)

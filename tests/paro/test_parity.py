@@ -27,18 +27,20 @@ from paro.sharding.buffers import Ledger
 from paro.strategy import legal_letters
 from paro.topology import Axes, Sent
 from paro.training import assembly
-from tests.helpers.comparison import (
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import (
     ADAM_EPS,
     BF16,
     BF16_MUON,
     FP32,
+    TINY,
     Allowed,
+    Trained,
     assert_same,
+    configured,
     margin_between,
+    train,
 )
-from tests.helpers.flags import configured
-from tests.helpers.ranks import run_ranks
-from tests.helpers.training import TINY, Trained, train
 from tests.helpers.warm_process import HANGS_AFTER
 
 SHAPES = [(8, 4), (8, 2), (6, 3), (6, 2), (4, 2), (2, 1), (2, 2), (1, 1)]  # world, group

@@ -26,12 +26,10 @@ from paro.topology import Sent
 from paro.training.assembly import build_data, build_sources, build_training, run_facts
 from paro.training.evaluation import Evaluation, evaluate
 from paro.training.step import Training, TrainState
-from tests.helpers.comparison import ADAM_EPS, FP32, assert_same
-from tests.helpers.flags import configured
 from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
-from tests.helpers.training import TINY, Trained, train
+from tests.helpers.training import ADAM_EPS, FP32, TINY, Trained, assert_same, configured, train
 from tests.paro.report.test_report import record
 from tests.paro.test_parity import (
     COMPILED,

@@ -12,9 +12,8 @@ from paro.optim.adamw import Update
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.step.actions import Move
 from paro.training.step import Training
-from tests.helpers.comparison import FP32, margin_between
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import Trained, train
+from tests.helpers.training import FP32, Trained, margin_between, train
 from tests.paro.test_parity import LORA, MODERN, MUON, flags_for, reference_for
 
 BAD_RANK = 1

@@ -17,8 +17,8 @@ from paro.training.step import Training
 from tests.helpers.corpora import write_conversations
 from tests.helpers.cpus import WITHOUT_AVX512, cpu_kind
 from tests.helpers.margins import assert_near
-from tests.helpers.processes import python_apart
 from tests.helpers.ranks import ROOT, run_ranks
+from tests.helpers.scripts import python_apart
 from tests.helpers.training import TINY, Trained, train
 from tests.paro.test_parity import Variant, assert_formulas, compared, reference_for
 

@@ -1,4 +1,4 @@
-"""A tokenizer for tests of several tools, and nodes of clusters that start at once."""
+"""Tokenizers, checkpoints and conversions for tests of several tools; nodes that start at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from paro.config.run import RunConfig
+from paro.training.step import Training
+from tests.helpers.training import built, save_run
 from tests.helpers.warm_python import warm_python
+from tools.convert_checkpoint import main
 from tools.train_tokenizer import main as train_tokenizer
 
 TEXT = "def main() -> None:\n    print('naïve 雪 text')\n" * 40
@@ -27,3 +31,27 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def warm_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster's nodes and ranks do not import torch again."""
     monkeypatch.setattr(sys, "executable", str(warm_python() / "python"))
+
+
+SIZES = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --init-method-std 0.3 "
+    "--micro-batch-size 1 --train-iters 1 --lr 0.1 --distributed-backend gloo --mock-data"
+)
+
+
+def trained(folder: Path, *flags: str) -> tuple[RunConfig, Training]:
+    """A run as the trainer builds it."""
+    return built([*SIZES.split(), "--save", str(folder), *flags])
+
+
+def save_untrained(folder: Path, flags: str) -> Path:
+    """A checkpoint of the untrained model."""
+    save_run(*trained(folder, *flags.split()))
+    return folder
+
+
+def convert(source: str, target: str, there: Path, here: Path, *words: object) -> Path:
+    """Runs tools/convert_checkpoint.py; returns the folder that it has made."""
+    given = ["--from", source, "--to", target, "--input", there, "--output", here, *words]
+    main([*map(str, given)])
+    return here

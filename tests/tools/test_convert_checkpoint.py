@@ -28,14 +28,12 @@ from paro.errors import StorageError, describe
 from paro.files.regular_file import RegularFile
 from paro.report.log import Log
 from paro.training.resume import load_run
-from tests.helpers.checkpoints import load_parameters
-from tests.helpers.commands import output_of
-from tests.helpers.refusals import refused
-from tests.helpers.training import save_run
+from tests.helpers.refusals import output_of, refused
+from tests.helpers.training import load_parameters, save_run
 from tests.model.values import assert_near
 from tests.paro.checkpoint.convert.folders import logits_of, random_fields, save_folder
-from tests.tools import untrained
-from tests.tools.untrained import convert
+from tests.tools import conftest
+from tests.tools.conftest import convert
 from tools.generation.continuing import Sampling, continuations
 
 pytestmark = pytest.mark.slow("imports transformers")
@@ -98,7 +96,7 @@ GROUPED = (
 
 def trained(folder: Path, *flags: str) -> tuple[RunConfig, Any]:
     """A run as the trainer builds it."""
-    return untrained.trained(folder, *GROUPED.split(), *flags)
+    return conftest.trained(folder, *GROUPED.split(), *flags)
 
 
 def names_of(tokenizer: Path) -> tuple[str, ...]:

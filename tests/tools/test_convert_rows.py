@@ -31,15 +31,14 @@ from paro.training.resume import load_run
 from paro.training.step import TrainState
 from tests.data.test_hugging_face_tokenizer import byte_level
 from tests.fixtures.write import FIXTURES
-from tests.helpers.commands import output_of, printed
 from tests.helpers.corpora import write_corpus
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import output_of, printed, refused
 from tests.helpers.training import save_run
 from tests.model.values import SMALL
 from tests.paro.checkpoint.convert.folders import random_tensors, save_folder
 from tests.paro.checkpoint.convert.test_round_trip import CONFIG, save_meta
+from tests.tools.conftest import convert, save_untrained
 from tests.tools.test_convert_checkpoint import resumed_and_saved, tensors_in, trained
-from tests.tools.untrained import convert, save_untrained
 from tools.generate import load_model, open_model
 from tools.generate import main as generate
 from tools.inspect_checkpoint import main

@@ -12,8 +12,7 @@ import pytest
 from paro.distributed.comm_stream import stream_name
 from paro.optim.offload import STREAMS
 from paro.topology import StreamKind
-from tests.helpers.commands import measured
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import measured, refused
 from tests.helpers.scripts import run_script
 from tests.helpers.training import TINY
 from tools.draw_profile import main, read_profile

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import lives
 from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
+from tests.helpers.scripts import lives
 from tests.helpers.warm_process import HANGS_AFTER
 from tests.helpers.warm_python import run_python, warm_python
 from tests.tools.cluster.test_cluster import spec as spec_of

@@ -18,14 +18,12 @@ from torch import Tensor
 from data.tokenizer import NullTokenizer
 from model.config import LlamaConfig
 from model.llama import Llama
-from tests.helpers.commands import printed
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import printed, refused
 from tests.model.test_llama import CONFIGS, build
 from tests.model.values import SMALL, assert_near
-from tests.tools.conftest import TEXT
+from tests.tools.conftest import TEXT, save_untrained
 from tests.tools.preprocessing.templates import END, PLAIN
 from tests.tools.preprocessing.test_chat_template import folder_with
-from tests.tools.untrained import save_untrained
 from tools.evaluation.scoring import scores_of
 from tools.generate import main
 from tools.generation.continuing import Sampling, continuations, text_of, until_ends

@@ -15,11 +15,10 @@ import torch
 
 from model.llama import Llama
 from tests.data.test_tokenizer import train_sentencepiece
-from tests.helpers.commands import printed, write_lines
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import printed, refused, write_lines
 from tests.model.values import SMALL
 from tests.paro.checkpoint.convert.folders import own_model, save_folder
-from tests.tools.untrained import convert, save_untrained
+from tests.tools.conftest import convert, save_untrained
 from tools.evaluate import INSTALL, table_of
 from tools.evaluate import main as evaluate
 from tools.evaluation.scoring import scores_of

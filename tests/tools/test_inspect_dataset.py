@@ -19,7 +19,6 @@ from data.tokenizer_config import TokenizerConfig
 from paro.distributed.world import World
 from paro.training.assembly import build_data
 from tests.data.test_tokenizer import train_sentencepiece
-from tests.helpers.commands import printed, read_lines
 from tests.helpers.corpora import (
     Documents,
     corpus_bytes,
@@ -27,8 +26,8 @@ from tests.helpers.corpora import (
     write_conversations,
     write_corpus,
 )
-from tests.helpers.flags import configured
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import printed, read_lines, refused
+from tests.helpers.training import configured
 from tools.inspect_dataset import main
 from tools.inspection.lengths import document_lengths, draw_text, figures, histogram
 from tools.merge_datasets import main as merge

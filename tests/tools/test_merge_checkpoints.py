@@ -24,14 +24,12 @@ from paro.files.object_store import path_of
 from paro.report.log import Log
 from paro.training.resume import load_run
 from paro.training.step import train_step
-from tests.end_to_end.test_fixtures import SETS
-from tests.helpers.checkpoints import load_parameters
-from tests.helpers.commands import output_of
+from tests.end_to_end.test_training import SETS
 from tests.helpers.object_server import BUCKET, ObjectServer
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import output_of, refused
 from tests.helpers.scripts import run_script
-from tests.helpers.training import TINY, begun, built, save_run
-from tests.tools.untrained import convert
+from tests.helpers.training import TINY, begun, built, load_parameters, save_run
+from tests.tools.conftest import convert
 from tools import bench_checkpoint
 from tools.merge_checkpoints import main, mean_of
 

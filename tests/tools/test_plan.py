@@ -18,9 +18,8 @@ from paro.planning.planner import TIE
 from paro.planning.planner import plan as best_plan
 from paro.planning.search_space import PlanRequest
 from paro.strategy import legal_letters
-from tests.helpers.commands import measured, output_of, printed
-from tests.helpers.processes import python_apart
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import measured, output_of, printed, refused
+from tests.helpers.scripts import python_apart
 from tests.paro.planning.cases import FEW, machine, plan_request
 from tools.plan import main
 from tools.planning import goodput, pictures

@@ -19,11 +19,10 @@ import pytest
 from data import corpus
 from data.indexed_dataset import IndexedDatasetWriter
 from data.sources import SourceChunk
-from tests.helpers.commands import printed, write_lines
 from tests.helpers.corpora import corpus_bytes, read_corpus
-from tests.helpers.processes import children, lives, wait_for
 from tests.helpers.ranks import ROOT
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import printed, refused, write_lines
+from tests.helpers.scripts import children, lives, wait_for
 from tests.helpers.warm_process import HANGS_AFTER
 from tools import preprocess_data
 from tools.preprocess_data import main

@@ -17,8 +17,7 @@ import pytest
 
 from tests.conftest import BROWSERS
 from tests.end_to_end.test_terminal import MEGATRON, OURS
-from tests.helpers.commands import measured, printed, read_lines, write_lines
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import measured, printed, read_lines, refused, write_lines
 from tests.helpers.warm_process import HANGS_AFTER
 from tools import wandb_dashboard
 from tools.compare_curves import main as compare

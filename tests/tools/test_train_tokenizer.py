@@ -20,11 +20,10 @@ from data.tokenizer import END, SentencePieceTokenizer, build_tokenizer
 from data.tokenizer_config import tokenizer_config
 from paro.checkpoint.convert.hugging_face import open_hugging_face
 from paro.errors import UserError
-from tests.helpers.commands import output_of, printed, read_lines, write_lines
-from tests.helpers.gpt2 import TEXT, write_gpt2
-from tests.helpers.refusals import refused
+from tests.helpers.corpora import TEXT, write_gpt2
+from tests.helpers.refusals import output_of, printed, read_lines, refused, write_lines
 from tests.helpers.training import save_run
-from tests.tools.untrained import convert, trained
+from tests.tools.conftest import convert, trained
 from tools import gather_text, generate, inspect_dataset, preprocess_data
 from tools.train_tokenizer import main, sampled_chunks
 

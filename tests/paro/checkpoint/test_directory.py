@@ -25,8 +25,8 @@ from paro.checkpoint.directory import (
 )
 from paro.checkpoint.manifest import MANIFEST, DamagedError
 from paro.report.earlier import next_number
-from tests.helpers.checkpoints import read_common
 from tests.helpers.refusals import refused
+from tests.helpers.training import read_common
 
 
 def save(root: Path, iteration: int, text: str = "") -> Path:

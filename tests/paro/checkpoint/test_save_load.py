@@ -27,8 +27,8 @@ from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.errors import UserError
 from tests.fixtures.write import FIXTURES
-from tests.helpers.checkpoints import load_parameters
 from tests.helpers.refusals import refused
+from tests.helpers.training import load_parameters
 from tests.paro.checkpoint.toy_run import (
     DEGREES_ON_EIGHT,
     GGG_ON_SIX,

@@ -34,8 +34,8 @@ from paro.report.log import Log
 from paro.spec.states import FlatShard
 from paro.training import in_memory
 from paro.training.in_memory import _Copier
-from tests.helpers.checkpoints import load_parameters
 from tests.helpers.refusals import refused
+from tests.helpers.training import load_parameters
 from tests.paro.checkpoint.toy_run import (
     FROZEN,
     IIG,

@@ -19,9 +19,9 @@ from paro.distributed.comm_stream import Stage
 from paro.topology import Link, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
 from tests.helpers.requests import all_gather
-from tests.helpers.waits import changed
 from tests.paro.collectives.test_collectives import make
 from tests.paro.collectives.test_scheduled import rotate, run_in_chunks
+from tests.paro.late_mutations import changed
 
 
 @dataclass(frozen=True, slots=True)

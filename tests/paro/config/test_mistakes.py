@@ -10,7 +10,7 @@ import pytest
 from paro.arguments.parser import parse_args
 from paro.config.mistakes import wrong_values
 from paro.errors import UserError
-from tests.helpers.flags import configured
+from tests.helpers.training import configured
 
 SMALL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --lr 1e-3 --mock-data "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paro.distributed.world import World
-from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
+from tests.helpers.training import configured
 from tests.paro.config.test_run import PRESET, SMALL, configure
 
 UNROUNDED = "--no-yarn-correction-range-round-to-int"

@@ -25,8 +25,8 @@ from paro.planning.estimator import Estimate, Estimator
 from paro.spec.context_layout import ContextLayout
 from paro.training.assembly import build_training
 from paro.training.in_memory import identifying_flags
-from tests.helpers.flags import configured as configured_on
 from tests.helpers.refusals import says
+from tests.helpers.training import configured as configured_on
 from tests.paro.config.test_run import PRESET, SMALL, configure
 from tests.paro.planning.cases import DEVICE, machine
 

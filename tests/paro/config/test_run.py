@@ -15,8 +15,8 @@ from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.planning.remedies import recompute_flags
 from paro.training import assembly
-from tests.helpers.flags import configured, llama
 from tests.helpers.refusals import refused
+from tests.helpers.training import configured, llama
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "

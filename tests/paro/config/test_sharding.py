@@ -18,8 +18,8 @@ from paro.errors import UserError
 from paro.machine.files import machine_to_json
 from paro.planning.run_memory import RunMemory
 from paro.strategy import survival
-from tests.helpers.flags import configured as configured_on
 from tests.helpers.refusals import refused
+from tests.helpers.training import configured as configured_on
 from tests.paro.planning.cases import machine
 from tools.planning.request import make_parser
 from tools.planning.request import plan_request_of_args as plan_case

@@ -37,12 +37,12 @@ from paro.distributed.groups import ByteCounter, Links, make_groups
 from paro.distributed.process_group import RuntimeConfig
 from paro.spec.context_layout import ContextLayout
 from paro.topology import COLLECTIVE_STREAMS, StreamKind, make_topology
-from tests.helpers.hopper import hopper
 from tests.helpers.late_streams import LateStreams
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
-from tests.helpers.waits import all_waits
+from tests.helpers.triton_kernels import hopper
 from tests.model.values import assert_near, normal
+from tests.paro.late_mutations import all_waits
 
 CHUNK, CHANNELS, SAMPLES, HEADS = 3, 8, 2, 4
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ import torch
 from paro.distributed.process_group import RuntimeConfig, device_for
 from paro.distributed.world import World, read_world
 from paro.errors import UserError
-from tests.helpers.processes import lives, wait_for
 from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
+from tests.helpers.scripts import lives, wait_for
 from tests.helpers.warm_python import run_python, warm_python
 
 LAUNCHERS = (

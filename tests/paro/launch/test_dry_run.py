@@ -21,9 +21,9 @@ from paro.text import size_text
 from paro.training.assembly import build_training
 from paro.training.in_memory import in_memory_bytes
 from tests.helpers.corpora import write_corpus
-from tests.helpers.flags import configured
 from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
+from tests.helpers.training import configured
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "

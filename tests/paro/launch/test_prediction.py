@@ -23,10 +23,9 @@ from paro.spec.offload import offloaded
 from paro.training.assembly import build_training
 from paro.training.replicas import check_replicas
 from tests.end_to_end.test_training import RUN, launch
-from tests.helpers.flags import configured
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused, says
-from tests.helpers.training import TINY, run_steps
+from tests.helpers.training import TINY, configured, run_steps
 from tests.helpers.triton_kernels import interpreter, skip_on_gpus
 
 CPU = torch.device("cpu")

@@ -28,10 +28,9 @@ from paro.measuring.device import Effort
 from paro.report.watchdog import WatchConfig, Watchdog
 from paro.topology import Axes
 from paro.training.exit_signal import ExitSignal
-from tests.helpers.commands import output_of
-from tests.helpers.hopper import H100
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import output_of, refused
 from tests.helpers.scripts import run_script
+from tests.helpers.triton_kernels import H100
 from tests.paro.config.test_run import SMALL, configure
 from tests.paro.measuring.test_measure import alone
 from tests.paro.planning.cases import machine

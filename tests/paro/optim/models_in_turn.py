@@ -15,8 +15,7 @@ from paro.distributed.world import World
 from paro.spec.outer_steps import OuterConfig
 from paro.training.assembly import build_data
 from paro.training.step import Training, train_step
-from tests.helpers.flags import configured
-from tests.helpers.training import begun, built, whole_parameters
+from tests.helpers.training import begun, built, configured, whole_parameters
 
 
 def train_in_turn(

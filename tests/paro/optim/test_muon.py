@@ -33,7 +33,7 @@ from paro.training.step import Training
 from tests.helpers.training import TINY, built
 from tests.helpers.triton_kernels import interpreter
 from tests.model.values import assert_near
-from tests.paro.planning.lone_rank import allocated_at_most, on_ranks, run_of
+from tests.paro.planning.cases import allocated_at_most, on_ranks, run_of
 
 CPU = torch.device("cpu")
 FP32 = "--muon-fp32-matmul-prec highest"

@@ -25,10 +25,9 @@ from paro.topology import Sent
 from paro.training.assembly import build_training
 from paro.training.groups_alone import GroupsAlone
 from paro.training.step import Training, train_step
-from tests.helpers.flags import configured
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
-from tests.helpers.training import TINY, begun, built, whole_states
+from tests.helpers.training import TINY, begun, built, configured, whole_states
 from tests.paro.optim.models_in_turn import train_in_turn
 
 STEPS = 10

@@ -12,8 +12,8 @@ from torch import Tensor
 from paro.layout import make_whole_layout
 from paro.spec.optim_config import OptimConfig
 from paro.spec.param_groups import Factors
-from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
+from tests.helpers.training import configured
 from tests.helpers.triton_kernels import interpreter
 from tests.paro.optim.test_muon import DECAY, LR, RUN, gradient, is_muons, trained
 

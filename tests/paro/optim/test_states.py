@@ -33,8 +33,7 @@ from paro.training.resume import load_run
 from paro.training.step import Training, train_step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, begun, built, save_run, whole_states
-from tests.paro.planning.cases import machine, plan_request
-from tests.paro.planning.lone_rank import run_of
+from tests.paro.planning.cases import machine, plan_request, run_of
 from tests.paro.planning.test_units import WIDE
 from tests.paro.training.test_base import written_bytes
 from tools.planning.tables import rows_table

@@ -1,12 +1,34 @@
-"""Small runs on hand-written machines, for tests of the planner."""
+"""Small runs on hand-written machines; runs on any number of ranks, and one rank without peers."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
+from model.llama import Llama
 from model.trainable import Trainable
+from model.units import parameter_shapes
+from paro.collectives import wire
+from paro.collectives.api import make_collectives
+from paro.config.run import RunConfig
+from paro.config.sharding import ShardingConfig
+from paro.context_parallel.attention import ContextAttention, make_context_attention
+from paro.distributed.comm_stream import InlineStreams
+from paro.distributed.control import PlannedControl
+from paro.distributed.groups import ByteCounter, Groups, Links, make_groups
+from paro.distributed.timers import Timers
+from paro.distributed.world import World
+from paro.layout import Unit, UnitLayout
 from paro.machine.machine import (
     BandwidthSource,
     Device,
@@ -15,12 +37,26 @@ from paro.machine.machine import (
     bits_per_second,
     rate_text,
 )
+from paro.optim.optimizer import ParoOptimizer
 from paro.planning.estimator import Estimator
 from paro.planning.search_space import PlanRequest, SearchSpace
+from paro.planning.sending import NATIVE
 from paro.planning.step_costs import StepCosts
 from paro.precision import PrecisionConfig
+from paro.sharding.buffers import TORCH_TYPES
+from paro.sharding.distributed_model import DistributedModel
+from paro.sharding.shards import ShardingContext
+from paro.spec.context_layout import ContextLayout
+from paro.spec.optim_config import MuonConfig, OptimConfig
+from paro.spec.run_spec import RunSpec
+from paro.spec.units import units_of_run
+from paro.step.actions import Move, Verb
 from paro.step.schedule import StepSchedule
-from tests.helpers.flags import llama
+from paro.strategy import Strategy, parse_strategy
+from paro.topology import Sent, Topology, make_topology
+from paro.training import assembly
+from tests.helpers import training
+from tests.helpers.training import configured, llama
 
 DEVICE = Device(
     name="typed",
@@ -120,3 +156,214 @@ def order_case(name: str, **more: Any) -> PlanRequest:
         **changes,
         **more,
     )
+
+
+def on_ranks(text: str, *, world_size: int, group_size: int) -> tuple[Strategy, Topology]:
+    """A strategy and the topology of its degrees."""
+    strategy = parse_strategy(text, world_size=world_size, group_size=group_size)
+    return strategy, make_topology(
+        world_size=world_size, group_size=group_size, degrees=strategy.degrees
+    )
+
+
+def run_of(
+    config: LlamaConfig,
+    text: str,
+    precision: PrecisionConfig,
+    *,
+    world_size: int = 8,
+    group_size: int = 4,
+    is_trained: Callable[[str], bool] = lambda _name: True,
+    **changes: Any,
+) -> RunSpec:
+    """A run of two micro-batches of one sample, as the planner sees it."""
+    given: dict[str, Any] = {
+        "recompute": config.recompute,
+        "seq_length": 16,
+        "micro_batch_size": 1,
+        "num_micro_batches": 2,
+    }
+    return RunSpec(
+        model=config,
+        trained=frozenset(filter(is_trained, parameter_shapes(config))),
+        strategy=parse_strategy(text, world_size=world_size, group_size=group_size),
+        precision=precision,
+        world_size=world_size,
+        group_size=group_size,
+        **(given | changes),
+    )
+
+
+def one_unit(numel: int, *, frozen: int = 0) -> tuple[Unit, ...]:
+    """A model as the paper counts it: everything is gathered twice per micro-batch."""
+    trainable, rest = (UnitLayout((), matrix_stop=0, numel=size) for size in (numel, frozen))
+    return (Unit(name="all", trainable=trainable, frozen=rest),)
+
+
+def moves(count: int, *, frozen: int = 0) -> dict[Move, int]:
+    """How often its collectives come in a step of `count` micro-batches."""
+    of_step = {(Verb.GRAD_SYNC, 0): 1, (Verb.PARAM_ALL_GATHER, 0): 1, (Verb.REDUCE, 0): count}
+    return of_step | {(Verb.GATHER, buffer): 2 * count for buffer in range(1 + bool(frozen))}
+
+
+def silence(monkeypatch: pytest.MonkeyPatch, backend: str = "nccl") -> None:
+    """Makes torch.distributed leave buffers unchanged; gathered ones are filled with zeros."""
+
+    def gather(whole: Tensor, shard: Tensor, group: None) -> None:
+        whole.zero_()
+
+    def transfer(op: object, tensor: Tensor, *_: object) -> None:
+        if op is wire.dist.irecv:
+            tensor.zero_()
+
+    def receive(tensor: Tensor, *_: object, **__: object) -> SimpleNamespace:
+        tensor.zero_()
+        return done
+
+    done = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(wire.dist, "P2POp", transfer)
+    monkeypatch.setattr(wire.dist, "batch_isend_irecv", lambda transfers: [])
+    monkeypatch.setattr(wire.dist, "isend", lambda *_, **__: done)
+    monkeypatch.setattr(wire.dist, "irecv", receive)
+    monkeypatch.setattr(wire, "_all_gather", gather)
+    monkeypatch.setattr(wire, "_reduce_scatter", lambda own, whole, group: None)
+    monkeypatch.setattr(wire.dist, "all_reduce", lambda whole, group: None)
+    monkeypatch.setattr(wire.dist, "all_to_all_single", lambda received, sent, group: None)
+    monkeypatch.setattr(wire.dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(Groups, "of", lambda *_: None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoneRank:
+    """The model and the optimizer of one rank."""
+
+    config: LlamaConfig
+    model: DistributedModel
+    optimizer: ParoOptimizer
+    traffic: ByteCounter
+
+    def share_samples(self, layout: ContextLayout) -> None:
+        """From now on attention is that of the first of ranks that share samples.
+
+        The last one of a ring, whose queries see half of all other keys, allocates less.
+        """
+        context, topology = self.model.context, self.model.context.topology
+        world = World(size=topology.world_size, group=topology.group_size)
+        links = Links(InlineStreams(), self.traffic, context.exposure)
+        self.model.model.core = attention_of(layout, world, links)
+
+    def step(
+        self,
+        num_micro_batches: int,
+        *,
+        size: int = 1,
+        seq_length: int = 16,
+        full_precision: bool = False,
+    ) -> Sent:
+        """Trains one step on made-up tokens; returns the bytes that the rank would have sent."""
+        device = self.model.units[0].param_shard.device
+        tokens_BS = torch.zeros(size, seq_length, dtype=torch.int64, device=device)
+        weights_BS = torch.ones(size, seq_length, device=device)
+        control, alone = PlannedControl(World(), device), self.optimizer.outer.is_on
+        self.model.begin_step(num_micro_batches, full_precision=full_precision, alone=alone)
+        for index in range(num_micro_batches):
+            last = index + 1 == num_micro_batches
+            self.model.forward_backward(tokens_BS, tokens_BS, weights_BS, last=last)
+        self.model.finish_grad_sync()
+        sent = self.traffic.take()
+        self.optimizer.step(lr=0.0, weight_decay=0.0, grad_norm=1.0, unscale=0.5)
+        self.optimizer.end_step(1, control)
+        return sent
+
+
+def attention_of(layout: ContextLayout, world: World, links: Links) -> ContextAttention:
+    """Attention of a rank that shares samples."""
+    topology = layout.topology(world_size=world.size, group_size=world.group_size)
+    groups = make_groups(topology, world.rank, {}, None, links)
+    return make_context_attention(layout, groups, NATIVE, "auto")
+
+
+@cache
+def _any_run() -> RunConfig:
+    return configured(f"{training.TINY} --train-iters 1")
+
+
+def lone_rank(
+    config: LlamaConfig,
+    strategy: Strategy,
+    topology: Topology,
+    precision: PrecisionConfig,
+    *,
+    device: str = "cpu",
+    is_trained: Callable[[str], bool] = lambda _name: True,
+    **sharding: Any,
+) -> LoneRank:
+    """Builds the last rank as training does; call `silence` before it runs.
+
+    `sharding` are fields of `ShardingConfig`.
+    """
+    world = World(rank=topology.world_size - 1, size=topology.world_size, group=topology.group_size)
+    with torch.device("meta"):
+        llama = Llama(config)
+    llama.freeze(is_trained, activations=TORCH_TYPES[precision.compute])
+    trained = tuple(filter(is_trained, parameter_shapes(config)))
+    run = replace(
+        _any_run(),
+        model=config,
+        trainable=Trainable(patterns=trained),
+        strategy=strategy,
+        precision=precision,
+        sharding=ShardingConfig(world=world, **sharding),
+    )
+    links = Links(InlineStreams())
+    control = PlannedControl(world, torch.device(device))
+    spec = run.spec
+    specs = spec.specs(units_of_run(spec))
+    groups = make_groups(topology, world.rank, {}, None, links)
+    collectives = make_collectives(assembly.choice_of(spec.collective, None, by_nccl=False), groups)
+    context = ShardingContext(strategy, collectives, control.device)
+    model = assembly._spread(llama, spec, specs, context, Timers())
+    optimizer = ParoOptimizer(model, OptimConfig(), precision, 0, MuonConfig(), spec.outer)
+    return LoneRank(config=config, model=model, optimizer=optimizer, traffic=links.traffic)
+
+
+def rank_of(run: RunSpec, *, device: str = "cpu") -> LoneRank:
+    """Builds the last rank of a run, as `lone_rank` does."""
+    return lone_rank(
+        run.config,
+        run.strategy,
+        run.topology,
+        run.precision,
+        device=device,
+        is_trained=run.trained.__contains__,
+        prefetch_units=run.prefetch_units,
+        updated_ahead=run.updated_ahead,
+        collective=run.collective,
+        materialize="rotate" if run.materialize.rotates else "gather",
+        rotate_in_place=run.materialize.in_place,
+        outer=run.outer,
+    )
+
+
+def allocated_at_most(work: Callable[[], object], device: str = "cpu") -> int:
+    """The peak of bytes allocated by `work`, in addition to those before it."""
+    if device == "cuda":
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        return torch.cuda.max_memory_allocated() - before
+    # No collection frees what earlier tests left; one here would take longer than the work.
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            work()
+    finally:
+        gc.enable()
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert events, "this torch records no allocations"
+    allocated = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        allocated += event.nbytes()  # negative when freed
+        peak = max(peak, allocated)
+    return peak

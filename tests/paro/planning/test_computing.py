@@ -42,10 +42,22 @@ from paro.strategy import legal_letters
 from paro.text import size_text
 from paro.topology import Axes, Sent, StreamKind, make_topology
 from tests.helpers.closed_form import letter_traffic
-from tests.helpers.flags import llama
+from tests.helpers.training import llama
 from tests.paro.launch.test_dry_run import MOCK, planned, printed
-from tests.paro.planning.cases import DEVICE, SMALL, compute_seconds, costs, machine, plan_request
-from tests.paro.planning.lone_rank import attention_of, moves, on_ranks, one_unit, run_of, silence
+from tests.paro.planning.cases import (
+    DEVICE,
+    SMALL,
+    attention_of,
+    compute_seconds,
+    costs,
+    machine,
+    moves,
+    on_ranks,
+    one_unit,
+    plan_request,
+    run_of,
+    silence,
+)
 
 
 def mfu(given: PlanRequest, strategy: str = "III") -> float:

@@ -20,8 +20,8 @@ from paro.precision import PrecisionConfig
 from paro.spec.context_layout import ContextLayout
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import RunSpec
-from tests.helpers.flags import llama
-from tests.paro.planning.lone_rank import allocated_at_most, rank_of, run_of, silence
+from tests.helpers.training import llama
+from tests.paro.planning.cases import allocated_at_most, rank_of, run_of, silence
 
 FP32 = PrecisionConfig(compute="fp32")
 BASE_BF16 = replace(FP32, lora_base_dtype="bf16")

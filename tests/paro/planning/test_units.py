@@ -36,9 +36,17 @@ from paro.spec.units import units_of_run
 from paro.strategy import legal_letters
 from paro.topology import AxisSpan, Spans, StreamKind
 from paro.training import assembly
-from tests.helpers.flags import llama
-from tests.paro.planning.cases import DEVICE, machine, plan_request
-from tests.paro.planning.lone_rank import on_ranks, one_unit, rank_of, run_of, silence
+from tests.helpers.training import llama
+from tests.paro.planning.cases import (
+    DEVICE,
+    machine,
+    on_ranks,
+    one_unit,
+    plan_request,
+    rank_of,
+    run_of,
+    silence,
+)
 from tests.paro.planning.test_gathering import SMALL as WIDER
 
 SMALL = llama(3, 20, 37, heads=(4, 2, 6), length=16, vocab=59)

@@ -17,9 +17,8 @@ import pytest
 from paro.report.config import ReportConfig
 from paro.report.dashboards import RUN_ID_FILE, Dashboards, check_login, open_dashboards
 from paro.report.log import Log
-from tests.helpers.commands import output_of
-from tests.helpers.refusals import refused
-from tests.helpers.wandb_server import wandb_server
+from tests.helpers.object_server import wandb_server
+from tests.helpers.refusals import output_of, refused
 
 
 class Faulty:

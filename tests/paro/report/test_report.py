@@ -40,7 +40,7 @@ from paro.report.record import (
     summarize,
 )
 from paro.report.report import Report, open_report
-from tests.helpers.commands import output_of
+from tests.helpers.refusals import output_of
 
 FACTS = RunFacts(
     world_size=2,

@@ -18,8 +18,7 @@ from paro.report.earlier import earlier_file, next_number
 from paro.report.log import Log
 from paro.report.record import Metrics, Validation, summarize
 from paro.report.run_files import PROGRESS_FILE, MetricsFile, ProgressFile, RunRecord
-from tests.helpers.commands import read_lines
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import read_lines, refused
 from tests.paro.report.test_report import FACTS, LARGER, record
 
 LINE = replace(summarize([record(1)], FACTS, peak_memory_bytes=10**9), lm_loss=0.1 + 0.2)

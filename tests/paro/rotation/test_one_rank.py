@@ -19,10 +19,9 @@ from paro.spec.run_spec import Materialize
 from paro.training.evaluation import evaluate
 from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks
-from tests.helpers.resharding import Pair, Setting, save_and_load
 from tests.helpers.training import Trained, begun, built, train
-from tests.paro.checkpoint.test_resharding import check
-from tests.paro.planning.lone_rank import LoneRank, allocated_at_most, lone_rank, on_ranks, silence
+from tests.paro.checkpoint.test_resharding import Pair, Setting, check, save_and_load
+from tests.paro.planning.cases import LoneRank, allocated_at_most, lone_rank, on_ranks, silence
 from tests.paro.planning.test_gathering import BF16, FP32, assert_predicted, run
 from tests.paro.planning.test_units import SMALL as GROUPED
 from tests.paro.planning.test_units import assert_counted, keep_norms_and_embedding, upper_half

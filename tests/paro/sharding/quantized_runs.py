@@ -17,8 +17,7 @@ from paro.quantization.formats import ERROR_FORM, RangeFormat, error_bytes
 from paro.sharding.shards import UnitShards
 from paro.training.replicas import check_replicas
 from paro.training.step import Training
-from tests.helpers.flags import configured
-from tests.helpers.training import TINY, Trained, train
+from tests.helpers.training import TINY, Trained, configured, train
 
 # Ranges of some quantized blocks on 8 ranks, and odd sizes, so that they end within parameters.
 SIZES = "--hidden-size 60 --ffn-hidden-size 151 --vocab-size 211 --num-layers 2 --bf16"

@@ -17,7 +17,7 @@ from model.fp8 import NO_CACHE, Fp8, Operand
 from paro.precision import PrecisionConfig
 from paro.training.step import train_step
 from tests.helpers.training import TINY, begun, built
-from tests.paro.planning.lone_rank import LoneRank, lone_rank, on_ranks, silence
+from tests.paro.planning.cases import LoneRank, lone_rank, on_ranks, silence
 from tests.paro.planning.test_gathering import SMALL
 
 FLAGS = (

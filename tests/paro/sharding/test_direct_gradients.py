@@ -25,7 +25,7 @@ from paro.topology import AxisSpan, StreamKind
 from paro.training.step import Training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, begun, built, train
-from tests.paro.planning.lone_rank import LoneRank, lone_rank, on_ranks, silence
+from tests.paro.planning.cases import LoneRank, lone_rank, on_ranks, silence
 from tests.paro.planning.test_units import SMALL, upper_half
 
 UNGROUPED = replace(SMALL, num_query_groups=4)

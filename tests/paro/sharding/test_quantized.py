@@ -22,8 +22,13 @@ from paro.training.step import FORGOTTEN_AFTER, Training
 from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
-from tests.helpers.resharding import Setting, load_and_go_on, save_and_go_on, save_and_load
 from tests.helpers.training import train
+from tests.paro.checkpoint.test_resharding import (
+    Setting,
+    load_and_go_on,
+    save_and_go_on,
+    save_and_load,
+)
 from tests.paro.sharding.quantized_runs import (
     SIZES,
     Recorded,

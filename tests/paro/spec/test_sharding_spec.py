@@ -23,7 +23,7 @@ from paro.spec.run_spec import Materialize
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import Verb
 from paro.topology import AxisSpan, Sent, StreamKind
-from tests.paro.planning.lone_rank import lone_rank, on_ranks, run_of, silence
+from tests.paro.planning.cases import lone_rank, on_ranks, run_of, silence
 from tests.paro.planning.test_units import SMALL
 
 WIDE = replace(

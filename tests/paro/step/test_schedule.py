@@ -23,8 +23,17 @@ from paro.step.actions import Buckets, Move, Verb, number_buffers
 from paro.step.gathering import ParamAllGatherPolicy
 from paro.step.schedule import StepSchedule
 from tests.helpers.late_streams import LateStreams
-from tests.paro.planning.cases import BF16, ORDERS, costs, machine, order_case, schedule_of
-from tests.paro.planning.lone_rank import LoneRank, rank_of, silence
+from tests.paro.planning.cases import (
+    BF16,
+    ORDERS,
+    LoneRank,
+    costs,
+    machine,
+    order_case,
+    rank_of,
+    schedule_of,
+    silence,
+)
 
 # What the optimizer and the training loop do, or the model computes.
 ELSEWHERE = {Verb.UPDATE, Verb.NORM, *(v for v in Verb if v >= Verb.FORWARD)}

@@ -22,8 +22,8 @@ from paro.topology import Spans, StreamKind
 from paro.training import assembly
 from paro.training.step import Training
 from tests.helpers.fake_nccl import FakeNccl
-from tests.helpers.flags import configured
-from tests.paro.planning.lone_rank import LoneRank, silence
+from tests.helpers.training import configured
+from tests.paro.planning.cases import LoneRank, silence
 
 RANK, WORLD_SIZE = 5, 16
 MODEL = (

@@ -24,11 +24,17 @@ from paro.precision import BYTES_OF
 from paro.report.log import Log
 from paro.training.resume import FROM_NOTHING, Resumed, load_run
 from paro.training.step import Training
-from tests.helpers.checkpoints import read_common
-from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
-from tests.helpers.training import TINY, built, run_steps, save_run, whole_parameters
-from tests.tools.untrained import convert
+from tests.helpers.training import (
+    TINY,
+    built,
+    configured,
+    read_common,
+    run_steps,
+    save_run,
+    whole_parameters,
+)
+from tests.tools.conftest import convert
 from tools.generate import open_model
 
 FLAGS = f"{TINY} --train-iters 2 --global-batch-size 2"

@@ -31,7 +31,7 @@ from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
 from tests.helpers.training import TINY, begun, built, save_run
-from tests.tools.untrained import convert
+from tests.tools.conftest import convert
 
 __all__ = ["nodes"]  # a fixture
 

@@ -12,9 +12,9 @@ from paro.distributed.world import World
 from paro.planning.run_memory import RunMemory
 from paro.strategy import legal_letters
 from paro.topology import Sent
-from tests.helpers.flags import configured
 from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
+from tests.helpers.training import configured
 from tests.tools.cluster.nic_bytes import FLAGS, STEPS, WAYS
 from tools.cluster.launch import NodeOutput, run
 from tools.cluster.lifecycle import cluster

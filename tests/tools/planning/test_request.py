@@ -17,9 +17,8 @@ from paro.machine.machine import Nic
 from paro.planning.estimator import Estimator
 from paro.planning.search_space import PlanRequest, micro_batch_sizes
 from paro.spec.context_layout import ContextLayout
-from tests.helpers.commands import measured, printed
-from tests.helpers.flags import configured
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import measured, printed, refused
+from tests.helpers.training import configured
 from tests.paro.config.test_refusals import MISTAKES, OF_SHARED_SAMPLES
 from tests.paro.config.test_run import SMALL
 from tests.paro.planning.cases import machine, plan_request

@@ -11,8 +11,7 @@ import pytest
 
 from data.indexed_dataset import IndexedDataset
 from tests.data.test_hugging_face_tokenizer import byte_level, write
-from tests.helpers.commands import write_lines
-from tests.helpers.refusals import refused, says
+from tests.helpers.refusals import refused, says, write_lines
 from tests.tools.preprocessing import templates
 from tests.tools.preprocessing.templates import BEGIN, BODY, END, GEMMA, GLM, MARKED, PLAIN, QWEN
 from tools.preprocess_data import main

@@ -28,8 +28,8 @@ from paro.checkpoint.convert.source import LazyTensor, Source, unpadded
 from paro.checkpoint.convert.tensor_files import lazy, safetensors_plan
 from paro.distributed.world import World
 from paro.errors import StorageError
-from tests.helpers.flags import llama
 from tests.helpers.refusals import refused
+from tests.helpers.training import llama
 from tests.paro.checkpoint.convert.folders import random_tensors
 
 CONFIG = replace(llama(3, 10, 17, heads=(2, 1, 6), length=32, vocab=23), add_qkv_bias=True)

@@ -21,11 +21,10 @@ from paro.checkpoint.convert.hugging_face import (
     tokenizer_of,
 )
 from tests.data.test_tokenizer import train_sentencepiece
-from tests.helpers.flags import llama
 from tests.helpers.refusals import refused
+from tests.helpers.training import llama
 from tests.paro.checkpoint.convert.folders import random_tensors
-from tests.tools.conftest import TEXT
-from tests.tools.untrained import SIZES, convert, save_untrained
+from tests.tools.conftest import SIZES, TEXT, convert, save_untrained
 from tools.train_tokenizer import main as train_tokenizer
 
 CONFIG = llama(2, 16, 24, heads=(2, 1, 6), length=32, vocab=21)

@@ -22,8 +22,8 @@ from model.config import LlamaConfig
 from paro.checkpoint.convert.megatron import open_megatron, write_megatron
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.convert.tensor_files import lazy
-from tests.helpers.flags import llama
 from tests.helpers.refusals import refused
+from tests.helpers.training import llama
 from tests.paro.checkpoint.convert.folders import random_tensors
 
 FILE = "mp_rank_00/model_optim_rng.pt"

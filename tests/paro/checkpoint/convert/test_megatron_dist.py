@@ -30,10 +30,9 @@ from paro.checkpoint.metadata import read_metadata
 from paro.report.log import Log
 from paro.training.resume import load_run
 from paro.training.step import train_step
-from tests.helpers.flags import llama
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
-from tests.helpers.training import TINY, begun, built, save_run, whole_states
+from tests.helpers.training import TINY, begun, built, llama, save_run, whole_states
 from tests.paro.checkpoint.convert.folders import (
     logits_of,
     own_model,

@@ -24,7 +24,7 @@ from paro.checkpoint.convert.tensor_files import open_safetensors
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.convert.folders import logits_of, own_model, some_tokens
 from tests.paro.training.test_base import assert_equal, started, trained
-from tests.tools.untrained import convert
+from tests.tools.conftest import convert
 from tools.convert_checkpoint import main
 
 LORA = "--lora-rank 3 --lora-alpha 6 --lora-dropout 0.1 --lora-target-modules v_proj,o_proj,up_proj"

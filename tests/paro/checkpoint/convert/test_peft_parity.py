@@ -18,12 +18,11 @@ from paro.config.run import RunConfig
 from paro.training.assembly import build_data, build_sources
 from paro.training.resume import Resumed
 from paro.training.step import Training, TrainState, train_step
-from tests.helpers.comparison import ADAM_EPS, FP32
 from tests.helpers.margins import assert_near, margin_of, note
-from tests.helpers.training import save_run, whole_parameters
+from tests.helpers.training import ADAM_EPS, FP32, save_run, whole_parameters
 from tests.paro.checkpoint.convert.folders import logits_of, some_tokens
 from tests.paro.training.test_base import started, trained
-from tests.tools.untrained import convert
+from tests.tools.conftest import convert
 
 pytestmark = pytest.mark.verify  # importing peft takes seconds
 STEPS = 20

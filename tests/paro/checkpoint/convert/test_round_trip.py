@@ -22,8 +22,8 @@ from model.rotary import rotate, rotations
 from paro.checkpoint.convert.hugging_face import INDEX, WEIGHTS, open_hugging_face
 from paro.checkpoint.convert.meta import half_rotation, meta_name, open_meta
 from paro.checkpoint.convert.native import open_native
-from tests.helpers.flags import llama
 from tests.helpers.refusals import refused
+from tests.helpers.training import llama
 from tests.paro.checkpoint.convert.folders import (
     FAMILIES,
     hugging_face_model,
@@ -34,7 +34,7 @@ from tests.paro.checkpoint.convert.folders import (
     some_tokens,
 )
 from tests.paro.checkpoint.toy_run import Harmful
-from tests.tools.untrained import convert
+from tests.tools.conftest import convert
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 0.5, "high_freq_factor": 3.0}

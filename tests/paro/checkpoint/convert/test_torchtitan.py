@@ -19,9 +19,9 @@ from model.hugging_face import hugging_face_config
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.convert.tensor_files import lazy
 from paro.checkpoint.convert.torchtitan import open_torchtitan, write_torchtitan
-from tests.helpers.flags import llama
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
+from tests.helpers.training import llama
 from tests.paro.checkpoint.convert.folders import (
     logits_of,
     own_model,
@@ -35,7 +35,7 @@ from tests.paro.checkpoint.convert.titan_llama import (
     save,
     training_states,
 )
-from tests.tools.untrained import convert
+from tests.tools.conftest import convert
 
 # Sizes that two ranks cannot halve, and query groups.
 GROUPED = llama(
