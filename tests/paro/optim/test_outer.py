@@ -29,24 +29,12 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
 from tests.helpers.training import TINY, begun, built, configured, whole_states
 from tests.paro.optim.models_in_turn import train_in_turn
+from tests.paro.report.test_report import record
 
 STEPS = 10
-PLAIN = f"{TINY} --adam-eps 1e-4 --clip-grad 0.5 --train-iters {STEPS}"
+PLAIN = f"{TINY} --num-layers 2 --adam-eps 1e-4 --clip-grad 0.5 --train-iters {STEPS}"
 FLAGS = f"{PLAIN} --paro-outer-bits 32"
 MUON = "--optimizer muon --muon-fp32-matmul-prec highest"
-RECORD = IterationRecord(
-    iteration=1,
-    consumed_samples=0,
-    global_batch_size=1,
-    lm_loss=0.0,
-    grad_norm=0.0,
-    learning_rate=0.0,
-    loss_scale=1.0,
-    iteration_time_ms=1.0,
-    skipped=False,
-    intra_bytes=0,
-    inter_bytes=0,
-)
 INSIDE = ("NNN", "NNI", "NII", "INI", "III")  # strategies whose states stay inside a group
 States = dict[str, Tensor]
 
@@ -177,8 +165,8 @@ ROUNDS = "--paro-outer-steps 4 --paro-outer-warmup 0 --paro-strategy III --paro-
 @pytest.mark.ranks
 def test_a_round_sends_the_bytes_of_the_formula() -> None:
     """Two rounds in 5 steps, of units large enough to be quantized; nothing else crosses."""
-    large = f"{PLAIN} --hidden-size 64 --ffn-hidden-size 96 {ROUNDS} --paro-outer-steps 2"
-    large += " --train-iters 5"
+    large = f"{PLAIN} --num-layers 3 --hidden-size 64 --ffn-hidden-size 96 {ROUNDS}"
+    large += " --paro-outer-steps 2 --train-iters 5"
     bits = (32, 16, 8, 4)
     flags = [f"{large} --paro-outer-bits {each}" for each in bits]
     results, *_ = run_ranks(train_in_groups, 4, flags)
@@ -275,8 +263,8 @@ def measure_a_round(flags: str) -> tuple[States, States, IterationRecord]:
     start = states_of(training)
     for step in range(1, 6):
         made = train_step(training, state, source)
-        record = replace(RECORD, iteration=step, lm_loss=made.loss, z_loss=made.z_loss)
-        records = [*groups.records(record, due=step == 5)]
+        own = replace(record(step), lm_loss=made.loss, z_loss=made.z_loss)
+        records = [*groups.records(own, due=step == 5)]
     after = states_of(training)
     training.close()
     return start, after, records[-1]
@@ -314,13 +302,13 @@ def test_a_late_merge_keeps_the_steps_of_its_delay() -> None:
 @pytest.mark.ranks
 def test_a_record_has_the_loss_of_each_group_and_how_far_groups_are_apart() -> None:
     flags = f"{FLAGS} {ROUNDS} --paro-outer-delay 1 --z-loss-weight 0.1"
-    (start, after, record), *others = run_ranks(measure_a_round, 4, flags)
+    (start, after, found), *others = run_ranks(measure_a_round, 4, flags)
     losses = [others[rank][2].lm_loss for rank in (0, 1)]
-    assert record.groups is not None
-    assert len(set(record.groups.lm_losses)) == 2
-    assert record.lm_loss == pytest.approx(sum(record.groups.lm_losses) / 2)
-    assert losses == [record.lm_loss] * 2
-    assert [others[rank][2].z_loss for rank in (0, 1)] == [record.z_loss] * 2
+    assert found.groups is not None
+    assert len(set(found.groups.lm_losses)) == 2
+    assert found.lm_loss == pytest.approx(sum(found.groups.lm_losses) / 2)
+    assert losses == [found.lm_loss] * 2
+    assert [others[rank][2].z_loss for rank in (0, 1)] == [found.z_loss] * 2
     moved = [
         torch.cat([
             (start[name] - after[name.replace(ANCHOR, of_group(BEGUN, group))]).flatten()
@@ -332,9 +320,9 @@ def test_a_record_has_the_loss_of_each_group_and_how_far_groups_are_apart() -> N
     mean = (moved[0] + moved[1]) / 2
     norms = [float(each.norm()) for each in moved]
     cosine = sum(float(each @ mean) for each in moved) / float(mean.norm()) / sum(norms)
-    assert record.groups.outer_grad_norm == pytest.approx(float(mean.norm()), rel=1e-5)
-    assert record.groups.outer_grad_cosine == pytest.approx(cosine, rel=1e-5)
-    assert record.groups.num_left_out == 0
+    assert found.groups.outer_grad_norm == pytest.approx(float(mean.norm()), rel=1e-5)
+    assert found.groups.outer_grad_cosine == pytest.approx(cosine, rel=1e-5)
+    assert found.groups.num_left_out == 0
 
 
 def test_rounds_begin_and_end_in_turn() -> None:

@@ -79,7 +79,7 @@ def interrupt(cases: Sequence[str], folder: str) -> list[tuple[States, States]]:
 def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path) -> None:
     """Also between the begin and the end of a round, and in the warm-up."""
     cases = [
-        f"{FLAGS} --num-layers 2 --paro-group-size 2 --train-iters {STEPS} {more}"
+        f"{FLAGS} --paro-group-size 2 --train-iters {STEPS} {more}"
         for more in (
             "--paro-strategy NNI --paro-outer-steps 4 --paro-outer-delay 2 --paro-outer-warmup 0",
             "--paro-strategy III --paro-outer-steps 3 --paro-outer-fragments 2 "
@@ -133,10 +133,7 @@ def test_runs_with_other_settings_continue_from_the_parameters_that_groups_agree
     tmp_path: Path,
 ) -> None:
     """Replicas are compared after each step, also while a round is in flight."""
-    base = (
-        f"{PLAIN} --num-layers 2 --paro-group-size 2 --paro-strategy III "
-        "--override-opt_param-scheduler"
-    )
+    base = f"{PLAIN} --paro-group-size 2 --paro-strategy III --override-opt_param-scheduler"
     outer = f"{base} --paro-outer-steps 4 --paro-outer-warmup 0"
     cases = [
         (base, f"{outer} --paro-outer-delay 2"),
