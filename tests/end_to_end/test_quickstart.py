@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sysconfig
+from collections.abc import Mapping, Sequence
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from tests.tools.preprocessing.templates import PLAIN
 from tests.tools.preprocessing.test_chat_template import folder_with
 from tools.generate import main as generate
 
-SCRIPT = ROOT / "examples" / "quickstart.sh"
+SCRIPT, FINETUNE = (ROOT / "examples" / name for name in ("quickstart.sh", "finetune.sh"))
 TEXT_BYTES = 600_000
 ALL_TAGS = (
     "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2 --log-timers-to-tensorboard"
@@ -46,6 +47,25 @@ def write_text(path: Path) -> None:
                 return
 
 
+def ended(
+    words: Sequence[str | Path],
+    settings: Mapping[str, object],
+    on_path: Path | None,
+    terminal: int = subprocess.STDOUT,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script of the examples with settings; standard error may be a terminal."""
+    path = f"{on_path or warm_python()}:{os.environ['PATH']}"
+    own = {name: str(value) for name, value in settings.items()}
+    return subprocess.run(
+        ["bash", *words],
+        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **own},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        text=True,
+    )
+
+
 def quickstart(
     run_dir: Path,
     text: Path | None = None,
@@ -56,25 +76,9 @@ def quickstart(
     extra_flags: str = "",
     terminal: int = subprocess.STDOUT,
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", str(SCRIPT)],
-        env={
-            **os.environ,
-            "PATH": f"{on_path or warm_python()}:{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
-            "WANDB_MODE": "offline",
-            "RUN_DIR": str(run_dir),
-            "RANKS": str(ranks or ""),
-            "TEXT": str(text or ""),
-            "TRAIN_ITERS": str(train_iters or ""),
-            "EXTRA_FLAGS": extra_flags,
-            "TERM": "xterm",
-        },
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=terminal,
-        text=True,
-    )
+    settings = {"RUN_DIR": run_dir, "RANKS": ranks or "", "TEXT": text or "", "TERM": "xterm"}
+    settings |= {"TRAIN_ITERS": train_iters or "", "EXTRA_FLAGS": extra_flags}
+    return ended([SCRIPT], settings | {"WANDB_MODE": "offline"}, on_path, terminal)
 
 
 def programs(folder: Path, script: str) -> Path:
@@ -286,22 +290,8 @@ STEPS = ["convert_checkpoint", "preprocess_data", "pretrain_llama", "convert_che
 def finetune(
     model: Path, talks: Path, run_dir: Path, *, on_path: Path | None = None, **settings: object
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", str(ROOT / "examples" / "finetune.sh"), str(model), str(talks)],
-        env={
-            **os.environ,
-            "PATH": f"{on_path or warm_python()}:{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
-            "RUN_DIR": str(run_dir),
-            "EXTRA_FLAGS": SHORT,
-            "SEQ_LENGTH": "48",
-            **{name: str(value) for name, value in settings.items()},
-        },
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    own = {"RUN_DIR": run_dir, "EXTRA_FLAGS": SHORT, "SEQ_LENGTH": 48, **settings}
+    return ended([FINETUNE, model, talks], own, on_path)
 
 
 @pytest.mark.ranks
@@ -357,6 +347,6 @@ def test_the_commands_of_other_forms_of_conversations(tmp_path: Path) -> None:
 def test_a_step_that_fails_ends_the_finetuning(tmp_path: Path) -> None:
     done = finetune(tmp_path / "m", tmp_path / "t.jsonl", tmp_path / "run")
     assert (done.returncode, commands(done.stdout)) == (2, STEPS[:1])
-    alone = subprocess.run(["bash", ROOT / "examples" / "finetune.sh"], capture_output=True)
+    alone = subprocess.run(["bash", FINETUNE], capture_output=True)
     assert alone.returncode == 2
     assert b"give a Hugging Face folder" in alone.stderr
