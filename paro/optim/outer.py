@@ -226,11 +226,11 @@ class OuterOptimizer:
             return
         units, self.in_flight = self.fragments[merges], None
         if any(self.taken):
-            if self.norms is not None:
+            yield from self._move(units, partial(OuterUnit.end, takes_part=self.takes_part))
+            if self.norms is not None:  # those of gradients are there once messages have arrived
                 moved = fmean(compress(self.norms, self.taken))
                 square = torch.stack([each.gradient_norm for each in units]).square().sum()
                 self.ended = EndedRound(moved, self.taken.count(False), square)
-            yield from self._move(units, partial(OuterUnit.end, takes_part=self.takes_part))
         else:
             yield from (each.unit for each in units)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, repeat
@@ -257,14 +258,15 @@ def test_a_group_that_moves_too_far_is_left_out_and_takes_the_others_parameters(
 
 
 def measure_a_round(flags: str) -> tuple[States, States, IterationRecord]:
-    """The states at the start and after a round of 4 steps merged one later, and its record."""
+    """The states at the start and after a slow round of 4 steps, merged one later; its record."""
     config, training = built(flags)
     (state, source), groups = begun(config, training), GroupsAlone(training)
-    start = states_of(training)
-    for step in range(1, 6):
-        made = train_step(training, state, source)
-        own = replace(record(step), lm_loss=made.loss, z_loss=made.z_loss)
-        records = [*groups.records(own, due=step == 5)]
+    start, outer_step = states_of(training), OuterUnit._step
+    with patch.object(OuterUnit, "_step", lambda unit: time.sleep(0.1) or outer_step(unit)):
+        for step in range(1, 6):
+            made = train_step(training, state, source)
+            own = replace(record(step), lm_loss=made.loss, z_loss=made.z_loss)
+            records = [*groups.records(own, due=step == 5)]
     after = states_of(training)
     training.close()
     return start, after, records[-1]
