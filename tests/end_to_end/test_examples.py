@@ -289,10 +289,6 @@ def start_recipe(recorders: Path, name: str, *args: object, **environment: objec
     return start(recorders, FOLDER / script, *args, **variables, **environment)
 
 
-def in_words(number: int) -> str:
-    return f"{number / 1e9:.1f} billion" if number >= 1e9 else f"{number / 1e6:.0f} million"
-
-
 def test_the_page_has_every_recipe() -> None:
     assert {path.name for path in FOLDER.glob("*.sh")} == {
         "recipe.sh",
@@ -305,9 +301,10 @@ def test_it_configures_what_the_page_says_and_fits(
     recorders: Path, name: str, tmp_path: Path
 ) -> None:
     plan = planned(start_recipe(recorders, name, tmp_path / "saved", DRY_RUN=1))
-    batches = plan.config.batches
+    batches, number = plan.config.batches, num_parameters(plan.config.model)
+    in_words = f"{number / 1e9:.1f} billion" if number >= 1e9 else f"{number / 1e6:.0f} million"
     found = Row(
-        parameters=in_words(num_parameters(plan.config.model)),
+        parameters=in_words,
         tokens=f"{batches.samples_after(1) * plan.config.data.seq_length:,}",
         steps=f"{plan.config.train.train_iters:,}",
         gigabytes=f"{plan.memory.total / 1e9:.1f}",

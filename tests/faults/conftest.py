@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -96,6 +97,18 @@ class Scenario:
         assert found in saved
         self.strikes()
         self.continues(self.start(**how), found)
+
+    def is_replaced(self, first: Job, told: str, *, started: float, ended: float) -> None:
+        """An owner of --save stops until another start has ended; woken, it ends saying `told`."""
+        for pid in first.tree():
+            os.kill(pid, signal.SIGSTOP)
+        self.continues(self.start(), 3, within=started)
+        self.run.release()
+        for pid in first.tree():
+            os.kill(pid, signal.SIGCONT)
+        self.strikes()
+        self.ends(first, [1], told, within=ended)
+        self.is_whole()
 
     def is_whole(self) -> None:
         """The run has trained to its end, bit for bit as the undisturbed one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,16 +160,8 @@ def test_owner_stopped_for_longer_than_a_minute(scenario: Scenario) -> None:
     """It is replaced; when it is woken it ends and leaves everything to its successor."""
     scenario.ranks, scenario.plain = 1, True
     first = scenario.paused(Point.READ_BACK, 2, before=[other_host])
-    for pid in first.tree():
-        os.kill(pid, signal.SIGSTOP)
-    second = scenario.start()
-    scenario.continues(second, 3, within=90.0)
-    scenario.run.release()
-    for pid in first.tree():
-        os.kill(pid, signal.SIGCONT)
-    scenario.strikes()
-    scenario.ends(first, [1], f"this run lost its lease of {scenario.run.save}", within=15.0)
-    scenario.is_whole()
+    told = f"this run lost its lease of {scenario.run.save}"
+    scenario.is_replaced(first, told, started=90.0, ended=15.0)
 
 
 @pytest.fixture

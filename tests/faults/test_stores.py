@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,16 +65,7 @@ def test_owner_in_a_store_stopped_for_a_minute(scenario: Scenario, store: Object
     """When it is woken in its upload it ends, and its files are not its successor's."""
     scenario.ranks, scenario.plain = 1, True
     first = scenario.paused(Point.UPLOAD, 2, *LONGER, before=[other_host])
-    for pid in first.tree():
-        os.kill(pid, signal.SIGSTOP)
-    second = scenario.start()
-    scenario.continues(second, 3, within=120.0)
-    scenario.run.release()
-    for pid in first.tree():
-        os.kill(pid, signal.SIGCONT)
-    scenario.strikes()
-    scenario.ends(first, [1], "lost its lease", within=30.0)
-    scenario.is_whole()
+    scenario.is_replaced(first, "lost its lease", started=120.0, ended=30.0)
 
 
 @pytest.mark.parametrize("how", ["500", "503", "hangs"])

@@ -109,7 +109,8 @@ def test_norms(
         return torch.cat(made, dim=-1)
 
     weights = [normal(rows, 37, seed=rows, dtype=dtype) for rows in (3, 2)]
-    compare(run, [normal(num_rows, 1, 37, seed=1, dtype=dtype).requires_grad_(), scale_of(dtype)])
+    scale = (1.0 + 0.1 * normal(37, seed=5)).to(dtype).requires_grad_()
+    compare(run, [normal(num_rows, 1, 37, seed=1, dtype=dtype).requires_grad_(), scale])
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -121,10 +122,6 @@ def test_a_residuals_gradient_is_added_with_the_bits_of_a_sum() -> None:
     alone, _ = kernels.norm_backward(grad, x, scale, rstd)
     both, _ = kernels.norm_backward(grad, x, scale, rstd, residual)
     assert torch.equal(both, alone + residual)
-
-
-def scale_of(dtype: torch.dtype) -> Tensor:
-    return (1.0 + 0.1 * normal(37, seed=5)).to(dtype).requires_grad_()
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -154,11 +154,6 @@ def test_a_trillion_parameters_on_16384_ranks_need_few_simulations_and_no_torch(
     assert int(counts[2]) <= 19840 // 60
 
 
-def failures_of(**changes: float) -> Failures:
-    fields = {"mtbf_hours": 8.0, "restart_seconds": 120.0, "checkpoint_seconds": 30.0}
-    return Failures(num_nodes=8, **{**fields, **changes})
-
-
 def simulated(between: float, work: float, cost: float, restart: float, segments: int) -> float:
     """The share of useful work with exponential failures, also while a run restarts."""
     draw = random.Random(1)
@@ -185,7 +180,8 @@ def test_the_share_is_that_of_simulated_failures() -> None:
 
 
 def test_memory_beats_disk_where_a_node_may_be_lost() -> None:
-    failures = failures_of()
+    fields = {"mtbf_hours": 8.0, "restart_seconds": 120.0, "checkpoint_seconds": 30.0}
+    failures = Failures(num_nodes=8, **fields)
     given = {"step_seconds": 10.0, "transfer_seconds": 5.0}
     shares = [from_memory(failures, survives=k, **given).share for k in range(4)]
     assert shares == sorted(shares)

@@ -240,11 +240,6 @@ def start(text: Path, prefix: Path, *flags: str, **options: object) -> subproces
     return subprocess.Popen(command, cwd=ROOT, **pipes, **options)
 
 
-def workers_of(pid: int) -> list[int]:
-    spawned = ((child, Path(f"/proc/{child}/cmdline")) for child in children(pid))
-    return [child for child, command in spawned if "spawn_main" in command.read_text()]
-
-
 @pytest.fixture
 def good_files(tmp_path: Path) -> Iterator[Path]:
     """The prefix of a corpus, whose files are the same at the end of the test, and alone."""
@@ -275,7 +270,8 @@ def test_a_killed_worker_and_a_signal_are_one_line_and_leave_no_worker(
     processes = [start(text, prefix) for prefix in prefixes]  # all at once
     for process, (stop, to_worker, status, told) in zip(processes, ENDS, strict=True):
         assert process.stderr.readline().startswith("Processed")
-        workers = workers_of(process.pid)
+        spawned = ((child, Path(f"/proc/{child}/cmdline")) for child in children(process.pid))
+        workers = [child for child, command in spawned if "spawn_main" in command.read_text()]
         assert len(workers) == 2
         os.kill(workers[0] if to_worker else process.pid, stop)
         _, err = process.communicate(timeout=HANGS_AFTER)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -82,18 +81,13 @@ LAUNCHES = [
 ]
 
 
-def given_again(recorded: dict[str, Any], **more: object) -> run.RunConfig:
-    taken = {name: value for name, value in recorded.items() if name not in OTHER_WAYS}
-    args = Namespace(**(dict.fromkeys(OTHER_WAYS) | taken | more))
-    return run.configure(args, FOUR)
-
-
 @pytest.mark.parametrize("words", LAUNCHES)
 def test_what_is_recorded_and_given_again_is_the_same_run(words: str) -> None:
     config = configure(words, FOUR)
     recorded = recorded_arguments(config)
     constant = {"start_weight_decay": None, "end_weight_decay": None}  # from --weight-decay
-    again = given_again(recorded, **constant)
+    taken = {name: value for name, value in recorded.items() if name not in OTHER_WAYS}
+    again = run.configure(Namespace(**(dict.fromkeys(OTHER_WAYS) | taken | constant)), FOUR)
     for concern in ("model", "batches", "strategy", "schedule", "train", "tokenizer"):
         assert getattr(again, concern) == getattr(config, concern), concern
     assert "auto" not in (recorded["paro_strategy"], recorded["paro_inter_bits"])

@@ -77,14 +77,6 @@ def is_muons(name: str, values: Tensor) -> bool:
     return name.startswith("blocks.") and values.dim() == 2
 
 
-def adamw_of(params: dict[str, Tensor]) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [v for v in params.values() if (v.dim() > 1) == decays], "weight_decay": decay}
-        for decays, decay in ((True, DECAY), (False, 0.0))
-    ]
-    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999))
-
-
 def in_fp32(
     grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Tensor:
@@ -111,9 +103,14 @@ def test_twenty_steps_are_those_of_torch(exact: bool, monkeypatch: pytest.Monkey
         "--muon-scale-mode shape_scaling"
     )
     own = {name: values for name, values in params.items() if is_muons(name, values)}
+    others = [values for name, values in params.items() if name not in own]
+    groups = [
+        {"params": [v for v in others if (v.dim() > 1) == decays], "weight_decay": decay}
+        for decays, decay in ((True, DECAY), (False, 0.0))
+    ]
     optimizers = [
         torch.optim.Muon(own.values(), lr=LR, weight_decay=DECAY, momentum=0.95),
-        adamw_of({name: values for name, values in params.items() if name not in own}),
+        torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999)),
     ]
     for step in range(20):
         for name, values in params.items():

@@ -65,17 +65,13 @@ def test_the_average_is_that_of_torch_with_bias_correction(more: str) -> None:
     assert theirs is not None
     assert training.optimizer.num_averaged == 3
     wanted = dict(theirs.module.named_parameters())
-    for name, values in _averages(training).items():
+    for name, values in _states(training, "ema").items():
         assert torch.allclose(values, wanted[name], rtol=1e-6, atol=1e-7), name
 
 
 def _params(training: Training) -> dict[str, Tensor]:
     """Masters by names without a dot, which containers of torch refuse."""
     return _states(training, "param")
-
-
-def _averages(training: Training) -> dict[str, Tensor]:
-    return _states(training, "ema")
 
 
 def _states(training: Training, kind: str) -> dict[str, Tensor]:

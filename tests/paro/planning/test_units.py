@@ -34,7 +34,7 @@ from paro.spec.run_spec import Materialize, groups_of
 from paro.spec.sharding_spec import specs_of
 from paro.spec.units import units_of_run
 from paro.strategy import legal_letters
-from paro.topology import AxisSpan, Spans, StreamKind
+from paro.topology import AxisSpan, StreamKind
 from paro.training import assembly
 from tests.helpers.training import llama
 from tests.paro.planning.cases import (
@@ -211,10 +211,6 @@ def communication(
     return memories.communication(run)
 
 
-def groups_in(by_kind: Spans) -> set[tuple[StreamKind, AxisSpan]]:
-    return {(kind, span) for kind, spans in by_kind.items() for span in spans}
-
-
 OF_ALL = ("NNN", "NNI", "NIG", "IIG", "III", "GGG", "2,4,8", "1,2,8")
 
 
@@ -249,8 +245,8 @@ def test_a_step_uses_all_groups_of_its_description_and_no_other(
         rank.model.wait_for_updated_params()
         run = replace(run, device_type="cpu")
         choice = AlgorithmChoice(names=(collective,))
-        described = groups_of(run, run.specs(units_of_run(run)), choice)
-        assert groups_in(described.states) == used, text
+        described = groups_of(run, run.specs(units_of_run(run)), choice).states.items()
+        assert {(kind, span) for kind, spans in described for span in spans} == used, text
 
 
 @pytest.mark.parametrize(

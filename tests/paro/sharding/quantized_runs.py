@@ -102,15 +102,11 @@ def record(flags: str, group_size: int) -> Recorded:
             )
 
         training.optimizer.step = step  # type: ignore[method-assign,assignment]
-        _record_sums(training, sums)
+        for unit in training.model.trainable_units:
+            if unit.quantized_sum is not None:
+                _record_sum(unit.quantized_sum, sums)
 
     return Recorded(train(flags, group_size=group_size, before=before), steps, sums)
-
-
-def _record_sums(training: Training, sums: list[Sum]) -> None:
-    for unit in training.model.trainable_units:
-        if unit.quantized_sum is not None:
-            _record_sum(unit.quantized_sum, sums)
 
 
 def _record_sum(reduction: QuantizedSum, sums: list[Sum]) -> None:

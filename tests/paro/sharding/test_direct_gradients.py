@@ -84,7 +84,8 @@ def two_micro_batches(
 )
 def test_only_norms_are_copied_and_added(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = passes(more).written
-    _without_sinks(monkeypatch)
+    for module in (layers, cross_entropy, embedding):
+        monkeypatch.setattr(module, "sink_of", lambda _: None)
     before = passes(more).written
     blocks = [name for name in found if name.startswith("blocks.")]
     assert len(blocks) == 3
@@ -123,11 +124,6 @@ def test_compiled_graphs_return_gradients_of_norms_alone(
     monkeypatch.setattr(llama, "number_weights", lambda _: None)
     two_micro_batches(*training_of(more), nullcontext())
     assert received["blocks.1"] == 2 * (4 * 20 * 20 + 3 * 20 * 37 + 2 * 20), "every gradient"
-
-
-def _without_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (layers, cross_entropy, embedding):
-        monkeypatch.setattr(module, "sink_of", lambda _: None)
 
 
 def lone_passes(rank: LoneRank, buffers: Iterable[tuple[str, Tensor]]) -> dict[str, int]:

@@ -103,7 +103,8 @@ def remembered_until(flags: str, after: int) -> list[bool]:
         begin, finish = training.model.begin_step, training.model.finish_grad_sync
 
         def begin_step(num_micro_batches: int, **how: bool) -> None:
-            remembered.append(_remembers(training))
+            errors = [unit.grad_errors for unit in training.model.units]
+            remembered.append(all(each.any() for each in errors if each is not None))
             begin(num_micro_batches, **how)
 
         def finish_grad_sync() -> None:
@@ -117,12 +118,6 @@ def remembered_until(flags: str, after: int) -> list[bool]:
     with patch("paro.training.step.FORGOTTEN_AFTER", after):
         train(flags, group_size=1, before=before)
     return remembered
-
-
-def _remembers(training: Training) -> bool:
-    return all(
-        unit.grad_errors.any() for unit in training.model.units if unit.grad_errors is not None
-    )
 
 
 @pytest.mark.ranks

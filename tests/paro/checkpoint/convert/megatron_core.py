@@ -149,7 +149,8 @@ def copy_checkpoints(
             args = common["args"]
             args.tensor_model_parallel_size = layout.tensor
             args.pipeline_model_parallel_size = layout.pipeline
-            save_dist(chunks, copies / layout.name / "torch_dist", args, layout.metadata)
+            states = [chunk.sharded_state_dict(metadata=layout.metadata) for chunk in chunks]
+            save_states(_by_chunk(states), copies / layout.name / "torch_dist", args)
             save_torch(chunks, copies / layout.name / "torch", args)
             if layout.tensor == layout.pipeline == 1:
                 logits[layout.name] = logits_of_chunk(chunks[0], layout.config.vocab_size)
@@ -278,11 +279,6 @@ def load_dist(chunks: Sequence[Any], directory: Path) -> dict[str, Any]:
     for name, chunk in zip(wanted, chunks, strict=True):
         chunk.load_state_dict(loaded[name])
     return loaded
-
-
-def save_dist(chunks: Sequence[Any], root: Path, args: Namespace, metadata: Any) -> None:
-    states = _by_chunk([chunk.sharded_state_dict(metadata=metadata) for chunk in chunks])
-    save_states(states, root, args)
 
 
 def save_states(states: dict[str, Any], root: Path, args: Namespace) -> None:

@@ -112,16 +112,17 @@ QV = ["q_proj", "v_proj"]
 def test_what_peft_saves_merges_as_peft_opens_it(tmp_path: Path, config: dict[str, Any]) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    base, folder = hugging_face_base(tmp_path), tmp_path / "adapters"
+    trained(f"--save {tmp_path / 'base'}")
+    base = convert("paro", "hf", tmp_path / "base", tmp_path / "hf")
+    folder = tmp_path / "adapters"
     adapted = get_peft_model(opened(base), LoraConfig(r=4, task_type="CAUSAL_LM", **config))
     moved(adapted).save_pretrained(folder)
     wanted = PeftModel.from_pretrained(opened(base), folder)
-    assert_same_logits(merged(base, folder), wanted)
-
-
-def hugging_face_base(folder: Path) -> Path:
-    trained(f"--save {folder / 'base'}")
-    return convert("paro", "hf", folder / "base", folder / "hf")
+    tokens_BS = some_tokens(60, length=12)
+    found = logits_of(merged(base, folder), tokens_BS)
+    torch.testing.assert_close(found, logits_of(wanted, tokens_BS), rtol=1e-4, atol=1e-4)
+    with wanted.disable_adapter():
+        assert (found - logits_of(wanted, tokens_BS)).abs().max() > 1e-2
 
 
 def opened(folder: Path) -> Any:
@@ -142,11 +143,3 @@ def moved(adapted: Any) -> Any:
 def merged(base: Path, folder: Path) -> Any:
     whole = base.parent / "merged"
     return opened(convert("peft", "hf", folder, whole, "--merge", "--base", base))
-
-
-def assert_same_logits(one: Any, other: Any) -> None:
-    tokens_BS = some_tokens(60, length=12)
-    found = logits_of(one, tokens_BS)
-    torch.testing.assert_close(found, logits_of(other, tokens_BS), rtol=1e-4, atol=1e-4)
-    with other.disable_adapter():
-        assert (found - logits_of(other, tokens_BS)).abs().max() > 1e-2
