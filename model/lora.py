@@ -131,26 +131,26 @@ class _LowRank(torch.autograd.Function):
         down_RD, up_ER, *sources = ctx.saved_tensors
         needs_sources = ctx.needs_input_grad[6:]
         x_TD = in_TD = shared.in_backward(sources, needs_sources)
-        kept: Tensor | None = None
+        mask: Tensor | None = None
         if ctx.make_mask is not None:
             shape = torch.Size((*grad_BSE.shape[:-1], x_TD.shape[-1]))
-            kept = ctx.make_mask(shape, device=x_TD.device).flatten(0, -2)
-            in_TD = _dropped(x_TD, kept, lora.dropout)
+            mask = ctx.make_mask(shape, device=x_TD.device).flatten(0, -2)
+            in_TD = _dropped(x_TD, mask, lora.dropout)
         grad_TE = grad_BSE.flatten(0, -2)
         grad_TR = (grad_TE @ up_ER).mul_(lora.scaling)
         low_TR = (in_TD @ down_RD.t()).mul_(lora.scaling)
         grad_up = weight_grad(grad_TE, low_TR, ctx.sinks[1])
         grad_down = weight_grad(grad_TR, in_TD, ctx.sinks[0])
-        if kept is not None and any(needs_sources):
-            shared.add(_dropped(grad_TR @ down_RD, kept, lora.dropout))
+        if mask is not None and any(needs_sources):
+            shared.add(_dropped(grad_TR @ down_RD, mask, lora.dropout))
         elif any(needs_sources):
             shared.add_products([grad_TR], iter([down_RD]))
         return None, None, None, grad_BSE, grad_down, grad_up, *shared.source_grads()
 
 
-def _dropped(x: Tensor, kept: Tensor, dropout: float) -> Tensor:
+def _dropped(x: Tensor, mask: Tensor, dropout: float) -> Tensor:
     """Zero the elements that are not kept, and scale the others so that the mean stays."""
-    return x.masked_fill(~kept, 0.0).mul_(1.0 / (1.0 - dropout))
+    return x.masked_fill(~mask, 0.0).mul_(1.0 / (1.0 - dropout))
 
 
 def keep_mask(
@@ -173,7 +173,7 @@ def keep_mask(
     columns_D = torch.arange(first, first + width, device=device)
     parts = [torch.arange(r.start, r.stop, device=device) for r in drops.ranges or (range(seq),)]
     first_S = torch.cat(parts).mul_(all_columns)  # the first element of every token
-    threshold, kept = round(dropout * 2**_BITS), torch.empty(shape, dtype=torch.bool, device=device)
+    threshold, mask = round(dropout * 2**_BITS), torch.empty(shape, dtype=torch.bool, device=device)
     for row, sample in enumerate(drops.samples):
         key, stop = _key(drops, name, sample), 0
         for first_T in first_S.split(max(1, _AT_ONCE // width)):  # 64 bits per element
@@ -183,8 +183,8 @@ def keep_mask(
             for bits, factor in zip((30, 27), _MIX, strict=True):
                 mixed = mixed.bitwise_xor_(_shifted(mixed, bits)).mul_(factor)
             mixed.bitwise_xor_(_shifted(mixed, 31))
-            kept[row, start:stop] = _shifted(mixed, 64 - _BITS) >= threshold
-    return kept
+            mask[row, start:stop] = _shifted(mixed, 64 - _BITS) >= threshold
+    return mask
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:

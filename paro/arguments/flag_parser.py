@@ -123,12 +123,12 @@ SYNONYMS = {
 
 def hint_for(flag: str, parser: ArgumentParser) -> str:
     """Return a hint for an unknown flag; every flag that a hint suggests exists in the parser."""
-    known = parser._option_string_actions
+    actions = parser._option_string_actions
     plain = flag.lstrip("-").lower().replace("_", "-").rpartition(".")[2]  # without optimizer.
     meaning = SYNONYMS.get(plain)
-    if meaning is not None and f"--{plain}" not in known:
+    if meaning is not None and f"--{plain}" not in actions:
         return f"give {meaning}" if meaning.startswith("--") else meaning
-    close = difflib.get_close_matches(f"--{plain}", sorted(known), n=1, cutoff=0.7)
+    close = difflib.get_close_matches(f"--{plain}", sorted(actions), n=1, cutoff=0.7)
     return f"did you mean {close[0]}?" if close else "--help lists all flags"
 
 
@@ -140,12 +140,16 @@ def known_as(
     The last flag takes the values; flags before it are switches. None if the last flag is already
     among the `given`, which a guess must not change, or does not accept the values.
     """
-    found = re.fullmatch(
+    sentence = re.fullmatch(
         r"(?:give|did you mean) (--[\w-]+(?: and --[\w-]+)*)\??", hint_for(flag, parser)
     )
-    *switches, name = found[1].split(" and ") if found else [""]
-    known = parser._option_string_actions
-    if not name or known[name].dest in given or any(known[each].nargs != 0 for each in switches):
+    *switches, name = sentence[1].split(" and ") if sentence else [""]
+    actions = parser._option_string_actions
+    if (
+        not name
+        or actions[name].dest in given
+        or any(actions[each].nargs != 0 for each in switches)
+    ):
         return []
     try:
         parser.parse_known_args([name, *values])

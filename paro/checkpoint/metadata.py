@@ -164,11 +164,11 @@ def _check(metadata: Metadata) -> None:
 
     A chunk's place has at most the bytes that the chunk needs: a reader allocates them.
     """
-    for index, place in metadata.storage_data.items():
-        path = place.relative_path
+    for index, info in metadata.storage_data.items():
+        path = info.relative_path
         if Path(path).name != path or "\0" in path:
             raise UserError(f"{index.fqn:.99} is in {path!r:.99}, no file in its folder")
-        if not (_is_count(place.offset) and _is_count(place.length) and place.length > 0):
+        if not (_is_count(info.offset) and _is_count(info.length) and info.length > 0):
             raise UserError(f"{index.fqn:.99} is stored at no range of bytes")
     for name, state in metadata.state_dict_metadata.items():
         if not 0 < len(name) <= _MAX_NAME_CHARS:
@@ -185,10 +185,10 @@ def _check(metadata: Metadata) -> None:
                 offset + size > whole for offset, size, whole in corners
             ):
                 raise UserError(f"a chunk of {name:.99} is not inside it")
-            place = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
+            info = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
             num_bytes = prod(chunk.sizes) * dtype.itemsize
-            if place is None or place.length > num_bytes + _MAX_OVERHEAD_BYTES:
-                stored = "is not stored" if place is None else f"has {place.length} bytes"
+            if info is None or info.length > num_bytes + _MAX_OVERHEAD_BYTES:
+                stored = "is not stored" if info is None else f"has {info.length} bytes"
                 raise UserError(f"a chunk of {num_bytes} bytes of {name:.99} {stored}")
 
 

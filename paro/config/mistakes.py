@@ -78,8 +78,8 @@ def better_values(args: Namespace, missing: Collection[str] = ()) -> dict[str, o
         return {}
     if "--world-size" in missing:
         return {}
-    found = {**fitting_batches(args, data_parallel_size), "eval_iters": max(args.eval_iters, 0)}
-    return {name: value for name, value in found.items() if value != getattr(args, name)}
+    fitting = {**fitting_batches(args, data_parallel_size), "eval_iters": max(args.eval_iters, 0)}
+    return {name: value for name, value in fitting.items() if value != getattr(args, name)}
 
 
 def _fitting_positions(args: Namespace) -> dict[str, object]:

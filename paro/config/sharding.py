@@ -248,17 +248,17 @@ def take_inter_bits(
 
     `UserError` for bit widths that contradict other flags.
     """
-    given, inter_bits, world = bits_given(precision), sharding.inter_bits, sharding.world
-    if inter_bits == AUTO and given:
-        raise contradiction("--paro-inter-bits auto", given[0])
+    bit_flags, inter_bits, world = bits_given(precision), sharding.inter_bits, sharding.world
+    if inter_bits == AUTO and bit_flags:
+        raise contradiction("--paro-inter-bits auto", bit_flags[0])
     if inter_bits == AUTO and precision.accumulate_allreduce_grads_in_fp32:
         raise contradiction("--accumulate-allreduce-grads-in-fp32", "--paro-inter-bits auto")
     if inter_bits == AUTO:
-        given = ("--paro-inter-bits auto",)
-    if world.group_size < world.size or not given:
+        bit_flags = ("--paro-inter-bits auto",)
+    if world.group_size < world.size or not bit_flags:
         return sharding, precision, ()
     line = (
-        f"{' and '.join(given)} without effect, 16 bits in use: with one group, of "
+        f"{' and '.join(bit_flags)} without effect, 16 bits in use: with one group, of "
         f"{count_text(world.size, 'rank')}, nothing crosses groups (--paro-group-size)"
     )
     return replace(sharding, inter_bits=None), precision.with_inter_bits(FULL_BITS), (line,)

@@ -171,9 +171,9 @@ class _Meeting:
     world_size: int
     timeout: timedelta
 
-    def lead(self, own: dict[str, Any]) -> SharedError | None:
+    def lead(self, answer: dict[str, Any]) -> SharedError | None:
         """Return the verdict; `own` is rank 0's own text."""
-        answers = self._listen(own)
+        answers = self._listen(answer)
         verdict = self._verdict(answers)
         self.store.set(f"verdict/{self.prefix}", json.dumps(_written(verdict)))
         if verdict is not None:  # the store may end with this process
@@ -183,12 +183,12 @@ class _Meeting:
                 time.sleep(_POLL_SECONDS)
         return verdict
 
-    def _listen(self, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    def _listen(self, answer: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """Collect the texts of ranks until the timeout, a short one once a rank differs."""
         store, begin = self.store, time.monotonic()
         deadline = begin + self.timeout.total_seconds()
-        soon = begin + _REFUSAL_TIMEOUT.total_seconds() if own["refusal"] else deadline
-        answers = {0: own}
+        soon = begin + _REFUSAL_TIMEOUT.total_seconds() if answer["refusal"] else deadline
+        answers = {0: answer}
         silent = set(range(1, self.world_size))
         answered: set[str] = set()
         while silent and time.monotonic() <= min(soon, deadline):
@@ -196,7 +196,7 @@ class _Meeting:
                 if store.check([f"heard/{self.prefix}/{rank}"]):
                     silent.remove(rank)
                     answers[rank] = json.loads(store.get(f"heard/{self.prefix}/{rank}"))
-                    if answers[rank] != own:
+                    if answers[rank] != answer:
                         soon = min(soon, time.monotonic() + _REFUSAL_TIMEOUT.total_seconds())
                 elif store.check([f"asks/{rank}"]):
                     question = store.get(f"asks/{rank}").decode()

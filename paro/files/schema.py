@@ -213,25 +213,25 @@ def _hints(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
     """Return the types of a record's fields, and the fields that it must have."""
     hints = get_type_hints(kind, include_extras=True)
     if is_dataclass(kind):
-        own = fields(kind)
-        needed = {f.name for f in own if f.default is MISSING and f.default_factory is MISSING}
-        return {f.name: hints[f.name] for f in own if f.init}, frozenset(needed)
-    needed = {name for name, hint in hints.items() if get_origin(hint) is not NotRequired}
-    types = {n: hint if n in needed else get_args(hint)[0] for n, hint in hints.items()}
-    return types, frozenset(needed) if kind.__total__ else frozenset()
+        items = fields(kind)
+        required = {f.name for f in items if f.default is MISSING and f.default_factory is MISSING}
+        return {f.name: hints[f.name] for f in items if f.init}, frozenset(required)
+    required = {name for name, hint in hints.items() if get_origin(hint) is not NotRequired}
+    types = {n: hint if n in required else get_args(hint)[0] for n, hint in hints.items()}
+    return types, frozenset(required) if kind.__total__ else frozenset()
 
 
 def _record(value: Any, kind: Any, path: str, wrong: _Wrong) -> Any:
-    types, needed = _hints(kind)
+    types, required = _hints(kind)
     if not isinstance(value, dict):
         wrong.append((path, f"{_shown(value)} is no object with the fields {', '.join(types)}"))
         return value
     num_wrong = len(wrong)
-    wrong += [(f"{path}.{name}", "is missing") for name in types if name in needed - value.keys()]
+    wrong += [(f"{path}.{name}", "is missing") for name in types if name in required - value.keys()]
     if not is_typeddict(kind):
         unknown = [name for name in value if name not in types]
-        known = f"is unknown; the fields are {', '.join(types)}"
-        wrong += [(f"{path}.{n}", known if n == unknown[-1] else "is unknown") for n in unknown]
+        reason = f"is unknown; the fields are {', '.join(types)}"
+        wrong += [(f"{path}.{n}", reason if n == unknown[-1] else "is unknown") for n in unknown]
     items = {}
     for name in filter(types.__contains__, value):
         mistakes: _Wrong = []
@@ -248,8 +248,8 @@ def _record(value: Any, kind: Any, path: str, wrong: _Wrong) -> Any:
         except UserError as error:
             mistaken = error.args
     for text in mistaken:  # a field and what is wrong with it, or only a text
-        name, _, rest = text.partition(": ")
-        wrong.append((f"{path}.{name}", rest) if name in types else (path, text))
+        name, _, reason = text.partition(": ")
+        wrong.append((f"{path}.{name}", reason) if name in types else (path, text))
     return value
 
 

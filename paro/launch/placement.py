@@ -34,9 +34,9 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
     )
     if same is not None and same != strategy.name:
         title += f" (here this is the same as {same})"
-    outer, kept = config.sharding.outer, config.sharding.survival(strategy)
+    outer, survival = config.sharding.outer, config.sharding.survival(strategy)
     table = describe_placement(strategy, topology, states)
-    copies = f"> copies: {kept.describe()}"
+    copies = f"> copies: {survival.describe()}"
     if config.sharding.survive:
         copies += f", as --paro-survive {config.sharding.survive} demands"
     return [
@@ -46,7 +46,7 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
         *([] if outer is None else [f"> outer steps: {outer.describe()}"]),
         copies,
         *_muon_lines(training, config.muon.muon_num_ns_steps),
-        *_after_a_failure(config, kept),
+        *_after_a_failure(config, survival),
     ]
 
 
@@ -100,7 +100,7 @@ def _muon_lines(training: Training, num_steps: int) -> Iterator[str]:
         rounds, others = assigned.rounds, strategy.optim // assigned.degree - 1
         num_ranks, how = assigned.num_ranks, "made whole on" if assigned.is_sharded else "dealt to"
         longest, total = assigned.newton_schulz_flops(num_steps)
-        blocks = len({one.matrix.buffer for one in chain.from_iterable(rounds)})
+        blocks = len({transfer.matrix.buffer for transfer in chain.from_iterable(rounds)})
         each = "group" if assigned.degree == topology.group_size else "such set"
         elsewhere = f", as many of other blocks in {count_text(others, f'other {each}')}"
         elsewhere = elsewhere if others else ""
@@ -113,15 +113,15 @@ def _muon_lines(training: Training, num_steps: int) -> Iterator[str]:
         )
 
 
-def _after_a_failure(config: RunConfig, kept: Survival) -> list[str]:
+def _after_a_failure(config: RunConfig, survival: Survival) -> list[str]:
     """Describe in a line how a run with in-memory checkpoints resumes after a failure."""
     if config.in_memory_interval is None:
         return []
     load = config.checkpoint.load
     otherwise = "starts again from nothing" if load is None else f"continues from --load {load}"
     line = "> after a failure of ranks the run recovers from memory"
-    if kept.nodes:
-        line += f", also without {count_text(kept.nodes, 'node')} and its memory"
+    if survival.nodes:
+        line += f", also without {count_text(survival.nodes, 'node')} and its memory"
         return [f"{line}; without more it {otherwise}"]
     line += f"; after the loss of a node's memory it {otherwise}"
     nearest = nearest_surviving(
@@ -151,8 +151,8 @@ def check_placement(training: Training) -> None:
             copies = training.control.world.size // (
                 strategy.optim if state == "optimizer" else degree
             )
-            wanted = {(index * size, size): copies for index in range(degree)}
-            assert ranges == wanted, f"{state} of {unit.name} lie at {ranges}, asked: {wanted}"
+            expected = {(index * size, size): copies for index in range(degree)}
+            assert ranges == expected, f"{state} of {unit.name} lie at {ranges}, asked: {expected}"
 
 
 def _held(unit: UnitShards) -> dict[str, tuple[int, int]]:

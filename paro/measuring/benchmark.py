@@ -188,9 +188,9 @@ class CollectiveBenchmark:
         """Make the collectives of an algorithm, whose process groups exist in the block."""
         config, device = self.runtime, self.control.device
         choice = choice_of(name, self.machine, by_nccl=config.by_nccl)
-        needed = needed_groups(choice, dict.fromkeys(COLLECTIVE_STREAMS, spans))
+        spans_of_groups = needed_groups(choice, dict.fromkeys(COLLECTIVE_STREAMS, spans))
         links, rank = make_links(device, config.distributed_backend), self.control.world.rank
-        groups = make_groups(self.topology, rank, needed, config, links, device=device)
+        groups = make_groups(self.topology, rank, spans_of_groups, config, links, device=device)
         made = make_collectives(choice, groups)
         yield made
         made.close()  # skipped after an exception: with a dead peer it would hang
@@ -319,20 +319,24 @@ def _curve(
     result = benchmark.time_zeros(collectives, name, smallest)
     results = {smallest.num_bytes: result}
     enough = _GROWTH * result.seconds
-    for one in larger:
-        checked = zero_input(one, benchmark.control.world.rank, benchmark.control.device)
+    for collective in larger:
+        checked = zero_input(collective, benchmark.control.world.rank, benchmark.control.device)
         runs = (benchmark.run_on_all(collectives, checked, 1) for _ in range(2))
         # The minimum over runs is the least disturbed one.
-        if min(run.seconds for run in runs) >= enough or one is larger[-1]:
-            result = results[one.num_bytes] = benchmark.time_zeros(collectives, name, one)
+        if min(run.seconds for run in runs) >= enough or collective is larger[-1]:
+            result = results[collective.num_bytes] = benchmark.time_zeros(
+                collectives, name, collective
+            )
             if result.seconds >= enough:
                 break
     far = result.collective.num_bytes
-    for one in sorted(larger, key=lambda one: abs(math.log(one.num_bytes / far))):
+    for collective in sorted(
+        larger, key=lambda collective: abs(math.log(collective.num_bytes / far))
+    ):
         used = sum(benchmark.seconds_to_time(done.collective, done) for done in results.values())
-        expected = benchmark.seconds_to_time(one, result)
-        if one.num_bytes not in results and used + expected <= seconds:
-            results[one.num_bytes] = benchmark.time_zeros(collectives, name, one)
+        expected = benchmark.seconds_to_time(collective, result)
+        if collective.num_bytes not in results and used + expected <= seconds:
+            results[collective.num_bytes] = benchmark.time_zeros(collectives, name, collective)
     return [results[size] for size in sorted(results)]
 
 

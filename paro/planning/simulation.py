@@ -134,7 +134,7 @@ class Simulation:
     slowed: Sequence[float] = ()  # factors of compute time by number of running collectives
 
     def __post_init__(self) -> None:
-        self.actors = [Actor(index, *given) for index, given in enumerate(self.programs)]
+        self.actors = [Actor(index, *program) for index, program in enumerate(self.programs)]
         self.activities: list[Activity] = []
         self.now = 0.0
         self._running: list[_Work] = []
@@ -225,12 +225,12 @@ class Simulation:
         for actor in computing:
             actor.rate = self._compute_speed(actor)
         under_way: list[_Work | Actor] = [*self._running, *computing]
-        times = [one.left / one.rate for one in under_way]
+        times = [job.left / job.rate for job in under_way]
         assert times, f"a deadlock: {[actor.waiting for actor in self.actors]}"
         passed = min(times)
         self.now += passed
-        for one in under_way:
-            one.left -= passed * one.rate
+        for job in under_way:
+            job.left -= passed * job.rate
         for actor in self.actors:
             if actor.waiting:
                 blocker = actor.waiting[0].blocker()  # the first unfinished work
@@ -263,11 +263,11 @@ class Simulation:
 
     def _compute_speed(self, actor: Actor) -> float:
         """Return the speed of a computing thread while jobs run in its streams."""
-        own = [work for work in self._running if actor.index in work.submitted]
-        speed = max(_LEAST_COMPUTE, 1.0 - sum(work.job.cpu * work.rate for work in own))
+        of_actor = [work for work in self._running if actor.index in work.submitted]
+        speed = max(_LEAST_COMPUTE, 1.0 - sum(work.job.cpu * work.rate for work in of_actor))
         if not self.slowed:
             return speed
-        running = sum(work.job.intra + work.job.inter > 0.0 for work in own)
+        running = sum(work.job.intra + work.job.inter > 0.0 for work in of_actor)
         return speed / self.slowed[min(running, len(self.slowed) - 1)]
 
     def _finish(self, work: _Work) -> None:

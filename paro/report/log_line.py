@@ -138,18 +138,18 @@ def straggler_line(everywhere: Sequence[RankTimes], *, iterations: int) -> str:
     to_ms = 1000.0 / iterations
     busy = [times.compute + times.data for times in everywhere]
     slowest = max(range(len(busy)), key=busy.__getitem__)
-    own = everywhere[slowest]
-    step = own.step * to_ms
+    slowest_rank = everywhere[slowest]
+    step = slowest_rank.step * to_ms
     excess = {
-        "compute": (own.compute - median(times.compute for times in everywhere)) * to_ms,
-        "data": (own.data - median(times.data for times in everywhere)) * to_ms,
+        "compute": (slowest_rank.compute - median(times.compute for times in everywhere)) * to_ms,
+        "data": (slowest_rank.data - median(times.data for times in everywhere)) * to_ms,
     }
     cause = max(excess, key=excess.__getitem__)
     shown = (
-        f" slowest rank: {slowest} | compute (ms): {own.compute * to_ms:.1f}"
-        f" | data (ms): {own.data * to_ms:.1f}"
-        f" | communication (ms): {own.communication * to_ms:.1f}"
-        f" | waiting for other ranks (ms): {own.agreement * to_ms:.1f} | "
+        f" slowest rank: {slowest} | compute (ms): {slowest_rank.compute * to_ms:.1f}"
+        f" | data (ms): {slowest_rank.data * to_ms:.1f}"
+        f" | communication (ms): {slowest_rank.communication * to_ms:.1f}"
+        f" | waiting for other ranks (ms): {slowest_rank.agreement * to_ms:.1f} | "
     )
     if excess[cause] > _NOTICEABLE * step:
         return f"{shown}cause: {cause}, {excess[cause]:.1f} ms above the median rank |"

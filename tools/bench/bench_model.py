@@ -150,8 +150,8 @@ def task_of(args: argparse.Namespace) -> Task:
 
 def check_losses(losses: dict[str, float], tolerance: float) -> None:
     """Raise `RuntimeError` unless all losses agree: a faster model must be equal."""
-    found = [*losses.values()]
-    if not all(abs(loss - found[0]) <= tolerance * found[0] for loss in found):
+    firsts = [*losses.values()]
+    if not all(abs(loss - firsts[0]) <= tolerance * firsts[0] for loss in firsts):
         raise RuntimeError(f"the first losses differ: {losses}")
 
 

@@ -97,13 +97,13 @@ class DryRun:
 
 def read_configurations(checkout: Path) -> dict[str, tuple[str, ...]]:
     """Return the command lines of the configurations by name; `UserError` if there are none."""
-    found = {}
+    scripts = {}
     for path in sorted(checkout.glob(CONFIGURATIONS)):
         arguments = yaml.safe_load(path.read_text(encoding="utf-8"))["MODEL_ARGS"]
-        found[path.parent.name] = tuple(command_line(arguments))
-    if not found:
+        scripts[path.parent.name] = tuple(command_line(arguments))
+    if not scripts:
         raise UserError(f"{checkout} has no {CONFIGURATIONS}: give a checkout of Megatron-LM")
-    return found
+    return scripts
 
 
 def command_line(arguments: Mapping[str, object]) -> Iterator[str]:
@@ -148,11 +148,11 @@ def without(words: Sequence[str], flags: set[str]) -> list[str]:
 
 def why_no_dry_run(words: Sequence[str], world_size: int) -> str | None:
     """Say why a dry run of a command line fails, or None; its tokenizer is `STAND_IN`."""
-    kept = without(words, {*TOKENIZER})
-    size = () if "--vocab-size" in kept else VOCABULARY
+    own_words = without(words, {*TOKENIZER})
+    size = () if "--vocab-size" in own_words else VOCABULARY
     plan = ("--dry-run", "--world-size", str(world_size))
     try:
-        args = parse_args([*kept, *STAND_IN, *size, *plan])
+        args = parse_args([*own_words, *STAND_IN, *size, *plan])
         world = take_world(args)
         with redirect_stdout(io.StringIO()):
             run_dry(configure(args, world))
@@ -206,9 +206,9 @@ def counts(dry_runs: Sequence[DryRun]) -> Iterator[str]:
             (one.name, one.failure) for one in dry_runs if one.failure is not None
         ],
     }
-    for heads, found in tables.items():
-        if found:
-            yield from ("", *markdown_table(heads, found))
+    for heads, table_rows in tables.items():
+        if table_rows:
+            yield from ("", *markdown_table(heads, table_rows))
 
 
 def rows_of_groups(dry_runs: Sequence[DryRun]) -> Iterator[tuple[object, ...]]:
@@ -226,14 +226,14 @@ def rows_of_groups(dry_runs: Sequence[DryRun]) -> Iterator[tuple[object, ...]]:
 
 def refused_in(dry_runs: Sequence[DryRun]) -> dict[str, dict[str, set[str]]]:
     """Return the configurations by flag with value, by the advice."""
-    found: dict[str, dict[str, set[str]]] = {}
+    by_advice: dict[str, dict[str, set[str]]] = {}
     for dry_run in dry_runs:
         for advice, flags in dry_run.refused.items():
             # Advice that differs only in the value counts as the same advice.
             advice = re.sub(r"(--paro-group-size) \d+", r"\1 X", advice)
             for given in flags:
-                found.setdefault(advice, {}).setdefault(given, set()).add(dry_run.name)
-    return found
+                by_advice.setdefault(advice, {}).setdefault(given, set()).add(dry_run.name)
+    return by_advice
 
 
 def page(dry_runs: Sequence[DryRun], commit: str, date: str) -> str:

@@ -123,17 +123,17 @@ def run_contender(
             memory.start()
             _seconds_of_step(contender, batches, device, task.warmup_steps)
             memory.end_of_warmup()
-            found = {"s/step": _seconds_of_step(contender, batches, device, task.steps)}
+            figures = {"s/step": _seconds_of_step(contender, batches, device, task.steps)}
             links.are_free = True
             _seconds_of_step(contender, batches, device, 1)
-            found["without links"] = _seconds_of_step(contender, batches, device, task.steps)
+            figures["without links"] = _seconds_of_step(contender, batches, device, task.steps)
         except torch.OutOfMemoryError:
             return {}
         contender.finish()
-    found["peak GB"] = (memory.peak() or math.nan) / 1e9
+    figures["peak GB"] = (memory.peak() or math.nan) / 1e9
     if on_gpu:
-        found["reserved GB"] = torch.cuda.max_memory_reserved(device) / 1e9
-    return found
+        figures["reserved GB"] = torch.cuda.max_memory_reserved(device) / 1e9
+    return figures
 
 
 def host_seconds(control: Control, runtime: RuntimeConfig) -> dict[Op, float]:
@@ -147,14 +147,14 @@ def host_seconds(control: Control, runtime: RuntimeConfig) -> dict[Op, float]:
         control=control, topology=topology, runtime=runtime, algorithms=(), rounds=0
     )
     span = topology.axes[:1]
-    found = {}
+    seconds = {}
     with benchmark.collectives("native", frozenset({span})) as collectives:
         for op in Op:
             (timed,) = timed_collectives(op, span, [_SMALL], ranks=size)
             zeros = zero_input(timed, control.world.rank, control.device)
             runs = [benchmark.run(collectives, zeros, MOST_REPEATS) for _ in range(_RUNS)]
-            found[op] = median(run.cpu_seconds for run in runs)
-    return found
+            seconds[op] = median(run.cpu_seconds for run in runs)
+    return seconds
 
 
 def _seconds_of_step(
@@ -178,15 +178,15 @@ def measure(name: str, flags: Sequence[str], machine: Machine, world: World) -> 
         return LoneTask(**{field: getattr(task, field) for field in Task.__slots__})
 
     task = job()
-    found = in_own_process(partial(run_contender, task, name, machine))
+    figures = in_own_process(partial(run_contender, task, name, machine))
     host = in_own_process(partial(run_contender, job(*_TINY), name, machine, are_free=True))
-    if found:
-        found["exposed"] = 1.0 - found["without links"] / found["s/step"]
-        found["host s/step"] = host["s/step"]
+    if figures:
+        figures["exposed"] = 1.0 - figures["without links"] / figures["s/step"]
+        figures["host s/step"] = host["s/step"]
     planned = planned_step(task.run)
     if planned is not None and is_own(name):
-        found["predicted s/step"] = planned.seconds["step"]
-    return found
+        figures["predicted s/step"] = planned.seconds["step"]
+    return figures
 
 
 def table(runs: dict[str, Figures]) -> str:
@@ -194,9 +194,9 @@ def table(runs: dict[str, Figures]) -> str:
     columns = ("s/step", "exposed", "host s/step", "peak GB", "reserved GB", "predicted s/step")
     return text_table(
         {"contender": name}
-        | {key: f"{found[key]:.3f}" if key in found else "-" for key in columns}
-        | {"": "" if "s/step" in found else "does not fit"}
-        for name, found in runs.items()
+        | {key: f"{figures[key]:.3f}" if key in figures else "-" for key in columns}
+        | {"": "" if "s/step" in figures else "does not fit"}
+        for name, figures in runs.items()
     )
 
 

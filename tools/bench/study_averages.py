@@ -48,16 +48,16 @@ def flags_of(
     seed: int, iterations: int, lr: float, saves: Path | None, model: str = "small"
 ) -> list[str]:
     """Return the flags of a training: with a decay, or with an average and saves to a folder."""
-    tail, own = iterations // 5, FLAGS.replace("cosine", "WSD --lr-wsd-decay-style linear")
-    own = own.replace(SMALL, MODELS[model])
-    own += f" --lr {lr:g} --min-lr 0 --seed {seed} --train-iters {iterations} --eval-interval 0"
+    tail, flags = iterations // 5, FLAGS.replace("cosine", "WSD --lr-wsd-decay-style linear")
+    flags = flags.replace(SMALL, MODELS[model])
+    flags += f" --lr {lr:g} --min-lr 0 --seed {seed} --train-iters {iterations} --eval-interval 0"
     if saves is None:
-        return f"{own} --lr-wsd-decay-iters {tail}".split()
-    own += (
+        return f"{flags} --lr-wsd-decay-iters {tail}".split()
+    flags += (
         f" --lr-wsd-decay-iters 1 --lr-decay-iters {iterations + 1} --override-opt_param-scheduler"
     )
-    own += f" --ema-decay {1 - 2 / tail:g} --eval-ema --save-interval {tail // NUM_SAVES} --save"
-    return [*own.split(), str(saves)]
+    flags += f" --ema-decay {1 - 2 / tail:g} --eval-ema --save-interval {tail // NUM_SAVES} --save"
+    return [*flags.split(), str(saves)]
 
 
 def run(words: Sequence[str], log: Path) -> tuple[float, ...]:
@@ -91,19 +91,19 @@ def losses_of(
     return losses
 
 
-def report(found: Mapping[str, Mapping[str, float]]) -> str:
+def report(by_seed: Mapping[str, Mapping[str, float]]) -> str:
     """Format held-out losses by kind, of each seed and in the mean, as Markdown."""
-    kinds = list(next(iter(found.values())))
+    kinds = list(next(iter(by_seed.values())))
     rows = [
         [
             kind,
-            *(f"{losses[kind]:.4f}" for losses in found.values()),
-            f"{mean(losses[kind] for losses in found.values()):.4f}",
-            f"{mean(losses[kind] - losses[DECAYED] for losses in found.values()):+.4f}",
+            *(f"{losses[kind]:.4f}" for losses in by_seed.values()),
+            f"{mean(losses[kind] for losses in by_seed.values()):.4f}",
+            f"{mean(losses[kind] - losses[DECAYED] for losses in by_seed.values()):+.4f}",
         ]
         for kind in kinds
     ]
-    heads = " | ".join(("", *(f"seed {seed}" for seed in found), "mean", "above the decay"))
+    heads = " | ".join(("", *(f"seed {seed}" for seed in by_seed), "mean", "above the decay"))
     return "\n".join(markdown_table(heads, rows)) + "\n"
 
 
@@ -127,10 +127,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_least(5 * NUM_SAVES, train_iters=args.train_iters)
     check_least(1, at_once=args.at_once)
     data, file = data_flags(args.data), args.folder / "losses.json"
-    found: dict[str, dict[str, float]] = {}
+    by_seed: dict[str, dict[str, float]] = {}
     if file.exists():
-        found = read_json(file, dict[str, dict[str, float]])
-    missing = [seed for seed in args.seeds if str(seed) not in found]
+        by_seed = read_json(file, dict[str, dict[str, float]])
+    missing = [seed for seed in args.seeds if str(seed) not in by_seed]
 
     def work(seed: int) -> dict[str, float]:
         folder = args.folder.absolute() / str(seed)
@@ -138,9 +138,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with ThreadPoolExecutor(args.at_once) as pool:
         for seed, losses in zip(missing, pool.map(work, missing), strict=True):
-            found[str(seed)] = losses
-            write_json(file, found, is_update=True)
-    text = report(found)
+            by_seed[str(seed)] = losses
+            write_json(file, by_seed, is_update=True)
+    text = report(by_seed)
     write_text(args.folder / "report.md", text)
     print_line(text)
 

@@ -24,7 +24,7 @@ COLORS = {
 
 
 def draw_front(
-    path: Path, request: PlanRequest, rows: Sequence[Estimate], found: SearchResult
+    path: Path, request: PlanRequest, rows: Sequence[Estimate], result: SearchResult
 ) -> None:
     """Plot memory against time: strategies with the flags as given, and the Pareto front."""
     from tools.planning.labels import place_labels  # with matplotlib, which takes long to import
@@ -32,8 +32,8 @@ def draw_front(
     limit = request.device_bytes / 1e9
     with drawing(path, 1, 1, size=(9, 5.5)) as (figure, (axes,)):
         axes.plot(
-            [e.memory_bytes / 1e9 for e in found.front],
-            [e.seconds for e in found.front],
+            [e.memory_bytes / 1e9 for e in result.front],
+            [e.seconds for e in result.front],
             "-o", color="#4c78a8", label="the best of all candidates", markersize=4,
         )  # fmt: skip
         for label, marker, fits in (("fits", "s", True), ("does not fit", "x", False)):
@@ -51,24 +51,24 @@ def draw_front(
             axis.set_tick_params(which="both", labelsize=8, length=3, pad=4)
         axes.set_title(f"{count_text(request.world_size, 'rank')} on {request.machine.name}")
         figure.legend(loc="outside lower center", ncols=4, fontsize=8)
-        front = [(e.memory_bytes / 1e9, e.seconds) for e in found.front]
+        front = [(e.memory_bytes / 1e9, e.seconds) for e in result.front]
         bottom, top = axes.get_ylim()
         place_labels(axes, _together(rows), [front, [(limit, bottom), (limit, top)]])
 
 
 def _together(rows: Sequence[Estimate]) -> dict[tuple[float, float], str]:
     """Return the names of strategies at the same place, by the position of the first."""
-    found: dict[tuple[float, float], str] = {}
+    names: dict[tuple[float, float], str] = {}
     for row in rows:
         memory, seconds, name = row.memory_bytes / 1e9, row.seconds, row.candidate.name
         near = (
-            place
-            for place in found
-            if max(abs(math.log(place[0] / memory)), abs(math.log(place[1] / seconds))) < 0.01
+            point
+            for point in names
+            if max(abs(math.log(point[0] / memory)), abs(math.log(point[1] / seconds))) < 0.01
         )
-        place = next(near, (memory, seconds))
-        found[place] = f"{found[place]} {name}" if place in found else name
-    return found
+        point = next(near, (memory, seconds))
+        names[point] = f"{names[point]} {name}" if point in names else name
+    return names
 
 
 def draw_timeline(

@@ -62,29 +62,29 @@ def conversation_of(
     several, are a message of the user. Values `from_columns` have every field in every entry, null
     where it was absent. `UserError` names the message that no template could write as it is meant.
     """
-    given = dict(zip(keys, values, strict=True))
+    by_key = dict(zip(keys, values, strict=True))
     if from_columns:
-        given = {key: without_nulls(value) for key, value in given.items()}
-    tools = _tools(given.pop(TOOLS, None))
-    if len(given) == 1:
-        return Conversation(_messages(*given.popitem()), tools=tools)
-    *asked, (key, value) = given.items()
+        by_key = {key: without_nulls(value) for key, value in by_key.items()}
+    tools = _tools(by_key.pop(TOOLS, None))
+    if len(by_key) == 1:
+        return Conversation(_messages(*by_key.popitem()), tools=tools)
+    *asked, (key, value) = by_key.items()
     prompt = _prompt(dict(asked))
     completion = _said_by(ASSISTANT, value) if isinstance(value, str) else _messages(key, value)
     return Conversation(prompt + completion, len(prompt), tools)
 
 
-def _prompt(given: dict[str, Any]) -> list[Message]:
+def _prompt(prompt: dict[str, Any]) -> list[Message]:
     """Return messages, or texts as one message of the user, with empty lines between them."""
-    (first, value), *more = given.items()
+    (first, value), *more = prompt.items()
     if not more and not isinstance(value, str):
         return _messages(first, value)
-    for key, text in given.items():
+    for key, text in prompt.items():
         if not isinstance(text, str | None):
             raise UserError(
                 f"the value of {key!r} is no text: under several keys a prompt is texts"
             )
-    return _said_by("user", "\n\n".join(text for text in given.values() if text))
+    return _said_by("user", "\n\n".join(text for text in prompt.values() if text))
 
 
 def _said_by(role: str, text: str) -> list[Message]:
@@ -92,23 +92,23 @@ def _said_by(role: str, text: str) -> list[Message]:
 
 
 def _messages(key: str, value: Any) -> list[Message]:
-    found = [_decoded(entry) for entry in _entries(value)]
-    if not found or not all(isinstance(entry, dict) for entry in found):
+    entries = [_decoded(entry) for entry in _entries(value)]
+    if not entries or not all(isinstance(entry, dict) for entry in entries):
         raise UserError(
             f"the value of {key!r} is no list of messages such as "
             '{"role": "user", "content": "..."}'
         )
     messages = []
-    for number, message in enumerate(found, start=1):
+    for number, message in enumerate(entries, start=1):
         with about(f"message {number} "):
             messages.append(_message({k: each for k, each in message.items() if each is not None}))
     return messages
 
 
-def _message(given: Message) -> Message:
+def _message(stored: Message) -> Message:
     """Return a message with its text as one text and its calls as objects."""
-    message = _of_speaker(given) if "from" in given and "role" not in given else dict(given)
-    keys = f"its keys: {', '.join(given)}"
+    message = _of_speaker(stored) if "from" in stored and "role" not in stored else dict(stored)
+    keys = f"its keys: {', '.join(stored)}"
     role = message.get("role")
     if not isinstance(role, str):
         raise UserError(f"has no role; {keys}")
@@ -125,9 +125,9 @@ def _message(given: Message) -> Message:
     return message
 
 
-def _of_speaker(given: Message) -> Message:
+def _of_speaker(stored: Message) -> Message:
     """Return a message in ShareGPT's form, `from` and `value`, as one of `role` and `content`."""
-    message = dict(given)
+    message = dict(stored)
     speaker = message.pop("from")
     if not isinstance(speaker, str) or speaker not in _SPEAKERS:
         raise UserError(f"is from {speaker!r}, which is none of {', '.join(_SPEAKERS)}")
@@ -186,18 +186,18 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _entries(value: Any) -> list[Any]:
-    found = _decoded(value)
-    if found in (None, ""):
+    decoded = _decoded(value)
+    if decoded in (None, ""):
         return []
-    return found if isinstance(found, list) else [None]
+    return decoded if isinstance(decoded, list) else [None]
 
 
 def _as_function(value: Any) -> dict[str, Any] | None:
     """Return a tool or a call in OpenAI's form, from one with or without `function`."""
-    found = _decoded(value)
-    if not isinstance(found, dict):
+    decoded = _decoded(value)
+    if not isinstance(decoded, dict):
         return None
-    entry = found if "function" in found else {"type": "function", "function": found}
+    entry = decoded if "function" in decoded else {"type": "function", "function": decoded}
     function = entry["function"]
     has_name = isinstance(function, dict) and isinstance(function.get("name"), str)
     return dict(entry) if has_name else None

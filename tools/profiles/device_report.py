@@ -134,20 +134,20 @@ def blocks(items: Iterable[Work], pixel: float) -> dict[tuple[str, int], list[Bl
     columns: dict[int, dict[str, float]] = {}
     for item in items:
         start, end = 1e3 * item.start, 1e3 * item.end
-        for place in range(int(start / pixel), int(end / pixel) + 1):
-            part = min(end, (place + 1) * pixel) - max(start, place * pixel)
+        for column in range(int(start / pixel), int(end / pixel) + 1):
+            part = min(end, (column + 1) * pixel) - max(start, column * pixel)
             if part > 0.0:
-                kinds = columns.setdefault(place, {})
+                kinds = columns.setdefault(column, {})
                 kinds[item.kind] = kinds.get(item.kind, 0.0) + part
-    found: dict[tuple[str, int], list[Block]] = {}
+    blocks: dict[tuple[str, int], list[Block]] = {}
     previous: tuple[int, str, int] | None = None
-    for place, kinds in sorted(columns.items()):
+    for column, kinds in sorted(columns.items()):
         kind = max(kinds, key=lambda kind: kinds[kind])
         quarters = min(4, math.ceil(4 * sum(kinds.values()) / pixel - 1e-6)) or 1
-        runs = found.setdefault((kind, quarters), [])
-        if previous == (place - 1, kind, quarters):
-            runs[-1] = runs[-1][0], (place + 1) * pixel - runs[-1][0]
+        runs = blocks.setdefault((kind, quarters), [])
+        if previous == (column - 1, kind, quarters):
+            runs[-1] = runs[-1][0], (column + 1) * pixel - runs[-1][0]
         else:
-            runs.append((place * pixel, pixel))
-        previous = place, kind, quarters
-    return found
+            runs.append((column * pixel, pixel))
+        previous = column, kind, quarters
+    return blocks

@@ -65,12 +65,12 @@ def headline(results: Mapping[str, Any]) -> tuple[str, str, str]:
             if "failure" not in row
         }
 
-    def best(found: Mapping[str, Any], figure: str, *names: str) -> Any:
-        there = (found[name] for name in names if name in found)
+    def best(rows_of: Mapping[str, Any], figure: str, *names: str) -> Any:
+        there = (rows_of[name] for name in names if name in rows_of)
         return max(there, key=lambda row: row[figure], default={figure: 0.0})
 
-    def speed_of(found: Mapping[str, Any], *names: str) -> float:
-        speed: float = best(found, "tokens_per_second", *names)["tokens_per_second"]
+    def speed_of(rows_of: Mapping[str, Any], *names: str) -> float:
+        speed: float = best(rows_of, "tokens_per_second", *names)["tokens_per_second"]
         return speed
 
     bf16, own = ("trainer", "trainer-compiled"), rows("ej")

@@ -112,12 +112,12 @@ class SharedGroups:
     def one_training(self) -> Iterator[None]:
         """Share process groups of trainings built in the block; all ranks build in one order."""
         make = dist.new_group
-        asked: Counter[Sequence[int]] = Counter()
+        num_asked: Counter[Sequence[int]] = Counter()
 
         def shared(ranks: list[int], **settings: Any) -> dist.ProcessGroup:
             members = tuple(ranks)
-            key = members, asked[members]
-            asked[members] += 1
+            key = members, num_asked[members]
+            num_asked[members] += 1
             if key not in self._made:
                 self._made[key] = make(ranks, **settings)
             return self._made[key]
@@ -162,12 +162,14 @@ def _turn_of_all(
     control: Control, contenders: Sequence[Contender], turn: int, visit: int
 ) -> Iterator[dict[str, Any]]:
     """Yield a row per contender; several micro-batches only in the first visit."""
-    order = [one for one in contenders if visit == 0 or one.num_micro_batches == 1]
+    order = [
+        contender for contender in contenders if visit == 0 or contender.num_micro_batches == 1
+    ]
     Random(VISITS * turn + visit).shuffle(order)
-    for one in order:
-        short = one.num_micro_batches == 1
+    for contender in order:
+        short = contender.num_micro_batches == 1
         number = VISITS * (turn - 1) + visit + 1 if short else turn
-        yield _row(control, one, one.take_turn()) | {"turn": number}
+        yield _row(control, contender, contender.take_turn()) | {"turn": number}
 
 
 def _built(
@@ -181,7 +183,7 @@ def _built(
     with groups.one_training():
         training = build_training(config, control)
     for count in counts:
-        one = Contender(
+        contender = Contender(
             candidate=candidate,
             num_micro_batches=count,
             training=_with(training, config, count),
@@ -191,12 +193,12 @@ def _built(
         )
         memory.start()
         for _ in range(WARMUP):
-            one.step()
+            contender.step()
         memory.end_of_warmup()
         training.model.wait_for_updated_params()
-        one.peak_in_use = memory.peak_in_use()
+        contender.peak_in_use = memory.peak_in_use()
         memory = memory.again()
-        yield one
+        yield contender
 
 
 def _machine_seconds() -> float:
@@ -211,15 +213,15 @@ def _with(training: Training, config: RunConfig, count: int) -> Training:
     return replace(training, batches=replace(config.batches, global_batch_size=size))
 
 
-def _row(control: Control, one: Contender, timed: Timed) -> dict[str, Any]:
+def _row(control: Control, contender: Contender, timed: Timed) -> dict[str, Any]:
     """Combine all ranks' figures into one row."""
     by_rank: list[Timed] = control.gather(timed)
     steps = [max(step) for step in zip(*(rank.seconds for rank in by_rank), strict=True)]
     exposed = [result.exposed for result in timed.results]
-    in_use: list[int | None] = control.gather(one.peak_in_use)
+    in_use: list[int | None] = control.gather(contender.peak_in_use)
     return {
-        "setting": one.candidate,
-        "micro_batches": one.num_micro_batches,
+        "setting": contender.candidate,
+        "micro_batches": contender.num_micro_batches,
         "seconds": median(steps),
         "cpu_seconds": fmean(rank.cpu_seconds for rank in by_rank),
         "machine_seconds": max(rank.machine_seconds for rank in by_rank),
