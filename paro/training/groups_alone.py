@@ -197,13 +197,14 @@ def record_of_groups(
         in_flight=outer.in_flight,
         usual=tuple(outer.usual),
     )
-    return (
-        [mine] * outer.num_groups if of_one else control.gather(mine)[:: control.world.group_size]
-    )
+    if of_one:
+        return [mine] * outer.num_groups
+    everywhere: list[GroupState] = control.gather(mine)
+    return everywhere[:: control.world.group_size]
 
 
-def group_state_of(common: Mapping[str, Any], training: Training) -> GroupState | None:
-    """Return the state of this rank's group in a checkpoint of equal groups that train alone."""
+def resume_group(common: Mapping[str, Any], training: Training) -> GroupState | None:
+    """Resume the rounds of this rank's group, and return its state; None without equal groups."""
     outer, before = training.optimizer.outer, common.get("groups_alone")
     if before is None or before != training.groups_alone:
         return None
@@ -225,7 +226,7 @@ def restore_group(recovery: Recovery, training: Training) -> list[str]:
     if not outer.is_on:
         return []
     outer.restore(masters=outer.group not in recovery.groups, reference=recovery.lost_reference)
-    group_state_of(recovery.common, training)
+    resume_group(recovery.common, training)
     met, newest = recovery.met[0], recovery.furthest_iteration
     last = recovery.furthest["state"]["consumed_train_samples"]
     first, every = batches.samples_before(last, newest - met), batches.samples_per_micro_batch

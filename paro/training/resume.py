@@ -27,8 +27,8 @@ from paro.schedule.loss_scale import start_loss_scale
 from paro.training.changed_flags import schedule_change
 from paro.training.groups_alone import (
     GroupState,
-    group_state_of,
     regrouped_lines,
+    resume_group,
     shared_shards,
 )
 from paro.training.step import Training, TrainState
@@ -123,8 +123,8 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
         return FROM_NOTHING
     _check_finite(flags.load, common, training)
     begins = config.model.lora is not None and common.get("lora") is None
-    own = None if flags.finetune else group_state_of(common, training)
-    num_steps = common.get("num_optimizer_steps", 0) if own is None else own.num_optimizer_steps
+    group = None if flags.finetune else resume_group(common, training)
+    num_steps = common.get("num_optimizer_steps", 0) if group is None else group.num_optimizer_steps
     counts = {"num_steps": num_steps, "num_averaged": common.get("num_averaged", 0)}
     with training.traffic.paused():
         training.optimizer.loaded(**(counts if moments and not begins else {}))
@@ -151,8 +151,8 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
     else:
         source, restarts = f"--load {flags.load}", flags.no_load_optim
         state = state_of(common, config, log, source, restarts=restarts)
-        if own is not None and not restarts:
-            state = replace(state, loss_scale=own.loss_scale, expected=own.expected)
+        if group is not None and not restarts:
+            state = replace(state, loss_scale=group.loss_scale, expected=group.expected)
     return Resumed(state, base, common=common)
 
 
