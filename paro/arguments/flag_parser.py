@@ -145,11 +145,7 @@ def known_as(
     )
     *switches, name = sentence[1].split(" and ") if sentence else [""]
     actions = parser._option_string_actions
-    if (
-        not name
-        or actions[name].dest in given
-        or any(actions[each].nargs != 0 for each in switches)
-    ):
+    if not name or actions[name].dest in given or any(actions[s].nargs != 0 for s in switches):
         return []
     try:
         parser.parse_known_args([name, *values])

@@ -319,24 +319,20 @@ def _curve(
     result = benchmark.time_zeros(collectives, name, smallest)
     results = {smallest.num_bytes: result}
     enough = _GROWTH * result.seconds
-    for collective in larger:
-        checked = zero_input(collective, benchmark.control.world.rank, benchmark.control.device)
+    for each in larger:
+        checked = zero_input(each, benchmark.control.world.rank, benchmark.control.device)
         runs = (benchmark.run_on_all(collectives, checked, 1) for _ in range(2))
         # The minimum over runs is the least disturbed one.
-        if min(run.seconds for run in runs) >= enough or collective is larger[-1]:
-            result = results[collective.num_bytes] = benchmark.time_zeros(
-                collectives, name, collective
-            )
+        if min(run.seconds for run in runs) >= enough or each is larger[-1]:
+            result = results[each.num_bytes] = benchmark.time_zeros(collectives, name, each)
             if result.seconds >= enough:
                 break
     far = result.collective.num_bytes
-    for collective in sorted(
-        larger, key=lambda collective: abs(math.log(collective.num_bytes / far))
-    ):
+    for each in sorted(larger, key=lambda each: abs(math.log(each.num_bytes / far))):
         used = sum(benchmark.seconds_to_time(done.collective, done) for done in results.values())
-        expected = benchmark.seconds_to_time(collective, result)
-        if collective.num_bytes not in results and used + expected <= seconds:
-            results[collective.num_bytes] = benchmark.time_zeros(collectives, name, collective)
+        expected = benchmark.seconds_to_time(each, result)
+        if each.num_bytes not in results and used + expected <= seconds:
+            results[each.num_bytes] = benchmark.time_zeros(collectives, name, each)
     return [results[size] for size in sorted(results)]
 
 

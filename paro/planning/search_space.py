@@ -231,9 +231,7 @@ class SearchSpace:
             "collectives": self.collectives,
             "recomputation (none, selective, as few blocks as fit, all)": self.recomputes,
         }
-        return listed(
-            [name for name, values in choices.items() if values is None or len(values) > 1]
-        )
+        return listed([n for n, values in choices.items() if values is None or len(values) > 1])
 
 
 def all_candidates(request: PlanRequest, search_space: SearchSpace) -> Iterator[Candidate]:

@@ -42,10 +42,7 @@ def run_rounds(
     control, names = benchmark.control, benchmark.algorithms
     rank, device = control.world.rank, control.device
     members = benchmark.topology.members
-    checked = [
-        random_input(collective, members(collective.span, rank), rank, device)
-        for collective in timed
-    ]
+    checked = [random_input(each, members(each.span, rank), rank, device) for each in timed]
     rounds: dict[str, list[list[TimedRun]]] = {name: [] for name in names}
     repeats = {name: [1] * len(timed) for name in names}
     for number in range(1 + benchmark.rounds):
@@ -56,12 +53,12 @@ def run_rounds(
             rounds[name].append(runs)
             if number == 0:
                 repeats[name] = [
-                    count_repeats(collective, run.seconds, device.type)
-                    for collective, run in zip(timed, runs, strict=True)
+                    count_repeats(each, run.seconds, device.type)
+                    for each, run in zip(timed, runs, strict=True)
                 ]
     return [
-        result_of(collective, name, [runs[index] for runs in rounds[name]], repeats[name][index])
-        for index, collective in enumerate(timed)
+        result_of(each, name, [runs[index] for runs in rounds[name]], repeats[name][index])
+        for index, each in enumerate(timed)
         for name in names
     ]
 

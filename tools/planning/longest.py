@@ -44,13 +44,13 @@ def longest_table(args: Namespace) -> str:
     without: list[str] = []
     for name, strategy in _strategies(request):
         lengths = [[(_longest(request, cp, strategy), cp) for cp in equal] for equal in options]
-        lengths_of_ranks = [max(each, key=lambda one: one[0]) for each in lengths]
-        if not any(length for length, _ in lengths_of_ranks):
+        longest = [max(each, key=lambda one: one[0]) for each in lengths]
+        if not any(length for length, _ in longest):
             without.append(name)
-        for length, cp in lengths_of_ranks:
+        for length, cp in longest:
             if length:
-                at_length = _at(request, cp, length)
-                estimate = Estimator(at_length).estimate(at_length.candidate(strategy))
+                sized = _at(request, cp, length)
+                estimate = Estimator(sized).estimate(sized.candidate(strategy))
                 rows.append((name, *_cells(cp, length, estimate)))
     if not rows:
         raise UserError(f"{device_flag(args)}: {_why_none(request, options[-1])}")
@@ -73,14 +73,9 @@ def _options(args: Namespace, request: PlanRequest, size: int) -> list[ContextPa
 def _why_none(request: PlanRequest, options: Sequence[ContextParallelConfig]) -> str:
     """Say how much memory the shortest sequence needs, and which changes are enough."""
     shortest = [_at(request, cp, _unit(cp.context_parallel_size)) for cp in options]
-    plans = [
-        (shortest_request, plan(shortest_request, shortest_request.as_given()))
-        for shortest_request in shortest
-    ]
-    shortest_request, result = min(plans, key=lambda pair: pair[1].least.memory_bytes)
-    return (
-        f"with {shortest_request.seq_length:,} tokens {why_nothing_fits(shortest_request, result)}"
-    )
+    plans = [(each, plan(each, each.as_given())) for each in shortest]
+    smallest, result = min(plans, key=lambda pair: pair[1].least.memory_bytes)
+    return f"with {smallest.seq_length:,} tokens {why_nothing_fits(smallest, result)}"
 
 
 def _strategies(request: PlanRequest) -> Iterator[tuple[str, Strategy]]:
@@ -116,11 +111,8 @@ def _longest(request: PlanRequest, cp: ContextParallelConfig, strategy: Strategy
     unit = _unit(cp.context_parallel_size)
 
     def fits(count: int) -> bool:
-        at_length = _at(request, cp, count * unit)
-        return (
-            Estimator(at_length).memory(at_length.candidate(strategy)).total
-            <= at_length.device_bytes
-        )
+        sized = _at(request, cp, count * unit)
+        return Estimator(sized).memory(sized.candidate(strategy)).total <= sized.device_bytes
 
     return unit * _most(fits)
 

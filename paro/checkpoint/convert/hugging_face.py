@@ -196,12 +196,10 @@ def core_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _AROUND)
 
 
-def _are_equal(tensor: LazyTensor, other: LazyTensor) -> bool:
-    if tensor.shape != other.shape or not tensor.shape:
+def _are_equal(one: LazyTensor, other: LazyTensor) -> bool:
+    if one.shape != other.shape or not one.shape:
         return False
-    return all(
-        bool((tensor.rows(*rows) == other.rows(*rows)).all()) for rows in tensor.row_ranges()
-    )
+    return all(bool((one.rows(*rows) == other.rows(*rows)).all()) for rows in one.row_ranges())
 
 
 def companions_in(directory: Path) -> dict[str, Path]:

@@ -183,14 +183,9 @@ def unfused(config: LlamaConfig, model: MegatronModel) -> dict[str, LazyTensor]:
     """
     shapes = _fused_shapes(config)
     tensors = {}
-    model_names = {
-        *shapes,
-        *(name_in(_WITHOUT_TRANSFORMER_ENGINE, n) for n in parameter_shapes(config)),
-    }
-    model_names.add(
-        megatron_name("head.weight")
-    )  # the last pipeline stage has a copy of a tied one
-    others = [name for name in model.tensors if name not in model_names]
+    known = {*shapes, *(name_in(_WITHOUT_TRANSFORMER_ENGINE, n) for n in parameter_shapes(config))}
+    known.add(megatron_name("head.weight"))  # the last pipeline stage has a copy of a tied one
+    others = [name for name in model.tensors if name not in known]
     if others:
         raise UserError(
             f"{model.path}: the model has {others[0]:.99}, and by its arguments it has no such "

@@ -67,9 +67,7 @@ def samples_in(file: Path, spans: Sequence[Span]) -> list[Sample]:
             clock, watts, degrees = map(float, figures)
             time = datetime.strptime(at, "%Y/%m/%d %H:%M:%S.%f").timestamp()
             samples.append(Sample(time, clock, watts, degrees))
-    return [
-        sample for sample in samples if any(begin <= sample.time <= end for begin, end in spans)
-    ]
+    return [each for each in samples if any(begin <= each.time <= end for begin, end in spans)]
 
 
 def clock_of(file: Path, spans: Sequence[Span]) -> dict[str, float | None]:
