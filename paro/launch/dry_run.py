@@ -168,8 +168,7 @@ def _traffic(plan: RunPrediction) -> Iterator[str]:
         parts = count_text(outer.outer_fragments, "fragment")
         yield f">   and in {outer.outer_steps} steps for outer steps, {parts}: {_sent_text(sent)}"
         if outer.outer_warmup:
-            steps = f"{outer.outer_warmup} steps, all ranks synchronous"
-            yield f">   in the first {steps}, they send more"
+            yield f">   in the first {outer.outer_warmup} steps, all synchronous, ranks send more"
     if plan.launch is not None and (timed := plan.launch.outer_round) is not None:
         yield (
             f">   a round takes {timed.seconds:.3g} s, of which {timed.exposed:.3g} s are exposed: "

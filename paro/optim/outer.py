@@ -180,7 +180,7 @@ class OuterOptimizer:
         for each in self.units:
             self.fragments[of_unit(each.spec.buffer.unit_index)].append(each)
         # Whether each group takes part in the round in flight.
-        self.taken: tuple[bool, ...] = (True,) * self.num_groups
+        self.taking_part: tuple[bool, ...] = (True,) * self.num_groups
         self.in_flight: int | None = None  # the fragment whose round has begun and not ended
         self.usual = [UsualMovement()] * self.config.outer_fragments
         # Norms of every group's movement in the round that this run began last.
@@ -205,7 +205,7 @@ class OuterOptimizer:
     @property
     def takes_part(self) -> bool:
         """True if this rank's group takes part in the round in flight, or in the last one."""
-        return self.taken[self.group]
+        return self.taking_part[self.group]
 
     @torch.no_grad()
     def after_update(self, iteration: int, control: Control) -> Iterator[UnitShards]:
@@ -225,12 +225,12 @@ class OuterOptimizer:
         if merges is None or merges != self.in_flight:
             return
         units, self.in_flight = self.fragments[merges], None
-        if any(self.taken):
+        if any(self.taking_part):
             yield from self._move(units, partial(OuterUnit.end, takes_part=self.takes_part))
             if self.norms is not None:  # those of gradients are there once messages have arrived
-                moved = fmean(compress(self.norms, self.taken))
+                moved = fmean(compress(self.norms, self.taking_part))
                 square = torch.stack([each.gradient_norm for each in units]).square().sum()
-                self.ended = EndedRound(moved, self.taken.count(False), square)
+                self.ended = EndedRound(moved, self.taking_part.count(False), square)
         else:
             yield from (each.unit for each in units)
 
@@ -240,10 +240,10 @@ class OuterOptimizer:
         squares = [0.0] * self.num_groups
         squares[self.group] = float(square_sum((each.moved() for each in units), self._device))
         self.norms = tuple(map(math.sqrt, control.sum(squares)))
-        self.taken = self.usual[fragment].taken(self.norms)
+        self.taking_part = self.usual[fragment].taking_part(self.norms)
         self.usual[fragment] = self.usual[fragment].after(self.norms)
-        weight = self.takes_part / max(1, sum(self.taken))
-        for each in units if any(self.taken) else ():
+        weight = self.takes_part / max(1, sum(self.taking_part))
+        for each in units if any(self.taking_part) else ():
             each.begin(weight)
 
     @torch.no_grad()

@@ -32,7 +32,7 @@ class UsualMovement:
     variance: float = 0.0
     in_a_row: tuple[int, ...] = ()  # for each group, the last rounds in a row with outliers
 
-    def taken(self, norms: Sequence[float]) -> tuple[bool, ...]:
+    def taking_part(self, norms: Sequence[float]) -> tuple[bool, ...]:
         """Return whether each group, whose movement has this norm, takes part in a round.
 
         Groups with infinite or NaN norms never do, and outliers not for some rounds in a row.
@@ -68,16 +68,14 @@ class UsualMovement:
         if self.num_rounds < _WARMUP_ROUNDS:
             most = _MOST_MEDIANS * median_low(finite) or math.inf
         finite = [min(norm, most) for norm in finite]
-        num_rounds = self.num_rounds + 1
-        part = 1.0 / min(num_rounds, _MEMORY)  # a plain mean over the first rounds
+        part = 1.0 / min(self.num_rounds + 1, _MEMORY)  # a plain mean over the first rounds
         away = fmean(finite) - self.mean
-        mean = self.mean + part * away
         # The variance of single norms: within the round, and of the round's mean.
         within = fmean((norm - fmean(finite)) ** 2 for norm in finite)
         between = self.variance + part * away * away
         return UsualMovement(
-            num_rounds=num_rounds,
-            mean=mean,
+            num_rounds=self.num_rounds + 1,
+            mean=self.mean + part * away,
             variance=(1.0 - part) * between + part * within,
             in_a_row=self._outliers(norms),
         )

@@ -97,12 +97,12 @@ class GroupsAlone:
         """Say which groups the round that begins after `iteration` leaves out; None if none."""
         outer = self._training.optimizer.outer
         fragment = outer.config.begins(iteration)
-        if fragment is None or outer.norms is None or all(outer.taken):
+        if fragment is None or outer.norms is None or all(outer.taking_part):
             return None
         left_out = [
             f"group {group}, which moved by {norm:.3g}"
             for group, norm in enumerate(outer.norms)
-            if not outer.taken[group]
+            if not outer.taking_part[group]
         ]
         return (
             f" the round after iteration {iteration} leaves out {', '.join(left_out)} | "
@@ -193,7 +193,7 @@ def record_of_groups(
         loss_scale=state.loss_scale,
         expected=state.expected,
         num_optimizer_steps=training.optimizer.num_steps,
-        taken=outer.taken,
+        taken=outer.taking_part,
         in_flight=outer.in_flight,
         usual=tuple(outer.usual),
     )
@@ -210,7 +210,7 @@ def resume_group(common: Mapping[str, Any], training: Training) -> GroupState | 
         return None
     recorded = common["groups"][outer.group]
     group: GroupState = conform(recorded, GroupState, "groups in common.json")
-    outer.taken = group.taken
+    outer.taking_part = group.taken
     outer.usual = [*group.usual] or outer.usual
     if common.get("has_moments", True):  # else masters were not saved: all are the reference
         outer.in_flight = group.in_flight

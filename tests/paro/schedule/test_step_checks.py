@@ -195,7 +195,7 @@ def after_rounds(rounds: Sequence[Sequence[float]]) -> tuple[UsualMovement, int]
     """The statistics after rounds, and how many movements were left out in them."""
     usual, left_out = UsualMovement(), 0
     for norms in rounds:
-        left_out += usual.taken(norms).count(False)
+        left_out += usual.taking_part(norms).count(False)
         usual = usual.after(norms)
     return usual, left_out
 
@@ -225,8 +225,8 @@ def test_an_outlier_is_left_out_and_does_not_hide_the_next_one() -> None:
     usual, _ = after_rounds(ordinary(100))
     for outlier in (3.0, 1e30, math.inf, math.nan):
         norms = [2.0, 2.0, outlier, 2.0]
-        assert usual.taken(norms) == (True, True, False, True)
-        assert usual.after(norms).taken(norms) == (True, True, False, True)
+        assert usual.taking_part(norms) == (True, True, False, True)
+        assert usual.after(norms).taking_part(norms) == (True, True, False, True)
 
 
 def test_a_group_that_always_moves_further_takes_part_after_some_rounds_unless_far_away() -> None:
@@ -240,22 +240,22 @@ def test_a_group_that_always_moves_further_takes_part_after_some_rounds_unless_f
         (1e30, False),
         (math.nan, False),
     ):
-        assert usual.taken([*others, last]) == (*(True,) * 15, is_taken)
-    assert usual.after([*others, 2.0]).taken([*others, 4.0]) == (*(True,) * 15, False)
+        assert usual.taking_part([*others, last]) == (*(True,) * 15, is_taken)
+    assert usual.after([*others, 2.0]).taking_part([*others, 4.0]) == (*(True,) * 15, False)
 
 
 def test_an_outlier_in_the_first_rounds_does_not_hide_later_ones() -> None:
     rounds = ordinary(50)
     rounds[10][1] = 1e6
     usual, _ = after_rounds(rounds)
-    assert usual.taken([2.0, 2.0, 20.0, 2.0]) == (True, True, False, True)
+    assert usual.taking_part([2.0, 2.0, 20.0, 2.0]) == (True, True, False, True)
 
 
 def test_nothing_but_infinity_and_nan_is_left_out_before_there_are_statistics() -> None:
     norms = [1.0, 1e6, math.nan, math.inf]
-    assert UsualMovement().taken(norms) == (True, True, False, False)
+    assert UsualMovement().taking_part(norms) == (True, True, False, False)
     nothing = [math.nan] * 2
-    assert UsualMovement().taken(nothing) == (False, False)
+    assert UsualMovement().taking_part(nothing) == (False, False)
     assert UsualMovement().after(nothing) == UsualMovement()
 
 
@@ -263,6 +263,6 @@ def test_a_level_that_all_groups_reach_is_taken_and_soon_usual() -> None:
     usual, _ = after_rounds(ordinary(100))
     higher = ordinary(20, level=6.0)
     for norms in higher:
-        assert usual.taken(norms) == (True,) * 4
+        assert usual.taking_part(norms) == (True,) * 4
         usual = usual.after(norms)
-    assert usual.taken([6.0, 2.0, 6.0, 6.0]) == (True,) * 4
+    assert usual.taking_part([6.0, 2.0, 6.0, 6.0]) == (True,) * 4
