@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path, PosixPath
 from typing import Any, NoReturn, TypeVar
@@ -236,7 +236,7 @@ def _is_transient(error: Exception) -> bool:
 
 
 def _limits(scheme: str) -> dict[str, Any]:
-    """Return the options by which a connection that answers nothing is broken off."""
+    """Return the options of a file system that break off a connection which answers nothing."""
     if scheme == "s3":
         config = {
             "connect_timeout": _CONNECT_SECONDS,
@@ -246,11 +246,11 @@ def _limits(scheme: str) -> dict[str, Any]:
         }
         return {"config_kwargs": config, "max_concurrency": 4}
     if scheme == "az":
-        return {"connection_timeout": _CONNECT_SECONDS, "read_timeout": _SILENT_SECONDS}
+        return {}  # they would be of reads and writes alone
     from aiohttp import ClientTimeout
 
     timeout = ClientTimeout(sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
-    return {"session_kwargs": {"timeout": timeout}}
+    return {"requests_timeout": timeout}
 
 
 @cache
@@ -266,6 +266,11 @@ def _file_system(scheme: str, process: int) -> Any:
     store = kind(use_listings_cache=False, skip_instance_cache=True, **_limits(scheme))
     if scheme == "s3":
         store.retries = 2  # for a part of an upload; then the whole call is made again
+    if scheme == "gs":
+        store._request = partial(kind._request.__wrapped__, store)  # else each call is six
     if scheme == "az":
-        store.service_client._config.retry_policy.total_retries = 0  # else pauses take a minute
+        config = store.service_client._config
+        config.retry_policy.total_retries = 0  # else pauses take a minute
+        limits = config.transport.connection_config
+        limits.timeout, limits.read_timeout = _CONNECT_SECONDS, _SILENT_SECONDS
     return store
