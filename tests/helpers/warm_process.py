@@ -9,12 +9,12 @@ from multiprocessing import forkserver, reduction, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-# The entry script, pytest and all their imports, and what a run imports when it recomputes, saves
-# or prints; otherwise seconds in every rank.
+# The entry script, pytest and all their imports, and what a run imports when it recomputes, saves,
+# also in a store, or prints; otherwise seconds in every rank.
 PRELOADED = (
     *("pytest", "pretrain_llama", "tests.helpers.scripts", "tests.helpers.training"),
     *("torch.distributed.fsdp", "torch._dynamo", "torch.distributed.checkpoint"),
-    *("numpy.random", "rich.console"),
+    *("numpy.random", "rich.console", "s3fs"),
 )
 
 # Seconds after which a process counts as hanging: beside other tests some take ten times as long as
