@@ -14,7 +14,8 @@ from typing import Any
 PRELOADED = (
     *("pytest", "pretrain_llama", "tests.helpers.scripts", "tests.helpers.training"),
     *("torch.distributed.fsdp", "torch._dynamo", "torch.distributed.checkpoint"),
-    *("numpy.random", "rich.console", "s3fs"),
+    # Of s3fs what is not anyio, whose plugin pytest would find imported too early.
+    *("numpy.random", "rich.console", "aiohttp", "botocore.session"),
 )
 
 # Seconds after which a process counts as hanging: beside other tests some take ten times as long as
