@@ -205,7 +205,7 @@ def faults():
 step()
 plain = faults()
 keep_freed_memory()
-step()
+faults()  # of freed memory that a process shares with the one it was forked from
 print(plain, faults())
 """
 

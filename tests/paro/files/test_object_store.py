@@ -255,7 +255,9 @@ def test_an_upload_of_which_a_store_takes_nothing_is_sent_again(
     server.requests.clear()
     stored.with_name("y.bin").write_bytes(bytes(2**25))
     object_store._file_system.cache_clear()
-    assert [method for method, *_ in server.requests] == ["PUT", "PUT"]
+    # More than twice where a loaded machine is silent too.
+    assert [method for method, *_ in server.requests][:2] == ["PUT", "PUT"]
+    assert stored.with_name("y.bin").read_bytes() == bytes(2**25)
 
 
 class AnswerError(Exception):
