@@ -54,8 +54,8 @@ def test_trainings_of_studies_have_flags_of_a_run() -> None:
     averages = [study_averages.flags_of(3, 800, 2e-3, saves) for saves in (None, Path("saves"))]
     outer = [case.words(1e-3, 1, 800, 100) for case in CASES]
     outer = [words[words.index("pretrain_llama.py") + 1 :] for words in outer]
-    timing = Namespace(micro_batches=4)
-    outer += [each.words(timing, Path("machine")) for each in bench_outer.contenders(14)]
+    timing = Namespace(micro_batches=4, machine_file=Path("machine"))
+    outer += [each.words(timing) for each in bench_outer.contenders(14)]
     for flags in (*bits, *sweeps, *averages, *outer):
         parse_args([*flags, "--mock-data", "--tokenizer-model", "x"])
     for name in LIKE:
