@@ -211,7 +211,7 @@ def test_signal_with_a_handler(scenario: Scenario, name: str, phase: str, saved:
 
 
 def test_signal_after_the_reader_of_the_log(scenario: Scenario) -> None:
-    """As Ctrl-C ends `tee` too: the run saves all the same, and says so on standard error."""
+    """Ctrl-C also ends the `tee` of a pipe: the run saves, and says so on standard error."""
     job = scenario.paused(Point.MICRO_BATCH, 30, "--exit-signal-handler", before=[no_reader])
     job.signal(signal.SIGINT, 1)
     scenario.run.release()

@@ -68,14 +68,14 @@ def _whole(text: str) -> str:
 
 
 def output_of(run: Callable[[], object]) -> str:
-    """What a call prints on standard output."""
+    """Returns what a call prints on standard output."""
     with redirect_stdout(StringIO()) as out:
         run()
     return out.getvalue()
 
 
 def printed(main: Callable[[list[str]], object], *words: object) -> str:
-    """What it prints on standard output; it must succeed."""
+    """Returns what a script prints on standard output; it must succeed."""
     with redirect_stdout(StringIO()) as out:
         status = main([*map(str, words)])
     assert not status, f"it ended with {status}"
@@ -83,7 +83,7 @@ def printed(main: Callable[[list[str]], object], *words: object) -> str:
 
 
 def measured(main: Callable[[list[str]], object], *words: object) -> tuple[str, Any]:
-    """What it prints, and what it writes with --json, its only file there."""
+    """Returns what a script prints, and what it writes with --json, its only file there."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         told = printed(main, *words, "--json", file)

@@ -207,7 +207,7 @@ def wait_for(is_so: Callable[[], object], seconds: float = HANGS_AFTER) -> None:
 
 
 def python_apart(program: str, *words: str, **environment: str) -> str:
-    """What a program prints in a new Python, which succeeds and whose Triton does not interpret."""
+    """Returns what a program prints in a new Python, without Triton's interpreter."""
     own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", program, *words],

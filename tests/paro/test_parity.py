@@ -352,7 +352,7 @@ def test_one_of_each_collective() -> None:
 
 @pytest.mark.ranks
 def test_collectives_chosen_by_size(tmp_path: Path) -> None:
-    """One run with small messages by one algorithm and large ones by another."""
+    """A run sends small messages by one algorithm and large ones by another."""
     times = {"h-ring": (1e-3, 1e-1), "ho-ring": (2e-3, 5e-2), "native": (3e-3, 1e-3)}
     rows = tuple(
         Measured(axes=axes, op=op, algorithm=name, bytes=size, seconds=seconds)

@@ -40,8 +40,8 @@ from tools.shared.output import markdown_table, write_json
 
 DESCRIPTION = """\
 Compares training with outer steps (--paro-outer-steps) with synchronous training of 6.8M parameters
-in an emulated cluster of 2 nodes x 4 ranks. Needs root, iproute2, and half an hour on 2 cores with
-instructions for bf16: on others a step takes nine times as long, and hides what links cost.
+in an emulated cluster of 2 nodes x 4 ranks. Needs root, iproute2, and cores with instructions for
+bf16: on others computing takes so long that it hides what links cost.
 
   python tools/bench/bench_outer.py --folder runs/outer-speed --inter 10mbit --micro-batches 4
   python tools/bench/bench_outer.py --folder runs/outer-speed-shared --inter 10mbit --nic shared \\
@@ -95,7 +95,7 @@ def contenders(delay: int) -> list[Contender]:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Seconds of a step: the mean of a round's, and of steps that no message crosses, if any."""
+    """Seconds of a step: the mean over a round, and that of steps without messages, if any."""
 
     mean: float
     alone: float | None
