@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -15,9 +14,6 @@ from typing import Any
 import pytest
 
 from tests.faults.job import ITERATIONS, Job, Pause, Point, Run
-
-FAILED = pytest.StashKey[bool]()
-RECORD = "FAULTS_RECORD"  # names the JSON file in which the ends of all scenarios are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,12 +127,11 @@ class Scenario:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Marks a test that failed, for its fixture."""
-    report = yield
-    if report.failed:
-        item.stash[FAILED] = True
-    return report
+def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
+    """Add to a passed test's report how its scenario ended."""
+    yield
+    if "scenario" in item.funcargs:
+        item.user_properties.append(("fault", asdict(item.funcargs["scenario"].outcome())))
 
 
 @pytest.fixture(scope="session")
@@ -151,27 +146,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     return of
 
 
-@pytest.fixture(scope="session")
-def outcomes() -> Iterator[list[Outcome]]:
-    """The scenarios that ended as expected; kept in the file of FAULTS_RECORD at the end."""
-    found: list[Outcome] = []
-    yield found
-    if RECORD in os.environ:
-        text = json.dumps([asdict(outcome) for outcome in found], indent=1)
-        Path(os.environ[RECORD]).write_text(text + "\n")
-
-
 @pytest.fixture
 def scenario(
     request: pytest.FixtureRequest,
     tmp_path: Path,
     undisturbed: Callable[..., Run],
-    outcomes: list[Outcome],
 ) -> Iterator[Scenario]:
     name = request.node.name.removeprefix("test_").replace("_", " ")
     made = Scenario(name, Run(tmp_path), undisturbed)
     yield made
     for job in made.jobs:
         job.kill()
-    if not request.node.stash.get(FAILED, False):
-        outcomes.append(made.outcome())

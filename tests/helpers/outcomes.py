@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,6 +30,7 @@ class Outcome:
     seconds: float
     commit: str  # abbreviated; with a + if files had been changed
     date: str  # as in 2026-11-29
+    properties: dict[str, Any] = field(default_factory=dict)  # what the test tells of itself
 
 
 class Outcomes:
@@ -71,6 +72,7 @@ class Outcomes:
             seconds=round(report.duration, 2),
             commit=self._commit,
             date=date.today().isoformat(),
+            properties=dict(report.user_properties),
         )
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(outcome)) + "\n")
