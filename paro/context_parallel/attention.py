@@ -37,7 +37,7 @@ from paro.context_parallel.exchange import GatherKVExchange, RingKVExchange
 from paro.distributed.comm_stream import Event
 from paro.distributed.groups import Groups
 from paro.errors import RunError
-from paro.spec.context_layout import ContextLayout, num_head_chunks
+from paro.spec.context_layout import ContextLayout, head_exchange
 from paro.topology import AxisSpan, StreamKind, WaitKind
 
 _CHUNK = 16  # tokens per chunk of a sample on a CPU
@@ -152,16 +152,13 @@ class ContextAttention:
         for exchange in self._abandoned:
             exchange.receive()
         num_ranks = self._all_to_all.num_ranks
-        repeats = max(1, num_ranks // k_BTKH.shape[2])
-        if repeats > 1:  # a rank's queries need one head of keys
-            k_BTKH, v_BTKH = (part.repeat_interleave(repeats, 2) for part in (k_BTKH, v_BTKH))
-        num_chunks = num_head_chunks(q_BTNH.shape[2], k_BTKH.shape[2], self._layout)
-        queries = _by_chunk(q_BTNH, num_ranks, num_chunks)
-        # A single head of keys and values per rank is sent with the first chunk of queries.
-        apart = k_BTKH.shape[2] > num_ranks
-        keys, values = (
-            _by_chunk(x, num_ranks, num_chunks if apart else 1) for x in (k_BTKH, v_BTKH)
+        num_chunks, kv_chunks, repeats = head_exchange(
+            q_BTNH.shape[2], k_BTKH.shape[2], self._layout
         )
+        if repeats > 1:
+            k_BTKH, v_BTKH = (part.repeat_interleave(repeats, 2) for part in (k_BTKH, v_BTKH))
+        queries = _by_chunk(q_BTNH, num_ranks, num_chunks)
+        keys, values = (_by_chunk(part, num_ranks, kv_chunks) for part in (k_BTKH, v_BTKH))
         outgoing = []
         for number, query in enumerate(queries):
             exchange = AutogradAllToAll(self._all_to_all, for_heads=True)

@@ -32,7 +32,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from types import EllipsisType
 from typing import Protocol
 
 import torch
@@ -41,9 +40,8 @@ from torch import Tensor
 from model.attention import QKV, Core, Documents, SavedAttention, documents_of
 from model.block_attention import CausalAttention, Partial, attend_block, attend_by, block_grads
 from model.config import AttentionBackend
-from paro.spec.context_layout import heads_at_first
 
-Attend = Callable[[int, Tensor], None]  # (ring rank, its keys and values): attend to them
+AttendTo = Callable[[int, Tensor], None]  # (ring rank, its keys and values): attend to them
 AddGrads = Callable[[Tensor], None]  # (fp32 sum of previous ranks): add this rank's dKV to it
 # (ring rank, keys and values of some of its heads, first of these heads): compute their gradients
 # now; the result adds them to the sum of the previous ranks once that has been received.
@@ -60,7 +58,7 @@ class KVExchange(Protocol):
     ring_rank: int
     ring_size: int
 
-    def exchange_kv(self, local_2BTKH: Tensor, attend: Attend) -> None:
+    def exchange_kv(self, local_2BTKH: Tensor, attend: AttendTo) -> None:
         """Call `attend(ring_rank, kv)` for every ring rank, this rank first.
 
         `kv` is a receive buffer that is used again: `attend` must not keep it.
@@ -87,15 +85,6 @@ def blockwise_attention(exchange: KVExchange, backend: AttentionBackend = "auto"
         return attend_by(blockwise.attend, blockwise.grads, saved, *tensors)
 
     return attend
-
-
-def split_heads(local_2BTKH: Tensor) -> tuple[tuple[EllipsisType | slice, ...], ...]:
-    """Return indices of the heads whose causal block backward computes first, and of the rest.
-
-    Between the two it computes with the keys and values of other ranks. The rest may be empty.
-    """
-    heads = heads_at_first(local_2BTKH.shape[3], local_2BTKH.element_size())
-    return (..., slice(heads), slice(None)), (..., slice(heads, None), slice(None))
 
 
 class _Blockwise:

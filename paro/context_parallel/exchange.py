@@ -1,38 +1,9 @@
-"""Exchanges of keys and values: round a ring of ranks, round two nested ones, or by collectives."""
-
-# [Note: double ring]
-# In ring attention a rank attends to the keys and values (KV) that it holds, sends them to the next
-# rank of the ring, and receives the KV of the previous rank. Here an inner ring runs inside groups
-# and an outer ring between them, as in LoongTrain's DoubleRing attention (arXiv 2406.18485). A turn
-# is one step of the outer ring: a rank sends the KV that it has at the turn's start to the next
-# group, and meanwhile the inner ring brings the KV that the other ranks of the group had at the
-# start. So the links between groups of all ranks of a group are in use at once, where one flat ring
-# uses that of a single rank. With 2 groups of 3 ranks, the ring rank whose KV each rank uses, a
-# line for each step of the inner ring:
-#
-#     ring rank            0    1    2  |  3    4    5
-#     turn 0               0    1    2  |  3    4    5        meanwhile sent to the other group
-#                          2    0    1  |  5    3    4
-#                          1    2    0  |  4    5    3
-#     turn 1               3    4    5  |  0    1    2
-#                          5    3    4  |  2    0    1
-#                          4    5    3  |  1    2    0
-#
-# In backward KV go round again, and the sum of their gradients (dKV) follows one step behind: the
-# computation of a rank's own share overlaps with receiving the sum of the previous ranks. The dKV
-# of ring rank 0; a -> b: rank a sends the partial sum to rank b, which adds its share:
-#
-#     turn 0               1 -> 2 -> 0
-#     turn 1               4 -> 5 -> 3 -> 0                   the last one to the other group
-#
-# With more groups the sum goes on from rank 3 through the other groups: 3 -> 6 -> ... -> 0. A few
-# heads are held back, so that their computation overlaps with the last sends: some heads of the KV
-# at a turn's start with the last send of dKV in the inner ring, some heads of turn 0 with the last
-# one in the outer ring.
+"""Exchanges of keys and values, as `paro/spec/kv_exchange.py` orders them: rings, collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,104 +11,134 @@ from torch import Tensor
 from paro.collectives.interface import Collectives, Request
 from paro.collectives.schedule import Op
 from paro.collectives.shifts import Ring, Turn
-from paro.context_parallel.blockwise import AddGrads, Attend, GradsOf, split_heads
+from paro.context_parallel.blockwise import AddGrads, AttendTo, GradsOf
 from paro.distributed.comm_stream import Event
+from paro.spec.kv_exchange import (
+    Attend,
+    DoubleRing,
+    GatheredKV,
+    Route,
+    SendGrads,
+    SendKV,
+    TakeGrads,
+    WaitKV,
+)
 from paro.topology import AxisSpan, WaitKind, nested_range
+
+
+def _of_heads(x_2BTKH: Tensor, heads: range) -> Tensor:
+    return x_2BTKH[..., heads.start : heads.stop, :]
 
 
 class RingKVExchange:
     """A `KVExchange` along the ring `inner`, nested in `outer`; either ring may have size 1."""
 
     def __init__(self, inner: Ring, outer: Ring) -> None:
-        self._inner = inner
-        self._outer = outer
+        self._rings = {Route.INNER: inner, Route.OUTER: outer}
         self.ring_rank = inner.position + inner.size * outer.position
         self.ring_size = inner.size * outer.size
 
-    def exchange_kv(self, local_2BTKH: Tensor, attend: Attend) -> None:
-        for _, source, kv_2BTKH in self._steps(self._received(self._outer, local_2BTKH)):
-            attend(source, kv_2BTKH)
+    def exchange_kv(self, local_2BTKH: Tensor, attend: AttendTo) -> None:
+        kv = _RingKV(self._rings, local_2BTKH)
+        for action in self._description(local_2BTKH).forward():
+            match action:
+                case Attend():
+                    attend(*kv.attended(action))
+                case SendKV() | WaitKV():
+                    kv.run(action)
 
     def exchange_kv_and_grads(self, local_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
-        total = torch.zeros_like(local_2BTKH, dtype=torch.float32)
-        if self._outer.size == 1:
-            self._turn_0(local_2BTKH, 0, total, grads_of)
-            return total
-        between = _RingSum(self._outer, total)
-        now, later = split_heads(local_2BTKH)
-        turns = self._received(self._outer, local_2BTKH)
-        next(turns)
-        self._turn_0(local_2BTKH[now], 0, total[now], grads_of)
-        self._later_turns(turns, between, grads_of)
-        self._turn_0(local_2BTKH[later], local_2BTKH[now].shape[3], total[later], grads_of)
-        between.receive_into(total)
-        return total
+        kv, grads = _RingKV(self._rings, local_2BTKH), _RingGrads(self._rings, local_2BTKH)
+        for action in self._description(local_2BTKH).backward():
+            match action:
+                case Attend():  # no variable has the gradients: they would outlive their sum
+                    grads.add(action, grads_of(*kv.attended(action), action.heads.start))
+                case SendGrads() | TakeGrads():
+                    grads.run(action)
+                case SendKV() | WaitKV():
+                    kv.run(action)
+        return grads.total_2BTKH
 
-    def _turn_0(
-        self, local_2BTKH: Tensor, first: int, sum_2BTKH: Tensor, grads_of: GradsOf
-    ) -> None:
-        """Add the gradients of turn 0 for consecutive heads, from head `first` on."""
-        if not local_2BTKH.shape[3]:
-            return  # with one head no heads are left for later
-        if self._inner.size == 1:
-            grads_of(self.ring_rank, local_2BTKH, first)(sum_2BTKH)
+    def _description(self, local_2BTKH: Tensor) -> DoubleRing:
+        return DoubleRing(
+            steps=self._rings[Route.INNER].size,
+            turns=self._rings[Route.OUTER].size,
+            heads=local_2BTKH.shape[3],
+            item_bytes=local_2BTKH.element_size(),
+        )
+
+
+class _RingKV:
+    """Keys and values that go round two rings in one pass."""
+
+    def __init__(self, rings: dict[Route, Ring], local_2BTKH: Tensor) -> None:
+        self._rings = rings
+        self._local = local_2BTKH
+        self._held = {Route.OUTER: local_2BTKH}
+        # Two receive buffers of each ring, used in turn; the newest is the last.
+        self._buffers: dict[Route, list[Tensor]] = {route: [] for route in rings}
+        self._events: dict[Route, Event] = {}
+
+    def run(self, action: SendKV | WaitKV) -> None:
+        """Start a send, or wait for its end."""
+        route, ring = action.route, self._rings[action.route]
+        buffers = self._buffers[route]
+        if isinstance(action, WaitKV):
+            ring.exposure.wait(WaitKind.CONTEXT, self._events.pop(route))
+            self._held[route] = buffers[-1]
             return
-        now, later = split_heads(local_2BTKH)
-        in_group = _RingSum(self._inner, sum_2BTKH)
-        for (_, step), source, kv_2BTKH in self._steps(iter([local_2BTKH.contiguous()])):
-            if step:
-                in_group.add(grads_of(source, kv_2BTKH, first))
-            else:
-                grads_of(source, kv_2BTKH[now], first)(sum_2BTKH[now])
-        first_later = first + local_2BTKH[now].shape[3]
-        grads_of(self.ring_rank, local_2BTKH[later], first_later)(sum_2BTKH[later])
-        in_group.receive_into(sum_2BTKH)
+        if route is Route.INNER and action.step == 0:
+            first = self._held[Route.OUTER] if action.turn else self._local
+            self._held[route] = _of_heads(first, action.heads).contiguous()
+        held = self._held[route]
+        buffers.append(buffers.pop(0) if len(buffers) == 2 else torch.empty_like(held))
+        self._events[route] = _shift(ring, held, buffers[-1])
 
-    def _later_turns(self, turns: Iterator[Tensor], between: _RingSum, grads_of: GradsOf) -> None:
-        """Run the turns after turn 0, and send the last sum to the group that has its KV."""
-        in_group = _RingSum(self._inner, between.like)
-        started: list[AddGrads] = []  # a turn's own share, not yet summed
+    def attended(self, action: Attend) -> tuple[int, Tensor]:
+        """Return the ring rank of the keys and values that an action attends to, and them."""
+        turn, step, heads = action
+        inner, outer = self._rings[Route.INNER], self._rings[Route.OUTER]
+        source = inner.owner_of(step) + inner.size * outer.owner_of(turn)
+        if turn == step == 0:
+            return source, _of_heads(self._local, heads)
+        route, is_last = (
+            (Route.INNER, step == inner.size - 1) if step else (Route.OUTER, turn == outer.size - 1)
+        )
+        kv_2BTKH = self._held[route]
+        if is_last:  # frees the ring's memory
+            del self._held[route]
+            self._buffers[route].clear()
+        return source, kv_2BTKH
 
-        def finish_turn() -> None:
-            shares = [started.pop(0)]
-            if self._inner.size > 1:
-                shares.append(in_group.receive_into)
-            between.add(*shares)
 
-        for (turn, step), source, kv_2BTKH in self._steps(turns, 1):
-            # No variable has a share: it would stay alive until the next one is computed.
-            if step:
-                in_group.add(grads_of(source, kv_2BTKH, 0))
-                continue
-            started.append(grads_of(source, kv_2BTKH, 0))
-            if turn > 1:
-                finish_turn()
-        finish_turn()
+class _RingGrads:
+    """The gradients of keys and values in one pass: a rank's own, and sums that go round rings."""
 
-    def _steps(
-        self, turns: Iterator[Tensor], number: int = 0
-    ) -> Iterator[tuple[tuple[int, int], int, Tensor]]:
-        """Yield ((turn, step), ring rank, keys and values of the ring rank) as they arrive."""
-        buffers: list[Tensor] = []
-        for turn, first in enumerate(turns, number):
-            for step, kv_2BTKH in enumerate(self._received(self._inner, first, buffers)):
-                source = self._inner.owner_of(step) + self._inner.size * self._outer.owner_of(turn)
-                yield (turn, step), source, kv_2BTKH
+    def __init__(self, rings: dict[Route, Ring], local_2BTKH: Tensor) -> None:
+        self._rings = rings
+        self.total_2BTKH = torch.zeros_like(local_2BTKH, dtype=torch.float32)
+        self._shares: dict[tuple[int, int], AddGrads] = {}  # by turn and step, not yet in a sum
+        self._sums: dict[Route, _RingSum] = {}
 
-    def _received(
-        self, ring: Ring, first: Tensor, buffers: list[Tensor] | None = None
-    ) -> Iterator[Tensor]:
-        """Yield `first`, then the tensor of each shift; the next shift runs while one is in use."""
-        held, buffers = first, [] if buffers is None else buffers
-        for number in range(ring.size - 1):
-            if len(buffers) < 2:
-                buffers.append(torch.empty_like(first))
-            incoming = buffers[number % 2]
-            event = _shift(ring, held, incoming)
-            yield held
-            ring.exposure.wait(WaitKind.CONTEXT, event)
-            held = incoming
-        yield held
+    def add(self, action: Attend, share: AddGrads) -> None:
+        """Add gradients of the rank's own keys and values; keep others until their sum is sent."""
+        if action.turn == action.step == 0:
+            share(_of_heads(self.total_2BTKH, action.heads))
+        else:
+            self._shares[action.turn, action.step] = share
+
+    def run(self, action: SendGrads | TakeGrads) -> None:
+        """Send a sum with this rank's share, or add the last one to the rank's own."""
+        own_2BTKH, route = _of_heads(self.total_2BTKH, action.heads), action.route
+        if isinstance(action, TakeGrads):
+            self._sums.pop(route).receive_into(own_2BTKH)
+            return
+        shares = [self._shares.pop((action.turn, action.step))]
+        if route is Route.OUTER and Route.INNER in self._sums:
+            shares.append(self._sums.pop(Route.INNER).receive_into)
+        if route not in self._sums:
+            self._sums[route] = _RingSum(self._rings[route], own_2BTKH)
+        self._sums[route].add(shares)
 
 
 class _RingSum:
@@ -145,18 +146,14 @@ class _RingSum:
 
     def __init__(self, ring: Ring, like: Tensor) -> None:
         self._ring = ring
-        self.like = like
-        self._buffers: list[Tensor] = []  # this rank's sum, and the sum that arrives
+        # This rank's sum, and the sum that arrives.
+        self._buffers = [torch.zeros_like(like), torch.empty_like(like)]
         self._event: Event | None = None
 
-    def add(self, *shares: AddGrads) -> None:
+    def add(self, shares: list[AddGrads]) -> None:
         """Add shares to the sum from the previous rank, if any, and send it to the next rank."""
         if self._event is not None:
             self._receive()
-        elif self._buffers:
-            self._buffers[0].zero_()
-        else:
-            self._buffers = [torch.zeros_like(self.like), torch.empty_like(self.like)]
         total, incoming = self._buffers
         for share in shares:
             share(total)
@@ -190,41 +187,61 @@ class GatherKVExchange:
         self._members = groups.topology.members(span, groups.rank)
         self.ring_rank = self._members.index(groups.rank)
         self.ring_size = len(self._members)
+        others = [number for number in range(self.ring_size) if number != self.ring_rank]
+        self._sources = self.ring_rank, *others  # the ring rank of each step
 
-    def exchange_kv(self, local_2BTKH: Tensor, attend: Attend) -> None:
-        whole, event = self._gather(local_2BTKH)
-        attend(self.ring_rank, local_2BTKH)
-        self._collectives.exposure.wait(WaitKind.CONTEXT, event)
-        for source in self._others():
-            attend(source, self._part(whole, source).view_as(local_2BTKH))
+    def exchange_kv(self, local_2BTKH: Tensor, attend: AttendTo) -> None:
+        gathered = local_2BTKH.new_empty(self.ring_size * local_2BTKH.numel())
+        for action in self._description(local_2BTKH).forward():
+            match action:
+                case Attend():
+                    attend(*self._attended(action, local_2BTKH, gathered))
+                case SendKV():
+                    event = self._start(Op.ALL_GATHER, gathered, local_2BTKH.view(-1))
+                case WaitKV():
+                    self._collectives.exposure.wait(WaitKind.CONTEXT, event)
 
     def exchange_kv_and_grads(self, local_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
-        whole, event = self._gather(local_2BTKH)
-        total = torch.zeros_like(whole, dtype=torch.float32)
-        local_grads = self._part(total, self.ring_rank).view_as(local_2BTKH)
-        now, later = split_heads(local_2BTKH)
-        grads_of(self.ring_rank, local_2BTKH[now], 0)(local_grads[now])
-        self._collectives.exposure.wait(WaitKind.CONTEXT, event)
-        for source in self._others():
-            kv_2BTKH = self._part(whole, source).view_as(local_2BTKH)
-            grads_of(source, kv_2BTKH, 0)(self._part(total, source).view_as(local_2BTKH))
-        with self._collectives.exposure.submitting(WaitKind.CONTEXT):
-            request = Request(Op.REDUCE_SCATTER, total, self._span, torch.float32)
-            event = self._collectives.run(request)
-        add_grads = grads_of(self.ring_rank, local_2BTKH[later], local_2BTKH[now].shape[3])
-        self._collectives.exposure.wait(WaitKind.CONTEXT, event)
-        add_grads(local_grads[later])
-        return local_grads
+        gathered = local_2BTKH.new_empty(self.ring_size * local_2BTKH.numel())
+        total = torch.empty_like(gathered, dtype=torch.float32)
+        own_2BTKH = self._part(total, self.ring_rank).view_as(local_2BTKH)
+        late: list[Callable[[], None]] = []  # what is computed while the sums are reduced
+        is_reduced = False
+        for action in self._description(local_2BTKH).backward():
+            match action:
+                case Attend(_, _, heads):
+                    source, kv_2BTKH = self._attended(action, local_2BTKH, gathered)
+                    sum_2BTKH = _of_heads(self._part(total, source).view_as(local_2BTKH), heads)
+                    if is_reduced:
+                        late.append(partial(grads_of(source, kv_2BTKH, heads.start), sum_2BTKH))
+                    else:  # no variable has the gradients: they would outlive their sum
+                        grads_of(source, kv_2BTKH, heads.start)(sum_2BTKH)
+                case SendKV():
+                    event = self._start(Op.ALL_GATHER, gathered, local_2BTKH.view(-1))
+                    total.zero_()
+                case SendGrads():
+                    event, is_reduced = self._start(Op.REDUCE_SCATTER, total), True
+                case WaitKV() | TakeGrads():
+                    self._collectives.exposure.wait(WaitKind.CONTEXT, event)
+        for add in late:
+            add()
+        return own_2BTKH
 
-    def _gather(self, local_2BTKH: Tensor) -> tuple[Tensor, Event]:
-        whole = local_2BTKH.new_empty(self.ring_size * local_2BTKH.numel())
-        with self._collectives.exposure.submitting(WaitKind.CONTEXT):
-            shard = local_2BTKH.view(-1)
-            request = Request(Op.ALL_GATHER, whole, self._span, whole.dtype, shard=shard)
-            return whole, self._collectives.run(request)
+    def _description(self, local_2BTKH: Tensor) -> GatheredKV:
+        heads, item_bytes = local_2BTKH.shape[3], local_2BTKH.element_size()
+        return GatheredKV(ranks=self.ring_size, heads=heads, item_bytes=item_bytes)
 
-    def _others(self) -> list[int]:
-        return [number for number in range(self.ring_size) if number != self.ring_rank]
+    def _start(self, op: Op, whole: Tensor, shard: Tensor | None = None) -> Event:
+        with self._collectives.exposure.submitting(WaitKind.CONTEXT):
+            return self._collectives.run(Request(op, whole, self._span, whole.dtype, shard=shard))
+
+    def _attended(
+        self, action: Attend, local_2BTKH: Tensor, gathered: Tensor
+    ) -> tuple[int, Tensor]:
+        source = self._sources[action.step]
+        if action.step == 0:
+            return source, _of_heads(local_2BTKH, action.heads)
+        return source, self._part(gathered, source).view_as(local_2BTKH)
 
     def _part(self, whole: Tensor, ring_rank: int) -> Tensor:
         start, stop = nested_range(self._span, self._members[ring_rank], whole.numel())

@@ -3,8 +3,8 @@
 # In: a model, a micro-batch with its context-parallel layout, and the schedule of a step. Out: for
 # every forward, recomputation or backward of a block's attention a list of sends, computation and
 # waits; the bytes that a rank sends; the bytes that backward allocates. A group is the ranks with
-# fast links, such as a node. Sends and computation have the order of paro/context_parallel, with n
-# equal ring steps, or chunks of heads, merged into one: if each sends for m seconds and computes
+# fast links, such as a node. Sends and computation are those of paro/spec/kv_exchange.py, with n
+# similar ring steps, or chunks of heads, merged into one: if each sends for m seconds and computes
 # for c, they take n max(m, c) = max(n m, n c).
 #
 #   ring (p2p)    a turn, one step of the outer ring, sends keys and values (KV) to the next group,
@@ -19,18 +19,30 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, groupby
 from typing import NamedTuple
 
 from model.config import down_name, up_name
 from model.units import first_trained_unit, unit_specs
 from paro.collectives.schedule import Op
 from paro.planning.sending import Sender, To
-from paro.spec.context_layout import heads_at_first, num_head_chunks
+from paro.spec.context_layout import head_exchange
+from paro.spec.kv_exchange import (
+    Action,
+    Attend,
+    DoubleRing,
+    GatheredKV,
+    Route,
+    SendGrads,
+    SendKV,
+    TakeGrads,
+    WaitKV,
+    heads_at_first,
+)
 from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import UINT8, Collective
 from paro.step.actions import Move, Verb
@@ -83,16 +95,26 @@ class ContextAttention:
     def __init__(self, run: RunSpec) -> None:
         self.config, self.layout, self.trained = run.config, run.context, run.trained
         self.topology, self.messages = run.context_topology, messages_of(run)
+        layout, heads, item_bytes = run.context, self.messages.kv_heads, run.compute_bytes
+        inner, outer = layout.rings(self.topology)
+        steps, turns = (math.prod(axis.size for axis in span) for span in (inner, outer))
+        self._spans = {Route.INNER: inner, Route.OUTER: outer}
+        self._exchange: DoubleRing | GatheredKV = DoubleRing(
+            steps=steps, turns=turns, heads=heads, item_bytes=item_bytes
+        )
+        if layout.gathers:
+            self._spans = {Route.COLLECTIVE: layout.ring_span(self.topology)}
+            self._exchange = GatheredKV(ranks=layout.ring, heads=heads, item_bytes=item_bytes)
 
     def schedule(self, kind: AttentionPass) -> Schedule:
         """Build the schedule of a pass: the KV exchange, with the all-to-all of heads around it."""
         layout, messages = self.layout, self.messages
-        if kind is AttentionPass.RECOMPUTE_EXCEPT_CORE:
-            kv_exchange: Schedule = ()
-        elif layout.gathers:
-            kv_exchange = self._all_gather(kind.is_backward)
-        else:
-            kv_exchange = self._rings(kind.is_backward)
+        kv_exchange: Schedule = ()
+        if kind is not AttentionPass.RECOMPUTE_EXCEPT_CORE:
+            entries = self._kv_exchange(is_backward=kind.is_backward)
+            kv_exchange = tuple(
+                one for one in entries if (one.messages if isinstance(one, Send) else one)
+            )
         if layout.heads == 1:
             return kv_exchange
         num_chunks, span = messages.num_chunks, layout.heads_span(self.topology)
@@ -155,61 +177,90 @@ class ContextAttention:
             return AttentionPass.BACKWARD
         return AttentionPass.BACKWARD_OF_KV if trains & set().union(*kv) else None
 
-    def _all_gather(self, is_backward: bool) -> Schedule:
-        """Build the schedule of a pass that all-gathers keys and values."""
-        layout, messages = self.layout, self.messages
-        span, own = layout.ring_span(self.topology), 1 / layout.ring
-        kv = Send("kv", (Message(Op.ALL_GATHER, span, layout.ring * messages.kv),))
-        if not is_backward:
-            return kv, own, "kv", 1 - own
-        grads = Message(Op.REDUCE_SCATTER, span, layout.ring * messages.kv_grads)
-        first = messages.first_share * own
-        return kv, first, "kv", 1 - own, Send("grads", (grads,)), own - first, "grads"
+    def _kv_exchange(self, *, is_backward: bool) -> Iterator[Send | float | str]:
+        """Yield the entries of the exchange of keys and values, some of which may be empty."""
+        exchange = self._exchange
+        actions = exchange.backward() if is_backward else exchange.forward()
+        if isinstance(exchange, DoubleRing) and exchange.ranks > 1:
+            return self._merged(exchange, actions)
+        return self._in_order(actions)
 
-    def _rings(self, is_backward: bool) -> Schedule:
-        """Build the schedule of a pass that sends keys and values round inner and outer ring."""
-        rings = self.layout.rings(self.topology)
-        inner, outer = (partial(self._hops, span) for span in rings)
-        steps, turns = (math.prod(axis.size for axis in span) for span in rings)
-        share, grads = 1 / (steps * turns), int(is_backward)
-        if share == 1:
-            return (1.0,)
-        first = self.messages.first_share if is_backward else 1.0
-        last_turn = (
-            Send("inner", inner(steps - 1, grads * (steps - 2))),
-            (steps - 2 + (first if turns == 1 else 1.0)) * share,
-            "inner",
-            share,
-            Send("inner", inner(0, grads * min(1, steps - 1))),
-        )
-        if turns == 1:
-            return (*last_turn, (1 - first) * share, "inner")
-        hops = steps - 1  # sends of the inner ring in each step of the outer ring
-        return (
-            Send("outer", outer(turns - 1, grads * (turns - 2))),
-            Send("inner", inner(hops, grads * hops, first)),
-            Send("inner", inner((turns - 2) * hops, grads * (turns - 2) * hops)),
-            (first + turns - 2) * hops * share,
-            "inner",
-            (first + turns - 2) * share,
-            "outer",
-            *last_turn,
-            "inner",
-            Send("outer", outer(0, grads)),
-            Send("inner", inner(hops, grads * hops, 1 - first)),
-            (1 - first) * steps * share,
-            "inner",
-            "outer",
-        )
+    def _in_order(self, actions: Iterable[Action]) -> Iterator[Send | float | str]:
+        """Yield the entries of actions in their order, consecutive computation as one."""
+        for _, group in groupby(actions, lambda one: isinstance(one, Attend)):
+            parts = [*group]
+            if share := self._share(parts):
+                yield share
+                continue
+            for one in parts:
+                if isinstance(one, SendKV | SendGrads):
+                    yield self._send(one.route, [one])
+                elif not isinstance(one, Attend):
+                    yield one.route.name
 
-    def _hops(self, span: AxisSpan, kv: int, grads: int, heads: float = 1.0) -> tuple[Message, ...]:
-        """Return `kv` and `grads` messages to the next ring rank, for a share `heads` of heads."""
-        messages = self.messages
-        return tuple(
-            Message(To.NEXT, span, round(num_bytes // messages.num_chunks * heads), times)
-            for num_bytes, number in ((messages.kv, kv), (messages.kv_grads, grads))
-            if heads > 0 and (times := messages.num_chunks * number) > 0
+    def _merged(self, rings: DoubleRing, actions: Iterable[Action]) -> Iterator[Send | float | str]:
+        """Yield the entries of rings: all turns but the last as one, the last, heads held back."""
+        first, last_step = heads_at_first(rings.heads, rings.item_bytes), rings.steps - 1
+        turns: list[Action] = []
+        last_turn: list[Action] = []  # without its last step, which sends no keys and values
+        at_end: list[Action] = []
+        held_back: list[Action] = []
+        for one in actions:
+            if isinstance(one, WaitKV | TakeGrads):
+                continue
+            if one.heads.start >= first:
+                held_back.append(one)
+            elif one.turn < rings.turns - 1:
+                turns.append(one)
+            else:
+                (last_turn if one.step < last_step else at_end).append(one)
+        inner, outer = Route.INNER, Route.OUTER
+        if turns:
+            yield self._send(outer, turns)
+            yield self._send(inner, turns)
+            yield self._share(turns, range(last_step))
+            yield inner.name
+            yield self._share(turns, range(last_step, rings.steps))
+            yield outer.name
+        yield self._send(inner, last_turn)
+        yield self._share(last_turn)
+        yield inner.name
+        yield self._share(at_end)
+        yield self._send(inner, at_end)
+        if turns:
+            yield inner.name
+            yield self._send(outer, last_turn + at_end)
+            yield self._send(inner, held_back)
+        yield self._share(held_back)
+        yield inner.name
+        yield outer.name
+
+    def _share(self, actions: Iterable[Action], steps: range | None = None) -> float:
+        """Compute the share of a pass's computation that actions are, if need be of some steps."""
+        heads = sum(
+            len(one.heads)
+            for one in actions
+            if isinstance(one, Attend) and (steps is None or one.step in steps)
         )
+        return heads / (self._exchange.heads * self._exchange.ranks)
+
+    def _send(self, route: Route, actions: Iterable[Action]) -> Send:
+        """Return the messages of actions on a route; equal ones are one that is repeated."""
+        messages, span = self.messages, self._spans[route]
+        sends = (one for one in actions if isinstance(one, SendKV | SendGrads))
+        numbers = Counter(
+            (isinstance(one, SendGrads), len(one.heads)) for one in sends if one.route is route
+        )
+        found = []
+        for (of_grads, heads), number in numbers.items():
+            num_bytes = messages.kv_grads if of_grads else messages.kv
+            if route is Route.COLLECTIVE:
+                op = Op.REDUCE_SCATTER if of_grads else Op.ALL_GATHER
+                found.append(Message(op, span, self.layout.ring * num_bytes))
+            else:
+                of_heads = round(num_bytes // messages.num_chunks * (heads / messages.kv_heads))
+                found.append(Message(To.NEXT, span, of_heads, messages.num_chunks * number))
+        return Send(route.name, tuple(found))
 
     def sent(self, moves: Iterable[Move], sender: Sender) -> Sent:
         """Compute the bytes that a rank sends for attention in the actions of a step."""
@@ -234,7 +285,7 @@ class Messages:
     output: int  # bytes of attention's output to each rank of an all-to-all
     num_chunks: int  # number of chunks of heads in which the all-to-alls are cut
     kv_in_chunks: bool  # whether each chunk has its keys and values; else the first has all
-    first_share: float  # share of the gradients of a rank's own tokens that is computed first
+    kv_heads: int  # heads of keys and values of a chunk on each rank
     kv: int  # bytes of a ring rank's keys and values, sent to the next rank
     kv_grads: int  # bytes of the gradients of a ring rank's keys and values
 
@@ -243,16 +294,15 @@ def messages_of(run: RunSpec) -> Messages:
     """Compute the messages of a run's micro-batch by its context-parallel layout."""
     layout, config, size = run.context, run.model, run.compute_bytes
     heads = config.num_attention_heads
-    kv_heads = max(config.num_query_groups, layout.heads)  # heads sent, with repetitions
+    num_chunks, kv_chunks, repeats = head_exchange(heads, config.num_query_groups, layout)
+    kv_heads = config.num_query_groups * repeats
     numel = run.num_tokens * config.kv_channels  # elements of a head
-    num_chunks = num_head_chunks(heads, kv_heads, layout) if layout.heads > 1 else 1
-    of_piece = max(1, kv_heads // (layout.heads * num_chunks))
     return Messages(
         qkv=(heads + 2 * kv_heads) // layout.heads * numel * size,
         output=heads // layout.heads * numel * size,
         num_chunks=num_chunks,
-        kv_in_chunks=kv_heads > layout.heads,
-        first_share=heads_at_first(of_piece, size) / of_piece,
+        kv_in_chunks=kv_chunks == num_chunks,
+        kv_heads=max(1, kv_heads // (layout.heads * num_chunks)),
         kv=2 * kv_heads * numel * size,
         kv_grads=2 * kv_heads * numel * 4,
     )
@@ -276,6 +326,6 @@ def kv_exchange_bytes(run: RunSpec) -> int:
     # The peak during the steps of the outer ring, where the first share waits for its sum.
     held: float = (moving + min(2, turns - 1) + (turns > 1)) * size + 4 * (grads + 2 * (turns > 2))
     if turns > 1:  # the peak at the end, when sums are sent between groups, and keys are cut
-        left = 1 - messages.first_share
+        left = 1 - heads_at_first(messages.kv_heads, size) / messages.kv_heads
         held = max(held, 4 * 2 + left * ((moving + (steps > 1)) * size + 4 * grads))
     return part + round(kv * (held + 4))

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from model.config import LlamaConfig
 from paro.collectives.choice import AlgorithmChoice, needed_groups
@@ -141,23 +142,25 @@ class ContextLimits:
         return None
 
 
-def num_head_chunks(num_heads: int, num_kv_heads: int, layout: ContextLayout) -> int:
-    """Return the number of chunks in which heads are exchanged, while another one computes.
+class HeadExchange(NamedTuple):
+    """The messages in which the ranks that exchange heads send a micro-batch's attention."""
+
+    num_chunks: int  # number of chunks of query heads, each sent while another one is computed
+    kv_chunks: int  # number of chunks of keys and values: as many, or one that goes with the first
+    repeats: int  # copies of each head of keys and values: a rank's queries need one
+
+
+def head_exchange(num_heads: int, num_kv_heads: int, layout: ContextLayout) -> HeadExchange:
+    """Return the chunks in which heads are exchanged.
 
     A chunk has whole groups of query heads with their key and value heads. Or, without a ring, all
     chunks share a single head of keys and values; on a ring it would be sent for every chunk.
-    `num_kv_heads` counts the heads sent: heads are repeated where there are more ranks than heads.
     """
-    queries, keys = num_heads // layout.heads, num_kv_heads // layout.heads
+    repeats = max(1, layout.heads // num_kv_heads)
+    queries, keys = num_heads // layout.heads, num_kv_heads * repeats // layout.heads
+    if layout.heads == 1:
+        return HeadExchange(1, 1, repeats)
     shared = keys == 1 and layout.ring == 1
     fitting = (num_chunks for num_chunks in (_MOST_HEAD_CHUNKS, 2) if queries % num_chunks == 0)
-    return next((num_chunks for num_chunks in fitting if shared or keys % num_chunks == 0), 1)
-
-
-def heads_at_first(num_kv_heads: int, item_bytes: int) -> int:
-    """Return for how many KV heads backward computes the rank's causal block first.
-
-    The block of the other heads is computed last. The first heads hide the arrival of other ranks'
-    keys and values (`item_bytes` each), the last heads the sending of their gradients in fp32.
-    """
-    return max(1, num_kv_heads * item_bytes // (item_bytes + 4))
+    num_chunks = next((number for number in fitting if shared or keys % number == 0), 1)
+    return HeadExchange(num_chunks, num_chunks if keys > 1 else 1, repeats)

@@ -36,6 +36,7 @@ from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import ByteCounter, Links, make_groups
 from paro.distributed.process_group import RuntimeConfig
 from paro.spec.context_layout import ContextLayout
+from paro.spec.kv_exchange import Route
 from paro.topology import COLLECTIVE_STREAMS, StreamKind, make_topology
 from tests.helpers.late_streams import LateStreams
 from tests.helpers.ranks import run_ranks
@@ -164,8 +165,8 @@ def compare(ways: Ways) -> None:
             sent = ways.traffic.take()
             block = 2 * SAMPLES * 2 * CHUNK * groups * CHANNELS * 4
             assert sent.intra + sent.inter == 3 * (places - 1) * block, label
-            if isinstance(exchange, RingKVExchange) and exchange._outer.size > 1:
-                assert sent.inter == 3 * (exchange._outer.size - 1) * block, label
+            if isinstance(exchange, RingKVExchange) and exchange._rings[Route.OUTER].size > 1:
+                assert sent.inter == 3 * (exchange._rings[Route.OUTER].size - 1) * block, label
             # What is kept is exchanged no more than without recomputation, and has the same bits.
             assert all(map(torch.equal, in_blocks(exchange, given, SavedAttention()), found)), label
             assert ways.traffic.take() == sent, label

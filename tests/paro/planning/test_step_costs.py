@@ -13,6 +13,7 @@ from model.trainable import Trainable
 from paro.machine.collective_time import TimedJob
 from paro.machine.machine import GroupSpeed
 from paro.planning.comm_costs import THREAD, ContextCosts
+from paro.planning.context_parallel import AttentionPass, Send
 from paro.planning.estimator import Estimator
 from paro.planning.search_space import PlanRequest
 from paro.planning.sending import Sender
@@ -241,6 +242,21 @@ def test_links_carry_the_bytes_that_ranks_send(
     forward, backward = context_of(step).loads
     assert (forward["intra"] + backward["intra"]) * 2000e9 / 8 == pytest.approx(sent.intra)
     assert (forward["inter"] + backward["inter"]) * 100e9 / 8 == pytest.approx(sent.inter)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("kind", AttentionPass)
+def test_attention_waits_for_all_that_it_sends(name: str, kind: AttentionPass) -> None:
+    """A wait names the last send of its key, so no send of a key may follow another unwaited."""
+    under_way: set[str] = set()
+    for one in context_of(costs(shared(LAYOUTS[name]))).attention.schedule(kind):
+        if isinstance(one, Send):
+            assert one.messages
+            assert one.key not in under_way
+            under_way.add(one.key)
+        elif isinstance(one, str):
+            under_way.discard(one)
+    assert not under_way
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

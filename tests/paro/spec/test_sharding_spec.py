@@ -17,7 +17,7 @@ from paro.planning.run_memory import RunMemory
 from paro.planning.sending import traffic_of
 from paro.precision import PrecisionConfig
 from paro.spec import muon_rounds, sharding_spec
-from paro.spec.context_layout import ContextLayout, ContextLimits, num_head_chunks
+from paro.spec.context_layout import ContextLayout, ContextLimits, head_exchange
 from paro.spec.offload import state_bytes
 from paro.spec.run_spec import Materialize
 from paro.spec.sharding_spec import Collective, ShardingSpec
@@ -296,11 +296,20 @@ def test_what_does_not_fit_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "num_ranks", "num_chunks"),
-    [(32, 32, 8, 4), (32, 8, 8, 4), (32, 16, 8, 2), (24, 24, 8, 1), (12, 6, 2, 1), (8, 8, 8, 1)],
+    ("heads", "num_ranks", "expected"),
+    [
+        ((32, 32), 8, (4, 4, 1)),
+        ((32, 8), 8, (4, 1, 1)),  # one head of keys for all chunks
+        ((32, 2), 8, (4, 1, 4)),
+        ((32, 16), 8, (2, 2, 1)),
+        ((24, 24), 8, (1, 1, 1)),
+        ((12, 6), 2, (1, 1, 1)),
+        ((8, 8), 8, (1, 1, 1)),
+        ((32, 8), 1, (1, 1, 1)),
+    ],
 )
 def test_head_chunks_have_whole_groups_of_queries(
-    num_heads: int, num_kv_heads: int, num_ranks: int, num_chunks: int
+    heads: tuple[int, int], num_ranks: int, expected: tuple[int, int, int]
 ) -> None:
     layout = ContextLayout(size=num_ranks, heads=num_ranks)
-    assert num_head_chunks(num_heads, num_kv_heads, layout) == num_chunks
+    assert head_exchange(*heads, layout) == expected

@@ -1,0 +1,67 @@
+"""A rank's actions of exchanging keys and values, on all ranks at once, without tensors."""
+
+from __future__ import annotations
+
+import pytest
+
+from paro.spec.kv_exchange import (
+    Action,
+    Attend,
+    DoubleRing,
+    GatheredKV,
+    Route,
+    SendGrads,
+    SendKV,
+    TakeGrads,
+    WaitKV,
+)
+
+RINGS = [(1, 1), (4, 1), (1, 3), (2, 2), (3, 4)]
+
+
+def attended(actions: list[Action]) -> list[tuple[int, int, int]]:
+    """The (turn, step, head) of all attention, sorted."""
+    return sorted(
+        (one.turn, one.step, head)
+        for one in actions
+        if isinstance(one, Attend)
+        for head in one.heads
+    )
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8])
+@pytest.mark.parametrize(("steps", "turns"), RINGS)
+def test_every_head_of_every_rank_is_attended_to_once(steps: int, turns: int, heads: int) -> None:
+    ring = DoubleRing(steps=steps, turns=turns, heads=heads, item_bytes=2)
+    gather = GatheredKV(ranks=steps, heads=heads, item_bytes=2)
+    for exchange, of in ((ring, (turns, steps)), (gather, (1, steps))):
+        every = [(n, m, k) for n in range(of[0]) for m in range(of[1]) for k in range(heads)]
+        assert attended([*exchange.forward()]) == every
+        assert attended([*exchange.backward()]) == every
+
+
+@pytest.mark.parametrize(("steps", "turns"), RINGS)
+def test_a_sum_has_the_gradients_of_every_turn_and_step_and_is_taken_last(
+    steps: int, turns: int
+) -> None:
+    """What is sent is waited for before the next send of its route, the last of all at the end."""
+    actions = [*DoubleRing(steps=steps, turns=turns, heads=8, item_bytes=2).backward()]
+    summed = {
+        (one.turn, one.step, head)
+        for one in actions
+        if isinstance(one, SendGrads)
+        for head in one.heads
+    }
+    assert summed == {part for part in attended(actions) if part[:2] != (0, 0)}
+    under_way: set[Route] = set()
+    for one in actions:
+        if isinstance(one, SendKV):
+            assert one.route not in under_way
+            under_way.add(one.route)
+        elif isinstance(one, WaitKV):
+            under_way.remove(one.route)
+    assert not under_way
+    taken = [one for one in actions if isinstance(one, TakeGrads)]
+    if steps * turns > 1:
+        assert isinstance(actions[-1], TakeGrads)
+        assert taken[-1].heads == range(8)
