@@ -125,12 +125,6 @@ def check_outer(sharding: ShardingConfig, strategy: Strategy, precision: Precisi
     reason = outer.infeasible_reason(strategy, world_size=world.size, group_size=world.group_size)
     if reason is not None:
         raise UserError(reason)
-    if sharding.context.context_parallel_size > world.group_size:
-        raise UserError(
-            f"{flag}: groups of {count_text(world.group_size, 'rank')} train alone, and "
-            f"--context-parallel-size {sharding.context.context_parallel_size} shares a sample "
-            "between groups: give at most the ranks of a group"
-        )
     if precision.quantizes:
         reason = "groups send nothing in a step; --paro-outer-bits is of rounds"
         raise contradiction(flag, bits_given(precision)[0], reason)

@@ -106,23 +106,17 @@ class ContextParallelConfig:
             return f"{sizes[0]} ranks do not divide it"
         return limits.reason_invalid(self._layout_at(degree))
 
-    def check(self, limits: ContextLimits, *, rotates: bool) -> None:
+    def check(self, limits: ContextLimits) -> None:
         """Raise `UserError` unless this configuration fits the limits; name degrees that fit."""
-        if rotates:
-            raise UserError(
-                f"--paro-materialize rotate and {SIZE_FLAG} contradict each other: "
-                "ranks of a ring have different heads at a time, which cannot be exchanged: leave "
-                "one out"
-            )
         degree = self.context_parallel_size
         if (reason := self.reason_invalid(limits, degree)) is None:
             return
-        degrees = range(1, limits.world_size + 1)
+        degrees = range(1, limits.most + 1)
         fitting = [str(each) for each in degrees if not self.reason_invalid(limits, each)]
         advice = f"give other {_SIZES_FLAG}"
         if fitting:
             advice = f"choose {'one of ' * (len(fitting) > 1)}{listed(fitting)}"
-        if self.layout.heads > 1:
+        if self.layout.heads > 1 and limits.reason_invalid(ContextLayout(size=degree)) is None:
             advice += f", or {TYPE_FLAG} p2p, which exchanges no heads"
         raise UserError(f"{SIZE_FLAG} {degree} does not fit: {reason}: {advice}")
 
@@ -216,7 +210,7 @@ def possible_configs(
     if degrees is None:
         degrees = [args.context_parallel_size]
     if AUTO in degrees:
-        degrees = [n for n in range(1, limits.world_size + 1) if limits.world_size % n == 0]
+        degrees = [n for n in range(1, limits.most + 1) if limits.world_size % n == 0]
     return [*_fitting(base, degrees, types, limits)]
 
 

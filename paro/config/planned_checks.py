@@ -12,11 +12,10 @@ from model.trainable import Trainable
 from model.units import parameter_shapes
 from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.config.context_parallel import check_parts
-from paro.config.sharding import ShardingConfig
+from paro.config.sharding import ShardingConfig, TrainingTask
 from paro.errors import UserError
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule
-from paro.spec.context_layout import ContextLimits
 from paro.spec.states import is_for_muon
 from paro.spec.units import MUON_ROTATES
 
@@ -54,24 +53,13 @@ def check_fp8(
             )
 
 
-def check_context(
-    sharding: ShardingConfig,
-    model: LlamaConfig,
-    data: DataConfig,
-    precision: PrecisionConfig,
-    device_type: str,
-) -> None:
+def check_context(task: TrainingTask, sharding: ShardingConfig) -> None:
     """Raise `UserError` if ranks cannot share samples of this model and length.
 
     Also if flags need attention's log-sum-exp and no kernel returns one.
     """
-    world, context, length = sharding.world, sharding.context, data.seq_length
-    if context.context_parallel_size > 1:
-        limits = ContextLimits(
-            model=model, world_size=world.size, group_size=world.group_size, seq_length=length
-        )
-        context.check(limits, rotates=sharding.materialize == "rotate")
-    check_parts(model, context, device_type, precision.compute)
+    check_parts(task.model, sharding.context, task.device_type, task.precision.compute)
+    sharding.context.check(task.context_limits(sharding))
 
 
 def check_muon(

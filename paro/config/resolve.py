@@ -63,7 +63,6 @@ from paro.planning.search_space import PlanRequest, SearchSpace
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.schedule.batch_schedule import BatchSchedule
-from paro.spec.context_layout import ContextLimits
 from paro.spec.optim_config import MuonConfig
 from paro.strategy import FLAG, Strategy, parse_strategy
 
@@ -219,18 +218,12 @@ def _context_of(
     sharding, strategy, _, is_unmeasured = sharding_flags
     context, size = take_context(args), args.micro_batch_size
     world, machine = sharding.world, sharding.machine
-    if sharding.materialize == "rotate":
-        return replace(context, context_parallel_size=1), size, ()
-    limits = ContextLimits(
-        model=task.model,
-        world_size=world.size,
-        group_size=world.group_size,
-        seq_length=args.seq_length,
-        in_parts=task.model.parts_invalid(task.device_type, task.precision.compute) is None,
-    )
-    configs = possible_configs(args, limits)
+    configs = possible_configs(args, task.context_limits(sharding))
     if not configs:  # check_context says why
         return context, size, ()
+    if len(configs) == 1:
+        line = f"{flag} auto: {configs[0].describe()}: nothing else is possible"
+        return configs[0], size, (line,)
     saved = resumed_arguments(checkpoint)
     for config in configs if saved.get("world_size") == world.size else ():
         if all(saved.get(name) == value for name, value in config.flags.items()):

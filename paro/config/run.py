@@ -137,7 +137,7 @@ class RunConfig:
         machine = self.sharding.machine
         if machine is None or machine.device is None:
             return None
-        return self._task.plan_request(self.batches, self.sharding)
+        return self.task.plan_request(self.batches, self.sharding)
 
     @property
     def param_groups(self) -> ParamGroups:
@@ -146,7 +146,8 @@ class RunConfig:
         return self.optim.groups(width=width_of(self.model), by_muon=by_muon)
 
     @property
-    def _task(self) -> TrainingTask:
+    def task(self) -> TrainingTask:
+        """The model, its precision and its data, and the device that trains it."""
         return TrainingTask(*(getattr(self, name) for name in TrainingTask._fields))
 
     @cached_property
@@ -154,7 +155,7 @@ class RunConfig:
         """The description of the run, which engine and planner share."""
         batches, trained = self.batches, self.trained
         return RunSpec(
-            **self._task.settings(self.sharding),
+            **self.task.settings(self.sharding),
             trained=trained,
             recompute=self.model.recompute,
             world_size=self.world.size,

@@ -21,9 +21,10 @@ from paro.planning.search_space import PlanRequest
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.schedule.batch_schedule import BatchSchedule
+from paro.spec.context_layout import ContextLimits
 from paro.spec.optim_config import MuonConfig
 from paro.spec.outer_steps import OuterConfig
-from paro.spec.run_spec import Materialize
+from paro.spec.run_spec import Materialize, RunSettings
 from paro.strategy import (
     FLAG,
     Strategy,
@@ -222,6 +223,11 @@ class TrainingTask(NamedTuple):
             "materialize": Materialize.of_flags(sharding.materialize, sharding.rotate_in_place),
             "device_type": self.device_type,
         }
+
+    def context_limits(self, sharding: ShardingConfig) -> ContextLimits:
+        """Return the limits of context-parallel layouts, which depend on no batch size."""
+        settings = RunSettings(**self.settings(sharding), micro_batch_size=1)
+        return settings.context_limits(sharding.world.size)
 
     def plan_request(self, batches: BatchSchedule, sharding: ShardingConfig) -> PlanRequest:
         """Build the planner's request from the task, its batches and its sharding."""

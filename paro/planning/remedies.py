@@ -99,12 +99,10 @@ def single_changes(request: PlanRequest, least: Candidate) -> Iterator[Change]:
         if _fits(request, smaller):
             yield Change(f"--micro-batch-size {size}", request, smaller)
             break
-    if not least.materialize.rotates:
-        run = estimator_of(request).run_spec(least)
-        for flags, layout in larger_contexts(run):
-            if _fits(request, shared := replace(least, context=layout)):
-                yield Change(flags, request, shared)
-                break
+    for flags, layout in larger_contexts(estimator_of(request).run_spec(least)):
+        if _fits(request, shared := replace(least, context=layout)):
+            yield Change(flags, request, shared)
+            break
     if least.materialize in _SMALLER:
         materialize, flag = _SMALLER[least.materialize]
         rotated = replace(least, materialize=materialize)
@@ -116,8 +114,7 @@ def single_changes(request: PlanRequest, least: Candidate) -> Iterator[Change]:
 def larger_contexts(run: RunSpec) -> Iterator[tuple[str, ContextLayout]]:
     """Yield larger context-parallel layouts that a run may have, smallest first, with flags."""
     limits = run.context_limits(run.world_size)
-    most = run.world_size if run.outer is None else run.group_size  # groups that train alone
-    for size in range(run.context.size + 1, most + 1):
+    for size in range(run.context.size + 1, limits.most + 1):
         for name, heads in (("p2p", 1), ("a2a", size)):
             layout = ContextLayout(size=size, heads=heads)
             if limits.reason_invalid(layout) is None:

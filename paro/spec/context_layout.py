@@ -115,11 +115,30 @@ class ContextLimits:
     group_size: int
     seq_length: int
     in_parts: bool = True  # whether a kernel computes attention in parts, which rings need
+    rotates: bool = False  # whether weights rotate, so that ranks have different heads at a time
+    alone: bool = False  # whether groups train alone, between outer steps
+
+    @property
+    def most(self) -> int:
+        """The most ranks that may share a sample."""
+        return 1 if self.rotates else self.group_size if self.alone else self.world_size
 
     def reason_invalid(self, layout: ContextLayout) -> str | None:
         """Say why a layout cannot divide a sample, as text after a colon; None if it can."""
         size, heads, group_size = layout.size, layout.heads, self.group_size
         num_heads, num_kv_heads = self.model.num_attention_heads, self.model.num_query_groups
+        if size == 1:
+            return None
+        if self.rotates:
+            return (
+                "with --paro-materialize rotate ranks of a ring have different heads at a time, "
+                "which cannot be exchanged"
+            )
+        if size > self.most:
+            return (
+                f"with --paro-outer-steps groups of {group_size} ranks train alone, and it shares "
+                "a sample between groups"
+            )
         if layout.ring > 1 and not self.in_parts:
             return "no kernel computes attention in parts"
         if self.world_size % size:

@@ -83,6 +83,8 @@ class RunSettings:
             group_size=self.group_size,
             seq_length=self.seq_length,
             in_parts=self.model.parts_invalid(self.device_type, self.precision.compute) is None,
+            rotates=self.materialize.rotates,
+            alone=self.outer is not None,
         )
 
 

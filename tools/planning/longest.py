@@ -63,10 +63,9 @@ def _options(args: Namespace, request: PlanRequest, size: int) -> list[ContextPa
     context, model, compute = take_context(args), request.model, request.precision.compute
     limits = replace(request.context_limits(request.world_size), seq_length=_unit(size))
     configs = possible_configs(args, limits, [size])
-    rotates = request.materialize.rotates
-    if context.context_parallel_size == size > 1 and (rotates or not configs):
+    if context.context_parallel_size == size and not configs:
         check_parts(model, context, request.device_type, compute)
-        context.check(limits, rotates=rotates)
+        context.check(limits)
     return configs
 
 
@@ -97,9 +96,8 @@ def _sizes(args: Namespace, request: PlanRequest) -> list[int]:
     """Return the number of ranks that is given, or 1 and all that divide the world."""
     if args.context_parallel_size not in (1, AUTO):
         return [args.context_parallel_size]
-    if request.materialize.rotates:
-        return [1]
-    return [n for n in range(1, request.world_size + 1) if request.world_size % n == 0]
+    most = request.context_limits(request.world_size).most
+    return [n for n in range(1, most + 1) if request.world_size % n == 0]
 
 
 def _unit(size: int) -> int:

@@ -28,10 +28,13 @@ def outer_lines(args: Namespace, request: PlanRequest, best: Estimate | None) ->
     if outer is None:
         return
     alone = replace(request, outer=outer)
+    steps = f"outer steps every {outer.outer_steps}"
+    if reason := alone.context_limits(alone.world_size).reason_invalid(alone.context):
+        yield f"{steps}: --context-parallel-size {alone.context.size} does not fit: {reason}"
+        return
     estimator = Estimator(alone)
     rows = [estimator.estimate(alone.candidate(alone.strategy(name))) for name in _STRATEGIES]
     fitting = [row for row in rows if row.fits]
-    steps = f"outer steps every {outer.outer_steps}"
     if not fitting:
         least = min(rows, key=lambda row: row.memory_bytes)
         yield (

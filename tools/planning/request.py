@@ -218,7 +218,7 @@ def plan_request_of_args(args: Namespace) -> PlanRequest:
         global_batch_size=size * data_parallel_size if batch is None else batch,
         data_parallel_size=data_parallel_size,
     )
-    fields = task._asdict() | {"batches": batches, "sharding": sharding}
+    fields = task._asdict() | {"task": task, "batches": batches, "sharding": sharding}
     for check in PLANNED_CHECKS:
         check(*(fields[name] for name in needs_of(check)))
     request = task.plan_request(batches, sharding)
@@ -265,7 +265,7 @@ def seq_length_of(args: Namespace) -> int:
 
 def with_context(args: Namespace) -> tuple[Namespace, tuple[str, ...]]:
     """Replace auto in the flags of context parallelism; return lines that say why, too."""
-    if (flag := auto_flag(args)) is None or args.paro_materialize == "rotate":
+    if (flag := auto_flag(args)) is None:
         return args, ()
     alone = ContextParallelConfig()
     base = plan_request_of_args(_with(args, **alone.flags, global_batch_size=None))
@@ -277,8 +277,9 @@ def with_context(args: Namespace) -> tuple[Namespace, tuple[str, ...]]:
         changes = config.flags | {"micro_batch_size": micro_batch_size}
         return plan_request_of_args(_with(args, **changes))
 
-    if not configs:  # says why
-        plan_request_of_args(_with(args, **take_context(args).flags))
+    if len(configs) < 2:  # the plan says why none fits
+        (only,) = configs or [take_context(args)]
+        return _with(args, **only.flags), (f"{flag} auto: {only.describe()}",) * len(configs)
     made = with_micro_batches(configs, args.micro_batch_size, make, grows=flag == SIZE_FLAG)
     space = SearchSpace(collectives=(args.paro_collective,))
     config, size, lines = fastest_config(flag, next(iter(made.values())), made, space)

@@ -227,7 +227,11 @@ OF_SHARED_SAMPLES = [
     (f"{CONTEXT} 8", "8 does not fit: 4 heads ... among 8 ranks: choose one of 1, 2 and 4"),
     (f"{CONTEXT} 4 --seq-length 28", "--seq-length 28 ... multiple of 8 ... 1 and 2"),
     (f"{CONTEXT} 4 {TRIPLE} 12", "3 heads of keys and values ... among 4 ranks: ... choose 1"),
-    (f"{CONTEXT} 2 --paro-strategy III {ROTATE}", "--paro-materialize rotate ... leave one"),
+    (f"{CONTEXT} 2 --paro-strategy III {ROTATE}", "--paro-materialize rotate ... choose 1"),
+    (
+        f"{RINGS} --bf16 --cp-comm-type auto --paro-strategy III {ROTATE}",
+        "8 does not fit ... rotate",
+    ),
     (f"{CONTEXT} 2 {SIZES} 2 1", "a2a+p2p: leave it out"),
     ("--context-parallel-size 2 --cp-comm-type a2a p2p", "a2a p2p: all blocks have one"),
     ("--cp-comm-type ring", "--cp-comm-type ring is unknown: choose one of p2p"),
@@ -243,7 +247,7 @@ OF_SHARED_SAMPLES = [
     (f"{RINGS} --bf16 --kv-channels 12", "12 channels in bf16 ... of 8 ... (--kv-channels)"),
     (f"{RINGS} --cp-comm-type p2p --bf16 --seq-length 24", "24 is no multiple of 16"),
     (f"{RINGS} {SIZES} 8 1 --cp-comm-type a2a+p2p", "8 ... 4 heads"),
-    ("--context-parallel-size auto", "--context-parallel-size auto: give ... or measure"),
+    ("--context-parallel-size auto --bf16", "--context-parallel-size auto: give ... or measure"),
     ("--context-parallel-size many", "invalid number of ranks or auto value: 'many'"),
     (f"--context-parallel-size auto {SIZES} 2 2", "2 2 contradicts auto"),
     ("--cp-comm-type auto --context-parallel-size 4 --seq-length 28 --bf16", "28 is no multiple"),
@@ -264,9 +268,8 @@ def test_what_ranks_cannot_share_is_refused_with_what_they_could(words: str, tol
         ("--dry-run --world-size 0", "--world-size 0 must be a positive number"),
         ("--dry-run --world-size 12", "--world-size 12 is no multiple of the 8 ranks of a node"),
         ("--dry-run --world-size 8 --device-memory-gb 0", "--device-memory-gb 0.0 must be"),
-        ("--context-parallel-size auto", "auto: the machine cannot ... there is one group"),
         (
-            "--context-parallel-size auto --dry-run --world-size 16",
+            "--context-parallel-size auto --bf16 --dry-run --world-size 16",
             "auto: the machine cannot be measured, a dry run starts no ranks: give --paro-machine",
         ),
         # Bounds

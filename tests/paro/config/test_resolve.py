@@ -217,6 +217,21 @@ def test_ranks_share_samples_where_memory_asks_for_it(on: str) -> None:
     assert any("no ranks share a sample: does not fit" in line for line in shared.notices)
 
 
+def test_groups_that_train_alone_share_no_samples_where_memory_asks_for_it(on: str) -> None:
+    flags = f"{on}{SIZE}--seq-length 262144 --max-position-embeddings 262144 --paro-strategy III"
+    assert run_of(flags).context.context_parallel_size == 8
+    alone = run_of(f"{flags} --paro-outer-steps 4")
+    assert not estimated(alone).fits
+    assert alone.context.context_parallel_size == alone.world.group_size == 4
+
+
+def test_a_single_possibility_is_taken_without_a_machine() -> None:
+    for words in ("--paro-strategy III --paro-materialize rotate", "--attention-backend unfused"):
+        config = run_of(f"{SIZE}{words}")
+        assert config.context == ContextParallelConfig()
+        assert any("no ranks share a sample: nothing else" in line for line in config.notices)
+
+
 @pytest.mark.parametrize(
     ("words", "size", "way"),
     [
