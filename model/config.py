@@ -252,7 +252,7 @@ class LlamaConfig:
         scale = yarn_scale(self) if self.position_embedding_type == "yarn" else 1.0
         return scale * query_key_scale(self)
 
-    def parts_invalid(self, device_type: str, compute: str) -> str | None:
+    def why_no_log_sum_exp(self, device_type: str, compute: str) -> str | None:
         """Say why attention returns no log-sum-exp, needed to merge parts, and what to change.
 
         None if attention returns it on this device type in this compute dtype.

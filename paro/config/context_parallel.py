@@ -180,11 +180,11 @@ def data_parallel_size_of(world: World, degree: int | str) -> int:
     return world.size // degree
 
 
-def check_parts(
+def check_log_sum_exp(
     model: LlamaConfig, context: ContextParallelConfig, device_type: str, compute: str
 ) -> None:
     """Raise `UserError` if flags need attention's log-sum-exp and no kernel returns one."""
-    reason = model.parts_invalid(device_type, compute)
+    reason = model.why_no_log_sum_exp(device_type, compute)
     if reason is not None and context.layout.ring > 1:
         raise UserError(f"{reason}, or {TYPE_FLAG} a2a")
     if reason is not None and model.keeps_core:

@@ -114,7 +114,7 @@ class ContextLimits:
     world_size: int
     group_size: int
     seq_length: int
-    in_parts: bool = True  # whether a kernel computes attention in parts, which rings need
+    log_sum_exp: bool = True  # whether attention's kernel returns it, to merge parts from a ring
     rotates: bool = False  # whether weights rotate, so that ranks have different heads at a time
     alone: bool = False  # whether groups train alone, between outer steps
 
@@ -139,8 +139,8 @@ class ContextLimits:
                 f"with --paro-outer-steps groups of {group_size} ranks train alone, and it shares "
                 "a sample between groups"
             )
-        if layout.ring > 1 and not self.in_parts:
-            return "no kernel computes attention in parts"
+        if layout.ring > 1 and not self.log_sum_exp:
+            return "no kernel of attention returns a log-sum-exp, to merge its parts"
         if self.world_size % size:
             return f"it does not divide the {self.world_size} ranks"
         for part in (size, heads, layout.inner or size):

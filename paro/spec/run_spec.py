@@ -77,12 +77,13 @@ class RunSettings:
 
     def context_limits(self, world_size: int) -> ContextLimits:
         """Return the limits of context-parallel layouts on a number of ranks."""
+        device_type, compute = self.device_type, self.precision.compute
         return ContextLimits(
             model=self.model,
             world_size=world_size,
             group_size=self.group_size,
             seq_length=self.seq_length,
-            in_parts=self.model.parts_invalid(self.device_type, self.precision.compute) is None,
+            log_sum_exp=self.model.why_no_log_sum_exp(device_type, compute) is None,
             rotates=self.materialize.rotates,
             alone=self.outer is not None,
         )

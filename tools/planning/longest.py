@@ -10,7 +10,7 @@ from dataclasses import replace
 from paro.config.context_parallel import (
     AUTO,
     ContextParallelConfig,
-    check_parts,
+    check_log_sum_exp,
     possible_configs,
     take_context,
 )
@@ -64,7 +64,7 @@ def _options(args: Namespace, request: PlanRequest, size: int) -> list[ContextPa
     limits = replace(request.context_limits(request.world_size), seq_length=_unit(size))
     configs = possible_configs(args, limits, [size])
     if context.context_parallel_size == size and not configs:
-        check_parts(model, context, request.device_type, compute)
+        check_log_sum_exp(model, context, request.device_type, compute)
         context.check(limits)
     return configs
 
