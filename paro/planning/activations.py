@@ -28,6 +28,7 @@ from model.units import unit_specs
 from paro.planning.context_parallel import kv_exchange_bytes
 from paro.planning.step_counts import StepCounts
 from paro.precision import BYTES_OF
+from paro.spec.context_layout import head_exchange
 from paro.spec.run_spec import RunSpec
 from paro.spec.units import unit_parts
 
@@ -238,7 +239,8 @@ class Activations:
             in_fp32 = 3 * query + config.num_attention_heads * run.seq_length
         if run.context.heads > 1 and not without_core:
             # Queries, keys and values as exchanged, and the output before and after.
-            repeats = max(1, run.context.heads // config.num_query_groups)
+            num_heads = config.num_attention_heads, config.num_query_groups
+            repeats = head_exchange(*num_heads, run.context).repeats
             width += query + 2 * (repeats - 1) * key
         if config.qk_layernorm:
             width += query + key
