@@ -102,6 +102,7 @@ def _shared(random: Random, request: PlanRequest) -> PlanRequest:
     layout = ContextLayout(
         size=size, heads=heads, gathers=heads == 1 < size and random.random() < 0.3
     )
+    request = replace(request, materialize=Materialize.GATHER)
     if reason := request.context_limits(request.world_size).reason_invalid(layout):
         raise UserError(reason)
     model, recompute = request.model, request.model.recompute
@@ -110,7 +111,7 @@ def _shared(random: Random, request: PlanRequest) -> PlanRequest:
     optimizer = "muon" if size == 1 or random.random() < 0.3 else "adam"
     precision = replace(request.precision, optimizer=optimizer)
     given = {"model": model, "context": layout, "precision": precision}
-    return replace(request, materialize=Materialize.GATHER, **given)
+    return replace(request, **given)
 
 
 def _machine(random: Random, world_size: int, group_size: int) -> Machine:
