@@ -24,7 +24,7 @@ from paro.distributed.comm_stream import Event, Stage
 from paro.topology import AxisSpan, StreamKind
 
 
-class Turn(Enum):
+class ShiftDirection(Enum):
     """Direction of a shift; the value is the change of a slice's position."""
 
     CLOCKWISE = 1
@@ -72,12 +72,12 @@ class Ring(Endpoint):
         """Return the position whose slice this rank holds after `num_shifts` clockwise shifts."""
         return (self.position - num_shifts) % self.size
 
-    def shift(self, outgoing: Tensor, incoming: Tensor, turn: Turn) -> Event:
+    def shift(self, outgoing: Tensor, incoming: Tensor, direction: ShiftDirection) -> Event:
         """Start a shift: send `outgoing` to one neighbour, fill `incoming` from the other."""
         assert outgoing.data_ptr() != incoming.data_ptr(), "a shift in place needs scratch"
-        return self._shift([(outgoing, incoming)], turn, in_place=False)
+        return self._shift([(outgoing, incoming)], direction, in_place=False)
 
-    def shift_in_place(self, values: Tensor, scratch: Tensor, turn: Turn) -> Event:
+    def shift_in_place(self, values: Tensor, scratch: Tensor, direction: ShiftDirection) -> Event:
         """Start a shift within `values`, in chunks received into `scratch`.
 
         A chunk is overwritten after it has been sent; `scratch` holds two chunks. With threads all
@@ -88,14 +88,16 @@ class Ring(Endpoint):
             (chunk, scratch[number % 2 * step :][: chunk.numel()])
             for number, chunk in enumerate(values.split(step))
         ]
-        return self._shift(pairs, turn, in_place=True)
+        return self._shift(pairs, direction, in_place=True)
 
-    def _shift(self, pairs: Sequence[tuple[Tensor, Tensor]], turn: Turn, in_place: bool) -> Event:
+    def _shift(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], direction: ShiftDirection, in_place: bool
+    ) -> Event:
         """Send the first tensor of every pair and receive into the second, in order."""
         wire, first = Wire(self.groups, self.kind, self.span), self._next_tag
         self._next_tag += len(pairs)
-        to = self._members[(self.position + turn.value) % self.size]
-        source = self._members[(self.position - turn.value) % self.size]
+        to = self._members[(self.position + direction.value) % self.size]
+        source = self._members[(self.position - direction.value) % self.size]
 
         def exchange() -> None:
             for tag, (outgoing, incoming) in enumerate(pairs, first):

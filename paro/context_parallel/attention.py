@@ -30,7 +30,6 @@ from model.config import AttentionBackend
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.interface import Endpoint
-from paro.collectives.shifts import Ring
 from paro.collectives.wire import Wire
 from paro.context_parallel.blockwise import blockwise_attention
 from paro.context_parallel.exchange import GatherKVExchange, RingKVExchange
@@ -38,6 +37,7 @@ from paro.distributed.comm_stream import Event
 from paro.distributed.groups import Groups
 from paro.errors import RunError
 from paro.spec.context_layout import ContextLayout, head_exchange
+from paro.spec.kv_exchange import GatheredKV
 from paro.topology import AxisSpan, StreamKind, WaitKind
 
 _CHUNK = 16  # tokens per chunk of a sample on a CPU
@@ -194,17 +194,14 @@ def make_context_attention(
 ) -> ContextAttention:
     """Return the attention of a `layout`, with a KV exchange unless only heads are exchanged."""
     within: Core = partial(attend_saving, backend)
-    if layout.gathers:
+    exchange = layout.kv_exchange(groups.topology)
+    if isinstance(exchange, GatheredKV):
         # Streams apart: attention never waits behind the collectives of model states.
         apart = replace(groups, links=replace(groups.links, stream_kind=StreamKind.CONTEXT))
-        gather = GatherKVExchange(
-            make_collectives(choice, apart), layout.ring_span(groups.topology)
-        )
+        gather = GatherKVExchange(exchange, make_collectives(choice, apart))
         within = blockwise_attention(gather, backend)
-    elif layout.ring > 1:
-        spans = layout.rings(groups.topology)
-        inner, outer = (Ring(groups, StreamKind.CONTEXT, span) for span in spans)
-        within = blockwise_attention(RingKVExchange(inner, outer), backend)
+    elif exchange.ranks > 1:
+        within = blockwise_attention(RingKVExchange(exchange, groups), backend)
     span = layout.heads_span(groups.topology)
     return ContextAttention(layout, AllToAll(groups, span) if span else None, within)
 

@@ -10,20 +10,26 @@ from torch import Tensor
 
 from paro.collectives.interface import Collectives, Request
 from paro.collectives.schedule import Op
-from paro.collectives.shifts import Ring, Turn
+from paro.collectives.shifts import Ring, ShiftDirection
 from paro.context_parallel.blockwise import AddGrads, AttendTo, GradsOf
 from paro.distributed.comm_stream import Event
+from paro.distributed.groups import Groups
 from paro.spec.kv_exchange import (
-    Attend,
+    AttendKV,
     DoubleRing,
     GatheredKV,
-    Route,
-    SendGrads,
+    KVRoute,
     SendKV,
-    TakeGrads,
+    SendKVGrads,
     WaitKV,
+    WaitKVGrads,
 )
-from paro.topology import AxisSpan, WaitKind, nested_range
+from paro.topology import StreamKind, WaitKind, nested_range
+
+
+def _heads(x_2BTKH: Tensor) -> tuple[int, int]:
+    """Return the number of heads, and the bytes of an element."""
+    return x_2BTKH.shape[3], x_2BTKH.element_size()
 
 
 def _of_heads(x_2BTKH: Tensor, heads: range) -> Tensor:
@@ -31,53 +37,49 @@ def _of_heads(x_2BTKH: Tensor, heads: range) -> Tensor:
 
 
 class RingKVExchange:
-    """A `KVExchange` along the ring `inner`, nested in `outer`; either ring may have size 1."""
+    """A `KVExchange` round an inner ring, nested in an outer one; either may have one rank."""
 
-    def __init__(self, inner: Ring, outer: Ring) -> None:
-        self._rings = {Route.INNER: inner, Route.OUTER: outer}
+    def __init__(self, exchange: DoubleRing, groups: Groups) -> None:
+        self._exchange = exchange
+        self._rings = {
+            route: Ring(groups, StreamKind.CONTEXT, span) for route, span in exchange.spans.items()
+        }
+        inner, outer = self._rings.values()
         self.ring_rank = inner.position + inner.size * outer.position
         self.ring_size = inner.size * outer.size
 
     def exchange_kv(self, local_2BTKH: Tensor, attend: AttendTo) -> None:
         kv = _RingKV(self._rings, local_2BTKH)
-        for action in self._description(local_2BTKH).forward():
+        for action in self._exchange.forward(local_2BTKH.shape[3]):
             match action:
-                case Attend():
+                case AttendKV():
                     attend(*kv.attended(action))
                 case SendKV() | WaitKV():
                     kv.run(action)
 
     def exchange_kv_and_grads(self, local_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
         kv, grads = _RingKV(self._rings, local_2BTKH), _RingGrads(self._rings, local_2BTKH)
-        for action in self._description(local_2BTKH).backward():
+        for action in self._exchange.backward(*_heads(local_2BTKH)):
             match action:
-                case Attend():  # no variable has the gradients: they would outlive their sum
+                case AttendKV():  # in no variable, which would keep them past their use
                     grads.add(action, grads_of(*kv.attended(action), action.heads.start))
-                case SendGrads() | TakeGrads():
+                case SendKVGrads() | WaitKVGrads():
                     grads.run(action)
                 case SendKV() | WaitKV():
                     kv.run(action)
         return grads.total_2BTKH
 
-    def _description(self, local_2BTKH: Tensor) -> DoubleRing:
-        return DoubleRing(
-            steps=self._rings[Route.INNER].size,
-            turns=self._rings[Route.OUTER].size,
-            heads=local_2BTKH.shape[3],
-            item_bytes=local_2BTKH.element_size(),
-        )
-
 
 class _RingKV:
-    """Keys and values that go round two rings in one pass."""
+    """Keys and values that go round two rings, in a forward or a backward of attention."""
 
-    def __init__(self, rings: dict[Route, Ring], local_2BTKH: Tensor) -> None:
+    def __init__(self, rings: dict[KVRoute, Ring], local_2BTKH: Tensor) -> None:
         self._rings = rings
         self._local = local_2BTKH
-        self._held = {Route.OUTER: local_2BTKH}
+        self._held = {KVRoute.OUTER: local_2BTKH}
         # Two receive buffers of each ring, used in turn; the newest is the last.
-        self._buffers: dict[Route, list[Tensor]] = {route: [] for route in rings}
-        self._events: dict[Route, Event] = {}
+        self._buffers: dict[KVRoute, list[Tensor]] = {route: [] for route in rings}
+        self._events: dict[KVRoute, Event] = {}
 
     def run(self, action: SendKV | WaitKV) -> None:
         """Start a send, or wait for its end."""
@@ -87,22 +89,24 @@ class _RingKV:
             ring.exposure.wait(WaitKind.CONTEXT, self._events.pop(route))
             self._held[route] = buffers[-1]
             return
-        if route is Route.INNER and action.step == 0:
-            first = self._held[Route.OUTER] if action.turn else self._local
+        if route is KVRoute.INNER and action.step == 0:
+            first = self._held[KVRoute.OUTER] if action.turn else self._local
             self._held[route] = _of_heads(first, action.heads).contiguous()
         held = self._held[route]
         buffers.append(buffers.pop(0) if len(buffers) == 2 else torch.empty_like(held))
         self._events[route] = _shift(ring, held, buffers[-1])
 
-    def attended(self, action: Attend) -> tuple[int, Tensor]:
-        """Return the ring rank of the keys and values that an action attends to, and them."""
+    def attended(self, action: AttendKV) -> tuple[int, Tensor]:
+        """Return (ring rank, keys and values) that an action attends to."""
         turn, step, heads = action
-        inner, outer = self._rings[Route.INNER], self._rings[Route.OUTER]
+        inner, outer = self._rings[KVRoute.INNER], self._rings[KVRoute.OUTER]
         source = inner.owner_of(step) + inner.size * outer.owner_of(turn)
         if turn == step == 0:
             return source, _of_heads(self._local, heads)
         route, is_last = (
-            (Route.INNER, step == inner.size - 1) if step else (Route.OUTER, turn == outer.size - 1)
+            (KVRoute.INNER, step == inner.size - 1)
+            if step
+            else (KVRoute.OUTER, turn == outer.size - 1)
         )
         kv_2BTKH = self._held[route]
         if is_last:  # frees the ring's memory
@@ -112,30 +116,30 @@ class _RingKV:
 
 
 class _RingGrads:
-    """The gradients of keys and values in one pass: a rank's own, and sums that go round rings."""
+    """The dKV of a backward: the sum of a rank's own, and sums that go round rings."""
 
-    def __init__(self, rings: dict[Route, Ring], local_2BTKH: Tensor) -> None:
+    def __init__(self, rings: dict[KVRoute, Ring], local_2BTKH: Tensor) -> None:
         self._rings = rings
         self.total_2BTKH = torch.zeros_like(local_2BTKH, dtype=torch.float32)
         self._shares: dict[tuple[int, int], AddGrads] = {}  # by turn and step, not yet in a sum
-        self._sums: dict[Route, _RingSum] = {}
+        self._sums: dict[KVRoute, _RingSum] = {}
 
-    def add(self, action: Attend, share: AddGrads) -> None:
+    def add(self, action: AttendKV, share: AddGrads) -> None:
         """Add gradients of the rank's own keys and values; keep others until their sum is sent."""
         if action.turn == action.step == 0:
             share(_of_heads(self.total_2BTKH, action.heads))
         else:
             self._shares[action.turn, action.step] = share
 
-    def run(self, action: SendGrads | TakeGrads) -> None:
-        """Send a sum with this rank's share, or add the last one to the rank's own."""
+    def run(self, action: SendKVGrads | WaitKVGrads) -> None:
+        """Add this rank's dKV to a sum and send it, or add the sum that arrived to its own dKV."""
         own_2BTKH, route = _of_heads(self.total_2BTKH, action.heads), action.route
-        if isinstance(action, TakeGrads):
+        if isinstance(action, WaitKVGrads):
             self._sums.pop(route).receive_into(own_2BTKH)
             return
         shares = [self._shares.pop((action.turn, action.step))]
-        if route is Route.OUTER and Route.INNER in self._sums:
-            shares.append(self._sums.pop(Route.INNER).receive_into)
+        if route is KVRoute.OUTER and KVRoute.INNER in self._sums:
+            shares.append(self._sums.pop(KVRoute.INNER).receive_into)
         if route not in self._sums:
             self._sums[route] = _RingSum(self._rings[route], own_2BTKH)
         self._sums[route].add(shares)
@@ -174,17 +178,16 @@ class _RingSum:
 
 def _shift(ring: Ring, outgoing: Tensor, incoming: Tensor) -> Event:
     with ring.exposure.submitting(WaitKind.CONTEXT):
-        return ring.shift(outgoing, incoming, Turn.CLOCKWISE)
+        return ring.shift(outgoing, incoming, ShiftDirection.CLOCKWISE)
 
 
 class GatherKVExchange:
-    """A `KVExchange` by collectives along `span`; attention to local keys overlaps with them."""
+    """A `KVExchange` by collectives; attention to local keys overlaps with them."""
 
-    def __init__(self, collectives: Collectives, span: AxisSpan) -> None:
+    def __init__(self, exchange: GatheredKV, collectives: Collectives) -> None:
         groups = collectives.groups
-        self._collectives = collectives
-        self._span = span
-        self._members = groups.topology.members(span, groups.rank)
+        self._exchange, self._collectives = exchange, collectives
+        self._members = groups.topology.members(exchange.span, groups.rank)
         self.ring_rank = self._members.index(groups.rank)
         self.ring_size = len(self._members)
         others = [number for number in range(self.ring_size) if number != self.ring_rank]
@@ -192,9 +195,9 @@ class GatherKVExchange:
 
     def exchange_kv(self, local_2BTKH: Tensor, attend: AttendTo) -> None:
         gathered = local_2BTKH.new_empty(self.ring_size * local_2BTKH.numel())
-        for action in self._description(local_2BTKH).forward():
+        for action in self._exchange.forward(local_2BTKH.shape[3]):
             match action:
-                case Attend():
+                case AttendKV():
                     attend(*self._attended(action, local_2BTKH, gathered))
                 case SendKV():
                     event = self._start(Op.ALL_GATHER, gathered, local_2BTKH.view(-1))
@@ -207,36 +210,34 @@ class GatherKVExchange:
         own_2BTKH = self._part(total, self.ring_rank).view_as(local_2BTKH)
         late: list[Callable[[], None]] = []  # what is computed while the sums are reduced
         is_reduced = False
-        for action in self._description(local_2BTKH).backward():
+        for action in self._exchange.backward(*_heads(local_2BTKH)):
             match action:
-                case Attend(_, _, heads):
+                case AttendKV(_, _, heads):
                     source, kv_2BTKH = self._attended(action, local_2BTKH, gathered)
                     sum_2BTKH = _of_heads(self._part(total, source).view_as(local_2BTKH), heads)
                     if is_reduced:
                         late.append(partial(grads_of(source, kv_2BTKH, heads.start), sum_2BTKH))
-                    else:  # no variable has the gradients: they would outlive their sum
+                    else:  # in no variable, which would keep them past their use
                         grads_of(source, kv_2BTKH, heads.start)(sum_2BTKH)
                 case SendKV():
                     event = self._start(Op.ALL_GATHER, gathered, local_2BTKH.view(-1))
                     total.zero_()
-                case SendGrads():
+                case SendKVGrads():
                     event, is_reduced = self._start(Op.REDUCE_SCATTER, total), True
-                case WaitKV() | TakeGrads():
+                case WaitKV() | WaitKVGrads():
                     self._collectives.exposure.wait(WaitKind.CONTEXT, event)
         for add in late:
             add()
         return own_2BTKH
 
-    def _description(self, local_2BTKH: Tensor) -> GatheredKV:
-        heads, item_bytes = local_2BTKH.shape[3], local_2BTKH.element_size()
-        return GatheredKV(ranks=self.ring_size, heads=heads, item_bytes=item_bytes)
-
     def _start(self, op: Op, whole: Tensor, shard: Tensor | None = None) -> Event:
         with self._collectives.exposure.submitting(WaitKind.CONTEXT):
-            return self._collectives.run(Request(op, whole, self._span, whole.dtype, shard=shard))
+            return self._collectives.run(
+                Request(op, whole, self._exchange.span, whole.dtype, shard=shard)
+            )
 
     def _attended(
-        self, action: Attend, local_2BTKH: Tensor, gathered: Tensor
+        self, action: AttendKV, local_2BTKH: Tensor, gathered: Tensor
     ) -> tuple[int, Tensor]:
         source = self._sources[action.step]
         if action.step == 0:
@@ -244,5 +245,5 @@ class GatherKVExchange:
         return source, self._part(gathered, source).view_as(local_2BTKH)
 
     def _part(self, whole: Tensor, ring_rank: int) -> Tensor:
-        start, stop = nested_range(self._span, self._members[ring_rank], whole.numel())
+        start, stop = nested_range(self._exchange.span, self._members[ring_rank], whole.numel())
         return whole[start:stop]

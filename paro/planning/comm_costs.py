@@ -18,7 +18,14 @@ from paro.collectives.schedule import Op
 from paro.machine.collective_time import CollectiveTimes, ParallelJobs, TimedJob
 from paro.machine.machine import Device, GroupSpeed
 from paro.planning.computing import Computing, coding_seconds, device_of
-from paro.planning.context_parallel import AttentionPass, ContextAttention, Message, Send
+from paro.planning.context_parallel import (
+    AttentionMessage,
+    AttentionPass,
+    AttentionSchedules,
+    AttentionSend,
+    AttentionShare,
+    AttentionWait,
+)
 from paro.planning.sending import To
 from paro.planning.simulation import Compute, Program, Queue, Queued, Simulation, Wait
 from paro.planning.step_counts import QUEUES, StepCounts
@@ -175,9 +182,9 @@ class ContextCosts:
     times: CollectiveTimes
 
     @cached_property
-    def attention(self) -> ContextAttention:
+    def attention(self) -> AttentionSchedules:
         """The attention of the micro-batch that is computed."""
-        return ContextAttention(self.computing.run)
+        return AttentionSchedules(self.computing.run)
 
     def program(self, move: Move, whole: Compute, name: str) -> Program:
         """Yield the requests of an action.
@@ -195,35 +202,35 @@ class ContextCosts:
         verb, number, *_ = move
         passes = self.attention.passes(move)
         whole = self.computing.per_unit[number].get(verb, 0.0) if passes else 0.0
-        forward, forwards = 0.0, sum(each.num_forwards for each in passes)
+        forward, forwards = 0.0, sum(each.forward_equivalents for each in passes)
         if not whole:
             return ()
         if forwards:  # a share of backward is counted as before the first gradient
             forward = min(self.computing.attention_seconds(number), whole / forwards)
-        return tuple((each, each.num_forwards * forward) for each in passes)
+        return tuple((each, each.forward_equivalents * forward) for each in passes)
 
     def _requests(self, kind: AttentionPass, seconds: float, unit: str, verb: str) -> Program:
         for request in self._schedules[kind]:
-            if isinstance(request, float):
-                yield Compute(request * seconds, f"{verb} {unit}: attention", verb)
+            if isinstance(request, AttentionShare):
+                yield Compute(request.share * seconds, f"{verb} {unit}: attention", verb)
             else:
                 yield request._replace(of=unit) if isinstance(request, Queue) else request
 
     @cached_property
-    def _schedules(self) -> dict[AttentionPass, tuple[Queue | Wait | float, ...]]:
+    def _schedules(self) -> dict[AttentionPass, tuple[Queue | Wait | AttentionShare, ...]]:
         return {kind: tuple(self._timed(kind)) for kind in AttentionPass}
 
-    def _timed(self, kind: AttentionPass) -> Iterator[Queue | Wait | float]:
+    def _timed(self, kind: AttentionPass) -> Iterator[Queue | Wait | AttentionShare]:
         for request in self.attention.schedule(kind):
-            if isinstance(request, Send):
+            if isinstance(request, AttentionSend):
                 phases = tuple(chain.from_iterable(map(self._phases, request.messages)))
                 yield Queue(request.key, (Queued("attention", _CONTEXT, _CONTEXT, phases),))
                 if not self.computing.run.overlaps:
                     yield Wait(request.key)
             else:
-                yield Wait(request) if isinstance(request, str) else request
+                yield Wait(request.key) if isinstance(request, AttentionWait) else request
 
-    def _phases(self, message: Message) -> tuple[ParallelJobs, ...]:
+    def _phases(self, message: AttentionMessage) -> tuple[ParallelJobs, ...]:
         to, span, num_bytes, number = message
         if isinstance(to, Op):
             return self.times.phases(to, span, num_bytes)

@@ -26,7 +26,7 @@ from paro.machine.caching import cached_by
 from paro.machine.collective_time import algorithms_of, choice_of, chunk_count_by
 from paro.machine.machine import Device, Machine
 from paro.planning.activations import Activations, PartActivations
-from paro.planning.context_parallel import ContextAttention
+from paro.planning.context_parallel import AttentionSchedules
 from paro.planning.sending import Sender, traffic_of
 from paro.planning.step_counts import StepCounts
 from paro.planning.tally import MemorySnapshot, StepTally
@@ -94,7 +94,7 @@ class RunMemory:
         step, sender = self.step(run), self.sender(run, rank)
         states = traffic_of(step.of_step(num_micro_batches), self.specs(run), sender)
         moves = step.schedule(1).actions() if run.context.size > 1 else ()
-        attention = ContextAttention(run).sent(moves, sender)
+        attention = AttentionSchedules(run).sent(moves, sender)
         return states + attention * num_micro_batches
 
     def sent_in_rounds(self, run: RunSpec, rank: int | None = None) -> Sent:

@@ -49,7 +49,7 @@ from torch import Tensor, nn
 
 from model.matmul import store_grad
 from model.units import PartSpec, UnitSpec
-from paro.collectives.shifts import Ring, Turn
+from paro.collectives.shifts import Ring, ShiftDirection
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.timers import profile_range
 from paro.sharding.buffers import TORCH_TYPES, ElasticBuffer
@@ -179,31 +179,38 @@ class RotatingUnit(UnitShards):
         self._slots[to].copy_(self._slots[source])
 
     def shift(self, source: Slot, to: Slot) -> None:
-        self._weights_arrived = self._shift(WaitKind.GATHER, Turn.CLOCKWISE, source, to)
+        self._weights_arrived = self._shift(WaitKind.GATHER, ShiftDirection.CLOCKWISE, source, to)
 
     def shift_back(self, source: Slot, to: Slot) -> None:
-        self._weights_arrived = self._shift(WaitKind.GATHER, Turn.COUNTER_CLOCKWISE, source, to)
+        self._weights_arrived = self._shift(
+            WaitKind.GATHER, ShiftDirection.COUNTER_CLOCKWISE, source, to
+        )
 
     def wait_shifted(self) -> None:
         self.context.exposure.wait(WaitKind.GATHER, self._weights_arrived)
         self._weights_arrived = DONE
 
     def shift_grads(self, source: Slot, to: Slot, scratch: Slot) -> None:
-        turn = Turn.COUNTER_CLOCKWISE
-        self._grads_arrived = self._shift(WaitKind.REDUCE, turn, source, to, scratch)
+        direction = ShiftDirection.COUNTER_CLOCKWISE
+        self._grads_arrived = self._shift(WaitKind.REDUCE, direction, source, to, scratch)
 
     def wait_grads(self) -> None:
         self.context.exposure.wait(WaitKind.REDUCE, self._grads_arrived)
         self._grads_arrived = DONE
 
     def _shift(
-        self, kind: WaitKind, turn: Turn, source: Slot, to: Slot, scratch: Slot = Slot.SCRATCH
+        self,
+        kind: WaitKind,
+        direction: ShiftDirection,
+        source: Slot,
+        to: Slot,
+        scratch: Slot = Slot.SCRATCH,
     ) -> Event:
         values, slots = self._slots[source], self._slots
         with self.context.exposure.submitting(kind):  # without overlap the shift runs here
             if source == to:
-                return self._ring.shift_in_place(values, slots[scratch], turn)
-            return self._ring.shift(values, slots[to], turn)
+                return self._ring.shift_in_place(values, slots[scratch], direction)
+            return self._ring.shift(values, slots[to], direction)
 
     def zero_gaps(self, slot: Slot, step: int) -> None:
         for low, high in self._gaps[self._ring.owner_of(step)]:

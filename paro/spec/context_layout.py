@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from model.config import LlamaConfig
 from paro.collectives.choice import AlgorithmChoice, needed_groups
+from paro.spec.kv_exchange import DoubleRing, GatheredKV
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Spans, StreamKind, Topology, make_topology
 
 _MOST_HEAD_CHUNKS = 4
@@ -80,27 +81,25 @@ class ContextLayout:
         """Return the axes of `topology` along which ranks exchange heads."""
         return topology.axes_between(1, self.heads)
 
-    def ring_span(self, topology: Topology) -> AxisSpan:
-        """Return the axes along which keys and values are exchanged."""
-        return topology.axes_between(self.heads, self.size)
-
-    def rings(self, topology: Topology) -> tuple[AxisSpan, AxisSpan]:
-        """Return the axes of the inner and of the outer ring; the latter may have none."""
+    def kv_exchange(self, topology: Topology) -> DoubleRing | GatheredKV:
+        """Return how the ranks of a ring exchange keys and values."""
+        if self.gathers:
+            return GatheredKV(topology.axes_between(self.heads, self.size))
         cut = self.in_groups(topology.group_size).inner
         inner, outer = (
             topology.axes_between(*ends) for ends in ((self.heads, cut), (cut, self.size))
         )
-        return (inner, outer) if inner else (outer, inner)
+        return DoubleRing(inner, outer) if inner else DoubleRing(outer, inner)
 
     def groups(self, topology: Topology, choice: AlgorithmChoice) -> Spans:
         """Return the spans of a rank's process groups, for its algorithms of collectives."""
         if self.size == 1:
             return {}
+        of_kv = self.kv_exchange(topology).spans.values()
         if self.gathers:
-            spans = dict.fromkeys(COLLECTIVE_STREAMS, frozenset({self.ring_span(topology)}))
-            return needed_groups(choice, spans)
-        spans_of_messages = self.heads_span(topology), *self.rings(topology)
-        return {StreamKind.CONTEXT: frozenset(filter(None, spans_of_messages))}
+            return needed_groups(choice, dict.fromkeys(COLLECTIVE_STREAMS, frozenset(of_kv)))
+        spans = self.heads_span(topology), *of_kv
+        return {StreamKind.CONTEXT: frozenset(filter(None, spans))}
 
 
 ALONE = ContextLayout()  # no context parallelism: every rank has whole samples

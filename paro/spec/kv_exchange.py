@@ -18,28 +18,34 @@
 #                          5    3    4  |  2    0    1
 #                          4    5    3  |  1    2    0
 #
-# In backward KV go round again, and the sum of their gradients (dKV) follows one step behind: the
-# computation of a rank's own share overlaps with receiving the sum of the previous ranks. The dKV
-# of ring rank 0; a -> b: rank a sends the partial sum to rank b, which adds its share:
+# In backward KV go round again. The gradients of a rank's KV (dKV) are a sum with a share of every
+# rank: the sum follows its KV round the ring, one step behind, and while it is on its way to a
+# rank, the rank computes its share. The dKV of ring rank 0; a -> b: rank a sends the partial sum to
+# rank b, which adds its share:
 #
 #     turn 0               1 -> 2 -> 0
 #     turn 1               4 -> 5 -> 3 -> 0                   the last one to the other group
 #
-# With more groups the sum goes on from rank 3 through the other groups: 3 -> 6 -> ... -> 0. A few
-# heads are held back, so that their computation overlaps with the last sends: some heads of the KV
-# at a turn's start with the last send of dKV in the inner ring, some heads of turn 0 with the last
-# one in the outer ring.
+# With more groups the sum goes on from rank 3 through the other groups: 3 -> 6 -> ... -> 0.
+#
+# The last send of a ring would overlap with nothing. So a rank computes its own dKV (turn 0, step
+# 0) for some heads first and for the rest last, under the last send of the inner ring. Between
+# groups likewise: all of turn 0 is run for some heads first and for the rest last, under the last
+# send of the outer ring.
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from math import prod
 from typing import NamedTuple
 
+from paro.topology import AxisSpan
 
-class Route(Enum):
-    """A way that keys and values take from rank to rank."""
+
+class KVRoute(Enum):
+    """A way on which a rank's keys and values reach other ranks."""
 
     INNER = "a ring inside a group"
     OUTER = "a ring between groups"
@@ -47,140 +53,166 @@ class Route(Enum):
 
 
 class SendKV(NamedTuple):
-    """The start of a send of keys and values to the next rank, or of their all-gather."""
+    """The start of a send of keys and values to the next rank of a ring, or of their all-gather."""
 
-    route: Route
-    turn: int
-    step: int
-    heads: range
+    route: KVRoute
+    turn: int  # number of shifts of the outer ring before it
+    step: int  # number of shifts of the inner ring before it, in this turn
+    heads: range  # of keys and values
 
 
 class WaitKV(NamedTuple):
     """The wait for the keys and values that the last `SendKV` of a route brings."""
 
-    route: Route
+    route: KVRoute
 
 
-class Attend(NamedTuple):
-    """Attention to keys and values, in backward its gradients; turn 0, step 0 are the rank's own.
+class AttendKV(NamedTuple):
+    """The attention of a rank's queries to the keys and values of one rank, or its backward.
 
-    Without a ring, steps count the other ranks.
+    At turn 0, step 0 they are this rank's own.
     """
 
+    turn: int  # number of shifts of the outer ring before it
+    step: int  # of the inner ring, in this turn; after an all-gather the number of the other rank
+    heads: range  # of keys and values
+
+
+class SendKVGrads(NamedTuple):
+    """The start of a send of summed dKV to the next rank of a ring, or of their reduce-scatter.
+
+    On a ring the rank first receives the sum of the previous rank, if one is on its way, and adds
+    its own dKV of (`turn`, `step`); between groups also the sum of the other ranks of its group.
+    """
+
+    route: KVRoute
     turn: int
     step: int
     heads: range
 
 
-class SendGrads(NamedTuple):
-    """The start of a send of a sum of gradients to the next rank, or of their reduce-scatter.
+class WaitKVGrads(NamedTuple):
+    """The wait for the complete sum of dKV, as far as a route brings it."""
 
-    On a ring the rank first waits for the sum of the previous rank, if one is on its way, and adds
-    the gradients of (turn, step); between groups also the sum of the group's other ranks.
-    """
-
-    route: Route
-    turn: int
-    step: int
+    route: KVRoute
     heads: range
 
 
-class TakeGrads(NamedTuple):
-    """The wait for the last sum of a route, that of the rank's own keys and values."""
-
-    route: Route
-    heads: range
+KVAction = SendKV | WaitKV | AttendKV | SendKVGrads | WaitKVGrads
 
 
-Action = SendKV | WaitKV | Attend | SendGrads | TakeGrads
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DoubleRing:
-    """Exchange round an inner ring of `steps` ranks and an outer ring of `turns` ranks."""
+    """An exchange of keys and values round an inner ring, nested in an outer one."""
 
-    steps: int
-    turns: int
-    heads: int  # number of heads of keys and values
-    item_bytes: int  # bytes of an element of keys and values
+    inner: AxisSpan  # axes of the rank mesh; none is a ring of one rank
+    outer: AxisSpan
+
+    @property
+    def steps(self) -> int:
+        """The number of ranks of the inner ring."""
+        return prod(axis.size for axis in self.inner)
+
+    @property
+    def turns(self) -> int:
+        """The number of ranks of the outer ring."""
+        return prod(axis.size for axis in self.outer)
 
     @property
     def ranks(self) -> int:
         """The number of ranks whose keys and values a rank attends to."""
         return self.steps * self.turns
 
-    def forward(self) -> Iterator[Action]:
-        """Yield a rank's actions in forward."""
+    @property
+    def spans(self) -> dict[KVRoute, AxisSpan]:
+        """The axes along which each route runs."""
+        return {KVRoute.INNER: self.inner, KVRoute.OUTER: self.outer}
+
+    def forward(self, heads: int) -> Iterator[KVAction]:
+        """Yield a rank's actions in forward, for `heads` heads of keys and values."""
         for turn in range(self.turns):
-            yield from self._turn(turn, range(self.heads))
+            yield from self._turn(turn, range(heads), range(heads))
 
-    def backward(self) -> Iterator[Action]:
-        """Yield a rank's actions in backward."""
-        every = range(self.heads)
-        now = self.heads if self.turns == 1 else heads_at_first(self.heads, self.item_bytes)
-        yield from self._turn(0, every[:now], is_backward=True)
+    def backward(self, heads: int, item_bytes: int) -> Iterator[KVAction]:
+        """Yield a rank's actions in backward; an element of keys and values has `item_bytes`."""
+        every = range(heads)
+        now = heads if self.turns == 1 else heads_at_first(heads, item_bytes)
+        yield from self._turn(0, every, every[:now], item_bytes)
         for turn in range(1, self.turns):
-            yield from self._turn(turn, every, is_backward=True)
+            yield from self._turn(turn, every, every, item_bytes)
         if self.turns > 1:
-            yield SendGrads(Route.OUTER, self.turns - 1, 0, every)
-            if now < self.heads:
-                yield from self._steps(0, every[now:], is_backward=True)
-            yield TakeGrads(Route.OUTER, every)
+            yield SendKVGrads(KVRoute.OUTER, self.turns - 1, 0, every)
+            if now < heads:
+                yield from self._steps(0, every[now:], item_bytes)
+            yield WaitKVGrads(KVRoute.OUTER, every)
 
-    def _turn(self, turn: int, heads: range, *, is_backward: bool = False) -> Iterator[Action]:
-        if is_sent := turn < self.turns - 1:
-            yield SendKV(Route.OUTER, turn, 0, range(self.heads))
-        yield from self._steps(turn, heads, is_backward=is_backward)
+    def _turn(
+        self, turn: int, every: range, heads: range, item_bytes: int | None = None
+    ) -> Iterator[KVAction]:
+        """Yield the actions of a turn for some heads; all are sent. Backward has `item_bytes`."""
+        is_sent = turn < self.turns - 1
         if is_sent:
-            yield WaitKV(Route.OUTER)
+            yield SendKV(KVRoute.OUTER, turn, 0, every)
+        yield from self._steps(turn, heads, item_bytes)
+        if is_sent:
+            yield WaitKV(KVRoute.OUTER)
 
-    def _steps(self, turn: int, heads: range, *, is_backward: bool) -> Iterator[Action]:
-        holds_back = is_backward and turn == 0 and self.steps > 1
-        now = heads_at_first(len(heads), self.item_bytes) if holds_back else len(heads)
+    def _steps(self, turn: int, heads: range, item_bytes: int | None) -> Iterator[KVAction]:
+        """Yield the actions of a turn's inner ring; backward has `item_bytes`."""
+        is_backward, now = item_bytes is not None, len(heads)
+        if item_bytes is not None and turn == 0 and self.steps > 1:
+            now = heads_at_first(len(heads), item_bytes)
         for step in range(self.steps):
             if is_sent := step < self.steps - 1:
-                yield SendKV(Route.INNER, turn, step, heads)
-            yield Attend(turn, step, heads if step else heads[:now])
+                yield SendKV(KVRoute.INNER, turn, step, heads)
+            yield AttendKV(turn, step, heads if step else heads[:now])
             if is_backward and step:
-                yield SendGrads(Route.INNER, turn, step, heads)
+                yield SendKVGrads(KVRoute.INNER, turn, step, heads)
             elif is_backward and turn > 1:
-                yield SendGrads(Route.OUTER, turn - 1, 0, heads)
+                yield SendKVGrads(KVRoute.OUTER, turn - 1, 0, heads)
             if is_sent:
-                yield WaitKV(Route.INNER)
+                yield WaitKV(KVRoute.INNER)
         if now < len(heads):
-            yield Attend(0, 0, heads[now:])
-        if holds_back:
-            yield TakeGrads(Route.INNER, heads)
+            yield AttendKV(0, 0, heads[now:])
+        if is_backward and turn == 0 and self.steps > 1:
+            yield WaitKVGrads(KVRoute.INNER, heads)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GatheredKV:
-    """Exchange by collectives of `ranks` ranks; attention to local keys overlaps with them."""
+    """An exchange of keys and values by collectives; attention to own ones overlaps with them."""
 
-    ranks: int
-    heads: int  # number of heads of keys and values
-    item_bytes: int  # bytes of an element of keys and values
+    span: AxisSpan  # axes of the rank mesh
 
-    def forward(self) -> Iterator[Action]:
-        """Yield a rank's actions in forward."""
-        every = range(self.heads)
-        yield from self._gathered(every, every)
+    @property
+    def ranks(self) -> int:
+        """The number of ranks whose keys and values a rank attends to."""
+        return prod(axis.size for axis in self.span)
 
-    def backward(self) -> Iterator[Action]:
-        """Yield a rank's actions in backward."""
-        every, now = range(self.heads), heads_at_first(self.heads, self.item_bytes)
-        yield from self._gathered(every, every[:now])
-        yield SendGrads(Route.COLLECTIVE, 0, 0, every)
-        if now < self.heads:
-            yield Attend(0, 0, every[now:])
-        yield TakeGrads(Route.COLLECTIVE, every)
+    @property
+    def spans(self) -> dict[KVRoute, AxisSpan]:
+        """The axes along which each route runs."""
+        return {KVRoute.COLLECTIVE: self.span}
 
-    def _gathered(self, every: range, now: range) -> Iterator[Action]:
-        yield SendKV(Route.COLLECTIVE, 0, 0, every)
-        yield Attend(0, 0, now)
-        yield WaitKV(Route.COLLECTIVE)
+    def forward(self, heads: int) -> Iterator[KVAction]:
+        """Yield a rank's actions in forward, for `heads` heads of keys and values."""
+        yield from self._gathered(range(heads), heads)
+
+    def backward(self, heads: int, item_bytes: int) -> Iterator[KVAction]:
+        """Yield a rank's actions in backward; an element of keys and values has `item_bytes`."""
+        every, now = range(heads), heads_at_first(heads, item_bytes)
+        yield from self._gathered(every, now)
+        yield SendKVGrads(KVRoute.COLLECTIVE, 0, 0, every)
+        if now < heads:
+            yield AttendKV(0, 0, every[now:])
+        yield WaitKVGrads(KVRoute.COLLECTIVE, every)
+
+    def _gathered(self, every: range, now: int) -> Iterator[KVAction]:
+        yield SendKV(KVRoute.COLLECTIVE, 0, 0, every)
+        yield AttendKV(0, 0, every[:now])
+        yield WaitKV(KVRoute.COLLECTIVE)
         for step in range(1, self.ranks):
-            yield Attend(0, step, every)
+            yield AttendKV(0, step, every)
 
 
 def heads_at_first(num_kv_heads: int, item_bytes: int) -> int:

@@ -19,7 +19,7 @@ from paro.collectives import schedule
 from paro.collectives.hops import ALGORITHMS
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks
 from paro.collectives.scheduled import Scratch, Transfer
-from paro.collectives.shifts import Ring, Turn
+from paro.collectives.shifts import Ring, ShiftDirection
 from paro.distributed.groups import make_groups, make_links
 from paro.distributed.process_group import RuntimeConfig
 from paro.layout import chunk_numel
@@ -193,11 +193,11 @@ class Traveller:
         size = 2 * chunk_numel(NUMEL, values.itemsize, device_type="cpu") if in_place else NUMEL
         self._other = torch.full((size,), -1.0)
 
-    def shift(self, turn: Turn) -> None:
+    def shift(self, direction: ShiftDirection) -> None:
         if self._in_place:
-            self._ring.shift_in_place(self.values, self._other, turn).wait()
+            self._ring.shift_in_place(self.values, self._other, direction).wait()
         else:
-            self._ring.shift(self.values, self._other, turn).wait()
+            self._ring.shift(self.values, self._other, direction).wait()
             self.values, self._other = self._other, self.values
 
 
@@ -214,7 +214,7 @@ def rotate(degree: int, *, in_place: bool, overlap: bool) -> tuple[list[str], Se
     weights = Traveller(ring, slice_of(ring.position, group), in_place=in_place)
     for step in range(degree):
         if step:
-            weights.shift(Turn.CLOCKWISE)
+            weights.shift(ShiftDirection.CLOCKWISE)
         if not torch.equal(weights.values, slice_of((ring.position - step) % degree, group)):
             wrong.append(f"forward, step {step}")
         assert ring.owner_of(step) == (ring.position - step) % degree
@@ -225,8 +225,8 @@ def rotate(degree: int, *, in_place: bool, overlap: bool) -> tuple[list[str], Se
             wrong.append(f"backward, step {step}")
         gradient.values += weights.values * (1 + ring.position)
         if step:
-            weights.shift(Turn.COUNTER_CLOCKWISE)
-            gradient.shift(Turn.COUNTER_CLOCKWISE)
+            weights.shift(ShiftDirection.COUNTER_CLOCKWISE)
+            gradient.shift(ShiftDirection.COUNTER_CLOCKWISE)
     total = slice_of(ring.position, group) * (degree * (degree + 1) // 2)
     if not torch.equal(gradient.values, total):
         wrong.append("a gradient came home without every rank's part")

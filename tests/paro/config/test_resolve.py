@@ -303,7 +303,7 @@ SIZES = "--hierarchical-context-parallel-sizes"
         ("--cp-comm-type p2p p2p --paro-context-ring flat", ContextLayout(size=8, inner=8), [8, 1]),
         (f"--cp-comm-type p2p {SIZES} 2 4", ContextLayout(size=8, inner=2), [2, 4]),
         (f"--cp-comm-type a2a+p2p {SIZES} 2 4", ContextLayout(size=8, heads=2), [2, 2]),
-        ("--cp-comm-type all_gather", ContextLayout(size=8, gathers=True), [4, 2]),
+        ("--cp-comm-type all_gather", ContextLayout(size=8, gathers=True), [8]),
         ("--cp-comm-type a2a --num-attention-heads 8", ContextLayout(size=8, heads=8), [1, 1]),
     ],
 )
@@ -311,4 +311,5 @@ def test_kinds_are_layouts(words: str, layout: ContextLayout, rings: list[int]) 
     found = run_of(f"--context-parallel-size 8 {words}").context.layout
     assert found == layout
     topology = found.topology(world_size=8, group_size=4)
-    assert [len(topology.members(span, 0)) for span in found.rings(topology)] == rings
+    spans = found.kv_exchange(topology).spans.values()
+    assert [len(topology.members(span, 0)) for span in spans] == rings

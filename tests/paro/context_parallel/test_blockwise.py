@@ -20,7 +20,6 @@ from model.attention import QKV, Documents, SavedAttention, attend, documents_of
 from model.layers import checkpointed
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice, needed_groups
-from paro.collectives.shifts import Ring
 from paro.context_parallel.attention import AllToAll, ContextAttention, check_core
 from paro.context_parallel.blockwise import (
     Bounds,
@@ -36,7 +35,7 @@ from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import ByteCounter, Links, make_groups
 from paro.distributed.process_group import RuntimeConfig
 from paro.spec.context_layout import ContextLayout
-from paro.spec.kv_exchange import Route
+from paro.spec.kv_exchange import DoubleRing, GatheredKV
 from paro.topology import COLLECTIVE_STREAMS, StreamKind, make_topology
 from tests.helpers.late_streams import LateStreams
 from tests.helpers.ranks import run_ranks
@@ -123,8 +122,7 @@ class Ways:
 
     def ring(self, *spans: tuple[Any, ...], streams: CommStreams) -> RingKVExchange:
         groups = replace(self.groups, links=self.links(streams))
-        inner, outer = (Ring(groups, StreamKind.CONTEXT, span) for span in spans)
-        return RingKVExchange(inner, outer)
+        return RingKVExchange(DoubleRing(*spans), groups)
 
     def rings(self, streams: CommStreams) -> Iterator[RingKVExchange]:
         """A flat one and, with several groups, a double one."""
@@ -140,7 +138,7 @@ class Ways:
         groups = make_groups(self.topology, self.rank, needed, CONFIG, links)
         collectives = make_collectives(choice, groups)
         self._closes.append(collectives.close)
-        return GatherKVExchange(collectives, self.whole)
+        return GatherKVExchange(GatheredKV(self.whole), collectives)
 
     def close(self) -> None:
         for close in reversed(self._closes):
@@ -165,8 +163,8 @@ def compare(ways: Ways) -> None:
             sent = ways.traffic.take()
             block = 2 * SAMPLES * 2 * CHUNK * groups * CHANNELS * 4
             assert sent.intra + sent.inter == 3 * (places - 1) * block, label
-            if isinstance(exchange, RingKVExchange) and exchange._rings[Route.OUTER].size > 1:
-                assert sent.inter == 3 * (exchange._rings[Route.OUTER].size - 1) * block, label
+            if isinstance(exchange, RingKVExchange) and exchange._exchange.turns > 1:
+                assert sent.inter == 3 * (exchange._exchange.turns - 1) * block, label
             # What is kept is exchanged no more than without recomputation, and has the same bits.
             assert all(map(torch.equal, in_blocks(exchange, given, SavedAttention()), found)), label
             assert ways.traffic.take() == sent, label

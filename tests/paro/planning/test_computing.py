@@ -29,7 +29,7 @@ from paro.distributed.groups import Links, make_groups
 from paro.distributed.world import World
 from paro.machine.files import find_machine
 from paro.planning.computing import device_of
-from paro.planning.context_parallel import ContextAttention
+from paro.planning.context_parallel import AttentionSchedules
 from paro.planning.estimator import Estimate, Estimator
 from paro.planning.run_memory import RunMemory
 from paro.planning.search_space import PlanRequest
@@ -359,5 +359,5 @@ def test_a_rank_sends_what_the_part_that_trains_needs(
         llama(tokens_BS, tokens_BS, torch.ones(tokens_BS.shape)).backward()
         run = run_of(config, "NNG", precision, world_size=4, is_trained=is_trained, context=shared)
         moves = RunMemory(None).step(run).schedule(1).actions()
-        said = ContextAttention(run).sent(moves, sender)
+        said = AttentionSchedules(run).sent(moves, sender)
         assert links.traffic.take() == said, names or config.lora

@@ -13,7 +13,7 @@ from model.trainable import Trainable
 from paro.machine.collective_time import TimedJob
 from paro.machine.machine import GroupSpeed
 from paro.planning.comm_costs import THREAD, ContextCosts
-from paro.planning.context_parallel import AttentionPass, Send
+from paro.planning.context_parallel import AttentionPass, AttentionSend, AttentionWait
 from paro.planning.estimator import Estimator
 from paro.planning.search_space import PlanRequest
 from paro.planning.sending import Sender
@@ -250,12 +250,12 @@ def test_attention_waits_for_all_that_it_sends(name: str, kind: AttentionPass) -
     """A wait names the last send of its key, so no send of a key may follow another unwaited."""
     under_way: set[str] = set()
     for one in context_of(costs(shared(LAYOUTS[name]))).attention.schedule(kind):
-        if isinstance(one, Send):
+        if isinstance(one, AttentionSend):
             assert one.messages
             assert one.key not in under_way
             under_way.add(one.key)
-        elif isinstance(one, str):
-            under_way.discard(one)
+        elif isinstance(one, AttentionWait):
+            under_way.discard(one.key)
     assert not under_way
 
 
