@@ -36,7 +36,7 @@ _WITHIN = 2.0**-7  # largest error in bf16, relative to the largest element
 
 
 class MomentumUpdate(NamedTuple):
-    """An update of a range of momentum by a gradient times `factor`; `step` is its number.
+    """An update of a range of momentum by a gradient times `factor`; `step` seeds the rounding.
 
     Momentum in bf16 needs a `rounding`.
     """

@@ -54,7 +54,7 @@ class OuterUnit(UnitShards):
     """
 
     def __init__(self, unit: UnitShards, master: Tensor, config: OuterConfig) -> None:
-        super().__init__(unit.spec.round, unit.context)
+        super().__init__(unit.spec.outer_round, unit.context)
         self.unit, self._whole_master, self._config = unit, master.detach(), config
         begin = self.param_start - unit.optim_start
         self.master = self._whole_master[begin : begin + self.param_shard.numel()]

@@ -148,7 +148,7 @@ class CommCosts:
             queued[Verb.REDUCE] = (*reduced, self._beside("add", reduced[-1].phases[-1][-1], added))
         if synced := queued.get(Verb.GRAD_SYNC):
             first = synced[0].phases[0][0]
-            if exchange := spec.exchange:
+            if exchange := spec.quantized_grad_sync:
                 feedback = _FEEDBACK_BYTES if precision.inter_grad_error_feedback else 0
                 encoded = numel // exchange[0].span[0].inner
                 codes[Verb.GRAD_SYNC] = encoded * (CODING_BYTES + feedback)

@@ -93,10 +93,10 @@ class _Segment(NamedTuple):
 def step_lines(
     tally: StepTally, num_micro_batches: int, sender: Sender, *, other_bytes: int
 ) -> Iterator[str]:
-    """Yield the lines of a step's last micro-batch, of the step's end and of the update.
+    """Yield the table of a step: its last micro-batch, its end, the update; then how others differ.
 
-    Then the differences of the other micro-batches. The bytes sent are those of the `sender`;
-    `other_bytes` are allocated throughout, in addition to the model states.
+    Bytes sent are of the rank `sender`; `other_bytes` are allocated throughout, in addition to the
+    model states.
     """
     run, units = tally.run, tally.step.units
     schedule = tally.step.schedule(min(num_micro_batches, LISTED_MICRO_BATCHES))
@@ -143,7 +143,7 @@ def _range(segments: Sequence[_Segment]) -> str:
 def _merged(
     items: Sequence[_Listed], *, within: bool = False
 ) -> Iterator[tuple[Sequence[_Listed], Sequence[_Listed]]]:
-    """Yield (lines or segments to print, their repetitions); `within`: only those of one unit."""
+    """Yield (lines or segments to print, their repetitions), with `within` inside one unit only."""
     while items:
         period, stop = _repetition(items, within=within)
         yield items[:period], items[period:stop]

@@ -107,7 +107,7 @@ class RunMemory:
         machine, snapshot = self._machine, self._snapshot(run)
         size, copies = run.eval_micro_batch_size, 0
         if run.eval_ema:
-            copies = sum(spec.sent_bytes for spec in self.specs(run))
+            copies = sum(spec.sent_param_bytes for spec in self.specs(run))
         if run.trained and (size > run.micro_batch_size or copies):
             # Smaller evaluations never set the peak: backward needs more than forward alone.
             forward = self._snapshot(replace(run, trained=frozenset(), micro_batch_size=size))
@@ -271,9 +271,9 @@ def _code_bytes(specs: Iterable[ShardingSpec]) -> int:
     for spec in specs:
         updated = spec.collectives.get(Verb.PARAM_ALL_GATHER, ())
         updates += sum(each.num_bytes for each in updated if each.is_quantized)
-        errors += prod(spec.grad_error_bytes)
+        errors += prod(spec.grad_error_shape)
         if spec.grad_format is not None:
-            sent, *gathered = (each.num_bytes for each in spec.exchange)
+            sent, *gathered = (each.num_bytes for each in spec.quantized_grad_sync)
             gradients = max(gradients, _sum_bytes(sent, spec.grad_format) + sum(gathered))
     return updates + gradients + errors
 
@@ -289,10 +289,10 @@ def _round_bytes(specs: Iterable[ShardingSpec]) -> int:
     The training thread computes a movement while a comm stream sums another one and steps.
     """
     movement = step = 0
-    for spec in (spec.round for spec in specs if spec.buffer.trains):
+    for spec in (spec.outer_round for spec in specs if spec.buffer.trains):
         in_step = 2 * 4 * spec.layout.numel // spec.strategy.optim
         if spec.grad_format is not None:
-            in_step = _sum_bytes(spec.exchange[0].num_bytes, spec.grad_format)
+            in_step = _sum_bytes(spec.quantized_grad_sync[0].num_bytes, spec.grad_format)
         movement, step = max(movement, 4 * spec.param_numel), max(step, in_step)
     return movement + step
 

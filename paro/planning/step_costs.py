@@ -42,7 +42,7 @@ _MAX_SIMULATED = 4  # the most micro-batches that are all simulated
 # which two GPUs share.
 _HOST_RATE = 12.5e9
 # NCCL's thread blocks (CTAs) in a communicator, and the most communicators at once: together they
-# take at most the 128 SMs that every GPU here has (paro/distributed/groups.py).
+# take at most 128 SMs, which every GPU of the machine files has (paro/distributed/groups.py).
 _CTAS, _MOST_COMMUNICATORS = 16, 8
 EXPOSED = {  # the kinds of exposed communication, in words
     "gather": "gathers",
@@ -251,10 +251,10 @@ class StepCosts:
 
     @cached_property
     def host_seconds(self) -> float:
-        """The time of copying optimizer states from host memory and back, in both ways at once.
+        """The time of copying optimizer states from host memory and back.
 
-        The first comes and the last goes alone. Without overlap, and in a CPU's memory, each way
-        takes its time.
+        Both directions overlap, but for the first states that come and the last that go. Without
+        overlap, and in a CPU's memory, they take turns.
         """
         own, rate, ways = offloaded(self.comm_costs.specs), self.device.host_bytes_per_second, 2
         if self.machine.is_of_gpus:
@@ -285,7 +285,7 @@ class StepCosts:
     def _bound(
         self, counts: Counts, *, forwards: int = 0, backwards: int = 0, more: float = 0.0
     ) -> float:
-        """Bound passes from below that queue these actions and compute `more` seconds longer."""
+        """Bound from below the seconds of passes with these actions; `more` is other work."""
         busy = self.busy(counts)
         forward, collecting = self.computing.forward_seconds, self.counts.num_trained
         backward = self.computing.seconds - forward + self.collect_seconds(collecting)

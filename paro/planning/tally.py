@@ -24,7 +24,7 @@ from paro.spec.muon_rounds import muon_rounds
 from paro.spec.offload import offloaded, state_bytes
 from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import ShardingSpec
-from paro.spec.units import registered_room
+from paro.spec.units import registered_param_buffers
 from paro.step.actions import Move, Verb
 from paro.step.schedule import LISTED_MICRO_BATCHES
 
@@ -109,7 +109,7 @@ class StepTally:
         self._slices_done: Counter[int] = Counter()  # slices with a finished backward, by part
         self._cached: set[int] = set()  # buffers whose weights' casts are cached
         self._cast: set[int] = set()  # units whose weights' casts exist
-        self._registered = registered_room(self.run, self.step.units)
+        self._registered = registered_param_buffers(self.run, self.step.units)
         self.now["whole_params"] = sum(size * number for size, number in self._registered.values())
 
     @property

@@ -170,31 +170,39 @@ class RotatingUnit(UnitShards):
             super().grad_sync()
 
     def allocate_slot(self, slot: Slot) -> None:
+        """Allocate the memory of a slot."""
         self._spares[slot].alloc()
 
     def free_slot(self, slot: Slot) -> None:
+        """Free the memory of a slot."""
         self._spares[slot].free()
 
     def copy(self, source: Slot, to: Slot) -> None:
+        """Copy a slice from one slot to another."""
         self._slots[to].copy_(self._slots[source])
 
     def shift(self, source: Slot, to: Slot) -> None:
+        """Queue a shift: send the slice in `source` to the next rank, receive another into `to`."""
         self._weights_arrived = self._shift(WaitKind.GATHER, ShiftDirection.CLOCKWISE, source, to)
 
     def shift_back(self, source: Slot, to: Slot) -> None:
+        """Queue a shift to the previous rank, in backward."""
         self._weights_arrived = self._shift(
             WaitKind.GATHER, ShiftDirection.COUNTER_CLOCKWISE, source, to
         )
 
     def wait_shifted(self) -> None:
+        """Wait for the slice of weights that the last shift brings."""
         self.context.exposure.wait(WaitKind.GATHER, self._weights_arrived)
         self._weights_arrived = DONE
 
     def shift_grads(self, source: Slot, to: Slot, scratch: Slot) -> None:
+        """Queue a shift of the gradient of a slice to the previous rank."""
         direction = ShiftDirection.COUNTER_CLOCKWISE
         self._grads_arrived = self._shift(WaitKind.REDUCE, direction, source, to, scratch)
 
     def wait_grads(self) -> None:
+        """Wait for the gradient that the last shift brings."""
         self.context.exposure.wait(WaitKind.REDUCE, self._grads_arrived)
         self._grads_arrived = DONE
 
@@ -213,10 +221,12 @@ class RotatingUnit(UnitShards):
             return self._ring.shift(values, slots[to], direction)
 
     def zero_gaps(self, slot: Slot, step: int) -> None:
+        """Set the padding of a gradient's slice to 0."""
         for low, high in self._gaps[self._ring.owner_of(step)]:
             self._slots[slot][low:high].zero_()
 
     def accumulate(self, slot: Slot) -> None:
+        """Add the gradient in a slot to this rank's shard."""
         store_grad(self._slots[slot], self.grad_shard, adds=not self._fresh)
         self._fresh = False
 

@@ -87,9 +87,9 @@ class UnitShards:
             self.quantized_update = QuantizedUpdate(
                 spec.update_format, quantized, self.param_shard, self.param_start
             )
-        error_shape = spec.grad_error_bytes
+        error_shape = spec.grad_error_shape
         self.grad_errors = zeros(error_shape, dtype=torch.uint8) if any(error_shape) else None
-        self.quantized_sum = self._make_quantized_sum() if spec.exchange else None
+        self.quantized_sum = self._make_quantized_sum() if spec.quantized_grad_sync else None
         self.step_spec = spec  # the sharding spec that the present step follows
         self._fresh = True  # whether the next gradients overwrite `grad_shard` instead of adding
         self._is_quantized = False  # whether `param_all_gather` sends a quantized update next
@@ -123,7 +123,7 @@ class UnitShards:
     def shard_of_errors(self, errors: Tensor) -> FlatShard:
         """Return the quantization errors of this rank's gradients, as checkpoints save them.
 
-        The shard's name has the ranks and the strategy, as only equal ones can use the errors.
+        Its name has world size, group size and degrees: a run with others cannot use the errors.
         """
         topology, (num_owners, length) = self.context.topology, errors.shape
         world_size, group_size = topology.world_size, topology.group_size
@@ -236,12 +236,12 @@ class UnitShards:
         self._updated = DONE
 
     def grad_sync(self) -> None:
-        """Queue the step's gradient reductions of a bucket, after those of all micro-batches.
+        """Queue the gradient sync of a bucket, behind the reductions of all micro-batches.
 
-        Backward ends with the bucket's first unit: the comm stream has reduced the others before.
+        Callers do so at the bucket's first unit, the last of its units that backward reaches.
         """
         spec = self.step_spec
-        sent, quantized = spec.collectives[Verb.GRAD_SYNC], spec.exchange
+        sent, quantized = spec.collectives[Verb.GRAD_SYNC], spec.quantized_grad_sync
         with self.context.exposure.submitting(WaitKind.REDUCE):
             exact = (each for each in sent if each not in quantized)
             shard, reduced = self.queue(exact, self._grads_of_bucket, after=self._reduced)
@@ -253,7 +253,7 @@ class UnitShards:
 
     def _make_quantized_sum(self) -> QuantizedSum:
         """Return the quantized reduction between groups, of the sums inside groups."""
-        exchange, ranges = self.spec.exchange, self.spec.grad_format
+        exchange, ranges = self.spec.quantized_grad_sync, self.spec.grad_format
         assert ranges is not None, f"{self.name} is sent quantized"
         sent = [(each.stream_kind, each.op, each.numel // each.num_shards) for each in exchange]
         ops = (Op.REDUCE_SCATTER, Op.ALL_GATHER)[: len(sent)]

@@ -225,7 +225,7 @@ def muon_bucket_size(strategy: Strategy, precision: PrecisionConfig, group_size:
 
 
 def bucket_sizes(kinds: Sequence[Hashable], bucket_size: int) -> list[int]:
-    """Return the `Unit.bucket_size` of every unit that trains, from the kinds of the units.
+    """Return the `Unit.bucket_size` of every unit that trains, from the shapes of the units.
 
     A bucket has consecutive units of equal kind, but not of kind None. The first units of a kind
     are left over: the next forward waits less for their updates, and the last reduction is short.

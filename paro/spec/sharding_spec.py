@@ -4,7 +4,7 @@
 # and the collectives of every action. The engine allocates and sends by them, the planner counts
 # them. Parameters, gradients and optimizer state each have a degree: with degree d a rank has 1 / d
 # of the buffer (Note: nested shards, paro/layout.py); FSDP2 has one degree for all three. If an
-# action has several collectives, each operates on the output shard of the one before.
+# action has several collectives, each operates on the output of the one before.
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _BYTES_OF = BYTES_OF | {UINT8: 1}
 
 
 class Collective(NamedTuple):
-    """A collective of a flat buffer, of a bucket of flat buffers, or of quantized values."""
+    """The description of a collective: its op, axes, elements and type; nothing runs here."""
 
     stream_kind: StreamKind
     op: Op
     span: AxisSpan  # the axes of the rank mesh along which it runs
     numel: int  # elements of the buffer that is gathered or reduced
     dtype: str  # the type that is sent: a name of `BYTES_OF`, or UINT8
-    units: int = 1  # units in the buffer, one after another, each sharded by itself
+    units: int = 1  # number of equal units whose buffers are concatenated, each with its own shards
 
     @property
     def itemsize(self) -> int:
@@ -99,7 +99,7 @@ class ShardingSpec:
 
     @property
     def variants(self) -> tuple[ShardingSpec, ...]:
-        """The sharding specs that steps of a run may follow; in the first all ranks synchronize."""
+        """The sharding specs of a run's steps: synchronous, unquantized, with groups alone."""
         whole = replace(self, groups_alone=False) if self.groups_alone else self
         exact = (whole.exact,) if self.precision.quantizes else ()
         return whole, *exact, *((whole.alone,) if self.outer is not None else ())
@@ -155,7 +155,7 @@ class ShardingSpec:
 
     @property
     def master_is_param(self) -> bool:
-        """True if the shard of fp32 parameters is the master: their degrees are equal."""
+        """Whether parameters in fp32 are their own masters, as they have the optimizer's degree."""
         degrees = self.strategy.params, self.strategy.optim
         return self.precision.compute == "fp32" and degrees[0] == degrees[1]
 
@@ -186,7 +186,7 @@ class ShardingSpec:
 
     @cached_property
     def optimizer_bytes(self) -> int:
-        """Bytes of a rank's masters, moments and averages, which are not fp32 parameters."""
+        """Bytes of a rank's moments, averages, and masters unless parameters are their own."""
         range_numel = self.layout.numel * self.unit.bucket_size // self.strategy.optim
         numels = self.optimizer_numels(range_numel) if self.buffer.trains else {}
         return sum(numel * bytes_of([state]) for state, numel in numels.items())
@@ -197,16 +197,16 @@ class ShardingSpec:
         if self.outer is None or not self.buffer.trains:
             return 0
         # The anchor, maybe masters when a round begins; the reference and its momentum.
-        num_copies, of_rank = (2 if self.outer.outer_delay else 1), self.round.strategy.optim
-        numel = num_copies * self.round.param_numel + 2 * self.layout.numel // of_rank
-        updates = self.round.collectives[Verb.PARAM_ALL_GATHER]
+        num_copies, of_rank = (2 if self.outer.outer_delay else 1), self.outer_round.strategy.optim
+        numel = num_copies * self.outer_round.param_numel + 2 * self.layout.numel // of_rank
+        updates = self.outer_round.collectives[Verb.PARAM_ALL_GATHER]
         coded = sum(update.num_bytes for update in updates if update.is_quantized)
-        return 4 * numel + self.round.state_bytes.grads + coded
+        return 4 * numel + self.outer_round.state_bytes.grads + coded
 
     def slots(self, device_type: str) -> dict[Slot, tuple[int, str]]:
         """Return the elements and the type of each slot of slices, where weights rotate.
 
-        A slice is the shard of an all-gather's input, or of a reduce-scatter's output.
+        Slices are shifted instead of gathered and reduced: each is one shard of the collective.
         """
         slots: dict[Slot, tuple[int, str]] = {}
         for verb, of_slices, scratch in (
@@ -229,8 +229,8 @@ class ShardingSpec:
         return self._quantized(span, bits, UPDATE_BLOCK, self.strategy.optim, self.param_dtype)
 
     @property
-    def sent_bytes(self) -> int:
-        """Bytes of this rank's range of parameters that differ from masters, by quantization."""
+    def sent_param_bytes(self) -> int:
+        """Bytes of a rank's copy of the parameters that all ranks have, if they are quantized."""
         numel = 0 if self.update_format is None else self.layout.numel // self.strategy.optim
         return numel * BYTES_OF[self.param_dtype]
 
@@ -264,8 +264,8 @@ class ShardingSpec:
         return self.spans.grad_shards + self.spans.replicas
 
     @property
-    def grad_error_bytes(self) -> tuple[int, int]:
-        """Bytes of the errors of quantized gradients: (number of chunk owners, bytes for each)."""
+    def grad_error_shape(self) -> tuple[int, int]:
+        """Shape of the errors of quantized gradients: (number of chunk owners, bytes for each)."""
         if self.grad_format is None or not self.precision.inter_grad_error_feedback:
             return 0, 0
         _, inter = split_by_link(self._grad_sync_span)
@@ -275,7 +275,7 @@ class ShardingSpec:
 
     @cached_property
     def collectives(self) -> Mapping[Verb, tuple[Collective, ...]]:
-        """The collectives that the actions on the buffer send, in order; none along no axis."""
+        """The collectives that each action on the buffer runs, in order; none if it has no axes."""
         numel, spans = self.layout.numel, self.spans
         gather = StreamKind.GATHER, Op.ALL_GATHER, spans.gather
         reduce = StreamKind.REDUCE, Op.REDUCE_SCATTER, spans.reduce
@@ -292,7 +292,7 @@ class ShardingSpec:
         return {verb: tuple(each for each in sent if each.span) for verb, sent in by_verb.items()}
 
     @property
-    def exchange(self) -> tuple[Collective, ...]:
+    def quantized_grad_sync(self) -> tuple[Collective, ...]:
         """Quantized collectives of the gradient sync: reduce-scatter, all-gather of replicas."""
         return tuple(each for each in self.collectives.get(Verb.GRAD_SYNC, ()) if each.is_quantized)
 
@@ -318,11 +318,11 @@ class ShardingSpec:
         )
 
     @cached_property
-    def round(self) -> ShardingSpec:
-        """The sharding spec of a round of outer steps (DiLoCo), whose optimizer is the outer one.
+    def outer_round(self) -> ShardingSpec:
+        """The sharding spec of a round of outer steps (DiLoCo).
 
-        Its parameters are the anchor and its gradients how far masters moved, both sharded inside
-        groups. They are quantized if that makes both smaller.
+        Parameters are the anchor, gradients are the movement of the masters; both are sharded
+        inside groups, and quantized if this makes the messages of both smaller.
         """
         assert self.outer is not None, "all ranks are synchronous"
         bits, topology = self.outer.outer_bits, self.topology
@@ -350,8 +350,8 @@ class ShardingSpec:
         numel = self.layout.numel // self.strategy.optim
         return {
             # Groups that train alone send nothing else between them: the comm streams are free.
-            Verb.OUTER_REDUCE: self.round.collectives[Verb.GRAD_SYNC],
-            Verb.OUTER_GATHER: self.round.collectives[Verb.PARAM_ALL_GATHER],
+            Verb.OUTER_REDUCE: self.outer_round.collectives[Verb.GRAD_SYNC],
+            Verb.OUTER_GATHER: self.outer_round.collectives[Verb.PARAM_ALL_GATHER],
             Verb.OUTER_SPREAD: (
                 Collective(StreamKind.GATHER, Op.ALL_GATHER, inside, numel, "fp32"),
             ),

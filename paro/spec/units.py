@@ -1,16 +1,17 @@
-"""The units of a run with their flat buffers, and the facts from which a step is scheduled."""
+"""The units of a run with their flat buffers, and the properties from which steps are scheduled."""
 
 # In: a model, a strategy and the names that train. Out: units, as FSDP2's `fully_shard` makes them
 # (the parameters that are all-gathered together: the embedding, a block, the head), each with a
-# flat buffer of trained and one of frozen parameters; and the step shape, the facts about units by
-# which paro/step schedules the all-gathers and reductions that FSDP2 starts in hooks.
+# flat buffer of trained and one of frozen parameters; and the step shape, the properties of units
+# by which paro/step schedules the all-gathers and reductions that FSDP2 starts in hooks.
 #
 # With --paro-materialize rotate (rotated tensor parallelism) nothing is all-gathered. Each of d
 # ranks stores 1/d of every matrix, its slice, and slices go round a ring of the ranks in d - 1
 # shifts: once in forward, once in backward, once more if a block is recomputed; gradients go round
 # once. A unit is then a part of the model that computes slice by slice: the embedding, a block's
-# attention or MLP, the head. Backward of the embedding reads no weight, so its slices stay. A tied
-# head computes with the embedding's. All norms form one more unit, replicated on every rank.
+# attention or MLP, the head. Backward of the embedding reads no weight: its slices do not move. A
+# tied head computes with the slices of the embedding. All norms form one more unit, replicated on
+# every rank.
 
 from __future__ import annotations
 
@@ -194,10 +195,11 @@ def units_of(
     rotated_over: int = 1,
     in_place: bool = False,
 ) -> tuple[Unit, ...]:
-    """Return the model's units, sharded over `world_size` ranks: embedding, blocks and head.
+    """Return the model's units, padded for every degree that divides `world_size`.
 
-    A parameter trains unless `is_trained(name)` is false. Where weights rotate, over at least 2
-    ranks, a block is two units (three with `in_place`), and all norms form one more unit.
+    They are embedding, blocks and head. A parameter trains unless `is_trained(name)` is false.
+    With `rotated_over` above 1 weights rotate over so many ranks: a block is two units (three with
+    `in_place`), and all norms form one more unit.
     """
     if rotated_over > 1:
         return _rotating_units(config, rotated_over, world_size, is_trained, in_place)
@@ -213,7 +215,7 @@ def units_of(
 
 
 def units_of_run(run: RunSpec) -> tuple[Unit, ...]:
-    """Return the units of a run; with Muon, with the matrices that it updates, and in buckets."""
+    """Return the units of a run; for Muon each has its matrices and the size of its bucket."""
     units = units_of(
         run.model,
         world_size=run.world_size,
@@ -225,7 +227,7 @@ def units_of_run(run: RunSpec) -> tuple[Unit, ...]:
 
 
 def shape_of_run(run: RunSpec, units: Sequence[Unit]) -> StepShape | RotationShape:
-    """Return the facts from which a run's steps are scheduled, from the units of the run."""
+    """Return the properties of a run's units from which its steps are scheduled."""
     if run.materialize.rotates:
         return _rotation_shape(run, units)
     # The loss writes gradients of an untied output weight in forward.
@@ -241,7 +243,7 @@ def shape_of_run(run: RunSpec, units: Sequence[Unit]) -> StepShape | RotationSha
     return replace(shape, recomputed=recomputed)
 
 
-def registered_room(run: RunSpec, units: Sequence[Unit]) -> dict[bool, tuple[int, int]]:
+def registered_param_buffers(run: RunSpec, units: Sequence[Unit]) -> dict[bool, tuple[int, int]]:
     """Return the memory to register with NCCL for unsharded parameters that copy engines gather.
 
     The result maps trainable (True) or frozen (False) parameters to the bytes of their largest

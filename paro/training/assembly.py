@@ -41,7 +41,7 @@ from paro.sharding.sharded_unit import make_sharded_units
 from paro.sharding.shards import Initializer, ShardingContext
 from paro.spec.run_spec import RunSpec, groups_of
 from paro.spec.sharding_spec import ShardingSpec
-from paro.spec.units import registered_room, shape_of_run, units_of_run
+from paro.spec.units import registered_param_buffers, shape_of_run, units_of_run
 from paro.step.actions import Verb
 from paro.step.gathering import GatheringPolicy
 from paro.step.schedule import policy_of
@@ -83,7 +83,7 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     timers = Timers(config.report.timing_log_level, synchronize=partial(synchronize, device))
     context = ShardingContext(run.strategy, make_collectives(choice, groups), device)
     sharded = _spread(model, run, specs, context, timers)
-    groups.registered.reserve(registered_room(run, units), control)
+    groups.registered.reserve(registered_param_buffers(run, units), control)
     if run.context.size > 1:
         model.core = _context_attention(run, control, context_groups, choice)
     optimizer = ParoOptimizer(

@@ -193,7 +193,7 @@ def evaluate_averages(cases: Sequence[tuple[str, str]]) -> None:
         )
         optimizer = training.optimizer
         copies = [unit.optim_param for unit in optimizer._parts if unit.quantized_update]
-        predicted = sum(unit.spec.sent_bytes for unit in optimizer._parts)
+        predicted = sum(unit.spec.sent_param_bytes for unit in optimizer._parts)
         assert predicted == sum(copy.nbytes for copy in copies), f"{label}: copied meanwhile"
         assert (predicted > 0) is ("param-bits" in more)
         state, source = begun(config, training)

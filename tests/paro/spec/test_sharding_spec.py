@@ -118,7 +118,7 @@ def predicted(setting: Setting) -> Figures:
         sent_in_full_precision=traffic_of(moves, exact, sender),
         states=state_bytes(specs).total,
         codes=sum(
-            prod(spec.grad_error_bytes)
+            prod(spec.grad_error_shape)
             + sum(one.num_bytes for one in spec.collectives.get(Verb.PARAM_ALL_GATHER, ()))
             * (spec.update_format is not None)
             for spec in specs
@@ -212,7 +212,7 @@ MUTATIONS: dict[str, tuple[str, Patch]] = {
     "parameters have twice the shard": ("all sharded", has("param_numel", twice)),
     "optimizer states have more elements": ("replicas", keeps_more),
     "blocks of updates are shorter": ("codes", constant("UPDATE_BLOCK", 256)),
-    "errors have twice the room": ("codes", has("grad_error_bytes", twice)),
+    "errors have twice the room": ("codes", has("grad_error_shape", twice)),
     "codes are sent in every step": ("codes", has("exact", lambda spec, _: spec)),
     "gradients are sent exactly": ("codes", has("grad_format", lambda *_: None)),
     "updates gathered along no axis": (

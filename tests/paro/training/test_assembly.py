@@ -17,7 +17,7 @@ from paro.distributed.groups import Links, bounded_ctas
 from paro.distributed.world import World
 from paro.planning.run_memory import COMMUNICATOR_BYTES, RunMemory
 from paro.spec import run_spec
-from paro.spec.units import registered_room, units_of_run
+from paro.spec.units import registered_param_buffers, units_of_run
 from paro.topology import Spans, StreamKind
 from paro.training import assembly
 from paro.training.step import Training
@@ -156,7 +156,7 @@ def test_whole_parameters_have_all_the_registered_memory_that_they_ever_take(
     assert predicted.whole_params == sum(reserved)
 
     spec = run.config.spec
-    room = registered_room(spec, units_of_run(spec))
+    room = registered_param_buffers(spec, units_of_run(spec))
     fewer = {trains: (size, number - 1) for trains, (size, number) in room.items()}
     context.collectives.groups.registered.reserve(fewer, run.training.control)
     with pytest.raises(AssertionError, match="more parameters are whole"):
