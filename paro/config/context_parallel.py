@@ -27,15 +27,19 @@ from paro.planning.description import seconds_text
 from paro.planning.estimator import Estimator
 from paro.planning.planner import TIE, best_by_context
 from paro.planning.search_space import PlanRequest, SearchSpace
-from paro.spec.context_layout import ContextLayout, ContextLimits
+from paro.spec.context_layout import (
+    SIZE_FLAG,
+    SIZES_FLAG,
+    TYPE_FLAG,
+    ContextLayout,
+    ContextLimits,
+)
 from paro.strategy import Strategy
 from paro.text import listed
 
 AUTO = "auto"
 TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
 _SYNONYMS = {"all_gather": "allgather"}  # Megatron's name
-SIZE_FLAG, TYPE_FLAG = "--context-parallel-size", "--cp-comm-type"
-_SIZES_FLAG = "--hierarchical-context-parallel-sizes"
 _CLEAR_GAIN = 0.05  # share of a step that another type must save for the log to suggest it
 
 Made = TypeVar("Made")
@@ -67,8 +71,8 @@ class ContextParallelConfig:
             )
         if size > 1 and sizes is None and self.cp_comm_type == "a2a+p2p":
             raise UserError(
-                f"{TYPE_FLAG} a2a+p2p needs {_SIZES_FLAG}: first the ranks that exchange heads, "
-                f"then those that keys and values go round, such as {_SIZES_FLAG} 2 {size // 2}"
+                f"{TYPE_FLAG} a2a+p2p needs {SIZES_FLAG}: first the ranks that exchange heads, "
+                f"then those that keys and values go round, such as {SIZES_FLAG} 2 {size // 2}"
             )
         if sizes is not None and self.cp_comm_type not in ("a2a+p2p", "p2p"):
             raise UserError(f"{self._sizes_text} is for {TYPE_FLAG} p2p and a2a+p2p: leave it out")
@@ -80,7 +84,7 @@ class ContextParallelConfig:
     @property
     def _sizes_text(self) -> str:
         sizes = self.hierarchical_context_parallel_sizes or ()
-        return " ".join([_SIZES_FLAG, *map(str, sizes)])
+        return " ".join([SIZES_FLAG, *map(str, sizes)])
 
     @property
     def layout(self) -> ContextLayout:
@@ -89,15 +93,8 @@ class ContextParallelConfig:
 
     def _layout_at(self, degree: int) -> ContextLayout:
         first, *_ = self.hierarchical_context_parallel_sizes or (0,)
-        flat = degree if self.context_ring == "flat" else 0
-        match self.cp_comm_type:
-            case "a2a":
-                return ContextLayout(size=degree, heads=degree)
-            case "a2a+p2p":
-                return ContextLayout(size=degree, heads=min(first or 1, degree), inner=flat)
-            case "allgather":
-                return ContextLayout(size=degree, gathers=degree > 1)
-        return ContextLayout(size=degree, inner=flat or min(first, degree))
+        is_flat = self.context_ring == "flat"
+        return ContextLayout.of_type(self.cp_comm_type, degree, first=first, flat=is_flat)
 
     def reason_invalid(self, limits: ContextLimits, degree: int) -> str | None:
         """Say why ranks, heads or sequence length forbid a degree; None if they allow it."""
@@ -113,7 +110,7 @@ class ContextParallelConfig:
             return
         degrees = range(1, limits.most + 1)
         fitting = [str(each) for each in degrees if not self.reason_invalid(limits, each)]
-        advice = f"give other {_SIZES_FLAG}"
+        advice = f"give other {SIZES_FLAG}"
         if fitting:
             advice = f"choose {'one of ' * (len(fitting) > 1)}{listed(fitting)}"
         if self.layout.heads > 1 and limits.reason_invalid(ContextLayout(size=degree)) is None:
@@ -127,12 +124,6 @@ class ContextParallelConfig:
         sizes = self.hierarchical_context_parallel_sizes
         over = "" if sizes is None else f" over {' x '.join(map(str, sizes))}"
         return f"{self.context_parallel_size} ranks share a sample by {self.cp_comm_type}{over}"
-
-    @property
-    def type_flags(self) -> str:
-        """The command line words that select the communication type."""
-        split = f" {self._sizes_text}" * (self.hierarchical_context_parallel_sizes is not None)
-        return f"{TYPE_FLAG} {self.cp_comm_type}{split}"
 
     @property
     def flags(self) -> dict[str, object]:
@@ -153,7 +144,7 @@ def take_context(args: Namespace) -> ContextParallelConfig:
     size, sizes = args.context_parallel_size, args.hierarchical_context_parallel_sizes
     if AUTO in (size, types[0]) and sizes is not None:
         raise UserError(
-            f"{_SIZES_FLAG} {' '.join(map(str, sizes))} contradicts {AUTO}, which chooses them: "
+            f"{SIZES_FLAG} {' '.join(map(str, sizes))} contradicts {AUTO}, which chooses them: "
             "leave one out"
         )
     return ContextParallelConfig(
@@ -334,4 +325,4 @@ def faster_comm_type(
     if fastest is None:
         return None
     gain = f"{seconds / least - 1:.0%}"
-    return f"{fastest.type_flags} would be {gain} faster, as the planner predicts"
+    return f"{fastest.layout.type_flags} would be {gain} faster, as the planner predicts"

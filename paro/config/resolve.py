@@ -29,8 +29,6 @@ from paro.checkpoint.directory import common_of, find_checkpoint, newest_whole
 from paro.checkpoint.manifest import read_manifest
 from paro.config.context_parallel import (
     AUTO,
-    SIZE_FLAG,
-    TYPE_FLAG,
     ContextParallelConfig,
     auto_flag,
     data_parallel_size_of,
@@ -63,6 +61,7 @@ from paro.planning.search_space import PlanRequest, SearchSpace
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.schedule.batch_schedule import BatchSchedule
+from paro.spec.context_layout import SIZE_FLAG, TYPE_FLAG
 from paro.spec.optim_config import MuonConfig
 from paro.strategy import FLAG, Strategy, parse_strategy
 

@@ -19,7 +19,7 @@ from paro.planning.search_space import (
     least_recomputation,
     recompute_flags,
 )
-from paro.spec.context_layout import ContextLayout
+from paro.spec.context_layout import SIZE_FLAG, ContextLayout
 from paro.spec.run_spec import Materialize, RunSpec
 from paro.strategy import Strategy
 from paro.text import size_text
@@ -115,10 +115,10 @@ def larger_contexts(run: RunSpec) -> Iterator[tuple[str, ContextLayout]]:
     """Yield larger context-parallel layouts that a run may have, smallest first, with flags."""
     limits = run.context_limits(run.world_size)
     for size in range(run.context.size + 1, limits.most + 1):
-        for name, heads in (("p2p", 1), ("a2a", size)):
-            layout = ContextLayout(size=size, heads=heads)
+        for name in ("p2p", "a2a"):
+            layout = ContextLayout.of_type(name, size, flat=run.context.is_flat)
             if limits.reason_invalid(layout) is None:
-                yield f"--context-parallel-size {size} --cp-comm-type {name}", layout
+                yield f"{SIZE_FLAG} {size} {layout.type_flags}", layout
 
 
 def _fits(request: PlanRequest, candidate: Candidate) -> bool:

@@ -21,6 +21,8 @@ from paro.collectives.choice import AlgorithmChoice, needed_groups
 from paro.spec.kv_exchange import DoubleRing, GatheredKV
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Spans, StreamKind, Topology, make_topology
 
+SIZE_FLAG, TYPE_FLAG = "--context-parallel-size", "--cp-comm-type"
+SIZES_FLAG = "--hierarchical-context-parallel-sizes"
 _MOST_HEAD_CHUNKS = 4
 
 
@@ -41,6 +43,41 @@ class ContextLayout:
     def __post_init__(self) -> None:
         for part in (self.heads, self.inner or self.size):
             assert self.size % part == 0, f"{part} ranks do not divide {self.size}"
+
+    @classmethod
+    def of_type(
+        cls, comm_type: str, size: int, *, first: int = 0, flat: bool = False
+    ) -> ContextLayout:
+        """Return the layout that a communication type has on `size` ranks.
+
+        `first` is the first of --hierarchical-context-parallel-sizes (0: not given), and `flat`
+        asks for one ring over all groups.
+        """
+        inner = size if flat else 0
+        match comm_type:
+            case "a2a":
+                return cls(size=size, heads=size)
+            case "a2a+p2p":
+                return cls(size=size, heads=min(first or 1, size), inner=inner)
+            case "allgather":
+                return cls(size=size, gathers=size > 1)
+        return cls(size=size, inner=inner or min(first, size))
+
+    @property
+    def is_flat(self) -> bool:
+        """True if keys and values go round one ring over all groups."""
+        return self.inner == self.size
+
+    @property
+    def type_flags(self) -> str:
+        """The command line words that select the layout on its number of ranks."""
+        if self.gathers or self.ring == 1:
+            return f"{TYPE_FLAG} {'allgather' if self.gathers else 'a2a'}"
+        words = f"{TYPE_FLAG} {'p2p' if self.heads == 1 else 'a2a+p2p'}"
+        if self.heads > 1 or 0 < self.inner < self.size:
+            first = self.heads if self.heads > 1 else self.inner
+            words += f" {SIZES_FLAG} {first} {self.size // first}"
+        return words + " --paro-context-ring flat" * self.is_flat
 
     @property
     def ring(self) -> int:

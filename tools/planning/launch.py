@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from model.config import LLAMA_PRESETS
 from paro.arguments.flag_parser import by_flag, wrapped
 from paro.arguments.parser import build_parser
-from paro.config.context_parallel import take_context
 from paro.planning.description import behind, exposed_text, seconds_text
 from paro.planning.estimator import Estimate
 from paro.planning.planner import SearchResult, plan
 from paro.planning.search_space import PlanRequest, SearchSpace, recompute_flags
 from paro.quantization.formats import FULL_BITS
+from paro.spec.context_layout import SIZE_FLAG, SIZES_FLAG, TYPE_FLAG
 from paro.text import size_text
 from tools.planning.tables import enough_alone
 
@@ -25,7 +25,7 @@ _ANEW = {
     *("--seq-length", "--max-position-embeddings", "--micro-batch-size", "--global-batch-size"),
     *("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
     *("--recompute-activations", "--recompute-modules", "--paro-recompute-keep"),
-    *("--context-parallel-size", "--cp-comm-type", "--hierarchical-context-parallel-sizes"),
+    *(SIZE_FLAG, TYPE_FLAG, SIZES_FLAG, "--paro-context-ring"),
 }
 _YOURS = "--mock-data --lr 3e-4 --train-iters 1000"  # a plan depends on neither
 
@@ -53,10 +53,8 @@ def launch_flags(
         ["--global-batch-size", str(request.global_batch_size)],
         ["--paro-strategy", candidate.strategy.name],
     ]
-    context = take_context(args)
-    if context.context_parallel_size > 1:
-        size = str(context.context_parallel_size)
-        groups += [["--context-parallel-size", size], *by_flag(context.type_flags.split())]
+    if (context := candidate.context).size > 1:
+        groups += [[SIZE_FLAG, str(context.size)], *by_flag(context.type_flags.split())]
     if candidate.collective != "native":
         groups.append(["--paro-collective", candidate.collective])
     if candidate.recompute is not None:

@@ -19,7 +19,6 @@ from paro.arguments.model import (
 from paro.arguments.parser import add_context_args, take
 from paro.collectives.schedule import COLLECTIVES
 from paro.config.context_parallel import (
-    SIZE_FLAG,
     ContextParallelConfig,
     auto_flag,
     data_parallel_size_of,
@@ -43,6 +42,7 @@ from paro.machine.files import find_machine, machine_of_launch
 from paro.machine.machine import Machine, Nic
 from paro.planning.search_space import MEMORY_MARGIN, PlanRequest, SearchSpace
 from paro.schedule.batch_schedule import BatchSchedule
+from paro.spec.context_layout import SIZE_FLAG
 from paro.spec.optim_config import MuonConfig
 from tools.planning.made_machine import GPUS, machine_of_gpus
 from tools.shared.command_line import Parser, add_trainer_flags

@@ -21,6 +21,7 @@ from paro.distributed.rendezvous import first_difference
 from paro.distributed.world import World
 from paro.machine.files import machine_to_json
 from paro.planning.estimator import Estimate, Estimator
+from paro.planning.remedies import larger_contexts
 from paro.spec.context_layout import ContextLayout
 from paro.training.assembly import build_training
 from paro.training.in_memory import identifying_flags
@@ -302,7 +303,13 @@ SIZES = "--hierarchical-context-parallel-sizes"
         ("--cp-comm-type p2p", ContextLayout(size=8), [4, 2]),
         ("--cp-comm-type p2p p2p --paro-context-ring flat", ContextLayout(size=8, inner=8), [8, 1]),
         (f"--cp-comm-type p2p {SIZES} 2 4", ContextLayout(size=8, inner=2), [2, 4]),
+        (f"--cp-comm-type p2p {SIZES} 1 8", ContextLayout(size=8, inner=1), [8, 1]),
         (f"--cp-comm-type a2a+p2p {SIZES} 2 4", ContextLayout(size=8, heads=2), [2, 2]),
+        (
+            f"--cp-comm-type a2a+p2p {SIZES} 2 4 --paro-context-ring flat",
+            ContextLayout(size=8, heads=2, inner=8),
+            [4, 1],
+        ),
         ("--cp-comm-type all_gather", ContextLayout(size=8, gathers=True), [8]),
         ("--cp-comm-type a2a --num-attention-heads 8", ContextLayout(size=8, heads=8), [1, 1]),
     ],
@@ -313,3 +320,13 @@ def test_kinds_are_layouts(words: str, layout: ContextLayout, rings: list[int]) 
     topology = found.topology(world_size=8, group_size=4)
     spans = found.kv_exchange(topology).spans.values()
     assert [len(topology.members(span, 0)) for span in spans] == rings
+    given = f"--context-parallel-size 8 {found.type_flags} --num-attention-heads 8"
+    assert run_of(given).context.layout == found
+
+
+def test_a_larger_layout_is_that_of_its_flags() -> None:
+    run = run_of("--context-parallel-size 2 --paro-context-ring flat").spec
+    larger = dict(larger_contexts(run))
+    assert [(layout.size, layout.heads) for layout in larger.values()] == [(4, 1), (4, 4), (8, 1)]
+    assert all(run_of(flags).context.layout == layout for flags, layout in larger.items())
+    assert larger["--context-parallel-size 8 --cp-comm-type p2p --paro-context-ring flat"].is_flat
