@@ -49,7 +49,7 @@ def inspect_native(directory: Path, iteration: int | None) -> tuple[dict[str, An
         for name, state in read_metadata(folder).state_dict_metadata.items()
         if isinstance(state, TensorStorageMetadata)
     ]
-    return common_of(folder), entries
+    return common_of(read_manifest(folder)), entries
 
 
 def inspect_other(source: Source) -> tuple[dict[str, Any], list[Entry]]:

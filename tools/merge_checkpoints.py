@@ -26,6 +26,7 @@ from tqdm import tqdm
 from paro.checkpoint.convert.conversion import Conversion
 from paro.checkpoint.convert.source import LazyTensor, Source
 from paro.checkpoint.directory import common_of, find_checkpoint, iterations_in
+from paro.checkpoint.manifest import read_manifest
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, check_least, reading, writing
 from paro.files.atomic_file import check_folder
@@ -106,7 +107,7 @@ def mean_of(tensors: Sequence[LazyTensor], weights: Iterable[float]) -> LazyTens
 def opened(args: argparse.Namespace, iteration: int) -> tuple[Conversion, Source]:
     """Open a checkpoint, whose adapters are merged into its weights, as a copy to be written."""
     with reading(f"--input {args.input}"):
-        common = common_of(find_checkpoint(args.input, iteration))
+        common = common_of(read_manifest(find_checkpoint(args.input, iteration)))
     conversion = Conversion(
         source_format="paro",
         target_format="paro",

@@ -14,11 +14,10 @@ from paro.files.schema import conform
 from paro.spec.states import PARAM
 
 
-def as_base(directory: Path) -> BaseCheckpoint:
-    """Return an iteration's folder as a base."""
-    manifest = read_manifest(directory)
+def as_base(manifest: Manifest) -> BaseCheckpoint:
+    """Return the checkpoint of a manifest as a base."""
     return BaseCheckpoint(
-        folder=str(directory.parent.resolve()),
+        folder=str(manifest.directory.parent.resolve()),
         iteration=manifest.iteration,
         checksum=manifest.checksum,
     )

@@ -1,11 +1,16 @@
-"""CheckpointConfig: where a run is saved and what it is loaded from."""
+"""CheckpointConfig: where a run is saved; SavedRun: the checkpoint that it is loaded from."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from model.config import LlamaConfig
+from paro.checkpoint.directory import candidates, common_of, find_checkpoint
+from paro.checkpoint.manifest import DamagedError, Manifest, read_manifest
 from paro.errors import UserError, check_least, contradiction
 from paro.files.object_store import is_url, path_of
 
@@ -34,7 +39,53 @@ def is_of_positions(name: str) -> bool:
     return name.startswith(("rotary_", "rope_", "use_rope_", "position_", "yarn_"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """The manifest and the common.json of a checkpoint, without its tensors."""
+
+    manifest: Manifest
+    common: Mapping[str, Any]
+    passed_over: tuple[str, ...] = ()  # log lines: why no better iteration was taken
+
+
+def read_saved(root: str | Path, iteration: int, *, sizes: bool = True) -> SavedRun:
+    """Read an iteration; `DamagedError` if it is damaged, with `sizes` also by files' sizes."""
+    manifest = read_manifest(find_checkpoint(root, iteration))
+    saved = SavedRun(manifest=manifest, common=common_of(manifest))
+    manifest.check_sizes(manifest.files if sizes else ())
+    return saved
+
+
+def find_saved(
+    root: str | Path,
+    iteration: int | None = None,
+    *,
+    order: Callable[[str | Path], tuple[list[int], str | None]] = candidates,
+    read: Callable[[str | Path, int], SavedRun] = read_saved,
+    log: Callable[[str], None] = lambda _line: None,
+) -> SavedRun | None:
+    """Read `iteration`, or the first in `order` that is not damaged; None if nothing was saved.
+
+    `log` gets the tracker's fault, and a line for each iteration that `read` finds damaged.
+    `DamagedError` if the given iteration is damaged, or all are.
+    """
+    numbers, fault = order(root) if iteration is None else ([iteration], None)
+    if numbers and fault is not None:
+        log(f"  {fault}")
+    for number in numbers:
+        try:
+            return read(root, number)
+        except DamagedError as error:
+            if iteration is not None:
+                raise DamagedError(f"{error}; another --ckpt-step may be whole") from error
+            log(f"  passing over iteration {number}: {error}")
+            fault = fault or str(error)
+    if fault is not None:
+        raise DamagedError(f"{fault}; no checkpoint there is whole")
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Megatron's checkpoint flags."""
 
@@ -112,3 +163,25 @@ class CheckpointConfig:
     def continues(self) -> bool:
         """True if the run continues from the checkpoints in --save."""
         return self.saves_where_it_loads and not self.finetune
+
+    @cached_property
+    def saved(self) -> SavedRun | None:
+        """The checkpoint that --load would load, found and read once; None if there is none.
+
+        It is for the configuration, made before this run holds the folder; loading looks again.
+        """
+        lines: list[str] = []
+        load, step = self.load, self.ckpt_step
+        saved = None if load is None else find_saved(load, step, log=lines.append)
+        return saved and replace(saved, passed_over=tuple(lines))
+
+    @property
+    def resumed_arguments(self) -> Mapping[str, Any]:
+        """The arguments saved by the run that is resumed; empty for a new run."""
+        return {} if self.finetune or self.saved is None else self.saved.manifest.arguments
+
+    @property
+    def resumed_samples(self) -> int:
+        """The training samples that the resumed run has consumed; 0 for a new run."""
+        state = {} if self.finetune or self.saved is None else self.saved.common.get("state", {})
+        return int(state.get("consumed_train_samples", 0))

@@ -29,9 +29,9 @@ from paro.checkpoint.manifest import (
     METADATA,
     ChunkSums,
     DamagedError,
+    Manifest,
     damaged,
     library_versions,
-    read_manifest,
     write_durably,
     write_manifest,
 )
@@ -196,31 +196,9 @@ def find_checkpoint(directory_root: str | Path, iteration: int | None = None) ->
     raise DamagedError(f"{says}{directory} does not exist")
 
 
-def newest_whole(directory_root: str | Path) -> Path | None:
-    """Return the best iteration's folder with complete files; None if nothing was saved.
-
-    Only sizes of files are checked. `DamagedError` if no iteration is complete.
-    """
-    order, complaint = candidates(directory_root)
-    for iteration in order:
-        try:
-            directory = find_checkpoint(directory_root, iteration)
-            common_of(directory)
-            manifest = read_manifest(directory)
-            manifest.check_sizes(manifest.files)
-        except DamagedError as error:
-            complaint = complaint or str(error)
-        else:
-            return directory
-    if complaint is not None:
-        raise DamagedError(f"{complaint}; no checkpoint there is whole")
-    return None
-
-
-def common_of(directory: Path) -> dict[str, Any]:
-    """Read common.json of an iteration's folder; `DamagedError` if it is damaged."""
-    manifest = read_manifest(directory)
-    path = directory / COMMON
+def common_of(manifest: Manifest) -> dict[str, Any]:
+    """Read the common.json of a manifest's folder; `DamagedError` if it is damaged."""
+    path = manifest.directory / COMMON
     with damaged(path):
         return common_in(manifest.read_file(COMMON), str(path))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,13 +15,11 @@ from model.config import LlamaConfig, LoraConfig, is_adapter
 from paro.checkpoint.agreement import CheckpointRanks, with_one_folder
 from paro.checkpoint.base import has_adapters, open_base
 from paro.checkpoint.chunks import ChunkedState, begin_without, chunked_states, may_be_missing
-from paro.checkpoint.config import is_of_positions
-from paro.checkpoint.directory import candidates, common_of, find_checkpoint
-from paro.checkpoint.manifest import DamagedError, read_manifest
+from paro.checkpoint.config import SavedRun, find_saved, is_of_positions, read_saved
+from paro.checkpoint.directory import candidates
 from paro.checkpoint.storage import CheckedReader
 from paro.distributed.control import Control
 from paro.errors import StorageError, UserError, flag_of
-from paro.files.object_store import path_of
 from paro.layout import shape_text
 from paro.spec.states import (
     ANCHOR,
@@ -58,8 +57,8 @@ def load_checkpoint(
     *,
     request: LoadRequest = LoadRequest(),
     log: Callable[[str], None],
-) -> dict[str, Any] | None:
-    """Fill `shards` in place; return the contents of common.json, None if nothing was saved.
+) -> SavedRun | None:
+    """Fill `shards` in place; return the checkpoint that was loaded, None if nothing was saved.
 
     Collective; `log` is called on every rank. Every rank passes a shard of every unit and of each
     wanted state; other states are not read. Moments that a converted model lacks become zero. A
@@ -68,75 +67,54 @@ def load_checkpoint(
     unless a file turned out to be damaged while it was read.
     """
     ranks = with_one_folder(control)
-    blame = f"--load {directory_root}"
     states = chunked_states(shards)
     if not request.moments:
         states = _parameters(states)
-    order, complaint = _order(directory_root, request.iteration, ranks, blame)
-    if not order and complaint is None:
-        return None
-    if order and complaint is not None:
-        log(f"  {complaint}")
-    for iteration in order:
-        try:
-            common = _load_iteration(
-                path_of(directory_root), iteration, states, request, ranks, log
-            )
-        except DamagedError as error:
-            text = f"{blame}: {error}"
-            if request.iteration is not None:
-                raise UserError(f"{text}; another --ckpt-step may be whole") from error
-            log(f"  passing over iteration {iteration}: {error}")
-            complaint = complaint or text
-        except (UserError, StorageError) as error:
-            raise type(error)(f"{blame}: {error}") from error
-        else:
-            at = f"at iteration {common['iteration']}"
-            log(f"  successfully loaded checkpoint from {directory_root} {at}")
-            return common
-    raise UserError(f"{complaint}; no checkpoint there is whole")
+    load = partial(_load_iteration, states=states, request=request, ranks=ranks, log=log)
+    order = partial(_order, ranks=ranks)
+    try:
+        saved = find_saved(directory_root, request.iteration, order=order, read=load, log=log)
+    except (UserError, StorageError) as error:
+        raise type(error)(f"--load {directory_root}: {error}") from error
+    if saved is not None:
+        of = f"{directory_root} at iteration {saved.manifest.iteration}"
+        log(f"  successfully loaded checkpoint from {of}")
+    return saved
 
 
-def _order(
-    root: str | Path, iteration: int | None, ranks: CheckpointRanks, blame: str
-) -> tuple[list[int], str | None]:
+def _order(root: str | Path, ranks: CheckpointRanks) -> tuple[list[int], str | None]:
     """Return the iterations that all ranks try, best first, and the tracker's fault or None.
 
     All ranks use rank 0's order: otherwise they could resume from different iterations. Raises
     `UserError` if other ranks see checkpoints and rank 0 does not.
     """
-    if iteration is not None:
-        return [iteration], None
-    mine: tuple[list[int], str | None] = ([], None)
-    with ranks.raise_on_all_ranks(blame, name_rank=False):
+    with ranks.raise_on_all_ranks(name_rank=False):
         mine = candidates(root)
     everyone = ranks.everyone.gather(mine)
     if any(order for order, _ in everyone) and not everyone[0][0]:
         rank = next(rank for rank, (order, _) in enumerate(everyone) if order)
         raise UserError(
-            f"{blame}: rank 0 sees no checkpoint there and rank {rank} sees iteration "
+            f"rank 0 sees no checkpoint there and rank {rank} sees iteration "
             f"{everyone[rank][0][0]}: bring the missing part to the node of rank 0"
         )
     return everyone[0]
 
 
 def _load_iteration(
-    root: Path,
+    root: str | Path,
     iteration: int,
+    *,
     states: dict[str, ChunkedState],
     request: LoadRequest,
     ranks: CheckpointRanks,
     log: Callable[[str], None],
-) -> dict[str, Any]:
+) -> SavedRun:
     """Fill the states from one iteration, after every rank has found all chunks it needs."""
     with ranks.raise_on_all_ranks():
-        directory = find_checkpoint(root, iteration)
-        manifest = read_manifest(directory)
-        common = common_of(directory)
-        if ranks.is_first_of_folder:
-            manifest.check_sizes(manifest.files)
+        saved = read_saved(root, iteration, sizes=ranks.is_first_of_folder)
+        common, directory = saved.common, saved.manifest.directory
         _check_model(common.get("model", {}), request.model or {})
-        reader = CheckedReader(manifest)
+        reader = CheckedReader(saved.manifest)
         stored = reader.metadata.state_dict_metadata
         present = _parameters(states) if common.get("parameters_only") else states
         if not has_adapters(common, request.lora, directory):
@@ -178,7 +156,7 @@ def _load_iteration(
     begin_without(states, missing)
     for line in _left_out(states, missing, stored) if request.moments else ():
         log(line)
-    return common
+    return saved
 
 
 def _left_out(

@@ -12,10 +12,9 @@ from model.hugging_face import hugging_face_config
 from model.trainable import Trainable, matching
 from model.units import BY_VOCABULARY, parameter_shapes
 from paro.checkpoint.config import CheckpointConfig
-from paro.checkpoint.directory import describe_saved, newest_whole
+from paro.checkpoint.directory import describe_saved
 from paro.config.elastic import check_survival
 from paro.config.planned_checks import PLANNED_CHECKS, check_feedback
-from paro.config.resolve import resumed_samples
 from paro.config.sharding import ShardingConfig, bits_given
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
@@ -159,7 +158,7 @@ def check_sizes(
     this check later, when the iteration that it resumes from is known.
     """
     if batches.changes and (launch.dry_run or not keeps_copies(checkpoint, sharding)):
-        batches.check_from(resumed_samples(checkpoint))
+        batches.check_from(checkpoint.resumed_samples)
 
 
 def check_in_memory(
@@ -190,7 +189,7 @@ def check_load(checkpoint: CheckpointConfig) -> None:
         return
     if checkpoint.load is None:
         raise UserError("--exit-on-missing-checkpoint needs --load")
-    if newest_whole(checkpoint.load) is None:
+    if checkpoint.saved is None:
         raise UserError(
             f"--load {checkpoint.load} holds no checkpoint, and --exit-on-missing-checkpoint says "
             "not to start afresh"

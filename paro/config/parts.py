@@ -107,7 +107,7 @@ def take_train(args: Namespace, batches: BatchSchedule) -> TrainConfig:
 
 
 def take_schedule(
-    args: Namespace, batches: BatchSchedule, train: TrainConfig, common: dict[str, Any]
+    args: Namespace, batches: BatchSchedule, train: TrainConfig, common: Mapping[str, Any]
 ) -> ScheduleConfig:
     train_samples = args.train_samples or batches.samples_after(train.train_iters)
     decay_samples = _samples(args, "lr_decay", batches)

@@ -17,7 +17,6 @@ from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.tokenizer_config import saved_tokenizer
@@ -25,8 +24,6 @@ from paro.arguments.megatron import changed_parts, ignored_lines
 from paro.arguments.needed import missing_flags
 from paro.arguments.parser import non_default, take
 from paro.checkpoint.config import CheckpointConfig, is_of_positions
-from paro.checkpoint.directory import common_of, find_checkpoint, newest_whole
-from paro.checkpoint.manifest import read_manifest
 from paro.config.context_parallel import (
     AUTO,
     ContextParallelConfig,
@@ -91,17 +88,18 @@ def with_saved(
     """Fill in flags from --load; also return log lines, and the parts read of the checkpoint."""
     notices = (*changed_parts(args), *ignored_lines(args))
     checkpoint = take(CheckpointConfig, args)
-    common = saved_common(checkpoint)
+    takes = checkpoint.use_checkpoint_args or checkpoint.use_checkpoint_opt_param_scheduler
+    common = checkpoint.saved.common if takes and checkpoint.saved is not None else {}
     if checkpoint.use_checkpoint_args:
-        if common is None:
-            notices += (f"--load {args.load} holds no checkpoint: its sizes are the flags'",)
-        else:
+        if common:
             args = with_saved_muon(with_checkpoint_args(args, common), checkpoint)
+        else:
+            notices += (f"--load {args.load} holds no checkpoint: its sizes are the flags'",)
         if missing := missing_flags(args, loaded=True):
             raise UserError(*missing)
     args, lines = keeping_choice(args, world, checkpoint)
     notices += (*flags_without_effect(args), *lines)
-    return args, notices, {"checkpoint": checkpoint, "common": common or {}}
+    return args, notices, {"checkpoint": checkpoint, "common": common}
 
 
 def flags_without_effect(args: Namespace) -> tuple[str, ...]:
@@ -223,7 +221,7 @@ def _context_of(
     if len(configs) == 1:
         line = f"{flag} auto: {configs[0].describe()}: nothing else is possible"
         return configs[0], size, (line,)
-    saved = resumed_arguments(checkpoint)
+    saved = checkpoint.resumed_arguments
     for config in configs if saved.get("world_size") == world.size else ():
         if all(saved.get(name) == value for name, value in config.flags.items()):
             saved_size = int(saved.get("micro_batch_size", 0)) if flag == SIZE_FLAG else size
@@ -279,27 +277,6 @@ def _chosen(
 _BITS = ("paro_inter_param_bits", "paro_inter_grad_bits")
 
 
-def saved_common(checkpoint: CheckpointConfig) -> dict[str, Any] | None:
-    """Read the checkpoint's common.json if a --use-checkpoint-* flag needs it, else None."""
-    if not (checkpoint.use_checkpoint_args or checkpoint.use_checkpoint_opt_param_scheduler):
-        return None
-    directory = _directory(checkpoint)
-    return None if directory is None else common_of(directory)
-
-
-def resumed_samples(checkpoint: CheckpointConfig) -> int:
-    """Read the number of training samples that a resumed run has consumed; 0 for a new run."""
-    directory = None if checkpoint.finetune else _directory(checkpoint)
-    state = {} if directory is None else common_of(directory).get("state", {})
-    return int(state.get("consumed_train_samples", 0))
-
-
-def resumed_arguments(checkpoint: CheckpointConfig) -> Mapping[str, Any]:
-    """Read the arguments saved by the run that is resumed; empty for a new run."""
-    directory = None if checkpoint.finetune else _directory(checkpoint)
-    return {} if directory is None else read_manifest(directory).arguments
-
-
 def keeping_choice(
     args: Namespace, world: World, checkpoint: CheckpointConfig
 ) -> tuple[Namespace, tuple[str, ...]]:
@@ -309,7 +286,7 @@ def keeping_choice(
     """
     if AUTO not in (args.paro_strategy, args.paro_inter_bits) or args.paro_machine is not None:
         return args, ()
-    before = resumed_arguments(checkpoint)
+    before = checkpoint.resumed_arguments
     group_size = args.paro_group_size or world.ranks_per_node
     ranks = before.get("world_size"), before.get("paro_group_size")
     if ranks != (world.size, group_size):
@@ -329,14 +306,7 @@ def keeping_choice(
     return Namespace(**(vars(args) | choice)), (line,)
 
 
-def _directory(checkpoint: CheckpointConfig) -> Path | None:
-    load, step = checkpoint.load, checkpoint.ckpt_step
-    if load is None:
-        return None
-    return newest_whole(load) if step is None else find_checkpoint(load, step)
-
-
-def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
+def with_checkpoint_args(args: Namespace, common: Mapping[str, Any]) -> Namespace:
     """Fill in the model sizes of a checkpoint, and its tokenizer if no flag gives one."""
     model = dict(common.get("model", {}))
     rows = model.pop("vocab_size")
@@ -370,7 +340,7 @@ def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
 
 def with_saved_muon(args: Namespace, checkpoint: CheckpointConfig) -> Namespace:
     """Fill in Muon and its saved settings if the run resumes Muon's optimizer states."""
-    saved = resumed_arguments(checkpoint)
+    saved = checkpoint.resumed_arguments
     continues = not checkpoint.no_load_optim and saved.get("lora_rank") == args.lora_rank
     if saved.get("optimizer") != "muon" or not continues:
         return args

@@ -11,10 +11,8 @@ from data.gpt_dataset import open_checked
 from data.indexed_dataset import bin_path, idx_path
 from model.units import flops_per_token
 from paro.arguments.parser import non_default
-from paro.checkpoint.directory import common_of, find_checkpoint, latest_iteration
 from paro.config.checks import check_overwriting
 from paro.config.record import model_lines, precision_line, recorded_arguments
-from paro.config.resolve import resumed_samples
 from paro.config.run import RunConfig
 from paro.distributed.control import PlannedControl
 from paro.errors import UserError, count_text, reading
@@ -98,7 +96,7 @@ def predict_run(config: RunConfig) -> RunPrediction:
         request=request,
         launch=launch,
         other_bits=other_bits,
-        consumed=resumed_samples(config.checkpoint) if config.batches.changes else 0,
+        consumed=config.checkpoint.resumed_samples if config.batches.changes else 0,
     )
 
 
@@ -333,12 +331,11 @@ def _checkpoints(plan: RunPrediction) -> Iterator[str]:
     checkpoint, resumed = plan.config.checkpoint, FROM_NOTHING
     if checkpoint.load is not None:
         what = "no checkpoint on this machine"
-        if checkpoint.ckpt_step is not None or latest_iteration(checkpoint.load) is not None:
-            directory = find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
-            common = common_of(directory)
-            resumed = Resumed(base=base_of(plan.config, common), common=common)
-            what = f"holds {directory.name}"
+        if (saved := checkpoint.saved) is not None:
+            resumed = Resumed(base=base_of(plan.config, saved), common=saved.common)
+            what = f"holds {saved.manifest.directory.name}"
         yield f"> --load {checkpoint.load}: {what}"
+        yield from (f"> {line}" for line in (saved.passed_over if saved else ()))
     if checkpoint.save is not None:
         every = checkpoint.save_interval
         when = "at the end" if every is None else f"every {every} iterations"

@@ -22,7 +22,7 @@ from torch import Tensor
 from paro.arguments.parser import names_in
 from paro.checkpoint.background import Background
 from paro.checkpoint.chunks import chunked_states, chunks_of
-from paro.checkpoint.directory import common_of, newest_whole
+from paro.checkpoint.config import find_saved
 from paro.checkpoint.in_memory.folder import SnapshotFolder, check_room, snapshot_folder
 from paro.checkpoint.in_memory.recovery import recover
 from paro.checkpoint.in_memory.snapshot import NUM_SLOTS, SnapshotWriter
@@ -62,12 +62,12 @@ class InMemoryCheckpointer:
 
         Snapshots that are no newer than the checkpoint of --load are not used.
         """
-        begin, flags = time.monotonic(), self._config.checkpoint
-        saved = None
-        if flags.load is not None and flags.continues and flags.ckpt_step is None:
-            saved = newest_whole(flags.load)
-        newest = -1 if saved is None else int(common_of(saved)["iteration"])
-        newest = self._folder.control.gather(newest)[0]
+        begin, flags, control = time.monotonic(), self._config.checkpoint, self._folder.control
+        saved, is_first = None, control.world.rank == 0
+        with control.raise_on_all_ranks():
+            if is_first and flags.load and flags.continues and flags.ckpt_step is None:
+                saved = find_saved(flags.load)
+        newest = control.gather(-1 if saved is None else saved.manifest.iteration)[0]
         recovery = recover(
             self._folder,
             chunked_states(training.optimizer.flat_shards()),

@@ -12,8 +12,8 @@ from data.tokenizer_config import unpadded_vocab_size
 from model.config import LlamaConfig
 from model.units import BY_VOCABULARY, parameter_shapes
 from paro.checkpoint.base import as_base, stored_parameters
-from paro.checkpoint.config import CheckpointConfig, is_of_positions, saved_fields
-from paro.checkpoint.directory import BaseCheckpoint, find_checkpoint
+from paro.checkpoint.config import CheckpointConfig, SavedRun, is_of_positions, saved_fields
+from paro.checkpoint.directory import BaseCheckpoint
 from paro.checkpoint.in_memory.recovery import Recovery
 from paro.config.record import recorded_arguments
 from paro.config.train import TrainConfig
@@ -103,7 +103,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
     assert flags.load is not None, "nothing to load"
     moments = not (flags.finetune or flags.no_load_optim)
     model, positions = saved_fields(config.model), _new_positions(config)
-    common = load_checkpoint(
+    saved = load_checkpoint(
         flags.load,
         training.optimizer.flat_shards(),
         training.control,
@@ -118,9 +118,10 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
         ),
         log=log.log0,
     )
-    if common is None:
+    if saved is None:
         log.log0(f"--load {flags.load} holds no checkpoint: starting afresh")
         return FROM_NOTHING
+    common = saved.common
     _check_finite(flags.load, common, training)
     begins = config.model.lora is not None and common.get("lora") is None
     group = None if flags.finetune else resume_group(common, training)
@@ -130,7 +131,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
         training.optimizer.loaded(**(counts if moments and not begins else {}))
     training.exposure.take()  # discard waits during loading: they belong to no step
     with training.control.raise_on_all_ranks():
-        base = base_of(config, common)
+        base = base_of(config, saved)
     if None in training.control.gather(base):
         base = None
     if base is not None:
@@ -149,9 +150,8 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
     elif flags.finetune:
         log.log0(f"--finetune: training begins with the parameters of --load {flags.load}")
     else:
-        source, restarts = f"--load {flags.load}", flags.no_load_optim
-        state = state_of(common, config, log, source, restarts=restarts)
-        if group is not None and not restarts:
+        state = state_of(common, config, log, f"--load {flags.load}", restarts=flags.no_load_optim)
+        if group is not None and not flags.no_load_optim:
             state = replace(state, loss_scale=group.loss_scale, expected=group.expected)
     return Resumed(state, base, common=common)
 
@@ -271,8 +271,8 @@ class Resumed(NamedTuple):
 FROM_NOTHING = Resumed()
 
 
-def base_of(config: RunConfig, common: Mapping[str, Any]) -> BaseCheckpoint | None:
-    """Return the checkpoint that keeps the frozen parameters, so that saves can leave them out.
+def base_of(config: RunConfig, saved: SavedRun) -> BaseCheckpoint | None:
+    """Return the checkpoint that keeps frozen parameters `saved`, so that saves leave them out.
 
     None unless all frozen parameters are in one folder that this run neither writes nor removes.
     """
@@ -280,12 +280,10 @@ def base_of(config: RunConfig, common: Mapping[str, Any]) -> BaseCheckpoint | No
     is_part = config.trainable.is_part(config.model)
     if flags.save_frozen or config.save_folder is None or not is_part:
         return None
-    assert flags.load is not None, "nothing was loaded"
-    directory = find_checkpoint(flags.load, common["iteration"])
-    named: BaseCheckpoint | None = common.get("base")
+    named: BaseCheckpoint | None = saved.common.get("base")
     if named is None:
-        return None if flags.saves_where_it_loads else as_base(directory)
-    if not stored_parameters(directory) <= config.trained:
+        return None if flags.saves_where_it_loads else as_base(saved.manifest)
+    if not stored_parameters(saved.manifest.directory) <= config.trained:
         return None
     folder = named["folder"] if flags.base is None else str(path_of(flags.base).resolve())
     return BaseCheckpoint(folder=folder, iteration=named["iteration"], checksum=named["checksum"])

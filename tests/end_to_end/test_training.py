@@ -223,7 +223,7 @@ def test_a_bug_is_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "config.resolve.take_inter_bits",
         "checkpoint.load._check_model",
         "checkpoint.storage.CheckedReader._read_chunk",
-        "checkpoint.load.common_of",
+        "checkpoint.load.read_saved",
     ):
         with monkeypatch.context() as patch:
             patch.setattr(f"paro.{place}", bug)

@@ -233,7 +233,7 @@ def read_common(directory_root: str | Path, iteration: int | None = None) -> dic
     """Return the contents of common.json; None if nothing was saved."""
     if iteration is None and latest_iteration(directory_root) is None:
         return None
-    return common_of(find_checkpoint(directory_root, iteration))
+    return common_of(read_manifest(find_checkpoint(directory_root, iteration)))
 
 
 # [Note: the scale of a difference]

@@ -55,8 +55,8 @@ def open_native(
     With `optimizer` AdamW's moments are read, too, and the rows of padding stay.
     """
     directory = find_checkpoint(root, iteration)
-    common = common_of(directory)
     manifest = read_manifest(directory)
+    common = common_of(manifest)
     tensors = tensors_in(manifest)
     if averaged:
         averages = tensors_in(manifest, EMA)
@@ -67,7 +67,7 @@ def open_native(
     under = open_base(common.get("base"), base, f"{directory}")
     if under is not None:
         is_whole = all(map(is_adapter, tensors))
-        origin = common_of(under.directory).get("converted_from") if is_whole else None
+        origin = common_of(under).get("converted_from") if is_whole else None
         tensors = tensors_in(under) | tensors
     source = source_of(common, tensors, directory, root, keeps_padding=optimizer)
     source = replace(source, origin=origin)
@@ -186,7 +186,8 @@ def write_adapters(source: Source, base: Path, root: Path, final: Path) -> None:
     assert source.lora is not None, "no adapters"
     with about("--base "):
         under = find_checkpoint(base)
-    named, common = as_base(under), common_of(under)
+    manifest = read_manifest(under)
+    named, common = as_base(manifest), common_of(manifest)
     if common.get("base") is not None or common.get("lora") is not None:
         raise UserError(
             f"--base {base}: the base of adapters must be complete and without adapters: convert "

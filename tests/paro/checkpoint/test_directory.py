@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from paro.checkpoint.config import find_saved
 from paro.checkpoint.directory import (
     COMMON,
     TRACKER,
@@ -20,12 +21,11 @@ from paro.checkpoint.directory import (
     find_checkpoint,
     finish_checkpoint,
     latest_iteration,
-    newest_whole,
     set_aside,
 )
 from paro.checkpoint.manifest import MANIFEST, DamagedError
 from paro.report.earlier import next_number
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import refused, says
 from tests.helpers.training import read_common
 
 
@@ -40,6 +40,12 @@ def text_in(root: Path) -> object:
     """The text of the checkpoint that a run would continue from."""
     common = read_common(root)
     return None if common is None else common["text"]
+
+
+def found(root: Path, **how: Any) -> int | None:
+    """The iteration of the checkpoint that a run would load."""
+    saved = find_saved(root, **how)
+    return saved and saved.manifest.iteration
 
 
 def names(root: Path) -> list[str]:
@@ -177,12 +183,17 @@ def test_the_newest_whole_one_is_found_and_if_none_is_what_is_wrong(tmp_path: Pa
     (tmp_path / "iter_0000300" / COMMON).unlink()
     path = tmp_path / "iter_0000200" / MANIFEST
     path.write_text(path.read_text()[:-9])
-    assert newest_whole(tmp_path) == tmp_path / "iter_0000100"
+    lines: list[str] = []
+    assert found(tmp_path, log=lines.append) == 100
+    for iteration, line in zip((300, 200), lines, strict=True):
+        says(line, f"passing over iteration {iteration}: {tmp_path}")
+    given = "iter_0000200 ... manifest.json is damaged ... another --ckpt-step"
+    refused(lambda: find_saved(tmp_path, 200), given)
     (tmp_path / "iter_0000100" / MANIFEST).unlink()
     with pytest.raises(
         DamagedError, match=r"iter_0000300.*common.json is missing.*; no checkpoint there is whole$"
     ):
-        newest_whole(tmp_path)
+        find_saved(tmp_path)
 
 
 @pytest.mark.parametrize("text", [None, "", "release"])
@@ -193,7 +204,7 @@ def test_a_lost_or_damaged_tracker_loses_no_checkpoint(tmp_path: Path, text: str
     if text is not None:
         (tmp_path / TRACKER).write_text(text)
         (tmp_path / "config.json").write_text("{}")  # a user's file, next to complete checkpoints
-    assert newest_whole(tmp_path) == tmp_path / "iter_0000200"
+    assert found(tmp_path) == 200
     order, complaint = candidates(tmp_path)
     assert order == [200, 100]
     assert complaint is not None

@@ -17,14 +17,13 @@ import torch
 from paro.checkpoint import folder_lock
 from paro.checkpoint.agreement import one_process
 from paro.checkpoint.chunks import ChunkedState
-from paro.checkpoint.config import CheckpointConfig
+from paro.checkpoint.config import CheckpointConfig, find_saved
 from paro.checkpoint.directory import (
     begin_checkpoint,
     candidates,
     discard_checkpoint,
     finish_checkpoint,
     iterations_in,
-    newest_whole,
     retire_checkpoint,
 )
 from paro.checkpoint.folder_lock import FolderLock, LockLostError, LockWaiter
@@ -98,15 +97,21 @@ def test_a_store_that_overwrites_what_exists_is_refused(
     refused(LockWaiter(root, holder()).attempt, f"--save {root}", "give another --save")
 
 
+def found(root: StorePath) -> Path | None:
+    """The folder of the checkpoint that a run would load."""
+    saved = find_saved(root)
+    return saved and saved.manifest.directory
+
+
 def test_a_checkpoint_is_there_once_its_manifest_is(root: StorePath) -> None:
     for iteration in (10, 20):
         finish_checkpoint(begin_checkpoint(root, iteration), iteration, {})
     left = begin_checkpoint(root, 30)
     (left / "0123abcd___0_0.distcp").write_bytes(b"killed")
     assert candidates(root) == ([20, 10], None)
-    assert newest_whole(root) == root / "iter_0000020"
+    assert found(root) == root / "iter_0000020"
     (root / "iter_0000020" / "common.json").write_bytes(b"{")
-    assert newest_whole(root) == root / "iter_0000010"
+    assert found(root) == root / "iter_0000010"
     discard_checkpoint(begin_checkpoint(root, 20))  # saved again, which fails
     assert iterations_in(root) == {10}
     finish_checkpoint(begin_checkpoint(root, 40), 40, {})
@@ -135,7 +140,7 @@ def test_a_save_that_lost_its_lock_changes_nothing(root: StorePath) -> None:
         finish_checkpoint(folder, 10, {"of": "another"}, check=lost)
     # It was stopped just after it had looked, and is woken when its successor has saved.
     refused(partial(finish_checkpoint, folder, 10, {"of": "another"}), str(folder), "another run")
-    assert newest_whole(root) == folder
+    assert found(root) == folder
 
 
 def test_a_full_disk_of_the_cache_is_called_so(

@@ -189,5 +189,6 @@ def load_checkpoint(
     log: Callable[[str], None] = lambda _line: None,
     **options: Any,
 ) -> dict[str, Any] | None:
-    """Loads shards as a run does."""
-    return load.load_checkpoint(root, shards, control_here(), log=log, **options)
+    """Loads shards as a run does; returns the contents of common.json."""
+    saved = load.load_checkpoint(root, shards, control_here(), log=log, **options)
+    return saved and {**saved.common}

@@ -98,13 +98,13 @@ def test_what_is_recorded_and_given_again_is_the_same_run(words: str) -> None:
     assert recorded_arguments(again) | left_out == recorded | left_out
 
 
-def test_samples_and_a_checkpoints_sizes_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_and_a_checkpoints_sizes_are_recorded(tmp_path: Path) -> None:
     sizes = {"num_layers": 3, "hidden_size": 32, "vocab_size": 128, "kv_channels": 8}
     heads = {"num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 64}
     common = {"model": sizes | heads | {"tie_embeddings_and_output_weights": True}}
-    monkeypatch.setattr("paro.config.resolve.saved_common", lambda _checkpoint: common)
+    finish_checkpoint(begin_checkpoint(tmp_path, 5), 5, common)
     words = SMALL.replace("--train-iters 10", "--train-samples 330")
-    config = configure(f"{words} --load x --use-checkpoint-args --llama-preset 7B", FOUR)
+    config = configure(f"{words} --load {tmp_path} --use-checkpoint-args --llama-preset 7B", FOUR)
     recorded = recorded_arguments(config)
     assert {name: recorded[name] for name in heads} == heads
     assert (recorded["num_layers"], recorded["padded_vocab_size"]) == (3, 128)

@@ -11,6 +11,14 @@ import pytest
 import torch
 
 from data.fingerprint import Fingerprint
+from paro.checkpoint.directory import (
+    COMMON,
+    TRACKER,
+    begin_checkpoint,
+    finish_checkpoint,
+    remove_folder,
+)
+from paro.checkpoint.manifest import MANIFEST
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.launch.dry_run import RunPrediction, predict_run, run_dry
@@ -22,7 +30,7 @@ from paro.training.assembly import build_training
 from paro.training.in_memory import in_memory_bytes
 from tests.helpers.corpora import write_corpus
 from tests.helpers.ranks import ROOT
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import refused, says
 from tests.helpers.training import configured
 
 SMALL = (
@@ -93,6 +101,25 @@ def test_it_says_what_a_rank_holds_and_sends(capsys: pytest.CaptureFixture[str])
     between = 2 * trained * 2 / 4 / 2
     sent = f"{inside / 1e6:.1f} MB inside its group, {between / 1e3:.1f} kB between groups\n"
     assert f"> sent by a rank in a step: {sent}" in out
+
+
+def test_it_names_the_checkpoint_that_a_training_would_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{MOCK} --dry-run --world-size 1 --load {tmp_path}"
+    assert f"> --load {tmp_path}: no checkpoint on this machine\n" in printed(words, capsys)
+    for iteration in (1, 2, 3):
+        finish_checkpoint(begin_checkpoint(tmp_path, iteration), iteration, {})
+    (tmp_path / "iter_0000003" / COMMON).write_text("{")
+    (tmp_path / "iter_0000002" / MANIFEST).unlink()
+    passed = f"passing over iteration {{}}: {tmp_path}/iter_000000{{}}/{{}}"
+    told = (passed.format(3, 3, COMMON), passed.format(2, 2, MANIFEST))
+    says(printed(words, capsys), f"> --load {tmp_path}: holds iter_0000001", *told)
+    (tmp_path / TRACKER).unlink()
+    says(printed(words, capsys), "holds iter_0000001", f"{TRACKER} is missing")
+    refused(lambda: run(f"{words} --ckpt-step 2"), "manifest.json ... another --ckpt-step")
+    remove_folder(tmp_path / "iter_0000001")
+    refused(lambda: run(words), f"{TRACKER} is missing; no checkpoint there is whole")
 
 
 # Refusals

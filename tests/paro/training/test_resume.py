@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,8 +20,10 @@ from torch import Tensor
 
 from model import initialization
 from model.initialization import ParameterInit
+from paro.checkpoint import manifest
 from paro.checkpoint.convert import by_ranks, hugging_face
-from paro.checkpoint.directory import begin_checkpoint, candidates, finish_checkpoint
+from paro.checkpoint.directory import COMMON, begin_checkpoint, candidates, finish_checkpoint
+from paro.checkpoint.manifest import MANIFEST
 from paro.distributed.comm_stream import Event
 from paro.errors import StorageError, UserError
 from paro.report.log import Log
@@ -102,6 +107,34 @@ def test_a_null_tokenizer_that_counted_otherwise_is_told(tmp_path: Path) -> None
     go_on, told = f"--train-iters 2 --load {tmp_path}", "to continue with the same data"
     assert f"give --vocab-size 128 {told}" in run(go_on, "--vocab-size 127")
     assert told not in run(go_on)
+
+
+def test_a_start_finds_its_checkpoint_once_and_loads_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = f"--train-iters 3 --load {tmp_path} --rampup-batch-size 4 4 8"
+    run(load, f"--save {tmp_path} --exit-interval 2")
+    load += " --use-checkpoint-args --use-checkpoint-opt_param-scheduler"
+    load += " --exit-on-missing-checkpoint --paro-strategy auto"
+    part = f"{load} --trainable last-blocks:0.5 --save {tmp_path}/part"
+    copies = f"--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir {tmp_path}/memory"
+    reads: list[str] = []
+
+    def noted(path: Path, *words: Any, own: Callable[..., Any], **named: Any) -> Any:
+        reads.append(path.name)
+        return own(path, *words, **named)
+
+    for name in ("read_json", "read_bytes"):
+        own = getattr(manifest, name)
+        monkeypatch.setattr(manifest, name, partial(noted, own=own))
+    for start, times in (
+        (f"{part} --dry-run --world-size 1", 1),
+        (f"{part} --exit-interval 1 --no-load-optim", 2),
+        (f"{load} --save {tmp_path} {copies}", 3),  # again when it holds the folder
+    ):
+        reads.clear()
+        run(start)
+        assert Counter(reads) == {MANIFEST: times, COMMON: times}, start
 
 
 def test_starting_over_sets_aside_what_was_there(tmp_path: Path) -> None:

@@ -21,11 +21,12 @@ from torch.distributed.checkpoint.planner import SavePlan
 import paro.checkpoint.convert.source
 from data.batch import Batch
 from model.config import LlamaConfig
+from paro.checkpoint.config import find_saved
 from paro.checkpoint.convert.conversion import Conversion
 from paro.checkpoint.convert.megatron import open_megatron, write_megatron
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.convert.tensor_files import lazy
-from paro.checkpoint.directory import latest_iteration, newest_whole
+from paro.checkpoint.directory import latest_iteration
 from paro.checkpoint.metadata import read_metadata
 from paro.report.log import Log
 from paro.training.resume import load_run
@@ -324,7 +325,7 @@ def test_a_run_is_told_to_convert_it(tmp_path: Path) -> None:
     refused(lambda: latest_iteration(tmp_path / "dist"), "tools/convert_checkpoint.py")
     release.rename(tmp_path / "dist" / "iter_0000007")
     (tmp_path / "dist" / "latest_checkpointed_iteration.txt").write_text("7")
-    refused(lambda: newest_whole(tmp_path / "dist"), "tools/convert_checkpoint.py")
+    refused(lambda: find_saved(tmp_path / "dist"), "tools/convert_checkpoint.py")
 
 
 def test_newer_folders_have_what_is_common_among_the_tensors(tmp_path: Path) -> None:
