@@ -73,11 +73,7 @@ def check_average(train: TrainConfig, optim: OptimConfig) -> None:
             f"--ema-decay {optim.ema_decay:g} averages nothing: weights are averaged first after "
             f"iteration {first} (--ema-start, --ema-interval), and the last is {train.train_iters}"
         )
-    if not train.eval_ema:
-        return
-    if optim.ema_decay is None:
-        raise UserError("--eval-ema needs --ema-decay, whose averaged weights it evaluates")
-    if train.skip_train:
+    if optim.eval_ema and train.skip_train:
         reason = (
             "nothing is averaged; convert_checkpoint.py --weights ema makes a model to evaluate"
         )
@@ -101,12 +97,12 @@ def check_trace(train: TrainConfig, model: LlamaConfig) -> None:
         raise contradiction("--trace-nan", f"--torch-compile {model.torch_compile}", reason)
 
 
-def check_copy_engine(sharding: ShardingConfig, strategy: Strategy, runtime: RuntimeConfig) -> None:
+def check_copy_engine(sharding: ShardingConfig, strategy: Strategy) -> None:
     """Raise `UserError` if --paro-nccl-copy-engine has no all-gather inside a node to speed up."""
     world, way = sharding.world, (sharding.materialize, sharding.collective)
     gather = world.topology(*strategy.degrees).axes_between(1, strategy.params)
     inside = bool(gather) and gather[0].outer <= min(world.group_size, world.ranks_per_node)
-    if runtime.paro_nccl_copy_engine and not (inside and way == ("gather", "native")):
+    if sharding.nccl_copy_engine and not (inside and way == ("gather", "native")):
         raise UserError(
             "--paro-nccl-copy-engine is for parameters that are gathered inside a node, axis by "
             f"axis, and there are none: {strategy.name} with --paro-group-size {world.group_size}, "

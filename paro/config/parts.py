@@ -46,6 +46,7 @@ def take_batches(args: Namespace, data_parallel_size: int) -> BatchSchedule:
         global_batch_size=global_batch_size,
         data_parallel_size=data_parallel_size,
         step_batch_size_schedule=steps,
+        evaluates=args.eval_iters > 0,
     )
 
 

@@ -155,16 +155,13 @@ class RunConfig:
         """The description of the run, which engine and planner share."""
         batches, trained = self.batches, self.trained
         return RunSpec(
-            **self.task.settings(self.sharding),
+            **self.task.settings(batches, self.sharding),
             trained=trained,
             recompute=self.model.recompute,
             world_size=self.world.size,
             strategy=self.strategy,
             micro_batch_size=batches.micro_batch_size if trained else batches.eval_micro_batch,
             num_micro_batches=batches.most_micro_batches,
-            eval_micro_batch_size=batches.eval_micro_batch if self.train.eval_iters else 0,
-            eval_ema=self.train.eval_ema and self.train.eval_iters > 0,
-            copy_engine=self.runtime.paro_nccl_copy_engine,
         )
 
     def on_measured(self, machine: Machine) -> RunConfig:

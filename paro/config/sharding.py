@@ -22,7 +22,7 @@ from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.context_layout import ContextLimits
-from paro.spec.optim_config import MuonConfig
+from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import Materialize, RunSettings
 from paro.strategy import (
@@ -52,6 +52,7 @@ class ShardingConfig:
     elastic: bool = False  # True: a restart may have fewer or more nodes
     outer: OuterConfig | None = None  # outer steps between groups; None: all are synchronous
     inter_bits: str | None = None  # "auto": the planner chooses bit widths between groups
+    nccl_copy_engine: bool = False  # True: copy engines all-gather inside nodes
 
     def __post_init__(self) -> None:
         if self.rotate_in_place and self.materialize != "rotate":
@@ -196,18 +197,19 @@ def check_measurable(flags: Sequence[str], world: World, dry_run: bool) -> None:
 
 
 class TrainingTask(NamedTuple):
-    """The model, its precision and its data, and the device that trains it."""
+    """The model, its precision, optimizer and data, and the device that trains it."""
 
     model: LlamaConfig
     trainable: Trainable
     precision: PrecisionConfig
+    optim: OptimConfig
     muon: MuonConfig
     data: DataConfig
     launch: LaunchConfig
     device_type: str
 
-    def settings(self, sharding: ShardingConfig) -> dict[str, Any]:
-        """Return all fields of `RunSettings` but batch sizes, by name."""
+    def settings(self, batches: BatchSchedule, sharding: ShardingConfig) -> dict[str, Any]:
+        """Return all fields of `RunSettings` but the micro-batch size, by name."""
         return {
             "model": self.model,
             "group_size": sharding.world.group_size,
@@ -222,11 +224,15 @@ class TrainingTask(NamedTuple):
             "collective": sharding.collective,
             "materialize": Materialize.of_flags(sharding.materialize, sharding.rotate_in_place),
             "device_type": self.device_type,
+            "eval_micro_batch_size": (batches.eval_micro_batch_size or 0) * batches.evaluates,
+            "eval_ema": self.optim.eval_ema and batches.evaluates,
+            "copy_engine": sharding.nccl_copy_engine,
         }
 
     def context_limits(self, sharding: ShardingConfig) -> ContextLimits:
         """Return the limits of context-parallel layouts, which depend on no batch size."""
-        settings = RunSettings(**self.settings(sharding), micro_batch_size=1)
+        batches = BatchSchedule(micro_batch_size=1, global_batch_size=1, data_parallel_size=1)
+        settings = RunSettings(**self.settings(batches, sharding), micro_batch_size=1)
         return settings.context_limits(sharding.world.size)
 
     def plan_request(self, batches: BatchSchedule, sharding: ShardingConfig) -> PlanRequest:
@@ -234,11 +240,11 @@ class TrainingTask(NamedTuple):
         assert sharding.machine is not None, "measured, or from --paro-machine"
         gigabytes = self.launch.device_memory_gb
         return PlanRequest(
-            **self.settings(sharding),
+            **self.settings(batches, sharding),
             machine=sharding.machine,
             micro_batch_size=batches.micro_batch_size,
-            eval_micro_batch_size=batches.eval_micro_batch_size or 0,
             global_batch_size=batches.global_batch_size,
+            largest_batch_size=batches.largest_step,
             memory_bytes=None if gigabytes is None else round(gigabytes * 1e9),
             ranks_per_node=sharding.world.ranks_per_node,
             survive=sharding.survive,

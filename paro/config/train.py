@@ -29,7 +29,6 @@ class TrainConfig:
     empty_unused_memory_level: int = 0
     log_num_zeros_in_grad: bool = False
     log_params_norm: bool = False
-    eval_ema: bool = False  # True: evaluate averaged weights too
     trace_nan: bool = False  # True: name the first operation of a step that is not finite
     seed: int = 1234
     # Samples at the start with unquantized messages; None: until the learning rate has warmed up.

@@ -83,8 +83,7 @@ def predict_run(config: RunConfig) -> RunPrediction:
         request = replace(request, memory_margin=MEMORY_MARGIN)
     if request is not None and config.trained:
         estimator, candidate = Estimator(request), request.candidate(config.strategy)
-        # Evaluations, or steps with other batch sizes, may need more memory than the timed step.
-        launch = replace(estimator.estimate(candidate), memory=peak)
+        launch = estimator.estimate(candidate)
         other = estimator.with_other_bits(candidate)
         other_bits = None if other is None else estimator.estimate(other)
     return RunPrediction(

@@ -77,20 +77,22 @@ class Estimator:
         self._flops_per_token = cache(partial(flops_per_token, *counted, causal=False))
         self._given = {one.name: getattr(request, one.name) for one in fields(RunSettings)}
 
-    def run_spec(self, candidate: Candidate) -> RunSpec:
-        """Return the description of a run of the candidate."""
+    def run_spec(self, candidate: Candidate, *, timed: bool = False) -> RunSpec:
+        """Return the description of a run of the candidate; `timed`: of its step that is timed."""
         request, size, context = self.request, candidate.micro_batch_size, candidate.context
         chosen = {name: getattr(candidate, name) for name in _CHOSEN}
+        count, samples = request.micro_batches(size, context), request.global_batch_size
+        largest = samples if timed else max(samples, request.largest_batch_size)
         return RunSpec(
             **(self._given | chosen | {"precision": candidate.precision(request)}),
             trained=request.trained,
             world_size=request.world_size,
-            num_micro_batches=request.micro_batches(size, context),
+            num_micro_batches=largest * count // samples,
         )
 
     def costs(self, candidate: Candidate) -> StepCosts:
         """Return the costs of a step of a candidate."""
-        run = self.run_spec(candidate)
+        run = self.run_spec(candidate, timed=True)
         return StepCosts(
             run=run,
             computing=self._computing_of(run),
@@ -139,7 +141,7 @@ class Estimator:
 
         Flat and ring send more bytes between groups, and fewer inside them.
         """
-        run = replace(self.run_spec(candidate), collective="native")
+        run = replace(self.run_spec(candidate, timed=True), collective="native")
         return self._memory.sent(run, run.num_micro_batches)
 
     def estimate(self, candidate: Candidate, *, record: bool = False) -> Estimate:

@@ -105,7 +105,7 @@ class RunMemory:
     def of(self, run: RunSpec) -> DeviceMemory:
         """Predict the memory at the largest snapshot of a step or of an evaluation."""
         machine, snapshot = self._machine, self._snapshot(run)
-        size, copies = run.eval_micro_batch_size, 0
+        size, copies = run.eval_micro_batch_size or run.micro_batch_size, 0
         if run.eval_ema:
             copies = sum(spec.sent_param_bytes for spec in self.specs(run))
         if run.trained and (size > run.micro_batch_size or copies):

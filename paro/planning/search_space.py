@@ -39,7 +39,8 @@ class PlanRequest(RunSettings):
     """A request to the planner: the model, machine and batch to plan for, with the other flags."""
 
     machine: Machine  # the cluster, with the world size of the run
-    global_batch_size: int
+    global_batch_size: int  # samples of the step that is timed
+    largest_batch_size: int = 0  # samples of the largest step; 0: as many as are timed
     trainable: Trainable = field(default_factory=Trainable)
     memory_bytes: int | None = None  # bytes per device; None: as the machine says
     memory_margin: float = 0.0  # share of the device's memory that a choice leaves free

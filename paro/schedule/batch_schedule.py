@@ -35,6 +35,7 @@ class BatchSchedule:
     step_batch_size_schedule: tuple[tuple[int, int], ...] | None = None
     eval_global_batch_size: int | None = None  # samples per eval iteration; None: global_batch_size
     eval_micro_batch_size: int | None = None  # samples of a micro-batch; None: micro_batch_size
+    evaluates: bool = True  # False: the run has no evaluation
 
     def __post_init__(self) -> None:
         check_least(
@@ -72,8 +73,12 @@ class BatchSchedule:
     @property
     def most_micro_batches(self) -> int:
         """The most micro-batches that a rank takes in any iteration."""
-        sizes = [size for _, size in self.step_batch_size_schedule or ()]
-        return max(self.global_batch_size, *sizes, 0) // self.samples_per_micro_batch
+        return max(self.global_batch_size, self.largest_step) // self.samples_per_micro_batch
+
+    @property
+    def largest_step(self) -> int:
+        """The largest global batch of --step-batch-size-schedule; 0 without one."""
+        return max((size for _, size in self.step_batch_size_schedule or ()), default=0)
 
     @property
     def eval_micro_batch(self) -> int:

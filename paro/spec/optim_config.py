@@ -59,6 +59,7 @@ class OptimConfig:
     ema_decay: float | None = None  # decay of averaged weights; None: nothing is averaged
     ema_start: int = 0  # first iteration after which weights may be averaged
     ema_interval: int = 1  # iterations between two updates of the average
+    eval_ema: bool = False  # True: evaluate averaged weights too
 
     def __post_init__(self) -> None:
         self.groups()  # raises `UserError` for a value that is no group
@@ -74,6 +75,8 @@ class OptimConfig:
         check_least(1, ema_interval=self.ema_interval)
         if self.ema_decay is None and (self.ema_start, self.ema_interval) != (0, 1):
             raise UserError("--ema-start and --ema-interval need --ema-decay")
+        if self.ema_decay is None and self.eval_ema:
+            raise UserError("--eval-ema needs --ema-decay, whose averaged weights it evaluates")
 
     def averages_after(self, iteration: int) -> bool:
         """Return whether the weights after an iteration are to be averaged."""

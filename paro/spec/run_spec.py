@@ -66,8 +66,9 @@ class RunSettings:
     collective: str = "native"
     materialize: Materialize = Materialize.GATHER
     device_type: str = "cuda"  # or "cpu"; decides the kernels that exist
-    eval_micro_batch_size: int = 0  # samples; 0: without evaluation, or as in training
+    eval_micro_batch_size: int = 0  # samples; 0: as in training, or without evaluation
     eval_ema: bool = False  # whether evaluations have averaged weights too
+    copy_engine: bool = False  # whether unsharded parameters stay in registered memory
 
     @property
     def can_offload(self) -> bool:
@@ -98,7 +99,6 @@ class RunSpec(RunSettings):
     world_size: int
     strategy: Strategy
     num_micro_batches: int  # the largest number of micro-batches in a step
-    copy_engine: bool = False  # whether unsharded parameters stay in registered memory
 
     @property
     def step_kind(self) -> tuple[object, ...]:

@@ -37,7 +37,7 @@ def evaluate(
     that an evaluation sends are not counted.
     """
     optimizer, control = training.optimizer, training.control
-    averages = training.config.eval_ema and optimizer.num_averaged > 0
+    averages = optimizer.config.eval_ema and optimizer.num_averaged > 0
     at_once = _AT_ONCE if averages else num_micro_batches
     training.model.wait_for_updated_params()
     own = torch.zeros(4, dtype=torch.float64)  # nats, tokens, bytes, nats of averaged weights

@@ -50,11 +50,15 @@ RENAMED = {
     "weight_decay": "schedule.start_weight_decay",
 }
 # Fields with a flag's name that are computed from it, or repeat it for another reader.
-ALSO = {"data.seed", "model.vocab_size", "precision.ema_decay", "vocab_size"}
+ALSO = {
+    *("data.seed", "model.vocab_size", "precision.ema_decay", "sharding.nccl_copy_engine"),
+    "vocab_size",
+}
 # Fields that come from no flag.
 UNOWNED = {
     "arguments",
     "batches.data_parallel_size",
+    "batches.evaluates",  # by --eval-iters
     "command_line",
     "eod",
     "loss_scale.dynamic",

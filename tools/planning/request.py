@@ -30,12 +30,7 @@ from paro.config.context_parallel import (
 from paro.config.model import take_model, vocab_size_given
 from paro.config.parts import take_loss_scale, take_precision
 from paro.config.planned_checks import PLANNED_CHECKS, check_feedback, needs_of
-from paro.config.sharding import (
-    ShardingConfig,
-    TrainingTask,
-    take_inter_bits,
-    units_ahead,
-)
+from paro.config.sharding import ShardingConfig, TrainingTask, take_inter_bits, units_ahead
 from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError, check_least
 from paro.machine.files import find_machine, machine_of_launch
@@ -43,7 +38,7 @@ from paro.machine.machine import Machine, Nic
 from paro.planning.search_space import MEMORY_MARGIN, PlanRequest, SearchSpace
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.context_layout import SIZE_FLAG
-from paro.spec.optim_config import MuonConfig
+from paro.spec.optim_config import MuonConfig, OptimConfig
 from tools.planning.made_machine import GPUS, machine_of_gpus
 from tools.shared.command_line import Parser, add_trainer_flags
 
@@ -203,6 +198,7 @@ def plan_request_of_args(args: Namespace) -> PlanRequest:
         machine=machine,
         outer=None,
         elastic=False,
+        nccl_copy_engine=False,
     )
     args.seq_length = seq_length_of(args)
     model = take_model(args, vocab_size_of(args))
@@ -244,6 +240,7 @@ def task_of(
         model,
         trainable,
         precision,
+        OptimConfig(),
         MuonConfig(muon_num_ns_steps=args.muon_num_ns_steps),
         DataConfig(seq_length=args.seq_length, mock_data=True),
         LaunchConfig(dry_run=True, world_size=world.size, device_memory_gb=gigabytes),

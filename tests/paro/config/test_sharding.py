@@ -16,6 +16,7 @@ from paro.config.sharding import ShardingConfig
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.machine.files import machine_to_json
+from paro.planning.estimator import Estimator
 from paro.planning.run_memory import RunMemory
 from paro.strategy import survival
 from tests.helpers.refusals import refused
@@ -62,6 +63,42 @@ def test_auto_keeps_to_the_memory_of_a_dry_run() -> None:
     peak = RunMemory(config.sharding.machine).of(replace(config.spec, device_type="cuda"))
     assert "in an evaluation" in peak.allocations.name
     assert peak.total <= 12e9
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--eval-micro-batch-size 8 --eval-iters 0",
+        "--eval-micro-batch-size 64 --eval-global-batch-size 2048",
+        "--ema-decay 0.9 --eval-ema",
+        "--ema-decay 0.9 --eval-ema --eval-iters 0",
+        "--paro-nccl-copy-engine",
+        "--rampup-batch-size 128 128 5120",
+        "--step-batch-size-schedule 0:2560,1M:128",
+        "--context-parallel-size 2 --recompute-granularity full",
+    ],
+)
+def test_the_planner_describes_the_run_that_its_candidate_becomes(flags: str) -> None:
+    base = RUN.replace("--global-batch-size 1280", "") if "schedule" in flags else RUN
+    config = configured_on(f"{base} --paro-machine dgx-a100-roce100 {flags}", WORLD)
+    request = config.plan_request
+    assert Estimator(request).run_spec(request.candidate(config.strategy)) == config.spec
+
+
+def test_auto_counts_the_averaged_weights_of_an_evaluation() -> None:
+    flags = f"{RUN.replace(' 8 ', ' 1 ', 1)} --micro-batch-size 1 --paro-machine dgx-a100-roce100 "
+    flags += "--ema-decay 0.9 --eval-ema --eval-micro-batch-size 64 --eval-global-batch-size 2048 "
+    flags += "--paro-inter-param-bits 4 --dry-run --world-size 32 --paro-strategy"
+    first = configured_on(f"{flags} auto")
+    memories = RunMemory(first.sharding.machine)
+    without, needed = (
+        memories.of(replace(first.spec, eval_ema=eval_ema)).total for eval_ema in (False, True)
+    )
+    assert without < needed
+    limit = (without + needed) / 2e9
+    chosen = configured_on(f"{flags} auto --device-memory-gb {limit}")
+    assert chosen.strategy != first.strategy
+    assert memories.of(chosen.spec).total <= limit * 1e9
 
 
 @pytest.mark.parametrize("strategy", ["IIG", "auto"])

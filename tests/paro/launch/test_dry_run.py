@@ -179,8 +179,9 @@ def test_the_largest_step_of_a_schedule_decides_the_memory() -> None:
     longer = PLANNED.replace("--seq-length 512", "--seq-length 2048 --paro-strategy GGG")
     words = longer.replace("--global-batch-size 256", "--step-batch-size-schedule 0:512,64K:128")
     plan = planned(words)
-    alone = Estimator(plan.request).memory(plan.launch.candidate)
+    alone = Estimator(replace(plan.request, largest_batch_size=0)).memory(plan.launch.candidate)
     assert alone.total < plan.memory.total
+    assert plan.launch.num_micro_batches == 1
     assert plan.launch.memory == plan.memory == planned(longer).memory
 
 
