@@ -24,6 +24,7 @@ from paro.planning.planner import (
 )
 from paro.planning.remedies import MOST_RANKS, why_nothing_fits
 from paro.planning.search_space import PlanRequest
+from paro.planning.step_costs import simulate
 from paro.report.log import print_line
 from tools.planning import tables
 from tools.planning.failures import expected, failures_of, failures_table
@@ -163,7 +164,7 @@ def draw_step(args: Namespace, request: PlanRequest, chosen: Estimate) -> None:
         micro_batch_size=size,
         global_batch_size=size * request.data_parallel_size * min(2, chosen.num_micro_batches),
     )
-    activities = Estimator(few).estimate(chosen.candidate, record=True).timeline.activities
+    activities = simulate(Estimator(few).costs(chosen.candidate), record=True).activities
     if args.trace is not None:
         write_text(args.trace, chrome_trace(activities))
     if args.timeline is not None:

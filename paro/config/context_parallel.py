@@ -308,10 +308,10 @@ def fastest_config(
 
 
 def faster_comm_type(
-    config: ContextParallelConfig, request: PlanRequest, strategy: Strategy
+    config: ContextParallelConfig, estimator: Estimator, strategy: Strategy
 ) -> str | None:
     """Name the flags of another type whose step is predicted to be clearly faster, if any."""
-    candidate, estimator = request.candidate(strategy), Estimator(request)
+    request, candidate = estimator.request, estimator.request.candidate(strategy)
     seconds = estimator.estimate(candidate).seconds
     least, fastest = seconds / (1 + _CLEAR_GAIN), None
     base = replace(config, cp_comm_type="p2p", hierarchical_context_parallel_sizes=None)

@@ -48,7 +48,8 @@ from paro.errors import UserError
 from paro.files.object_store import path_of
 from paro.machine.files import find_machine
 from paro.machine.machine import Machine
-from paro.planning.search_space import PlanRequest
+from paro.planning.estimator import Estimator
+from paro.planning.run_memory import DeviceMemory, RunMemory
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
@@ -131,13 +132,23 @@ class RunConfig:
             return None
         return self.checkpoint.non_persistent_save_interval or 1
 
-    @property
-    def plan_request(self) -> PlanRequest | None:
-        """The planner's request; None unless --paro-machine names a device."""
+    @cached_property
+    def estimator(self) -> Estimator | None:
+        """The predictions for the planner's request; None unless --paro-machine names a device."""
         machine = self.sharding.machine
         if machine is None or machine.device is None:
             return None
-        return self.task.plan_request(self.batches, self.sharding)
+        return Estimator(self.task.plan_request(self.batches, self.sharding))
+
+    @cached_property
+    def memories(self) -> RunMemory:
+        """The predictions of memory for the run, and for changes of it."""
+        return self.estimator.memories if self.estimator else RunMemory(self.sharding.machine)
+
+    @cached_property
+    def memory(self) -> DeviceMemory:
+        """The most memory that a rank takes of its device."""
+        return self.memories.of(self.spec)
 
     @property
     def param_groups(self) -> ParamGroups:

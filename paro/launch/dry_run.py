@@ -20,17 +20,15 @@ from paro.files.object_store import is_url
 from paro.launch.placement import placement_lines
 from paro.launch.prediction import checkpoint_bytes, remedy_of, upload_text
 from paro.planning.description import bits_text, describe, seconds_text, spent_text
-from paro.planning.estimator import Estimate, Estimator
+from paro.planning.estimator import Estimate
 from paro.planning.listing import step_lines
 from paro.planning.planner import TIE, SearchResult
 from paro.planning.planner import plan as search
 from paro.planning.remedies import why_nothing_fits
-from paro.planning.run_memory import DeviceMemory, RunMemory
 from paro.planning.search_space import MEMORY_MARGIN, PlanRequest
 from paro.report.log import print_line
 from paro.report.log_line import arguments_block
 from paro.spec.offload import offloaded
-from paro.spec.run_spec import RunSpec
 from paro.text import align, size_text
 from paro.topology import Sent
 from paro.training.assembly import build_training
@@ -45,10 +43,7 @@ class RunPrediction:
     """The prediction of a run, with rank 0 built on the meta device: shapes without storage."""
 
     config: RunConfig
-    run: RunSpec
     training: Training
-    memories: RunMemory
-    memory: DeviceMemory
     request: PlanRequest | None  # planner's request; None unless --paro-machine names a device
     launch: Estimate | None  # step time and memory on that device; None with --skip-train
     other_bits: Estimate | None = None  # estimate with 16 bits if `launch` quantizes, or vice versa
@@ -68,7 +63,7 @@ class RunPrediction:
 
     @property
     def fits(self) -> bool:
-        return self.device_bytes is None or self.memory.total <= self.device_bytes
+        return self.device_bytes is None or self.config.memory.total <= self.device_bytes
 
 
 def predict_run(config: RunConfig) -> RunPrediction:
@@ -76,22 +71,16 @@ def predict_run(config: RunConfig) -> RunPrediction:
     control = PlannedControl(config.world, torch.device("meta"))
     # The kernels of the run's device type are assumed.
     training = replace(build_training(config, control), device=torch.device(config.device_type))
-    memories, run = RunMemory(config.sharding.machine), config.spec
-    peak = memories.of(run)
-    request, launch, other_bits = config.plan_request, None, None
-    if request is not None:
-        request = replace(request, memory_margin=MEMORY_MARGIN)
-    if request is not None and config.trained:
-        estimator, candidate = Estimator(request), request.candidate(config.strategy)
-        launch = estimator.estimate(candidate)
-        other = estimator.with_other_bits(candidate)
-        other_bits = None if other is None else estimator.estimate(other)
+    estimator, request, launch, other_bits = config.estimator, None, None, None
+    if estimator is not None:
+        request = replace(estimator.request, memory_margin=MEMORY_MARGIN)
+        if config.trained:
+            candidate = request.candidate(config.strategy)
+            launch, other = estimator.estimate(candidate), estimator.with_other_bits(candidate)
+            other_bits = None if other is None else estimator.estimate(other)
     return RunPrediction(
         config=config,
-        run=run,
         training=training,
-        memories=memories,
-        memory=peak,
         request=request,
         launch=launch,
         other_bits=other_bits,
@@ -136,15 +125,15 @@ def _answer(
     plan: RunPrediction, result: SearchResult | None, mistakes: Sequence[str]
 ) -> Iterator[str]:
     """Yield the first lines: whether the run starts and fits, bytes sent, and the step time."""
-    world, backend = plan.config.world, plan.config.runtime.distributed_backend
+    world, runtime, memory = plan.config.world, plan.config.runtime, plan.config.memory
     ranks = count_text(world.size, "rank")
-    nodes = count_text(world.num_nodes, "node")
-    yield f"> dry run of {ranks} on {nodes} of {world.ranks_per_node}, {backend}"
+    nodes = f"{count_text(world.num_nodes, 'node')} of {world.ranks_per_node}"
+    yield f"> dry run of {ranks} on {nodes}, {runtime.distributed_backend}"
     for mistake in mistakes:
         yield f"> the launch would fail: {mistake}"
     if not mistakes:
         yield "> the launch is sound; nothing was started and nothing written"
-    yield f"> memory of a rank: {size_text(plan.memory.total)} at most, at {plan.memory.name}"
+    yield f"> memory of a rank: {size_text(memory.total)} at most, at {memory.name}"
     if plan.device_bytes is None:
         yield "> --device-memory-gb GB, or --paro-machine NAME, would say whether that fits"
     elif plan.fits:
@@ -155,13 +144,14 @@ def _answer(
 
 def _traffic(plan: RunPrediction) -> Iterator[str]:
     """Yield lines about bytes that rank 0 sends, also in rounds, and the mean if ranks differ."""
-    rank0, mean = (plan.memories.sent(plan.run, plan.num_micro_batches, rank) for rank in (0, None))
+    memories, run = plan.config.memories, plan.config.spec
+    rank0, mean = (memories.sent(run, plan.num_micro_batches, rank) for rank in (0, None))
     yield f"> sent by a rank in a step: {_sent_text(rank0)}"
     warmup = samples_in_full_precision(plan.training)
-    if plan.run.precision.quantizes and mean.inter and warmup:
+    if run.precision.quantizes and mean.inter and warmup:
         yield f">   with codes; in the first {warmup:,} samples more, without codes"
-    if (outer := plan.run.outer) is not None:
-        sent = plan.memories.sent_in_rounds(plan.run, rank=0)
+    if (outer := run.outer) is not None:
+        sent = memories.sent_in_rounds(run, rank=0)
         parts = count_text(outer.outer_fragments, "fragment")
         yield f">   and in {outer.outer_steps} steps for outer steps, {parts}: {_sent_text(sent)}"
         if outer.outer_warmup:
@@ -217,14 +207,11 @@ def _why_not(plan: RunPrediction, result: SearchResult | None) -> str:
         whose += f" of {request.machine.name}"
     if gigabytes is not None:
         whose = f"--device-memory-gb {gigabytes:g}"
-    limit, ranks = plan.device_bytes, plan.config.world.ranks_per_node
-    advice = remedy_of(plan.memories, plan.run, ranks, lambda other: other.total <= limit)
+    limit, memory = plan.device_bytes, plan.config.memory
+    advice = remedy_of(plan.config, lambda other: other.total <= limit)
     if result is not None and result.best is not None:
         advice += f"; the fastest that fits is {result.best.candidate.describe()}"
-    return (
-        f"a rank needs {size_text(plan.memory.total)} at {plan.memory.name}, more than "
-        f"{whose}: {advice}"
-    )
+    return f"a rank needs {size_text(memory.total)} at {memory.name}, more than {whose}: {advice}"
 
 
 def _batch(plan: RunPrediction) -> Iterator[str]:
@@ -291,13 +278,13 @@ def _units(plan: RunPrediction) -> Iterator[str]:
 
 
 def _memory(plan: RunPrediction) -> Iterator[str]:
-    memory = plan.memory
+    memory = plan.config.memory
     yield f"> memory at {memory.name}: {size_text(memory.total)}"
     for name, num_bytes in memory.parts().items():
         if num_bytes:
             yield f"    {name:<17}  {size_text(num_bytes, like=memory.total):>9}"
-    on_host = offloaded(plan.memories.specs(plan.run)).host_bytes
-    if on_host and plan.run.device_type == "cuda":
+    on_host = offloaded(plan.config.memories.specs(plan.config.spec)).host_bytes
+    if on_host and plan.config.spec.device_type == "cuda":
         yield f">   and {size_text(on_host)} of host memory, which are read and written every step"
 
 
@@ -339,7 +326,7 @@ def _checkpoints(plan: RunPrediction) -> Iterator[str]:
         every = checkpoint.save_interval
         when = "at the end" if every is None else f"every {every} iterations"
         has_base, has_moments = resumed.base is not None, not checkpoint.no_save_optim
-        num_bytes = checkpoint_bytes(plan.run, has_base=has_base, has_moments=has_moments)
+        num_bytes = checkpoint_bytes(plan.config.spec, has_base=has_base, has_moments=has_moments)
         yield f"> --save {checkpoint.save}: {size_text(num_bytes)} a checkpoint, {when}"
         if is_url(checkpoint.save):
             upload = upload_text(
@@ -368,9 +355,10 @@ def _step(plan: RunPrediction) -> Iterator[str]:
     """Yield the actions of a step, for --show-step."""
     if not plan.config.launch.show_step:
         return
-    if not plan.run.trained:
+    memories, run, memory = plan.config.memories, plan.config.spec, plan.config.memory
+    if not run.trained:
         yield "> no step to show: --skip-train trains nothing"
         return
-    tally, sender = plan.memories.tally(plan.run), plan.memories.sender(plan.run, rank=0)
-    other_bytes = plan.memory.allocated - plan.memory.allocations.total
+    tally, sender = memories.tally(run), memories.sender(run, rank=0)
+    other_bytes = memory.allocated - memory.allocations.total
     yield from step_lines(tally, plan.num_micro_batches, sender, other_bytes=other_bytes)

@@ -86,10 +86,9 @@ def _sharing(config: RunConfig) -> list[str]:
         f"> context parallelism: {context.cp_comm_type} over {size} neighbouring ranks {where}, "
         f"{tokens:,} tokens of a sample on each"
     )
-    request = config.plan_request
     faster = None
-    if request is not None and config.trained:
-        faster = faster_comm_type(context, request, config.strategy)
+    if config.estimator is not None and config.trained:
+        faster = faster_comm_type(context, config.estimator, config.strategy)
     return [line] if faster is None else [line, f">   {faster}"]
 
 

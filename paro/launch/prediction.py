@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 
 import torch
@@ -15,9 +14,8 @@ from paro.config.run import RunConfig
 from paro.errors import UserError, count_text
 from paro.layout import Shape
 from paro.planning.description import seconds_text
-from paro.planning.estimator import Estimator
 from paro.planning.remedies import larger_contexts, more_ranks
-from paro.planning.run_memory import DeviceMemory, RunMemory
+from paro.planning.run_memory import DeviceMemory
 from paro.planning.search_space import least_recomputation, recompute_flags
 from paro.precision import BYTES_OF
 from paro.report.memory import available_host_bytes
@@ -36,10 +34,7 @@ def check_memory(config: RunConfig, device: torch.device) -> str | None:
     The ranks of a host share the host's memory. The error is raised if the tensors alone exceed the
     memory. If tensors fit but estimates of context and fragmentation do not, return a warning.
     """
-    memories = RunMemory(config.sharding.machine)
-    run = replace(config.spec, device_type=device.type)
-    memory, ranks = memories.of(run), max(1, config.world.ranks_per_node)
-    remedy = partial(remedy_of, memories, run, ranks)
+    run, memory, ranks = config.spec, config.memory, max(1, config.world.ranks_per_node)
     on_host, warning, checkpoint = 0, None, config.checkpoint
     if config.save_folder is not None and checkpoint.async_save:
         # Lower bound of the host copy of an async save: the bytes per rank if all share a folder.
@@ -48,8 +43,8 @@ def check_memory(config: RunConfig, device: torch.device) -> str | None:
         on_host = size // run.world_size
     of_copy = on_host
     if device.type == "cuda":
-        warning = _check_device(memory, device, remedy)
-        of_states = offloaded(memories.specs(run)).host_bytes
+        warning = _check_device(config, device)
+        of_states = offloaded(config.memories.specs(run)).host_bytes
         on_host += of_states
         used = {"--async-save": of_copy, "--optimizer-cpu-offload": of_states}
         advice = f"leave {' or '.join(flag for flag in used if used[flag])} out"
@@ -59,7 +54,7 @@ def check_memory(config: RunConfig, device: torch.device) -> str | None:
     if on_host * ranks <= available:
         return warning
     if device.type == "cpu":
-        advice = remedy(lambda other: (of_copy + other.allocated) * ranks <= available)
+        advice = remedy_of(config, lambda other: (of_copy + other.allocated) * ranks <= available)
     raise UserError(
         f"{count_text(ranks, 'rank')} of this host {'needs' if ranks == 1 else 'need'} "
         f"{size_text(on_host * ranks)} of its memory, and {size_text(available)} can be had: "
@@ -67,15 +62,13 @@ def check_memory(config: RunConfig, device: torch.device) -> str | None:
     )
 
 
-def _check_device(
-    memory: DeviceMemory, device: torch.device, remedy: Callable[[Fits], str]
-) -> str | None:
-    free, total = torch.cuda.mem_get_info(device)
+def _check_device(config: RunConfig, device: torch.device) -> str | None:
+    memory, (free, total) = config.memory, torch.cuda.mem_get_info(device)
     left = f"{device} has {size_text(free)} free of {size_text(total)}"
     more = memory.total - memory.context  # this process has already created its CUDA context
     if more <= free:
         return None
-    advice = remedy(lambda other: other.total - other.context <= free)
+    advice = remedy_of(config, lambda other: other.total - other.context <= free)
     if memory.allocated > free:
         raise UserError(
             f"a rank needs {size_text(memory.allocated)} of device memory at {memory.name}, and "
@@ -134,11 +127,12 @@ def upload_text(
     )
 
 
-def remedy_of(memories: RunMemory, run: RunSpec, ranks_per_node: int, fits: Fits) -> str:
+def remedy_of(config: RunConfig, fits: Fits) -> str:
     """List changes by which the predicted memory fits; first the changes that surely suffice."""
+    run, snapshot = config.spec, config.memory.allocations
 
     def of_run(other: RunSpec) -> bool:
-        return fits(memories.of(other))
+        return fits(config.memories.of(other))
 
     enough = least_recomputation(run.model, lambda how: of_run(replace(run, recompute=how)))
     advice = [] if enough is None else [f"give {recompute_flags(enough)}"]
@@ -151,9 +145,8 @@ def remedy_of(memories: RunMemory, run: RunSpec, ranks_per_node: int, fits: Fits
     advice += [f"give {flags}" for flags in islice(fitting, 1)]
     if run.micro_batch_size > 1:
         advice.append("lower --micro-batch-size")
-    snapshot = memories.of(run).allocations
     is_spread = min(run.strategy.degrees) == run.world_size
-    for ranks, flags in more_ranks(run, ranks_per_node, of_run) if is_spread else ():
+    for ranks, flags in more_ranks(run, config.world.ranks_per_node, of_run) if is_spread else ():
         advice.append(f"start {ranks} ranks{flags and f' with {flags}'}")
     if snapshot.states * 2 > snapshot.total:
         spread_more = ["spread more by --paro-strategy", "start more ranks"]
@@ -172,11 +165,12 @@ def bytes_by_part(memory: DeviceMemory) -> dict[str, int]:
 
 
 def planned_step(config: RunConfig) -> PlannedStep | None:
-    """Predict the time of a step of the largest global batch; None without a machine."""
-    request = config.plan_request
-    if request is None or not config.trained:
+    """Predict the time of a step of the last global batch; None without a machine."""
+    estimator = config.estimator
+    if estimator is None or not config.trained:
         return None
-    timeline = Estimator(request).estimate(request.candidate(config.strategy)).timeline
+    request = estimator.request
+    timeline = estimator.estimate(request.candidate(config.strategy)).timeline
     waits = timeline.exposed
     context = {"context": waits["context"]} if request.context.size > 1 else {}
     return PlannedStep(

@@ -32,7 +32,6 @@ from paro.launch.placement import check_placement, placement_lines
 from paro.launch.prediction import bytes_by_part, check_memory, planned_step
 from paro.optim.adamw import choose_adamw
 from paro.optim.muon import choose_muon_kernels
-from paro.planning.run_memory import RunMemory
 from paro.quantization.blocks import choose_kernels
 from paro.report.log import Log, Terminal
 from paro.report.memory import MemoryForecast
@@ -200,7 +199,7 @@ def start_report(
     bytes_before: int,
 ) -> Report:
     """Open the report and log the facts that its numbers depend on; collective."""
-    memory = RunMemory(config.sharding.machine).of(config.spec)
+    memory = config.memory
     predicted, planned = bytes_by_part(memory), planned_step(config)
     facts = replace(run_facts(config, training, state), predicted=predicted, planned=planned)
     with training.control.raise_on_all_ranks():

@@ -17,12 +17,13 @@ from paro.planning.step_counts import StepCounts
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.spec.offload import offloaded
-from paro.spec.run_spec import RunSettings, RunSpec
+from paro.spec.run_spec import RunSpec
 from paro.topology import Sent
 
 BITS_GAIN = 0.02  # share of the step time that quantization must save to be chosen
 # The fields that a run has of a candidate.
 _CHOSEN = ("strategy", "micro_batch_size", "context", "collective", "recompute", "materialize")
+_GIVEN = {one.name for one in fields(RunSpec)} - {*_CHOSEN, "precision", "num_micro_batches"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +73,10 @@ class Estimator:
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
         self._times_of = cache(partial(CollectiveTimes, request.machine))
-        self._memory = RunMemory(request.machine)
+        self.memories = RunMemory(request.machine)
         counted = request.model, request.seq_length, request.trained  # for MFU, as by the trainer
         self._flops_per_token = cache(partial(flops_per_token, *counted, causal=False))
-        self._given = {one.name: getattr(request, one.name) for one in fields(RunSettings)}
+        self._given = {name: getattr(request, name) for name in _GIVEN}
 
     def run_spec(self, candidate: Candidate, *, timed: bool = False) -> RunSpec:
         """Return the description of a run of the candidate; `timed`: of its step that is timed."""
@@ -84,9 +85,9 @@ class Estimator:
         count, samples = request.micro_batches(size, context), request.global_batch_size
         largest = samples if timed else max(samples, request.largest_batch_size)
         return RunSpec(
-            **(self._given | chosen | {"precision": candidate.precision(request)}),
-            trained=request.trained,
-            world_size=request.world_size,
+            **self._given,
+            **chosen,
+            precision=candidate.precision(request),
             num_micro_batches=largest * count // samples,
         )
 
@@ -111,12 +112,12 @@ class Estimator:
         if recompute is not None and recompute.method == "block" and not rotates:
             every = replace(recompute, method="uniform", num_layers=1)
             run = replace(run, recompute=every)  # recomputation of other blocks takes no time
-        return self._memory.step(run)
+        return self.memories.step(run)
 
     @cached_by(lambda run: (run.states_kind, run.collective))
     def _comm_costs_of(self, run: RunSpec) -> CommCosts:
         times = self._times_of(run.collective)
-        specs = self._memory.specs(run)
+        specs = self.memories.specs(run)
         return CommCosts(run=run, counts=self._counts_of(run), specs=specs, times=times)
 
     @cached_by(
@@ -130,11 +131,11 @@ class Estimator:
     )
     def _computing_of(self, run: RunSpec) -> Computing:
         device = device_of(self.request.machine)
-        return Computing(run=run, step=self._memory.step(run), device=device)
+        return Computing(run=run, step=self.memories.step(run), device=device)
 
     def memory(self, candidate: Candidate) -> DeviceMemory:
         """Predict the largest number of bytes that a rank takes of its device."""
-        return self._memory.of(self.run_spec(candidate))
+        return self.memories.of(self.run_spec(candidate))
 
     def sent(self, candidate: Candidate) -> Sent:
         """Count bytes that a rank sends in a step on average, as if sent axis by axis (native).
@@ -142,13 +143,14 @@ class Estimator:
         Flat and ring send more bytes between groups, and fewer inside them.
         """
         run = replace(self.run_spec(candidate, timed=True), collective="native")
-        return self._memory.sent(run, run.num_micro_batches)
+        return self.memories.sent(run, run.num_micro_batches)
 
-    def estimate(self, candidate: Candidate, *, record: bool = False) -> Estimate:
-        """Predict memory, time and traffic of a candidate; `record` also returns activities."""
+    @cached_by(lambda candidate: candidate)
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """Predict memory, time and traffic of a candidate."""
         request, costs = self.request, self.costs(candidate)
         memory = self.memory(candidate)
-        timeline = simulate(costs, record=record)
+        timeline = simulate(costs)
         outer, outer_round = request.outer, None
         seconds = timeline.seconds
         if outer is not None:

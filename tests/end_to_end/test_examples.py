@@ -307,10 +307,10 @@ def test_it_configures_what_the_page_says_and_fits(
         parameters=in_words,
         tokens=f"{batches.samples_after(1) * plan.config.data.seq_length:,}",
         steps=f"{plan.config.train.train_iters:,}",
-        gigabytes=f"{plan.memory.total / 1e9:.1f}",
+        gigabytes=f"{plan.config.memory.total / 1e9:.1f}",
     )
     assert found == ROWS[name]
-    assert plan.memory.total / 1e9 < plan.config.launch.device_memory_gb
+    assert plan.config.memory.total / 1e9 < plan.config.launch.device_memory_gb
 
 
 def test_it_takes_a_corpus_and_a_tokenizer(recorders: Path, tmp_path: Path) -> None:

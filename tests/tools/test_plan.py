@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from paro.planning.estimator import Estimator
 from paro.planning.planner import TIE
 from paro.planning.planner import plan as best_plan
 from paro.planning.search_space import PlanRequest
+from paro.planning.step_costs import simulate
 from paro.strategy import legal_letters
 from tests.helpers.refusals import measured, output_of, printed, refused
 from tests.helpers.scripts import python_apart
-from tests.paro.planning.cases import FEW, machine, plan_request
+from tests.paro.planning.cases import FEW, costs, machine, plan_request
 from tools.plan import main
 from tools.planning import goodput, pictures
 from tools.planning.goodput import COPY_SHARE, Failures, from_disk, from_memory
@@ -106,12 +106,12 @@ def test_what_was_measured_is_planned_for_the_ranks_it_was_measured_on(tmp_path:
 
 def test_a_trace_has_every_span() -> None:
     given = plan_request(global_batch_size=64)
-    estimate = Estimator(given).estimate(given.candidate(given.strategy("IIG")), record=True)
-    events = json.loads(chrome_trace(estimate.timeline.activities))["traceEvents"]
+    timeline = simulate(costs(given), record=True)
+    events = json.loads(chrome_trace(timeline.activities))["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == len(estimate.timeline.activities)
+    assert len(spans) == len(timeline.activities)
     end = max(event["ts"] + event["dur"] for event in spans)
-    assert end == pytest.approx(1e6 * estimate.seconds)
+    assert end == pytest.approx(1e6 * timeline.seconds)
     assert {"forward", "backward", "gather", "reduce", "finish", "publish"} <= {
         event["cat"] for event in spans
     }

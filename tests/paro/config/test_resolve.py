@@ -182,8 +182,8 @@ def on(tmp_path: Path) -> str:
 
 
 def estimated(config: RunConfig) -> Estimate:
-    request = config.plan_request
-    return Estimator(request).estimate(request.candidate(config.strategy))
+    estimator = config.estimator
+    return estimator.estimate(estimator.request.candidate(config.strategy))
 
 
 @pytest.mark.parametrize("strategy", ["NNG", "GGG"])
@@ -281,16 +281,15 @@ def test_another_type_is_named_where_it_is_clearly_faster(on: str) -> None:
             seconds[name + sizes] = estimated(run_of(f"{words}--cp-comm-type {name}{sizes}"))
     best = min(seconds, key=lambda name: seconds[name].seconds)
     config = run_of(f"{words}--cp-comm-type allgather")
-    request = config.plan_request
-    assert request is not None
+    request = config.estimator.request
     gain = seconds["allgather"].seconds / seconds[best].seconds - 1
     assert gain > 0.05
-    told = faster_comm_type(config.context, request, config.strategy)
+    told = faster_comm_type(config.context, config.estimator, config.strategy)
     assert told == f"--cp-comm-type {best} would be {gain:.0%} faster, as the planner predicts"
     split = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (4, 2)}
     for flags in ({}, split):  # flags that are as fast as any
         near = ContextParallelConfig(context_parallel_size=8, **flags)
-        near_by = replace(request, context=near.layout)
+        near_by = Estimator(replace(request, context=near.layout))
         assert faster_comm_type(near, near_by, config.strategy) is None
 
 

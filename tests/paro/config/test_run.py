@@ -161,8 +161,7 @@ def test_the_planner_plans_for_the_last_size() -> None:
     words = "--step-batch-size-schedule 0:8,640:16 --paro-machine dgx-a100-roce100 "
     words += "--paro-group-size 2"
     config = configure(f"{NO_BATCH} {words}")
-    assert config.plan_request is not None
-    assert config.plan_request.global_batch_size == 16
+    assert config.estimator.request.global_batch_size == 16
 
 
 def test_evaluations_draw_as_many_samples_as_they_take() -> None:

@@ -16,8 +16,6 @@ from paro.config.sharding import ShardingConfig
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.machine.files import machine_to_json
-from paro.planning.estimator import Estimator
-from paro.planning.run_memory import RunMemory
 from paro.strategy import survival
 from tests.helpers.refusals import refused
 from tests.helpers.training import configured as configured_on
@@ -60,9 +58,8 @@ def test_auto_keeps_to_the_memory_of_a_dry_run() -> None:
     refused(lambda: configured(words), "nothing fits the 2 GB of a device")
     evaluates = "--eval-global-batch-size 10240 --eval-micro-batch-size 320"
     config = configured(f"{flags} {dry} --device-memory-gb 12 {evaluates}")
-    peak = RunMemory(config.sharding.machine).of(replace(config.spec, device_type="cuda"))
-    assert "in an evaluation" in peak.allocations.name
-    assert peak.total <= 12e9
+    assert "in an evaluation" in config.memory.name
+    assert config.memory.total <= 12e9
 
 
 @pytest.mark.parametrize(
@@ -81,8 +78,9 @@ def test_auto_keeps_to_the_memory_of_a_dry_run() -> None:
 def test_the_planner_describes_the_run_that_its_candidate_becomes(flags: str) -> None:
     base = RUN.replace("--global-batch-size 1280", "") if "schedule" in flags else RUN
     config = configured_on(f"{base} --paro-machine dgx-a100-roce100 {flags}", WORLD)
-    request = config.plan_request
-    assert Estimator(request).run_spec(request.candidate(config.strategy)) == config.spec
+    estimator = config.estimator
+    candidate = estimator.request.candidate(config.strategy)
+    assert estimator.run_spec(candidate) == config.spec
 
 
 def test_auto_counts_the_averaged_weights_of_an_evaluation() -> None:
@@ -90,15 +88,12 @@ def test_auto_counts_the_averaged_weights_of_an_evaluation() -> None:
     flags += "--ema-decay 0.9 --eval-ema --eval-micro-batch-size 64 --eval-global-batch-size 2048 "
     flags += "--paro-inter-param-bits 4 --dry-run --world-size 32 --paro-strategy"
     first = configured_on(f"{flags} auto")
-    memories = RunMemory(first.sharding.machine)
-    without, needed = (
-        memories.of(replace(first.spec, eval_ema=eval_ema)).total for eval_ema in (False, True)
-    )
-    assert without < needed
-    limit = (without + needed) / 2e9
+    without, needed = first.memories.of(replace(first.spec, eval_ema=False)), first.memory
+    assert without.total < needed.total
+    limit = (without.total + needed.total) / 2e9
     chosen = configured_on(f"{flags} auto --device-memory-gb {limit}")
     assert chosen.strategy != first.strategy
-    assert memories.of(chosen.spec).total <= limit * 1e9
+    assert chosen.memory.total <= limit * 1e9
 
 
 @pytest.mark.parametrize("strategy", ["IIG", "auto"])

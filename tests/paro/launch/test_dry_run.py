@@ -152,7 +152,7 @@ def test_the_planner_predicts_the_memory_that_the_launch_does() -> None:
         f"--paro-strategy GGG --trainable last-blocks:0.25 {RECOMPUTE}",
     ):
         plan = planned(f"{PLANNED} {words}")
-        assert plan.memory == Estimator(plan.request).memory(plan.launch.candidate)
+        assert plan.config.memory == Estimator(plan.request).memory(plan.launch.candidate)
 
 
 @pytest.mark.parametrize("flags", ["GGG", "IIG --context-parallel-size 16"])
@@ -168,7 +168,7 @@ def test_a_run_expects_the_time_of_a_step_that_its_dry_run_says(flags: str) -> N
 
 def test_what_leaves_too_little_for_nccl_does_not_fit() -> None:
     plan = planned(f"{PLANNED} --paro-strategy III")
-    between = (plan.memory.allocated + plan.memory.total) // 2
+    between = (plan.config.memory.allocated + plan.config.memory.total) // 2
     less = replace(plan.request, memory_bytes=between)
     assert (plan.fits, replace(plan, request=less).fits) == (True, False)
     assert not Estimator(less).estimate(plan.launch.candidate).fits
@@ -180,9 +180,9 @@ def test_the_largest_step_of_a_schedule_decides_the_memory() -> None:
     words = longer.replace("--global-batch-size 256", "--step-batch-size-schedule 0:512,64K:128")
     plan = planned(words)
     alone = Estimator(replace(plan.request, largest_batch_size=0)).memory(plan.launch.candidate)
-    assert alone.total < plan.memory.total
+    assert alone.total < plan.config.memory.total
     assert plan.launch.num_micro_batches == 1
-    assert plan.launch.memory == plan.memory == planned(longer).memory
+    assert plan.launch.memory == plan.config.memory == planned(longer).config.memory
 
 
 @pytest.mark.slow("searches all candidates of a model")
@@ -210,14 +210,14 @@ def test_under_a_launcher_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_evaluation_counts_where_it_needs_the_most() -> None:
     flags = f"{MOCK} --global-batch-size 64 --dry-run --world-size 1"
-    step = planned(flags).memory
-    assert planned(f"{flags} --eval-micro-batch-size 1").memory == step
-    large = planned(f"{flags} --eval-micro-batch-size 64").memory
+    step = planned(flags).config.memory
+    assert planned(f"{flags} --eval-micro-batch-size 1").config.memory == step
+    large = planned(f"{flags} --eval-micro-batch-size 64").config.memory
     assert large.name.endswith("in an evaluation (--eval-micro-batch-size 64)")
     assert large.total > step.total
     assert large.allocations.states == step.allocations.states, "the optimizer's state stays"
     assert large.allocations.activations == 0, "nothing is kept for a backward"
-    assert planned(f"{flags} --eval-micro-batch-size 64 --eval-iters 0").memory == step
+    assert planned(f"{flags} --eval-micro-batch-size 64 --eval-iters 0").config.memory == step
 
 
 def test_local_copies_take_memory_of_every_node(capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,7 +283,7 @@ def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[st
 def test_the_largest_total_is_the_need(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     totals = [line.split()[-1] for line in listing(f"{IIG} {words}", capsys)[4:]]
     found = max(float(t.replace(",", "")) for t in totals if re.fullmatch(r"[\d,]+\.\d", t))
-    assert found == round(planned(f"{IIG} {words}").memory.allocated / 1e6, 1)
+    assert found == round(planned(f"{IIG} {words}").config.memory.allocated / 1e6, 1)
 
 
 # Files: what is on this machine is checked, and what is not is told

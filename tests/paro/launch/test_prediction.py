@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -12,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paro.config.context_parallel import faster_comm_type
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.errors import UserError
-from paro.launch.prediction import check_memory, upload_text
+from paro.launch.prediction import check_memory, planned_step, upload_text
 from paro.launch.setup import agree_on_kernels
+from paro.planning import estimator
 from paro.planning.run_memory import RunMemory
 from paro.spec.offload import offloaded
 from paro.training.assembly import build_training
@@ -28,7 +29,7 @@ from tests.helpers.refusals import refused, says
 from tests.helpers.training import TINY, configured, run_steps
 from tests.helpers.triton_kernels import interpreter, skip_on_gpus
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 WORLD = World(size=4, ranks_per_node=2)
 
 
@@ -38,7 +39,7 @@ def config_of(words: str, world: World = WORLD) -> RunConfig:
 
 def refusal(words: str, left: int, device: torch.device = CPU, world: World = WORLD) -> str:
     """What is said where a host has so many bytes left; empty if the run may begin."""
-    config = config_of(words, world)
+    config = config_of(f"{words}{' --distributed-backend nccl' * (device == GPU)}", world)
     with mock.patch("paro.launch.prediction.available_host_bytes", return_value=left):
         try:
             check_memory(config, device)
@@ -48,7 +49,7 @@ def refusal(words: str, left: int, device: torch.device = CPU, world: World = WO
 
 
 def needs(words: str) -> int:
-    return RunMemory(None).of(config_of(words).spec).total
+    return config_of(words).memory.total
 
 
 def test_a_save_into_a_store_says_how_fast_it_must_be_uploaded() -> None:
@@ -101,7 +102,7 @@ def test_where_all_is_spread_the_fewest_ranks_are_named(recompute: str) -> None:
         """The need of a host's two ranks among so many."""
         world = World(size=ranks, ranks_per_node=2)
         flags = f"{words}{recompute} --global-batch-size {16 * ranks}"
-        return 2 * RunMemory(None).of(config_of(flags, world).spec).total
+        return 2 * config_of(flags, world).memory.total
 
     assert on(8) > on(10)
     words += " --global-batch-size 64"
@@ -117,19 +118,19 @@ def test_the_copy_of_an_async_save_counts() -> None:
     save = "--save saved --async-save"
     assert refusal("--save saved", both) == ""
     assert refusal(save, both) != ""
-    gpu = torch.device("cuda", 0)
     with mock.patch("torch.cuda.mem_get_info", return_value=(10**9, 10**10)):
-        assert refusal("", 0, gpu) == ""
-        assert refusal(save, 0, gpu).endswith("leave --async-save out")
+        assert refusal("", 0, GPU) == ""
+        assert refusal(save, 0, GPU).endswith("leave --async-save out")
         offload = "--optimizer-cpu-offload"
-        states = offloaded(RunMemory(None).specs(config_of(offload).spec)).host_bytes
-        assert refusal(offload, 2 * states - 1, gpu).endswith(f"leave {offload} out")
-        assert refusal(offload, 2 * states, gpu) == ""
+        offloading = config_of(offload)
+        states = offloaded(offloading.memories.specs(offloading.spec)).host_bytes
+        assert refusal(offload, 2 * states - 1, GPU).endswith(f"leave {offload} out")
+        assert refusal(offload, 2 * states, GPU) == ""
         # The copy has frozen parameters unless --load keeps them.
         lora = f"{save} --lora-rank 2 --lora-target-modules all-linear"
         base = "--load base --finetune"
         sizes = [
-            re.findall(r"[\d.]+ [kMG]B", refusal(f"{lora} {more}", 0, gpu))[0]
+            re.findall(r"[\d.]+ [kMG]B", refusal(f"{lora} {more}", 0, GPU))[0]
             for more in ("", base, f"{base} --save-frozen")
         ]
         assert sizes[0] == sizes[2] != sizes[1]
@@ -138,21 +139,37 @@ def test_the_copy_of_an_async_save_counts() -> None:
 def test_a_device_must_have_what_a_rank_needs() -> None:
     free = needs("") // 2
     with mock.patch("torch.cuda.mem_get_info", return_value=(free, 8 * 10**10)):
-        told = refusal("", 2**62, torch.device("cuda", 0))
+        told = refusal("", 2**62, GPU)
     assert " of device memory at the backward of blocks.1, and cuda:0 has " in told
     assert " free of 80.0 GB: " in told
 
 
 def test_estimates_of_the_rest_only_warn(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of("")
-    memory = RunMemory(None).of(replace(config.spec, device_type="cuda"))
+    config = config_of("--distributed-backend nccl")
+    memory = config.memory
     assert memory.communicators > 0
     more = memory.total - memory.context
     for free, warns in ((more, False), (more - 1, True), (memory.allocated, True)):
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda _, free=free: (free, 8 * 10**10))
-        warning = check_memory(config, torch.device("cuda", 0))
+        warning = check_memory(config, GPU)
         assert (warning is not None) is warns
     assert warning.startswith("WARNING: with communicators and fragmentation, which are estimates,")
+
+
+def test_a_start_predicts_memory_and_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(size=16, ranks_per_node=8)
+    flags = "--paro-machine dgx-h100 --context-parallel-size 2 --cp-comm-type p2p"
+    config = config_of(f"{flags} --bf16 --distributed-backend nccl", world)
+    steps = mock.Mock(wraps=estimator.simulate)
+    monkeypatch.setattr(estimator, "simulate", steps)
+    faster_comm_type(config.context, config.estimator, config.strategy)  # as placement_lines does
+    compared = steps.call_count
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (8 * 10**10, 8 * 10**10))
+    check_memory(config, GPU)
+    monkeypatch.setattr(RunMemory, "of", mock.Mock(side_effect=AssertionError("predicted again")))
+    assert planned_step(config).seconds["step"] > 0
+    assert config.memory.total > 0
+    assert steps.call_count == compared > 0
 
 
 def test_nothing_is_built_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,12 +80,12 @@ def test_one_group_takes_16_bits_and_says_so(more: str) -> None:
 def test_a_dry_run_counts_the_buffers(strategy: str) -> None:
     bits = ("", "--paro-inter-param-bits 4", EIGHT, f"{EIGHT} {FEEDBACK}")
     plans = [predict_run(quantized_run(f"--paro-strategy {strategy} {more}")) for more in bits]
-    none, of_params, of_grads, with_errors = (plan.memory.codes for plan in plans)
+    none, of_params, of_grads, with_errors = (plan.config.memory.codes for plan in plans)
     updates = [unit.quantized_update for unit in plans[1].training.model.units]
     assert none == 0 < of_grads
     assert of_params == sum(update.quantized.nbytes for update in updates if update is not None)
     assert (of_params > 0) is (strategy != "NNN")
-    assert (plans[1].memory.total > plans[0].memory.total) is (of_params > 0)
+    assert (plans[1].config.memory.total > plans[0].config.memory.total) is (of_params > 0)
     units = plans[3].training.model.trainable_units
     errors = sum(unit.grad_errors.nbytes for unit in units if unit.grad_errors is not None)
     assert with_errors - of_grads == errors > 0

@@ -173,7 +173,7 @@ def test_a_launch_is_the_choice_of_its_plan(tmp_path: Path, flags: str) -> None:
     assert degrees == best["degrees"]
     assert (chosen.collective, run.fits) == (best["collective"], True)
     assert run.launch.seconds == pytest.approx(best["step_seconds"])
-    assert run.memory.total == pytest.approx(best["memory_bytes"], rel=1e-3)
+    assert run.config.memory.total == pytest.approx(best["memory_bytes"], rel=1e-3)
     assert run.launch.sent.inter == best["inter_bytes"]
 
 
