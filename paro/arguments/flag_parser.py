@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import tomllib
-from argparse import Action, ArgumentError, ArgumentParser
+from argparse import Action, ArgumentError, ArgumentParser, BooleanOptionalAction
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,13 @@ def flag_group(
         return lambda parser: add_flags(parser.add_argument_group(title, description).add_argument)
 
     return of_parser
+
+
+def set_by(action: Action, option: str) -> object:
+    """Return the value that an option without values gives its argument."""
+    if isinstance(action, BooleanOptionalAction):
+        return not option.startswith("--no-")
+    return action.const
 
 
 _FLAG = re.compile(r"--|-[a-zA-Z]+$")

@@ -15,7 +15,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, TypeVar
 
-from paro.arguments.flag_parser import AddFlag, FlagParser, by_flag, flag_group, hint_for
+from paro.arguments.flag_parser import AddFlag, FlagParser, by_flag, flag_group, hint_for, set_by
 from paro.arguments.job import JOB_GROUPS
 from paro.arguments.megatron import add_compatibility_args, refusals, take_other_flags
 from paro.arguments.model import MODEL_GROUPS, add_inter_bits_args, add_outer_args
@@ -28,7 +28,7 @@ from paro.arguments.needed import (
 )
 from paro.arguments.yaml_flags import read_flags
 from paro.collectives.schedule import COLLECTIVES
-from paro.errors import UserError
+from paro.errors import UserError, flag_of
 from paro.machine.files import shipped_machines
 
 _ABOUT = f"""\
@@ -206,6 +206,29 @@ def non_default(arguments: Mapping[str, object]) -> list[str]:
     """Name the arguments that differ from their defaults."""
     defaults = {action.dest: action.default for action in build_parser()._actions}
     return [name for name, value in arguments.items() if value != defaults.get(name)]
+
+
+def option_of(name: str) -> str:
+    """Return the first option that gives an argument a value; a flag of its name if none does."""
+    actions = (action for action in build_parser()._actions if action.dest == name)
+    return next((action.option_strings[0] for action in actions), flag_of(name))
+
+
+def spelled(name: str, value: object) -> list[str]:
+    """Return the words of a command line that give an argument a value; empty if none do."""
+    if isinstance(value, bool):
+        actions = [action for action in build_parser()._actions if action.dest == name]
+        pairs = [(each, option) for each in actions for option in each.option_strings]
+        return [option for each, option in pairs if set_by(each, option) is value][:1]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [] if value is None or not values else [option_of(name), *map(str, values)]
+
+
+def value_text(name: str, value: object) -> str:
+    """Describe an argument's value: a switch by the option that gives it."""
+    if isinstance(value, bool):
+        return " ".join(spelled(name, value)) or "not given"
+    return "not given" if value is None else str(value)
 
 
 def take(config_type: type[Config], args: Namespace, **derived: Any) -> Config:

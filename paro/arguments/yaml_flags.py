@@ -7,7 +7,7 @@ from collections import Counter
 
 import yaml
 
-from paro.arguments.flag_parser import hint_for, starts_flag
+from paro.arguments.flag_parser import hint_for, set_by, starts_flag
 from paro.arguments.megatron import rule_of
 from paro.errors import UserError, is_word
 from paro.files.regular_file import read_text
@@ -115,8 +115,10 @@ def _words(flag: str, action: Action | None, value: yaml.Node) -> list[str]:
             raise UserError(f"a switch is true or false, not {_shown(value)}")
         if yaml.SafeLoader.bool_values[value.value.lower()]:
             return [flag]
-        off = f"--no-{flag.removeprefix('--')}"
-        return [off] if action is not None and off in action.option_strings else []
+        if action is None:
+            return []
+        on, options = set_by(action, flag), action.option_strings
+        return [option for option in options if set_by(action, option) != on][:1]
     values = value.value if isinstance(value, yaml.SequenceNode) else [value]
     if any(
         not isinstance(item, yaml.ScalarNode) or _kind(item) in ("bool", "null") for item in values

@@ -10,6 +10,7 @@ from typing import Any
 from data.tokenizer_config import padded_vocab_size
 from model.config import LLAMA_PRESETS, LlamaConfig, LoraConfig, RecomputeConfig, targets_of
 from paro.arguments.needed import missing_sizes
+from paro.arguments.parser import spelled
 from paro.errors import UserError, contradiction
 
 _MODULES = ("core_attn", "layernorm")  # module names that --recompute-modules accepts
@@ -98,10 +99,9 @@ def _given(args: Namespace, *names: str) -> dict[str, Any]:
 
 def _refuse_without(needed: str, given: Mapping[str, object]) -> None:
     """Raise `UserError` if arguments are given without the flag that they need."""
-    words = [(name.replace("_", "-"), value) for name, value in given.items()]
-    if flags := [f"--no-{n}" if value is False else f"--{n} {value}" for n, value in words]:
-        ending = f"needs {needed}: give that too, or leave it out"
-        raise UserError(*(f"{flag} {ending}" for flag in flags))
+    ending = f"needs {needed}: give that too, or leave it out"
+    if given:
+        raise UserError(*(f"{' '.join(spelled(*each))} {ending}" for each in given.items()))
 
 
 def _take_lora(args: Namespace) -> LoraConfig | None:

@@ -18,8 +18,8 @@ import paro
 from data.blend import number_in
 from model.units import num_parameters, parameter_shapes
 from paro.arguments.flag_parser import PATHS
-from paro.arguments.parser import build_parser
-from paro.errors import count_text, flag_of
+from paro.arguments.parser import build_parser, option_of, value_text
+from paro.errors import count_text
 from paro.spec.param_groups import BY_SHAPE, Factors
 
 if TYPE_CHECKING:
@@ -125,13 +125,14 @@ def settings_of(config: RunConfig) -> dict[str, str]:
         "the code (a hash of paro, model and data)": code_version(),
     }
     for name, value in arguments.items():
-        found[flag_of(name)] = _without_paths(value) if name in paths else _text(value)
+        text = _without_paths(value) if name in paths else value_text(name, value)
+        found[option_of(name)] = text
     machine = config.sharding.machine
     digest = sha256(repr(machine).encode()).hexdigest()
     found["the content of --paro-machine"] = "none" if machine is None else digest[:_HASH_DIGITS]
     for name, value in recorded_arguments(config).items():
         if name not in paths and value != arguments.get(name):
-            found[f"{flag_of(name)} in use"] = _text(value)
+            found[f"{option_of(name)} in use"] = value_text(name, value)
     return found
 
 
@@ -152,13 +153,9 @@ def code_version() -> str:
     return digest.hexdigest()[:_HASH_DIGITS]
 
 
-def _text(value: object) -> str:
-    return "not given" if value is None else str(value)
-
-
 def _without_paths(value: object) -> str:
     if value is None:
-        return _text(value)
+        return "not given"
     words = value if isinstance(value, (list, tuple)) else [value]
     shown = ("a path" if number_in(word) is None else word for word in map(str, words))
     return " ".join(shown) or "not given"

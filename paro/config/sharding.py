@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from data.config import DataConfig
 from model.config import LlamaConfig
 from model.trainable import Trainable
-from paro.arguments.parser import non_default, take
+from paro.arguments.parser import non_default, option_of, take
 from paro.config.context_parallel import AUTO, ContextParallelConfig, take_context
 from paro.config.elastic import fitted_to_ranks
 from paro.distributed.world import LaunchConfig, World
@@ -95,9 +95,7 @@ def take_outer(args: Namespace, num_groups: int) -> OuterConfig | None:
     """Build the settings of outer steps between groups, if flags ask for them."""
     if args.paro_outer_steps is None:
         if given := [name for name in non_default(vars(args)) if name.startswith("paro_outer_")]:
-            negated = "no-" if given[0] == "paro_outer_nesterov" else ""
-            flag = f"--{negated}{given[0].replace('_', '-')}"
-            raise UserError(f"{flag} needs --paro-outer-steps")
+            raise UserError(f"{option_of(given[0])} needs --paro-outer-steps")
         return None
     lr, momentum = outer_defaults(num_groups, args.optimizer)
     return take(

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from html import escape
 
-from paro.errors import count_text, flag_of
+from paro.arguments.parser import spelled
+from paro.errors import count_text
 from tools.run_report.charts import BITS, NAMED, SERIES, as_svg, charts_of
 from tools.run_report.runs import Run, differences
 
@@ -211,9 +212,9 @@ def _configuration(runs: Sequence[Run]) -> str:
     for run in known:
         resumed = f", started {count_text(run.num_starts, 'time')}" if run.num_starts > 1 else ""
         rows = [
-            [_code(flag_of(name)), _code(str(value))]
+            [_code(words[0]), _code(" ".join(words[1:]))]
             for name, value in sorted(run.arguments.items())
-            if value not in (None, False, [])
+            if (words := spelled(name, value))
         ]
         parts.append(
             f"<details><summary>All flags of {escape(run.name)}{resumed}</summary>"

@@ -11,7 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypedDict
 
-from paro.errors import UserError, about, flag_of, one_line
+from paro.arguments.parser import option_of, value_text
+from paro.errors import UserError, about, one_line
 from paro.files.schema import Count, Figure, conform, parse_json
 from paro.report.config import run_record_path
 from paro.report.log import print_line
@@ -138,15 +139,13 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
     names = sorted({name for run in runs for name in run.arguments} - written)
     found = {}
     for name in names:
-        values = [_shown(run.arguments.get(name)) for run in runs]
+        values = [_shown(name, run.arguments.get(name)) for run in runs]
         if len(set(values)) > 1:
-            found[flag_of(name)] = values
+            found[option_of(name)] = values
     return found
 
 
-def _shown(value: Any) -> str:
+def _shown(name: str, value: Any) -> str:
     if value is None or value == []:
         return "default"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return " ".join(map(str, value)) if isinstance(value, list) else value_text(name, value)

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from paro.arguments.parser import option_of
 from paro.checkpoint.agreement import ranks_by_folder
 from paro.checkpoint.in_memory.snapshot import DATA, RECORD, Snapshot
 from paro.distributed.control import Control
 from paro.distributed.world import read_job_id, read_rendezvous_id
-from paro.errors import UserError, flag_of, writing
+from paro.errors import UserError, writing
 from paro.files.waits import try_lock
 from paro.text import size_text
 
@@ -72,7 +73,7 @@ class SnapshotFolder:
             there = snapshot.record.flags
             changed = [name for name in {**flags, **there} if flags.get(name) != there.get(name)]
             if changed:
-                flag = flag_of(changed[0])
+                flag = option_of(changed[0])
                 notes.append(f"local copies in {self.path} are of other flags ({flag}): not used")
             else:
                 snapshots.append(snapshot)

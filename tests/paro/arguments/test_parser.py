@@ -4,7 +4,9 @@ import re
 import shlex
 import textwrap
 import tomllib
+from argparse import ArgumentError
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from paro.arguments import flag_parser
 from paro.arguments.flag_parser import PATHS, SYNONYMS, hint_for
 from paro.arguments.needed import EXAMPLE
-from paro.arguments.parser import build_parser, check_flags, parse_args
+from paro.arguments.parser import build_parser, check_flags, option_of, parse_args, spelled
 from paro.errors import UserError
 from tests.helpers.refusals import refused
 from tools.planning.request import make_parser
@@ -126,6 +128,30 @@ def test_both_spellings_are_one(name: str, other: str, values: list[str], tmp_pa
     path.write_text(f"{other.removeprefix('--')}: {values[0] if values else 'true'}\n")
     of_file = vars(parse_args(["--yaml-cfg", str(path)])) | {"yaml_cfg": None}
     assert of_file == vars(parse_args([name, *values]))
+
+
+def test_a_value_is_spelled_as_words_that_give_it() -> None:
+    def parsed(words: Sequence[str], dest: str) -> object:
+        return getattr(build_parser().parse_known_args(words)[0], dest, None)
+
+    defaults = build_parser().parse_known_args([])[0]
+    for action in build_parser()._actions[1:]:  # the first is --help
+        dest, count = action.dest, action.nargs if isinstance(action.nargs, int) else 1
+        values = [getattr(defaults, dest, None)]
+        for option in action.option_strings:
+            for word in action.choices or ("text", "8", str(action.metavar)):
+                with suppress(ArgumentError):
+                    values.append(parsed([option, *[str(word)] * count], dest))
+                    assert spelled(dest, values[-1]), option
+                    if not action.choices:
+                        break
+            assert len(values) > 1, option
+        for value in values:
+            if words := spelled(dest, value):
+                assert parsed(words, dest) == value, words
+    assert spelled("apply_rope_fusion", True) == spelled("lora_rank", None) == []
+    assert spelled("apply_rope_fusion", False) == ["--no-rope-fusion"]
+    assert option_of("no_argument") == "--no-argument"
 
 
 def test_hints_lead_to_flags_that_do_something() -> None:

@@ -124,8 +124,9 @@ def settings(flags: str = "", world: World = FOUR) -> dict[str, str]:
     [
         ("--lr 1e-3", "--lr must be the same ... 0.1 on rank 0, 0.001 on rank 1"),
         ("--micro-batch-size 1", "--micro-batch-size must be the same"),
-        ("--bf16", "--bf16 must be the same ... False on rank 0, True on rank 1"),
+        ("--bf16", "--bf16 must be the same ... not given on rank 0, --bf16 on rank 1"),
         ("--save a", "--save must be the same ... not given on rank 0"),
+        ("--no-rope-fusion", "--no-rope-fusion must be the same ... not given on rank 0"),
         ("--paro-strategy NNG", "--paro-strategy must be the same"),
     ],
 )
