@@ -12,18 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median_low
+from statistics import median_low
 
-_MEMORY = 50.0  # length of the running means, in rounds
+from paro.schedule.step_checks import far_above, moments_after
+
 _WARMUP_ROUNDS = 50  # only movements that are not finite are left out before
-_DEVIATIONS = 3.0  # an outlier is above the mean by this many standard deviations, and ...
-_LEAST_RISE = 0.1  # ... by at least this fraction of the mean
+_DEVIATIONS = 3.0  # an outlier is above the mean by this many standard deviations
 _MOST_DEVIATIONS = 10.0  # a movement changes the statistics as one of at most so many deviations
 _MOST_IN_A_ROW = 5  # rounds that leave out a group's finite movements
 _MOST_MEDIANS = 10.0  # ... in the first rounds, as one of at most so many medians of the round
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class UsualMovement:
     """Running statistics of the norms of all groups' movements in a fragment's rounds."""
 
@@ -37,7 +37,7 @@ class UsualMovement:
 
         Groups with infinite or NaN norms never do, and outliers not for some rounds in a row.
         """
-        widest = self._above(_MOST_DEVIATIONS, self.mean)
+        widest = far_above(self.mean, _MOST_DEVIATIONS, self.variance)
         return tuple(
             math.isfinite(norm) and (not rounds or (rounds > _MOST_IN_A_ROW and norm <= widest))
             for norm, rounds in zip(norms, self._outliers(norms), strict=True)
@@ -52,7 +52,7 @@ class UsualMovement:
         finite = [norm for norm in norms if math.isfinite(norm)]
         if self.num_rounds < _WARMUP_ROUNDS or not finite:
             return (0,) * len(norms)
-        limit = self._above(_DEVIATIONS, max(self.mean, median_low(finite)))
+        limit = far_above(max(self.mean, median_low(finite)), _DEVIATIONS, self.variance)
         before = self.in_a_row if len(self.in_a_row) == len(norms) else (0,) * len(norms)
         return tuple(
             rounds + 1 if limit < norm < math.inf else 0
@@ -64,21 +64,10 @@ class UsualMovement:
         finite = [norm for norm in norms if math.isfinite(norm)]
         if not finite:
             return self
-        most = self._above(_MOST_DEVIATIONS, self.mean)
+        most = far_above(self.mean, _MOST_DEVIATIONS, self.variance)
         if self.num_rounds < _WARMUP_ROUNDS:
             most = _MOST_MEDIANS * median_low(finite) or math.inf
         finite = [min(norm, most) for norm in finite]
-        part = 1.0 / min(self.num_rounds + 1, _MEMORY)  # a plain mean over the first rounds
-        away = fmean(finite) - self.mean
-        # The variance of single norms: within the round, and of the round's mean.
-        within = fmean((norm - fmean(finite)) ** 2 for norm in finite)
-        between = self.variance + part * away * away
-        return UsualMovement(
-            num_rounds=self.num_rounds + 1,
-            mean=self.mean + part * away,
-            variance=(1.0 - part) * between + part * within,
-            in_a_row=self._outliers(norms),
-        )
-
-    def _above(self, deviations: float, level: float) -> float:
-        return level + max(deviations * math.sqrt(self.variance), _LEAST_RISE * level)
+        count = self.num_rounds + 1
+        moments = moments_after(finite, count, self.mean, self.variance)
+        return UsualMovement(count, *moments, self._outliers(norms))

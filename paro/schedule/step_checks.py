@@ -7,16 +7,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from statistics import fmean
 
 from paro.errors import UserError, check_least, check_positive
 
 EXIT_AFTER_SKIPPED = 20  # skipped steps in a row; a lasting spike becomes the mean after 2 or 3
-_MEMORY = 50.0  # length of the running means, in steps
+_MEMORY = 50.0  # length of the running means, in steps (or rounds: EDiT, arXiv 2412.07210)
 _WARMUP_STEPS = 100  # no check for spikes or large norms before this many finite steps
 _DEVIATIONS = 6.0  # a spike is above the mean loss by this many standard deviations, and ...
-_LEAST_RISE = 0.1  # ... a spike is above the mean loss by at least this fraction of the mean
+_LEAST_RISE = 0.1  # ... by at least this fraction of the mean, as an outlier among movements is
 _LARGE_NORM = 10.0  # a large gradient norm is above this multiple of its mean
 
 
@@ -64,7 +66,7 @@ class Verdict(Enum):
     ASKED = "--iterations-to-skip has it"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Expectation:
     """Running statistics of the steps so far."""
 
@@ -103,10 +105,9 @@ def judge(
 
 def most_loss(config: StepChecksConfig, expected: Expectation) -> float:
     """Return the loss above which a step is skipped under --check-for-spiky-loss."""
-    deviation = math.sqrt(expected.loss_variance)
     if config.spike_deviations is not None:
-        return expected.loss + config.spike_deviations * deviation
-    return expected.loss + max(_DEVIATIONS * deviation, _LEAST_RISE * expected.loss)
+        return expected.loss + config.spike_deviations * math.sqrt(expected.loss_variance)
+    return far_above(expected.loss, _DEVIATIONS, expected.loss_variance)
 
 
 def most_grad_norm(config: StepChecksConfig, expected: Expectation) -> float:
@@ -125,17 +126,26 @@ def expect_after(
     in_a_row = 0 if verdict is Verdict.FINE else expected.skipped_in_a_row + 1
     if verdict in (Verdict.NOT_FINITE, Verdict.NO_TOKENS):
         return replace(expected, skipped_in_a_row=in_a_row)
-    num_steps = expected.num_steps + 1
-    part = 1.0 / min(num_steps, _MEMORY)  # a plain mean over the first steps
-    away, norm_away = loss - expected.loss, grad_norm - expected.grad_norm
-    return Expectation(
-        num_steps=num_steps,
-        loss=expected.loss + part * away,
-        loss_variance=(1.0 - part) * (expected.loss_variance + part * away**2),
-        grad_norm=expected.grad_norm + part * norm_away,
-        grad_norm_variance=(1.0 - part) * (expected.grad_norm_variance + part * norm_away**2),
-        skipped_in_a_row=in_a_row,
-    )
+    count = expected.num_steps + 1
+    losses = moments_after([loss], count, expected.loss, expected.loss_variance)
+    norms = moments_after([grad_norm], count, expected.grad_norm, expected.grad_norm_variance)
+    return Expectation(count, *losses, *norms, in_a_row)
+
+
+def moments_after(
+    values: Sequence[float], count: int, mean: float, variance: float
+) -> tuple[float, float]:
+    """Return a running mean and variance after the values of step number `count`."""
+    part = 1.0 / min(count, _MEMORY)  # a plain mean over the first steps
+    own = fmean(values)
+    away, within = own - mean, fmean((value - own) ** 2 for value in values)
+    # The variance of single values: of the step's mean, and within the step.
+    return mean + part * away, (1.0 - part) * (variance + part * (away * away)) + part * within
+
+
+def far_above(level: float, deviations: float, variance: float) -> float:
+    """Return a limit above a level, by standard deviations or at least a fraction of the level."""
+    return level + max(deviations * math.sqrt(variance), _LEAST_RISE * level)
 
 
 def reason_to_stop(

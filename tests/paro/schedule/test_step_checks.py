@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from statistics import mean, variance
 from typing import Any
 
 import pytest
 
+from paro.files.schema import conform
 from paro.schedule.loss_scale import LossScaleConfig, start_loss_scale, update_loss_scale
 from paro.schedule.movement import UsualMovement
 from paro.schedule.step_checks import (
@@ -108,6 +109,25 @@ def test_a_loss_that_stays_high_becomes_the_usual_one() -> None:
         expected = expect_after(expected, verdict, loss=5.0, grad_norm=1.0)
     assert 1 <= skipped < 20
     assert expected.skipped_in_a_row == 0
+
+
+def test_statistics_of_earlier_checkpoints_are_read() -> None:
+    """Statistics are stored under their names, and those of earlier runs go on as they did."""
+    steps = {"num_steps": 3, "loss": 4.0, "loss_variance": 0.5}
+    steps |= {"grad_norm": 1.0, "grad_norm_variance": 0.25, "skipped_in_a_row": 1}
+    expected = conform(steps, Expectation, "state")
+    assert asdict(expected) == steps
+    # With a fourth step, of loss 2 and norm 3: 3/4 of (variance + 1/4 x 4)
+    now = asdict(expect_after(expected, Verdict.FINE, loss=2.0, grad_norm=3.0))
+    assert now == {
+        **{"num_steps": 4, "loss": 3.5, "loss_variance": 1.125},
+        **{"grad_norm": 1.5, "grad_norm_variance": 0.9375, "skipped_in_a_row": 0},
+    }
+    rounds = {"num_rounds": 3, "mean": 4.0, "variance": 0.5, "in_a_row": [0, 2]}
+    usual = conform(rounds, UsualMovement, "state")
+    assert asdict(usual) == {**rounds, "in_a_row": (0, 2)}
+    # Of two groups, 1 and 3, whose mean is 2: also 1/4 of the variance among them
+    assert usual.after([1.0, 3.0]) == UsualMovement(4, 3.5, 1.125 + 0.25, (0, 0))
 
 
 def test_an_overflow_is_told_from_a_loss_that_is_no_number() -> None:
