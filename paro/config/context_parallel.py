@@ -47,12 +47,13 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallelConfig:
-    """The context-parallel degree and communication type, with every auto resolved."""
+    """The context-parallel degree and communication type, and which of them are yet to choose."""
 
     context_parallel_size: int = 1
     cp_comm_type: str = "p2p"
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
     context_ring: str = "double"  # p2p between groups: "double", two nested rings, or "flat", one
+    auto: tuple[str, ...] = ()  # flags that leave the choice open; until then degree 1, type p2p
 
     def __post_init__(self) -> None:
         size, sizes = self.context_parallel_size, self.hierarchical_context_parallel_sizes
@@ -137,21 +138,24 @@ class ContextParallelConfig:
 
 
 def take_context(args: Namespace) -> ContextParallelConfig:
-    """Build the configuration from the flags; auto becomes degree 1 and type p2p for now."""
+    """Build the configuration from the flags."""
     types = [_SYNONYMS.get(name, name) for name in args.cp_comm_type]
     if len(set(types)) > 1:
         raise UserError(f"{TYPE_FLAG} {' '.join(types)}: all blocks have one: give it once")
     size, sizes = args.context_parallel_size, args.hierarchical_context_parallel_sizes
-    if AUTO in (size, types[0]) and sizes is not None:
+    flags = {SIZE_FLAG: size, TYPE_FLAG: types[0]}
+    auto = tuple(flag for flag, value in flags.items() if value == AUTO)
+    if auto and sizes is not None:
         raise UserError(
             f"{SIZES_FLAG} {' '.join(map(str, sizes))} contradicts {AUTO}, which chooses them: "
             "leave one out"
         )
     return ContextParallelConfig(
-        context_parallel_size=1 if size == AUTO else size,
-        cp_comm_type="p2p" if types[0] == AUTO else types[0],
+        context_parallel_size=1 if SIZE_FLAG in auto else size,
+        cp_comm_type="p2p" if TYPE_FLAG in auto else types[0],
         hierarchical_context_parallel_sizes=None if sizes is None else tuple(sizes),
         context_ring=args.paro_context_ring,
+        auto=auto,
     )
 
 
@@ -185,42 +189,29 @@ def check_log_sum_exp(
 # What auto chooses
 
 
-def auto_flag(args: Namespace) -> str | None:
-    """Return the flag that is auto: --context-parallel-size, else --cp-comm-type, else None."""
-    if args.context_parallel_size == AUTO:
-        return SIZE_FLAG
-    return TYPE_FLAG if {*args.cp_comm_type} == {AUTO} else None
-
-
 def possible_configs(
-    args: Namespace, limits: ContextLimits, degrees: Sequence[int] | None = None
-) -> list[ContextParallelConfig]:
-    """List the configurations that fit the limits, of the flags' degree or of `degrees`."""
-    base = take_context(args)
-    types = TYPES if {*args.cp_comm_type} == {AUTO} else (base.cp_comm_type,)
-    if degrees is None:
-        degrees = [args.context_parallel_size]
-    if AUTO in degrees:
-        degrees = [n for n in range(1, limits.most + 1) if limits.world_size % n == 0]
-    return [*_fitting(base, degrees, types, limits)]
-
-
-def _fitting(
-    base: ContextParallelConfig, degrees: Iterable[int], types: Iterable[str], limits: ContextLimits
+    given: ContextParallelConfig, limits: ContextLimits, degrees: Sequence[int] = ()
 ) -> Iterator[ContextParallelConfig]:
-    """Yield `base` with each fitting degree and type; a2a+p2p with each split inside a group."""
-    for degree in degrees:
+    """Yield each choice of what is left open that fits the limits, or only those of `degrees`.
+
+    a2a+p2p is yielded with each split inside a group.
+    """
+    types = TYPES if TYPE_FLAG in given.auto else (given.cp_comm_type,)
+    if not degrees and SIZE_FLAG in given.auto:
+        degrees = [n for n in range(1, limits.most + 1) if limits.world_size % n == 0]
+    for degree in degrees or [given.context_parallel_size]:
         for name in types if degree > 1 else ["p2p"]:
-            splits: list[tuple[int, ...] | None] = [base.hierarchical_context_parallel_sizes]
+            splits: list[tuple[int, ...] | None] = [given.hierarchical_context_parallel_sizes]
             if name == "a2a+p2p" and splits == [None]:
                 inside = (n for n in range(2, degree // 2 + 1) if limits.group_size % n == 0)
                 splits = [(n, degree // n) for n in inside if degree % n == 0]
             for split in splits:
                 config = replace(
-                    base,
+                    given,
                     context_parallel_size=degree,
                     cp_comm_type=name,
                     hierarchical_context_parallel_sizes=split,
+                    auto=(),
                 )
                 if config.reason_invalid(limits, degree) is None:
                     yield config
@@ -316,7 +307,7 @@ def faster_comm_type(
     least, fastest = seconds / (1 + _CLEAR_GAIN), None
     base = replace(config, cp_comm_type="p2p", hierarchical_context_parallel_sizes=None)
     limits = request.context_limits(request.world_size)
-    for other in _fitting(base, [config.layout.size], TYPES, limits):
+    for other in possible_configs(replace(base, auto=(TYPE_FLAG,)), limits):
         changed = replace(candidate, context=other.layout)
         if estimator.costs(changed).least_seconds() < least:
             estimate = estimator.estimate(changed)

@@ -27,12 +27,10 @@ from paro.checkpoint.config import CheckpointConfig, is_of_positions
 from paro.config.context_parallel import (
     AUTO,
     ContextParallelConfig,
-    auto_flag,
     data_parallel_size_of,
     fastest_config,
     possible_configs,
     preferred_config,
-    take_context,
     with_micro_batches,
 )
 from paro.config.elastic import nodes_line
@@ -166,12 +164,11 @@ def decide(
         measured = replace(sharding_flags.sharding, machine=machine)
         sharding_flags = sharding_flags._replace(sharding=measured, is_unmeasured=False)
     sharding, strategy, notices, is_unmeasured = sharding_flags
-    flag, world = auto_flag(args), sharding.world
-    context, size = take_context(args), args.micro_batch_size
+    world, context, size = sharding.world, sharding.context, args.micro_batch_size
     flags: dict[str, object] = {}
     lines: tuple[str, ...] = ()
-    if flag is not None:
-        context, size, lines = _context_of(flag, args, task, sharding_flags, checkpoint)
+    if context.auto:
+        context, size, lines = _context_of(args, task, sharding_flags, checkpoint)
         flags = context.flags | {"micro_batch_size": size}
     batches = _batches_of(args, world, context, size)
     sharding = replace(sharding, context=context)
@@ -202,22 +199,21 @@ def _batches_of(
 
 
 def _context_of(
-    flag: str,
     args: Namespace,
     task: TrainingTask,
     sharding_flags: ShardingFlags,
     checkpoint: CheckpointConfig,
 ) -> tuple[ContextParallelConfig, int, tuple[str, ...]]:
-    """Choose the context-parallel configuration and micro-batch size if `flag` is auto.
+    """Choose the context-parallel configuration and micro-batch size if a flag is auto.
 
     Also returns log lines. While the machine is unmeasured, the first candidate is chosen.
     """
     sharding, strategy, _, is_unmeasured = sharding_flags
-    context, size = take_context(args), args.micro_batch_size
+    flag, size = sharding.context.auto[0], args.micro_batch_size
     world, machine = sharding.world, sharding.machine
-    configs = possible_configs(args, task.context_limits(sharding))
+    configs = [*possible_configs(sharding.context, task.context_limits(sharding))]
     if not configs:  # check_context says why
-        return context, size, ()
+        return sharding.context, size, ()
     if len(configs) == 1:
         line = f"{flag} auto: {configs[0].describe()}: nothing else is possible"
         return configs[0], size, (line,)

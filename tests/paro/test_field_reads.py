@@ -44,6 +44,7 @@ DECIDES = {
     "checkpoint.non_persistent_save_interval": "paro.config.run.RunConfig.in_memory_interval",
     "checkpoint.use_checkpoint_args": "paro.config.resolve.with_saved",
     "checkpoint.use_checkpoint_opt_param_scheduler": "paro.config.resolve.with_saved",
+    "sharding.context.auto": "paro.config.resolve.decide",
     "sharding.inter_bits": "paro.config.resolve.decide",
     "sharding.elastic": "paro.config.checks.keeps_copies",
     "launch.ranks_per_node": "paro.config.run.take_world",

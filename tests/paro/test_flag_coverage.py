@@ -70,6 +70,7 @@ UNOWNED = {
     "notices",
     "open",  # by what --paro-machine and flags that say auto ask for
     "schedule.weight_decay_incr_samples",
+    "sharding.context.auto",  # flags that say auto
 }
 # Flags fill these as a whole.
 WHOLE = (LoraConfig, Machine, OuterConfig, RecomputeConfig, Strategy, Trainable, World)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from paro.config.context_parallel import (
-    AUTO,
     ContextParallelConfig,
     check_log_sum_exp,
     possible_configs,
@@ -39,7 +38,9 @@ def longest_table(args: Namespace) -> str:
     """
     fields = {**ContextParallelConfig().flags, "global_batch_size": None, "micro_batch_size": 1}
     request = plan_request_of_args(Namespace(**vars(args) | fields))
-    options = [*filter(None, (_options(args, request, size) for size in _sizes(args, request)))]
+    context = take_context(args)
+    sizes = _sizes(context, request)
+    options = [*filter(None, (_options(context, request, size) for size in sizes))]
     rows: list[tuple[str, ...]] = []
     without: list[str] = []
     for name, strategy in _strategies(request):
@@ -58,13 +59,15 @@ def longest_table(args: Namespace) -> str:
     return "\n".join([align([_HEADS, *rows], left=(0, 2, 3)), *lines])
 
 
-def _options(args: Namespace, request: PlanRequest, size: int) -> list[ContextParallelConfig]:
+def _options(
+    context: ContextParallelConfig, request: PlanRequest, size: int
+) -> list[ContextParallelConfig]:
     """Return the layouts of a context-parallel size; `UserError` if the flags ask in vain."""
-    context, model, compute = take_context(args), request.model, request.precision.compute
     limits = replace(request.context_limits(request.world_size), seq_length=_unit(size))
-    configs = possible_configs(args, limits, [size])
+    configs = [*possible_configs(context, limits, [size])]
     if context.context_parallel_size == size and not configs:
-        check_log_sum_exp(model, context, request.device_type, compute)
+        compute = request.precision.compute
+        check_log_sum_exp(request.model, context, request.device_type, compute)
         context.check(limits)
     return configs
 
@@ -92,10 +95,10 @@ def _strategies(request: PlanRequest) -> Iterator[tuple[str, Strategy]]:
         yield "=".join(one.name for one in equal), equal[0]
 
 
-def _sizes(args: Namespace, request: PlanRequest) -> list[int]:
+def _sizes(context: ContextParallelConfig, request: PlanRequest) -> list[int]:
     """Return the number of ranks that is given, or 1 and all that divide the world."""
-    if args.context_parallel_size not in (1, AUTO):
-        return [args.context_parallel_size]
+    if context.context_parallel_size > 1:
+        return [context.context_parallel_size]
     most = request.context_limits(request.world_size).most
     return [n for n in range(1, most + 1) if request.world_size % n == 0]
 

@@ -20,7 +20,6 @@ from paro.arguments.parser import add_context_args, take
 from paro.collectives.schedule import COLLECTIVES
 from paro.config.context_parallel import (
     ContextParallelConfig,
-    auto_flag,
     data_parallel_size_of,
     fastest_config,
     possible_configs,
@@ -262,20 +261,21 @@ def seq_length_of(args: Namespace) -> int:
 
 def with_context(args: Namespace) -> tuple[Namespace, tuple[str, ...]]:
     """Replace auto in the flags of context parallelism; return lines that say why, too."""
-    if (flag := auto_flag(args)) is None:
+    if not (context := take_context(args)).auto:
         return args, ()
+    flag, *_ = context.auto
     alone = ContextParallelConfig()
     base = plan_request_of_args(_with(args, **alone.flags, global_batch_size=None))
     batch = args.global_batch_size or base.global_batch_size
     args = _with(args, seq_length=base.seq_length, global_batch_size=batch)
-    configs = possible_configs(args, base.context_limits(base.world_size))
+    configs = [*possible_configs(context, base.context_limits(base.world_size))]
 
     def make(config: ContextParallelConfig, micro_batch_size: int) -> PlanRequest:
         changes = config.flags | {"micro_batch_size": micro_batch_size}
         return plan_request_of_args(_with(args, **changes))
 
     if len(configs) < 2:  # the plan says why none fits
-        (only,) = configs or [take_context(args)]
+        (only,) = configs or [context]
         return _with(args, **only.flags), (f"{flag} auto: {only.describe()}",) * len(configs)
     made = with_micro_batches(configs, args.micro_batch_size, make, grows=flag == SIZE_FLAG)
     space = SearchSpace(collectives=(args.paro_collective,))
