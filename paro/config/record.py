@@ -35,6 +35,10 @@ def recorded_arguments(config: RunConfig) -> dict[str, Any]:
     model, schedule, tokenizer = config.model, config.schedule, config.tokenizer
     concerns = (model, config.batches, config.train, schedule, config.data, tokenizer)
     in_use = {of.name: getattr(concern, of.name) for concern in concerns for of in fields(concern)}
+    sharding, ahead = config.sharding, config.sharding.updated_ahead
+    for concern in (sharding,) if sharding.outer is None else (sharding, sharding.outer):
+        values = {f"paro_{of.name}": getattr(concern, of.name) for of in fields(concern)}
+        in_use |= {n: value for n, value in values.items() if isinstance(value, str | int | float)}
     filled_in = {name: in_use.get(name, value) for name, value in config.arguments.items()}
     recompute = model.recompute
     if recompute is not None:
@@ -56,6 +60,7 @@ def recorded_arguments(config: RunConfig) -> dict[str, Any]:
         "paro_inter_grad_error_feedback": config.precision.inter_grad_error_feedback,
         "paro_inter_param_bits": config.precision.inter_param_bits,
         "paro_strategy": config.strategy.name,
+        "paro_updated_ahead": "all" if ahead is None else str(ahead),
         "split": config.data.split_in_use,
         "vocab_size": tokenizer.vocab_size or config.vocab_size,
     }

@@ -294,6 +294,9 @@ def test_an_elastic_run_adapts_to_the_nodes(
     assert len(said) == bool(lines)
     assert all(part in said[0] for part in lines)
     assert config.in_memory_interval == 1
+    recorded = recorded_arguments(config)
+    assert recorded["paro_survive"] == config.sharding.survive == min(survive, ranks // 2 - 1)
+    assert recorded["paro_collective"] == config.sharding.collective != "auto"
     if lines and not strategy.startswith("NII"):
         with pytest.raises(UserError):
             configured(flags, world)
