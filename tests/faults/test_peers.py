@@ -32,10 +32,7 @@ def other_code() -> None:
         ("--lr 0.001", "--lr must be the same on all ranks, and is 0.003 on rank 0, 0.001 on"),
         ("--seed 5", "--seed must be the same on all ranks, and is 1234 on rank 0, 5 on rank 1"),
         ("--micro-batch-size 2", "--micro-batch-size must be the same on all ranks, and is 1 on"),
-        (
-            "--bf16",
-            "--bf16 must be the same on all ranks, and is not given on rank 0, --bf16 on",
-        ),
+        ("--bf16", "--bf16 must be the same on all ranks, and is not given on rank 0, --bf16 on"),
         ("--lr inf", "rank 1: argument --lr: "),
         ("--tensorboard-dir board", "--tensorboard-dir must be the same on all ranks, and is not"),
     ],
