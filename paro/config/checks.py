@@ -13,7 +13,7 @@ from model.trainable import Trainable, matching
 from model.units import BY_VOCABULARY, parameter_shapes
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import describe_saved
-from paro.config.elastic import check_survival
+from paro.config.elastic import check_strategy
 from paro.config.planned_checks import PLANNED_CHECKS, check_feedback
 from paro.config.sharding import ShardingConfig, bits_given
 from paro.config.train import TrainConfig
@@ -29,7 +29,6 @@ from paro.schedule.batch_schedule import BatchSchedule
 from paro.schedule.lr_schedule import ScheduleConfig
 from paro.spec.optim_config import OptimConfig
 from paro.spec.param_groups import FLAG
-from paro.spec.units import rotation_infeasible_reason
 from paro.strategy import Strategy
 
 
@@ -80,17 +79,6 @@ def check_average(train: TrainConfig, optim: OptimConfig) -> None:
         raise contradiction("--eval-ema", "--skip-train", reason)
 
 
-def check_rotation(sharding: ShardingConfig, strategy: Strategy, model: LlamaConfig) -> None:
-    """Raise `UserError` if --paro-materialize rotate does not support this model or strategy."""
-    if sharding.materialize != "rotate":
-        return
-    reason = rotation_infeasible_reason(
-        strategy, model, world_size=sharding.world.size, group_size=sharding.world.group_size
-    )
-    if reason is not None:
-        raise UserError(reason)
-
-
 def check_trace(train: TrainConfig, model: LlamaConfig) -> None:
     if train.trace_nan and model.torch_compile is not None:
         reason = "compiled operations cannot be told apart"
@@ -111,15 +99,11 @@ def check_copy_engine(sharding: ShardingConfig, strategy: Strategy) -> None:
         )
 
 
-def check_outer(sharding: ShardingConfig, strategy: Strategy, precision: PrecisionConfig) -> None:
-    """Raise `UserError` if groups cannot train alone under --paro-outer-steps."""
-    outer, world = sharding.outer, sharding.world
-    if outer is None:
+def check_outer(sharding: ShardingConfig, precision: PrecisionConfig) -> None:
+    """Raise `UserError` for flags with which groups cannot train alone (--paro-outer-steps)."""
+    if sharding.outer is None:
         return
-    flag = f"--paro-outer-steps {outer.outer_steps}"
-    reason = outer.infeasible_reason(strategy, world_size=world.size, group_size=world.group_size)
-    if reason is not None:
-        raise UserError(reason)
+    flag = f"--paro-outer-steps {sharding.outer.outer_steps}"
     if precision.quantizes:
         reason = "groups send nothing in a step; --paro-outer-bits is of rounds"
         raise contradiction(flag, bits_given(precision)[0], reason)
@@ -299,8 +283,7 @@ CHECKS: tuple[Callable[..., None], ...] = (
     check_average,
     check_outer,
     check_copy_engine,
-    check_rotation,
-    check_survival,
+    check_strategy,
     check_groups,
     check_moments,
     check_profile,

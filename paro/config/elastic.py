@@ -20,7 +20,8 @@ from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.muon_rounds import prepare_for_muon
 from paro.spec.offload import state_bytes
 from paro.spec.sharding_spec import specs_of
-from paro.spec.units import rotation_conflict, rotation_infeasible_reason, units_of
+from paro.spec.strategy_limits import StrategyLimits, rotation_conflict
+from paro.spec.units import units_of
 from paro.strategy import (
     FLAG,
     Strategy,
@@ -29,7 +30,6 @@ from paro.strategy import (
     degrees_of,
     fitting_group_size,
     parse_strategy,
-    survival,
 )
 from paro.text import listed, size_text
 
@@ -59,20 +59,14 @@ def fitted_to_ranks(
     if given_size is not None:
         fits["paro_group_size"] = group_size
 
+    limits = StrategyLimits(world.size, group_size, world.ranks_per_node, survive)
+
     def losable(each: Strategy) -> int:
-        may_lose = survival(each, world_size=world.size, ranks_per_node=world.ranks_per_node)
-        return min(may_lose.nodes, survive)
+        return min(limits.survival(each).nodes, survive)
 
     strategies = [*legal_strategies(world.size, group_size)]
     if args.paro_materialize == "rotate" and rotation_conflict(model) is None:
-        rotating = [
-            each
-            for each in strategies
-            if losable(each) == survive
-            and not rotation_infeasible_reason(
-                each, model, world_size=world.size, group_size=group_size
-            )
-        ]
+        rotating = [each for each in strategies if not limits.infeasible_reason(each, model)]
         strategies = rotating or strategies
         if not rotating:
             fits |= {"paro_materialize": "gather", "paro_rotate_in_place": False}
@@ -139,22 +133,25 @@ def _fitting(
     return ",".join(map(str, best.degrees))
 
 
-def check_survival(
+def check_strategy(
     sharding: ShardingConfig,
     strategy: Strategy,
     model: LlamaConfig,
     trainable: Trainable,
     precision: PrecisionConfig,
 ) -> None:
-    """Raise `UserError` unless every state survives the loss of --paro-survive nodes.
+    """Raise `UserError` if the run cannot have the strategy.
 
-    The error names the nearest degrees under which every state survives.
+    If states do not survive the loss of nodes, the error names the nearest degrees that do.
     """
-    world = sharding.world
+    world, limits = sharding.world, sharding.limits
     check_nodes(sharding.survive, world.size, world.ranks_per_node)
-    may_lose = sharding.survival(strategy)
-    if may_lose.nodes >= sharding.survive:
+    rotated = model if sharding.materialize == "rotate" else None
+    reason = limits.infeasible_reason(strategy, rotated)
+    if reason is None:
         return
+    if limits.loss_reason(strategy) is None:
+        raise UserError(reason)
     advice = "no degrees hold it with --paro-materialize rotate: leave that out"
     if sharding.outer is not None:
         advice = "give more groups, by --paro-group-size"
@@ -165,10 +162,7 @@ def check_survival(
             f"the nearest that holds it is {FLAG} {degrees}, with {size_text(abs(more))} "
             f"{'more' if more >= 0 else 'less'} of model states a rank"
         )
-    raise UserError(
-        f"--paro-survive {sharding.survive}: under {FLAG} {strategy.name} {may_lose.describe()}; "
-        f"{advice}"
-    )
+    raise UserError(f"{reason}; {advice}")
 
 
 def nearest_surviving(
@@ -204,14 +198,12 @@ def nearest_surviving(
         ratios = (other.params / strategy.params, other.grads / strategy.grads)
         return sum(abs(math.log(ratio)) for ratio in ratios), held_bytes(other)
 
-    def holds(other: Strategy) -> bool:
-        if sharding.survival(other).nodes < survive:
-            return False
-        return not rotates or not rotation_infeasible_reason(
-            other, model, world_size=world.size, group_size=world.group_size
-        )
-
-    holding = filter(holds, legal_strategies(world.size, world.group_size))
+    limits, rotated = sharding.limits._replace(survive=survive), model if rotates else None
+    holding = (
+        each
+        for each in legal_strategies(world.size, world.group_size)
+        if not limits.infeasible_reason(each, rotated)
+    )
     nearest = min(holding, key=distance, default=None)
     if nearest is None:
         return None

@@ -17,7 +17,7 @@ from paro.errors import UserError
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.states import is_for_muon
-from paro.spec.units import MUON_ROTATES
+from paro.spec.strategy_limits import MUON_ROTATES
 
 
 def check_sequence(model: LlamaConfig, data: DataConfig) -> None:

@@ -25,15 +25,8 @@ from paro.spec.context_layout import ContextLimits
 from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import Materialize, RunSettings
-from paro.strategy import (
-    FLAG,
-    Strategy,
-    Survival,
-    check_group_size,
-    parse_strategy,
-    strategy_of,
-    survival,
-)
+from paro.spec.strategy_limits import StrategyLimits
+from paro.strategy import FLAG, Strategy, Survival, check_group_size, parse_strategy, strategy_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +58,16 @@ class ShardingConfig:
         """True if in-memory checkpoints are on without a flag of their own."""
         return self.survive > 0 or self.elastic
 
+    @property
+    def limits(self) -> StrategyLimits:
+        """The limits of strategies on the ranks of the run."""
+        world = self.world
+        sizes = world.size, world.group_size, world.ranks_per_node
+        return StrategyLimits(*sizes, self.survive, self.outer)
+
     def survival(self, strategy: Strategy) -> Survival:
         """Count the ranks and nodes that a run may lose under a strategy."""
-        world = self.world
-        alone = None if self.outer is None else world.group_size
-        node = world.ranks_per_node
-        return survival(strategy, world_size=world.size, ranks_per_node=node, alone=alone)
+        return self.limits.survival(strategy)
 
 
 def units_ahead(text: str | None, prefetch_units: int, *, by_nccl: bool) -> int | None:

@@ -18,16 +18,8 @@ from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.spec.context_layout import ContextLayout
 from paro.spec.run_spec import Materialize, RunSettings
-from paro.spec.units import MUON_ROTATES, rotation_infeasible_reason
-from paro.strategy import (
-    Strategy,
-    Survival,
-    check_nodes,
-    effective_letters,
-    parse_strategy,
-    strategy_of,
-    survival,
-)
+from paro.spec.strategy_limits import MUON_ROTATES, StrategyLimits
+from paro.strategy import Strategy, check_nodes, effective_letters, parse_strategy, strategy_of
 from paro.text import listed
 
 MEMORY_MARGIN = 0.03  # share of a device's memory to leave free, since searches fill the rest
@@ -118,25 +110,17 @@ class PlanRequest(RunSettings):
             recomputes=(self.model.recompute,),
         )
 
-    def survival(self, strategy: Strategy) -> Survival:
-        """Count the ranks and nodes that may be lost under a strategy."""
+    @property
+    def limits(self) -> StrategyLimits:
+        """The limits of strategies on the ranks of the request."""
         node = self.ranks_per_node or self.machine.group_size
-        alone = None if self.outer is None else self.group_size
-        return survival(strategy, world_size=self.world_size, ranks_per_node=node, alone=alone)
+        return StrategyLimits(self.world_size, self.group_size, node, self.survive, self.outer)
 
     def infeasible_reason(self, strategy: Strategy, materialize: Materialize) -> str | None:
         """Say why a run cannot have a strategy and `materialize` parameters so; None if it can."""
-        may_lose = self.survival(strategy)
-        if may_lose.nodes < self.survive:
-            return f"--paro-survive {self.survive}: under {strategy.name} {may_lose.describe()}"
-        sizes = {"world_size": self.world_size, "group_size": self.group_size}
-        if self.outer is not None and (reason := self.outer.infeasible_reason(strategy, **sizes)):
-            return reason
-        if not materialize.rotates:
-            return None
-        if self.precision.optimizer == "muon":
+        if materialize.rotates and self.precision.optimizer == "muon":
             return MUON_ROTATES
-        return rotation_infeasible_reason(strategy, self.model, **sizes)
+        return self.limits.infeasible_reason(strategy, self.model if materialize.rotates else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

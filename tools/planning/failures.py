@@ -65,7 +65,7 @@ def expected(request: PlanRequest, found: SearchResult, failures: Failures) -> l
 
 
 def _rows(request: PlanRequest, setting: Estimate, failures: Failures) -> list[Row]:
-    survives = request.survival(setting.candidate.strategy).nodes
+    survives = request.limits.survival(setting.candidate.strategy).nodes
     found = {"disk": from_disk(failures)}
     if survives:
         found["memory"] = from_memory(

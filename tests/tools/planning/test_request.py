@@ -218,4 +218,4 @@ def test_why_another_strategy_is_not_the_best() -> None:
     assert "model states " in needs
     cost, reason, _ = told("GGG", "--paro-survive 1")
     assert cost == "why not GGG: it is not among the candidates"
-    assert reason.startswith("--paro-survive 1: under GGG no rank may be lost")
+    assert reason.startswith("--paro-survive 1: under --paro-strategy GGG no rank may be lost")
