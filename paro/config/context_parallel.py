@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from model.config import LlamaConfig
 from paro.distributed.world import World
 from paro.errors import UserError, check_least
 from paro.planning.description import seconds_text
@@ -109,6 +108,8 @@ class ContextParallelConfig:
         degree = self.context_parallel_size
         if (reason := self.reason_invalid(limits, degree)) is None:
             return
+        if reason == limits.no_log_sum_exp:
+            raise UserError(f"{reason}, or {TYPE_FLAG} a2a")
         degrees = range(1, limits.most + 1)
         fitting = [str(each) for each in degrees if not self.reason_invalid(limits, each)]
         advice = f"give other {SIZES_FLAG}"
@@ -173,17 +174,6 @@ def data_parallel_size_of(world: World, degree: int | str) -> int:
             f"of {', '.join(fitting)}"
         )
     return world.size // degree
-
-
-def check_log_sum_exp(
-    model: LlamaConfig, context: ContextParallelConfig, device_type: str, compute: str
-) -> None:
-    """Raise `UserError` if flags need attention's log-sum-exp and no kernel returns one."""
-    reason = model.why_no_log_sum_exp(device_type, compute)
-    if reason is not None and context.layout.ring > 1:
-        raise UserError(f"{reason}, or {TYPE_FLAG} a2a")
-    if reason is not None and model.keeps_core:
-        raise UserError(f"{reason}, or leave --paro-recompute-keep out")
 
 
 # What auto chooses

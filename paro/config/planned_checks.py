@@ -11,7 +11,6 @@ from model.config import FP8_MULTIPLE, LlamaConfig
 from model.trainable import Trainable
 from model.units import parameter_shapes
 from paro.collectives.schedule import NCCL_COLLECTIVES
-from paro.config.context_parallel import check_log_sum_exp
 from paro.config.sharding import ShardingConfig, TrainingTask
 from paro.errors import UserError
 from paro.precision import PrecisionConfig
@@ -58,8 +57,10 @@ def check_context(task: TrainingTask, sharding: ShardingConfig) -> None:
 
     Also if flags need attention's log-sum-exp and no kernel returns one.
     """
-    check_log_sum_exp(task.model, sharding.context, task.device_type, task.precision.compute)
-    sharding.context.check(task.context_limits(sharding))
+    limits = task.context_limits(sharding)
+    sharding.context.check(limits)
+    if task.model.keeps_core and limits.no_log_sum_exp is not None:
+        raise UserError(f"{limits.no_log_sum_exp}, or leave --paro-recompute-keep out")
 
 
 def check_muon(

@@ -150,7 +150,7 @@ class ContextLimits:
     world_size: int
     group_size: int
     seq_length: int
-    log_sum_exp: bool = True  # whether attention's kernel returns it, to merge parts from a ring
+    no_log_sum_exp: str | None = None  # why attention returns none, to merge parts from a ring
     rotates: bool = False  # whether weights rotate, so that ranks have different heads at a time
     alone: bool = False  # whether groups train alone, between outer steps
 
@@ -175,8 +175,8 @@ class ContextLimits:
                 f"with --paro-outer-steps groups of {group_size} ranks train alone, and it shares "
                 "a sample between groups"
             )
-        if layout.ring > 1 and not self.log_sum_exp:
-            return "no kernel of attention returns a log-sum-exp, to merge its parts"
+        if layout.ring > 1 and self.no_log_sum_exp is not None:
+            return self.no_log_sum_exp
         if self.world_size % size:
             return f"it does not divide the {self.world_size} ranks"
         for part in (size, heads, layout.inner or size):

@@ -84,7 +84,7 @@ class RunSettings:
             world_size=world_size,
             group_size=self.group_size,
             seq_length=self.seq_length,
-            log_sum_exp=self.model.why_no_log_sum_exp(device_type, compute) is None,
+            no_log_sum_exp=self.model.why_no_log_sum_exp(device_type, compute),
             rotates=self.materialize.rotates,
             alone=self.outer is not None,
         )

@@ -7,12 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from paro.config.context_parallel import (
-    ContextParallelConfig,
-    check_log_sum_exp,
-    possible_configs,
-    take_context,
-)
+from paro.config.context_parallel import ContextParallelConfig, possible_configs, take_context
 from paro.errors import UserError
 from paro.planning.estimator import Estimate, Estimator
 from paro.planning.planner import plan
@@ -66,8 +61,6 @@ def _options(
     limits = replace(request.context_limits(request.world_size), seq_length=_unit(size))
     configs = [*possible_configs(context, limits, [size])]
     if context.context_parallel_size == size and not configs:
-        compute = request.precision.compute
-        check_log_sum_exp(request.model, context, request.device_type, compute)
         context.check(limits)
     return configs
 

@@ -228,10 +228,7 @@ OF_SHARED_SAMPLES = [
     (f"{CONTEXT} 4 --seq-length 28", "--seq-length 28 ... multiple of 8 ... 1 and 2"),
     (f"{CONTEXT} 4 {TRIPLE} 12", "3 heads of keys and values ... among 4 ranks: ... choose 1"),
     (f"{CONTEXT} 2 --paro-strategy III {ROTATE}", "--paro-materialize rotate ... choose 1"),
-    (
-        f"{RINGS} --bf16 --cp-comm-type auto --paro-strategy III {ROTATE}",
-        "8 does not fit ... rotate",
-    ),
+    (f"{RINGS} --cp-comm-type auto --paro-strategy III {ROTATE}", "8 does not fit ... rotate"),
     (f"{CONTEXT} 2 {SIZES} 2 1", "a2a+p2p: leave it out"),
     ("--context-parallel-size 2 --cp-comm-type a2a p2p", "a2a p2p: all blocks have one"),
     ("--cp-comm-type ring", "--cp-comm-type ring is unknown: choose one of p2p"),

@@ -24,6 +24,7 @@ from tests.paro.config.test_run import SMALL
 from tests.paro.planning.cases import machine, plan_request
 from tests.tools.test_plan import planned
 from tools.plan import main
+from tools.planning.outer import outer_lines
 from tools.planning.request import make_parser, plan_request_of_args, with_context
 
 KNOWN = make_parser()._option_string_actions.keys()
@@ -135,6 +136,15 @@ MEASURED = (
     "--paro-machine examples/measured/steps-100mbit/steps-per-rank-deep-1.json --num-layers 2 "
     "--hidden-size 64 --num-attention-heads 4 --vocab-size 64 --seq-length 32 --world-size 8"
 )
+
+
+def test_outer_steps_share_no_sample_between_groups() -> None:
+    nodes = "--gpu h100 --gpus-per-node 4 --inter 25gbit --world-size 8 --global-batch-size 8"
+    for size, told in ((8, "--context-parallel-size 8 does not fit: "), (4, " s a step and ")):
+        words = f"{MODEL} {nodes} --context-parallel-size {size} --paro-outer-steps 9"
+        args = make_parser().parse_args(words.split())
+        first, *_ = outer_lines(args, plan_request_of_args(args), None)
+        assert told in first
 
 
 def dry_run(lines: list[str]) -> RunPrediction:
