@@ -61,14 +61,17 @@ def why_nothing_fits(request: PlanRequest, plan: SearchResult) -> str:
 def rank_changes(request: PlanRequest, least: Candidate) -> Iterator[tuple[str, str]]:
     """Yield how many ranks would be enough, in words, and the flags of `more_ranks` that they need.
 
-    Nothing where collectives were measured: measurements hold only for the measured ranks.
+    Nothing where collectives were measured: measurements hold only for the measured ranks. Nothing
+    either where states may not be spread so far, for lost nodes or groups that train alone.
     """
     machine, run = request.machine, estimator_of(request).run_spec(least)
     memories, limit = RunMemory(machine), request.choice_bytes
     how = ", gathered" if run.materialize.rotates else ""
 
     def fits(run: RunSpec) -> bool:
-        return memories.of(run).total <= limit
+        limits = request.limits._replace(world_size=run.world_size)
+        is_feasible = limits.infeasible_reason(run.strategy, None) is None
+        return is_feasible and memories.of(run).total <= limit
 
     for ranks, flags in more_ranks(run, machine.group_size, fits) if not machine.measured else ():
         what = f"{ranks} ranks, with all states spread over all of them{how}"

@@ -14,7 +14,7 @@ from model.trainable import Trainable
 from paro.planning.description import bits_text, describe
 from paro.planning.estimator import Estimate, Estimator
 from paro.planning.planner import MEMORY_TIE, RESOLUTION, TIE, best_first, plan
-from paro.planning.remedies import fewest_ranks, why_nothing_fits
+from paro.planning.remedies import fewest_ranks, rank_changes, why_nothing_fits
 from paro.planning.search_space import SearchSpace, all_candidates, legal_strategies
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import Materialize
@@ -23,6 +23,7 @@ from tests.paro.planning.cases import BF16, FEW, SMALL, machine, plan_request
 from tests.paro.planning.fixed_workloads import drawn
 from tools.planning.tables import letter_rows
 
+OUTER = OuterConfig(outer_steps=9)
 NATIVE = SearchSpace(micro_batch_sizes=(2,), collectives=("native",), recomputes=(None,))
 
 
@@ -68,12 +69,19 @@ def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
 
 
 def test_groups_that_train_alone_keep_all_states_inside() -> None:
-    given = plan_request(
-        machine=machine(world_size=8, group_size=2), group_size=2, outer=OuterConfig(outer_steps=9)
-    )
+    given = plan_request(machine=machine(world_size=8, group_size=2), group_size=2, outer=OUTER)
     degrees = {candidate.strategy.optim for candidate in all_candidates(given, SearchSpace())}
     assert degrees == {1, 2}
     assert plan(given, NATIVE).best is not None
+
+
+def test_ranks_that_would_hold_no_copies_of_states_are_no_advice() -> None:
+    free = plan_request(machine=machine(world_size=8, group_size=2), group_size=2)
+    for limit, is_advice in (({}, True), ({"survive": 1}, False), ({"outer": OUTER}, False)):
+        given = replace(free, **limit)
+        least = plan(given, NATIVE).least
+        short = replace(given, memory_bytes=least.memory_bytes * 9 // 10)
+        assert bool([*rank_changes(short, least.candidate)]) is is_advice, limit
 
 
 @pytest.mark.parametrize("number", [0, 4, 10])
