@@ -256,7 +256,8 @@ def test_an_upload_of_which_a_store_takes_nothing_is_sent_again(
     stored.with_name("y.bin").write_bytes(bytes(2**25))
     object_store._file_system.cache_clear()
     # More than twice where a loaded machine is silent too.
-    assert [method for method, *_ in server.requests][:2] == ["PUT", "PUT"]
+    methods = [method for method, path, _ in server.requests if path.endswith("y.bin")]
+    assert methods[:2] == ["PUT", "PUT"]
     assert stored.with_name("y.bin").read_bytes() == bytes(2**25)
 
 
