@@ -1,4 +1,4 @@
-"""The page of faults shows what its record holds; faults strike at functions that are called."""
+"""The page of faults has what `make verify` recorded; faults strike at functions in use."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 from tests.faults.job import Point
 from tests.helpers.ranks import ROOT
 
-RECORD = ROOT / "examples" / "measured" / "faults.json"
+RECORD = ROOT / "examples" / "measured" / "verify.jsonl"
 _HEAD = """\
 | fault | tried | end | seconds to the end | to the next step |
 |---|---|---|---|---|"""
 
 
 def test_the_page_has_the_table_of_the_record() -> None:
-    outcomes = json.loads(RECORD.read_text(encoding="utf-8"))
+    outcomes = recorded()
     page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
     assert table(outcomes) in page
     assert f"{len(outcomes)} faults" in page
@@ -37,6 +37,19 @@ def test_the_points_are_functions_that_are_called() -> None:
         nodes = ast.walk(ast.parse(getsource(module)))
         used = {node.id for node in nodes if isinstance(node, ast.Name)}
         assert "." in name or name in used, f"{point}: its callers have it from another module"
+
+
+def recorded() -> list[dict[str, Any]]:
+    """Return the outcomes of all faults, in the order of their tests."""
+    rows = [json.loads(line) for line in RECORD.read_text(encoding="utf-8").splitlines()]
+
+    def place(row: dict[str, Any]) -> tuple[str, int]:
+        file, _, name = row["test"].partition("::")
+        module = import_module(file.removesuffix(".py").replace("/", "."))
+        return file, [*vars(module)].index(name.partition("[")[0])
+
+    of_faults = [row for row in rows if "fault" in row["properties"]]
+    return [row["properties"]["fault"] for row in sorted(of_faults, key=place)]
 
 
 def table(outcomes: Sequence[dict[str, Any]]) -> str:
@@ -66,4 +79,4 @@ def _seconds(values: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    print(table(json.loads(RECORD.read_text(encoding="utf-8"))))
+    print(table(recorded()))
