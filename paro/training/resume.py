@@ -194,7 +194,7 @@ def state_of(
     is_dynamic = config.loss_scale.dynamic and common.get("dynamic_loss_scale", True)
     if restarts or not is_dynamic:
         saved = replace(saved, loss_scale=start_loss_scale(config.loss_scale))
-    before, now = common.get("world_size"), config.arguments["world_size"]
+    before, now = common.get("world_size"), config.world.size
     if before not in (None, now):
         log.log0(f"{source}: saved by {count_text(before, 'rank')}, continued by {now}")
     batch_size = common.get("global_batch_size", config.batches.global_batch_size)
