@@ -25,6 +25,7 @@ from paro.machine.files import read_machine
 from paro.machine.machine import Machine, Measured
 from paro.measuring import benchmark, start
 from paro.measuring.device import Effort
+from paro.report.memory import peak_memory_bytes
 from paro.report.watchdog import WatchConfig, Watchdog
 from paro.topology import Axes
 from paro.training.exit_signal import ExitSignal
@@ -183,6 +184,21 @@ def test_a_run_starts_where_no_file_can_be_written(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert found("") == MACHINE
     assert "the next start measures again" in capsys.readouterr().out
+
+
+def test_memory_of_the_measurement_is_no_peak_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    peaks: list[int] = []
+
+    def measure(*_: object, **__: object) -> Machine:
+        torch.ones(2**26)
+        peaks.append(peak_memory_bytes(torch.device("cpu")))
+        return MACHINE
+
+    monkeypatch.setattr(start, "measure_machine", measure)
+    found(f"--save {tmp_path}")
+    assert peak_memory_bytes(torch.device("cpu")) < peaks[0] - 2**26
 
 
 class Differing(Control):
