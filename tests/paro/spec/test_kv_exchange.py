@@ -51,7 +51,7 @@ def test_every_head_of_every_rank_is_attended_to_once(steps: int, turns: int, he
 def test_a_sum_has_the_gradients_of_every_turn_and_step_and_is_taken_last(
     steps: int, turns: int
 ) -> None:
-    """What is sent is waited for before the next send of its route, the last of all at the end."""
+    """Each send of keys and values ends before the next of its route; the last sum comes last."""
     actions = [*ring_of(steps, turns).backward(8, 2)]
     summed = {
         (one.turn, one.step, head)
