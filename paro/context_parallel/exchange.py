@@ -61,7 +61,7 @@ class RingKVExchange:
         kv, grads = _RingKV(self._rings, local_2BTKH), _RingGrads(self._rings, local_2BTKH)
         for action in self._exchange.backward(*_heads(local_2BTKH)):
             match action:
-                case AttendKV():  # in no variable, which would keep them past their use
+                case AttendKV():  # gradients have no variable, to be freed once summed
                     grads.add(action, grads_of(*kv.attended(action), action.heads.start))
                 case SendKVGrads() | WaitKVGrads():
                     grads.run(action)
@@ -217,7 +217,7 @@ class GatherKVExchange:
                     sum_2BTKH = _of_heads(self._part(total, source).view_as(local_2BTKH), heads)
                     if is_reduced:
                         late.append(partial(grads_of(source, kv_2BTKH, heads.start), sum_2BTKH))
-                    else:  # in no variable, which would keep them past their use
+                    else:  # gradients have no variable, to be freed once summed
                         grads_of(source, kv_2BTKH, heads.start)(sum_2BTKH)
                 case SendKV():
                     event = self._start(Op.ALL_GATHER, gathered, local_2BTKH.view(-1))
