@@ -217,8 +217,8 @@ MUTATIONS = (
     _rotating("first_gradient", f"[*actions, {_GRADS}]", "actions", more=ROTATE),
     _rotating(
         "after_backward",
-        f"actions += [{_NEXT}]",
-        "pass",
+        f", {_NEXT}]",
+        "]",
         more=f"{IN_PLACE} --trainable names:*norm*",  # else gradients that follow are waited for
     ),
     _rotating("after_backward", f"actions.append({_GRADS})", "pass", more=IN_PLACE),

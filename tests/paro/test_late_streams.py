@@ -217,6 +217,12 @@ def test_a_removed_order_is_caught(mutation: Mutation) -> None:
     assert all(found)
 
 
+def test_every_mutation_changes_a_function_of_today() -> None:
+    for mutation in MUTATIONS:
+        with mutation.removed():
+            pass
+
+
 def test_every_wait_is_removed_by_a_test_or_has_a_reason() -> None:
     by_module: dict[str, set[str]] = {}
     for wait in all_waits():
