@@ -6,11 +6,12 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from model.config import LlamaConfig
 from model.trainable import Trainable
 from paro.config.context_parallel import AUTO, data_parallel_size_of
+from paro.config.sharding import ShardingConfig, strategy_text
 from paro.distributed.world import World
 from paro.errors import UserError, count_text, flag_of
 from paro.machine.files import MEASURE, find_machine
@@ -33,28 +34,33 @@ from paro.strategy import (
 )
 from paro.text import listed, size_text
 
-if TYPE_CHECKING:
-    from paro.config.sharding import ShardingConfig
-
 _FLAG = "--paro-elastic"
 
 
-def fitted_to_ranks(
-    args: Namespace, world: World, model: LlamaConfig, strategy: str
-) -> tuple[Namespace, tuple[str, ...]]:
-    """Fit the sharding flags and `strategy` to the ranks of this start; add a log line.
+class Fitted(NamedTuple):
+    """The arguments that fit the ranks of this start, with log lines about their changes."""
+
+    args: Namespace
+    elastic_lines: tuple[str, ...]
+
+
+def fitted_to_ranks(args: Namespace, world: World, model: LlamaConfig) -> Fitted:
+    """Fit the sharding flags to the ranks of this start if --paro-elastic is given.
 
     - Group size: the largest divisor of both the given group size and the world size.
     - Degrees that do not fit or survive: the largest that do, params and grads not above the given.
     - --paro-materialize rotate with no surviving degrees: gather.
     - --paro-collective auto measured on another world size, or not measurable: native.
     """
-    given_size = args.paro_group_size
+    if not args.paro_elastic:
+        return Fitted(args, ())
+    given_size, strategy = args.paro_group_size, strategy_text(args)
     if given_size is not None and given_size < 1:
         check_group_size(world.size, given_size)
     group_size = fitting_group_size(given_size or world.ranks_per_node, world.size)
     survive = min(args.paro_survive, world.num_nodes - 1)
     flags = vars(args) | {"paro_strategy": strategy}
+    flags["use_distributed_optimizer"] &= args.paro_strategy is not None  # its strategy is fitted
     fits = {"paro_survive": survive}
     if given_size is not None:
         fits["paro_group_size"] = group_size
@@ -91,7 +97,7 @@ def fitted_to_ranks(
     ]
     where = f"on {count_text(world.size, 'rank')} of {count_text(world.num_nodes, 'node')}"
     lines = (f"{_FLAG}: {where} {', '.join(changes)}",) if changes else ()
-    return Namespace(**flags | fits), lines
+    return Fitted(Namespace(**flags | fits), lines)
 
 
 def nodes_line(batches: BatchSchedule, world: World, context_parallel_size: int) -> tuple[str, ...]:

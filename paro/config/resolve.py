@@ -4,11 +4,12 @@
 #
 #   1. With --use-checkpoint-args the sizes, the tokenizer and Muon's settings are those of --load.
 #   2. A run that resumes with the same world size keeps its strategy and quantization bit widths.
-#   3. With --paro-elastic groups, degrees and collectives become what these ranks can have.
+#   3. With --paro-elastic groups, degrees and collectives become what these ranks can have
+#      (elastic.py).
 #   4. The machine file supplies the group size, unless --paro-group-size does (sharding.py).
 #   5. auto of context parallelism: as in the resumed run, or without a machine file by heads.
-#   6. The planner decides all that is left (`decide`). If the machine has yet to be measured, a
-#      placeholder is used and planning is deferred until then (`RunConfig.open`).
+#   6. The planner decides all that is left (`OpenChoices`). If the machine has yet to be measured,
+#      a placeholder is used and planning is deferred until then (`RunConfig.open`).
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import math
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from data.tokenizer_config import saved_tokenizer
@@ -34,14 +35,13 @@ from paro.config.context_parallel import (
     with_micro_batches,
 )
 from paro.config.elastic import nodes_line
-from paro.config.parts import take_batches, with_values
+from paro.config.parts import BatchFlags
 from paro.config.sharding import (
     ShardingConfig,
     ShardingFlags,
     TrainingTask,
     check_measurable,
     inter_bits_notices,
-    take_inter_bits,
 )
 from paro.distributed.world import World
 from paro.errors import UserError, check_multiple, flag_of
@@ -149,108 +149,113 @@ def _scale_notice(args: Namespace) -> list[str]:
     return []
 
 
-def decide(
-    args: Namespace,
-    task: TrainingTask,
-    sharding_flags: ShardingFlags,
-    checkpoint: CheckpointConfig,
-    machine: Machine | None = None,
-) -> Decision:
-    """Let the planner choose settings that flags leave open; `UserError` if nothing fits.
+@dataclass(frozen=True, slots=True)
+class OpenChoices:
+    """The settings that flags leave open, and all that the planner needs to choose them."""
 
-    Before the `machine` is measured, auto is a placeholder that no other flag contradicts.
-    """
-    if machine is not None:
-        measured = replace(sharding_flags.sharding, machine=machine)
-        sharding_flags = sharding_flags._replace(sharding=measured, is_unmeasured=False)
-    sharding, strategy, notices, is_unmeasured = sharding_flags
-    world, context, size = sharding.world, sharding.context, args.micro_batch_size
-    flags: dict[str, object] = {}
-    lines: tuple[str, ...] = ()
-    if context.auto:
-        context, size, lines = _context_of(args, task, sharding_flags, checkpoint)
-        flags = context.flags | {"micro_batch_size": size}
-    batches = _batches_of(args, world, context, size)
-    sharding = replace(sharding, context=context)
-    lines += notices
-    if sharding.elastic:
-        lines += nodes_line(batches, world, context.context_parallel_size)
-    sharding, precision, notices = take_inter_bits(sharding, task.precision)
-    lines += notices
-    if is_unmeasured:
-        # The placeholder strategy: III can rotate, NNN replicates every state.
-        letters = "III" if sharding.materialize == "rotate" else "NNN"
-        stand_in = parse_strategy(letters, world_size=world.size, group_size=world.group_size)
-        return Decision(sharding, strategy or stand_in, precision, batches, lines, flags)
-    if strategy is None or sharding.inter_bits is not None:
-        request = task._replace(precision=precision).plan_request(batches, sharding)
-        strategy, precision, notices = _chosen(request, strategy)
+    task: TrainingTask
+    sharding_flags: ShardingFlags
+    bits: tuple[ShardingConfig, PrecisionConfig, tuple[str, ...]]  # with the bit widths of flags
+    batch_flags: BatchFlags
+    checkpoint: CheckpointConfig
+
+    def decide(self) -> Decision:
+        """Let the planner choose settings that flags leave open; `UserError` if nothing fits.
+
+        Before the machine is measured, auto is a placeholder that no other flag contradicts.
+        """
+        strategy, is_unmeasured = self.sharding_flags.strategy, self.sharding_flags.is_unmeasured
+        sharding, precision, notices = self.bits
+        world, context, size = sharding.world, sharding.context, self.batch_flags.micro_batch_size
+        flags: dict[str, object] = {}
+        lines: tuple[str, ...] = ()
+        if context.auto:
+            context, size, lines = self._context_of(sharding)
+            flags = context.flags | {"micro_batch_size": size}
+        batches = self._batches_of(context, size)
+        sharding = replace(sharding, context=context)
+        if sharding.elastic:
+            lines += nodes_line(batches, world, context.context_parallel_size)
         lines += notices
-    if sharding.inter_bits is None:
-        lines += inter_bits_notices(precision, world.group_size, strategy, world.size)
-    return Decision(sharding, strategy, precision, batches, lines, flags)
+        if is_unmeasured:
+            # The placeholder strategy: III can rotate, NNN replicates every state.
+            letters = "III" if sharding.materialize == "rotate" else "NNN"
+            stand_in = parse_strategy(letters, world_size=world.size, group_size=world.group_size)
+            return Decision(sharding, strategy or stand_in, precision, batches, lines, flags)
+        if strategy is None or sharding.inter_bits is not None:
+            request = self.task._replace(precision=precision).plan_request(batches, sharding)
+            strategy, precision, notices = _chosen(request, strategy)
+            lines += notices
+        if sharding.inter_bits is None:
+            lines += inter_bits_notices(precision, world.group_size, strategy, world.size)
+        return Decision(sharding, strategy, precision, batches, lines, flags)
 
+    def on_measured(self, machine: Machine) -> Decision:
+        """Let the planner choose by a machine that was just measured; `UserError`."""
+        sharding, precision, lines = self.bits
+        bits = replace(sharding, machine=machine), precision, lines
+        sharding_flags = self.sharding_flags._replace(is_unmeasured=False)
+        return replace(self, sharding_flags=sharding_flags, bits=bits).decide()
 
-def _batches_of(
-    args: Namespace, world: World, context: ContextParallelConfig, size: int
-) -> BatchSchedule:
-    num_ranks = data_parallel_size_of(world, context.context_parallel_size)
-    return take_batches(with_values(args, {"micro_batch_size": size}), num_ranks)
+    def _batches_of(self, context: ContextParallelConfig, size: int) -> BatchSchedule:
+        world = self.sharding_flags.sharding.world
+        num_ranks = data_parallel_size_of(world, context.context_parallel_size)
+        return self.batch_flags.schedule(num_ranks, size)
 
+    def _context_of(
+        self, sharding: ShardingConfig
+    ) -> tuple[ContextParallelConfig, int, tuple[str, ...]]:
+        """Choose the context-parallel configuration and micro-batch size if a flag is auto.
 
-def _context_of(
-    args: Namespace,
-    task: TrainingTask,
-    sharding_flags: ShardingFlags,
-    checkpoint: CheckpointConfig,
-) -> tuple[ContextParallelConfig, int, tuple[str, ...]]:
-    """Choose the context-parallel configuration and micro-batch size if a flag is auto.
+        Also returns log lines. While the machine is unmeasured, the first candidate is chosen.
+        """
+        strategy, is_unmeasured = self.sharding_flags.strategy, self.sharding_flags.is_unmeasured
+        flag, size = sharding.context.auto[0], self.batch_flags.micro_batch_size
+        world, machine, task = sharding.world, sharding.machine, self.task
+        configs = [*possible_configs(sharding.context, task.context_limits(sharding))]
+        if not configs:  # check_context says why
+            return sharding.context, size, ()
+        if len(configs) == 1:
+            line = f"{flag} auto: {configs[0].describe()}: nothing else is possible"
+            return configs[0], size, (line,)
+        saved = self.checkpoint.resumed_arguments
+        for config in configs if saved.get("world_size") == world.size else ():
+            if all(saved.get(name) == value for name, value in config.flags.items()):
+                saved_size = int(saved.get("micro_batch_size", 0)) if flag == SIZE_FLAG else size
+                with suppress(UserError):  # the batch is no multiple any more
+                    self._batches_of(config, saved_size)
+                    line = f"{flag} auto: as in --load {self.checkpoint.load}"
+                    return config, saved_size, (line,)
+        is_timed = is_unmeasured or (machine is not None and machine.device is not None)
+        if flag == TYPE_FLAG and not is_timed:
+            config = preferred_config(configs, world.group_size)
+            line = f"{flag} auto: {config.describe()}; --paro-machine would compare times"
+            return config, size, (line,)
+        if machine is None and not is_unmeasured:
+            check_measurable([f"{flag} auto"], world, task.launch.dry_run)
+            raise UserError(
+                f"{flag} auto: give --paro-machine, a shipped name, a file or {MEASURE}"
+            )
+        if flag == SIZE_FLAG and self.batch_flags.global_batch_size is None:
+            raise UserError(f"{flag} auto compares steps of one batch: give --global-batch-size")
 
-    Also returns log lines. While the machine is unmeasured, the first candidate is chosen.
-    """
-    sharding, strategy, _, is_unmeasured = sharding_flags
-    flag, size = sharding.context.auto[0], args.micro_batch_size
-    world, machine = sharding.world, sharding.machine
-    configs = [*possible_configs(sharding.context, task.context_limits(sharding))]
-    if not configs:  # check_context says why
-        return sharding.context, size, ()
-    if len(configs) == 1:
-        line = f"{flag} auto: {configs[0].describe()}: nothing else is possible"
-        return configs[0], size, (line,)
-    saved = checkpoint.resumed_arguments
-    for config in configs if saved.get("world_size") == world.size else ():
-        if all(saved.get(name) == value for name, value in config.flags.items()):
-            saved_size = int(saved.get("micro_batch_size", 0)) if flag == SIZE_FLAG else size
-            with suppress(UserError):  # the batch is no multiple any more
-                _batches_of(args, world, config, saved_size)
-                return config, saved_size, (f"{flag} auto: as in --load {checkpoint.load}",)
-    is_timed = is_unmeasured or (machine is not None and machine.device is not None)
-    if flag == TYPE_FLAG and not is_timed:
-        config = preferred_config(configs, world.group_size)
-        line = f"{flag} auto: {config.describe()}; --paro-machine would compare times"
-        return config, size, (line,)
-    if machine is None and not is_unmeasured:
-        check_measurable([f"{flag} auto"], world, args.dry_run)
-        raise UserError(f"{flag} auto: give --paro-machine, a shipped name, a file or {MEASURE}")
-    if flag == SIZE_FLAG and args.global_batch_size is args.step_batch_size_schedule is None:
-        raise UserError(f"{flag} auto compares steps of one batch: give --global-batch-size")
+        def whole(config: ContextParallelConfig, size: int) -> BatchSchedule:
+            made = self._batches_of(config, size)
+            total = made.global_batch_size
+            check_multiple("--global-batch-size", total, size, made.data_parallel_size)
+            return made
 
-    def whole(config: ContextParallelConfig, size: int) -> BatchSchedule:
-        made = _batches_of(args, world, config, size)
-        check_multiple("--global-batch-size", made.global_batch_size, size, made.data_parallel_size)
-        return made
-
-    candidates = with_micro_batches(configs, size, whole, grows=flag == SIZE_FLAG)
-    (config, size), batches = next(iter(candidates.items()))
-    if is_unmeasured:
-        return config, size, ()
-    space = SearchSpace(
-        strategies=None if strategy is None else (strategy,),
-        collectives=(sharding.collective,),
-        recomputes=(task.model.recompute,),
-    )
-    request = task.plan_request(batches, replace(sharding, context=config))
-    return fastest_config(flag, request, candidates, space)
+        candidates = with_micro_batches(configs, size, whole, grows=flag == SIZE_FLAG)
+        (config, size), batches = next(iter(candidates.items()))
+        if is_unmeasured:
+            return config, size, ()
+        space = SearchSpace(
+            strategies=None if strategy is None else (strategy,),
+            collectives=(sharding.collective,),
+            recomputes=(task.model.recompute,),
+        )
+        request = task.plan_request(batches, replace(sharding, context=config))
+        return fastest_config(flag, request, candidates, space)
 
 
 def _chosen(

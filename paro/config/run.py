@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +28,11 @@ from paro.config.checks import (
     keeps_copies,
 )
 from paro.config.context_parallel import ContextParallelConfig, data_parallel_size_of
+from paro.config.elastic import fitted_to_ranks
 from paro.config.model import take_model, vocab_size_given
 from paro.config.parts import (
     fitting_batches,
-    take_batches,
+    take_batch_flags,
     take_loss_scale,
     take_precision,
     take_schedule,
@@ -39,7 +40,7 @@ from paro.config.parts import (
     with_values,
 )
 from paro.config.planned_checks import needs_of
-from paro.config.resolve import Decision, decide, with_saved
+from paro.config.resolve import OpenChoices, with_saved
 from paro.config.sharding import ShardingConfig, TrainingTask, take_inter_bits, take_sharding
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
@@ -83,7 +84,9 @@ class RunConfig:
     checks: StepChecksConfig
     data: DataConfig
     tokenizer: TokenizerConfig
+    tokenizer_is_here: bool  # False: a dry run without it plans with the size of its vocabulary
     vocab_size: int  # ids of the tokenizer, without the padding rows of the model
+    padded_vocab_size: int | None  # vocabulary rows that a flag gives; None: by the tokenizer
     eod: int  # id of the token that ends a document
     checkpoint: CheckpointConfig
     report: ReportConfig
@@ -96,8 +99,8 @@ class RunConfig:
     arguments: Mapping[str, Any] = field(compare=False, repr=False)
     # The argparse namespace before --load and the planner fill values in; equal at every restart.
     command_line: Mapping[str, Any] = field(compare=False, repr=False)
-    # `decide`, which then needs only the machine that is measured; None: every choice is made.
-    open: Callable[[Machine], Decision] | None = field(default=None, compare=False, repr=False)
+    # Choices for the planner once the machine is measured; None: every choice is made.
+    open: OpenChoices | None = field(default=None, compare=False, repr=False)
 
     @property
     def world(self) -> World:
@@ -180,7 +183,7 @@ class RunConfig:
         assert self.open is not None, "the machine was known before"
         if self.device_type == "cuda":
             machine = replace(machine, launch_order=self.runtime.paro_nccl_launch_order)
-        changes = self.open(machine)._asdict()
+        changes = self.open.on_measured(machine)._asdict()
         notices = self.notices + changes.pop("lines")
         arguments = {**self.arguments, **changes.pop("flags")}
         config = replace(self, **changes, notices=notices, arguments=arguments, open=None)
@@ -213,10 +216,10 @@ def configure(args: Namespace, world: World) -> RunConfig:
     decision, is_open = parts["decision"], parts["sharding_flags"].is_unmeasured
     of_world = {"world_size": world.size, "ranks_per_node": world.ranks_per_node}
     parts |= {
-        "notices": notices + decision.lines * (not is_open),
+        "notices": notices + parts["elastic_lines"] + decision.lines * (not is_open),
         "command_line": command_line,
-        "arguments": vars(args) | decision.flags | of_world,
-        "open": partial(decide, *(parts[need] for need in needs_of(decide))) if is_open else None,
+        "arguments": vars(parts["args"]) | decision.flags | of_world,
+        "open": parts["choices"] if is_open else None,
     }
     config = RunConfig(**{field.name: parts[field.name] for field in fields(RunConfig)})
     if not config.launch.dry_run:  # a dry run may be on another machine than the training
@@ -266,6 +269,7 @@ class Tokens(NamedTuple):
     """The tokenizer of a run, the number of its ids, and the id that ends a document."""
 
     tokenizer: TokenizerConfig
+    tokenizer_is_here: bool
     vocab_size: int
     eod: int
 
@@ -276,10 +280,10 @@ def take_tokens(args: Namespace) -> Tokens:
     A dry run needs only the number of ids: the vocabulary that flags give stands for a tokenizer
     that is not on this machine.
     """
-    flags = dict(vars(args))
+    flags, is_here = dict(vars(args)), True
     if not any((args.tokenizer_type, args.vocab_file, args.merge_file)):
         assert args.mock_data or args.dry_run, "a missing --tokenizer-type was refused before"
-        flags["tokenizer_type"] = "NullTokenizer"
+        flags["tokenizer_type"], is_here = "NullTokenizer", args.mock_data
     size = vocab_size_given(args)
     if flags["tokenizer_type"] == "NullTokenizer":
         flags["vocab_size"] = size
@@ -294,13 +298,13 @@ def take_tokens(args: Namespace) -> Tokens:
             *lines, last = error.args
             raise UserError(*lines, f"{last}; {VOCABULARY}") from error
         config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=size)
-        tokenizer = build_tokenizer(config)
-    return Tokens(config, tokenizer.vocab_size, tokenizer.eod)
+        tokenizer, is_here = build_tokenizer(config), False
+    return Tokens(config, is_here, tokenizer.vocab_size, tokenizer.eod)
 
 
 def _fitting_batches(args: Namespace, data_parallel_size: int) -> BatchSchedule:
     fitting = fitting_batches(args, data_parallel_size)
-    return take_batches(with_values(args, fitting), data_parallel_size)
+    return take_batch_flags(with_values(args, fitting)).schedule(data_parallel_size)
 
 
 # (part of the configuration, function that makes the part), in order. The function's parameters
@@ -319,6 +323,7 @@ _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
     ("launch", _filled(LaunchConfig)),
     ("data", _filled(DataConfig)),
     ("tokens", take_tokens),
+    ("padded_vocab_size", lambda args: args.padded_vocab_size),
     # `data` is a dependency: --seq-length is checked there, and is the default of positions.
     ("model", lambda args, vocab_size, data: take_model(args, vocab_size)),
     ("trainable", lambda args: Trainable.of_flag(args.trainable)),
@@ -333,10 +338,16 @@ _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
         lambda args, world: data_parallel_size_of(world, args.context_parallel_size),
     ),
     ("data_parallel_size", lambda world: world.size),
+    ("fitted", fitted_to_ranks),
     ("sharding_flags", take_sharding),
     ("bits", lambda sharding_flags, as_given: take_inter_bits(sharding_flags.sharding, as_given)),
-    ("decision", decide),
-    ("batches", take_batches),
+    ("batch_flags", take_batch_flags),
+    ("choices", OpenChoices),
+    ("decision", lambda choices: choices.decide()),
+    (
+        "batches",
+        lambda batch_flags, data_parallel_size: batch_flags.schedule(data_parallel_size),
+    ),
     ("batches", _fitting_batches),
     ("train", take_train),
     ("schedule", take_schedule),

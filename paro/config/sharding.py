@@ -12,7 +12,6 @@ from model.config import LlamaConfig
 from model.trainable import Trainable
 from paro.arguments.parser import non_default, option_of, take
 from paro.config.context_parallel import AUTO, ContextParallelConfig, take_context
-from paro.config.elastic import fitted_to_ranks
 from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError, check_least, contradiction, count_text
 from paro.machine.files import MEASURE, find_machine, machine_of_launch, why_unmeasurable
@@ -120,25 +119,25 @@ DISTRIBUTED_OPTIMIZER_STRATEGY = "NNG"
 
 
 class ShardingFlags(NamedTuple):
-    """The sharding that flags determine before planning, with log lines."""
+    """The sharding that flags determine before planning."""
 
     sharding: ShardingConfig
     strategy: Strategy | None  # None: the planner chooses it
-    lines: tuple[str, ...]
     is_unmeasured: bool  # True: the ranks first measure their machine, then plan
+    measures_anew: bool  # True: machine files of earlier starts are not used
 
 
-def take_sharding(args: Namespace, world: World, model: LlamaConfig) -> ShardingFlags:
+def strategy_text(args: Namespace) -> str:
+    """Return the value of --paro-strategy, or its default."""
+    if args.paro_strategy is not None:
+        return str(args.paro_strategy)
+    zero1 = args.use_distributed_optimizer
+    return DISTRIBUTED_OPTIMIZER_STRATEGY if zero1 else DEFAULT_STRATEGY
+
+
+def take_sharding(args: Namespace, world: World) -> ShardingFlags:
     """Build the sharding from flags; `UserError` if groups or machine do not fit the ranks."""
-    given = text = args.paro_strategy
-    if text is None:
-        zero1 = args.use_distributed_optimizer
-        text = DISTRIBUTED_OPTIMIZER_STRATEGY if zero1 else DEFAULT_STRATEGY
-    lines: tuple[str, ...] = ()
-    if args.paro_elastic:
-        args, lines = fitted_to_ranks(args, world, model, text)
-        text = args.paro_strategy
-    machine = None
+    text, machine = strategy_text(args), None
     group_size = world.ranks_per_node if args.paro_group_size is None else args.paro_group_size
     check_group_size(world.size, group_size)
     if args.paro_machine not in (None, MEASURE):
@@ -156,6 +155,7 @@ def take_sharding(args: Namespace, world: World, model: LlamaConfig) -> Sharding
     if text != AUTO:
         strategy = parse_strategy(text, world_size=world.size, group_size=group_size)
     degrees = strategy.degrees if strategy else None
+    given = args.paro_strategy
     if args.use_distributed_optimizer and given and degrees != (1, 1, world.size):
         raise UserError(
             f"--use-distributed-optimizer means --paro-strategy {DISTRIBUTED_OPTIMIZER_STRATEGY} "
@@ -178,7 +178,8 @@ def take_sharding(args: Namespace, world: World, model: LlamaConfig) -> Sharding
     is_unmeasured = machine is None and (bool(flags) or args.paro_machine == MEASURE)
     if is_unmeasured:
         check_measurable(flags or [f"--paro-machine {MEASURE}"], sharding.world, args.dry_run)
-    return ShardingFlags(sharding, strategy, lines, is_unmeasured)
+    measures_anew = args.paro_machine == MEASURE
+    return ShardingFlags(sharding, strategy, is_unmeasured, measures_anew)
 
 
 def check_measurable(flags: Sequence[str], world: World, dry_run: bool) -> None:

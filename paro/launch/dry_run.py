@@ -291,11 +291,7 @@ def _memory(plan: RunPrediction) -> Iterator[str]:
 def _data(plan: RunPrediction) -> Iterator[str]:
     """Open and check the corpora on this machine; list the others by name."""
     config = plan.config
-    kind, *files = (
-        config.arguments[name] for name in ("tokenizer_type", "tokenizer_model", "vocab_file")
-    )
-    is_null = config.tokenizer.tokenizer_type == "NullTokenizer"
-    if is_null and kind != "NullTokenizer" and (any(files) or not config.data.mock_data):
+    if not config.tokenizer_is_here:
         yield f"> tokenizer: none on this machine; a vocabulary of {config.vocab_size:,} instead"
     if config.data.mock_data:
         yield "> data: synthetic tokens"

@@ -29,7 +29,7 @@ from paro.distributed.world import World, read_cache_folder
 from paro.errors import UserError, describe
 from paro.files.atomic_file import replace_file
 from paro.files.object_store import is_url
-from paro.machine.files import MEASURE, machine_to_json, read_machine
+from paro.machine.files import machine_to_json, read_machine
 from paro.machine.machine import Machine
 from paro.measuring.benchmark import CollectiveBenchmark, time_links, with_measured
 from paro.measuring.device import Effort, PartsOfStep, measure_device, parts_of_step, with_layers
@@ -121,7 +121,8 @@ def find_measured(config: RunConfig, control: Control, watchdog: Watchdog) -> Ma
     folder = read_cache_folder() if save is None or is_url(save) else save
     path = folder / f"{file_stem(depends_on)}.json"
     machine: Machine | None = None
-    if control.world.rank == 0 and config.arguments["paro_machine"] != MEASURE:
+    assert config.open is not None, "every choice is made"
+    if control.world.rank == 0 and not config.open.sharding_flags.measures_anew:
         machine = earlier_machine(path, config.spec, depends_on, log.log0)
     machine = control.gather(machine)[0]
     if machine is not None:

@@ -253,7 +253,7 @@ class Resumed(NamedTuple):
             return frozen
         rows = unpadded_vocab_size(self.common)
         if rows is None:
-            rows = config.arguments["padded_vocab_size"] or 0
+            rows = config.padded_vocab_size or 0
         return min(max(rows, config.vocab_size), config.model.vocab_size)
 
     def frozen_rows(self, model: LlamaConfig, trained: frozenset[str]) -> int | None:

@@ -147,7 +147,7 @@ COMPILED = {
 }
 CASES = STRATEGIES | KINDS | COMPILED
 # `make verify` has all, for all GPUs.
-FEW = ("Muon",)
+FEW = ("IIG",)
 ONE_BLOCK = Case("--bf16 --paro-strategy IIG --num-layers 1", rank=3)
 FEW_GPUS = (90,)
 

@@ -18,6 +18,7 @@ import pretrain_llama
 from model.config import LoraConfig
 from model.trainable import Trainable
 from paro.checkpoint.save import write_states
+from paro.config.resolve import OpenChoices
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.errors import StorageError
@@ -44,8 +45,8 @@ DECIDES = {
     "checkpoint.non_persistent_save_interval": "paro.config.run.RunConfig.in_memory_interval",
     "checkpoint.use_checkpoint_args": "paro.config.resolve.with_saved",
     "checkpoint.use_checkpoint_opt_param_scheduler": "paro.config.resolve.with_saved",
-    "sharding.context.auto": "paro.config.resolve.decide",
-    "sharding.inter_bits": "paro.config.resolve.decide",
+    "sharding.context.auto": "paro.config.resolve.OpenChoices.decide",
+    "sharding.inter_bits": "paro.config.resolve.OpenChoices.decide",
     "sharding.elastic": "paro.config.checks.keeps_copies",
     "launch.ranks_per_node": "paro.config.run.take_world",
     "launch.world_size": "paro.config.run.take_world",
@@ -115,7 +116,9 @@ def test_runs_read_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A field reported here is dead, or read only under flags that none of the runs above has.
     """
-    with field_reads(RunConfig, leaves=(LoraConfig, Machine, Trainable, World)) as reads:
+    with field_reads(
+        RunConfig, leaves=(LoraConfig, Machine, OpenChoices, Trainable, World)
+    ) as reads:
         for words in RUNS:
             monkeypatch.setattr(sys, "argv", ["pretrain_llama.py", *words.split()])
             pretrain_llama.main()

@@ -16,6 +16,7 @@ from paro.arguments.megatron import rule_of
 from paro.arguments.parser import build_parser
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
 from paro.config import run
+from paro.config.resolve import OpenChoices
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.errors import about
@@ -39,7 +40,7 @@ RENAMED = {
     **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_rank"), "model.lora"),
     "lora_target_modules": "model.lora",
     "lr_warmup_fraction": "schedule.lr_warmup_samples",
-    **dict.fromkeys(("make_vocab_size_divisible_by", "padded_vocab_size"), "model.vocab_size"),
+    "make_vocab_size_divisible_by": "model.vocab_size",
     **dict.fromkeys(("recompute_activations", "recompute_granularity"), "model.recompute"),
     **dict.fromkeys(("recompute_method", "recompute_modules"), "model.recompute"),
     **dict.fromkeys(("paro_recompute_keep", "recompute_num_layers"), "model.recompute"),
@@ -71,9 +72,12 @@ UNOWNED = {
     "open",  # by what --paro-machine and flags that say auto ask for
     "schedule.weight_decay_incr_samples",
     "sharding.context.auto",  # flags that say auto
+    "tokenizer_is_here",  # by the files that there are
 }
 # Flags fill these as a whole.
-WHOLE = (LoraConfig, Machine, OuterConfig, RecomputeConfig, Strategy, Trainable, World)
+WHOLE = (
+    *(LoraConfig, Machine, OpenChoices, OuterConfig, RecomputeConfig, Strategy, Trainable, World),
+)
 FULL = "--recompute-granularity full"
 GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file x"
 ROPE = "--use-rope-scaling"
