@@ -286,8 +286,8 @@ def test_a_run_saves_to_a_store_and_continues_from_it(
 ) -> None:
     url = f"s3://{BUCKET}/{tmp_path.name}"
     sums = []
-    for save in (url, tmp_path / "ckpt"):
-        for iterations in (3, 6):
+    for save, starts in ((url, (3, 6)), (tmp_path / "ckpt", (6,))):
+        for iterations in starts:
             flags = ["--train-iters", iterations, "--save-interval", "1", "--lr-decay-iters", "9"]
             flags += ["--override-opt_param-scheduler", "--save-retain-interval", "2", *how]
             flags += ["--save-hf", tmp_path / "exported"] * (save == url and iterations == 6)
@@ -298,7 +298,7 @@ def test_a_run_saves_to_a_store_and_continues_from_it(
         manifest = read_manifest(find_checkpoint(save))
         manifest.verify()
         sums.append({name.rpartition("__")[2]: of for name, of in manifest.files.items()})
-    if how:
+    if not how:
         planned(url, tmp_path)
         read_by_tools(url, tmp_path)
     there, here = ({k: v for k, v in of.items() if k.endswith("distcp")} for of in sums)

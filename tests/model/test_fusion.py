@@ -197,13 +197,17 @@ def usable(
     return found.config, str(found.line)
 
 
-@pytest.mark.slow("tries every kernel")
+@pytest.mark.verify
 @pytest.mark.usefixtures("interpreted")
-def test_what_runs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_works_where_it_is_tried() -> None:
     found, line = usable(replace(CONFIG, fp8_format="hybrid"), dtype=torch.bfloat16)
     assert found == replace(FUSED, fp8_format="hybrid", fuses_fp8_casts=True)
     assert line.startswith("norms, SwiGLU, rotary embedding, casts to fp8 and loss: Triton 3.")
-    for name in ("norm", "swiglu", "rotary", "casts", "loss"):  # which have been tried now
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_what_runs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("norm", "swiglu", "rotary", "casts", "loss"):
         monkeypatch.setattr(fusion, f"_try_{name}", Mock())
     found, line = usable()
     assert found == FUSED

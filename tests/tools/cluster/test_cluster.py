@@ -118,12 +118,9 @@ def check(
     return {name: row["nics"] / STEPS for name, row in found.items() if name[:5] != "calib"}
 
 
+@pytest.mark.verify
 def test_nics_count_what_the_formula_says(tmp_path: Path) -> None:
     check(("III+in-place", "III+outer-16"), ("ho-ring",), tmp_path, group_size=2)
-
-
-@pytest.mark.verify
-def test_nics_count_what_the_formula_says_for_all(tmp_path: Path) -> None:
     ways = [f"{letters}+{way}" for letters in ("III", "IIG") for way in ("rotate", "in-place")]
     check(tuple(ways), ("ho-ring",), tmp_path, group_size=4)
     check(legal_letters(), ("ring", "ho-ring"), tmp_path, group_size=4)
