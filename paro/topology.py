@@ -83,6 +83,7 @@ class WaitKind(Enum):
     CONTEXT = "context"  # heads or keys and values, from ranks that share a sample, in attention
 
 
+MOST_CTAS = 16  # what NCCL uses for NVLS on an H100 (nvls.cc); more would slow matmuls down
 COLLECTIVE_STREAMS = (StreamKind.GATHER, StreamKind.REDUCE)  # of collectives on flat buffers
 Spans = Mapping[StreamKind, frozenset[AxisSpan]]  # along which each kind communicates
 
@@ -156,6 +157,14 @@ def make_topology(*, world_size: int, group_size: int, degrees: tuple[int, ...])
         link = Link.INTRA if outer <= group_size else Link.INTER
         axes.append(Axis(index=index, inner=inner, outer=outer, link=link))
     return Topology(world_size, group_size, tuple(axes))
+
+
+def communicator_ctas(multiprocessors: int, communicators: int) -> int:
+    """Return the most thread blocks of an NCCL communicator with which all fit on a GPU.
+
+    The number is a power of two; every communicator has at least one.
+    """
+    return min(MOST_CTAS, 1 << max(0, (multiprocessors // communicators).bit_length() - 1))
 
 
 class Axes(Enum):

@@ -50,7 +50,7 @@ from paro.distributed.control import Control
 from paro.distributed.exposed_time import Exposure
 from paro.distributed.process_group import RuntimeConfig
 from paro.errors import UserError
-from paro.topology import AxisSpan, Link, Sent, Spans, StreamKind, Topology
+from paro.topology import AxisSpan, Link, Sent, Spans, StreamKind, Topology, communicator_ctas
 
 
 class ByteCounter:
@@ -273,18 +273,13 @@ def make_groups(
     return groups
 
 
-# The number that NCCL uses for NVLS on an H100 (nvls.cc); more blocks would slow matmuls down.
-_MOST_CTAS = 16
 _FIRST_NCCL = (2, 28)  # with copy engines
 # NCCL variables that can give a communicator more blocks than `max_ctas`.
 _OVERRIDING = ("MAX_CTAS", "MIN_NCHANNELS", "MIN_NRINGS", "MIN_P2P_NCHANNELS", "SYM_CTAS")
 
 
 def bounded_ctas(multiprocessors: int, communicators: int) -> int:
-    """Return the most thread blocks of a communicator with which all fit on a GPU.
-
-    The number is a power of two. `UserError` if NCCL variables ask for more than fits.
-    """
+    """Return the `communicator_ctas`; `UserError` if NCCL variables ask for more than fits."""
     room = multiprocessors // communicators
     texts = {f"NCCL_{name}": os.environ.get(f"NCCL_{name}", "") for name in _OVERRIDING}
     requested = {name: int(text) for name, text in texts.items() if text.isdecimal()}
@@ -296,7 +291,7 @@ def bounded_ctas(multiprocessors: int, communicators: int) -> int:
             f"multiprocessors of a GPU, do not fit on it at once: {unset}give "
             "--paro-nccl-launch-order implicit"
         )
-    return min(_MOST_CTAS, 1 << room.bit_length() - 1)
+    return communicator_ctas(multiprocessors, communicators)
 
 
 def _nccl_options(

@@ -36,14 +36,14 @@ from paro.spec.muon_rounds import muon_rounds
 from paro.spec.offload import NUM_SLOTS, offloaded
 from paro.spec.run_spec import RunSpec
 from paro.step.actions import OUTER_ROUND, PASS_OF, WAITED_BY, Move, Verb
+from paro.topology import communicator_ctas
 
 _MAX_SIMULATED = 4  # the most micro-batches that are all simulated
 # Bytes a second to a GPU and from it at once where the machine file has no such rate: of PCIe 4,
 # which two GPUs share.
 _HOST_RATE = 12.5e9
-# NCCL's thread blocks (CTAs) in a communicator, and the most communicators at once: together they
-# take at most 128 SMs, which every GPU of the machine files has (paro/distributed/groups.py).
-_CTAS, _MOST_COMMUNICATORS = 16, 8
+# Multiprocessors that every GPU of the machine files has, and the most communicators at once.
+_MULTIPROCESSORS, _MOST_COMMUNICATORS = 128, 8
 EXPOSED = {  # the kinds of exposed communication, in words
     "gather": "gathers",
     "reduce": "gradient reductions",
@@ -134,7 +134,8 @@ def _slowdowns(curve: Slowed) -> list[float]:
         (low, before), (high, after) = next(lines, (points[-1], points[-1]))
         return before + (after - before) * (ctas - low) / max(1, high - low)
 
-    return [at(number * _CTAS) for number in range(_MOST_COMMUNICATORS + 1)]
+    ctas = communicator_ctas(_MULTIPROCESSORS, _MOST_COMMUNICATORS)
+    return [at(number * ctas) for number in range(_MOST_COMMUNICATORS + 1)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -10,6 +11,8 @@ import pytest
 
 from model.config import RecomputeConfig
 from model.trainable import Trainable
+from paro import topology
+from paro.distributed.groups import bounded_ctas
 from paro.machine.collective_time import TimedJob
 from paro.machine.machine import GroupSpeed
 from paro.planning.comm_costs import THREAD, ContextCosts
@@ -18,7 +21,7 @@ from paro.planning.estimator import Estimator
 from paro.planning.search_space import PlanRequest
 from paro.planning.sending import Sender
 from paro.planning.simulation import Compute, Program, Queue, Queued, Simulation, Wait
-from paro.planning.step_costs import StepCosts, simulate
+from paro.planning.step_costs import StepCosts, _slowdowns, simulate
 from paro.spec.context_layout import ContextLayout
 from paro.spec.run_spec import Materialize
 from paro.strategy import legal_letters
@@ -145,6 +148,16 @@ def test_collectives_slow_computing_down_by_their_number() -> None:
     assert seconds(job) == seconds(job, copy) == pytest.approx(1 + 1.2)
     assert seconds(job, own) == pytest.approx(1 + 1.5)
     assert seconds(copy) == seconds(job, own, slowed=()) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("most", [16, 4])
+def test_collectives_occupy_the_thread_blocks_of_communicators(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(topology, "MOST_CTAS", most)
+    monkeypatch.setattr(os, "environ", {})
+    assert bounded_ctas(132, communicators=4) == most
+    assert _slowdowns(((4, 1.25), (16, 1.5), (32, 2.0)))[:2] == [1.0, {16: 1.5, 4: 1.25}[most]]
 
 
 def test_uneven_groups_slow_all_down() -> None:
