@@ -43,19 +43,19 @@ class HostCopy:
         }
 
 
-def starts_of(sources: Iterable[Tensor]) -> list[int]:
+def starts_of(sources: Iterable[Tensor], align: int = _ALIGN) -> list[int]:
     """Return the offset in bytes of each source's copy in a block; the last item is the size."""
-    return [0, *accumulate(-(-values.nbytes // _ALIGN) * _ALIGN for values in sources)]
+    return [0, *accumulate(-(-values.nbytes // align) * align for values in sources)]
 
 
-def cut_up(block: Tensor, sources: Sequence[Tensor]) -> list[Tensor]:
+def cut_up(block: Tensor, sources: Sequence[Tensor], align: int = _ALIGN) -> list[Tensor]:
     """Cut a block into tensors for copies of the sources; page-lock it for sources on a GPU."""
     on_gpu = next((values.device for values in sources if values.is_cuda), None)
     if on_gpu is not None and block.nbytes:
         pin(block, on_gpu)
     return [
         block[start : start + values.nbytes].view(values.dtype).view(values.shape)
-        for start, values in zip(starts_of(sources), sources, strict=False)
+        for start, values in zip(starts_of(sources, align), sources, strict=False)
     ]
 
 

@@ -23,10 +23,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
+from paro.collectives.choice import ring_levels
 from paro.collectives.schedule import Op
 from paro.layout import ALIGN
+from paro.topology import AxisSpan
 
 MAX_CHUNKS = 8
 SLOTS = 2
@@ -81,6 +84,15 @@ def chunk_ranges(numel: int, num_chunks: int) -> list[tuple[int, int]]:
     num_chunks = min(num_chunks, max(1, units))
     starts = [units * chunk // num_chunks * ALIGN for chunk in range(num_chunks)]
     return list(zip(starts, [*starts[1:], numel], strict=True))
+
+
+def scratch_shards(span: AxisSpan) -> list[int]:
+    """Return how many shards of a chunk each scratch buffer of a span has: the slots, and one more.
+
+    A slot has the shards that go between groups; the last buffer, for a job inside them, has all.
+    """
+    inside, between = (prod(axis.size for axis in level) for level in ring_levels("ho-ring", span))
+    return [*[between] * SLOTS, inside * between]
 
 
 def default_num_chunks(num_bytes: int) -> int:

@@ -8,17 +8,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 
 from torch import Tensor
 
 from paro.collectives.choice import ChunkCount, has_both_links, ring_levels
 from paro.collectives.interface import Collectives, Request
 from paro.collectives.native import NativeCollectives
-from paro.collectives.pipeline import SLOTS, PipelineStage, chunk_ranges, make_pipeline
+from paro.collectives.pipeline import PipelineStage, chunk_ranges, make_pipeline, scratch_shards
 from paro.collectives.schedule import Op
 from paro.collectives.scheduled import Scratch
 from paro.collectives.wire import Wire, as_nested
@@ -44,11 +42,12 @@ class PipelinedCollectives(Collectives):
             return NativeCollectives(self.groups).run(request)
         own = request.own(self.groups.rank)
         ranges = chunk_ranges(own.numel(), self.num_chunks(op, span, request.num_bytes))
-        memory = self._memory.setdefault((kind, span), _Memory())
-        slots = [(memory.num_chunks + chunk) % SLOTS for chunk in range(len(ranges))]
+        shards = scratch_shards(span)
+        memory = self._memory.setdefault((kind, span), _Memory([DONE] * len(shards[:-1])))
+        slots = [(memory.num_chunks + chunk) % len(memory.left) for chunk in range(len(ranges))]
         memory.num_chunks += len(ranges)
         wires = [Wire(self.groups, kind, level) for level in ring_levels("ho-ring", span)]
-        jobs = _StageJobs(request, own, wires, ranges, slots, memory.scratch)
+        jobs = _StageJobs(request, own, wires, ranges, slots, shards, memory.scratch)
         done: list[Event] = []  # completion of each stage
         for stage in make_pipeline(op, len(ranges)):
             slot = slots[stage.chunk]
@@ -68,8 +67,8 @@ class PipelinedCollectives(Collectives):
 class _Memory:
     """Slots in which the collectives of a span hand chunks on, used in turn."""
 
+    left: list[Event]  # [slot] -> end of last use
     scratch: Scratch = field(default_factory=Scratch)
-    left: list[Event] = field(default_factory=lambda: [DONE] * SLOTS)  # [slot] -> end of last use
     num_chunks: int = 0  # number of chunks that have used the slots so far
 
 
@@ -82,16 +81,16 @@ class _StageJobs:
     wires: list[Wire]  # [level]
     ranges: list[tuple[int, int]]  # [chunk] -> (start, stop) in every shard
     slots: list[int]  # [chunk] -> slot of scratch memory
+    shards: list[int]  # [slot] -> shards of a chunk that it has room for; the last: all
     scratch: Scratch
 
     def run(self, stage: PipelineStage) -> None:
         """Run the backend's collective of a stage on one chunk."""
         chunk, wire = stage.chunk, self.wires[stage.level]
         levels = [wire.span for wire in self.wires]
-        # Stages hand the chunk on in a slot: of the shards that go between groups.
-        handoff = by_rank = self._scratch(self.slots[chunk], chunk, levels[1:])
+        handoff = by_rank = self._scratch(self.slots[chunk], chunk)
         if stage.level == 0:  # the chunk of all shards, in the order of backends
-            by_rank = self._scratch(SLOTS, chunk, levels)  # for one job after another
+            by_rank = self._scratch(-1, chunk)
         match stage.op, stage.level:
             case Op.ALL_REDUCE, _:
                 wire.all_reduce(handoff, self.request.comm_dtype)
@@ -113,7 +112,6 @@ class _StageJobs:
         """Return a chunk of all shards: a dim per axis, innermost first, and one for elements."""
         return self.request.nested()[..., slice(*self.ranges[chunk])]
 
-    def _scratch(self, slot: int, chunk: int, levels: Sequence[AxisSpan]) -> Tensor:
-        num_shards = prod(axis.size for level in levels for axis in level)
-        numel = num_shards * self._own_chunk(chunk).numel()
+    def _scratch(self, slot: int, chunk: int) -> Tensor:
+        numel = self.shards[slot] * self._own_chunk(chunk).numel()
         return self.scratch.slot(slot, numel, self.request.comm_dtype, self.request.whole.device)

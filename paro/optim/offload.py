@@ -17,16 +17,17 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, cycle
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from paro.checkpoint.background import cut_up, starts_of
+from paro.checkpoint.background import cut_up
 from paro.distributed.comm_stream import DONE, Event
 from paro.sharding.buffers import TORCH_TYPES, ElasticBuffer, Tally
 from paro.sharding.shards import ShardingContext, UnitShards
-from paro.spec.offload import NUM_SLOTS, offloaded
+from paro.spec.offload import offloaded
 
 if TYPE_CHECKING:
     from paro.optim.optimizer import UnitOptimizer
@@ -52,27 +53,22 @@ class Offload:
 
     def __init__(self, units: Sequence[UnitShards], context: ShardingContext) -> None:
         self._device, self._streams = context.device, context.collectives.groups.links.streams
-        chosen = [units[number] for number in offloaded([unit.spec for unit in units]).numbers]
+        own = offloaded([unit.spec for unit in units])
+        chosen = [units[number] for number in own.numbers]
         kinds = [_states(unit, torch.device("meta")) for unit in chosen]
-        sizes = [starts_of(kind.values())[-1] for kind in kinds]
         self._slots = [
-            ElasticBuffer(
-                max(sizes[at::NUM_SLOTS]) // 4,
-                dtype=torch.float32,
-                device=self._device,
-                tally=Tally(),
-            )
-            for at in range(min(NUM_SLOTS, len(chosen)))
+            ElasticBuffer(size // 4, dtype=torch.float32, device=self._device, tally=Tally())
+            for size in own.slots
         ]
         for slot in self._slots:
             slot.alloc()
-        in_slots = [
-            cut_up(self._slots[number % NUM_SLOTS].values.view(torch.uint8), [*kind.values()])
-            for number, kind in enumerate(kinds)
+        in_slots = [  # ranges are multiples of ALIGN: without padding states are aligned too
+            cut_up(slot.values.view(torch.uint8), [*kind.values()], align=1)
+            for slot, kind in zip(cycle(self._slots), kinds, strict=False)
         ]
         where = "meta" if self._device.type == "meta" else "cpu"
-        block = torch.zeros(sum(sizes), dtype=torch.uint8, device=where)
-        at_rest = iter(cut_up(block, [views for of_unit in in_slots for views in of_unit]))
+        block = torch.zeros(own.host_bytes, dtype=torch.uint8, device=where)
+        at_rest = iter(cut_up(block, [*chain.from_iterable(in_slots)], align=1))
         self.of_units = {
             unit: HostStates(
                 dict(zip(kind, at_rest, strict=False)), dict(zip(kind, views, strict=True))

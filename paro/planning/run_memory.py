@@ -18,8 +18,8 @@ from itertools import chain
 from math import prod
 from typing import NamedTuple
 
-from paro.collectives.choice import AlgorithmChoice, has_both_links, ring_levels
-from paro.collectives.pipeline import SLOTS, chunk_ranges
+from paro.collectives.choice import AlgorithmChoice, has_both_links
+from paro.collectives.pipeline import chunk_ranges, scratch_shards
 from paro.collectives.schedule import Op
 from paro.layout import Unit
 from paro.machine.caching import cached_by
@@ -298,8 +298,7 @@ def _round_bytes(specs: Iterable[ShardingSpec]) -> int:
 
 
 def pipeline_bytes(sent: Collective, num_chunks: int) -> int:
-    """Count bytes of HO-Ring's pipeline for a collective: the slots, and one whole chunk."""
+    """Count bytes of the scratch buffers of HO-Ring's pipeline for a collective."""
     ranges = chunk_ranges(sent.numel // sent.num_shards, num_chunks)
     chunk = max(stop - start for start, stop in ranges) * sent.itemsize
-    between = prod(axis.size for level in ring_levels("ho-ring", sent.span)[1:] for axis in level)
-    return chunk * (SLOTS * between + sent.num_shards)
+    return chunk * sum(scratch_shards(sent.span))

@@ -16,7 +16,11 @@ class Offloaded(NamedTuple):
 
     numbers: tuple[int, ...] = ()  # of the buffers, in order
     host_bytes: int = 0  # their states, which cross PCIe twice a step
-    slot_bytes: int = 0  # the device buffers in which they are updated
+    slots: tuple[int, ...] = ()  # of each device buffer in which they are updated, in turn
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(self.slots)
 
 
 def offloaded(specs: Sequence[ShardingSpec]) -> Offloaded:
@@ -31,8 +35,9 @@ def offloaded(specs: Sequence[ShardingSpec]) -> Offloaded:
             held += sizes[number]
             numbers.append(number)
     numbers.reverse()
-    slots = (max((sizes[n] for n in numbers[at::NUM_SLOTS]), default=0) for at in range(NUM_SLOTS))
-    return Offloaded(tuple(numbers), held, sum(slots))
+    in_slots = (numbers[at::NUM_SLOTS] for at in range(NUM_SLOTS))
+    slots = (max(sizes[number] for number in in_slot) for in_slot in in_slots if in_slot)
+    return Offloaded(tuple(numbers), held, tuple(slots))
 
 
 def state_bytes(specs: Sequence[ShardingSpec], device_type: str = "cpu") -> ModelStateBytes:

@@ -24,6 +24,7 @@ from paro.planning.run_memory import RunMemory
 from paro.precision import PrecisionConfig
 from paro.report.log import Log
 from paro.sharding.buffers import _SWAPPED, swap
+from paro.spec import offload
 from paro.spec.offload import Offloaded, offloaded
 from paro.spec.optim_config import OptimConfig
 from paro.spec.states import PARAM
@@ -321,6 +322,22 @@ def test_the_last_units_that_hold_the_share_are_offloaded() -> None:
         assert found.slot_bytes == sum(max(slots[at::2], default=0) for at in range(2))
     heads = spec_of(is_trained=lambda name: not name.startswith("head."))
     assert heads.numbers == (0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("num_slots", [2, 3])
+def test_slots_are_those_of_the_description(
+    monkeypatch: pytest.MonkeyPatch, num_slots: int
+) -> None:
+    """Also where a mutation gives the description one more."""
+    monkeypatch.setattr(offload, "NUM_SLOTS", num_slots)
+    _, training = built(f"{TINY} --train-iters 1 {OFFLOAD}")
+    own = offloaded([unit.spec for unit in training.model.units])
+    slots = tuple(slot.values.nbytes for slot in training.optimizer._offload._slots)
+    assert slots == own.slots
+    assert len(slots) == num_slots
+    hosted = training.optimizer._offload.of_units.values()
+    blocks = {next(iter(s.at_rest.values())).untyped_storage().nbytes() for s in hosted}
+    assert blocks == {own.host_bytes}
 
 
 def test_a_gpus_memory_has_slots_instead_of_states() -> None:

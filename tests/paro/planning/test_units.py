@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model.config import LlamaConfig, LoraConfig, is_adapter, targets_of
-from paro.collectives import native
+from paro.collectives import native, pipeline
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.wire import Wire
 from paro.distributed.groups import Groups
@@ -263,6 +263,24 @@ def test_a_step_uses_all_groups_of_its_description_and_no_other(
 def test_the_pipeline_s_buffers_are_predicted(
     monkeypatch: pytest.MonkeyPatch, text: str, trained: str, precision: PrecisionConfig
 ) -> None:
+    held = held_by_pipelines(monkeypatch, text, trained, precision)
+    assert (held > 0) is (text != "IIG")  # its collectives use one kind of links
+
+
+def test_a_mutation_of_the_slots_changes_pipeline_and_prediction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as unchanged:
+        held = held_by_pipelines(unchanged, "GGG", "", ALL_BF16)
+    monkeypatch.setattr(pipeline, "SLOTS", 3)
+    assert held_by_pipelines(monkeypatch, "GGG", "", ALL_BF16) > held
+
+
+def held_by_pipelines(
+    monkeypatch: pytest.MonkeyPatch, text: str, trained: str, precision: PrecisionConfig
+) -> int:
+    """Return the bytes of a rank's scratch buffers, which are those predicted."""
+
     def is_trained(name: str) -> bool:
         return trained in name
 
@@ -280,7 +298,7 @@ def test_the_pipeline_s_buffers_are_predicted(
     )
     predicted = communication(text, "ho-ring", is_trained=is_trained, precision=precision)
     assert held == predicted.buffer_bytes
-    assert (held > 0) is (text != "IIG")  # its collectives use one kind of links
+    return held
 
 
 @pytest.mark.parametrize(
