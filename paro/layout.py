@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
 from operator import mul
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 ALIGN = 8  # elements: chunks and shards begin at multiples of 16 bytes in two-byte types
 # Chunk size of an in-place slice exchange: large enough to amortize the cost of a message, small
@@ -28,6 +28,7 @@ _CHUNK_BYTES = 512 << 10
 _LEAST_CHUNKS = 4
 
 Shape = tuple[int, ...]
+Part = TypeVar("Part")
 
 
 def shape_text(shape: Shape) -> str:
@@ -180,6 +181,16 @@ def buffers_of(units: Iterable[Unit]) -> list[Buffer]:
         for index, unit in enumerate(units)
         for trains, layout in ((True, unit.trainable), (False, unit.frozen))
         if layout.numel
+    ]
+
+
+def in_buckets(trained: Iterable[tuple[int, Part]]) -> list[tuple[Part, ...]]:
+    """Group all buffers that train, each given after its unit's `bucket_size`, in buckets."""
+    parts = [*trained]
+    return [
+        tuple(part for _, part in parts[index : index + size])
+        for index, (size, _) in enumerate(parts)
+        if size
     ]
 
 

@@ -18,7 +18,7 @@ from paro.collectives.schedule import Op
 from paro.errors import count_text
 from paro.planning.sending import Sender, exchanged
 from paro.planning.tally import StepTally
-from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
+from paro.step.actions import PASS_OF, WAITED_BY, Buckets, Move, Verb, number_buffers
 from paro.step.schedule import LISTED_MICRO_BATCHES, Pass, StepSchedule
 from paro.text import align, size_text
 from paro.topology import Axis, Link, Sent, StreamKind
@@ -171,7 +171,7 @@ class _StepLister:
     def __init__(self, tally: StepTally, sender: Sender, other_bytes: int) -> None:
         self.tally, self.step, self.run, self.sender = tally, tally.step, tally.run, sender
         self.topology, self.other_bytes = tally.run.topology, other_bytes
-        self._trained = [buffer for buffer in tally.step.buffers if buffer.trains]
+        self._buckets = Buckets(number_buffers(tally.step.units))
         self._in_flight: set[tuple[Verb, int]] = set()
 
     def follow(self, segments: Pass) -> list[_Segment]:
@@ -195,8 +195,8 @@ class _StepLister:
             name, halves = self.tally.activations[number][0], len(self.step.shape.halves(number))
             return index, f"{name} {which[0] + 1}/2" if halves > 1 else name, True
         if verb in _OF_BUCKET and unit.bucket_size > 1:
-            last = self._trained[self._trained.index(buffer) + unit.bucket_size - 1]
-            return index, f"{unit.name} to {last.unit.name}", buffer.trains
+            *_, last = self._buckets.of(number)
+            return index, f"{unit.name} to {self.step.buffers[last].unit.name}", buffer.trains
         return index, buffer.name, buffer.trains
 
     def _lines(self, action: Move, index: int, segment_before: int) -> Iterator[_Line]:
@@ -274,11 +274,9 @@ class _StepLister:
             )
             for both in schedule.micro_batches
         )
-        trained = {buffer.unit.name for buffer in self._trained}
+        trained = {buffer.unit.name for buffer in self.step.buffers if buffer.trains}
         buckets = {
-            self._subject((Verb.GRAD_SYNC, number))[1]
-            for number, buffer in enumerate(self.step.buffers)
-            if buffer.trains and buffer.unit.bucket_size
+            self._subject((Verb.GRAD_SYNC, number))[1] for number, *_ in self._buckets.buckets
         }
         which = ("the first micro-batch", "each between the first and the last")
         for name, sent in zip(which, others, strict=False):

@@ -26,6 +26,7 @@ from model.fp8 import Fp8WeightCache
 from model.matmul import store_grad
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.timers import profile_range
+from paro.layout import in_buckets
 from paro.sharding.buffers import TORCH_TYPES, ElasticBuffer, param_views
 from paro.sharding.shards import ShardingContext, UnitShards
 from paro.spec.sharding_spec import Collective, ShardingSpec
@@ -162,10 +163,10 @@ def make_sharded_units(
     """
     bound = bind_empty(model, specs, context)
     sharded = [ShardedUnit(spec, context) for spec in specs]
-    trained = [unit for unit in sharded if unit.trainable]
-    for index, unit in enumerate(trained):
-        if unit.spec.unit.bucket_size > 1:
-            unit.form_bucket(trained[index + 1 : index + unit.spec.unit.bucket_size])
+    trained = ((unit.spec.unit.bucket_size, unit) for unit in sharded if unit.trainable)
+    for first, *others in in_buckets(trained):
+        if others:
+            first.form_bucket(others)
     for unit in sharded:
         unit.bind(bound)
     return sharded

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from paro.layout import Unit, buffers_of
+from paro.layout import Unit, buffers_of, in_buckets
 
 
 class Verb(IntEnum):
@@ -108,22 +108,21 @@ def number_buffers(units: Sequence[Unit]) -> tuple[StepUnit, ...]:
 class Buckets:
     """Buffers that train, grouped in buckets.
 
-    A bucket has one step reduce-scatter and one all-gather of updated parameters. A unit's
-    `bucket_size` is the number of buffers in the bucket that begins with the unit, else 0.
+    A bucket has one step reduce-scatter and one all-gather of updated parameters.
     """
 
     def __init__(self, units: Iterable[StepUnit] = ()) -> None:
-        trained = [(unit.bucket_size, buffer) for unit in units for buffer in unit.trainable]
-        self.buckets = [
-            tuple(buffer for _, buffer in trained[index : index + size])
-            for index, (size, _) in enumerate(trained)
-        ]
+        self.buckets = in_buckets((unit.bucket_size, n) for unit in units for n in unit.trainable)
         self._bucket_of = {buffer: bucket for bucket in self.buckets for buffer in bucket}
         self._ready: set[int] = set()
 
+    def of(self, buffer: int) -> tuple[int, ...]:
+        """Return the bucket of a buffer; without units each buffer is one."""
+        return self._bucket_of.get(buffer, (buffer,))
+
     def add(self, buffer: int) -> list[int]:
         """Add a buffer; return the first one of the bucket, alone, once the bucket is complete."""
-        bucket = self._bucket_of.get(buffer, (buffer,))
+        bucket = self.of(buffer)
         self._ready.add(buffer)
         if not self._ready.issuperset(bucket):
             return []

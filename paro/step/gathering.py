@@ -53,7 +53,7 @@ class ParamAllGatherPolicy:
         self._num_units = len(needed)
         self._ahead = self._num_units if ahead is None else ahead
         self._buckets = buckets or Buckets()
-        for first, *others in filter(None, self._buckets.buckets):
+        for first, *others in self._buckets.buckets:
             self.first_use[first] -= len(others)
         self._updated: list[int] = []  # buffers, or buckets, whose all-gather is not queued yet
 

@@ -13,6 +13,7 @@ import pytest
 
 from model.config import LLAMA_PRESETS, LlamaConfig, LoraConfig, is_adapter
 from paro.collectives.schedule import Op
+from paro.layout import in_buckets
 from paro.planning.run_memory import RunMemory
 from paro.planning.sending import traffic_of
 from paro.precision import PrecisionConfig
@@ -195,6 +196,12 @@ def in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(muon_rounds, "muon_bucket_size", lambda *given: 2 * of(*given))
 
 
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every unit of a bucket is one of its own."""
+    code = (lambda trained: [(part,) for _, part in trained]).__code__
+    monkeypatch.setattr(in_buckets, "__code__", code)
+
+
 def constant(name: str, value: object) -> Patch:
     return lambda monkeypatch: monkeypatch.setattr(sharding_spec, name, value)
 
@@ -227,6 +234,7 @@ MUTATIONS: dict[str, tuple[str, Patch]] = {
     "gathers in fp32": ("all sharded", sends(Verb.GATHER, dtype=lambda _: "fp32")),
     "slices rotate in fp32": ("rotation", sends(Verb.GATHER, dtype=lambda _: "fp32")),
     "buckets have twice as many units": ("Muon", in_pairs),
+    "no unit has others in its bucket": ("Muon", alone),
     "buckets are counted as one unit": ("Muon", sends(Verb.GRAD_SYNC, numel=lambda n: n // 2)),
     "norms sharded as weights": ("rotation", constant("replicated", lambda strategy: strategy)),
 }
