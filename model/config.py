@@ -304,6 +304,14 @@ def loss_chunk(vocab_size: int, element_bytes: int, *, fused: bool) -> int:
     return min(max(LOSS_CHUNK_TOKENS, power_of_two), _FUSED_LOSS_TOKENS)
 
 
+def matmul_writes(buffer_bytes: int, operand_bytes: int, device_type: str) -> bool:
+    """Return whether a matmul can write elements of a buffer, by the sizes of its and operands'.
+
+    It writes in the type of its operands, on a GPU also in fp32.
+    """
+    return buffer_bytes == operand_bytes or (buffer_bytes == 4 and device_type == "cuda")
+
+
 def _sizes(layers: int, hidden: int, ffn: int, heads: int, **more: Any) -> LlamaConfig:
     """Build a preset; by default one query head per group, head size = hidden size / heads."""
     by_heads = {"num_query_groups": heads, "kv_channels": hidden // heads}

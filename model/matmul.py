@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from model.config import BF16_CAPABILITY, FP8_CAPABILITY, Fp8Format
+from model.config import BF16_CAPABILITY, FP8_CAPABILITY, Fp8Format, matmul_writes
 from model.fp8 import Operand, Scaled
 from paro.errors import UserError
 
@@ -136,7 +136,8 @@ def _nothing(_grad: Tensor, _x: Tensor, _number: Tensor) -> Tensor:
 
 def write_weight_grad(grad: Operand, x: Operand, into_ED: Tensor, *, adds: bool) -> None:
     """Compute `weight_grad` into a buffer: replace the buffer's values, or `adds` to them."""
-    if isinstance(grad, Tensor) and _writes_into(into_ED, grad):
+    sizes = into_ED.dtype.itemsize, grad.dtype.itemsize
+    if isinstance(grad, Tensor) and matmul_writes(*sizes, into_ED.device.type):
         assert isinstance(x, Tensor)
         options: dict[str, Any] = {}
         if into_ED.dtype != grad.dtype:
@@ -155,13 +156,6 @@ def store_grad(grad: Tensor, into: Tensor, *, adds: bool) -> None:
         into.add_(grad)
     else:
         into.copy_(grad)
-
-
-def _writes_into(into_ED: Tensor, grad_TE: Tensor) -> bool:
-    """Return whether a matmul can write its result there: on a GPU also in fp32, from 16 bits."""
-    if into_ED.dtype == grad_TE.dtype:
-        return True
-    return into_ED.dtype == torch.float32 and grad_TE.device.type == "cuda"
 
 
 def _weight_grad(grad: Operand, x: Operand) -> Tensor:

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from model.config import LlamaConfig, loss_chunk
+from model.config import LlamaConfig, loss_chunk, matmul_writes
 from model.units import unit_specs
 from paro.planning.context_parallel import kv_exchange_bytes
 from paro.planning.step_counts import StepCounts
@@ -63,7 +63,7 @@ class Activations:
         self._vocabulary = config.vocab_size * config.hidden_size * run.compute_bytes
         # Whether matmuls write weights' gradients directly into their buffers, without a copy; the
         # embedding adds its rows there likewise.
-        self.direct = self._matmuls_write(self.grad_bytes)
+        self.direct = matmul_writes(self.grad_bytes, run.compute_bytes, run.device_type)
         in_fp32_on_cpu = run.device_type == "cpu" and run.compute_bytes == 4
         self.adds_rows = self.direct and in_fp32_on_cpu
         # Backward of a norm and the linear layers after it has the gradients of the block's
@@ -72,10 +72,6 @@ class Activations:
         self.norm_backward = 4 * self.residual
         if run.device_type == "cpu" and run.compute_bytes < 4:
             self.norm_backward += 2 * self.residual * 4 // run.compute_bytes - self.residual
-
-    def _matmuls_write(self, grad_bytes: int) -> bool:
-        in_fp32 = grad_bytes == 4 and self.run.device_type == "cuda"
-        return in_fp32 or grad_bytes == self.run.compute_bytes
 
     def of_step(self, step: StepCounts) -> Iterator[tuple[str, UnitActivations]]:
         """Yield the name and the activations of every unit, in forward order."""
@@ -287,12 +283,11 @@ class Activations:
         unless the buffer has it, and one chunk's product, which a CPU converts before adding it,
         unless matmuls write into the buffer or the sum.
         """
-        before, after = self._chunk_of_loss()
+        (before, after), run = self._chunk_of_loss(), self.run
         numel = self.config.vocab_size * self.config.hidden_size
-        on_cpu = self.run.device_type == "cpu"
-        sums = self.run.num_tokens > self.run.loss_chunk and grad_bytes < 4
-        if not self._matmuls_write(4 if sums else grad_bytes):
-            after += numel * (self.run.compute_bytes + (4 if on_cpu else 0))
+        sums = run.num_tokens > run.loss_chunk and grad_bytes < 4
+        if not matmul_writes(4 if sums else grad_bytes, run.compute_bytes, run.device_type):
+            after += numel * (run.compute_bytes + (4 if run.device_type == "cpu" else 0))
         return (4 * numel if sums else 0) + max(before, after)
 
     def _tied_loss(self) -> int:

@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import cross_entropy, embedding, layers, llama, matmul
+from model.config import matmul_writes
 from paro.collectives import wire
 from paro.config.run import RunConfig
+from paro.planning.activations import Activations
 from paro.precision import PrecisionConfig
 from paro.rotation.rotated_model import RotatingUnit
 from paro.sharding.sharded_unit import ShardedUnit
@@ -25,7 +27,7 @@ from paro.topology import AxisSpan, StreamKind
 from paro.training.step import Training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, begun, built, train
-from tests.paro.planning.cases import LoneRank, lone_rank, on_ranks, silence
+from tests.paro.planning.cases import LoneRank, lone_rank, on_ranks, run_of, silence
 from tests.paro.planning.test_units import SMALL, upper_half
 
 UNGROUPED = replace(SMALL, num_query_groups=4)
@@ -96,6 +98,19 @@ def test_only_norms_are_copied_and_added(more: str, monkeypatch: pytest.MonkeyPa
     assert before["head"] == 2 * (60 * 20 + 20)
 
 
+def test_a_mutation_of_what_matmuls_write_changes_rank_and_prediction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def both() -> tuple[int, int]:
+        run = run_of(SMALL, "NNN", PrecisionConfig(compute="fp32"), device_type="cpu")
+        return passes("").written["blocks.1"], Activations(run)._transients["before_gradients"]
+
+    before = both()
+    nothing = (lambda buffer_bytes, operand_bytes, device_type: False).__code__
+    monkeypatch.setattr(matmul_writes, "__code__", nothing)
+    assert all(more > less for more, less in zip(both(), before, strict=True))
+
+
 @pytest.mark.verify
 @pytest.mark.parametrize("recompute", ["", "--recompute-granularity full"])
 def test_compiled_graphs_return_gradients_of_norms_alone(
@@ -103,7 +118,7 @@ def test_compiled_graphs_return_gradients_of_norms_alone(
 ) -> None:
     """torch.compile takes no dispatch mode: gradients are counted where sinks take them."""
     more, received = f"--torch-compile aot_eager {recompute}", dict[str, int]()
-    original, writes_into = matmul.GradSink.take, matmul._writes_into
+    original = matmul.GradSink.take
 
     def take(sink: Any, leaf: Tensor) -> None:
         if leaf.grad is not None:
@@ -111,12 +126,12 @@ def test_compiled_graphs_return_gradients_of_norms_alone(
             received[name] = received.get(name, 0) + leaf.grad.numel()
         original(sink, leaf)
 
-    def written(into: Tensor, grad: Tensor) -> bool:
-        assert writes_into(into, grad), "nothing is stored that a matmul can write"
+    def written(*sizes: Any) -> bool:
+        assert matmul_writes(*sizes), "nothing is stored that a matmul can write"
         return True
 
     monkeypatch.setattr(matmul.GradSink, "take", take)
-    monkeypatch.setattr(matmul, "_writes_into", written)
+    monkeypatch.setattr(matmul, "matmul_writes", written)
     two_micro_batches(*training_of(more), nullcontext())
     norms = {f"blocks.{layer}": 2 * 2 * 20 for layer in range(3)}
     assert received == norms | {"head": 2 * 20}
