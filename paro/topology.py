@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 MOST_RANKS = 1 << 20  # the largest world size that can be planned
 
@@ -83,6 +84,21 @@ class WaitKind(Enum):
     CONTEXT = "context"  # heads or keys and values, from ranks that share a sample, in attention
 
 
+class PlannedWait(NamedTuple):
+    """A wait of a planned step: for what, in words, and the kind as which a run measures it."""
+
+    words: str
+    measured: WaitKind | None  # None: as computing
+
+
+PLANNED_WAITS = {  # by the names of their times in a plan
+    "gather": PlannedWait("gathers", WaitKind.GATHER),
+    "reduce": PlannedWait("gradient reductions", WaitKind.REDUCE),
+    "finish": PlannedWait("the gradient reductions at the end of a step", WaitKind.REDUCE),
+    "publish": PlannedWait("the all-gather of updated parameters", WaitKind.PARAM_ALL_GATHER),
+    "context": PlannedWait("attention's tokens on other ranks", WaitKind.CONTEXT),
+    "agree": PlannedWait("the gradient norm", None),
+}
 MOST_CTAS = 16  # what NCCL uses for NVLS on an H100 (nvls.cc); more would slow matmuls down
 COLLECTIVE_STREAMS = (StreamKind.GATHER, StreamKind.REDUCE)  # of collectives on flat buffers
 Spans = Mapping[StreamKind, frozenset[AxisSpan]]  # along which each kind communicates

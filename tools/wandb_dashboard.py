@@ -23,6 +23,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, type_and_message
 from paro.report.log import print_line
+from paro.topology import WaitKind
 from tools.shared.command_line import Parser
 
 
@@ -78,10 +79,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("sent", ("communication/intra-bytes", "communication/inter-bytes"), "bytes"),
         Panel(
             "exposed by kind",
-            tuple(
-                f"communication/exposed-{kind}-ms"
-                for kind in ("gather", "reduce", "publish", "context")
-            ),
+            tuple(f"communication/exposed-{kind.value}-ms" for kind in WaitKind),
             "ms",
         ),
         Panel(

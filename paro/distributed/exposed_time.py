@@ -37,7 +37,7 @@ class Exposed:
 
     @property
     def total(self) -> float:
-        return self.gather + self.reduce + self.publish + self.context
+        return sum(getattr(self, kind.value) for kind in WaitKind)
 
 
 class Exposure:

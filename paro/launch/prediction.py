@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -24,6 +25,7 @@ from paro.spec.offload import offloaded
 from paro.spec.run_spec import RunSpec
 from paro.spec.states import MASTER, adamw_states, averages, bytes_of, is_for_muon, muon_states
 from paro.text import size_text
+from paro.topology import PLANNED_WAITS, WaitKind
 
 Fits = Callable[[DeviceMemory], bool]
 
@@ -171,17 +173,13 @@ def planned_step(config: RunConfig) -> PlannedStep | None:
         return None
     request = estimator.request
     timeline = estimator.estimate(request.candidate(config.strategy)).timeline
-    waits = timeline.exposed
-    context = {"context": waits["context"]} if request.context.size > 1 else {}
+    times = {"step": timeline.seconds, "computing": timeline.compute_seconds}
+    seconds = defaultdict(float, times)
+    for name, (_, kind) in PLANNED_WAITS.items():
+        if kind is not WaitKind.CONTEXT or request.context.size > 1:
+            seconds["computing" if kind is None else kind.value] += timeline.exposed[name]
     return PlannedStep(
         machine=request.machine.name,
         global_batch_size=request.global_batch_size,
-        seconds={
-            "step": timeline.seconds,
-            "computing": timeline.compute_seconds + waits["agree"],
-            "gather": waits["gather"],
-            "reduce": waits["reduce"] + waits["finish"],
-            "publish": waits["publish"],
-            **context,
-        },
+        seconds=dict(seconds),
     )

@@ -44,7 +44,8 @@ CODING_BYTES = _ENCODED_BYTES + _DECODED_BYTES + _TRANSFORM_BYTES
 # three operations on fp32 values.
 _FEEDBACK_BYTES = 2 * _DECODED_BYTES + _ENCODED_BYTES + 3 * 12
 
-# The work that an action queues: the kind of its exposed time, and the use of its comm streams.
+# The work that an action queues: the kind of its exposed time, by its name in `PLANNED_WAITS` but
+# for outer steps, and the use of its comm streams.
 _KINDS = {
     Verb.GATHER: ("gather", "gather"),
     Verb.REDUCE: ("reduce", "reduce"),

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from paro.planning.estimator import BITS_GAIN, Estimate
 from paro.planning.planner import MEMORY_TIE, TIE, SearchResult
-from paro.planning.step_costs import EXPOSED
 from paro.quantization.formats import FULL_BITS
 from paro.text import size_text
+from paro.topology import PLANNED_WAITS
 
 
 def describe(plan: SearchResult, *, chose: str = "chose") -> Iterator[str]:
@@ -83,7 +83,8 @@ def exposed_text(estimate: Estimate) -> str:
     """Write the exposed communication of a step by kind, longest first."""
     parts = sorted(estimate.timeline.exposed.items(), key=lambda part: -part[1])
     floor = 0.001 * estimate.seconds
-    listed = [f"{seconds_text(time)} for {EXPOSED[kind]}" for kind, time in parts if time > floor]
+    waits = ((PLANNED_WAITS[kind].words, time) for kind, time in parts if time > floor)
+    listed = (f"{seconds_text(time)} for {words}" for words, time in waits)
     return ", ".join(listed) or "for nothing"
 
 

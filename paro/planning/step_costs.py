@@ -36,7 +36,7 @@ from paro.spec.muon_rounds import muon_rounds
 from paro.spec.offload import NUM_SLOTS, offloaded
 from paro.spec.run_spec import RunSpec
 from paro.step.actions import OUTER_ROUND, PASS_OF, WAITED_BY, Move, Verb
-from paro.topology import communicator_ctas
+from paro.topology import PLANNED_WAITS, communicator_ctas
 
 _MAX_SIMULATED = 4  # the most micro-batches that are all simulated
 # Bytes a second to a GPU and from it at once where the machine file has no such rate: of PCIe 4,
@@ -44,14 +44,6 @@ _MAX_SIMULATED = 4  # the most micro-batches that are all simulated
 _HOST_RATE = 12.5e9
 # Multiprocessors that every GPU of the machine files has, and the most communicators at once.
 _MULTIPROCESSORS, _MOST_COMMUNICATORS = 128, 8
-EXPOSED = {  # the kinds of exposed communication, in words
-    "gather": "gathers",
-    "reduce": "gradient reductions",
-    "finish": "the gradient reductions at the end of a step",
-    "publish": "the all-gather of updated parameters",
-    "context": "attention's tokens on other ranks",
-    "agree": "the gradient norm",
-}
 # Collectives of an action (key) start after those of another action (value) on the same buffer.
 AFTER = {Verb.GATHER: Verb.PARAM_ALL_GATHER, Verb.GRAD_SYNC: Verb.REDUCE}
 _COMPUTES = {  # the kind of compute time of an action
@@ -74,7 +66,7 @@ class Timeline:
 
     seconds: float
     compute_seconds: float
-    exposed: dict[str, float]  # seconds for which the slowest group waits, by kind of communication
+    exposed: dict[str, float]  # seconds for which the slowest group waits, by `PLANNED_WAITS`
     activities: tuple[Activity, ...] = ()
 
 
@@ -88,7 +80,7 @@ def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
         def extended(low: float, high: float) -> float:
             return high + (count - 3) * (high - low)
 
-        exposed = {kind: extended(two.exposed[kind], three.exposed[kind]) for kind in EXPOSED}
+        exposed = {kind: extended(two.exposed[kind], three.exposed[kind]) for kind in PLANNED_WAITS}
         return Timeline(
             seconds=extended(two.seconds, three.seconds),
             compute_seconds=extended(two.compute_seconds, three.compute_seconds),
@@ -106,7 +98,7 @@ def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
     return Timeline(
         seconds=total,
         compute_seconds=sum(slowest.computed.values()),
-        exposed={kind: slowest.exposed.get(kind, 0.0) for kind in EXPOSED},
+        exposed={kind: slowest.exposed.get(kind, 0.0) for kind in PLANNED_WAITS},
         activities=tuple(simulation.activities),
     )
 

@@ -49,6 +49,7 @@ from paro.report.record import (
     summarize,
 )
 from paro.report.run_files import MetricsFile, RunRecord
+from paro.topology import PLANNED_WAITS, WaitKind
 
 if TYPE_CHECKING:  # the package rich may not be installed
     from paro.report.live_view import LiveView
@@ -57,13 +58,8 @@ if TYPE_CHECKING:  # the package rich may not be installed
 _ITERATIONS = 1000  # iterations that the time left averages over: one slow save has little effect
 _SETTLED, _COMPARED = 10, 20  # iterations 11 to 20 are compared with the plan
 _TOLERANCE = 0.15  # largest relative error of step time or memory without a warning
-_PARTS = {  # parts of a planned step, in words
-    "computing": "computing",
-    "gather": "gathers",
-    "reduce": "gradient reductions",
-    "publish": "updated parameters",
-    "context": "attention's tokens",
-}
+# Parts of a planned step, in words.
+_PARTS = {"computing": "computing", **{k.value: PLANNED_WAITS[k.value].words for k in WaitKind}}
 
 
 @dataclass(eq=False)

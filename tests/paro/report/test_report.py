@@ -197,8 +197,8 @@ def test_measured_steps_are_set_beside_the_planners(tmp_path: Path) -> None:
     assert lines[2].startswith("> gradient reductions: 0.019 s more than planned; tools/bench_coll")
     shares = {**PLANNED.seconds, "context": 0.03}  # attention waits for other ranks
     lines = compared(path, replace(PLANNED, seconds=shares), 25).splitlines()
-    assert "updated parameters 0.01 (0.01), attention's tokens 0 (0.03); memory" in lines[0]
-    assert lines[1].startswith("> attention's tokens: 0.03 s less than planned; tools/bench_coll")
+    assert "updated parameters 0.01 (0.01), attention's tokens on other ranks 0 (0.03);" in lines[0]
+    assert lines[1].startswith("> attention's tokens on other ranks: 0.03 s less than planned; too")
     assert compared(path, replace(PLANNED, global_batch_size=16), 25) == "", "no step is as planned"
 
 
