@@ -9,7 +9,7 @@ from itertools import pairwise, product
 from typing import NamedTuple
 
 from paro.errors import UserError, count_text
-from paro.topology import AxisSpan, Topology
+from paro.topology import AxisSpan, Topology, count_nodes, divisors
 
 LETTERS = "NIG"  # replicated on every rank, sharded inside a group, sharded over all ranks
 
@@ -188,7 +188,7 @@ def strategy_of(
 
 
 def _divisors(number: int) -> str:
-    return ", ".join(str(i) for i in range(1, number + 1) if number % i == 0)
+    return ", ".join(map(str, divisors(number)))
 
 
 # [Note: copies of shards]
@@ -235,7 +235,7 @@ def survival(
 
 def check_nodes(survive: int, world_size: int, ranks_per_node: int) -> None:
     """Raise `UserError` unless some node is left when `survive` are lost."""
-    num_nodes = -(-world_size // ranks_per_node)
+    num_nodes = count_nodes(world_size, ranks_per_node)
     if 0 < num_nodes <= survive:
         raise UserError(
             f"--paro-survive {survive}: the {count_text(world_size, 'rank')} are on "

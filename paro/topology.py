@@ -19,6 +19,16 @@ from typing import NamedTuple
 MOST_RANKS = 1 << 20  # the largest world size that can be planned
 
 
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, in ascending order."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def count_nodes(world_size: int, ranks_per_node: int) -> int:
+    """Count the nodes of a run, of which the last may have fewer ranks."""
+    return -(-world_size // ranks_per_node)
+
+
 class Link(Enum):
     """A kind of links, which an axis uses: inside groups or between them."""
 

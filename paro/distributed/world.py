@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paro.errors import UserError, check_positive, flag_of
-from paro.topology import MOST_RANKS, Topology, make_topology
+from paro.topology import MOST_RANKS, Topology, count_nodes, make_topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class World:
 
     @property
     def num_nodes(self) -> int:
-        return -(-self.size // self.ranks_per_node)
+        return count_nodes(self.size, self.ranks_per_node)
 
     def topology(self, *degrees: int) -> Topology:
         """Return the topology: the axes between sharding degrees, in the groups of this world."""

@@ -31,6 +31,7 @@ from paro.planning.search_space import (
     least_recomputation,
 )
 from paro.spec.context_layout import ContextLayout
+from paro.topology import divisors
 
 RESOLUTION = 0.002  # error of a search: a candidate faster by less than this share may be missed
 # Steps that differ by no more than this share are equally fast. Measured steps of one candidate
@@ -160,7 +161,7 @@ class _Search:
         def fits(recompute: RecomputeConfig) -> bool:
             return self._estimator.memory(replace(candidate, recompute=recompute)).total <= limit
 
-        sizes = (n for n in range(2, _LARGEST_GROUP + 1) if model.num_layers % n == 0)
+        sizes = (n for n in divisors(model.num_layers)[1:] if n <= _LARGEST_GROUP)
         groups = (replace(first_blocks(model.num_layers, model), num_layers=size) for size in sizes)
         chosen = fewest_blocks if fits(fewest_blocks) else None
         chosen = chosen or least_recomputation(replace(model, recompute=fewest_blocks), fits)

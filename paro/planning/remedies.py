@@ -23,6 +23,7 @@ from paro.spec.context_layout import SIZE_FLAG, ContextLayout
 from paro.spec.run_spec import Materialize, RunSpec
 from paro.strategy import Strategy
 from paro.text import size_text
+from paro.topology import divisors
 
 MOST_RANKS = 16384  # the largest world size that is tried
 estimator_of = lru_cache(maxsize=64)(Estimator)  # many changes have equal requests
@@ -94,10 +95,8 @@ def single_changes(request: PlanRequest, least: Candidate) -> Iterator[Change]:
     )
     if recompute is not None:
         yield Change(recompute_flags(recompute), request, replace(least, recompute=recompute))
-    micro_batch_size = least.micro_batch_size  # a divisor of this size divides the batch, too
-    for size in (
-        size for size in range(micro_batch_size - 1, 0, -1) if micro_batch_size % size == 0
-    ):
+    # A divisor of this size divides the batch, too.
+    for size in reversed(divisors(least.micro_batch_size)[:-1]):
         smaller = replace(least, micro_batch_size=size)
         if _fits(request, smaller):
             yield Change(f"--micro-batch-size {size}", request, smaller)

@@ -21,6 +21,7 @@ from paro.spec.run_spec import Materialize, RunSettings
 from paro.spec.strategy_limits import MUON_ROTATES, StrategyLimits
 from paro.strategy import Strategy, check_nodes, effective_letters, parse_strategy, strategy_of
 from paro.text import listed
+from paro.topology import divisors
 
 MEMORY_MARGIN = 0.03  # share of a device's memory to leave free, since searches fill the rest
 FEWEST_BITS = 4  # the bit width to choose; 8 bits quantize no faster, and send twice the bytes
@@ -277,8 +278,8 @@ def legal_strategies(
 
     degrees = [
         degree
-        for degree in range(1, world_size + 1)
-        if world_size % degree == 0 and nests(degree, group_size) and nests(degree, links or degree)
+        for degree in divisors(world_size)
+        if nests(degree, group_size) and nests(degree, links or degree)
     ]
     for params, grads, optim in product(degrees, repeat=3):
         chain = sorted({params, grads, optim})
@@ -293,5 +294,4 @@ def micro_batch_sizes(request: PlanRequest) -> tuple[int, ...]:
     per_rank = request.global_batch_size // request.data_parallel_size
     tokens = request.seq_length // request.context.size
     multiple = 1 if request.model.fp8_format is None else FP8_MULTIPLE
-    sizes = (size for size in range(1, per_rank + 1) if per_rank % size == 0)
-    return tuple(size for size in sizes if size * tokens % multiple == 0)
+    return tuple(size for size in divisors(per_rank) if size * tokens % multiple == 0)

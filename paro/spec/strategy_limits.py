@@ -8,6 +8,7 @@ from typing import NamedTuple
 from model.config import LlamaConfig
 from paro.spec.outer_steps import OuterConfig
 from paro.strategy import FLAG, Strategy, Survival, survival
+from paro.topology import divisors
 
 MUON_ROTATES = (
     "--optimizer muon needs whole matrices, and --paro-materialize rotate cuts them along columns "
@@ -84,7 +85,7 @@ def rotation_infeasible_reason(
     heads, groups = config.num_attention_heads, config.num_query_groups
     if heads % degree or groups % degree:
         common = math.gcd(heads, groups, world_size)
-        some = ", ".join(str(d) for d in range(2, common + 1) if common % d == 0) or "none"
+        some = ", ".join(map(str, divisors(common)[1:])) or "none"
         return (
             f"--paro-materialize rotate over {degree} ranks cannot cut --num-attention-heads "
             f"{heads} with --num-query-groups {groups}: both must be multiples of {degree}; of "

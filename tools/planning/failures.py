@@ -19,7 +19,7 @@ from paro.spec.muon_rounds import prepare_for_muon
 from paro.spec.sharding_spec import specs_of
 from paro.spec.states import MASTER, bytes_of
 from paro.spec.units import units_of
-from paro.topology import make_topology
+from paro.topology import count_nodes, make_topology
 from tools.planning.goodput import Failures, from_disk, from_memory
 
 Row = dict[str, Any]  # a setting, how it recovers, and the tokens a second that remain
@@ -37,7 +37,7 @@ def failures_of(args: Namespace, request: PlanRequest) -> Failures:
     )
     trained = _trained_bytes(request)
     return Failures(
-        num_nodes=-(-request.world_size // node),
+        num_nodes=count_nodes(request.world_size, node),
         mtbf_hours=args.mtbf_hours,
         restart_seconds=args.restart_seconds,
         checkpoint_seconds=(frozen + trained) / rate,

@@ -15,6 +15,7 @@ from paro.planning.remedies import why_nothing_fits
 from paro.planning.search_space import PlanRequest, recompute_text
 from paro.strategy import Strategy, legal_letters
 from paro.text import align
+from paro.topology import divisors
 from tools.planning.request import device_flag, plan_request_of_args
 
 _STEP = 1024  # tokens, to a multiple of which lengths are rounded down
@@ -93,7 +94,7 @@ def _sizes(context: ContextParallelConfig, request: PlanRequest) -> list[int]:
     if context.context_parallel_size > 1:
         return [context.context_parallel_size]
     most = request.context_limits(request.world_size).most
-    return [n for n in range(1, most + 1) if request.world_size % n == 0]
+    return [n for n in divisors(request.world_size) if n <= most]
 
 
 def _unit(size: int) -> int:
