@@ -49,7 +49,7 @@ class RingKVExchange:
         self.ring_size = inner.size * outer.size
 
     def exchange_kv(self, local_2BTKH: Tensor, attend: AttendTo) -> None:
-        kv = _RingKV(self._rings, local_2BTKH)
+        kv = _RingKV(self._exchange, self._rings, local_2BTKH)
         for action in self._exchange.forward(local_2BTKH.shape[3]):
             match action:
                 case AttendKV():
@@ -58,7 +58,8 @@ class RingKVExchange:
                     kv.run(action)
 
     def exchange_kv_and_grads(self, local_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
-        kv, grads = _RingKV(self._rings, local_2BTKH), _RingGrads(self._rings, local_2BTKH)
+        kv = _RingKV(self._exchange, self._rings, local_2BTKH)
+        grads = _RingGrads(self._rings, local_2BTKH)
         for action in self._exchange.backward(*_heads(local_2BTKH)):
             match action:
                 case AttendKV():  # gradients have no variable, to be freed once summed
@@ -73,11 +74,13 @@ class RingKVExchange:
 class _RingKV:
     """Keys and values that go round two rings, in a forward or a backward of attention."""
 
-    def __init__(self, rings: dict[KVRoute, Ring], local_2BTKH: Tensor) -> None:
-        self._rings = rings
+    def __init__(
+        self, exchange: DoubleRing, rings: dict[KVRoute, Ring], local_2BTKH: Tensor
+    ) -> None:
+        self._exchange, self._rings = exchange, rings
         self._local = local_2BTKH
         self._held = {KVRoute.OUTER: local_2BTKH}
-        # Two receive buffers of each ring, used in turn; the newest is the last.
+        # Receive buffers of each ring, used in turn; the newest is the last.
         self._buffers: dict[KVRoute, list[Tensor]] = {route: [] for route in rings}
         self._events: dict[KVRoute, Event] = {}
 
@@ -93,7 +96,8 @@ class _RingKV:
             first = self._held[KVRoute.OUTER] if action.turn else self._local
             self._held[route] = _of_heads(first, action.heads).contiguous()
         held = self._held[route]
-        buffers.append(buffers.pop(0) if len(buffers) == 2 else torch.empty_like(held))
+        is_full = len(buffers) == self._exchange.receive_buffers(route)
+        buffers.append(buffers.pop(0) if is_full else torch.empty_like(held))
         self._events[route] = _shift(ring, held, buffers[-1])
 
     def attended(self, action: AttendKV) -> tuple[int, Tensor]:

@@ -341,10 +341,10 @@ def kv_exchange_bytes(run: RunSpec) -> int:
     if isinstance(exchange, GatheredKV):
         return part + exchange.ranks * kv * (size + 4)
     steps, turns = exchange.steps, exchange.turns
-    moving, grads = min(2, steps - 1), 2 * (steps > 1)
-    # The peak during the steps of the outer ring, where the first share waits for its sum.
-    between = 2 * (turns > 2)  # buffers of the outer ring; the last turn needs none
-    held: float = (moving + between + (turns > 1)) * size + 4 * (grads + between)
+    moving, between = map(exchange.receive_buffers, exchange.spans)
+    grads, summed = 2 * (steps > 1), 2 * (turns > 2)  # sums of the inner and of the outer ring
+    # The peak during the steps of the outer ring; with sums there a turn's first share waits.
+    held: float = (moving + between + (turns > 2)) * size + 4 * (grads + summed)
     if turns > 1:  # the peak at the end, when sums are sent between groups, and keys are cut
         left = 1 - heads_at_first(sizes.kv_heads, size) / sizes.kv_heads
         held = max(held, 4 * 2 + left * ((moving + (steps > 1)) * size + 4 * grads))

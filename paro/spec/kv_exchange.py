@@ -43,6 +43,8 @@ from typing import NamedTuple
 
 from paro.topology import AxisSpan
 
+_RECEIVE_BUFFERS = 2  # of a ring: while keys and values are sent from one, others arrive in another
+
 
 class KVRoute(Enum):
     """A way on which a rank's keys and values reach other ranks."""
@@ -127,6 +129,10 @@ class DoubleRing:
     def spans(self) -> dict[KVRoute, AxisSpan]:
         """The axes along which each route runs."""
         return {KVRoute.INNER: self.inner, KVRoute.OUTER: self.outer}
+
+    def receive_buffers(self, route: KVRoute) -> int:
+        """Return the number of buffers that a ring receives keys and values into, in turn."""
+        return min(_RECEIVE_BUFFERS, prod(axis.size for axis in self.spans[route]) - 1)
 
     def forward(self, heads: int) -> Iterator[KVAction]:
         """Yield a rank's actions in forward, for `heads` heads of keys and values."""

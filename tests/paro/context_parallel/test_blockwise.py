@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,13 +30,16 @@ from paro.context_parallel.blockwise import (
     local_lengths,
     mask_block,
 )
-from paro.context_parallel.exchange import GatherKVExchange, RingKVExchange
-from paro.distributed.comm_stream import CommStreams, InlineStreams, ThreadStreams
+from paro.context_parallel.exchange import GatherKVExchange, RingKVExchange, _RingKV
+from paro.distributed.comm_stream import DONE, CommStreams, InlineStreams, ThreadStreams
 from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import ByteCounter, Links, make_groups
 from paro.distributed.process_group import RuntimeConfig
+from paro.planning.context_parallel import kv_exchange_bytes
+from paro.precision import PrecisionConfig
+from paro.spec import kv_exchange
 from paro.spec.context_layout import ContextLayout
-from paro.spec.kv_exchange import DoubleRing, GatheredKV
+from paro.spec.kv_exchange import AttendKV, DoubleRing, GatheredKV, KVRoute, SendKV, WaitKV
 from paro.topology import COLLECTIVE_STREAMS, StreamKind, make_topology
 from tests.helpers.late_streams import LateStreams
 from tests.helpers.ranks import run_ranks
@@ -43,6 +47,8 @@ from tests.helpers.refusals import refused
 from tests.helpers.triton_kernels import hopper
 from tests.model.values import assert_near, normal
 from tests.paro.late_mutations import all_waits
+from tests.paro.planning.cases import run_of
+from tests.paro.planning.test_units import SMALL
 
 CHUNK, CHANNELS, SAMPLES, HEADS = 3, 8, 2, 4
 CPU = torch.device("cpu")
@@ -267,6 +273,40 @@ def test_four_ranks_make_one_call_whatever_arrives_first() -> None:
 @pytest.mark.ranks
 def test_every_wait_is_needed() -> None:
     assert run_ranks(hasty, 4) == 4 * [[]]
+
+
+@pytest.mark.parametrize(("steps", "turns"), [(4, 1), (2, 2), (4, 4)])
+def test_a_mutation_of_receive_buffers_changes_rank_and_prediction(
+    steps: int, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rings of 2 ranks receive once: into one buffer, however many they may have."""
+    layout = ContextLayout(size=steps * turns, heads=1)
+    sizes = {"world_size": layout.size, "group_size": steps, "seq_length": 2 * layout.size}
+    run = run_of(SMALL, "NNN", PrecisionConfig(compute="fp32"), context=layout, **sizes)
+    double = layout.kv_exchange(run.context_topology)
+    assert isinstance(double, DoubleRing)
+    monkeypatch.setattr("paro.context_parallel.exchange._shift", lambda *_: DONE)
+
+    def both() -> tuple[Counter[KVRoute], int]:
+        rings: dict[Any, Any] = {
+            route: SimpleNamespace(size=size, owner_of=lambda _: 0, exposure=Exposure())
+            for route, size in zip(double.spans, (steps, turns), strict=True)
+        }
+        kv, most = _RingKV(double, rings, torch.zeros(2, 1, 1, HEADS, 1)), Counter[KVRoute]()
+        for action in double.forward(HEADS):
+            if isinstance(action, AttendKV):
+                kv.attended(action)
+            elif isinstance(action, SendKV | WaitKV):
+                kv.run(action)
+            most |= Counter({route: len(each) for route, each in kv._buffers.items()})
+        assert most == Counter({route: double.receive_buffers(route) for route in rings})
+        return most, kv_exchange_bytes(run)
+
+    before = both()
+    monkeypatch.setattr(kv_exchange, "_RECEIVE_BUFFERS", 3)
+    after = both()
+    assert (after == before) is (steps == 2)
+    assert (after[1] > before[1]) is (steps > 2)
 
 
 def alone(qkv: QKV, documents: Documents | None, _: SavedAttention | None) -> Tensor:
