@@ -13,6 +13,7 @@ from model.config import LlamaConfig
 from model.llama import Llama
 from model.units import parameter_shapes
 from paro.checkpoint.convert.source import Source
+from paro.checkpoint.convert.tensor_files import lazy
 
 VOCAB = 101  # divisible by no other size
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # three seeds for each
@@ -111,3 +112,18 @@ def random_tensors(config: LlamaConfig, dtype: torch.dtype = torch.float32) -> d
         name: torch.randn(shape, generator=generator).mul_(0.3).to(dtype)
         for name, shape in parameter_shapes(config).items()
     }
+
+
+def source_of(config: LlamaConfig, dtype: torch.dtype = torch.float32) -> Source:
+    """A model with the values of `random_tensors`."""
+    tensors = random_tensors(config, dtype)
+    return Source(config=config, tensors={name: lazy(tensor) for name, tensor in tensors.items()})
+
+
+def assert_same(found: Source, expected: Source) -> None:
+    """The configuration and, read in pieces, every bit of the tensors."""
+    assert found.config == expected.config
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        pieces = [found.tensors[name].rows(*rows) for rows in found.tensors[name].row_ranges()]
+        assert torch.equal(torch.cat(pieces), tensor.rows(0, tensor.shape[0])), name

@@ -20,12 +20,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import paro.checkpoint.convert.source
 from data.batch import Batch
-from model.config import LlamaConfig
 from paro.checkpoint.config import find_saved
 from paro.checkpoint.convert.conversion import Conversion
 from paro.checkpoint.convert.megatron import open_megatron, write_megatron
-from paro.checkpoint.convert.source import Source
-from paro.checkpoint.convert.tensor_files import lazy
 from paro.checkpoint.directory import latest_iteration
 from paro.checkpoint.metadata import read_metadata
 from paro.report.log import Log
@@ -35,10 +32,11 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
 from tests.helpers.training import TINY, begun, built, llama, save_run, whole_states
 from tests.paro.checkpoint.convert.folders import (
+    assert_same,
     logits_of,
     own_model,
-    random_tensors,
     some_tokens,
+    source_of,
 )
 from tests.paro.checkpoint.convert.megatron_core import (
     LR,
@@ -47,9 +45,12 @@ from tests.paro.checkpoint.convert.megatron_core import (
     copy_checkpoints,
     train_and_save,
 )
+from tests.paro.checkpoint.toy_run import Harmful
 from tools.convert_checkpoint import main as convert
 
 ROWS = 128
+EMBEDDING, FC2 = "embedding.word_embeddings.weight", "decoder.layers.mlp.linear_fc2.weight"
+NO_LAYERS = {"size": torch.Size((10**12, 0)), "chunks": []}
 GROUPED = llama(
     5, 32, 40, heads=(8, 2, 8), length=64, vocab=100,
     rotary_base=500000.0, use_rope_scaling=True, add_qkv_bias=True, qk_layernorm=True,
@@ -71,11 +72,6 @@ FOUR_RANKS = [
     Layout(name="stages", model="tied", config=TIED, pipeline=2),
     Layout(name="virtual stages", model="tied", config=TIED, tensor=2, pipeline=2, virtual=2),
 ]  # fmt: skip
-
-
-def source_of(config: LlamaConfig) -> Source:
-    tensors = {name: lazy(0.3 * value) for name, value in random_tensors(config).items()}
-    return Source(config=config, tensors=tensors)
 
 
 @pytest.mark.parametrize(
@@ -101,13 +97,7 @@ def test_checkpoints_of_megatron_core(
     for layout in layouts:
         expected = source_of(layout.config)
         for kind in ("torch_dist", "torch"):
-            back = open_megatron(copies / layout.name / kind)
-            assert back.config == layout.config, (layout.name, kind)
-            for name, tensor in expected.tensors.items():
-                same = torch.equal(
-                    back.tensors[name].whole(torch.float32), tensor.whole(torch.float32)
-                )
-                assert same, (layout.name, kind, name)
+            assert_same(open_megatron(copies / layout.name / kind), expected)
         if layout.name in logits:
             ours = logits_of(own_model(expected), some_tokens(layout.config.vocab_size))
             theirs = logits[layout.name][..., : layout.config.vocab_size]
@@ -221,33 +211,18 @@ def written(folder: Path) -> Path:
     return folder / "release"
 
 
-def without_embedding(directory: Path) -> None:
-    """Leaves the embedding's values out, as if a rank had not saved."""
-    path = directory / ".metadata"
-    metadata = read_metadata(directory)
-    stored: Any = metadata.state_dict_metadata["embedding.word_embeddings.weight"]
-    stored.chunks = []
-    path.write_bytes(pickle.dumps(metadata))
-
-
-def with_a_layer_twice(directory: Path) -> None:
+def with_a_layer_twice(states: dict[str, Any]) -> None:
     """Changes one bit of a chunk's place: layer 2 is there as layer 3, too, and is missing."""
-    path = directory / ".metadata"
-    metadata = read_metadata(directory)
-    name = "decoder.layers.mlp.linear_fc2.weight"
-    stored: Any = metadata.state_dict_metadata[name]
-    at = [chunk.offsets[0] for chunk in stored.chunks].index(2)
-    moved = torch.Size((3, *stored.chunks[at].offsets[1:]))
-    stored.chunks[at] = ChunkStorageMetadata(moved, stored.chunks[at].sizes)
-    path.write_bytes(pickle.dumps(metadata))
+    chunks = states[FC2].chunks
+    at = [chunk.offsets[0] for chunk in chunks].index(2)
+    moved = torch.Size((3, *chunks[at].offsets[1:]))
+    chunks[at] = ChunkStorageMetadata(moved, chunks[at].sizes)
 
 
-def with_layers_of_nothing(directory: Path) -> None:
-    """A few bytes that name as many layers as no computer can list."""
-    path = directory / ".metadata"
-    metadata = read_metadata(directory)
-    stored: Any = metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"]
-    stored.size, stored.chunks = torch.Size((10**12, 0)), []
+def with_states(change: Callable[[dict[str, Any]], object], path: Path) -> None:
+    """Changes the metadata of the tensors, as if a rank had not saved or a bit had flipped."""
+    metadata = read_metadata(path.parent)
+    change(metadata.state_dict_metadata)
     path.write_bytes(pickle.dumps(metadata))
 
 
@@ -272,9 +247,17 @@ def forged(path: Path) -> None:
         ("metadata.json", lambda p: p.write_text('{"sharded_backend": "zarr"}'), "format zarr"),
         (".metadata", Path.unlink, ".metadata"),
         (".metadata", cut, ".metadata ... damaged"),
-        (".metadata", lambda p: without_embedding(p.parent), "0 of 4096 elements"),
-        (".metadata", lambda p: with_a_layer_twice(p.parent), "damaged ... overlapping chunks"),
-        (".metadata", lambda p: with_layers_of_nothing(p.parent), "has no ... linear_fc2.weight"),
+        (
+            ".metadata",
+            partial(with_states, lambda states: vars(states[EMBEDDING]).update(chunks=[])),
+            "0 of 4096 elements",
+        ),
+        (".metadata", partial(with_states, with_a_layer_twice), "damaged ... overlapping chunks"),
+        (
+            ".metadata",  # a few bytes that name as many layers as no computer can list
+            partial(with_states, lambda states: vars(states[FC2]).update(NO_LAYERS)),
+            "has no ... linear_fc2.weight",
+        ),
         ("__0_0.distcp", Path.unlink, "__0_0.distcp"),
         ("__0_0.distcp", cut, "__0_0.distcp is truncated"),
         ("__0_0.distcp", forged, "__0_0.distcp"),
@@ -351,18 +334,8 @@ def test_objects_of_other_classes_in_the_metadata_are_inert(tmp_path: Path) -> N
     """Megatron-core saves plans with the metadata; an object's code does not run."""
     directory = written(tmp_path / "dist")
     metadata: Any = read_metadata(directory)
-    metadata.all_local_plans = [SavePlan(items=[]), Touches(tmp_path / "touched")]
+    metadata.all_local_plans = [SavePlan(items=[]), Harmful(os.mkdir, str(tmp_path / "touched"))]
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
     assert open_megatron(tmp_path / "dist").config == TIED
     assert not (tmp_path / "touched").exists()
     refused(lambda: read_metadata(directory), "SavePlan")
-
-
-class Touches:
-    """An object that makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)

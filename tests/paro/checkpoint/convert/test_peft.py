@@ -66,12 +66,11 @@ def assert_same_model(one: Source, other: Source) -> None:
 
 
 def test_names_are_those_of_peft(root: Path) -> None:
-    assert peft_name("blocks.1.wo_lora_b") == (
-        "base_model.model.model.layers.1.self_attn.o_proj.lora_B.weight"
-    )
     stored = open_safetensors(root / "peft" / "adapter_model.safetensors")
     assert len(stored) == 3 * 3 * 2
-    assert stored["base_model.model.model.layers.2.mlp.up_proj.lora_A.weight"].shape == (3, 20)
+    layer = "base_model.model.model.layers.2."
+    assert stored[f"{layer}mlp.up_proj.lora_A.weight"].shape == (3, 20)
+    assert f"{layer}self_attn.o_proj.lora_B.weight" in stored
     fields = json.loads((root / "peft" / "adapter_config.json").read_text(encoding="utf-8"))
     assert (fields["r"], fields["lora_alpha"], fields["lora_dropout"]) == (3, 6, 0.1)
     assert fields["target_modules"] == ["v_proj", "o_proj", "up_proj"]
@@ -118,7 +117,8 @@ def test_both_ways_merge_into_the_same_model(root: Path, tmp_path: Path, target:
     wanted = open_native(root / "run")
     more = ["--make-vocab-size-divisible-by", "1", "--merge"]
     converted(root, "paro", target, "run", str(tmp_path / "one"), *more)
-    more += ["--base", str(root / "base")]
+    base = converted(root, "paro", "hf", "base", str(tmp_path / "hf"))
+    more += ["--base", str(base if target == "hf" else root / "base")]
     converted(root, "peft", target, "peft", str(tmp_path / "two"), *more)
     models = []
     for name in ("one", "two"):
@@ -131,13 +131,6 @@ def test_both_ways_merge_into_the_same_model(root: Path, tmp_path: Path, target:
     tokens_BS = some_tokens(wanted.config.vocab_size, length=12)
     plain = logits_of(own_model(open_native(root / "base")), tokens_BS)
     assert (logits_of(own_model(wanted), tokens_BS) - plain).abs().max() > 1e-3
-
-
-def test_adapters_merge_into_a_folder_of_hugging_face(root: Path, tmp_path: Path) -> None:
-    converted(root, "paro", "hf", "base", str(tmp_path / "hf"))
-    more = ("--base", str(tmp_path / "hf"), "--merge")
-    converted(root, "peft", "paro", "peft", str(tmp_path / "whole"), *more)
-    assert_same_model(open_native(tmp_path / "whole"), open_native(root / "run"))
 
 
 def named_base(folder: Path) -> str | None:
@@ -161,17 +154,10 @@ def test_adapters_name_the_folder_that_their_base_was_converted_from(
     assert named_base(converted(tmp_path, "paro", "peft", "run", "hub", *name)) == "some/model"
     words = ["--from", "paro", "--to", "hf", "--input", str(base), *name]
     refuses(tmp_path, words, "needs --to peft")
-
-
-def test_adapters_on_other_weights_do_not_name_that_folder(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    # Adapters on other weights do not name that folder.
     assert named_base(root / "peft") is None
-    hf = converted(root, "paro", "hf", "base", str(tmp_path / "hf"))
-    one_row = ("--make-vocab-size-divisible-by", "1")
-    base = str(converted(tmp_path, "hf", "paro", "hf", "base", *one_row))
     trained(f"--trainable names:*.wq --load {base} --save {tmp_path / 'tuned'}")
-    merge = ("--merge", "--base", str(hf), *one_row)
+    merge = ("--merge", "--base", hf, *one_row)
     converted(root, "peft", "paro", "peft", str(tmp_path / "merged"), *merge)
     for folder in ("tuned", "merged"):
         run = tmp_path / f"on_{folder}"
@@ -283,24 +269,19 @@ def test_the_adapters_of_a_file_merge_where_and_as_they_are(
         torch.testing.assert_close(tensor.whole(torch.float32), wanted[name], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("changes", "kept"),
-    [({"layers_to_transform": [0, 1]}, r"layers\.[01]\."), ({"alpha_pattern": {"v_proj": 2}}, "")],
-)
-def test_adapters_that_no_run_has_are_only_merged(
-    root: Path, theirs: Path, changes: dict[str, Any], kept: str
-) -> None:
+def test_adapters_that_no_run_has_are_only_merged(root: Path, theirs: Path) -> None:
     tensors = load_file(theirs / WEIGHTS)
-    edited(theirs, changes, {name: t for name, t in tensors.items() if re.search(kept, name)})
-    for target in ("paro", "peft"):
-        refuses_theirs(root, theirs, "the same modules in all layers", to=(target,))
-
-
-def test_adapters_of_no_rank_are_refused(root: Path, theirs: Path) -> None:
-    tensors = load_file(theirs / WEIGHTS)
+    some = {name: t for name, t in tensors.items() if "layers.2" not in name}
+    for changes, kept in (
+        ({"layers_to_transform": [0, 1]}, some),
+        ({"layers_to_transform": None, "alpha_pattern": {"v_proj": 2}}, tensors),
+    ):
+        edited(theirs, changes, kept)
+        for target in ("paro", "peft"):
+            refuses_theirs(root, theirs, "the same modules in all layers", to=(target,))
     for cut in (lambda tensor: tensor.new_zeros(()), lambda tensor: tensor[:0]):
         emptied = {name: cut(tensor) for name, tensor in tensors.items()}
-        edited(theirs, {"rank_pattern": {"v_proj": 2}}, emptied)
+        edited(theirs, {"alpha_pattern": {}, "rank_pattern": {"v_proj": 2}}, emptied)
         refuses_theirs(root, theirs, "adapters of another model", to=("hf", "--merge"))
 
 
@@ -312,12 +293,7 @@ def test_a_stabilized_scaling_is_written_as_an_alpha(root: Path, theirs: Path) -
     assert (lora.rank, lora.targets) == (3, ("wv", "wo", "w_up"))
 
 
-def test_old_files_of_peft_are_named(root: Path, theirs: Path) -> None:
-    (theirs / WEIGHTS).rename(theirs / "adapter_model.bin")
-    refuses_theirs(root, theirs, "has adapter_model.bin, which may hold programs")
-
-
-def test_damaged_files_are_refused(root: Path, theirs: Path) -> None:
+def test_old_and_damaged_files_are_refused(root: Path, theirs: Path) -> None:
     for name in ("adapter_config.json", WEIGHTS):
         path = theirs / name
         content = path.read_bytes()
@@ -327,3 +303,5 @@ def test_damaged_files_are_refused(root: Path, theirs: Path) -> None:
         path.unlink()
         refuses_theirs(root, theirs, name)
         path.write_bytes(content)
+    path.rename(theirs / "adapter_model.bin")
+    refuses_theirs(root, theirs, "has adapter_model.bin, which may hold programs")

@@ -16,23 +16,24 @@ from torch import Tensor
 import paro.checkpoint.convert.source
 from model.config import LlamaConfig
 from model.hugging_face import hugging_face_config
-from paro.checkpoint.convert.source import Source
-from paro.checkpoint.convert.tensor_files import lazy
 from paro.checkpoint.convert.torchtitan import open_torchtitan, write_torchtitan
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
 from tests.helpers.training import llama
 from tests.paro.checkpoint.convert.folders import (
+    assert_same,
     logits_of,
     own_model,
     random_tensors,
     some_tokens,
+    source_of,
 )
+from tests.paro.checkpoint.convert.test_round_trip import interleaved
 from tests.paro.checkpoint.convert.titan_llama import (
-    TitanLlama,
     load_and_save,
     load_from,
     save,
+    titan_llama,
     training_states,
 )
 from tests.tools.conftest import convert
@@ -54,23 +55,10 @@ INSTALL = (
 )
 
 
-def source_of(config: LlamaConfig) -> Source:
-    tensors = {name: lazy(value) for name, value in random_tensors(config).items()}
-    return Source(config=config, tensors=tensors)
-
-
 def written(folder: Path, config: LlamaConfig, *, older: bool = False) -> Path:
     folder.mkdir()
     write_torchtitan(source_of(config), folder, older=older)
     return folder
-
-
-def assert_equal(found: Source, expected: Source) -> None:
-    assert found.config == expected.config
-    assert found.tensors.keys() == expected.tensors.keys()
-    for name, tensor in expected.tensors.items():
-        pieces = [found.tensors[name].rows(*rows) for rows in found.tensors[name].row_ranges()]
-        assert torch.equal(torch.cat(pieces), tensor.rows(0, tensor.shape[0])), name
 
 
 @pytest.mark.ranks
@@ -85,16 +73,34 @@ def test_every_bit_goes_through_sharded_ranks_and_back(
     run_ranks(load_and_save, 2, CASES, tmp_path)
     for name, (config, _) in CASES.items():
         back = open_torchtitan(tmp_path / f"{name}-saved", tmp_path / name / "hugging_face")
-        assert_equal(back, source_of(config))
+        assert_same(back, source_of(config))
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_logits_are_those_of_a_model_that_rotates_in_pairs(older: bool, tmp_path: Path) -> None:
-    model = TitanLlama(GROUPED, older=older)
+def test_every_parameter_is_where_torchtitan_has_it(older: bool, tmp_path: Path) -> None:
+    """There queries and keys rotate in pairs of neighbouring channels."""
+    model = titan_llama(GROUPED, older=older)
     load_from(written(tmp_path / "titan", GROUPED, older=older), model)
-    tokens = some_tokens(GROUPED.vocab_size)
-    theirs, ours = logits_of(model, tokens), logits_of(own_model(source_of(GROUPED)), tokens)
-    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-5 * float(theirs.abs().max()))
+    own, head = random_tensors(GROUPED), GROUPED.kv_channels
+    inputs = "attention." if older else "attention.qkv_linear."
+    of_block = {
+        f"{inputs}wq": interleaved(own["blocks.1.wq"], head),
+        f"{inputs}wk": interleaved(own["blocks.1.wk"], head),
+        f"{inputs}wv": own["blocks.1.wv"],
+        "attention.wo": own["blocks.1.wo"],
+        "feed_forward.w1": own["blocks.1.w_gate"],
+        "feed_forward.w2": own["blocks.1.w_down"],
+        "feed_forward.w3": own["blocks.1.w_up"],
+        "attention_norm": own["blocks.1.attention_norm"],
+        "ffn_norm": own["blocks.1.mlp_norm"],
+    }
+    for name, values in {
+        "tok_embeddings": own["embedding.weight"],
+        "norm": own["head.norm"],
+        "output" if older else "lm_head": own["head.weight"],
+        **{f"layers.1.{name}": values for name, values in of_block.items()},
+    }.items():
+        assert torch.equal(model.state_dict()[f"{name}.weight"], values), name
 
 
 @pytest.mark.verify
@@ -142,7 +148,7 @@ def test_torchtitans_own_model_loads_it_and_its_training_is_read(
     trained = {"optimizer": adamw.build(model_parts=[model])}
     save(tmp_path / "training", {**training_states({}), **trained, **wrapper.state_dict()})
     back = open_torchtitan(tmp_path / "training", folder / "hugging_face")
-    assert_equal(back, source_of(config))
+    assert_same(back, source_of(config))
 
 
 def test_a_tied_output_layer_is_stored_and_tied_again_where_it_is_equal(tmp_path: Path) -> None:
@@ -151,8 +157,8 @@ def test_a_tied_output_layer_is_stored_and_tied_again_where_it_is_equal(tmp_path
     (note,) = write_torchtitan(source_of(TIED), folder, older=True)
     assert "tied" in note
     source = open_torchtitan(folder)
-    assert_equal(source, source_of(TIED))
-    model = TitanLlama(TIED, older=True)
+    assert_same(source, source_of(TIED))
+    model = titan_llama(TIED, older=True)
     load_from(folder, model)
     state = model.state_dict()
     state["output.weight"] = state["output.weight"].flip(0)
@@ -168,8 +174,8 @@ def test_the_tool_converts_there_and_back(tmp_path: Path) -> None:
     there = written(tmp_path / "titan", SCALED)
     paro = convert("torchtitan", "paro", there, tmp_path / "paro")
     back = convert("paro", "torchtitan-0.2", paro, tmp_path / "back")
-    assert_equal(open_torchtitan(back), source_of(SCALED))
-    model = TitanLlama(SCALED, older=True)
+    assert_same(open_torchtitan(back), source_of(SCALED))
+    model = titan_llama(SCALED, older=True)
     load_from(back, model)
 
 
@@ -202,7 +208,7 @@ def _with(name: str, tensor: Tensor) -> Callable[[State], object]:
 def test_a_tensor_that_is_wrong_is_named(
     change: Callable[[State], object], message: str, tmp_path: Path
 ) -> None:
-    model = TitanLlama(SCALED, older=False)
+    model = titan_llama(SCALED, older=False)
     state: State = {**model.state_dict(), "freqs_cis": torch.zeros(3, dtype=torch.complex64)}
     state |= training_states(model.state_dict())
     assets = tmp_path / "assets"

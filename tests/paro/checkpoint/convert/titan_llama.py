@@ -1,8 +1,9 @@
-"""LLaMA-3 in plain torch with torchtitan's names, and its checkpoints by ranks that share it."""
+"""A LLaMA-3's parameters by torchtitan's names, and their checkpoints by ranks that share them."""
 
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,96 +18,44 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.nn.functional import scaled_dot_product_attention, silu
 
 from model.config import LlamaConfig
 from paro.spec.states import MOMENTS
 
 
-class _Attention(nn.Module):
-    """Causal attention whose queries and keys rotate in pairs of neighbouring channels."""
+class _Parts(nn.Module):
+    """A module of named parts, which computes nothing."""
 
-    def __init__(self, config: LlamaConfig, *, older: bool) -> None:
+    def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
-        hidden, self.head = config.hidden_size, config.kv_channels
-        queries, keys = (
-            self.head * heads for heads in (config.num_attention_heads, config.num_query_groups)
-        )
-        holder = self if older else nn.Module()
-        for name, rows in {"wq": queries, "wk": keys, "wv": keys}.items():
-            setattr(holder, name, nn.Linear(hidden, rows, bias=False))
-        if not older:
-            self.qkv_linear = holder
-        self.wo = nn.Linear(queries, hidden, bias=False)
-
-    def forward(self, x_BSD: Tensor, turns_SH: Tensor) -> Tensor:
-        holder = getattr(self, "qkv_linear", self)
-        split = (each(x_BSD).unflatten(-1, (-1, self.head)) for each in self._parts(holder))
-        q, k, v = (each.transpose(1, 2) for each in split)
-        q, k = (_turned(each, turns_SH) for each in (q, k))
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        result: Tensor = self.wo(out.transpose(1, 2).flatten(2))
-        return result
-
-    @staticmethod
-    def _parts(holder: Any) -> tuple[nn.Module, ...]:
-        return holder.wq, holder.wk, holder.wv
+        for name, part in parts.items():
+            self.add_module(name, part)
 
 
-def _turned(x_BNSH: Tensor, turns_SH: Tensor) -> Tensor:
-    pairs = torch.view_as_complex(x_BNSH.unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * turns_SH).flatten(-2)
+def _block(config: LlamaConfig, *, older: bool) -> nn.Module:
+    hidden, ffn, head = config.hidden_size, config.ffn_hidden_size, config.kv_channels
+    queries, keys = head * config.num_attention_heads, head * config.num_query_groups
+    linear, norm = partial(nn.Linear, bias=False), partial(nn.RMSNorm, hidden)
+    inputs = {"wq": linear(hidden, queries), "wk": linear(hidden, keys), "wv": linear(hidden, keys)}
+    inside = inputs if older else {"qkv_linear": _Parts(**inputs)}
+    return _Parts(
+        attention=_Parts(**inside, wo=linear(queries, hidden)),
+        feed_forward=_Parts(w1=linear(hidden, ffn), w2=linear(ffn, hidden), w3=linear(hidden, ffn)),
+        attention_norm=norm(),
+        ffn_norm=norm(),
+    )
 
 
-class _FeedForward(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False)
-        self.w2 = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=False)
-        self.w3 = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        result: Tensor = self.w2(silu(self.w1(x_BSD)) * self.w3(x_BSD))
-        return result
-
-
-class _Block(nn.Module):
-    def __init__(self, config: LlamaConfig, *, older: bool) -> None:
-        super().__init__()
-        self.attention = _Attention(config, older=older)
-        self.feed_forward = _FeedForward(config)
-        self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_epsilon)
-        self.ffn_norm = nn.RMSNorm(config.hidden_size, config.norm_epsilon)
-
-    def forward(self, x_BSD: Tensor, turns_SH: Tensor) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), turns_SH)
-        result: Tensor = x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
-        return result
-
-
-class TitanLlama(nn.Module):
-    """A LLaMA-3 without scaled positions; `older`: parameters are named as in torchtitan 0.2."""
-
-    def __init__(self, config: LlamaConfig, *, older: bool) -> None:
-        super().__init__()
-        self.config, self.last = config, "output" if older else "lm_head"
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        blocks = {str(n): _Block(config, older=older) for n in range(config.num_layers)}
-        self.layers = nn.ModuleDict(blocks)
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_epsilon)
-        output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.add_module(self.last, output)
-
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        head = self.config.kv_channels
-        frequencies = self.config.rotary_base ** -(torch.arange(0, head, 2).float() / head)
-        angles_SH = torch.outer(torch.arange(tokens_BS.shape[1]).float(), frequencies)
-        turns_SH = torch.polar(torch.ones_like(angles_SH), angles_SH)
-        x_BSD = self.tok_embeddings(tokens_BS)
-        for block in self.layers.values():
-            x_BSD = block(x_BSD, turns_SH)
-        result: Tensor = self.get_submodule(self.last)(self.norm(x_BSD))
-        return result
+def titan_llama(config: LlamaConfig, *, older: bool) -> Any:
+    """Makes the parameters of a LLaMA-3; `older`: with torchtitan 0.2's names."""
+    hidden, rows = config.hidden_size, config.vocab_size
+    blocks = {str(n): _block(config, older=older) for n in range(config.num_layers)}
+    return _Parts(
+        tok_embeddings=nn.Embedding(rows, hidden),
+        layers=_Parts(**blocks),
+        norm=nn.RMSNorm(hidden),
+        **{"output" if older else "lm_head": nn.Linear(hidden, rows, bias=False)},
+    )
 
 
 def load_from(folder: Path, model: Any) -> None:
@@ -152,8 +101,8 @@ def load_and_save(cases: dict[str, tuple[LlamaConfig, bool]], root: Path) -> Non
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for name, (config, older) in cases.items():
-        model = TitanLlama(config, older=older)
-        for block in model.layers.values():
+        model = titan_llama(config, older=older)
+        for block in model.layers.children():
             if older:
                 parallelize_module(block, mesh, _CUT)
             else:
