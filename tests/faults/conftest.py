@@ -58,7 +58,6 @@ class Scenario:
         return job
 
     def strikes(self) -> None:
-        """The fault comes now."""
         self._at = time.monotonic()
 
     def ended(self, what: str) -> None:

@@ -90,7 +90,6 @@ class Pause:
         setattr(owner, last, paused)
 
     def ranks(self) -> int:
-        """How many ranks are there."""
         return len(list(self.folder.glob("paused_*")))
 
 
@@ -113,13 +112,11 @@ class Run:
         object.__setattr__(self, "metrics", self.root / "metrics.jsonl")
 
     def start(self, *flags: object, **how: Any) -> Job:
-        """Starts it once more; see `Job`."""
         paths = ["--save", self.save, "--load", self.save, "--metrics-file", self.metrics]
         data = [] if "--data-path" in flags else ["--mock-data"]
         return Job(self.root, [*FLAGS, *data, *paths, *flags], **how)
 
     def release(self) -> None:
-        """Lets the paused ranks continue."""
         (self.root / "released").touch()
 
     def saved(self) -> int:
@@ -183,7 +180,6 @@ class Job:
         return [line for line in lines if line.startswith("pretrain_llama.py: error: ")]
 
     def tail(self) -> str:
-        """What to show of it where a test fails."""
         return "\n".join(self.own_text().splitlines()[-30:])
 
     def own_text(self) -> str:
@@ -193,20 +189,17 @@ class Job:
         return "\n".join(lines if self._is_plain else lines[: next(agents, len(lines))])
 
     def pids(self) -> list[int]:
-        """The processes of the ranks, by rank."""
         if self._is_plain:
             return [script.pid for script in self.scripts]
         return children(self.scripts[0].pid)
 
     def tree(self) -> list[int]:
-        """All its processes, agents and ranks."""
         found = [script.pid for script in self.scripts]
         for pid in found:
             found += children(pid)
         return found
 
     def signal(self, number: int, rank: int | None = None) -> None:
-        """Sends a signal to a rank, or to the agent."""
         os.kill(self.scripts[0].pid if rank is None else self.pids()[rank], number)
 
     def wait_for(self, is_so: Callable[[], bool], seconds: float = _START_SECONDS) -> None:
@@ -233,7 +226,6 @@ class Job:
         return [status for status in statuses if status is not None]
 
     def kill(self) -> None:
-        """Ends whatever is left of it."""
         for pid in [pid for pid in reversed(self.tree()) if lives(pid)]:
             os.kill(pid, signal.SIGKILL)
         for script in self.scripts:

@@ -166,7 +166,6 @@ def test_owner_stopped_for_longer_than_a_minute(scenario: Scenario) -> None:
 
 @pytest.fixture
 def corpus(scenario: Scenario, tmp_path: Path) -> None:
-    """Train on a corpus in one process."""
     prefix = write_corpus(tmp_path / "corpus", [[list(range(100)) * 100]])
     scenario.ranks, scenario.plain = 1, True
     scenario.flags = ("--data-path", prefix, "--split", "8,1,1")

@@ -31,7 +31,6 @@ def alone(scenario: Scenario) -> None:
 
 
 def copied(memory: Path, rank: int, iteration: int) -> bool:
-    """Whether a rank has a local copy of an iteration."""
     paths = memory.rglob(f"rank-{rank:05d}-*.json")
     return any(f'"iteration": {iteration},' in path.read_text("utf-8") for path in paths)
 

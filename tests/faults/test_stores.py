@@ -23,7 +23,6 @@ HOW = pytest.mark.parametrize("how", ["", "--async-save"], ids=["sync", "async"]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ObjectServer]:
-    """A server with a bucket."""
     with ObjectServer().running() as server:
         yield server
 
@@ -123,7 +122,6 @@ def test_answers_cut_short_at_a_start(scenario: Scenario, store: ObjectServer) -
 
 
 def test_a_damaged_object(scenario: Scenario, store: ObjectServer) -> None:
-    """The iteration before is taken."""
     assert scenario.start("--exit-interval", 6).end(60.0) == [0]
     (path,) = (p for p in (scenario.run.save / "iter_0000006").iterdir() if "__0_0" in p.name)
     content = path.read_bytes()

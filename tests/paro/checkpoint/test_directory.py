@@ -37,7 +37,6 @@ def save(root: Path, iteration: int, text: str = "") -> Path:
 
 
 def text_in(root: Path) -> object:
-    """The text of the checkpoint that a run would continue from."""
     common = read_common(root)
     return None if common is None else common["text"]
 

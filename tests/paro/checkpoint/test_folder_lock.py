@@ -41,7 +41,6 @@ ELSEWHERE = {"host": "node7", "boot_id": "another boot", "pid": 4321}
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The clock that the lock reads, which tests move."""
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr("time.monotonic", lambda: clock.now)
     return clock

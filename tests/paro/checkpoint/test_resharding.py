@@ -35,8 +35,6 @@ FLAGS = f"{TINY} --train-iters {STEPS_BEFORE + STEPS_AFTER} --global-batch-size 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The sharding of a run."""
-
     world_size: int
     group_size: int
     strategy: str
@@ -59,8 +57,6 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One setting to save under and one to load under."""
-
     before: Setting
     after: Setting
     asynchronous: bool
@@ -151,7 +147,6 @@ def save_and_go_on(
 
 
 def averages_of(training: Training) -> dict[str, Tensor]:
-    """The averaged weights of a run, as whole tensors."""
     return whole_states(training, replicas=True, only="ema")
 
 
@@ -164,7 +159,6 @@ def save_and_load(
 
 
 def load_and_go_on(setting: Setting, root: Path, *, more: Sequence[str] = ()) -> Part:
-    """Loads and trains to the end."""
     config, training = built([*setting.flags(), "--load", str(root), *more])
     state = load_run(config, training, Log(rank=training.control.world.rank)).state
     assert state is not None, "nothing was loaded"
@@ -213,7 +207,6 @@ FEW = {
 
 
 def save_each(root: Path, names: Sequence[str]) -> dict[str, Part]:
-    """On this rank, case by case."""
     begin = [*LORA.split(), "--load", str(root / "the same"), "--finetune"]
     return {
         name: save_and_go_on(
@@ -284,7 +277,6 @@ def check(pair: Pair, parts: Parts) -> None:
 
 
 def check_stored(root: Path, trains: str) -> None:
-    """What was saved is only what trains."""
     names = stored_parameters(root / f"iter_{STEPS_BEFORE:07d}")
     if trains == LAST:
         assert {name.rpartition(".")[0] for name in names} == {"blocks.2"}

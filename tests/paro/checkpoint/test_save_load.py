@@ -81,7 +81,6 @@ def test_plain_dcp_reads_every_state_as_a_whole_tensor(saved: Path) -> None:
 
 @pytest.fixture
 def one(tmp_path: Path) -> Path:
-    """A checkpoint of one process."""
     save_checkpoint(tmp_path, 100, make_shards(ONE, 0, filled=True), {})
     return tmp_path
 

@@ -120,7 +120,6 @@ CASES: Mapping[str, Callable[[Path], Any]] = {
 
 
 def each(root: Path) -> dict[str, Any]:
-    """On this rank, case by case."""
     return {name: case(root / name) for name, case in CASES.items()}
 
 
@@ -135,7 +134,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(root: Path) -> dict[str, list[Any]]:
-    """What every rank found, by case."""
     for name in CASES:
         (root / name).mkdir()
         if "on rank" in name:

@@ -54,7 +54,6 @@ from tests.paro.checkpoint.toy_run import (
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A checkpoint as four ranks write it; returns the folder of its iteration."""
     save_checkpoint(tmp_path, 100, all_shards(IIG), {})
     return tmp_path / "iter_0000100"
 

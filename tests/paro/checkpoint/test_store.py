@@ -43,14 +43,12 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ObjectServer]:
-    """A server with a bucket."""
     with ObjectServer().running() as server:
         yield server
 
 
 @pytest.fixture
 def root(server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StorePath:
-    """The folder of a run, in which nothing is saved."""
     monkeypatch.setattr(ObjectCache, "folder", tmp_path)
     path = path_of(f"s3://{BUCKET}/{tmp_path.name}")
     assert isinstance(path, StorePath)
@@ -98,7 +96,6 @@ def test_a_store_that_overwrites_what_exists_is_refused(
 
 
 def found(root: StorePath) -> Path | None:
-    """The folder of the checkpoint that a run would load."""
     saved = find_saved(root)
     return saved and saved.manifest.directory
 

@@ -25,8 +25,6 @@ from paro.topology import make_topology
 
 
 class Harmful:
-    """Calls a function when it is unpickled."""
-
     def __init__(self, function: Callable[..., Any], *args: str) -> None:
         self.call = (function, args)
 
@@ -46,8 +44,6 @@ SHAPES: dict[str, Shape] = EMBEDDING | BLOCK | ROTATING | SMALLER_THAN_WORLD | F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A world and the degrees of a strategy."""
-
     world_size: int
     group_size: int
     degrees: tuple[int, int, int]

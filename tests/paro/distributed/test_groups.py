@@ -272,7 +272,6 @@ TOO_OLD = "CUDA initialization: The NVIDIA driver on your system is too old (fou
 
 @pytest.fixture
 def v100s(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Four of them, for which this torch has kernels."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 0))

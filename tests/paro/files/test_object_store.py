@@ -40,7 +40,6 @@ CONTENT = os.urandom(5 * BLOCK_BYTES // 2)
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[ObjectServer]:
-    """A server with a bucket."""
     with ObjectServer().running() as server:
         yield server
 
@@ -57,7 +56,6 @@ def server(running: ObjectServer, tmp_path: Path, monkeypatch: Any) -> ObjectSer
 
 @pytest.fixture
 def stored(server: ObjectServer, tmp_path: Path) -> StorePath:
-    """An object of two and a half blocks, at a path of the test's own."""
     path = path_of(f"s3://{BUCKET}/{tmp_path.name}/x.bin")
     assert isinstance(path, StorePath)
     path.write_bytes(CONTENT)

@@ -44,7 +44,6 @@ def show(view: LiveView, seen: IterationRecord) -> None:
 
 
 def drawn(*seen: IterationRecord | Validation, **sizes: int) -> str:
-    """All that a view draws until its end."""
     view, stream = make(**sizes)
     for one in seen:
         view.validation(one) if isinstance(one, Validation) else show(view, one)
@@ -53,7 +52,6 @@ def drawn(*seen: IterationRecord | Validation, **sizes: int) -> str:
 
 
 def last_of(text: str) -> list[str]:
-    """The lines of the view as it was drawn last."""
     last = "╭" + text.rpartition("╭")[2]
     return last[: last.rindex("╯") + 1].splitlines()
 

@@ -143,7 +143,6 @@ CPU = torch.device("cpu")
 
 
 def find_on_a_rank() -> tuple[Peak, bool]:
-    """The peak that a rank uses, and whether it timed it itself."""
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
     with mock.patch("paro.report.flops._timed_peak", wraps=_timed_peak) as timed:
         control = Control(world, CPU)

@@ -78,7 +78,6 @@ def record(iteration: int) -> IterationRecord:
 
 
 def run(report: Report, iterations: range) -> str:
-    """What it prints."""
 
     def iterate() -> None:
         for iteration in iterations:
@@ -89,7 +88,6 @@ def run(report: Report, iterations: range) -> str:
 
 
 def logged(path: Path) -> dict[int, float]:
-    """The loss of each logged iteration."""
     lines = map(json.loads, path.read_text().splitlines())
     return {line["iteration"]: line["lm_loss"] for line in lines}
 

@@ -166,8 +166,6 @@ LARGE = replace(LARGER, flops_per_token=1e12)
 
 
 class Clock:
-    """A clock that a test sets."""
-
     now = NOON
 
     def __call__(self) -> datetime:

@@ -78,7 +78,6 @@ def save_folder(
     vocab_size: int | None = None,
     **options: Any,
 ) -> Any:
-    """Saves a random model there and returns it."""
     fields = random_fields(seed)
     model = hugging_face_model({**fields, "vocab_size": vocab_size or fields["vocab_size"]}, dtype)
     model.save_pretrained(folder, **options)
@@ -86,7 +85,6 @@ def save_folder(
 
 
 def own_model(source: Source) -> Llama:
-    """This project's model with the tensors of a source."""
     model = Llama(source.config)
     tensors = {name: tensor.rows(0, tensor.shape[0]) for name, tensor in source.tensors.items()}
     model.load_state_dict(tensors)
@@ -94,7 +92,6 @@ def own_model(source: Source) -> Llama:
 
 
 def logits_of(model: Any, tokens_BS: Tensor) -> Tensor:
-    """The logits of this project's model or of transformers'."""
     with torch.no_grad():
         out = model(tokens_BS)
     logits: Tensor = out if isinstance(out, Tensor) else out.logits

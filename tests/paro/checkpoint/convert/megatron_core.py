@@ -282,7 +282,6 @@ def load_dist(chunks: Sequence[Any], directory: Path) -> dict[str, Any]:
 
 
 def save_states(states: dict[str, Any], root: Path, args: Namespace) -> None:
-    """Saves states as Megatron-LM does with --ckpt-format torch_dist."""
     from megatron.core import dist_checkpointing
 
     directory = _begin(root)

@@ -128,7 +128,6 @@ def test_the_header_is_the_librarys_and_no_byte_is_left_out() -> None:
 
 
 def write_alone(folder: Path) -> None:
-    """Writes the folder from one rank, which holds all chunks."""
     plan, ranks, _ = planned(CONFIG, None)
     states = ranks[0]
     for other in ranks[1:]:

@@ -43,7 +43,6 @@ CONFIGS = {
 
 
 def saved(folder: Path, config: LlamaConfig = CONFIG) -> Path:
-    """A folder written by this test, and its file."""
     folder.mkdir()
     write_megatron(source_of(config, BF16), folder, rows=128, divisible_by=128)
     return folder / "release" / FILE

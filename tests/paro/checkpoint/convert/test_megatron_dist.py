@@ -153,7 +153,6 @@ SMALL = TINY + " --add-qkv-bias --group-query-attention --num-query-groups 1 --t
 
 
 def trained(folder: Path, flags: str = "") -> dict[str, Tensor]:
-    """The states of a run of one step, which saves them."""
     config, training = built(f"{SMALL} --save {folder} {flags}")
     state, batches = begun(config, training)
     train_step(training, state, batches)
@@ -205,7 +204,6 @@ def test_a_run_without_such_an_optimizer_is_refused(flags: str, told: str, tmp_p
 
 
 def written(folder: Path) -> Path:
-    """A folder of torch_dist that is written here, and the one of its iteration."""
     folder.mkdir()
     write_megatron(source_of(TIED), folder, rows=ROWS, divisible_by=128, dist=True)
     return folder / "release"

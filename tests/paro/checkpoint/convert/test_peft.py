@@ -42,7 +42,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def theirs(root: Path, tmp_path: Path) -> Path:
-    """A copy of peft's folder, to be changed."""
     return shutil.copytree(root / "peft", tmp_path / "peft")
 
 

@@ -60,8 +60,6 @@ def write_nodes(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a rank got."""
-
     found: Recovery | None
     lines: list[str]
     own_bytes: int = 0
@@ -149,7 +147,6 @@ CASES = {
 
 
 def recover_each(root: Path) -> dict[str, Outcome]:
-    """On this rank, case by case."""
     return {
         name: recover_on(root / name, case.after, case.nodes, **case.options)
         for name, case in CASES.items()
@@ -158,7 +155,6 @@ def recover_each(root: Path) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    """What every rank got, by case."""
     root = tmp_path_factory.mktemp("nodes")
     for name, case in CASES.items():
         (root / name).mkdir()
