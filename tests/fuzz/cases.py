@@ -218,32 +218,11 @@ BLEND = '[0.3, "{set}/corpus_text_document", 0.7, "{set}/corpus_text_document"]'
 YAML = "lr: 0.5\nweight_decay: 0.1\nlog_interval: 2\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A target and the seed of its damage; equal cases are equal runs."""
-
-    target: str
-    seed: int
-
-    def __str__(self) -> str:
-        return f"{self.target} {self.seed}"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What was damaged, how the program ended, and what is wrong with that, if anything."""
-
-    damage: str
-    status: int | None
-    stderr: str
-    fault: str | None
-
-
-def cases(count: int, seed: int) -> list[Case]:
-    """The targets in turn, with seeds drawn from `seed`."""
+def cases(count: int, seed: int) -> list[tuple[str, int]]:
+    """The targets in turn, with seeds of their damage drawn from `seed`."""
     draw = Random(seed)
     names = list(TARGETS)
-    return [Case(names[i % len(names)], draw.randrange(2**32)) for i in range(count)]
+    return [(names[i % len(names)], draw.randrange(2**32)) for i in range(count)]
 
 
 def make_inputs(folder: Path) -> tuple[Path, Path]:
@@ -270,10 +249,10 @@ def make_inputs(folder: Path) -> tuple[Path, Path]:
     return place, out
 
 
-def run_case(case: Case, folder: Path) -> Outcome:
-    """Makes, damages, runs and judges a case in an empty folder."""
+def run_case(name: str, seed: int, folder: Path) -> tuple[str | None, str]:
+    """Damages a target's inputs in an empty folder and runs it: its fault, and how it came."""
     place, out = make_inputs(folder)
-    target, draw = TARGETS[case.target], Random(case.seed)
+    target, draw = TARGETS[name], Random(seed)
     words = target.command.format(set=place, out=out).split()
     names: list[str] = []
     changed = False
@@ -296,7 +275,7 @@ def run_case(case: Case, folder: Path) -> Outcome:
     try:
         done = run_script(words, env=OFFLINE, before=target.before)
     except RankError:
-        return Outcome(damage, None, "", f"it did not end within {HANGS_AFTER:.0f} s")
+        return f"it did not end within {HANGS_AFTER:.0f} s", damage
     fault = fault_of(words[0], done.returncode, done.stdout, done.stderr, names)
     # Before an error of a training stands its log, or a dry run's report.
     if fault is None and done.returncode == 2 and target.is_tool and done.stdout:
@@ -307,7 +286,7 @@ def run_case(case: Case, folder: Path) -> Outcome:
     is_kept = before.items() <= after.items() if by_flags else before == after
     if fault is None and not target.continues and not is_kept:
         fault = "the inputs were changed"
-    return Outcome(damage, done.returncode, done.stderr, fault)
+    return fault, f"{damage[:200]}: {fault}\n{done.stderr[-2000:]}"
 
 
 def fault_of(script: str, status: int, stdout: str, stderr: str, names: list[str]) -> str | None:

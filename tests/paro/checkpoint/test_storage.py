@@ -185,23 +185,18 @@ def rewritten(content: memoryview, **entries: bytes) -> memoryview:
     return memoryview(bytearray(stream.getvalue()))
 
 
-def test_bytes_of_another_order_and_what_is_no_tensor_are_refused() -> None:
+def test_what_is_no_tensor_of_these_bytes_is_refused(tmp_path: Path) -> None:
+    """Without running its code or reading beyond its bytes."""
     other = {"little": b"big", "big": b"little"}[sys.byteorder]
     with pytest.raises(UserError, match="order"):
         tensor_in(rewritten(packed(WIDE), byteorder=other))
     with pytest.raises(UserError, match=r"^refused: not a tensor but a dict$"):
         tensor_in(packed({"a": WIDE}))
-
-
-def test_no_code_runs(tmp_path: Path) -> None:
     made = tmp_path / "made"
     pickled = pickle.dumps(Harmful(os.mkdir, str(made)), 2)
     with pytest.raises(UserError, match=r"^refused: not a tensor, and no code in it was run$"):
         tensor_in(rewritten(packed(WIDE), data=pickled))
     assert not made.exists()
-
-
-def test_nothing_beyond_the_bytes_is_reached() -> None:
     content = packed(WIDE)
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         pickled = archive.read("archive/data.pkl")
@@ -214,8 +209,8 @@ def test_nothing_beyond_the_bytes_is_reached() -> None:
         tensor_in(content[:-30])
 
 
-def shard_of(numel: int, *, start: int, stop: int) -> FlatShard:
-    layout = make_layout([whole_chunk("p", (numel,))], world_size=1)
+def shard_of(*shape: int, start: int, stop: int) -> FlatShard:
+    layout = make_layout([whole_chunk("p", shape)], world_size=1)
     values = torch.arange(start, stop, dtype=torch.float32)
     return FlatShard(layout=layout, start=start, values=values, state="param")
 
@@ -230,9 +225,7 @@ def test_replicas_share_the_writing() -> None:
 
 def test_what_is_written_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paro.checkpoint.chunks.MAX_ITEM_BYTES", 64)
-    layout = make_layout([whole_chunk("p", (6, 10))], world_size=1)
-    values = torch.arange(layout.numel, dtype=torch.float32)
-    shard = FlatShard(layout=layout, start=0, values=values, state="param")
+    shard = shard_of(6, 10, start=0, stop=60)
     parts = chunked_states([shard], writers={0})["param.p"].chunks
     assert {tuple(part.shape) for part in parts.values()} == {(1, 10)}
     assert list(parts) == [(row, 0) for row in range(6)]
@@ -289,14 +282,6 @@ def test_copies_share_one_block_and_later_ones_reuse_it() -> None:
     assert not torch.equal(values[0], copies[0])
 
 
-def test_its_copies_wait_for_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = MagicMock()
-    for name in ("Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    _Copier(torch.device("cuda", 3)).updated()
-    cuda.Stream.return_value.wait_stream.assert_called_once_with(cuda.current_stream())
-
-
 def test_the_last_copy_ends_before_the_folder_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the next start might get the folder while this one writes there."""
     copied: list[bool] = []
@@ -318,12 +303,15 @@ def test_the_last_copy_ends_before_the_folder_is_left(monkeypatch: pytest.Monkey
         copies.background.start(copy)
 
 
-def test_its_device_is_set_before_its_stream_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_copies_wait_for_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its device is set before its stream is used."""
     device, cuda, target = torch.device("cuda", 3), MagicMock(), torch.zeros(2)
     cuda.Stream.return_value.device = device
-    for name in ("Stream", "set_device", "stream"):
+    for name in ("Stream", "current_stream", "set_device", "stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     copier = _Copier(device)
+    copier.updated()
+    cuda.Stream.return_value.wait_stream.assert_called_once_with(cuda.current_stream())
     cuda.reset_mock()
     copier(target, torch.ones(2))
     # The stream remembers the device before it, and sets it afterwards.

@@ -58,7 +58,6 @@ NNN = Cut(world_size=4, group_size=2, degrees=(1, 1, 1))
 NII = Cut(world_size=4, group_size=2, degrees=(1, 2, 2))
 GGG_ON_SIX = Cut(world_size=6, group_size=3, degrees=(6, 6, 6))
 DEGREES_ON_EIGHT = Cut(world_size=8, group_size=4, degrees=(2, 4, 8))
-ON_TWO = Cut(world_size=2, group_size=2, degrees=(2, 2, 2))
 
 
 def rotating_chunks() -> list[ParamChunk]:

@@ -8,8 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
@@ -118,17 +117,6 @@ def test_looks_at_a_large_cache_are_rare(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(looks) == 3
 
 
-def test_a_cache_that_is_tidied_away_is_filled_again(
-    server: ObjectServer, stored: StorePath
-) -> None:
-    """As programs do that remove old files from the temporary folder."""
-    reader = CachedObject(stored)
-    for _ in range(2):
-        assert reader.read(0, 10) == CONTENT[:10]
-        shutil.rmtree(ObjectCache.folder)
-    assert reader.read(BLOCK_BYTES, 10) == CONTENT[BLOCK_BYTES : BLOCK_BYTES + 10]
-
-
 def test_the_default_folder_is_of_this_user_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,20 +148,6 @@ def test_files_on_their_way_stay_while_any_process_uploads_them(
     assert not [*tmp_path.iterdir()]
 
 
-def test_reads_in_order_fetch_ahead(
-    server: ObjectServer, stored: StorePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(object_cache, "_AHEAD", 8)
-    reader = CachedObject(stored)
-    reader.read(0, 100)
-    reader.read(100, 100)
-    object_cache._threads(os.getpid()).apply(lambda: None)
-    server.stops(0)
-    deadline = threading.Event()
-    while len(server.fetched(f"/{'/'.join(stored.parts[1:])}")) < 3:
-        assert not deadline.wait(0.05)
-
-
 def test_a_block_is_fetched_ahead_once_however_short_the_reads_are(
     server: ObjectServer, stored: StorePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,14 +156,15 @@ def test_a_block_is_fetched_ahead_once_however_short_the_reads_are(
     monkeypatch.setattr(object_cache, "_threads", lambda _: threads)
     reader = CachedObject(stored)
     for begin in range(5):
-        reader.read(begin, 1)
+        assert reader.read(begin, 1) == CONTENT[begin : begin + 1]
     asked = threads.apply_async.call_args_list
     assert [call.args[1] for call in asked] == [(1,), (2,)]
     for call in asked:
         call.args[0](*call.args[1])
-    shutil.rmtree(ObjectCache.folder)
-    reader.read(5, 1)
-    assert [call.args[1] for call in asked] == [(1,), (2,), (1,), (2,)]
+    shutil.rmtree(ObjectCache.folder)  # as programs do that tidy the temporary folder
+    assert reader.read(5, 1) == CONTENT[5:6]
+    assert reader.read(2 * BLOCK_BYTES, 9) == CONTENT[2 * BLOCK_BYTES :][:9]
+    assert [call.args[1] for call in asked][:4] == [(1,), (2,), (1,), (2,)]
 
 
 def test_a_process_ends_without_a_wait_for_what_is_fetched_ahead() -> None:
@@ -219,10 +194,17 @@ def test_a_store_that_is_gone_is_waited_for_with_a_limit_and_a_line(
     # Each look at a clock is 0.4 s later: the limit is met after few attempts on any machine.
     monkeypatch.setattr(waits, "time", mock.Mock(monotonic=count(0.0, 0.4).__next__))
     server.fails("truncated", "GET", times=100)
-    with store_timeout(1.0):
-        line = refused_by_the_system(stored.read_bytes)
-    says(line, str(stored), "waited")
+    with store_timeout(1.0), pytest.raises(TimeoutError) as caught:
+        stored.read_bytes()
+    says(str(caught.value), str(stored), "waited")
     assert f"waiting for the object store of {stored}" in capfd.readouterr().err
+    # A client asks no longer than its caller waits: else an attempt would be five with pauses.
+    server.recovers()
+    server.fails("500", "GET", times=100)
+    server.requests.clear()
+    with store_timeout(0), pytest.raises(TimeoutError):
+        stored.read_bytes()
+    assert len(server.fetched(f"/{'/'.join(stored.parts[1:])}")) == 1
     server.recovers()
     server.fails("403", times=100)
     line = refused(partial(read_bytes, stored), str(stored), "credentials")
@@ -230,17 +212,6 @@ def test_a_store_that_is_gone_is_waited_for_with_a_limit_and_a_line(
     refused(
         partial(check_folder, "--input", stored.parent), f"--input {stored.parent}", "credentials"
     )
-
-
-def test_a_client_asks_no_longer_than_its_caller_waits(
-    server: ObjectServer, stored: StorePath
-) -> None:
-    """Else each attempt of a wait, which has a limit, would be five with pauses between them."""
-    server.fails("500", "GET", times=100)
-    server.requests.clear()
-    with store_timeout(0):
-        refused_by_the_system(stored.read_bytes)
-    assert len(server.fetched(f"/{'/'.join(stored.parts[1:])}")) == 1
 
 
 def test_an_upload_of_which_a_store_takes_nothing_is_sent_again(
@@ -299,19 +270,14 @@ def test_errors_of_other_stores_are_told_apart(
     says(str(caught.value), told, str(path))
 
 
-def test_an_account_that_is_not_given_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_or_account_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec
 
+    refused(partial(path_of, "az://b/x"), "az://b/x", "adlfs")
     opened = mock.Mock(side_effect=ValueError("Must provide an account"))
     monkeypatch.setattr(fsspec, "get_filesystem_class", lambda _: opened)
     path = StorePath("az://bucket/x")
     refused(partial(read_bytes, path), str(path), "Must provide an account")
-
-
-def refused_by_the_system(call: Callable[[], object]) -> str:
-    with pytest.raises(TimeoutError) as caught:
-        call()
-    return str(caught.value)
 
 
 def test_only_one_creates_an_object(server: ObjectServer, stored: StorePath) -> None:
@@ -360,7 +326,3 @@ def test_a_url_that_a_flag_does_not_take_is_refused(words: str, told: list[str])
     with pytest.raises(ArgumentError) as caught:
         build_parser().parse_known_args(words.split())
     says(str(caught.value), *told)
-
-
-def test_a_missing_package_is_one_line() -> None:
-    refused(partial(path_of, "az://b/x"), "az://b/x", "adlfs")
