@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,6 @@ from typing import Any
 import pytest
 
 from tests.faults.job import ITERATIONS, Job, Pause, Point, Run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a scenario ended, as it was expected to."""
-
-    fault: str
-    where: str
-    end: str
-    seconds_to_end: float
-    seconds_to_step: float | None  # from the next start to its first step; None: it has none
 
 
 @dataclass(slots=True)
@@ -40,7 +29,7 @@ class Scenario:
     jobs: list[Job] = field(default_factory=list)
     end: str = ""
     seconds_to_end: float = 0.0
-    seconds_to_step: float | None = None
+    seconds_to_step: float | None = None  # from the next start to its first step; None: no step
     _at: float = 0.0
 
     def start(self, *flags: object, **how: Any) -> Job:
@@ -51,7 +40,7 @@ class Scenario:
     def paused(self, target: Point, call: int, *flags: object, at: int = 0, **how: Any) -> Job:
         """A job of which `at` ranks (0: all) are paused in a call; the fault strikes now."""
         pause = Pause(self.run.root, target, call, how.pop("only", None))
-        before = [pause.also(other) for other in how.pop("before", [])] or [pause]
+        before = [replace(pause, first=each) for each in how.pop("before", [])] or [pause]
         job = self.start(*flags, before=before, **how)
         job.wait_for(lambda: pause.ranks() == (at or self.ranks))
         self.strikes()
@@ -115,14 +104,15 @@ class Scenario:
         assert self.run.saved() == undisturbed.saved()
         assert self.run.final_sums() == undisturbed.final_sums()
 
-    def outcome(self) -> Outcome:
-        return Outcome(
-            fault=self.name.partition("[")[0],
-            where=self.name.partition("[")[2].rstrip("]"),
-            end=self.end.replace(f"{self.run.root}/", ""),
-            seconds_to_end=round(self.seconds_to_end, 2),
-            seconds_to_step=self.seconds_to_step and round(self.seconds_to_step, 2),
-        )
+    def outcome(self) -> dict[str, Any]:
+        """How it ended, as it was expected to."""
+        return {
+            "fault": self.name.partition("[")[0],
+            "where": self.name.partition("[")[2].rstrip("]"),
+            "end": self.end.replace(f"{self.run.root}/", ""),
+            "seconds_to_end": round(self.seconds_to_end, 2),
+            "seconds_to_step": self.seconds_to_step and round(self.seconds_to_step, 2),
+        }
 
 
 @pytest.hookimpl(wrapper=True)
@@ -130,7 +120,7 @@ def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
     """Add to a passed test's report how its scenario ended."""
     yield
     if "scenario" in item.funcargs:
-        item.user_properties.append(("fault", asdict(item.funcargs["scenario"].outcome())))
+        item.user_properties.append(("fault", item.funcargs["scenario"].outcome()))
 
 
 @pytest.fixture(scope="session")

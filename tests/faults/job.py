@@ -15,9 +15,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +65,10 @@ class Pause:
     target: Point
     call: int = 1
     only: int | None = None  # rank
-
-    def also(self, before: Callable[[], None]) -> Callable[[], None]:
-        """For `before`: another one, then this."""
-        return partial(_both, before, self)
+    first: Callable[[], object] = int  # to call before
 
     def __call__(self) -> None:
+        self.first()
         module, _, name = self.target.partition(":")
         owner: Any = importlib.import_module(module)
         *parts, last = name.split(".")
@@ -93,23 +90,20 @@ class Pause:
         return len(list(self.folder.glob("paused_*")))
 
 
-def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
-
-
 @dataclass(frozen=True, slots=True)
 class Run:
     """The folder of a run, which its starts share."""
 
     root: Path
-    save: Path = Path()  # else in a store
-    metrics: Path = field(init=False)
+    store: Path | None = None  # to save into
 
-    def __post_init__(self) -> None:
-        if self.save == Path():
-            object.__setattr__(self, "save", self.root / "ckpt")
-        object.__setattr__(self, "metrics", self.root / "metrics.jsonl")
+    @property
+    def save(self) -> Path:
+        return self.store or self.root / "ckpt"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
 
     def start(self, *flags: object, **how: Any) -> Job:
         paths = ["--save", self.save, "--load", self.save, "--metrics-file", self.metrics]

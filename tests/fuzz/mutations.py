@@ -121,37 +121,18 @@ BYTES: tuple[Mutation, ...] = (
 )
 
 
-def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of every value in a JSON document."""
-    found = [path]
-    if isinstance(value, dict):
-        found += [place for key in value for place in _places(value[key], (*path, key))]
-    if isinstance(value, list):
-        found += [place for i, inner in enumerate(value) for place in _places(inner, (*path, i))]
-    return found
-
-
-def _changed(document: Any, place: tuple[Any, ...], draw: Random) -> Any:
-    if not place:
-        return draw.choice(LEAVES)
-    holder = document
-    for step in place[:-1]:
-        holder = holder[step]
-    if draw.random() < 0.2:
-        del holder[place[-1]]
-    else:
-        holder[place[-1]] = draw.choice(LEAVES)
-    return document
-
-
 def change_a_field(path: Path, draw: Random) -> None:
     """One value of a JSON file, or of a line of it, becomes another."""
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines() if path.suffix == ".jsonl" else [text]
     chosen = draw.randrange(len(lines))
-    document = json.loads(lines[chosen])
-    changed = _changed(document, draw.choice(_places(document)), draw)
-    lines[chosen] = json.dumps(changed, ensure_ascii=draw.random() < 0.5)
+    document = [json.loads(lines[chosen])]
+    holder, key = draw.choice(list(_fields(document)))
+    if holder is not document and draw.random() < 0.2:
+        del holder[key]
+    else:
+        holder[key] = draw.choice(LEAVES)
+    lines[chosen] = json.dumps(document[0], ensure_ascii=draw.random() < 0.5)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogatepass")
 
 
@@ -194,7 +175,8 @@ def change_a_record(path: Path, draw: Random) -> None:
     is_plain = path.name == METADATA
     content = path.read_bytes()
     value = pickle.loads(content) if is_plain else torch.load(path, weights_only=False)
-    draw.choice(list(_fields(value)))(draw.choice((*LEAVES, *PICKLED)))
+    holder, key = draw.choice(list(_fields(value)))
+    holder[key] = draw.choice((*LEAVES, *PICKLED))
     changed = io.BytesIO()
     try:
         pickle.dump(value, changed) if is_plain else torch.save(value, changed)
@@ -207,13 +189,13 @@ def change_a_record(path: Path, draw: Random) -> None:
         write_manifest(path.parent, manifest.iteration, sums, manifest.arguments)
 
 
-def _fields(value: Any) -> Iterator[Callable[[Any], None]]:
-    """A function for every field below a value, which sets it."""
+def _fields(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The holder and the key of every field below a value."""
     holder = value if isinstance(value, dict | list) else getattr(value, "__dict__", None)
     if not isinstance(holder, dict | list) or isinstance(value, Tensor):
         return
     for key in list(holder) if isinstance(holder, dict) else range(len(holder)):
-        yield partial(holder.__setitem__, key)
+        yield holder, key
         yield from _fields(holder[key])
 
 

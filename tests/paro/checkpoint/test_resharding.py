@@ -33,7 +33,7 @@ SAMPLES, MICRO_BATCHES = 48, 2
 FLAGS = f"{TINY} --train-iters {STEPS_BEFORE + STEPS_AFTER} --global-batch-size {SAMPLES}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Setting:
     world_size: int
     group_size: int
@@ -109,18 +109,13 @@ def _draw_setting(drawn: Random, letters: str, *, degrees: bool) -> Setting:
     strategy = letters
     while degrees:
         strategy = ",".join(str(drawn.choice(divisors)) for _ in range(3))
-        setting = Setting(world_size=world_size, group_size=group_size, strategy=strategy)
+        setting = Setting(world_size, group_size, strategy)
         try:
             configured(setting.flags(), World(size=world_size))
         except ValueError:
             continue
         break
-    return Setting(
-        world_size=world_size,
-        group_size=group_size,
-        strategy=strategy,
-        collective=drawn.choice(COLLECTIVES),
-    )
+    return Setting(world_size, group_size, strategy, drawn.choice(COLLECTIVES))
 
 
 def save_and_go_on(
@@ -184,25 +179,20 @@ LORA = "--lora-rank 3 --lora-dropout 0.2 --lora-target-modules q_proj,down_proj"
 Parts = tuple[Sequence[Part], Sequence[Part]]  # of all ranks: before and after the resumption
 
 
-def on(
-    ranks: int, group: int, strategy: str, collective: str = "native", more: str = ""
-) -> Setting:
-    words = {"strategy": strategy, "collective": collective, "more": more}
-    return Setting(world_size=ranks, group_size=group, **words)
-
-
 # Saved by 4 ranks and loaded by 2, but for the first, with which the adapters begin.
 FEW = {
-    "the same": Pair(*2 * (on(2, 1, "GGG", "flat", f"{GROUPS} {AVERAGED}"),), asynchronous=False),
+    "the same": Pair(
+        *2 * (Setting(2, 1, "GGG", "flat", f"{GROUPS} {AVERAGED}"),), asynchronous=False
+    ),
     "degrees, samples": Pair(
-        on(4, 4, "1,2,4", "ring", f"{NORMS} {SHARED}"),
-        on(2, 1, "GGG", "native", f"{NORMS} {SHARED}"),
+        Setting(4, 4, "1,2,4", "ring", f"{NORMS} {SHARED}"),
+        Setting(2, 1, "GGG", "native", f"{NORMS} {SHARED}"),
         asynchronous=False,
     ),
     # Of 3 blocks, 2 groups update one each and share the third; one group updates all. Random bits
     # of later steps too: with others, losses would differ by more.
-    "Muon": Pair(on(4, 2, "IIG", "ho-ring", MUON), on(2, 2, "IIG", "h-ring", MUON), True),
-    "adapters": Pair(on(4, 2, "IGG", "flat"), on(2, 1, "NNG"), asynchronous=False),
+    "Muon": Pair(Setting(4, 2, "IIG", "ho-ring", MUON), Setting(2, 2, "IIG", "h-ring", MUON), True),
+    "adapters": Pair(Setting(4, 2, "IGG", "flat"), Setting(2, 1, "NNG"), asynchronous=False),
 }
 
 
@@ -287,7 +277,7 @@ def check_stored(root: Path, trains: str) -> None:
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two ranks with which others begin."""
     root = tmp_path_factory.mktemp("base")
-    run_ranks(save_and_go_on, 2, on(2, 1, "GGG"), root, asynchronous=False)
+    run_ranks(save_and_go_on, 2, Setting(2, 1, "GGG"), root, asynchronous=False)
     return root
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -25,15 +26,11 @@ INTRA, INTER = ((StreamKind.GATHER, axis) for axis in TOPOLOGY.axes)
 SECONDS = 0.05
 
 
-def nap() -> None:
-    time.sleep(SECONDS)
-
-
 def test_the_links_of_each_stage_get_the_time_that_was_waited_for_them() -> None:
     streams, exposure = ThreadStreams(torch.device("cpu")), Exposure()
     gate = threading.Event()
     between = streams.submit(INTER, gate.wait)
-    inside = streams.submit(INTRA, nap, after=between)
+    inside = streams.submit(INTRA, partial(time.sleep, SECONDS), after=between)
     threading.Timer(0.3, gate.set).start()
     exposure.wait(WaitKind.GATHER, AllEvents([inside]))
     exposed = exposure.take()
@@ -48,7 +45,7 @@ def test_the_links_of_each_stage_get_the_time_that_was_waited_for_them() -> None
 def test_what_overlaps_costs_nothing() -> None:
     streams, exposure = ThreadStreams(torch.device("cpu")), Exposure()
     ended = threading.Event()
-    event = streams.submit(INTER, lambda: (nap(), ended.set())[0])
+    event = streams.submit(INTER, lambda: (time.sleep(SECONDS), ended.set())[0])
     ended.wait()
     event.wait()
     exposure.wait(WaitKind.REDUCE, event)
@@ -61,7 +58,7 @@ def test_without_overlap_a_job_costs_what_it_takes() -> None:
     exposure = Exposure()
     streams = InlineStreams(exposure.note)
     with exposure.submitting(WaitKind.PARAM_ALL_GATHER):
-        streams.submit(INTER, nap)
+        streams.submit(INTER, partial(time.sleep, SECONDS))
     exposed = exposure.take()
     assert exposed.publish >= SECONDS
     assert SECONDS <= exposed.inter <= exposed.publish
@@ -90,26 +87,20 @@ def test_streams_are_measured_on_the_device() -> None:
 
 
 def test_names_up_to_the_level_are_timed_and_taken_once() -> None:
-    timers = Timers(1)
+    """A timer waits for the device before and after."""
+    calls: list[str] = []
+    timers = Timers(1, synchronize=lambda: calls.append("wait"))
     for _ in range(2):
         with timers.measure("forward-backward"), timers.measure("forward-compute", level=2):
+            calls.append("work")
             time.sleep(0.01)
+    assert calls == ["wait", "work", "wait"] * 2
     timers.add("interval-time", 2.0)
     timers.add("detail", 2.0, level=2)
     taken = timers.take()
     assert list(taken) == ["forward-backward", "interval-time"]
     assert taken["forward-backward"] >= 0.02
     assert timers.take() == Timers().take() == {}
-
-
-def test_a_timer_waits_for_the_device_before_and_after() -> None:
-    calls: list[str] = []
-    timers = Timers(1, synchronize=lambda: calls.append("wait"))
-    with timers.measure("optimizer"):
-        calls.append("work")
-    with timers.measure("batch-generator", level=2):
-        calls.append("unmeasured")
-    assert calls == ["wait", "work", "wait", "unmeasured"]
 
 
 CPU = torch.device("cpu")
@@ -121,14 +112,12 @@ def fail() -> None:
 
 @pytest.mark.parametrize("streams", [InlineStreams(), ThreadStreams(CPU)])
 def test_jobs_of_a_lane_run_in_order_and_without_gradients(streams: CommStreams) -> None:
-    ran: list[int] = []
-    grad_modes: list[bool] = []
+    ran: list[tuple[int, bool]] = []
     for number in range(100):
-        last = streams.submit("a", lambda number=number: ran.append(number))
-    streams.submit("a", lambda: grad_modes.append(torch.is_grad_enabled())).wait()
+        job = lambda number=number: ran.append((number, torch.is_grad_enabled()))  # noqa: E731
+        last = streams.submit("a", job)
     last.wait()
-    assert ran == list(range(100))
-    assert grad_modes == [False]
+    assert ran == [(number, False) for number in range(100)]
     assert torch.is_grad_enabled()
 
 

@@ -158,6 +158,12 @@ def test_all_memory_is_there_before_it_is_registered_and_does_not_grow(
 
 
 def test_a_rank_without_memory_registers_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one whose groups gather nothing: copy engines carry gathers alone."""
+    nccl = FakeNccl(monkeypatch)
+    groups = copying_groups({StreamKind.REDUCE: frozenset({INSIDE})})
+    assert nccl.policies == {(0, 1): None, (2, 3): None}
+    groups.registered.reserve({True: (64, 2)}, ALONE)
+    assert nccl.notes == []
     nccl, collectives = copying(monkeypatch)
     nccl.room = 100
     with pytest.raises(RunError):
@@ -179,14 +185,6 @@ def test_gathers_inside_a_group_send_registered_memory(monkeypatch: pytest.Monke
     all_gather(collectives, buffer.values, INSIDE, shard=torch.full((4,), 7.0)).wait()
     assert sent[2].data_ptr() == buffer.values[4:].data_ptr()
     assert sent[2].tolist() == [7.0] * 4
-
-
-def test_copy_engines_carry_gathers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    nccl = FakeNccl(monkeypatch)
-    groups = copying_groups({StreamKind.REDUCE: frozenset({INSIDE})})
-    assert nccl.policies == {(0, 1): None, (2, 3): None}
-    groups.registered.reserve({True: (64, 2)}, ALONE)
-    assert nccl.notes == []
 
 
 @pytest.mark.parametrize(
@@ -343,9 +341,8 @@ def test_nccl_s_recorder_is_read_where_any_group_is_nccl_s(
 def test_files_of_ranks_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = set()
     for rank in (0, 8):
-        for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
+        for name in ("FR_BUFFER_SIZE", "FR_DUMP_TEMP_FILE", "NCCL_DUMP_ON_TIMEOUT"):
+            monkeypatch.delenv(f"TORCH_{name}", raising=False)
         record_flights(str(tmp_path), rank)
         written.add(f"{os.environ['TORCH_FR_DUMP_TEMP_FILE']}0")  # as torch does for both
     assert len(written) == 2

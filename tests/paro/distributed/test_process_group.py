@@ -49,6 +49,10 @@ def test_torchrun(bare: pytest.MonkeyPatch) -> None:
     assert read_world().size == 1
     bare.delenv("LOCAL_RANK")
     refused(read_world, "LOCAL_RANK")
+    bare.delenv("RANK")
+    assert read_world() == World()
+    bare.setenv("WORLD_SIZE", "2")
+    refused(read_world, "WORLD_SIZE is '2' in the environment and RANK is not set")
 
 
 @pytest.mark.parametrize(
@@ -77,21 +81,14 @@ def test_a_wrong_value_is_named(bare: pytest.MonkeyPatch, name: str, value: str,
         assert caught.value.on_this_rank
 
 
-def test_a_world_size_without_a_rank_is_refused(bare: pytest.MonkeyPatch) -> None:
-    bare.setenv("WORLD_SIZE", "2")
-    refused(read_world, "WORLD_SIZE is '2' in the environment and RANK is not set")
-    bare.setenv("WORLD_SIZE", "1")
-    assert read_world() == World()
-
-
 @pytest.mark.parametrize("tasks", ["8(x2)", "8(x1),4", "8"])
 def test_slurm(bare: pytest.MonkeyPatch, tasks: str) -> None:
-    bare.setenv("MASTER_ADDR", "node0")
-    bare.setenv("SLURM_PROCID", "9")
-    bare.setenv("SLURM_NTASKS", "16")
-    bare.setenv("SLURM_LOCALID", "1")
+    for name, value in (("PROCID", "9"), ("NTASKS", "16"), ("LOCALID", "1")):
+        bare.setenv(f"SLURM_{name}", value)
     bare.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
     bare.setenv("SLURM_STEP_NUM_TASKS", "16")
+    refused(read_world, "export MASTER_ADDR")
+    bare.setenv("MASTER_ADDR", "node0")
     refused(read_world, "must set MASTER_PORT")
     bare.setenv("MASTER_PORT", "6000")
     assert read_world() == World(rank=9, size=16, local_rank=1, ranks_per_node=8)
@@ -100,16 +97,11 @@ def test_slurm(bare: pytest.MonkeyPatch, tasks: str) -> None:
     assert read_world() == World(rank=9, size=16, local_rank=1, ranks_per_node=8)
     bare.setenv("RANK", "1")  # set by hand, inside a task
     refused(read_world, "must set LOCAL_WORLD_SIZE")
-
-
-def test_tasks_of_srun_are_no_worlds_of_their_own(bare: pytest.MonkeyPatch) -> None:
-    bare.setenv("SLURM_PROCID", "9")
-    bare.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2)")
-    bare.setenv("SLURM_STEP_NUM_TASKS", "16")
-    refused(read_world, "export MASTER_ADDR")
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        bare.delenv(name)
     bare.setenv("SLURM_STEP_TASKS_PER_NODE", "1")
     bare.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert read_world() == World()
+    assert read_world() == World(), "a task alone is a world of its own"
 
 
 def test_devices() -> None:
