@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -35,35 +36,29 @@ CASES = [
 ]
 
 
-class LateJobs:
-    """Comm streams whose jobs begin late."""
+DISTURBANCES = ("communication", "computing")
 
-    def __init__(self, streams: CommStreams, device: torch.device) -> None:
-        self._streams = streams
-        self._device = device
+
+class LateStreams:
+    """Comm streams whose jobs begin late, or after each of whose jobs computing continues late."""
+
+    def __init__(self, late: str, streams: CommStreams, device: torch.device) -> None:
+        self._late, self._streams, self._device = late, streams, device
         self.runs_concurrently = streams.runs_concurrently
 
     def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
         def late() -> None:
-            pause(self._device)
+            if self._late == "communication":
+                pause(self._device)
             job()
 
-        return self._streams.submit(stream, late, after=after)
+        event = self._streams.submit(stream, late, after=after)
+        if self._late == "computing":
+            pause(self._device)
+        return event
 
     def close(self) -> None:
         self._streams.close()
-
-
-class LateComputing(LateJobs):
-    """Comm streams after each of whose jobs computing continues late."""
-
-    def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
-        event = self._streams.submit(stream, job, after=after)
-        pause(self._device)
-        return event
-
-
-DISTURBANCES = {"communication": LateJobs, "computing": LateComputing}
 
 
 def pause(device: torch.device) -> None:
@@ -89,7 +84,7 @@ def disturbed(late: str | None) -> Iterator[None]:
     with same_bits_in_every_run(), ExitStack() as stack:
         if late is not None:
             stack.enter_context(poisoned_buffers())
-            stack.enter_context(changed_streams(DISTURBANCES[late]))
+            stack.enter_context(changed_streams(partial(LateStreams, late)))
         yield
 
 

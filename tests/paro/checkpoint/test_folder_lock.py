@@ -23,7 +23,6 @@ from paro.checkpoint.directory import (
     latest_iteration,
 )
 from paro.checkpoint.folder_lock import (
-    BEAT_SECONDS,
     STILL_SECONDS,
     FolderLock,
     LockLostError,
@@ -97,7 +96,6 @@ def test_a_heart_that_stands_still_for_a_minute_costs_the_lease(tmp_path: Path, 
     first.release()
     lock.check()
     assert files(tmp_path) == ["lease_2.json"]
-    assert STILL_SECONDS > 5 * BEAT_SECONDS
 
 
 def test_after_a_long_sleep_the_file_says_whose_the_folder_is(tmp_path: Path, clock: Any) -> None:

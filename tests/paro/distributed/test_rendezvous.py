@@ -192,9 +192,6 @@ def test_the_lowest_rank_that_failed_is_named_unless_all_failed_alike() -> None:
     ):
         error = raised(own, other, name_rank=True)
         assert (type(error), str(error)) == (kind, line)
-
-
-def test_where_ranks_need_no_name_the_line_is_the_error_s_own() -> None:
     error = raised(None, None, UserError("wrong"), name_rank=False)
     assert str(error) == "--save ckpt: wrong"
     several = UserError("one", "two", example="do this")

@@ -230,27 +230,26 @@ def test_an_upload_of_which_a_store_takes_nothing_is_sent_again(
     assert stored.with_name("y.bin").read_bytes() == bytes(2**25)
 
 
-class AnswerError(Exception):
-    """An error of Azure's library, or of Google's for a status that is called code."""
-
-    def __init__(self, text: str = "", **status: object) -> None:
-        super().__init__(text)
-        vars(self).update(status)
-
-
 class TransportError(Exception):
     """An error that only its name explains, as of Google's library for credentials."""
+
+
+def answer(text: str = "", **status: object) -> Exception:
+    """An error of Azure's library, or of Google's for a status that is called code."""
+    error = Exception(text)
+    vars(error).update(status)
+    return error
 
 
 @pytest.mark.parametrize(
     ("error", "kind", "told"),
     [
-        (AnswerError(status_code=503), None, ""),
-        (AnswerError(code="429"), None, ""),
+        (answer(status_code=503), None, ""),
+        (answer(code="429"), None, ""),
         (TransportError(), None, ""),
-        (AnswerError(status_code=404), FileNotFoundError, "No such file"),
-        (AnswerError("it is there", status_code=409), PermissionError, "the request: "),
-        (AnswerError("who?", code=401), PermissionError, "the credentials (is a token old?): "),
+        (answer(status_code=404), FileNotFoundError, "No such file"),
+        (answer("it is there", status_code=409), PermissionError, "the request: "),
+        (answer("who?", code=401), PermissionError, "the credentials (is a token old?): "),
         (OSError("Forbidden: b/x"), PermissionError, "the credentials (is a token old?): "),
         (OSError(22, "Bad Request"), PermissionError, "the credentials (is a token old?): "),
         (ValueError("Invalid bucket"), PermissionError, "the request: "),

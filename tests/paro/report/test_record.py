@@ -165,14 +165,9 @@ def test_the_first_rank_times_its_cpu_for_all() -> None:
 # Profiles and memory
 
 
-def config(**changes: object) -> ProfileConfig:
-    values: dict[str, object] = {
-        "profile": True,
-        "use_pytorch_profiler": True,
-        "profile_step_start": 1,
-        "profile_step_end": 3,
-    }
-    return ProfileConfig(**(values | changes))  # type: ignore[arg-type]
+PROFILED = ProfileConfig(
+    profile=True, use_pytorch_profiler=True, profile_step_start=1, profile_step_end=3
+)
 
 
 def test_the_trace_has_the_iterations_asked_for_with_ranges_named_like_the_code(
@@ -181,7 +176,7 @@ def test_the_trace_has_the_iterations_asked_for_with_ranges_named_like_the_code(
     """A run that ends before keeps what it has, and what was there."""
     place = tmp_path / "rank0.steps1-3.pt.trace.json"
     for iterations in (2, 5):
-        profiler = Profiler(config(), Log(), folder=str(tmp_path))
+        profiler = Profiler(PROFILED, Log(), folder=str(tmp_path))
         run_loop(f"--train-iters {iterations} --eval-iters 0", observers=[profiler])
         events = json.loads(place.read_text())["traceEvents"]
     earlier = place.with_name(f"{place.name}.earlier_1")
@@ -199,7 +194,9 @@ def test_for_a_profiler_outside_the_range_is_marked(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.profiler.start", lambda: marks.append("start"))
     monkeypatch.setattr("torch.cuda.profiler.stop", lambda: marks.append("stop"))
-    ours, others = (config(use_pytorch_profiler=False, profile_ranks=(rank,)) for rank in (0, 1))
+    ours, others = (
+        replace(PROFILED, use_pytorch_profiler=False, profile_ranks=(rank,)) for rank in (0, 1)
+    )
     profilers = [Profiler(each, Log(), folder=None) for each in (ours, others)]
     for iteration in range(5):
         marks.append(str(iteration))
@@ -214,9 +211,11 @@ def test_without_a_gpu_there_is_nothing_to_mark_or_to_record(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    Profiler(config(use_pytorch_profiler=False), Log(), folder=None).begins("training", 1)
+    Profiler(replace(PROFILED, use_pytorch_profiler=False), Log(), folder=None).begins(
+        "training", 1
+    )
     place = tmp_path / "snapshot.pickle"
-    recording = config(record_memory_history=True, memory_snapshot_path=str(place))
+    recording = replace(PROFILED, record_memory_history=True, memory_snapshot_path=str(place))
     MemoryHistory(recording, Log(), torch.device("cpu")).ends()
     printed = capsys.readouterr().out
     assert "--profile has no effect" in printed
@@ -233,12 +232,12 @@ def test_the_snapshot_of_an_earlier_start_is_kept_and_later_ones_replace_the_own
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", dict)
     place = tmp_path / "snapshot.pickle"
     place.write_text("of an earlier start that ran out of memory")
-    recording = config(record_memory_history=True, memory_snapshot_path=str(place))
+    recording = replace(PROFILED, record_memory_history=True, memory_snapshot_path=str(place))
     history = MemoryHistory(recording, Log(), torch.device("cuda"))
     history.begins("saving", 1)
     history.ends()
     elsewhere = tmp_path / "new" / "folder" / "snapshot.pickle"
-    recording = config(record_memory_history=True, memory_snapshot_path=str(elsewhere))
+    recording = replace(PROFILED, record_memory_history=True, memory_snapshot_path=str(elsewhere))
     MemoryHistory(recording, Log(), torch.device("cuda")).begins("saving", 1)
     assert elsewhere.exists()
     earlier = tmp_path / "snapshot.pickle.earlier_1"
@@ -250,7 +249,7 @@ def test_the_snapshot_of_an_earlier_start_is_kept_and_later_ones_replace_the_own
 @pytest.mark.gpu
 def test_a_gpus_allocations_are_written(tmp_path: Path) -> None:
     place = tmp_path / "snapshot.pickle"
-    recording = config(record_memory_history=True, memory_snapshot_path=str(place))
+    recording = replace(PROFILED, record_memory_history=True, memory_snapshot_path=str(place))
     history = MemoryHistory(recording, Log(), torch.device("cuda"))
     flags = f"{TINY} --train-iters 2 --global-batch-size 2 --recompute-granularity full"
     train(flags.replace(" gloo ", " nccl "))

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,16 +205,16 @@ NOW = datetime(2026, 3, 1, 12, 30, 5)
 LARGER = replace(FACTS, world_size=4, seq_length=128, train_iters=1000)
 
 
-def entry(iteration: int = 10, **changes: object) -> IterationRecord:
-    values: dict[str, object] = {
-        "consumed_samples": 32 * iteration,
-        "global_batch_size": 32,
-        "lm_loss": 7.0,
-        "grad_norm": 1.25,
-        "learning_rate": 3e-4,
-        "iteration_time_ms": 500.0,
-    }
-    return replace(record(iteration), **(values | changes))  # type: ignore[arg-type]
+ENTRY = replace(
+    record(10),
+    consumed_samples=320,
+    global_batch_size=32,
+    lm_loss=7.0,
+    grad_norm=1.25,
+    learning_rate=3e-4,
+    iteration_time_ms=500.0,
+)
+entry = partial(replace, ENTRY)
 
 
 def line(*interval: IterationRecord, with_throughput: bool = False) -> str:
@@ -243,9 +244,15 @@ NAN = {"lm_loss": math.nan, "grad_norm": math.nan, "z_loss": math.nan, "skipped"
 @pytest.mark.parametrize(
     ("interval", "loss", "norm", "skipped", "nan"),
     [
-        ([entry(8, lm_loss=2.0), entry(9, **NAN), entry(10, lm_loss=3.0)], 2.5, "1.250", 1, 1),
+        (
+            [entry(iteration=8, lm_loss=2.0), entry(iteration=9, **NAN), entry(lm_loss=3.0)],
+            2.5,
+            "1.250",
+            1,
+            1,
+        ),
         ([entry(**NAN)], None, "nan", 1, 1),
-        ([entry(9, lm_loss=3.0), entry(has_tokens=False, **NAN)], 3.0, None, 1, 0),
+        ([entry(iteration=9, lm_loss=3.0), entry(has_tokens=False, **NAN)], 3.0, None, 1, 0),
         ([entry(has_tokens=False, **NAN)], None, None, 1, 0),
     ],
     ids=["some skipped", "all skipped", "the last without tokens", "without tokens"],

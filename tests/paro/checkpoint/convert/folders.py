@@ -98,6 +98,10 @@ def logits_of(model: Any, tokens_BS: Tensor) -> Tensor:
     return logits
 
 
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2000])
+
+
 def some_tokens(vocab_size: int, *, batch: int = 2, length: int = 24) -> Tensor:
     return torch.randint(vocab_size, (batch, length), generator=torch.Generator().manual_seed(3))
 

@@ -153,7 +153,10 @@ def copy_checkpoints(
             save_states(_by_chunk(states), copies / layout.name / "torch_dist", args)
             save_torch(chunks, copies / layout.name / "torch", args)
             if layout.tensor == layout.pipeline == 1:
-                logits[layout.name] = logits_of_chunk(chunks[0], layout.config.vocab_size)
+                tokens = some_tokens(layout.config.vocab_size)
+                positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+                with torch.no_grad():
+                    logits[layout.name] = chunks[0](tokens, positions, None)
     return logits
 
 
@@ -260,14 +263,6 @@ def continue_from(layout: Layout, directory: Path, rows: int, num_steps: int) ->
         with mock.patch.object(DistributedOptimizer, load.__name__, load_without_steps):
             trainer.optimizer.load_state_dict(loaded["optimizer"])
         return [trainer.step() for _ in range(num_steps)]
-
-
-def logits_of_chunk(model: Any, vocab_size: int) -> Tensor:
-    tokens = some_tokens(vocab_size)
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    with torch.no_grad():
-        logits: Tensor = model(tokens, positions, None)
-    return logits
 
 
 def load_dist(chunks: Sequence[Any], directory: Path) -> dict[str, Any]:

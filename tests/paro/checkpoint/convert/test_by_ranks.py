@@ -13,19 +13,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 import paro.checkpoint.convert.source
 from model.config import LlamaConfig
-from model.hugging_face import hugging_face_name
 from paro.checkpoint.agreement import one_process
 from paro.checkpoint.chunks import ChunkedState
 from paro.checkpoint.convert import by_ranks, hugging_face
 from paro.checkpoint.convert.by_ranks import make_files, write_by_ranks, write_parts
 from paro.checkpoint.convert.hugging_face import HuggingFacePlan, write_hugging_face
 from paro.checkpoint.convert.source import LazyTensor, Source, unpadded
-from paro.checkpoint.convert.tensor_files import lazy, safetensors_plan
+from paro.checkpoint.convert.tensor_files import lazy
 from paro.distributed.world import World
 from paro.errors import StorageError
 from tests.helpers.refusals import refused
@@ -115,16 +113,6 @@ def test_parts_of_ranks_make_the_files_of_a_conversion(
     assert plan.write_rest(by_all) == write_hugging_face(whole, by_one)
     assert len(plan.files) > 2
     assert contents(by_all) == contents(by_one)
-
-
-def test_the_header_is_the_librarys_and_no_byte_is_left_out() -> None:
-    tensors = {hugging_face_name(name): t for name, t in random_tensors(CONFIG).items()}
-    tensors["a.b"] = torch.ones(3, dtype=torch.bfloat16)
-    theirs = save(tensors, metadata={"format": "pt"})
-    header, places = safetensors_plan({name: lazy(tensor) for name, tensor in tensors.items()})
-    assert theirs.startswith(header)
-    ends = [place + tensors[name].nbytes for name, place in places.items()]
-    assert [*places.values(), len(theirs)] == [len(header), *ends]
 
 
 def write_alone(folder: Path) -> None:

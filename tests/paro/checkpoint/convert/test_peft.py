@@ -88,9 +88,8 @@ def test_tokenizer_and_chat_template_go_with_the_adapters(root: Path, tmp_path: 
 def test_a_run_continues_with_adapters_of_peft(root: Path, tmp_path: Path) -> None:
     base = ("--base", str(root / "base"))
     back = converted(root, "peft", "paro", "peft", str(tmp_path / "back"), *base)
-    ours = open_native(root / "run")
+    ours, theirs = open_native(root / "run"), open_native(back)
     assert stored_parameters(back / "iter_0000000") == ours.adapters.keys()
-    theirs = open_native(back)
     assert theirs.lora == ours.lora
     assert_same_model(ours, theirs)
     _, training, resumed = started(f"{LORA} --load {back} --save {tmp_path / 'next'}")
@@ -200,9 +199,7 @@ def test_flags_that_do_not_agree(root: Path) -> None:
     ("changes", "told"),
     [
         ({"r": 4}, "lora_A.weight is 3x20, and 4x20 by its configuration"),
-        ({"r": 0}, "r: 0 is not allowed, it must be 1 or more"),
         ({"peft_type": "IA3"}, "peft_type is IA3, and only LORA is supported"),
-        ({"use_dora": True}, "use_dora True is not supported"),
         ({"of_a_newer_peft": {"a": 1}}, "of_a_newer_peft {'a': 1} is not supported"),
         ({"alpha_pattern": {"(v|o)_proj": 2}}, "alpha_pattern ... expression (v|o)_proj"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights pissa changes the base"),
@@ -211,7 +208,6 @@ def test_flags_that_do_not_agree(root: Path) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save ['lm_head'] is not supported"),
         ({"target_modules": ["lm_head"]}, "only the file has"),
         ({"target_modules": "all-linear"}, "the file lacks"),
-        ({"target_modules": ["v_proj"]}, "only the file has"),
         ({"lora_alpha": None}, "lora_alpha"),
     ],
 )

@@ -22,6 +22,7 @@ from tests.helpers.refusals import refused
 from tests.helpers.training import llama
 from tests.paro.checkpoint.convert.folders import (
     assert_same,
+    cut,
     logits_of,
     own_model,
     random_tensors,
@@ -221,17 +222,13 @@ def test_a_tensor_that_is_wrong_is_named(
     refused(partial(open_torchtitan, tmp_path / "titan", assets), f"{tmp_path / 'titan'}", message)
 
 
-def _cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-2000])
-
-
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
         (".metadata", Path.unlink, "has no .metadata ... step-1000"),
-        (".metadata", _cut, ".metadata ... damaged"),
+        (".metadata", cut, ".metadata ... damaged"),
         ("__0_0.distcp", Path.unlink, "__0_0.distcp"),
-        ("__0_0.distcp", _cut, "__0_0.distcp is truncated"),
+        ("__0_0.distcp", cut, "__0_0.distcp is truncated"),
         ("hugging_face/config.json", Path.unlink, "config.json is missing ... --hf-assets-path"),
         ("hugging_face/config.json", lambda p: p.write_text("{"), "config.json is not valid JSON"),
     ],

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import time
-from collections import namedtuple
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -131,9 +130,6 @@ def records(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"*{RECORD}"))
 
 
-Usage = namedtuple("Usage", "total used free")
-
-
 @pytest.fixture(autouse=True)
 def named_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "llama")
@@ -210,11 +206,11 @@ def test_leftovers_of_dead_jobs_are_removed_after_an_hour(tmp_path: Path) -> Non
 def test_room_is_what_will_be_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = SnapshotFolder(tmp_path, CONTROL, (0,))
     (tmp_path / "rank-00000-a.0.data").write_bytes(b"1" * 2**20)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage(0, 0, 10**6))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=10**6))
     check_room(folder, 2 * 10**6, None)
     refused(lambda: check_room(folder, 3 * 10**6, None), "3.0 MB of a node ... 2.0 MB")
     # The first of two generations is written before the earlier file is removed.
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage(0, 0, 2 * 10**5))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=2 * 10**5))
     check_room(folder, 4 * 10**5, None)
     refused(lambda: check_room(folder, 5 * 10**5, None), "500.0 kB of a node ... 400.0 kB")
     # States in host memory take a part of the node's memory, and none of a disk.
