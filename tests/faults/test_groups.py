@@ -30,11 +30,6 @@ def alone(scenario: Scenario) -> None:
     scenario.flags = ALONE
 
 
-def copied(memory: Path, rank: int, iteration: int) -> bool:
-    paths = memory.rglob(f"rank-{rank:05d}-*.json")
-    return any(f'"iteration": {iteration},' in path.read_text("utf-8") for path in paths)
-
-
 LOST: dict[str, Any] = {  # where rank 1 is killed, copies of both, whether its own are lost
     "between rounds": (Point.STEP, 8, (8, 7), False, ()),
     "in a round": (Point.ROUND, 2, (4, 4), False, ()),
@@ -78,7 +73,12 @@ def killed(
     scenario.plain = True
     only = None if DELAY[0] in scenario.flags else 1
     job = scenario.paused(target, call, *COPIES, memory, only=only, at=only or 2)
-    job.wait_for(lambda: all(copied(memory, rank, n) for rank, n in enumerate(iterations)))
+
+    def copied(rank: int) -> bool:
+        paths = memory.rglob(f"rank-{rank:05d}-*.json")
+        return any(f'"iteration": {iterations[rank]},' in p.read_text("utf-8") for p in paths)
+
+    job.wait_for(lambda: all(map(copied, range(2))))
     scenario.strikes()
     job.signal(signal.SIGKILL, 1)
     if only is None:  # otherwise rank 0 ends the round, as all messages have arrived

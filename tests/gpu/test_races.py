@@ -70,18 +70,12 @@ def pause(device: torch.device) -> None:
 
 
 @contextmanager
-def same_bits_in_every_run() -> Iterator[None]:
+def disturbed(late: str | None) -> Iterator[None]:
+    """With the same bits in every run."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)  # also fills new tensors with NaN
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def disturbed(late: str | None) -> Iterator[None]:
-    with same_bits_in_every_run(), ExitStack() as stack:
+    with ExitStack() as stack:
+        stack.callback(torch.use_deterministic_algorithms, False)
         if late is not None:
             stack.enter_context(poisoned_buffers())
             stack.enter_context(changed_streams(partial(LateStreams, late)))

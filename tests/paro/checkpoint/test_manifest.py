@@ -199,10 +199,6 @@ def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Change:
     return set_state(chunks=[ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))])
 
 
-def setting(name: str, value: Any) -> Change:
-    return lambda metadata: setattr(metadata, name, value)
-
-
 def forged(folder: Path, change: Change) -> Path:
     """A folder whose metadata are changed after they were written."""
     metadata = read_metadata(WHOLE)
@@ -214,7 +210,7 @@ def forged(folder: Path, change: Change) -> Path:
 @pytest.mark.parametrize(
     "change",
     [
-        setting("state_dict_metadata", None),
+        lambda m: setattr(m, "state_dict_metadata", None),
         lambda m: m.storage_data.update({FIRST: None}),
         set_place(relative_path="../../../etc/passwd"),
         set_place(relative_path=5),

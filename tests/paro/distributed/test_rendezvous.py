@@ -64,11 +64,9 @@ def test_who_does_not_come_is_named() -> None:
         rendezvous(store, World(size=3), timedelta(seconds=0.2), {})
 
 
-Refusal = UserError | StorageError | PeerError | None
-
-
 def ends_of(
-    settings: Sequence[Mapping[str, str]], refusals: Sequence[Refusal] = ()
+    settings: Sequence[Mapping[str, str]],
+    refusals: Sequence[UserError | StorageError | PeerError | None] = (),
 ) -> list[tuple[str, str]]:
     """The kind and text of what each rank raises."""
     store = dist.HashStore()

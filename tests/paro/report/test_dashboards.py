@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,10 +246,10 @@ def test_names_are_cleaned_before_they_are_sent(wandb: MagicMock) -> None:
         assert len(name) <= 128
 
 
-@pytest.mark.parametrize("content", [b"", b"a/b", b"x" * 1000, b"\xff\xfe"])
 @pytest.mark.usefixtures("wandb")
-def test_a_damaged_id_of_a_run_is_named(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / RUN_ID_FILE).write_bytes(content)
-    config, arguments = ReportConfig(wandb_project="p"), {"save": str(tmp_path)}
-    told = output_of(lambda: open_dashboards(config, Log(), arguments, start_iteration=5))
-    assert told.startswith(f"--wandb-project has no effect: UserError: {tmp_path / RUN_ID_FILE}")
+def test_a_damaged_id_of_a_run_is_named(tmp_path: Path) -> None:
+    path, config = tmp_path / RUN_ID_FILE, ReportConfig(wandb_project="p")
+    for content in (b"", b"a/b", b"x" * 1000, b"\xff\xfe"):
+        path.write_bytes(content)
+        begin = partial(open_dashboards, config, Log(), {"save": str(tmp_path)}, start_iteration=5)
+        assert output_of(begin).startswith(f"--wandb-project has no effect: UserError: {path}")

@@ -143,10 +143,15 @@ def copy_checkpoints(
     """
     logits = {}
     with megatron_without_cuda():
+        from megatron.core import dist_checkpointing
+
         for layout in layouts:
             chunks = gpt_chunks(layout, rows=rows)
-            common = load_dist(chunks, written / layout.model / "release")
-            args = common["args"]
+            wanted = _by_chunk([chunk.sharded_state_dict() for chunk in chunks])
+            loaded = dist_checkpointing.load(wanted, str(written / layout.model / "release"))
+            for name, chunk in zip(wanted, chunks, strict=True):
+                chunk.load_state_dict(loaded[name])
+            args = loaded["args"]
             args.tensor_model_parallel_size = layout.tensor
             args.pipeline_model_parallel_size = layout.pipeline
             states = [chunk.sharded_state_dict(metadata=layout.metadata) for chunk in chunks]
@@ -263,17 +268,6 @@ def continue_from(layout: Layout, directory: Path, rows: int, num_steps: int) ->
         with mock.patch.object(DistributedOptimizer, load.__name__, load_without_steps):
             trainer.optimizer.load_state_dict(loaded["optimizer"])
         return [trainer.step() for _ in range(num_steps)]
-
-
-def load_dist(chunks: Sequence[Any], directory: Path) -> dict[str, Any]:
-    """Fills the model from a folder of torch_dist; returns what is common to all ranks."""
-    from megatron.core import dist_checkpointing
-
-    wanted = _by_chunk([chunk.sharded_state_dict() for chunk in chunks])
-    loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(directory))
-    for name, chunk in zip(wanted, chunks, strict=True):
-        chunk.load_state_dict(loaded[name])
-    return loaded
 
 
 def save_states(states: dict[str, Any], root: Path, args: Namespace) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -62,10 +63,6 @@ def chunks_of_ranks(tensors: Mapping[str, Tensor]) -> list[dict[str, ChunkedStat
     return ranks
 
 
-def unreadable(_start: int, _stop: int) -> Tensor:
-    raise AssertionError("ranks hold it")
-
-
 def planned(
     config: LlamaConfig, dtype: torch.dtype | None
 ) -> tuple[HuggingFacePlan, list[dict[str, ChunkedState]], Source]:
@@ -77,7 +74,9 @@ def planned(
     whole = Source(config=small, tensors=unpadded(found, ROWS))
     for name in held:
         shape, kind = found[name].shape, found[name].dtype
-        found[name] = LazyTensor(shape=shape, dtype=kind, rows=unreadable, name=name)
+        found[name] = LazyTensor(
+            shape=shape, dtype=kind, rows=Mock(side_effect=AssertionError), name=name
+        )
     source = Source(config=small, tensors=unpadded(found, ROWS))
     change: Callable[[LazyTensor], LazyTensor] = lambda tensor: tensor.cast(dtype)  # noqa: E731
     plan = HuggingFacePlan.of(source.with_each(change))

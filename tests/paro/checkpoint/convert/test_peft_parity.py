@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
 
-from data.batch import Batch
 from model.config import is_adapter
 from paro.checkpoint.convert.peft import peft_name
-from paro.config.run import RunConfig
 from paro.training.assembly import build_data, build_sources
-from paro.training.resume import Resumed
-from paro.training.step import Training, TrainState, train_step
+from paro.training.step import TrainState, train_step
 from tests.helpers.margins import assert_near, margin_of, note
 from tests.helpers.training import ADAM_EPS, FP32, save_run, whole_parameters
 from tests.paro.checkpoint.convert.folders import logits_of, some_tokens
@@ -29,31 +24,15 @@ STEPS = 20
 FLAGS = f"{ADAM_EPS} --global-batch-size 4 --micro-batch-size 2 --train-iters {STEPS}"
 
 
-def plain_loss(model: Any, batches: Sequence[Batch]) -> Tensor:
-    losses = []
-    for batch in batches:
-        logits_BSV = model(input_ids=batch.tokens_BS).logits
-        losses.append(F.cross_entropy(logits_BSV.flatten(0, 1).float(), batch.labels_BS.flatten()))
-    return torch.stack(losses).mean()
-
-
 @pytest.mark.parametrize("modules", ["q_proj,v_proj", "all-linear"])
 def test_twenty_steps_are_those_of_peft(tmp_path: Path, modules: str) -> None:
+    """Compares with a loop of transformers and peft."""
+    from peft import PeftModel
+
     trained(f"--save {tmp_path / 'base'}")
     lora = f"--lora-rank 4 --lora-alpha 12 --lora-target-modules {modules}"
     begin = f"{FLAGS} {lora} --load {tmp_path / 'base'} --save {tmp_path / 'run'}"
-    assert_same_steps(tmp_path, started(begin), plain_loss)
-
-
-def assert_same_steps(
-    tmp_path: Path,
-    run: tuple[RunConfig, Training, Resumed],
-    loss_of_step: Callable[[Any, Sequence[Batch]], Tensor],
-) -> Path:
-    """Compares with a loop of transformers and peft; returns the folder of the first adapters."""
-    from peft import PeftModel
-
-    config, training, resumed = run
+    config, training, resumed = started(begin)
     save_run(config, training, resumed)
     base = opened(convert("paro", "hf", tmp_path / "base", tmp_path / "hf"))
     folder = convert("paro", "peft", tmp_path / "run", tmp_path / "peft")
@@ -70,14 +49,19 @@ def assert_same_steps(
         eps=optim.adam_eps,
         weight_decay=0.1,
     )
-    data = build_data(config)
-    ours = build_sources(config, data, training, TrainState.at_start(config.loss_scale)).train
-    batches = build_sources(config, data, training, TrainState.at_start(config.loss_scale)).train
-    state = TrainState.at_start(config.loss_scale)
+    data, state = build_data(config), TrainState.at_start(config.loss_scale)
+    ours, batches = (
+        build_sources(config, data, training, TrainState.at_start(config.loss_scale)).train
+        for _ in range(2)
+    )
     start = whole_parameters(training)
     for _ in range(STEPS):
         step = train_step(training, state, ours)
-        loss = loss_of_step(theirs, [next(batches), next(batches)])
+        losses = []
+        for batch in (next(batches), next(batches)):
+            logits_BSV = theirs(input_ids=batch.tokens_BS).logits.float()
+            losses.append(F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten()))
+        loss = torch.stack(losses).mean()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(list(weights.values()), optim.clip_grad)
         adamw.step()
@@ -90,7 +74,6 @@ def assert_same_steps(
         allowed = FP32.movement * float((values[name] - start[name]).norm())
         note(margin_of(float(difference), 0.0, allowed, name))
         assert name.endswith("_lora_a") or values[name].abs().max() > 1e-3
-    return folder
 
 
 LAYER = "model.layers.0.self_attn"
@@ -116,10 +99,16 @@ def test_what_peft_saves_merges_as_peft_opens_it(tmp_path: Path, config: dict[st
     base = convert("paro", "hf", tmp_path / "base", tmp_path / "hf")
     folder = tmp_path / "adapters"
     adapted = get_peft_model(opened(base), LoraConfig(r=4, task_type="CAUSAL_LM", **config))
-    moved(adapted).save_pretrained(folder)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    adapted.save_pretrained(folder)
     wanted = PeftModel.from_pretrained(opened(base), folder)
     tokens_BS = some_tokens(60, length=12)
-    found = logits_of(merged(base, folder), tokens_BS)
+    merge = ("--merge", "--base", base)
+    merged = opened(convert("peft", "hf", folder, tmp_path / "merged", *merge))
+    found = logits_of(merged, tokens_BS)
     torch.testing.assert_close(found, logits_of(wanted, tokens_BS), rtol=1e-4, atol=1e-4)
     with wanted.disable_adapter():
         assert (found - logits_of(wanted, tokens_BS)).abs().max() > 1e-2
@@ -129,17 +118,3 @@ def opened(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder)
-
-
-def moved(adapted: Any) -> Any:
-    """The same model with other values in its adapters."""
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    return adapted
-
-
-def merged(base: Path, folder: Path) -> Any:
-    whole = base.parent / "merged"
-    return opened(convert("peft", "hf", folder, whole, "--merge", "--base", base))
