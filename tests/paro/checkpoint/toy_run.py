@@ -19,7 +19,7 @@ from paro.checkpoint.chunks import chunked_states
 from paro.checkpoint.save import write_states
 from paro.distributed.control import Control
 from paro.distributed.world import World
-from paro.layout import ParamChunk, Shape, UnitLayout, make_layout, slice_chunk, whole_chunk
+from paro.layout import Shape, UnitLayout, make_layout, slice_chunk, whole_chunk
 from paro.spec.states import FlatShard
 from paro.topology import make_topology
 
@@ -60,22 +60,18 @@ GGG_ON_SIX = Cut(world_size=6, group_size=3, degrees=(6, 6, 6))
 DEGREES_ON_EIGHT = Cut(world_size=8, group_size=4, degrees=(2, 4, 8))
 
 
-def rotating_chunks() -> list[ParamChunk]:
-    """Slice by slice: three rows of one parameter, three columns of the other."""
-    return [
-        slice_chunk(name, shape, dim=dim, index=index, number=3)
-        for index in range(3)
-        for dim, (name, shape) in enumerate(ROTATING.items())
-    ]
-
-
 def layouts(world_size: int, shapes: dict[str, Shape] = SHAPES) -> list[UnitLayout]:
     """One layout per unit; the frozen one is the last."""
     units = [
         [whole_chunk(name, shapes[name]) for name in unit]
         for unit in (EMBEDDING, BLOCK, SMALLER_THAN_WORLD, FROZEN)
     ]
-    units.insert(2, rotating_chunks())
+    rotating = [  # slice by slice: three rows of one parameter, three columns of the other
+        slice_chunk(name, shape, dim=dim, index=index, number=3)
+        for index in range(3)
+        for dim, (name, shape) in enumerate(ROTATING.items())
+    ]
+    units.insert(2, rotating)
     return [make_layout(chunks, world_size=world_size) for chunks in units]
 
 

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from paro.distributed.world import World, read_world
 from paro.errors import UserError

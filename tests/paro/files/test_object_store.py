@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from argparse import ArgumentError
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -309,19 +310,13 @@ def test_folders_are_what_keys_have_in_common(
     refused(partial(stored.open, "rb"), str(stored))
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("--data-path gcs://b/x", ["gcs://b/x", "s3://, gs://, az://"]),
-        ("--metrics-file s3://b/x", ["--metrics-file", "local"]),
-        ("--tokenizer-model msc://b/x", ["msc://b/x"]),
-        ("--enable-msc --load msc://b/x", ["--load", "msc://b/x", "s3://, gs://, az://"]),
-        ("--object-storage-cache-path s3://b/x", ["--object-storage-cache-path", "local"]),
-    ],
-)
-def test_a_url_that_a_flag_does_not_take_is_refused(words: str, told: list[str]) -> None:
-    from argparse import ArgumentError
-
-    with pytest.raises(ArgumentError) as caught:
-        build_parser().parse_known_args(words.split())
-    says(str(caught.value), *told)
+def test_a_url_that_a_flag_does_not_take_is_refused() -> None:
+    for words, told in (
+        ("--data-path gcs://b/x", "gcs://b/x ... s3://, gs://, az://"),
+        ("--metrics-file s3://b/x", "--metrics-file ... local"),
+        ("--enable-msc --load msc://b/x", "--load ... msc://b/x ... s3://, gs://, az://"),
+        ("--object-storage-cache-path s3://b/x", "--object-storage-cache-path ... local"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            build_parser().parse_known_args(words.split())
+        says(str(caught.value), told)

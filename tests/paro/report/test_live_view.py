@@ -86,10 +86,7 @@ def test_it_is_as_wide_as_the_terminal(width: int) -> None:
     (loss,) = (line for line in lines if "loss " in line)
     assert re.search("19.0000  ▁[▁-█]+█ +lowest so far 1.0000", loss)
     assert "parameters  I" in "".join(lines)
-
-
-def test_a_low_terminal_shows_figures_and_no_placement() -> None:
-    lines = last_of(drawn(record(5), height=12))
+    lines = last_of(drawn(record(5), height=12, width=width))  # low: figures and no placement
     assert len(lines) <= 12
     assert "gradient norm" in "".join(lines)
     assert "parameters" not in "".join(lines)

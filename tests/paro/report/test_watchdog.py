@@ -75,9 +75,9 @@ def test_a_standstill_shows_once_where_every_thread_stands() -> None:
 
 def test_a_long_step_goes_on_micro_batch_by_micro_batch() -> None:
     stream = Stream()
-    dog = watchdog(stream, dump=2.0)
+    dog = watchdog(stream, dump=1.5)
     dog.begins("training", 7)
-    for _ in range(22):
+    for _ in range(17):
         dog.progressed()
         time.sleep(0.1)
     assert stream.getvalue() == ""
@@ -98,14 +98,10 @@ def test_the_first_rank_writes_the_heartbeat(tmp_path: Path) -> None:
     assert (beat["iteration"], beat["doing"]) == (12, "training")
     assert abs(beat["time"] - time.time()) < 60
     assert [child.name for child in path.parent.iterdir()] == ["beat.json"]
-
-
-def test_a_heartbeat_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    config = WatchConfig(heartbeat_file=str(tmp_path / "file" / "beat"))
+    config = WatchConfig(heartbeat_file=str(path / "below"))
     with Watchdog(config, rank=0, timeout_minutes=10.0) as dog:
         refused(partial(dog.open_heartbeat, config), "--heartbeat-file")
-    stream = Stream()
+    stream = Stream()  # where it is told once that a heartbeat cannot be written
     config = WatchConfig(heartbeat_file=str(tmp_path), hang_dump_minutes=0.0)  # a folder
     dog = Watchdog(config, rank=0, timeout_minutes=10.0, stream=stream)
     dog.open_heartbeat(config)

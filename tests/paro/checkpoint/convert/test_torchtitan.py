@@ -241,38 +241,27 @@ def test_a_file_that_is_missing_or_damaged_is_named(
     refused(partial(open_torchtitan, folder), message)
 
 
-@pytest.mark.parametrize(
-    ("more", "flag"),
-    [
-        ({"add_qkv_bias": True}, "--add-qkv-bias"),
-        ({"qk_layernorm": True}, "--qk-layernorm"),
-        ({"rotary_seq_len_interpolation_factor": 4.0}, "--rotary-seq-len-interpolation-factor"),
-    ],
-)
-def test_models_that_llama3_cannot_be_are_refused(
-    more: dict[str, Any], flag: str, tmp_path: Path
-) -> None:
-    config = llama(1, 32, 40, heads=(4, 2, 8), length=64, vocab=37, **more)
-    (tmp_path / "titan").mkdir()
-    write = partial(write_torchtitan, source_of(config), tmp_path / "titan", older=False)
-    refused(write, "--to torchtitan", flag)
+def test_models_that_llama3_cannot_be_are_refused(tmp_path: Path) -> None:
     folder = written(tmp_path / "there", SCALED)
     path = folder / "hugging_face/config.json"
-    path.write_text(json.dumps(hugging_face_config(config)))
-    refused(partial(open_torchtitan, folder), f"{path}", flag)
+    (tmp_path / "titan").mkdir()
+    for name, value in (
+        ("add_qkv_bias", True),
+        ("qk_layernorm", True),
+        ("rotary_seq_len_interpolation_factor", 4.0),
+    ):
+        config, flag = replace(GROUPED, **{name: value}), f"--{name.replace('_', '-')}"
+        write = partial(write_torchtitan, source_of(config), tmp_path / "titan", older=False)
+        refused(write, "--to torchtitan", flag)
+        path.write_text(json.dumps(hugging_face_config(config)))
+        refused(partial(open_torchtitan, folder), f"{path}", flag)
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "words", "message"),
-    [
+def test_flags_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    for source, target, words, told in (
         ("torchtitan", "paro", "--with-optimizer", "--with-optimizer"),
         ("torchtitan", "torchtitan", "--padded-vocab-size 99", "--padded-vocab-size 99"),
         ("hf", "torchtitan", "--hf-assets-path x", "--hf-assets-path x ... --from torchtitan"),
-    ],
-)
-def test_flags_that_do_not_fit_are_refused(
-    source: str, target: str, words: str, message: str, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    refused(partial(convert, source, target, tmp_path, out, *words.split()), message)
-    assert not out.exists()
+    ):
+        refused(partial(convert, source, target, tmp_path, tmp_path / "out", *words.split()), told)
+        assert not (tmp_path / "out").exists()
