@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,9 +18,9 @@ from paro.checkpoint.agreement import lock_folders, ranks_that_save
 from paro.checkpoint.directory import latest_iteration
 from paro.checkpoint.folder_lock import FolderLock, LockLostError, LockWaiter
 from paro.checkpoint.load import LoadRequest
-from paro.checkpoint.lock_holder import LockHolder
 from paro.errors import StorageError, UserError
 from tests.helpers.ranks import run_ranks
+from tests.paro.checkpoint.test_folder_lock import ELSEWHERE, holder
 from tests.paro.checkpoint.test_storage import small_files
 from tests.paro.checkpoint.toy_run import (
     IIG,
@@ -94,16 +93,12 @@ def claims(root: Path, folders: str, *, lost: int | None = None) -> tuple[object
         with lock_folders(own, control, said.append, lambda: None) as locked:
             assert not said
             if control.world.rank == lost:
-                assert folder_lock._create(own, 2, elsewhere())
+                assert folder_lock._create(own, 2, holder(**ELSEWHERE))
             ranks = ranks_that_save(locked, control, timedelta(seconds=60))
             ranks.first_decides(ranks.check_lock, "--save")
             return locked.folders, locked.lock is not None, ""
     except (UserError, LockLostError) as error:
         return None, False, f"{type(error).__name__}: {error}"
-
-
-def elsewhere() -> LockHolder:
-    return replace(LockHolder.this_process(), host="node7", boot_id="another boot", pid=4321)
 
 
 IN_USE = ("aaaa", "aabb", "bbaa")  # folder a is another run's
@@ -142,7 +137,9 @@ def found(root: Path) -> dict[str, list[Any]]:
     before = [contents(root / name) for name in CASES if "a failure" in name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folder_lock, "BEAT_SECONDS", 0.05)
-        held = [LockWaiter(root / f"{each} in use/a", elsewhere()).attempt() for each in IN_USE]
+        held = [
+            LockWaiter(root / f"{each} in use/a", holder(**ELSEWHERE)).attempt() for each in IN_USE
+        ]
         of_ranks = run_ranks(each, 4, root)
         for lock in held:
             assert isinstance(lock, FolderLock)

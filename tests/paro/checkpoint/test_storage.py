@@ -232,19 +232,16 @@ def test_what_is_written_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert list(chunked_states([shard])["param.p"].chunks) == [(0, 0)]
 
 
-@pytest.mark.parametrize(
-    ("shards", "complaint"),
-    [
+def test_holes_and_overlaps_fail(tmp_path: Path) -> None:
+    whole, part = shard_of(16, start=0, stop=16), shard_of(16, start=8, stop=12)
+    for shards, complaint in (
         ([shard_of(16, start=0, stop=8)], "param.p: 8 of "),
         ([shard_of(16, start=0, stop=0)], "param.p: 0 of "),
-        ([shard_of(16, start=0, stop=16), shard_of(16, start=8, stop=12)], "validate global plan"),
-    ],
-    ids=["hole", "nobody writes", "overlap"],
-)
-def test_holes_and_overlaps_fail(tmp_path: Path, shards: list[FlatShard], complaint: str) -> None:
-    with pytest.raises((AssertionError, ValueError), match=complaint):
-        save_checkpoint(tmp_path, 1, shards, {})
-    assert list(tmp_path.iterdir()) == []
+        ([whole, part], "validate global plan"),
+    ):
+        with pytest.raises((AssertionError, ValueError), match=complaint):
+            save_checkpoint(tmp_path, 1, shards, {})
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_block_is_locked_from_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,8 +24,7 @@ from paro.checkpoint.directory import (
     iterations_in,
     retire_checkpoint,
 )
-from paro.checkpoint.folder_lock import FolderLock, LockLostError, LockWaiter
-from paro.checkpoint.lock_holder import LockHolder
+from paro.checkpoint.folder_lock import LockLostError, LockWaiter
 from paro.checkpoint.manifest import MANIFEST, METADATA
 from paro.checkpoint.save import write_states
 from paro.checkpoint.storage import BoundedWriter
@@ -36,6 +33,7 @@ from paro.files.object_cache import ObjectCache
 from paro.files.object_store import StorePath, path_of
 from tests.helpers.object_server import BUCKET, ObjectServer
 from tests.helpers.refusals import refused
+from tests.paro.checkpoint.test_folder_lock import holder, take
 from tests.paro.checkpoint.toy_run import ONE, load_checkpoint, make_shards, save_checkpoint
 
 pytestmark = pytest.mark.process
@@ -55,21 +53,12 @@ def root(server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return path
 
 
-def holder(**fields: Any) -> LockHolder:
-    return replace(LockHolder.this_process(), **{"boot_id": "other", **fields})
-
-
-def take(root: Path, **fields: Any) -> FolderLock:
-    lock = LockWaiter(root, holder(**fields)).attempt()
-    assert isinstance(lock, FolderLock), lock
-    return lock
-
-
 def test_a_lock_is_of_one_run_until_another_may_take_it(
     root: StorePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 60.0)
-    first = take(root, host="node1")
+    elsewhere = partial(holder, boot_id="other")
+    first = take(root, elsewhere(host="node1"))
     waiting = LockWaiter(root, holder())
     assert "node1" in str(waiting.attempt())
     first.beat()
@@ -77,8 +66,7 @@ def test_a_lock_is_of_one_run_until_another_may_take_it(
     (root / "lease_1.json").unlink()  # by hand: its holder writes it again
     first.check()
     first.release()
-    second = take(root, rendezvous_id="job")
-    third = take(root, rendezvous_id="job")
+    second, third = (take(root, elsewhere(rendezvous_id="job")) for _ in range(2))
     assert [path.name for path in root.iterdir()] == ["lease_3.json"]
     third.check()
     for lost in (second, first):

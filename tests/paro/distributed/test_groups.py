@@ -188,20 +188,18 @@ def test_gathers_inside_a_group_send_registered_memory(monkeypatch: pytest.Monke
     assert sent[2].tolist() == [7.0] * 4
 
 
-@pytest.mark.parametrize(
-    "lacks",
-    [{"NCCL_CTA_POLICY_ZERO": None}, {"Options": lacking("cta_policy")}, {"version": (2, 27, 5)}],
-    ids=["the policy's name", "the option", "the collectives"],
-)
-def test_what_copy_engines_need(lacks: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    version = lacks.pop("version", (2, 28, 9))
-    FakeNccl(monkeypatch, **lacks)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
-    spans = {StreamKind.GATHER: frozenset({INSIDE})}
-    refused(
-        lambda: copying_groups(spans),
-        "--paro-nccl-copy-engine needs NCCL 2.28 ... leave the flag out",
-    )
+def test_what_copy_engines_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacks: dict[str, Any]
+    for lacks, version in (
+        ({"NCCL_CTA_POLICY_ZERO": None}, (2, 28, 9)),
+        ({"Options": lacking("cta_policy")}, (2, 28, 9)),
+        ({}, (2, 27, 5)),
+    ):
+        with monkeypatch.context() as patch:
+            FakeNccl(patch, **lacks)
+            patch.setattr(torch.cuda.nccl, "version", lambda version=version: version)
+            make = partial(copying_groups, {StreamKind.GATHER: frozenset({INSIDE})})
+            refused(make, "--paro-nccl-copy-engine needs NCCL 2.28 ... leave the flag out")
 
 
 # The interface, the GPU and the recorder of a rank

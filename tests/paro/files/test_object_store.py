@@ -314,6 +314,7 @@ def test_a_url_that_a_flag_does_not_take_is_refused() -> None:
     for words, told in (
         ("--data-path gcs://b/x", "gcs://b/x ... s3://, gs://, az://"),
         ("--metrics-file s3://b/x", "--metrics-file ... local"),
+        ("--tokenizer-model msc://b/x", "msc://b/x"),
         ("--enable-msc --load msc://b/x", "--load ... msc://b/x ... s3://, gs://, az://"),
         ("--object-storage-cache-path s3://b/x", "--object-storage-cache-path ... local"),
     ):

@@ -86,7 +86,7 @@ def test_it_is_as_wide_as_the_terminal(width: int) -> None:
     (loss,) = (line for line in lines if "loss " in line)
     assert re.search("19.0000  ▁[▁-█]+█ +lowest so far 1.0000", loss)
     assert "parameters  I" in "".join(lines)
-    lines = last_of(drawn(record(5), height=12, width=width))  # low: figures and no placement
+    lines = last_of(drawn(record(5), height=12))  # low: figures and no placement
     assert len(lines) <= 12
     assert "gradient norm" in "".join(lines)
     assert "parameters" not in "".join(lines)

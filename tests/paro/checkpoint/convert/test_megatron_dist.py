@@ -184,16 +184,10 @@ def test_every_state_comes_back_from_a_folder_of_torch_dist(tmp_path: Path) -> N
     refused(again, "convert what it was converted from")
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--optimizer muon", "AdamW"),
-        ("--no-save-optim", "AdamW"),
-        ("--decoupled-lr 0.1", "--decoupled-lr"),
-    ],
-)
-def test_a_run_without_such_an_optimizer_is_refused(flags: str, told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", ["--optimizer muon", "--no-save-optim", "--decoupled-lr 0.1"])
+def test_a_run_without_such_an_optimizer_is_refused(flags: str, tmp_path: Path) -> None:
     trained(tmp_path / "run", flags)
+    told = "--decoupled-lr" if "lr" in flags else "AdamW"
     refused(partial(converted, "paro", "torch_dist", tmp_path / "run", tmp_path / "no"), told)
     assert not (tmp_path / "no").exists()
 

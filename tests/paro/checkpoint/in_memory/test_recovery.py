@@ -26,12 +26,10 @@ from paro.checkpoint.in_memory.recovery import (
 from paro.checkpoint.in_memory.snapshot import DATA, RECORD, SnapshotWriter
 from paro.layout import Chunk
 from tests.helpers.ranks import run_ranks
-from tests.paro.checkpoint.toy_run import Cut, assert_true, control_here, make_shards
+from tests.paro.checkpoint.toy_run import IIG, NNN, Cut, assert_true, control_here, make_shards
 
 FLAGS = {"seed": "1"}
 III = Cut(world_size=4, group_size=2, degrees=(2, 2, 2))
-IIG = Cut(world_size=4, group_size=2, degrees=(2, 2, 4))
-NNN = Cut(world_size=4, group_size=2, degrees=(1, 1, 1))
 TWO_OF_EIGHT = Cut(world_size=8, group_size=2, degrees=(2, 2, 4))
 GGG = Cut(world_size=4, group_size=4, degrees=(4, 4, 4))
 

@@ -113,17 +113,14 @@ def test_damage_is_found(tmp_path: Path) -> None:
     refused(snapshot.check, "No such file")
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("format", 2), ("checksums", [1]), ("regions", [{"state": "x"}])],
-)
-def test_a_record_with_wrong_fields_is_refused(tmp_path: Path, field: str, value: object) -> None:
+def test_a_record_with_wrong_fields_is_refused(tmp_path: Path) -> None:
     make_writer(tmp_path).write(7, {}, Tensor.copy_)
     (path,) = records(tmp_path)
-    record = json.loads(path.read_bytes().partition(b"\n")[2]) | {field: value}
-    body = json.dumps(record).encode()
-    path.write_bytes(f"{crc32(body):08x}\n".encode() + body)
-    refused(lambda: Snapshot.read(path), str(path))
+    record = json.loads(path.read_bytes().partition(b"\n")[2])
+    for wrong in ({"format": 2}, {"checksums": [1]}, {"regions": [{"state": "x"}]}):
+        body = json.dumps(record | wrong).encode()
+        path.write_bytes(f"{crc32(body):08x}\n".encode() + body)
+        refused(lambda: Snapshot.read(path), str(path))
 
 
 def records(folder: Path) -> list[Path]:
