@@ -148,19 +148,22 @@ class Job:
         env: dict[str, str] | None = None,
     ) -> None:
         self._is_plain = plain
-        port = _free_port()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+        sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         self.scripts: list[Script] = []
         count = ranks if plain else 1
         for rank in range(count):
             folder = root / f"start_{len(list(root.glob('start_*')))}"
             folder.mkdir(parents=True)
             more = own[rank] if own else ()
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
             self.scripts.append(
                 Script(
                     ["pretrain_llama.py", *flags, *more],
                     0 if plain else ranks,
                     folder=folder,
-                    env={**(_of_rank(rank, ranks, port) if plain else {}), **(env or {})},
+                    env={**({**address, **sizes, **place} if plain else {}), **(env or {})},
                     before=before[min(rank, len(before) - 1)] if before else None,
                 )
             )
@@ -224,19 +227,6 @@ class Job:
             os.kill(pid, signal.SIGKILL)
         for script in self.scripts:
             script.end()
-
-
-def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
-    return {
-        **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"},
-    }
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 _NEW_UTS = 0x04000000  # of unshare, in linux/sched.h

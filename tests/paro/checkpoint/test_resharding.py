@@ -20,7 +20,7 @@ from paro.strategy import legal_letters
 from paro.training.assembly import build_data, build_sources
 from paro.training.resume import FROM_NOTHING, load_run
 from paro.training.saving import Saver
-from paro.training.step import Training, train_step
+from paro.training.step import train_step
 from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, begun, built, configured, whole_states
@@ -136,13 +136,9 @@ def save_and_go_on(
     num_steps, iteration = training.optimizer.num_steps, state.iteration
     losses = [train_step(training, state, source).loss for _ in range(STEPS_AFTER)]
     saver.settle()
-    averages = averages_of(training)
+    averages = whole_states(training, replicas=True, only="ema")
     training.close()
     return Part(states, num_steps, iteration, losses, averages)
-
-
-def averages_of(training: Training) -> dict[str, Tensor]:
-    return whole_states(training, replicas=True, only="ema")
 
 
 def save_and_load(
@@ -161,7 +157,7 @@ def load_and_go_on(setting: Setting, root: Path, *, more: Sequence[str] = ()) ->
     num_steps, iteration = training.optimizer.num_steps, state.iteration
     source = build_sources(config, build_data(config, state), training, state).train
     losses = [train_step(training, state, source).loss for _ in range(STEPS_AFTER)]
-    averages = averages_of(training)
+    averages = whole_states(training, replicas=True, only="ema")
     training.close()
     return Part(states, num_steps, iteration, losses, averages)
 

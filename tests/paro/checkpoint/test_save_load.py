@@ -171,22 +171,20 @@ def test_a_state_is_converted_to_the_type_it_is_loaded_into(one: Path) -> None:
         assert torch.equal(found.values, wanted.values.bfloat16())
 
 
-@pytest.fixture
-def control_group() -> Iterator[None]:
-    """The default group of a run under NCCL: gloo's, which moves no CUDA tensors."""
-    torch.cuda.set_device(0)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+@pytest.fixture(params=[False, True])
+def control_group(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Without and with the default group of a run under NCCL, gloo's: it moves no CUDA tensors."""
+    if request.param:
+        torch.cuda.set_device(0)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    if request.param:
+        dist.destroy_process_group()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("has_group", [False, True])
-def test_shards_on_a_gpu_are_saved_from_and_loaded_to_it(
-    tmp_path: Path, request: pytest.FixtureRequest, has_group: bool
-) -> None:
-    if has_group:
-        request.getfixturevalue("control_group")
+@pytest.mark.usefixtures("control_group")
+def test_shards_on_a_gpu_are_saved_from_and_loaded_to_it(tmp_path: Path) -> None:
     there, here = (
         [dataclasses.replace(s, values=s.values.cuda()) for s in make_shards(ONE, 0, filled=filled)]
         for filled in (True, False)

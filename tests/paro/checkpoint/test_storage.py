@@ -72,6 +72,7 @@ def small_files(num_bytes: int = 5000) -> Iterator[None]:
 def test_files_hold_the_chunks_and_nothing_else(saved: Path) -> None:
     metadata = read_metadata(saved)
     files = {path.name: path.read_bytes() for path in saved.glob("*.distcp")}
+    assert os.fsencode(saved.parent) not in (saved / ".metadata").read_bytes()
     num_bytes = 0
     for place in metadata.storage_data.values():
         part = files[place.relative_path][place.offset : place.offset + place.length]
@@ -97,10 +98,6 @@ def test_a_file_is_no_larger_than_told(tmp_path: Path, monkeypatch: pytest.Monke
     shards = make_shards(ONE, 0, filled=False)
     load_checkpoint(tmp_path, shards)
     assert_true(shards)
-
-
-def test_the_metadata_names_no_folder(saved: Path) -> None:
-    assert os.fsencode(saved.parent) not in (saved / ".metadata").read_bytes()
 
 
 def reseal(directory: Path) -> None:

@@ -202,8 +202,6 @@ def test_what_copy_engines_need(monkeypatch: pytest.MonkeyPatch) -> None:
             refused(make, "--paro-nccl-copy-engine needs NCCL 2.28 ... leave the flag out")
 
 
-# The interface, the GPU and the recorder of a rank
-
 # On rank 0's node the host's name, which is MASTER_ADDR, is a loopback address.
 ADDRESSES = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "fe80::1%ib0"}
 SOURCES = {"node0": "127.0.1.1", "10.0.0.2": "10.0.0.1", "127.0.1.1": "127.0.0.1", "ib": "fe80::1"}

@@ -158,9 +158,6 @@ def test_the_first_rank_times_its_cpu_for_all() -> None:
     assert "timed at start: fp32 matmul" in peak.source
 
 
-# Profiles and memory
-
-
 PROFILED = ProfileConfig(
     profile=True, use_pytorch_profiler=True, profile_step_start=1, profile_step_end=3
 )

@@ -105,9 +105,6 @@ def test_a_tensor_that_this_model_has_not_is_named(name: str, told: str, tmp_pat
     refuses(written(tmp_path / "hf", more), f"{name} ... {told}")
 
 
-# Several files
-
-
 def test_the_index_decides_which_of_two_files_is_read(tmp_path: Path) -> None:
     """And what it leaves out is found."""
     folder = tmp_path / "hf"
@@ -146,9 +143,6 @@ def test_one_whole_file_is_read_rather_than_shards_as_transformers_does(tmp_path
     assert any(f"{INDEX} is not read" in note for note in open_hugging_face(folder).notes)
 
 
-# Ties
-
-
 def test_a_tied_output_layer_is_what_is_stored(tmp_path: Path) -> None:
     def stored(name: str, tensors: dict[str, Tensor]) -> Path:
         return written(tmp_path / name, tensors, tie_word_embeddings=True)
@@ -166,8 +160,6 @@ def test_a_tied_output_layer_is_what_is_stored(tmp_path: Path) -> None:
     longer = {**tied, HEAD: torch.cat((tied[EMBEDDING], tied[EMBEDDING]))}
     refuses(stored("longer", longer), f"{HEAD} is 42x16")
 
-
-# Biases
 
 BIASED = {
     **TENSORS,

@@ -33,7 +33,6 @@ CONFIG = llama(
 )  # fmt: skip
 MODERN = replace(CONFIG, add_qkv_bias=True, qk_layernorm=True)
 CONFIGS = {
-    "gqa": CONFIG,
     "mha": replace(CONFIG, num_query_groups=6, use_rope_scaling=False, rope_scaling_factor=8.0),
     "tied": replace(CONFIG, tie_embeddings_and_output_weights=True),
     "biases and norms of heads": MODERN,
