@@ -266,14 +266,9 @@ class Node:
         self.ip("link", "set", "nic", state)
 
 
-@dataclass(frozen=True, slots=True)
-class Printing:
+def print_into(path: Path) -> None:
     """For `before`: standard output is a file."""
-
-    path: Path
-
-    def __call__(self) -> None:
-        os.dup2(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
 
 
 def no_reader() -> None:

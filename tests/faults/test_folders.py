@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tests.faults.conftest import Scenario
-from tests.faults.job import LIMIT_SECONDS, Point, Printing, Run, fill, other_host, small_disk
+from tests.faults.job import LIMIT_SECONDS, Point, Run, fill, other_host, print_into, small_disk
 from tests.helpers.corpora import write_corpus
 from tests.helpers.scripts import run_script
 
@@ -63,7 +64,7 @@ def test_disk_full_for_a_record(scenario: Scenario, flag: str, tmp_path: Path) -
 def test_disk_full_for_the_log(scenario: Scenario, tmp_path: Path) -> None:
     """From there on the log goes to standard error."""
     with small_disk(tmp_path / "small", "256k") as disk:
-        job = scenario.paused(Point.STEP, 5, before=[Printing(disk / "log")])
+        job = scenario.paused(Point.STEP, 5, before=[partial(print_into, disk / "log")])
         fill(disk)
         scenario.run.release()
         scenario.ends(job, [0], within=30.0)

@@ -60,7 +60,6 @@ def test_numbers_are_whole_or_null_and_lines_are_there_at_once(tmp_path: Path) -
     [
         (b'{"iteration": 4, "consumed_sam', True),
         (b'{"iteration": 4, "x": "h\xc3', True),
-        (b"{", True),
         (b"\0\0", True),  # of a machine that lost power
         (json.dumps({"iteration": 3, "only": "its end of line is missing"}).encode(), False),
     ],

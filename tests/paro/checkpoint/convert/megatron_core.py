@@ -175,33 +175,26 @@ FORMS = {  # of the optimizer's states in a checkpoint
 }
 
 
-@dataclass(frozen=True, slots=True)
 class Trainer:
     """A whole model on this rank's groups, and Megatron-core's Adam."""
 
-    chunk: Any
-    model: Any
-    optimizer: Any
-    tokens: Tensor
-
-    @classmethod
-    def built(cls, layout: Layout, rows: int, *, sharded: bool) -> Trainer:
+    def __init__(self, layout: Layout, rows: int, *, sharded: bool) -> None:
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
         )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        (chunk,) = gpt_chunks(layout, rows=rows)
+        (self.chunk,) = gpt_chunks(layout, rows=rows)
         flags: Any = {"use_distributed_optimizer": sharded}
-        model = DistributedDataParallel(chunk.config, DistributedDataParallelConfig(**flags), chunk)
+        how = DistributedDataParallelConfig(**flags)
+        self.model = DistributedDataParallel(self.chunk.config, how, self.chunk)
         rates: Any = {"lr": LR, "weight_decay": 0.1, "clip_grad": 0.0}
-        optimizer = get_megatron_optimizer(
-            OptimizerConfig(optimizer="adam", **rates, **flags), [model]
-        )
-        for group in optimizer.param_groups:  # as its scheduler does at every step
+        adam = OptimizerConfig(optimizer="adam", **rates, **flags)
+        self.optimizer = get_megatron_optimizer(adam, [self.model])
+        for group in self.optimizer.param_groups:  # as its scheduler does at every step
             group["weight_decay"] = 0.1 * group["wd_mult"]
-        return cls(chunk, model, optimizer, some_tokens(layout.config.vocab_size))
+        self.tokens = some_tokens(layout.config.vocab_size)
 
     def step(self) -> float:
         from megatron.core.distributed import finalize_model_grads
@@ -233,7 +226,7 @@ def train_and_save(layout: Layout, folder: Path, rows: int) -> list[float]:
     with megatron_without_cuda():
         for form, metadata in FORMS.items():
             torch.manual_seed(5)
-            trainer = Trainer.built(layout, rows, sharded=form != "plain")
+            trainer = Trainer(layout, rows, sharded=form != "plain")
             for _ in range(3):
                 trainer.step()
             args = written_args(layout.config, layout.config.vocab_size, torch.float32, 128)
@@ -259,7 +252,7 @@ def continue_from(layout: Layout, directory: Path, rows: int, num_steps: int) ->
             for each, step in steps:
                 each["step"] = step.clone()
 
-        trainer = Trainer.built(layout, rows, sharded=True)
+        trainer = Trainer(layout, rows, sharded=True)
         trainer.step()  # without a GPU's Adam its optimizer can only load states that it has
         metadata = dist_checkpointing.load_content_metadata(str(directory))
         states = trainer.states(metadata, to_load=True)

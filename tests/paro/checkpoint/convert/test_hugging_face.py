@@ -24,8 +24,7 @@ from tests.data.test_tokenizer import train_sentencepiece
 from tests.helpers.refusals import refused
 from tests.helpers.training import llama
 from tests.paro.checkpoint.convert.folders import random_tensors
-from tests.tools.conftest import SIZES, TEXT, convert, save_untrained
-from tools.train_tokenizer import main as train_tokenizer
+from tests.tools.conftest import SIZES, convert, save_untrained
 
 CONFIG = llama(2, 16, 24, heads=(2, 1, 6), length=32, vocab=21)
 TENSORS = {hugging_face_name(name): t for name, t in random_tensors(CONFIG).items()}
@@ -187,10 +186,7 @@ def test_a_bias_of_the_output_projection_has_to_be_zero(tmp_path: Path) -> None:
 
 
 def test_a_lost_tokenizer_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    model = tmp_path / "pieces.model"
-    given = ["--input", str(tmp_path / "text.txt"), "--output-prefix", str(tmp_path / "pieces")]
-    train_tokenizer([*given, "--vocab-size", "300"])
+    model = train_sentencepiece(tmp_path / "pieces.model")
     flags = f"{SIZES} --tokenizer-type SentencePieceTokenizer --tokenizer-model {model}"
     save_untrained(tmp_path / "saved", flags)
     model.unlink()
