@@ -33,6 +33,7 @@ from paro.checkpoint.save import write_states
 from paro.errors import UserError, is_storage_failure
 from paro.training.saving import Saver
 from tests.helpers.refusals import refused
+from tests.paro.checkpoint.test_directory import names as files
 from tests.paro.checkpoint.toy_run import control_here
 
 ELSEWHERE = {"host": "node7", "boot_id": "another boot", "pid": 4321}
@@ -61,10 +62,6 @@ def take(root: Path, who: LockHolder) -> FolderLock:
     lock = LockWaiter(root, who).attempt()
     assert isinstance(lock, FolderLock), lock
     return lock
-
-
-def files(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
 
 
 def test_a_second_owner_is_refused_once_the_first_beats(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class Setting:
 class Pair:
     before: Setting
     after: Setting
-    asynchronous: bool
+    asynchronous: bool = False
 
     def __str__(self) -> str:
         return f"{self.before} -> {self.after}{', async' if self.asynchronous else ''}"
@@ -176,42 +176,33 @@ Parts = tuple[Sequence[Part], Sequence[Part]]  # of all ranks: before and after 
 
 
 # Saved by 4 ranks and loaded by 2, but for the first, with which the adapters begin.
+SAME = Setting(2, 1, "GGG", "flat", f"{GROUPS} {AVERAGED}")
 FEW = {
-    "the same": Pair(
-        *2 * (Setting(2, 1, "GGG", "flat", f"{GROUPS} {AVERAGED}"),), asynchronous=False
-    ),
+    "the same": Pair(SAME, SAME),
     "degrees, samples": Pair(
         Setting(4, 4, "1,2,4", "ring", f"{NORMS} {SHARED}"),
         Setting(2, 1, "GGG", "native", f"{NORMS} {SHARED}"),
-        asynchronous=False,
     ),
     # Of 3 blocks, 2 groups update one each and share the third; one group updates all. Random bits
     # of later steps too: with others, losses would differ by more.
     "Muon": Pair(Setting(4, 2, "IIG", "ho-ring", MUON), Setting(2, 2, "IIG", "h-ring", MUON), True),
-    "adapters": Pair(Setting(4, 2, "IGG", "flat"), Setting(2, 1, "NNG"), asynchronous=False),
+    "adapters": Pair(Setting(4, 2, "IGG", "flat", LORA), Setting(2, 1, "NNG", more=LORA)),
 }
 
 
 def save_each(root: Path, names: Sequence[str]) -> dict[str, Part]:
-    begin = [*LORA.split(), "--load", str(root / "the same"), "--finetune"]
+    begin = {"adapters": ["--load", str(root / "the same"), "--finetune"]}
     return {
         name: save_and_go_on(
-            FEW[name].before,
-            root / name,
-            asynchronous=FEW[name].asynchronous,
-            more=begin if name == "adapters" else (),
+            pair.before, root / name, asynchronous=pair.asynchronous, more=begin.get(name, ())
         )
-        for name in names
+        for name, pair in FEW.items()
+        if name in names
     }
 
 
 def load_each(root: Path) -> dict[str, Part]:
-    return {
-        name: load_and_go_on(
-            pair.after, root / name, more=LORA.split() if name == "adapters" else ()
-        )
-        for name, pair in FEW.items()
-    }
+    return {name: load_and_go_on(pair.after, root / name) for name, pair in FEW.items()}
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from paro.checkpoint.agreement import CheckpointRanks, one_process, with_one_folder
+from paro.checkpoint.agreement import CheckpointRanks, one_process
 from paro.checkpoint.chunks import chunked_states
 from paro.checkpoint.convert.native import open_native, write_native
 from paro.checkpoint.directory import latest_iteration
@@ -25,7 +25,6 @@ from paro.checkpoint.manifest import METADATA
 from paro.checkpoint.save import write_states
 from paro.checkpoint.storage import BoundedWriter
 from paro.distributed.control import Control
-from paro.distributed.world import World
 from paro.errors import UserError
 from tests.fixtures.write import FIXTURES
 from tests.helpers.refusals import refused
@@ -96,21 +95,18 @@ def test_nothing_is_said_by_others(one: Path, recwarn: pytest.WarningsRecorder) 
         assert load_checkpoint(one / folder, make_shards(ONE, 0, filled=False)) is None
 
 
-class Weighed(Control):
-    """A process that notes how many bytes it sends to each rank."""
+def test_checksums_of_all_files_are_not_sent_by_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, gather = list[int](), Control.gather
 
-    sent: ClassVar[list[int]] = []
+    def weighed(control: Control, value: object) -> list[Any]:
+        sent.append(len(pickle.dumps(value)))
+        return gather(control, value)
 
-    def gather(self, value: object) -> list[Any]:
-        self.sent.append(len(pickle.dumps(value)))
-        return super().gather(value)
-
-
-def test_checksums_of_all_files_are_not_sent_by_one_rank(tmp_path: Path) -> None:
-    states = chunked_states(make_shards(ONE, 0, filled=True), writers={0})
-    ranks = with_one_folder(Weighed(World(), torch.device("cpu")))
-    write_states(tmp_path, 100, states, {}, ranks=ranks, log=lambda _: None)
-    *others, own_sums = sorted(Weighed.sent)
+    monkeypatch.setattr(Control, "gather", weighed)
+    save_checkpoint(tmp_path, 100, make_shards(ONE, 0, filled=True), {})
+    *others, own_sums = sorted(sent)
     assert max(others) < own_sums / 2
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -265,25 +266,24 @@ def test_gloo_chooses_on_one_node(host: pytest.MonkeyPatch, given: dict[str, obj
 TOO_OLD = "CUDA initialization: The NVIDIA driver on your system is too old (found version 12020)"
 
 
-@pytest.fixture
-def v100s(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "V100")
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70", "sm_80", "sm_90a"])
-    return monkeypatch
-
-
-def test_a_rank_has_the_gpu_of_its_number(v100s: pytest.MonkeyPatch) -> None:
-    v100s.setenv("PYTORCH_ALLOC_CONF", "")  # set, so that it is restored
-    v100s.delenv("PYTORCH_ALLOC_CONF")
-    v100s.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+def test_a_rank_has_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "is_available": True,
+        "device_count": 4,
+        "get_device_capability": (7, 0),
+        "get_device_name": "V100",
+        "get_arch_list": ["sm_70", "sm_80", "sm_90a"],
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, Mock(return_value=value))
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # set, so that it is restored
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     assert check_gpu(3) == torch.device("cuda:3")
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
     refused(lambda: check_gpu(4), "local rank 4 has no GPU: torch sees 4")
-    v100s.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "compute_120"])
+    arches = ["sm_75", "sm_80", "compute_120"]
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: arches)
     told = "has no kernels for V100, of compute capability 7.0: it was built for sm_75, sm_80"
     refused(lambda: check_gpu(0), told)
 

@@ -41,7 +41,7 @@ from paro.report.record import (
     summarize,
 )
 from paro.report.report import Report, open_report
-from tests.helpers.refusals import output_of
+from tests.helpers.refusals import output_of, read_lines
 
 FACTS = RunFacts(
     world_size=2,
@@ -88,8 +88,7 @@ def run(report: Report, iterations: range) -> str:
 
 
 def logged(path: Path) -> dict[int, float]:
-    lines = map(json.loads, path.read_text().splitlines())
-    return {line["iteration"]: line["lm_loss"] for line in lines}
+    return {line["iteration"]: line["lm_loss"] for line in read_lines(path)}
 
 
 def test_multiples_of_the_interval_and_the_first_are_logged_and_none_twice(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -122,10 +123,6 @@ def test_a_file_that_is_something_else_is_left_alone(tmp_path: Path, text: str) 
 CPU = torch.device("cpu")
 
 
-def read(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text()))
-
-
 def test_a_resumed_run_adds_its_start_and_repeats_no_evaluation(tmp_path: Path) -> None:
     path = run_record_path(tmp_path / "metrics.jsonl")
     assert path.name == "metrics.jsonl.run.json"
@@ -137,7 +134,7 @@ def test_a_resumed_run_adds_its_start_and_repeats_no_evaluation(tmp_path: Path) 
     second = RunRecord(path, Log(), lambda: True, start_iteration=10)
     second.start({"lr": 0.2}, FACTS, CPU)
     second.validation(Validation(20, 160, math.nan, "all", math.nan))
-    written = read(path)
+    written = json.loads(path.read_text())
     assert [start["iteration"] for start in written["starts"]] == [0, 10]
     assert [start["arguments"]["lr"] for start in written["starts"]] == [0.1, 0.2]
     assert [[*at.values()] for at in written["validations"]] == [
@@ -154,27 +151,17 @@ def test_a_fresh_run_starts_a_record_of_its_own(tmp_path: Path) -> None:
     resume = partial(RunRecord, path, Log(), lambda: True, start_iteration=5)
     refused(resume, "m.run.json is not valid JSON ... remove it to go on")
     RunRecord(path, Log(), lambda: True, start_iteration=0).start({}, FACTS, CPU)
-    assert len(read(path)["starts"]) == 1
+    assert len(json.loads(path.read_text())["starts"]) == 1
     path.write_text('{"starts": [{"iteration": "x"}]}')
     refused(resume, "m.run.json: starts[0].iteration: 'x' is of the wrong")
 
 
-NOON = datetime(2026, 3, 1, 12)
+NOON, LATER = datetime(2026, 3, 1, 12), timedelta(seconds=64)
 # 4 ranks; 128 tokens per sample; a TFLOP per token: 128 TFLOP per sample.
 LARGE = replace(LARGER, flops_per_token=1e12)
 
 
-class Clock:
-    now = NOON
-
-    def __call__(self) -> datetime:
-        return self.now
-
-    def turn(self, seconds: float) -> None:
-        self.now += timedelta(seconds=seconds)
-
-
-def begin(folder: Path, clock: Clock, *, samples: int = 0, ranks: int = 4) -> ProgressFile:
+def begin(folder: Path, clock: Mock, *, samples: int = 0, ranks: int = 4) -> ProgressFile:
     facts = replace(LARGE, world_size=ranks)
     job = {"start_samples": samples, "job_id": "77", "clock": clock}
     return ProgressFile(str(folder), facts, Log(rank=0, world_size=ranks), **job)  # type: ignore[arg-type]
@@ -186,9 +173,9 @@ def lines(folder: Path) -> list[list[str]]:
 
 
 def test_lines_are_megatrons(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Mock(return_value=NOON)
     progress = begin(tmp_path / "new", clock)
-    clock.turn(64.0)
+    clock.return_value += LATER
     progress.saved(10, 40)
     assert (tmp_path / "new" / PROGRESS_FILE).read_text() == (
         "2026-03-01 12:00:00\tJob ID: 77\t# GPUs: 4\tStarting job\n"
@@ -203,15 +190,15 @@ def test_lines_are_megatrons(tmp_path: Path) -> None:
 
 
 def test_pauses_between_jobs_on_as_many_ranks_count(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Mock(return_value=NOON)
     begin(tmp_path, clock, ranks=8).saved(10, 1000)
     with (tmp_path / PROGRESS_FILE).open("a") as stream:
         stream.write("half a li")  # of a job that was killed
         stream.write("\n")
     begin(tmp_path, clock, samples=1000)
-    clock.turn(64.0)
+    clock.return_value += LATER
     progress = begin(tmp_path, clock, samples=1000)
-    clock.turn(64.0)
+    clock.return_value += LATER
     progress.saved(20, 1040)
     fields = lines(tmp_path)[-1]
     assert fields[5:7] == [
@@ -227,7 +214,7 @@ def test_only_the_first_rank_writes_and_a_disk_that_fails_costs_one_line(
     ProgressFile(str(tmp_path), LARGE, log, start_samples=0, job_id="").saved(1, 1)
     assert not list(tmp_path.iterdir())
     (tmp_path / PROGRESS_FILE).mkdir()
-    progress = begin(tmp_path, Clock())
+    progress = begin(tmp_path, Mock(return_value=NOON))
     progress.saved(1, 1)
     progress.finished(1)
     assert capsys.readouterr().out.count("--log-progress is left out from here on: ") == 1

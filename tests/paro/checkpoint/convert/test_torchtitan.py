@@ -176,8 +176,7 @@ def test_the_tool_converts_there_and_back(tmp_path: Path) -> None:
     paro = convert("torchtitan", "paro", there, tmp_path / "paro")
     back = convert("paro", "torchtitan-0.2", paro, tmp_path / "back")
     assert_same(open_torchtitan(back), source_of(SCALED))
-    model = titan_llama(SCALED, older=True)
-    load_from(back, model)
+    load_from(back, titan_llama(SCALED, older=True))
 
 
 State = dict[str, Any]
