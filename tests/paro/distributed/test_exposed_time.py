@@ -122,9 +122,7 @@ def test_jobs_of_a_lane_run_in_order_and_without_gradients(streams: CommStreams)
 
 
 def test_a_failure_is_raised_at_every_later_wait_and_nothing_runs_after_it() -> None:
-    streams = ThreadStreams(CPU)
-    ran: list[str] = []
-
+    streams, ran = ThreadStreams(CPU), list[str]()
     before = streams.submit("a", lambda: ran.append("before"))
     before.wait()
     failed = streams.submit("a", fail)

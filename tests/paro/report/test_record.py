@@ -102,14 +102,11 @@ def test_a_dashboard_has_tags_of_what_was_measured() -> None:
 
 
 def test_groups_that_train_alone_have_values_of_their_own() -> None:
-    nan = math.nan
-    apart = GroupsRecord(
-        lm_losses=(3.0, nan), outer_grad_norm=0.5, outer_grad_cosine=0.8, num_left_out=1
+    last = GroupsRecord(lm_losses=(4.0, math.nan))
+    apart = replace(
+        last, lm_losses=(3.0, math.nan), outer_grad_norm=0.5, outer_grad_cosine=0.8, num_left_out=1
     )
-    interval = [
-        replace(FIRST, groups=apart),
-        replace(FIRST, groups=GroupsRecord(lm_losses=(4.0, nan))),
-    ]
+    interval = [replace(FIRST, groups=groups) for groups in (apart, last)]
     metrics = summarize(interval, FACTS, peak_memory_bytes=0)
     assert metrics.group_lm_losses == (3.5, None)
     assert (metrics.outer_grad_norm, metrics.outer_grad_cosine) == (0.5, 0.8)

@@ -161,9 +161,8 @@ def compared(path: Path, planned: PlannedStep, last: int) -> str:
     """What a run prints of a plan, whose steps take 100 ms and wait 40 of them."""
     report = make(ReportConfig(log_interval=100, metrics_file=str(path)))
     report.facts = replace(FACTS, planned=planned)
-    report.forecast = MemoryForecast(
-        predicted_bytes=0, reserved_bytes=0, states_bytes=0, bytes_before=2**60
-    )
+    sizes = {"predicted_bytes": 0, "reserved_bytes": 0, "states_bytes": 0}
+    report.forecast = MemoryForecast(**sizes, bytes_before=2**60)
     waits = Exposed(gather=0.01, reduce=0.02, publish=0.01)
 
     def iterate() -> None:

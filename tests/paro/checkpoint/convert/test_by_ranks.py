@@ -37,12 +37,12 @@ BASE = ("embedding.weight", "blocks.1.w_up", "blocks.2.bk")  # parameters that n
 RANKS = 3
 
 
-def split(values: Tensor, at: random.Random, first: int = 0) -> Iterator[tuple[int, Tensor]]:
+def split(values: Tensor, at: random.Random) -> Iterator[tuple[int, Tensor]]:
     """Cuts a tensor along its first dimension into up to three parts, with their first index."""
     size = values.shape[0]
     cuts = sorted({0, size, at.randrange(size), at.randrange(size)})
     for begin, end in pairwise(cuts):
-        yield first + begin, values[begin:end]
+        yield begin, values[begin:end]
 
 
 def chunks_of_ranks(tensors: Mapping[str, Tensor]) -> list[dict[str, ChunkedState]]:
@@ -53,9 +53,8 @@ def chunks_of_ranks(tensors: Mapping[str, Tensor]) -> list[dict[str, ChunkedStat
         for _ in range(RANKS)
     ]
     for name, tensor in tensors.items():
-        columns = [(0, tensor)]
-        if tensor.dim() > 1:
-            columns = [(begin, part.T) for begin, part in split(tensor.T, at)]
+        is_flat = tensor.dim() == 1
+        columns = [(0, tensor)] if is_flat else [(n, part.T) for n, part in split(tensor.T, at)]
         for column, part in columns:
             for row, values in split(part, at):
                 state = ranks[at.randrange(RANKS)][f"param.{name}"]

@@ -92,6 +92,11 @@ def test_a_run_continues_with_adapters_of_peft(root: Path, tmp_path: Path) -> No
     assert stored_parameters(back / "iter_0000000") == ours.adapters.keys()
     assert theirs.lora == ours.lora
     assert_same_model(ours, theirs)
+    stable = shutil.copytree(root / "peft", tmp_path / "stable")
+    edited(stable, {"use_rslora": True})  # which is written as an alpha
+    lora = open_native(converted(tmp_path, "peft", "paro", "stable", "alpha", *base)).lora
+    assert lora.scaling == pytest.approx(STABLE)
+    assert (lora.rank, lora.targets) == (3, ("wv", "wo", "w_up"))
     _, training, resumed = started(f"{LORA} --load {back} --save {tmp_path / 'next'}")
     assert resumed.base is not None
     wanted = started(f"{LORA} --load {root / 'run'} --finetune")[1]
@@ -278,14 +283,6 @@ def test_adapters_that_no_run_has_are_only_merged(root: Path, theirs: Path) -> N
         emptied = {name: cut(tensor) for name, tensor in tensors.items()}
         edited(theirs, {"alpha_pattern": {}, "rank_pattern": {"v_proj": 2}}, emptied)
         refuses_theirs(root, theirs, "adapters of another model", to=("hf", "--merge"))
-
-
-def test_a_stabilized_scaling_is_written_as_an_alpha(root: Path, theirs: Path) -> None:
-    edited(theirs, {"use_rslora": True})
-    back = converted(theirs.parent, "peft", "paro", "peft", "back", "--base", str(root / "base"))
-    lora = open_native(back).lora
-    assert lora.scaling == pytest.approx(STABLE)
-    assert (lora.rank, lora.targets) == (3, ("wv", "wo", "w_up"))
 
 
 def test_old_and_damaged_files_are_refused(root: Path, theirs: Path) -> None:
