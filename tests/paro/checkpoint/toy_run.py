@@ -117,16 +117,9 @@ def make_shards(
             values = zeros(layout, numel)
             if filled:
                 values.copy_(true_range(layout, state, start, start + numel))
-            shards.append(
-                FlatShard(
-                    layout=layout,
-                    start=start,
-                    values=values,
-                    state=state,
-                    rank=rank,
-                    replicas=range(rank % degree, cut.world_size, degree),
-                )
-            )
+            replicas = range(rank % degree, cut.world_size, degree)
+            where: dict[str, Any] = {"start": start, "rank": rank, "replicas": replicas}
+            shards.append(FlatShard(layout=layout, values=values, state=state, **where))
     return shards
 
 

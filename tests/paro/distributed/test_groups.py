@@ -107,9 +107,7 @@ def test_more_thread_blocks_than_fit_are_refused(monkeypatch: pytest.MonkeyPatch
         fewer = dict.fromkeys(environment, "16")
         monkeypatch.setattr(os, "environ", fewer)
         assert made_by(monkeypatch, 0, communicators=min(8, communicators))
-
-
-def test_a_torch_without_max_ctas_keeps_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A torch without max_ctas keeps the order.
     monkeypatch.setattr(os, "environ", {})
     make = partial(made_by, monkeypatch, 0, options=lacking("max_ctas"))
     refused(make, "--paro-nccl-launch-order implicit")

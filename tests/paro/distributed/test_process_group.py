@@ -131,14 +131,12 @@ MEND = "script: error: mend it\n"
         ("raise UserError('a', 'b')", "", 2, "script: error: 2 mistakes:\n  a\n  b\n"),
         ("raise KeyboardInterrupt", "", 130, "script: interrupted\n"),
         (f"{OTHER_RANK}; raise KeyboardInterrupt", "", 130, ""),
-        # Failures that are no bugs
         ("raise OSError(28, 'No space', '/x')", "", 1, "script: error: No space: /x\n"),
         (f"{QUICKLY}; raise PeerError('rank 1 failed')", "", 1, "script: error: rank 1 failed\n"),
         (f"{OTHER_RANK}; raise PeerError('rank 1 failed')", "", 1, ""),
         # While others wait, the rank that prints can: the first to leave ends all.
         (f"{OTHER_RANK}; {WAITS}; {MISTAKE}", "", 2, "waits\n"),
         (f"{ENDED}; raise RuntimeError('[/gloo/transport/tcp] closed by peer')", "", 1, ""),
-        # Streams that take nothing
         (f"print('x'); {MISTAKE}", ">&-", 2, MEND),
         ("import paro.report.log as log; log.print_line('x')", "> /dev/full", 1, FULL),
         ("sys.stdout.write('x')", "> /dev/full", 1, FULL),

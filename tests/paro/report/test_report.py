@@ -57,8 +57,9 @@ FACTS = RunFacts(
 def make(
     config: ReportConfig, *, rank: int = 0, world_size: int = 1, start: int = 0, **more: Any
 ) -> Report:
-    log, begin = Log(rank=rank, world_size=world_size), {"start_iteration": start, "arguments": {}}
-    return open_report(config, FACTS, log, device=torch.device("cpu"), **begin, **more)
+    log, cpu = Log(rank=rank, world_size=world_size), torch.device("cpu")
+    more |= {"device": cpu, "start_iteration": start, "arguments": {}}
+    return open_report(config, FACTS, log, **more)
 
 
 def record(iteration: int) -> IterationRecord:

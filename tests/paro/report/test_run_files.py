@@ -193,15 +193,13 @@ def test_pauses_between_jobs_on_as_many_ranks_count(tmp_path: Path) -> None:
     clock = Mock(return_value=NOON)
     begin(tmp_path, clock, ranks=8).saved(10, 1000)
     with (tmp_path / PROGRESS_FILE).open("a") as stream:
-        stream.write("half a li")  # of a job that was killed
-        stream.write("\n")
+        stream.write("half a li\n")  # of a job that was killed
     begin(tmp_path, clock, samples=1000)
     clock.return_value += LATER
     progress = begin(tmp_path, clock, samples=1000)
     clock.return_value += LATER
     progress.saved(20, 1040)
-    fields = lines(tmp_path)[-1]
-    assert fields[5:7] == [
+    assert lines(tmp_path)[-1][5:7] == [
         "Job throughput: 20.0 TFLOP/s/GPU",
         "Cumulative throughput: 10.0 TFLOP/s/GPU",
     ]
