@@ -237,12 +237,6 @@ def odd_flags(actions: Sequence[argparse.Action], draw: Random) -> list[str]:
     return words
 
 
-# Of a run on another host, which was killed.
-OWNER = asdict(replace(LockHolder.this_process(), host="node7", boot_id="another boot")) | {
-    **{"heartbeat": 5, "released": False}
-}
-
-
 def add_inputs(place: Path) -> None:
     """Adds the files to a folder that holds a copy of the fixtures."""
     for name, content in _made().items():
@@ -272,7 +266,9 @@ def add_inputs(place: Path) -> None:
     (place / "hf/tokenizer.json").write_text(json.dumps(tokenizer))
     (place / "hf/generation_config.json").write_text('{"eos_token_id": [31]}')
     (place / "owned").mkdir()
-    (place / "owned/lease_1.json").write_text(json.dumps(OWNER))
+    killed = asdict(replace(LockHolder.this_process(), host="node7", boot_id="another boot"))
+    lease = json.dumps(killed | {"heartbeat": 5, "released": False})
+    (place / "owned/lease_1.json").write_text(lease)
     _move_partitions(place)
 
 
