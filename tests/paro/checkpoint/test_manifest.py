@@ -273,11 +273,13 @@ NESTED = b"\x80\x02}))" + b"\x85" * 150_000  # {}, (), (((...)))
         ),
         (NESTED[:3] + NESTED[4:] + b"Ns.", "keys of other types"),
         (NESTED[:3] + b"(" + NESTED[4:] + b"Nu.", "keys of other types"),
+        (b"\x80\x02}(K\x01Nu.", "keys of other types"),
         (f"\x80\x02c{Metadata.__module__}\nMetadata\n}}b.".encode("latin-1"), "it sets fields"),
         (b"\x80\x02]}b.", "it sets fields"),
         (pickle.dumps({1}), "it holds the opcode 143"),
+        (pickle.dumps(bytearray(1), 5), "it holds the opcode 150"),
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_what_is_no_metadata(content: bytes, message: str, tmp_path: Path) -> None:
     """Nothing in it runs, and it takes no more memory than its size allows."""
