@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,6 @@ def fingerprint(kind: str, model: Path) -> Fingerprint:
     return found
 
 
-def hugging_face(folder: Path, special: Sequence[str], eos: str) -> Path:
-    folder.mkdir()
-    byte_level([*special]).save(str(folder / "tokenizer.json"))
-    write(folder, "tokenizer_config.json", {"eos_token": eos})
-    return folder
-
-
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_sentencepiece(tmp_path_factory.mktemp("spm") / "pieces.model")
@@ -72,10 +66,13 @@ def test_types_and_places_of_one_vocabulary_are_the_same(pieces: Path, tmp_path:
 def test_another_order_or_end_is_another(tmp_path: Path) -> None:
     begin, end = "<s>", "</s>"
     given = {"a": ([begin, end], end), "b": ([end, begin], end), "c": ([begin, end], begin)}
-    found = [
-        fingerprint("HuggingFaceTokenizer", hugging_face(tmp_path / name, special, eos))
-        for name, (special, eos) in given.items()
-    ]
+    found = []
+    for name, (special, eos) in given.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        byte_level(special).save(str(folder / "tokenizer.json"))
+        write(folder, "tokenizer_config.json", {"eos_token": eos})
+        found.append(fingerprint("HuggingFaceTokenizer", folder))
     assert len({one.digest for one in found}) == 3
     assert len({one.vocab_size for one in found}) == 1
 
@@ -106,13 +103,11 @@ def test_it_is_written_with_the_corpus_and_goes_with_it(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.bin.crc", "x.idx"]
 
 
-COUNTED = json.dumps(asdict(MADE) | {"token_bytes": "1 2"})
-
-
 def test_damage_is_named(tmp_path: Path) -> None:
     path = fingerprint_path(tmp_path / "x")
-    for content in (b"", b"{", b"[]", b'{"digest": "1"}', COUNTED.encode(), b"\xff"):
-        path.write_bytes(content)
+    counted = json.dumps(asdict(MADE) | {"token_bytes": "1 2"})
+    for content in ("{", '{"digest": "1"}', counted):
+        path.write_text(content)
         refused(lambda: read_fingerprint(tmp_path / "x"), f"{path} ... write the corpus again")
 
 
@@ -157,13 +152,8 @@ def test_every_corpus_of_a_blend_is_compared(pieces: Path, tmp_path: Path) -> No
 TEXTS = ("def f(x):\n    return x  # é\n", " naïve  雪🙂\t", "\ufffd", "<0x41>Ġ</w>")
 
 
-def without_prefix(folder: Path) -> Path:
-    return train_sentencepiece(folder / "x.model", add_dummy_prefix=False)
-
-
-def sentencepiece_as_json(folder: Path) -> Path:
-    assert write_tokenizer_json(train_sentencepiece(folder / "x.model"), folder)
-    return folder
+def sentencepiece(folder: Path, **options: object) -> Path:
+    return train_sentencepiece(folder / "x.model", **options)
 
 
 def counts_of(config: TokenizerConfig) -> list[int]:
@@ -175,9 +165,9 @@ def counts_of(config: TokenizerConfig) -> list[int]:
     ("kind", "make", "added"),
     [
         # The space before every text is added.
-        ("Llama2Tokenizer", lambda folder: train_sentencepiece(folder / "x.model"), 1),
-        ("SentencePieceTokenizer", without_prefix, 0),
-        ("HuggingFaceTokenizer", sentencepiece_as_json, 1),
+        ("Llama2Tokenizer", sentencepiece, 1),
+        ("SentencePieceTokenizer", partial(sentencepiece, add_dummy_prefix=False), 0),
+        ("HuggingFaceTokenizer", lambda at: write_tokenizer_json(sentencepiece(at), at) and at, 1),
         ("HuggingFaceTokenizer", lambda folder: modern(folder) or folder, 0),
         ("GPT2BPETokenizer", write_gpt2, 0),
         ("TikTokenizer", lambda folder: write_tik(folder / "x"), 0),
@@ -211,15 +201,12 @@ def test_pieces_of_a_hand_written_vocabulary() -> None:
     plain = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     whole.decoder = decoders.Sequence([decoders.ByteFallback(), *plain])
     assert bytes_of_pieces(whole, 9) == [0, 1, 4, 2, 1, 1, 0, 3, 6]
-    whole.decoder = decoders.Sequence(plain)
-    assert bytes_of_pieces(whole, 9) == [0, 1, 4, 2, 6, 6, 0, 3, 6]
-    whole.decoder = decoders.Metaspace("▁")
-    assert bytes_of_pieces(whole, 9) == [0, 1, 4, 2, 6, 6, 0, 3, 6]
-    for decoder in (decoders.WordPiece(), decoders.BPEDecoder()):
+    for decoder in (decoders.Sequence(plain), decoders.Metaspace("▁")):
         whole.decoder = decoder
-        assert bytes_of_pieces(whole, 9) is None, "it makes blanks up"
-    whole.decoder = None
-    assert bytes_of_pieces(whole, 9) is None
+        assert bytes_of_pieces(whole, 9) == [0, 1, 4, 2, 6, 6, 0, 3, 6]
+    for decoder in (decoders.WordPiece(), decoders.BPEDecoder(), None):  # they make blanks up
+        whole.decoder = decoder
+        assert bytes_of_pieces(whole, 9) is None
 
 
 def test_an_unknown_piece_and_an_ordinary_end_are_no_text(tmp_path: Path) -> None:

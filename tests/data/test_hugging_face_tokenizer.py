@@ -151,35 +151,28 @@ def test_ids_and_ends_are_transformers(make: Callable[[Path], None], tmp_path: P
 @pytest.mark.process
 def test_transformers_is_not_imported(tmp_path: Path) -> None:
     modern(tmp_path)
-    program = (
-        "import sys; from data.hugging_face_tokenizer import hugging_face_tokenizer as Tokenizer; "
-        f"Tokenizer({str(tmp_path)!r}); sys.exit('transformers' in sys.modules)"
-    )
-    python_apart(program)
+    program = "import sys; from data.hugging_face_tokenizer import hugging_face_tokenizer as read; "
+    python_apart(f"{program}read({str(tmp_path)!r}); sys.exit('transformers' in sys.modules)")
 
 
 SAYS, MAP = "tokenizer_config.json", "special_tokens_map.json"
 NEW = {"content": "<new>", "lstrip": True}
 
 
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        *((name, {"additional_special_tokens": [NEW]}) for name in (SAYS, MAP)),
-        (SAYS, {"extra_special_tokens": [NEW]}),
-        (SAYS, {"pad_token": NEW}),
-        (SAYS, {"eos_token": NEW}),
-    ],
-)
-def test_a_token_needs_no_type(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+def test_a_token_needs_no_type(tmp_path: Path) -> None:
     """Token objects of other programs have no `__type`; transformers refuses them."""
     gpt2(tmp_path)
     size = hugging_face_tokenizer(str(tmp_path)).vocab_size
-    write(tmp_path, name, fields)
-    ours = hugging_face_tokenizer(str(tmp_path))
-    assert ours.encode("  <new>") == [size]
-    assert ours.vocab_size == size + 1
-    assert ours.eod == (size if "eos_token" in fields else 0)
+    lists = ("additional_special_tokens", "extra_special_tokens")
+    for fields in (*({name: [NEW]} for name in lists), {"pad_token": NEW}, {"eos_token": NEW}):
+        for name in (SAYS, MAP):
+            gpt2(tmp_path)
+            write(tmp_path, name, fields)
+            ours = hugging_face_tokenizer(str(tmp_path))
+            assert ours.encode("  <new>") == [size]
+            assert ours.vocab_size == size + 1
+            assert ours.eod == (size if "eos_token" in fields else 0)
+            (tmp_path / name).unlink()
 
 
 EMPTY = {"model": {"type": "BPE", "vocab": {}, "merges": []}}
@@ -190,8 +183,6 @@ EMPTY = {"model": {"type": "BPE", "vocab": {}, "merges": []}}
     [
         *((name, "{", f"{name} is not valid JSON") for name in (SAYS, MAP, "config.json")),
         (SAYS, {"eos_token": 5}, "eos_token: 5 is of the wrong type"),
-        (SAYS, {"eos_token": {}}, "eos_token.content: is missing"),
-        (SAYS, {"added_tokens_decoder": {"x": {"content": ""}}}, "x: is no number"),
         (SAYS, {"added_tokens_decoder": {"-1": {"content": ""}}}, "-1: is no number"),
         (MAP, {"extra_special_tokens": [3]}, "[0]: 3 is of the wrong type"),
         ("added_tokens.json", {"<new>": "7"}, "<new>: '7' is of the wrong type"),
@@ -200,7 +191,6 @@ EMPTY = {"model": {"type": "BPE", "vocab": {}, "merges": []}}
         ("config.json", {"eos_token_id": 10**6}, "ends documents with the id 1000000"),
         ("config.json", {"eos_token_id": [0, 5]}, "which token ends a document"),
         ("config.json", {"eos_token_id": None}, "which token ends a document"),
-        ("config.json", {}, "which token ends a document"),
         ("config.json", None, "which token ends a document"),
     ],
 )
@@ -236,17 +226,12 @@ CODE = ["def main() -> None:", "  def  naïve(雪):\n\t", "quick é brown 🙂 2
 CODE += ["a", " a", "\n", "x" * 40]
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    (tmp_path / "out").mkdir()
-    return tmp_path / "out"
-
-
 @pytest.mark.parametrize("prefix", [True, False])
-def test_ids_and_texts_are_the_same(prefix: bool, out: Path) -> None:
+def test_ids_and_texts_are_the_same(prefix: bool, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    model = train_sentencepiece(out.with_name("x.model"), **LLAMA, add_dummy_prefix=prefix)
+    out = tmp_path
+    model = train_sentencepiece(out / "x.model", **LLAMA, add_dummy_prefix=prefix)
     assert write_tokenizer_json(model, out)
     own = SentencePieceTokenizer(str(model))
     file = hugging_face_tokenizer(str(out / "tokenizer.json"))
@@ -259,33 +244,32 @@ def test_ids_and_texts_are_the_same(prefix: bool, out: Path) -> None:
         assert theirs.decode(ids) == own.decode(ids) == file.decode(ids) == text
 
 
-def test_a_model_without_bytes_keeps_its_unknown_piece(out: Path) -> None:
-    model = train_sentencepiece(out.with_name("x.model"), **LLAMA | {"byte_fallback": False})
-    assert write_tokenizer_json(model, out)
+def test_a_model_without_bytes_keeps_its_unknown_piece(tmp_path: Path) -> None:
+    model = train_sentencepiece(tmp_path / "x.model", **LLAMA | {"byte_fallback": False})
+    assert write_tokenizer_json(model, tmp_path)
     ids = SentencePieceTokenizer(str(model)).encode("a 日本 b")
-    assert hugging_face_tokenizer(str(out / "tokenizer.json")).encode("a 日本 b") == ids
+    assert hugging_face_tokenizer(str(tmp_path / "tokenizer.json")).encode("a 日本 b") == ids
 
 
 OTHER_IDS = ({"normalization_rule_name": "nmt_nfkc"}, {"remove_extra_whitespaces": True})
 
 
 @pytest.mark.parametrize("options", [*OTHER_IDS, {"model_type": "unigram", "byte_fallback": True}])
-def test_what_would_have_other_ids_is_not_written(options: dict[str, Any], out: Path) -> None:
-    model = train_sentencepiece(out.with_name("x.model"), **LLAMA, **options)
-    assert not write_tokenizer_json(model, out)
+def test_what_would_have_other_ids_is_not_written(options: dict[str, Any], tmp_path: Path) -> None:
+    model = train_sentencepiece(tmp_path / "x.model", **LLAMA, **options)
+    assert not write_tokenizer_json(model, tmp_path)
     model.write_text("IQ== 0\nIg== 1\n")  # of another library
-    assert not write_tokenizer_json(model, out)
-    assert not list(out.iterdir())
+    assert not write_tokenizer_json(model, tmp_path)
+    assert list(tmp_path.iterdir()) == [model]
 
 
 def test_a_refusal_says_how_to_fetch_what_may_be_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("meta-llama/Llama-3.2-1B", "o_1/m.v2"):
-        folder = name.partition("/")[2]
-        assert f"'hf download {name} --local-dir {folder}'" in how_to_fetch(name)
-        assert how_to_fetch(Path(name)) == how_to_fetch(name)
+    name = "meta-llama/Llama_3.2-1B"
+    assert f"'hf download {name} --local-dir Llama_3.2-1B'" in how_to_fetch(name)
+    assert how_to_fetch(Path(name)) == how_to_fetch(name)
     for name in ("/o/m", "a/b/c", "../runs", "~/model", "model", "owner/", "own er/model"):
         assert how_to_fetch(name) == "", name
     (tmp_path / "runs").mkdir()

@@ -52,7 +52,7 @@ def test_whatever_byte_of_header_or_lengths_is_wrong_is_noticed(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
-def test_a_file_cut_anywhere_is_refused(tmp_path: Path, suffix: str) -> None:
+def test_a_file_cut_anywhere_or_missing_is_refused(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"x.{suffix}"
     write(tmp_path / "x", DOCUMENTS)
     content = path.read_bytes()
@@ -60,13 +60,12 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, suffix: str) -> None:
         path.write_bytes(content[:kept])
         told = refused(partial(IndexedDataset, tmp_path / "x"), path.name)
         assert f"holds {kept} bytes" in told or (suffix == "idx" and kept < HEADER.size)
+    path.unlink()
+    refused(partial(IndexedDataset, tmp_path / "x"), f"x.{suffix} is missing ... --data-path")
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "name"), [(10, "uint16"), (65499, "uint16"), (65500, "int32"), (128256, "int32")]
-)
-def test_type_follows_the_vocabulary(vocab_size: int, name: str) -> None:
-    assert dtype_for_vocab(vocab_size).name == name
+def test_type_follows_the_vocabulary() -> None:
+    assert [dtype_for_vocab(size).name for size in (65499, 65500)] == ["uint16", "int32"]
 
 
 def test_data_beyond_4_gib_is_read_where_it_lies(tmp_path: Path) -> None:
@@ -102,23 +101,17 @@ def test_an_error_while_writing_leaves_the_old_files_and_nothing_else(tmp_path: 
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_files_of_other_kinds_and_missing_ones_are_named(tmp_path: Path) -> None:
+def test_files_of_other_kinds_are_named(tmp_path: Path) -> None:
     write(tmp_path / "x", DOCUMENTS)
     refused(lambda: IndexedDataset(tmp_path / "x.bin"), "without .bin or .idx")
     with (tmp_path / "x.idx").open("ab") as stream:
         stream.write(bytes(3))
     refused(lambda: IndexedDataset(tmp_path / "x"), "multimodal")
-    for suffix in (".idx", ".bin"):
-        write(tmp_path / "x", DOCUMENTS)
-        (tmp_path / f"x{suffix}").unlink()
-        told = f"x{suffix} is missing ... --data-path"
-        refused(partial(IndexedDataset, tmp_path / "x"), told)
 
 
 # DOCUMENTS make 3 sequences and 4 document entries: lengths at 34, pointers 46, documents 70.
-@pytest.mark.parametrize(
-    ("at", "content", "told"),
-    [
+def test_a_damaged_index_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for at, content, told in (
         (0, b"\x4e", "is not a Megatron index file"),
         (9, struct.pack("<Q", 2), "has format version 2"),
         (17, b"\6", "declares floating-point numbers"),
@@ -131,20 +124,16 @@ def test_files_of_other_kinds_and_missing_ones_are_named(tmp_path: Path) -> None
             (at, struct.pack("<q", value), "contradicts itself, it is damaged")
             for at, value in ((46, 2), (54, 10_000), (54, 0), (70, 1), (78, 99), (78, -1), (94, 2))
         ),
-    ],
-)
-def test_a_damaged_index_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, content: bytes, told: str
-) -> None:
-    path = Path(f"{write(tmp_path / 'x', DOCUMENTS)}.idx")
-    whole = bytearray(path.read_bytes())
-    assert len(whole) == 102
-    whole[at : at + len(content)] = content
-    path.write_bytes(whole)
-    for entries in (1, 2, 2**20):  # also where a part of the check ends
-        monkeypatch.setattr(indexed_dataset, "_CHECKED_AT_ONCE", entries)
-        remedy = "tools/preprocess_data.py"
-        refused(partial(IndexedDataset, tmp_path / "x"), f"x.idx {told}", remedy)
+    ):
+        path = Path(f"{write(tmp_path / 'x', DOCUMENTS)}.idx")
+        whole = bytearray(path.read_bytes())
+        assert len(whole) == 102
+        whole[at : at + len(content)] = content
+        path.write_bytes(whole)
+        for entries in (1, 2, 2**20):  # also where a part of the check ends
+            monkeypatch.setattr(indexed_dataset, "_CHECKED_AT_ONCE", entries)
+            remedy = "tools/preprocess_data.py"
+            refused(partial(IndexedDataset, tmp_path / "x"), f"x.idx {told}", remedy)
 
 
 # Writing
@@ -293,7 +282,6 @@ SIZE = 2 * NUM_TOKENS
     [
         (forged(2, BLOCK_BYTES, SIZE), "has format version 2, only 1 is known ... {remedy}"),
         (forged(1, 0, SIZE), "is damaged ... {remedy}"),
-        (forged(1, 2**31, SIZE), "is damaged ... {remedy}"),
         (forged(1, 1, SIZE), "is damaged ... {remedy}"),
         (forged(1, BLOCK_BYTES, SIZE - 1), "has the checksums of ... 50,151 bytes ... {remedy}"),
         (forged(1, 1, 2**63), "of a file of 9,223,372,036,854,775,808 bytes ... {remedy}"),
@@ -312,23 +300,18 @@ def test_checksums_that_do_not_fit_or_cannot_be_read_are_not_taken_for_absent(
     refused(lambda: IndexedDataset(prefix), f"{path} ... {told.format(remedy=f'remove {path}')}")
 
 
-@pytest.mark.parametrize("suffix", ["bin", "bin.crc", "idx"])
-@pytest.mark.parametrize("kept", [0, 20])
-def test_a_file_that_shrinks_while_it_is_open_is_one_line(
-    prefix: Path, suffix: str, kept: int
-) -> None:
-    indexed, size = IndexedDataset(prefix), Path(f"{prefix}.{suffix}").stat().st_size
-    indexed.get(3)
-    os.truncate(f"{prefix}.{suffix}", kept)
-    told = f"{prefix}.{suffix} has {kept} bytes ... {size:,} ... restore it and run again"
-    refused(lambda: indexed.get(3), told)
-
-
-def test_an_index_that_changes_while_it_is_open_is_one_line(prefix: Path) -> None:
+def test_a_file_that_changes_while_it_is_open_is_one_line(prefix: Path) -> None:
     indexed = IndexedDataset(prefix)
-    index = Path(f"{prefix}.idx").read_bytes()
-    Path(f"{prefix}.idx").write_bytes(index[:40] + b"\xff" * (len(index) - 40))
-    refused(lambda: indexed.get(3), f"{prefix}.idx ... sequence 3 ... changed")
+    for suffix in ("bin", "bin.crc", "idx"):
+        path = Path(f"{prefix}.{suffix}")
+        content = path.read_bytes()
+        os.truncate(path, 20)
+        told = f"{path} has 20 bytes ... {len(content):,} ... restore it and run again"
+        refused(lambda: indexed.get(3), told)
+        path.write_bytes(content)
+        indexed.get(3)
+    path.write_bytes(content[:40] + b"\xff" * (len(content) - 40))
+    refused(lambda: indexed.get(3), f"{path} ... sequence 3 ... changed")
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
@@ -344,10 +327,9 @@ def test_an_error_of_the_disk_names_the_file(
         return pread(descriptor, length, begin)
 
     monkeypatch.setattr(os, "pread", fail)
-    with pytest.raises(OSError, match="cannot be read: Input/output error") as caught:
+    with pytest.raises(OSError, match=f"x.{suffix} cannot be read: Input/output error") as caught:
         indexed.get(0)
     assert caught.value.errno == errno.EIO
-    assert caught.value.strerror == f"{prefix}.{suffix} cannot be read: Input/output error"
 
 
 def test_no_descriptor_is_left_open(prefix: Path) -> None:

@@ -21,7 +21,7 @@ from data.config import DataConfig, DocumentRules
 from data.gpt_dataset import check_answers
 from data.loader import Datasets, MicroBatches
 from tests.data.test_indexed_dataset import flip
-from tests.data.test_loader import Numbered, batches_of
+from tests.data.test_loader import batches_of
 from tests.data.test_loader import built as of_words
 from tests.helpers.corpora import write_conversations, write_corpus
 from tests.helpers.refusals import refused
@@ -56,10 +56,6 @@ def batches(datasets: Datasets, config: dict[str, bool], **fields: object) -> Mi
 def test_a_packed_sample_weighs_answers_and_keeps_conversations_apart(tmp_path: Path) -> None:
     talks = drawn(0)
     prefix = str(write_conversations(tmp_path / "x", talks))
-    weights = {}  # of a label, by conversation and place in it
-    for number, (_, marks) in enumerate(talks):
-        for place in range(1, len(marks)):
-            weights[number, place] = float(marks[place])
     datasets = built(prefix, **APART)
     order = datasets.corpora()["train"][0].order
     row = [(n, place) for n in order.document_index for place in range(len(talks[n][0]))]
@@ -69,7 +65,8 @@ def test_a_packed_sample_weighs_answers_and_keeps_conversations_apart(tmp_path: 
         inside = row[begin : begin + SEQ + 1]
         batch = next(source)
         assert batch.tokens_BS[0].tolist() == [talks[n][0][place] for n, place in inside[:-1]]
-        wanted = [weights.get(label, 0.0) for label in inside[1:]]
+        # The first token of a conversation is no answer to the one before.
+        wanted = [float(talks[n][1][place]) if place else 0.0 for n, place in inside[1:]]
         assert batch.loss_mask_BS[0].tolist() == wanted
         assert batch.mask_sum == sum(wanted)
         begins = [0, *(at for at, (_, place) in enumerate(inside[:-1]) if at and place == 0)]
@@ -88,7 +85,6 @@ def test_with_sft_a_sample_is_one_conversation(tmp_path: Path, weighted: bool) -
     for _ in range(80):
         batch = next(source)
         ids = batch.tokens_BS[0].tolist()
-        number = next(token for token in ids if token != EOD) - 10 if set(ids) != {EOD} else None
         own = [talk for talk in talks if talk[0][:SEQ] == ids[: len(talk[0])]]
         assert own, ids
         size = min(SEQ, len(own[0][0]))
@@ -97,8 +93,8 @@ def test_with_sft_a_sample_is_one_conversation(tmp_path: Path, weighted: bool) -
         assert batch.loss_mask_BS[0].tolist() in masks
         assert ids[size:] == [ids[size - 1]] * (SEQ - size)
         assert batch.document_lengths is None
-        seen.append(number)
-    assert sorted(map(str, seen)) == sorted([*map(str, range(40))] * 2)
+        seen.append(max(ids) - 10)
+    assert sorted(seen) == sorted([*range(40)] * 2)
     cut = sum(len(ids) > SEQ for ids, _ in talks)
     assert weighted or f"40 conversations, {cut} of them cut" in datasets.describe()[0]
 
@@ -139,16 +135,14 @@ def test_a_sample_without_an_answer_weighs_nothing(tmp_path: Path) -> None:
 
 def test_data_without_an_answered_token_are_refused(tmp_path: Path) -> None:
     """An answer that begins a sample, or comes after it, is no label of it."""
-    silent = {
-        "none": ([*range(20)], [0] * 20),
-        "first": ([*range(20)], [1] + [0] * 19),
-        "behind": ([*range(20)], [0] * SEQ + [1] * (20 - SEQ)),
-    }
-    answered = ([*range(20)], [0] * (SEQ - 1) + [1] + [0] * (20 - SEQ))
+    none, first = [0] * 20, [1] + [0] * 19
+    behind, answered = [0] * SEQ + [1] * (20 - SEQ), [0] * (SEQ - 1) + [1] + [0] * (20 - SEQ)
+    talks = {"none": [none] * 4, "first": [first] * 4, "behind": [behind] * 4}
     paths = {
-        name: str(write_conversations(tmp_path / name, [talk] * 4)) for name, talk in silent.items()
+        name: str(write_conversations(tmp_path / name, [([*range(20)], marks) for marks in of_all]))
+        for name, of_all in (talks | {"last": [none] * 3 + [answered]}).items()
     }
-    last = str(write_conversations(tmp_path / "last", [silent["none"]] * 3 + [answered]))
+    last = paths.pop("last")
     sets = {"train_data_path": (last,), "valid_data_path": (last, paths["none"])}
     held_out = partial(of_words, **sets, counts=(1, 4), sft=True)
     for right in (
@@ -224,17 +218,6 @@ def test_corpora_of_conversations_are_joined_and_not_with_others(tmp_path: Path)
 END = 9
 
 
-class One(Numbered):
-    """Make one sample of the given tokens, and a last label."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        super().__init__(1)
-        self.tokens = tokens
-
-    def __getitem__(self, index: int) -> Sample:
-        return Sample(np.array([*self.tokens, 0]))
-
-
 def megatron_masks(tokens: list[int], rules: DocumentRules) -> tuple[torch.Tensor, ...]:
     """Attention mask (True: hidden), loss mask and positions of one sample."""
     with warnings.catch_warnings():
@@ -261,7 +244,7 @@ def test_one_sample(flags: tuple[bool, bool, bool], tokens: list[int]) -> None:
         eod_mask_loss=flags[0], reset_position_ids=flags[1], reset_attention_mask=flags[2]
     )
     hidden, loss_mask, positions = megatron_masks(tokens, rules)
-    mine = Fetch(One(tokens), rules, END)[range(1)]
+    mine = Fetch([Sample(np.array([*tokens, 0]))], rules, END)[range(1)]
     assert mine.loss_mask_BS[0].tolist() == loss_mask.tolist()
     if rules.reset_position_ids:
         assert mine.positions_BS[0].tolist() == positions.tolist()
@@ -288,6 +271,6 @@ def test_a_mock_sample_depends_on_seed_and_number_alone() -> None:
     assert mock()[7].text.tolist() != mock()[8].text.tolist()
     assert mock()[7].text.tolist() != mock(seed=2)[7].text.tolist()
     assert mock()[7].text.tolist() != mock(stream=1)[7].text.tolist()
-    tokens = np.stack([mock()[i].text for i in range(400)])
+    tokens = np.stack([sample.text for sample in map(mock().__getitem__, range(400))])
     assert (tokens.shape, tokens.dtype, len(mock(num_samples=3))) == ((400, 33), np.int64, 3)
     assert set(np.unique(tokens)) == set(range(VOCAB))

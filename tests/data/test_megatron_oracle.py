@@ -71,7 +71,6 @@ def megatron_splits(
 
 
 def text_of(sample: dict[str, Any]) -> list[int]:
-    """The seq_length + 1 ids of one of Megatron's samples."""
     return [*sample["tokens"].tolist(), int(sample["labels"][-1])]
 
 
@@ -94,10 +93,6 @@ def documents_of(seed: int) -> tuple[list[list[list[int]]], np.dtype[np.generic]
     return documents, np.dtype("<i4" if wide else "<u2")
 
 
-def write_ours(prefix: Path, seed: int) -> IndexedDataset:
-    return IndexedDataset(write_corpus(prefix, *documents_of(seed)))
-
-
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.slow("imports megatron-core"),
@@ -107,7 +102,7 @@ pytestmark = [
 @pytest.mark.parametrize("seed", range(3))
 def test_our_bytes_are_megatrons(tmp_path: Path, seed: int) -> None:
     documents, dtype = documents_of(seed)
-    write_ours(tmp_path / "ours", seed)
+    write_corpus(tmp_path / "ours", documents, dtype)
     *_, indexed = megatron_modules()
     builder = indexed.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype.type)
     for sequences in documents:
@@ -138,7 +133,7 @@ def test_indices_and_samples_are_megatrons(
 ) -> None:
     monkeypatch.setattr(data.sample_order, "BLOCK", (1, 3, 1000)[seed % 3])
     random = np.random.RandomState(1000 + seed)
-    ours = write_ours(tmp_path / "corpus", seed)
+    ours = IndexedDataset(write_corpus(tmp_path / "corpus", *documents_of(seed)))
     split = SPLITS[seed % len(SPLITS)]
     seq_length = int(random.choice([1, 2, 5, 16]))
     sizes = []
@@ -188,7 +183,6 @@ def write_corpora(folder: Path, seed: int) -> tuple[list[str], list[float], tupl
 
 
 def compare(sizes: Sequence[int | None], ours: dict[str, Any], **theirs: Any) -> None:
-    """Samples of all splits, and the indices of blends."""
     config = DataConfig(seq_length=8, seed=31, **ours)
     counts = dict(zip(NAMES, sizes, strict=True))
     found = build_datasets(config, SplitCounts(**counts), 500, None)
@@ -214,17 +208,12 @@ PARTS, TRAIN = "70,20,10", "1,0,0"
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_weights(tmp_path: Path, seed: int) -> None:
+def test_blends(tmp_path: Path, seed: int) -> None:
     prefixes, weights, words = write_corpora(tmp_path, seed)
+    first, every = prefixes[0], tuple(prefixes)
     sizes = (int(np.random.RandomState(seed).randint(20, 900)), 15, 7)
     ours = {"data_path": words, "split": PARTS}
     compare(sizes, ours, blend=(prefixes, weights), split=PARTS)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_other_blends(tmp_path: Path, seed: int) -> None:
-    prefixes, weights, words = write_corpora(tmp_path, seed)
-    first, every = prefixes[0], tuple(prefixes)
     # Sizes decide where there are no weights.
     compare((60, 20, 0), {"data_path": every, "split": PARTS}, blend=(prefixes, None), split=PARTS)
     # One corpus with a weight: Megatron builds 0.5% more samples, so the last epoch may differ.

@@ -58,16 +58,12 @@ def defined(
 
 
 def of_last_queries(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
-    """The same for the queries of the second block."""
     late = torch.arange(TOKENS, device=grad.device) >= CUT
     out, lse, dq, dk, dv = defined(q, k, v, grad * late[:, None, None])
     return [out[:, CUT:], lse[:, CUT:], dq[:, CUT:], dk, dv]
 
 
-def margin(dtype: torch.dtype) -> float:
-    return 3e-6 if dtype == torch.float32 else 2e-2
-
-
+MARGIN = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -77,18 +73,18 @@ def compare(run: Run, apart: bool, dtype: torch.dtype, groups: int, size: int = 
     out = run(*leaves)
     found = [out, *torch.autograd.grad(out, leaves, grad)]
     wanted, _, *grads = defined(q, k, v, grad, LENGTHS if apart else None)
-    all_near(found, [wanted, *grads], within=margin(dtype))
+    all_near(found, [wanted, *grads], within=MARGIN[dtype])
 
 
-@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["auto", "flash", "unfused", "local"])
 def test_every_kernel_of_a_cpu_computes_attention(
-    backend: AttentionBackend, dtype: torch.dtype, groups: int, *, apart: bool
+    backend: AttentionBackend, dtype: torch.dtype, groups: int
 ) -> None:
-    documents = documents_of(LENGTHS, 3, CPU) if apart else None
-    compare(lambda *qkv: attend(qkv, backend, documents), apart, dtype, groups)
+    for documents in (None, documents_of(LENGTHS, 3, CPU)):
+        attended = partial(attend, backend=backend, documents=documents)
+        compare(lambda *qkv, own=attended: own(qkv), bool(documents), dtype, groups)
 
 
 def test_bounds_are_for_gpus_with_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +215,7 @@ def test_parts_by_the_kernels_of_a_hopper_are_attention(
     q, k, v, grad = inputs(groups, dtype)
     with hopper(tile) as used:
         found, grads = two_blocks(q, k, v, grad)
-    all_near([*found, *grads], of_last_queries(q, k, v, grad), within=margin(dtype))
+    all_near([*found, *grads], of_last_queries(q, k, v, grad), within=MARGIN[dtype])
     rectangle = CUDNN if tile == 1 else FLASH
     assert used == [rectangle, CUDNN, rectangle, CUDNN]
 
@@ -299,34 +295,32 @@ def two_blocks(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Partial, 
     return total, [dq[own], dk, dv]
 
 
-@pytest.mark.parametrize("device", [CPU, GPU])
+# FlashAttention of a GPU is for 16 bits.
+PLACES = [(CPU, torch.float32), (CPU, torch.bfloat16)]
+PLACES += [pytest.param(torch.device("cuda"), torch.bfloat16, marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize(("device", "dtype"), [*PLACES, (CPU, torch.float16)])
 @pytest.mark.parametrize("groups", [4, 2, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_merged_blocks_are_attention(dtype: torch.dtype, groups: int, device: torch.device) -> None:
-    if device.type == "cuda" and dtype == torch.float32:
-        pytest.skip("FlashAttention is for 16 bits")
     q, k, v, grad = inputs(groups, dtype, device)
     found, grads = two_blocks(q, k, v, grad)
-    all_near([*found, *grads], of_last_queries(q, k, v, grad), within=margin(dtype))
+    all_near([*found, *grads], of_last_queries(q, k, v, grad), within=MARGIN[dtype])
     assert found.lse_BSN.dtype == torch.float32
 
 
-@pytest.mark.parametrize("device", [CPU, GPU])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
 @pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_squares_keep_documents_apart(
     dtype: torch.dtype, groups: int, lengths: tuple[int, ...] | None, device: torch.device
 ) -> None:
-    if device.type == "cuda" and dtype == torch.float32:
-        pytest.skip("FlashAttention is for 16 bits")
     q, k, v, grad = inputs(groups, dtype, device)
-    documents = documents_of(lengths, SAMPLES, device)
-    attention = CausalAttention(documents)
+    attention = CausalAttention(documents_of(lengths, SAMPLES, device))
     whole = attention.attend((q, k, v))
     grads = attention.grads(grad, (q, k, v), whole)
     wanted = defined(q, k, v, grad, lengths)
-    all_near([*whole, *grads], wanted, within=margin(dtype))
+    all_near([*whole, *grads], wanted, within=MARGIN[dtype])
 
 
 def test_scores_far_apart_merge() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -98,9 +99,8 @@ def test_causal_attention_counts_half() -> None:
     assert causal == 6 * (6_738_415_616 - 65 * 4096 - 32000 * 4096) + 6 * 32 * 4096 * 2048
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "others"),
-    [
+def test_a_mistake_names_its_flag_and_what_it_contradicts() -> None:
+    for name, value, others in (
         *((name, 0, "") for name in ("num_layers", "ffn_hidden_size", "num_attention_heads")),
         *((name, 0, "") for name in ("num_query_groups", "kv_channels", "vocab_size")),
         ("max_position_embeddings", 0, ""),
@@ -128,16 +128,12 @@ def test_causal_attention_counts_half() -> None:
         ("num_query_groups", 3, "--num-attention-heads"),
         ("kv_channels", 5, "--hidden-size --num-attention-heads"),
         ("rope_scaling_high_freq_factor", 1.0, "--rope-scaling-low-freq-factor"),
-    ],
-)
-def test_a_mistake_names_its_flag_and_what_it_contradicts(
-    name: str, value: float, others: str
-) -> None:
-    flag = f"--{name.replace('_', '-')}"
-    told = others.split() or [f"{flag} {value}"]
-    stretched = {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0}
-    changed: dict[str, Any] = stretched | {name: value}
-    refused(lambda: replace(SMALL, **changed), flag, *told)
+    ):
+        flag = f"--{name.replace('_', '-')}"
+        told = others.split() or [f"{flag} {value}"]
+        stretched = {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0}
+        changed: dict[str, Any] = stretched | {name: value}
+        refused(partial(replace, SMALL, **changed), flag, *told)
 
 
 PAIRS = RecomputeConfig(granularity="full", num_layers=2)
@@ -172,15 +168,10 @@ def names(text: str, config: LlamaConfig = CONFIG) -> frozenset[str]:
     return Trainable.of_flag(text).names(config)
 
 
-@pytest.mark.parametrize(
-    ("share", "first"), [("0.0625", 4), ("0.2", 4), ("0.5", 3), ("0.6", 2), ("1", 0)]
-)
-def test_the_last_blocks_train_and_the_head_does_not(share: str, first: int) -> None:
-    wanted = {n for n in NAMES for layer in range(first, 5) if n.startswith(f"blocks.{layer}.")}
-    assert names(f"last-blocks:{share}") == wanted
-
-
-def test_patterns_match_whole_names() -> None:
+def test_the_last_blocks_train_and_the_head_does_not_and_patterns_match_whole_names() -> None:
+    for share, first in (("0.0625", 4), ("0.2", 4), ("0.5", 3), ("0.6", 2), ("1", 0)):
+        wanted = {n for n in NAMES for layer in range(first, 5) if n.startswith(f"blocks.{layer}.")}
+        assert names(f"last-blocks:{share}") == wanted
     assert names("all") == names("names:*") == NAMES
     assert names("names:head.*") == {"head.norm", "head.weight"}
     assert names("names:blocks.[13].wq,head.norm") == {"blocks.1.wq", "blocks.3.wq", "head.norm"}
@@ -188,20 +179,13 @@ def test_patterns_match_whole_names() -> None:
         assert str(Trainable.of_flag(text)) == text
 
 
-OTHERS = ("full", "last-blocks", "last-blocks:x", "names", "names:", "names:a,,b", "all:1", "")
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        *((text, "is none of all, last-blocks:SHARE, names:PATTERN") for text in OTHERS),
-        ("adapters:0.1", "'adapters:0.1' is none of"),
-        *((f"last-blocks:{x}", "above 0 and at most 1") for x in ("0", "-1", "1.01", "nan", "inf")),
-        ("names:head.norm,wq", "matches 'wq'; ... blocks.*.wq,"),
-    ],
-)
-def test_other_words_are_refused(text: str, told: str) -> None:
-    refused(lambda: names(text), told)
+def test_other_words_are_refused() -> None:
+    for text in ("full", "last-blocks", "last-blocks:x", "names", "names:", "names:a,,b", "all:1"):
+        told = f"'{text}' is none of all, last-blocks:SHARE, names:PATTERN"
+        refused(partial(names, text), told)
+    for share in ("0", "-1", "1.01", "nan", "inf"):
+        refused(partial(names, f"last-blocks:{share}"), "above 0 and at most 1")
+    refused(lambda: names("names:head.norm,wq"), "matches 'wq'; ... blocks.*.wq,")
     tied = replace(CONFIG, tie_embeddings_and_output_weights=True)
     refused(lambda: names("names:head.weight", tied), "no parameter matches 'head.weight'")
 
@@ -217,12 +201,12 @@ def test_a_models_adapters_train() -> None:
 SEVERAL_BLOCKS = ParameterInit(name="blocks.0.wq", numel=2 * BLOCK + 1001, std=0.02)
 
 
-@pytest.mark.parametrize("num_threads", [1, 4])
-def test_pieces_by_any_number_of_threads_are_those_of_the_whole(num_threads: int) -> None:
+def test_pieces_by_any_number_of_threads_are_those_of_the_whole() -> None:
     numel = SEVERAL_BLOCKS.numel
     whole = initial_values(SEVERAL_BLOCKS, 1, 0, numel)
     several = [7, 8, BLOCK // 2, 2 * BLOCK, 2 * BLOCK + 1000]
-    for cuts in ([1], [BLOCK], [BLOCK - 1, BLOCK + 1], several, [0, 5, 5]):  # empty pieces too
+    every = ([1], [BLOCK], [BLOCK - 1, BLOCK + 1], several, [0, 5, 5])  # empty pieces too
+    for num_threads, cuts in product((1, 4), every):
         pieces = [
             initial_values(SEVERAL_BLOCKS, 1, low, high, num_threads=num_threads)
             for low, high in pairwise([0, *cuts, numel])
@@ -230,7 +214,7 @@ def test_pieces_by_any_number_of_threads_are_those_of_the_whole(num_threads: int
         assert torch.equal(torch.cat(pieces), whole), cuts
 
 
-def test_the_rule_of_seeds_stays() -> None:
+def test_the_rule_of_seeds_stays_and_every_parameter_seed_and_place_has_its_own_values() -> None:
     """A change of the rule changes the loss curve of every --seed."""
     spec = ParameterInit(name="blocks.3.w_up", numel=BLOCK + 20, std=1.0)
     first, last = initial_values(spec, 1234, 0, 3), initial_values(spec, 1234, BLOCK, BLOCK + 3)
@@ -238,9 +222,6 @@ def test_the_rule_of_seeds_stays() -> None:
     wanted_last = torch.tensor([0.5105639, -0.9103844, -0.3114735])
     torch.testing.assert_close(first, wanted_first, rtol=0, atol=1e-6)
     torch.testing.assert_close(last, wanted_last, rtol=0, atol=1e-6)
-
-
-def test_every_parameter_seed_and_place_has_its_own_values() -> None:
     ours = initial_values(SEVERAL_BLOCKS, 1, 0, 100)
     other = replace(SEVERAL_BLOCKS, name="blocks.0.wk")
     for spec, seed, at in ((other, 1, 0), (SEVERAL_BLOCKS, 2, 0), (SEVERAL_BLOCKS, 1, BLOCK)):
@@ -291,14 +272,11 @@ def test_factors_are_those_of_weights(plain: LlamaConfig) -> None:
         assert_near(model(tokens_BS), wanted(tokens_BS), 1e-5)
 
 
-def test_at_the_base_it_is_no_other_model() -> None:
+def test_matrices_of_blocks_begin_smaller_unless_at_the_base() -> None:
     config = replace(MHA, use_mup=True, mup_base_head_dim=MHA.kv_channels)
     assert (width_of(config), embedding_scale(config), logit_scale(config)) == (1.0, 1.0, 1.0)
     assert config.rotary_scale == 1.0
     assert parameter_initializers(config) == parameter_initializers(MHA)
-
-
-def test_matrices_of_blocks_begin_smaller() -> None:
     config = replace(MHA, use_mup=True, mup_base_hidden_size=16)  # of 64, with 3 blocks
     std, found = config.init_method_std, parameter_initializers(config)
     assert logit_scale(config) == 0.25
@@ -335,12 +313,9 @@ def sizes_after_training(width: int, more: str) -> list[float]:
 
 
 @pytest.mark.slow("trains models of widths up to 512")
-@pytest.mark.parametrize(
-    ("width", "more", "least", "most"), [(512, MUP, 0.6, 1.5), (512, "", 2.0, math.inf)]
-)
-def test_activations_after_training_are_those_of_the_base_with_mup_alone(
-    width: int, more: str, least: float, most: float
-) -> None:
-    base, found = sizes_after_training(64, MUP), sizes_after_training(width, more)
-    ratios = [size / wanted for size, wanted in zip(found, base, strict=True)]
-    assert all(least < ratio < most for ratio in ratios), ratios
+def test_activations_after_training_are_those_of_the_base_with_mup_alone() -> None:
+    base = sizes_after_training(64, MUP)
+    for more, least, most in ((MUP, 0.6, 1.5), ("", 2.0, math.inf)):
+        sizes = sizes_after_training(512, more)
+        ratios = [size / wanted for size, wanted in zip(sizes, base, strict=True)]
+        assert all(least < ratio < most for ratio in ratios), ratios

@@ -49,7 +49,6 @@ def assert_close(found: Tensor, wanted: Tensor) -> None:
 
 
 def compare(run: Callable[..., Tensor], leaves: list[Tensor]) -> None:
-    """Values, and the gradients of the leaves that need one."""
     found = []
     for fused in (False, True):
         own = [each.detach().clone().requires_grad_(each.requires_grad) for each in leaves]
@@ -88,19 +87,12 @@ def test_rotary_embedding(dtype: torch.dtype, num_heads: int) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(
-    ("num_rows", "passes_x", "for_cast"),
-    [(1, False, False), (7, True, False), (20, False, True), (20, True, True)],
-)
+@pytest.mark.parametrize("case", [(1, False, False), (7, True, False), (20, True, True)])
 def test_norms(
-    dtype: torch.dtype,
-    num_rows: int,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    passes_x: bool,
-    for_cast: bool,
+    dtype: torch.dtype, case: tuple[int, bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the gradient of a residual is added to that of the norm."""
+    num_rows, passes_x, for_cast = case
     monkeypatch.setattr("model.kernels._NORM_PROGRAMS", 8)  # which sum 20 rows, or one each
 
     def run(x: Tensor, scale: Tensor, fused: bool) -> Tensor:
@@ -126,7 +118,7 @@ def test_a_residuals_gradient_is_added_with_the_bits_of_a_sum() -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("vocab_size", [5, 8192, 9001])
+@pytest.mark.parametrize("vocab_size", [5, 9001])
 def test_losses(dtype: torch.dtype, vocab_size: int) -> None:
     labels = torch.tensor([[0, vocab_size - 1, 3], [1, 2, 4]])
     weights = torch.tensor([[0.5, 1.0, 0.0], [2.0, 0.25, 1.0]])
@@ -159,7 +151,6 @@ def test_logits_that_are_not_finite_make_the_loss_so() -> None:
 
 
 def of_model(config: LlamaConfig, **documents: Any) -> list[Tensor]:
-    """The loss of a model and all gradients."""
     llama = Llama(config)
     with torch.no_grad():
         for seed, parameter in enumerate(llama.parameters()):
@@ -171,12 +162,10 @@ def of_model(config: LlamaConfig, **documents: Any) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_model_has_the_same_gradients(tied: bool) -> None:
-    """With documents apart in the one whose weights are tied."""
+def test_a_model_with_tied_weights_and_documents_apart_has_the_same_gradients() -> None:
     cut = {"positions_BS": torch.arange(7).repeat(2, 1) % 4, "document_lengths": (4, 3, 4, 3)}
     plain, fused = (
-        of_model(replace(config, tie_embeddings_and_output_weights=tied), **(cut if tied else {}))
+        of_model(replace(config, tie_embeddings_and_output_weights=True), **cut)
         for config in (CONFIG, FUSED)
     )
     for found, wanted in zip(fused, plain, strict=True):
@@ -190,7 +179,6 @@ def test_a_cpu_has_no_choice() -> None:
 def usable(
     config: LlamaConfig = CONFIG, fusions: Fusions = ALL, dtype: torch.dtype = torch.float32
 ) -> tuple[LlamaConfig, str]:
-    """What runs, and the line that says so."""
     usable_kernels.cache_clear()
     found = usable_kernels(config, fusions, dtype, CPU)
     usable_kernels.cache_clear()
@@ -270,24 +258,23 @@ def run_on_gpu() -> None:
                 assert found.config.fuses_fp8_casts, found.line
 
 
-def train_both(runs: list[str], group_size: int) -> list[tuple[Trained, Trained]]:
-    """Each run without and with the kernels."""
+def train_both(runs: list[str]) -> list[tuple[Trained, Trained]]:
     found = []
     for flags in runs:
-        plain = train(flags, group_size=group_size)
+        plain = train(flags)
         with interpreter():
-            found.append((plain, train(flags, group_size=group_size)))
+            found.append((plain, train(flags)))
     return found
 
 
 @pytest.mark.ranks
 def test_strategies_train_to_the_same_losses() -> None:
     skip_on_gpus()
-    flags = f"{TINY} --num-layers 1 --train-iters 1 --micro-batch-size 1 --global-batch-size 2"
+    flags = f"{TINY} --num-layers 1 --train-iters 1 --global-batch-size 2 --paro-group-size 2"
     rotated = "--paro-strategy IIG --paro-materialize rotate"
     full = "--paro-strategy GGG --recompute-granularity full"
     runs = [f"{flags} {more}" for more in (full, rotated)]
-    for plain, fused in run_ranks(train_both, 2, runs, 2)[0]:
+    for plain, fused in run_ranks(train_both, 2, runs)[0]:
         pairs = zip(plain.steps, fused.steps, strict=True)
         assert all(a.loss == pytest.approx(b.loss, rel=1e-5) for a, b in pairs)
         for name, values in plain.parameters.items():

@@ -65,18 +65,22 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
     return tokens, labels, weights * (torch.rand(B, S, generator=generator) > 0.2)
 
 
+def taken_gradients(model: Llama) -> dict[str, Tensor]:
+    """All gradients, which the model no longer has."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name], parameter.grad = parameter.grad, None
+    return found
+
+
 def train_once(model: Llama) -> tuple[Tensor, dict[str, Tensor]]:
     loss = model(*batch())
     loss.backward()
-    gradients: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        gradients[name] = parameter.grad
-    return loss.detach(), gradients
+    return loss.detach(), taken_gradients(model)
 
 
 def transformers_model(model: Llama) -> Any:
-    """transformers' model with the same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = AutoConfig.for_model(**hugging_face_config(model.config))
@@ -91,7 +95,6 @@ def transformers_model(model: Llama) -> Any:
 
 
 def assert_trains_alike(model: Llama, reference: Llama) -> None:
-    """The loss and all gradients are near those of the reference."""
     wanted_loss, wanted = train_once(reference)
     loss, gradients = train_once(model)
     assert_near(loss, wanted_loss, "loss")
@@ -251,21 +254,6 @@ def positions() -> Tensor:
     return torch.cat([torch.arange(length) for length in LENGTHS]).view(SAMPLES, TOKENS)
 
 
-def gradients(model: Llama) -> dict[str, Tensor]:
-    found = {}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        found[name], parameter.grad = parameter.grad, None
-    return found
-
-
-def one_by_one(model: Llama) -> Tensor:
-    """The loss of every document in a separate pass."""
-    parts = [part.reshape(-1).split(LENGTHS) for part in draw()]
-    losses = [model(*(part[None] for part in document)) for document in zip(*parts, strict=True)]
-    return torch.stack(losses).sum()
-
-
 @pytest.mark.parametrize(
     ("name", "variant"),
     [
@@ -276,32 +264,27 @@ def one_by_one(model: Llama) -> Tensor:
 )
 def test_documents_apart_are_documents_alone(name: str, variant: str) -> None:
     model = recomputing(variant, CONFIGS[name])
-    alone = one_by_one(model)
+    parts = [part.reshape(-1).split(LENGTHS) for part in draw()]
+    losses = [model(*(part[None] for part in document)) for document in zip(*parts, strict=True)]
+    alone = torch.stack(losses).sum()
     alone.backward()
-    expected = gradients(model)
+    expected = taken_gradients(model)
     packed = model(*draw(), positions_BS=positions(), document_lengths=LENGTHS)
     packed.backward()
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=0.0)
-    for parameter, gradient in gradients(model).items():
+    for parameter, gradient in taken_gradients(model).items():
         torch.testing.assert_close(gradient, expected[parameter], rtol=1e-4, atol=1e-5)
 
 
-def test_attention_alone_is_reset() -> None:
-    """Positions continue if only the attention mask is reset."""
+def test_attention_alone_and_positions_alone_are_reset() -> None:
+    """Positions continue, or every document still attends to earlier ones in its sample."""
     model = build(CONFIGS["gqa of 2"])
     ours = model(*draw(), document_lengths=LENGTHS)
     model.core = lambda qkv, *_: attention_by_definition(*qkv, LENGTHS)[0].float()
     torch.testing.assert_close(ours, model(*draw()), rtol=1e-5, atol=0.0)
-
-
-def test_positions_alone_are_reset() -> None:
-    """Every document still attends to earlier ones in its sample."""
     model = build(CONFIGS["mha"])
-    tokens, labels, weights = draw()
-    plain = model(tokens, labels, weights)
-    reset = model(tokens, labels, weights, positions_BS=positions())
-    counting = torch.arange(TOKENS).expand(SAMPLES, TOKENS)
-    counted = model(tokens, labels, weights, positions_BS=counting)
+    plain, reset = model(*draw()), model(*draw(), positions_BS=positions())
+    counted = model(*draw(), positions_BS=torch.arange(TOKENS).expand(SAMPLES, TOKENS))
     torch.testing.assert_close(counted, plain, rtol=1e-6, atol=0.0)
     assert not torch.isclose(reset, plain, rtol=1e-3)
 
