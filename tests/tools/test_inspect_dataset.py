@@ -45,13 +45,11 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def dumped(path: Path, *flags: object) -> list[dict[str, list[int]]]:
-    """The samples that the tool writes."""
     printed(main, "--dump-samples", path, *flags)
     return read_lines(path)
 
 
 def line_with(text: str, *words: object) -> str:
-    """The one line with this text of what the tool prints."""
     (line,) = (line for line in printed(main, *words).splitlines() if text in line)
     return line
 
@@ -61,14 +59,15 @@ def test_counts_lengths_and_texts(tmp_path: Path) -> None:
     picture = tmp_path / "pictures" / "lengths.png"
     flags = ["--data-path", "0.5", prefix, "--documents", 9, "--histogram", picture]
     out = printed(main, *flags, *NULL)
-    assert f"{prefix}: 4 documents, 4 sequences, 107 tokens as uint16 (0.0 MB)" in out
-    assert "documents without a token: 1" in out
-    assert "token ids: 1 to 1000" in out
-    assert "least 0, 25% 2, median 4, 75% 28, 99% 97, most 100, mean 26.8" in out
-    assert "end with the end-of-document token: 1 of 3" in out
-    assert f"document 0: '1 2 3 {EOD}'" in out
-    assert "document 1: ''" in out
-    assert "document 2: '4 5 6'" in out
+    for told in (
+        f"{prefix}: 4 documents, 4 sequences, 107 tokens as uint16 (0.0 MB)",
+        "documents without a token: 1",
+        "token ids: 1 to 1000",
+        "least 0, 25% 2, median 4, 75% 28, 99% 97, most 100, mean 26.8",
+        "end with the end-of-document token: 1 of 3",
+        *(f"document 0: '1 2 3 {EOD}'", "document 1: ''", "document 2: '4 5 6'"),
+    ):
+        assert told in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -78,12 +77,11 @@ def test_every_block_is_checked_and_checksums_are_written_where_there_are_none(
     told = partial(line_with, "checksums", "--data-path", corpus)
     path = Path(f"{corpus}.bin.crc")
     written = path.read_bytes()
-    assert told("--write-checksums") == f"  checksums: all blocks of .bin agree with {path}"
+    assert f"all blocks of .bin agree with {path}" in told("--write-checksums")
     path.unlink()
-    none = f"  checksums: none, so damage of .bin is not noticed; --write-checksums writes {path}"
-    assert told() == none
+    assert f"none, so damage of .bin is not noticed; --write-checksums writes {path}" in told()
     assert not path.exists()
-    assert told("--write-checksums") == f"  checksums: written to {path}, of .bin as it is now"
+    assert f"written to {path}" in told("--write-checksums")
     assert path.read_bytes() == written
     content = bytearray(Path(f"{corpus}.bin").read_bytes())
     content[-1] ^= 128
@@ -147,8 +145,7 @@ TRAINING = [
 ]
 
 
-@pytest.mark.parametrize("split", ["100,0,0", "70,20,10"])
-@pytest.mark.parametrize("samples", [8, 304])
+@pytest.mark.parametrize(("split", "samples"), [("100,0,0", 304), ("70,20,10", 8)])
 def test_dumped_samples_are_those_of_a_training(
     corpus: Path, tmp_path: Path, split: str, samples: int
 ) -> None:
@@ -158,9 +155,8 @@ def test_dumped_samples_are_those_of_a_training(
     lines = dumped(tmp_path / "sub" / "samples.jsonl", *flags)
     assert all(list(line) == ["tokens"] for line in lines)
     config = configured([*flags, *TRAINING], World(size=4, ranks_per_node=4))
-    datasets = build_data(config)
     place = {"micro_batch_size": 2, "data_parallel_size": 4}
-    fetch = Fetch(datasets.train)
+    fetch = Fetch(build_data(config).train)
     ranks = [MicroBatches(fetch, data_parallel_rank=rank, **place) for rank in range(4)]
     rounds = ((next(rank) for rank in ranks) for _ in range(samples // 8))
     seen = [row for batches in rounds for batch in batches for row in batch.tokens_BS.tolist()]
@@ -168,28 +164,20 @@ def test_dumped_samples_are_those_of_a_training(
     assert len(seen) == samples
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--load {none} --ckpt-step 3",
-        "--load {none} --exit-on-missing-checkpoint",
-        "--load {none} --use-checkpoint-args",
-        "--load {none} --use-checkpoint-opt_param-scheduler",
-        "--save {none} --log-progress",
-        "--save {none} --start-over",
-        "--save {none} --profile --use-pytorch-profiler",
-        "--save {none} --paro-strategy IIG --paro-group-size 4",
-        "--paro-strategy IIG --paro-materialize rotate --paro-rotate-in-place",
-    ],
-)
-def test_the_command_of_a_training_can_be_taken_as_it_is(
-    corpus: Path, tmp_path: Path, words: str
-) -> None:
+def test_the_command_of_a_training_can_be_taken_as_it_is(corpus: Path, tmp_path: Path) -> None:
     """What samples do not depend on is not looked at, nor made."""
     flags = ["--data-path", corpus, "--seq-length", 16, *NULL, *TRAINING, "--train-iters", 3]
-    more = words.format(none=tmp_path / "none").split()
-    assert len(dumped(tmp_path / "samples.jsonl", *flags, *more)) == 24
-    assert not (tmp_path / "none").exists()
+    for words in (
+        "--load {none} --ckpt-step 3",
+        "--load {none} --use-checkpoint-args --use-checkpoint-opt_param-scheduler",
+        "--load {none} --exit-on-missing-checkpoint",
+        "--save {none} --log-progress --start-over --profile --use-pytorch-profiler",
+        "--save {none} --paro-strategy IIG --paro-group-size 4",
+        "--paro-strategy IIG --paro-materialize rotate --paro-rotate-in-place",
+    ):
+        more = words.format(none=tmp_path / "none").split()
+        assert len(dumped(tmp_path / "samples.jsonl", *flags, *more)) == 24
+        assert not (tmp_path / "none").exists()
 
 
 def test_the_samples_of_an_iteration_have_numbers_and_text(corpus: Path, tmp_path: Path) -> None:
@@ -286,7 +274,6 @@ def test_a_damaged_part_is_refused_and_a_part_without_checksums_gets_them(tmp_pa
 
 
 def made(prefix: Path, digest: str, token_bytes: str | None = None) -> None:
-    """A corpus made with the tokenizer of this digest."""
     named = {"tokenizer_type": "Llama2Tokenizer", "file": f"{digest}.model", "vocab_size": 2}
     made_with = Fingerprint(**named, digest=digest, token_bytes=token_bytes)
     write_corpus(prefix, [[[1]]], made_with=made_with)

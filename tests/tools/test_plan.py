@@ -32,11 +32,14 @@ CASE = (
     "--paro-group-size 8 --micro-batch-size 2 --global-batch-size 64 --seq-length 512 --bf16 "
     "--device-memory-gb 14"
 )
+MEASURED = (
+    "--paro-machine examples/measured/steps-100mbit/steps-per-rank-deep-1.json --num-layers 2 "
+    "--hidden-size 64 --num-attention-heads 4 --vocab-size 64 --seq-length 32 --world-size 8"
+)
 
 
 def planned(flags: str) -> dict[str, Any]:
-    fields: dict[str, Any] = measured(main, *flags.split())[1]
-    return fields
+    return measured(main, *flags.split())[1]
 
 
 @pytest.mark.slow("plans every strategy")
@@ -96,11 +99,8 @@ def test_letters_that_mean_the_same_are_one_row() -> None:
 
 
 def test_what_was_measured_is_planned_for_the_ranks_it_was_measured_on(tmp_path: Path) -> None:
-    machine = "--paro-machine examples/measured/steps-100mbit/steps-per-rank-deep-1.json"
-    model = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 172 --num-attention-heads 4"
-    flags = f"{machine} {model} --vocab-size 64 --seq-length 32 --world-size 8"
-    flags += f" --micro-batch-size 1 --global-batch-size 8 --scaling {tmp_path / 'curve.png'}"
-    fields = planned(f"{CASE.replace('--paro-group-size 8 ', '')} {flags}")
+    flags = f"{MEASURED} --micro-batch-size 1 --global-batch-size 8 --bf16 --device-memory-gb 14"
+    fields = planned(f"{flags} --scaling {tmp_path / 'curve.png'}")
     assert [ranks for ranks, _ in fields["scaling"]["best that fits"]] == [8]
 
 
@@ -194,12 +194,11 @@ def test_memory_beats_disk_where_a_node_may_be_lost() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        plan_request(memory_bytes=10**8),
-        plan_request(machine=machine(intra=30, inter=25), micro_batch_size=1),
+        plan_request(memory_bytes=10**8),  # nothing fits
+        plan_request(machine=machine(intra=30, inter=25), micro_batch_size=1),  # close together
         plan_request(),
         plan_request(machine=machine(world_size=8), global_batch_size=48),
     ],
-    ids=["nothing fits", "close together", "fast", "one node"],
 )
 def test_labels_cover_neither_each_other_nor_points(
     case: PlanRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -71,7 +71,12 @@ def test_a_sample_is_spread_over_the_text(tmp_path: Path) -> None:
     assert len(whole) == 1000
 
 
-def test_a_sample_of_compressed_text_stays_small(tmp_path: Path) -> None:
+def test_a_sample_of_compressed_text_stays_small_and_an_empty_one_is_refused(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.txt").touch()
+    flags = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "x")]
+    refused(lambda: main(flags), "holds no text")
     path = tmp_path / "a.jsonl.gz"
     line = json.dumps({"text": "x" * 1000}) + "\n"
     path.write_bytes(gzip.compress(line.encode() * 3000))
@@ -80,31 +85,22 @@ def test_a_sample_of_compressed_text_stays_small(tmp_path: Path) -> None:
     assert 50_000 < sum(map(len, chunks)) < 400_000
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_mistakes_are_one_line_and_leave_nothing(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for flags, message in (
         (["--vocab-size", "100"], "--vocab-size 100 does not work with this text"),
         (["--vocab-size", str(10**12)], "--vocab-size 1000000000000 must be at least 1 and below"),
         (["--sample-bytes", "0"], "--sample-bytes 0 must be at least 1"),
         (["--json-key", "body"], "line 1 has no key 'body'; its keys are: text (--json-key says"),
         (["--character-coverage", "2"], "--character-coverage 2.0 must be in (0, 1]"),
         (["--input", "none.txt"], "--input none.txt is missing"),
-    ],
-)
-def test_mistakes_are_one_line_and_leave_nothing(
-    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: list[str], message: str
-) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
-        main(["--input", str(corpus), "--output-prefix", str(tmp_path / "x"), *flags])
-    lines = capfd.readouterr().err.splitlines()
-    assert not [line for line in lines if not re.match("Processed|training", line)]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("")
-    flags = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "x")]
-    refused(lambda: main(flags), "holds no text")
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            main(["--input", str(corpus), "--output-prefix", str(tmp_path / "x"), *flags])
+        lines = capfd.readouterr().err.splitlines()
+        assert not [line for line in lines if not re.match("Processed|training", line)]
+        assert list(tmp_path.iterdir()) == []
 
 
 def gather(path: Path, *flags: str) -> list[str]:
@@ -133,9 +129,8 @@ def test_the_order_is_shuffled_and_reproducible(
 
 def test_tests_packages_and_machine_specific_files_are_left_out(tmp_path: Path) -> None:
     wanted = ["a.py", "json/b.py", "testing.py"]
-    left_out = ["test/c.py", "json/tests/d.py", "site-packages/e.py", "_sysconfigdata__linux_.py",
-                "config-3.11-x/f.py", "notes.txt"]  # fmt: skip
-    for name in wanted + left_out:
+    left_out = "test/c.py json/tests/d.py site-packages/e.py _sysconfigdata__linux_.py notes.txt"
+    for name in (*wanted, *left_out.split(), "config-3.11-x/f.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x = 1\n")
     assert list(gather_text.python_sources(tmp_path)) == [tmp_path / name for name in wanted]
@@ -151,7 +146,6 @@ def flags(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def saved(tmp_path: Path, flags: list[str]) -> Path:
-    """A checkpoint as the trainer writes it, of the untrained model."""
     config, training = trained(tmp_path / "saved", *flags, "--padded-vocab-size", "310")
     assert (config.vocab_size, config.eod, config.model.vocab_size) == (301, 300, 310)
     save_run(config, training)

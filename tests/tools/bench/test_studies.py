@@ -7,7 +7,6 @@ import json
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from itertools import product
 from operator import attrgetter
@@ -20,7 +19,7 @@ from paro.arguments.parser import parse_args
 from paro.errors import RunError
 from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import measured, refused
 from tests.helpers.scripts import run_script
 from tests.helpers.training import TINY
 from tools.bench import (
@@ -35,7 +34,6 @@ from tools.bench.fixed_runs import FIELDS, differences
 from tools.bench.megatron_flags import command_line, degree_of, rule_lines
 from tools.bench.mutation.mutants import apply, mutants_of
 from tools.bench.planning.comparison import Comparison
-from tools.bench.planning.steps_page import Chapter
 from tools.bench.recovery import cases
 from tools.bench.recovery.cases import Case
 from tools.bench.recovery.gated import POINTS
@@ -97,10 +95,7 @@ def test_failures_are_recovered_from(tmp_path: Path, monkeypatch: pytest.MonkeyP
     case = Case(name="small", nodes=2, ranks_per_node=2, strategy="III", kinds=kinds)
     monkeypatch.setattr(cases, "MODEL", SMALL)
     monkeypatch.setattr(study_recovery, "CASES", (case,))
-    out = tmp_path / "study.json"
-    words = ["--json", str(out), "--folder", str(tmp_path / "runs")]
-    study_recovery.main(words)
-    found = json.loads(out.read_text())
+    _, found = measured(study_recovery.main, "--folder", tmp_path / "runs")
     assert len(found["failures"]) == 5
     assert all(failure["recovered"] for failure in found["failures"])
     assert max(failure["computed_again"] for failure in found["failures"]) <= 1
@@ -117,10 +112,7 @@ def test_a_store_that_is_far_away_is_read_and_written(
     model = f"{SMALL} --global-batch-size 1 --split 1,0,0".replace("--mock-data ", "")
     monkeypatch.setattr(study_store, "MODEL", model)
     monkeypatch.setattr(study_store, "CORPUS_TOKENS", 2**16)
-    out = tmp_path / "study.json"
-    words = ["--folder", str(tmp_path / "runs"), "--json", str(out), "--rounds", "1"]
-    study_store.main(words)
-    found = json.loads(out.read_text())
+    _, found = measured(study_store.main, "--folder", tmp_path / "runs", "--rounds", 1)
     assert all(found[name] > 0 for name in study_store.GOALS)
     (only,) = found["rounds"]
     assert len(only["ms"]["during_saves"]) == len(only["ms"]["idle"]) > 0
@@ -141,10 +133,8 @@ def test_outer_steps_are_timed_beside_synchronous_ones(
     shape = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32"
     shape += " --vocab-size 128 --seq-length 16 --make-vocab-size-divisible-by 1 --bf16"
     monkeypatch.setattr(bench_outer, "MODEL", shape)
-    out = tmp_path / "figures.json"
-    words = ["--folder", str(tmp_path / "runs"), "--json", str(out), "--rounds", "1"]
-    bench_outer.main([*words, "--inter", "100mbit", "--micro-batches", "1"])
-    found = json.loads(out.read_text())
+    words = ("--folder", tmp_path / "runs", "--rounds", 1, "--inter", "100mbit")
+    _, found = measured(bench_outer.main, *words, "--micro-batches", 1)
     names = [each.name for each in bench_outer.contenders(2)]
     assert [*found["planned"]] == [*found["mean_and_alone"]] == names
     for ((mean, alone),) in found["mean_and_alone"].values():
@@ -259,11 +249,6 @@ class Told:
     memory: float = 0.003
 
 
-@cache
-def study(folder: str) -> list[Chapter]:
-    return chapters_of(ROOT / "examples/measured" / folder)
-
-
 STUDIES = (
     Told("steps-25mbit", 0.052, 0.132, 0, 0, 403, 0.034),
     Told("steps-100mbit", 0.062, 0.152, 9, 5, 349, 0.16),
@@ -275,8 +260,7 @@ STUDIES = (
 @pytest.mark.verify
 @pytest.mark.parametrize("told", STUDIES, ids=lambda told: told.folder)
 def test_recorded_steps_are_predicted(told: Told) -> None:
-    """The figures of docs/planning.md hold for this planner."""
-    chapters = study(told.folder)
+    chapters = chapters_of(ROOT / "examples/measured" / told.folder)
     everything = [row for chapter in chapters for row in chapter.compared.rows]
     assert all(abs(row.memory_error or 0.0) < told.memory for row in everything)
     gathered = [c.compared for c in chapters if not c.collective.endswith("rotated")]
@@ -293,15 +277,11 @@ def test_recorded_steps_are_predicted(told: Told) -> None:
     assert max(ratios) < 1 + told.auto
     if told.folder.startswith("part"):  # docs/finetuning.md: under the largest limit all fit
         assert all(chapter.compared.choices[-1] < 1.0325 for chapter in chapters)
-
-
-@pytest.mark.verify
-def test_recorded_steps_of_weights_that_rotate_are_predicted() -> None:
-    chapters = study("steps-25mbit")
-    rotated = [c.compared for c in chapters if c.collective.endswith("rotated")]
-    assert len(rotated) == 2
-    assert max(max(errors_of(comparison)) for comparison in rotated) < 0.195
-    assert not any(pair.is_wrong for comparison in rotated for pair in comparison.pairs())
+    if told.folder == "steps-25mbit":
+        rotated = [c.compared for c in chapters if c.collective.endswith("rotated")]
+        assert len(rotated) == 2
+        assert max(max(errors_of(comparison)) for comparison in rotated) < 0.195
+        assert not any(pair.is_wrong for comparison in rotated for pair in comparison.pairs())
 
 
 def test_values_become_words_and_ranks_that_cut_the_model_multiply() -> None:
@@ -358,15 +338,12 @@ def test_one_thing_changes_and_also_after_a_move(kind: str, old: str, new: str) 
     assert apply(found[0], text.replace("size", "length")) is None
 
 
-@pytest.mark.parametrize(("call", "kind"), [("work.wait()", "wait"), ("self.close()", "call")])
-def test_calls_are_removed(call: str, kind: str) -> None:
-    text = f"def f():\n    {call}\n    {call}\n"
-    first, second = sorted(mutants_of("f.py", text), key=lambda each: each.nth)
-    assert first.kind == second.kind == kind
-    assert apply(second, text) == f"def f():\n    {call}\n    None\n"
-
-
-def test_texts_types_and_annotations_have_no_mutants() -> None:
+def test_calls_are_removed_and_texts_types_and_annotations_have_no_mutants() -> None:
+    for call, kind in (("work.wait()", "wait"), ("self.close()", "call")):
+        text = f"def f():\n    {call}\n    {call}\n"
+        first, second = sorted(mutants_of("f.py", text), key=lambda each: each.nth)
+        assert first.kind == second.kind == kind
+        assert apply(second, text) == f"def f():\n    {call}\n    None\n"
     texts = ('raise ValueError(f"{1 + 1}")', 'return f"{a + 1}"', 'return "a" + b')
     for body in (*texts, "return isinstance(a, b)", "a: Literal[1]"):
         assert not list(mutants_of("f.py", f"def f(a: int = 3):\n    {body}\n")), body

@@ -136,27 +136,26 @@ def test_more_copies_of_optimizer_shards_send_not_one_byte_more(tmp_path: Path) 
     assert max(nics.values()) / min(nics.values()) < 1.01
 
 
+OF_WAYS = {  # by name, and how near
+    # Gradients and updates as codes; under III and NNN several ranks own a piece of a sum.
+    "fewer_bits": (("IIG+4-bit", "III+4-bit", "NNN+4-bit", "IIG+8-bit"), 0.01),
+    # Of groups that train alone and meet after every step, under all widths.
+    "rounds": ([f"NNI+outer-{bits}" for bits in (32, 16, 8, 4)], 0.01),
+    # Frozen parameters are gathered and nothing of them is reduced or updated.
+    "a part": (
+        [f"{letters}+{way}" for letters in legal_letters() for way in ("last", "lora")],
+        0.03,
+    ),
+}
+
+
 @pytest.mark.verify
-def test_nics_count_what_the_formula_says_of_fewer_bits(tmp_path: Path) -> None:
-    """Gradients and updates as codes; under III and NNN several ranks own a piece of a sum."""
-    strategies = ("IIG+4-bit", "III+4-bit", "NNN+4-bit", "IIG+8-bit")
-    check(strategies, ("ho-ring",), tmp_path, group_size=2, within=0.01)
+@pytest.mark.parametrize("name", OF_WAYS)
+def test_nics_count_what_the_formula_says_of(tmp_path: Path, name: str) -> None:
+    ways, within = OF_WAYS[name]
+    check(tuple(ways), ("ho-ring",), tmp_path, group_size=2, within=within)
     assert formula("IIG+4-bit", 2).inter < 0.27 * formula("IIG", 2).inter
-
-
-@pytest.mark.verify
-def test_nics_count_what_the_formula_says_of_rounds(tmp_path: Path) -> None:
-    """Of groups that train alone and meet after every step, under all widths."""
-    ways = [f"NNI+outer-{bits}" for bits in (32, 16, 8, 4)]
-    check(tuple(ways), ("ho-ring",), tmp_path, group_size=2, within=0.01)
-    sizes = [formula(way, 2).inter for way in ways]
+    sizes = [formula(way, 2).inter for way in OF_WAYS["rounds"][0]]
     assert [round(size / sizes[1], 1) for size in sizes] == [2.0, 1.0, 0.5, 0.3]
-
-
-@pytest.mark.verify
-def test_nics_count_what_the_formula_says_where_a_part_trains(tmp_path: Path) -> None:
-    """Frozen parameters are gathered and nothing of them is reduced or updated."""
-    ways = [f"{letters}+{way}" for letters in legal_letters() for way in ("last", "lora")]
-    check(tuple(ways), ("ho-ring",), tmp_path, group_size=2, within=0.03)
     for way in ("last", "lora"):
         assert formula(f"ING+{way}", 2).inter < formula("ING", 2).inter

@@ -22,7 +22,7 @@ from tests.helpers.training import configured
 from tests.paro.config.test_refusals import MISTAKES, OF_SHARED_SAMPLES
 from tests.paro.config.test_run import SMALL
 from tests.paro.planning.cases import machine, plan_request
-from tests.tools.test_plan import planned
+from tests.tools.test_plan import MEASURED, planned
 from tools.plan import main
 from tools.planning.outer import outer_lines
 from tools.planning.request import make_parser, plan_request_of_args, with_context
@@ -32,10 +32,9 @@ KNOWN = make_parser()._option_string_actions.keys()
 OF_MACHINES = ("--paro-collective auto", "--context-parallel-size auto")
 
 
-def of_plan(words: str) -> str | None:
-    """The words if tools/plan.py has all of their flags."""
+def of_plan(words: str) -> bool:
     flags = {flag.partition("=")[0] for flag, *_ in by_flag(shlex.split(words))}
-    return words if flags <= KNOWN and not words.startswith(OF_MACHINES) else None
+    return flags <= KNOWN and not words.startswith(OF_MACHINES)
 
 
 def requested(words: str) -> PlanRequest:
@@ -46,10 +45,8 @@ def requested(words: str) -> PlanRequest:
 @pytest.mark.parametrize(
     ("ranks", "words", "told"),
     [
-        (ranks, *row)
-        for ranks, rows in ((4, MISTAKES), (8, OF_SHARED_SAMPLES))
-        for row in rows
-        if of_plan(row[0])
+        *((4, *row) for row in MISTAKES if of_plan(row[0])),
+        *((8, *row) for row in OF_SHARED_SAMPLES if of_plan(row[0])),
     ],
 )
 def test_what_a_training_refuses_a_plan_refuses(
@@ -103,25 +100,6 @@ def test_the_longest_fits_and_hardly_more_does() -> None:
     assert all(more > 1.8 * less for less, more in pairwise(found.values()))
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--context-parallel-size 3", "--context-parallel-size 3 does not fit"),
-        ("--context-parallel-size 16", "--context-parallel-size 16 does not fit"),
-        ("--context-parallel-size 8 --cp-comm-type a2a --num-attention-heads 4", "8 ... 4 heads"),
-        ("--context-parallel-size 2 --attention-backend local", "--attention-backend local"),
-        ("--context-parallel-size 2 --paro-materialize rotate", "--paro-materialize rotate"),
-        ("--paro-materialize rotate --num-attention-heads 4", "--paro-materialize rotate"),
-        ("--device-memory-gb 1", "--device-memory-gb 1: with 1,024 tokens nothing fits"),
-        ("--context-parallel-size 2 --device-memory-gb 1", "use larger devices"),
-        ("--json a.json", "--longest-sequence ... --json"),
-        ("--mtbf-hours 5", "--longest-sequence ... --mtbf-hours"),
-    ],
-)
-def test_what_has_no_longest_sequence_is_refused(flags: str, told: str) -> None:
-    refused(lambda: main([*FLAGS.split(), "--longest-sequence", *flags.split()]), told)
-
-
 def test_a_strategy_under_which_nothing_fits_is_told() -> None:
     words = [*FLAGS.split(), "--longest-sequence", "--device-memory-gb", "1.6"]
     table, *none = printed(main, *words).split("\nNNI=NNG: not even 1,024 tokens fit\n")
@@ -132,10 +110,6 @@ def test_a_strategy_under_which_nothing_fits_is_told() -> None:
 SIZES = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --bf16"
 TOKENS = "--vocab-size 1000 --global-batch-size 64 --world-size 16"
 MODEL = f"{SIZES} {TOKENS}"
-MEASURED = (
-    "--paro-machine examples/measured/steps-100mbit/steps-per-rank-deep-1.json --num-layers 2 "
-    "--hidden-size 64 --num-attention-heads 4 --vocab-size 64 --seq-length 32 --world-size 8"
-)
 
 
 def test_outer_steps_share_no_sample_between_groups() -> None:
@@ -191,7 +165,8 @@ def test_a_launch_is_the_choice_of_its_plan(tmp_path: Path, flags: str) -> None:
 def test_a_machine_of_three_figures(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     machine = "--gpu h100 --gpus-per-node 4 --inter 25gbit --intra 64gbit"
-    planned(f"{MODEL} {machine} --machine-file {path}")
+    few = "--micro-batch-size 1 --paro-collective native"
+    planned(f"{MODEL} {few} {machine} --machine-file {path}")
     made, shipped = find_machine(str(path)), find_machine("dgx-h100")
     assert (made.world_size, made.group_size, made.nic) == (16, 4, Nic.SHARED)
     assert made.intra.bits_per_second == 64e9
@@ -199,7 +174,8 @@ def test_a_machine_of_three_figures(tmp_path: Path) -> None:
     assert made.device == shipped.device
     assert dict(made.sources)["links.inter.bandwidth"] == "--inter 25gbit"
     assert dict(made.sources)["device.sustained_flops"] == "an assumption: 0.45 of the peak"
-    planned(f"{MODEL} {machine.split(' --intra')[0]} --nic per-rank --machine-file {path}")
+    of_two = machine.partition(" --intra")[0]
+    planned(f"{MODEL} {few} {of_two} --nic per-rank --machine-file {path}")
     per_rank = find_machine(str(path))
     assert (per_rank.nic, per_rank.intra) == (Nic.PER_RANK, shipped.intra)
 
@@ -207,6 +183,7 @@ def test_a_machine_of_three_figures(tmp_path: Path) -> None:
 @pytest.mark.slow("searches all candidates of a model")
 def test_why_another_strategy_is_not_the_best() -> None:
     slow = f"{MODEL} --gpu a100 --gpus-per-node 4 --inter 1gbit --device-memory-gb 4"
+    slow += " --micro-batch-size 1 --paro-collective native"
 
     def told(strategy: str, more: str = "") -> list[str]:
         out, fields = measured(main, *f"{slow} {more} --why-not {strategy}".split())

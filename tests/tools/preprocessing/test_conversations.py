@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,27 +41,29 @@ def called(*calls: Any, **more: Any) -> dict[str, Any]:
 
 
 PART = {"type": "text", "text": "y"}
-MESSAGES = [
-    # as it is written, as it is taken
-    (said("y", name="n", weight=1), said("y", name="n", weight=1)),
-    (said("", refusal=None), said("")),
-    (said([PART, {"type": "output_text", "text": ""}, "z"]), said("yz")),
-    (said([PART], role="tool", tool_call_id="1"), said("y", role="tool", tool_call_id="1")),
-    (called(call({"a": None}), content=None), called(call({"a": None}))),
-    (called(call('{"a": {"b": null}}'), content=""), called(call({"a": {"b": None}}), content="")),
-    (called(json.dumps(call("{}", id="1"))), called(call({}, id="1"))),
-    (called({"name": "f", "arguments": {"a": 1}}), called(call({"a": 1}))),
-    (called(call(None), call("")), called(call({}), call({}))),
-    (said("y", tool_calls=[]), said("y")),
-    ({"from": "gpt", "value": "y", "weight": 0}, said("y", weight=0)),
-    ({"from": "human", "value": "y"}, said("y", role="user")),
-]
 
 
-@pytest.mark.parametrize(("written", "taken"), MESSAGES)
-def test_a_message_has_one_form(written: Any, taken: Any) -> None:
-    for value in ([ASK, written], json.dumps([ASK, written]), [ASK, json.dumps(written)]):
-        assert conversation_of(["messages"], [value]).messages == [ASK, taken]
+def test_a_message_has_one_form() -> None:
+    for written, taken in (
+        # as it is written, as it is taken
+        (said("y", name="n", weight=1), said("y", name="n", weight=1)),
+        (said("", refusal=None), said("")),
+        (said([PART, {"type": "output_text", "text": ""}, "z"]), said("yz")),
+        (said([PART], role="tool", tool_call_id="1"), said("y", role="tool", tool_call_id="1")),
+        (called(call({"a": None}), content=None), called(call({"a": None}))),
+        (
+            called(call('{"a": {"b": null}}'), content=""),
+            called(call({"a": {"b": None}}), content=""),
+        ),
+        (called(json.dumps(call("{}", id="1"))), called(call({}, id="1"))),
+        (called({"name": "f", "arguments": {"a": 1}}), called(call({"a": 1}))),
+        (called(call(None), call("")), called(call({}), call({}))),
+        (said("y", tool_calls=[]), said("y")),
+        ({"from": "gpt", "value": "y", "weight": 0}, said("y", weight=0)),
+        ({"from": "human", "value": "y"}, said("y", role="user")),
+    ):
+        for value in ([ASK, written], json.dumps([ASK, written]), [ASK, json.dumps(written)]):
+            assert conversation_of(["messages"], [value]).messages == [ASK, taken]
 
 
 def test_columns_have_nulls_where_a_field_was_absent() -> None:
@@ -76,73 +79,72 @@ def test_columns_have_nulls_where_a_field_was_absent() -> None:
     assert conversation_of(["m", "tools"], [padded, None], from_columns=True).tools is None
 
 
-FORMS = ([TOOL], json.dumps([TOOL]), [json.dumps(TOOL)], [TOOL["function"]])
-
-
-@pytest.mark.parametrize("written", [*FORMS, [{"name": "f", "parameters": json.dumps(PARAMETERS)}]])
-def test_tools_have_one_form(written: Any) -> None:
-    assert conversation_of(["messages", "tools"], [[ASK], written]).tools == [TOOL]
+def test_tools_have_one_form() -> None:
+    as_text = {"name": "f", "parameters": json.dumps(PARAMETERS)}
+    of_one = ([each] for each in (TOOL, json.dumps(TOOL), TOOL["function"], as_text))
+    for written in (json.dumps([TOOL]), *of_one):
+        assert conversation_of(["messages", "tools"], [[ASK], written]).tools == [TOOL]
     for none in (None, [], "", "[]", "null"):
         assert conversation_of(["tools", "messages"], [none, [ASK]]).tools is None
 
 
-PROMPTS = [
-    (["x?", "y"], [ASK, said("y")]),
-    ([[ASK], "y"], [ASK, said("y")]),
-    (["x?", [said("y")]], [ASK, said("y")]),
-    (["x", "?", "y"], [said("x\n\n?", role="user"), said("y")]),
-    (["x?", "", "y"], [ASK, said("y")]),
-    (["x?", None, "y"], [ASK, said("y")]),
-]
-
-
-@pytest.mark.parametrize(("values", "messages"), PROMPTS)
-def test_the_last_of_several_keys_is_the_completion(values: list[Any], messages: Any) -> None:
-    keys = ["instruction", "input", "output"][-len(values) :]
-    assert conversation_of(keys, values) == (messages, 1, None)
+def test_the_last_of_several_keys_is_the_completion() -> None:
+    talk = [ASK, said("y")]
+    for values in (
+        ["x?", "y"],
+        [[ASK], "y"],
+        ["x?", [said("y")]],
+        ["x?", "", "y"],
+        ["x?", None, "y"],
+    ):
+        keys = ["instruction", "input", "output"][-len(values) :]
+        assert conversation_of(keys, values) == (talk, 1, None)
+    of_two = [said("x\n\n?", role="user"), said("y")]
+    assert conversation_of(["a", "b", "c"], ["x", "?", "y"]) == (of_two, 1, None)
+    several = [[ASK], "x", "y"]
+    refused(lambda: conversation_of(["a", "b", "c"], several), "the value of 'a' is no text")
 
 
 CALL = "has tool_calls that are no list"
-BAD = [
-    # messages, what is told
-    ("x", "the value of 'messages' is no list of messages"),
-    ([], "the value of 'messages' is no list of messages"),
-    (["x"], "the value of 'messages' is no list of messages"),
-    ([{"content": "x"}], "message 1 has no role; its keys: content"),
-    ([{"role": "user", "value": "x"}], "message 1 (user) ... content ... its keys: role, value"),
-    ([ASK, {"role": "system", "content": None}], "message 2 (system) has neither content nor"),
-    ([said([])], "message 1 (assistant) has neither content nor"),
-    ([said(None, tool_calls=[])], "message 1 (assistant) has neither content nor"),
-    ([said(5)], "message 1 (assistant) has content that is neither"),
-    ([said([PART, {"type": "image_url", "image_url": {}}])], "part 2, of type 'image_url', is no"),
-    ([said([{"type": "text", "text": None}])], "part 1, of type 'text', is no text"),
-    ([said("x", weight=0.5)], "message 1 (assistant) has the weight 0.5"),
-    ([called(call("[1]"))], "message 1 (assistant) calls 'f' with arguments that are no JSON"),
-    ([called(call("{a: 1}"))], "calls 'f' with arguments that are no JSON object"),
-    ([called({"name": "f", "parameters": {"a": 1}})], "calls 'f' with arguments that are no"),
-    ([called({"function": {"arguments": {}}})], CALL),
-    ([called("f")], CALL),
-    ([said("x", tool_calls=call({}))], CALL),
-    ([{"from": "bot", "value": "x"}], "message 1 is from 'bot', which is none of human, gpt"),
-    ([{"from": ["gpt"], "value": "x"}], "message 1 is from ['gpt'], which is none of human, gpt"),
-    ([{"from": "gpt", "text": "x"}], "message 1 (assistant) ... its keys: from, text"),
-]
 
 
-@pytest.mark.parametrize(("value", "told"), BAD)
-def test_what_no_template_writes_as_it_is_meant_is_refused(value: Any, told: str) -> None:
-    refused(lambda: conversation_of(["messages"], [value]), told)
+def test_what_no_template_writes_as_it_is_meant_is_refused() -> None:
+    for value, told in (
+        # messages, what is told
+        ("x", "the value of 'messages' is no list of messages"),
+        (["x"], "the value of 'messages' is no list of messages"),
+        ([{"content": "x"}], "message 1 has no role; its keys: content"),
+        (
+            [{"role": "user", "value": "x"}],
+            "message 1 (user) ... content ... its keys: role, value",
+        ),
+        ([ASK, {"role": "system", "content": None}], "message 2 (system) has neither content nor"),
+        ([said([])], "message 1 (assistant) has neither content nor"),
+        ([said(5)], "message 1 (assistant) has content that is neither"),
+        (
+            [said([PART, {"type": "image_url", "image_url": {}}])],
+            "part 2, of type 'image_url', is no",
+        ),
+        ([said([{"type": "text", "text": None}])], "part 1, of type 'text', is no text"),
+        ([said("x", weight=0.5)], "message 1 (assistant) has the weight 0.5"),
+        ([called(call("[1]"))], "message 1 (assistant) calls 'f' with arguments that are no JSON"),
+        ([called({"name": "f", "parameters": {"a": 1}})], "calls 'f' with arguments that are no"),
+        ([called({"function": {"arguments": {}}})], CALL),
+        ([said("x", tool_calls=call({}))], CALL),
+        ([{"from": "bot", "value": "x"}], "message 1 is from 'bot', which is none of human, gpt"),
+        (
+            [{"from": ["gpt"], "value": "x"}],
+            "message 1 is from ['gpt'], which is none of human, gpt",
+        ),
+        ([{"from": "gpt", "text": "x"}], "message 1 (assistant) ... its keys: from, text"),
+    ):
+        refused(partial(conversation_of, ["messages"], [value]), told)
 
 
-@pytest.mark.parametrize("written", ["now", [5], {"a": 1}, [{"type": "search"}], [{"function": 1}]])
-def test_what_is_no_tool_is_refused(written: Any) -> None:
-    told = "the value of 'tools' is no list of tools"
-    refused(lambda: conversation_of(["messages", "tools"], [[ASK], written]), told)
-
-
-def test_several_keys_of_a_prompt_are_texts() -> None:
-    values = [[ASK], "x", "y"]
-    refused(lambda: conversation_of(["a", "b", "c"], values), "the value of 'a' is no text")
+def test_what_is_no_tool_is_refused() -> None:
+    for written in ("now", [5], {"a": 1}, [{"type": "search"}], [{"function": 1}]):
+        told = "the value of 'tools' is no list of tools"
+        refused(partial(conversation_of, ["messages", "tools"], [[ASK], written]), told)
 
 
 Template = Callable[[list[Message], bool], str]
@@ -169,10 +171,6 @@ def thinking(messages: list[Message], prompt: bool) -> str:
     *before, last = messages
     spoken = last.get("reasoning_content", "") + last["content"]
     return chat_ml([*before, last | {"content": spoken}], prompt)
-
-
-def wordy(messages: list[Message], prompt: bool) -> str:
-    return chat_ml(messages, prompt) + "(think)" * prompt
 
 
 def talk(count: int) -> list[Message]:
@@ -224,11 +222,11 @@ def test_texts_with_marks_of_our_own_are_found_too() -> None:
     assert found(chat_ml, messages)[0] == ["1;", "3;", "5;", "7;"]
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_the_assistant_may_begin(count: int) -> None:
-    messages = talk(count)[1:]
-    assert found(chat_ml, messages)[0] == [f"{m['content'].strip()};" for m in messages[::2]]
-    refused(lambda: found(mistral, messages), "the assistant begins ... {% generation %}")
+def test_the_assistant_may_begin() -> None:
+    for count in (1, 4):
+        messages = talk(count)[1:]
+        assert found(chat_ml, messages)[0] == [f"{m['content'].strip()};" for m in messages[::2]]
+        refused(partial(found, mistral, messages), "the assistant begins ... {% generation %}")
 
 
 def test_texts_that_change_when_more_follow_or_are_prompted_are_refused() -> None:
@@ -237,7 +235,7 @@ def test_texts_that_change_when_more_follow_or_are_prompted_are_refused() -> Non
     messages[7]["reasoning_content"] = "hm"
     refused(lambda: found(thinking, messages), "the first 8 messages become another text")
     told = "message 2, an answer, with its own prompt ... {% generation %}"
-    refused(lambda: found(wordy, talk(4)), told)
+    refused(lambda: found(lambda m, prompt: chat_ml(m, prompt) + "(think)" * prompt, talk(4)), told)
 
 
 CONFIG = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=11)
@@ -255,15 +253,15 @@ class Wrong(NullTokenizer):
         return [[1, self.token] for _ in texts]
 
 
-@pytest.mark.parametrize("token", [11, 65536, 2**31, 2**40, -1])
 def test_ids_outside_the_vocabulary_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "1"}\n')
-    monkeypatch.setattr(encode_module, "tokenizer_of", lambda config: Wrong(token))
     (batch,) = read_batches(find_chunks([path]), PLAN.keys)
-    refused(lambda: encode(PLAN, batch), f"{path}, line 1 ... token id {token},")
+    for token in (11, 65536, 2**31, 2**40, -1):
+        monkeypatch.setattr(encode_module, "tokenizer_of", lambda _, own=token: Wrong(own))
+        refused(lambda: encode(PLAN, batch), f"{path}, line 1 ... token id {token},")
     monkeypatch.setattr(encode_module, "tokenizer_of", lambda config: Wrong(10))  # the last one
     assert encode(PLAN, batch).by_key[0].ids.tolist() == [1, 10, 10]
 

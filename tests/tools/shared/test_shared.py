@@ -57,7 +57,7 @@ def test_a_path_beyond_the_systems_limits_or_none_is_refused() -> None:
     parser.add_argument("--input", nargs="+", metavar="SOURCE")
     for flag in ("--file", "--text", "--several"):
         parser.parse_args([flag, f"a/{'x' * 255}"])
-        for path in (f"a/{'x' * 256}", "a/" * 2100, f"{'ä' * 128}/b"):
+        for path in ("a/" * 2100, f"{'ä' * 128}/b"):
             refused(partial(parser.parse_args, [flag, path]), f"{flag}: too long")
     assert parser.parse_args(["--file", "."]).file == Path()
     for words in (["--file", ""], ["--text="], ["--several", "a", ""], ["--input", "a", ""]):
@@ -156,20 +156,16 @@ def test_memory_of_the_warm_up_is_seen_and_that_before_the_start_is_not() -> Non
     assert before.numel() + after.numel() == 100_000_000
 
 
-@pytest.fixture
-def text_stays_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An SVG holds its texts as such, and not as shapes of letters."""
-    from matplotlib import rcParams  # takes long to import, for every worker
-
-    monkeypatch.setitem(rcParams, "svg.fonttype", "none")
-
-
 def texts_of(path: Path) -> list[str]:
     return [unescape(text) for text in re.findall(r"<text[^>]*>(.*?)</text>", path.read_text())]
 
 
-@pytest.mark.usefixtures("text_stays_text")
-def test_names_are_drawn_as_they_are(tmp_path: Path) -> None:
+def test_names_are_drawn_as_they_are_and_numbers_of_logarithms_plain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib import rcParams  # takes long to import, for every worker
+
+    monkeypatch.setitem(rcParams, "svg.fonttype", "none")  # else texts are shapes of letters
     names = ["a$b$c", r"$\frac{$", r"\alpha", "5 $ and 6 $", "{x}", "%s", "_hidden"]
     names += ["x" * 2000, "<&>"]
     path = tmp_path / "names.svg"
@@ -182,16 +178,9 @@ def test_names_are_drawn_as_they_are(tmp_path: Path) -> None:
         figure.suptitle(names[1])
         bars.annotate(names[2], (0, 0))
     drawn = [text.strip() for text in texts_of(path)]
-    for name in names[:7]:
-        assert drawn.count(name) >= 2, f"{name}: {drawn}"
-    for name in names[:3]:
-        assert drawn.count(name) == 3, f"{name}: {drawn}"
+    for number, name in enumerate(names[:7]):
+        assert drawn.count(name) == (3 if number < 3 else 2), f"{name}: {drawn}"
     assert max(map(len, drawn)) < 100
-
-
-@pytest.mark.usefixtures("text_stays_text")
-def test_numbers_of_logarithms_are_plain(tmp_path: Path) -> None:
-    path = tmp_path / "log.svg"
     with drawing(path, 1, 2, size=(8, 4)) as (_, (wide, narrow)):
         for panel, largest in ((wide, 1e9), (narrow, 4.0)):
             panel.plot([1.0, largest], [1.0, largest])
