@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -46,8 +46,6 @@ from tests.paro.checkpoint.toy_run import (
     save_checkpoint,
     true_state,
 )
-
-T = TypeVar("T")
 
 CUTS = (ONE, IIG, NNN, NII, GGG_ON_SIX, DEGREES_ON_EIGHT)
 
@@ -113,7 +111,7 @@ def test_checksums_of_all_files_are_not_sent_by_one_rank(
 class OtherNodeFails(CheckpointRanks):
     """This node can put iteration 200 in its place, another one cannot."""
 
-    def first_decides(self, action: Callable[[], T], blame: str) -> T:
+    def first_decides(self, action: Callable[[], Any], blame: str) -> Any:
         result = super().first_decides(action, blame)
         if "iter_0000200" in os.listdir(blame.removeprefix("--save ")):
             raise UserError("rank 2: No space left on device")

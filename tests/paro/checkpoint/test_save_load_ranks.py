@@ -34,8 +34,6 @@ from tests.paro.checkpoint.toy_run import (
 
 pytestmark = pytest.mark.ranks
 
-NODES = ((0, 1), (2, 3))
-
 
 def fails_alike(root: Path, *, failing: int) -> tuple[str, str]:
     """On this rank: a save that `failing` cannot write, and a load of another model."""
@@ -188,7 +186,7 @@ def test_a_file_that_one_rank_needs_stops_all_before_they_read(found: Found, roo
 def test_the_first_rank_of_every_folder_holds_its_lease(found: Found, root: Path) -> None:
     every = ((0, 1, 2, 3),)
     assert found["one folder"] == [(every, rank == 0, "") for rank in range(4)]
-    assert found["two folders"] == [(NODES, rank in (0, 2), "") for rank in range(4)]
+    assert found["two folders"] == [(((0, 1), (2, 3)), rank in (0, 2), "") for rank in range(4)]
     folders = ("one folder/a", "two folders/a", "two folders/b")
     assert all(released(root / folder) for folder in folders)
 

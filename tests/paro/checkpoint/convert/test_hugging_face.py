@@ -57,7 +57,6 @@ def index(folder: Path, places: dict[str, str]) -> None:
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder by transformers' names."""
     tensors = open_hugging_face(folder).tensors
     return {hugging_face_name(name): t.whole(t.dtype) for name, t in tensors.items()}
 

@@ -120,7 +120,6 @@ def test_logits_are_those_of_transformers(seed: int, tmp_path: Path) -> None:
 
 
 CONFIG = llama(2, 64, 96, heads=(4, 2, 16), length=2048, vocab=100, norm_epsilon=1e-5)
-PARAMS = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5}
 
 
 def interleaved(weight: Tensor, head: int) -> Tensor:
@@ -134,7 +133,8 @@ def interleaved(weight: Tensor, head: int) -> Tensor:
 def save_meta(folder: Path, tensors: dict[str, Tensor], num_files: int, *, by_vocab: bool) -> None:
     """Write a folder as Meta's model-parallel ranks save it: rows, columns or a copy each."""
     folder.mkdir()
-    (folder / "params.json").write_text(json.dumps(PARAMS | {"vocab_size": -1}))
+    sizes = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": -1}
+    (folder / "params.json").write_text(json.dumps(sizes | {"norm_eps": 1e-5}))
     files: list[dict[str, Tensor]] = [{} for _ in range(num_files)]
     for name, tensor in tensors.items():
         part = name.rpartition(".")[2]

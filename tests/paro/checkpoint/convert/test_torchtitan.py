@@ -50,12 +50,6 @@ SCALED = llama(1, 32, 40, heads=(4, 2, 8), length=64, vocab=37, use_rope_scaling
 CASES = {"grouped": (GROUPED, False), "tied": (TIED, False), "older": (SCALED, True)}
 
 
-INSTALL = (
-    "pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 torchdata tyro docstring_parser "
-    "typeguard einops"
-)
-
-
 def written(folder: Path, config: LlamaConfig, *, older: bool = False) -> Path:
     folder.mkdir()
     write_torchtitan(source_of(config), folder, older=older)
@@ -110,7 +104,9 @@ def test_torchtitans_own_model_loads_it_and_its_training_is_read(
     fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Version 0.3.0 on a CPU, with torch's attention in place of FlexAttention."""
-    titan: Any = pytest.importorskip("torchtitan.models.llama3", reason=INSTALL)
+    install = "pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 torchdata tyro"
+    install += " docstring_parser typeguard einops"
+    titan: Any = pytest.importorskip("torchtitan.models.llama3", reason=install)
     parts: Any = pytest.importorskip("torchtitan.models.common")
     attention: Any = pytest.importorskip("torchtitan.models.common.attention")
     base: Any = pytest.importorskip("torchtitan.components.checkpointer.base")

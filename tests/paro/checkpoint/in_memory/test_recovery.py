@@ -26,6 +26,7 @@ from paro.checkpoint.in_memory.recovery import (
 from paro.checkpoint.in_memory.snapshot import DATA, RECORD, SnapshotWriter
 from paro.layout import Chunk
 from tests.helpers.ranks import run_ranks
+from tests.paro.checkpoint.test_manifest import flip
 from tests.paro.checkpoint.toy_run import IIG, NNN, Cut, assert_true, control_here, make_shards
 
 FLAGS = {"seed": "1"}
@@ -103,13 +104,6 @@ def replaced(root: Path, node: int, cut: Cut, **how: Any) -> None:
     shutil.move(root / "other" / f"node{node}", root / f"node{node}")
 
 
-def damaged(root: Path, kind: str) -> None:
-    path = root / "node0" / f"rank-00001-a.1{kind}"
-    content = bytearray(path.read_bytes())
-    content[0] ^= 1
-    path.write_bytes(content)
-
-
 @dataclass(frozen=True, slots=True)
 class Case:
     """A run that wrote copies, what then happens to its nodes, and the ranks that recover."""
@@ -135,8 +129,8 @@ CASES = {
     "two starts, ahead": Case(
         happens=lambda root: replaced(root, 1, IIG, iterations=(6, 7), **AWAY)
     ),
-    f"damaged {DATA}": Case(happens=lambda root: damaged(root, DATA)),
-    f"damaged {RECORD}": Case(happens=lambda root: damaged(root, RECORD)),
+    f"damaged {DATA}": Case(happens=lambda root: flip(root / f"node0/rank-00001-a.1{DATA}", 0)),
+    f"damaged {RECORD}": Case(happens=lambda root: flip(root / f"node0/rank-00001-a.1{RECORD}", 0)),
     "older": Case(options={"newer_than": 6}),
     "other flags": Case(options={"flags": 2}),
     "nothing": Case(None),
@@ -188,6 +182,15 @@ def test_what_nobody_holds_is_left_to_the_checkpoint(found: Found) -> None:
         assert [line.split()[3] for line in passed] == ["6", "5"]
         assert "continues from --load" in outcome.lines[-1]
         assert outcome.left == []
+    # Copies of another run, or older than the checkpoint, are not used.
+    for outcome in found["older"]:
+        assert outcome.found is None
+        assert ["the checkpoint is as new" in line for line in outcome.lines] == [True]
+    for outcome in found["other flags"]:
+        assert outcome.found is None
+        assert sum("other flags (--seed)" in line for line in outcome.lines) == 2  # nodes
+        assert outcome.left == []
+    assert {(outcome.found, *outcome.lines) for outcome in found["nothing"]} == {(None,)}
 
 
 @pytest.mark.ranks
@@ -213,18 +216,6 @@ def test_damaged_files_are_named_and_replaced_by_another_holder(found: Found, ki
         assert outcome.found.iteration == 6
         assert outcome.found.other_nodes_bytes > 0
         assert sum(f"rank-00001-a.1{kind} is damaged" in line for line in outcome.lines) == 1
-
-
-@pytest.mark.ranks
-def test_copies_of_another_run_or_older_than_the_checkpoint_are_not_used(found: Found) -> None:
-    for outcome in found["older"]:
-        assert outcome.found is None
-        assert ["the checkpoint is as new" in line for line in outcome.lines] == [True]
-    for outcome in found["other flags"]:
-        assert outcome.found is None
-        assert sum("other flags (--seed)" in line for line in outcome.lines) == 2  # nodes
-        assert outcome.left == []
-    assert {(outcome.found, *outcome.lines) for outcome in found["nothing"]} == {(None,)}
 
 
 def test_each_part_comes_from_the_holder_that_sends_least() -> None:
