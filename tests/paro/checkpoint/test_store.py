@@ -149,7 +149,8 @@ def test_credentials_that_expire_while_loading_pass_over_no_checkpoint(
     lines: list[str] = []
     load = partial(load_checkpoint, root, make_shards(ONE, 0, filled=False), log=lines.append)
     told = "the store refuses the credentials (is a token old?)"
-    for method, name in (("GET", MANIFEST), ("GET", METADATA), ("HEAD", "distcp")):
+    for request in (f"GET {MANIFEST}", f"GET {METADATA}", "GET distcp", "HEAD distcp"):
+        method, name = request.split()
         server.fails("400", method, name, times=100)
         line = refused(load, f"--load {root}", told)
         server.recovers()
