@@ -18,10 +18,8 @@ EXAMPLES = ROOT / "examples"
 BIN = Path(sys.executable).parent
 
 # Replaces a launcher: prints its arguments and the variables that scripts set.
-RECORDER = """#!/bin/sh
-for word in "${0##*/}" "$@"; do echo "word $word"; done
-env | grep -E '^(NCCL|CUDA|SRUN|MASTER|OMP|PYTORCH)_' | sed 's/^/set /'
-"""
+RECORDER = """for word in "${0##*/}" "$@"; do echo "word $word"; done
+env | grep -E '^(NCCL|CUDA|SRUN|MASTER|OMP|PYTORCH)_' | sed 's/^/set /'"""
 
 
 class Started(NamedTuple):
@@ -62,13 +60,18 @@ def planned(started: Started) -> RunPrediction:
     return predict_run(configured(started.flags))
 
 
+def executables(folder: Path, **scripts: str) -> Path:
+    """A folder with programs of these lines of shell."""
+    folder.mkdir(exist_ok=True)
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def recorders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of launchers that start nothing."""
-    folder = tmp_path_factory.mktemp("bin")
-    for name in ("python", "torchrun", "srun"):
-        (folder / name).write_text(RECORDER)
-        (folder / name).chmod(0o755)
-    (folder / "scontrol").write_text('#!/bin/sh\nprintf "first\\nsecond\\n"\n')
-    (folder / "scontrol").chmod(0o755)
-    return folder
+    recorders = dict.fromkeys(("python", "torchrun", "srun"), RECORDER)
+    named = 'printf "first\\nsecond\\n"'
+    return executables(tmp_path_factory.mktemp("bin"), **recorders, scontrol=named)

@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -81,8 +80,6 @@ def test_the_quickstarts_training_is_planned_once_its_tokenizer_is_there(
     tmp_path: Path, tokenizer: Path
 ) -> None:
     environment = {"RUN_DIR": tmp_path, "RANKS": 4, "DRY_RUN": 1, "path": str(warm_python())}
-    printed = bash("quickstart.sh", **environment)
-    assert [line[0] for line in printed.splitlines()] == ["+"] * 6
     (tmp_path / "tokenizer.model").write_bytes(tokenizer.read_bytes())
     out = bash("quickstart.sh", **environment)
     assert "> dry run of 4 ranks on 1 node of 4, gloo\n" in out
@@ -114,14 +111,14 @@ def test_its_flags_configure_what_its_name_says(
     assert tokens == pytest.approx(RECIPE[size_of(script)], rel=1e-5)
 
 
-@pytest.mark.parametrize("script", [CLUSTER[0], ADAPTERS, "single_gpu.sh"])
 def test_it_takes_a_tokenizer_and_a_corpus(
-    recorders: Path, script: str, tmp_path: Path, tokenizer: Path
+    recorders: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
     paths = (tmp_path, tmp_path, tokenizer, "some/corpus_text_document")
-    plan = planned(start(recorders, script, *paths, NNODES=4, DRY_RUN=1))
-    assert plan.config.data.data_path == ("some/corpus_text_document",)
-    assert plan.config.tokenizer.tokenizer_model == str(tokenizer)
+    for script in (CLUSTER[0], ADAPTERS, "single_gpu.sh"):
+        plan = planned(start(recorders, script, *paths, NNODES=4, DRY_RUN=1))
+        assert plan.config.data.data_path == ("some/corpus_text_document",)
+        assert plan.config.tokenizer.tokenizer_model == str(tokenizer)
 
 
 @pytest.mark.parametrize("script", [name for name in CLUSTER if "slurm" in name])
@@ -136,10 +133,8 @@ def test_srun_starts_the_ranks_without_torchrun(recorders: Path, script: str) ->
     started = start(recorders, script, **job)
     assert started.launcher == ["srun", "python", "-u"]
     assert started.flags[started.flags.index("--paro-group-size") + 1] == "4"
-    assert started.environment["MASTER_ADDR"] == "first"
-    assert started.environment["MASTER_PORT"] == "6000"
-    assert started.environment["SRUN_CPUS_PER_TASK"] == "12"
-    assert started.environment["OMP_NUM_THREADS"] == "1"
+    wanted = {"MASTER_ADDR": "first", "MASTER_PORT": "6000", "SRUN_CPUS_PER_TASK": "12"}
+    assert wanted.items() | {("OMP_NUM_THREADS", "1")} <= started.environment.items()
     inside = start(recorders, script, **job, CONTAINER_IMAGE="image.sqsh", CONTAINER_MOUNTS="a:b")
     assert inside.launcher == shlex.split(
         f"srun --container-image image.sqsh --container-mounts a:b --container-workdir {ROOT} "
@@ -176,39 +171,22 @@ def test_streams_and_rails_are_kept_apart(recorders: Path) -> None:
 # What their comments say
 
 
-def choices_of(script: str) -> str:
-    """Where a script's model is chosen, with the reasons: in its case of the core, or in itself."""
-    if script not in CLUSTER:
-        return (EXAMPLES / script).read_text()
-    _, _, case = (EXAMPLES / CORE).read_text().partition(f"\n{size_of(script).upper()})\n")
-    return case.partition("\n    ;;\n")[0]
-
-
-def table_of(script: str) -> list[tuple[int, str, int, str]]:
-    """The rows of a comment's table: GPUs, strategy, micro-batch, GB."""
-    rows = re.findall(r"^ *# +(\d+) +([NIG]{3}) +(\d+) +(\d+\.\d)$", choices_of(script), re.M)
-    return [(int(gpus), name, int(batch), gigabytes) for gpus, name, batch, gigabytes in rows]
-
-
 @pytest.mark.parametrize("script", [*CLUSTER[::2], ADAPTERS, "single_gpu.sh"])  # one a model
 def test_memory_in_comments_is_the_predictors(recorders: Path, script: str) -> None:
-    rows = table_of(script)
-    assert {gpus for gpus, *_ in rows} >= ({1} if script == "single_gpu.sh" else {16, 128})
-    for gpus, name, micro_batch_size, gigabytes in rows:
-        config = configured(start(recorders, script, DRY_RUN=1, NNODES=gpus // 8).flags)
-        assert config.world.size == gpus
-        assert config.strategy.name == name
-        assert config.batches.micro_batch_size == micro_batch_size
-        memory = RunMemory(config.sharding.machine).of(config.spec)
-        assert f"{memory.total / 1e9:.1f}" == gigabytes
+    text = (EXAMPLES / (CORE if script in CLUSTER else script)).read_text()
+    if script in CLUSTER:  # its case of the core
+        text = text.partition(f"\n{size_of(script).upper()})\n")[2].partition("\n    ;;\n")[0]
+    rows = re.findall(r"^ *# +(\d+) +([NIG]{3}) +(\d+) +(\d+\.\d)$", text, re.M)
+    assert {gpus for gpus, *_ in rows} >= ({"1"} if script == "single_gpu.sh" else {"16", "128"})
+    for row in rows:
+        config = configured(start(recorders, script, DRY_RUN=1, NNODES=int(row[0]) // 8).flags)
+        memory = RunMemory(config.sharding.machine).of(config.spec).total
+        micro_batch_size = str(config.batches.micro_batch_size)
+        found = (str(config.world.size), config.strategy.name, micro_batch_size)
+        assert (*found, f"{memory / 1e9:.1f}") == row
 
 
 # The scripts themselves
-
-
-def test_every_example_is_tested() -> None:
-    files = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
-    assert files == {*SCRIPTS, CORE, STEPS, ONE_MACHINE, "Dockerfile"}
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, ONE_MACHINE])
@@ -247,7 +225,6 @@ def test_the_emulated_cluster_trains_and_goes() -> None:
     assert "> strategy: IIG, 4 ranks in groups of 2, collectives ho-ring\n" in out
     assert re.findall(r"iteration +(\d)/ +1 \|", out) == ["1"]
     sent = re.search(r"^all NICs +([\d,]+)", out, re.M)
-    assert sent is not None, out
     assert int(sent[1].replace(",", "")) > 1_000_000
     namespaces = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
     assert "examples" not in namespaces
@@ -265,35 +242,21 @@ NARROW = shlex.split(
 )
 
 
-class Row(NamedTuple):
-    """The figures of a recipe on the page."""
-
-    parameters: str
-    tokens: str
-    steps: str
-    gigabytes: str
-
-
-def rows() -> dict[str, Row]:
-    found = re.findall(r"^\| `(.*\w+\.sh)` \| (.+) \|$", (FOLDER / "README.md").read_text(), re.M)
-    return {name: Row(*cells.split(" | ")) for name, cells in found}
-
-
-ROWS = rows()
+PAGE = (FOLDER / "README.md").read_text()
+ROWS = dict(re.findall(r"^\| `(.*\w+\.sh)` \| (.+) \|$", PAGE, re.M))
 
 
 def start_recipe(recorders: Path, name: str, *args: object, **environment: object) -> Started:
-    """Starts what the page names, with the variables before it."""
     *settings, script = name.split()
     variables = dict(setting.split("=") for setting in settings)
     return start(recorders, FOLDER / script, *args, **variables, **environment)
 
 
-def test_the_page_has_every_recipe() -> None:
-    assert {path.name for path in FOLDER.glob("*.sh")} == {
-        "recipe.sh",
-        *(name.split()[-1] for name in ROWS),
-    }
+def test_every_example_is_tested_and_the_page_has_every_recipe() -> None:
+    files = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
+    assert files == {*SCRIPTS, CORE, STEPS, ONE_MACHINE, "Dockerfile"}
+    named = {name.split()[-1] for name in ROWS}
+    assert {path.name for path in FOLDER.glob("*.sh")} == {"recipe.sh", *named}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -303,13 +266,10 @@ def test_it_configures_what_the_page_says_and_fits(
     plan = planned(start_recipe(recorders, name, tmp_path / "saved", DRY_RUN=1))
     batches, number = plan.config.batches, num_parameters(plan.config.model)
     in_words = f"{number / 1e9:.1f} billion" if number >= 1e9 else f"{number / 1e6:.0f} million"
-    found = Row(
-        parameters=in_words,
-        tokens=f"{batches.samples_after(1) * plan.config.data.seq_length:,}",
-        steps=f"{plan.config.train.train_iters:,}",
-        gigabytes=f"{plan.config.memory.total / 1e9:.1f}",
-    )
-    assert found == ROWS[name]
+    tokens = f"{batches.samples_after(1) * plan.config.data.seq_length:,}"
+    steps = f"{plan.config.train.train_iters:,}"
+    gigabytes = f"{plan.config.memory.total / 1e9:.1f}"
+    assert ROWS[name] == f"{in_words} | {tokens} | {steps} | {gigabytes}"
     assert plan.config.memory.total / 1e9 < plan.config.launch.device_memory_gb
 
 
@@ -326,7 +286,7 @@ def test_it_takes_a_corpus_and_a_tokenizer(recorders: Path, tmp_path: Path) -> N
 
 
 def test_it_takes_the_phases_of_the_page(recorders: Path, tmp_path: Path) -> None:
-    (written,) = re.findall(r"```json\n(.*?)```", (FOLDER / "README.md").read_text(), re.S)
+    (written,) = re.findall(r"```json\n(.*?)```", PAGE, re.S)
     file = tmp_path / "phases.json"
     file.write_text(written)
     steps = [start // 576 for start in starts_of(read_phases(str(file)))]

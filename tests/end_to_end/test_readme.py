@@ -35,18 +35,11 @@ MOST_LINES, MOST_COLUMNS = 150, 100  # of the README; tables and links may be wi
 
 FENCED = r"^```\w*\n(.*?)^```$"
 
-TORCHRUN_FLAGS = {
-    "--standalone",
-    "--rdzv-backend",
-    "--rdzv-endpoint",
-    "--nproc-per-node",
-    "--nnodes",
-    "--node-rank",
-    "--master-addr",
-    "--master-port",
-    "--max-restarts",
+LAUNCHERS_FLAGS = {  # torchrun's and sbatch's
+    *("--standalone", "--rdzv-backend", "--rdzv-endpoint", "--nproc-per-node", "--nnodes"),
+    *("--node-rank", "--master-addr", "--master-port", "--max-restarts"),
+    *("--nodes", "--ntasks-per-node"),
 }
-OTHER_FLAGS = {"--nodes", "--ntasks-per-node"}  # sbatch's
 
 
 # Commands
@@ -68,7 +61,7 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 
 def test_every_flag_exists() -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", TEXT + MEASURED))
-    known = TORCHRUN_FLAGS | OTHER_FLAGS | flags_of(build_parser())
+    known = LAUNCHERS_FLAGS | flags_of(build_parser())
     for tool in (ROOT / "tools").rglob("*.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', tool.read_text(encoding="utf-8")))
     known |= {flag for flag in named if rule_of(flag)}
@@ -99,14 +92,11 @@ def test_every_link_leads_somewhere() -> None:
     assert checked > 10
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short_and_links_every_page() -> None:
     lines = README.splitlines()
     assert len(lines) <= MOST_LINES
     wide = [line for line in lines if len(line) > MOST_COLUMNS and "|" not in line]
     assert not [line for line in wide if "](" not in line]
-
-
-def test_the_readme_links_every_page() -> None:
     for page in PAGES:
         place = page.relative_to(ROOT)
         assert page.name == "README.md" or f"]({place})" in README, page

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import BROWSERS
-from tests.end_to_end.test_terminal import MEGATRON, OURS
+from tests.end_to_end.test_terminal import TAGS
 from tests.helpers.refusals import measured, printed, read_lines, refused, write_lines
 from tests.helpers.warm_process import HANGS_AFTER
 from tools import wandb_dashboard
@@ -79,7 +79,6 @@ def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def report(files: list[Path], folder: Path, *flags: str) -> str:
-    """The page."""
     main([*map(str, files), "--output", str(folder / "report.html"), *flags])
     return (folder / "report.html").read_text()
 
@@ -124,7 +123,10 @@ def test_the_page_stands_alone_and_follows_light_and_dark_and_pictures_have_its_
 
 
 @pytest.mark.usefixtures("without_charts")
-def test_a_run_that_went_wrong_says_so(tmp_path: Path) -> None:
+def test_a_run_that_went_wrong_says_so_and_metrics_alone_are_enough(tmp_path: Path) -> None:
+    page = report([write_run(tmp_path / "alone.jsonl", "IIG", record=False)], tmp_path)
+    assert "There is no record in the folder of the metrics files." in page
+    assert ">alone</li>" in page
     path = write_run(tmp_path / "m.jsonl", "IIG")
     lines = read_lines(path)
     for line in lines[10:]:
@@ -136,18 +138,10 @@ def test_a_run_that_went_wrong_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_charts")
-def test_metrics_alone_are_enough(tmp_path: Path) -> None:
-    page = report([write_run(tmp_path / "m.jsonl", "IIG", record=False)], tmp_path)
-    assert "There is no record in the folder of the metrics files." in page
-    assert ">m</li>" in page
-
-
-@pytest.mark.usefixtures("without_charts")
 def test_sets_of_held_out_data_are_told_apart(tmp_path: Path) -> None:
     path = write_run(tmp_path / "m.jsonl", "IIG")
     record = json.loads(Path(f"{path}.run.json").read_text())
-    losses = {"a": ([10, 20], [3.0, 2.0]), "b": ([10, 20], [5.0, 4.0])}
-    wanted = {f"validation-{name}": of_set for name, of_set in losses.items()}
+    wanted = {"validation-a": ([10, 20], [3.0, 2.0]), "validation-b": ([10, 20], [5.0, 4.0])}
     record["validations"] = [
         {"iteration": iteration, "data_set": name, "lm_loss": loss}
         for name, of_set in wanted.items()
@@ -159,21 +153,17 @@ def test_sets_of_held_out_data_are_told_apart(tmp_path: Path) -> None:
     assert "<td>a 2.000<br>b 4.000</td>" in report([path], tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (None, "cannot be read: No such file"),
+def test_files_that_are_no_metrics(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    refused(lambda: report([path], tmp_path), "cannot be read: No such file")
+    for content, told in (
         ("", "is empty"),
-        ("loss 4\n", "line 1 is not valid JSON"),
         ('{"iteration": 1}\n', "line 1: lm_loss: is missing"),
         (f'{WHOLE}{{"iteration": 2, \n{WHOLE}', "line 2 is not valid JSON"),
-    ],
-)
-def test_files_that_are_no_metrics(content: str | None, told: str, tmp_path: Path) -> None:
-    if content is not None:
-        (tmp_path / "m.jsonl").write_text(content)
-    refused(lambda: report([tmp_path / "m.jsonl"], tmp_path), told)
-    assert not (tmp_path / "report.html").exists()
+    ):
+        path.write_text(content)
+        refused(lambda: report([path], tmp_path), told)
+        assert not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.usefixtures("without_charts")
@@ -246,41 +236,30 @@ def test_what_cannot_be_compared_or_written_is_refused(
 WORDS = ["--wandb-project", "llama", "--wandb-entity", "team"]
 
 
-@pytest.fixture
-def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-
-
 def test_every_panel_shows_tags_that_runs_write() -> None:
     shown = {tag for panels in SECTIONS.values() for panel in panels for tag in panel.tags}
     # Of a corpus, of averaged weights, and of outer steps.
     of_some_runs = {"bits per byte validation", "lm loss validation ema", "outer/grad-cosine"}
     of_some_runs.add("decoupled-learning-rate")
-    assert shown <= MEGATRON | OURS | of_some_runs
-    assert {tag for tag in OURS if tag.startswith("throughput/")} <= shown
+    assert shown <= TAGS | of_some_runs
+    assert {tag for tag in TAGS if tag.startswith("throughput/")} <= shown
     assert next(iter(SECTIONS)) == "throughput and MFU"
 
 
 @pytest.mark.slow("imports wandb_workspaces")
-@pytest.mark.usefixtures("nobody")
-def test_the_library_takes_the_view_and_without_an_account_nothing_is_saved() -> None:
+def test_the_library_takes_the_view_and_an_account_saves_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pytest.importorskip("wandb_workspaces")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     workspace = make_workspace("team", "llama", "view")
     assert [section.name for section in workspace.sections] == list(SECTIONS)
     refused(lambda: make_view([*WORDS, "--name", "+1"]), "--name +1")
     told = printed(make_view, *WORDS)
     assert told.startswith(describe("team", "llama", "throughput and MFU"))
     assert told.endswith("nothing was saved (no account: run `wandb login`)\n")
-
-
-@pytest.mark.slow("imports wandb_workspaces")
-@pytest.mark.usefixtures("nobody")
-def test_with_an_account_it_saves_and_a_refusal_is_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("wandb_workspaces")
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
 
     class Saved:
