@@ -38,17 +38,13 @@ NUM_PARAMETERS = 2 * 130 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
 # moments, each with its sharding degree.
 BYTES = {
     "ddp": 2 + 2 + 12,
-    "fsdp2": (4 + 4 + 8) / 4,
-    "fsdp2-kept": 2 + 2 + 12 / 4,
-    "fsdp2-ahead": (4 + 4 + 8) / 4,
+    **dict.fromkeys(("fsdp2", "fsdp2-ahead"), (4 + 4 + 8) / 4),
+    **dict.fromkeys(("fsdp2+p2p/4", "fsdp2-ahead+allgather/2"), (4 + 4 + 8) / 4),
     "fsdp2-hybrid": (4 + 4 + 8) / 2,
     "fsdp2-hybrid-kept": 2 + 2 + 12 / 2,
-    "paro:IIG": 2 / 2 + 2 / 2 + 12 / 4,
-    "paro:NNG@flat": 2 + 2 + 12 / 4,
+    **dict.fromkeys(("fsdp2-kept", "paro:NNG@flat"), 2 + 2 + 12 / 4),
+    **dict.fromkeys(("paro:IIG", "paro:IIG+a2a+p2p/2/2"), 2 / 2 + 2 / 2 + 12 / 4),
     "paro:GGG+p2p/4": (2 + 2 + 12) / 4,
-    "paro:IIG+a2a+p2p/2/2": 2 / 2 + 2 / 2 + 12 / 4,
-    "fsdp2+p2p/4": (4 + 4 + 8) / 4,
-    "fsdp2-ahead+allgather/2": (4 + 4 + 8) / 4,
 }
 DEEPSPEED_BYTES = {
     "deepspeed-1": 2 + 2 + 12 / 4,

@@ -170,13 +170,12 @@ def test_published_manners_of_templates(
     assert one[1] == "".join(filter(None, answers)) * 3
 
 
-def test_characters_of_several_tokens_are_answered_whole(tmp_path: Path) -> None:
+def test_characters_of_several_tokens_and_a_token_across_the_end_are_answered(
+    tmp_path: Path,
+) -> None:
     marked = MARKED.replace(BODY, "{{ m.content }}")
     found = made(tmp_path, marked, {"messages": [*TALK[:2], said_by("😀")]})
     assert found[0][1] == "😀"
-
-
-def test_a_token_that_straddles_the_end_of_an_answer_is_answered(tmp_path: Path) -> None:
     template = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
     template += (
         "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}turn{% endfor %}"
