@@ -19,9 +19,10 @@ from paro.distributed.exposed_time import Exposed
 from paro.distributed.timers import record_ranges
 from paro.precision import PrecisionConfig
 from paro.report.record import GroupsRecord, Metrics, scalars_of, summarize
+from paro.spec.run_spec import Materialize
 from paro.topology import StreamKind
 from tests.helpers.house import ROOT
-from tests.paro.planning.cases import LoneRank, lone_rank, on_ranks, silence
+from tests.paro.planning.cases import LoneRank, on_ranks, rank_of, run_of, silence
 from tests.paro.planning.test_units import SMALL
 from tests.paro.report.test_report import FACTS, record
 
@@ -59,13 +60,10 @@ def tags() -> set[str]:
 
 
 def lone_ranks() -> Iterator[LoneRank]:
-    strategy, topology = on_ranks("IIG", world_size=8, group_size=4)
     precision = PrecisionConfig(compute="bf16", inter_param_bits=8, ema_decay=0.9)
-    given = ADAPTED, strategy, topology, precision
-    yield lone_rank(*given, is_trained=is_adapter)
-    for in_place in (False, True):
-        ways = {"materialize": "rotate", "rotate_in_place": in_place}
-        yield lone_rank(*given, is_trained=is_adapter, **ways)
+    for way in Materialize:
+        run = run_of(ADAPTED, "IIG", precision, is_trained=is_adapter, materialize=way)
+        yield rank_of(run)
 
 
 def ranges() -> set[str]:

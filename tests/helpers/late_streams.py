@@ -19,10 +19,6 @@ from paro.distributed.comm_stream import AllEvents, Event, Job, Stage
 from paro.sharding.buffers import ElasticBuffer
 
 
-class FreedStorageError(RuntimeError):
-    """A job ran on storage that had been freed after its submit."""
-
-
 @dataclass(slots=True, eq=False)
 class _LateEvent:
     """A stored job, and the jobs that must run before it: its stream's last one and `after`."""
@@ -102,7 +98,7 @@ class LateStreams:
         try:
             for buffer, freed in event.buffers:
                 if not buffer.alive or _FREED[buffer] != freed:
-                    raise FreedStorageError("a job runs on storage that was freed after its submit")
+                    raise RuntimeError("a job runs on storage that was freed after its submit")
             with torch.no_grad():
                 event.job()
         except BaseException:

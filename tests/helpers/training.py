@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
@@ -32,7 +33,6 @@ from paro.launch.placement import check_placement
 from paro.layout import split_range
 from paro.report.log import Log
 from paro.sharding.buffers import Ledger
-from paro.sharding.shards import UnitShards
 from paro.spec.states import PARAM
 from paro.training.assembly import build_data, build_sources, build_training
 from paro.training.resume import FROM_NOTHING, Resumed
@@ -146,7 +146,9 @@ def train(
     start = whole_parameters(training) if config.world.size == 1 else {}
     steps = run_steps(config, training)
     ledger = training.model.context.ledger
-    largest = max(slices_by_part(training.model.units).values(), default=0)
+    slices = Counter[str]()  # by part of the model: units may hold halves of a slice
+    for unit in training.model.units:
+        slices[unit.name.partition(" ")[0]] += unit.param_shard.nbytes
     averages = whole_states(training, only="ema")
     parameters = whole_parameters(training) | averages
     start |= {name: start[name.removeprefix("ema.")] for name in averages} if start else {}
@@ -156,18 +158,9 @@ def train(
         parameters=parameters,
         model_state_bytes=training.optimizer.model_state_bytes(),
         ledger=ledger,
-        slice_bytes=largest,
+        slice_bytes=max(slices.values(), default=0),
         movements={name: float((parameters[name] - start[name]).norm()) for name in start},
     )
-
-
-def slices_by_part(units: Sequence[UnitShards]) -> dict[str, int]:
-    """Bytes of local parameters by part of the model: units may hold halves of a slice."""
-    held: dict[str, int] = {}
-    for unit in units:
-        part = unit.name.partition(" ")[0]
-        held[part] = held.get(part, 0) + unit.param_shard.nbytes
-    return held
 
 
 def run_steps(config: RunConfig, training: Training) -> list[StepResult]:

@@ -6,7 +6,6 @@ import errno
 import os
 import pickle
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from paro.errors import (
     StorageError,
     UserError,
     about,
-    check_positive,
     describe,
     for_all_ranks,
     is_memory_failure,
@@ -29,7 +27,7 @@ from paro.errors import (
     type_and_message,
     writing,
 )
-from tests.helpers.refusals import refused, says
+from tests.helpers.refusals import says
 
 
 def test_mistakes_are_one_line_each() -> None:
@@ -52,27 +50,11 @@ def test_what_a_terminal_would_act_upon_is_escaped() -> None:
     assert printable("a\tb\nc") == "a\tb\nc"
 
 
-@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan")])
-def test_what_is_no_positive_number_is_refused_by_its_flag(value: float) -> None:
-    check_positive(lr=1e-9, loss_scale=None)
-    refused(lambda: check_positive(lr=1.0, adam_eps=value), f"--adam-eps {value} ... positive")
-
-
 def test_a_long_line_keeps_its_beginning_and_its_end() -> None:
     line = str(UserError(f"--load {'x' * 10**6} is missing"))
     assert len(f"pretrain_llama.py: error: {line}") <= 2000
     assert line.startswith("--load xx")
     assert line.endswith("xx is missing")
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^--x cannot be read: No such file"), reading("--x"):
-        (tmp_path / "absent").read_text()
-    (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=r"^--x is not UTF-8 text$"), reading("--x"):
-        (tmp_path / "binary").read_text(encoding="utf-8")
-    with pytest.raises(UserError, match="--out cannot be written: Is a dir"), writing("--out"):
-        tmp_path.write_text("")
 
 
 def test_bugs_and_storage_are_not_the_user_s_mistakes() -> None:
@@ -91,7 +73,6 @@ def test_bugs_and_storage_are_not_the_user_s_mistakes() -> None:
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [::1]"
 FULL = OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/data/c7.bin")
-OF_A_WORKER = RuntimeError("Too many open files. Communication with the workers is no longer pos")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +81,7 @@ OF_A_WORKER = RuntimeError("Too many open files. Communication with the workers 
         (FULL, None, "too many open files at /data/c7.bin ... ulimit -n"),
         (UserError("the corpus is damaged"), FULL, "at /data/c7.bin ... ulimit -n"),
         (ImportError("libx.so: cannot open: Too many open files"), None, "ulimit -n"),
-        (OF_A_WORKER, None, "ulimit -n"),
+        (RuntimeError("Too many open files. Communication with the workers"), None, "ulimit -n"),
         (RuntimeError(f"{GLOO.partition(']')[0]}] socket: Too many open files"), None, "ulimit -n"),
         (OSError(errno.ENFILE, os.strerror(errno.ENFILE)), None, "fs.file-max"),
     ],
@@ -161,15 +142,12 @@ def test_what_other_ranks_raise() -> None:
     assert for_all_ranks(bug, 1) is bug
 
 
-CHECK = "[enforce fail at ../third_party/gloo/gloo/transport/tcp/pair.cc:446] op.nbytes. 4 vs 2"
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         (GLOO, "Connection closed by peer [::1]"),
         (f"a message from rank 1 failed: {GLOO}", "a message from rank 1 failed: Connection close"),
-        (CHECK, None),
+        ("[enforce fail at ../third_party/gloo/gloo/transport/tcp/pair.cc:446] 4 vs 2", None),
         ("a collective failed on this rank", None),
     ],
 )

@@ -165,7 +165,6 @@ def configure(words: str) -> RunConfig:
 
 
 def without(flags: tuple[str, ...]) -> str:
-    """SMALL without some flags and their values."""
     kept = [part for part in SMALL.split("--") if part and part.split()[0] not in flags]
     return " ".join(f"--{part}" for part in kept)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -17,15 +17,13 @@ import torch
 from paro.collectives import schedule
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.hops import ALGORITHMS
-from paro.collectives.schedule import Op
 from paro.distributed.world import World
 from paro.layout import Unit
 from paro.machine.files import machine_to_json
-from paro.machine.machine import Machine, Measured
 from paro.planning.run_memory import RunMemory
 from paro.sharding.buffers import Ledger
 from paro.strategy import legal_letters
-from paro.topology import Axes, Sent
+from paro.topology import Sent
 from paro.training import assembly
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import (
@@ -41,7 +39,7 @@ from tests.helpers.training import (
     margin_between,
     train,
 )
-from tests.helpers.warm_process import HANGS_AFTER
+from tests.paro.machine.test_collective_time import measured_machine
 
 SHAPES = [(8, 4), (8, 2), (6, 3), (6, 2), (4, 2), (2, 1), (2, 2), (1, 1)]  # world, group
 FROZEN = ("embedding.weight", "blocks.0.wq", "blocks.1.w_up", "head.weight")
@@ -61,7 +59,6 @@ AVERAGED = "--ema-decay 0.7"
 MUON = "--optimizer muon --muon-fp32-matmul-prec highest"
 TWO = "--num-layers 2"
 FIVE = "--num-layers 5"  # blocks, of which 4 groups have one each, and one is left over
-INDUCTOR = "--torch-compile inductor"
 
 # The same global batch on any world size; the first, another and the last micro-batch.
 SAMPLES, MICRO_BATCHES = 72, 3
@@ -79,7 +76,6 @@ Variant = tuple[str, str, Frozen]  # strategy, more flags, frozen parameters
 
 
 def train_cases(cases: Sequence[Case], group_size: int | None) -> list[Trained]:
-    """Several runs in sequence on the same ranks."""
     return [train(flags, group_size=group_size, frozen=frozen) for flags, frozen in cases]
 
 
@@ -96,7 +92,6 @@ def counted(
 def assert_formulas(
     trained: Trained, flags: str, world_size: int, group_size: int, rank: int | None = None
 ) -> None:
-    """Compares bytes sent from the second step on."""
     _, expected = counted(flags, world_size, group_size, rank)
     for step in trained.steps[1:]:
         assert step.sent == expected, flags
@@ -146,18 +141,21 @@ def compared(
     variants: Sequence[Variant],
     steps: int = FEW_STEPS,
     model: str = TINY,
+    trains: Callable[[Sequence[Case], int], list[Trained]] = train_cases,
 ) -> Iterator[tuple[Variant, str, int, Trained]]:
     """Trains the variants; gives every rank's run of each with its flags once it is as alone."""
     cases = [
         (flags_for(name, world_size=world_size, more=more, steps=steps, model=model), frozen)
         for name, more, frozen in variants
     ]
-    results = run_ranks(train_cases, world_size, cases, group_size, timeout=900)
+    results = run_ranks(trains, world_size, cases, group_size, timeout=900)
     for number, variant in enumerate(variants):
         _, more, frozen = variant
         reference = reference_for(more, frozen, steps, model)
         for rank, by_rank in enumerate(results):
-            allowed = (BF16_MUON if MUON in more else BF16) if "--bf16" in more else FP32
+            allowed = FP32
+            if "--bf16" in more or "--fp16" in more:
+                allowed = BF16_MUON if MUON in more else BF16
             assert_same(by_rank[number], reference, f"{variant} on {world_size}", allowed)
             yield variant, cases[number][0], rank, by_rank[number]
 
@@ -290,7 +288,7 @@ def test_all_strategies_on_all_worlds(world_size: int, group_size: int) -> None:
         (TIED, ()),
         (LAST, ()),
         (DROPPING, ()),
-        (INDUCTOR, FROZEN),
+        ("--torch-compile inductor", FROZEN),
     ]
     for more, frozen in frozen_too:
         variants = [(name, more, frozen) for name in strategies]
@@ -302,66 +300,51 @@ def test_all_strategies_on_all_worlds(world_size: int, group_size: int) -> None:
 
 
 PIPELINE = "pipeline"  # ho-ring as it runs under nccl
-CROSSING_BOTH = [("NIG", "ho-ring"), ("IGG", "h-ring"), ("NNG", "ring"), ("IIG", PIPELINE)]
 
 
-def train_each(cases: Sequence[tuple[str, str]], group_size: int) -> list[Trained]:
+def train_in_chunks(cases: Sequence[Case], group_size: int) -> list[Trained]:
     """Trains each with shards cut into chunks, as the shards of a real model are."""
     choice = AlgorithmChoice(names=("ho-ring",), num_chunks=lambda *_: 3)
     trained = []
-    for flags, collective in cases:
+    for flags, _ in cases:
         with (
             mock.patch.object(schedule, "_CHUNK_BYTES", 1024),
             mock.patch.object(schedule, "_LEAST_CHUNK_BYTES", 128),
             mock.patch.object(assembly, "choice_of", return_value=choice)
-            if collective == PIPELINE
+            if PIPELINE in flags
             else nullcontext(),
         ):
-            trained.append(train(flags, group_size=group_size))
+            trained.append(train(flags.replace(PIPELINE, "ho-ring"), group_size=group_size))
     return trained
 
 
 def check(pairs: Sequence[tuple[str, str]], world_size: int, *, steps: int, times: int = 1) -> None:
     """In two groups; trained several times, all have the same bits."""
-    cases = []
-    for strategy, collective in pairs:
-        more = f"--paro-collective {collective.replace(PIPELINE, 'ho-ring')}"
-        cases.append(
-            (flags_for(strategy, world_size=world_size, more=more, steps=steps), collective)
-        )
-    seconds = times * HANGS_AFTER
-    once, *others = (
-        run_ranks(train_each, world_size, cases, world_size // 2, timeout=seconds)
+    variants = [(strategy, f"--paro-collective {name}", ()) for strategy, name in pairs]
+    group_size = world_size // 2
+    runs = (
+        compared(world_size, group_size, variants, steps, trains=train_in_chunks)
         for _ in range(times)
     )
-    for rank, by_rank in enumerate(once):
-        for number, (trained, (flags, collective)) in enumerate(zip(by_rank, cases, strict=True)):
-            assert_same(trained, reference_for(steps=steps), flags)
-            for again in (other[rank][number] for other in others):
-                assert [one.loss for one in trained.steps] == [one.loss for one in again.steps]
-                for name, parameter in trained.parameters.items():
-                    assert torch.equal(parameter, again.parameters[name]), f"{flags}: {name}"
-            if collective != "ring":  # whose last rank of a group sends all bytes between groups
-                assert_formulas(trained, flags, world_size, world_size // 2)
+    for ((_, more, _), flags, _, trained), *others in zip(*runs, strict=True):
+        for *_, again in others:
+            assert [one.loss for one in trained.steps] == [one.loss for one in again.steps]
+            for name, parameter in trained.parameters.items():
+                assert torch.equal(parameter, again.parameters[name]), f"{flags}: {name}"
+        if not more.endswith(" ring"):  # whose last rank of a group sends all bytes between groups
+            flags = flags.replace(PIPELINE, "ho-ring")
+            assert_formulas(trained, flags, world_size, group_size)
 
 
 @pytest.mark.ranks
 def test_one_of_each_collective() -> None:
-    check(CROSSING_BOTH, 4, steps=2)
+    crossing_both = [("NIG", "ho-ring"), ("IGG", "h-ring"), ("NNG", "ring"), ("IIG", PIPELINE)]
+    check(crossing_both, 4, steps=2)
 
 
 @pytest.mark.ranks
 def test_collectives_chosen_by_size(tmp_path: Path) -> None:
-    """A run sends small messages by one algorithm and large ones by another."""
-    times = {"h-ring": (1e-3, 1e-1), "ho-ring": (2e-3, 5e-2), "native": (3e-3, 1e-3)}
-    rows = tuple(
-        Measured(axes=axes, op=op, algorithm=name, bytes=size, seconds=seconds)
-        for name, both in times.items()
-        for size, seconds in zip((2_000, 200_000), both, strict=True)
-        for op in Op
-        for axes in Axes
-    )
-    machine = Machine(name="m", source="typed", world_size=4, group_size=2, measured=rows)
+    machine = measured_machine(h_ring=(1e-3, 1e-1), ho_ring=(2e-3, 5e-2), native=(3e-3, 1e-3))
     (tmp_path / "machine.json").write_text(machine_to_json(machine))
     auto = f"--paro-collective auto --paro-machine {tmp_path / 'machine.json'}"
     assert len([*compared(4, 2, [("GGG", auto, ())], 3)]) == 4

@@ -22,7 +22,6 @@ from paro.launch.dry_run import run_dry
 from paro.planning.run_memory import RunMemory
 from paro.report.record import RunFacts, summarize
 from paro.strategy import legal_letters
-from paro.topology import Sent
 from paro.training.assembly import build_data, build_sources, build_training, run_facts
 from paro.training.evaluation import Evaluation, evaluate
 from paro.training.step import Training, TrainState
@@ -94,7 +93,6 @@ CASES = {
 COMPILED_CASE = Case(2, "IIG", f"{APART} {PER_TOKEN} {COMPILED} {KEPT}", kind="p2p")
 KINDS = ("a2a", "p2p", FLAT, "allgather", "a2a+p2p")
 SHAPES = [(4, 2), (4, 4), (8, 2), (8, 4), (8, 8), (6, 3)]
-THREES = "--seq-length 24 --num-attention-heads 6"
 
 
 class Run(NamedTuple):
@@ -126,7 +124,6 @@ def run_cases(cases: list[Case], group_size: int, steps: int) -> list[Run]:
 
 @cache
 def alone(more: str, frozen: tuple[str, ...], steps: int) -> Run:
-    """One process on the same micro-batches."""
     return run(f"{MODEL} --train-iters {steps} {more}", None, frozen)
 
 
@@ -140,14 +137,11 @@ def check(world_size: int, group_size: int, cases: list[Case], steps: int) -> No
             assert_near(*figures, FP32.scalar, f"{case}, held out")
             assert_same(trained, wanted.trained, f"{case} on {world_size}")
             if not case.frozen:
-                sent = predicted(case, World(rank=rank, size=world_size), group_size)
+                flags = f"{case.flags()} --paro-group-size {group_size}"
+                config = configured(flags, World(rank=rank, size=world_size))
+                num_micro_batches = config.batches.num_micro_batches_at(0)
+                sent = RunMemory(None).sent(config.spec, num_micro_batches, rank)
                 assert {step.sent for step in trained.steps[1:]} == {sent}, case
-
-
-def predicted(case: Case, world: World, group_size: int) -> Sent:
-    config = configured(f"{case.flags()} --paro-group-size {group_size}", world)
-    spec, batches = config.spec, config.batches
-    return RunMemory(None).sent(spec, batches.num_micro_batches_at(0), world.rank)
 
 
 @pytest.mark.ranks
@@ -176,7 +170,8 @@ def grid(world_size: int, group_size: int) -> list[Case]:
         TIED,
     )
     threes = world_size % 3 == 0
-    sizes, own = ((3, 6), THREES) if threes else ((2, 4, 8), "")
+    own = "--seq-length 24 --num-attention-heads 6" if threes else ""
+    sizes = (3, 6) if threes else (2, 4, 8)
     heads = ("", *(f"{GROUPED} {number}" for number in ((1, 3) if threes else (1, 2, 4))))
     cases = []
     for number, strategy in enumerate(legal_letters()):

@@ -70,7 +70,6 @@ def assert_few_slices(trained: Trained, flags: str) -> None:
 def check(
     world_size: int, group_size: int, heads: int, variants: list[Variant], steps: int = FEW_STEPS
 ) -> None:
-    """In comparison with one process that gathers."""
     model = f"{MODEL} --num-attention-heads {heads}"
     rotating = [(name, f"{ROTATE} {more}", frozen) for name, more, frozen in variants]
     for (_, _, frozen), flags, _, trained in compared(

@@ -25,31 +25,29 @@ from tests.paro.test_parity import Variant, assert_formulas, compared, reference
 FLAGS = f"{TINY} --train-iters 6 --global-batch-size 8"
 
 
-@pytest.fixture(scope="module")
-def fp32() -> Trained:
-    return train(FLAGS)
-
-
 def losses(trained: Trained) -> list[float]:
     return [step.loss for step in trained.steps]
 
 
 # Gradients accumulated whole, reduced inside groups, and reduced over all ranks.
-BF16: list[Variant] = [
-    (strategy, f"--bf16 {more}", ())
-    for strategy, more in (
-        ("NNN", "--accumulate-allreduce-grads-in-fp32"),
-        ("NIG", "--grad-reduce-in-bf16"),
-        ("GGG", ""),
-    )
+TWO_BYTES: list[Variant] = [
+    ("NNN", "--bf16 --accumulate-allreduce-grads-in-fp32", ()),
+    ("NIG", "--bf16 --grad-reduce-in-bf16", ()),
+    ("GGG", "--bf16", ()),
+    ("NIG", "--fp16 --loss-scale 1024", ()),
 ]
 
 
+def norms(trained: Trained) -> list[float]:
+    return [step.grad_norm for step in trained.steps]
+
+
 @pytest.mark.ranks
-def test_bf16_follows_fp32_and_sends_its_types() -> None:
-    exact = losses(reference_for())
-    for _, flags, _, trained in compared(4, 2, BF16):
-        assert_near(losses(trained), exact, 0.002, flags)
+def test_two_byte_types_follow_fp32_and_are_sent() -> None:
+    exact = reference_for()
+    for _, flags, _, trained in compared(4, 2, TWO_BYTES):
+        assert_near(losses(trained), losses(exact), 0.002, flags)
+        assert_near(norms(trained), norms(exact), 0.02, flags)
         assert_formulas(trained, flags, 4, 2)
 
 
@@ -66,15 +64,6 @@ def test_fp16_with_a_dynamic_scale_skips_until_the_scale_fits() -> None:
     # The same updates as fp32's, started later: data continue, and skipped steps change nothing.
     assert trained.steps[first].loss == pytest.approx(math.log(60), rel=0.05)
     assert trained.steps[-1].loss < trained.steps[first].loss
-
-
-@pytest.mark.ranks
-def test_fp16_with_a_constant_scale_follows_fp32(fp32: Trained) -> None:
-    flags = f"{FLAGS} --fp16 --loss-scale 1024 --paro-strategy NIG"
-    trained = run_ranks(train, 4, flags, group_size=2)[0]
-    assert_near(losses(trained), losses(fp32), 0.001, "losses in fp16")
-    norms = [step.grad_norm for step in trained.steps]
-    assert_near(norms, [step.grad_norm for step in fp32.steps], 0.01, "norms in fp16")
 
 
 def train_with_a_bad_rank(bad_rank: int) -> tuple[Trained, Trained]:
@@ -151,8 +140,7 @@ def test_ranks_make_no_difference(tmp_path: Path) -> None:
             assert_near(by_rank, wanted, 2e-6, run)
 
 
-LONGER = f"{TINY} --train-iters 8 --global-batch-size 8"
-ON_GPU = LONGER.replace("--distributed-backend gloo", "--distributed-backend nccl")
+ON_GPU = FLAGS.replace("--distributed-backend gloo", "--distributed-backend nccl")
 
 
 @pytest.mark.gpu
@@ -168,7 +156,7 @@ ON_GPU = LONGER.replace("--distributed-backend gloo", "--distributed-backend ncc
 )
 def test_losses_follow_the_cpu_s(more: str, tolerance: float) -> None:
     on_gpu = train(f"{ON_GPU} {more}")
-    assert_near(losses(on_gpu), losses(train(LONGER)), tolerance, more)
+    assert_near(losses(on_gpu), losses(train(FLAGS)), tolerance, more)
 
 
 MODULES = (

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from paro.layout import (
     ALIGN,
     ParamChunk,
-    UnitLayout,
-    make_layout,
     make_sliced_layout,
+    make_whole_layout,
     parameter_runs,
     split_range,
-    whole_chunk,
 )
 from paro.planning.search_space import legal_strategies
 from paro.strategy import (
@@ -84,26 +82,17 @@ def test_effective_letters_on_one_group() -> None:
     assert effective_letters(odd, world_size=8, group_size=4) is None
 
 
-def held_without(lost: set[int], degrees: tuple[int, ...], world_size: int) -> bool:
-    """Whether the other ranks hold every shard of every degree, by the topology's own offsets."""
-    topology = make_topology(world_size=world_size, group_size=1, degrees=degrees)
-    for degree in degrees:
-        held = {topology.shard_start(rank, degree, world_size) for rank in range(world_size)}
-        left = {
-            topology.shard_start(rank, degree, world_size)
-            for rank in range(world_size)
-            if rank not in lost
-        }
-        if left != held:
-            return False
-    return True
-
-
 def most_lost(parts: list[set[int]], degrees: tuple[int, ...], world_size: int) -> int:
-    """The largest number of parts any of which may be lost at once."""
+    """The largest number of parts whose loss leaves every shard, by the topology's own offsets."""
+    topology = make_topology(world_size=world_size, group_size=1, degrees=degrees)
+    starts = [
+        [topology.shard_start(rank, degree, world_size) for rank in range(world_size)]
+        for degree in degrees
+    ]
     for number in range(1, len(parts) + 1):
         for some in combinations(parts, number):
-            if not held_without(set().union(*some), degrees, world_size):
+            left = {*range(world_size)}.difference(*some)
+            if any({held[rank] for rank in left} != {*held} for held in starts):
                 return number - 1
     raise AssertionError("all ranks can be lost")
 
@@ -131,23 +120,10 @@ def test_groups_need_not_be_nodes() -> None:
 
 # Axes, peers and nested shards
 
-SHAPES = [(1, 1), (1, 4), (3, 1), (2, 3), (4, 4), (8, 2), (5, 6)]
 
-
-@pytest.mark.parametrize(("groups", "group_size"), SHAPES)
-def test_members_partition_the_world(groups: int, group_size: int) -> None:
-    world = groups * group_size
-    topology = make_topology(world_size=world, group_size=group_size, degrees=(1, world))
-    for axis in topology.axes:
-        found = {topology.members((axis,), rank) for rank in range(world)}
-        assert sorted(rank for members in found for rank in members) == list(range(world))
-        assert all(len(members) == axis.size for members in found)
-        assert all(
-            [axis.digit(rank) for rank in members] == list(range(axis.size)) for members in found
-        )
-
-
-@pytest.mark.parametrize(("groups", "group_size"), SHAPES)
+@pytest.mark.parametrize(
+    ("groups", "group_size"), [(1, 1), (1, 4), (3, 1), (2, 3), (4, 4), (8, 2), (5, 6)]
+)
 def test_shards_tile_the_buffer_and_nest(groups: int, group_size: int) -> None:
     world = groups * group_size
     topology = make_topology(world_size=world, group_size=group_size, degrees=(world,))
@@ -166,31 +142,21 @@ def test_shards_tile_the_buffer_and_nest(groups: int, group_size: int) -> None:
 
 # The flat order of a unit, and the chunks that a checkpoint stores
 
-NEEDS_PADDING = {"norm": (5,), "weight": (3, 7), "scalar": ()}
-
-
-def _layout(world_size: int = 6) -> UnitLayout:
-    chunks = [whole_chunk(name, shape) for name, shape in NEEDS_PADDING.items()]
-    return make_layout(chunks, world_size=world_size)
-
 
 def test_matrices_first_aligned_and_padded_for_the_world() -> None:
-    layout = _layout()
+    needs_padding = {"norm": (5,), "weight": (3, 7), "scalar": ()}
+    layout = make_whole_layout(needs_padding, world_size=6)
     assert [placed.chunk.name for placed in layout.chunks] == ["weight", "norm", "scalar"]
     assert all(placed.offset % ALIGN == 0 for placed in layout.chunks)
     assert layout.matrix_stop == 24
     assert layout.numel == 48
-
-
-def test_gaps_and_pieces_cover_the_buffer_once() -> None:
-    layout = _layout()
     covered = np.zeros(layout.numel, dtype=int)
     for begin, end in layout.gaps():
         covered[begin:end] += 1
     for start in range(0, layout.numel, layout.numel // 6):
         for part in layout.chunk_ranges(start, start + layout.numel // 6):
             covered[part.offset : part.offset + part.high - part.low] += 1
-    assert (covered == 1).all()
+    assert (covered == 1).all(), "gaps and pieces cover the buffer once"
 
 
 @st.composite
@@ -216,20 +182,14 @@ def test_chunks_and_runs_name_a_range_in_order(case: tuple[ParamChunk, int, int]
     runs = [list(range(begin, end)) for begin, end in parameter_runs(chunk, low, high)]
     assert [index for run in runs for index in run] == list(flat[low:high])
 
-    position = low
-    for begin, part in split_range(chunk, low, high):
+    position, parts = low, [*split_range(chunk, low, high)]
+    assert len(parts) <= max(1, 2 * len(chunk.shape) - 1)
+    for begin, part in parts:
         assert begin == position
         position += part.numel
         corner = tuple(slice(a, a + e) for a, e in zip(*part, strict=True))
         assert list(parameter[corner].reshape(-1)) == list(flat[begin:position])
     assert position == high
-
-
-@settings(deadline=None)
-@given(chunks_and_ranges())
-def test_a_range_takes_few_chunks(case: tuple[ParamChunk, int, int]) -> None:
-    chunk, low, high = case
-    assert len(list(split_range(chunk, low, high))) <= max(1, 2 * len(chunk.shape) - 1)
 
 
 def test_a_sliced_layout_holds_every_element_once() -> None:

@@ -150,8 +150,6 @@ def test_bits_per_byte_need_corpora_that_all_say_the_same(
 
 
 def test_weights_and_full_validation_contradict_each_other(flags: str, tmp_path: Path) -> None:
-    weighed = flags.replace("--valid-data-path ", "--valid-data-path 1 ").replace(
-        f" {tmp_path / 'code'}", f" 2 {tmp_path / 'code'}"
-    )
+    weighed = f"{flags} --valid-data-path 1 {tmp_path / 'prose'} 2 {tmp_path / 'code'}"
     words = f"{weighed} --micro-batch-size 1 --full-validation"
     refused(lambda: run_loop(words, base=CORPUS), "--valid-data-path ... --full-validation")

@@ -75,14 +75,6 @@ def test_what_is_accepted_changes_nothing_and_says_nothing() -> None:
             assert refusals(parse_args([rule.flag, str(value)])) == []
 
 
-def test_a_script_that_reads_an_object_store_starts() -> None:
-    """With all flags that Megatron-LM needs for it."""
-    words = "--enable-msc --data-path s3://b/x --no-mmap-bin-files"
-    args = parse_args([*words.split(), "--object-storage-cache-path", "cache"])
-    assert (args.data_path, args.object_storage_cache_path) == (["s3://b/x"], "cache")
-    assert refusals(args) == []
-
-
 def test_what_is_ignored_says_so() -> None:
     flags = [member(rule.flag) for rule in RULES if rule.outcome is Outcome.IGNORED]
     args = parse_args([word for flag in flags for word in (flag, "7", "x")])

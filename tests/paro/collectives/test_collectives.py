@@ -54,25 +54,13 @@ def whole(numel: int, dtype: torch.dtype, factor: int = 1) -> Tensor:
 PIPELINE = "ho-ring of the backend's collectives"
 
 
-def algorithm(name: str) -> str | AlgorithmChoice:
-    if name != PIPELINE:
-        return name
-    return AlgorithmChoice(
-        names=("ho-ring",), num_chunks=lambda _op, _span, num_bytes: num_bytes % 5 + 1
-    )
-
-
 def make(
-    algorithm: str | AlgorithmChoice,
-    topology: Topology,
-    *,
-    spans: Collection[AxisSpan] = (),
-    overlap: bool = True,
+    name: str, topology: Topology, *, spans: Collection[AxisSpan] = (), overlap: bool = True
 ) -> tuple[Collectives, ByteCounter]:
     """This rank's collectives over the given runs, or over all axes."""
-    links, choice = make_links(CPU, "gloo", overlap=overlap), algorithm
-    if isinstance(choice, str):
-        choice = AlgorithmChoice(names=(choice,))
+    links, choice = make_links(CPU, "gloo", overlap=overlap), AlgorithmChoice(names=(name,))
+    if name == PIPELINE:
+        choice = AlgorithmChoice(names=("ho-ring",), num_chunks=lambda *sent: sent[-1] % 5 + 1)
     along = dict.fromkeys(COLLECTIVE_STREAMS, frozenset(spans or {topology.axes}))
     config = RuntimeConfig(distributed_backend="gloo")
     groups = make_groups(topology, dist.get_rank(), needed_groups(choice, along), config, links)
@@ -80,7 +68,6 @@ def make(
 
 
 def check_all(group_size: int, degrees: tuple[int, ...]) -> list[str]:
-    """Every collective by every algorithm; returns the wrong results."""
     return [
         wrong
         for name in (*COLLECTIVES, PIPELINE)
@@ -97,7 +84,7 @@ def check_collectives(name: str, group_size: int, degrees: tuple[int, ...]) -> l
     topology = make_topology(world_size=size, group_size=group_size, degrees=degrees)
     axes = topology.axes
     spans = {axes[i:j] for i in range(len(axes) + 1) for j in range(i, len(axes) + 1)}
-    collectives, _ = make(algorithm(name), topology, spans=spans, overlap=size != 6)
+    collectives, _ = make(name, topology, spans=spans, overlap=size != 6)
     wrong = []
     for number, span in enumerate(sorted(spans, key=lambda span: [axis.index for axis in span])):
         members = topology.members(span, rank)
@@ -140,13 +127,13 @@ def test_collectives(world_size: int, group_size: int, degrees: tuple[int, ...])
 
 
 def bytes_by_name() -> dict[str, dict[str, Sent]]:
+    """Bytes of each collective, over both axes of 2 groups of 2; 96 elements of fp32."""
     return {name: send_one_of_each(name) for name in ("native", PIPELINE, "flat")}
 
 
 def send_one_of_each(name: str) -> dict[str, Sent]:
-    """Bytes of each collective, over both axes of 2 groups of 2; 96 elements of fp32."""
     topology = make_topology(world_size=4, group_size=2, degrees=())
-    collectives, traffic = make(algorithm(name), topology)
+    collectives, traffic = make(name, topology)
     sent, buffer = {}, torch.zeros(96)
     all_gather(collectives, buffer, topology.axes).wait()
     sent["all_gather"] = traffic.take()

@@ -29,10 +29,6 @@ from tests.helpers.requests import sent_fraction
 Content = frozenset[int]
 
 
-class DeadlockError(AssertionError):
-    """No place can continue."""
-
-
 @dataclass
 class Place:
     """One rank: its chunks, and the steps that have arrived."""
@@ -85,7 +81,6 @@ def start(op: Op, schedules: Sequence[tuple[Step, ...]], num_chunks: int) -> lis
 
 
 def check_end(op: Op, places: Sequence[Place], num_chunks: int) -> None:
-    """Every chunk is complete on the places that must have it."""
     everybody = frozenset(range(len(places)))
     for place, state in enumerate(places):
         owners = [place] if op is Op.REDUCE_SCATTER else range(len(places))
@@ -138,7 +133,7 @@ def run_as_threads(places: Sequence[Place], levels: int, seed: int) -> None:
                 if ended[stream] == len(steps_of[stream]) or not receive(*stream):
                     break
         if ended == before:
-            raise DeadlockError(f"of {steps_of} steps only {ended} ended")
+            raise AssertionError(f"a deadlock: of {steps_of} steps only {ended} ended")
     assert not wires, "somebody sent what nobody received"
 
 
@@ -202,7 +197,6 @@ def check(op: Op, hops: Hops, sizes: tuple[int, ...], num_chunks: int) -> list[S
     ids=str,
 )
 def test_two_levels(name: str, op: Op, sizes: tuple[int, int]) -> None:
-    """Complete as threads and step by step; bytes and steps equal the formulas."""
     num_chunks = 2 if prod(sizes) <= 24 else 1
     inner, outer = sizes
     passes = 2 if op is Op.ALL_REDUCE else 1
@@ -234,7 +228,6 @@ def test_one_level(hops: Hops, op: Op, size: int) -> None:
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.value)
 @pytest.mark.parametrize("num_chunks", [1, 3, 8])
 def test_ho_ring_in_any_order_of_events(op: Op, sizes: tuple[int, int], num_chunks: int) -> None:
-    """With any thread timing: no deadlock, nothing arrives twice."""
     schedules = schedules_of(op, ho_ring_hops, sizes, num_chunks)
     for seed in range(5):
         places = start(op, schedules, num_chunks)
@@ -254,7 +247,6 @@ def test_the_drawing_of_ho_ring() -> None:
 
 @pytest.mark.parametrize("hops", [h_ring_hops, ho_ring_hops], ids=["h", "ho"])
 def test_additions_have_one_order(hops: Hops) -> None:
-    """Two additions to a chunk are always ordered: the second waits for the first."""
     for place in range(8):
         last: dict[Chunk, int] = {}
         for index, step in enumerate(
@@ -268,8 +260,6 @@ def test_additions_have_one_order(hops: Hops) -> None:
 
 def test_the_last_chunks_are_short() -> None:
     assert cut(10, 66, 4) == [(10, 30), (30, 50), (50, 60), (60, 66)]
-    assert cut(5, 8, 2) == [(5, 7), (7, 8)]
-    assert cut(5, 8, 1) == [(5, 8)]
 
 
 @pytest.mark.parametrize("op", Op)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 from paro.collectives.schedule import Op
 from paro.machine.machine import (
     BandwidthSource,
-    LinkSpeed,
     Machine,
     Measured,
     Nic,
@@ -29,29 +29,16 @@ GATHER, SCATTER, REDUCE = Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE
 BITS = 10**8
 
 
-def typed(bits: int) -> LinkSpeed:
-    return speed(bits / 1e9)
-
-
 def machine(
     world_size: int = 8,
     group_size: int = 4,
-    *,
-    nic: Nic = Nic.PER_RANK,
     intra: int | None = None,
     inter: int | None = None,
-    measured: tuple[Measured, ...] = (),
+    **more: Any,
 ) -> Machine:
-    return Machine(
-        name="two-nodes",
-        source="a test",
-        world_size=world_size,
-        group_size=group_size,
-        nic=nic,
-        intra=intra and typed(intra),
-        inter=inter and typed(inter),
-        measured=measured,
-    )
+    links = {"intra": intra and speed(intra / 1e9), "inter": inter and speed(inter / 1e9)}
+    sizes = {"world_size": world_size, "group_size": group_size}
+    return Machine(name="two-nodes", source="a test", **sizes, **links, **more)
 
 
 def measured(name: str, curve: dict[int, float], op: Op = GATHER) -> tuple[Measured, ...]:
@@ -94,11 +81,11 @@ UNIFORM, SHARED = machine(intra=BITS, inter=BITS), machine(nic=Nic.SHARED, inter
     [
         (machine(inter=BITS), Axes.BOTH, 32, 0.320),
         (machine(8, 2, inter=BITS), Axes.BOTH, 32, 0.960),
-        (replace(SHARED, inter=typed(4 * BITS)), Axes.BOTH, 32, 0.320),
+        (replace(SHARED, inter=speed(4 * BITS / 1e9)), Axes.BOTH, 32, 0.320),
         (SHARED, Axes.BOTH, 32, 1.280),
         # 3/4 of the buffer inside, 1/8 of it between groups: the slower kind of links decides.
         (UNIFORM, Axes.BOTH, 1, 0.75 * 0.08),
-        (replace(UNIFORM, intra=typed(7 * BITS)), Axes.BOTH, 1, 0.125 * 0.08),
+        (replace(UNIFORM, intra=speed(7 * BITS / 1e9)), Axes.BOTH, 1, 0.125 * 0.08),
         (machine(intra=BITS), Axes.BOTH, 1, 0.06),
         (UNIFORM, Axes.INTRA, 1, 0.75 * 0.08),
         # A rank's whole buffer, not a fourth of it, crosses its NIC; or four ranks' cross one.
@@ -188,7 +175,7 @@ def test_links_are_fitted_to_the_fastest(axes: Axes, nic: Nic, steps: int, share
 
 def test_links_that_nobody_measured() -> None:
     assert fit_link(machine(measured=FEW_STEPS), Link.INTER) is None
-    assert fit_link(machine(inter=BITS), Link.INTER) == typed(BITS)
+    assert fit_link(machine(inter=BITS), Link.INTER) == speed(BITS / 1e9)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from paro.collectives.schedule import Op
-from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.machine.files import read_machine
@@ -100,9 +100,13 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+def watched() -> Watchdog:
+    return Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9)
+
+
 def found(flags: str) -> Machine:
     """Returns the machine of a start, without the conditions in its file."""
-    with Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9) as watchdog:
+    with watched() as watchdog:
         made = start.find_measured(configure(f"{AUTO} {flags}"), alone(), watchdog)
     assert made.conditions
     return replace(made, conditions={})
@@ -168,22 +172,17 @@ def test_a_file_that_cannot_be_read_is_measured_again(measured: list[str], tmp_p
     assert len(measured) == 1
 
 
-def test_without_save_files_are_in_the_user_s_cache(
+def test_without_save_files_are_in_the_user_s_cache_or_nowhere(
     measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache, file = tmp_path / "cache", tmp_path / "file"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     found("")
-    assert (tmp_path / "llama-paro" / f"{measured[0]}.json").exists()
-
-
-@pytest.mark.usefixtures("measured")
-def test_a_run_starts_where_no_file_can_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "llama-paro").write_text("a file", encoding="utf-8")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert found("") == MACHINE
-    assert "the next start measures again" in capsys.readouterr().out
+    assert (cache / "llama-paro" / f"{measured[0]}.json").exists()
+    file.write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    assert "the next start measures again" in output_of(lambda: found(""))
+    assert len(measured) == 2
 
 
 def test_memory_of_the_measurement_is_no_peak_of_the_run(
@@ -213,19 +212,14 @@ class Differing(Control):
 def test_ranks_that_choose_differently_end(tmp_path: Path) -> None:
     config = configure(f"{AUTO} --save {tmp_path}")
     assert config.open is not None
-    with Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9) as watchdog:
-
-        def planned(control: Control) -> RunConfig | None:
-            return start.plan_on_this_machine(config, control, watchdog)
-
-        chosen = planned(alone())
-        assert chosen is not None
-        assert chosen.sharding.machine is not None
+    with watched() as watchdog:
+        chosen = start.plan_on_this_machine(config, alone(), watchdog)
         assert chosen.sharding.machine.measured == ROWS
         assert chosen.open is None
         assert any(line.startswith("planner: chose ") for line in chosen.notices)
         differing = Differing(World(), torch.device("cpu"))
-        refused(lambda: planned(differing), "--paro-strategy must be the same on all ranks ... GGG")
+        planned = partial(start.plan_on_this_machine, config, differing, watchdog)
+        refused(planned, "--paro-strategy must be the same on all ranks ... GGG")
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR2"])
@@ -242,7 +236,7 @@ def test_a_signal_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name:
     flags = f"{AUTO} --save {tmp_path} --exit-signal-handler --exit-signal SIGUSR2"
     config = configure(flags)
     before = {each: signal.getsignal(each) for each in ExitSignal.numbers(config.train)}
-    with Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9) as watchdog:
+    with watched() as watchdog:
 
         def leave() -> None:
             assert start.plan_on_this_machine(config, alone(), watchdog) is None
@@ -256,14 +250,6 @@ def test_a_signal_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name:
     assert f"[exiting program after receiving {name} " in told
     assert not [*tmp_path.iterdir()]
 
-
-def test_what_says_its_strategy_measures_nothing() -> None:
-    config = configure(f"{SMALL} --paro-strategy IIG")
-    with Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9) as watchdog:
-        assert start.plan_on_this_machine(config, alone(), watchdog) is config
-
-
-# Four ranks
 
 MODEL = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 60 "
@@ -283,7 +269,6 @@ def briefly() -> None:
 
 
 def trained(*flags: object, iterations: int = 2) -> str:
-    """Train on four ranks, and return the printed text."""
     words = (*flags, "--train-iters", iterations)
     done = run_script(["pretrain_llama.py", *ON_RANKS.split(), *words], 4, before=briefly)
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ def train_in_turn(
     ]
     if outer.outer_warmup:
         whole, together = built(f"{flags} --global-batch-size {batch}")
-        state, every = begun(whole, together)[0], _in_turn(sources, group)
+        state, _ = begun(whole, together)
+        every = (next(source) for source in cycle(sources) for _ in range(group))
         for _ in range(outer.outer_warmup):
             train_step(together, state, every)
         for index, (_, training) in enumerate(runs):
@@ -103,8 +105,3 @@ def _batches(config: RunConfig, ranks: range) -> Iterator[Batch]:
     ]
     while True:
         yield from (next(reader) for reader in readers)
-
-
-def _in_turn(sources: Sequence[Iterator[Batch]], count: int) -> Iterator[Batch]:
-    while True:
-        yield from (next(source) for source in sources for _ in range(count))

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from paro.optim.muon import (
 from paro.optim.rounding import Rounding
 from paro.planning.run_memory import RunMemory
 from paro.precision import PrecisionConfig
-from paro.spec.muon_rounds import MuonMatrix, assign, bucket_sizes, muon_rounds, prepare_for_muon
+from paro.spec.muon_rounds import bucket_sizes, muon_rounds, prepare_for_muon
 from paro.spec.optim_config import COEFFICIENT_TYPES, MuonConfig
 from paro.spec.sharding_spec import specs_of
 from paro.spec.units import units_of
@@ -256,41 +255,6 @@ def run_on_gpu() -> None:
         x = gradient("x", torch.Size(shape), 0).bfloat16().cuda()
         for matrix in (x, x.mT):
             assert_near(square(matrix, None), square_by_torch(matrix.float()), within=2.0**-7)
-
-
-SMALL = tuple(
-    MuonMatrix(unit, 1056, start, *shape)
-    for unit in range(3)
-    for start, shape in ((0, (20, 20)), (400, (20, 20)), (800, (5, 40)))
-)
-
-
-@pytest.mark.parametrize(("num_ranks", "degree"), [(1, 1), (3, 3), (8, 8), (12, 12), (5, 1)])
-def test_every_matrix_is_whole_once_and_returns(num_ranks: int, degree: int) -> None:
-    assigned = assign(SMALL, num_ranks, degree)
-    rounds = assigned.rounds
-    assert sorted((d.matrix.buffer, d.matrix.start) for one in rounds for d in one) == sorted(
-        (matrix.buffer, matrix.start) for matrix in SMALL
-    )
-    for one in rounds:
-        assert len({assignment.owner for assignment in one}) == len(one)
-    numel = sum(matrix.numel for matrix in SMALL)
-    sent = sum(assigned.sent_numels.values())
-    if not assigned.is_sharded:
-        assert sent == (num_ranks - 1) * numel
-        return
-    stays = sum(
-        high - low
-        for assignment in (each for one in rounds for each in one)
-        for rank, low, high in assigned.shards(assignment.matrix)
-        if rank == assignment.owner
-    )
-    assert sent == 2 * (numel - stays)
-    for matrix in SMALL:
-        parts = [*assigned.shards(matrix)]
-        assert parts[0][1] == 0
-        assert parts[-1][2] == matrix.numel
-        assert all(before[2] == after[1] for before, after in pairwise(parts))
 
 
 def test_neighbouring_units_of_one_kind_are_a_bucket() -> None:

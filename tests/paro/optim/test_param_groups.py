@@ -1,15 +1,13 @@
-"""Groups of parameters: their factors, ranges of a buffer with equal ones, torch's groups."""
+"""Groups of parameters: their factors, and updates compared with those of torch's groups."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
-from paro.layout import make_whole_layout
 from paro.spec.optim_config import OptimConfig
 from paro.spec.param_groups import Factors
 from tests.helpers.refusals import refused
@@ -64,27 +62,6 @@ def test_muon_has_groups_too() -> None:
             update = (plain[name] - (1 - LR * DECAY) * values) / LR
             wanted = (1 - lr * decay) * values + lr * update
             assert torch.allclose(found[name], wanted, rtol=1e-5, atol=1e-6), name
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 6])
-def test_ranges_of_equal_factors_cover_a_rank(world_size: int) -> None:
-    """Of a buffer whose parameters ranks cut anywhere; the third to fifth are one range."""
-    groups = OptimConfig(param_group=GROUPS, apply_wd_to_qk_layernorm=True).groups()
-    shapes = {"wo": (5, 7), "wq": (3, 11), "wk": (9, 3), "wv": (1, 3), "k_norm": (3,), "norm": (5,)}
-    named = {f"blocks.0.{name}": shape for name, shape in shapes.items()}
-    layout = make_whole_layout(named, world_size=world_size)
-    size, longest = layout.numel // world_size, 0
-    for start in range(0, layout.numel, size):
-        runs = list(groups.runs(layout, start, start + size))
-        longest = max(longest, len(runs))
-        inside = list(layout.chunk_ranges(start, start + size))
-        for (_, end, before), (begin, _, after) in pairwise(runs):
-            assert end == begin
-            assert before != after
-        for at in inside:
-            (factors,) = {f for begin, end, f in runs if begin <= at.offset and at.stop <= end}
-            assert factors == groups.of(at.chunk.name, at.chunk.shape), at
-    assert longest == 4 or world_size > 1
 
 
 def test_the_first_group_with_a_name_decides() -> None:

@@ -26,7 +26,6 @@ from paro.report.log import Log
 from paro.sharding.buffers import _SWAPPED, swap
 from paro.spec import offload
 from paro.spec.offload import Offloaded, offloaded
-from paro.spec.optim_config import OptimConfig
 from paro.spec.states import PARAM
 from paro.training.assembly import build_data, build_sources
 from paro.training.evaluation import evaluate
@@ -51,41 +50,28 @@ def test_the_average_is_that_of_torch_with_bias_correction(more: str) -> None:
         share = (1 - DECAY) / (1 - DECAY ** (int(number) + 1))
         return mean + share * (param - mean)
 
-    flags = f"{FLAGS} --ema-start 2 --ema-interval 2 --global-batch-size 2 {more}"
+    flags = f"{FLAGS} --ema-start 3 --ema-interval 2 --global-batch-size 2 {more}"
     config, training = built(flags)
     state, source = begun(config, training)
-    holder = torch.nn.ParameterDict(_params(training))
+    holder = torch.nn.ParameterDict(_states(training, "param"))
     theirs: AveragedModel | None = None
     for iteration in range(1, 7):
         train_step(training, state, source)
-        if iteration % 2:
+        if iteration not in (3, 5):
             continue
-        holder.load_state_dict(_params(training))
+        holder.load_state_dict(_states(training, "param"))
         theirs = theirs or AveragedModel(holder, avg_fn=average)
         theirs.update_parameters(holder)
-    assert theirs is not None
-    assert training.optimizer.num_averaged == 3
+    assert training.optimizer.num_averaged == 2
     wanted = dict(theirs.module.named_parameters())
     for name, values in _states(training, "ema").items():
         assert torch.allclose(values, wanted[name], rtol=1e-6, atol=1e-7), name
 
 
-def _params(training: Training) -> dict[str, Tensor]:
-    """Masters by names without a dot, which containers of torch refuse."""
-    return _states(training, "param")
-
-
 def _states(training: Training, kind: str) -> dict[str, Tensor]:
+    """Whole states by names without a dot, which containers of torch refuse."""
     states = whole_states(training, only=kind)
     return {name.partition(".")[2].replace(".", "/"): states[name] for name in states}
-
-
-def test_weights_are_averaged_from_the_start_at_intervals() -> None:
-    config = OptimConfig(ema_decay=0.9, ema_start=5, ema_interval=3)
-    assert [n for n in range(1, 15) if config.averages_after(n)] == [5, 8, 11, 14]
-    every = replace(config, ema_start=0, ema_interval=1)
-    assert all(map(every.averages_after, range(1, 4)))
-    assert not any(map(OptimConfig().averages_after, range(4)))
 
 
 ANEW, LEFT = "averaged weights begin anew", "averaged weights are left behind"
@@ -223,18 +209,17 @@ def evaluate_averages(cases: Sequence[tuple[str, str]]) -> None:
 
 @pytest.mark.ranks
 def test_an_evaluation_of_averages_leaves_no_bit_and_no_byte_behind() -> None:
-    """Under any strategy, also where parameters are what quantized updates made of them."""
     run_ranks(evaluate_averages, 4, AVERAGED)
 
 
 OFFLOAD = "--optimizer-cpu-offload"
 BF16 = PrecisionConfig(compute="bf16")
-# Strategies with flags: masters that are parameters, moments in bf16, part of the units, quantized
-# updates, and weights that rotate.
+# Strategies with flags: moments in bf16 and part of the units, masters that are parameters,
+# quantized updates, and weights that rotate.
 OFFLOADED = (
+    ("IIG", "--bf16 --exp-avg-dtype bf16 --optimizer-offload-fraction 0.4"),
     ("NNI", ""),
     ("GGG", "--paro-prefetch-units 0"),
-    ("IIG", "--bf16 --exp-avg-dtype bf16 --optimizer-offload-fraction 0.4"),
     (
         "NIG",
         "--bf16 --paro-inter-param-bits 4 --paro-inter-bits-warmup-iters 0 --hidden-size 96 "
@@ -253,7 +238,6 @@ def states_of(
     state, source = begun(config, training)
     if load is not None:
         resumed = load_run(config, training, Log(rank=dist.get_rank(), world_size=4))
-        assert resumed.state is not None
         assert resumed.state.iteration == 2
         state = resumed.state
         source = build_sources(config, build_data(config, state), training, state).train
@@ -289,7 +273,7 @@ def different(cases: Sequence[tuple[str, str]], folder: Path) -> list[str]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "cases",
-    [OFFLOADED[2:4], pytest.param((*OFFLOADED[:2], OFFLOADED[4]), marks=pytest.mark.verify)],
+    [OFFLOADED[:1], pytest.param(OFFLOADED[1:], marks=pytest.mark.verify)],
 )
 def test_states_in_host_memory_have_the_bits_of_those_on_the_device(
     tmp_path: Path, cases: Sequence[tuple[str, str]]
@@ -375,7 +359,6 @@ def test_a_step_takes_longer_by_the_bytes_over_pcie() -> None:
 
 
 def test_norms_and_checks_read_states_in_host_memory() -> None:
-    """Norms and checks take states in host memory and on the device together."""
     _, training = built(f"{TINY} --train-iters 1 {OFFLOAD} --optimizer-offload-fraction 0.3")
     shards = [shard for shard in training.optimizer.flat_shards() if shard.state == PARAM]
     assert not_finite(shards, training.control) is None

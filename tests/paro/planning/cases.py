@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +19,6 @@ from model.trainable import Trainable
 from model.units import parameter_shapes
 from paro.collectives import wire
 from paro.collectives.api import make_collectives
-from paro.config.run import RunConfig
-from paro.config.sharding import ShardingConfig
 from paro.context_parallel.attention import ContextAttention, make_context_attention
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import PlannedControl
@@ -34,7 +31,6 @@ from paro.machine.machine import (
     Device,
     LinkSpeed,
     Machine,
-    bits_per_second,
     rate_text,
 )
 from paro.optim.optimizer import ParoOptimizer
@@ -55,8 +51,7 @@ from paro.step.schedule import StepSchedule
 from paro.strategy import Strategy, parse_strategy
 from paro.topology import Sent, Topology, make_topology
 from paro.training import assembly
-from tests.helpers import training
-from tests.helpers.training import configured, llama
+from tests.helpers.training import llama
 
 DEVICE = Device(
     name="typed",
@@ -79,11 +74,6 @@ def speed(gigabits: float, latency: float = 0.0) -> LinkSpeed:
         latency_seconds=latency,
         bandwidth_source=BandwidthSource.TYPED,
     )
-
-
-def link(rate: str) -> LinkSpeed:
-    """A link of a rate such as 100mbit, without latency."""
-    return speed(bits_per_second(rate) / 1e9)
 
 
 def machine(*, intra: float = 2000, inter: float = 100, **changes: Any) -> Machine:
@@ -117,7 +107,6 @@ def costs(given: PlanRequest, strategy: str = "IIG") -> StepCosts:
 
 
 def schedule_of(step: StepCosts) -> StepSchedule:
-    """The actions of a step."""
     return step.counts.schedule(step.run.num_micro_batches)
 
 
@@ -237,7 +226,6 @@ def silence(monkeypatch: pytest.MonkeyPatch, backend: str = "nccl") -> None:
 class LoneRank:
     """The model and the optimizer of one rank."""
 
-    config: LlamaConfig
     model: DistributedModel
     optimizer: ParoOptimizer
     traffic: ByteCounter
@@ -283,66 +271,20 @@ def attention_of(layout: ContextLayout, world: World, links: Links) -> ContextAt
     return make_context_attention(layout, groups, NATIVE, "auto")
 
 
-@cache
-def _any_run() -> RunConfig:
-    return configured(f"{training.TINY} --train-iters 1")
-
-
-def lone_rank(
-    config: LlamaConfig,
-    strategy: Strategy,
-    topology: Topology,
-    precision: PrecisionConfig,
-    *,
-    device: str = "cpu",
-    is_trained: Callable[[str], bool] = lambda _name: True,
-    **sharding: Any,
-) -> LoneRank:
-    """Builds the last rank as training does; call `silence` before it runs.
-
-    `sharding` are fields of `ShardingConfig`.
-    """
-    world = World(rank=topology.world_size - 1, size=topology.world_size, group=topology.group_size)
+def rank_of(run: RunSpec, *, device: str = "cpu") -> LoneRank:
+    """Builds the last rank of a run as training does; call `silence` before it runs."""
+    world = World(rank=run.world_size - 1, size=run.world_size, group=run.group_size)
     with torch.device("meta"):
-        llama = Llama(config)
-    llama.freeze(is_trained, activations=TORCH_TYPES[precision.compute])
-    trained = tuple(filter(is_trained, parameter_shapes(config)))
-    run = replace(
-        _any_run(),
-        model=config,
-        trainable=Trainable(patterns=trained),
-        strategy=strategy,
-        precision=precision,
-        sharding=ShardingConfig(world=world, **sharding),
-    )
+        llama = Llama(run.config)
+    llama.freeze(run.trained.__contains__, activations=TORCH_TYPES[run.precision.compute])
     links = Links(InlineStreams())
     control = PlannedControl(world, torch.device(device))
-    spec = run.spec
-    specs = spec.specs(units_of_run(spec))
-    groups = make_groups(topology, world.rank, {}, None, links)
-    collectives = make_collectives(assembly.choice_of(spec.collective, None, by_nccl=False), groups)
-    context = ShardingContext(strategy, collectives, control.device)
-    model = assembly._spread(llama, spec, specs, context, Timers())
-    optimizer = ParoOptimizer(model, OptimConfig(), precision, 0, MuonConfig(), spec.outer)
-    return LoneRank(config=config, model=model, optimizer=optimizer, traffic=links.traffic)
-
-
-def rank_of(run: RunSpec, *, device: str = "cpu") -> LoneRank:
-    """Builds the last rank of a run, as `lone_rank` does."""
-    return lone_rank(
-        run.config,
-        run.strategy,
-        run.topology,
-        run.precision,
-        device=device,
-        is_trained=run.trained.__contains__,
-        prefetch_units=run.prefetch_units,
-        updated_ahead=run.updated_ahead,
-        collective=run.collective,
-        materialize="rotate" if run.materialize.rotates else "gather",
-        rotate_in_place=run.materialize.in_place,
-        outer=run.outer,
-    )
+    groups = make_groups(run.topology, world.rank, {}, None, links)
+    collectives = make_collectives(assembly.choice_of(run.collective, None, by_nccl=False), groups)
+    context = ShardingContext(run.strategy, collectives, control.device)
+    model = assembly._spread(llama, run, run.specs(units_of_run(run)), context, Timers())
+    optimizer = ParoOptimizer(model, OptimConfig(), run.precision, 0, MuonConfig(), run.outer)
+    return LoneRank(model=model, optimizer=optimizer, traffic=links.traffic)
 
 
 def allocated_at_most(work: Callable[[], object], device: str = "cpu") -> int:

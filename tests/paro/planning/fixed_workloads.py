@@ -7,7 +7,6 @@ changes for a reason that a measurement supports, and say which in the commit.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -171,11 +170,6 @@ def _candidate(random: Random, request: PlanRequest) -> Candidate:
         raise UserError(reason)
     names = NCCL_COLLECTIVES if request.machine.is_of_gpus else ("native", "ring", "ho-ring")
     return replace(request.candidate(strategy), collective=random.choice([*names]))
-
-
-def recorded() -> Iterator[tuple[int, dict[str, Any]]]:
-    for index, line in enumerate(RECORD.read_text(encoding="utf-8").splitlines()):
-        yield index, json.loads(line)
 
 
 if __name__ == "__main__":

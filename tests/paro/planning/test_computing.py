@@ -11,7 +11,6 @@ import torch
 
 from model.config import (
     LLAMA_PRESETS,
-    LlamaConfig,
     LoraConfig,
     RecomputeConfig,
     is_adapter,
@@ -60,18 +59,14 @@ from tests.paro.planning.cases import (
 )
 
 
-def mfu(given: PlanRequest, strategy: str = "III") -> float:
-    return Estimator(given).estimate(given.candidate(given.strategy(strategy))).mfu
-
-
 @pytest.mark.parametrize("materialize", [Materialize.GATHER, Materialize.ROTATE])
 def test_all_that_trains_is_counted_as_in_a_training(materialize: Materialize) -> None:
     model = replace(SMALL, recompute=RecomputeConfig(granularity="full"))
     given = plan_request(model, materialize=materialize)
-    estimate = Estimator(given).estimate(given.candidate(given.strategy("III")))
+    found = estimate(given, "III")
     of_token = flops_per_token(model, given.seq_length, causal=False)
     per_device = of_token * given.global_batch_size * given.seq_length / given.world_size
-    assert estimate.mfu == pytest.approx(per_device / estimate.seconds / DEVICE.peak_flops)
+    assert found.mfu == pytest.approx(per_device / found.seconds / DEVICE.peak_flops)
 
 
 KEPT = RecomputeConfig(granularity="full", keeps_core=True)
@@ -94,7 +89,6 @@ KEPT = RecomputeConfig(granularity="full", keeps_core=True)
 def test_every_way_of_attention_has_the_rate_of_its_kernel(
     layout: ContextLayout, recompute: RecomputeConfig | None, rate: str, *, apart: bool
 ) -> None:
-    """And the rate of whole samples, where the machine has none of it."""
     model = replace(SMALL, recompute=recompute)
     rates = ("attention_flops", "parts_flops", "documents_flops")
 
@@ -119,7 +113,7 @@ def test_every_way_of_attention_has_the_rate_of_its_kernel(
 )
 def test_what_is_not_computed_does_not_count(trainable: Trainable, lora: LoraConfig | None) -> None:
     given = plan_request(replace(SMALL, lora=lora), trainable=trainable)
-    assert 0 < mfu(given) <= DEVICE.sustained_flops / DEVICE.peak_flops
+    assert 0 < estimate(given, "III").mfu <= DEVICE.sustained_flops / DEVICE.peak_flops
     part, everything = (costs(one, "III").computing for one in (given, plan_request()))
     assert everything.seconds / 3 < part.seconds < everything.seconds
     trained = trainable.names(given.model)
@@ -191,8 +185,6 @@ def test_mfu_of_mics_on_1024_devices() -> None:
     fitted = replace(run, machine=replace(run.machine, device=device), collective="native")
     assert estimate(fitted, "8,8,8").mfu == pytest.approx(0.35, rel=0.15)
 
-
-# What a rank counts as sent, a sender sends
 
 WAYS = [("nccl", name) for name in NCCL_COLLECTIVES] + [("gloo", name) for name in COLLECTIVES]
 # Ranks, ranks of a group, degrees, and where the span begins and ends.
@@ -319,25 +311,14 @@ RECOMPUTES = {
     "all but attention": RecomputeConfig(granularity="full", keeps_core=True),
 }
 # What trains of block 1, by whether attention has gradients of queries, of keys or values, or none.
-QUERIES = ("attention_norm", "wv", "q_norm")
-KEYS = ("k_norm", "bv")
-NONE = ("wo", "w_down")
+OF_BLOCK = (*("attention_norm", "wv", "q_norm"), *("k_norm", "bv"), *("wo", "w_down"))
 ADAPTERS = ("wq", "wv", "wo")
 
 
-def trained_cases() -> list[tuple[LlamaConfig, frozenset[str]]]:
-    head = {"head.weight"}
-    adapted = [replace(MODEL, lora=LoraConfig(rank=2, targets=(name,))) for name in ADAPTERS]
-    names = [frozenset({f"blocks.1.{name}"} | head) for name in (*QUERIES, *KEYS, *NONE)]
-    return [(MODEL, trained) for trained in names] + [(one, frozenset()) for one in adapted]
-
-
-def zeros(config: LlamaConfig) -> Llama:
-    llama = Llama(config)
-    with torch.no_grad():
-        for parameter in llama.parameters():
-            parameter.zero_()
-    return llama
+TRAINED = [
+    *((MODEL, frozenset({f"blocks.1.{name}", "head.weight"})) for name in OF_BLOCK),
+    *((replace(MODEL, lora=LoraConfig(rank=2, targets=(n,))), frozenset()) for n in ADAPTERS),
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -350,10 +331,12 @@ def test_a_rank_sends_what_the_part_that_trains_needs(
     world, sender = World(size=4, group=4), Sender(group_size=4, rank=0)
     core, precision = attention_of(shared, world, links), PrecisionConfig(compute="fp32")
     tokens_BS = torch.zeros(1, 16 // shared.size, dtype=torch.int64)
-    for model, names in trained_cases():
+    for model, names in TRAINED:
         config = replace(model, recompute=RECOMPUTES[recompute])
         is_trained = names.__contains__ if names else is_adapter
-        llama = zeros(config)
+        llama = Llama(config)
+        for parameter in llama.parameters():
+            parameter.detach().zero_()
         llama.core = core
         llama.freeze(is_trained)
         llama(tokens_BS, tokens_BS, torch.ones(tokens_BS.shape)).backward()

@@ -242,7 +242,6 @@ def test_bits_are_chosen_only_where_allowed_and_where_they_save() -> None:
 
 
 def test_bits_that_were_asked_for_are_kept_and_compared() -> None:
-    """Also where they cost more than they save; the line has both times."""
     precision = BF16.with_inter_bits(4)
     case = plan_request(machine=machine(inter=10_000), precision=precision)
     estimator = Estimator(case)

@@ -39,7 +39,6 @@ from paro.training import assembly
 from tests.helpers.training import llama
 from tests.paro.planning.cases import (
     DEVICE,
-    machine,
     on_ranks,
     one_unit,
     plan_request,
@@ -55,7 +54,8 @@ ADAPTED = replace(SMALL, lora=LoraConfig(rank=2, targets=targets_of("all-linear"
 MODERN = replace(SMALL, add_qkv_bias=True, qk_layernorm=True)
 
 
-EXACT_SUMS = PrecisionConfig(compute="bf16", accumulate_allreduce_grads_in_fp32=True)
+GATHER, ROTATE = Materialize.GATHER, Materialize.ROTATE
+EXACT_SUMS = PrecisionConfig(compute="bf16", accumulate_allreduce_grads_in_fp32=True, ema_decay=0.9)
 
 
 def all_train(_name: str) -> bool:
@@ -100,15 +100,12 @@ def assert_counted(
     config: LlamaConfig,
     is_trained: Callable[[str], bool],
     letters: str,
-    *,
-    rotates: bool = False,
-    in_place: bool = False,
+    materialize: Materialize = Materialize.GATHER,
     **changes: Any,
 ) -> None:
     """The last rank holds the model states and sends the bytes of the formulas."""
     precision = replace(EXACT_SUMS, **changes)
-    way = Materialize.of_flags("rotate" if rotates else "gather", in_place)
-    run = run_of(config, letters, precision, is_trained=is_trained, materialize=way)
+    run = run_of(config, letters, precision, is_trained=is_trained, materialize=materialize)
     plans = RunMemory(None)
     specs = run.specs(plans.units(run))
     silence(monkeypatch)
@@ -126,7 +123,6 @@ def assert_counted(
 
 WIDE = replace(SMALL, hidden_size=96, ffn_hidden_size=160, num_query_groups=4, kv_channels=24)
 WITH_ADAPTERS = replace(WIDE, lora=LoraConfig(rank=32, targets=("wo", "w_up")))
-NO_CODES: dict[str, Any] = {}
 CODES: dict[str, Any] = {
     "inter_param_bits": 4,
     "inter_grad_bits": 4,
@@ -137,19 +133,12 @@ CODES: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("letters", "config", "is_trained", "changes"),
     [
-        ("NIG", WIDE, all_train, CODES),
-        ("NNG", WIDE, all_train, {"optimizer": "muon", "ema_decay": 0.9}),
-        ("IIG", WITH_ADAPTERS, is_adapter, {"lora_base_dtype": "bf16", "compute": "fp32"}),
+        ("NNG", WIDE, all_train, {"optimizer": "muon"}),
         # Adapters are in one unit with the norms, which are replicated.
-        (
-            "IIG",
-            WITH_ADAPTERS,
-            is_adapter,
-            {"ema_decay": 0.9, "inter_param_bits": 4, "rotates": True},
-        ),
+        ("IIG", WITH_ADAPTERS, is_adapter, {"inter_param_bits": 4, "materialize": ROTATE}),
     ],
 )
-def test_codes_buckets_and_types_are_counted_too(
+def test_codes_and_buckets_are_counted_too(
     monkeypatch: pytest.MonkeyPatch,
     letters: str,
     config: LlamaConfig,
@@ -160,7 +149,6 @@ def test_codes_buckets_and_types_are_counted_too(
 
 
 def test_the_master_is_stored_unless_it_is_the_parameter_shard() -> None:
-    """And the average of a parameter in any case, if there is one."""
     fp32, bf16 = PrecisionConfig(compute="fp32"), PrecisionConfig(compute="bf16")
     rounded = replace(fp32, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
     for letters, precision, of_element in (
@@ -172,62 +160,25 @@ def test_the_master_is_stored_unless_it_is_the_parameter_shard() -> None:
         assert states.optim == of_element * 100
 
 
-@pytest.mark.parametrize("letters", legal_letters())
-def test_averages_are_held_as_predicted(letters: str) -> None:
-    precision = PrecisionConfig(compute="bf16", ema_decay=0.9)
-    run = run_of(SMALL, letters, precision)
-    held = rank_of(run, device="meta").optimizer.state_bytes()
-    assert tuple(held.values()) == state_bytes(run.specs(RunMemory(None).units(run)))
-    plain = RunMemory(None).states(replace(run, precision=replace(precision, ema_decay=None)))
-    assert 3 * held["optimizer"] == 4 * plain.optim
-
-
-# Groups and buffers as made; figures of a machine file or defaults
-
 ALL_BF16 = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
 TINY = replace(WIDER, num_layers=3, vocab_size=192)
 SNAPSHOT = MemorySnapshot(name="the update", states=8_000_000_000, transient=2_000_000_000)
 
 
-def communication(
-    text: str,
-    collective: str,
-    *,
-    is_trained: Callable[[str], bool] = lambda _name: True,
-    precision: PrecisionConfig = ALL_BF16,
-) -> Communication:
-    given = plan_request(
-        TINY,
-        machine=machine(world_size=8, group_size=4),
-        group_size=4,
-        global_batch_size=16,
-        precision=precision,
-        collective=collective,
-    )
-    run = Estimator(given).run_spec(given.candidate(given.strategy(text)))
-    run = replace(run, trained=frozenset(filter(is_trained, run.trained)))
-    memories = RunMemory(None)
-    memories._num_chunks = lambda *_: 3
-    return memories.communication(run)
-
-
-OF_ALL = ("NNN", "NNI", "NIG", "IIG", "III", "GGG", "2,4,8", "1,2,8")
-
-
 @pytest.mark.parametrize(
-    ("collective", "ways", "changes", "strategies"),
+    ("collective", "way", "changes", "strategies"),
     [
-        ("native", {}, {}, OF_ALL),
-        *((collective, {}, {}, ("NIG", "GGG")) for collective in ("ho-ring", "flat", "ring")),
-        ("ho-ring", {"materialize": "rotate"}, {}, ("III", "IIG")),
-        *((name, {}, {"optimizer": "muon"}, ("NNG", "GGG")) for name in ("native", "ho-ring")),
-        ("flat", {}, {"inter_grad_bits": 8, "inter_param_bits": 4}, ("NNG", "III", "NIG")),
+        ("native", GATHER, {}, ("NNN", "NNI", "NIG", "IIG", "III", "GGG", "2,4,8", "1,2,8")),
+        *((collective, GATHER, {}, ("NIG", "GGG")) for collective in ("ho-ring", "flat", "ring")),
+        ("ho-ring", ROTATE, {}, ("III", "IIG")),
+        *((name, GATHER, {"optimizer": "muon"}, ("NNG", "GGG")) for name in ("native", "ho-ring")),
+        ("flat", GATHER, {"inter_grad_bits": 8, "inter_param_bits": 4}, ("NNG", "III", "NIG")),
     ],
 )
 def test_a_step_uses_all_groups_of_its_description_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
     collective: str,
-    ways: dict[str, Any],
+    way: Materialize,
     changes: dict[str, Any],
     strategies: Sequence[str],
 ) -> None:
@@ -235,10 +186,9 @@ def test_a_step_uses_all_groups_of_its_description_and_no_other(
     used: set[tuple[StreamKind, AxisSpan]] = set()
     monkeypatch.setattr(Groups, "of", lambda _groups, kind, span: used.add((kind, span)))
     precision = replace(ALL_BF16, **changes)
-    materialize = Materialize.of_flags(ways.get("materialize", "gather"), rotate_in_place=False)
     for text in strategies:
         used.clear()
-        run = run_of(TINY, text, precision, collective=collective, materialize=materialize)
+        run = run_of(TINY, text, precision, collective=collective, materialize=way)
         rank = rank_of(run)
         for full_precision in (False, True):
             rank.step(2, full_precision=full_precision)
@@ -286,7 +236,9 @@ def held_by_pipelines(
 
     pipelines = AlgorithmChoice(names=("ho-ring",), num_chunks=lambda *_: 3)
     monkeypatch.setattr(assembly, "choice_of", lambda *_, **__: pipelines)
-    rank = rank_of(run_of(TINY, text, precision, is_trained=is_trained))
+    run = run_of(TINY, text, precision, is_trained=is_trained, collective="ho-ring")
+    rank, memory = rank_of(run), RunMemory(None)
+    memory._num_chunks = lambda *_: 3
     silence(monkeypatch)
     for _ in range(2):
         rank.step(2)
@@ -296,8 +248,7 @@ def held_by_pipelines(
         for buffers in collectives._memory.values()
         for slot in buffers.scratch._slots.values()
     )
-    predicted = communication(text, "ho-ring", is_trained=is_trained, precision=precision)
-    assert held == predicted.buffer_bytes
+    assert held == memory.communication(run).buffer_bytes
     return held
 
 
@@ -321,13 +272,14 @@ def test_flat_buffers_are_predicted(monkeypatch: pytest.MonkeyPatch, text: str, 
 
     note("all_gather")
     note("reduce_scatter")
-    rank = rank_of(run_of(TINY, text, precision, collective="flat"))
+    run = run_of(TINY, text, precision, collective="flat")
+    rank = rank_of(run)
     silence(monkeypatch)
     for _ in range(2):
         rank.step(2)
-    predicted = communication(text, "flat", precision=precision)
-    assert sum(permuted.values()) == predicted.buffer_bytes
-    assert (predicted.buffer_bytes > 0) is (text != "NNN")  # an all-reduce permutes nothing
+    predicted = RunMemory(None).communication(run).buffer_bytes
+    assert sum(permuted.values()) == predicted
+    assert (predicted > 0) is (text != "NNN")  # an all-reduce permutes nothing
 
 
 @pytest.mark.parametrize("text", ["NNG", "NIG", "ING", "1,2,8", "IIG", "NGG"])
@@ -342,11 +294,11 @@ def test_parts_that_native_gathers_for_several_units_are_predicted(
         original(wire, part, own, comm_dtype)
 
     monkeypatch.setattr(native, "_gather", noted)
-    precision = replace(ALL_BF16, optimizer="muon")
-    rank = rank_of(run_of(TINY, text, precision, collective="native"))
+    run = run_of(TINY, text, replace(ALL_BF16, optimizer="muon"))
+    rank = rank_of(run)
     silence(monkeypatch)
     rank.step(2)
-    assert max(gathered) == communication(text, "native", precision=precision).buffer_bytes
+    assert max(gathered) == RunMemory(None).communication(run).buffer_bytes
     # Where parameters are at I only groups gather, whole units; gradients at G have no buckets.
     assert (max(gathered) > 0) is (text not in ("ING", "IIG", "NGG"))
 
@@ -385,7 +337,7 @@ def test_a_run_on_other_ranks_has_units_padded_for_them() -> None:
 
 def test_an_evaluation_of_averages_has_a_copy_of_parameters_that_codes_changed() -> None:
     """One of this rank's range in bf16, beside the states; other parameters need none."""
-    for changes, copied in ((NO_CODES, 0), (CODES, 2)):
+    for changes, copied in (({}, 0), (CODES, 2)):
         precision = PrecisionConfig(compute="bf16", ema_decay=0.9, **changes)
         run = replace(run_of(WIDE, "NIG", precision), eval_micro_batch_size=64)
         specs = run.specs(RunMemory(None).units(run))

@@ -163,10 +163,7 @@ def test_feedback_begins_with_the_codes_of_none(monkeypatch: pytest.MonkeyPatch)
     assert all(map(torch.equal, *whole)), "chunks change what is sent or remembered"
 
 
-# Triton's kernels
-
 CPU = torch.device("cpu")
-KERNEL_SIZES = [33, 2049]
 
 
 @pytest.fixture
@@ -183,7 +180,7 @@ def room(form: BlockFormat, numel: int) -> Tensor:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("form", INTERPRETED, ids=str)
 def test_codes_values_and_feedback(form: BlockFormat) -> None:
-    for numel in KERNEL_SIZES:
+    for numel in (33, 2049):
         values, params = values_of(numel), values_of(numel, 1).bfloat16()
         for minus, transforms in product((None, params), (False, True)):
             found, wanted = room(form, numel), room(form, numel)

@@ -94,8 +94,6 @@ def test_contradictions_name_their_flag() -> None:
         refused(lambda changes=changes: make(**changes), part)
 
 
-# Batch sizes
-
 Ramp, Steps = tuple[int, int, int], tuple[tuple[int, int], ...]
 
 

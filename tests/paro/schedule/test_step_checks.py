@@ -28,23 +28,9 @@ from tests.helpers.refusals import refused
 CHECKS = StepChecksConfig(check_for_spiky_loss=True, check_for_large_grads=True)
 
 
-def verdict_on(
-    expected: Expectation,
-    *,
-    loss: float = 4.0,
-    grad_norm: float = 1.0,
-    config: StepChecksConfig = CHECKS,
-    scale_can_fall: bool = False,
-    has_tokens: bool = True,
-) -> Verdict:
-    return judge(
-        config,
-        expected,
-        loss=loss,
-        grad_norm=grad_norm,
-        scale_can_fall=scale_can_fall,
-        has_tokens=has_tokens,
-    )
+def verdict_on(expected: Expectation, config: StepChecksConfig = CHECKS, **found: Any) -> Verdict:
+    usual = {"loss": 4.0, "grad_norm": 1.0, "scale_can_fall": False, "has_tokens": True}
+    return judge(config, expected, **(usual | found))
 
 
 def after(num_steps: int, *, start: float = 4.0) -> Expectation:
@@ -112,7 +98,6 @@ def test_a_loss_that_stays_high_becomes_the_usual_one() -> None:
 
 
 def test_statistics_of_earlier_checkpoints_are_read() -> None:
-    """Statistics are stored under their names, and those of earlier runs go on as they did."""
     steps = {"num_steps": 3, "loss": 4.0, "loss_variance": 0.5}
     steps |= {"grad_norm": 1.0, "grad_norm_variance": 0.25, "skipped_in_a_row": 1}
     expected = conform(steps, Expectation, "state")
@@ -206,9 +191,6 @@ def test_impossible_settings_name_their_flag() -> None:
         ({"hysteresis": 0}, "--hysteresis"),
     ):
         refused(lambda changes=changes: LossScaleConfig(**changes), flag)
-
-
-# Which groups a round of outer steps leaves out
 
 
 def after_rounds(rounds: Sequence[Sequence[float]]) -> tuple[UsualMovement, int]:

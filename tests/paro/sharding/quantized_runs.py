@@ -12,6 +12,7 @@ from paro.collectives.quantized import QuantizedSum
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import Event
 from paro.distributed.world import World
+from paro.layout import UnitLayout
 from paro.quantization.blocks import dequantize_by_torch, hadamard
 from paro.quantization.formats import ERROR_FORM, RangeFormat, error_bytes
 from paro.sharding.shards import UnitShards
@@ -48,9 +49,7 @@ class Update:
     param_start: int
     master: Tensor
     optim_start: int
-    numel: int
-    slice_numel: int
-    matrix_stop: int
+    layout: UnitLayout
     quantized: bool
 
 
@@ -138,16 +137,13 @@ def _errors(reduction: QuantizedSum) -> Tensor | None:
 
 
 def _update(unit: UnitShards, before: Tensor, master: Tensor) -> Update:
-    layout = unit.layout
     return Update(
         before=before,
         after=unit.param_shard.clone(),
         param_start=unit.param_start,
         master=master.clone(),
         optim_start=unit.optim_start,
-        numel=layout.numel,
-        slice_numel=layout.numel // layout.num_slices,
-        matrix_stop=layout.matrix_stop,
+        layout=unit.layout,
         quantized=unit.quantized_update is not None,
     )
 
@@ -157,16 +153,17 @@ def expected(updates: Sequence[Update], bits: int | None) -> Tensor:
 
     Block by block, as the note in paro/quantization/formats.py says it; None: exactly.
     """
-    first = updates[0]
-    params = torch.full((first.numel,), torch.nan, dtype=first.before.dtype)
-    masters = torch.full((first.numel,), torch.nan)
+    first, layout = updates[0], updates[0].layout
+    params = torch.full((layout.numel,), torch.nan, dtype=first.before.dtype)
+    masters = torch.full((layout.numel,), torch.nan)
     for update in updates:
         _fill(params, update.param_start, update.before)
         _fill(masters, update.optim_start, update.master)
     result = masters.to(params.dtype)
     size = first.master.numel()
-    for start in range(0, first.numel, size) if bits is not None else ():
-        num_quantized = _num_quantized(first.matrix_stop - start % first.slice_numel, size)
+    for start in range(0, layout.numel, size) if bits is not None else ():
+        in_slice = start % (layout.numel // layout.num_slices)
+        num_quantized = _num_quantized(layout.matrix_stop - in_slice, size)
         part = slice(start, start + num_quantized)
         old = params[part].float()
         result[part] = (old + _rounded(masters[part] - old, bits, 2048)).to(params.dtype)

@@ -17,7 +17,7 @@ from model.fp8 import NO_CACHE, Fp8, Operand
 from paro.precision import PrecisionConfig
 from paro.training.step import train_step
 from tests.helpers.training import TINY, begun, built
-from tests.paro.planning.cases import LoneRank, lone_rank, on_ranks, silence
+from tests.paro.planning.cases import LoneRank, rank_of, run_of, silence
 from tests.paro.planning.test_gathering import SMALL
 
 FLAGS = (
@@ -48,8 +48,7 @@ def casts_of_weights() -> Iterator[list[str]]:
 
 def in_fp8(strategy: str, recompute: RecomputeConfig | None = None, **more: Any) -> LoneRank:
     config = replace(SMALL, fp8_format="hybrid", recompute=recompute, **more)
-    placed = on_ranks(strategy, world_size=8, group_size=4)
-    return lone_rank(config, *placed, PrecisionConfig(compute="fp32"))
+    return rank_of(run_of(config, strategy, PrecisionConfig(compute="fp32")))
 
 
 def test_a_weight_is_cast_once_while_its_values_stay(monkeypatch: pytest.MonkeyPatch) -> None:

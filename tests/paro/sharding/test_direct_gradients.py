@@ -16,21 +16,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model import cross_entropy, embedding, layers, llama, matmul
 from model.config import matmul_writes
 from paro.collectives import wire
-from paro.config.run import RunConfig
 from paro.planning.activations import Activations
 from paro.precision import PrecisionConfig
 from paro.rotation.rotated_model import RotatingUnit
+from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_unit import ShardedUnit
+from paro.spec.run_spec import Materialize
 from paro.step.actions import Verb
 from paro.step.slices import Slot
 from paro.topology import AxisSpan, StreamKind
 from paro.training.step import Training
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import TINY, begun, built, train
-from tests.paro.planning.cases import LoneRank, lone_rank, on_ranks, run_of, silence
+from tests.helpers.training import TINY, built, train
+from tests.paro.planning.cases import rank_of, run_of, silence
 from tests.paro.planning.test_units import SMALL, upper_half
 
-UNGROUPED = replace(SMALL, num_query_groups=4)
+UNGROUPED, FP32 = replace(SMALL, num_query_groups=4), PrecisionConfig(compute="fp32")
 MATMULS = {"aten::mm", "aten::addmm"}
 
 
@@ -54,41 +55,41 @@ class Passes(TorchDispatchMode):
         return out
 
 
-def training_of(more: str) -> tuple[RunConfig, Training]:
-    return built(f"{TINY} --global-batch-size 2 --train-iters 1 {more}")
+def built_with(more: str) -> Training:
+    return built(f"{TINY} --global-batch-size 2 --train-iters 1 {more}")[1]
 
 
-def passes(more: str) -> Passes:
-    """What operations other than matmuls do in 2 micro-batches."""
-    config, training = training_of(more)
-    counted = Passes((unit.name, unit.grad_shard) for unit in training.model.units)
-    two_micro_batches(config, training, counted)
-    return counted
+def passes(more: str) -> dict[str, int]:
+    """Elements of gradients that other operations than matmuls write, by unit."""
+    training = built_with(more)
+    found = passes_of(training.model, [(u.name, u.grad_shard) for u in training.model.units])
+    training.close()
+    return found
 
 
-def two_micro_batches(
-    config: RunConfig, training: Training, watched: AbstractContextManager[object]
-) -> None:
-    model = training.model
-    _, source = begun(config, training)
+def passes_of(model: DistributedModel, buffers: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    counted = Passes(buffers)
+    two_micro_batches(model, counted)
+    model.finish_grad_sync()
+    return counted.written
+
+
+def two_micro_batches(model: DistributedModel, watched: AbstractContextManager[object]) -> None:
+    tokens_BS, weights_BS = torch.zeros(1, 12, dtype=torch.int64), torch.ones(1, 12)
     model.begin_step(2)
     for index in range(2):
-        batch = next(source)
         with watched:
-            model.forward_backward(
-                batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS, last=index == 1
-            )
-    training.close()
+            model.forward_backward(tokens_BS, tokens_BS, weights_BS, last=index == 1)
 
 
 @pytest.mark.parametrize(
     "more", ["", "--bf16 --grad-reduce-in-bf16", "--recompute-granularity full"]
 )
 def test_only_norms_are_copied_and_added(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = passes(more).written
+    found = passes(more)
     for module in (layers, cross_entropy, embedding):
         monkeypatch.setattr(module, "sink_of", lambda _: None)
-    before = passes(more).written
+    before = passes(more)
     blocks = [name for name in found if name.startswith("blocks.")]
     assert len(blocks) == 3
     for name in blocks:
@@ -103,7 +104,7 @@ def test_a_mutation_of_what_matmuls_write_changes_rank_and_prediction(
 ) -> None:
     def both() -> tuple[int, int]:
         run = run_of(SMALL, "NNN", PrecisionConfig(compute="fp32"), device_type="cpu")
-        return passes("").written["blocks.1"], Activations(run)._transients["before_gradients"]
+        return passes("")["blocks.1"], Activations(run)._transients["before_gradients"]
 
     before = both()
     nothing = (lambda buffer_bytes, operand_bytes, device_type: False).__code__
@@ -132,33 +133,20 @@ def test_compiled_graphs_return_gradients_of_norms_alone(
 
     monkeypatch.setattr(matmul.GradSink, "take", take)
     monkeypatch.setattr(matmul, "matmul_writes", written)
-    two_micro_batches(*training_of(more), nullcontext())
+    two_micro_batches(built_with(more).model, nullcontext())
     norms = {f"blocks.{layer}": 2 * 2 * 20 for layer in range(3)}
     assert received == norms | {"head": 2 * 20}
     received.clear()
     monkeypatch.setattr(llama, "number_weights", lambda _: None)
-    two_micro_batches(*training_of(more), nullcontext())
+    two_micro_batches(built_with(more).model, nullcontext())
     assert received["blocks.1"] == 2 * (4 * 20 * 20 + 3 * 20 * 37 + 2 * 20), "every gradient"
-
-
-def lone_passes(rank: LoneRank, buffers: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """Elements written by other operations than matmuls, in 2 micro-batches, by unit."""
-    tokens_BS, weights_BS = torch.zeros(1, 16, dtype=torch.int64), torch.ones(1, 16)
-    counted = Passes(buffers)
-    rank.model.begin_step(2)
-    for index in range(2):
-        with counted:
-            rank.model.forward_backward(tokens_BS, tokens_BS, weights_BS, last=index == 1)
-    rank.model.finish_grad_sync()
-    return counted.written
 
 
 def test_whole_gradients_are_written_by_matmuls_and_shards_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     silence(monkeypatch)
-    strategy, topology = on_ranks("IIG", world_size=8, group_size=4)
-    rank = lone_rank(UNGROUPED, strategy, topology, PrecisionConfig(compute="fp32"))
+    rank = rank_of(run_of(UNGROUPED, "IIG", FP32))
     units = {unit.name: unit for unit in rank.model.units if isinstance(unit, ShardedUnit)}
     buffers = [
         (name, buffer)
@@ -166,7 +154,7 @@ def test_whole_gradients_are_written_by_matmuls_and_shards_once(
         if unit._grad_U is not None
         for buffer in (unit._grad_U.values, unit.grad_shard)
     ]
-    written = lone_passes(rank, buffers)
+    written = passes_of(rank.model, buffers)
     for name, norms in {"blocks.0": 2, "blocks.1": 2, "blocks.2": 2, "head": 1}.items():
         padding = sum(high - low for low, high in units[name].layout.gaps())
         assert written[name] == 2 * (norms * 20 + padding + units[name].grad_shard.numel()), name
@@ -178,8 +166,8 @@ def test_sums_that_rotate_are_written_by_matmuls(
 ) -> None:
     silence(monkeypatch)
     monkeypatch.setattr(wire.dist, "P2POp", lambda *_: None)  # writes nothing, other than `silence`
-    placed = (*on_ranks("IIG", world_size=8, group_size=4), PrecisionConfig(compute="fp32"))
-    rank = lone_rank(UNGROUPED, *placed, is_trained=is_trained, materialize="rotate")
+    run = run_of(UNGROUPED, "IIG", FP32, is_trained=is_trained, materialize=Materialize.ROTATE)
+    rank = rank_of(run)
     units = {unit.name: unit for unit in rank.model.units if isinstance(unit, RotatingUnit)}
     buffers = [
         (name, buffer)
@@ -187,7 +175,7 @@ def test_sums_that_rotate_are_written_by_matmuls(
         if unit.trainable
         for buffer in (unit._slots[Slot.GRAD], unit._slots[Slot.GRAD_2], unit.grad_shard)
     ]
-    written = lone_passes(rank, buffers)
+    written = passes_of(rank.model, buffers)
     parts = [name for name, unit in units.items() if unit.trainable and name != "embedding"]
     assert {"blocks.2.attention", "blocks.2.mlp", "head"} <= {*parts}
     for name in parts:
@@ -203,9 +191,6 @@ def test_sums_that_rotate_are_written_by_matmuls(
 # No clocks: the comm stream of a collective is blocked until the training thread has reached a
 # computation after the call. With overlap it reaches it; without, it waits for the collective
 # itself, and the block times out.
-
-PATIENCE = 20.0  # seconds; with overlap the training thread needs milliseconds
-GIVE_UP = 0.5
 
 
 class Hold:
@@ -238,7 +223,7 @@ class Hold:
 
 def watch(flags: str, prefetch: int) -> dict[str, bool | None]:
     """Which collectives were still in flight when a later computation began."""
-    patience = PATIENCE if prefetch else GIVE_UP
+    patience = 20.0 if prefetch else 0.5  # seconds; with overlap some milliseconds are enough
     holds: dict[str, Hold] = {}
 
     def before(training: Training) -> None:

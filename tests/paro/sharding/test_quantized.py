@@ -91,11 +91,7 @@ def test_a_dry_run_counts_the_buffers(strategy: str) -> None:
     assert with_errors - of_grads == errors > 0
 
 
-def forget(flags: str, limits: Sequence[int]) -> list[list[bool]]:
-    return [remembered_until(flags, after) for after in limits]
-
-
-def remembered_until(flags: str, after: int) -> list[bool]:
+def remember(flags: str, limits: Sequence[int]) -> list[list[bool]]:
     """After each step whether something is remembered; the second one's gradients are infinite."""
     remembered: list[bool] = []
 
@@ -115,15 +111,19 @@ def remembered_until(flags: str, after: int) -> list[bool]:
         training.model.begin_step = begin_step  # type: ignore[method-assign]
         training.model.finish_grad_sync = finish_grad_sync  # type: ignore[method-assign]
 
-    with patch("paro.training.step.FORGOTTEN_AFTER", after):
-        train(flags, group_size=1, before=before)
-    return remembered
+    found = []
+    for after in limits:
+        remembered.clear()
+        with patch("paro.training.step.FORGOTTEN_AFTER", after):
+            train(flags, group_size=1, before=before)
+        found.append([*remembered])
+    return found
 
 
 @pytest.mark.ranks
 def test_skipped_steps_and_time_make_ranks_forget() -> None:
     (flags,) = quantized_flags([("IIG", 4, f"{FEEDBACK} --train-iters 5")], 12)
-    late, soon = run_ranks(forget, 2, flags, (FORGOTTEN_AFTER, 4))[0]
+    late, soon = run_ranks(remember, 2, flags, (FORGOTTEN_AFTER, 4))[0]
     assert late == [False, True, False, True, True]
     assert soon == [False, True, False, True, False]
 
@@ -171,7 +171,6 @@ def test_what_is_not_sent_is_sent_later() -> None:
 
 @pytest.mark.ranks
 def test_a_resumed_run_has_the_same_bits_and_remembers_quantization_errors(tmp_path: Path) -> None:
-    """On the same ranks and strategy; on others gradients begin without it."""
     more = f"{SIZES} {FOUR} {REMEMBERED} --paro-inter-bits-warmup-iters 0"
     setting = Setting(world_size=4, group_size=2, strategy="IIG", more=more)
     settings = [setting, setting, replace(setting, strategy="NII")]
@@ -225,7 +224,6 @@ def test_resumed_on_other_ranks_and_with_other_bits(
 
 
 def recorded(flags: Sequence[str], world_size: int, group_size: int) -> list[list[Recorded]]:
-    """What the ranks of every run have recorded."""
     by_rank = run_ranks(record_all, world_size, flags, group_size, timeout=1800)
     return [[*run] for run in zip(*by_rank, strict=True)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 from math import prod
@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from model.config import LLAMA_PRESETS, LlamaConfig, LoraConfig, is_adapter
-from paro.collectives.schedule import Op
+from model.config import LLAMA_PRESETS, LoraConfig, is_adapter
 from paro.layout import in_buckets
 from paro.planning.run_memory import RunMemory
 from paro.planning.sending import traffic_of
@@ -20,11 +19,11 @@ from paro.precision import PrecisionConfig
 from paro.spec import muon_rounds, sharding_spec
 from paro.spec.context_layout import ContextLayout, ContextLimits, head_exchange
 from paro.spec.offload import state_bytes
-from paro.spec.run_spec import Materialize
+from paro.spec.run_spec import Materialize, RunSpec
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import Verb
 from paro.topology import AxisSpan, Sent, StreamKind
-from tests.paro.planning.cases import lone_rank, on_ranks, run_of, silence
+from tests.paro.planning.cases import rank_of, run_of, silence
 from tests.paro.planning.test_units import SMALL
 
 WIDE = replace(
@@ -34,37 +33,15 @@ BF16 = PrecisionConfig(compute="bf16")
 CODED = replace(BF16, inter_param_bits=4, inter_grad_bits=4, inter_grad_error_feedback=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """The model, strategy and precision of a rank."""
-
-    letters: str
-    precision: PrecisionConfig = BF16
-    config: LlamaConfig = WIDE
-    is_trained: Callable[[str], bool] = lambda _name: True
-    materialize: str = "gather"
-
-
+ADAPTED = replace(WIDE, lora=LoraConfig(rank=2, targets=("wo", "w_up")))
+BASE_BF16 = replace(BF16, lora_base_dtype="bf16", compute="fp32")
 SETTINGS = {
-    "all sharded": Setting(letters="GGG"),
-    "replicas": Setting(letters="III"),
-    "codes": Setting(letters="NIG", precision=CODED),
-    "adapters": Setting(
-        letters="IIG",
-        precision=replace(BF16, lora_base_dtype="bf16", compute="fp32"),
-        config=replace(WIDE, lora=LoraConfig(rank=2, targets=("wo", "w_up"))),
-        is_trained=is_adapter,
-    ),
-    "Muon": Setting(letters="NNG", precision=replace(BF16, optimizer="muon")),
-    "rotation": Setting(letters="IIG", materialize="rotate"),
-    # Adapters are in one unit with the norms, which are replicated.
-    "rotation, codes": Setting(
-        letters="IIG",
-        precision=replace(BF16, inter_param_bits=4),
-        config=replace(WIDE, lora=LoraConfig(rank=32, targets=("wo", "w_up"))),
-        is_trained=is_adapter,
-        materialize="rotate",
-    ),
+    "all sharded": run_of(WIDE, "GGG", BF16),
+    "replicas": run_of(WIDE, "III", BF16),
+    "codes": run_of(WIDE, "NIG", CODED),
+    "adapters": run_of(ADAPTED, "IIG", BASE_BF16, is_trained=is_adapter),
+    "Muon": run_of(WIDE, "NNG", replace(BF16, optimizer="muon")),
+    "rotation": run_of(WIDE, "IIG", BF16, materialize=Materialize.ROTATE),
 }
 
 
@@ -77,17 +54,8 @@ class Figures(NamedTuple):
     codes: int
 
 
-def executed(setting: Setting) -> Figures:
-    """Those of a rank that trains."""
-    strategy, topology = on_ranks(setting.letters, world_size=8, group_size=4)
-    rank = lone_rank(
-        setting.config,
-        strategy,
-        topology,
-        setting.precision,
-        is_trained=setting.is_trained,
-        materialize=setting.materialize,
-    )
+def executed(run: RunSpec) -> Figures:
+    rank = rank_of(run)
     states = rank.optimizer.model_state_bytes()
     full_precision, sent = (
         [rank.step(2, full_precision=full) for _ in range(2)][-1] for full in (True, False)
@@ -100,16 +68,7 @@ def executed(setting: Setting) -> Figures:
     return Figures(sent, full_precision, states, sum(buffer.nbytes for buffer in buffers))
 
 
-def predicted(setting: Setting) -> Figures:
-    """Those that the planner counts."""
-    run = run_of(
-        setting.config,
-        setting.letters,
-        setting.precision,
-        is_trained=setting.is_trained,
-        materialize=Materialize.of_flags(setting.materialize, False),
-        device_type="cpu",
-    )
+def predicted(run: RunSpec) -> Figures:
     memory = RunMemory(None)
     step, sender = memory.step(run), memory.sender(run, rank=7)
     specs, moves = run.specs(step.units), step.of_step(2)
@@ -162,8 +121,6 @@ def sends(verb: Verb, *, coded: bool = False, **changes: Callable[[Any], object]
 
 
 def has(field: str, change: Callable[[ShardingSpec, Any], object]) -> Patch:
-    """Changes a property of every spec."""
-
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         found = vars(ShardingSpec)[field]
         of = found.fget if isinstance(found, property) else found.func
@@ -214,7 +171,6 @@ MUTATIONS: dict[str, tuple[str, Patch]] = {
         "replicas",
         sends(Verb.GRAD_SYNC, stream_kind=lambda _: StreamKind.GATHER),
     ),
-    "parameters are held in fp32": ("replicas", has("param_dtype", lambda *_: "fp32")),
     "frozen parameters are held in fp32": ("adapters", has("param_dtype", lambda *_: "fp32")),
     "parameters have twice the shard": ("all sharded", has("param_numel", twice)),
     "optimizer states have more elements": ("replicas", keeps_more),
@@ -225,10 +181,6 @@ MUTATIONS: dict[str, tuple[str, Patch]] = {
     "updates gathered along no axis": (
         "codes",
         sends(Verb.PARAM_ALL_GATHER, coded=True, span=lambda _: ()),
-    ),
-    "coded gradients gathered": (
-        "codes",
-        sends(Verb.GRAD_SYNC, coded=True, op=lambda _: Op.ALL_GATHER),
     ),
     "updates gathered in fp32": ("Muon", sends(Verb.PARAM_ALL_GATHER, dtype=lambda _: "fp32")),
     "gathers in fp32": ("all sharded", sends(Verb.GATHER, dtype=lambda _: "fp32")),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +14,8 @@ from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import PlannedControl
 from paro.distributed.groups import Links, bounded_ctas
 from paro.distributed.world import World
-from paro.planning.run_memory import COMMUNICATOR_BYTES, RunMemory
-from paro.spec import run_spec
+from paro.planning.run_memory import RunMemory
 from paro.spec.units import registered_param_buffers, units_of_run
-from paro.topology import Spans, StreamKind
 from paro.training import assembly
 from paro.training.step import Training
 from tests.helpers.fake_nccl import FakeNccl
@@ -91,29 +88,9 @@ def test_all_communicators_of_a_rank_fit_on_its_gpu(
             assert blocks * len(own) <= multiprocessors, flags
 
 
-def test_a_use_that_the_description_lacks_has_no_group_and_no_communicator(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    described = run_spec._state_groups
-
-    def without_gathers(*of_run: Any) -> Spans:
-        return {**described(*of_run), StreamKind.GATHER: frozenset()}
-
-    made, predicted = [], []
-    for _ in range(2):
-        run = built(monkeypatch, "--paro-strategy IIG")
-        made.append(sum(RANK in call["ranks"] for call in run.nccl.calls))
-        predicted.append(RunMemory(None).of(run.config.spec).communicators // COMMUNICATOR_BYTES)
-        monkeypatch.setattr(run_spec, "_state_groups", without_gathers)
-    assert made == predicted == [4, 2]
-    with pytest.raises(KeyError):
-        run.training.model.units[0].gather()  # type: ignore[attr-defined]
-
-
 COPIED = [
     "--paro-strategy IIG",
     "--paro-strategy GGG",
-    "--paro-strategy 2,4,16",
     "--paro-strategy III --paro-prefetch-units 2",
     "--paro-strategy III --paro-prefetch-units 0",
     "--paro-strategy IIG --tie-embeddings-and-output-weights",
@@ -129,12 +106,7 @@ COPIED = [
 def train(run: Built) -> None:
     """Evaluates, and trains a step of one micro-batch and one of four."""
     training, tokens = run.training, torch.zeros(1, 16, dtype=torch.int64)
-    rank = LoneRank(
-        config=run.config.model,
-        model=training.model,
-        optimizer=training.optimizer,
-        traffic=training.traffic,
-    )
+    rank = LoneRank(model=training.model, optimizer=training.optimizer, traffic=training.traffic)
     for num_micro_batches in (1, 4):
         training.model.evaluate(tokens, tokens, torch.ones(1, 16))
         rank.step(num_micro_batches)

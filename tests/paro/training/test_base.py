@@ -44,11 +44,7 @@ BASE_BF16 = "--lora-base-dtype bf16"
 
 
 def started(words: str) -> tuple[RunConfig, Training, Resumed]:
-    return start(f"{FLAGS} {words}")
-
-
-def start(words: str) -> tuple[RunConfig, Training, Resumed]:
-    config, training = built(words)
+    config, training = built(f"{FLAGS} {words}")
     is_loaded = config.checkpoint.load is not None
     return config, training, load_run(config, training, Log()) if is_loaded else FROM_NOTHING
 
@@ -112,19 +108,15 @@ def test_the_rest_stays_in_a_base_that_is_as_it_was(base: Path, part: Path, tmp_
         assert (started(words)[2].base is not None) is is_kept, words
 
 
-@pytest.mark.parametrize("trains", [LAST, LORA])
-def test_a_run_without_a_checkpoint_to_begin_with_saves_all(tmp_path: Path, trains: str) -> None:
-    saved = trained(f"{trains} --save {tmp_path}")
-    common = read_common(tmp_path)
-    assert common["base"] is None
-    assert_equal(started(f"{trains} --load {tmp_path}")[1], saved)
-
-
-@pytest.mark.parametrize("trains", [LAST, LORA, f"{LORA} {BASE_BF16}"])
-def test_frozen_parameters_are_saved_if_asked_for(base: Path, tmp_path: Path, trains: str) -> None:
-    saved = trained(f"{trains} --load {base} --finetune --save-frozen --save {tmp_path / 'whole'}")
-    shutil.rmtree(base)
-    assert_equal(started(f"{trains} --load {tmp_path / 'whole'}")[1], saved)
+@pytest.mark.parametrize("trains", [LAST, f"{LORA} {BASE_BF16}"])
+def test_all_is_saved_without_a_base_or_where_it_is_asked_for(
+    base: Path, tmp_path: Path, trains: str
+) -> None:
+    begins = f"--load {base} --finetune --save-frozen --save {tmp_path / 'asked'}"
+    for name, more in (("alone", f"--save {tmp_path / 'alone'}"), ("asked", begins)):
+        saved = trained(f"{trains} {more}")
+        assert read_common(tmp_path / name)["base"] is None
+        assert_equal(started(f"{trains} --load {tmp_path / name}")[1], saved)
 
 
 def test_a_base_that_moved_is_named(base: Path, part: Path, tmp_path: Path) -> None:
@@ -139,14 +131,7 @@ def test_a_base_that_moved_is_named(base: Path, part: Path, tmp_path: Path) -> N
     refuses(f"{LAST} --load {part} --base {tmp_path}", "give another --base")
 
 
-def test_a_base_that_changed_is_refused(base: Path, part: Path) -> None:
-    shutil.rmtree(base)
-    trained(f"--save {base} --seed 7")
-    told = f"{base}, iteration 0, the base of ... has changed since"
-    refuses(f"{LAST} --load {part}", told)
-
-
-def test_a_damaged_base_is_refused(base: Path, part: Path) -> None:
+def test_a_base_that_is_damaged_or_another_is_refused(base: Path, part: Path) -> None:
     (path,) = base.glob("iter_*/*.distcp")
     content = bytearray(path.read_bytes())
     path.write_bytes(content[:-1])
@@ -155,6 +140,9 @@ def test_a_damaged_base_is_refused(base: Path, part: Path) -> None:
         content[index] ^= 4
     path.write_bytes(content)
     refuses(f"{LAST} --load {part}", f"{path} is damaged")
+    shutil.rmtree(base)
+    trained(f"--save {base} --seed 7")
+    refuses(f"{LAST} --load {part}", f"{base}, iteration 0, the base of ... has changed since")
 
 
 def test_a_complete_checkpoint_takes_no_base(base: Path) -> None:
@@ -176,9 +164,6 @@ def test_tools_read_both(base: Path, part: Path, tmp_path: Path) -> None:
     refused(lambda: open_model(part), "the base of ... cannot be read")
 
 
-# What trains, and the moments of it
-
-
 ADAPTERS = "--lora-rank 4 --lora-target-modules all-linear"
 
 
@@ -191,12 +176,7 @@ def alive_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        ("--bf16", LAST),
-        ("", ADAPTERS),
-        ("", f"{ADAPTERS} {BASE_BF16}"),
-    ],
+    ("words", "part"), [("--bf16", LAST), ("", ADAPTERS), ("", f"{ADAPTERS} {BASE_BF16}")]
 )
 def test_frozen_parameters_add_their_copy_to_compute_with_and_nothing_else(
     words: str, part: str
@@ -250,9 +230,6 @@ def test_a_checkpoint_has_the_moments_that_a_run_has(
         checkpoint_bytes(each.spec, has_base=False, has_moments=True) for each in (config, usual)
     )
     assert written == saved < part * of_usual
-
-
-# Adapters
 
 
 @pytest.fixture(scope="module")

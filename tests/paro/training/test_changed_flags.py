@@ -46,13 +46,8 @@ def order_of(config: RunConfig, state: TrainState | None = None) -> dict[str, An
 def saved(words: str) -> dict[str, Any]:
     """The arguments of such a run in its checkpoint."""
     config = run(words)
-    common = {
-        "state": {"consumed_train_samples": 12},
-        "schedule": asdict(config.schedule),
-        "order": order_of(config),
-    }
-    read: dict[str, Any] = json.loads(json.dumps(common))
-    return read
+    common = {"schedule": asdict(config.schedule), "order": order_of(config)}
+    return json.loads(json.dumps(common | {"state": {"consumed_train_samples": 12}}))
 
 
 def changed(common: dict[str, Any], config: RunConfig) -> str | None:
@@ -99,6 +94,12 @@ def test_what_leaves_the_order_as_it_was_is_not_told() -> None:
         assert told(saved(f"{words} {before}"), f"{words} {after}") == []
 
 
+def of_phases(samples: int, first: str, second: str) -> str:
+    phases = [{"name": "one", "samples": samples, "data": first}, {"name": "two", "data": second}]
+    Path("phases.json").write_text(json.dumps(phases))
+    return f"{FLAGS.replace('--split 9,1,0', '')} --data-phases phases.json"
+
+
 @pytest.mark.parametrize(
     ("before", "after", "change"),
     [
@@ -115,21 +116,14 @@ def test_what_leaves_the_order_as_it_was_is_not_told() -> None:
 def test_a_change_of_the_phase_that_is_read_is_named(
     before: tuple[int, str, str], after: tuple[int, str, str], change: str | None
 ) -> None:
-    def write(samples: int, first: str, second: str) -> str:
-        phases = [{"name": "one", "samples": samples, "data": first}]
-        Path("phases.json").write_text(json.dumps([*phases, {"name": "two", "data": second}]))
-        return f"{FLAGS.replace('--split 9,1,0', '')} --data-phases phases.json"
-
-    common = saved(write(*before))
-    lines = told(common, write(*after))
+    common = saved(of_phases(*before))
+    lines = told(common, of_phases(*after))
     assert len(lines) == (change is not None)
     says(" ".join(lines), change or "")
 
 
 def test_a_run_that_is_complete_has_changed_nothing() -> None:
-    phases = [{"name": "one", "samples": 20, "data": "a"}, {"name": "two", "data": "b"}]
-    Path("phases.json").write_text(json.dumps(phases))
-    words = f"{FLAGS.replace('--split 9,1,0', '')} --data-phases phases.json"
+    words = of_phases(20, "a", "b")
     common = saved(words)
     common["state"]["consumed_train_samples"] = 40
     assert told(common, words) == []

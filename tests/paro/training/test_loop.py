@@ -6,7 +6,7 @@ import errno
 import math
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -45,33 +45,6 @@ class Finished:
     saved: list[int]
 
 
-class SavedIterations(Saver):
-    """Notes which iterations are saved."""
-
-    def __init__(self, saved: list[int], interval: int | None) -> None:
-        self._saved, self._interval = saved, interval
-
-    @property
-    def failed(self) -> bool:
-        return False
-
-    def is_due(self, iteration: int) -> bool:
-        return self._interval is not None and iteration % self._interval == 0
-
-    def save(self, state: TrainState) -> None:
-        if state.iteration not in self._saved:
-            self._saved.append(state.iteration)
-
-    def settle(self) -> bool:
-        return True
-
-    def finish(self, state: TrainState) -> None:
-        self.save(state)
-
-    def resume_hint(self, state: TrainState) -> str:
-        return "none is saved"
-
-
 def run_loop(
     flags: str,
     *,
@@ -79,8 +52,9 @@ def run_loop(
     base: str = TINY,
     observers: Sequence[Observer] = (),
     snapshots: InMemoryCheckpointer | None = None,
-    export: Callable[[], None] | None = None,
+    saved: dict[int, None] | None = None,
 ) -> Finished:
+    """A finished loop, of which `saved` gets the iterations that are saved, also if it fails."""
     config, training = built(f"{base} --log-interval 1 {flags}")
     state = TrainState.at_start(config.loss_scale)
     report = open_report(
@@ -91,7 +65,10 @@ def run_loop(
         start_iteration=0,
         arguments={},
     )
-    saved: list[int] = []
+    saved = {} if saved is None else saved
+    saving = mock.Mock(spec=Saver, failed=False)
+    saving.is_due = lambda at: save_interval is not None and at % save_interval == 0
+    saving.save = saving.finish = lambda state: saved.setdefault(state.iteration)
     with (
         mock.patch.object(report, "iteration", wraps=report.iteration) as iterations,
         mock.patch.object(report, "validation", wraps=report.validation) as validations,
@@ -101,10 +78,9 @@ def run_loop(
             state,
             build_sources(config, build_data(config), training, state),
             report,
-            saving=SavedIterations(saved, save_interval),
+            saving=saving,
             observers=observers,
             snapshots=snapshots,
-            export=export,
         ).run()
     found = [call.args[0] for call in validations.call_args_list]
     return Finished(
@@ -113,7 +89,7 @@ def run_loop(
         evaluated=[(each.iteration, each.data_set) for each in found],
         losses=[math.nan if each.lm_loss is None else each.lm_loss for each in found],
         bits=[each.bits_per_byte for each in found],
-        saved=saved,
+        saved=[*saved],
     )
 
 
@@ -123,14 +99,6 @@ def test_evaluates_and_saves_at_intervals_and_at_the_end() -> None:
     assert run.saved == [2, 4, 6, 7]
     # A resumed run continues after the samples evaluated during training; none follow the end.
     assert run.state.consumed_valid_samples == 2 * 2
-
-
-def test_a_run_is_exported_when_it_is_complete() -> None:
-    export = mock.Mock()
-    run_loop("--train-iters 3 --eval-iters 0 --exit-interval 2", export=export)
-    assert not export.called
-    run_loop("--train-iters 2 --eval-iters 0 --exit-interval 2", export=export)
-    export.assert_called_once_with()
 
 
 def test_no_local_copy_is_under_way_in_an_evaluation() -> None:
@@ -145,15 +113,6 @@ def test_no_local_copy_is_under_way_in_an_evaluation() -> None:
     with mock.patch("paro.training.loop.evaluate", checked):
         run_loop("--train-iters 2 --eval-interval 1 --eval-iters 1", snapshots=copies)
     assert copies.discard.called
-
-
-@pytest.mark.slow("trains several times")
-def test_evaluation_does_not_change_training() -> None:
-    with_it = run_loop("--train-iters 5 --eval-interval 2 --eval-iters 3")
-    without = run_loop("--train-iters 5 --eval-iters 0")
-    assert without.evaluated == []
-    losses = [[record.lm_loss for record in run.records] for run in (with_it, without)]
-    assert losses[0] == losses[1]
 
 
 @pytest.mark.slow("trains and evaluates several times")
@@ -176,8 +135,11 @@ def test_evaluations_have_batches_of_their_own() -> None:
     assert_near(of_six[1].losses, of_six[0].losses, 1e-6, "larger micro-batches")
     of_two = run_loop(f"{plan} --global-batch-size 2", base=base)
     assert of_two.state.consumed_valid_samples == 2 * 3 * 2
-    assert [r.lm_loss for r in of_two.records] == [r.lm_loss for r in of_six[0].records]
     assert of_two.losses != of_six[0].losses
+    without = run_loop("--global-batch-size 2 --train-iters 4 --eval-iters 0")
+    assert without.evaluated == []
+    curves = [[r.lm_loss for r in run.records] for run in (without, of_two, of_six[0])]
+    assert curves[0] == curves[1] == curves[2], "evaluations change no training"
 
 
 def test_leaves_when_its_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,13 +239,12 @@ def test_replicas_are_compared_before_a_save(monkeypatch: pytest.MonkeyPatch) ->
             raise RunError("a replica differs")
 
     monkeypatch.setattr("paro.training.loop.check_replicas", compare)
-    saves = mock.Mock(return_value=True)
-    monkeypatch.setattr(SavedIterations, "save", saves)
+    saved: dict[int, None] = {}
     flags = "--train-iters 9 --eval-iters 0 --check-weight-hash-across-dp-replicas-interval 2"
     with pytest.raises(RunError):
-        run_loop(flags, save_interval=3)
+        run_loop(flags, save_interval=3, saved=saved)
     assert compared == [2, 4, 6]
-    assert saves.call_count == 1, "the save of iteration 6 comes after"
+    assert [*saved] == [3], "the save of iteration 6 comes after"
 
 
 @pytest.mark.slow("trains several times")

@@ -202,47 +202,36 @@ FLAGS = (
     f"{TINY} --make-vocab-size-divisible-by 7 --paro-group-size 2 --global-batch-size 4 "
     "--train-iters 2"
 )
-ROTATE = "--paro-materialize rotate"
+IN_PLACE = "--paro-materialize rotate --paro-rotate-in-place"
 PART = "--trainable last-blocks:0.34"  # block 2 of 3
 OUTER = "--paro-outer-steps 2 --paro-outer-delay 1 --paro-outer-warmup 0 --train-iters 3"
 BASE = "base"  # the case whose checkpoint others begin with
 CASES = {
     BASE: "--paro-strategy III",
-    "not sharded": "--paro-strategy NNN --bf16 --save-hf-dtype bf16",
-    "over all": "--paro-strategy GGG --tie-embeddings-and-output-weights",
+    "unsharded": "--paro-strategy NNN --bf16 --save-hf-dtype bf16",
+    "everywhere": "--paro-strategy GGG --tie-embeddings-and-output-weights --ema-decay 0.5",
     "between": "--paro-strategy NIG --bf16 --add-qkv-bias --qk-layernorm --save-hf-dtype fp16",
-    "rotation": f"--paro-strategy III {ROTATE} --add-qkv-bias",
-    "in place": f"--paro-strategy IIG {ROTATE} --paro-rotate-in-place --save-hf-dtype bf16",
-    "context": "--paro-strategy IIG --context-parallel-size 2",
+    "rotation": f"--paro-strategy IIG {IN_PLACE} --add-qkv-bias --save-hf-dtype bf16",
     "outer": f"--paro-strategy NII {OUTER}",
-    "averages": "--paro-strategy IGG --ema-decay 0.5",
-    "Muon": "--paro-strategy NIG --optimizer muon --muon-fp32-matmul-prec highest",
     "codes": "--paro-strategy NNI --paro-inter-grad-bits 8 --paro-inter-param-bits 8 --bf16",
-    "a part": f"--paro-strategy IIG --bf16 {PART}",
-    "a part of a base": f"--paro-strategy GGG --bf16 {PART} --finetune",
+    "part": f"--paro-strategy IIG --bf16 {PART}",
+    "part-of-a-base": f"--paro-strategy GGG --bf16 {PART} --finetune",
 }
-HALVES = {"not sharded": "bf16", "in place": "bf16", "between": "fp16"}
+HALVES = {"unsharded": "bf16", "rotation": "bf16", "between": "fp16"}
 
 
 def export(root: Path, name: str, flags: str) -> list[str]:
     """On this rank: trains, saves and exports a run; the lines that it logs."""
     out, lines = root / name, list[str]()
-    words = [
-        *f"{FLAGS} {flags}".split(),
-        "--save",
-        str(out / "saved"),
-        "--save-hf",
-        str(out / "hf"),
-    ]
-    if "--finetune" in flags:
-        words += ["--load", str(root / BASE / "saved")]
-    config, training = built(words)
+    begin = f"--load {root / BASE / 'saved'}" if "--finetune" in flags else ""
+    config, training = built(
+        f"{FLAGS} {flags} {begin} --save {out / 'saved'} --save-hf {out / 'hf'}"
+    )
     log = Log(rank=dist.get_rank(), world_size=RANKS, write=lines.append)
     resumed = load_run(config, training, log) if config.checkpoint.load else FROM_NOTHING
     assert (resumed.base is not None) == ("--finetune" in flags)
     state, source = begun(config, training)
     write = prepare_export(config, training, resumed, state, log)
-    assert write is not None
     for _ in range(config.train.train_iters):
         train_step(training, state, source)
     training.model.wait_for_updated_params()
@@ -256,13 +245,12 @@ def export(root: Path, name: str, flags: str) -> list[str]:
 def fails(root: Path, words: str, *, own_folder: bool = False, full: int | None = None) -> str:
     """On this rank: the error of an export, of which the disk of the rank `full` may be full."""
     folder = root / (f"node{dist.get_rank() // 2}" if own_folder else "shared")
-    config, training = built([*f"{FLAGS} {words}".split(), "--save-hf", str(folder / "hf")])
+    config, training = built(f"{FLAGS} {words} --save-hf {folder / 'hf'}")
     state, _ = begun(config, training)
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def write() -> None:
         prepared = prepare_export(config, training, FROM_NOTHING, state, Log(rank=1))
-        assert prepared is not None
         is_full = dist.get_rank() == full
         with (
             mock.patch.object(by_ranks.os, "pwrite", side_effect=error)
@@ -291,10 +279,6 @@ def each(root: Path) -> tuple[dict[str, list[str]], list[str]]:
     ]
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 @pytest.mark.ranks
 def test_it_is_the_conversion_of_the_final_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -306,7 +290,9 @@ def test_it_is_the_conversion_of_the_final_checkpoint(
         converted = convert(
             "paro", "hf", tmp_path / name / "saved", tmp_path / name / "one", *words
         )
-        assert contents(tmp_path / name / "hf") == contents(converted), name
+        both = (sorted(folder.iterdir()) for folder in (tmp_path / name / "hf", converted))
+        for ours, theirs in zip(*both, strict=True):
+            assert (ours.name, ours.read_bytes()) == (theirs.name, theirs.read_bytes()), name
         assert (converted / hugging_face.INDEX).exists()
         assert any("successfully wrote the model" in line for line in found[0][0][name])
     for number, (lines, errors) in enumerate(found):
@@ -328,7 +314,6 @@ def prepared(words: str, *, iteration: int, lines: list[str]) -> object:
 
 
 def test_messages_of_a_round_in_flight_are_in_the_model(tmp_path: Path) -> None:
-    """Without --save the export alone waits for them."""
     words = f"{FLAGS} {OUTER} --paro-group-size 1 --save-hf {tmp_path / 'hf'}"
     config, training = built(words)
     write = prepare_export(config, training, FROM_NOTHING, begun(config, training)[0], Log(rank=1))
@@ -339,7 +324,6 @@ def test_messages_of_a_round_in_flight_are_in_the_model(tmp_path: Path) -> None:
             embedding.reference.fill_(0.25)
 
     embedding._reduced = Message()
-    assert write is not None
     write()
     written = load_file(tmp_path / "hf" / "model.safetensors")["model.embed_tokens.weight"]
     assert set(written.flatten().tolist()) == {0.25}
