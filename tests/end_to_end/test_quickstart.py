@@ -28,7 +28,7 @@ from tests.tools.preprocessing.test_chat_template import folder_with
 from tools.generate import main as generate
 
 SCRIPT, FINETUNE = (ROOT / "examples" / name for name in ("quickstart.sh", "finetune.sh"))
-TEXT_BYTES = 600_000
+TEXT_BYTES = 300_000
 ALL_TAGS = (
     "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2 --log-timers-to-tensorboard"
 )
