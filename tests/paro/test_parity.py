@@ -148,7 +148,8 @@ def compared(
         (flags_for(name, world_size=world_size, more=more, steps=steps, model=model), frozen)
         for name, more, frozen in variants
     ]
-    results = run_ranks(trains, world_size, cases, group_size, timeout=900)
+    timeout = 900 if steps == FEW_STEPS else 3600
+    results = run_ranks(trains, world_size, cases, group_size, timeout=timeout)
     for number, variant in enumerate(variants):
         _, more, frozen = variant
         reference = reference_for(more, frozen, steps, model)
@@ -274,7 +275,7 @@ def test_reference_is_a_real_descent() -> None:
 
 
 @pytest.mark.verify
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("world_size", "group_size"), SHAPES)
 def test_all_strategies_on_all_worlds(world_size: int, group_size: int) -> None:

@@ -128,7 +128,8 @@ def alone(more: str, frozen: tuple[str, ...], steps: int) -> Run:
 
 
 def check(world_size: int, group_size: int, cases: list[Case], steps: int) -> None:
-    by_rank = run_ranks(run_cases, world_size, cases, group_size, steps)
+    timeout = 600 if steps == FEW_STEPS else 3600
+    by_rank = run_ranks(run_cases, world_size, cases, group_size, steps, timeout=timeout)
     for number, case in enumerate(cases):
         wanted = alone(computation(case.more), case.frozen, steps)
         for rank, runs in enumerate(by_rank):
@@ -188,7 +189,7 @@ def grid(world_size: int, group_size: int) -> list[Case]:
 
 
 @pytest.mark.verify
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("world_size", "group_size"), SHAPES)
 def test_all_ways_to_share_samples_train_as_one_process_does(

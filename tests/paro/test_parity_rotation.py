@@ -119,7 +119,7 @@ VARIANTS: list[tuple[str, tuple[str, ...]]] = [
 
 
 @pytest.mark.verify
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["III", "IIG"])
 @pytest.mark.parametrize(("world_size", "group_size"), [(8, 4), (8, 2), (6, 3)])
@@ -136,7 +136,7 @@ def test_all_rings_in_groups_train_as_one_process_does(
 
 
 @pytest.mark.verify
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 @pytest.mark.ranks
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("size", [2, 4, 6, 8])

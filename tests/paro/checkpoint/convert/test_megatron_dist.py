@@ -75,9 +75,11 @@ FOUR_RANKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("world_size", "layouts"), [(1, ONE_RANK), (4, FOUR_RANKS)])
+@pytest.mark.parametrize(
+    ("world_size", "layouts"),
+    [(1, ONE_RANK), pytest.param(4, FOUR_RANKS, marks=pytest.mark.verify)],
+)
 @pytest.mark.ranks
-@pytest.mark.verify
 def test_checkpoints_of_megatron_core(
     world_size: int, layouts: list[Layout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
