@@ -131,7 +131,7 @@ Failure = UserError | OSError  # OSError: the storage failed, or too many files 
 
 
 @dataclass(eq=False)
-class Fetch(Dataset[Batch | Failure]):
+class BatchFetcher(Dataset[Batch | Failure]):
     """A map from the sample numbers of a micro-batch to the batch.
 
     `UserError` and `OSError` are returned as values: an exception that is raised in a worker

@@ -41,7 +41,7 @@ class RawBatch:
     unfinished: bool = False  # True: the text continues in the next batch
 
 
-class Texts(NamedTuple):
+class DocumentTexts(NamedTuple):
     """A document: for each key the text, a list of sentences, or the unconverted value."""
 
     number: int  # number of the line or row in its chunk, from 1
@@ -212,7 +212,7 @@ def texts_of(
     as_they_are: bool = False,
     optional: Collection[str] = (),
     flag: str = "--json-keys",
-) -> Iterator[Texts]:
+) -> Iterator[DocumentTexts]:
     """Yield the documents of a batch; `UserError` gives file and line of a bad one.
 
     With `on_bad`, bad documents are reported to it and skipped. A .txt document is under every key.
@@ -246,7 +246,7 @@ def texts_of(
             num_bytes = sum(len(str(text).encode()) for by_key in texts for text in by_key or ())
         else:
             num_bytes = len(raw)
-        yield Texts(number, texts, num_bytes)
+        yield DocumentTexts(number, texts, num_bytes)
 
 
 def place_of(chunk: SourceChunk, number: int) -> str:

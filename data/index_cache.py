@@ -30,7 +30,7 @@ from paro.errors import UserError, open_files_limit
 from paro.files.atomic_file import replace_file, replacing
 from paro.files.checksum import crc32_of_file
 from paro.files.regular_file import RegularFile, read_text
-from paro.files.waits import Wait, try_lock
+from paro.files.waits import LimitedWait, try_lock
 
 _POLL_SECONDS = 0.05
 _HEADER_BYTES = 2**14  # largest .npy header that numpy writes for arrays of numbers
@@ -106,12 +106,12 @@ def _alone_on_this_machine(entry: CacheEntry) -> Iterator[None]:
 
 def _lock(descriptor: int, path: Path) -> None:
     """Take the lock and write this process into its file, for processes that wait."""
-    wait: Wait | None = None
+    wait: LimitedWait | None = None
     while not try_lock(descriptor):
         if wait is None:
             holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
             who = f"process {holder or 'unknown'} of this machine"
-            wait = Wait(f"{who}, which builds indices and holds the lock {path}")
+            wait = LimitedWait(f"{who}, which builds indices and holds the lock {path}")
         wait.check()
         time.sleep(_POLL_SECONDS)
     os.ftruncate(descriptor, 0)

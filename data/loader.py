@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from data.batch import Batch, Failure, Fetch, MockDataset, Samples, TokenBytes
+from data.batch import Batch, BatchFetcher, Failure, MockDataset, Samples, TokenBytes
 from data.blend import Blend
 from data.blended_dataset import BlendedDataset, PhasedDataset, build_phases, build_samples
 from data.config import DataConfig
@@ -27,7 +27,7 @@ from data.indexed_dataset import IndexedDataset
 from data.sample_order import SPLIT_NAMES, share_of
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError, open_files_limit
-from paro.files.waits import Wait
+from paro.files.waits import LimitedWait
 from paro.text import listed
 
 _FILES = 14  # open files per corpus at most: 5 of the corpus, and 3 with the order of each split
@@ -212,7 +212,7 @@ class MicroBatches:
     With workers, processes read ahead; order and content do not change.
     """
 
-    fetch: Fetch
+    fetch: BatchFetcher
     _: KW_ONLY
     micro_batch_size: int
     data_parallel_rank: int = 0
@@ -252,7 +252,7 @@ class MicroBatches:
         return batch
 
     def _received(self, source: Iterator[Batch | Failure]) -> Batch | Failure:
-        wait = Wait(
+        wait = LimitedWait(
             f"a batch from {self.num_workers} processes that read data ahead: a file system may "
             "have stopped answering"
         )

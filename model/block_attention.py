@@ -102,42 +102,47 @@ def kernels_of(qkv: QKV, backend: AttentionBackend) -> AttentionKernels:
     return AttentionKernels(whole, parts, SDPBackend.FLASH_ATTENTION)
 
 
-class Partial(NamedTuple):
+class PartialAttention(NamedTuple):
     """Attention to some of the keys: output, and log-sum-exp of the scaled scores in fp32."""
 
     out_BSNH: Tensor  # noqa: N815
     lse_BSN: Tensor  # noqa: N815
 
-    def of(self, *at: slice) -> Partial:
+    def of(self, *at: slice) -> PartialAttention:
         """Return views of some samples, queries and heads."""
-        return Partial(self.out_BSNH[at], self.lse_BSN[at])
+        return PartialAttention(self.out_BSNH[at], self.lse_BSN[at])
 
-    def merge_(self, other: Partial) -> None:
+    def merge_(self, other: PartialAttention) -> None:
         """Merge `other` in place: attention to the keys of both; this output must be fp32."""
         share_BSN = torch.sigmoid(other.lse_BSN - self.lse_BSN)
         self.out_BSNH.lerp_(other.out_BSNH.float(), share_BSN[..., None])
         self.lse_BSN.copy_(torch.logaddexp(self.lse_BSN, other.lse_BSN))
 
 
-def attend_block(qkv: QKV, *, causal: bool = False, flash: bool = False) -> Partial:
+def attend_block(qkv: QKV, *, causal: bool = False, flash: bool = False) -> PartialAttention:
     """Compute attention to a block of keys, by cuDNN unless `flash`; `causal` masks a square."""
     q_BSNH, k_BSKH, _ = qkv
     tensors = _heads_first(*qkv)
     kernel = _block_kernel(q_BSNH, k_BSKH, causal, flash)
     if kernel is None:
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, causal)
-        return Partial(*_heads_first(*found))
+        return PartialAttention(*_heads_first(*found))
     if kernel == SDPBackend.CUDNN_ATTENTION:
         attention = torch.ops.aten._scaled_dot_product_cudnn_attention
         out_BNSH, lse_BNS1, *_ = attention(*tensors, None, True, 0.0, causal)
-        return Partial(*_heads_first(out_BNSH, lse_BNS1.squeeze(-1)))
+        return PartialAttention(*_heads_first(out_BNSH, lse_BNS1.squeeze(-1)))
     lengths = None, None, q_BSNH.shape[1], k_BSKH.shape[1]
     out_BSNH, lse_BNS = _flash(*qkv, *lengths, causal)
-    return Partial(out_BSNH, lse_BNS.transpose(1, 2))
+    return PartialAttention(out_BSNH, lse_BNS.transpose(1, 2))
 
 
 def block_grads(
-    grad_BSNH: Tensor, qkv: QKV, whole: Partial, *, causal: bool = False, flash: bool = False
+    grad_BSNH: Tensor,
+    qkv: QKV,
+    whole: PartialAttention,
+    *,
+    causal: bool = False,
+    flash: bool = False,
 ) -> QKV:
     """Compute a block's share of the gradients; `whole` is attention to all keys."""
     q_BSNH, k_BSKH, _ = qkv
@@ -169,7 +174,7 @@ class CausalAttention(NamedTuple):
     documents: Documents | None
     flash: bool = False
 
-    def attend(self, qkv: QKV) -> Partial:
+    def attend(self, qkv: QKV) -> PartialAttention:
         """Compute the output and the log-sum-exp."""
         documents, (q_BSNH, _, _) = self.documents, qkv
         if documents is None:
@@ -177,14 +182,14 @@ class CausalAttention(NamedTuple):
         flat = [part.flatten(0, 1) for part in qkv]
         if documents.bounds_N is not None:
             out_TNH, lse_NT = _flash(*flat, *_bounds(documents), True)
-            return Partial(out_TNH.view_as(q_BSNH), lse_NT.t().reshape(q_BSNH.shape[:3]))
+            return PartialAttention(out_TNH.view_as(q_BSNH), lse_NT.t().reshape(q_BSNH.shape[:3]))
         apart = zip(*(part[None].split(documents.lengths, 1) for part in flat), strict=True)
         parts = [attend_block(of_document, causal=True, flash=True) for of_document in apart]
         outs, lses = zip(*parts, strict=True)
         lse_BSN = torch.cat(lses, 1).view(q_BSNH.shape[:3])
-        return Partial(torch.cat(outs, 1).view_as(q_BSNH), lse_BSN)
+        return PartialAttention(torch.cat(outs, 1).view_as(q_BSNH), lse_BSN)
 
-    def grads(self, grad_BSNH: Tensor, qkv: QKV, whole: Partial) -> QKV:
+    def grads(self, grad_BSNH: Tensor, qkv: QKV, whole: PartialAttention) -> QKV:
         """Compute the gradients of queries, keys and values; `whole` is the result of `attend`."""
         documents, (q_BSNH, k_BSKH, v_BSKH) = self.documents, qkv
         if documents is None:
@@ -196,7 +201,7 @@ class CausalAttention(NamedTuple):
         else:
             apart = zip(*(part[None].split(documents.lengths, 1) for part in flat), strict=True)
             parts = [
-                block_grads(grad, (q, k, v), Partial(out, lse), causal=True, flash=True)
+                block_grads(grad, (q, k, v), PartialAttention(out, lse), causal=True, flash=True)
                 for grad, q, k, v, out, lse in apart
             ]
             dq, dk, dv = (torch.cat(grads, 1) for grads in zip(*parts, strict=True))
@@ -217,8 +222,8 @@ def attend_saving(
 
 
 def attend_by(
-    attend: Callable[[Any], Partial],
-    grads: Callable[[Tensor, Any, Partial], tuple[Tensor, ...]],
+    attend: Callable[[Any], PartialAttention],
+    grads: Callable[[Tensor, Any, PartialAttention], tuple[Tensor, ...]],
     saved: SavedAttention | None,
     *tensors: Tensor,
 ) -> Tensor:
@@ -243,7 +248,7 @@ class _AttendBy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, out_BSNH, lse_BSN = ctx.saved_tensors
-        return None, None, None, *ctx.grads(grads[0], tensors, Partial(out_BSNH, lse_BSN))
+        return None, None, None, *ctx.grads(grads[0], tensors, PartialAttention(out_BSNH, lse_BSN))
 
 
 def check_attention(

@@ -36,7 +36,7 @@ class Fp8(NamedTuple):
     fused: bool = False  # True: Triton casts
 
 
-class Scaled(NamedTuple):
+class Fp8Tensor(NamedTuple):
     """A tensor quantized to fp8: the tensor is `data * scale`.
 
     A GPU's fp8 units need both operands contiguous along the dim that is summed over. So a tensor
@@ -59,7 +59,7 @@ class Scaled(NamedTuple):
         return self.transposed
 
 
-Operand = Tensor | Scaled
+Operand = Tensor | Fp8Tensor
 
 
 def operand(
@@ -83,10 +83,10 @@ def operand(
         from model.kernels import cast
 
         made = cast(tensor, kind, data=data, transposed=transposed, again=again)
-        return Scaled(*made, tensor.dtype)
+        return Fp8Tensor(*made, tensor.dtype)
     cast_as_is, scale = _cast(tensor, kind)
     turned = cast_as_is.flatten(0, -2).t().contiguous() if transposed else None
-    return Scaled(cast_as_is if data else None, turned, scale, tensor.dtype)
+    return Fp8Tensor(cast_as_is if data else None, turned, scale, tensor.dtype)
 
 
 def _cast(tensor: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:

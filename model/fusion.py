@@ -18,7 +18,7 @@ from torch import Tensor
 
 from model.config import LlamaConfig
 from model.cross_entropy import linear_cross_entropy
-from model.fp8 import Fp8, Scaled, known_largest, operand
+from model.fp8 import Fp8, Fp8Tensor, known_largest, operand
 from model.layers import gated_linear, normed_linears
 from model.norm import SharedNorm
 from model.rotary import rotate
@@ -156,8 +156,8 @@ def _try_casts(config: LlamaConfig, dtype: torch.dtype, device: torch.device) ->
             operand(values.to(dtype), Fp8(config.fp8_format, by), is_grad=is_grad, transposed=True)
             for by in (False, True)
         )
-        assert isinstance(plain, Scaled)
-        assert isinstance(fused, Scaled)
+        assert isinstance(plain, Fp8Tensor)
+        assert isinstance(fused, Fp8Tensor)
         same = torch.equal(plain.scale, fused.scale)
         for expected, actual in ((plain.values, fused.values), (plain.values_t, fused.values_t)):
             same &= torch.equal(expected.view(torch.uint8), actual.view(torch.uint8))

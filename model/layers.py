@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from model.fp8 import NO_CACHE, Fp8, Operand, Scaled, cached_cast, fp8_cache_of, operand
+from model.fp8 import NO_CACHE, Fp8, Fp8Tensor, Operand, cached_cast, fp8_cache_of, operand
 from model.matmul import input_grads, outputs, sink_of, weight_grad
 from model.norm import SharedNorm
 
@@ -197,7 +197,7 @@ class _Linear(torch.autograd.Function):
         """Return the weight for a matmul with `x`."""
         if cached:
             data, turned, scale = cached
-            return Scaled(data, turned, scale, x.dtype)
+            return Fp8Tensor(data, turned, scale, x.dtype)
         return ctx.cache.operand(weight_ED, x.dtype, ctx.fp8, transposed=transposed)
 
     @staticmethod

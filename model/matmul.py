@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from model.config import BF16_CAPABILITY, FP8_CAPABILITY, Fp8Format, matmul_writes
-from model.fp8 import Operand, Scaled
+from model.fp8 import Fp8Tensor, Operand
 from paro.errors import UserError
 
 
@@ -40,7 +40,7 @@ def outputs(x: Operand, weight: Operand) -> Tensor:
     if isinstance(x, Tensor):
         assert isinstance(weight, Tensor)
         return F.linear(x, weight)
-    assert isinstance(weight, Scaled)
+    assert isinstance(weight, Fp8Tensor)
     flat = _product(x, x.values.flatten(0, -2), weight, weight.values, fast=True)
     # Not a view, to which autograd would allow no addition in place: of a bias, for example.
     return torch.ops.aten._unsafe_view(flat, [*x.values.shape[:-1], flat.shape[-1]])
@@ -53,7 +53,7 @@ def input_grads(grad: Operand, weight: Operand, *, total_TD: Tensor | None = Non
         if total_TD is not None:
             return torch.addmm(total_TD, grad, weight, out=total_TD)
         return grad @ weight
-    assert isinstance(weight, Scaled)
+    assert isinstance(weight, Fp8Tensor)
     product_TD = _product(grad, grad.values, weight, weight.values_t)
     return product_TD if total_TD is None else total_TD.add_(product_TD)
 
@@ -162,12 +162,12 @@ def _weight_grad(grad: Operand, x: Operand) -> Tensor:
     if isinstance(grad, Tensor):
         assert isinstance(x, Tensor)
         return grad.t() @ x
-    assert isinstance(x, Scaled)
+    assert isinstance(x, Fp8Tensor)
     return _product(grad, grad.values_t, x, x.values_t)
 
 
 def _product(
-    left: Scaled, left_MK: Tensor, right: Scaled, right_NK: Tensor, *, fast: bool = False
+    left: Fp8Tensor, left_MK: Tensor, right: Fp8Tensor, right_NK: Tensor, *, fast: bool = False
 ) -> Tensor:
     """Multiply two matrices in fp8 to [M, N].
 

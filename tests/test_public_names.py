@@ -15,7 +15,7 @@ from model.config import LoraConfig, is_adapter
 from paro.arguments.parser import build_parser
 from paro.checkpoint.chunks import chunked_states
 from paro.distributed.comm_stream import stream_name
-from paro.distributed.exposed_time import Exposed
+from paro.distributed.exposed_time import ExposedTime
 from paro.distributed.timers import record_ranges
 from paro.precision import PrecisionConfig
 from paro.report.record import GroupsRecord, Metrics, scalars_of, summarize
@@ -49,7 +49,7 @@ def tags() -> set[str]:
         decoupled_learning_rate=1.0,
         held={"params": 1},
         allocator={"max": 1},
-        exposed=Exposed(intra=0.0, inter=0.0),
+        exposed=ExposedTime(intra=0.0, inter=0.0),
         groups=GroupsRecord(
             lm_losses=(1.0,), outer_grad_norm=1.0, outer_grad_cosine=1.0, num_left_out=1
         ),

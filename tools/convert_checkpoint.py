@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from model.units import num_parameters
 from paro.checkpoint.convert.conversion import SOURCES, TARGETS, Conversion
-from paro.checkpoint.convert.source import Source
+from paro.checkpoint.convert.source import ModelSource
 from paro.distributed.user_errors import run_script
 from paro.errors import writing
 from paro.files.object_store import path_of
@@ -104,7 +104,7 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="check and describe it, and write nothing")
 
 
-def describe(conversion: Conversion, source: Source) -> str:
+def describe(conversion: Conversion, source: ModelSource) -> str:
     config, adapters = source.config, ""
     if source.adapters:
         adapters = f"; {len(source.adapters) // 2} adapters"

@@ -17,7 +17,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, about
 from paro.files.schema import Count, conform, read_json
-from paro.planning.simulation import Activity
+from paro.planning.simulation import StreamActivity
 from paro.report.log import print_line
 from paro.text import align
 from paro.topology import WaitKind
@@ -66,7 +66,7 @@ class Profile:
     rank: int
     num_steps: int
     seconds: float
-    activities: tuple[Activity, ...]  # of "compute", and of every communication stream's jobs
+    activities: tuple[StreamActivity, ...]  # of "compute", and of every communication stream's jobs
 
     def computing(self) -> float:
         """Return seconds of forward, backward and update, without the waits in them."""
@@ -119,7 +119,9 @@ def read_profile(path: Path) -> Profile | DeviceProfile:
     return Profile(rank, len(steps), (end - begin) / 1e6, tuple(found))
 
 
-def _activities(events: Iterable[Event], rank: int, begin: float, end: float) -> Iterable[Activity]:
+def _activities(
+    events: Iterable[Event], rank: int, begin: float, end: float
+) -> Iterable[StreamActivity]:
     """Return ranges in the steps, sorted by start; of nested waits the outer ones."""
     waited_until = begin
     for event in events:
@@ -129,13 +131,13 @@ def _activities(events: Iterable[Event], rank: int, begin: float, end: float) ->
             continue
         start, stop = (first - begin) / 1e6, (last - begin) / 1e6
         if name in COMPUTING:
-            yield Activity(rank, "compute", name, COMPUTING[name], start, stop)
+            yield StreamActivity(rank, "compute", name, COMPUTING[name], start, stop)
         elif name.startswith(WAIT) and first >= waited_until:
             waited_until = last
-            yield Activity(rank, "compute", name, name.removeprefix(WAIT), start, stop)
+            yield StreamActivity(rank, "compute", name, name.removeprefix(WAIT), start, stop)
         elif name.startswith(LANE):
             lane = name.removeprefix(LANE)
-            yield Activity(rank, lane, name, lane.partition(" ")[0], start, stop)
+            yield StreamActivity(rank, lane, name, lane.partition(" ")[0], start, stop)
 
 
 def table(profiles: Sequence[Profile]) -> str:

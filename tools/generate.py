@@ -18,7 +18,7 @@ from data.tokenizer_config import GPT2_TYPE, TokenizerConfig
 from model.llama import Llama
 from paro.checkpoint.convert.conversion import OPENERS, format_of
 from paro.checkpoint.convert.native import open_native
-from paro.checkpoint.convert.source import Source
+from paro.checkpoint.convert.source import ModelSource
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, about, check_least, reading
 from paro.files.object_store import path_of
@@ -32,7 +32,9 @@ from tools.shared.device import device_of
 LENGTHS = {False: 64, True: 512}  # tokens at most, of a continuation and of an answer in a chat
 
 
-def open_model(directory: Path, iteration: int | None = None, base: str | None = None) -> Source:
+def open_model(
+    directory: Path, iteration: int | None = None, base: str | None = None
+) -> ModelSource:
     """Open a folder of any format: a training's newest checkpoint, or one iteration, or a model."""
     kind = format_of(directory)
     if kind == "paro":
@@ -43,7 +45,7 @@ def open_model(directory: Path, iteration: int | None = None, base: str | None =
     return OPENERS[kind](directory)
 
 
-def load_tokenizer(source: Source, moved_to: str | None) -> Tokenizer:
+def load_tokenizer(source: ModelSource, moved_to: str | None) -> Tokenizer:
     """Return the tokenizer of a model, from its original location or from `moved_to`."""
     saved: Mapping[str, Any] = source.tokenizer or {
         "tokenizer_type": "NullTokenizer",
@@ -77,7 +79,7 @@ def moved_tokenizer(saved: Mapping[str, Any], moved_to: str) -> TokenizerConfig:
     return TokenizerConfig(tokenizer_type=kind, tokenizer_model=moved_to)
 
 
-def load_model(source: Source, device: torch.device, dtype: torch.dtype) -> Llama:
+def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype) -> Llama:
     """Return the model with its trained parameters; `UserError` if one is not finite."""
     with torch.device("meta"):
         model = Llama(source.config)
@@ -180,7 +182,7 @@ def encode(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
     return texts
 
 
-def prefix_of(source: Source, tokenizer: Tokenizer) -> tuple[int, ...]:
+def prefix_of(source: ModelSource, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids with which the training samples of a model began."""
     prefix = tokenizer.text_prefix
     if not prefix and source.begins_with_bos and tokenizer.bos is not None:
@@ -188,7 +190,9 @@ def prefix_of(source: Source, tokenizer: Tokenizer) -> tuple[int, ...]:
     return prefix
 
 
-def beginnings(source: Source, tokenizer: Tokenizer, texts: Sequence[list[int]]) -> list[list[int]]:
+def beginnings(
+    source: ModelSource, tokenizer: Tokenizer, texts: Sequence[list[int]]
+) -> list[list[int]]:
     """Return the model's input: the prompts, each started as the training samples were."""
     begun = [[*prefix_of(source, tokenizer), *text] for text in texts]
     check_ids(tokenizer, begun, source.config.vocab_size)

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint import TensorStorageMetadata
 
 from paro.checkpoint.convert.conversion import OPENERS, format_of
-from paro.checkpoint.convert.source import Source
+from paro.checkpoint.convert.source import ModelSource
 from paro.checkpoint.directory import common_of, find_checkpoint
 from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.metadata import read_metadata
@@ -52,7 +52,7 @@ def inspect_native(directory: Path, iteration: int | None) -> tuple[dict[str, An
     return common_of(read_manifest(folder)), entries
 
 
-def inspect_other(source: Source) -> tuple[dict[str, Any], list[Entry]]:
+def inspect_other(source: ModelSource) -> tuple[dict[str, Any], list[Entry]]:
     tensors = source.tensors.items()
     entries = [entry_of(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
     model = {name: value for name, value in asdict(source.config).items() if value is not None}

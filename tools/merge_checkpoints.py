@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from paro.checkpoint.convert.conversion import Conversion
-from paro.checkpoint.convert.source import LazyTensor, Source
+from paro.checkpoint.convert.source import LazyTensor, ModelSource
 from paro.checkpoint.directory import common_of, find_checkpoint, iterations_in
 from paro.checkpoint.manifest import read_manifest
 from paro.distributed.user_errors import run_script
@@ -104,7 +104,7 @@ def mean_of(tensors: Sequence[LazyTensor], weights: Iterable[float]) -> LazyTens
     return replace(tensors[-1], rows=rows)
 
 
-def opened(args: argparse.Namespace, iteration: int) -> tuple[Conversion, Source]:
+def opened(args: argparse.Namespace, iteration: int) -> tuple[Conversion, ModelSource]:
     """Open a checkpoint, whose adapters are merged into its weights, as a copy to be written."""
     with reading(f"--input {args.input}"):
         common = common_of(read_manifest(find_checkpoint(args.input, iteration)))

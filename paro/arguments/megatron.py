@@ -40,7 +40,7 @@ _PARTS = (
 _CUTS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
-class Outcome(Enum):
+class FlagTreatment(Enum):
     """The treatment of a flag."""
 
     ACCEPTED = "accepted"  # a flag that requests what PaRO does anyway
@@ -49,7 +49,7 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class FlagRule:
     """The treatment of one flag, or of a family such as `--moe-*`, with its reason.
 
     An accepted flag is a switch or takes one of `values`; with `where`, it is accepted only if
@@ -58,24 +58,24 @@ class Rule:
     """
 
     flag: str
-    outcome: Outcome
+    outcome: FlagTreatment
     why: str = ""
     instead: str = ""
     values: tuple[str | int | float, ...] = ()
     where: tuple[str, object] | None = None  # (argument, value that makes the flag acceptable)
 
 
-def _rules() -> Iterator[Rule]:
+def _rules() -> Iterator[FlagRule]:
     """Yield all rows of the table, by flag."""
     for row in _TABLE["partly_accepted"]:
         values, where = tuple(row.get("values", ())), row.get("where")
         why, instead = one_line(row["why"]), one_line(row["instead"])
         for flag in row["flags"].split():
-            yield Rule(flag, Outcome.ACCEPTED, why, instead, values, where)
-    for outcome in Outcome:
+            yield FlagRule(flag, FlagTreatment.ACCEPTED, why, instead, values, where)
+    for outcome in FlagTreatment:
         for flags, text in _TABLE[outcome.value]:
-            texts = ("", one_line(text)) if outcome is Outcome.REFUSED else (one_line(text),)
-            yield from (Rule(flag, outcome, *texts) for flag in flags.split())
+            texts = ("", one_line(text)) if outcome is FlagTreatment.REFUSED else (one_line(text),)
+            yield from (FlagRule(flag, outcome, *texts) for flag in flags.split())
 
 
 _TABLE: dict[str, Any] = tomllib.loads(
@@ -89,7 +89,7 @@ _FAMILIES = {rule.flag[:-1]: rule for rule in RULES if rule.flag.endswith("*")}
 
 
 @cache
-def rule_of(flag: str) -> Rule | None:
+def rule_of(flag: str) -> FlagRule | None:
     """Return the rule of a flag, else of its family; None for flags without a rule."""
     families = (rule for prefix, rule in _FAMILIES.items() if flag.startswith(prefix))
     return _BY_FLAG.get(flag) or next(families, None)
@@ -105,7 +105,7 @@ def add_compatibility_args(parser: ArgumentParser) -> None:
     ).add_argument
     unset = argparse.SUPPRESS
     for rule in RULES:
-        if rule.outcome is not Outcome.ACCEPTED or rule.flag.endswith("*"):
+        if rule.outcome is not FlagTreatment.ACCEPTED or rule.flag.endswith("*"):
             continue
         if rule.values:
             accepts, kind = " ".join(map(str, rule.values)), type(rule.values[0])
@@ -157,7 +157,7 @@ def ignored_lines(args: Namespace) -> tuple[str, ...]:
     return tuple(
         f"{_spelled(flag, values)} has no effect: {rule.why}"
         for rule, flag, values in _given(args)
-        if rule.outcome is Outcome.IGNORED
+        if rule.outcome is FlagTreatment.IGNORED
     )
 
 
@@ -168,7 +168,7 @@ def replacements(args: Namespace) -> dict[str, list[str]]:
     """
     remedies = {}
     for rule, flag, values in _given(args):
-        if rule.outcome is Outcome.IGNORED or not _is_accepted(rule, args, values):
+        if rule.outcome is FlagTreatment.IGNORED or not _is_accepted(rule, args, values):
             value = " ".join(map(str, values))
             becomes = BECOMES.get(flag, "")
             text = becomes if isinstance(becomes, str) else becomes.get(value, "")
@@ -194,7 +194,7 @@ def changed_parts(args: Namespace) -> tuple[str, ...]:
     return (f"Megatron-LM makes another model of these flags: this LLaMA has {listed(changed)}",)
 
 
-def _given(args: Namespace) -> Iterator[tuple[Rule, str, list[object]]]:
+def _given(args: Namespace) -> Iterator[tuple[FlagRule, str, list[object]]]:
     """Yield (flag, rule, values) for each given flag that has a rule."""
     for name, value in vars(args).items():
         flag = flag_of(name)
@@ -203,13 +203,13 @@ def _given(args: Namespace) -> Iterator[tuple[Rule, str, list[object]]]:
             yield rule, flag, [] if value is True else value if isinstance(value, list) else [value]
 
 
-def _is_accepted(rule: Rule, args: Namespace, values: Sequence[object]) -> bool:
+def _is_accepted(rule: FlagRule, args: Namespace, values: Sequence[object]) -> bool:
     if rule.values:
         return values[0] in rule.values
     if rule.where:
         name, value = rule.where
         return bool(getattr(args, name, value) == value)
-    return rule.outcome is not Outcome.REFUSED
+    return rule.outcome is not FlagTreatment.REFUSED
 
 
 def _spelled(flag: str, values: Sequence[object]) -> str:

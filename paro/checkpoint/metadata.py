@@ -102,7 +102,7 @@ class _MetadataUnpickler(pickle._Unpickler):
         return self.classes[module, name]
 
 
-class Inert:
+class InertObject:
     """A substitute for a class or function of another program: takes anything, does nothing."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
@@ -116,7 +116,7 @@ class _InertUnpickler(_MetadataUnpickler):
     """An unpickler that makes inert objects of all other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        return self.classes.get((module, name), Inert)
+        return self.classes.get((module, name), InertObject)
 
 
 def _checked(opcode: bytes, check: Callable[[list[Any]], bool], fault: str) -> None:
@@ -154,7 +154,7 @@ _checked(pickle.NEWOBJ, lambda stack: stack[-1] == (), "it makes an instance wit
 # On a class or a constant it would change the whole process.
 _checked(
     pickle.BUILD,
-    lambda stack: isinstance(stack[-2], (*_METADATA_CLASSES, _StorageInfo, Inert)),
+    lambda stack: isinstance(stack[-2], (*_METADATA_CLASSES, _StorageInfo, InertObject)),
     "it sets fields of other objects than metadata",
 )
 

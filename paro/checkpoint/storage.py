@@ -130,7 +130,7 @@ class _SummingStream:
         """Do nothing: nothing is buffered."""
 
 
-class Read(NamedTuple):
+class ChunkRead(NamedTuple):
     """A part of a stored chunk, and the memory that the part fills."""
 
     place: Place
@@ -147,7 +147,7 @@ class CheckedReader:
         self._manifest = manifest
         self._room = bytearray()
 
-    def plan(self, states: Iterable[tuple[str, ChunkedState]]) -> list[Read]:
+    def plan(self, states: Iterable[tuple[str, ChunkedState]]) -> list[ChunkRead]:
         """List the reads that fill states, each from the stored state of a name, by their place.
 
         `DamagedError` for missing elements and missing or truncated files, before any state is
@@ -159,11 +159,11 @@ class CheckedReader:
                 stored = self.metadata.storage_data[item.storage_index]
                 place = str(stored.relative_path), stored.offset, stored.length
                 target = narrow_tensor_by_index(values, item.dest_offsets, item.lengths)
-                reads.append(Read(place, item, target))
+                reads.append(ChunkRead(place, item, target))
         self._manifest.check_sizes(sorted({read.place[0] for read in reads}))
         return sorted(reads, key=lambda read: read.place)
 
-    def read(self, plan: Sequence[Read]) -> None:
+    def read(self, plan: Sequence[ChunkRead]) -> None:
         """Carry out a plan; read each chunk once even if several parts are used."""
         for name, of_file in groupby(plan, key=lambda read: read.place[0]):
             path = self.directory / name
@@ -178,7 +178,7 @@ class CheckedReader:
                         num_hinted += 1
                     self._read_chunk(file, place, reads)
 
-    def _read_chunk(self, file: RegularFile, place: Place, reads: Sequence[Read]) -> None:
+    def _read_chunk(self, file: RegularFile, place: Place, reads: Sequence[ChunkRead]) -> None:
         name, begin, length = place
         if len(self._room) < length:
             self._room = bytearray(length)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.hops import ALGORITHMS
-from paro.collectives.interface import Collectives, Request
+from paro.collectives.interface import CollectiveRequest, Collectives
 from paro.collectives.native import FlatCollectives, NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
 from paro.collectives.scheduled import GroupResources, Resources, ScheduledCollectives
@@ -43,7 +43,7 @@ class AutoCollectives(Collectives):
     algorithms: Mapping[str, Collectives]
     choice: AlgorithmChoice
 
-    def run(self, request: Request) -> Event:
+    def run(self, request: CollectiveRequest) -> Event:
         name = next(iter(self.algorithms))
         if request.span:
             name = self.choice.of(request.op, request.span, request.num_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paro.collectives.schedule import Chunk, Chunks, Hop, Hops
+from paro.collectives.schedule import Chunks, Hop, Hops, ShardChunk
 
 # Ring: slow inter-group links carry as many bytes as fast ones.
 #
@@ -32,8 +32,8 @@ def ring_hops(sizes: Sequence[int], position: int, num_chunks: int) -> list[Hop]
     return [
         Hop(
             level=0,
-            sent=(Chunk((position - step) % size, number),),
-            received=(Chunk((position - step - 1) % size, number),),
+            sent=(ShardChunk((position - step) % size, number),),
+            received=(ShardChunk((position - step - 1) % size, number),),
         )
         for step in range(size - 1)
         for number in range(num_chunks)
@@ -64,7 +64,9 @@ def h_ring_hops(sizes: Sequence[int], position: int, num_chunks: int) -> list[Ho
 
     def chunks(inner_digit: int, outer_digits: Sequence[int], number: int) -> Chunks:
         first = inner_digit % inner_size
-        return tuple(Chunk(first + inner_size * (o % outer_size), number) for o in outer_digits)
+        return tuple(
+            ShardChunk(first + inner_size * (o % outer_size), number) for o in outer_digits
+        )
 
     # Shards with equal inner digits are contiguous: uncut, the inner ring sends them together.
     rows = [tuple(range(outer_size))] if num_chunks == 1 else [(row,) for row in range(outer_size)]
@@ -110,7 +112,7 @@ def ho_ring_hops(sizes: Sequence[int], position: int, num_chunks: int) -> list[H
 
     def chunk(inner_digit: int, outer_digit: int, number: int) -> Chunks:
         owner = inner_digit % inner_size + inner_size * (outer_digit % outer_size)
-        return (Chunk(owner, number),)
+        return (ShardChunk(owner, number),)
 
     def outer_hops(turn: int) -> list[Hop]:
         row = outer - turn

@@ -12,12 +12,12 @@ from torch import Tensor
 from paro.collectives.choice import group_spans
 from paro.collectives.schedule import Op
 from paro.distributed.comm_stream import Event, Job
-from paro.distributed.exposed_time import Exposure
+from paro.distributed.exposed_time import ExposedTimer
 from paro.distributed.groups import Groups
 from paro.topology import AxisSpan, StreamKind, by_units, nested_range
 
 
-class Request(NamedTuple):
+class CollectiveRequest(NamedTuple):
     """A collective on `whole` along `span`, to run after an event.
 
     all-gather        fills `whole` from the shards of the ranks along `span`
@@ -64,7 +64,7 @@ class Endpoint:
     groups: Groups
 
     @property
-    def exposure(self) -> Exposure:
+    def exposure(self) -> ExposedTimer:
         """Counter of the time that compute waits for communication."""
         return self.groups.links.exposure
 
@@ -90,7 +90,7 @@ class Collectives(Endpoint, ABC):
     _pipelined = False  # whether ho-ring is a pipeline of the backend's own collectives
 
     @abstractmethod
-    def run(self, request: Request) -> Event:
+    def run(self, request: CollectiveRequest) -> Event:
         """Queue a collective."""
 
     def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:

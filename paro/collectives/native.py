@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from paro.collectives.interface import Collectives, Request
+from paro.collectives.interface import CollectiveRequest, Collectives
 from paro.collectives.schedule import Op
 from paro.collectives.wire import Wire, as_nested
 from paro.distributed.comm_stream import DONE, Event
@@ -24,7 +24,7 @@ class NativeCollectives(Collectives):
     Along the outermost axis all units are sent together, along the others unit by unit.
     """
 
-    def run(self, request: Request) -> Event:
+    def run(self, request: CollectiveRequest) -> Event:
         op, depths, event = request.op, range(len(request.span)), request.after or DONE
         if op is Op.ALL_GATHER:
             return self._run(_gather, request, reversed(depths), event)
@@ -36,7 +36,7 @@ class NativeCollectives(Collectives):
         return self._run(_gather, request, reversed(inner), event)
 
     def _run(
-        self, call: BackendCall, request: Request, depths: Iterable[int], event: Event
+        self, call: BackendCall, request: CollectiveRequest, depths: Iterable[int], event: Event
     ) -> Event:
         """Queue a backend call along each of the axes at `depths` of the span."""
         kind, span, shard = request.stream_kind, request.span, request.shard
@@ -88,7 +88,7 @@ class FlatCollectives(Collectives):
 
     _algorithm = "flat"
 
-    def run(self, request: Request) -> Event:
+    def run(self, request: CollectiveRequest) -> Event:
         whole, span, comm_dtype = request.whole, request.span, request.comm_dtype
         if not span:
             return request.after or DONE

@@ -14,11 +14,11 @@ from functools import partial
 from torch import Tensor
 
 from paro.collectives.choice import ChunkCount, has_both_links, ring_levels
-from paro.collectives.interface import Collectives, Request
+from paro.collectives.interface import CollectiveRequest, Collectives
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipeline import PipelineStage, chunk_ranges, make_pipeline, scratch_shards
 from paro.collectives.schedule import Op
-from paro.collectives.scheduled import Scratch
+from paro.collectives.scheduled import MessageBuffers
 from paro.collectives.wire import Wire, as_nested
 from paro.distributed.comm_stream import DONE, AllEvents, Event
 from paro.topology import AxisSpan, StreamKind
@@ -36,7 +36,7 @@ class PipelinedCollectives(Collectives):
     def __post_init__(self) -> None:
         self._memory: dict[tuple[StreamKind, AxisSpan], _Memory] = {}
 
-    def run(self, request: Request) -> Event:
+    def run(self, request: CollectiveRequest) -> Event:
         op, kind, span = request.op, request.stream_kind, request.span
         if not has_both_links(span):
             return NativeCollectives(self.groups).run(request)
@@ -68,7 +68,7 @@ class _Memory:
     """Slots in which the collectives of a span hand chunks on, used in turn."""
 
     left: list[Event]  # [slot] -> end of last use
-    scratch: Scratch = field(default_factory=Scratch)
+    scratch: MessageBuffers = field(default_factory=MessageBuffers)
     num_chunks: int = 0  # number of chunks that have used the slots so far
 
 
@@ -76,13 +76,13 @@ class _Memory:
 class _StageJobs:
     """Jobs of a pipeline's stages."""
 
-    request: Request
+    request: CollectiveRequest
     own: Tensor  # this rank's shard of the whole buffer
     wires: list[Wire]  # [level]
     ranges: list[tuple[int, int]]  # [chunk] -> (start, stop) in every shard
     slots: list[int]  # [chunk] -> slot of scratch memory
     shards: list[int]  # [slot] -> shards of a chunk that it has room for; the last: all
-    scratch: Scratch
+    scratch: MessageBuffers
 
     def run(self, stage: PipelineStage) -> None:
         """Run the backend's collective of a stage on one chunk."""

@@ -50,14 +50,14 @@ class Op(Enum):
     ALL_REDUCE = "all_reduce"
 
 
-class Chunk(NamedTuple):
+class ShardChunk(NamedTuple):
     """Chunk `number` of the shard of position `owner`."""
 
     owner: int
     number: int
 
 
-Chunks = tuple[Chunk, ...]  # contiguous in the buffer, sent as one message
+Chunks = tuple[ShardChunk, ...]  # contiguous in the buffer, sent as one message
 
 
 class Hop(NamedTuple):
@@ -69,7 +69,7 @@ class Hop(NamedTuple):
     phase: int = 0  # number of the phase; it starts once all of the previous phase has arrived
 
 
-class Message(NamedTuple):
+class ScheduleMessage(NamedTuple):
     """Chunks that are sent to a peer or received from it, once the steps `after` have arrived."""
 
     chunks: Chunks
@@ -78,19 +78,19 @@ class Message(NamedTuple):
     adds: bool = False  # whether a received message is added to its chunks or overwrites them
 
 
-class Step(NamedTuple):
+class ScheduleStep(NamedTuple):
     """A paired send and receive of one level."""
 
     level: int
-    send: Message
-    receive: Message
+    send: ScheduleMessage
+    receive: ScheduleMessage
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The steps of one rank, with the indices of dependent steps and of the steps per level."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ScheduleStep, ...]
     followers: tuple[tuple[int, ...], ...]  # per step: the steps that send only after it
     of_level: tuple[tuple[int, ...], ...]
 
@@ -120,10 +120,10 @@ def make_schedule(
     if op in (Op.ALL_GATHER, Op.ALL_REDUCE):
         draft += [(hop, False) for hop in forward]
     has_phases = len({hop.phase for hop in forward}) > 1
-    steps: list[Step] = []
+    steps: list[ScheduleStep] = []
     followers: list[list[int]] = [[] for _ in draft]
     of_level: list[list[int]] = [[] for _ in sizes]
-    arrived: dict[Chunk, int] = {}  # the last step so far that changed a chunk on this rank
+    arrived: dict[ShardChunk, int] = {}  # the last step so far that changed a chunk on this rank
     barrier: int | None = None  # the last step of the previous phase
     for index, (hop, backwards) in enumerate(draft):
         if index and (hop.phase, backwards) != (draft[index - 1][0].phase, draft[index - 1][1]):
@@ -131,18 +131,18 @@ def make_schedule(
         sent, received = (hop.received, hop.sent) if backwards else (hop.sent, hop.received)
         earlier = of_level[hop.level]
         lead = earlier[-MESSAGES_UNDER_WAY] if len(earlier) >= MESSAGES_UNDER_WAY else None
-        send = Message(
+        send = ScheduleMessage(
             chunks=sent,
             peer=neighbour(sizes, position, hop.level, -1 if backwards else 1),
             after=_distinct(*map(arrived.get, sent), lead, barrier),
         )
-        receive = Message(
+        receive = ScheduleMessage(
             chunks=received,
             peer=neighbour(sizes, position, hop.level, 1 if backwards else -1),
             after=_distinct(*map(arrived.get, received)) if backwards else (),
             adds=backwards,
         )
-        steps.append(Step(level=hop.level, send=send, receive=receive))
+        steps.append(ScheduleStep(level=hop.level, send=send, receive=receive))
         arrived |= dict.fromkeys(received, index)
         earlier.append(index)
         for before in send.after:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from paro.collectives.choice import ring_levels
 from paro.collectives.hops import ALGORITHMS
-from paro.collectives.interface import Collectives, Request
+from paro.collectives.interface import CollectiveRequest, Collectives
 from paro.collectives.schedule import (
     MESSAGES_UNDER_WAY,
     Chunks,
@@ -47,7 +47,7 @@ class ScheduledCollectives(Collectives):
     resources: Resources
     _algorithm: str
 
-    def run(self, request: Request) -> Event:
+    def run(self, request: CollectiveRequest) -> Event:
         op, whole, span, comm_dtype, shard, after, _ = request
         if not span:
             return after or DONE
@@ -61,7 +61,7 @@ class ScheduledCollectives(Collectives):
         # Round this rank's shard as the other ranks received it.
         return self.run_after(span, lambda: own.copy_(own.to(comm_dtype)), after=event)
 
-    def _start(self, request: Request) -> Event:
+    def _start(self, request: CollectiveRequest) -> Event:
         kind, parts = request.stream_kind, ring_levels(self._algorithm, request.span)
         transfer = self._transfer(request, parts)
         if self.groups.links.streams.runs_concurrently:
@@ -74,7 +74,7 @@ class ScheduledCollectives(Collectives):
             self._submit(kind, parts[step.level], partial(transfer.run_step, index))
         return DONE
 
-    def _transfer(self, request: Request, parts: Sequence[AxisSpan]) -> Transfer:
+    def _transfer(self, request: CollectiveRequest, parts: Sequence[AxisSpan]) -> Transfer:
         op, whole, span, comm_dtype, *_ = request
         members = self.groups.topology.members(span, self.groups.rank)
         wires = [Wire(self.groups, request.stream_kind, part) for part in parts]
@@ -90,7 +90,7 @@ class ScheduledCollectives(Collectives):
         levels = []
         for wire, steps in zip(wires, schedule.of_level, strict=True):
             group = self.resources[wire.kind, wire.span]
-            levels.append(Level(wire, group.next_tag, group.scratch))
+            levels.append(LevelChannel(wire, group.next_tag, group.scratch))
             group.next_tag += len(steps)
         return Transfer(schedule, levels, members, whole, comm_dtype, ranges)
 
@@ -100,13 +100,13 @@ class GroupResources:
 
     def __init__(self) -> None:
         self.next_tag = 0
-        self.scratch = Scratch()
+        self.scratch = MessageBuffers()
 
 
 Resources = defaultdict[tuple[StreamKind, AxisSpan], GroupResources]
 
 
-class Scratch:
+class MessageBuffers:
     """Buffers for messages that are not received in place, reused by later messages.
 
     On a CPU allocating new memory costs more than the sum itself.
@@ -125,12 +125,12 @@ class Scratch:
         return slot[:num_bytes].view(dtype)
 
 
-class Level(NamedTuple):
+class LevelChannel(NamedTuple):
     """The wire, first message tag and scratch buffers of one level of a schedule."""
 
     wire: Wire
     first_tag: int
-    scratch: Scratch
+    scratch: MessageBuffers
 
 
 @dataclass(eq=False)
@@ -138,7 +138,7 @@ class Transfer:
     """A schedule in execution: by one thread per level, or step by step."""
 
     schedule: Schedule
-    levels: Sequence[Level]
+    levels: Sequence[LevelChannel]
     members: Sequence[int]  # [position] -> rank
     whole: Tensor
     comm_dtype: torch.dtype

@@ -37,14 +37,14 @@ from paro.text import listed, size_text
 _FLAG = "--paro-elastic"
 
 
-class Fitted(NamedTuple):
+class FittedArguments(NamedTuple):
     """The arguments that fit the ranks of this start, with log lines about their changes."""
 
     args: Namespace
     elastic_lines: tuple[str, ...]
 
 
-def fitted_to_ranks(args: Namespace, world: World, model: LlamaConfig) -> Fitted:
+def fitted_to_ranks(args: Namespace, world: World, model: LlamaConfig) -> FittedArguments:
     """Fit the sharding flags to the ranks of this start if --paro-elastic is given.
 
     - Group size: the largest divisor of both the given group size and the world size.
@@ -53,7 +53,7 @@ def fitted_to_ranks(args: Namespace, world: World, model: LlamaConfig) -> Fitted
     - --paro-collective auto measured on another world size, or not measurable: native.
     """
     if not args.paro_elastic:
-        return Fitted(args, ())
+        return FittedArguments(args, ())
     given_size, strategy = args.paro_group_size, strategy_text(args)
     if given_size is not None and given_size < 1:
         check_group_size(world.size, given_size)
@@ -97,7 +97,7 @@ def fitted_to_ranks(args: Namespace, world: World, model: LlamaConfig) -> Fitted
     ]
     where = f"on {count_text(world.size, 'rank')} of {count_text(world.num_nodes, 'node')}"
     lines = (f"{_FLAG}: {where} {', '.join(changes)}",) if changes else ()
-    return Fitted(Namespace(**flags | fits), lines)
+    return FittedArguments(Namespace(**flags | fits), lines)
 
 
 def nodes_line(batches: BatchSchedule, world: World, context_parallel_size: int) -> tuple[str, ...]:

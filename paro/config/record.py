@@ -20,7 +20,7 @@ from model.units import num_parameters, parameter_shapes
 from paro.arguments.flag_parser import PATHS
 from paro.arguments.parser import build_parser, option_of, value_text
 from paro.errors import count_text
-from paro.spec.param_groups import BY_SHAPE, Factors
+from paro.spec.param_groups import BY_SHAPE, GroupFactors
 
 if TYPE_CHECKING:
     from paro.config.run import RunConfig
@@ -105,7 +105,7 @@ def model_lines(config: RunConfig) -> Iterator[str]:
 
 def _group_lines(config: RunConfig) -> Iterator[str]:
     """Yield a log line for parameters with factors that a run without groups would not have."""
-    names, groups = defaultdict[Factors, list[str]](list), config.param_groups
+    names, groups = defaultdict[GroupFactors, list[str]](list), config.param_groups
     for name, shape in parameter_shapes(config.model).items():
         factors = groups.of(name, shape)
         if name in config.trained and factors != BY_SHAPE.of(name, shape):

@@ -38,7 +38,13 @@ import torch
 from torch import Tensor
 
 from model.attention import QKV, Core, Documents, SavedAttention, documents_of
-from model.block_attention import CausalAttention, Partial, attend_block, attend_by, block_grads
+from model.block_attention import (
+    CausalAttention,
+    PartialAttention,
+    attend_block,
+    attend_by,
+    block_grads,
+)
 from model.config import AttentionBackend
 
 AttendTo = Callable[[int, Tensor], None]  # (ring rank, its keys and values): attend to them
@@ -118,15 +124,15 @@ class _Blockwise:
             if block is not None:
                 yield samples, *block
 
-    def attend(self, tensors: tuple[Tensor, Tensor]) -> Partial:
+    def attend(self, tensors: tuple[Tensor, Tensor]) -> PartialAttention:
         """Compute the output, in the type of queries, and the log-sum-exp."""
         q_BTNH, local_2BTKH = tensors
-        merged: list[Partial] = []
+        merged: list[PartialAttention] = []
 
         def attend(source: int, kv_2BTKH: Tensor) -> None:
             if source == self._exchange.ring_rank:
                 causal = self._causal.attend((q_BTNH, kv_2BTKH[0], kv_2BTKH[1]))
-                merged.append(Partial(causal.out_BSNH.float(), causal.lse_BSN))
+                merged.append(PartialAttention(causal.out_BSNH.float(), causal.lse_BSN))
                 return
             for samples, queries, keys in self._blocks(source):
                 k, v = kv_2BTKH[:, samples, keys]
@@ -134,10 +140,10 @@ class _Blockwise:
                 merged[0].of(samples, queries).merge_(part)
 
         self._exchange.exchange_kv(local_2BTKH, attend)
-        return Partial(merged[0].out_BSNH.to(q_BTNH.dtype), merged[0].lse_BSN)
+        return PartialAttention(merged[0].out_BSNH.to(q_BTNH.dtype), merged[0].lse_BSN)
 
     def grads(
-        self, grad_BTNH: Tensor, tensors: tuple[Tensor, Tensor], whole: Partial
+        self, grad_BTNH: Tensor, tensors: tuple[Tensor, Tensor], whole: PartialAttention
     ) -> tuple[Tensor, Tensor]:
         """Compute the gradients of queries, and of this rank's keys and values."""
         q_BTNH, local_2BTKH = tensors

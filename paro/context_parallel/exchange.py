@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from paro.collectives.interface import Collectives, Request
+from paro.collectives.interface import CollectiveRequest, Collectives
 from paro.collectives.schedule import Op
 from paro.collectives.shifts import Ring, ShiftDirection
 from paro.context_parallel.blockwise import AddGrads, AttendTo, GradsOf
@@ -237,7 +237,7 @@ class GatherKVExchange:
     def _start(self, op: Op, whole: Tensor, shard: Tensor | None = None) -> Event:
         with self._collectives.exposure.submitting(WaitKind.CONTEXT):
             return self._collectives.run(
-                Request(op, whole, self._exchange.span, whole.dtype, shard=shard)
+                CollectiveRequest(op, whole, self._exchange.span, whole.dtype, shard=shard)
             )
 
     def _attended(

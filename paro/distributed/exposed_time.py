@@ -25,7 +25,7 @@ from paro.topology import Link, WaitKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exposed:
+class ExposedTime:
     """Seconds that compute waited, by kind and by link; None: not measured (with CUDA streams)."""
 
     gather: float = 0.0
@@ -40,7 +40,7 @@ class Exposed:
         return sum(getattr(self, kind.value) for kind in WaitKind)
 
 
-class Exposure:
+class ExposedTimer:
     """Counter of the exposed time of all units, which the training loop reads once per step.
 
     `on_streams`: time is measured on the device, not on the host, and not by kind of link.
@@ -90,7 +90,7 @@ class Exposure:
         if not self._on_streams and isinstance(stream, tuple):
             self._by_link[link_of_stream(stream)] += seconds
 
-    def take(self) -> Exposed:
+    def take(self) -> ExposedTime:
         """Return the exposed time since the last call; pending CUDA events count next time."""
         unfinished = []
         for kind, start, end in self._pending:
@@ -102,4 +102,4 @@ class Exposure:
         by_kind, by_link = self._by_kind, self._by_link
         self._by_kind, self._by_link = dict.fromkeys(WaitKind, 0.0), dict.fromkeys(Link, 0.0)
         links = {} if self._on_streams else {link.value: by_link[link] for link in Link}
-        return Exposed(**{kind.value: seconds for kind, seconds in by_kind.items()}, **links)
+        return ExposedTime(**{kind.value: seconds for kind, seconds in by_kind.items()}, **links)

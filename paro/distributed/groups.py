@@ -47,7 +47,7 @@ import torch.distributed as dist
 
 from paro.distributed.comm_stream import CommStreams, CudaStreams, InlineStreams, ThreadStreams
 from paro.distributed.control import Control
-from paro.distributed.exposed_time import Exposure
+from paro.distributed.exposed_time import ExposedTimer
 from paro.distributed.process_group import RuntimeConfig
 from paro.errors import UserError
 from paro.topology import AxisSpan, Link, Sent, Spans, StreamKind, Topology, communicator_ctas
@@ -84,7 +84,7 @@ class ByteCounter:
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class CommResources:
     """Comm streams and counters that all communication of a rank shares.
 
     With `stream_kind` jobs run on comm streams of this kind, whatever they send.
@@ -92,18 +92,18 @@ class Links:
 
     streams: CommStreams
     traffic: ByteCounter = field(default_factory=ByteCounter)
-    exposure: Exposure = field(default_factory=Exposure)
+    exposure: ExposedTimer = field(default_factory=ExposedTimer)
     stream_kind: StreamKind | None = None
 
 
-def make_links(device: torch.device, backend: str, *, overlap: bool = True) -> Links:
+def make_links(device: torch.device, backend: str, *, overlap: bool = True) -> CommResources:
     """Return links with comm streams of their own; without `overlap` jobs run when submitted."""
     has_cuda_streams = device.type == "cuda" and backend == "nccl"
-    exposure = Exposure(on_streams=has_cuda_streams)
+    exposure = ExposedTimer(on_streams=has_cuda_streams)
     streams: CommStreams = InlineStreams(exposure.note)
     if overlap:
         streams = CudaStreams() if has_cuda_streams else ThreadStreams(device)
-    return Links(streams, exposure=exposure)
+    return CommResources(streams, exposure=exposure)
 
 
 @dataclass(slots=True)
@@ -187,7 +187,7 @@ class Groups:
 
     topology: Topology
     rank: int
-    links: Links
+    links: CommResources
     _by_kind_and_span: dict[tuple[StreamKind, AxisSpan], dist.ProcessGroup] = field(
         default_factory=dict
     )
@@ -235,7 +235,7 @@ def make_groups(
     rank: int,
     spans: Spans,
     config: RuntimeConfig | None,
-    links: Links,
+    links: CommResources,
     *,
     device: torch.device | None = None,
     communicators: int = 0,

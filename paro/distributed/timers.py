@@ -47,20 +47,20 @@ class Timers:
         return seconds
 
 
-class Took(NamedTuple):
+class ActionTime(NamedTuple):
     """Seconds of an action."""
 
     wall: float
     cpu: float  # CPU seconds of all threads of this process
 
 
-def time_of(action: Callable[[], object], device: torch.device) -> Took:
+def time_of(action: Callable[[], object], device: torch.device) -> ActionTime:
     """Measure the seconds of an action, including its work on a GPU."""
     synchronize(device)
     begin, cpu_begin = time.perf_counter(), time.process_time()
     action()
     synchronize(device)
-    return Took(time.perf_counter() - begin, time.process_time() - cpu_begin)
+    return ActionTime(time.perf_counter() - begin, time.process_time() - cpu_begin)
 
 
 def synchronize(device: torch.device) -> None:

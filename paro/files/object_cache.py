@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from paro.errors import UserError, reading, writing
 from paro.files.atomic_file import replace_file, replacing
 from paro.files.object_store import StorePath, path_of, store_timeout
-from paro.files.waits import Wait, try_lock
+from paro.files.waits import LimitedWait, try_lock
 
 FLAG = "--object-storage-cache-path"
 BLOCK_BYTES = 2**20
@@ -233,7 +233,7 @@ class CachedObject:
         path = ObjectCache.made(*self._names) / f"{number % _LOCKS}.lock"
         with writing(f"{FLAG} {path.parent}"):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        wait = Wait(f"a block of {self._path}, which another process fetches")
+        wait = LimitedWait(f"a block of {self._path}, which another process fetches")
         try:
             while not try_lock(descriptor):
                 wait.check()

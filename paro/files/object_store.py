@@ -23,7 +23,7 @@ from pathlib import Path, PosixPath
 from typing import Any, NoReturn, TypeVar
 
 from paro.errors import UserError, one_line
-from paro.files.waits import Wait
+from paro.files.waits import LimitedWait
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # by the scheme of a URL
 
@@ -195,8 +195,8 @@ class StorePath(PosixPath):
         Errors are of the system, about this URL; `TimeoutError` past the limit.
         """
         # The last attempt ends before a watchdog would end the process.
-        limit = 0.8 * Wait.limit_seconds if _timeout.get() is None else _timeout.get()
-        wait, pause = Wait(f"the object store of {self}", limit), 0.1
+        limit = 0.8 * LimitedWait.limit_seconds if _timeout.get() is None else _timeout.get()
+        wait, pause = LimitedWait(f"the object store of {self}", limit), 0.1
         while True:
             try:
                 return attempt(_file_system(self.scheme, os.getpid()))

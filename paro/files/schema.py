@@ -3,8 +3,8 @@
 # Planning imports only the standard library, so this is our own; pydantic takes 0.2 s until its
 # first check, this 0.06 s. A type is a dataclass (its fields and no others), a TypedDict (its
 # fields, and others unchecked), an Enum, a Literal, a union, a list, tuple or dict of types, or
-# `Annotated` with a range of whole numbers or `Between`. A dataclass may refuse its fields, and may
-# say in `mistakes` what is wrong with those that conform, also where others do not.
+# `Annotated` with a range of whole numbers or `NumberRange`. A dataclass may refuse its fields, and
+# may say in `mistakes` what is wrong with those that conform, also where others do not.
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from paro.files.object_cache import MAX_BYTES
 from paro.files.regular_file import read_bytes
 
 
-class Between(NamedTuple):
+class NumberRange(NamedTuple):
     """The numbers that a type allows, both ends included."""
 
     low: float
@@ -46,7 +46,7 @@ class Between(NamedTuple):
 
 Count = Annotated[int, range(2**63)]  # 0 or more
 Positive = Annotated[int, range(1, 2**63)]
-Figure = Annotated[float, Between(-1e30, 1e30)]  # to compute with and to draw
+Figure = Annotated[float, NumberRange(-1e30, 1e30)]  # to compute with and to draw
 
 _MAX_DEPTH = 64
 _SHOWN = 60  # characters of a wrong value

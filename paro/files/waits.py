@@ -13,7 +13,7 @@ from paro.errors import shown
 NOTICE_AFTER_SECONDS = 10.0
 
 
-class Wait:
+class LimitedWait:
     """A wait for `what`; the waiting loop calls `check` in every turn.
 
     It may take `most_seconds`, or `limit_seconds` if that is None.

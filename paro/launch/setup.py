@@ -27,7 +27,7 @@ from paro.distributed.rendezvous import by_value
 from paro.distributed.world import World, world_or_alone
 from paro.errors import RunError, UserError, flag_of
 from paro.files.object_cache import ObjectCache
-from paro.files.waits import Wait
+from paro.files.waits import LimitedWait
 from paro.launch.placement import check_placement, placement_lines
 from paro.launch.prediction import bytes_by_part, check_memory, planned_step
 from paro.optim.adamw import choose_adamw
@@ -179,7 +179,7 @@ def early_watchdog() -> Iterator[None]:
 def watchdog_of(args: Namespace, world: World) -> Watchdog:
     """Build the watchdog of this process by its flags; set the limit of waits, and a folder."""
     watch, runtime = take(WatchConfig, args), take(RuntimeConfig, args)
-    Wait.limit_seconds = runtime.timeout.total_seconds()
+    LimitedWait.limit_seconds = runtime.timeout.total_seconds()
     ObjectCache.use(runtime.object_storage_cache_path)
     return Watchdog(
         watch,

@@ -23,7 +23,7 @@ from paro.machine.machine import (
     LaunchOrder,
     LinkSpeed,
     Machine,
-    Measured,
+    MeasuredTime,
     Nic,
     ranks_mistakes,
 )
@@ -58,7 +58,7 @@ class _File:
     launch_order: LaunchOrder = "free"
     sources: dict[str, str] = field(default_factory=dict)
     conditions: dict[str, str] = field(default_factory=dict)
-    measured: tuple[Measured, ...]
+    measured: tuple[MeasuredTime, ...]
 
     @staticmethod
     def mistakes(given: Mapping[str, Any]) -> list[str]:

@@ -21,16 +21,16 @@ from typing import Annotated, Any, Literal
 
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.errors import UserError, about, count_text
-from paro.files.schema import Between, Count, Positive
+from paro.files.schema import Count, NumberRange, Positive
 from paro.strategy import fitting_group_size
 from paro.topology import MOST_RANKS, Axes, Link
 
 _MAX = 1e30  # the largest time, size or rate: sums and products stay finite
-Rate = Annotated[float, Between(1 / _MAX, _MAX)]  # above 0
-Amount = Annotated[float, Between(0, _MAX)]
-Share = Annotated[float, Between(0, 0.999)]
+Rate = Annotated[float, NumberRange(1 / _MAX, _MAX)]  # above 0
+Amount = Annotated[float, NumberRange(0, _MAX)]
+Share = Annotated[float, NumberRange(0, 0.999)]
 # (number of busy thread blocks (CTAs), factor of compute time), in increasing order of numbers.
-Slowed = tuple[tuple[Annotated[int, range(2**20)], Annotated[float, Between(1.0, 1e3)]], ...]
+Slowed = tuple[tuple[Annotated[int, range(2**20)], Annotated[float, NumberRange(1.0, 1e3)]], ...]
 LaunchOrder = Literal["free", "implicit"]
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
@@ -72,7 +72,7 @@ class LinkSpeed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredTime:
     """The time of one collective: the slowest rank's median."""
 
     axes: Axes
@@ -157,7 +157,7 @@ class Machine:
     nics: int = 1  # NICs in a group's shared link; a message between two ranks uses one NIC
     intra: LinkSpeed | None = None
     inter: LinkSpeed | None = None
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[MeasuredTime, ...] = ()
     device: Device | None = None
     uneven: tuple[GroupSpeed, ...] = ()  # groups of another speed than the machine's
     launch_order: LaunchOrder = "free"  # "implicit": collectives start in the host's launch order
@@ -261,7 +261,7 @@ def measured_at(
     axes: Axes,
     algorithm: str,
     num_bytes: int,
-    figure: Callable[[Measured], float | None] = lambda row: row.seconds,
+    figure: Callable[[MeasuredTime], float | None] = lambda row: row.seconds,
 ) -> float | None:
     """Return a measured figure of a collective at this buffer size; None if it was never measured.
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from paro.collectives.api import Collectives, make_collectives
 from paro.collectives.choice import needed_groups
-from paro.collectives.interface import Request
+from paro.collectives.interface import CollectiveRequest
 from paro.collectives.schedule import Op
 from paro.distributed.control import Control
 from paro.distributed.groups import make_groups, make_links
@@ -35,7 +35,7 @@ from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.timers import synchronize, time_of
 from paro.layout import ALIGN
 from paro.machine.collective_time import choice_of
-from paro.machine.machine import Device, Machine, Measured, fit_link
+from paro.machine.machine import Device, Machine, MeasuredTime, fit_link
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Link, Topology, axes_of, nested_range
 
 # A run repeats a small collective until it takes about this long, within the limits below. Every
@@ -214,7 +214,7 @@ class CollectiveBenchmark:
 
         def run_in(buffers: Sequence[Tensor]) -> None:
             for buffer in buffers:
-                collectives.run(Request(timed.op, buffer, timed.span, timed.dtype)).wait()
+                collectives.run(CollectiveRequest(timed.op, buffer, timed.span, timed.dtype)).wait()
 
         synchronize(device)
         self.control.barrier()
@@ -341,7 +341,7 @@ def with_measured(
 ) -> Machine:
     """Add the right results to a machine, and links fitted to them."""
     measured = tuple(
-        Measured(
+        MeasuredTime(
             axes=axes_of(result.collective.span),
             op=result.collective.op,
             algorithm=result.algorithm,

@@ -39,13 +39,13 @@ from paro.config.run import RunConfig
 from paro.distributed.comm_stream import CommStreams
 from paro.distributed.control import Control
 from paro.distributed.groups import make_links
-from paro.distributed.timers import Took, synchronize, time_of
+from paro.distributed.timers import ActionTime, synchronize, time_of
 from paro.distributed.world import World
 from paro.machine.machine import Device, Slowed
 from paro.measuring.attention import attention_rates
 from paro.measuring.memory import BOOT_ID, bytes_in_use, memory_of_rank
 from paro.planning.comm_costs import CODING_BYTES
-from paro.planning.computing import Computing
+from paro.planning.computing import ComputeTimes
 from paro.planning.run_memory import RunMemory
 from paro.quantization.blocks import choose_kernels
 from paro.quantization.formats import GRADIENT_BLOCK, BlockFormat
@@ -248,7 +248,7 @@ def _planned(
     )
     run = replace(run, device_type="cpu")
     step = RunMemory(None).step(run)
-    computing = Computing(run=run, step=step, device=device)
+    computing = ComputeTimes(run=run, step=step, device=device)
     trained = run.strategy, step.num_trained
     micro_batch = computing.seconds + computing.collect_seconds(*trained)
     return PartsOfStep(micro_batch, computing.update_seconds(*trained))
@@ -355,7 +355,7 @@ class _StepTimer:
             return median(fmean(took.cpu for took in ranks) for ranks in by_step) / self.cores
         return median(max(took.wall for took in ranks) for ranks in by_step)
 
-    def _time(self, action: Callable[[], object]) -> Took:
+    def _time(self, action: Callable[[], object]) -> ActionTime:
         synchronize(self.control.device)
         self.control.barrier()
         return time_of(action, self.control.device)

@@ -15,7 +15,7 @@ import torch
 
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
-from paro.collectives.interface import Collectives, Request
+from paro.collectives.interface import CollectiveRequest, Collectives
 from paro.collectives.schedule import Op
 from paro.distributed.control import Control
 from paro.distributed.groups import make_groups, make_links
@@ -104,5 +104,5 @@ def _make_and_use(
     numel = _NUM_BYTES // 4 // topology.world_size * topology.world_size
     buffer = torch.ones(numel, dtype=torch.float32, device=device)
     op = Op.ALL_GATHER if kind is StreamKind.GATHER else Op.REDUCE_SCATTER
-    collectives.run(Request(op, buffer, span, buffer.dtype)).wait()
+    collectives.run(CollectiveRequest(op, buffer, span, buffer.dtype)).wait()
     return collectives

@@ -14,14 +14,14 @@ from torch.optim.adamw import adamw
 
 from paro.errors import UserError, describe
 from paro.optim.rounding import Rounding, round_into, upper_half
-from paro.spec.param_groups import Factors
+from paro.spec.param_groups import GroupFactors
 
 _CHUNK = 2**16  # number of elements whose bf16 moments torch updates at a time, in fp32
 
 TRITON_DEVICES = {"cuda"}  # device types with Triton; tests add "cpu" for Triton's interpreter
 
 
-class Update(NamedTuple):
+class AdamWUpdate(NamedTuple):
     """An update of a range by its gradient times `factor`; `copy` gets the cast parameters.
 
     `average` moves towards the parameters by `average_weight` of the difference.
@@ -34,7 +34,7 @@ class Update(NamedTuple):
     average: Tensor | None = None
     average_weight: float = 0.0
 
-    def into(self, part: slice, copy: Tensor | None, average: Tensor | None) -> Update:
+    def into(self, part: slice, copy: Tensor | None, average: Tensor | None) -> AdamWUpdate:
         """Return the update of a part of a range, which has a copy and an average or lacks them."""
         copy, average = (None if whole is None else whole[part] for whole in (copy, average))
         return self._replace(copy=copy, average=average)
@@ -56,11 +56,11 @@ class StepUpdate(NamedTuple):
     factor: float
     average_weight: float = 0.0  # of the updated parameters in their average; 0: not averaged
 
-    def of(self, factors: Factors) -> Update:
+    def of(self, factors: GroupFactors) -> AdamWUpdate:
         """Return the update of a range of parameters with these factors."""
         lr = (self.decoupled_lr if factors.is_decoupled else self.lr) * factors.lr
         weight_decay = self.weight_decay * factors.weight_decay
-        return Update(lr, weight_decay, self.factor, average_weight=self.average_weight)
+        return AdamWUpdate(lr, weight_decay, self.factor, average_weight=self.average_weight)
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ class AdamW(ABC):
         self.set_num_steps(0)
 
     @abstractmethod
-    def step(self, grad: Tensor, update: Update) -> None:
+    def step(self, grad: Tensor, update: AdamWUpdate) -> None:
         """Update the parameters and moments in place; the gradient is undefined afterwards."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ class TorchAdamW(AdamW):
     The first use of the class imports torch.compile: over a second of every rank's start.
     """
 
-    def step(self, grad: Tensor, update: Update) -> None:
+    def step(self, grad: Tensor, update: AdamWUpdate) -> None:
         numel = self.param.numel()
         # Torch's kernel compares no lengths, and would write past the end.
         assert grad.numel() == self.exp_avg.numel() == self.exp_avg_sq.numel() == numel
@@ -107,7 +107,7 @@ class TorchAdamW(AdamW):
             self._step_part(part, grad[part], update)
         update.write(self.param)
 
-    def _step_part(self, part: slice, grad: Tensor, update: Update) -> None:
+    def _step_part(self, part: slice, grad: Tensor, update: AdamWUpdate) -> None:
         beta1, beta2 = self.betas
         scale = None  # the kernel divides the gradient by the scale in the same pass
         if update.factor != 1.0:
@@ -156,7 +156,7 @@ class ApexAdamW(AdamW):
         moments = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         self._fused_adam.state[self.param] = moments
 
-    def step(self, grad: Tensor, update: Update) -> None:
+    def step(self, grad: Tensor, update: AdamWUpdate) -> None:
         (group,) = self._fused_adam.param_groups
         group.update(lr=update.lr, weight_decay=update.weight_decay)
         grad = grad.float()
@@ -170,7 +170,7 @@ class ApexAdamW(AdamW):
         group["step"] = num_steps
 
 
-class Chosen(NamedTuple):
+class ChosenAdamW(NamedTuple):
     """An implementation of AdamW, and a log line about the choice."""
 
     make: Callable[..., AdamW]
@@ -178,17 +178,17 @@ class Chosen(NamedTuple):
 
 
 @cache
-def choose_adamw(name: str, device: torch.device, *, rounds: bool = False) -> Chosen:
+def choose_adamw(name: str, device: torch.device, *, rounds: bool = False) -> ChosenAdamW:
     """Return the implementation of --adam-implementation, or raise `UserError` if Triton fails.
 
     `auto` is Triton's on a GPU where a small update shows that it works, otherwise torch's.
     `rounds`: moments are bf16.
     """
     if name == "apex":
-        return Chosen(ApexAdamW)
+        return ChosenAdamW(ApexAdamW)
     only_planned = device.type == "meta"
     if name == "torch" or only_planned or (name == "auto" and device.type not in TRITON_DEVICES):
-        return Chosen(TorchAdamW)
+        return ChosenAdamW(TorchAdamW)
     try:
         from paro.optim.kernels import VERSION, TritonAdamW
 
@@ -199,8 +199,8 @@ def choose_adamw(name: str, device: torch.device, *, rounds: bool = False) -> Ch
             raise UserError(
                 f"--adam-implementation triton does not work here: {reason}; leave it out"
             ) from error
-        return Chosen(TorchAdamW, f"AdamW: torch's, because Triton fails: {reason}")
-    return Chosen(TritonAdamW, f"AdamW: Triton {VERSION}, one pass")
+        return ChosenAdamW(TorchAdamW, f"AdamW: torch's, because Triton fails: {reason}")
+    return ChosenAdamW(TritonAdamW, f"AdamW: Triton {VERSION}, one pass")
 
 
 def _compare(make: Callable[..., AdamW], device: torch.device, rounds: bool) -> None:
@@ -215,7 +215,7 @@ def _compare(make: Callable[..., AdamW], device: torch.device, rounds: bool) -> 
         adam = each(param, *moments, betas=(0.9, 0.95), eps=1e-8, rounding=rounding)
         for step in (1, 2):
             grad = torch.linspace(-step, 2.0, 99, device=device)
-            adam.step(grad, Update(0.1, 0.1, 0.5, copy, average, average_weight=0.3))
+            adam.step(grad, AdamWUpdate(0.1, 0.1, 0.5, copy, average, average_weight=0.3))
         found.append((param, average, copy.float()))
     errors = [float((a - b).abs().max()) for a, b in zip(*found, strict=True)]
     if not (max(errors[:2]) <= 1e-5 and errors[2] <= 2.0**-7):

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paro.optim.adamw import AdamW, Update
+from paro.optim.adamw import AdamW, AdamWUpdate
 from paro.optim.muon import MomentumUpdate
 from paro.optim.rounding import Rounding
 
@@ -166,7 +166,7 @@ def square(x: Tensor, factors: tuple[float, float] | None = None) -> Tensor:
 class TritonAdamW(AdamW):
     """AdamW in one pass: gradient, master and moments are read once, all results written once."""
 
-    def step(self, grad: Tensor, update: Update) -> None:
+    def step(self, grad: Tensor, update: AdamWUpdate) -> None:
         self._num_steps += 1
         beta1, beta2 = self.betas
         numel = self.param.numel()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from paro.checkpoint.background import cut_up
 from paro.distributed.comm_stream import DONE, Event
-from paro.sharding.buffers import TORCH_TYPES, ElasticBuffer, Tally
+from paro.sharding.buffers import TORCH_TYPES, BufferTally, ElasticBuffer
 from paro.sharding.shards import ShardingContext, UnitShards
 from paro.spec.offload import offloaded
 
@@ -57,7 +57,7 @@ class Offload:
         chosen = [units[number] for number in own.numbers]
         kinds = [_states(unit, torch.device("meta")) for unit in chosen]
         self._slots = [
-            ElasticBuffer(size // 4, dtype=torch.float32, device=self._device, tally=Tally())
+            ElasticBuffer(size // 4, dtype=torch.float32, device=self._device, tally=BufferTally())
             for size in own.slots
         ]
         for slot in self._slots:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paro.distributed.control import Control
 from paro.distributed.timers import profile_range
-from paro.optim.adamw import AdamW, StepUpdate, Update, choose_adamw
+from paro.optim.adamw import AdamW, AdamWUpdate, StepUpdate, choose_adamw
 from paro.optim.finite import square_sum
 from paro.optim.muon import MuonRange, MuonStep, choose_muon_kernels
 from paro.optim.offload import Offload
@@ -33,7 +33,7 @@ from paro.sharding.shards import Initializer, UnitShards
 from paro.spec.muon_rounds import muon_chunks, muon_rounds
 from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.outer_steps import OuterConfig
-from paro.spec.param_groups import BY_SHAPE, Factors, ParamGroups
+from paro.spec.param_groups import BY_SHAPE, GroupFactors, ParamGroups
 from paro.spec.states import EMA, MOMENTS, MOMENTUM, PARAM, SENT, FlatShard, adamw_states
 
 
@@ -68,7 +68,7 @@ class UnitOptimizer:
         rounds, begin = precision.rounds_moments, self.num_muon
         chosen = choose_adamw(config.adam_implementation, grad.device, rounds=rounds)
         master = self._updated[PARAM].detach()
-        self._adamws: list[tuple[slice, Factors, AdamW]] = [
+        self._adamws: list[tuple[slice, GroupFactors, AdamW]] = [
             (
                 part,
                 factors,
@@ -85,7 +85,7 @@ class UnitOptimizer:
 
     def _ranges(
         self, groups: ParamGroups, seed: int | None
-    ) -> Iterator[tuple[slice, Factors, Rounding | None]]:
+    ) -> Iterator[tuple[slice, GroupFactors, Rounding | None]]:
         """Yield (part with an AdamW of its own, factors of its parameters, rounding of the part).
 
         With a `seed` moments are rounded, and every parameter is a part.
@@ -112,7 +112,7 @@ class UnitOptimizer:
         average = self._updated.get(EMA) if update.average_weight else None
         for part, factors, adamw in self._adamws:
             adamw.step(grad[part], update.of(factors).into(part, copy, average))
-        by_muon = Update(0.0, 0.0, average_weight=update.average_weight)
+        by_muon = AdamWUpdate(0.0, 0.0, average_weight=update.average_weight)
         by_muon.into(slice(first), copy, average).write(master[:first])
         if not in_full:
             unit.quantize_update(master)

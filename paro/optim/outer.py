@@ -20,7 +20,7 @@ from torch import Tensor
 from paro.distributed.comm_stream import DONE, Event, Job
 from paro.distributed.control import Control
 from paro.optim.finite import square_sum
-from paro.schedule.movement import UsualMovement
+from paro.schedule.movement import MovementStatistics
 from paro.sharding.buffers import swap
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import UnitShards
@@ -34,11 +34,11 @@ from paro.spec.states import (
     FlatShard,
     of_group,
 )
-from paro.step.actions import Verb
+from paro.step.actions import ActionKind
 from paro.topology import WaitKind
 
 
-class EndedRound(NamedTuple):
+class OuterRoundResult(NamedTuple):
     """The numbers of a round that has ended, for logs."""
 
     moved: float  # mean norm of the movements of the groups that took part
@@ -92,13 +92,13 @@ class OuterUnit(UnitShards):
         else:
             self.grad_shard.zero_()
         self.grad_sync()
-        stepped = self._after(Verb.GRAD_SYNC, self._step, self._reduced)
-        update, sent = self.quantized_update, self.spec.collectives[Verb.PARAM_ALL_GATHER]
+        stepped = self._after(ActionKind.GRAD_SYNC, self._step, self._reduced)
+        update, sent = self.quantized_update, self.spec.collectives[ActionKind.PARAM_ALL_GATHER]
         whole = self.grad_shard if update is None else update.quantized
         _, gathered = self.queue(sent, whole, after=stepped)
-        self._reduced = self._after(Verb.PARAM_ALL_GATHER, self._move_anchor, gathered)
+        self._reduced = self._after(ActionKind.PARAM_ALL_GATHER, self._move_anchor, gathered)
 
-    def _after(self, verb: Verb, job: Job, after: Event) -> Event:
+    def _after(self, verb: ActionKind, job: Job, after: Event) -> Event:
         """Queue local work after collectives; a single group does it at once."""
         if not (sent := self.spec.collectives[verb]):
             job()
@@ -134,7 +134,9 @@ class OuterUnit(UnitShards):
 
     def spread(self) -> Event:
         """Queue the all-gather of masters among the ranks of a group with one optimizer shard."""
-        return self.queue(self.unit.spec.collectives[Verb.OUTER_SPREAD], self._whole_master)[1]
+        return self.queue(self.unit.spec.collectives[ActionKind.OUTER_SPREAD], self._whole_master)[
+            1
+        ]
 
     def flat_shards(self) -> Iterator[FlatShard]:
         """Yield this rank's range of every outer state, as checkpoints have them."""
@@ -182,10 +184,10 @@ class OuterOptimizer:
         # Whether each group takes part in the round in flight.
         self.taking_part: tuple[bool, ...] = (True,) * self.num_groups
         self.in_flight: int | None = None  # the fragment whose round has begun and not ended
-        self.usual = [UsualMovement()] * self.config.outer_fragments
+        self.usual = [MovementStatistics()] * self.config.outer_fragments
         # Norms of every group's movement in the round that this run began last.
         self.norms: tuple[float, ...] | None = None
-        self.ended: EndedRound | None = None  # the round that ended in the last step
+        self.ended: OuterRoundResult | None = None  # the round that ended in the last step
 
     def of_group(self, shard: FlatShard) -> FlatShard:
         """Return an inner optimizer's shard as a state of this group, if groups train alone."""
@@ -230,7 +232,7 @@ class OuterOptimizer:
             if self.norms is not None:  # those of gradients are there once messages have arrived
                 moved = fmean(compress(self.norms, self.taking_part))
                 square = torch.stack([each.gradient_norm for each in units]).square().sum()
-                self.ended = EndedRound(moved, self.taking_part.count(False), square)
+                self.ended = OuterRoundResult(moved, self.taking_part.count(False), square)
         else:
             yield from (each.unit for each in units)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from paro.collectives.schedule import Op
 from paro.machine.collective_time import CollectiveTimes, ParallelJobs, TimedJob
 from paro.machine.machine import Device, GroupSpeed
-from paro.planning.computing import Computing, coding_seconds, device_of
+from paro.planning.computing import ComputeTimes, coding_seconds, device_of
 from paro.planning.context_parallel import (
     AttentionMessage,
     AttentionPass,
@@ -26,13 +26,13 @@ from paro.planning.context_parallel import (
     AttentionShare,
     AttentionWait,
 )
-from paro.planning.sending import To
-from paro.planning.simulation import Compute, Program, Queue, Queued, Simulation, Wait
+from paro.planning.sending import Receivers
+from paro.planning.simulation import ComputeOp, Program, QueuedJobs, QueueOp, Simulation, WaitOp
 from paro.planning.step_counts import QUEUES, StepCounts
 from paro.precision import BYTES_OF
 from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import ShardingSpec
-from paro.step.actions import PASS_OF, Move, Verb
+from paro.step.actions import PASS_OF, ActionKind, Move
 
 # Bytes that all operations together read and write to quantize, dequantize or transform an element,
 # counted in paro/quantization/blocks.py.
@@ -47,22 +47,22 @@ _FEEDBACK_BYTES = 2 * _DECODED_BYTES + _ENCODED_BYTES + 3 * 12
 # The work that an action queues: the kind of its exposed time, by its name in `PLANNED_WAITS` but
 # for outer steps, and the use of its comm streams.
 _KINDS = {
-    Verb.GATHER: ("gather", "gather"),
-    Verb.REDUCE: ("reduce", "reduce"),
-    Verb.GRAD_SYNC: ("finish", "reduce"),
-    Verb.PARAM_ALL_GATHER: ("publish", "gather"),
-    Verb.SHIFT: ("gather", "rotate"),
-    Verb.SHIFT_BACK: ("gather", "rotate"),
-    Verb.SHIFT_GRADS: ("reduce", "rotate"),
-    Verb.OUTER_REDUCE: ("outer", "reduce"),
-    Verb.OUTER_GATHER: ("outer", "gather"),
-    Verb.OUTER_SPREAD: ("outer", "gather"),
+    ActionKind.GATHER: ("gather", "gather"),
+    ActionKind.REDUCE: ("reduce", "reduce"),
+    ActionKind.GRAD_SYNC: ("finish", "reduce"),
+    ActionKind.PARAM_ALL_GATHER: ("publish", "gather"),
+    ActionKind.SHIFT: ("gather", "rotate"),
+    ActionKind.SHIFT_BACK: ("gather", "rotate"),
+    ActionKind.SHIFT_GRADS: ("reduce", "rotate"),
+    ActionKind.OUTER_REDUCE: ("outer", "reduce"),
+    ActionKind.OUTER_GATHER: ("outer", "gather"),
+    ActionKind.OUTER_SPREAD: ("outer", "gather"),
 }
 _CONTEXT = "context"  # the kind of attention's exposed time, and the use of its comm streams
 THREAD = "thread"  # the name of the training thread among links and comm streams that are busy
 
 
-def busy_of(work: Iterable[Queued]) -> Mapping[Hashable, float]:
+def busy_of(work: Iterable[QueuedJobs]) -> Mapping[Hashable, float]:
     """Compute for how long work keeps busy: links (by name), comm streams, a waiting thread."""
     busy: defaultdict[Hashable, float] = defaultdict(float)
     for use, phase in ((each.use, phase) for each in work for phase in each.phases):
@@ -77,9 +77,13 @@ def busy_of(work: Iterable[Queued]) -> Mapping[Hashable, float]:
 class BufferCosts(NamedTuple):
     """The work that the actions on a flat buffer queue."""
 
-    queued: Mapping[Verb, tuple[Queued, ...]]
-    busy: Mapping[Verb, Mapping[Hashable, float]]  # seconds by link, stream or thread, of `busy_of`
-    codes: Mapping[Verb, int]  # bytes read and written to quantize or dequantize for an action
+    queued: Mapping[ActionKind, tuple[QueuedJobs, ...]]
+    busy: Mapping[
+        ActionKind, Mapping[Hashable, float]
+    ]  # seconds by link, stream or thread, of `busy_of`
+    codes: Mapping[
+        ActionKind, int
+    ]  # bytes read and written to quantize or dequantize for an action
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +96,7 @@ class CommCosts:
     times: CollectiveTimes
 
     @cached_property
-    def at_once(self) -> frozenset[Verb]:
+    def at_once(self) -> frozenset[ActionKind]:
         """The actions whose collectives the training thread waits for at once, without overlap."""
         if not self.run.overlaps:
             return QUEUES
@@ -117,7 +121,7 @@ class CommCosts:
         codes = self._add_copies(spec, queued) if spec.buffer.trains else {}
         return BufferCosts(queued, {verb: busy_of(queued[verb]) for verb in queued}, codes)
 
-    def _queued(self, spec: ShardingSpec) -> Iterator[tuple[Verb, tuple[Queued, ...]]]:
+    def _queued(self, spec: ShardingSpec) -> Iterator[tuple[ActionKind, tuple[QueuedJobs, ...]]]:
         """Yield the work that each action queues: collectives, or shifts."""
         way, times = self.run.materialize, self.times
         for verb in _KINDS:
@@ -130,56 +134,59 @@ class CommCosts:
                 of_each = [times.phases(o.op, o.span, o.num_bytes) for o in collectives]
             kind, use = _KINDS[verb]
             # On CPU ranks messages of weights and of gradients do not wait for each other.
-            if verb is Verb.SHIFT_GRADS and self.device.cores is not None:
+            if verb is ActionKind.SHIFT_GRADS and self.device.cores is not None:
                 use = "gradients"
             if phases := tuple(chain.from_iterable(of_each)):
-                yield verb, (Queued(kind, kind, use, phases),)
+                yield verb, (QueuedJobs(kind, kind, use, phases),)
 
     def _add_copies(
-        self, spec: ShardingSpec, queued: dict[Verb, tuple[Queued, ...]]
-    ) -> dict[Verb, int]:
+        self, spec: ShardingSpec, queued: dict[ActionKind, tuple[QueuedJobs, ...]]
+    ) -> dict[ActionKind, int]:
         """Add copies to a trainable buffer's collectives; return traffic to (de)quantize."""
         precision, numel = spec.precision, spec.layout.numel
         params, grads, optim = (numel // degree for degree in spec.strategy.degrees)
         wire, accumulate = BYTES_OF[precision.wire], BYTES_OF[precision.accumulate]
         copy_rate = self.device.memory_bytes_per_second
-        codes: dict[Verb, int] = {}
-        if reduced := queued.get(Verb.REDUCE):
+        codes: dict[ActionKind, int] = {}
+        if reduced := queued.get(ActionKind.REDUCE):
             added = grads * (wire + 2 * accumulate) / copy_rate
-            queued[Verb.REDUCE] = (*reduced, self._beside("add", reduced[-1].phases[-1][-1], added))
-        if synced := queued.get(Verb.GRAD_SYNC):
+            queued[ActionKind.REDUCE] = (
+                *reduced,
+                self._beside("add", reduced[-1].phases[-1][-1], added),
+            )
+        if synced := queued.get(ActionKind.GRAD_SYNC):
             first = synced[0].phases[0][0]
             if exchange := spec.quantized_grad_sync:
                 feedback = _FEEDBACK_BYTES if precision.inter_grad_error_feedback else 0
                 encoded = numel // exchange[0].span[0].inner
-                codes[Verb.GRAD_SYNC] = encoded * (CODING_BYTES + feedback)
-                seconds = coding_seconds(self.device, codes[Verb.GRAD_SYNC])
+                codes[ActionKind.GRAD_SYNC] = encoded * (CODING_BYTES + feedback)
+                seconds = coding_seconds(self.device, codes[ActionKind.GRAD_SYNC])
                 synced = (self._beside("code", first, seconds), *synced)
             if wire != accumulate:  # types are converted before and after
                 converted = (grads + optim) * spec.unit.bucket_size * (wire + accumulate)
                 synced = (self._beside("convert", first, converted / copy_rate), *synced)
-            queued[Verb.GRAD_SYNC] = synced
-        if (gathered := queued.get(Verb.PARAM_ALL_GATHER)) and spec.update_format is not None:
-            codes[Verb.UPDATE] = optim * (_ENCODED_BYTES + _DECODED_BYTES)
-            codes[Verb.PARAM_ALL_GATHER] = (params - optim) * _DECODED_BYTES
-            seconds = coding_seconds(self.device, codes[Verb.PARAM_ALL_GATHER])
+            queued[ActionKind.GRAD_SYNC] = synced
+        if (gathered := queued.get(ActionKind.PARAM_ALL_GATHER)) and spec.update_format is not None:
+            codes[ActionKind.UPDATE] = optim * (_ENCODED_BYTES + _DECODED_BYTES)
+            codes[ActionKind.PARAM_ALL_GATHER] = (params - optim) * _DECODED_BYTES
+            seconds = coding_seconds(self.device, codes[ActionKind.PARAM_ALL_GATHER])
             code = self._beside("decode", gathered[0].phases[0][0], seconds)
-            queued[Verb.PARAM_ALL_GATHER] = (*gathered, code)
+            queued[ActionKind.PARAM_ALL_GATHER] = (*gathered, code)
         return codes
 
-    def _beside(self, name: str, other: TimedJob, seconds: float) -> Queued:
+    def _beside(self, name: str, other: TimedJob, seconds: float) -> QueuedJobs:
         """Make work for the stream of another job; on CPU ranks it takes processor time."""
         cpu = 1.0 if self.device.cores is not None else 0.0
         seconds += self.device.job_seconds
         job = TimedJob(stream=other.stream, seconds=seconds, intra=0.0, inter=0.0, cpu=cpu)
-        return Queued(name, "reduce", "reduce", ((job,),))
+        return QueuedJobs(name, "reduce", "reduce", ((job,),))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextCosts:
     """The times of attention's passes for a micro-batch of a context-parallel group."""
 
-    computing: Computing
+    computing: ComputeTimes
     times: CollectiveTimes
 
     @cached_property
@@ -187,7 +194,7 @@ class ContextCosts:
         """The attention of the micro-batch that is computed."""
         return AttentionSchedules(self.computing.run)
 
-    def program(self, move: Move, whole: Compute, name: str) -> Program:
+    def program(self, move: Move, whole: ComputeOp, name: str) -> Program:
         """Yield the requests of an action.
 
         Attention, which may wait, comes before the other work in forward, after it in backward.
@@ -195,7 +202,7 @@ class ContextCosts:
         passes = self.passes(move)
         attention = (self._requests(*each, name, whole.kind) for each in passes)
         rest = (whole._replace(seconds=whole.seconds - sum(seconds for _, seconds in passes)),)
-        parts = (rest, *attention) if move[0] is Verb.GRADIENTS else (*attention, rest)
+        parts = (rest, *attention) if move[0] is ActionKind.GRADIENTS else (*attention, rest)
         return chain.from_iterable(parts)
 
     def passes(self, move: Move) -> tuple[tuple[AttentionPass, float], ...]:
@@ -213,29 +220,29 @@ class ContextCosts:
     def _requests(self, kind: AttentionPass, seconds: float, unit: str, verb: str) -> Program:
         for request in self._schedules[kind]:
             if isinstance(request, AttentionShare):
-                yield Compute(request.share * seconds, f"{verb} {unit}: attention", verb)
+                yield ComputeOp(request.share * seconds, f"{verb} {unit}: attention", verb)
             else:
-                yield request._replace(of=unit) if isinstance(request, Queue) else request
+                yield request._replace(of=unit) if isinstance(request, QueueOp) else request
 
     @cached_property
-    def _schedules(self) -> dict[AttentionPass, tuple[Queue | Wait | AttentionShare, ...]]:
+    def _schedules(self) -> dict[AttentionPass, tuple[QueueOp | WaitOp | AttentionShare, ...]]:
         return {kind: tuple(self._timed(kind)) for kind in AttentionPass}
 
-    def _timed(self, kind: AttentionPass) -> Iterator[Queue | Wait | AttentionShare]:
+    def _timed(self, kind: AttentionPass) -> Iterator[QueueOp | WaitOp | AttentionShare]:
         for request in self.attention.schedule(kind):
             if isinstance(request, AttentionSend):
                 phases = tuple(chain.from_iterable(map(self._phases, request.messages)))
-                yield Queue(request.key, (Queued("attention", _CONTEXT, _CONTEXT, phases),))
+                yield QueueOp(request.key, (QueuedJobs("attention", _CONTEXT, _CONTEXT, phases),))
                 if not self.computing.run.overlaps:
-                    yield Wait(request.key)
+                    yield WaitOp(request.key)
             else:
-                yield Wait(request.key) if isinstance(request, AttentionWait) else request
+                yield WaitOp(request.key) if isinstance(request, AttentionWait) else request
 
     def _phases(self, message: AttentionMessage) -> tuple[ParallelJobs, ...]:
         to, span, num_bytes, number = message
         if isinstance(to, Op):
             return self.times.phases(to, span, num_bytes)
-        time = self.times.exchange if to is To.EACH else self.times.hop
+        time = self.times.exchange if to is Receivers.EACH else self.times.hop
         job = time(span, num_bytes)
         return ((job._replace(seconds=job.seconds * number),),) if number else ()
 
@@ -250,14 +257,16 @@ class ContextCosts:
 
         Keys are links (by name), comm streams, and the thread, which waits at least so long.
         """
-        return self._load(Verb.FORWARD), self._load(Verb.RECOMPUTE, Verb.GRADIENTS)
+        return self._load(ActionKind.FORWARD), self._load(
+            ActionKind.RECOMPUTE, ActionKind.GRADIENTS
+        )
 
-    def _load(self, *verbs: Verb) -> Mapping[Hashable, float]:
+    def _load(self, *verbs: ActionKind) -> Mapping[Hashable, float]:
         moves = ((verb, number) for verb in verbs for number in range(len(self.computing.per_unit)))
         busy: defaultdict[Hashable, float] = defaultdict(float)
         for (kind, seconds), count in Counter(chain(*map(self.passes, moves))).items():
             requests = self._schedules[kind]
-            parts = (part for each in requests if isinstance(each, Queue) for part in each.parts)
+            parts = (part for each in requests if isinstance(each, QueueOp) for part in each.parts)
             loads = {**busy_of(parts), THREAD: self.exposed(kind, seconds)}
             for load, took in loads.items():
                 busy[load] += count * took

@@ -30,7 +30,7 @@ from paro.planning.step_counts import StepCounts
 from paro.precision import BYTES_OF
 from paro.spec.run_spec import RunSpec
 from paro.spec.states import adamw_states, averages, bytes_of
-from paro.step.actions import StepShape, Verb
+from paro.step.actions import ActionKind, StepShape
 from paro.strategy import Strategy
 
 # Share of the memory bandwidth at which CPU ranks quantize, where the machine file gives no rate:
@@ -40,11 +40,11 @@ _FIRST_GRADIENT_SHARE = 0.1  # share of a block's backward before its first grad
 _FORWARD_SHARE = 1 / 3  # forward's share of the cost of an extra slice; backward has the rest
 
 # Training-thread seconds of a unit's actions in a micro-batch, without collecting its gradients.
-UnitSeconds = dict[Verb, float]
+UnitSeconds = dict[ActionKind, float]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Computing:
+class ComputeTimes:
     """The compute time of a model's micro-batch on a device.
 
     Where weights rotate, a rank computes a part with one slice after another. In place it computes
@@ -72,7 +72,9 @@ class Computing:
     @cached_property
     def forward_seconds(self) -> float:
         """The compute time of the forward of a micro-batch."""
-        return sum(unit[Verb.FORWARD] + unit.get(Verb.LOSS, 0.0) for unit in self.per_unit)
+        return sum(
+            unit[ActionKind.FORWARD] + unit.get(ActionKind.LOSS, 0.0) for unit in self.per_unit
+        )
 
     @cached_property
     def seconds(self) -> float:
@@ -154,13 +156,13 @@ class Computing:
         if method == "look_up":
             forward = self.memory_seconds(2 * self._residual_bytes) + more
             backward = self.memory_seconds(3 * self._residual_bytes)
-            of_back = {Verb.BACKWARD: backward, Verb.GRADIENTS: more_back}
-            return {Verb.FORWARD: forward, **(of_back if reached else {})}
+            of_back = {ActionKind.BACKWARD: backward, ActionKind.GRADIENTS: more_back}
+            return {ActionKind.FORWARD: forward, **(of_back if reached else {})}
         products = sum(self._product_flops[part.method] for part in parts)
         attention = self._attention_flops(recomputed) if method == "attention" else 0.0
         forward = self._seconds(products + attention)
         if not reached:
-            return {Verb.FORWARD: forward + more}
+            return {ActionKind.FORWARD: forward + more}
         # A tied head borrows the embedding's weights: look up the unit that owns the buffer.
         units = {self.step.buffers[half[-1]].unit for half in shape.halves(index)}
         trained = sum(unit.trainable.numel for unit in units) / sum(unit.numel for unit in units)
@@ -169,7 +171,7 @@ class Computing:
             loss, chunk = (2 + trained) * forward, self.run.loss_chunk
             of_chunk = chunk / self.run.num_tokens
             later = loss - of_chunk * forward if shape.grads_in_forward else 0.0
-            return {Verb.FORWARD: loss - later, Verb.LOSS: later}
+            return {ActionKind.FORWARD: loss - later, ActionKind.LOSS: later}
         recompute = self.model.recompute
         again = self._seconds(products) if self.model.keeps_core else forward
         core = attention if recompute is not None and recompute.core_attention else 0.0
@@ -177,10 +179,10 @@ class Computing:
         # Where weights rotate, the loss makes no gradients in forward; backward recomputes logits.
         logits = forward if method == "loss" else 0.0
         return {
-            Verb.FORWARD: forward + more,
-            Verb.RECOMPUTE: again + more if recomputed else 0.0,
-            Verb.BACKWARD: _FIRST_GRADIENT_SHARE * backward + logits,
-            Verb.GRADIENTS: (1 - _FIRST_GRADIENT_SHARE) * backward + more_back,
+            ActionKind.FORWARD: forward + more,
+            ActionKind.RECOMPUTE: again + more if recomputed else 0.0,
+            ActionKind.BACKWARD: _FIRST_GRADIENT_SHARE * backward + logits,
+            ActionKind.GRADIENTS: (1 - _FIRST_GRADIENT_SHARE) * backward + more_back,
         }
 
 

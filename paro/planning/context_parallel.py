@@ -28,7 +28,7 @@ from typing import NamedTuple
 from model.config import down_name, up_name
 from model.units import first_trained_unit, unit_specs
 from paro.collectives.schedule import Op
-from paro.planning.sending import Sender, To
+from paro.planning.sending import Receivers, Sender
 from paro.spec.context_layout import head_exchange
 from paro.spec.kv_exchange import (
     AttendKV,
@@ -44,7 +44,7 @@ from paro.spec.kv_exchange import (
 )
 from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import UINT8, Collective
-from paro.step.actions import Move, Verb
+from paro.step.actions import ActionKind, Move
 from paro.topology import AxisSpan, Sent, StreamKind
 
 
@@ -70,7 +70,7 @@ class AttentionPass(Enum):
 class AttentionMessage(NamedTuple):
     """A message to one rank, or a collective along axes, repeated `number` times in sequence."""
 
-    to: To | Op
+    to: Receivers | Op
     span: AxisSpan
     num_bytes: int  # bytes of the message, or of the collective's unsharded buffer
     number: int = 1
@@ -117,7 +117,7 @@ class AttentionSchedules:
             return kv_exchange
         num_chunks, span = sizes.num_chunks, layout.heads_span(self.topology)
         qkv, output = (
-            partial(AttentionMessage, To.EACH, span, num_bytes // num_chunks)
+            partial(AttentionMessage, Receivers.EACH, span, num_bytes // num_chunks)
             for num_bytes in (sizes.qkv, sizes.output)
         )
         first, last = (output(), qkv()) if kind.is_backward else (qkv(), output())
@@ -144,12 +144,12 @@ class AttentionSchedules:
         (verb, number, *_), recompute = move, self.config.recompute
         if not 0 < number <= self.config.num_layers:  # the embedding is unit 0
             return ()
-        if verb is Verb.FORWARD:
+        if verb is ActionKind.FORWARD:
             return (AttentionPass.FORWARD,)
-        if verb is Verb.RECOMPUTE:
+        if verb is ActionKind.RECOMPUTE:
             keeps_core = self.config.keeps_core
             return (AttentionPass.RECOMPUTE_EXCEPT_CORE if keeps_core else AttentionPass.FORWARD,)
-        if verb is not Verb.GRADIENTS:
+        if verb is not ActionKind.GRADIENTS:
             return ()
         full = number > self._first_trained
         backward = AttentionPass.BACKWARD if full else self._first_backward
@@ -274,7 +274,7 @@ class AttentionSchedules:
             else:
                 of_heads = round(num_bytes // sizes.num_chunks * (heads / sizes.kv_heads))
                 messages.append(
-                    AttentionMessage(To.NEXT, span, of_heads, sizes.num_chunks * number)
+                    AttentionMessage(Receivers.NEXT, span, of_heads, sizes.num_chunks * number)
                 )
         return AttentionSend(route.name, tuple(messages))
 

@@ -9,7 +9,7 @@ from model.units import flops_per_token
 from paro.machine.caching import cached_by
 from paro.machine.collective_time import CollectiveTimes
 from paro.planning.comm_costs import CommCosts, ContextCosts
-from paro.planning.computing import Computing, coding_seconds, device_of
+from paro.planning.computing import ComputeTimes, coding_seconds, device_of
 from paro.planning.run_memory import DeviceMemory, RunMemory
 from paro.planning.search_space import FEWEST_BITS, Candidate, PlanRequest
 from paro.planning.step_costs import StepCosts, Timeline, round_seconds, simulate
@@ -129,9 +129,9 @@ class Estimator:
             run.strategy.params if run.materialize.rotates else None,
         )
     )
-    def _computing_of(self, run: RunSpec) -> Computing:
+    def _computing_of(self, run: RunSpec) -> ComputeTimes:
         device = device_of(self.request.machine)
-        return Computing(run=run, step=self.memories.step(run), device=device)
+        return ComputeTimes(run=run, step=self.memories.step(run), device=device)
 
     def memory(self, candidate: Candidate) -> DeviceMemory:
         """Predict the largest number of bytes that a rank takes of its device."""

@@ -18,52 +18,55 @@ from paro.collectives.schedule import Op
 from paro.errors import count_text
 from paro.planning.sending import Sender, exchanged
 from paro.planning.tally import StepTally
-from paro.step.actions import PASS_OF, WAITED_BY, Buckets, Move, Verb, number_buffers
+from paro.step.actions import PASS_OF, WAITED_BY, ActionKind, Buckets, Move, number_buffers
 from paro.step.schedule import LISTED_MICRO_BATCHES, Pass, StepSchedule
 from paro.text import align, size_text
 from paro.topology import Axis, Link, Sent, StreamKind
 
 _WORDS = {
-    Verb.WAIT: "wait for {}",
-    Verb.DROP_FP8: "free fp8 casts of {}",
-    Verb.RELEASE: "free {}",
-    Verb.ALLOCATE: "allocate gradients of {}",
-    Verb.FREE: "free gradients of {} when reduced",
-    Verb.WAIT_REDUCED: "wait for gradients of {}",
-    Verb.NORM: "all-reduce the norm",
-    Verb.UPDATE: "UPDATE {}",
-    Verb.ALLOCATE_SLOT: "allocate a slot of {}",
-    Verb.FREE_SLOT: "free a slot of {}",
-    Verb.COPY: "copy the slice of {}",
-    Verb.WAIT_SHIFTED: "wait for the next slice of {}",
-    Verb.WAIT_GRADS: "wait for the slice's gradients of {}",
-    Verb.ACCUMULATE: "accumulate gradients of {}",
-    Verb.FORWARD: "FORWARD {}",
-    Verb.LOSS: "FORWARD {}: gradients of the loss",
-    Verb.RECOMPUTE: "RECOMPUTE {}",
-    Verb.BACKWARD: "BACKWARD {}: to its first gradient",
-    Verb.GRADIENTS: "BACKWARD {}: the rest",
+    ActionKind.WAIT: "wait for {}",
+    ActionKind.DROP_FP8: "free fp8 casts of {}",
+    ActionKind.RELEASE: "free {}",
+    ActionKind.ALLOCATE: "allocate gradients of {}",
+    ActionKind.FREE: "free gradients of {} when reduced",
+    ActionKind.WAIT_REDUCED: "wait for gradients of {}",
+    ActionKind.NORM: "all-reduce the norm",
+    ActionKind.UPDATE: "UPDATE {}",
+    ActionKind.ALLOCATE_SLOT: "allocate a slot of {}",
+    ActionKind.FREE_SLOT: "free a slot of {}",
+    ActionKind.COPY: "copy the slice of {}",
+    ActionKind.WAIT_SHIFTED: "wait for the next slice of {}",
+    ActionKind.WAIT_GRADS: "wait for the slice's gradients of {}",
+    ActionKind.ACCUMULATE: "accumulate gradients of {}",
+    ActionKind.FORWARD: "FORWARD {}",
+    ActionKind.LOSS: "FORWARD {}: gradients of the loss",
+    ActionKind.RECOMPUTE: "RECOMPUTE {}",
+    ActionKind.BACKWARD: "BACKWARD {}: to its first gradient",
+    ActionKind.GRADIENTS: "BACKWARD {}: the rest",
 }
 # The words for a collective, by action, op and whether values are quantized. A quantized
 # reduce-scatter is an all-to-all with a local sum; a shift round the ring is listed with the op
 # that it replaces.
 _SENT = {
-    (Verb.GATHER, Op.ALL_GATHER, False): "all-gather {}",
-    (Verb.REDUCE, Op.REDUCE_SCATTER, False): "reduce-scatter gradients of {}",
-    (Verb.GRAD_SYNC, Op.REDUCE_SCATTER, False): "step reduce-scatter of {}",
-    (Verb.GRAD_SYNC, Op.ALL_REDUCE, False): "replica all-reduce of {}",
-    (Verb.GRAD_SYNC, Op.REDUCE_SCATTER, True): "step all-to-all of codes of {}",
-    (Verb.GRAD_SYNC, Op.ALL_GATHER, True): "replica all-gather of codes of {}",
-    (Verb.PARAM_ALL_GATHER, Op.ALL_GATHER, False): "all-gather updated {}",
-    (Verb.PARAM_ALL_GATHER, Op.ALL_GATHER, True): "all-gather codes of updated {}",
-    (Verb.SHIFT, Op.ALL_GATHER, False): "send the slice of {} on",
-    (Verb.SHIFT_BACK, Op.ALL_GATHER, False): "send the slice of {} back",
-    (Verb.SHIFT_GRADS, Op.REDUCE_SCATTER, False): "send the slice's gradients of {} back",
+    (ActionKind.GATHER, Op.ALL_GATHER, False): "all-gather {}",
+    (ActionKind.REDUCE, Op.REDUCE_SCATTER, False): "reduce-scatter gradients of {}",
+    (ActionKind.GRAD_SYNC, Op.REDUCE_SCATTER, False): "step reduce-scatter of {}",
+    (ActionKind.GRAD_SYNC, Op.ALL_REDUCE, False): "replica all-reduce of {}",
+    (ActionKind.GRAD_SYNC, Op.REDUCE_SCATTER, True): "step all-to-all of codes of {}",
+    (ActionKind.GRAD_SYNC, Op.ALL_GATHER, True): "replica all-gather of codes of {}",
+    (ActionKind.PARAM_ALL_GATHER, Op.ALL_GATHER, False): "all-gather updated {}",
+    (ActionKind.PARAM_ALL_GATHER, Op.ALL_GATHER, True): "all-gather codes of updated {}",
+    (ActionKind.SHIFT, Op.ALL_GATHER, False): "send the slice of {} on",
+    (ActionKind.SHIFT_BACK, Op.ALL_GATHER, False): "send the slice of {} back",
+    (ActionKind.SHIFT_GRADS, Op.REDUCE_SCATTER, False): "send the slice's gradients of {} back",
 }
-_OF_BUCKET = (Verb.GRAD_SYNC, Verb.PARAM_ALL_GATHER)  # are of all units of a Muon bucket
+_OF_BUCKET = (
+    ActionKind.GRAD_SYNC,
+    ActionKind.PARAM_ALL_GATHER,
+)  # are of all units of a Muon bucket
 _WHERE = {Link.INTRA: "inside", Link.INTER: "between"}
 _COLUMNS = ("inside", "between", "stream")  # before allocated bytes
-_WAITS = (Verb.WAIT, Verb.WAIT_REDUCED, Verb.WAIT_SHIFTED, Verb.WAIT_GRADS)
+_WAITS = (ActionKind.WAIT, ActionKind.WAIT_REDUCED, ActionKind.WAIT_SHIFTED, ActionKind.WAIT_GRADS)
 
 Cells = tuple[str, ...]
 
@@ -172,13 +175,13 @@ class _StepLister:
         self.tally, self.step, self.run, self.sender = tally, tally.step, tally.run, sender
         self.topology, self.other_bytes = tally.run.topology, other_bytes
         self._buckets = Buckets(number_buffers(tally.step.units))
-        self._in_flight: set[tuple[Verb, int]] = set()
+        self._in_flight: set[tuple[ActionKind, int]] = set()
 
     def follow(self, segments: Pass) -> list[_Segment]:
         """Count the segments of a pass in the tally; return all that have an effect."""
         listed = []
         for segment in filter(None, segments):
-            computing = [action for action in segment if action[0] >= Verb.FORWARD]
+            computing = [action for action in segment if action[0] >= ActionKind.FORWARD]
             unit, name, _ = self._subject(computing[-1] if computing else segment[0])
             before = self.tally.total
             lines = [line for action in segment for line in self._lines(action, unit, before)]
@@ -191,7 +194,7 @@ class _StepLister:
         verb, number, *which = action
         buffer = self.step.buffers[self.step.buffer_of(action)]
         unit, index = buffer.unit, buffer.unit_index
-        if verb >= Verb.FORWARD:
+        if verb >= ActionKind.FORWARD:
             name, halves = self.tally.activations[number][0], len(self.step.shape.halves(number))
             return index, f"{name} {which[0] + 1}/2" if halves > 1 else name, True
         if verb in _OF_BUCKET and unit.bucket_size > 1:
@@ -212,7 +215,7 @@ class _StepLister:
         elif sent and self.run.overlaps:
             self._in_flight.add((verb, number))
         if (verb in _WAITS and not waited) or (
-            verb is Verb.DROP_FP8 and before == self.tally.total
+            verb is ActionKind.DROP_FP8 and before == self.tally.total
         ):
             return
         *held, total = self.tally.columns(now).values()
@@ -226,7 +229,7 @@ class _StepLister:
     def _sent(self, action: Move) -> Iterator[tuple[str, str, Sent]]:
         """Yield the collectives of an action: words, comm stream, bytes sent."""
         verb, number, *_ = action
-        if verb >= Verb.FORWARD:
+        if verb >= ActionKind.FORWARD:
             return
         for each in self.tally.specs[number].collectives.get(PASS_OF.get(verb, verb), ()):
             axes = ", ".join(map(self._axis_text, each.span))
@@ -276,7 +279,7 @@ class _StepLister:
         )
         trained = {buffer.unit.name for buffer in self.step.buffers if buffer.trains}
         buckets = {
-            self._subject((Verb.GRAD_SYNC, number))[1] for number, *_ in self._buckets.buckets
+            self._subject((ActionKind.GRAD_SYNC, number))[1] for number, *_ in self._buckets.buckets
         }
         which = ("the first micro-batch", "each between the first and the last")
         for name, sent in zip(which, others, strict=False):

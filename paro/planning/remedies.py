@@ -33,7 +33,7 @@ _SMALLER = {
 }
 
 
-class Change(NamedTuple):
+class FlagChange(NamedTuple):
     """A single change of flags after which a candidate fits."""
 
     what: str  # the flags to give, in words
@@ -79,38 +79,38 @@ def rank_changes(request: PlanRequest, least: Candidate) -> Iterator[tuple[str, 
         yield f"{what}, and {flags}" if flags else what, flags
 
 
-def single_changes(request: PlanRequest, least: Candidate) -> Iterator[Change]:
+def single_changes(request: PlanRequest, least: Candidate) -> Iterator[FlagChange]:
     """Yield changes of flags, each of which alone would be enough."""
     at_once = replace(request, prefetch_units=0)
     if request.prefetch_units and _fits(at_once, least):
-        yield Change("--paro-prefetch-units 0", at_once, least)
+        yield FlagChange("--paro-prefetch-units 0", at_once, least)
     if request.can_offload:
         precision = replace(request.precision, optimizer_cpu_offload=True)
         offloading = replace(request, precision=precision)
         if _fits(offloading, least):
-            yield Change("--optimizer-cpu-offload", offloading, least)
+            yield FlagChange("--optimizer-cpu-offload", offloading, least)
     recompute = least_recomputation(
         replace(request.model, recompute=least.recompute),
         lambda recompute: _fits(request, replace(least, recompute=recompute)),
     )
     if recompute is not None:
-        yield Change(recompute_flags(recompute), request, replace(least, recompute=recompute))
+        yield FlagChange(recompute_flags(recompute), request, replace(least, recompute=recompute))
     # A divisor of this size divides the batch, too.
     for size in reversed(divisors(least.micro_batch_size)[:-1]):
         smaller = replace(least, micro_batch_size=size)
         if _fits(request, smaller):
-            yield Change(f"--micro-batch-size {size}", request, smaller)
+            yield FlagChange(f"--micro-batch-size {size}", request, smaller)
             break
     for flags, layout in larger_contexts(estimator_of(request).run_spec(least)):
         if _fits(request, shared := replace(least, context=layout)):
-            yield Change(flags, request, shared)
+            yield FlagChange(flags, request, shared)
             break
     if least.materialize in _SMALLER:
         materialize, flag = _SMALLER[least.materialize]
         rotated = replace(least, materialize=materialize)
         possible = request.infeasible_reason(least.strategy, materialize) is None
         if possible and _fits(request, rotated):
-            yield Change(flag, request, rotated)
+            yield FlagChange(flag, request, rotated)
 
 
 def larger_contexts(run: RunSpec) -> Iterator[tuple[str, ContextLayout]]:

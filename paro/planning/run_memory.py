@@ -35,7 +35,7 @@ from paro.spec.offload import state_bytes
 from paro.spec.run_spec import RunSpec, collectives_of, groups_of
 from paro.spec.sharding_spec import Collective, ModelStateBytes, ShardingSpec
 from paro.spec.units import shape_of_run, units_of_run
-from paro.step.actions import OUTER_ROUND, Verb
+from paro.step.actions import OUTER_ROUND, ActionKind
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Sent, StreamKind
 
 # Defaults for figures that a machine file lacks. CUDA context with all of torch's modules loaded:
@@ -269,7 +269,7 @@ def _code_bytes(specs: Iterable[ShardingSpec]) -> int:
     """Count quantized bytes: of all updates, of the largest gradients, and of error feedback."""
     updates = gradients = errors = 0
     for spec in specs:
-        updated = spec.collectives.get(Verb.PARAM_ALL_GATHER, ())
+        updated = spec.collectives.get(ActionKind.PARAM_ALL_GATHER, ())
         updates += sum(each.num_bytes for each in updated if each.is_quantized)
         errors += prod(spec.grad_error_shape)
         if spec.grad_format is not None:

@@ -27,7 +27,7 @@ from paro.step.actions import PASS_OF, Move
 from paro.topology import AxisSpan, Link, Sent, StreamKind
 
 
-class To(Enum):
+class Receivers(Enum):
     """The members of an axis span to which a rank sends a message."""
 
     EACH = "each of the other ranks"
@@ -36,16 +36,16 @@ class To(Enum):
 
 
 _ON_RINGS = {
-    Op.ALL_GATHER: (To.NEXT,),
-    Op.REDUCE_SCATTER: (To.PREVIOUS,),
-    Op.ALL_REDUCE: (To.PREVIOUS, To.NEXT),
+    Op.ALL_GATHER: (Receivers.NEXT,),
+    Op.REDUCE_SCATTER: (Receivers.PREVIOUS,),
+    Op.ALL_REDUCE: (Receivers.PREVIOUS, Receivers.NEXT),
 }
 _BY_BACKEND = {
-    Op.ALL_GATHER: (To.NEXT,),
-    Op.REDUCE_SCATTER: (To.NEXT,),
-    Op.ALL_REDUCE: (To.NEXT, To.NEXT),
+    Op.ALL_GATHER: (Receivers.NEXT,),
+    Op.REDUCE_SCATTER: (Receivers.NEXT,),
+    Op.ALL_REDUCE: (Receivers.NEXT, Receivers.NEXT),
 }
-_BY_GLOO = _BY_BACKEND | {Op.REDUCE_SCATTER: (To.EACH,)}
+_BY_GLOO = _BY_BACKEND | {Op.REDUCE_SCATTER: (Receivers.EACH,)}
 NATIVE = AlgorithmChoice(names=("native",))
 
 
@@ -71,14 +71,14 @@ class Sender:
             assert whole % outer == 0, f"{sent} is not padded for {part}"
             shard = whole // outer
             for to in (_ON_RINGS if name == "ring" else ways)[sent.op]:
-                size = shard if to is To.EACH else whole // inner - shard
+                size = shard if to is Receivers.EACH else whole // inner - shard
                 yield self.message(to, part, size)
 
-    def message(self, to: To, span: AxisSpan, num_bytes: int) -> Sent:
+    def message(self, to: Receivers, span: AxisSpan, num_bytes: int) -> Sent:
         """Count the bytes that the rank sends for a message of `num_bytes` along a span."""
         inner, size = span[0].inner, span[-1].outer // span[0].inner
         inside = min(size, max(1, self.group_size // inner))  # ranks of the span in one group
-        if to is To.EACH:
+        if to is Receivers.EACH:
             return Sent((inside - 1) * num_bytes, (size - inside) * num_bytes)
         if inside == size:
             return Sent(intra=num_bytes)
@@ -86,7 +86,7 @@ class Sender:
             between = num_bytes // inside
         else:
             position = self.rank % self.group_size // inner
-            between = num_bytes if position == (inside - 1 if to is To.NEXT else 0) else 0
+            between = num_bytes if position == (inside - 1 if to is Receivers.NEXT else 0) else 0
         return Sent(num_bytes - between, between)
 
 

@@ -24,7 +24,7 @@ _LEAST_COMPUTE = 0.05  # least share of its speed at which a computing thread ma
 _TINY = 1e-12  # seconds below which remaining work counts as done
 
 
-class Queued(NamedTuple):
+class QueuedJobs(NamedTuple):
     """Jobs for the comm streams of one `use`; each phase starts when the previous has ended."""
 
     name: str
@@ -34,7 +34,7 @@ class Queued(NamedTuple):
     joins: bool = False  # whether all groups take part, even if nothing is sent between groups
 
 
-class Compute(NamedTuple):
+class ComputeOp(NamedTuple):
     """A program's request to compute."""
 
     seconds: float
@@ -42,25 +42,25 @@ class Compute(NamedTuple):
     kind: str
 
 
-class Queue(NamedTuple):
+class QueueOp(NamedTuple):
     """A program's request to queue work under a key, one part after the other."""
 
     key: Hashable
-    parts: tuple[Queued, ...]
+    parts: tuple[QueuedJobs, ...]
     of: str = ""  # the unit or buffer, for the name of the activity
     after: Hashable = None  # the key of work that must be done before this work starts
 
 
-class Wait(NamedTuple):
+class WaitOp(NamedTuple):
     """A program's request to wait for the work queued last under a key, if any."""
 
     key: Hashable
 
 
-Program = Iterator[Compute | Queue | Wait]
+Program = Iterator[ComputeOp | QueueOp | WaitOp]
 
 
-class Activity(NamedTuple):
+class StreamActivity(NamedTuple):
     """An activity in a stream of an actor, from `start` to `end` in seconds."""
 
     actor: int
@@ -75,7 +75,7 @@ class Activity(NamedTuple):
 class _Work:
     """A job in a communication stream of one actor, or of all of them."""
 
-    part: Queued
+    part: QueuedJobs
     of: str
     job: TimedJob
     members: int  # the number of actors that take part
@@ -101,7 +101,7 @@ _Works = tuple[_Work, ...]
 
 
 @dataclass(slots=True, eq=False)
-class Actor:
+class SimulatedRanks:
     """The state of the ranks of a group, or of several groups of equal speed."""
 
     index: int
@@ -112,7 +112,7 @@ class Actor:
     streams: defaultdict[tuple[str, StreamAxes], deque[_Work]] = field(
         default_factory=lambda: defaultdict(deque)
     )
-    computing: Compute | None = None
+    computing: ComputeOp | None = None
     left: float = 0.0
     rate: float = 1.0
     start: float = 0.0
@@ -134,8 +134,10 @@ class Simulation:
     slowed: Sequence[float] = ()  # factors of compute time by number of running collectives
 
     def __post_init__(self) -> None:
-        self.actors = [Actor(index, *program) for index, program in enumerate(self.programs)]
-        self.activities: list[Activity] = []
+        self.actors = [
+            SimulatedRanks(index, *program) for index, program in enumerate(self.programs)
+        ]
+        self.activities: list[StreamActivity] = []
         self.now = 0.0
         self._running: list[_Work] = []
         self._joint: dict[int, _Work] = {}  # jobs of all actors, by their number in each program
@@ -148,7 +150,7 @@ class Simulation:
             self._step()
         return self.now
 
-    def _queue(self, actor: Actor, request: Queue) -> None:
+    def _queue(self, actor: SimulatedRanks, request: QueueOp) -> None:
         """Queue the phases of a request, each after the previous phase."""
         works = actor.queued.get(request.after, ())
         for part in request.parts:
@@ -159,7 +161,7 @@ class Simulation:
                 works = tuple(self._submit(actor, work) for work in jobs)
         actor.queued[request.key] = works
 
-    def _submit(self, actor: Actor, work: _Work) -> _Work:
+    def _submit(self, actor: SimulatedRanks, work: _Work) -> _Work:
         """Queue a job in an actor's stream; return it, or the one job that all actors share."""
         job, speed = work.job, actor.speed
         work.left = job.seconds / (speed.inter if job.inter else speed.intra if job.intra else 1.0)
@@ -200,16 +202,16 @@ class Simulation:
             if launches:
                 self._start_if_ready(launches[0])
 
-    def _advance(self, actor: Actor) -> None:
+    def _advance(self, actor: SimulatedRanks) -> None:
         """Run an actor's program until it computes or has to wait."""
         for request in actor.program:
-            if isinstance(request, Compute):
+            if isinstance(request, ComputeOp):
                 seconds = request.seconds / actor.speed.compute
                 if seconds > _TINY:
                     actor.computing, actor.left, actor.start = request, seconds, self.now
                     return
                 continue
-            if isinstance(request, Queue):
+            if isinstance(request, QueueOp):
                 self._queue(actor, request)
                 continue
             works = actor.queued.pop(request.key, ())
@@ -224,7 +226,7 @@ class Simulation:
         computing = [actor for actor in self.actors if actor.computing is not None]
         for actor in computing:
             actor.rate = self._compute_speed(actor)
-        under_way: list[_Work | Actor] = [*self._running, *computing]
+        under_way: list[_Work | SimulatedRanks] = [*self._running, *computing]
         times = [job.left / job.rate for job in under_way]
         assert times, f"a deadlock: {[actor.waiting for actor in self.actors]}"
         passed = min(times)
@@ -261,7 +263,7 @@ class Simulation:
                 slowdown = max(slowdown, slowed, *shared)
             work.rate = 1.0 / slowdown
 
-    def _compute_speed(self, actor: Actor) -> float:
+    def _compute_speed(self, actor: SimulatedRanks) -> float:
         """Return the speed of a computing thread while jobs run in its streams."""
         of_actor = [work for work in self._running if actor.index in work.submitted]
         speed = max(_LEAST_COMPUTE, 1.0 - sum(work.job.cpu * work.rate for work in of_actor))
@@ -288,7 +290,7 @@ class Simulation:
                 if queue and not queue[0].running:
                     self._start_if_ready(queue[0])
 
-    def _wake(self, actor: Actor) -> None:
+    def _wake(self, actor: SimulatedRanks) -> None:
         if actor.computing is not None and actor.left <= _TINY:
             done = actor.computing
             took = self.now - actor.start
@@ -303,4 +305,4 @@ class Simulation:
 
     def _add_span(self, index: int, stream: str, name: str, kind: str, start: float) -> None:
         if self.record:
-            self.activities.append(Activity(index, stream, name, kind, start, self.now))
+            self.activities.append(StreamActivity(index, stream, name, kind, start, self.now))

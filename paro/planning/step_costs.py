@@ -28,14 +28,22 @@ from paro.layout import Unit
 from paro.machine.collective_time import TimedJob, scalar_seconds
 from paro.machine.machine import Device, GroupSpeed, Machine, Nic, Slowed
 from paro.planning.comm_costs import THREAD, CommCosts, ContextCosts
-from paro.planning.computing import Computing, coding_seconds
+from paro.planning.computing import ComputeTimes, coding_seconds
 from paro.planning.sending import exchanged
-from paro.planning.simulation import Activity, Compute, Program, Queue, Queued, Simulation, Wait
+from paro.planning.simulation import (
+    ComputeOp,
+    Program,
+    QueuedJobs,
+    QueueOp,
+    Simulation,
+    StreamActivity,
+    WaitOp,
+)
 from paro.planning.step_counts import QUEUES, Counts, StepCounts
 from paro.spec.muon_rounds import muon_rounds
 from paro.spec.offload import NUM_SLOTS, offloaded
 from paro.spec.run_spec import RunSpec
-from paro.step.actions import OUTER_ROUND, PASS_OF, WAITED_BY, Move, Verb
+from paro.step.actions import OUTER_ROUND, PASS_OF, WAITED_BY, ActionKind, Move
 from paro.topology import PLANNED_WAITS, communicator_ctas
 
 _MAX_SIMULATED = 4  # the most micro-batches that are all simulated
@@ -45,18 +53,18 @@ _HOST_RATE = 12.5e9
 # Multiprocessors that every GPU of the machine files has, and the most communicators at once.
 _MULTIPROCESSORS, _MOST_COMMUNICATORS = 128, 8
 # Collectives of an action (key) start after those of another action (value) on the same buffer.
-AFTER = {Verb.GATHER: Verb.PARAM_ALL_GATHER, Verb.GRAD_SYNC: Verb.REDUCE}
+AFTER = {ActionKind.GATHER: ActionKind.PARAM_ALL_GATHER, ActionKind.GRAD_SYNC: ActionKind.REDUCE}
 _COMPUTES = {  # the kind of compute time of an action
-    Verb.UPDATE: "update",
-    Verb.FORWARD: "forward",
-    Verb.LOSS: "forward",
-    Verb.RECOMPUTE: "recompute",
-    Verb.BACKWARD: "backward",
-    Verb.GRADIENTS: "backward",
-    Verb.REDUCE: "backward",  # collecting gradients of norms, where weights rotate
-    Verb.SHIFT: "copy",
-    Verb.SHIFT_BACK: "copy",
-    Verb.SHIFT_GRADS: "copy",
+    ActionKind.UPDATE: "update",
+    ActionKind.FORWARD: "forward",
+    ActionKind.LOSS: "forward",
+    ActionKind.RECOMPUTE: "recompute",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.GRADIENTS: "backward",
+    ActionKind.REDUCE: "backward",  # collecting gradients of norms, where weights rotate
+    ActionKind.SHIFT: "copy",
+    ActionKind.SHIFT_BACK: "copy",
+    ActionKind.SHIFT_GRADS: "copy",
 }
 
 
@@ -67,7 +75,7 @@ class Timeline:
     seconds: float
     compute_seconds: float
     exposed: dict[str, float]  # seconds for which the slowest group waits, by `PLANNED_WAITS`
-    activities: tuple[Activity, ...] = ()
+    activities: tuple[StreamActivity, ...] = ()
 
 
 def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
@@ -135,7 +143,7 @@ class StepCosts:
     """The costs of a model's step under a strategy on a machine."""
 
     run: RunSpec
-    computing: Computing
+    computing: ComputeTimes
     comm_costs: CommCosts
     counts: StepCounts
     context: ContextCosts | None = None  # attention's costs; None without context parallelism
@@ -150,30 +158,30 @@ class StepCosts:
 
     def program(self) -> Program:
         """Yield the requests of a training thread for a step: compute, queue collectives, wait."""
-        yield Compute(self.device.step_seconds, "step", "other")
-        yield Compute(self.muon_seconds, "Newton-Schulz", "update")
+        yield ComputeOp(self.device.step_seconds, "step", "other")
+        yield ComputeOp(self.muon_seconds, "Newton-Schulz", "update")
         if self.host_seconds:
-            yield Compute(self.host_seconds, "optimizer states in host memory", "update")
+            yield ComputeOp(self.host_seconds, "optimizer states in host memory", "update")
         at_once, context = self.comm_costs.at_once, self.context
         for move in self.counts.schedule(self.run.num_micro_batches).actions():
             verb, number, *_ = move
             for cause in WAITED_BY.get(verb, ()):
-                yield Wait((cause, number))
+                yield WaitOp((cause, number))
             if verb in QUEUES:
                 buffer = self.counts.buffers[number]
                 parts = self.comm_costs.of_buffers[number].queued.get(verb, ())
-                yield Queue((verb, number), parts, buffer.name, (AFTER.get(verb), number))
+                yield QueueOp((verb, number), parts, buffer.name, (AFTER.get(verb), number))
                 if verb in at_once:
-                    yield Wait((verb, number))
-            elif verb is Verb.NORM:
+                    yield WaitOp((verb, number))
+            elif verb is ActionKind.NORM:
                 seconds = scalar_seconds(self.machine)
                 job = TimedJob(stream=(), seconds=seconds, intra=0.0, inter=0.0, cpu=0.0)
-                norm = Queued("norm", "agree", "agree", ((job,),), joins=True)
-                yield Queue(verb, (norm,))
-                yield Wait(verb)
+                norm = QueuedJobs("norm", "agree", "agree", ((job,),), joins=True)
+                yield QueueOp(verb, (norm,))
+                yield WaitOp(verb)
             if verb in _COMPUTES:
                 unit, seconds = self.computed(move)
-                whole = Compute(seconds, f"{_COMPUTES[verb]} {unit.name}", _COMPUTES[verb])
+                whole = ComputeOp(seconds, f"{_COMPUTES[verb]} {unit.name}", _COMPUTES[verb])
                 yield from context.program(move, whole, unit.name) if context else (whole,)
 
     def round_program(self) -> Program:
@@ -190,30 +198,32 @@ class StepCosts:
         for number in largest:
             for verb, after in ((reduce, None), (gather, (reduce, number))):
                 parts = costs[number].queued.get(verb, ())
-                yield Queue((verb, number), parts, buffers[number].name, after)
+                yield QueueOp((verb, number), parts, buffers[number].name, after)
         for number in largest:
-            yield Wait((gather, number))
-            yield Queue((spread, number), costs[number].queued.get(spread, ()))
-        yield from (Wait((spread, number)) for number in largest)
+            yield WaitOp((gather, number))
+            yield QueueOp((spread, number), costs[number].queued.get(spread, ()))
+        yield from (WaitOp((spread, number)) for number in largest)
 
     def computed(self, move: Move) -> tuple[Unit, float]:
         """Return the unit that an action computes with, and the time it computes for."""
         verb, number, *slots = move
         shape, halves, seconds = self.counts.shape, None, 0.0
-        if verb >= Verb.FORWARD:  # duplicates `buffer_of`, since this method is called most of all
+        if (
+            verb >= ActionKind.FORWARD
+        ):  # duplicates `buffer_of`, since this method is called most of all
             halves = shape.halves(number)
         first = number if halves is None else halves[slots[0] if slots else 0][0]
         unit = self.counts.buffers[first].unit
         if halves is not None:
             share = 1 / (shape.num_slices * len(halves))
             seconds = self.computing.per_unit[number].get(verb, 0.0) * share
-            if verb is Verb.GRADIENTS:
+            if verb is ActionKind.GRADIENTS:
                 seconds += self.collect_seconds(unit.trainable.numel) / shape.num_slices
-        elif verb is Verb.UPDATE:
+        elif verb is ActionKind.UPDATE:
             encoded = self.comm_costs.of_buffers[number].codes.get(verb, 0)
             seconds = self.computing.update_seconds(self.run.strategy, unit.trainable.numel)
             seconds += coding_seconds(self.device, encoded)
-        elif verb is Verb.REDUCE and unit.replicated:
+        elif verb is ActionKind.REDUCE and unit.replicated:
             seconds = self.collect_seconds(unit.trainable.numel)
         elif verb in PASS_OF and slots[0] == slots[1]:  # in place: a copy out of the scratch
             (replaced,) = self.comm_costs.specs[number].collectives[PASS_OF[verb]]

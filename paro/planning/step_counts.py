@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from paro.layout import Buffer, Unit, buffers_of
 from paro.machine.caching import cached_by
-from paro.step.actions import WAITED_BY, Move, StepShape, Verb
+from paro.step.actions import WAITED_BY, ActionKind, Move, StepShape
 from paro.step.rotating import RotationShape
 from paro.step.schedule import LISTED_MICRO_BATCHES, StepSchedule, step_schedule
 
@@ -39,7 +39,7 @@ class StepCounts:
     def buffer_of(self, move: Move) -> int:
         """Return the buffer of an action, the first one if the action computes with several."""
         verb, number, *which = move
-        if verb < Verb.FORWARD:
+        if verb < ActionKind.FORWARD:
             return number
         return self.shape.halves(number)[which[0] if which else 0][0]
 
@@ -67,7 +67,7 @@ class StepCounts:
         schedule = self.schedule(1)
         ((forward, backward),) = schedule.micro_batches
         moves = [*chain.from_iterable((*forward, *backward, *schedule.end))]
-        computing = [index for index, (verb, *_) in enumerate(moves) if verb >= Verb.FORWARD]
+        computing = [index for index, (verb, *_) in enumerate(moves) if verb >= ActionKind.FORWARD]
         begin, end = moves[: computing[0]], moves[computing[-1] :]
         return Counter(_waited_for((begin,))), Counter(_waited_for((end,)))
 
@@ -102,7 +102,7 @@ class StepCounts:
 
 
 def _waited_for(*passes: Iterable[Iterable[Move]]) -> Iterable[Move]:
-    queued: dict[tuple[Verb, int], list[Move]] = {}
+    queued: dict[tuple[ActionKind, int], list[Move]] = {}
     for move in chain.from_iterable(chain(*passes)):
         verb, number = move[:2]
         if verb in QUEUES:

@@ -25,19 +25,25 @@ from paro.spec.offload import offloaded, state_bytes
 from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.units import registered_param_buffers
-from paro.step.actions import Move, Verb
+from paro.step.actions import ActionKind, Move
 from paro.step.schedule import LISTED_MICRO_BATCHES
 
 _ALLOCATIONS = {  # the kind of bytes that an action allocates (1) or frees (-1)
-    Verb.GATHER: ("whole_params", 1),
-    Verb.RELEASE: ("whole_params", -1),
-    Verb.ALLOCATE: ("whole_grads", 1),
-    Verb.FREE: ("whole_grads", -1),
-    Verb.ALLOCATE_SLOT: ("slices", 1),
-    Verb.FREE_SLOT: ("slices", -1),
+    ActionKind.GATHER: ("whole_params", 1),
+    ActionKind.RELEASE: ("whole_params", -1),
+    ActionKind.ALLOCATE: ("whole_grads", 1),
+    ActionKind.FREE: ("whole_grads", -1),
+    ActionKind.ALLOCATE_SLOT: ("slices", 1),
+    ActionKind.FREE_SLOT: ("slices", -1),
 }
-_COUNTED = {*_ALLOCATIONS, Verb.CACHE_FP8, Verb.DROP_FP8, Verb.GRAD_SYNC, Verb.UPDATE}
-_COUNTED |= {verb for verb in Verb if verb >= Verb.FORWARD}
+_COUNTED = {
+    *_ALLOCATIONS,
+    ActionKind.CACHE_FP8,
+    ActionKind.DROP_FP8,
+    ActionKind.GRAD_SYNC,
+    ActionKind.UPDATE,
+}
+_COUNTED |= {verb for verb in ActionKind if verb >= ActionKind.FORWARD}
 
 
 class MemorySnapshot(NamedTuple):
@@ -142,38 +148,38 @@ class StepTally:
     def carry_out(self, move: Move) -> MemorySnapshot | None:
         """Carry out an action; return a snapshot, without model states, if bytes may peak there."""
         verb, number, *slots = move
-        if verb >= Verb.FORWARD:
+        if verb >= ActionKind.FORWARD:
             return self._compute(verb, number)
         unit, index = self.step.buffers[number].unit, self.step.buffers[number].unit_index
         if verb in _ALLOCATIONS:
             counted, sign = _ALLOCATIONS[verb]
             sign *= counted != "whole_params" or not self._registered
             self.now[counted] += sign * self._sizes[number][slots[0] if slots else counted]
-        if verb in (Verb.RELEASE, Verb.DROP_FP8):
+        if verb in (ActionKind.RELEASE, ActionKind.DROP_FP8):
             self._cached.discard(number)
             self._cast_weights(index, exist=False)
-        elif verb is Verb.CACHE_FP8:
+        elif verb is ActionKind.CACHE_FP8:
             self._cached.add(number)
-        elif verb is Verb.UPDATE:
+        elif verb is ActionKind.UPDATE:
             return self.at("the update", updated=unit.trainable.numel)
-        elif verb is Verb.GRAD_SYNC:
+        elif verb is ActionKind.GRAD_SYNC:
             copied = {"converted": unit.trainable.numel, "bucket_size": unit.bucket_size}
             return self.at(f"the reduction of {unit.name}", **copied)
         return None
 
-    def _compute(self, verb: Verb, index: int) -> MemorySnapshot | None:
+    def _compute(self, verb: ActionKind, index: int) -> MemorySnapshot | None:
         shape, (name, activations) = self.step.shape, self.activations[index]
-        if verb in (Verb.FORWARD, Verb.RECOMPUTE):
+        if verb in (ActionKind.FORWARD, ActionKind.RECOMPUTE):
             if any(not self._cached.isdisjoint(needed) for needed in shape.halves(index)):
                 self._cast_weights(index, exist=True)
-            if verb is Verb.RECOMPUTE:
+            if verb is ActionKind.RECOMPUTE:
                 self._save(index, activations.kept + activations.recomputed)
                 return None
             self._save(index, activations.kept if index >= shape.first_trained else 0)
             return self.at(f"the forward of {name}", activations.in_forward)
-        if verb is Verb.LOSS:
+        if verb is ActionKind.LOSS:
             return self.at(f"the forward of {name}", activations.in_loss)
-        if verb is Verb.BACKWARD:
+        if verb is ActionKind.BACKWARD:
             return self.at(f"the backward of {name}", activations.before_gradients)
         now = self.at(f"the backward of {name}", activations.in_backward)
         self._slices_done[index] += 1
@@ -204,7 +210,7 @@ class StepTally:
         return self.step.by_kind(lambda number: self._sizes_of(self.specs[number]))
 
     def _sizes_of(self, spec: ShardingSpec) -> Mapping[str | int, int]:
-        whole = {"whole_params": Verb.GATHER, "whole_grads": Verb.REDUCE}
+        whole = {"whole_params": ActionKind.GATHER, "whole_grads": ActionKind.REDUCE}
         sizes: dict[str | int, int] = {
             kind: sum(each.num_bytes for each in spec.collectives.get(verb, ()))
             for kind, verb in whole.items()

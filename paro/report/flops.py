@@ -12,7 +12,7 @@ import torch
 
 from paro.distributed.control import Control
 from paro.distributed.timers import time_of
-from paro.report.record import Peak
+from paro.report.record import PeakThroughput
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,15 +43,15 @@ _WITHOUT_BF16 = r"\bV100-|\bT4\b"
 
 def find_peak(
     device: torch.device, *, compute: str, peak_tflops: float | None, control: Control
-) -> Peak:
+) -> PeakThroughput:
     """Return the peak TFLOP/s of matmuls in dtype `compute`, with the source of the number.
 
     Collective. The first rank finds the peak while other ranks wait, so that a measurement has the
     machine for itself and every rank uses one number.
     """
-    peak: Peak | None = None
+    peak: PeakThroughput | None = None
     if peak_tflops is not None:
-        peak = Peak(flops_per_second=peak_tflops * 1e12, source="given by --peak-tflops")
+        peak = PeakThroughput(flops_per_second=peak_tflops * 1e12, source="given by --peak-tflops")
     elif device.type == "cuda":
         peak = listed_peak(torch.cuda.get_device_name(device), compute)
     if peak is None and control.world.rank == 0:
@@ -59,7 +59,7 @@ def find_peak(
     return control.gather(peak)[0]
 
 
-def listed_peak(device_name: str, compute: str) -> Peak | None:
+def listed_peak(device_name: str, compute: str) -> PeakThroughput | None:
     """Return the table's peak for a device and a dtype; None if the table has no such entry."""
     for pattern, tensor, fp32, sheet in _DEVICES:
         if re.search(pattern, device_name):
@@ -67,11 +67,11 @@ def listed_peak(device_name: str, compute: str) -> Peak | None:
                 return None
             tflops = fp32 if compute == "fp32" else tensor
             source = f"{sheet}, {compute} dense, for {device_name}"
-            return Peak(flops_per_second=tflops * 1e12, source=source)
+            return PeakThroughput(flops_per_second=tflops * 1e12, source=source)
     return None
 
 
-def _timed_peak(device: torch.device, compute: str) -> Peak:
+def _timed_peak(device: torch.device, compute: str) -> PeakThroughput:
     """Time square matmuls of growing size until one runs long enough; return the best rate."""
     size, largest = (2048, 8192) if device.type == "cuda" else (256, 4096)
     seconds = _time_matmul(size, device, compute)
@@ -80,7 +80,7 @@ def _timed_peak(device: torch.device, compute: str) -> Peak:
         seconds = _time_matmul(size, device, compute)
     seconds = min(seconds, *(_time_matmul(size, device, compute) for _ in range(3)))
     threads = f", CPU threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
-    return Peak(
+    return PeakThroughput(
         flops_per_second=2.0 * size**3 / seconds,
         source=f"timed at start: {compute} matmul of {size} x {size}{threads}",
     )

@@ -44,7 +44,7 @@ def spark_line(values: Sequence[float], *, width: int = _SPARKS) -> str:
     )
 
 
-class Spark:
+class Sparkline:
     """Renderable for rich: values as block characters, as wide as the column."""
 
     def __init__(self, values: Sequence[float]) -> None:
@@ -159,7 +159,7 @@ class LiveView:
         rows.add_column(style="bold cyan", no_wrap=True)
         rows.add_column(overflow="fold", ratio=1)
         lowest = f"lowest so far {min(self._losses, default=math.nan):.4f}"
-        rows.add_row("loss", _row(f"{metrics.lm_loss:.4f}", Spark(self._losses), lowest))
+        rows.add_row("loss", _row(f"{metrics.lm_loss:.4f}", Sparkline(self._losses), lowest))
         if self._held_out:
             rows.add_row("validation", Text(", ".join(self._held_out.values())))
         for name, text in self._figures(record, metrics).items():

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from paro.distributed.exposed_time import Exposed
+from paro.distributed.exposed_time import ExposedTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,9 @@ class IterationRecord:
     z_loss: float | None = None  # mean z-loss, not in the loss; None: --z-loss-weight is 0
     decoupled_learning_rate: float | None = None  # None: --decoupled-lr is not given
     data_wait_ms: float = 0.0  # ms of waiting for batches, mean over ranks
-    exposed: Exposed = field(default_factory=Exposed)  # exposed communication, mean over ranks
+    exposed: ExposedTime = field(
+        default_factory=ExposedTime
+    )  # exposed communication, mean over ranks
     has_tokens: bool = True  # False: every token is masked, so loss and norm are NaN
     held: Mapping[str, int] = field(default_factory=dict)  # bytes held on this rank by kind
     allocator: Mapping[str, int] = field(default_factory=dict)  # CUDA allocator statistics
@@ -86,7 +88,7 @@ class RankTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
+class PeakThroughput:
     """Peak throughput of one device, and where the number comes from."""
 
     flops_per_second: float
@@ -111,7 +113,7 @@ class RunFacts:
     train_iters: int
     flops_per_token: float  # FLOPs of forward and backward, attention over all positions
     flops_per_token_causal: float  # FLOPs of forward and backward, causal attention counted half
-    peak: Peak
+    peak: PeakThroughput
     model_state_bytes: int  # this rank's parameters, gradients, master parameters and moments
     predicted: Mapping[str, int] = field(default_factory=dict)  # predicted bytes by kind at peak
     planned: PlannedStep | None = None  # predicted step; None unless the machine file has a device

@@ -151,7 +151,7 @@ class _Peak(TypedDict):
     source: str
 
 
-class Facts(TypedDict):
+class ReportedFacts(TypedDict):
     """Fields of a run's `RunFacts` that reports read."""
 
     world_size: NotRequired[Positive]
@@ -163,7 +163,7 @@ class _Start(TypedDict):
     iteration: Count
     time: NotRequired[str]
     arguments: NotRequired[dict[str, Any]]
-    facts: NotRequired[Facts]
+    facts: NotRequired[ReportedFacts]
     environment: NotRequired[dict[str, str]]
     measured: NotRequired[dict[str, Any]]  # measured step; facts["planned"] has the predicted step
 
@@ -176,19 +176,19 @@ class _Validation(TypedDict):
     ema_loss: NotRequired[Figure | None]
 
 
-class Record(TypedDict):
+class RecordFields(TypedDict):
     """The top-level fields of a run record file."""
 
     starts: NotRequired[list[_Start]]
     validations: NotRequired[list[_Validation]]
 
 
-def read_record(path: Path) -> Record:
+def read_record(path: Path) -> RecordFields:
     """Read a run's record; empty if there is no file."""
     if not path.exists():
         return {}
     with about(suffix="; remove it to go on without what it says"):
-        return cast("Record", read_json(path, Record))
+        return cast("RecordFields", read_json(path, RecordFields))
 
 
 class RunRecord(RunFile):
@@ -199,7 +199,7 @@ class RunRecord(RunFile):
     ) -> None:
         super().__init__("the record of --metrics-file", log, is_ours)
         self._path = path
-        record = read_record(path) if start_iteration > 0 else Record()
+        record = read_record(path) if start_iteration > 0 else RecordFields()
         self._starts = [s for s in record.get("starts", []) if s["iteration"] < start_iteration]
         self._validations = [
             v for v in record.get("validations", []) if v["iteration"] <= start_iteration
@@ -213,7 +213,7 @@ class RunRecord(RunFile):
                 "iteration": self._start_iteration,
                 "time": datetime.now().astimezone().isoformat(timespec="seconds"),
                 "arguments": dict(arguments),
-                "facts": cast("Facts", asdict(facts)),
+                "facts": cast("ReportedFacts", asdict(facts)),
                 "environment": environment(device),
             }
         )

@@ -58,7 +58,7 @@ from paro.sharding.sharded_unit import ShardedUnit, bind_empty
 from paro.sharding.shards import ShardingContext, UnitShards
 from paro.spec.sharding_spec import ShardingSpec
 from paro.step.rotating import RingStep, RotationPolicy
-from paro.step.slices import Slot
+from paro.step.slices import SliceSlot
 from paro.topology import WaitKind
 
 
@@ -121,7 +121,7 @@ class RotatingUnit(UnitShards):
         ]
         slots = spec.slots(context.device.type)
         shard = spec.param_numel, spec.param_dtype
-        assert slots[Slot.SPARE] == shard, f"{self.name}: {slots} for slices of {shard}"
+        assert slots[SliceSlot.SPARE] == shard, f"{self.name}: {slots} for slices of {shard}"
         self._spares = {
             slot: ElasticBuffer(
                 size, dtype=TORCH_TYPES[kind], tally=context.ledger.slices, device=context.device
@@ -129,14 +129,14 @@ class RotatingUnit(UnitShards):
             for slot, (size, kind) in slots.items()
         }
         self._slots = {slot: spare.values for slot, spare in self._spares.items()}
-        self._slots[Slot.SHARD] = self.param_shard
-        self._views: dict[tuple[int, Slot], dict[str, Tensor]] = {}  # {(step, slot): views}
+        self._slots[SliceSlot.SHARD] = self.param_shard
+        self._views: dict[tuple[int, SliceSlot], dict[str, Tensor]] = {}  # {(step, slot): views}
         self._weights_arrived: Event = DONE  # arrival of the slice of weights that is under way
         self._grads_arrived: Event = DONE  # arrival of the gradients that are under way
 
     # Slices #
 
-    def views(self, step: int, slot: Slot) -> dict[str, Tensor]:
+    def views(self, step: int, slot: SliceSlot) -> dict[str, Tensor]:
         """Return the parameters of the slice that is used in a ring step, by name.
 
         They are views of the slot, valid until the slot is freed.
@@ -157,11 +157,11 @@ class RotatingUnit(UnitShards):
         parts = self._ranges[self._ring.owner_of(step)]
         return {part.chunk.name: part.chunk.offsets for part in parts}
 
-    def grad_view(self, step: int, slot: Slot, name: str) -> tuple[Tensor, bool]:
+    def grad_view(self, step: int, slot: SliceSlot, name: str) -> tuple[Tensor, bool]:
         """Return (view of the gradient sum that rotates with a slice, whether to add to it)."""
         return self.views(step, slot)[name], step + 1 < self._ring.size
 
-    # Actions, which `Verb` describes #
+    # Actions, which `ActionKind` describes #
 
     wait = UnitShards.wait_for_updated_params
 
@@ -169,23 +169,23 @@ class RotatingUnit(UnitShards):
         with profile_range(f"reduce:{self.name}"):
             super().grad_sync()
 
-    def allocate_slot(self, slot: Slot) -> None:
+    def allocate_slot(self, slot: SliceSlot) -> None:
         """Allocate the memory of a slot."""
         self._spares[slot].alloc()
 
-    def free_slot(self, slot: Slot) -> None:
+    def free_slot(self, slot: SliceSlot) -> None:
         """Free the memory of a slot."""
         self._spares[slot].free()
 
-    def copy(self, source: Slot, to: Slot) -> None:
+    def copy(self, source: SliceSlot, to: SliceSlot) -> None:
         """Copy a slice from one slot to another."""
         self._slots[to].copy_(self._slots[source])
 
-    def shift(self, source: Slot, to: Slot) -> None:
+    def shift(self, source: SliceSlot, to: SliceSlot) -> None:
         """Queue a shift: send the slice in `source` to the next rank, receive another into `to`."""
         self._weights_arrived = self._shift(WaitKind.GATHER, ShiftDirection.CLOCKWISE, source, to)
 
-    def shift_back(self, source: Slot, to: Slot) -> None:
+    def shift_back(self, source: SliceSlot, to: SliceSlot) -> None:
         """Queue a shift to the previous rank, in backward."""
         self._weights_arrived = self._shift(
             WaitKind.GATHER, ShiftDirection.COUNTER_CLOCKWISE, source, to
@@ -196,7 +196,7 @@ class RotatingUnit(UnitShards):
         self.context.exposure.wait(WaitKind.GATHER, self._weights_arrived)
         self._weights_arrived = DONE
 
-    def shift_grads(self, source: Slot, to: Slot, scratch: Slot) -> None:
+    def shift_grads(self, source: SliceSlot, to: SliceSlot, scratch: SliceSlot) -> None:
         """Queue a shift of the gradient of a slice to the previous rank."""
         direction = ShiftDirection.COUNTER_CLOCKWISE
         self._grads_arrived = self._shift(WaitKind.REDUCE, direction, source, to, scratch)
@@ -210,9 +210,9 @@ class RotatingUnit(UnitShards):
         self,
         kind: WaitKind,
         direction: ShiftDirection,
-        source: Slot,
-        to: Slot,
-        scratch: Slot = Slot.SCRATCH,
+        source: SliceSlot,
+        to: SliceSlot,
+        scratch: SliceSlot = SliceSlot.SCRATCH,
     ) -> Event:
         values, slots = self._slots[source], self._slots
         with self.context.exposure.submitting(kind):  # without overlap the shift runs here
@@ -220,12 +220,12 @@ class RotatingUnit(UnitShards):
                 return self._ring.shift_in_place(values, slots[scratch], direction)
             return self._ring.shift(values, slots[to], direction)
 
-    def zero_gaps(self, slot: Slot, step: int) -> None:
+    def zero_gaps(self, slot: SliceSlot, step: int) -> None:
         """Set the padding of a gradient's slice to 0."""
         for low, high in self._gaps[self._ring.owner_of(step)]:
             self._slots[slot][low:high].zero_()
 
-    def accumulate(self, slot: Slot) -> None:
+    def accumulate(self, slot: SliceSlot) -> None:
         """Add the gradient in a slot to this rank's shard."""
         store_grad(self._slots[slot], self.grad_shard, adds=not self._fresh)
         self._fresh = False
@@ -252,7 +252,7 @@ class RotatingPart:
                 module.register_parameter(name, None)
         # {(buffer, step, slot): {name: leaf}}, made once: the storage of a slot is freed and
         # allocated again, but views of the storage stay valid.
-        self.leaves: dict[tuple[int, int, Slot], dict[str, nn.Parameter]] = {}
+        self.leaves: dict[tuple[int, int, SliceSlot], dict[str, nn.Parameter]] = {}
         replicated = map(module.get_parameter, spec.replicated)
         buffers = chain.from_iterable(policy.shape.halves(index))
         trains = any(model.units[buffer].trainable for buffer in buffers)
@@ -302,7 +302,9 @@ class RotatingPart:
         assert isinstance(unit, RotatingUnit), f"{unit.name} does not rotate"
         return unit
 
-    def _leaves_of(self, buffer: int, step: int, slot: Slot) -> Iterator[tuple[str, nn.Parameter]]:
+    def _leaves_of(
+        self, buffer: int, step: int, slot: SliceSlot
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         unit, grad_slot = self._unit(buffer), self._policy.grad_slot(buffer, step)
         views = unit.views(step, slot)
         for name, view in views.items():

@@ -24,7 +24,7 @@ _MOST_MEDIANS = 10.0  # ... in the first rounds, as one of at most so many media
 
 
 @dataclass(frozen=True, slots=True)
-class UsualMovement:
+class MovementStatistics:
     """Running statistics of the norms of all groups' movements in a fragment's rounds."""
 
     num_rounds: int = 0
@@ -59,7 +59,7 @@ class UsualMovement:
             for norm, rounds in zip(norms, before, strict=True)
         )
 
-    def after(self, norms: Sequence[float]) -> UsualMovement:
+    def after(self, norms: Sequence[float]) -> MovementStatistics:
         """Return the statistics after a round in which groups' movements had these norms."""
         finite = [norm for norm in norms if math.isfinite(norm)]
         if not finite:
@@ -70,4 +70,4 @@ class UsualMovement:
         finite = [min(norm, most) for norm in finite]
         count = self.num_rounds + 1
         moments = moments_after(finite, count, self.mean, self.variance)
-        return UsualMovement(count, *moments, self._outliers(norms))
+        return MovementStatistics(count, *moments, self._outliers(norms))

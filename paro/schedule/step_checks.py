@@ -54,7 +54,7 @@ class StepChecksConfig:
                 raise UserError(f"--spikes-in-a-row {checks}")
 
 
-class Verdict(Enum):
+class StepVerdict(Enum):
     """The result of the checks of a step; the update is skipped unless it is FINE."""
 
     FINE = "fine"
@@ -86,21 +86,25 @@ def judge(
     grad_norm: float,
     scale_can_fall: bool,
     has_tokens: bool,
-) -> Verdict:
+) -> StepVerdict:
     """Return the verdict on a step, from values that are equal on all ranks."""
     if not has_tokens:
-        return Verdict.NO_TOKENS
+        return StepVerdict.NO_TOKENS
     if not math.isfinite(grad_norm) or not math.isfinite(loss):
-        return Verdict.OVERFLOW if scale_can_fall and math.isfinite(loss) else Verdict.NOT_FINITE
+        return (
+            StepVerdict.OVERFLOW
+            if scale_can_fall and math.isfinite(loss)
+            else StepVerdict.NOT_FINITE
+        )
     if expected.num_steps < _WARMUP_STEPS:
-        return Verdict.FINE
+        return StepVerdict.FINE
     if config.spikes_in_a_row and expected.skipped_in_a_row >= config.spikes_in_a_row:
-        return Verdict.FINE
+        return StepVerdict.FINE
     if config.check_for_spiky_loss and loss > most_loss(config, expected):
-        return Verdict.SPIKY_LOSS
+        return StepVerdict.SPIKY_LOSS
     if config.check_for_large_grads and grad_norm > most_grad_norm(config, expected):
-        return Verdict.LARGE_GRADS
-    return Verdict.FINE
+        return StepVerdict.LARGE_GRADS
+    return StepVerdict.FINE
 
 
 def most_loss(config: StepChecksConfig, expected: Expectation) -> float:
@@ -118,13 +122,13 @@ def most_grad_norm(config: StepChecksConfig, expected: Expectation) -> float:
 
 
 def expect_after(
-    expected: Expectation, verdict: Verdict, *, loss: float, grad_norm: float
+    expected: Expectation, verdict: StepVerdict, *, loss: float, grad_norm: float
 ) -> Expectation:
     """Return the running statistics after a step with this verdict."""
-    if verdict in (Verdict.OVERFLOW, Verdict.ASKED):
+    if verdict in (StepVerdict.OVERFLOW, StepVerdict.ASKED):
         return expected
-    in_a_row = 0 if verdict is Verdict.FINE else expected.skipped_in_a_row + 1
-    if verdict in (Verdict.NOT_FINITE, Verdict.NO_TOKENS):
+    in_a_row = 0 if verdict is StepVerdict.FINE else expected.skipped_in_a_row + 1
+    if verdict in (StepVerdict.NOT_FINITE, StepVerdict.NO_TOKENS):
         return replace(expected, skipped_in_a_row=in_a_row)
     count = expected.num_steps + 1
     losses = moments_after([loss], count, expected.loss, expected.loss_variance)
@@ -149,10 +153,10 @@ def far_above(level: float, deviations: float, variance: float) -> float:
 
 
 def reason_to_stop(
-    config: StepChecksConfig, expected: Expectation, verdict: Verdict, *, iteration: int
+    config: StepChecksConfig, expected: Expectation, verdict: StepVerdict, *, iteration: int
 ) -> str | None:
     """Return the reason to exit after a step; None to continue."""
-    if verdict is Verdict.NOT_FINITE and config.check_for_nan_in_loss_and_grad:
+    if verdict is StepVerdict.NOT_FINITE and config.check_for_nan_in_loss_and_grad:
         return (
             f"iteration {iteration} has a loss or gradient that is not finite, and "
             "--check-for-nan-in-loss-and-grad says to stop there"

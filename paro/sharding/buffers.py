@@ -30,7 +30,7 @@ def swap(one: Tensor, other: Tensor) -> None:
 
 
 @dataclass(slots=True)
-class Tally:
+class BufferTally:
     """Current and peak number and bytes of the allocated buffers of one kind."""
 
     count: int = 0
@@ -46,12 +46,14 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Ledger:
+class BufferCounters:
     """Counters of this rank's temporary buffers, updated on every alloc and free."""
 
-    whole_params: Tally = field(default_factory=Tally)
-    whole_grads: Tally = field(default_factory=Tally)
-    slices: Tally = field(default_factory=Tally)  # spare slices of rotating parameters, gradients
+    whole_params: BufferTally = field(default_factory=BufferTally)
+    whole_grads: BufferTally = field(default_factory=BufferTally)
+    slices: BufferTally = field(
+        default_factory=BufferTally
+    )  # spare slices of rotating parameters, gradients
 
 
 class ElasticBuffer:
@@ -68,7 +70,7 @@ class ElasticBuffer:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        tally: Tally,
+        tally: BufferTally,
         layout: UnitLayout | None = None,
         resize: Callable[[torch.UntypedStorage, int], object] = torch.UntypedStorage.resize_,
     ) -> None:

@@ -30,7 +30,7 @@ from paro.layout import in_buckets
 from paro.sharding.buffers import TORCH_TYPES, ElasticBuffer, param_views
 from paro.sharding.shards import ShardingContext, UnitShards
 from paro.spec.sharding_spec import Collective, ShardingSpec
-from paro.step.actions import Verb
+from paro.step.actions import ActionKind
 from paro.topology import WaitKind
 
 
@@ -49,11 +49,11 @@ class ShardedUnit(UnitShards):
         self._grad_U_read: Event = DONE
         ledger, resize = context.ledger, context.collectives.groups.registered.resize
         self._param_U: ElasticBuffer | None = None
-        for gather in spec.collectives[Verb.GATHER]:
+        for gather in spec.collectives[ActionKind.GATHER]:
             of_kind = partial(resize, trains=spec.buffer.trains)
             self._param_U = self._whole(gather, tally=ledger.whole_params, resize=of_kind)
         self._grad_U: ElasticBuffer | None = None
-        for reduction in spec.collectives.get(Verb.REDUCE, ()):
+        for reduction in spec.collectives.get(ActionKind.REDUCE, ()):
             self._grad_U = self._whole(reduction, tally=ledger.whole_grads)
         self._fp8_caches = [Fp8WeightCache() for _ in spec.layout.chunks]
         self._grad_views: dict[str, Tensor] = {}
@@ -90,7 +90,7 @@ class ShardedUnit(UnitShards):
         with profile_range(f"gather:{self.name}"), exposure.submitting(WaitKind.GATHER):
             self._param_U.alloc()
             _, self._gathered = self.queue(
-                self.spec.collectives[Verb.GATHER],
+                self.spec.collectives[ActionKind.GATHER],
                 self._param_U.values,
                 shard=self.param_shard,
                 after=self._updated,
@@ -138,7 +138,7 @@ class ShardedUnit(UnitShards):
         """Queue the reduction of this micro-batch's gradients and the addition to `grad_shard`."""
         with profile_range(f"reduce:{self.name}"):
             if self._grad_U is not None:
-                sent = self.spec.collectives[Verb.REDUCE]
+                sent = self.spec.collectives[ActionKind.REDUCE]
                 run_after = self.context.collectives.run_after
                 with self.context.exposure.submitting(WaitKind.REDUCE):
                     own, event = self.queue(sent, self._grad_U.values)

@@ -21,18 +21,18 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from paro.collectives.interface import Collectives, Request
+from paro.collectives.interface import CollectiveRequest, Collectives
 from paro.collectives.quantized import QuantizedSum
 from paro.collectives.schedule import Op
 from paro.distributed.comm_stream import DONE, Event
-from paro.distributed.exposed_time import Exposure
+from paro.distributed.exposed_time import ExposedTimer
 from paro.layout import UnitLayout, make_whole_layout, parameter_runs
 from paro.quantization.blocks import choose_kernels, split_range
 from paro.quantization.formats import RangeFormat
-from paro.sharding.buffers import TORCH_TYPES, Ledger
+from paro.sharding.buffers import TORCH_TYPES, BufferCounters
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.spec.states import GRAD_ERRORS, FlatShard
-from paro.step.actions import Verb
+from paro.step.actions import ActionKind
 from paro.strategy import Strategy
 from paro.topology import StreamKind, Topology, WaitKind, by_units, nested_range
 
@@ -47,7 +47,7 @@ class ShardingContext:
     strategy: Strategy
     collectives: Collectives
     device: torch.device
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: BufferCounters = field(default_factory=BufferCounters)
 
     @property
     def topology(self) -> Topology:
@@ -58,7 +58,7 @@ class ShardingContext:
         return self.collectives.groups.rank
 
     @property
-    def exposure(self) -> Exposure:
+    def exposure(self) -> ExposedTimer:
         return self.collectives.exposure
 
 
@@ -82,7 +82,7 @@ class UnitShards:
         self._params_of_bucket, self._grads_of_bucket = self.param_shard, self.grad_shard
         self.quantized_update: QuantizedUpdate | None = None
         if spec.update_format is not None:
-            (gathered,) = spec.collectives[Verb.PARAM_ALL_GATHER]
+            (gathered,) = spec.collectives[ActionKind.PARAM_ALL_GATHER]
             quantized = zeros(gathered.numel, dtype=TORCH_TYPES[gathered.dtype])
             self.quantized_update = QuantizedUpdate(
                 spec.update_format, quantized, self.param_shard, self.param_start
@@ -195,7 +195,9 @@ class UnitShards:
         """
         for each in sent:
             op, dtype = each.op, TORCH_TYPES[each.dtype]
-            request = Request(op, whole, each.span, dtype, shard, after=after, units=each.units)
+            request = CollectiveRequest(
+                op, whole, each.span, dtype, shard, after=after, units=each.units
+            )
             local_shard = request.own(self.context.rank)
             sizes = {each.numel, whole.numel(), local_shard.numel() * each.num_shards}
             types = {dtype, whole.dtype, local_shard.dtype} if op is Op.ALL_GATHER else {dtype}
@@ -220,7 +222,9 @@ class UnitShards:
         After `quantize_update` the quantized differences are sent and added to the parameters.
         """
         update = self.quantized_update if self._is_quantized else None
-        sent = (self.spec.exact if update is None else self.spec).collectives[Verb.PARAM_ALL_GATHER]
+        sent = (self.spec.exact if update is None else self.spec).collectives[
+            ActionKind.PARAM_ALL_GATHER
+        ]
         with self.context.exposure.submitting(WaitKind.PARAM_ALL_GATHER):
             whole = self._params_of_bucket if update is None else update.quantized
             _, updated = self.queue(sent, whole)
@@ -241,7 +245,7 @@ class UnitShards:
         Callers do so at the bucket's first unit, the last of its units that backward reaches.
         """
         spec = self.step_spec
-        sent, quantized = spec.collectives[Verb.GRAD_SYNC], spec.quantized_grad_sync
+        sent, quantized = spec.collectives[ActionKind.GRAD_SYNC], spec.quantized_grad_sync
         with self.context.exposure.submitting(WaitKind.REDUCE):
             exact = (each for each in sent if each not in quantized)
             shard, reduced = self.queue(exact, self._grads_of_bucket, after=self._reduced)

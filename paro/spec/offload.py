@@ -11,7 +11,7 @@ from paro.spec.sharding_spec import ModelStateBytes, ShardingSpec
 NUM_SLOTS = 2  # device buffers through which states pass: one is copied while another is updated
 
 
-class Offloaded(NamedTuple):
+class OffloadedStates(NamedTuple):
     """The buffers whose optimizer states are in host memory, and bytes of a rank."""
 
     numbers: tuple[int, ...] = ()  # of the buffers, in order
@@ -23,11 +23,11 @@ class Offloaded(NamedTuple):
         return sum(self.slots)
 
 
-def offloaded(specs: Sequence[ShardingSpec]) -> Offloaded:
+def offloaded(specs: Sequence[ShardingSpec]) -> OffloadedStates:
     """Return the last buffers that hold at least --optimizer-offload-fraction of the states."""
     fraction = specs[0].precision.offload_fraction
     if not fraction:
-        return Offloaded()
+        return OffloadedStates()
     sizes = [spec.optimizer_bytes for spec in specs]
     wanted, held, numbers = fraction * sum(sizes), 0, list[int]()
     for number in reversed(range(len(sizes))):
@@ -37,7 +37,7 @@ def offloaded(specs: Sequence[ShardingSpec]) -> Offloaded:
     numbers.reverse()
     in_slots = (numbers[at::NUM_SLOTS] for at in range(NUM_SLOTS))
     slots = (max(sizes[number] for number in in_slot) for in_slot in in_slots if in_slot)
-    return Offloaded(tuple(numbers), held, tuple(slots))
+    return OffloadedStates(tuple(numbers), held, tuple(slots))
 
 
 def state_bytes(specs: Sequence[ShardingSpec], device_type: str = "cpu") -> ModelStateBytes:

@@ -19,7 +19,7 @@ FLAG = "--param-group"
 _QK_NORMS = (".q_norm", ".k_norm")
 
 
-class Factors(NamedTuple):
+class GroupFactors(NamedTuple):
     """The factors of a parameter's learning rate, weight decay and epsilon, and its rate's kind."""
 
     lr: float
@@ -77,7 +77,7 @@ class ParamGroups:
     width: float = 1.0  # muP's: `is_divided` has learning rate and epsilon divided by it
     by_muon: bool = False  # whether Muon updates matrices of blocks, which muP then leaves alone
 
-    def of(self, name: str, shape: Shape) -> Factors:
+    def of(self, name: str, shape: Shape) -> GroupFactors:
         """Return the factors of a parameter; as in Megatron, norms and biases do not decay."""
         decays = len(shape) > 1 or (self.decays_qk_norms and name.endswith(_QK_NORMS))
         of_width = 1.0 / self.width if self.is_divided(name, shape) else 1.0
@@ -86,7 +86,7 @@ class ParamGroups:
         if group is not None:
             lr *= group.lr_mult
             weight_decay = weight_decay if group.wd_mult is None else group.wd_mult
-        return Factors(lr, weight_decay, of_width, name in ("embedding.weight", "head.weight"))
+        return GroupFactors(lr, weight_decay, of_width, name in ("embedding.weight", "head.weight"))
 
     def is_divided(self, name: str, shape: Shape) -> bool:
         """Say whether muP divides a parameter's rate by the width: its inputs grow with it.
@@ -97,12 +97,14 @@ class ParamGroups:
         is_from_rank = name.endswith(up_name(""))
         return is_for_muon(name, shape) and not (self.by_muon or is_from_rank)
 
-    def runs(self, layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[int, int, Factors]]:
+    def runs(
+        self, layout: UnitLayout, start: int, stop: int
+    ) -> Iterator[tuple[int, int, GroupFactors]]:
         """Yield (begin, end, factors) of the ranges within [start, stop) with equal factors.
 
         Padding between them is in a range, and that behind norms and biases.
         """
-        run: tuple[int, Factors] | None = None
+        run: tuple[int, GroupFactors] | None = None
         for at in layout.chunk_ranges(start, stop):
             factors = self.of(at.chunk.name, at.chunk.shape)
             if run is not None and run[1] != factors:

@@ -25,8 +25,8 @@ from paro.quantization.formats import (
 )
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.states import MASTER, OptimState, adamw_states, averages, bytes_of, muon_states
-from paro.step.actions import Verb
-from paro.step.slices import Slot
+from paro.step.actions import ActionKind
+from paro.step.slices import SliceSlot
 from paro.strategy import ActionSpans, Strategy, action_spans, replicated
 from paro.topology import AxisSpan, Link, StreamKind, Topology, split_by_link
 
@@ -199,19 +199,19 @@ class ShardingSpec:
         # The anchor, maybe masters when a round begins; the reference and its momentum.
         num_copies, of_rank = (2 if self.outer.outer_delay else 1), self.outer_round.strategy.optim
         numel = num_copies * self.outer_round.param_numel + 2 * self.layout.numel // of_rank
-        updates = self.outer_round.collectives[Verb.PARAM_ALL_GATHER]
+        updates = self.outer_round.collectives[ActionKind.PARAM_ALL_GATHER]
         coded = sum(update.num_bytes for update in updates if update.is_quantized)
         return 4 * numel + self.outer_round.state_bytes.grads + coded
 
-    def slots(self, device_type: str) -> dict[Slot, tuple[int, str]]:
+    def slots(self, device_type: str) -> dict[SliceSlot, tuple[int, str]]:
         """Return the elements and the type of each slot of slices, where weights rotate.
 
         Slices are shifted instead of gathered and reduced: each is one shard of the collective.
         """
-        slots: dict[Slot, tuple[int, str]] = {}
+        slots: dict[SliceSlot, tuple[int, str]] = {}
         for verb, of_slices, scratch in (
-            (Verb.GATHER, (Slot.SPARE, Slot.SPARE_2), Slot.SCRATCH),
-            (Verb.REDUCE, (Slot.GRAD, Slot.GRAD_2), Slot.GRAD_SCRATCH),
+            (ActionKind.GATHER, (SliceSlot.SPARE, SliceSlot.SPARE_2), SliceSlot.SCRATCH),
+            (ActionKind.REDUCE, (SliceSlot.GRAD, SliceSlot.GRAD_2), SliceSlot.GRAD_SCRATCH),
         ):
             for each in self.collectives.get(verb, ()):
                 numel = each.numel // each.num_shards
@@ -274,19 +274,19 @@ class ShardingSpec:
     # Collectives #
 
     @cached_property
-    def collectives(self) -> Mapping[Verb, tuple[Collective, ...]]:
+    def collectives(self) -> Mapping[ActionKind, tuple[Collective, ...]]:
         """The collectives that each action on the buffer runs, in order; none if it has no axes."""
         numel, spans = self.layout.numel, self.spans
         gather = StreamKind.GATHER, Op.ALL_GATHER, spans.gather
         reduce = StreamKind.REDUCE, Op.REDUCE_SCATTER, spans.reduce
-        by_verb: dict[Verb, tuple[Collective, ...]] = {
-            Verb.GATHER: (Collective(*gather, numel, self.param_dtype),)
+        by_verb: dict[ActionKind, tuple[Collective, ...]] = {
+            ActionKind.GATHER: (Collective(*gather, numel, self.param_dtype),)
         }
         if self.buffer.trains:
-            by_verb[Verb.REDUCE] = (Collective(*reduce, numel, self.precision.wire),)
+            by_verb[ActionKind.REDUCE] = (Collective(*reduce, numel, self.precision.wire),)
         if self.buffer.trains and self.unit.bucket_size:
-            by_verb[Verb.GRAD_SYNC] = self._grad_sync()
-            by_verb[Verb.PARAM_ALL_GATHER] = (self._param_all_gather(),)
+            by_verb[ActionKind.GRAD_SYNC] = self._grad_sync()
+            by_verb[ActionKind.PARAM_ALL_GATHER] = (self._param_all_gather(),)
         if self.buffer.trains and self.outer is not None:
             by_verb |= self._outer_round()
         return {verb: tuple(each for each in sent if each.span) for verb, sent in by_verb.items()}
@@ -294,7 +294,9 @@ class ShardingSpec:
     @property
     def quantized_grad_sync(self) -> tuple[Collective, ...]:
         """Quantized collectives of the gradient sync: reduce-scatter, all-gather of replicas."""
-        return tuple(each for each in self.collectives.get(Verb.GRAD_SYNC, ()) if each.is_quantized)
+        return tuple(
+            each for each in self.collectives.get(ActionKind.GRAD_SYNC, ()) if each.is_quantized
+        )
 
     def _grad_sync(self) -> tuple[Collective, ...]:
         """Return the collectives of the gradient sync; exact inside groups before quantized."""
@@ -341,7 +343,7 @@ class ShardingSpec:
         has_formats = sent.grad_format is not None and sent.update_format is not None
         return sent if has_formats else replace(sent, precision=exact)
 
-    def _outer_round(self) -> dict[Verb, tuple[Collective, ...]]:
+    def _outer_round(self) -> dict[ActionKind, tuple[Collective, ...]]:
         """Return the collectives of a round of outer steps: between groups, then inside them.
 
         Ranks of a group with the same optimizer shard each take a part of it to the round.
@@ -350,9 +352,9 @@ class ShardingSpec:
         numel = self.layout.numel // self.strategy.optim
         return {
             # Groups that train alone send nothing else between them: the comm streams are free.
-            Verb.OUTER_REDUCE: self.outer_round.collectives[Verb.GRAD_SYNC],
-            Verb.OUTER_GATHER: self.outer_round.collectives[Verb.PARAM_ALL_GATHER],
-            Verb.OUTER_SPREAD: (
+            ActionKind.OUTER_REDUCE: self.outer_round.collectives[ActionKind.GRAD_SYNC],
+            ActionKind.OUTER_GATHER: self.outer_round.collectives[ActionKind.PARAM_ALL_GATHER],
+            ActionKind.OUTER_SPREAD: (
                 Collective(StreamKind.GATHER, Op.ALL_GATHER, inside, numel, "fp32"),
             ),
         }

@@ -35,8 +35,8 @@ from paro.layout import (
 )
 from paro.spec.muon_rounds import prepare_for_muon
 from paro.spec.run_spec import RunSpec
-from paro.step.actions import StepShape, Verb, number_buffers
-from paro.step.rotating import PartShape, RotationShape
+from paro.step.actions import ActionKind, StepShape, number_buffers
+from paro.step.rotating import RotatingShape, RotationShape
 from paro.step.schedule import LISTED_MICRO_BATCHES, step_schedule
 from paro.step.slices import RingShape
 
@@ -117,7 +117,7 @@ def _rotation_shape(run: RunSpec, units: Sequence[Unit]) -> RotationShape:
     return RotationShape(
         ring=ring,
         parts=tuple(
-            PartShape(
+            RotatingShape(
                 halves=tuple(halves[spec.label_of(part)]),
                 backward_needs_weight=spec.backward_needs_weight,
             )
@@ -196,12 +196,15 @@ def registered_param_buffers(run: RunSpec, units: Sequence[Unit]) -> dict[bool, 
     if not run.copy_engine:
         return {}
     unsharded, most, largest = Counter[bool](), Counter[bool](), Counter[bool]()
-    specs, signs = run.specs(units), {Verb.GATHER: 1, Verb.RELEASE: -1}
+    specs, signs = run.specs(units), {ActionKind.GATHER: 1, ActionKind.RELEASE: -1}
     num_micro_batches = min(run.num_micro_batches, LISTED_MICRO_BATCHES)
     step = step_schedule(shape_of_run(run, units), num_micro_batches, run.updated_ahead)
     for verb, number, *_ in step.actions():
         if verb in signs:
-            trains, gathers = specs[number].buffer.trains, specs[number].collectives[Verb.GATHER]
+            trains, gathers = (
+                specs[number].buffer.trains,
+                specs[number].collectives[ActionKind.GATHER],
+            )
             unsharded[trains] += signs[verb]
             most |= unsharded
             largest |= Counter({trains: sum(gather.num_bytes for gather in gathers)})

@@ -10,7 +10,7 @@ from enum import IntEnum
 from paro.layout import Unit, buffers_of, in_buckets
 
 
-class Verb(IntEnum):
+class ActionKind(IntEnum):
     """A kind of action on a buffer; the last five compute, with a unit.
 
     A buffer's action is carried out by the method of that name, in lower case, of its `UnitShards`.
@@ -54,22 +54,28 @@ class Verb(IntEnum):
 
 # For a wait, or a free: the actions on the same buffer whose communication it waits for.
 WAITED_BY = {
-    Verb.WAIT: (Verb.GATHER, Verb.PARAM_ALL_GATHER),
-    Verb.FREE: (Verb.REDUCE,),
-    Verb.WAIT_REDUCED: (Verb.REDUCE, Verb.GRAD_SYNC),
-    Verb.WAIT_SHIFTED: (Verb.SHIFT, Verb.SHIFT_BACK),
-    Verb.WAIT_GRADS: (Verb.SHIFT_GRADS,),
+    ActionKind.WAIT: (ActionKind.GATHER, ActionKind.PARAM_ALL_GATHER),
+    ActionKind.FREE: (ActionKind.REDUCE,),
+    ActionKind.WAIT_REDUCED: (ActionKind.REDUCE, ActionKind.GRAD_SYNC),
+    ActionKind.WAIT_SHIFTED: (ActionKind.SHIFT, ActionKind.SHIFT_BACK),
+    ActionKind.WAIT_GRADS: (ActionKind.SHIFT_GRADS,),
 }
 
 # For a shift: the action that sends as many bytes as a pass (all d - 1 shifts) round the ring.
-PASS_OF = {Verb.SHIFT: Verb.GATHER, Verb.SHIFT_BACK: Verb.GATHER, Verb.SHIFT_GRADS: Verb.REDUCE}
+PASS_OF = {
+    ActionKind.SHIFT: ActionKind.GATHER,
+    ActionKind.SHIFT_BACK: ActionKind.GATHER,
+    ActionKind.SHIFT_GRADS: ActionKind.REDUCE,
+}
 
 # The actions of a round of outer steps, in order.
-OUTER_ROUND = (Verb.OUTER_REDUCE, Verb.OUTER_GATHER, Verb.OUTER_SPREAD)
+OUTER_ROUND = (ActionKind.OUTER_REDUCE, ActionKind.OUTER_GATHER, ActionKind.OUTER_SPREAD)
 
-Action = tuple[Verb, int]  # a verb, and the number of a buffer or a unit
-SliceMove = tuple[Verb, *tuple[int, ...]]  # an action on a slice: a verb and slots, no buffer
-Move = tuple[Verb, int, *tuple[int, ...]]  # any action: a verb, a buffer or unit, slots if any
+Action = tuple[ActionKind, int]  # a verb, and the number of a buffer or a unit
+SliceMove = tuple[ActionKind, *tuple[int, ...]]  # an action on a slice: a verb and slots, no buffer
+Move = tuple[
+    ActionKind, int, *tuple[int, ...]
+]  # any action: a verb, a buffer or unit, slots if any
 
 
 @dataclass(frozen=True, slots=True)

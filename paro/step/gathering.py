@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from paro.step.actions import Action, Buckets, StepShape, Verb
+from paro.step.actions import Action, ActionKind, Buckets, StepShape
 
 MAX_WHOLE_GRADS = 2  # unsharded gradient buffers where reductions overlap with backward
 
@@ -75,7 +75,7 @@ class ParamAllGatherPolicy:
         due = [buffer for buffer in self._updated if self.first_use[buffer] <= last]
         if due:  # seldom, where all-gathers are queued just ahead of their use
             self._updated = [buffer for buffer in self._updated if self.first_use[buffer] > last]
-        return [(Verb.PARAM_ALL_GATHER, buffer) for buffer in due]
+        return [(ActionKind.PARAM_ALL_GATHER, buffer) for buffer in due]
 
 
 class GatheringPolicy:
@@ -119,7 +119,7 @@ class GatheringPolicy:
         """Begin a step of `num_micro_batches` micro-batches."""
         if not self.shape.gathers:  # parameters stay from update to update
             self._fp8_cache_stays = num_micro_batches > 1
-            return self._fp8_cache_of_the_step(Verb.CACHE_FP8)
+            return self._fp8_cache_of_the_step(ActionKind.CACHE_FP8)
         forward = range(self._num_units)
         backward = [index for index in reversed(forward[:-1]) if self._in_backward[index]]
         for _ in range(num_micro_batches):
@@ -151,12 +151,12 @@ class GatheringPolicy:
         """Wait, after the last micro-batch, until all gradients are summed over all ranks."""
         assert not self._upcoming, f"the step has more to run: {self._upcoming}"
         assert not self._unsharded, f"live outside a step: {self._unsharded}"
-        actions = [(Verb.FREE, buffer) for buffer in self._reducing]
+        actions = [(ActionKind.FREE, buffer) for buffer in self._reducing]
         self._reducing.clear()
-        actions += self._fp8_cache_of_the_step(Verb.DROP_FP8)
-        return [*actions, *((Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable)]
+        actions += self._fp8_cache_of_the_step(ActionKind.DROP_FP8)
+        return [*actions, *((ActionKind.WAIT_REDUCED, buffer) for buffer in self.shape.trainable)]
 
-    def _fp8_cache_of_the_step(self, verb: Verb) -> list[Action]:
+    def _fp8_cache_of_the_step(self, verb: ActionKind) -> list[Action]:
         """Return `verb` for each buffer, if fp8 casts of weights serve all micro-batches."""
         units = self.shape.units if self._fp8_cache_stays else ()
         return [(verb, buffer) for unit in units for buffer in (*unit.trainable, *unit.frozen)]
@@ -203,9 +203,9 @@ class GatheringPolicy:
             actions += self._prefetch()
         actions += updates
         for buffer in self._needed[index]:
-            actions.append((Verb.WAIT, buffer))
+            actions.append((ActionKind.WAIT, buffer))
             if keeps:  # recomputation's forward may come
-                actions.append((Verb.CACHE_FP8, buffer))
+                actions.append((ActionKind.CACHE_FP8, buffer))
         return actions
 
     def _prefetch(self) -> list[Action]:
@@ -221,7 +221,7 @@ class GatheringPolicy:
         self._unsharded.append(index)
         missing = [buffer for buffer in self._needed[index] if buffer not in self._gathered]
         self._gathered.update(missing)
-        return [(Verb.GATHER, buffer) for buffer in missing]
+        return [(ActionKind.GATHER, buffer) for buffer in missing]
 
     def _release_if_done(self, index: int) -> list[Action]:
         has_input_grad = self._has_input_grad[index] or index <= self._first_trained
@@ -233,12 +233,12 @@ class GatheringPolicy:
         drops_fp8 = self._held[index] and not self._fp8_cache_stays
         self._held[index] = False
         if not self.shape.gathers:
-            return [(Verb.DROP_FP8, buffer) for buffer in self._needed[index] if drops_fp8]
+            return [(ActionKind.DROP_FP8, buffer) for buffer in self._needed[index] if drops_fp8]
         self._unsharded.remove(index)
         shared = {buffer for other in self._unsharded for buffer in self._needed[other]}
         unneeded = [buffer for buffer in self._needed[index] if buffer not in shared]
         self._gathered.difference_update(unneeded)
-        return [(Verb.RELEASE, buffer) for buffer in unneeded]
+        return [(ActionKind.RELEASE, buffer) for buffer in unneeded]
 
     # Gradients #
 
@@ -249,15 +249,15 @@ class GatheringPolicy:
         actions: list[Action] = []
         # With few buffers, this buffer's gradients of the previous micro-batch may still be in use.
         while buffer in self._reducing or len(self._reducing) >= self._max_unsharded_grads:
-            actions.append((Verb.FREE, self._reducing.popleft()))
+            actions.append((ActionKind.FREE, self._reducing.popleft()))
         self._reducing.append(buffer)
-        return [*actions, (Verb.ALLOCATE, buffer)]
+        return [*actions, (ActionKind.ALLOCATE, buffer)]
 
     def last_gradient(self, buffer: int) -> list[Action]:
         """Note that all gradients of a buffer have arrived."""
-        actions = [(Verb.REDUCE, buffer)]
+        actions = [(ActionKind.REDUCE, buffer)]
         if self._last:
-            actions += [(Verb.GRAD_SYNC, bucket) for bucket in self._reduced.add(buffer)]
+            actions += [(ActionKind.GRAD_SYNC, bucket) for bucket in self._reduced.add(buffer)]
         index = self._unit_of[buffer]
         self._to_arrive[index] -= 1
         return actions + self._release_if_done(index)

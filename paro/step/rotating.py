@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from paro.step.actions import Move, SliceMove, Verb
+from paro.step.actions import ActionKind, Move, SliceMove
 from paro.step.gathering import ParamAllGatherPolicy
-from paro.step.slices import RingShape, SlicePolicy, Slot
+from paro.step.slices import RingShape, SlicePolicy, SliceSlot
 
 
 class RingStep(NamedTuple):
@@ -37,7 +37,7 @@ class RingStep(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartShape:
+class RotatingShape:
     """A part of the model that computes with one slice of its weights after another."""
 
     halves: tuple[tuple[int, ...], ...]  # buffers with whole slices, or with either half of them
@@ -49,7 +49,7 @@ class RotationShape:
     """The facts that decide the actions of a step where weights rotate; parts in forward order."""
 
     ring: RingShape
-    parts: tuple[PartShape, ...]
+    parts: tuple[RotatingShape, ...]
     trainable: tuple[int, ...]  # buffers that train
     replicated: tuple[int, ...]  # buffers that are whole on every rank (norms)
     # Facts about the order of events, which schedule.py needs and the engine meets in its hooks:
@@ -114,7 +114,7 @@ class RotationPolicy:
 
     def begin_evaluation(self) -> list[Move]:
         """Begin a forward without a backward."""
-        return [(Verb.WAIT, buffer) for buffer in self.shape.replicated]
+        return [(ActionKind.WAIT, buffer) for buffer in self.shape.replicated]
 
     def end_backward(self) -> list[Move]:
         """End a micro-batch."""
@@ -124,15 +124,15 @@ class RotationPolicy:
 
     def end_step(self) -> list[Move]:
         """Wait, after the last micro-batch, until all gradients are summed over all ranks."""
-        return [(Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable]
+        return [(ActionKind.WAIT_REDUCED, buffer) for buffer in self.shape.trainable]
 
     # Slices #
 
-    def slot(self, buffer: int, step: int) -> Slot:
+    def slot(self, buffer: int, step: int) -> SliceSlot:
         """Return the slot of a buffer's slice at a ring step, valid from `before_forward` on."""
         return self._slices[buffer].slot(step)
 
-    def grad_slot(self, buffer: int, step: int) -> Slot:
+    def grad_slot(self, buffer: int, step: int) -> SliceSlot:
         """Return the slot of the sum of gradients of a buffer's slice."""
         return self._slices[buffer].grad_slot(step)
 
@@ -167,7 +167,7 @@ class RotationPolicy:
             actions += _of(buffer, self._slices[buffer].after_backward(at.step))
             is_last = at.step == 0 and self.param_all_gathers.first_use[buffer] == at.part
             if self._last and is_last and buffer in self._trainable:
-                actions.append((Verb.GRAD_SYNC, buffer))
+                actions.append((ActionKind.GRAD_SYNC, buffer))
         return actions
 
     def _ask(self, at: RingStep, answer: Callable[[SlicePolicy], list[SliceMove]]) -> list[Move]:
@@ -195,7 +195,10 @@ class RotationPolicy:
         self._missing.remove(buffer)
         if buffer not in self.shape.replicated:
             return []
-        return [(Verb.REDUCE, buffer), *([(Verb.GRAD_SYNC, buffer)] if self._last else ())]
+        return [
+            (ActionKind.REDUCE, buffer),
+            *([(ActionKind.GRAD_SYNC, buffer)] if self._last else ()),
+        ]
 
 
 def _of(buffer: int, moves: list[SliceMove]) -> list[Move]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
-from paro.step.actions import Move, StepShape, Verb
+from paro.step.actions import ActionKind, Move, StepShape
 from paro.step.gathering import GatheringPolicy
 from paro.step.rotating import RotationPolicy, RotationShape
 
@@ -47,7 +47,7 @@ def step_schedule(
     """
     policy = policy_of(shape, updated_ahead)
     update: list[UnitActions] = [
-        ((Verb.UPDATE, buffer), *policy.param_all_gathers.updated(buffer))
+        ((ActionKind.UPDATE, buffer), *policy.param_all_gathers.updated(buffer))
         for buffer in shape.trainable
     ]
     update += [(action,) for action in policy.begin_step(num_micro_batches)]
@@ -63,7 +63,7 @@ def step_schedule(
     return StepSchedule(
         update=tuple(update),
         micro_batches=tuple(micro_batches),
-        end=tuple((action,) for action in (*policy.end_step(), (Verb.NORM, 0))),
+        end=tuple((action,) for action in (*policy.end_step(), (ActionKind.NORM, 0))),
     )
 
 
@@ -80,15 +80,15 @@ def _forward(policy: GatheringPolicy | RotationPolicy, index: int) -> Iterator[M
     if isinstance(policy, RotationPolicy):
         again = index in chain.from_iterable(policy.shape.recomputed)
         follows = index >= policy.shape.first_trained and not again
-        yield from _forward_slices(policy, index, Verb.FORWARD, backward_follows=follows)
+        yield from _forward_slices(policy, index, ActionKind.FORWARD, backward_follows=follows)
         return
     shape = policy.shape
     yield from policy.before_forward(index)
-    yield Verb.FORWARD, index
+    yield ActionKind.FORWARD, index
     if index in shape.grads_in_forward:
         for buffer in shape.units[index].trainable:
             yield from policy.first_gradient(buffer)
-        yield Verb.LOSS, index
+        yield ActionKind.LOSS, index
     yield from policy.after_forward(index, backward_follows=index >= shape.first_trained)
 
 
@@ -102,11 +102,11 @@ def _backward(policy: GatheringPolicy | RotationPolicy, index: int) -> Iterator[
     yield from policy.before_backward(index)
     for other in together:
         yield from policy.before_recompute(other)
-        yield Verb.RECOMPUTE, other
-    yield Verb.BACKWARD, index
+        yield ActionKind.RECOMPUTE, other
+    yield ActionKind.BACKWARD, index
     for buffer in trainable if index not in policy.shape.grads_in_forward else ():
         yield from policy.first_gradient(buffer)
-    yield Verb.GRADIENTS, index
+    yield ActionKind.GRADIENTS, index
     for buffer in trainable:
         yield from policy.last_gradient(buffer)
 
@@ -114,7 +114,7 @@ def _backward(policy: GatheringPolicy | RotationPolicy, index: int) -> Iterator[
 def _forward_slices(
     policy: RotationPolicy,
     index: int,
-    verb: Verb,
+    verb: ActionKind,
     *,
     backward_follows: bool,
     stops_early: bool = False,
@@ -133,15 +133,19 @@ def _backward_slices(policy: RotationPolicy, index: int, again: Iterable[int]) -
     for other in again:
         follows = other >= shape.first_trained
         yield from _forward_slices(
-            policy, other, Verb.RECOMPUTE, backward_follows=follows, stops_early=other == index
+            policy,
+            other,
+            ActionKind.RECOMPUTE,
+            backward_follows=follows,
+            stops_early=other == index,
         )
     for at in reversed(shape.ring_steps(index)):
         trainable = [buffer for buffer in shape.halves(index)[at.half] if buffer in shape.trainable]
         yield from policy.before_backward(at)
-        yield Verb.BACKWARD, index, at.half
+        yield ActionKind.BACKWARD, index, at.half
         for buffer in trainable:
             yield from policy.first_gradient(buffer)
-        yield Verb.GRADIENTS, index, at.half
+        yield ActionKind.GRADIENTS, index, at.half
         for buffer in trainable:
             yield from policy.last_gradient(buffer)
         yield from policy.after_backward()

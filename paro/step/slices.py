@@ -35,10 +35,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-from paro.step.actions import SliceMove, Verb
+from paro.step.actions import ActionKind, SliceMove
 
 
-class Slot(IntEnum):
+class SliceSlot(IntEnum):
     """A buffer for a slice, or a part of one."""
 
     SHARD = 0
@@ -82,10 +82,10 @@ class SlicePolicy:
         self._num_steps = shape.num_steps
         self._in_place = shape.in_place
         self._trainable = trainable
-        self._grad_scratch = Slot.SCRATCH if shape.shares_scratch else Slot.GRAD_SCRATCH
+        self._grad_scratch = SliceSlot.SCRATCH if shape.shares_scratch else SliceSlot.GRAD_SCRATCH
         self._state = SliceState.HOME
         self._shifted_back_to: int | None = None  # the step whose weights were last shifted back
-        self._allocated: set[Slot] = set()
+        self._allocated: set[SliceSlot] = set()
 
     # Forward #
 
@@ -98,43 +98,45 @@ class SlicePolicy:
         if step == 0:
             actions += self._begin_forward(shifts_back=shifts_back)
         elif not self._in_place:
-            actions.append((Verb.WAIT_SHIFTED,))
+            actions.append((ActionKind.WAIT_SHIFTED,))
         last = step + 1 == self._num_steps
         if self._state is SliceState.SHIFTING and last:
             self._state = SliceState.SHIFTED
         if not self._in_place and not last:
-            actions.append((Verb.SHIFT, self.slot(step), self.slot(step + 1)))
+            actions.append((ActionKind.SHIFT, self.slot(step), self.slot(step + 1)))
         return actions
 
     def _begin_forward(self, *, shifts_back: bool) -> list[SliceMove]:
         assert self._state is not SliceState.SHIFTED, "the slices have not been shifted back"
         self._state = SliceState.SHIFTING if shifts_back else SliceState.COPYING
-        actions: list[SliceMove] = [(Verb.WAIT,)]
+        actions: list[SliceMove] = [(ActionKind.WAIT,)]
         if self._in_place:
-            return actions + self._allocate(Slot.SCRATCH, *(() if shifts_back else (Slot.SPARE,)))
+            return actions + self._allocate(
+                SliceSlot.SCRATCH, *(() if shifts_back else (SliceSlot.SPARE,))
+            )
         needs_two = not shifts_back and self._num_steps > 2
-        actions += self._allocate(Slot.SPARE, *((Slot.SPARE_2,) if needs_two else ()))
-        if self.slot(0) is Slot.SPARE:
-            actions.append((Verb.COPY, Slot.SHARD, Slot.SPARE))
+        actions += self._allocate(SliceSlot.SPARE, *((SliceSlot.SPARE_2,) if needs_two else ()))
+        if self.slot(0) is SliceSlot.SPARE:
+            actions.append((ActionKind.COPY, SliceSlot.SHARD, SliceSlot.SPARE))
         return actions
 
     def after_forward(self, step: int) -> list[SliceMove]:
         """End the computation with a step's slice; in place, shift the slices."""
         if step + 1 < self._num_steps:
-            shift = (Verb.SHIFT, self.slot(step), self.slot(step + 1))
-            return [shift, (Verb.WAIT_SHIFTED,)] if self._in_place else []
+            shift = (ActionKind.SHIFT, self.slot(step), self.slot(step + 1))
+            return [shift, (ActionKind.WAIT_SHIFTED,)] if self._in_place else []
         if self._state is SliceState.COPYING:
             self._state = SliceState.HOME
-        return self._free(Slot.SPARE, Slot.SPARE_2, Slot.SCRATCH)
+        return self._free(SliceSlot.SPARE, SliceSlot.SPARE_2, SliceSlot.SCRATCH)
 
-    def slot(self, step: int) -> Slot:
+    def slot(self, step: int) -> SliceSlot:
         """Return the slot of the slice of a step."""
         if self._state in (SliceState.SHIFTING, SliceState.SHIFTED):
             at_home = self._in_place or (self._num_steps - 1 - step) % 2 == 0
-            return Slot.SHARD if at_home else Slot.SPARE
+            return SliceSlot.SHARD if at_home else SliceSlot.SPARE
         if step == 0:
-            return Slot.SHARD
-        return Slot.SPARE if self._in_place or step % 2 else Slot.SPARE_2
+            return SliceSlot.SHARD
+        return SliceSlot.SPARE if self._in_place or step % 2 else SliceSlot.SPARE_2
 
     # Backward #
 
@@ -148,22 +150,22 @@ class SlicePolicy:
         actions: list[SliceMove] = []
         if step + 1 == self._num_steps:
             # This slot is still allocated if a recomputed forward stopped early.
-            actions += self._allocate(Slot.SCRATCH if self._in_place else Slot.SPARE)
+            actions += self._allocate(SliceSlot.SCRATCH if self._in_place else SliceSlot.SPARE)
         elif not self._in_place:
-            actions.append((Verb.WAIT_SHIFTED,))
+            actions.append((ActionKind.WAIT_SHIFTED,))
         self._shifted_back_to = step
         if not self._in_place and step:
-            actions.append((Verb.SHIFT_BACK, self.slot(step), self.slot(step - 1)))
+            actions.append((ActionKind.SHIFT_BACK, self.slot(step), self.slot(step - 1)))
         return actions
 
     def first_gradient(self, step: int) -> list[SliceMove]:
         """Prepare the sum that rotates with a step's slice, before its first gradient is added."""
         actions = self.before_backward(step)  # not yet done if the forward was recomputed since
         if step + 1 < self._num_steps:
-            return actions if self._in_place else [*actions, (Verb.WAIT_GRADS,)]
-        second = self._grad_scratch if self._in_place else Slot.GRAD_2
-        actions += self._allocate(Slot.GRAD, second)
-        return [*actions, (Verb.ZERO_GAPS, Slot.GRAD, step)]
+            return actions if self._in_place else [*actions, (ActionKind.WAIT_GRADS,)]
+        second = self._grad_scratch if self._in_place else SliceSlot.GRAD_2
+        actions += self._allocate(SliceSlot.GRAD, second)
+        return [*actions, (ActionKind.ZERO_GAPS, SliceSlot.GRAD, step)]
 
     def after_backward(self, step: int) -> list[SliceMove]:
         """End the backward of a step: move its gradients on, or accumulate them at step 0."""
@@ -171,39 +173,42 @@ class SlicePolicy:
         if step == 0:
             return actions + self._end_backward()
         if self._in_place and self._state is SliceState.SHIFTED:
-            actions += [(Verb.SHIFT_BACK, Slot.SHARD, Slot.SHARD), (Verb.WAIT_SHIFTED,)]
+            actions += [
+                (ActionKind.SHIFT_BACK, SliceSlot.SHARD, SliceSlot.SHARD),
+                (ActionKind.WAIT_SHIFTED,),
+            ]
         if self._trainable:
             slots = self.grad_slot(step), self.grad_slot(step - 1)
-            actions.append((Verb.SHIFT_GRADS, *slots, self._grad_scratch))
+            actions.append((ActionKind.SHIFT_GRADS, *slots, self._grad_scratch))
             if self._in_place:
-                actions.append((Verb.WAIT_GRADS,))
+                actions.append((ActionKind.WAIT_GRADS,))
         return actions
 
-    def grad_slot(self, step: int) -> Slot:
+    def grad_slot(self, step: int) -> SliceSlot:
         """Return the slot of the sum of a step's gradients."""
         in_first = self._in_place or (self._num_steps - 1 - step) % 2 == 0
-        return Slot.GRAD if in_first else Slot.GRAD_2
+        return SliceSlot.GRAD if in_first else SliceSlot.GRAD_2
 
     def _end_backward(self) -> list[SliceMove]:
         actions: list[SliceMove] = []
         if self._state is SliceState.SHIFTED:
-            if self.slot(0) is Slot.SPARE:
-                actions.append((Verb.COPY, Slot.SPARE, Slot.SHARD))
-            actions += self._free(Slot.SPARE, Slot.SCRATCH)
+            if self.slot(0) is SliceSlot.SPARE:
+                actions.append((ActionKind.COPY, SliceSlot.SPARE, SliceSlot.SHARD))
+            actions += self._free(SliceSlot.SPARE, SliceSlot.SCRATCH)
             self._state, self._shifted_back_to = SliceState.HOME, None
         if self._trainable:
-            actions.append((Verb.ACCUMULATE, self.grad_slot(0)))
-            actions += self._free(Slot.GRAD, Slot.GRAD_2, self._grad_scratch)
+            actions.append((ActionKind.ACCUMULATE, self.grad_slot(0)))
+            actions += self._free(SliceSlot.GRAD, SliceSlot.GRAD_2, self._grad_scratch)
         return actions
 
     # Memory #
 
-    def _allocate(self, *slots: Slot) -> list[SliceMove]:
+    def _allocate(self, *slots: SliceSlot) -> list[SliceMove]:
         new = [slot for slot in slots if slot not in self._allocated]
         self._allocated.update(new)
-        return [(Verb.ALLOCATE_SLOT, slot) for slot in new]
+        return [(ActionKind.ALLOCATE_SLOT, slot) for slot in new]
 
-    def _free(self, *slots: Slot) -> list[SliceMove]:
+    def _free(self, *slots: SliceSlot) -> list[SliceMove]:
         old = [slot for slot in slots if slot in self._allocated]
         self._allocated.difference_update(old)
-        return [(Verb.FREE_SLOT, slot) for slot in old]
+        return [(ActionKind.FREE_SLOT, slot) for slot in old]

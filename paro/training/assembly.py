@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from data.batch import Fetch
+from data.batch import BatchFetcher
 from data.blend import starts_of
 from data.config import DataConfig
 from data.loader import Datasets, MicroBatches, Samples, SplitCounts, build_datasets
@@ -42,11 +42,11 @@ from paro.sharding.shards import Initializer, ShardingContext
 from paro.spec.run_spec import RunSpec, groups_of
 from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.units import registered_param_buffers, shape_of_run, units_of_run
-from paro.step.actions import Verb
+from paro.step.actions import ActionKind
 from paro.step.gathering import GatheringPolicy
 from paro.step.schedule import policy_of
 from paro.topology import StreamKind
-from paro.training.loop import HeldOut, Sources
+from paro.training.loop import BatchSources, HeldOutData
 from paro.training.step import Training, TrainState, last_iteration
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _spread(
     policy = policy_of(shape_of_run(run, units), run.updated_ahead)
     if isinstance(policy, GatheringPolicy):
         return ShardedModel(model, make_sharded_units(model, specs, context), policy, timers)
-    (span,) = {one.span for spec in specs for one in spec.collectives[Verb.GATHER]}
+    (span,) = {one.span for spec in specs for one in spec.collectives[ActionKind.GATHER]}
     ring = Ring(context.collectives.groups, StreamKind.ROTATE, span)
     rotated = make_rotated_units(model, specs, context, ring)
     return RotatedModel(model, rotated, policy, timers, unit_specs(model.config))
@@ -204,7 +204,7 @@ def build_sources(
     state: TrainState,
     *,
     trained_on: Container[str] | None = None,
-) -> Sources:
+) -> BatchSources:
     """Build this rank's micro-batches of every split, from the samples that `state` has consumed.
 
     `trained_on`: fingerprints of the tokenizers that the loaded model was trained on, if known.
@@ -213,11 +213,11 @@ def build_sources(
     batches, rank, layout = config.batches, training.control.world.rank, config.context.layout
     ranges = layout.ranges(rank, config.data.seq_length)
 
-    def fetch(samples: Samples) -> Fetch:
+    def fetch(samples: Samples) -> BatchFetcher:
         cut = ranges if layout.size > 1 else None
-        return Fetch(samples, config.data, config.eod, ranges=cut)
+        return BatchFetcher(samples, config.data, config.eod, ranges=cut)
 
-    def read(fetch: Fetch, size: int, consumed: int) -> MicroBatches:
+    def read(fetch: BatchFetcher, size: int, consumed: int) -> MicroBatches:
         return MicroBatches(
             fetch,
             micro_batch_size=size,
@@ -228,19 +228,19 @@ def build_sources(
             pin_memory=training.device.type == "cuda",
         )
 
-    def hold_out(samples: Samples, consumed: int, *, whole: bool, name: str = "") -> HeldOut:
+    def hold_out(samples: Samples, consumed: int, *, whole: bool, name: str = "") -> HeldOutData:
         size = batches.eval_micro_batch
         at_once = size * batches.data_parallel_size
         counts = datasets.token_bytes(samples, config.vocab_size, trained_on)
         scored = replace(fetch(samples), whole=whole, token_bytes=counts)
-        return HeldOut(
+        return HeldOutData(
             name=name or None,
             batches=read(scored, size, 0 if whole else consumed),
             num_micro_batches=-(-len(samples) // at_once) if whole else None,
         )
 
     consumed, whole = state.consumed_valid_samples, config.data.full_validation
-    return Sources(
+    return BatchSources(
         train=read(fetch(datasets.train), batches.micro_batch_size, state.consumed_train_samples),
         valid=tuple(
             hold_out(samples, consumed, whole=whole, name=name)

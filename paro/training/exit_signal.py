@@ -11,7 +11,7 @@ from typing import NamedTuple
 from paro.config.train import TrainConfig
 
 
-class Reasons(NamedTuple):
+class ExitReasons(NamedTuple):
     """The reasons of a rank to exit early."""
 
     signalled: bool = False
@@ -26,14 +26,14 @@ class Reasons(NamedTuple):
         return self.signalled or self.late or self.unsaved
 
     @classmethod
-    def summed(cls, sums: Mapping[str, float]) -> Reasons:
+    def summed(cls, sums: Mapping[str, float]) -> ExitReasons:
         """Return the reasons that any rank has, from sums over the ranks by field."""
         signalled, late, unsaved = (sums[name] > 0.0 for name in cls._fields[:3])
         return cls(signalled, late, unsaved, int(sums["stop_after"]))
 
-    def joined(self, other: Reasons) -> Reasons:
+    def joined(self, other: ExitReasons) -> ExitReasons:
         """Return the reasons that either has."""
-        return Reasons._make(map(max, self, other))
+        return ExitReasons._make(map(max, self, other))
 
 
 class ExitSignal:

@@ -15,13 +15,13 @@ import numpy as np
 from paro.checkpoint.in_memory.recovery import Recovery
 from paro.errors import count_text
 from paro.files.schema import conform
-from paro.optim.outer import EndedRound
+from paro.optim.outer import OuterRoundResult
 from paro.report.record import GroupsRecord, IterationRecord
 from paro.schedule.loss_scale import LossScaleState
-from paro.schedule.movement import UsualMovement
+from paro.schedule.movement import MovementStatistics
 from paro.schedule.step_checks import Expectation
 from paro.spec.states import SHARED_BY_GROUPS, FlatShard
-from paro.training.exit_signal import Reasons
+from paro.training.exit_signal import ExitReasons
 from paro.training.step import Training, TrainState
 
 # [Note: the step after which groups stop]
@@ -48,9 +48,9 @@ class GroupsAlone:
         self._store = training.control.store if outer.is_on and self._is_first else None
         self._counted = 0
         self._stop_after = 0  # the iteration after which all groups stop; 0: none
-        self._reasons = Reasons()  # of this group's ranks since the run began
+        self._reasons = ExitReasons()  # of this group's ranks since the run began
         # Iterations since the last log line, each with the round that ended in it.
-        self._records: list[tuple[IterationRecord, EndedRound | None]] = []
+        self._records: list[tuple[IterationRecord, OuterRoundResult | None]] = []
 
     def is_behind(self, iteration: int) -> bool:
         """Return whether another group had ended `iteration` before this run started."""
@@ -60,7 +60,7 @@ class GroupsAlone:
         """Return whether groups train alone in the step that ends `iteration`."""
         return self._training.control_of_step(iteration - 1) is not self._control
 
-    def reasons(self, of_rank: Reasons, iteration: int) -> Reasons:
+    def reasons(self, of_rank: ExitReasons, iteration: int) -> ExitReasons:
         """Add the step after which all groups stop, if any wants to, to a rank's reasons to stop.
 
         Counts the step that this group is about to end, `iteration`. The call waits for another
@@ -79,7 +79,7 @@ class GroupsAlone:
         is_marked = wants_to_stop or counted >= _MARK
         return of_rank._replace(stop_after=int(store.get(_STEP)) if is_marked else 0)
 
-    def reasons_of_all(self, reasons: Reasons, iteration: int) -> Reasons:
+    def reasons_of_all(self, reasons: ExitReasons, iteration: int) -> ExitReasons:
         """Return the reasons for which all groups stop after `iteration`; `reasons` are of a step.
 
         Collective over all groups at the step after which they stop.
@@ -89,9 +89,9 @@ class GroupsAlone:
         self._reasons = self._reasons.joined(reasons)
         self._stop_after = reasons.stop_after or self._stop_after
         if iteration != self._stop_after:
-            return Reasons()
+            return ExitReasons()
         # All groups are at this step now, and must do the same from here on.
-        return reduce(Reasons.joined, self._control.gather(self._reasons))
+        return reduce(ExitReasons.joined, self._control.gather(self._reasons))
 
     def left_out_line(self, iteration: int) -> str | None:
         """Say which groups the round that begins after `iteration` leaves out; None if none."""
@@ -136,7 +136,7 @@ class GroupsAlone:
 
 
 def _of_groups(
-    record: IterationRecord, ended: EndedRound | None, rows: Sequence[Sequence[float]]
+    record: IterationRecord, ended: OuterRoundResult | None, rows: Sequence[Sequence[float]]
 ) -> IterationRecord:
     """Return the record of a step of all groups, and of the round that ended in it."""
     *measured, skipped, (square, *_) = rows
@@ -169,7 +169,7 @@ class GroupState:
     num_optimizer_steps: int
     taken: tuple[bool, ...]  # whether each group takes part in the outer round in flight
     in_flight: int | None  # the fragment whose round has begun and not ended
-    usual: tuple[UsualMovement, ...] = ()  # of each fragment; the groups' are equal
+    usual: tuple[MovementStatistics, ...] = ()  # of each fragment; the groups' are equal
 
 
 def shared_shards(training: Training) -> Iterator[FlatShard]:

@@ -22,14 +22,14 @@ from paro.report.watchdog import Observer
 from paro.schedule.step_checks import (
     Expectation,
     StepChecksConfig,
-    Verdict,
+    StepVerdict,
     most_grad_norm,
     most_loss,
     reason_to_stop,
 )
 from paro.topology import WaitKind
 from paro.training.evaluation import evaluate
-from paro.training.exit_signal import ExitSignal, Reasons
+from paro.training.exit_signal import ExitReasons, ExitSignal
 from paro.training.groups_alone import GroupsAlone
 from paro.training.in_memory import InMemoryCheckpointer
 from paro.training.replicas import check_replicas
@@ -40,7 +40,7 @@ _STARTED = time.monotonic()  # load time of the script, from which --exit-durati
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOut:
+class HeldOutData:
     """A held-out data set, and the number of micro-batches that an evaluation reads of it."""
 
     name: str | None = None  # the data set's name in reports if there are several
@@ -49,12 +49,12 @@ class HeldOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sources:
+class BatchSources:
     """A rank's micro-batches of every split; `valid` and `test` may be empty."""
 
     train: Iterator[Batch]
-    valid: tuple[HeldOut, ...]
-    test: tuple[HeldOut, ...]
+    valid: tuple[HeldOutData, ...]
+    test: tuple[HeldOutData, ...]
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class Loop:
 
     training: Training
     state: TrainState
-    sources: Sources
+    sources: BatchSources
     report: Report
     _: KW_ONLY
     saving: Saver | None
@@ -173,7 +173,7 @@ class Loop:
             loss_scale=scale,
             iteration_time_ms=seconds * 1000.0,
             skipped=result.skipped,
-            has_tokens=result.verdict not in (Verdict.NO_TOKENS, Verdict.ASKED),
+            has_tokens=result.verdict not in (StepVerdict.NO_TOKENS, StepVerdict.ASKED),
             intra_bytes=result.sent.intra,
             inter_bytes=result.sent.inter,
             num_zeros=result.num_zeros,
@@ -188,7 +188,7 @@ class Loop:
             self.report.interrupted()
         for each in self._groups.records(record, due=due):
             self.report.iteration(each)
-        if result.skipped and result.verdict not in (Verdict.OVERFLOW, Verdict.NOT_FINITE):
+        if result.skipped and result.verdict not in (StepVerdict.OVERFLOW, StepVerdict.NOT_FINITE):
             self.report.log.log_last(_skip_line(record, result.verdict, expected, training.checks))
         if (left_out := self._groups.left_out_line(state.iteration)) is not None:
             self.report.log.log_last(left_out)
@@ -290,7 +290,7 @@ class Loop:
         return self.training.config.eval_iters * self.training.batches.eval_batch
 
     def _evaluate(
-        self, sets: tuple[HeldOut, ...], *, begin: int, data_set: str | None = None
+        self, sets: tuple[HeldOutData, ...], *, begin: int, data_set: str | None = None
     ) -> bool:
         """Evaluate every set; return whether a later evaluation continues where this one ended.
 
@@ -317,13 +317,13 @@ class Loop:
             )
         return any(held_out.num_micro_batches is None for held_out in sets)
 
-    def _reasons(self) -> Reasons:
+    def _reasons(self) -> ExitReasons:
         """Return this rank's reasons to exit, once its last snapshot is complete."""
         if self.snapshots is not None:
             with self.training.timers.measure("non-persistent-save"):
                 self.snapshots.wait()  # see [Note: snapshots]
         minutes = self.training.config.exit_duration_in_mins
-        reasons = Reasons(
+        reasons = ExitReasons(
             signalled=self._signal.name is not None,
             late=minutes is not None and time.monotonic() - _STARTED > minutes * 60.0,
             unsaved=self.saving is not None and self.saving.failed,
@@ -346,12 +346,12 @@ class Loop:
 
 
 def _skip_line(
-    record: IterationRecord, verdict: Verdict, expected: Expectation, checks: StepChecksConfig
+    record: IterationRecord, verdict: StepVerdict, expected: Expectation, checks: StepChecksConfig
 ) -> str:
     """Say why a step is skipped, of which samples; `expected` is from the steps before it."""
     first, last = record.consumed_samples - record.global_batch_size + 1, record.consumed_samples
     line = f" iteration {record.iteration} is skipped: {verdict.value} |"
-    if verdict in (Verdict.SPIKY_LOSS, Verdict.LARGE_GRADS):
+    if verdict in (StepVerdict.SPIKY_LOSS, StepVerdict.LARGE_GRADS):
         line += (
             f" lm loss: {record.lm_loss:.6E}, usual {expected.loss:.6E}, "
             f"at most {most_loss(checks, expected):.6E} | "

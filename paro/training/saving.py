@@ -16,7 +16,7 @@ from paro.checkpoint.folder_lock import LockLostError
 from paro.distributed.world import read_job_id
 from paro.errors import RunError, StorageError, UserError
 from paro.files.object_store import path_of, store_timeout
-from paro.files.waits import Wait
+from paro.files.waits import LimitedWait
 from paro.optim.finite import not_finite
 from paro.report.earlier import next_number
 from paro.report.log import Log
@@ -206,7 +206,7 @@ class Saver:
         """
         interval = self._config.checkpoint.save_retain_interval
         with store_timeout(
-            Wait.limit_seconds / 3
+            LimitedWait.limit_seconds / 3
         ):  # other ranks wait meanwhile, for the limit at most
             if interval is not None and good is not None and self._ranks.is_first_of_folder:
                 # A failed removal does not stop the run; a lost lock makes the write below fail.

@@ -17,7 +17,7 @@ from model.lora import drops_of
 from paro.collectives.quantized import FORGOTTEN_AFTER
 from paro.config.train import TrainConfig
 from paro.distributed.control import Control
-from paro.distributed.exposed_time import Exposed, Exposure
+from paro.distributed.exposed_time import ExposedTime, ExposedTimer
 from paro.distributed.groups import ByteCounter, Groups
 from paro.distributed.timers import Timers
 from paro.optim.optimizer import ParoOptimizer
@@ -30,10 +30,16 @@ from paro.schedule.loss_scale import (
     update_loss_scale,
 )
 from paro.schedule.lr_schedule import ScheduleConfig
-from paro.schedule.step_checks import Expectation, StepChecksConfig, Verdict, expect_after, judge
+from paro.schedule.step_checks import (
+    Expectation,
+    StepChecksConfig,
+    StepVerdict,
+    expect_after,
+    judge,
+)
 from paro.sharding.distributed_model import DistributedModel
 from paro.topology import Sent
-from paro.training.exit_signal import Reasons
+from paro.training.exit_signal import ExitReasons
 from paro.training.micro_batches import TimedBatches, TokenWeights
 from paro.training.nan_trace import origin_of
 
@@ -59,7 +65,7 @@ class TrainState:
 class OwnTimes(RankTimes):
     """Times of one rank in a step: its waits by kind, and whether its loss is finite."""
 
-    exposed: Exposed = field(default_factory=Exposed)
+    exposed: ExposedTime = field(default_factory=ExposedTime)
     loss_is_finite: bool = True
 
 
@@ -80,21 +86,25 @@ class StepResult:
 
     loss: float
     grad_norm: float
-    verdict: Verdict  # result of the step checks, equal on all ranks
+    verdict: StepVerdict  # result of the step checks, equal on all ranks
     sent: Sent
     num_zeros: float | None = None  # gradient elements equal to 0; None unless logged and finite
     params_norm: float | None = None  # L2 norm of parameters after the step; None unless logged
     z_loss: float | None = None  # mean z-loss, which `loss` is without; None: --z-loss-weight is 0
-    reasons: Reasons = field(default_factory=Reasons)  # reasons to exit of any rank, OR-reduced
+    reasons: ExitReasons = field(
+        default_factory=ExitReasons
+    )  # reasons to exit of any rank, OR-reduced
     data_wait_seconds: float = 0.0  # seconds of waiting for batches, mean over ranks
-    exposed: Exposed = field(default_factory=Exposed)  # exposed communication, mean over ranks
+    exposed: ExposedTime = field(
+        default_factory=ExposedTime
+    )  # exposed communication, mean over ranks
     own: OwnTimes = field(default_factory=OwnTimes)
     origin: str | None = None  # of what is not finite, by --trace-nan
 
     @property
     def skipped(self) -> bool:
         """True if the parameter update was skipped, on all ranks."""
-        return self.verdict is not Verdict.FINE
+        return self.verdict is not StepVerdict.FINE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +126,7 @@ class Training:
     group_control: Control  # over the ranks of this rank's group, with outer steps; else over all
 
     @property
-    def exposure(self) -> Exposure:
+    def exposure(self) -> ExposedTimer:
         return self.model.context.exposure
 
     @property
@@ -151,7 +161,7 @@ def train_step(
     state: TrainState,
     micro_batches: Iterator[Batch],
     *,
-    reasons: Callable[[], Reasons] = Reasons,
+    reasons: Callable[[], ExitReasons] = ExitReasons,
 ) -> StepResult:
     """Run one optimizer step: micro-batches, one all-reduce of scalars, the update unless skipped.
 
@@ -182,14 +192,14 @@ def train_step(
     )
     sent = training.traffic.take()  # the param all-gather below counts for the next step
     origin = None
-    if verdict is Verdict.NOT_FINITE and timed.kept is not None:
+    if verdict is StepVerdict.NOT_FINITE and timed.kept is not None:
         origin = _trace(training, state, timed.kept)
-    if verdict is Verdict.FINE:
+    if verdict is StepVerdict.FINE:
         _update(training, state, grad_norm=grad_norm, unscale=unscale)
     else:  # drop the errors of quantized gradients that were not applied, maybe not even finite
         training.model.forget_grad_errors()
     _advance(training, state, verdict, loss=loss, grad_norm=grad_norm)
-    has_zeros = verdict not in (Verdict.OVERFLOW, Verdict.NOT_FINITE, Verdict.NO_TOKENS)
+    has_zeros = verdict not in (StepVerdict.OVERFLOW, StepVerdict.NOT_FINITE, StepVerdict.NO_TOKENS)
     return StepResult(
         loss=loss,
         grad_norm=grad_norm,
@@ -198,7 +208,7 @@ def train_step(
         num_zeros=sums.get("num_zeros") if has_zeros else None,
         params_norm=_params_norm(training, control) if training.config.log_params_norm else None,
         z_loss=sums["z_loss"] * unscale if "z_loss" in sums else None,
-        reasons=Reasons.summed(sums),
+        reasons=ExitReasons.summed(sums),
         data_wait_seconds=sums["data_wait"] / control.world.size,
         origin=origin,
         exposed=exposed,
@@ -207,7 +217,10 @@ def train_step(
 
 
 def _pass_over(
-    training: Training, state: TrainState, source: Iterator[Batch], reasons: Callable[[], Reasons]
+    training: Training,
+    state: TrainState,
+    source: Iterator[Batch],
+    reasons: Callable[[], ExitReasons],
 ) -> StepResult:
     """Read the samples of a step and use them for nothing, as --iterations-to-skip asks."""
     timed = TimedBatches(source, training.device, training.timers)
@@ -215,33 +228,33 @@ def _pass_over(
         next(timed)
     control, mine = training.control_of_step(state.iteration), reasons()._asdict()
     sums = control.sum([float(each) for each in mine.values()])
-    _advance(training, state, Verdict.ASKED, loss=math.nan, grad_norm=math.nan)
+    _advance(training, state, StepVerdict.ASKED, loss=math.nan, grad_norm=math.nan)
     return StepResult(
         loss=math.nan,
         grad_norm=math.nan,
-        verdict=Verdict.ASKED,
+        verdict=StepVerdict.ASKED,
         sent=training.traffic.take(),
-        reasons=Reasons.summed(dict(zip(mine, sums, strict=True))),
+        reasons=ExitReasons.summed(dict(zip(mine, sums, strict=True))),
         exposed=training.exposure.take(),
     )
 
 
 def _advance(
-    training: Training, state: TrainState, verdict: Verdict, *, loss: float, grad_norm: float
+    training: Training, state: TrainState, verdict: StepVerdict, *, loss: float, grad_norm: float
 ) -> None:
     """Count a step with this verdict, and begin and end the outer rounds that are due after it."""
     batch_size = training.batches.batch_size_at(state.consumed_train_samples)
     alone = training.control_of_step(state.iteration) is not training.control
     # Alone every step counts: groups have one learning rate.
-    if verdict is Verdict.FINE or (alone and verdict is not Verdict.ASKED):
+    if verdict is StepVerdict.FINE or (alone and verdict is not StepVerdict.ASKED):
         state.scheduled_samples += batch_size
     state.iteration += 1
     training.optimizer.end_step(state.iteration, training.control)
     _empty_cache(training, from_level=2)
     state.consumed_train_samples += batch_size
     state.expected = expect_after(state.expected, verdict, loss=loss, grad_norm=grad_norm)
-    if verdict is not Verdict.ASKED:
-        nonfinite = verdict in (Verdict.OVERFLOW, Verdict.NOT_FINITE)
+    if verdict is not StepVerdict.ASKED:
+        nonfinite = verdict in (StepVerdict.OVERFLOW, StepVerdict.NOT_FINITE)
         state.loss_scale = update_loss_scale(
             training.loss_scale, state.loss_scale, found_nonfinite=nonfinite
         )
@@ -253,8 +266,8 @@ def _add_up(
     loss_sum: Tensor,
     weigh: TokenWeights,
     data_wait: float,
-    reasons: Callable[[], Reasons],
-) -> tuple[dict[str, float], Exposed, OwnTimes]:
+    reasons: Callable[[], ExitReasons],
+) -> tuple[dict[str, float], ExposedTime, OwnTimes]:
     """Sum scalars over the ranks of `control`, which train synchronously, in one all-reduce.
 
     Also return mean exposed times and this rank's own times.
@@ -298,7 +311,7 @@ def _add_up(
         agreement=agreement,
         loss_is_finite=math.isfinite(own_loss),
     )
-    return sums, Exposed(**means), times
+    return sums, ExposedTime(**means), times
 
 
 def _update(training: Training, state: TrainState, *, grad_norm: float, unscale: float) -> None:

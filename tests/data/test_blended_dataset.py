@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from data import blended_dataset
-from data.batch import Fetch, Sample
+from data.batch import BatchFetcher, Sample
 from data.blend import Blend, parse_blend, read_blend, read_blend_per_split, read_phases
 from data.blended_dataset import BlendIndices, blend_samples
 from data.index_cache import CacheEntry, cached
 from paro.errors import UserError, describe, is_storage_failure
 from paro.files import waits
-from paro.files.waits import Wait
+from paro.files.waits import LimitedWait
 from tests.data.test_loader import NUM_WORKERS, Numbered, batches_of, built, samples_in
 from tests.helpers.refusals import refused
 
@@ -231,7 +231,7 @@ def test_an_error_in_the_data_stays_one_line(error: Exception, told: str, num_wo
 def test_an_error_of_the_system_that_is_no_disks_keeps_its_traceback() -> None:
     broken = Numbered(broken_at=0, error=OSError(errno.EBADF, "Bad file descriptor"))
     with pytest.raises(OSError, match="Bad file descriptor"):
-        Fetch(broken, None)[range(1)]
+        BatchFetcher(broken, None)[range(1)]
 
 
 def test_a_blend_may_have_more_files_than_the_limit(prefix: str) -> None:
@@ -278,7 +278,7 @@ class Index(NamedTuple):
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Wait, "limit_seconds", 0.4)
+    monkeypatch.setattr(LimitedWait, "limit_seconds", 0.4)
     monkeypatch.setattr(waits, "NOTICE_AFTER_SECONDS", 0.1)
 
 
@@ -327,9 +327,9 @@ def test_a_worker_on_a_dead_file_system_ends_in_one_line(
     samples.path = tmp_path / "fifo"
     os.mkfifo(samples.path)
     batches = batches_of(samples, num_workers=1)
-    monkeypatch.setattr(Wait, "limit_seconds", 30.0)  # a worker starts
+    monkeypatch.setattr(LimitedWait, "limit_seconds", 30.0)  # a worker starts
     next(batches), next(batches)
-    monkeypatch.setattr(Wait, "limit_seconds", 0.4)
+    monkeypatch.setattr(LimitedWait, "limit_seconds", 0.4)
     with pytest.raises(TimeoutError, match="for a batch from 1 processes that read") as caught:
         next(batches)
     assert caught.value.errno == errno.ETIMEDOUT

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.batch import Fetch, Sample
+from data.batch import BatchFetcher, Sample
 from data.config import DataConfig, DocumentRules
 from data.loader import Batch, Datasets, MicroBatches, Samples, SplitCounts, build_datasets
 from tests.helpers.corpora import write_corpus
@@ -47,8 +47,8 @@ class Numbered:
 
 def batches_of(samples: Samples | None = None, **fields: Any) -> MicroBatches:
     """Of numbered samples, one by one, unless other fields are given."""
-    of_fetch = {name: fields.pop(name) for name in {*fields} & {*Fetch.__annotations__}}
-    fetch = Fetch(samples or Numbered(), **of_fetch)
+    of_fetch = {name: fields.pop(name) for name in {*fields} & {*BatchFetcher.__annotations__}}
+    fetch = BatchFetcher(samples or Numbered(), **of_fetch)
     return MicroBatches(fetch, **{"micro_batch_size": 1} | fields)
 
 

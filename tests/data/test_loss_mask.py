@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.batch import Fetch, MockDataset, Sample
+from data.batch import BatchFetcher, MockDataset, Sample
 from data.config import DataConfig, DocumentRules
 from data.gpt_dataset import check_answers
 from data.loader import Datasets, MicroBatches
@@ -244,7 +244,7 @@ def test_one_sample(flags: tuple[bool, bool, bool], tokens: list[int]) -> None:
         eod_mask_loss=flags[0], reset_position_ids=flags[1], reset_attention_mask=flags[2]
     )
     hidden, loss_mask, positions = megatron_masks(tokens, rules)
-    mine = Fetch([Sample(np.array([*tokens, 0]))], rules, END)[range(1)]
+    mine = BatchFetcher([Sample(np.array([*tokens, 0]))], rules, END)[range(1)]
     assert mine.loss_mask_BS[0].tolist() == loss_mask.tolist()
     if rules.reset_position_ids:
         assert mine.positions_BS[0].tolist() == positions.tolist()

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 
 from data.block_checksums import BlockSums
-from paro.arguments.megatron import RULES, Outcome
+from paro.arguments.megatron import RULES, FlagTreatment
 from paro.arguments.parser import build_parser
 from paro.checkpoint import folder_lock
 from tests.fixtures.write import FIXTURES, MODEL
@@ -39,7 +39,7 @@ DRY = "--dry-run --world-size 4"
 OTHER_FLAGS = [
     argparse.Action([rule.flag.replace("*", "x")], "", nargs="*")
     for rule in RULES
-    if rule.outcome is not Outcome.ACCEPTED
+    if rule.outcome is not FlagTreatment.ACCEPTED
 ]
 
 

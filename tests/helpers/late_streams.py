@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from paro.collectives.scheduled import Scratch
+from paro.collectives.scheduled import MessageBuffers
 from paro.distributed.comm_stream import AllEvents, Event, Job, Stage
 from paro.sharding.buffers import ElasticBuffer
 
@@ -160,7 +160,7 @@ def poisoned_buffers() -> Iterator[None]:
         ElasticBuffer.__init__,
         ElasticBuffer.alloc,
         ElasticBuffer.free,
-        Scratch.slot,
+        MessageBuffers.slot,
     )
 
     def noted_make(self: ElasticBuffer, *args: Any, **kwargs: Any) -> None:
@@ -176,7 +176,7 @@ def poisoned_buffers() -> Iterator[None]:
         free(self)
         _FREED[self] += 1
 
-    def poisoned_slot(self: Scratch, number: int, *args: Any) -> Tensor:
+    def poisoned_slot(self: MessageBuffers, number: int, *args: Any) -> Tensor:
         had = self._slots.get(number)
         result = slot(self, number, *args)
         if self._slots[number] is not had:
@@ -187,7 +187,7 @@ def poisoned_buffers() -> Iterator[None]:
         patch.object(ElasticBuffer, "__init__", noted_make),
         patch.object(ElasticBuffer, "alloc", poisoned_alloc),
         patch.object(ElasticBuffer, "free", noted_free),
-        patch.object(Scratch, "slot", poisoned_slot),
+        patch.object(MessageBuffers, "slot", poisoned_slot),
     ):
         try:
             yield

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paro.collectives.interface import Collectives, Request
+from paro.collectives.interface import CollectiveRequest, Collectives
 from paro.collectives.schedule import Op, Schedule
 from paro.distributed.comm_stream import Event
 from paro.topology import AxisSpan
@@ -15,21 +15,21 @@ from paro.topology import AxisSpan
 
 def all_gather(collectives: Collectives, whole: Tensor, span: AxisSpan, **more: Any) -> Event:
     """Fills `whole`; `more` are fields of the request."""
-    return collectives.run(Request(Op.ALL_GATHER, whole, span, whole.dtype, **more))
+    return collectives.run(CollectiveRequest(Op.ALL_GATHER, whole, span, whole.dtype, **more))
 
 
 def reduce_scatter(
     collectives: Collectives, whole: Tensor, span: AxisSpan, dtype: torch.dtype, **more: Any
 ) -> Event:
     """Writes the sum to this rank's shard of `whole`; `more` are fields of the request."""
-    return collectives.run(Request(Op.REDUCE_SCATTER, whole, span, dtype, **more))
+    return collectives.run(CollectiveRequest(Op.REDUCE_SCATTER, whole, span, dtype, **more))
 
 
 def all_reduce(
     collectives: Collectives, whole: Tensor, span: AxisSpan, dtype: torch.dtype
 ) -> Event:
     """Writes the sum to all of `whole`."""
-    return collectives.run(Request(Op.ALL_REDUCE, whole, span, dtype))
+    return collectives.run(CollectiveRequest(Op.ALL_REDUCE, whole, span, dtype))
 
 
 def sent_fraction(schedule: Schedule, num_places: int, num_chunks: int, level: int) -> float:

@@ -32,7 +32,7 @@ from paro.distributed.world import World
 from paro.launch.placement import check_placement
 from paro.layout import split_range
 from paro.report.log import Log
-from paro.sharding.buffers import Ledger
+from paro.sharding.buffers import BufferCounters
 from paro.spec.states import PARAM
 from paro.training.assembly import build_data, build_sources, build_training
 from paro.training.resume import FROM_NOTHING, Resumed
@@ -94,7 +94,7 @@ class Trained:
     # Whole, fp32: the optimizer's master parameters if it has them, and averages as ema.NAME.
     parameters: dict[str, Tensor]
     model_state_bytes: int
-    ledger: Ledger  # after training
+    ledger: BufferCounters  # after training
     slice_bytes: int = 0  # of parameters, for the largest part that rotates
     # By parameter: the norm of its change. Of a single process, to which others are compared.
     movements: dict[str, float] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from model.attention import Documents, SavedAttention, attend, documents_of
 from model.block_attention import (
     CausalAttention,
     Gpu,
-    Partial,
+    PartialAttention,
     attend_block,
     attend_saving,
     block_grads,
@@ -119,7 +119,7 @@ def test_one_call_takes_what_flash_attention_takes(
     def flash_grads(*args: Any) -> list[Tensor]:
         *tensors, out, lse_NT = args[:6]
         check("backward", *args[6:])
-        whole = Partial(out[None], lse_NT.t()[None])
+        whole = PartialAttention(out[None], lse_NT.t()[None])
         grad, q, k, v = (part[None] for part in tensors)
         grads = CausalAttention(Documents(LENGTHS)).grads(grad, (q, k, v), whole)
         return [part[0] for part in grads]
@@ -224,9 +224,9 @@ def a_part(parts: Sequence[Tensor], *, causal: bool, flash: bool = False) -> lis
     """Output, log-sum-exp and gradients of some keys, where there are other keys, too."""
     q, k, v, grad, *others = parts
     own = attend_block((q, k, v), causal=causal, flash=flash)
-    whole = Partial(own.out_BSNH.to(torch.float32, copy=True), own.lse_BSN.clone())
+    whole = PartialAttention(own.out_BSNH.to(torch.float32, copy=True), own.lse_BSN.clone())
     whole.merge_(attend_block((q, *others), flash=flash))
-    given = Partial(whole.out_BSNH.to(q.dtype), whole.lse_BSN)
+    given = PartialAttention(whole.out_BSNH.to(q.dtype), whole.lse_BSN)
     return [*own, *block_grads(grad, (q, k, v), given, causal=causal, flash=flash)]
 
 
@@ -278,13 +278,15 @@ def test_what_is_kept_is_attention(
 # Blocks
 
 
-def two_blocks(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Partial, list[Tensor]]:
+def two_blocks(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor
+) -> tuple[PartialAttention, list[Tensor]]:
     """Causal attention of the last queries: the keys before them, and their own."""
     late, early, own = slice(CUT, None), slice(CUT), (slice(None), slice(CUT, None))
     first = attend_block((q[:, late], k[:, early], v[:, early]))
-    whole = Partial(first.out_BSNH.float(), first.lse_BSN)
+    whole = PartialAttention(first.out_BSNH.float(), first.lse_BSN)
     whole.merge_(attend_block((q[own], k[own], v[own]), causal=True))
-    total = Partial(whole.out_BSNH.to(q.dtype), whole.lse_BSN)
+    total = PartialAttention(whole.out_BSNH.to(q.dtype), whole.lse_BSN)
     dq, dk, dv = (torch.zeros_like(part, dtype=torch.float32) for part in (q, k, v))
     for keys, causal in ((early, False), (late, True)):
         parts = q[own], k[:, keys], v[:, keys]

@@ -203,27 +203,29 @@ _rotated = partial(Mutation, RotationPolicy, strategy="IIG", more=ROTATE)
 _muon = partial(Mutation, UnitShards, strategy="IIG", more=MUON)
 _native = partial(Mutation, NativeCollectives, "run")
 _pipelined = partial(Mutation, PipelinedCollectives, "run", more=HO_RING)
-_NEXT, _GRADS = "(Verb.WAIT_SHIFTED,)", "(Verb.WAIT_GRADS,)"
+_NEXT, _GRADS = "(ActionKind.WAIT_SHIFTED,)", "(ActionKind.WAIT_GRADS,)"
+_COPIED = "(ActionKind.WAIT, buffer) for buffer in self.shape.replicated"
+_REDUCED = "(ActionKind.WAIT_REDUCED, buffer) for buffer in self.shape.trainable"
 # An order that is no call of a wait and no `after=`.
 MUTATIONS = (
-    _gathering("_gather_and_wait", "actions.append((Verb.WAIT, buffer))", "pass"),
-    _gathering("end_step", "*((Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable)", ""),
+    _gathering("_gather_and_wait", "actions.append((ActionKind.WAIT, buffer))", "pass"),
+    _gathering("end_step", f"*({_REDUCED})", ""),
     _updating("before_forward", strategy="IIG", more=AHEAD),
     _updating("flush", strategy="NIG", more=f"{SAVED} {AHEAD}"),
-    _rotating("_begin_forward", "[(Verb.WAIT,)]", "[]", more=ROTATE),
+    _rotating("_begin_forward", "[(ActionKind.WAIT,)]", "[]", more=ROTATE),
     _rotating("before_forward", f"actions.append({_NEXT})", "pass", more=ROTATE),
     _rotating("after_forward", f"[shift, {_NEXT}]", "[shift]", more=f"{IN_PLACE} {FULL}"),
     _rotating("before_backward", f"actions.append({_NEXT})", "pass", more=ROTATE),
     _rotating("first_gradient", f"[*actions, {_GRADS}]", "actions", more=ROTATE),
     _rotating(
         "after_backward",
-        f", {_NEXT}]",
-        "]",
+        f"{_NEXT},",
+        "",
         more=f"{IN_PLACE} --trainable names:*norm*",  # else gradients that follow are waited for
     ),
     _rotating("after_backward", f"actions.append({_GRADS})", "pass", more=IN_PLACE),
-    _rotated("begin_evaluation", "(Verb.WAIT, buffer) for buffer in self.shape.replicated", ""),
-    _rotated("end_step", "(Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable", ""),
+    _rotated("begin_evaluation", _COPIED, ""),
+    _rotated("end_step", _REDUCED, ""),
     _muon("grad_sync", "_fresh = reduced,", "_fresh = DONE,"),
     _muon("param_all_gather", "unit._updated = updated", "pass"),
     _native("[outermost], event)", "[outermost], DONE)", "NNI"),
@@ -246,7 +248,7 @@ CAUGHT = {
     "collectives.wire Wire._exchange_rows: message.wait()": ("NNI", ""),
     "collectives.wire Pending.wait: self._work.wait()": ("NNI", ""),
     "collectives.wire Wire.exchange: Pending(work, message.tensor, what).wait()": ("NIG", MUON),
-    "distributed.exposed_time Exposure.wait: event.wait()": ("IIG", ""),
+    "distributed.exposed_time ExposedTimer.wait: event.wait()": ("IIG", ""),
     "optim.muon MuonStep._send_result: self.exposure.wait(WaitKind.REDUCE, momentum.event)": (
         "IIG",
         MUON,
@@ -334,7 +336,7 @@ MODULES = {
 }
 ELSEWHERE = {
     "collectives.pipeline make_pipeline: after=index_of.get((chunk, number - 1))": _PIPELINE,
-    "distributed.exposed_time Exposure.wait: stage.wait()": _STAGES,
+    "distributed.exposed_time ExposedTimer.wait: stage.wait()": _STAGES,
     "distributed.timers synchronize: torch.cuda.synchronize(device)": _CLOCK,
     "optim.offload Offload.during_update: torch.cuda.current_stream().synchronize()": _HOST,
     "training.replicas check_replicas: training.optimizer.outer.wait()": _HASHES,

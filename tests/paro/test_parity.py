@@ -21,7 +21,7 @@ from paro.distributed.world import World
 from paro.layout import Unit
 from paro.machine.files import machine_to_json
 from paro.planning.run_memory import RunMemory
-from paro.sharding.buffers import Ledger
+from paro.sharding.buffers import BufferCounters
 from paro.strategy import legal_letters
 from paro.topology import Sent
 from paro.training import assembly
@@ -97,7 +97,9 @@ def assert_formulas(
         assert step.sent == expected, flags
 
 
-def assert_few_buffers(ledger: Ledger, *, prefetch: int, tied: bool, frozen: bool = False) -> None:
+def assert_few_buffers(
+    ledger: BufferCounters, *, prefetch: int, tied: bool, frozen: bool = False
+) -> None:
     """The number of whole units and gradient buffers alive at once is limited.
 
     A partly frozen unit has two buffers, one for trained parameters and one for frozen ones.

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.optim.adamw import Update
+from paro.optim.adamw import AdamWUpdate
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.step.actions import Move
 from paro.training.step import Training
@@ -63,7 +63,7 @@ def keep_a_stale_shard(training: Training) -> None:
     part = [*training.optimizer._parts.values()][1]
     update, calls = part.update, iter(range(10**9))
 
-    def update_the_master(by: Update) -> None:
+    def update_the_master(by: AdamWUpdate) -> None:
         before = part.unit.optim_param.clone()
         update(by)
         if next(calls) == 0:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
-from paro.collectives.interface import Request
+from paro.collectives.interface import CollectiveRequest
 from paro.collectives.schedule import Op
 from paro.distributed.comm_stream import Event
 from paro.distributed.world import World
@@ -209,7 +209,7 @@ def bench(folder: str, *words: str, wrong: bool = False) -> tuple[object, str]:
         made = make_collectives(choice, *given)
         run = made.run
 
-        def off(request: Request) -> Event:
+        def off(request: CollectiveRequest) -> Event:
             event = run(request)
             event.wait()
             if request.op is Op.ALL_REDUCE and os.environ["RANK"] == "3":

@@ -20,7 +20,7 @@ from model.llama import Llama
 from paro.checkpoint.convert import hugging_face
 from paro.checkpoint.convert.hugging_face import open_hugging_face
 from paro.checkpoint.convert.native import open_native
-from paro.checkpoint.convert.source import LazyTensor, Source
+from paro.checkpoint.convert.source import LazyTensor, ModelSource
 from paro.checkpoint.save import ChunkSavePlanner
 from paro.config.run import RunConfig
 from paro.errors import StorageError, describe
@@ -229,7 +229,7 @@ def test_a_failing_disk_is_one_line_and_leaves_nothing(
     save_folder(tmp_path / "hf", 0)
     out, full = tmp_path / "out", OSError(28, "No space left on device")
     for target, owner, name, told in (
-        ("hf", Source, "copy_companions", f"{out} cannot be written: {full.strerror}"),
+        ("hf", ModelSource, "copy_companions", f"{out} cannot be written: {full.strerror}"),
         ("paro", ChunkSavePlanner, "resolve_data", f"--output {out}: {full.strerror}"),
     ):
         with monkeypatch.context() as patch:

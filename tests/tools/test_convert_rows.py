@@ -21,7 +21,7 @@ from paro.checkpoint.convert.conversion import OPENERS, format_of
 from paro.checkpoint.convert.hugging_face import write_hugging_face
 from paro.checkpoint.convert.megatron import write_megatron
 from paro.checkpoint.convert.native import open_native, write_native
-from paro.checkpoint.convert.source import Source
+from paro.checkpoint.convert.source import ModelSource
 from paro.checkpoint.convert.tensor_files import lazy
 from paro.checkpoint.convert.torchtitan import write_torchtitan
 from paro.checkpoint.metadata import read_metadata
@@ -145,7 +145,7 @@ ROWS = SMALL.vocab_size
 
 
 # Of each format: what the weight is called, and what writes it without a check.
-FORMATS: dict[str, tuple[str, Callable[[Source, Path], object]]] = {
+FORMATS: dict[str, tuple[str, Callable[[ModelSource, Path], object]]] = {
     "hf": ("model.layers.0.mlp.down_proj.weight", write_hugging_face),
     "paro": ("blocks.0.w_down", lambda source, at: write_native(source, at, at, rows=ROWS)),
     "megatron": (
@@ -177,7 +177,10 @@ def test_no_format_is_written_with_such_a_weight(
     tensors["blocks.0.w_down"][-1, -1] = value
     folder = tmp_path / "wrong"
     folder.mkdir()
-    write(Source(config=SMALL, tensors={key: lazy(each) for key, each in tensors.items()}), folder)
+    write(
+        ModelSource(config=SMALL, tensors={key: lazy(each) for key, each in tensors.items()}),
+        folder,
+    )
     for target in FORMATS:
         words = (source, target, folder, tmp_path / "out", *flags.split())
         refused(partial(convert, *words), f"{folder} ... {name} ... {told}")

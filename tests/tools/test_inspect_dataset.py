@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.batch import Fetch
+from data.batch import BatchFetcher
 from data.fingerprint import Fingerprint, fingerprint_of, read_fingerprint
 from data.indexed_dataset import IndexedDataset
 from data.loader import MicroBatches
@@ -156,7 +156,7 @@ def test_dumped_samples_are_those_of_a_training(
     assert all(list(line) == ["tokens"] for line in lines)
     config = configured([*flags, *TRAINING], World(size=4, ranks_per_node=4))
     place = {"micro_batch_size": 2, "data_parallel_size": 4}
-    fetch = Fetch(build_data(config).train)
+    fetch = BatchFetcher(build_data(config).train)
     ranks = [MicroBatches(fetch, data_parallel_rank=rank, **place) for rank in range(4)]
     rounds = ((next(rank) for rank in ranks) for _ in range(samples // 8))
     seen = [row for batches in rounds for batch in batches for row in batch.tokens_BS.tolist()]

@@ -27,7 +27,7 @@ import numpy as np
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data.batch import Fetch
+from data.batch import BatchFetcher
 from data.block_checksums import BlockSums, checksums_path
 from data.config import DataConfig
 from data.gpt_dataset import SplitRequest, build_gpt_dataset
@@ -117,7 +117,7 @@ def time_turn(contender: Contender, options: argparse.Namespace, *, cold: bool, 
         gc.collect()  # pages that an earlier turn has mapped would stay
         drop_from_cache((*options.folder.glob("*.bin"), *options.folder.glob("*.crc")))
     batches = MicroBatches(
-        Fetch(dataset),
+        BatchFetcher(dataset),
         micro_batch_size=options.micro_batch_size,
         consumed_samples=turn * options.samples % max(1, len(dataset) - options.samples),
     )

@@ -26,7 +26,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from paro.arguments.flag_parser import by_flag
-from paro.arguments.megatron import RULES, Outcome, Rule, refused, rule_of
+from paro.arguments.megatron import RULES, FlagRule, FlagTreatment, refused, rule_of
 from paro.arguments.parser import build_parser, names_in, parse_args, parse_known
 from paro.config.run import configure, take_world
 from paro.distributed.user_errors import run_script
@@ -260,14 +260,14 @@ def page(dry_runs: Sequence[DryRun], commit: str, date: str) -> str:
 
 def rule_lines() -> Iterator[str]:
     """Yield the tables of flags without an effect here: accepted, ignored, refused."""
-    yield from ("## Accepted: it happens anyway", "", *_table("because", Outcome.ACCEPTED))
+    yield from ("## Accepted: it happens anyway", "", *_table("because", FlagTreatment.ACCEPTED))
     yield from ("", "## Accepted without effect", "")
     yield "Results are the same; the start of a run says so in a line for each."
-    yield from ("", *_table("because", Outcome.IGNORED))
-    yield from ("", "## Refused", "", *_table("what to do", Outcome.REFUSED), "")
+    yield from ("", *_table("because", FlagTreatment.IGNORED))
+    yield from ("", "## Refused", "", *_table("what to do", FlagTreatment.REFUSED), "")
 
 
-def _table(reasons: str, outcome: Outcome) -> list[str]:
+def _table(reasons: str, outcome: FlagTreatment) -> list[str]:
     """Return a row for each reason, with all the flags that share it."""
     by_reason: dict[str, list[str]] = {}
     for rule in RULES:
@@ -277,14 +277,14 @@ def _table(reasons: str, outcome: Outcome) -> list[str]:
     return markdown_table(f"flag | {reasons}", rows)
 
 
-def _reason(rule: Rule) -> str:
-    if rule.outcome is Outcome.REFUSED:
+def _reason(rule: FlagRule) -> str:
+    if rule.outcome is FlagTreatment.REFUSED:
         return rule.instead
     other = f"; else refused: {rule.instead}" if rule.instead else ""
     return f"{rule.why}{other}".format(value="X", degree="X")
 
 
-def _spelled(rule: Rule) -> str:
+def _spelled(rule: FlagRule) -> str:
     return " ".join((f"`{rule.flag}`", ", ".join(f"`{value}`" for value in rule.values))).strip()
 
 

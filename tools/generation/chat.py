@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from data.hugging_face_tokenizer import load_transformers_tokenizer
-from paro.checkpoint.convert.source import Source
+from paro.checkpoint.convert.source import ModelSource
 from paro.errors import UserError, reading
 from paro.report.log import print_line
 from tools.generation.continuing import Speaker, check_ids, text_of
@@ -14,7 +14,7 @@ from tools.preprocessing.chat_template import ChatTemplate
 from tools.preprocessing.conversations import ASSISTANT, Conversation, Message
 
 
-def chat_template(source: Source, moved_to: str | None) -> ChatTemplate:
+def chat_template(source: ModelSource, moved_to: str | None) -> ChatTemplate:
     """Return the chat template in the folder of a model's tokenizer."""
     model = moved_to or (source.tokenizer or {}).get("tokenizer_model")
     if model is None:

@@ -11,7 +11,7 @@ from paro.errors import count_text
 from paro.planning.estimator import Estimate
 from paro.planning.planner import SearchResult
 from paro.planning.search_space import PlanRequest
-from paro.planning.simulation import Activity
+from paro.planning.simulation import StreamActivity
 from paro.strategy import legal_letters
 from tools.shared.picture import drawing, log_scale, name_rows
 
@@ -72,7 +72,7 @@ def _together(rows: Sequence[Estimate]) -> dict[tuple[float, float], str]:
 
 
 def draw_timeline(
-    path: Path, activities: Sequence[Activity], name: str, *, actor: str = "group"
+    path: Path, activities: Sequence[StreamActivity], name: str, *, actor: str = "group"
 ) -> None:
     """Plot every stream's activities in one or more steps; later ones cover earlier ones."""
     streams = sorted({(s.actor, s.stream) for s in activities if s.stream != "wait"}, key=_rank)
@@ -94,7 +94,7 @@ def _rank(stream: tuple[int, str]) -> tuple[int, bool, str]:
     return stream[0], stream[1] != "compute", stream[1]
 
 
-def chrome_trace(activities: Sequence[Activity]) -> str:
+def chrome_trace(activities: Sequence[StreamActivity]) -> str:
     """Return the trace as JSON: a process per group, a thread per stream; times in microseconds."""
     streams = sorted({(activity.actor, activity.stream) for activity in activities})
     events: list[dict[str, object]] = []

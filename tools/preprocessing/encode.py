@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.corpus import BATCH_BYTES, OnBad, RawBatch, Texts, place_of, texts_of
+from data.corpus import BATCH_BYTES, DocumentTexts, OnBad, RawBatch, place_of, texts_of
 from data.hugging_face_tokenizer import ends_in
 from data.indexed_dataset import EncodedDocuments, dtype_for_vocab
 from data.loss_mask import TRAINED
@@ -149,7 +149,7 @@ def encode(plan: EncodingPlan, batch: RawBatch) -> EncodedBatch:
 
 
 def _conversations(
-    plan: EncodingPlan, batch: RawBatch, documents: Sequence[Texts], on_bad: OnBad | None
+    plan: EncodingPlan, batch: RawBatch, documents: Sequence[DocumentTexts], on_bad: OnBad | None
 ) -> EncodedDocuments:
     """Return each conversation as a document of one sequence."""
     tokenizer, template = tokenizer_of(plan.tokenizer), chat_template_of(plan.tokenizer)
@@ -181,7 +181,10 @@ def _conversations(
 
 
 def _encode_key(
-    plan: EncodingPlan, batch: RawBatch, documents: Sequence[Texts], texts: Sequence[list[str]]
+    plan: EncodingPlan,
+    batch: RawBatch,
+    documents: Sequence[DocumentTexts],
+    texts: Sequence[list[str]],
 ) -> EncodedDocuments:
     """Encode the documents under one key; an empty text has neither ids nor an end."""
     tokenizer = tokenizer_of(plan.tokenizer)
@@ -234,7 +237,10 @@ def _ids(
 
 
 def _name_the_bad_one(
-    tokenizer: Tokenizer, batch: RawBatch, documents: Sequence[Texts], texts: Sequence[list[str]]
+    tokenizer: Tokenizer,
+    batch: RawBatch,
+    documents: Sequence[DocumentTexts],
+    texts: Sequence[list[str]],
 ) -> None:
     """Raise for the first document that the tokenizer rejects."""
     for document, by_document in zip(documents, texts, strict=True):

@@ -26,14 +26,14 @@ from paro.checkpoint.convert.megatron import (
 from paro.checkpoint.convert.meta import is_meta, open_meta
 from paro.checkpoint.convert.native import open_native, write_adapters, write_native
 from paro.checkpoint.convert.peft import check_base, open_peft, write_peft
-from paro.checkpoint.convert.source import Source
+from paro.checkpoint.convert.source import ModelSource
 from paro.checkpoint.convert.torchtitan import is_torchtitan, open_torchtitan, write_torchtitan
 from paro.checkpoint.directory import latest_iteration
 from paro.errors import UserError, about, reading
 from paro.files.atomic_file import check_absent, check_folder, temporary_beside
 from paro.text import size_text
 
-OPENERS: dict[str, Callable[[Path], Source]] = {
+OPENERS: dict[str, Callable[[Path], ModelSource]] = {
     "hf": open_hugging_face,
     "meta": open_meta,
     "megatron": open_megatron,
@@ -90,7 +90,7 @@ class Conversion:
     divisible_by: int  # divisor of the padded number of vocabulary rows
     padded_vocab_size: int | None = None  # padded number of vocabulary rows; None: divisible_by
 
-    def open(self) -> Source:
+    def open(self) -> ModelSource:
         """Return the model to convert, lazy, in the target dtype; `UserError` for wrong flags."""
         check_folder("--input", self.source, how_to_fetch(self.source))
         check_absent("--output", self.target)
@@ -140,7 +140,7 @@ class Conversion:
         if self.averaged:
             raise UserError("--with-optimizer and --weights ema contradict each other: give one")
 
-    def _open(self) -> Source:
+    def _open(self) -> ModelSource:
         if self.source_format in MEGATRON:
             return open_megatron(self.source, optimizer=self.with_optimizer)
         if self.source_format == "paro":
@@ -161,7 +161,7 @@ class Conversion:
             return open_torchtitan(self.source, self.assets)
         return OPENERS[self.source_format](self.source)
 
-    def _check_adapters(self, source: Source) -> None:
+    def _check_adapters(self, source: ModelSource) -> None:
         """Raise `UserError` if flags leave adapters out, or name adapters that are not there."""
         given = f"--input {self.source}"
         if not source.adapters:
@@ -184,7 +184,7 @@ class Conversion:
                 "merged into its weights"
             )
 
-    def num_bytes(self, source: Source) -> int:
+    def num_bytes(self, source: ModelSource) -> int:
         """Return the bytes of the tensors to write."""
         if self.writes_adapters:
             return sum(tensor.num_bytes for tensor in source.adapters.values())
@@ -200,7 +200,7 @@ class Conversion:
         from_peft = self.source_format == PEFT and self.target_format == "paro"
         return self.target_format == PEFT or (from_peft and not self.merge)
 
-    def _rows(self, source: Source) -> int:
+    def _rows(self, source: ModelSource) -> int:
         """Return the padded number of vocabulary rows of embedding and output layer.
 
         Each id of the tokenizer gets a row, even if the model has fewer: trainers need the rows.
@@ -208,7 +208,7 @@ class Conversion:
         rows = max(source.config.vocab_size, _num_ids(source))
         return padded_vocab_size(rows, self.divisible_by, self.padded_vocab_size)
 
-    def write(self, source: Source, advance: Callable[[int], object]) -> list[str]:
+    def write(self, source: ModelSource, advance: Callable[[int], object]) -> list[str]:
         """Write under a temporary name, then rename; a failure leaves nothing behind.
 
         `advance` is called with the bytes of every chunk. Return lines to print about the result.
@@ -247,7 +247,7 @@ class Conversion:
         return notes
 
 
-def _num_ids(source: Source) -> int:
+def _num_ids(source: ModelSource) -> int:
     """Count the ids of a source's tokenizer; 0 if it has none or one that cannot be used."""
     if source.tokenizer is None:
         return 0

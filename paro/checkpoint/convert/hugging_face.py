@@ -17,7 +17,7 @@ from data.tokenizer_json import write_gpt2_tokenizer_json, write_tokenizer_json
 from model.config import LlamaConfig
 from model.hugging_face import hugging_face_config, hugging_face_name, llama_config, output_biases
 from model.units import parameter_shapes
-from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, write_json
+from paro.checkpoint.convert.source import LazyTensor, ModelSource, checked_tensors, write_json
 from paro.checkpoint.convert.tensor_files import lazy, open_safetensors, write_safetensors
 from paro.checkpoint.directory import TokenIds, in_files
 from paro.errors import UserError, about
@@ -73,7 +73,7 @@ def is_hugging_face(directory: Path) -> bool:
     return (directory / CONFIG).is_file()
 
 
-def open_hugging_face(directory: Path) -> Source:
+def open_hugging_face(directory: Path) -> ModelSource:
     """Open a folder that transformers can load; `UserError` names the bad file or field."""
     if not is_hugging_face(directory):
         raise UserError(f"{directory} holds no Hugging Face model: it has no {CONFIG}")
@@ -86,7 +86,7 @@ def open_described(
     directory: Path,
     stored_for: Callable[[LlamaConfig], _Stored],
     called: Callable[[str], str] = hugging_face_name,
-) -> Source:
+) -> ModelSource:
     """Open tensors in a `directory`, of a model that the Hugging Face folder `assets` describes.
 
     `stored_for` returns the tensors of such a model by their names in the files, and lines to
@@ -108,7 +108,7 @@ def open_described(
         notes.append(f"{assets} has no tokenizer: prompts are token ids")
     if GENERATION_CONFIG not in companions:
         notes.append(f"{assets} has no {GENERATION_CONFIG}: none is written")
-    return Source(
+    return ModelSource(
         config=config,
         tensors=checked_tensors(parameter_shapes(config), tensors, directory, called),
         companions=companions,
@@ -268,12 +268,12 @@ def begins_with_bos(companions: Mapping[str, Path]) -> bool:
 class HuggingFacePlan:
     """The plan of a Hugging Face folder: its config.json, and which tensors each file holds."""
 
-    source: Source
+    source: ModelSource
     fields: Mapping[str, Any]  # of config.json
     files: Mapping[str, Mapping[str, LazyTensor]]  # by the file's name and the tensor's there
 
     @staticmethod
-    def of(source: Source) -> HuggingFacePlan:
+    def of(source: ModelSource) -> HuggingFacePlan:
         """Plan the folder of a source, of which no tensor is read."""
         fields = config_fields(source)
         tensors = {hugging_face_name(name): tensor for name, tensor in source.tensors.items()}
@@ -305,7 +305,7 @@ class HuggingFacePlan:
         return notes
 
 
-def write_hugging_face(source: Source, directory: Path) -> list[str]:
+def write_hugging_face(source: ModelSource, directory: Path) -> list[str]:
     """Fill an empty folder; return lines to print about the result."""
     plan = HuggingFacePlan.of(source)
     for file, tensors in plan.files.items():
@@ -313,7 +313,7 @@ def write_hugging_face(source: Source, directory: Path) -> list[str]:
     return plan.write_rest(directory)
 
 
-def write_description(source: Source, fields: Mapping[str, Any], directory: Path) -> list[str]:
+def write_description(source: ModelSource, fields: Mapping[str, Any], directory: Path) -> list[str]:
     """Write config.json of these fields and the tokenizer into a folder, made if it is missing.
 
     A tokenizer.json is added if there are only other tokenizer files. Return lines to print about
@@ -332,7 +332,7 @@ def write_description(source: Source, fields: Mapping[str, Any], directory: Path
     return []
 
 
-def config_fields(source: Source) -> dict[str, Any]:
+def config_fields(source: ModelSource) -> dict[str, Any]:
     """Return the source's own config.json if it describes this model; else a new one."""
     tied = source.config.tie_embeddings_and_output_weights
     if CONFIG in source.companions:
@@ -352,7 +352,7 @@ def config_fields(source: Source) -> dict[str, Any]:
     return fields | {"torch_dtype": _stated_dtype(source, [])} | _special_ids(source)
 
 
-def _stated_dtype(source: Source, before: Sequence[Any]) -> str:
+def _stated_dtype(source: ModelSource, before: Sequence[Any]) -> str:
     """Return the dtype for config.json: one `before` that tensors have, else one that holds all."""
     dtypes = {tensor.dtype for tensor in source.tensors.values()}
     names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
@@ -360,7 +360,7 @@ def _stated_dtype(source: Source, before: Sequence[Any]) -> str:
     return next((name for name in before if name in names), widest)
 
 
-def _special_ids(source: Source) -> TokenIds:
+def _special_ids(source: ModelSource) -> TokenIds:
     """Return the configuration's ids, else the tokenizer's: transformers would assume some."""
     ids: TokenIds = {"bos_token_id": None, "eos_token_id": None}
     if source.tokenizer is not None:

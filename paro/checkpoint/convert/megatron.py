@@ -37,7 +37,7 @@ from paro.checkpoint.convert.megatron_optim import (
 )
 from paro.checkpoint.convert.source import (
     LazyTensor,
-    Source,
+    ModelSource,
     checked_tensors,
     joined,
     padded,
@@ -64,7 +64,7 @@ def is_torch_dist(root: Path) -> bool:
     return (root / TRACKER).is_file() and any(map(is_dist, root.iterdir()))
 
 
-def open_megatron(root: Path, *, optimizer: bool = False) -> Source:
+def open_megatron(root: Path, *, optimizer: bool = False) -> ModelSource:
     """Open a checkpoint of Megatron-LM, in its formats torch or torch_dist.
 
     With `optimizer` it has the optimizer's states, too. `UserError` if it cannot be read.
@@ -85,7 +85,7 @@ def open_megatron(root: Path, *, optimizer: bool = False) -> Source:
     # A tokenizer.model alone is from a folder of Meta's, whose texts begin with BOS.
     begins = {*companions} == {"tokenizer.model"} or begins_with_bos(companions)
     notes = () if companions else (f"{root} has no tokenizer: prompts are token ids",)
-    source = Source(
+    source = ModelSource(
         config=replace(config, vocab_size=vocab_size),
         tensors=unpadded(tensors, vocab_size),
         companions=companions,
@@ -97,7 +97,7 @@ def open_megatron(root: Path, *, optimizer: bool = False) -> Source:
 
 
 def write_megatron(
-    source: Source, root: Path, *, rows: int, divisible_by: int, dist: bool = False
+    source: ModelSource, root: Path, *, rows: int, divisible_by: int, dist: bool = False
 ) -> None:
     """Fill an empty folder with a `release` checkpoint; embedding and head have `rows` rows.
 

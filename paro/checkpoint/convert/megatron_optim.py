@@ -12,7 +12,7 @@ from torch import Tensor
 from model.config import LlamaConfig
 from model.units import parameter_shapes
 from paro.checkpoint.convert.megatron_names import MegatronModel, fused, megatron_name, unfused
-from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, padded
+from paro.checkpoint.convert.source import LazyTensor, ModelSource, checked_tensors, padded
 from paro.errors import UserError
 from paro.spec.states import MOMENTS
 
@@ -38,7 +38,7 @@ _FORM_DETAILS = {
 FORM = "fully_reshardable"  # the form in which states are whole tensors like the parameters
 
 
-def with_optimizer(source: Source, config: LlamaConfig, model: MegatronModel) -> Source:
+def with_optimizer(source: ModelSource, config: LlamaConfig, model: MegatronModel) -> ModelSource:
     """Return a source with masters for parameters, with moments, and with a run's progress.
 
     `config` has the padded vocabulary, whose rows stay: they have trained. `UserError` if the
@@ -69,7 +69,7 @@ def with_optimizer(source: Source, config: LlamaConfig, model: MegatronModel) ->
 
 
 def written_optimizer(
-    source: Source, config: LlamaConfig
+    source: ModelSource, config: LlamaConfig
 ) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     """Return optimizer and progress as entries of Megatron-LM's common.pt, and as DCP tensors.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from model.config import LLAMA_PRESETS, LlamaConfig
 from model.units import cut_dims, name_in, parameter_shapes
 from paro.checkpoint.convert.hugging_face import tokenizer_of
-from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, joined
+from paro.checkpoint.convert.source import LazyTensor, ModelSource, checked_tensors, joined
 from paro.checkpoint.convert.tensor_files import is_weight, lazy, load_torch_file
 from paro.errors import UserError, about
 from paro.files.regular_file import paths_in, read_bytes
@@ -62,7 +62,7 @@ def is_meta(directory: Path) -> bool:
     return (directory / PARAMS).is_file()
 
 
-def open_meta(directory: Path) -> Source:
+def open_meta(directory: Path) -> ModelSource:
     """Open a folder as Meta published it; `UserError` names the bad file."""
     if not is_meta(directory):
         raise UserError(f"{directory} holds no model of Meta's: it has no {PARAMS}")
@@ -84,7 +84,7 @@ def open_meta(directory: Path) -> Source:
     elif read_bytes(model)[:1] != b"\n":  # LLaMA-3's: text for another library, no SentencePiece
         companions, tokenizer = {}, None
         notes.append(f"{model} is left out: give tokenizer.json of the Hugging Face model instead")
-    return Source(
+    return ModelSource(
         config=config,
         tensors=checked_tensors(shapes, found, directory, meta_name),
         companions=companions,

@@ -22,7 +22,13 @@ from paro.checkpoint.chunks import ChunkedState
 from paro.checkpoint.config import saved_fields
 from paro.checkpoint.convert.dcp_files import write_dcp
 from paro.checkpoint.convert.hugging_face import COMPANIONS, CONFIG, companions_in, tokenizer_of
-from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, padded, unpadded
+from paro.checkpoint.convert.source import (
+    LazyTensor,
+    ModelSource,
+    checked_tensors,
+    padded,
+    unpadded,
+)
 from paro.checkpoint.directory import (
     COMMON,
     begin_checkpoint,
@@ -47,7 +53,7 @@ def open_native(
     *,
     averaged: bool = False,
     optimizer: bool = False,
-) -> Source:
+) -> ModelSource:
     """Open a checkpoint of a run or of a conversion; `UserError` says what is wrong.
 
     Frozen parameters are read from the checkpoint's base (in the folder `base`, if it has moved),
@@ -81,7 +87,7 @@ def source_of(
     root: Path,
     *,
     keeps_padding: bool = False,
-) -> Source:
+) -> ModelSource:
     """Return the source of the tensors that a common.json describes, adapters merged.
 
     `directory` names the checkpoint in errors; companions of a converted model are under `root`.
@@ -97,7 +103,7 @@ def source_of(
     if not keeps_padding:
         vocab_size = unpadded_vocab_size(common) or vocab_size
     companions, tokenizer, notes = _companions(root, common)
-    source = Source(
+    source = ModelSource(
         config=replace(config, vocab_size=vocab_size, lora=None),
         tensors=unpadded(tensors, vocab_size),
         companions=companions,
@@ -112,7 +118,9 @@ def source_of(
     return source.with_adapters(lora, adapters, scalings)
 
 
-def _with_optimizer(source: Source, common: Mapping[str, Any], manifest: Manifest) -> Source:
+def _with_optimizer(
+    source: ModelSource, common: Mapping[str, Any], manifest: Manifest
+) -> ModelSource:
     """Return the source with AdamW's moments and the run's progress; `UserError` without them."""
     moments = {kind: tensors_in(manifest, kind) for kind in MOMENTS}
     progress = {name: common.get(name) for name in _PROGRESS} | {"arguments": manifest.arguments}
@@ -158,7 +166,7 @@ def tensors_in(manifest: Manifest, kind: str = PARAM) -> dict[str, LazyTensor]:
     }
 
 
-def write_native(source: Source, root: Path, final: Path, *, rows: int) -> None:
+def write_native(source: ModelSource, root: Path, final: Path, *, rows: int) -> None:
     """Fill an empty folder, later renamed to `final`, with a checkpoint of the parameters.
 
     With moments it is one that a run continues from. Embedding and output layer get `rows` rows;
@@ -181,7 +189,7 @@ def write_native(source: Source, root: Path, final: Path, *, rows: int) -> None:
     source.copy_companions(root / COMPANIONS)
 
 
-def write_adapters(source: Source, base: Path, root: Path, final: Path) -> None:
+def write_adapters(source: ModelSource, base: Path, root: Path, final: Path) -> None:
     """Fill an empty folder, later renamed to `final`, with a source's adapters on a `base`."""
     assert source.lora is not None, "no adapters"
     with about("--base "):
@@ -261,7 +269,7 @@ def _companions(
     return files, saved, () if files else (gone,)
 
 
-def _tokenizer_there(source: Source, folder: Path) -> dict[str, Any]:
+def _tokenizer_there(source: ModelSource, folder: Path) -> dict[str, Any]:
     """Return the tokenizer for the checkpoint's common.json: the copy in `folder`, or token ids."""
     there = tokenizer_of(source.companions, begins=source.begins_with_bos, folder=folder)
     if there is not None:

@@ -13,16 +13,16 @@ from model.config import ALL_LINEAR, MODULES, LoraConfig, adapted_weight, down_n
 from model.hugging_face import hugging_face_name, llama_config
 from paro.checkpoint.convert.hugging_face import CONFIG as BASE_CONFIG
 from paro.checkpoint.convert.hugging_face import TOKENIZER_FILES, is_hugging_face
-from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, write_json
+from paro.checkpoint.convert.source import LazyTensor, ModelSource, checked_tensors, write_json
 from paro.checkpoint.convert.tensor_files import open_safetensors, write_safetensors
 from paro.errors import UserError, about
-from paro.files.schema import Between, Positive, conform, read_json
+from paro.files.schema import NumberRange, Positive, conform, read_json
 from paro.layout import Shape
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _OLD_WEIGHTS = "adapter_model.bin"
-_Alpha = Annotated[float, Between(1e-30, 1e30)]
+_Alpha = Annotated[float, NumberRange(1e-30, 1e30)]
 
 
 class _Fields(TypedDict):
@@ -32,7 +32,7 @@ class _Fields(TypedDict):
     r: Positive
     lora_alpha: _Alpha
     target_modules: NotRequired[list[str] | str | None]
-    lora_dropout: NotRequired[Annotated[float, Between(0.0, nextafter(1.0, 0.0))]]
+    lora_dropout: NotRequired[Annotated[float, NumberRange(0.0, nextafter(1.0, 0.0))]]
     init_lora_weights: NotRequired[bool | str | None]
     use_rslora: NotRequired[bool | None]
     exclude_modules: NotRequired[list[str] | str | None]
@@ -55,7 +55,7 @@ _BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 _MERGED = "let peft merge these adapters, if it can (merge_and_unload), and convert its model"
 
 
-def open_peft(directory: Path, base: Source) -> Source:
+def open_peft(directory: Path, base: ModelSource) -> ModelSource:
     """Return the `base` with the adapters of a folder; `UserError` names the bad file or field.
 
     Which modules have adapters is decided by the tensors in the folder.
@@ -90,7 +90,7 @@ def open_peft(directory: Path, base: Source) -> Source:
     return base.with_adapters(_alike(base, scales, fields), adapters, scalings)
 
 
-def check_base(source: Source, base_model: str | None) -> None:
+def check_base(source: ModelSource, base_model: str | None) -> None:
     """Raise `UserError` if adapters would name a folder as their base whose model lacks rows."""
     base = base_model or source.origin
     if base is None or not is_hugging_face(Path(base)):
@@ -105,7 +105,7 @@ def check_base(source: Source, base_model: str | None) -> None:
         )
 
 
-def write_peft(source: Source, directory: Path, base_model: str | None) -> str:
+def write_peft(source: ModelSource, directory: Path, base_model: str | None) -> str:
     """Fill an empty folder, which peft opens, with a source's adapters and the files of its
     tokenizer, chat template included; a line to print about it.
 
@@ -216,7 +216,7 @@ def _is_among(names: Sequence[str], module: str) -> bool:
 
 
 def _alike(
-    base: Source, scales: Mapping[str, tuple[int, float]], fields: _Fields
+    base: ModelSource, scales: Mapping[str, tuple[int, float]], fields: _Fields
 ) -> LoraConfig | None:
     """Return the configuration of a run with these adapters; None if no run has such adapters."""
     kinds = {weight.rpartition(".")[2] for weight in scales}

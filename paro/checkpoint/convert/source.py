@@ -92,7 +92,7 @@ def _is_finite(values: Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ModelSource:
     """A model to convert: tensors under this project's names, without padding.
 
     `companions` are other files by their names in a Hugging Face folder: tokenizer,
@@ -130,7 +130,7 @@ class Source:
         stored = (self.tensors, *self.moments.values())
         return sum(tensor.num_bytes for tensors in stored for tensor in tensors.values())
 
-    def with_each(self, change: Callable[[LazyTensor], LazyTensor]) -> Source:
+    def with_each(self, change: Callable[[LazyTensor], LazyTensor]) -> ModelSource:
         """Return the model with every tensor, moment and part of its adapters changed."""
 
         def changed(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -145,7 +145,7 @@ class Source:
         lora: LoraConfig | None,
         adapters: Mapping[str, LazyTensor],
         scalings: Mapping[str, float],
-    ) -> Source:
+    ) -> ModelSource:
         """Return the model with adapters: kept, and merged into its tensors, which become fp32.
 
         `scalings` are by the weights with adapters; `lora` is None if no run has such adapters.

@@ -25,7 +25,7 @@ from torch.serialization import (
 )
 
 from paro.checkpoint.convert.source import LazyTensor
-from paro.checkpoint.metadata import Inert
+from paro.checkpoint.metadata import InertObject
 from paro.errors import UserError, describe, open_files_limit
 from paro.files.regular_file import check_regular
 
@@ -118,7 +118,7 @@ def load_torch_file(path: Path, content: bytes | None = None) -> Any:
     try:
         source: Any = str(path) if content is None else BytesIO(content)
         names = get_unsafe_globals_in_checkpoint(source)
-        inert = [(Inert, name) for name in names if name != "argparse.Namespace"]
+        inert = [(InertObject, name) for name in names if name != "argparse.Namespace"]
         with safe_globals([Namespace, *inert]):
             is_mapped = content is None
             if not is_mapped:

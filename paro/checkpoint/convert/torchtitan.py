@@ -23,7 +23,7 @@ from paro.checkpoint.convert.hugging_face import (
 )
 from paro.checkpoint.convert.meta import NAMES as OLDER_NAMES
 from paro.checkpoint.convert.meta import TURNED, turned
-from paro.checkpoint.convert.source import LazyTensor, Source
+from paro.checkpoint.convert.source import LazyTensor, ModelSource
 from paro.checkpoint.convert.tensor_files import is_weight_type
 from paro.checkpoint.directory import COMMON
 from paro.checkpoint.manifest import FOREIGN, METADATA
@@ -54,7 +54,7 @@ def is_torchtitan(directory: Path) -> bool:
     return there == [True, False, False]
 
 
-def open_torchtitan(directory: Path, assets: Path | None = None) -> Source:
+def open_torchtitan(directory: Path, assets: Path | None = None) -> ModelSource:
     """Open the folder of a step, of any version; `UserError` names the bad file or tensor.
 
     `assets` is the folder of the model's config.json and tokenizer; None: a folder in `directory`.
@@ -95,7 +95,7 @@ def _tensors_in(folder: DcpFolder, head: int) -> dict[str, LazyTensor]:
     return found
 
 
-def write_torchtitan(source: Source, directory: Path, *, older: bool) -> list[str]:
+def write_torchtitan(source: ModelSource, directory: Path, *, older: bool) -> list[str]:
     """Fill an empty folder with a model-only checkpoint; return lines to print about the result.
 
     Names are those of version 0.3, with `older` of 0.2. config.json and the tokenizer are written

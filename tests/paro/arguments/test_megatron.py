@@ -8,7 +8,7 @@ from paro.arguments.flag_parser import SYNONYMS
 from paro.arguments.megatron import (
     BECOMES,
     RULES,
-    Outcome,
+    FlagTreatment,
     changed_parts,
     ignored_lines,
     refusals,
@@ -28,7 +28,7 @@ def test_each_flag_has_one_rule_and_each_rule_says_why() -> None:
     flags = [rule.flag for rule in RULES]
     assert len(set(flags)) == len(flags)
     for rule in RULES:
-        is_refused = rule.outcome is Outcome.REFUSED
+        is_refused = rule.outcome is FlagTreatment.REFUSED
         assert bool(rule.why) != is_refused, rule.flag
         has_condition = bool(rule.values or rule.where)
         assert bool(rule.instead) == (is_refused or has_condition), rule.flag
@@ -44,7 +44,7 @@ def test_a_family_holds_no_flag_with_a_meaning() -> None:
             assert not [flag for flag in {*known, *synonyms} if flag.startswith(prefix)]
         else:
             assert rule_of(rule.flag) is rule
-            assert (rule.flag in known) == (rule.outcome is Outcome.ACCEPTED)
+            assert (rule.flag in known) == (rule.outcome is FlagTreatment.ACCEPTED)
 
 
 def test_advice_names_flags_that_exist() -> None:
@@ -65,7 +65,7 @@ def test_what_replaces_a_refused_flag_is_no_refused_flag() -> None:
 
 
 def test_what_is_accepted_changes_nothing_and_says_nothing() -> None:
-    rules = [rule for rule in RULES if rule.outcome is Outcome.ACCEPTED]
+    rules = [rule for rule in RULES if rule.outcome is FlagTreatment.ACCEPTED]
     first = [[member(rule.flag), *map(str, rule.values[:1])] for rule in rules]
     args = parse_args(["--reset-attention-mask", *(word for words in first for word in words)])
     assert refusals(args) == []
@@ -76,7 +76,7 @@ def test_what_is_accepted_changes_nothing_and_says_nothing() -> None:
 
 
 def test_what_is_ignored_says_so() -> None:
-    flags = [member(rule.flag) for rule in RULES if rule.outcome is Outcome.IGNORED]
+    flags = [member(rule.flag) for rule in RULES if rule.outcome is FlagTreatment.IGNORED]
     args = parse_args([word for flag in flags for word in (flag, "7", "x")])
     assert refusals(args) == []
     for flag, line in zip(flags, ignored_lines(args), strict=True):

@@ -14,11 +14,11 @@ from paro.collectives.hops import h_ring_hops, ho_ring_hops, ring_hops
 from paro.collectives.pipeline import chunk_ranges, make_pipeline
 from paro.collectives.schedule import (
     MESSAGES_UNDER_WAY,
-    Chunk,
     Chunks,
     Hops,
     Op,
-    Step,
+    ScheduleStep,
+    ShardChunk,
     cut,
     make_schedule,
 )
@@ -33,8 +33,8 @@ Content = frozenset[int]
 class Place:
     """One rank: its chunks, and the steps that have arrived."""
 
-    steps: tuple[Step, ...]
-    chunks: dict[Chunk, Content]
+    steps: tuple[ScheduleStep, ...]
+    chunks: dict[ShardChunk, Content]
     arrived: set[int] = field(default_factory=set)
     sent: set[int] = field(default_factory=set)
     followers: list[list[int]] = field(default_factory=list)  # per step: the sends that wait for it
@@ -66,13 +66,13 @@ class Place:
         self.arrived.add(index)
 
 
-def start(op: Op, schedules: Sequence[tuple[Step, ...]], num_chunks: int) -> list[Place]:
+def start(op: Op, schedules: Sequence[tuple[ScheduleStep, ...]], num_chunks: int) -> list[Place]:
     """All places before the first step: with their own shards, or their contributions to all."""
     num_places = len(schedules)
     places = []
     for place, steps in enumerate(schedules):
         chunks = {
-            Chunk(owner, chunk): frozenset([place] if op is not Op.ALL_GATHER else [owner])
+            ShardChunk(owner, chunk): frozenset([place] if op is not Op.ALL_GATHER else [owner])
             for owner, chunk in product(range(num_places), range(num_chunks))
             if op is not Op.ALL_GATHER or owner == place
         }
@@ -84,7 +84,7 @@ def check_end(op: Op, places: Sequence[Place], num_chunks: int) -> None:
     everybody = frozenset(range(len(places)))
     for place, state in enumerate(places):
         owners = [place] if op is Op.REDUCE_SCATTER else range(len(places))
-        for chunk in (Chunk(*key) for key in product(owners, range(num_chunks))):
+        for chunk in (ShardChunk(*key) for key in product(owners, range(num_chunks))):
             whole = frozenset([chunk.owner]) if op is Op.ALL_GATHER else everybody
             assert state.chunks[chunk] == whole, f"place {place} holds {chunk} without all parts"
 
@@ -169,7 +169,7 @@ SIZES = [(1, 1), (1, 4), (2, 1), (2, 2), (3, 2), (2, 5), (4, 4), (5, 3), (8, 2),
 OPS = list(Op)
 
 
-Steps = tuple[Step, ...]
+Steps = tuple[ScheduleStep, ...]
 
 
 def schedules_of(op: Op, hops: Hops, sizes: tuple[int, ...], num_chunks: int) -> list[Steps]:
@@ -241,14 +241,14 @@ def test_the_drawing_of_ho_ring() -> None:
     received = ["abcdef"[step.receive.chunks[0].owner] for step in schedule]
     assert received == ["d", "c", "b", "f", "e"]
     # d is sent around the inner ring as soon as it has arrived, and waits only for the link.
-    assert schedule[3].send.chunks == (Chunk(owner=3, number=0),)
+    assert schedule[3].send.chunks == (ShardChunk(owner=3, number=0),)
     assert 0 in schedule[3].send.after
 
 
 @pytest.mark.parametrize("hops", [h_ring_hops, ho_ring_hops], ids=["h", "ho"])
 def test_additions_have_one_order(hops: Hops) -> None:
     for place in range(8):
-        last: dict[Chunk, int] = {}
+        last: dict[ShardChunk, int] = {}
         for index, step in enumerate(
             make_schedule(Op.REDUCE_SCATTER, hops, (4, 2), place, 2).steps
         ):

@@ -18,7 +18,7 @@ from torch import Tensor
 from paro.collectives import schedule
 from paro.collectives.hops import ALGORITHMS
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks
-from paro.collectives.scheduled import Scratch, Transfer
+from paro.collectives.scheduled import MessageBuffers, Transfer
 from paro.collectives.shifts import Ring, ShiftDirection
 from paro.distributed.groups import make_groups, make_links
 from paro.distributed.process_group import RuntimeConfig
@@ -111,7 +111,7 @@ def measure_room(name: str, numel: int) -> tuple[int, Sent]:
             alive += num_bytes
             peak = max(peak, alive)
 
-    outgoing, slot = Transfer._outgoing, Scratch.slot
+    outgoing, slot = Transfer._outgoing, MessageBuffers.slot
 
     def counted_outgoing(self: Transfer, chunks: Chunks) -> Tensor:
         tensor = outgoing(self, chunks)
@@ -120,7 +120,7 @@ def measure_room(name: str, numel: int) -> tuple[int, Sent]:
         return tensor
 
     def counted_slot(
-        self: Scratch, number: int, numel: int, dtype: torch.dtype, device: torch.device
+        self: MessageBuffers, number: int, numel: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         if number not in self._slots:
             count(numel * dtype.itemsize)
@@ -129,7 +129,7 @@ def measure_room(name: str, numel: int) -> tuple[int, Sent]:
     buffer = torch.ones(numel)
     with (
         mock.patch.object(Transfer, "_outgoing", counted_outgoing),
-        mock.patch.object(Scratch, "slot", counted_slot),
+        mock.patch.object(MessageBuffers, "slot", counted_slot),
     ):
         all_reduce(collectives, buffer, topology.axes, torch.bfloat16).wait()
     collectives.close()

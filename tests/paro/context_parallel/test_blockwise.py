@@ -30,8 +30,8 @@ from paro.context_parallel.blockwise import (
 )
 from paro.context_parallel.exchange import GatherKVExchange, RingKVExchange, _RingKV
 from paro.distributed.comm_stream import DONE, CommStreams, InlineStreams, ThreadStreams
-from paro.distributed.exposed_time import Exposure
-from paro.distributed.groups import ByteCounter, Links, make_groups
+from paro.distributed.exposed_time import ExposedTimer
+from paro.distributed.groups import ByteCounter, CommResources, make_groups
 from paro.distributed.process_group import RuntimeConfig
 from paro.planning.context_parallel import kv_exchange_bytes
 from paro.precision import PrecisionConfig
@@ -116,13 +116,13 @@ class Ways:
         self.topology = make_topology(world_size=world, group_size=inner, degrees=())
         self.whole = self.topology.axes
         spans = frozenset({self.whole, *((axis,) for axis in self.whole)})
-        self.traffic, self.exposure = ByteCounter(), Exposure()
+        self.traffic, self.exposure = ByteCounter(), ExposedTimer()
         by_kind, links = {StreamKind.CONTEXT: spans}, self.links(InlineStreams())
         self.groups = make_groups(self.topology, self.rank, by_kind, CONFIG, links)
         self._closes: list[Callable[[], None]] = [self.groups.close]
 
-    def links(self, streams: CommStreams) -> Links:
-        return Links(streams, self.traffic, self.exposure)
+    def links(self, streams: CommStreams) -> CommResources:
+        return CommResources(streams, self.traffic, self.exposure)
 
     def ring(self, *spans: tuple[Any, ...], streams: CommStreams) -> RingKVExchange:
         groups = replace(self.groups, links=self.links(streams))
@@ -288,7 +288,7 @@ def test_a_mutation_of_receive_buffers_changes_rank_and_prediction(
 
     def both() -> tuple[Counter[KVRoute], int]:
         rings: dict[Any, Any] = {
-            route: SimpleNamespace(size=size, owner_of=lambda _: 0, exposure=Exposure())
+            route: SimpleNamespace(size=size, owner_of=lambda _: 0, exposure=ExposedTimer())
             for route, size in zip(double.spans, (steps, turns), strict=True)
         }
         kv, most = _RingKV(double, rings, torch.zeros(2, 1, 1, HEADS, 1)), Counter[KVRoute]()

@@ -17,7 +17,7 @@ from paro.distributed.comm_stream import (
     InlineStreams,
     ThreadStreams,
 )
-from paro.distributed.exposed_time import Exposed, Exposure
+from paro.distributed.exposed_time import ExposedTime, ExposedTimer
 from paro.distributed.timers import Timers
 from paro.topology import StreamKind, WaitKind, make_topology
 
@@ -27,7 +27,7 @@ SECONDS = 0.05
 
 
 def test_the_links_of_each_stage_get_the_time_that_was_waited_for_them() -> None:
-    streams, exposure = ThreadStreams(torch.device("cpu")), Exposure()
+    streams, exposure = ThreadStreams(torch.device("cpu")), ExposedTimer()
     gate = threading.Event()
     between = streams.submit(INTER, gate.wait)
     inside = streams.submit(INTRA, partial(time.sleep, SECONDS), after=between)
@@ -38,12 +38,12 @@ def test_the_links_of_each_stage_get_the_time_that_was_waited_for_them() -> None
     assert exposed.intra > SECONDS / 2
     assert exposed.gather >= exposed.intra + exposed.inter
     assert exposed.reduce == exposed.publish == 0.0
-    assert exposure.take() == Exposed(intra=0.0, inter=0.0)
+    assert exposure.take() == ExposedTime(intra=0.0, inter=0.0)
     streams.close()
 
 
 def test_what_overlaps_costs_nothing() -> None:
-    streams, exposure = ThreadStreams(torch.device("cpu")), Exposure()
+    streams, exposure = ThreadStreams(torch.device("cpu")), ExposedTimer()
     ended = threading.Event()
     event = streams.submit(INTER, lambda: (time.sleep(SECONDS), ended.set())[0])
     ended.wait()
@@ -55,7 +55,7 @@ def test_what_overlaps_costs_nothing() -> None:
 
 
 def test_without_overlap_a_job_costs_what_it_takes() -> None:
-    exposure = Exposure()
+    exposure = ExposedTimer()
     streams = InlineStreams(exposure.note)
     with exposure.submitting(WaitKind.PARAM_ALL_GATHER):
         streams.submit(INTER, partial(time.sleep, SECONDS))
@@ -67,7 +67,7 @@ def test_without_overlap_a_job_costs_what_it_takes() -> None:
 
 @pytest.mark.gpu
 def test_streams_are_measured_on_the_device() -> None:
-    streams, exposure = CudaStreams(), Exposure(on_streams=True)
+    streams, exposure = CudaStreams(), ExposedTimer(on_streams=True)
     matrix = torch.randn(4096, 4096, device="cuda")
 
     def work() -> None:

@@ -28,7 +28,7 @@ from paro.distributed import flight_recorder, process_group
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import Control
 from paro.distributed.flight_recorder import record_flights, recorded_collectives
-from paro.distributed.groups import Links, make_groups
+from paro.distributed.groups import CommResources, make_groups
 from paro.distributed.process_group import (
     IFNAME,
     RuntimeConfig,
@@ -39,7 +39,7 @@ from paro.distributed.process_group import (
 )
 from paro.distributed.world import World
 from paro.errors import RunError
-from paro.sharding.buffers import ElasticBuffer, Tally
+from paro.sharding.buffers import BufferTally, ElasticBuffer
 from paro.topology import StreamKind, make_topology
 from tests.helpers.fake_nccl import FakeNccl, Options, lacking
 from tests.helpers.refusals import refused
@@ -50,7 +50,7 @@ INSIDE, BETWEEN = TOPOLOGY.axes_between(1, 2), TOPOLOGY.axes_between(2, 4)
 CONFIG = RuntimeConfig(distributed_timeout_minutes=7)
 COPYING = replace(CONFIG, paro_nccl_copy_engine=True)
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
-LINKS = Links(InlineStreams())
+LINKS = CommResources(InlineStreams())
 ALONE = Control(World(), CPU)
 copying_groups = partial(make_groups, TOPOLOGY, 1, config=COPYING, links=LINKS, device=GPU)
 
@@ -123,7 +123,7 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeNccl, NativeCollective
 
 def whole(collectives: NativeCollectives, numel: int, *, trains: bool = True) -> ElasticBuffer:
     resize = partial(collectives.groups.registered.resize, trains=trains)
-    return ElasticBuffer(numel, dtype=torch.float32, device=CPU, tally=Tally(), resize=resize)
+    return ElasticBuffer(numel, dtype=torch.float32, device=CPU, tally=BufferTally(), resize=resize)
 
 
 def test_all_memory_is_there_before_it_is_registered_and_does_not_grow(

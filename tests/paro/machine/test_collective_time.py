@@ -30,7 +30,7 @@ from paro.machine.files import (
     read_machine,
     shipped_machines,
 )
-from paro.machine.machine import BandwidthSource, Machine, Measured, Nic
+from paro.machine.machine import BandwidthSource, Machine, MeasuredTime, Nic
 from paro.topology import Axes, make_topology
 from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
@@ -38,7 +38,7 @@ from tests.helpers.requests import sent_fraction
 from tests.paro.planning.cases import DEVICE, machine, plan_request, speed
 from tools.planning.tables import letter_rows
 
-between = partial(Measured, axes=Axes.INTER, algorithm="native")
+between = partial(MeasuredTime, axes=Axes.INTER, algorithm="native")
 
 
 @pytest.mark.parametrize("op", Op)
@@ -177,7 +177,7 @@ def test_levels_on_the_same_links_do_not_overlap(num_chunks: int) -> None:
 def measured_machine(**small_and_large: tuple[float, float]) -> Machine:
     """Every algorithm's seconds for a kilobyte and for a megabyte, the same for all collectives."""
     rows = tuple(
-        Measured(axes=axes, op=op, algorithm=name.replace("_", "-"), bytes=size, seconds=time)
+        MeasuredTime(axes=axes, op=op, algorithm=name.replace("_", "-"), bytes=size, seconds=time)
         for name, times in small_and_large.items()
         for size, time in zip((1_000, 1_000_000), times, strict=True)
         for op in Op
@@ -235,7 +235,9 @@ MACHINE = Machine(
     conditions={"ranks": "8 ranks in groups of 4"},
     inter=replace(speed(0.094310123, 3.1e-4), bandwidth_source=BandwidthSource.FITTED),
     measured=(
-        Measured(axes=Axes.BOTH, op=Op.ALL_GATHER, algorithm="ring", bytes=4_000, seconds=0.1 / 3),
+        MeasuredTime(
+            axes=Axes.BOTH, op=Op.ALL_GATHER, algorithm="ring", bytes=4_000, seconds=0.1 / 3
+        ),
         between(op=Op.ALL_REDUCE, bytes=32_000_000, seconds=2, cpu_seconds=0.5, busy_seconds=3.0),
     ),
 )
@@ -338,7 +340,7 @@ def test_machines_that_do_not_exist_or_do_not_match() -> None:
     refused(lambda: find_machine("measure"), "--paro-machine measure ... none is started: give")
     shipped = partial(find_machine("dgx-h100").for_world, 12, subject="--paro-machine")
     refused(shipped, "--paro-machine", "groups of 8 ... 12 ranks")
-    row = Measured(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", bytes=8, seconds=1e-3)
+    row = MeasuredTime(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", bytes=8, seconds=1e-3)
     more = partial(machine(measured=(row,)).for_world, 64, subject="--paro-machine")
     refused(more, "--paro-machine", "32 ranks in groups of 8 ... 64")
     bare = replace(machine(), device=None)

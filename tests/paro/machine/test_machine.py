@@ -13,7 +13,7 @@ from paro.collectives.schedule import Op
 from paro.machine.machine import (
     BandwidthSource,
     Machine,
-    Measured,
+    MeasuredTime,
     Nic,
     bits_per_second,
     fit_link,
@@ -41,9 +41,9 @@ def machine(
     return Machine(name="two-nodes", source="a test", **sizes, **links, **more)
 
 
-def measured(name: str, curve: dict[int, float], op: Op = GATHER) -> tuple[Measured, ...]:
+def measured(name: str, curve: dict[int, float], op: Op = GATHER) -> tuple[MeasuredTime, ...]:
     return tuple(
-        Measured(axes=Axes.BOTH, op=op, algorithm=name, bytes=size, seconds=time)
+        MeasuredTime(axes=Axes.BOTH, op=op, algorithm=name, bytes=size, seconds=time)
         for size, time in curve.items()
     )
 
@@ -150,7 +150,7 @@ FEW_STEPS = measured("native", line(1e-3, 1e7, 4_000, 64_000, 1_000_000))
 def test_links_are_fitted_to_the_fastest(axes: Axes, nic: Nic, steps: int, share: float) -> None:
     latency, bits = 3e-4, 94_000_000
     rows = [
-        Measured(
+        MeasuredTime(
             axes=axes,
             op=op,
             algorithm=name,

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from paro.collectives.interface import Request
+from paro.collectives.interface import CollectiveRequest
 from paro.collectives.schedule import Op
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.control import Control
 from paro.distributed.groups import RegisteredMemory
 from paro.distributed.process_group import RuntimeConfig
-from paro.distributed.timers import Took
+from paro.distributed.timers import ActionTime
 from paro.distributed.world import World
 from paro.machine.machine import Machine
 from paro.machine.machine import seconds as seconds_of
@@ -214,15 +214,15 @@ def test_on_a_gpu_ranks_begin_with_a_collective_that_is_not_timed(
     events: list[str] = []
 
     class Noted(Still):
-        def run(self, _request: Request) -> Event:
+        def run(self, _request: CollectiveRequest) -> Event:
             events.append("run")
             return DONE
 
-    def timed(action: Callable[[], None], _device: torch.device) -> Took:
+    def timed(action: Callable[[], None], _device: torch.device) -> ActionTime:
         events.append("begin")
         action()
         events.append("end")
-        return Took(6.0, 0.0)
+        return ActionTime(6.0, 0.0)
 
     monkeypatch.setattr(benchmark, "time_of", timed)
     monkeypatch.setattr(benchmark, "synchronize", lambda _device: None)
@@ -255,7 +255,7 @@ class SimulatedDevice:
         self.free -= 10 * MB * len(span) + self.kernels
         self.kernels = 0
 
-    def run(self, request: Request) -> SimulatedDevice:
+    def run(self, request: CollectiveRequest) -> SimulatedDevice:
         self.free -= (3 if request.op is Op.ALL_GATHER else 4) * MB
         return self
 

@@ -22,7 +22,7 @@ from paro.collectives.schedule import Op
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.machine.files import read_machine
-from paro.machine.machine import Machine, Measured
+from paro.machine.machine import Machine, MeasuredTime
 from paro.measuring import benchmark, start
 from paro.measuring.device import Effort
 from paro.report.memory import peak_memory_bytes
@@ -38,7 +38,7 @@ from tests.paro.planning.cases import machine
 
 AUTO = f"{SMALL} --distributed-backend gloo --paro-strategy auto"
 ROWS = tuple(
-    Measured(axes=axes, op=op, algorithm="native", bytes=4096, seconds=1e-3)
+    MeasuredTime(axes=axes, op=op, algorithm="native", bytes=4096, seconds=1e-3)
     for axes in (Axes.INTRA, Axes.INTER)
     for op in Op
 )

@@ -9,7 +9,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from data.batch import Batch, Fetch
+from data.batch import Batch, BatchFetcher
 from data.loader import MicroBatches
 from paro.config.run import RunConfig
 from paro.distributed.world import World
@@ -96,7 +96,7 @@ def _batches(config: RunConfig, ranks: range) -> Iterator[Batch]:
     samples = build_data(config).train
     readers = [
         MicroBatches(
-            Fetch(samples, config.data, config.eod),
+            BatchFetcher(samples, config.data, config.eod),
             micro_batch_size=config.batches.micro_batch_size,
             data_parallel_rank=rank,
             data_parallel_size=config.world.size,

@@ -22,7 +22,7 @@ from paro.layout import (
     parameter_runs,
     whole_chunk,
 )
-from paro.optim.adamw import _CHUNK, AdamW, TorchAdamW, Update, choose_adamw
+from paro.optim.adamw import _CHUNK, AdamW, AdamWUpdate, TorchAdamW, choose_adamw
 from paro.optim.finite import ROW, square_sum
 from paro.optim.rounding import Rounding, round_into, upper_half
 from paro.spec.optim_config import OptimConfig
@@ -95,7 +95,7 @@ def test_updates_have_the_bits_of_the_class(implementation: str, *, begins_anew:
         if begins_anew:
             ours = make(implementation, *states)
             ours.set_num_steps(index)
-        ours.step(grad, Update(lr, weight_decay, average=average, average_weight=0.3))
+        ours.step(grad, AdamWUpdate(lr, weight_decay, average=average, average_weight=0.3))
         averaged.lerp_(param, 0.3)
     assert torch.equal(param, wanted)
     assert torch.equal(average, averaged)
@@ -123,7 +123,7 @@ def test_one_pass_is_scaling_updating_averaging_and_casting(
                 if step == 1:
                     ours = make(name, *states)
                     ours.set_num_steps(1)
-                ours.step(grad.to(kind), Update(0.1, 0.2, 0.3, copy, average, 0.3))
+                ours.step(grad.to(kind), AdamWUpdate(0.1, 0.2, 0.3, copy, average, 0.3))
             written = (whole.float() for whole in (copy, average) if whole is not None)
             found.append((*states, *written))
     for torchs, tritons in zip(*found, strict=True):
@@ -155,7 +155,7 @@ def test_what_runs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 class TwiceAsFar(TorchAdamW):
     """A kernel that is wrong."""
 
-    def step(self, grad: Tensor, update: Update) -> None:
+    def step(self, grad: Tensor, update: AdamWUpdate) -> None:
         super().step(grad, update._replace(lr=2 * update.lr))
 
 
@@ -256,7 +256,7 @@ def updated(
         )
         ours.set_num_steps(step)
         grad = torch.linspace(-1.0, step, numel)
-        ours.step(grad, Update(lr=0.1, weight_decay=0.2, factor=0.3))
+        ours.step(grad, AdamWUpdate(lr=0.1, weight_decay=0.2, factor=0.3))
     return states
 
 

@@ -19,7 +19,7 @@ from paro.distributed.world import World
 from paro.optim.outer import OuterUnit
 from paro.planning.run_memory import RunMemory
 from paro.report.record import IterationRecord
-from paro.schedule.movement import UsualMovement
+from paro.schedule.movement import MovementStatistics
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.states import ANCHOR, BEGUN, MASTER_OF_GROUP, MOMENTS, PARAM, of_group
 from paro.topology import Sent
@@ -203,7 +203,7 @@ def lose_a_group(cases: Sequence[tuple[str, float]]) -> list[tuple[States, str |
     for flags, moved in cases:
         config, training = built(flags)
         (state, source), outer = begun(config, training), training.optimizer.outer
-        outer.usual = [UsualMovement(num_rounds=100, mean=0.2, variance=0.01)]
+        outer.usual = [MovementStatistics(num_rounds=100, mean=0.2, variance=0.01)]
         for step in range(1, 5):
             if step == 4 and outer.group == 1:
                 for part in training.optimizer._parts.values():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paro.spec.optim_config import OptimConfig
-from paro.spec.param_groups import Factors
+from paro.spec.param_groups import GroupFactors
 from tests.helpers.refusals import refused
 from tests.helpers.training import configured
 from tests.helpers.triton_kernels import interpreter
@@ -66,9 +66,11 @@ def test_muon_has_groups_too() -> None:
 
 def test_the_first_group_with_a_name_decides() -> None:
     both = OptimConfig(param_group=("names:*.wq lr-mult=2", "names:*w* lr-mult=5", "wd-mult=0"))
-    assert both.groups().of("blocks.0.wq", (3, 3)) == Factors(2.0, 1.0, 1.0, is_decoupled=False)
-    assert both.groups().of("head.weight", (3, 3)) == Factors(5.0, 0.0, 1.0, is_decoupled=True)
-    assert both.groups().of("head.norm", (3,)) == Factors(1.0, 0.0, 1.0, is_decoupled=False)
+    assert both.groups().of("blocks.0.wq", (3, 3)) == GroupFactors(
+        2.0, 1.0, 1.0, is_decoupled=False
+    )
+    assert both.groups().of("head.weight", (3, 3)) == GroupFactors(5.0, 0.0, 1.0, is_decoupled=True)
+    assert both.groups().of("head.norm", (3,)) == GroupFactors(1.0, 0.0, 1.0, is_decoupled=False)
 
 
 def test_mup_divides_rates_and_epsilons_of_matrices_of_blocks_by_the_width() -> None:
@@ -80,7 +82,7 @@ def test_mup_divides_rates_and_epsilons_of_matrices_of_blocks_by_the_width() -> 
         found = [groups.of(name, shape) for name, shape in names.items()]
         assert [(each.lr, each.eps) for each in found] == [(lr, lr) for lr in wanted]
     slower = OptimConfig(param_group=("names:*.wq lr-mult=2",)).groups(width=4.0)
-    assert slower.of("blocks.0.wq", (3, 3)) == Factors(0.5, 1.0, 0.25, is_decoupled=False)
+    assert slower.of("blocks.0.wq", (3, 3)) == GroupFactors(0.5, 1.0, 0.25, is_decoupled=False)
 
 
 def test_what_is_no_group_is_refused() -> None:

@@ -25,7 +25,7 @@ from paro.precision import PrecisionConfig
 from paro.report.log import Log
 from paro.sharding.buffers import _SWAPPED, swap
 from paro.spec import offload
-from paro.spec.offload import Offloaded, offloaded
+from paro.spec.offload import OffloadedStates, offloaded
 from paro.spec.states import PARAM
 from paro.training.assembly import build_data, build_sources
 from paro.training.evaluation import evaluate
@@ -282,7 +282,7 @@ def test_states_in_host_memory_have_the_bits_of_those_on_the_device(
         assert not wrong
 
 
-def spec_of(fraction: float = 1.0, letters: str = "GGG", **changes: Any) -> Offloaded:
+def spec_of(fraction: float = 1.0, letters: str = "GGG", **changes: Any) -> OffloadedStates:
     precision = replace(
         BF16, optimizer_cpu_offload=fraction > 0, optimizer_offload_fraction=fraction or 1.0
     )
@@ -293,7 +293,7 @@ def spec_of(fraction: float = 1.0, letters: str = "GGG", **changes: Any) -> Offl
 def test_the_last_units_that_hold_the_share_are_offloaded() -> None:
     whole = spec_of()
     assert whole.numbers == (0, 1, 2, 3, 4, 5)
-    assert spec_of(0.0) == Offloaded()
+    assert spec_of(0.0) == OffloadedStates()
     run = run_of(replace(WIDE, num_layers=4), "GGG", BF16)
     states = RunMemory(None).states(run)
     assert whole.host_bytes == states.optim

@@ -22,7 +22,7 @@ from paro.collectives.api import make_collectives
 from paro.context_parallel.attention import ContextAttention, make_context_attention
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import PlannedControl
-from paro.distributed.groups import ByteCounter, Groups, Links, make_groups
+from paro.distributed.groups import ByteCounter, CommResources, Groups, make_groups
 from paro.distributed.timers import Timers
 from paro.distributed.world import World
 from paro.layout import Unit, UnitLayout
@@ -46,7 +46,7 @@ from paro.spec.context_layout import ContextLayout
 from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.run_spec import RunSpec
 from paro.spec.units import units_of_run
-from paro.step.actions import Move, Verb
+from paro.step.actions import ActionKind, Move
 from paro.step.schedule import StepSchedule
 from paro.strategy import Strategy, parse_strategy
 from paro.topology import Sent, Topology, make_topology
@@ -191,8 +191,12 @@ def one_unit(numel: int, *, frozen: int = 0) -> tuple[Unit, ...]:
 
 def moves(count: int, *, frozen: int = 0) -> dict[Move, int]:
     """How often its collectives come in a step of `count` micro-batches."""
-    of_step = {(Verb.GRAD_SYNC, 0): 1, (Verb.PARAM_ALL_GATHER, 0): 1, (Verb.REDUCE, 0): count}
-    return of_step | {(Verb.GATHER, buffer): 2 * count for buffer in range(1 + bool(frozen))}
+    of_step = {
+        (ActionKind.GRAD_SYNC, 0): 1,
+        (ActionKind.PARAM_ALL_GATHER, 0): 1,
+        (ActionKind.REDUCE, 0): count,
+    }
+    return of_step | {(ActionKind.GATHER, buffer): 2 * count for buffer in range(1 + bool(frozen))}
 
 
 def silence(monkeypatch: pytest.MonkeyPatch, backend: str = "nccl") -> None:
@@ -237,7 +241,7 @@ class LoneRank:
         """
         context, topology = self.model.context, self.model.context.topology
         world = World(size=topology.world_size, group=topology.group_size)
-        links = Links(InlineStreams(), self.traffic, context.exposure)
+        links = CommResources(InlineStreams(), self.traffic, context.exposure)
         self.model.model.core = attention_of(layout, world, links)
 
     def step(
@@ -264,7 +268,7 @@ class LoneRank:
         return sent
 
 
-def attention_of(layout: ContextLayout, world: World, links: Links) -> ContextAttention:
+def attention_of(layout: ContextLayout, world: World, links: CommResources) -> ContextAttention:
     """Attention of a rank that shares samples."""
     topology = layout.topology(world_size=world.size, group_size=world.group_size)
     groups = make_groups(topology, world.rank, {}, None, links)
@@ -277,7 +281,7 @@ def rank_of(run: RunSpec, *, device: str = "cpu") -> LoneRank:
     with torch.device("meta"):
         llama = Llama(run.config)
     llama.freeze(run.trained.__contains__, activations=TORCH_TYPES[run.precision.compute])
-    links = Links(InlineStreams())
+    links = CommResources(InlineStreams())
     control = PlannedControl(world, torch.device(device))
     groups = make_groups(run.topology, world.rank, {}, None, links)
     collectives = make_collectives(assembly.choice_of(run.collective, None, by_nccl=False), groups)

@@ -21,10 +21,10 @@ from model.trainable import Trainable
 from model.units import flops_per_token
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
-from paro.collectives.interface import Request
+from paro.collectives.interface import CollectiveRequest
 from paro.collectives.schedule import COLLECTIVES, NCCL_COLLECTIVES, Op
 from paro.distributed.comm_stream import InlineStreams
-from paro.distributed.groups import Links, make_groups
+from paro.distributed.groups import CommResources, make_groups
 from paro.distributed.world import World
 from paro.machine.files import find_machine
 from paro.planning.computing import device_of
@@ -216,10 +216,10 @@ def test_ranks_count_what_a_sender_sends(
         one = Collective(StreamKind.REDUCE, op, span, NUMEL, "bf16")
         total = Sent()
         for rank in range(world_size):
-            links, whole = Links(InlineStreams()), torch.zeros(NUMEL, dtype=torch.bfloat16)
+            links, whole = CommResources(InlineStreams()), torch.zeros(NUMEL, dtype=torch.bfloat16)
             groups = make_groups(topology, rank, {}, None, links)
             collectives = make_collectives(choice, groups)
-            collectives.run(Request(op, whole, span, whole.dtype))
+            collectives.run(CollectiveRequest(op, whole, span, whole.dtype))
             counted = links.traffic.take()
             sender = Sender(group_size=group_size, rank=rank, choice=choice)
             assert counted == sender.sent([one]), (rank, op)
@@ -327,7 +327,7 @@ def test_a_rank_sends_what_the_part_that_trains_needs(
     monkeypatch: pytest.MonkeyPatch, layout: str, recompute: str
 ) -> None:
     silence(monkeypatch)
-    shared, links = LAYOUTS[layout], Links(InlineStreams())
+    shared, links = LAYOUTS[layout], CommResources(InlineStreams())
     world, sender = World(size=4, group=4), Sender(group_size=4, rank=0)
     core, precision = attention_of(shared, world, links), PrecisionConfig(compute="fp32")
     tokens_BS = torch.zeros(1, 16 // shared.size, dtype=torch.int64)

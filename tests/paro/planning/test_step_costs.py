@@ -20,7 +20,7 @@ from paro.planning.context_parallel import AttentionPass, AttentionSend, Attenti
 from paro.planning.estimator import Estimator
 from paro.planning.search_space import PlanRequest
 from paro.planning.sending import Sender
-from paro.planning.simulation import Compute, Program, Queue, Queued, Simulation, Wait
+from paro.planning.simulation import ComputeOp, Program, QueuedJobs, QueueOp, Simulation, WaitOp
 from paro.planning.step_costs import _slowdowns, simulate
 from paro.spec.context_layout import ContextLayout
 from paro.spec.run_spec import Materialize
@@ -116,11 +116,11 @@ def test_a_job_takes_processor_time_and_is_slower_beside_computing() -> None:
 
     def program() -> Program:
         for number in range(2):  # during computation, then while the thread waits
-            yield Queue("", (Queued("", "", "", ((job,),)),))
+            yield QueueOp("", (QueuedJobs("", "", "", ((job,),)),))
             if number == 0:
-                yield Compute(2.0, "", "")
+                yield ComputeOp(2.0, "", "")
                 ends.append(simulation.now)
-            yield Wait("")
+            yield WaitOp("")
             ends.append(simulation.now)
 
     ends: list[float] = []
@@ -136,8 +136,8 @@ def test_collectives_slow_computing_down_by_their_number() -> None:
     copy = job._replace(stream=(2,), inter=0.0)  # no collective
 
     def program(*jobs: TimedJob) -> Program:
-        yield Queue("", (Queued("", "", "", (jobs,)),))
-        yield Compute(2.0, "", "")
+        yield QueueOp("", (QueuedJobs("", "", "", (jobs,)),))
+        yield ComputeOp(2.0, "", "")
 
     def seconds(*jobs: TimedJob, slowed: Sequence[float] = (1.0, 1.25, 2.0)) -> float:
         speed = GroupSpeed(num_groups=1)
@@ -179,10 +179,10 @@ def test_uneven_groups_slow_all_down() -> None:
         assert simulate(costs(changed, "NNN")).compute_seconds == pytest.approx(computing / speed)
 
 
-def second(name: str, *, between: bool) -> Queued:
+def second(name: str, *, between: bool) -> QueuedJobs:
     """A second of communication, on one of two streams."""
     job = TimedJob(stream=(), seconds=1.0, intra=1.0 - between, inter=float(between), cpu=0.0)
-    return Queued(name, "gather", name, ((job,),))
+    return QueuedJobs(name, "gather", name, ((job,),))
 
 
 @pytest.mark.parametrize(("in_order", "seconds"), [(False, 1.0), (True, 2.0)])
@@ -190,9 +190,9 @@ def test_a_collective_waits_for_the_begin_of_all_before_it(in_order: bool, secon
 
     def program() -> Program:
         for number in range(2):
-            yield Queue(number, (second("between", between=True),))
-        yield Queue("last", (second("inside", between=False),))
-        yield Wait("last")
+            yield QueueOp(number, (second("between", between=True),))
+        yield QueueOp("last", (second("inside", between=False),))
+        yield WaitOp("last")
 
     speed = GroupSpeed(num_groups=1)
     simulation = Simulation([(speed, program()) for _ in range(2)], launches_in_order=in_order)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from paro.distributed.exposed_time import Exposed
+from paro.distributed.exposed_time import ExposedTime
 from paro.report.config import ReportConfig
 from paro.report.live_view import LiveConsole, LiveView, spark_line
 from paro.report.log import Log, Terminal, print_line, set_logging_level
@@ -58,7 +58,7 @@ def last_of(text: str) -> list[str]:
 
 def test_it_shows_progress_loss_throughput_memory_and_placement() -> None:
     evaluations = Validation(2, 16, 6.5, "all"), Validation(4, 32, 5.25, "all", 1.5)
-    text = drawn(*evaluations, replace(record(5), exposed=Exposed(gather=0.02, reduce=0.005)))
+    text = drawn(*evaluations, replace(record(5), exposed=ExposedTime(gather=0.02, reduce=0.005)))
     for wanted in (
         *("llama", "iteration 5/20", "25.0%, 0:00:02 left", "5.0000", "parameters  I"),
         "validation  5.2500 (1.5000 bits per byte) at iteration 4 ",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from paro.distributed.control import Control
-from paro.distributed.exposed_time import Exposed
+from paro.distributed.exposed_time import ExposedTime
 from paro.distributed.world import World
 from paro.report.flops import _timed_peak, find_peak, listed_peak
 from paro.report.log import Log
@@ -27,7 +27,7 @@ from paro.report.memory import (
     peak_reserved_bytes,
 )
 from paro.report.profiler import MemoryHistory, ProfileConfig, Profiler
-from paro.report.record import GroupsRecord, Peak, scalars_of, summarize
+from paro.report.record import GroupsRecord, PeakThroughput, scalars_of, summarize
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, train
 from tests.paro.report import test_report
@@ -40,10 +40,10 @@ FACTS = replace(
     seq_length=10,
     flops_per_token=1000.0,
     flops_per_token_causal=900.0,
-    peak=Peak(flops_per_second=1e6, source="typed in"),
+    peak=PeakThroughput(flops_per_second=1e6, source="typed in"),
     model_state_bytes=77,
 )
-EXPOSED = Exposed(gather=0.05, inter=0.01)
+EXPOSED = ExposedTime(gather=0.05, inter=0.01)
 FIRST = replace(record(1), lm_loss=4.0, data_wait_ms=2.0, exposed=EXPOSED)
 SECOND = replace(
     record(2),
@@ -135,7 +135,7 @@ def test_known_devices_have_data_sheet_peaks() -> None:
 CPU = torch.device("cpu")
 
 
-def find_on_a_rank() -> tuple[Peak, bool]:
+def find_on_a_rank() -> tuple[PeakThroughput, bool]:
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
     with mock.patch("paro.report.flops._timed_peak", wraps=_timed_peak) as timed:
         control = Control(world, CPU)
@@ -148,7 +148,7 @@ def test_the_first_rank_times_its_cpu_for_all() -> None:
     peaks, timed = zip(*run_ranks(find_on_a_rank, 2), strict=True)
     assert timed == (True, False)
     given = find_peak(CPU, compute="fp32", peak_tflops=2.5, control=Control(World(), CPU))
-    assert given == Peak(flops_per_second=2.5e12, source="given by --peak-tflops")
+    assert given == PeakThroughput(flops_per_second=2.5e12, source="given by --peak-tflops")
     (peak,) = set(peaks)
     # True of any machine, and false for a wrong unit or count.
     assert 1e8 < peak.flops_per_second < 1e14

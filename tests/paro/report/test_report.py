@@ -17,7 +17,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
-from paro.distributed.exposed_time import Exposed
+from paro.distributed.exposed_time import ExposedTime
 from paro.errors import UserError
 from paro.launch.setup import closing
 from paro.report import report as report_module
@@ -33,7 +33,7 @@ from paro.report.log_line import (
 from paro.report.memory import MemoryForecast
 from paro.report.record import (
     IterationRecord,
-    Peak,
+    PeakThroughput,
     PlannedStep,
     RankTimes,
     RunFacts,
@@ -49,7 +49,7 @@ FACTS = RunFacts(
     train_iters=20,
     flops_per_token=6e6,
     flops_per_token_causal=5e6,
-    peak=Peak(flops_per_second=1e12, source="typed in"),
+    peak=PeakThroughput(flops_per_second=1e12, source="typed in"),
     model_state_bytes=2**20,
 )
 
@@ -164,7 +164,7 @@ def compared(path: Path, planned: PlannedStep, last: int) -> str:
     report.facts = replace(FACTS, planned=planned)
     sizes = {"predicted_bytes": 0, "reserved_bytes": 0, "states_bytes": 0}
     report.forecast = MemoryForecast(**sizes, bytes_before=2**60)
-    waits = Exposed(gather=0.01, reduce=0.02, publish=0.01)
+    waits = ExposedTime(gather=0.01, reduce=0.02, publish=0.01)
 
     def iterate() -> None:
         for iteration in range(1, last + 1):

@@ -14,7 +14,7 @@ import torch
 
 from model.config import LlamaConfig, LoraConfig, RecomputeConfig, is_adapter
 from paro.distributed.comm_stream import Event, InlineStreams, Job
-from paro.distributed.groups import Links
+from paro.distributed.groups import CommResources
 from paro.spec.run_spec import Materialize
 from paro.training.evaluation import evaluate
 from tests.helpers.margins import assert_near
@@ -113,7 +113,7 @@ def test_out_of_place_a_slice_leaves_before_it_is_computed_with(
     rank = rotating_rank(SMALL, in_place=in_place)
     model, notes = rank.model, list[str]()
     ring = model.units[-1]._ring
-    ring.groups = replace(ring.groups, links=Links(Noted(notes)))
+    ring.groups = replace(ring.groups, links=CommResources(Noted(notes)))
     attention = next(part for part in model._parts if part.spec.method == "attention")
     computed = attention._of_slice
 

@@ -14,11 +14,11 @@ import pytest
 
 from paro.files.schema import conform
 from paro.schedule.loss_scale import LossScaleConfig, start_loss_scale, update_loss_scale
-from paro.schedule.movement import UsualMovement
+from paro.schedule.movement import MovementStatistics
 from paro.schedule.step_checks import (
     Expectation,
     StepChecksConfig,
-    Verdict,
+    StepVerdict,
     expect_after,
     judge,
     reason_to_stop,
@@ -28,7 +28,9 @@ from tests.helpers.refusals import refused
 CHECKS = StepChecksConfig(check_for_spiky_loss=True, check_for_large_grads=True)
 
 
-def verdict_on(expected: Expectation, config: StepChecksConfig = CHECKS, **found: Any) -> Verdict:
+def verdict_on(
+    expected: Expectation, config: StepChecksConfig = CHECKS, **found: Any
+) -> StepVerdict:
     usual = {"loss": 4.0, "grad_norm": 1.0, "scale_can_fall": False, "has_tokens": True}
     return judge(config, expected, **(usual | found))
 
@@ -40,7 +42,7 @@ def after(num_steps: int, *, start: float = 4.0) -> Expectation:
         loss = start - 0.002 * step + noise.gauss(0, 0.05)
         norm = 1.0 + noise.gauss(0, 0.1)
         verdict = verdict_on(expected, loss=loss, grad_norm=norm)
-        assert verdict is Verdict.FINE, f"step {step}"
+        assert verdict is StepVerdict.FINE, f"step {step}"
         expected = expect_after(expected, verdict, loss=loss, grad_norm=norm)
     return expected
 
@@ -55,26 +57,28 @@ def test_ordinary_training_is_never_skipped_and_its_mean_is_followed() -> None:
 
 def test_leaps_are_seen_where_they_are_asked_for() -> None:
     expected = after(200)
-    assert verdict_on(expected, loss=5.5) is Verdict.SPIKY_LOSS
-    assert verdict_on(expected, loss=expected.loss, grad_norm=11.0) is Verdict.LARGE_GRADS
+    assert verdict_on(expected, loss=5.5) is StepVerdict.SPIKY_LOSS
+    assert verdict_on(expected, loss=expected.loss, grad_norm=11.0) is StepVerdict.LARGE_GRADS
     for loss, grad_norm in ((5.5, 1.0), (3.6, 11.0)):
         silent = verdict_on(expected, loss=loss, grad_norm=grad_norm, config=StepChecksConfig())
-        assert silent is Verdict.FINE
-    assert verdict_on(after(99), loss=50.0, grad_norm=50.0) is Verdict.FINE  # too early to judge
+        assert silent is StepVerdict.FINE
+    assert (
+        verdict_on(after(99), loss=50.0, grad_norm=50.0) is StepVerdict.FINE
+    )  # too early to judge
 
 
 def test_leaps_are_counted_in_deviations_where_they_are_asked_for() -> None:
     expected = after(200)
     close = replace(CHECKS, spike_deviations=3.0)
-    for leap, found in ((2.9, Verdict.FINE), (3.1, Verdict.SPIKY_LOSS)):
+    for leap, found in ((2.9, StepVerdict.FINE), (3.1, StepVerdict.SPIKY_LOSS)):
         loss = expected.loss + leap * math.sqrt(expected.loss_variance)
         assert verdict_on(expected, loss=loss, config=close) is found
-    for leap, found in ((2.9, Verdict.FINE), (3.1, Verdict.LARGE_GRADS)):
+    for leap, found in ((2.9, StepVerdict.FINE), (3.1, StepVerdict.LARGE_GRADS)):
         norm = expected.grad_norm + leap * math.sqrt(expected.grad_norm_variance)
         assert verdict_on(expected, loss=3.6, grad_norm=norm, config=close) is found
     assert math.sqrt(expected.grad_norm_variance) == pytest.approx(0.1, rel=0.3)
     some = replace(CHECKS, spikes_in_a_row=2)
-    for in_a_row, found in ((1, Verdict.SPIKY_LOSS), (2, Verdict.FINE)):
+    for in_a_row, found in ((1, StepVerdict.SPIKY_LOSS), (2, StepVerdict.FINE)):
         now = replace(expected, skipped_in_a_row=in_a_row)
         assert verdict_on(now, loss=50.0, config=some) is found
     for wrong, told in (
@@ -91,7 +95,7 @@ def test_a_loss_that_stays_high_becomes_the_usual_one() -> None:
     expected, skipped = after(200), 0
     for _ in range(100):
         verdict = verdict_on(expected, loss=5.0)
-        skipped += verdict is Verdict.SPIKY_LOSS
+        skipped += verdict is StepVerdict.SPIKY_LOSS
         expected = expect_after(expected, verdict, loss=5.0, grad_norm=1.0)
     assert 1 <= skipped < 20
     assert expected.skipped_in_a_row == 0
@@ -103,26 +107,26 @@ def test_statistics_of_earlier_checkpoints_are_read() -> None:
     expected = conform(steps, Expectation, "state")
     assert asdict(expected) == steps
     # With a fourth step, of loss 2 and norm 3: 3/4 of (variance + 1/4 x 4)
-    now = asdict(expect_after(expected, Verdict.FINE, loss=2.0, grad_norm=3.0))
+    now = asdict(expect_after(expected, StepVerdict.FINE, loss=2.0, grad_norm=3.0))
     assert now == {
         **{"num_steps": 4, "loss": 3.5, "loss_variance": 1.125},
         **{"grad_norm": 1.5, "grad_norm_variance": 0.9375, "skipped_in_a_row": 0},
     }
     rounds = {"num_rounds": 3, "mean": 4.0, "variance": 0.5, "in_a_row": [0, 2]}
-    usual = conform(rounds, UsualMovement, "state")
+    usual = conform(rounds, MovementStatistics, "state")
     assert asdict(usual) == {**rounds, "in_a_row": (0, 2)}
     # Of two groups, 1 and 3, whose mean is 2: also 1/4 of the variance among them
-    assert usual.after([1.0, 3.0]) == UsualMovement(4, 3.5, 1.125 + 0.25, (0, 0))
+    assert usual.after([1.0, 3.0]) == MovementStatistics(4, 3.5, 1.125 + 0.25, (0, 0))
 
 
 def test_an_overflow_is_told_from_a_loss_that_is_no_number() -> None:
     expected = Expectation(skipped_in_a_row=2)
     overflow = verdict_on(expected, grad_norm=math.inf, scale_can_fall=True)
-    assert overflow is Verdict.OVERFLOW
+    assert overflow is StepVerdict.OVERFLOW
     assert expect_after(expected, overflow, loss=4.0, grad_norm=math.inf) == expected
     for loss, can_fall in ((4.0, False), (math.nan, True)):
         verdict = verdict_on(expected, loss=loss, grad_norm=math.nan, scale_can_fall=can_fall)
-        assert verdict is Verdict.NOT_FINITE
+        assert verdict is StepVerdict.NOT_FINITE
         now = expect_after(expected, verdict, loss=loss, grad_norm=math.nan)
         assert now == Expectation(skipped_in_a_row=3)
 
@@ -130,7 +134,7 @@ def test_an_overflow_is_told_from_a_loss_that_is_no_number() -> None:
 def test_a_step_without_tokens_is_skipped_and_says_nothing_of_the_usual_loss() -> None:
     expected = after(200)
     verdict = verdict_on(expected, loss=math.nan, grad_norm=math.nan, has_tokens=False)
-    assert verdict is Verdict.NO_TOKENS
+    assert verdict is StepVerdict.NO_TOKENS
     now = expect_after(expected, verdict, loss=math.nan, grad_norm=math.nan)
     assert now == replace(expected, skipped_in_a_row=1)
     checks = StepChecksConfig(check_for_nan_in_loss_and_grad=True)
@@ -140,15 +144,15 @@ def test_a_step_without_tokens_is_skipped_and_says_nothing_of_the_usual_loss() -
 def test_when_to_stop() -> None:
     expected = Expectation(skipped_in_a_row=3)
     never = StepChecksConfig(exit_after_skipped_iterations=0)
-    assert reason_to_stop(never, expected, Verdict.NOT_FINITE, iteration=7) is None
+    assert reason_to_stop(never, expected, StepVerdict.NOT_FINITE, iteration=7) is None
     third = StepChecksConfig(exit_after_skipped_iterations=3)
-    told = reason_to_stop(third, expected, Verdict.SPIKY_LOSS, iteration=7)
+    told = reason_to_stop(third, expected, StepVerdict.SPIKY_LOSS, iteration=7)
     assert "last 3 iterations up to 7 were skipped (the last one: spiky loss)" in told
     fourth = StepChecksConfig(exit_after_skipped_iterations=4)
-    assert reason_to_stop(fourth, expected, Verdict.NOT_FINITE, iteration=7) is None
+    assert reason_to_stop(fourth, expected, StepVerdict.NOT_FINITE, iteration=7) is None
     first = StepChecksConfig(check_for_nan_in_loss_and_grad=True)
-    assert reason_to_stop(first, expected, Verdict.OVERFLOW, iteration=7) is None
-    told = reason_to_stop(first, expected, Verdict.NOT_FINITE, iteration=7)
+    assert reason_to_stop(first, expected, StepVerdict.OVERFLOW, iteration=7) is None
+    told = reason_to_stop(first, expected, StepVerdict.NOT_FINITE, iteration=7)
     assert "iteration 7" in told
     negative = partial(StepChecksConfig, exit_after_skipped_iterations=-1)
     refused(negative, "--exit-after-skipped-iterations -1")
@@ -193,9 +197,9 @@ def test_impossible_settings_name_their_flag() -> None:
         refused(lambda changes=changes: LossScaleConfig(**changes), flag)
 
 
-def after_rounds(rounds: Sequence[Sequence[float]]) -> tuple[UsualMovement, int]:
+def after_rounds(rounds: Sequence[Sequence[float]]) -> tuple[MovementStatistics, int]:
     """The statistics after rounds, and how many movements were left out in them."""
-    usual, left_out = UsualMovement(), 0
+    usual, left_out = MovementStatistics(), 0
     for norms in rounds:
         left_out += usual.taking_part(norms).count(False)
         usual = usual.after(norms)
@@ -255,10 +259,10 @@ def test_an_outlier_in_the_first_rounds_does_not_hide_later_ones() -> None:
 
 def test_nothing_but_infinity_and_nan_is_left_out_before_there_are_statistics() -> None:
     norms = [1.0, 1e6, math.nan, math.inf]
-    assert UsualMovement().taking_part(norms) == (True, True, False, False)
+    assert MovementStatistics().taking_part(norms) == (True, True, False, False)
     nothing = [math.nan] * 2
-    assert UsualMovement().taking_part(nothing) == (False, False)
-    assert UsualMovement().after(nothing) == UsualMovement()
+    assert MovementStatistics().taking_part(nothing) == (False, False)
+    assert MovementStatistics().after(nothing) == MovementStatistics()
 
 
 def test_a_level_that_all_groups_reach_is_taken_and_soon_usual() -> None:

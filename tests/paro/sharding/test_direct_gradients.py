@@ -22,8 +22,8 @@ from paro.rotation.rotated_model import RotatingUnit
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.spec.run_spec import Materialize
-from paro.step.actions import Verb
-from paro.step.slices import Slot
+from paro.step.actions import ActionKind
+from paro.step.slices import SliceSlot
 from paro.topology import AxisSpan, StreamKind
 from paro.training.step import Training
 from tests.helpers.ranks import run_ranks
@@ -173,7 +173,7 @@ def test_sums_that_rotate_are_written_by_matmuls(
         (name, buffer)
         for name, unit in units.items()
         if unit.trainable
-        for buffer in (unit._slots[Slot.GRAD], unit._slots[Slot.GRAD_2], unit.grad_shard)
+        for buffer in (unit._slots[SliceSlot.GRAD], unit._slots[SliceSlot.GRAD_2], unit.grad_shard)
     ]
     written = passes_of(rank.model, buffers)
     parts = [name for name, unit in units.items() if unit.trainable and name != "embedding"]
@@ -232,14 +232,14 @@ def watch(flags: str, prefetch: int) -> dict[str, bool | None]:
         sent = units["head"].spec.collectives
         spans = {verb: found[0].span for verb, found in sent.items() if found}
 
-        if Verb.GATHER in spans:
+        if ActionKind.GATHER in spans:
             gather = Hold(
-                units["blocks.1"], "gather", StreamKind.GATHER, spans[Verb.GATHER], patience
+                units["blocks.1"], "gather", StreamKind.GATHER, spans[ActionKind.GATHER], patience
             )
             holds["gather of block 1 under forward of block 0"] = gather
             modules["blocks.0"].register_forward_pre_hook(lambda *_: gather.reached())
 
-        reducing = spans.get(Verb.REDUCE) or spans[Verb.GRAD_SYNC]
+        reducing = spans.get(ActionKind.REDUCE) or spans[ActionKind.GRAD_SYNC]
         reduce = Hold(units["blocks.2"], "reduce", StreamKind.REDUCE, reducing, patience)
         holds["reduction of block 2 under backward of block 1"] = reduce
 
@@ -248,8 +248,8 @@ def watch(flags: str, prefetch: int) -> dict[str, bool | None]:
 
         modules["blocks.0"].register_forward_hook(in_backward)  # its output is block 1's input
 
-        if Verb.PARAM_ALL_GATHER in spans:
-            span = spans[Verb.PARAM_ALL_GATHER]
+        if ActionKind.PARAM_ALL_GATHER in spans:
+            span = spans[ActionKind.PARAM_ALL_GATHER]
             started = Hold(units["head"], "param_all_gather", StreamKind.GATHER, span, patience)
             holds["all-gather of the updated head under the next forward"] = started
             modules["blocks.0"].register_forward_pre_hook(lambda *_: started.reached())

@@ -21,7 +21,7 @@ from paro.spec.context_layout import ContextLayout, ContextLimits, head_exchange
 from paro.spec.offload import state_bytes
 from paro.spec.run_spec import Materialize, RunSpec
 from paro.spec.sharding_spec import Collective, ShardingSpec
-from paro.step.actions import Verb
+from paro.step.actions import ActionKind
 from paro.topology import AxisSpan, Sent, StreamKind
 from tests.paro.planning.cases import rank_of, run_of, silence
 from tests.paro.planning.test_units import SMALL
@@ -79,7 +79,7 @@ def predicted(run: RunSpec) -> Figures:
         states=state_bytes(specs).total,
         codes=sum(
             prod(spec.grad_error_shape)
-            + sum(one.num_bytes for one in spec.collectives.get(Verb.PARAM_ALL_GATHER, ()))
+            + sum(one.num_bytes for one in spec.collectives.get(ActionKind.PARAM_ALL_GATHER, ()))
             * (spec.update_format is not None)
             for spec in specs
         ),
@@ -99,13 +99,13 @@ def unchanged(name: str) -> Figures:
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
-def sends(verb: Verb, *, coded: bool = False, **changes: Callable[[Any], object]) -> Patch:
+def sends(verb: ActionKind, *, coded: bool = False, **changes: Callable[[Any], object]) -> Patch:
     """Changes fields of the collectives of an action, of those of codes or the others."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         original = ShardingSpec.collectives.func
 
-        def collectives(spec: ShardingSpec) -> dict[Verb, tuple[Collective, ...]]:
+        def collectives(spec: ShardingSpec) -> dict[ActionKind, tuple[Collective, ...]]:
             found = dict(original(spec))
             new = [
                 one._replace(**{field: of(getattr(one, field)) for field, of in changes.items()})
@@ -164,12 +164,15 @@ def constant(name: str, value: object) -> Patch:
 
 
 MUTATIONS: dict[str, tuple[str, Patch]] = {
-    "a gather leaves axes out": ("all sharded", sends(Verb.GATHER, span=outermost)),
-    "gradients are reduced in fp32": ("all sharded", sends(Verb.REDUCE, dtype=lambda _: "fp32")),
-    "no sum over replicas": ("replicas", sends(Verb.GRAD_SYNC, span=lambda _: ())),
+    "a gather leaves axes out": ("all sharded", sends(ActionKind.GATHER, span=outermost)),
+    "gradients are reduced in fp32": (
+        "all sharded",
+        sends(ActionKind.REDUCE, dtype=lambda _: "fp32"),
+    ),
+    "no sum over replicas": ("replicas", sends(ActionKind.GRAD_SYNC, span=lambda _: ())),
     "gradients on streams of gathers": (
         "replicas",
-        sends(Verb.GRAD_SYNC, stream_kind=lambda _: StreamKind.GATHER),
+        sends(ActionKind.GRAD_SYNC, stream_kind=lambda _: StreamKind.GATHER),
     ),
     "frozen parameters are held in fp32": ("adapters", has("param_dtype", lambda *_: "fp32")),
     "parameters have twice the shard": ("all sharded", has("param_numel", twice)),
@@ -180,14 +183,20 @@ MUTATIONS: dict[str, tuple[str, Patch]] = {
     "gradients are sent exactly": ("codes", has("grad_format", lambda *_: None)),
     "updates gathered along no axis": (
         "codes",
-        sends(Verb.PARAM_ALL_GATHER, coded=True, span=lambda _: ()),
+        sends(ActionKind.PARAM_ALL_GATHER, coded=True, span=lambda _: ()),
     ),
-    "updates gathered in fp32": ("Muon", sends(Verb.PARAM_ALL_GATHER, dtype=lambda _: "fp32")),
-    "gathers in fp32": ("all sharded", sends(Verb.GATHER, dtype=lambda _: "fp32")),
-    "slices rotate in fp32": ("rotation", sends(Verb.GATHER, dtype=lambda _: "fp32")),
+    "updates gathered in fp32": (
+        "Muon",
+        sends(ActionKind.PARAM_ALL_GATHER, dtype=lambda _: "fp32"),
+    ),
+    "gathers in fp32": ("all sharded", sends(ActionKind.GATHER, dtype=lambda _: "fp32")),
+    "slices rotate in fp32": ("rotation", sends(ActionKind.GATHER, dtype=lambda _: "fp32")),
     "buckets have twice as many units": ("Muon", in_pairs),
     "no unit has others in its bucket": ("Muon", alone),
-    "buckets are counted as one unit": ("Muon", sends(Verb.GRAD_SYNC, numel=lambda n: n // 2)),
+    "buckets are counted as one unit": (
+        "Muon",
+        sends(ActionKind.GRAD_SYNC, numel=lambda n: n // 2),
+    ),
     "norms sharded as weights": ("rotation", constant("replicated", lambda strategy: strategy)),
 }
 

@@ -19,7 +19,7 @@ from paro.planning.estimator import Estimator
 from paro.planning.search_space import PlanRequest
 from paro.sharding.distributed_model import DistributedModel
 from paro.spec.run_spec import Materialize
-from paro.step.actions import Buckets, Move, Verb, number_buffers
+from paro.step.actions import ActionKind, Buckets, Move, number_buffers
 from paro.step.gathering import ParamAllGatherPolicy
 from paro.step.schedule import StepSchedule
 from tests.helpers.late_streams import LateStreams
@@ -36,7 +36,11 @@ from tests.paro.planning.cases import (
 )
 
 # What the optimizer and the training loop do, or the model computes.
-ELSEWHERE = {Verb.UPDATE, Verb.NORM, *(v for v in Verb if v >= Verb.FORWARD)}
+ELSEWHERE = {
+    ActionKind.UPDATE,
+    ActionKind.NORM,
+    *(v for v in ActionKind if v >= ActionKind.FORWARD),
+}
 
 FLAT = UnitLayout((), matrix_stop=0, numel=8)
 
@@ -58,10 +62,12 @@ def recorded(rank: LoneRank) -> list[Move]:
     return record
 
 
-def from_forward_on(listed: StepSchedule, verbs: Container[Verb]) -> list[Move]:
+def from_forward_on(listed: StepSchedule, verbs: Container[ActionKind]) -> list[Move]:
     """The actions with these verbs of a step that begins with the forward, not the update."""
     at_once = [
-        move for move in chain.from_iterable(listed.update) if move[0] is Verb.PARAM_ALL_GATHER
+        move
+        for move in chain.from_iterable(listed.update)
+        if move[0] is ActionKind.PARAM_ALL_GATHER
     ]
     moves = [move for move in listed.actions() if move[0] in verbs]
     return moves[len(at_once) :] + at_once
@@ -94,7 +100,7 @@ def test_the_engine_does_what_the_plan_lists(
             rank.step(num_micro_batches)
             several = replace(given, global_batch_size=4 * num_micro_batches)
             listed = schedule_of(costs(several, strategy))
-            wanted = from_forward_on(listed, {*Verb} - ELSEWHERE)
+            wanted = from_forward_on(listed, {*ActionKind} - ELSEWHERE)
             assert record == wanted, f"{ahead}, {updated} units ahead"
 
 
@@ -112,12 +118,12 @@ def test_a_bucket_is_reduced_and_gathered_once(
     record = recorded(rank)
     rank.step(2)
     listed = schedule_of(costs(given, "IIG"))
-    wanted = from_forward_on(listed, {*Verb} - ELSEWHERE)
-    moves = [move for move in wanted if move[0] is not Verb.PARAM_ALL_GATHER]
-    assert [move for move in record if move[0] is not Verb.PARAM_ALL_GATHER] == moves
+    wanted = from_forward_on(listed, {*ActionKind} - ELSEWHERE)
+    moves = [move for move in wanted if move[0] is not ActionKind.PARAM_ALL_GATHER]
+    assert [move for move in record if move[0] is not ActionKind.PARAM_ALL_GATHER] == moves
     assert sorted(record) == sorted(wanted)
     num_blocks = given.model.num_layers
-    for verb in (Verb.GRAD_SYNC, Verb.PARAM_ALL_GATHER):
+    for verb in (ActionKind.GRAD_SYNC, ActionKind.PARAM_ALL_GATHER):
         assert sum(move[0] is verb for move in record) == 2 + num_blocks - num_buckets
 
 
@@ -128,9 +134,12 @@ def test_an_evaluation_gathers_units_once(strategy: str, monkeypatch: pytest.Mon
     tokens_BS = torch.zeros(1, 16, dtype=torch.int64)
     record = recorded(rank)
     rank.model.evaluate(tokens_BS, tokens_BS, torch.ones(1, 16))
-    waits = [(Verb.WAIT, number) for number in (0, 1, 2, 3, 4, 0)]
-    assert [action for action in record if action[0] is Verb.WAIT] == waits
-    moved = {verb: [n for v, n in record if v is verb] for verb in (Verb.GATHER, Verb.RELEASE)}
+    waits = [(ActionKind.WAIT, number) for number in (0, 1, 2, 3, 4, 0)]
+    assert [action for action in record if action[0] is ActionKind.WAIT] == waits
+    moved = {
+        verb: [n for v, n in record if v is verb]
+        for verb in (ActionKind.GATHER, ActionKind.RELEASE)
+    }
     for numbers in moved.values():
         assert sorted(numbers) == ([0, 0, 1, 2, 3, 4] if strategy == "GGG" else [])
 
@@ -155,10 +164,12 @@ def check(given: PlanRequest, strategy: str) -> None:
         rank.step(num_micro_batches)
         size = given.machine.world_size * num_micro_batches
         listed = schedule_of(costs(replace(given, global_batch_size=size), strategy))
-        wanted = from_forward_on(listed, {*Verb} - ELSEWHERE)
+        wanted = from_forward_on(listed, {*ActionKind} - ELSEWHERE)
         assert by_buffer(record) == by_buffer(wanted)
-        shifts = [move for move in record if move[0] in (Verb.SHIFT, Verb.SHIFT_BACK)]
-        assert shifts == [move for move in wanted if move[0] in (Verb.SHIFT, Verb.SHIFT_BACK)]
+        shifts = [move for move in record if move[0] in (ActionKind.SHIFT, ActionKind.SHIFT_BACK)]
+        assert shifts == [
+            move for move in wanted if move[0] in (ActionKind.SHIFT, ActionKind.SHIFT_BACK)
+        ]
 
 
 def larger_ring(size: int) -> dict[str, Any]:
@@ -205,9 +216,17 @@ def test_an_evaluation_moves_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         tokens_BS = torch.zeros(1, 16, dtype=torch.int64)
         rank.model.evaluate(tokens_BS, tokens_BS, torch.ones(1, 16))
         verbs = {move[0] for move in record}
-        moves = {Verb.WAIT, Verb.ALLOCATE_SLOT, Verb.FREE_SLOT, Verb.SHIFT, Verb.WAIT_SHIFTED}
+        moves = {
+            ActionKind.WAIT,
+            ActionKind.ALLOCATE_SLOT,
+            ActionKind.FREE_SLOT,
+            ActionKind.SHIFT,
+            ActionKind.WAIT_SHIFTED,
+        }
         assert verbs == moves
-        assert all(to != 0 for verb, _, *slots in record if verb is Verb.SHIFT for to in slots[1:])
+        assert all(
+            to != 0 for verb, _, *slots in record if verb is ActionKind.SHIFT for to in slots[1:]
+        )
 
 
 # When updated parameters are gathered
@@ -221,14 +240,14 @@ def gathered_before_the_first_unit(way: Materialize, ahead: int | None, seed: in
     inside: dict[int, Event] = {}
     given = order_case("plain", materialize=way, updated_ahead=ahead)
     for verb, number, *_ in schedule_of(costs(given, "IIG")).actions():
-        if verb is Verb.PARAM_ALL_GATHER:
+        if verb is ActionKind.PARAM_ALL_GATHER:
             updated[number] = streams.submit("between", partial(sent.add, number))
-        elif verb in (Verb.GATHER, Verb.SHIFT):
+        elif verb in (ActionKind.GATHER, ActionKind.SHIFT):
             inside[number] = streams.submit("inside", lambda: None, after=updated[number])
-        elif verb in (Verb.WAIT, Verb.WAIT_SHIFTED) and number in inside:
+        elif verb in (ActionKind.WAIT, ActionKind.WAIT_SHIFTED) and number in inside:
             inside[number].wait()
             break
-        elif verb is Verb.WAIT:
+        elif verb is ActionKind.WAIT:
             updated[number].wait()
     return sent
 
@@ -241,10 +260,10 @@ def test_a_bucket_is_sent_while_the_one_before_computes() -> None:
     policy = ParamAllGatherPolicy([unit.needed for unit in units], 2, Buckets(units))
     at_once = [move for buffer in range(8) for move in policy.updated(buffer)]
     later = {index: policy.before_forward(index) for index in range(8)}
-    assert at_once == [(Verb.PARAM_ALL_GATHER, 0), (Verb.PARAM_ALL_GATHER, 1)]
+    assert at_once == [(ActionKind.PARAM_ALL_GATHER, 0), (ActionKind.PARAM_ALL_GATHER, 1)]
     assert {index: moves for index, moves in later.items() if moves} == {
-        0: [(Verb.PARAM_ALL_GATHER, 4)],
-        5: [(Verb.PARAM_ALL_GATHER, 7)],
+        0: [(ActionKind.PARAM_ALL_GATHER, 4)],
+        5: [(ActionKind.PARAM_ALL_GATHER, 7)],
     }
 
 

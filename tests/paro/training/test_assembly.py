@@ -12,7 +12,7 @@ import torch
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import PlannedControl
-from paro.distributed.groups import Links, bounded_ctas
+from paro.distributed.groups import CommResources, bounded_ctas
 from paro.distributed.world import World
 from paro.planning.run_memory import RunMemory
 from paro.spec.units import registered_param_buffers, units_of_run
@@ -42,7 +42,7 @@ class Built:
 
 def built(monkeypatch: pytest.MonkeyPatch, flags: str) -> Built:
     nccl = FakeNccl(monkeypatch)
-    monkeypatch.setattr(assembly, "make_links", lambda *_, **__: Links(InlineStreams()))
+    monkeypatch.setattr(assembly, "make_links", lambda *_, **__: CommResources(InlineStreams()))
     monkeypatch.setattr(assembly, "check_core", lambda *_, **__: None)  # it sends messages
     world = World(rank=RANK, size=WORLD_SIZE, ranks_per_node=4)
     config = configured(f"{MODEL} {flags}", world)

@@ -25,7 +25,7 @@ from paro.report.report import open_report
 from paro.spec.states import ANCHOR, MASTER_OF_GROUP, OUTER_MOMENTUM, PARAM, of_other_group
 from paro.training.assembly import build_data, build_sources, run_facts
 from paro.training.evaluation import evaluate
-from paro.training.exit_signal import Reasons
+from paro.training.exit_signal import ExitReasons
 from paro.training.groups_alone import GroupsAlone
 from paro.training.in_memory import InMemoryCheckpointer
 from paro.training.loop import Loop
@@ -153,10 +153,10 @@ def test_runs_with_other_settings_continue_from_the_parameters_that_groups_agree
 @pytest.mark.parametrize("name", ["signalled", "late", "unsaved"])
 def test_all_groups_stop_for_the_reason_that_one_of_them_has(name: str) -> None:
     training = Mock()
-    training.control.gather = lambda own: [own, Reasons(**{name: True})]
+    training.control.gather = lambda own: [own, ExitReasons(**{name: True})]
     groups = GroupsAlone(training)
-    agreed = Reasons(stop_after=7)
-    assert groups.reasons_of_all(agreed, 6) == Reasons()
+    agreed = ExitReasons(stop_after=7)
+    assert groups.reasons_of_all(agreed, 6) == ExitReasons()
     assert groups.reasons_of_all(agreed, 7) == agreed._replace(**{name: True})
 
 
@@ -339,7 +339,7 @@ def test_groups_stop_after_a_step_that_none_has_passed(
         groups.append(GroupsAlone(training, start))
         iteration = counted[group]
         if iteration is not None:
-            assert groups[group].reasons(Reasons(), iteration).stop_after == 0
-    asked = groups[0].reasons(Reasons(signalled=True), (counted[0] or 0) + 1)
-    told = groups[1].reasons(Reasons(), (counted[1] or start) + 1)
+            assert groups[group].reasons(ExitReasons(), iteration).stop_after == 0
+    asked = groups[0].reasons(ExitReasons(signalled=True), (counted[0] or 0) + 1)
+    told = groups[1].reasons(ExitReasons(), (counted[1] or start) + 1)
     assert asked.stop_after == told.stop_after == stop_after

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paro.errors import UserError
-from paro.schedule.step_checks import Verdict
+from paro.schedule.step_checks import StepVerdict
 from paro.training.step import StepResult, Training, TrainState, train_step
 from tests.helpers.corpora import write_conversations
 from tests.helpers.margins import assert_near
@@ -77,7 +77,7 @@ def test_iterations_to_skip_use_up_their_samples_alone() -> None:
     config, training = built(f"{flags} --iterations-to-skip 2 3")
     state, source = begun(config, training)
     steps = [train_step(training, state, source) for _ in range(4)]
-    assert [step.verdict is Verdict.ASKED for step in steps] == [False, True, True, False]
+    assert [step.verdict is StepVerdict.ASKED for step in steps] == [False, True, True, False]
     assert math.isnan(steps[1].loss)
 
     config, without = built(flags)
@@ -126,7 +126,7 @@ def test_a_step_without_an_answered_token_is_skipped(tmp_path: Path) -> None:
     prefix = write_conversations(tmp_path / "x", [([*range(20)], [0] * 15 + [1] * 5)] * BATCH_SIZE)
     for flags in ("", "--calculate-per-token-loss", "--micro-batch-size 4"):
         step, state, has_changed = first_step(prefix, flags)
-        assert step.verdict is Verdict.NO_TOKENS
+        assert step.verdict is StepVerdict.NO_TOKENS
         assert math.isnan(step.loss), flags
         assert math.isnan(step.grad_norm), flags
         assert step.num_zeros is None, flags

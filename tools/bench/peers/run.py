@@ -23,7 +23,7 @@ import torch
 import torch._dynamo  # imported by optimizers when constructed: here once, not in every run
 import torch.distributed as dist
 
-from data.batch import Fetch
+from data.batch import BatchFetcher
 from data.loader import Batch, MicroBatches, SplitCounts, build_datasets
 from model.llama import Llama
 from paro.config.run import RunConfig
@@ -116,7 +116,7 @@ def batches_of(task: Task, device: torch.device) -> Iterator[Batch]:
     counts = SplitCounts(train=num_samples)
     datasets = build_datasets(task.run.data, counts, task.run.vocab_size, None)
     source = MicroBatches(
-        Fetch(datasets.train, ranges=ranges if layout.size > 1 else None),
+        BatchFetcher(datasets.train, ranges=ranges if layout.size > 1 else None),
         micro_batch_size=task.run.batches.micro_batch_size,
         data_parallel_rank=world.rank // layout.size,
         data_parallel_size=task.run.batches.data_parallel_size,

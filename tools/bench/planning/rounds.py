@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paro.machine.machine import LinkSpeed, Machine, Measured, rate_text
+from paro.machine.machine import LinkSpeed, Machine, MeasuredTime, rate_text
 from tools.bench.shared.turns import median_known, rows_in
 
 NAMES = ("nic", "shape", "setting", "micro_batches", "round", "turn")  # identify a row
@@ -70,7 +70,7 @@ def median_machine(rounds: Sequence[Machine]) -> Machine:
     )
 
 
-def _key(row: Measured) -> tuple[object, ...]:
+def _key(row: MeasuredTime) -> tuple[object, ...]:
     return row.axes, row.op, row.algorithm, row.bytes
 
 

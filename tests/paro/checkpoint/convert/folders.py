@@ -12,7 +12,7 @@ from torch import Tensor
 from model.config import LlamaConfig
 from model.llama import Llama
 from model.units import parameter_shapes
-from paro.checkpoint.convert.source import Source
+from paro.checkpoint.convert.source import ModelSource
 from paro.checkpoint.convert.tensor_files import lazy
 
 VOCAB = 101  # divisible by no other size
@@ -84,7 +84,7 @@ def save_folder(
     return model
 
 
-def own_model(source: Source) -> Llama:
+def own_model(source: ModelSource) -> Llama:
     model = Llama(source.config)
     tensors = {name: tensor.rows(0, tensor.shape[0]) for name, tensor in source.tensors.items()}
     model.load_state_dict(tensors)
@@ -115,13 +115,15 @@ def random_tensors(config: LlamaConfig, dtype: torch.dtype = torch.float32) -> d
     }
 
 
-def source_of(config: LlamaConfig, dtype: torch.dtype = torch.float32) -> Source:
+def source_of(config: LlamaConfig, dtype: torch.dtype = torch.float32) -> ModelSource:
     """A model with the values of `random_tensors`."""
     tensors = random_tensors(config, dtype)
-    return Source(config=config, tensors={name: lazy(tensor) for name, tensor in tensors.items()})
+    return ModelSource(
+        config=config, tensors={name: lazy(tensor) for name, tensor in tensors.items()}
+    )
 
 
-def assert_same(found: Source, expected: Source) -> None:
+def assert_same(found: ModelSource, expected: ModelSource) -> None:
     """The configuration and, read in pieces, every bit of the tensors."""
     assert found.config == expected.config
     assert found.tensors.keys() == expected.tensors.keys()

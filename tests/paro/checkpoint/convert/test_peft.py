@@ -19,7 +19,7 @@ from paro.checkpoint.base import stored_parameters
 from paro.checkpoint.convert.hugging_face import COMPANIONS
 from paro.checkpoint.convert.native import open_native
 from paro.checkpoint.convert.peft import WEIGHTS, peft_name
-from paro.checkpoint.convert.source import Source
+from paro.checkpoint.convert.source import ModelSource
 from paro.checkpoint.convert.tensor_files import open_safetensors
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.convert.folders import logits_of, own_model, some_tokens
@@ -57,7 +57,7 @@ def converted(root: Path, there: str, here: str, source: str, target: str, *more
     return convert(there, here, root / source, root / target, *more)
 
 
-def assert_same_model(one: Source, other: Source) -> None:
+def assert_same_model(one: ModelSource, other: ModelSource) -> None:
     assert one.tensors.keys() == other.tensors.keys()
     for name, tensor in one.tensors.items():
         there = other.tensors[name].whole(torch.float32)
