@@ -220,7 +220,7 @@ def test_a_bug_is_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     words = f"--mock-data --save {tmp_path} --load {tmp_path} --train-iters"
     launch(words, 2)
     for place in (
-        "config.resolve.take_inter_bits",
+        "config.resolve.OpenChoices.decide",
         "checkpoint.load._check_model",
         "checkpoint.storage.CheckedReader._read_chunk",
         "checkpoint.load.read_saved",
