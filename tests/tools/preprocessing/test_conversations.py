@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import struct
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -299,3 +303,29 @@ def test_order_and_how_far_ahead_tasks_are_taken() -> None:
     assert max(ahead) <= 2 * TASKS_PER_WORKER
     with worker_processes(1, int) as workers:
         assert list(workers.map(slow_if_even, range(3))) == [0, 1, 4]
+
+
+def is_killed_while_it_answers(number: int) -> int:
+    if number == 3:
+        os.write(sys._getframe(1).f_locals["pipe"].fileno(), struct.pack("!i", 1000) + b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+@pytest.mark.process
+def test_a_worker_that_is_killed_while_it_answers_is_one_line() -> None:
+    with worker_processes(2, int) as workers:
+        results = workers.map(is_killed_while_it_answers, range(60))
+        assert [next(results) for _ in range(3)] == [0, 1, 2]
+        refused(lambda: next(results), "a worker process was killed")
+
+
+def fails(number: int) -> int:
+    raise KeyError(number)
+
+
+@pytest.mark.process
+def test_an_error_of_a_worker_has_its_traceback() -> None:
+    with worker_processes(2, int) as workers, pytest.raises(KeyError) as caught:
+        list(workers.map(fails, range(9)))
+    assert "in fails" in "".join(caught.value.__notes__)
