@@ -32,11 +32,13 @@ class Ending:
 
     def __init__(self) -> None:
         self._begun: float | None = None
+        self.status: int | None = None  # of the run, once its ranks have ended
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         if self._begun is None:
             self._begun = time.monotonic()
-            sys.exit(end_with_ranks(number))
+            self.status = end_with_ranks(number)
+            sys.exit(self.status)
         if time.monotonic() - self._begun > IMPATIENT_SECONDS:
             send(signal.SIGKILL, children(os.getpid()))
 
@@ -88,7 +90,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         run.run(options)
     except ChildFailedError as error:
-        return status_of_failed(error)
+        # Code that a signal interrupts may lose the exception that its handler raises.
+        return status_of_failed(error) if ending.status is None else ending.status
     return 0
 
 

@@ -8,10 +8,12 @@ import re
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from paro.checkpoint.directory import TRACKER
 from tests.end_to_end.test_training import MODEL, RUN, SCRIPT, Ended, launch, read_metrics, run_main
@@ -21,7 +23,7 @@ from tests.helpers.scripts import Script, children, wait_for
 from tests.helpers.warm_process import HANGS_AFTER
 from tests.helpers.warm_python import warm_python
 from tests.test_public_names import GOLDEN
-from tools.torchrun import IMPATIENT_SECONDS
+from tools import torchrun
 
 COMMAND = ["python", SCRIPT, *MODEL, "--mock-data"]
 TORCHRUN = ["python", "-m", "torch.distributed.run", "--standalone"]
@@ -203,11 +205,30 @@ def test_a_signal_reaches_the_ranks_which_have_time_to_end(tmp_path: Path) -> No
             assert [job.stdout.readline() for _ in range(2)] == ["started\n"] * 2
             for number in signals:
                 if number is None:
-                    time.sleep(2 * IMPATIENT_SECONDS)
+                    time.sleep(2 * torchrun.IMPATIENT_SECONDS)
                 else:
                     job.send_signal(number)
             out, told = job.communicate()
         assert (job.returncode, out, told) == (status, printed, said)
+
+
+def test_the_status_of_a_signal_stays_where_its_exception_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def loses_it(_options: object) -> None:
+        with suppress(SystemExit):
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(1000)
+        raise ChildFailedError("job", {0: ProcessFailure(0, 1, -9, "none")})
+
+    monkeypatch.setattr("torch.distributed.run.run", loses_it)
+    monkeypatch.setattr(torchrun, "end_with_ranks", lambda number: 128 + number)
+    before = {name: signal.getsignal(getattr(signal, name)) for name in torchrun.SIGNALS}
+    try:
+        assert torchrun.main(["job.py"]) == 129
+    finally:
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)
 
 
 # Tags of a run with evaluation, --log-params-norm, --log-num-zeros-in-grad and timers: the names
