@@ -155,7 +155,7 @@ class OpenChoices:
 
     task: TrainingTask
     sharding_flags: ShardingFlags
-    bits: tuple[ShardingConfig, PrecisionConfig, tuple[str, ...]]  # with the bit widths of flags
+    bits: tuple[ShardingConfig, PrecisionConfig, tuple[str, ...]]  # result of `take_inter_bits`
     batch_flags: BatchFlags
     checkpoint: CheckpointConfig
 

@@ -137,7 +137,7 @@ def strategy_text(args: Namespace) -> str:
 
 def take_sharding(args: Namespace, world: World) -> ShardingFlags:
     """Build the sharding from flags; `UserError` if groups or machine do not fit the ranks."""
-    text, machine = strategy_text(args), None
+    given, text, machine = args.paro_strategy, strategy_text(args), None
     group_size = world.ranks_per_node if args.paro_group_size is None else args.paro_group_size
     check_group_size(world.size, group_size)
     if args.paro_machine not in (None, MEASURE):
@@ -155,7 +155,6 @@ def take_sharding(args: Namespace, world: World) -> ShardingFlags:
     if text != AUTO:
         strategy = parse_strategy(text, world_size=world.size, group_size=group_size)
     degrees = strategy.degrees if strategy else None
-    given = args.paro_strategy
     if args.use_distributed_optimizer and given and degrees != (1, 1, world.size):
         raise UserError(
             f"--use-distributed-optimizer means --paro-strategy {DISTRIBUTED_OPTIMIZER_STRATEGY} "

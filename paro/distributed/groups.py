@@ -279,7 +279,10 @@ _OVERRIDING = ("MAX_CTAS", "MIN_NCHANNELS", "MIN_NRINGS", "MIN_P2P_NCHANNELS", "
 
 
 def bounded_ctas(multiprocessors: int, communicators: int) -> int:
-    """Return the `communicator_ctas`; `UserError` if NCCL variables ask for more than fits."""
+    """Return the most thread blocks of a communicator with which all fit on a GPU.
+
+    `UserError` if NCCL variables ask for more than fits.
+    """
     room = multiprocessors // communicators
     texts = {f"NCCL_{name}": os.environ.get(f"NCCL_{name}", "") for name in _OVERRIDING}
     requested = {name: int(text) for name, text in texts.items() if text.isdecimal()}

@@ -62,7 +62,7 @@ class Offload:
         ]
         for slot in self._slots:
             slot.alloc()
-        in_slots = [  # ranges are multiples of ALIGN: without padding states are aligned too
+        in_slots = [  # no padding: ranges, which are multiples of ALIGN, keep states aligned
             cut_up(slot.values.view(torch.uint8), [*kind.values()], align=1)
             for slot, kind in zip(cycle(self._slots), kinds, strict=False)
         ]

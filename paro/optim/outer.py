@@ -134,9 +134,8 @@ class OuterUnit(UnitShards):
 
     def spread(self) -> Event:
         """Queue the all-gather of masters among the ranks of a group with one optimizer shard."""
-        return self.queue(self.unit.spec.collectives[ActionKind.OUTER_SPREAD], self._whole_master)[
-            1
-        ]
+        collectives = self.unit.spec.collectives[ActionKind.OUTER_SPREAD]
+        return self.queue(collectives, self._whole_master)[1]
 
     def flat_shards(self) -> Iterator[FlatShard]:
         """Yield this rank's range of every outer state, as checkpoints have them."""

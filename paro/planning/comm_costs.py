@@ -78,12 +78,10 @@ class BufferCosts(NamedTuple):
     """The work that the actions on a flat buffer queue."""
 
     queued: Mapping[ActionKind, tuple[QueuedJobs, ...]]
-    busy: Mapping[
-        ActionKind, Mapping[Hashable, float]
-    ]  # seconds by link, stream or thread, of `busy_of`
-    codes: Mapping[
-        ActionKind, int
-    ]  # bytes read and written to quantize or dequantize for an action
+    # Seconds by link, stream or thread, of `busy_of`
+    busy: Mapping[ActionKind, Mapping[Hashable, float]]
+    # Bytes read and written to quantize or dequantize for an action.
+    codes: Mapping[ActionKind, int]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,10 +60,8 @@ _SENT = {
     (ActionKind.SHIFT_BACK, Op.ALL_GATHER, False): "send the slice of {} back",
     (ActionKind.SHIFT_GRADS, Op.REDUCE_SCATTER, False): "send the slice's gradients of {} back",
 }
-_OF_BUCKET = (
-    ActionKind.GRAD_SYNC,
-    ActionKind.PARAM_ALL_GATHER,
-)  # are of all units of a Muon bucket
+# Actions that are of all units of a Muon bucket.
+_OF_BUCKET = (ActionKind.GRAD_SYNC, ActionKind.PARAM_ALL_GATHER)
 _WHERE = {Link.INTRA: "inside", Link.INTER: "between"}
 _COLUMNS = ("inside", "between", "stream")  # before allocated bytes
 _WAITS = (ActionKind.WAIT, ActionKind.WAIT_REDUCED, ActionKind.WAIT_SHIFTED, ActionKind.WAIT_GRADS)

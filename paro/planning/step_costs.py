@@ -208,9 +208,8 @@ class StepCosts:
         """Return the unit that an action computes with, and the time it computes for."""
         verb, number, *slots = move
         shape, halves, seconds = self.counts.shape, None, 0.0
-        if (
-            verb >= ActionKind.FORWARD
-        ):  # duplicates `buffer_of`, since this method is called most of all
+        # Duplicates `buffer_of`, since this method is called most of all.
+        if verb >= ActionKind.FORWARD:
             halves = shape.halves(number)
         first = number if halves is None else halves[slots[0] if slots else 0][0]
         unit = self.counts.buffers[first].unit

@@ -43,9 +43,8 @@ class IterationRecord:
     z_loss: float | None = None  # mean z-loss, not in the loss; None: --z-loss-weight is 0
     decoupled_learning_rate: float | None = None  # None: --decoupled-lr is not given
     data_wait_ms: float = 0.0  # ms of waiting for batches, mean over ranks
-    exposed: ExposedTime = field(
-        default_factory=ExposedTime
-    )  # exposed communication, mean over ranks
+    # Exposed communication, mean over ranks.
+    exposed: ExposedTime = field(default_factory=ExposedTime)
     has_tokens: bool = True  # False: every token is masked, so loss and norm are NaN
     held: Mapping[str, int] = field(default_factory=dict)  # bytes held on this rank by kind
     allocator: Mapping[str, int] = field(default_factory=dict)  # CUDA allocator statistics

@@ -51,9 +51,8 @@ class BufferCounters:
 
     whole_params: BufferTally = field(default_factory=BufferTally)
     whole_grads: BufferTally = field(default_factory=BufferTally)
-    slices: BufferTally = field(
-        default_factory=BufferTally
-    )  # spare slices of rotating parameters, gradients
+    # Spare slices of rotating parameters, gradients.
+    slices: BufferTally = field(default_factory=BufferTally)
 
 
 class ElasticBuffer:

@@ -71,11 +71,10 @@ PASS_OF = {
 # The actions of a round of outer steps, in order.
 OUTER_ROUND = (ActionKind.OUTER_REDUCE, ActionKind.OUTER_GATHER, ActionKind.OUTER_SPREAD)
 
-Action = tuple[ActionKind, int]  # a verb, and the number of a buffer or a unit
-SliceMove = tuple[ActionKind, *tuple[int, ...]]  # an action on a slice: a verb and slots, no buffer
-Move = tuple[
-    ActionKind, int, *tuple[int, ...]
-]  # any action: a verb, a buffer or unit, slots if any
+Action = tuple[ActionKind, int]  # a kind, and the number of a buffer or a unit
+SliceMove = tuple[ActionKind, *tuple[int, ...]]  # an action on a slice: a kind and slots, no buffer
+# Any action: a kind, a buffer or unit, slots if any
+Move = tuple[ActionKind, int, *tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class RingShape:
 class SlicePolicy:
     """The policy of one buffer's slices: answers events with the actions to carry out, in order.
 
-    The actions are verbs and slots, without the number of the buffer.
+    The actions are kinds and slots, without the number of the buffer.
 
     The order of calls in forward, for every ring step: `before_forward`, `after_forward`. In
     backward, from the last step to the first: `before_backward`, `first_gradient`,

@@ -91,13 +91,11 @@ class StepResult:
     num_zeros: float | None = None  # gradient elements equal to 0; None unless logged and finite
     params_norm: float | None = None  # L2 norm of parameters after the step; None unless logged
     z_loss: float | None = None  # mean z-loss, which `loss` is without; None: --z-loss-weight is 0
-    reasons: ExitReasons = field(
-        default_factory=ExitReasons
-    )  # reasons to exit of any rank, OR-reduced
+    # Reasons to exit of any rank, OR-reduced.
+    reasons: ExitReasons = field(default_factory=ExitReasons)
     data_wait_seconds: float = 0.0  # seconds of waiting for batches, mean over ranks
-    exposed: ExposedTime = field(
-        default_factory=ExposedTime
-    )  # exposed communication, mean over ranks
+    # Exposed communication, mean over ranks.
+    exposed: ExposedTime = field(default_factory=ExposedTime)
     own: OwnTimes = field(default_factory=OwnTimes)
     origin: str | None = None  # of what is not finite, by --trace-nan
 

@@ -190,7 +190,7 @@ case $1 in */torchrun.py) echo "trains: $*" ;; esac
 def test_the_end_says_whether_the_loss_is_as_expected(
     tmp_path: Path, share: float, flags: str, told: str
 ) -> None:
-    """Of a loss at this share of the way through the range that the script expects."""
+    """Tells of a loss at this share of the way through the range that the script expects."""
     found = re.search(r"^EXPECTED_LOSS=\(([\d.]+) ([\d.]+)\)$", SCRIPT.read_text(), re.M)
     low, high = map(float, found.groups())
     loss = low + share * (high - low)

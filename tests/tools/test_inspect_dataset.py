@@ -165,7 +165,7 @@ def test_dumped_samples_are_those_of_a_training(
 
 
 def test_the_command_of_a_training_can_be_taken_as_it_is(corpus: Path, tmp_path: Path) -> None:
-    """What samples do not depend on is not looked at, nor made."""
+    """Reads and writes no file that samples do not depend on."""
     flags = ["--data-path", corpus, "--seq-length", 16, *NULL, *TRAINING, "--train-iters", 3]
     for words in (
         "--load {none} --ckpt-step 3",

@@ -295,7 +295,7 @@ def test_the_last_copy_ends_before_the_folder_is_left(monkeypatch: pytest.Monkey
 
 
 def test_its_copies_wait_for_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its device is set before its stream is used."""
+    """Sets the device of a copy before its stream is used."""
     device, cuda, target = torch.device("cuda", 3), MagicMock(), torch.zeros(2)
     cuda.Stream.return_value.device = device
     for name in ("Stream", "current_stream", "set_device", "stream"):

@@ -362,7 +362,7 @@ def pairs_of(bounds: Bounds, ring_rank: int, source: int, ring_size: int) -> lis
 
 @pytest.mark.parametrize(("ring_size", "chunk"), [(1, 3), (2, 1), (2, 2), (3, 1), (4, 1)])
 def test_the_blocks_are_the_mask(ring_size: int, chunk: int) -> None:
-    """Of every way to cut a sample into documents."""
+    """Compares masks for every way to cut a sample into documents."""
     seq_length = 2 * ring_size * chunk
     for cuts in product((False, True), repeat=seq_length - 1):
         bounds = (0, *compress(range(1, seq_length), cuts), seq_length)

@@ -158,7 +158,7 @@ def test_other_contents_are_passed_over(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_settings_that_do_nothing_there_are_left_out(tmp_path: Path) -> None:
-    """Of an iteration as of a release."""
+    """Reads a numbered iteration, where other tests read a release."""
     path, factor = saved(tmp_path / "megatron"), "rotary_seq_len_interpolation_factor"
     assert getattr(contents(path)["args"], factor) is None
     unused = {"use_rope_scaling": False, "rope_scaling_factor": 4.0, "yarn_beta_fast": 16.0}
