@@ -22,7 +22,7 @@ from paro.planning.planner import (
     best_that_fits,
     plan,
 )
-from paro.planning.remedies import MOST_RANKS, why_nothing_fits
+from paro.planning.remedies import MOST_RANKS_TRIED, why_nothing_fits
 from paro.planning.search_space import PlanRequest
 from paro.planning.step_costs import simulate
 from paro.report.log import print_line
@@ -133,7 +133,7 @@ def scaling(
     per_rank = request.global_batch_size // request.world_size
     curves: dict[str, list[tuple[int, float]]] = {"best that fits": []}
     ranks = machine.world_size if machine.measured else machine.group_size
-    while ranks <= (machine.world_size if machine.measured else MOST_RANKS):
+    while ranks <= (machine.world_size if machine.measured else MOST_RANKS_TRIED):
         scaled = replace(
             request,
             machine=replace(machine, uneven=()).for_world(ranks, subject="--scaling"),

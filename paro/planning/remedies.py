@@ -25,7 +25,7 @@ from paro.strategy import Strategy
 from paro.text import size_text
 from paro.topology import divisors
 
-MOST_RANKS = 16384  # the largest world size that is tried
+MOST_RANKS_TRIED = 16384  # the largest world size for which advice and curves are computed
 estimator_of = lru_cache(maxsize=64)(Estimator)  # many changes have equal requests
 _SMALLER = {
     Materialize.GATHER: (Materialize.ROTATE, "--paro-materialize rotate"),
@@ -132,7 +132,7 @@ def fewest_ranks(ranks: int, step: int, fits: Callable[[int], bool]) -> int | No
 
     Memory decreases with the number of ranks, so bisection finds it.
     """
-    low, most = ranks // step, MOST_RANKS // step
+    low, most = ranks // step, MOST_RANKS_TRIED // step
     high = low + 1
     while high < most and not fits(high * step):
         low, high = high, min(2 * high, most)
@@ -152,7 +152,7 @@ def more_ranks(
     every = first_blocks(run.model.num_layers, run.model)
     recomputed = replace(run, recompute=every)
     plans = [("", run), *[(recompute_flags(every), recomputed)] * (not fits(recomputed))]
-    step, fewest = lcm(run.group_size, ranks_per_node, run.context.size), MOST_RANKS + 1
+    step, fewest = lcm(run.group_size, ranks_per_node, run.context.size), MOST_RANKS_TRIED + 1
     for flags, own in plans:
 
         def fits_on(ranks: int, own: RunSpec = own) -> bool:
