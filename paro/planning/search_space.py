@@ -18,7 +18,7 @@ from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.spec.context_layout import ContextLayout
 from paro.spec.run_spec import Materialize, RunSettings
-from paro.spec.strategy_limits import MUON_ROTATES, StrategyLimits
+from paro.spec.strategy_limits import StrategyLimits, muon_conflict
 from paro.strategy import Strategy, check_nodes, effective_letters, parse_strategy, strategy_of
 from paro.text import listed
 from paro.topology import divisors
@@ -119,9 +119,10 @@ class PlanRequest(RunSettings):
 
     def infeasible_reason(self, strategy: Strategy, materialize: Materialize) -> str | None:
         """Say why a run cannot have a strategy and `materialize` parameters so; None if it can."""
-        if materialize.rotates and self.precision.optimizer == "muon":
-            return MUON_ROTATES
-        return self.limits.infeasible_reason(strategy, self.model if materialize.rotates else None)
+        rotates = materialize.rotates
+        return muon_conflict(self.precision.optimizer, rotates=rotates) or (
+            self.limits.infeasible_reason(strategy, self.model if rotates else None)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,6 @@ from paro.spec.outer_steps import OuterConfig
 from paro.strategy import FLAG, Strategy, Survival, survival
 from paro.topology import divisors
 
-MUON_ROTATES = (
-    "--optimizer muon needs whole matrices, and --paro-materialize rotate cuts them along columns "
-    "too: leave one of them out"
-)
-
 
 class StrategyLimits(NamedTuple):
     """Limits of a run's strategies: its ranks, groups and nodes, and its outer steps."""
@@ -49,6 +44,16 @@ class StrategyLimits(NamedTuple):
         if reason is None and rotated is not None:
             reason = rotation_infeasible_reason(strategy, rotated, **sizes)
         return reason
+
+
+def muon_conflict(optimizer: str, *, rotates: bool) -> str | None:
+    """Say why an optimizer does not let weights rotate; None if it does, or they are gathered."""
+    if optimizer != "muon" or not rotates:
+        return None
+    return (
+        "--optimizer muon needs whole matrices, and --paro-materialize rotate cuts them along "
+        "columns too: leave one of them out"
+    )
 
 
 def rotation_conflict(config: LlamaConfig) -> str | None:
