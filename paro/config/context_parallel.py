@@ -1,11 +1,11 @@
-"""Context parallelism: its flags, and how auto is resolved."""
+"""The configuration of context parallelism, from its flags or, for auto, from the planner."""
 
-# A ContextParallelConfig is one value of the flags: how many ranks share a sample, and by which of
-# Megatron-LM's types: p2p (ring attention), allgather (of keys and values), a2a (Ulysses: tokens
-# are exchanged for heads) or a2a+p2p (a2a inside sets of ranks, p2p between sets). Where
-# --context-parallel-size or --cp-comm-type says auto, `possible_configs` lists every configuration
-# that fits the ranks, the heads and the sequence length. The planner's search covers each of them,
-# and `fastest_config` takes the one with the fastest step; in a tie, the lowest degree.
+# A ContextParallelConfig says how many ranks share a sample, and by which of Megatron-LM's types:
+# p2p (ring attention), allgather (of keys and values), a2a (Ulysses: an all-to-all exchanges tokens
+# for heads) or a2a+p2p (a2a inside sets of ranks, p2p between sets). Where --context-parallel-size
+# or --cp-comm-type says auto, paro/config/resolve.py calls `possible_configs`, which lists every
+# configuration that fits the ranks, the heads and the sequence length, and `fastest_config`, which
+# has the planner search each of them for the fastest step; in a tie, the lowest degree.
 #
 # With degree C, the same ranks and the same global batch, a step has C times as many micro-batches,
 # and a micro-batch takes less memory of a rank. So with --context-parallel-size auto, micro-batches

@@ -1,6 +1,6 @@
 """Resolves flags: checkpoints, ranks and the planner decide settings that flags leave open."""
 
-# Each decides once, in this order, and says so in a line of the log:
+# `configure` (run.py) has these decided in order, each with a line in the log:
 #
 #   1. With --use-checkpoint-args the sizes, the tokenizer and Muon's settings are those of --load.
 #   2. A run that resumes with the same world size keeps its strategy and quantization bit widths.

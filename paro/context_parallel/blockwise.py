@@ -1,8 +1,8 @@
-"""Blockwise attention: a rank's queries attend to the keys of each rank of a ring, in turn."""
+"""Blockwise (ring) attention: a rank's queries attend to the keys of each rank, one by one."""
 
-# Ring attention (and Megatron's all-gather of keys and values) as an autograd function. A
-# `KVExchange` brings the keys and values of each ring rank; attention to them is a partial output
-# with a log-sum-exp, merged as in flash attention. Only this rank's keys and values are saved for
+# An autograd function for `ContextAttention`: p2p and allgather of --cp-comm-type. A `KVExchange`
+# brings the keys and values of each ring rank; attention to them is a partial output with a
+# log-sum-exp, merged as in flash attention. Only this rank's keys and values are saved for
 # backward, which exchanges them again. With selective recomputation that saves attention's output
 # the recomputed forward exchanges nothing. Outputs and gradients accumulate in fp32. Letters of
 # tensors: B samples, T tokens on this rank, N query heads, K key and value heads, H head size; keys
@@ -50,7 +50,7 @@ from model.config import AttentionBackend
 AttendTo = Callable[[int, Tensor], None]  # (ring rank, its keys and values): attend to them
 AddGrads = Callable[[Tensor], None]  # (fp32 sum of previous ranks): add this rank's dKV to it
 # (ring rank, keys and values of some of its heads, first of these heads): compute their gradients
-# now; the result adds them to the sum of the previous ranks once that has been received.
+# now, and return a function that adds them to the sum of previous ranks when it has arrived.
 GradsOf = Callable[[int, Tensor, int], AddGrads]
 Bounds = tuple[int, ...]  # first positions of the documents of a sample, and the sample's length
 

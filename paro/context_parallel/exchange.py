@@ -1,4 +1,7 @@
-"""Exchanges of keys and values, as `paro/spec/kv_exchange.py` orders them: rings, collectives."""
+"""Exchanges keys and values between context-parallel ranks: round rings, or by collectives."""
+
+# `ContextAttention` (attention.py) chooses a `KVExchange` for blockwise attention. The order of its
+# actions, which the planner counts too, is in paro/spec/kv_exchange.py.
 
 from __future__ import annotations
 
@@ -27,17 +30,17 @@ from paro.spec.kv_exchange import (
 from paro.topology import StreamKind, WaitKind, nested_range
 
 
-def _heads(x_2BTKH: Tensor) -> tuple[int, int]:
+def _head_sizes(x_2BTKH: Tensor) -> tuple[int, int]:
     """Return the number of heads, and the bytes of an element."""
     return x_2BTKH.shape[3], x_2BTKH.element_size()
 
 
-def _of_heads(x_2BTKH: Tensor, heads: range) -> Tensor:
+def _select_heads(x_2BTKH: Tensor, heads: range) -> Tensor:
     return x_2BTKH[..., heads.start : heads.stop, :]
 
 
 class RingKVExchange:
-    """A `KVExchange` round an inner ring, nested in an outer one; either may have one rank."""
+    """A `KVExchange` by point-to-point messages round an inner ring, nested in an outer one."""
 
     def __init__(self, exchange: DoubleRing, groups: Groups) -> None:
         self._exchange = exchange
@@ -60,7 +63,7 @@ class RingKVExchange:
     def exchange_kv_and_grads(self, local_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
         kv = _RingKV(self._exchange, self._rings, local_2BTKH)
         grads = _RingGrads(self._rings, local_2BTKH)
-        for action in self._exchange.backward(*_heads(local_2BTKH)):
+        for action in self._exchange.backward(*_head_sizes(local_2BTKH)):
             match action:
                 case AttendKV():  # gradients have no variable, to be freed once summed
                     grads.add(action, grads_of(*kv.attended(action), action.heads.start))
@@ -94,7 +97,7 @@ class _RingKV:
             return
         if route is KVRoute.INNER and action.step == 0:
             first = self._held[KVRoute.OUTER] if action.turn else self._local
-            self._held[route] = _of_heads(first, action.heads).contiguous()
+            self._held[route] = _select_heads(first, action.heads).contiguous()
         held = self._held[route]
         is_full = len(buffers) == self._exchange.receive_buffers(route)
         buffers.append(buffers.pop(0) if is_full else torch.empty_like(held))
@@ -106,7 +109,7 @@ class _RingKV:
         inner, outer = self._rings[KVRoute.INNER], self._rings[KVRoute.OUTER]
         source = inner.owner_of(step) + inner.size * outer.owner_of(turn)
         if turn == step == 0:
-            return source, _of_heads(self._local, heads)
+            return source, _select_heads(self._local, heads)
         route, is_last = (
             (KVRoute.INNER, step == inner.size - 1)
             if step
@@ -131,13 +134,13 @@ class _RingGrads:
     def add(self, action: AttendKV, share: AddGrads) -> None:
         """Add gradients of the rank's own keys and values; keep others until their sum is sent."""
         if action.turn == action.step == 0:
-            share(_of_heads(self.total_2BTKH, action.heads))
+            share(_select_heads(self.total_2BTKH, action.heads))
         else:
             self._shares[action.turn, action.step] = share
 
     def run(self, action: SendKVGrads | WaitKVGrads) -> None:
         """Add this rank's dKV to a sum and send it, or add the sum that arrived to its own dKV."""
-        own_2BTKH, route = _of_heads(self.total_2BTKH, action.heads), action.route
+        own_2BTKH, route = _select_heads(self.total_2BTKH, action.heads), action.route
         if isinstance(action, WaitKVGrads):
             self._sums.pop(route).receive_into(own_2BTKH)
             return
@@ -214,11 +217,11 @@ class GatherKVExchange:
         own_2BTKH = self._part(total, self.ring_rank).view_as(local_2BTKH)
         late: list[Callable[[], None]] = []  # what is computed while the sums are reduced
         is_reduced = False
-        for action in self._exchange.backward(*_heads(local_2BTKH)):
+        for action in self._exchange.backward(*_head_sizes(local_2BTKH)):
             match action:
                 case AttendKV(_, _, heads):
                     source, kv_2BTKH = self._attended(action, local_2BTKH, gathered)
-                    sum_2BTKH = _of_heads(self._part(total, source).view_as(local_2BTKH), heads)
+                    sum_2BTKH = _select_heads(self._part(total, source).view_as(local_2BTKH), heads)
                     if is_reduced:
                         late.append(partial(grads_of(source, kv_2BTKH, heads.start), sum_2BTKH))
                     else:  # gradients have no variable, to be freed once summed
@@ -245,7 +248,7 @@ class GatherKVExchange:
     ) -> tuple[int, Tensor]:
         source = self._sources[action.step]
         if action.step == 0:
-            return source, _of_heads(local_2BTKH, action.heads)
+            return source, _select_heads(local_2BTKH, action.heads)
         return source, self._part(gathered, source).view_as(local_2BTKH)
 
     def _part(self, whole: Tensor, ring_rank: int) -> Tensor:

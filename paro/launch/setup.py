@@ -1,4 +1,4 @@
-"""Sets up the parts of a run and logs them: kernels, model, optimizer, states, data, report."""
+"""Sets up and logs the parts of a run for pretrain_llama.py: kernels, training, data, report."""
 
 from __future__ import annotations
 

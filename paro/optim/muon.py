@@ -1,8 +1,8 @@
 """Muon's step: momentum, matrices sent to owner ranks in rounds, Newton-Schulz, the update."""
 
-# The rounds of paro/spec/muon_rounds.py run as a pipeline. While a rank orthogonalizes a matrix in
-# a round, an all-to-all brings the shards of the next round's momentum to its owner ranks, and one
-# returns the shards of the update of the round before, which the ranks apply to their masters.
+# `ParoOptimizer` has a `MuonStep` run the rounds of paro/spec/muon_rounds.py as a pipeline. While
+# owner ranks orthogonalize the matrices of a round, one all-to-all sends them the shards of the
+# next round's momentum, another returns shards of the previous round's update to all ranks.
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from paro.spec.optim_config import Coefficients, MuonConfig
 from paro.spec.param_groups import ParamGroups
 from paro.topology import StreamKind, WaitKind
 
-Square = Callable[[Tensor, tuple[float, float] | None], Tensor]
+Square = Callable[[Tensor, tuple[float, float] | None], Tensor]  # see square_by_torch
 _EPS = 1e-7  # smallest norm by which a matrix is divided
-_WITHIN = 2.0**-7  # largest error in bf16, relative to the largest element
+_MOST_ERROR = 2.0**-7  # of a product in bf16, relative to the largest element
 
 
 class MomentumUpdate(NamedTuple):
@@ -52,7 +52,7 @@ Momentum = Callable[[Tensor, Tensor, MomentumUpdate], Tensor]
 
 
 class MuonKernels(NamedTuple):
-    """Implementations of Muon's operations, and a log line about the choice, if there is one."""
+    """Implementations of Muon's operations, and the log line that says why they were chosen."""
 
     momentum: Momentum
     square: Square
@@ -116,7 +116,7 @@ def _compare(kernels: MuonKernels, device: torch.device) -> None:
         results.append((*stored, *read, by.square(x, None), by.square(symmetric, (-1.5, 0.5))))
     errors = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(*results, strict=True)]
     products = results[1][-2:]
-    if not (max(errors) <= _WITHIN and all(torch.equal(each, each.mT) for each in products)):
+    if not (max(errors) <= _MOST_ERROR and all(torch.equal(each, each.mT) for each in products)):
         raise RuntimeError(f"results differ by {max(errors):.2g} from torch's")
 
 

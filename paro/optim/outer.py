@@ -98,9 +98,9 @@ class OuterUnit(UnitShards):
         _, gathered = self.queue(sent, whole, after=stepped)
         self._reduced = self._after(ActionKind.PARAM_ALL_GATHER, self._move_anchor, gathered)
 
-    def _after(self, verb: ActionKind, job: Job, after: Event) -> Event:
+    def _after(self, kind: ActionKind, job: Job, after: Event) -> Event:
         """Queue local work after collectives; a single group does it at once."""
-        if not (sent := self.spec.collectives[verb]):
+        if not (sent := self.spec.collectives[kind]):
             job()
             return DONE
         return self.context.collectives.run_after(sent[-1].span, job, after=after)

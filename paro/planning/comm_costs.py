@@ -117,25 +117,25 @@ class CommCosts:
     def _costs_of(self, spec: ShardingSpec) -> BufferCosts:
         queued = dict(self._queued(spec))
         codes = self._add_copies(spec, queued) if spec.buffer.trains else {}
-        return BufferCosts(queued, {verb: busy_of(queued[verb]) for verb in queued}, codes)
+        return BufferCosts(queued, {kind: busy_of(queued[kind]) for kind in queued}, codes)
 
     def _queued(self, spec: ShardingSpec) -> Iterator[tuple[ActionKind, tuple[QueuedJobs, ...]]]:
         """Yield the work that each action queues: collectives, or shifts."""
         way, times = self.run.materialize, self.times
-        for verb in _KINDS:
-            if verb in (PASS_OF.values() if way.rotates else PASS_OF):
+        for kind in _KINDS:
+            if kind in (PASS_OF.values() if way.rotates else PASS_OF):
                 continue
-            collectives = spec.collectives.get(PASS_OF.get(verb, verb), ())
-            if verb in PASS_OF:
+            collectives = spec.collectives.get(PASS_OF.get(kind, kind), ())
+            if kind in PASS_OF:
                 of_each = [times.shift(o.span, o.num_bytes, way.in_place) for o in collectives]
             else:
                 of_each = [times.phases(o.op, o.span, o.num_bytes) for o in collectives]
-            kind, use = _KINDS[verb]
+            wait_kind, use = _KINDS[kind]
             # On CPU ranks messages of weights and of gradients do not wait for each other.
-            if verb is ActionKind.SHIFT_GRADS and self.device.cores is not None:
+            if kind is ActionKind.SHIFT_GRADS and self.device.cores is not None:
                 use = "gradients"
             if phases := tuple(chain.from_iterable(of_each)):
-                yield verb, (QueuedJobs(kind, kind, use, phases),)
+                yield kind, (QueuedJobs(wait_kind, wait_kind, use, phases),)
 
     def _add_copies(
         self, spec: ShardingSpec, queued: dict[ActionKind, tuple[QueuedJobs, ...]]
@@ -205,9 +205,9 @@ class ContextCosts:
 
     def passes(self, move: Move) -> tuple[tuple[AttentionPass, float], ...]:
         """Return the attention passes of an action, each with its compute time."""
-        verb, number, *_ = move
+        kind, number, *_ = move
         passes = self.attention.passes(move)
-        whole = self.computing.per_unit[number].get(verb, 0.0) if passes else 0.0
+        whole = self.computing.per_unit[number].get(kind, 0.0) if passes else 0.0
         forward, forwards = 0.0, sum(each.forward_equivalents for each in passes)
         if not whole:
             return ()
@@ -215,10 +215,10 @@ class ContextCosts:
             forward = min(self.computing.attention_seconds(number), whole / forwards)
         return tuple((each, each.forward_equivalents * forward) for each in passes)
 
-    def _requests(self, kind: AttentionPass, seconds: float, unit: str, verb: str) -> Program:
-        for request in self._schedules[kind]:
+    def _requests(self, attn_pass: AttentionPass, seconds: float, unit: str, kind: str) -> Program:
+        for request in self._schedules[attn_pass]:
             if isinstance(request, AttentionShare):
-                yield ComputeOp(request.share * seconds, f"{verb} {unit}: attention", verb)
+                yield ComputeOp(request.share * seconds, f"{kind} {unit}: attention", kind)
             else:
                 yield request._replace(of=unit) if isinstance(request, QueueOp) else request
 
@@ -259,13 +259,13 @@ class ContextCosts:
             ActionKind.RECOMPUTE, ActionKind.GRADIENTS
         )
 
-    def _load(self, *verbs: ActionKind) -> Mapping[Hashable, float]:
-        moves = ((verb, number) for verb in verbs for number in range(len(self.computing.per_unit)))
+    def _load(self, *kinds: ActionKind) -> Mapping[Hashable, float]:
+        moves = ((kind, number) for kind in kinds for number in range(len(self.computing.per_unit)))
         busy: defaultdict[Hashable, float] = defaultdict(float)
-        for (kind, seconds), count in Counter(chain(*map(self.passes, moves))).items():
-            requests = self._schedules[kind]
+        for (attn_pass, seconds), count in Counter(chain(*map(self.passes, moves))).items():
+            requests = self._schedules[attn_pass]
             parts = (part for each in requests if isinstance(each, QueueOp) for part in each.parts)
-            loads = {**busy_of(parts), THREAD: self.exposed(kind, seconds)}
+            loads = {**busy_of(parts), THREAD: self.exposed(attn_pass, seconds)}
             for load, took in loads.items():
                 busy[load] += count * took
         return busy

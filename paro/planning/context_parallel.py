@@ -141,15 +141,15 @@ class AttentionSchedules:
 
     def passes(self, move: Move) -> tuple[AttentionPass, ...]:
         """Return the attention passes of an action; none if it computes no block."""
-        (verb, number, *_), recompute = move, self.config.recompute
+        (kind, number, *_), recompute = move, self.config.recompute
         if not 0 < number <= self.config.num_layers:  # the embedding is unit 0
             return ()
-        if verb is ActionKind.FORWARD:
+        if kind is ActionKind.FORWARD:
             return (AttentionPass.FORWARD,)
-        if verb is ActionKind.RECOMPUTE:
+        if kind is ActionKind.RECOMPUTE:
             keeps_core = self.config.keeps_core
             return (AttentionPass.RECOMPUTE_EXCEPT_CORE if keeps_core else AttentionPass.FORWARD,)
-        if verb is not ActionKind.GRADIENTS:
+        if kind is not ActionKind.GRADIENTS:
             return ()
         full = number > self._first_trained
         backward = AttentionPass.BACKWARD if full else self._first_backward

@@ -1,11 +1,11 @@
-"""Prints a training step action by action: bytes sent, on which stream, and bytes allocated."""
+"""Formats a training step as a table, for --show-step: each action, bytes sent and allocated."""
 
 # In: a `StepTally`, which counts the bytes allocated after each action of a step's schedule, and
-# the rank whose sent bytes are shown. Out: lines of a table (`--show-step`). Actions without effect
-# are left out: a wait for nothing, a collective over no axis. The schedule comes in segments, the
-# actions of one unit's forward or backward hooks. Consecutive segments that differ in the unit
-# alone, as of equal blocks, are printed once, and so are repeated actions, such as ring steps.
-# Columns name links inside groups (such as nodes) and between them.
+# the rank whose sent bytes are shown. Out: lines, which the dry run prints. Actions without effect
+# are left out: a wait for a collective that was not queued, a collective of one rank. The schedule
+# comes in segments, the actions of one unit's forward or backward hooks. Consecutive segments that
+# differ in the unit alone, as of equal blocks, are one, and so are repeated actions, such as ring
+# steps. Columns name links inside groups (such as nodes) and between them.
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paro.step.schedule import LISTED_MICRO_BATCHES, Pass, StepSchedule
 from paro.text import align, size_text
 from paro.topology import Axis, Link, Sent, StreamKind
 
-_WORDS = {
+_ACTION_TEXTS = {
     ActionKind.WAIT: "wait for {}",
     ActionKind.DROP_FP8: "free fp8 casts of {}",
     ActionKind.RELEASE: "free {}",
@@ -47,7 +47,7 @@ _WORDS = {
 # The words for a collective, by action, op and whether values are quantized. A quantized
 # reduce-scatter is an all-to-all with a local sum; a shift round the ring is listed with the op
 # that it replaces.
-_SENT = {
+_COLLECTIVE_TEXTS = {
     (ActionKind.GATHER, Op.ALL_GATHER, False): "all-gather {}",
     (ActionKind.REDUCE, Op.REDUCE_SCATTER, False): "reduce-scatter gradients of {}",
     (ActionKind.GRAD_SYNC, Op.REDUCE_SCATTER, False): "step reduce-scatter of {}",
@@ -62,7 +62,7 @@ _SENT = {
 }
 # Actions that are of all units of a Muon bucket.
 _OF_BUCKET = (ActionKind.GRAD_SYNC, ActionKind.PARAM_ALL_GATHER)
-_WHERE = {Link.INTRA: "inside", Link.INTER: "between"}
+_LINK_NAMES = {Link.INTRA: "inside", Link.INTER: "between"}
 _COLUMNS = ("inside", "between", "stream")  # before allocated bytes
 _WAITS = (ActionKind.WAIT, ActionKind.WAIT_REDUCED, ActionKind.WAIT_SHIFTED, ActionKind.WAIT_GRADS)
 
@@ -189,31 +189,31 @@ class _StepLister:
 
     def _subject(self, action: Move) -> tuple[int, str, bool]:
         """Return an action's unit, the name of the buffer or unit, and whether it trains."""
-        verb, number, *which = action
+        kind, number, *which = action
         buffer = self.step.buffers[self.step.buffer_of(action)]
         unit, index = buffer.unit, buffer.unit_index
-        if verb >= ActionKind.FORWARD:
+        if kind >= ActionKind.FORWARD:
             name, halves = self.tally.activations[number][0], len(self.step.shape.halves(number))
             return index, f"{name} {which[0] + 1}/2" if halves > 1 else name, True
-        if verb in _OF_BUCKET and unit.bucket_size > 1:
+        if kind in _OF_BUCKET and unit.bucket_size > 1:
             *_, last = self._buckets.of(number)
             return index, f"{unit.name} to {self.step.buffers[last].unit.name}", buffer.trains
         return index, buffer.name, buffer.trains
 
     def _lines(self, action: Move, index: int, segment_before: int) -> Iterator[_Line]:
-        verb, number = action[0], action[1]
+        kind, number = action[0], action[1]
         before = self.tally.total
         now = self.tally.carry_out(action) or self.tally.at()
         unit, name, trains = self._subject(action)
-        waited = {(cause, number) for cause in WAITED_BY.get(verb, ())} & self._in_flight
+        waited = {(cause, number) for cause in WAITED_BY.get(kind, ())} & self._in_flight
         self._in_flight -= waited
         sent = [*self._sent(action)]
-        if verb in _WORDS:
-            sent = [(_WORDS[verb], "", Sent())]
+        if kind in _ACTION_TEXTS:
+            sent = [(_ACTION_TEXTS[kind], "", Sent())]
         elif sent and self.run.overlaps:
-            self._in_flight.add((verb, number))
-        if (verb in _WAITS and not waited) or (
-            verb is ActionKind.DROP_FP8 and before == self.tally.total
+            self._in_flight.add((kind, number))
+        if (kind in _WAITS and not waited) or (
+            kind is ActionKind.DROP_FP8 and before == self.tally.total
         ):
             return
         *held, total = self.tally.columns(now).values()
@@ -226,22 +226,23 @@ class _StepLister:
 
     def _sent(self, action: Move) -> Iterator[tuple[str, str, Sent]]:
         """Yield the collectives of an action: words, comm stream, bytes sent."""
-        verb, number, *_ = action
-        if verb >= ActionKind.FORWARD:
+        kind, number, *_ = action
+        if kind >= ActionKind.FORWARD:
             return
-        for each in self.tally.specs[number].collectives.get(PASS_OF.get(verb, verb), ()):
+        for each in self.tally.specs[number].collectives.get(PASS_OF.get(kind, kind), ()):
             axes = ", ".join(map(self._axis_text, each.span))
-            kind, sent = each.stream_kind, self.sender.sent([each])
-            if verb in PASS_OF:
-                shifts, kind = self.run.strategy.params - 1, StreamKind.ROTATE
+            stream_kind, sent = each.stream_kind, self.sender.sent([each])
+            if kind in PASS_OF:
+                shifts, stream_kind = self.run.strategy.params - 1, StreamKind.ROTATE
                 sent = Sent(sent.intra // shifts, sent.inter // shifts)
-            yield _SENT[verb, each.op, each.is_quantized], f"{kind.value} {axes}", sent
+            words = _COLLECTIVE_TEXTS[kind, each.op, each.is_quantized]
+            yield words, f"{stream_kind.value} {axes}", sent
 
     def _axis_text(self, axis: Axis) -> str:
         """Name an axis by its links, and by its degrees if several axes have equal links."""
         on_link = [other for other in self.topology.axes if other.link is axis.link]
         degrees = f" {axis.inner}-{axis.outer}" if len(on_link) > 1 else ""
-        return f"{_WHERE[axis.link]}{degrees}"
+        return f"{_LINK_NAMES[axis.link]}{degrees}"
 
     def lines_of(self, what: str, segments: Sequence[_Segment]) -> Iterator[Cells]:
         """Yield the printed lines of a pass; a single action has no heading."""

@@ -1,13 +1,13 @@
-"""Searches for the fastest candidate that fits in memory, exactly, by enumeration."""
+"""Searches for the fastest configuration that fits in memory (`Candidate`), by enumeration."""
 
-# In: a plan request and a search space. Out: the best candidate under the memory limit, the
-# runner-up, and the Pareto front of memory and time. The problem is AMSP's (arXiv 2311.00257v2,
-# section IV) over the degrees of parameters, gradients and optimizer state, here also over
-# micro-batch sizes, collectives, recomputation and the bit width between groups. All combinations
-# are enumerated, each with the least number of recomputed blocks that fits. A lower bound of the
-# step time (StepCosts.least_seconds) avoids most simulations. For the best, only candidates are
-# simulated whose bound is below the fastest time found; for the front, only candidates whose bound
-# is below the times of all candidates that need less memory.
+# `plan` serves paro/config (flags that say auto) and tools/plan.py. In: a request and a search
+# space. Out: the best candidate under the memory limit, the runner-up, and the Pareto front of
+# memory and time. A candidate has a value of each choice: sharding degrees of parameters, gradients
+# and optimizer state (AMSP's problem, arXiv 2311.00257v2, section IV), micro-batch size, algorithm
+# of collectives, recomputation, bit width between groups. All are enumerated, each with the least
+# number of recomputed blocks that fits. A lower bound of the step time (StepCosts.least_seconds)
+# avoids most simulations: for the best, of candidates whose bound exceeds the fastest time so far;
+# for the front, of those whose bound exceeds the time of one that needs less memory.
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ TIE = 0.001
 # A candidate also wins that takes up to 1% longer, if it sends no more bytes between groups and
 # needs at most 90% of the memory.
 MEMORY_TIE, _LESS_MEMORY = 0.01, 0.9
-FRONT_STEP = 0.02  # share by which step times of neighbours on the Pareto front differ at least
-_ANY = float("inf")  # seconds: no limit of the step time
-_EVERYTHING = SearchSpace()
+FRONT_STEP = 0.02  # least share by which step times of neighbours on the Pareto front differ
+_NO_LIMIT = float("inf")  # seconds: no limit of the step time
+_ALL_CHOICES = SearchSpace()
 _LARGEST_GROUP = 8  # the most blocks that are recomputed together from one saved input
 _FRONT_LIMIT = 4  # the Pareto front ends at this multiple of the device's memory
 
@@ -57,7 +57,7 @@ class SearchResult:
     least: Estimate  # the candidate that needs the least memory
     num_candidates: int
     num_simulated: int
-    searched: str  # the choices in which candidates differ, in words
+    searched: str  # a text for the log: the choices in which candidates differ
     limit_text: str  # the memory limit, in words
     other_bits: Estimate | None = None  # `best` with 16 bits for quantized values, or the reverse
     with_memory: Callable[[int], Estimate | None]  # finds the fastest within 1% for a memory limit
@@ -96,7 +96,7 @@ class _Bounded:
 class _Search:
     """A search among the candidates of a request that simulates as few candidates as possible."""
 
-    def __init__(self, request: PlanRequest, space: SearchSpace, enough: float = _ANY) -> None:
+    def __init__(self, request: PlanRequest, space: SearchSpace, enough: float = _NO_LIMIT) -> None:
         self._estimator, self._model = Estimator(request), request.model
         bounds = (
             (candidate, self._least_seconds(candidate))
@@ -108,7 +108,7 @@ class _Search:
             for candidate, least in bounds
             if least <= enough
         ]
-        if not rows and enough == _ANY:
+        if not rows and enough == _NO_LIMIT:
             reason = request.infeasible_reason(request.strategy("III"), request.materialize)
             assert reason is not None, "a feasible candidate is among them"
             raise UserError(reason)
@@ -267,7 +267,7 @@ def _by_bits(rows: Sequence[_Bounded]) -> tuple[list[_Bounded], list[_Bounded]]:
 
 
 def best_that_fits(
-    request: PlanRequest, space: SearchSpace, enough: float = _ANY
+    request: PlanRequest, space: SearchSpace, enough: float = _NO_LIMIT
 ) -> Estimate | None:
     """Find the best candidate that fits; candidates slower than `enough` seconds are ignored."""
     search = _Search(request, space, enough)
@@ -285,7 +285,7 @@ def best_by_context(
     return {context: search.best(rows) for context, rows in by_context.items()}
 
 
-def plan(request: PlanRequest, search_space: SearchSpace = _EVERYTHING) -> SearchResult:
+def plan(request: PlanRequest, search_space: SearchSpace = _ALL_CHOICES) -> SearchResult:
     """Search the space for the best candidate of a request; `UserError` if it is empty."""
     search = _Search(request, search_space)
     within = search.within(request.choice_bytes)

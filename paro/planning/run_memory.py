@@ -99,7 +99,7 @@ class RunMemory:
 
     def sent_in_rounds(self, run: RunSpec, rank: int | None = None) -> Sent:
         """Count bytes that a rank sends in one round of every fragment; None: the mean."""
-        sent = (spec.collectives.get(verb, ()) for spec in self.specs(run) for verb in OUTER_ROUND)
+        sent = (spec.collectives.get(kind, ()) for spec in self.specs(run) for kind in OUTER_ROUND)
         return self.sender(run, rank).sent(chain.from_iterable(sent))
 
     def of(self, run: RunSpec) -> DeviceMemory:

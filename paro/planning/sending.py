@@ -97,11 +97,11 @@ def traffic_of(moves: Mapping[Move, int], specs: Sequence[ShardingSpec], sender:
     less than counted.
     """
     total = exchanged(specs, sender.rank)
-    for (verb, number, *_), count in moves.items():
+    for (kind, number, *_), count in moves.items():
         spec = specs[number]
         # A pass of d - 1 shifts sends as much as a gather, or as a reduction.
-        shifts = spec.strategy.params - 1 if verb in PASS_OF else 1
-        whole = sender.sent(spec.collectives.get(PASS_OF.get(verb, verb), ()))
+        shifts = spec.strategy.params - 1 if kind in PASS_OF else 1
+        whole = sender.sent(spec.collectives.get(PASS_OF.get(kind, kind), ()))
         total += Sent(whole.intra // shifts, whole.inter // shifts) * count
     return total
 

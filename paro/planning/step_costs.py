@@ -1,18 +1,18 @@
-"""The time of an optimizer step: simulated, or bounded from below."""
+"""Predicts the duration of a training step, by simulation, and a lower bound of it."""
 
 # In: a step's schedule of actions with the compute time and the collectives of each, and a machine.
-# Out: the duration of the step and its exposed communication, or a lower bound of the duration.
-#
-# `simulate` runs one rank for each group of ranks with fast links, such as a node: the program of
-# its training thread (`StepCosts.program`), its comm streams and its links, from the optimizer's
-# update of one step to the all-reduce of the gradient norm of the next. With more than 4
-# micro-batches, steps with 2 and with 3 are simulated, and each further one costs their difference.
-# The bound, for pruning a search:
+# Out: duration and exposed communication, or a lower bound of the duration; `Estimator` has both
+# for each candidate of the planner. `simulate` runs one rank for each group of ranks with fast
+# links, such as a node: its training thread, which computes, queues collectives and waits
+# (`StepCosts.program`), its comm streams and its links, from the optimizer's update of one step to
+# the all-reduce of the gradient norm of the next. With more than 4 micro-batches, steps with 2 and
+# with 3 are simulated, and each further one costs their difference. By the lower bound the planner
+# leaves out candidates without simulating them:
 #
 #     step >= max(time of the training thread, busy time of each link, of each comm stream)
 #     step >= sum over forwards and backwards of
-#             max(compute, busy time of each link and each comm stream by those collectives that are
-#                 both issued and waited for in that forward or backward)
+#             max(compute, busy time of each link and each comm stream by collectives that are
+#                 queued and waited for within this forward or backward)
 #
 # where the first forward includes the update, and the last backward the end of the step.
 
@@ -164,24 +164,24 @@ class StepCosts:
             yield ComputeOp(self.host_seconds, "optimizer states in host memory", "update")
         at_once, context = self.comm_costs.at_once, self.context
         for move in self.counts.schedule(self.run.num_micro_batches).actions():
-            verb, number, *_ = move
-            for cause in WAITED_BY.get(verb, ()):
+            kind, number, *_ = move
+            for cause in WAITED_BY.get(kind, ()):
                 yield WaitOp((cause, number))
-            if verb in QUEUES:
+            if kind in QUEUES:
                 buffer = self.counts.buffers[number]
-                parts = self.comm_costs.of_buffers[number].queued.get(verb, ())
-                yield QueueOp((verb, number), parts, buffer.name, (AFTER.get(verb), number))
-                if verb in at_once:
-                    yield WaitOp((verb, number))
-            elif verb is ActionKind.NORM:
+                parts = self.comm_costs.of_buffers[number].queued.get(kind, ())
+                yield QueueOp((kind, number), parts, buffer.name, (AFTER.get(kind), number))
+                if kind in at_once:
+                    yield WaitOp((kind, number))
+            elif kind is ActionKind.NORM:
                 seconds = scalar_seconds(self.machine)
                 job = TimedJob(stream=(), seconds=seconds, intra=0.0, inter=0.0, cpu=0.0)
                 norm = QueuedJobs("norm", "agree", "agree", ((job,),), joins=True)
-                yield QueueOp(verb, (norm,))
-                yield WaitOp(verb)
-            if verb in _COMPUTES:
+                yield QueueOp(kind, (norm,))
+                yield WaitOp(kind)
+            if kind in _COMPUTES:
                 unit, seconds = self.computed(move)
-                whole = ComputeOp(seconds, f"{_COMPUTES[verb]} {unit.name}", _COMPUTES[verb])
+                whole = ComputeOp(seconds, f"{_COMPUTES[kind]} {unit.name}", _COMPUTES[kind])
                 yield from context.program(move, whole, unit.name) if context else (whole,)
 
     def round_program(self) -> Program:
@@ -196,9 +196,9 @@ class StepCosts:
         largest = max(fragments.values(), key=lambda ids: sum(buffers[n].layout.numel for n in ids))
         reduce, gather, spread = OUTER_ROUND
         for number in largest:
-            for verb, after in ((reduce, None), (gather, (reduce, number))):
-                parts = costs[number].queued.get(verb, ())
-                yield QueueOp((verb, number), parts, buffers[number].name, after)
+            for kind, after in ((reduce, None), (gather, (reduce, number))):
+                parts = costs[number].queued.get(kind, ())
+                yield QueueOp((kind, number), parts, buffers[number].name, after)
         for number in largest:
             yield WaitOp((gather, number))
             yield QueueOp((spread, number), costs[number].queued.get(spread, ()))
@@ -206,26 +206,26 @@ class StepCosts:
 
     def computed(self, move: Move) -> tuple[Unit, float]:
         """Return the unit that an action computes with, and the time it computes for."""
-        verb, number, *slots = move
+        kind, number, *slots = move
         shape, halves, seconds = self.counts.shape, None, 0.0
         # Duplicates `buffer_of`, since this method is called most of all.
-        if verb >= ActionKind.FORWARD:
+        if kind >= ActionKind.FORWARD:
             halves = shape.halves(number)
         first = number if halves is None else halves[slots[0] if slots else 0][0]
         unit = self.counts.buffers[first].unit
         if halves is not None:
             share = 1 / (shape.num_slices * len(halves))
-            seconds = self.computing.per_unit[number].get(verb, 0.0) * share
-            if verb is ActionKind.GRADIENTS:
+            seconds = self.computing.per_unit[number].get(kind, 0.0) * share
+            if kind is ActionKind.GRADIENTS:
                 seconds += self.collect_seconds(unit.trainable.numel) / shape.num_slices
-        elif verb is ActionKind.UPDATE:
-            encoded = self.comm_costs.of_buffers[number].codes.get(verb, 0)
+        elif kind is ActionKind.UPDATE:
+            encoded = self.comm_costs.of_buffers[number].codes.get(kind, 0)
             seconds = self.computing.update_seconds(self.run.strategy, unit.trainable.numel)
             seconds += coding_seconds(self.device, encoded)
-        elif verb is ActionKind.REDUCE and unit.replicated:
+        elif kind is ActionKind.REDUCE and unit.replicated:
             seconds = self.collect_seconds(unit.trainable.numel)
-        elif verb in PASS_OF and slots[0] == slots[1]:  # in place: a copy out of the scratch
-            (replaced,) = self.comm_costs.specs[number].collectives[PASS_OF[verb]]
+        elif kind in PASS_OF and slots[0] == slots[1]:  # in place: a copy out of the scratch
+            (replaced,) = self.comm_costs.specs[number].collectives[PASS_OF[kind]]
             seconds = self.computing.memory_seconds(2 * replaced.num_bytes // shape.num_slices)
         return unit, seconds
 
@@ -302,11 +302,11 @@ class StepCosts:
         """Compute for how long actions keep busy each link, each comm stream and the thread."""
         busy: defaultdict[Hashable, float] = defaultdict(float)
         for move, count in counts.items():
-            verb, number, *_ = move
-            for load, seconds in self.comm_costs.of_buffers[number].busy.get(verb, {}).items():
-                if load != THREAD or verb in self.comm_costs.at_once:
+            kind, number, *_ = move
+            for load, seconds in self.comm_costs.of_buffers[number].busy.get(kind, {}).items():
+                if load != THREAD or kind in self.comm_costs.at_once:
                     busy[load] += count * seconds
-            if verb in PASS_OF:  # the thread copies received slices
+            if kind in PASS_OF:  # the thread copies received slices
                 busy[THREAD] += count * self.computed(move)[1]
         return busy
 
@@ -316,8 +316,8 @@ class StepCosts:
         Collectives of one buffer run one after the other.
         """
         of_buffer: defaultdict[int, float] = defaultdict(float)
-        for (verb, number, *_), count in counts.items():
-            if verb not in self.comm_costs.at_once:
-                busy = self.comm_costs.of_buffers[number].busy.get(verb, {})
+        for (kind, number, *_), count in counts.items():
+            if kind not in self.comm_costs.at_once:
+                busy = self.comm_costs.of_buffers[number].busy.get(kind, {})
                 of_buffer[number] += count * busy.get(THREAD, 0.0)
         return max(of_buffer.values(), default=0.0)

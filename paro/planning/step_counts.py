@@ -38,8 +38,8 @@ class StepCounts:
 
     def buffer_of(self, move: Move) -> int:
         """Return the buffer of an action, the first one if the action computes with several."""
-        verb, number, *which = move
-        if verb < ActionKind.FORWARD:
+        kind, number, *which = move
+        if kind < ActionKind.FORWARD:
             return number
         return self.shape.halves(number)[which[0] if which else 0][0]
 
@@ -67,7 +67,7 @@ class StepCounts:
         schedule = self.schedule(1)
         ((forward, backward),) = schedule.micro_batches
         moves = [*chain.from_iterable((*forward, *backward, *schedule.end))]
-        computing = [index for index, (verb, *_) in enumerate(moves) if verb >= ActionKind.FORWARD]
+        computing = [index for index, (kind, *_) in enumerate(moves) if kind >= ActionKind.FORWARD]
         begin, end = moves[: computing[0]], moves[computing[-1] :]
         return Counter(_waited_for((begin,))), Counter(_waited_for((end,)))
 
@@ -84,8 +84,8 @@ class StepCounts:
 
     def _merged(self, counts: Counts) -> Counts:
         by_kind: Counter[Move] = Counter()
-        for (verb, number, *slots), count in counts.items():
-            by_kind[verb, self.first_of_kind[number], *slots] += count
+        for (kind, number, *slots), count in counts.items():
+            by_kind[kind, self.first_of_kind[number], *slots] += count
         return by_kind
 
     @cached_property
@@ -104,8 +104,8 @@ class StepCounts:
 def _waited_for(*passes: Iterable[Iterable[Move]]) -> Iterable[Move]:
     queued: dict[tuple[ActionKind, int], list[Move]] = {}
     for move in chain.from_iterable(chain(*passes)):
-        verb, number = move[:2]
-        if verb in QUEUES:
-            queued.setdefault((verb, number), []).append(move)
-        for cause in WAITED_BY.get(verb, ()):
+        kind, number = move[:2]
+        if kind in QUEUES:
+            queued.setdefault((kind, number), []).append(move)
+        for cause in WAITED_BY.get(kind, ()):
             yield from queued.pop((cause, number), ())

@@ -43,7 +43,7 @@ _COUNTED = {
     ActionKind.GRAD_SYNC,
     ActionKind.UPDATE,
 }
-_COUNTED |= {verb for verb in ActionKind if verb >= ActionKind.FORWARD}
+_COUNTED |= {kind for kind in ActionKind if kind >= ActionKind.FORWARD}
 
 
 class MemorySnapshot(NamedTuple):
@@ -147,39 +147,39 @@ class StepTally:
 
     def carry_out(self, move: Move) -> MemorySnapshot | None:
         """Carry out an action; return a snapshot, without model states, if bytes may peak there."""
-        verb, number, *slots = move
-        if verb >= ActionKind.FORWARD:
-            return self._compute(verb, number)
+        kind, number, *slots = move
+        if kind >= ActionKind.FORWARD:
+            return self._compute(kind, number)
         unit, index = self.step.buffers[number].unit, self.step.buffers[number].unit_index
-        if verb in _ALLOCATIONS:
-            counted, sign = _ALLOCATIONS[verb]
+        if kind in _ALLOCATIONS:
+            counted, sign = _ALLOCATIONS[kind]
             sign *= counted != "whole_params" or not self._registered
             self.now[counted] += sign * self._sizes[number][slots[0] if slots else counted]
-        if verb in (ActionKind.RELEASE, ActionKind.DROP_FP8):
+        if kind in (ActionKind.RELEASE, ActionKind.DROP_FP8):
             self._cached.discard(number)
             self._cast_weights(index, exist=False)
-        elif verb is ActionKind.CACHE_FP8:
+        elif kind is ActionKind.CACHE_FP8:
             self._cached.add(number)
-        elif verb is ActionKind.UPDATE:
+        elif kind is ActionKind.UPDATE:
             return self.at("the update", updated=unit.trainable.numel)
-        elif verb is ActionKind.GRAD_SYNC:
+        elif kind is ActionKind.GRAD_SYNC:
             copied = {"converted": unit.trainable.numel, "bucket_size": unit.bucket_size}
             return self.at(f"the reduction of {unit.name}", **copied)
         return None
 
-    def _compute(self, verb: ActionKind, index: int) -> MemorySnapshot | None:
+    def _compute(self, kind: ActionKind, index: int) -> MemorySnapshot | None:
         shape, (name, activations) = self.step.shape, self.activations[index]
-        if verb in (ActionKind.FORWARD, ActionKind.RECOMPUTE):
+        if kind in (ActionKind.FORWARD, ActionKind.RECOMPUTE):
             if any(not self._cached.isdisjoint(needed) for needed in shape.halves(index)):
                 self._cast_weights(index, exist=True)
-            if verb is ActionKind.RECOMPUTE:
+            if kind is ActionKind.RECOMPUTE:
                 self._save(index, activations.kept + activations.recomputed)
                 return None
             self._save(index, activations.kept if index >= shape.first_trained else 0)
             return self.at(f"the forward of {name}", activations.in_forward)
-        if verb is ActionKind.LOSS:
+        if kind is ActionKind.LOSS:
             return self.at(f"the forward of {name}", activations.in_loss)
-        if verb is ActionKind.BACKWARD:
+        if kind is ActionKind.BACKWARD:
             return self.at(f"the backward of {name}", activations.before_gradients)
         now = self.at(f"the backward of {name}", activations.in_backward)
         self._slices_done[index] += 1
@@ -212,8 +212,8 @@ class StepTally:
     def _sizes_of(self, spec: ShardingSpec) -> Mapping[str | int, int]:
         whole = {"whole_params": ActionKind.GATHER, "whole_grads": ActionKind.REDUCE}
         sizes: dict[str | int, int] = {
-            kind: sum(each.num_bytes for each in spec.collectives.get(verb, ()))
-            for kind, verb in whole.items()
+            name: sum(each.num_bytes for each in spec.collectives.get(kind, ()))
+            for name, kind in whole.items()
         }
         slots = spec.slots(self.run.device_type).items() if self.run.materialize.rotates else ()
         return sizes | {slot: numel * BYTES_OF[dtype] for slot, (numel, dtype) in slots}

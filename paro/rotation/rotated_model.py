@@ -1,4 +1,4 @@
-"""Rotated Tensor Parallelism: a model whose parts compute slice by slice while weights rotate."""
+"""Rotated Tensor Parallelism: a model computes with weight slices, which move round a ring."""
 
 # FSDP2 all-gathers a module's weights before its forward and again before its backward. With
 # --paro-materialize rotate no weights are gathered: a rank of d ranks has 1/d of every matrix, its
@@ -6,8 +6,8 @@
 #
 #     ring step k, forward      rank r computes with the slice of rank r - k, while the shift of it
 #                               to rank r + 1 is in flight
-#     backward                  the other way round; the gradient of a slice moves with it, and
-#                               every rank adds its own, until both are at the owner again
+#     backward                  in reverse; the gradient of a slice moves with it, and every rank
+#                               adds its part, until slice and gradient are at the owner again
 #
 # A slot is a buffer for one slice: SHARD is the rank's own parameter shard, SPARE and SPARE_2 are
 # receive buffers (double buffering), GRAD and GRAD_2 have sums of gradients. The step schedule

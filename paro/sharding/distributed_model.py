@@ -125,8 +125,8 @@ class DistributedModel:
 
     def carry_out(self, actions: Iterable[Move]) -> None:
         """Carry out the actions with which the policy answers an event, by methods of units."""
-        for verb, number, *slots in actions:
-            getattr(self.units[number], verb.name.lower())(*slots)
+        for kind, number, *slots in actions:
+            getattr(self.units[number], kind.name.lower())(*slots)
 
     def _begin(self, phase: Phase) -> None:
         self._assert_idle()

@@ -1,8 +1,8 @@
-"""One sharded unit: all-gather parameters, use, release, collect gradients, reduce-scatter."""
+"""All-gathers a unit's parameters, releases them after use, and reduce-scatters gradients."""
 
 # [Note: buffer lifetime]
-# `_U` buffers are unsharded; `param_shard` and `grad_shard` are this rank's shards at the degrees
-# of params and grads, and the optimizer's ranges are views of these shards.
+# A `ShardedUnit` is FSDP2's FSDPParamGroup; hooks of `DistributedModel` call its methods. Buffers
+# `_U` are unsharded; the optimizer's ranges are views of this rank's `param_shard`, `grad_shard`.
 #
 #   buffer       allocated                  dtype          size (1: unsharded)
 #   param_shard  always                     compute*       1 / params degree
@@ -37,10 +37,10 @@ from paro.topology import WaitKind
 class ShardedUnit(UnitShards):
     """The flat buffers of either the trainable or the frozen parameters of a unit.
 
-    parameters    `bind` makes them views of `param_U`, to be read between `wait` and `release`
-    gradients     written into `grad_view`; once all are there, `reduce` queues their reduction into
-                  `grad_shard`; after the last micro-batch `grad_sync` queues the reduction
-                  over all ranks, and `wait_reduced` waits. After an exception a unit is unusable.
+    `bind` makes parameters views of `param_U`, to be read between `wait` and `release`. Backward
+    writes gradients into `grad_view`; `reduce` then queues their reduction into `grad_shard`. After
+    the last micro-batch `grad_sync` queues the reduction over all ranks, and `wait_reduced` waits
+    for it. After an exception a unit is unusable.
     """
 
     def __init__(self, spec: ShardingSpec, context: ShardingContext) -> None:

@@ -8,7 +8,7 @@
 #     grad_sync           grads degree -> optimizer degree, then all-reduce over replicas
 #     param_all_gather    optimizer degree -> params degree, the updated parameters
 #
-# `ShardingSpec` describes all collectives; this file queues them on comm streams. Subclasses add
+# `ShardingSpec` describes all collectives; `UnitShards` queues them on comm streams. Subclasses add
 # the collectives of a micro-batch (`ShardedUnit`: gathers and reductions, `RotatingUnit`: shifts).
 
 from __future__ import annotations

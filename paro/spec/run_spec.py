@@ -193,9 +193,9 @@ def collectives_of(run: RunSpec, specs: Iterable[ShardingSpec]) -> set[Collectiv
     """Return the different collectives of a step; a pass of shifts counts as its collective."""
     passes = PASS_OF.values() if run.materialize.rotates else ()
     return {
-        sent._replace(stream_kind=StreamKind.ROTATE) if verb in passes else sent
+        sent._replace(stream_kind=StreamKind.ROTATE) if kind in passes else sent
         for spec in {*specs}
-        for verb, collectives in spec.collectives.items()
+        for kind, collectives in spec.collectives.items()
         for sent in collectives
     }
 

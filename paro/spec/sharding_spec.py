@@ -209,11 +209,11 @@ class ShardingSpec:
         Slices are shifted instead of gathered and reduced: each is one shard of the collective.
         """
         slots: dict[SliceSlot, tuple[int, str]] = {}
-        for verb, of_slices, scratch in (
+        for kind, of_slices, scratch in (
             (ActionKind.GATHER, (SliceSlot.SPARE, SliceSlot.SPARE_2), SliceSlot.SCRATCH),
             (ActionKind.REDUCE, (SliceSlot.GRAD, SliceSlot.GRAD_2), SliceSlot.GRAD_SCRATCH),
         ):
-            for each in self.collectives.get(verb, ()):
+            for each in self.collectives.get(kind, ()):
                 numel = each.numel // each.num_shards
                 chunk = chunk_numel(numel, each.itemsize, device_type=device_type)
                 slots |= dict.fromkeys(of_slices, (numel, each.dtype))
@@ -279,17 +279,17 @@ class ShardingSpec:
         numel, spans = self.layout.numel, self.spans
         gather = StreamKind.GATHER, Op.ALL_GATHER, spans.gather
         reduce = StreamKind.REDUCE, Op.REDUCE_SCATTER, spans.reduce
-        by_verb: dict[ActionKind, tuple[Collective, ...]] = {
+        by_kind: dict[ActionKind, tuple[Collective, ...]] = {
             ActionKind.GATHER: (Collective(*gather, numel, self.param_dtype),)
         }
         if self.buffer.trains:
-            by_verb[ActionKind.REDUCE] = (Collective(*reduce, numel, self.precision.wire),)
+            by_kind[ActionKind.REDUCE] = (Collective(*reduce, numel, self.precision.wire),)
         if self.buffer.trains and self.unit.bucket_size:
-            by_verb[ActionKind.GRAD_SYNC] = self._grad_sync()
-            by_verb[ActionKind.PARAM_ALL_GATHER] = (self._param_all_gather(),)
+            by_kind[ActionKind.GRAD_SYNC] = self._grad_sync()
+            by_kind[ActionKind.PARAM_ALL_GATHER] = (self._param_all_gather(),)
         if self.buffer.trains and self.outer is not None:
-            by_verb |= self._outer_round()
-        return {verb: tuple(each for each in sent if each.span) for verb, sent in by_verb.items()}
+            by_kind |= self._outer_round()
+        return {kind: tuple(each for each in sent if each.span) for kind, sent in by_kind.items()}
 
     @property
     def quantized_grad_sync(self) -> tuple[Collective, ...]:

@@ -199,13 +199,13 @@ def registered_param_buffers(run: RunSpec, units: Sequence[Unit]) -> dict[bool, 
     specs, signs = run.specs(units), {ActionKind.GATHER: 1, ActionKind.RELEASE: -1}
     num_micro_batches = min(run.num_micro_batches, LISTED_MICRO_BATCHES)
     step = step_schedule(shape_of_run(run, units), num_micro_batches, run.updated_ahead)
-    for verb, number, *_ in step.actions():
-        if verb in signs:
+    for kind, number, *_ in step.actions():
+        if kind in signs:
             trains, gathers = (
                 specs[number].buffer.trains,
                 specs[number].collectives[ActionKind.GATHER],
             )
-            unsharded[trains] += signs[verb]
+            unsharded[trains] += signs[kind]
             most |= unsharded
             largest |= Counter({trains: sum(gather.num_bytes for gather in gathers)})
     return {trains: (largest[trains], number) for trains, number in most.items()}

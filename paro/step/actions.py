@@ -1,4 +1,4 @@
-"""The actions of a training step, and the facts that decide them."""
+"""The actions of a training step, and the properties of a model from which they follow."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from paro.layout import Unit, buffers_of, in_buckets
 
 
 class ActionKind(IntEnum):
-    """A kind of action on a buffer; the last five compute, with a unit.
+    """A kind of action on a unit's flat buffer; the last five kinds compute with a unit.
 
-    A buffer's action is carried out by the method of that name, in lower case, of its `UnitShards`.
+    `UnitShards` and subclasses have a method for each kind on a buffer: `GATHER` calls `gather`.
     """
 
     GATHER = 0  # queues the all-gather of the buffer's parameters
     WAIT = 1  # waits until the buffer's parameters may be read
     CACHE_FP8 = 2  # lets forward and backward use one fp8 cast of the buffer's weights
-    DROP_FP8 = 3  # frees the cached casts
+    DROP_FP8 = 3  # frees the fp8 casts of the buffer's weights
     RELEASE = 4  # frees the unsharded parameters and their fp8 weight cache
     ALLOCATE = 5  # allocates the buffer's unsharded gradients
     FREE = 6  # frees the buffer's unsharded gradients, once they are reduced
@@ -73,7 +73,7 @@ OUTER_ROUND = (ActionKind.OUTER_REDUCE, ActionKind.OUTER_GATHER, ActionKind.OUTE
 
 Action = tuple[ActionKind, int]  # a kind, and the number of a buffer or a unit
 SliceMove = tuple[ActionKind, *tuple[int, ...]]  # an action on a slice: a kind and slots, no buffer
-# Any action: a kind, a buffer or unit, slots if any
+# Any action: a kind, the number of a buffer or a unit, and slots if weights rotate.
 Move = tuple[ActionKind, int, *tuple[int, ...]]
 
 

@@ -1,19 +1,19 @@
-"""The policy of a step where parameters are gathered, event by event: gathers and reductions."""
+"""The policy of a step that gathers parameters: which actions follow each event (hook)."""
 
 # [Note: the policy of a step]
-# In: the events of a step, which FSDP2 has as hooks. Out: the actions to carry out at each event.
-# The order is known in advance: for every micro-batch all units run forward, then backward in
-# reverse. Backward gathers again the units whose backward reads weights. At most
-# `1 + prefetch_units` units are unsharded (gathered or being gathered) at once, or as many as are
-# recomputed together. In backward a unit is released when the gradients of its input and of all
-# its parameters exist. Backward ends at the first unit that trains, and gathers nothing below it.
-# At most two buffers of unsharded gradients wait to be reduced.
+# In: the events of a step: in training those of `DistributedModel`'s hooks (as in FSDP2), for the
+# planner those that schedule.py makes up. Out: the actions to carry out at each event. For every
+# micro-batch all units run forward, then backward in reverse. Backward gathers again only units
+# whose backward reads weights. At most `1 + prefetch_units` units are unsharded (gathered or being
+# gathered) at once, or as many as are recomputed together. In backward a unit is released when the
+# gradients of its input and of all its parameters exist. Backward ends at the first unit that
+# trains. At most two buffers of unsharded gradients wait to be reduced.
 #
 # With unsharded parameters (ZeRO-1 and 2) and several micro-batches, the fp8 casts of weights are
 # cached for the whole step. Otherwise a unit caches them from its recomputation to its release.
 #
 # Without overlap (`prefetch_units` 0) one unit and one gradient are unsharded at a time, and the
-# executor waits for a collective at once after queueing it.
+# training thread waits for a collective at once after queueing it.
 
 # [Note: updated parameters]
 # A step ends with the update, and the next forward is the first to read the result. There are two
@@ -156,10 +156,10 @@ class GatheringPolicy:
         actions += self._fp8_cache_of_the_step(ActionKind.DROP_FP8)
         return [*actions, *((ActionKind.WAIT_REDUCED, buffer) for buffer in self.shape.trainable)]
 
-    def _fp8_cache_of_the_step(self, verb: ActionKind) -> list[Action]:
-        """Return `verb` for each buffer, if fp8 casts of weights serve all micro-batches."""
+    def _fp8_cache_of_the_step(self, kind: ActionKind) -> list[Action]:
+        """Return `kind` for each buffer, if fp8 casts of weights serve all micro-batches."""
         units = self.shape.units if self._fp8_cache_stays else ()
-        return [(verb, buffer) for unit in units for buffer in (*unit.trainable, *unit.frozen)]
+        return [(kind, buffer) for unit in units for buffer in (*unit.trainable, *unit.frozen)]
 
     # Parameters #
 

@@ -1,4 +1,4 @@
-"""The policy of a step where weights rotate, event by event: shifts and reductions."""
+"""The policy of a step that rotates weights: which actions follow each event (hook)."""
 
 # [Note: the life of a slice]
 # A model consists of parts: embedding, attention and MLP of every block, head. The weights of a

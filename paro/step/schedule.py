@@ -1,4 +1,4 @@
-"""The schedule of a step: its actions in order, from a policy and the order of its events."""
+"""Lists the actions of a step in order, for the planner, by asking a policy at each event."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from paro.step.actions import ActionKind, Move, StepShape
 from paro.step.gathering import GatheringPolicy
 from paro.step.rotating import RotationPolicy, RotationShape
 
-UnitActions = tuple[Move, ...]  # the actions that answer the events of one unit
-Pass = tuple[UnitActions, ...]
+UnitActions = tuple[Move, ...]  # the actions at the events of one unit
+Pass = tuple[UnitActions, ...]  # of a forward or backward of all units, the update or the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSchedule:
-    """The actions of a step in order, from one point at which gradients are complete to the next.
+    """The actions of a step in order, from the optimizer's update to the next gradient norm.
 
     The first actions update parameters by the gradients of the previous step; then the first
     forward waits for the updated parameters.
@@ -114,7 +114,7 @@ def _backward(policy: GatheringPolicy | RotationPolicy, index: int) -> Iterator[
 def _forward_slices(
     policy: RotationPolicy,
     index: int,
-    verb: ActionKind,
+    kind: ActionKind,
     *,
     backward_follows: bool,
     stops_early: bool = False,
@@ -123,7 +123,7 @@ def _forward_slices(
     steps = policy.shape.ring_steps(index)
     for at in steps:
         yield from policy.before_forward(at, backward_follows=backward_follows)
-        yield verb, index, at.half
+        yield kind, index, at.half
         if not (stops_early and at == steps[-1]):
             yield from policy.after_forward(at)
 

@@ -1,4 +1,4 @@
-"""One training step; TrainState is all the mutable state."""
+"""Runs a training step: micro-batches, loss, gradient norm, step checks, update; `TrainState`."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ def watch(flags: str, prefetch: int) -> dict[str, bool | None]:
         units = {unit.name: unit for unit in training.model.units}
         modules = dict(training.model.model.named_modules())
         sent = units["head"].spec.collectives
-        spans = {verb: found[0].span for verb, found in sent.items() if found}
+        spans = {kind: found[0].span for kind, found in sent.items() if found}
 
         if ActionKind.GATHER in spans:
             gather = Hold(

@@ -99,7 +99,7 @@ def unchanged(name: str) -> Figures:
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
-def sends(verb: ActionKind, *, coded: bool = False, **changes: Callable[[Any], object]) -> Patch:
+def sends(kind: ActionKind, *, coded: bool = False, **changes: Callable[[Any], object]) -> Patch:
     """Changes fields of the collectives of an action, of those of codes or the others."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,9 +111,9 @@ def sends(verb: ActionKind, *, coded: bool = False, **changes: Callable[[Any], o
                 one._replace(**{field: of(getattr(one, field)) for field, of in changes.items()})
                 if one.is_quantized is coded
                 else one
-                for one in found.get(verb, ())
+                for one in found.get(kind, ())
             ]
-            return found | {verb: tuple(one for one in new if one.span)}
+            return found | {kind: tuple(one for one in new if one.span)}
 
         monkeypatch.setattr(ShardingSpec, "collectives", property(collectives))
 

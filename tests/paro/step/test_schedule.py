@@ -62,14 +62,14 @@ def recorded(rank: LoneRank) -> list[Move]:
     return record
 
 
-def from_forward_on(listed: StepSchedule, verbs: Container[ActionKind]) -> list[Move]:
-    """The actions with these verbs of a step that begins with the forward, not the update."""
+def from_forward_on(listed: StepSchedule, kinds: Container[ActionKind]) -> list[Move]:
+    """Actions of `kinds` in a step that begins with the forward, not the update."""
     at_once = [
         move
         for move in chain.from_iterable(listed.update)
         if move[0] is ActionKind.PARAM_ALL_GATHER
     ]
-    moves = [move for move in listed.actions() if move[0] in verbs]
+    moves = [move for move in listed.actions() if move[0] in kinds]
     return moves[len(at_once) :] + at_once
 
 
@@ -123,8 +123,8 @@ def test_a_bucket_is_reduced_and_gathered_once(
     assert [move for move in record if move[0] is not ActionKind.PARAM_ALL_GATHER] == moves
     assert sorted(record) == sorted(wanted)
     num_blocks = given.model.num_layers
-    for verb in (ActionKind.GRAD_SYNC, ActionKind.PARAM_ALL_GATHER):
-        assert sum(move[0] is verb for move in record) == 2 + num_blocks - num_buckets
+    for kind in (ActionKind.GRAD_SYNC, ActionKind.PARAM_ALL_GATHER):
+        assert sum(move[0] is kind for move in record) == 2 + num_blocks - num_buckets
 
 
 @pytest.mark.parametrize("strategy", ["GGG", "NIG"])
@@ -137,8 +137,8 @@ def test_an_evaluation_gathers_units_once(strategy: str, monkeypatch: pytest.Mon
     waits = [(ActionKind.WAIT, number) for number in (0, 1, 2, 3, 4, 0)]
     assert [action for action in record if action[0] is ActionKind.WAIT] == waits
     moved = {
-        verb: [n for v, n in record if v is verb]
-        for verb in (ActionKind.GATHER, ActionKind.RELEASE)
+        kind: [n for action_kind, n in record if action_kind is kind]
+        for kind in (ActionKind.GATHER, ActionKind.RELEASE)
     }
     for numbers in moved.values():
         assert sorted(numbers) == ([0, 0, 1, 2, 3, 4] if strategy == "GGG" else [])
@@ -215,7 +215,7 @@ def test_an_evaluation_moves_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         record = recorded(rank)
         tokens_BS = torch.zeros(1, 16, dtype=torch.int64)
         rank.model.evaluate(tokens_BS, tokens_BS, torch.ones(1, 16))
-        verbs = {move[0] for move in record}
+        kinds = {move[0] for move in record}
         moves = {
             ActionKind.WAIT,
             ActionKind.ALLOCATE_SLOT,
@@ -223,9 +223,9 @@ def test_an_evaluation_moves_copies(monkeypatch: pytest.MonkeyPatch) -> None:
             ActionKind.SHIFT,
             ActionKind.WAIT_SHIFTED,
         }
-        assert verbs == moves
+        assert kinds == moves
         assert all(
-            to != 0 for verb, _, *slots in record if verb is ActionKind.SHIFT for to in slots[1:]
+            to != 0 for kind, _, *slots in record if kind is ActionKind.SHIFT for to in slots[1:]
         )
 
 
@@ -239,15 +239,15 @@ def gathered_before_the_first_unit(way: Materialize, ahead: int | None, seed: in
     updated: dict[int, Event] = {}
     inside: dict[int, Event] = {}
     given = order_case("plain", materialize=way, updated_ahead=ahead)
-    for verb, number, *_ in schedule_of(costs(given, "IIG")).actions():
-        if verb is ActionKind.PARAM_ALL_GATHER:
+    for kind, number, *_ in schedule_of(costs(given, "IIG")).actions():
+        if kind is ActionKind.PARAM_ALL_GATHER:
             updated[number] = streams.submit("between", partial(sent.add, number))
-        elif verb in (ActionKind.GATHER, ActionKind.SHIFT):
+        elif kind in (ActionKind.GATHER, ActionKind.SHIFT):
             inside[number] = streams.submit("inside", lambda: None, after=updated[number])
-        elif verb in (ActionKind.WAIT, ActionKind.WAIT_SHIFTED) and number in inside:
+        elif kind in (ActionKind.WAIT, ActionKind.WAIT_SHIFTED) and number in inside:
             inside[number].wait()
             break
-        elif verb is ActionKind.WAIT:
+        elif kind is ActionKind.WAIT:
             updated[number].wait()
     return sent
 
