@@ -173,6 +173,7 @@ def test_a_cache_that_another_machine_replaces_over_nfs_is_read_on(
     assert all_samples(dataset) == expected
 
 
+@pytest.mark.slow("reads 8,000 samples three times")
 def test_a_folder_that_cannot_be_written_or_a_full_disk_costs_the_cache_only(
     corpus: IndexedDataset, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:

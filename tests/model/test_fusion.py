@@ -161,6 +161,7 @@ def of_model(config: LlamaConfig, **documents: Any) -> list[Tensor]:
     return [loss.detach(), *(p.grad for p in llama.parameters() if p.grad is not None)]
 
 
+@pytest.mark.slow("interprets kernels")
 @pytest.mark.usefixtures("interpreted")
 def test_a_model_with_tied_weights_and_documents_apart_has_the_same_gradients() -> None:
     cut = {"positions_BS": torch.arange(7).repeat(2, 1) % 4, "document_lengths": (4, 3, 4, 3)}

@@ -291,6 +291,7 @@ def run_block(config: LlamaConfig) -> None:
     block(x, info).float().sum().backward()
 
 
+@pytest.mark.slow("traces a model")
 @pytest.mark.bits
 def test_a_blocks_casts_move_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures of docs/gpu.md; and that what is known of an operand is what a search finds."""

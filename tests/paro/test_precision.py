@@ -106,6 +106,7 @@ PACKED = "--reset-position-ids --reset-attention-mask"
 APART = f"{SHORT} --eod-mask-loss {PACKED}"
 
 
+@pytest.mark.slow("trains several times")
 def test_every_flag_changes_what_is_learned() -> None:
     plain, *changed = (
         train(f"{SHORT} {flag}").steps[-1].loss for flag in ("", "--eod-mask-loss", *PACKED.split())

@@ -97,6 +97,7 @@ def test_logits_that_are_not_finite_are_refused() -> None:
         refused(score, f"--load ... logits ... {told}")
 
 
+@pytest.mark.slow("draws 400 tokens")
 def test_a_tiny_temperature_is_greedy_and_a_huge_one_is_fair() -> None:
     model = Llama(replace(SMALL, num_layers=1, vocab_size=8)).requires_grad_(False)
     for parameter in model.parameters():

@@ -69,6 +69,7 @@ SCHEMES = {
 }
 
 
+@pytest.mark.slow("trains and saves")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_merge_is_the_weighted_mean_of_numpy(
     scheme: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -180,6 +181,7 @@ def bench(folder: Path, *flags: object, nproc: int | None = 0, place: str = "") 
     return figures
 
 
+@pytest.mark.slow("trains and saves")
 @pytest.mark.parametrize(
     "ranks", [1, pytest.param(2, marks=[pytest.mark.verify, pytest.mark.ranks])]
 )

@@ -79,6 +79,7 @@ def test_rows_hold_every_letter_strategy_best_first() -> None:
     assert f"{bandwidth['speedup']:.3f} times as fast" in out
 
 
+@pytest.mark.slow("searches all candidates of a model")
 def test_a_model_that_fits_nowhere_is_one_line_and_a_status(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     words = [*CASE.split(), "--device-memory-gb", "2", "--json", str(path)]
@@ -90,6 +91,7 @@ def test_a_model_that_fits_nowhere_is_one_line_and_a_status(tmp_path: Path) -> N
     assert json.loads(path.read_text(encoding="utf-8"))["best"] is None
 
 
+@pytest.mark.slow("searches all candidates of a model")
 def test_letters_that_mean_the_same_are_one_row() -> None:
     out = printed(main, *CASE.replace("--world-size 16", "--world-size 8").split())
     table = out.split("\n\n")[1].splitlines()
@@ -98,6 +100,7 @@ def test_letters_that_mean_the_same_are_one_row() -> None:
     assert sorted("=".join(names).split("=")) == sorted(legal_letters())
 
 
+@pytest.mark.slow("searches all candidates of a model")
 def test_what_was_measured_is_planned_for_the_ranks_it_was_measured_on(tmp_path: Path) -> None:
     flags = f"{MEASURED} --micro-batch-size 1 --global-batch-size 8 --bf16 --device-memory-gb 14"
     fields = planned(f"{flags} --scaling {tmp_path / 'curve.png'}")

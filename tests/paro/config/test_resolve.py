@@ -187,6 +187,7 @@ def estimated(config: RunConfig) -> Estimate:
     return estimator.estimate(estimator.request.candidate(config.strategy))
 
 
+@pytest.mark.slow("searches all candidates of a model")
 @pytest.mark.parametrize("strategy", ["NNG", "GGG"])
 def test_what_is_chosen_is_no_slower_than_anything_given(on: str, strategy: str) -> None:
     flags = f"{on}--paro-strategy {strategy} "
@@ -248,6 +249,7 @@ def test_without_a_machine_heads_stay_inside_groups(words: str, size: int, way: 
     assert config.context.describe() == way
 
 
+@pytest.mark.slow("searches all candidates of a model")
 def test_a_run_that_continues_keeps_what_it_had(tmp_path: Path, on: str) -> None:
     flags = f"{on}{SIZE}{TYPE}"
     anew = run_of(flags)

@@ -96,6 +96,7 @@ def test_auto_counts_the_averaged_weights_of_an_evaluation() -> None:
     assert chosen.memory.total <= limit * 1e9
 
 
+@pytest.mark.slow("searches all candidates of a model")
 @pytest.mark.parametrize("strategy", ["IIG", "auto"])
 def test_bits_are_chosen_for_any_strategy(strategy: str) -> None:
     machine = "--paro-machine dgx-a100-roce100 --num-layers 2"

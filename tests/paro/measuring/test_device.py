@@ -121,6 +121,7 @@ def test_slices_cost_what_as_many_small_models_take_longer(timed: Timing) -> Non
     assert device.piece_seconds == pytest.approx(longer / 6 - adding)  # 6 parts, each with one cut
 
 
+@pytest.mark.slow("times a model")
 def test_a_device_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_PRODUCT", 64)
     device = measure_device(training_config(TINY, "gloo"), alone(), group_size=2)

@@ -134,6 +134,7 @@ def set_loss_chunk(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("model.config.LOSS_CHUNK_TOKENS", 64 if name == IN_CHUNKS else 512)
 
 
+@pytest.mark.slow("profiles a rank's memory")
 @pytest.mark.parametrize("name", CASES)
 def test_prediction_is_what_a_rank_allocates(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     set_loss_chunk(monkeypatch, name)

@@ -183,6 +183,7 @@ WIDE_BLOCKS = {
 }
 
 
+@pytest.mark.slow("searches all candidates of a model")
 @pytest.mark.parametrize(
     ("changes", "given", "told"),
     [
@@ -227,6 +228,7 @@ def test_groups_of_a_run_and_of_its_machine_both_nest() -> None:
     assert plan(given, NATIVE).best is not None
 
 
+@pytest.mark.slow("searches all candidates of a model")
 def test_bits_are_chosen_only_where_allowed_and_where_they_save() -> None:
     """Slow links gain from codes; on fast ones packing costs more, and 16 bits stay."""
     slow = plan_request(machine=machine(inter=1))

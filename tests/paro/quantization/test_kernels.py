@@ -177,6 +177,7 @@ def room(form: BlockFormat, numel: int) -> Tensor:
     return torch.zeros(form.num_bytes(numel), dtype=torch.uint8)
 
 
+@pytest.mark.slow("interprets kernels")
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("form", INTERPRETED, ids=str)
 def test_codes_values_and_feedback(form: BlockFormat) -> None:
@@ -202,6 +203,7 @@ def test_codes_values_and_feedback(form: BlockFormat) -> None:
             assert torch.equal(own, torchs), (numel, seed)
 
 
+@pytest.mark.slow("interprets kernels")
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("form", INTERPRETED, ids=str)
 @pytest.mark.parametrize("runs_on", [interpreter, nullcontext])

@@ -160,6 +160,7 @@ PROFILED = ProfileConfig(
 )
 
 
+@pytest.mark.slow("profiles a training")
 def test_the_trace_has_the_iterations_asked_for_with_ranges_named_like_the_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,6 +62,7 @@ GRID = [
 ]
 
 
+@pytest.mark.slow("counts messages and memory of a training")
 @pytest.mark.parametrize(("case", "letters", "in_place"), GRID)
 def test_formulas_equal_what_a_rank_counts_and_stores(
     monkeypatch: pytest.MonkeyPatch, case: str, letters: str, in_place: bool

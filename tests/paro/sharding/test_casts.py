@@ -51,6 +51,7 @@ def in_fp8(strategy: str, recompute: RecomputeConfig | None = None, **more: Any)
     return rank_of(run_of(config, strategy, PrecisionConfig(compute="fp32")))
 
 
+@pytest.mark.slow("trains several times")
 def test_a_weight_is_cast_once_while_its_values_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     silence(monkeypatch)
     together = replace(EACH, num_layers=2)

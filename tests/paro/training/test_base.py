@@ -108,6 +108,7 @@ def test_the_rest_stays_in_a_base_that_is_as_it_was(base: Path, part: Path, tmp_
         assert (started(words)[2].base is not None) is is_kept, words
 
 
+@pytest.mark.slow("trains and saves")
 @pytest.mark.parametrize("trains", [LAST, f"{LORA} {BASE_BF16}"])
 def test_all_is_saved_without_a_base_or_where_it_is_asked_for(
     base: Path, tmp_path: Path, trains: str

@@ -81,6 +81,7 @@ def test_what_is_not_finite_is_not_saved(
     assert files_in(tmp_path) == before
 
 
+@pytest.mark.slow("trains and saves")
 def test_saves_among_skipped_steps_remove_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

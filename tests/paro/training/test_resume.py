@@ -137,6 +137,7 @@ def test_a_start_finds_its_checkpoint_once_and_loads_it_once(
         assert Counter(reads) == {MANIFEST: times, COMMON: times}, start
 
 
+@pytest.mark.slow("trains several times")
 def test_starting_over_sets_aside_what_was_there(tmp_path: Path) -> None:
     root = tmp_path / "ckpt"
     save = f"--train-iters 4 --save {root}"

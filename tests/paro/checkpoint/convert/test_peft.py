@@ -115,6 +115,7 @@ def test_what_is_not_finite_is_refused_by_name(root: Path, theirs: Path, tmp_pat
         assert not out.exists()
 
 
+@pytest.mark.slow("trains, converts and loads")
 @pytest.mark.parametrize("target", ["hf", "megatron"])
 def test_both_ways_merge_into_the_same_model(root: Path, tmp_path: Path, target: str) -> None:
     wanted = open_native(root / "run")
@@ -142,6 +143,7 @@ def named_base(folder: Path) -> str | None:
     return name
 
 
+@pytest.mark.slow("trains, converts and loads")
 def test_adapters_name_the_folder_that_their_base_was_converted_from(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
