@@ -63,7 +63,7 @@ FIVE = "--num-layers 5"  # blocks, of which 4 groups have one each, and one is l
 # The same global batch on any world size; the first, another and the last micro-batch.
 SAMPLES, MICRO_BATCHES = 72, 3
 # `make verify` trains longer, under every legal strategy.
-FEW_STEPS, MANY_STEPS = 2, 10
+FEW_STEPS, MANY_STEPS = 2, 6
 
 # COVERING communicates states in every possible way; then the default and a seeded sample of 2.
 COVERING = ("NNN", "NII", "INI", "NIG", "IGG", "GNG")

@@ -205,7 +205,7 @@ def test_a_rehearsal_runs_parts_and_keeps_earlier_results(tmp_path: Path, letter
     folder = tmp_path / "gpu"
     write_results(folder, {"h": {**EARLIER, "title": "collectives"}}, rehearsal=True)
     flags = ["--rehearse", "--out", folder, "--parts", ",".join(letters)]
-    done = run_python(["tools/bench/check_gpu.py", *flags])
+    done = run_python(["tools/bench/check_gpu.py", *flags], timeout=3000.0)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((folder / RESULTS).read_text())
     assert list(results) == sorted(f"{letters}h")
@@ -224,7 +224,7 @@ def test_a_rehearsal_runs_parts_and_keeps_earlier_results(tmp_path: Path, letter
 def test_a_quick_rehearsal_runs_its_course_and_the_second_what_is_left(tmp_path: Path) -> None:
     flags = ["tools/bench/check_gpu.py", "--rehearse", "--out", tmp_path]
     for number, letters in ((1, "abcfknpqr"), (2, "abcfkmnpqrst")):
-        done = run_python([*flags, "--quick", str(number)])
+        done = run_python([*flags, "--quick", str(number)], timeout=3000.0)
         assert done.returncode == 0, done.stdout + done.stderr
         results = read_results(tmp_path)
         assert list(results) == sorted(letters)
