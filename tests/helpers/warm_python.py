@@ -88,7 +88,9 @@ def warm_python(executable: str | None = None) -> Path:
     return folder
 
 
-def run_python(words: Sequence[object], **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(
+    words: Sequence[object], timeout: float = HANGS_AFTER, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Runs a script, from the repository's root, whose own Python processes start as quickly."""
     return subprocess.run(
         [warm_python() / "python", *map(str, words)],
@@ -96,7 +98,7 @@ def run_python(words: Sequence[object], **environment: str) -> subprocess.Comple
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=HANGS_AFTER,
+        timeout=timeout,
     )
 
 

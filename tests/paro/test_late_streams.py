@@ -29,7 +29,7 @@ from paro.training.replicas import check_replicas
 from paro.training.step import StepResult, Training, train_step
 from tests.helpers import training as training_of_tests
 from tests.helpers.late_streams import LateStreams, poisoned_buffers
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import run_ranks, stop_ranks
 from tests.helpers.training import TINY, Trained, begun, save_run, train
 from tests.paro.late_mutations import (
     AHEAD,
@@ -197,13 +197,23 @@ def outcome(wait: Wait | Mutation, flags: str, group_size: int) -> str:
             return str(error)
 
 
+def outcomes_of(wait: Wait | Mutation, world_size: int, flags: str, group_size: int) -> list[str]:
+    """Tells for each rank what a missing wait does; the processes end afterwards.
+
+    Jobs may remain in a training that failed, which cannot be closed once its groups are destroyed.
+    """
+    try:
+        return run_ranks(outcome, world_size, wait, flags, group_size)
+    finally:
+        stop_ranks()
+
+
 @pytest.mark.verify
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CAUGHT)
 def test_a_removed_wait_is_caught(name: str) -> None:
     (wait,) = [wait for wait in all_waits() if wait.name == name]
-    for found in run_ranks(outcome, 4, wait, flags_for(*CAUGHT[name]), 2, timeout=60):
-        assert found
+    assert all(outcomes_of(wait, 4, flags_for(*CAUGHT[name]), 2))
 
 
 @pytest.mark.verify
@@ -211,10 +221,7 @@ def test_a_removed_wait_is_caught(name: str) -> None:
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_removed_order_is_caught(mutation: Mutation) -> None:
     flags = flags_for(mutation.strategy, mutation.more)
-    found = run_ranks(
-        outcome, mutation.world_size, mutation, flags, mutation.group_size, timeout=60
-    )
-    assert all(found)
+    assert all(outcomes_of(mutation, mutation.world_size, flags, mutation.group_size))
 
 
 def test_every_mutation_changes_a_function_of_today() -> None:
