@@ -104,20 +104,20 @@ class Batch:
 
     def documents(self) -> dict[str, Any]:
         """Return the keyword arguments for the model that describe documents sharing a sample."""
-        found = {"positions_BS": self.positions_BS, "document_lengths": self.document_lengths}
-        return found if self.seq_length is None else {**found, "seq_length": self.seq_length}
+        kwargs = {"positions_BS": self.positions_BS, "document_lengths": self.document_lengths}
+        return kwargs if self.seq_length is None else {**kwargs, "seq_length": self.seq_length}
 
     def cut(self, ranges: tuple[range, ...]) -> Batch:
         """Return a batch with only these positions of each sample, copied."""
 
-        def own(part_BS: Tensor) -> Tensor:
+        def copied(part_BS: Tensor) -> Tensor:
             return torch.cat([part_BS[:, each.start : each.stop] for each in ranges], dim=1)
 
         seq_length, places_BS = self.tokens_BS.shape[1], self.positions_BS
         if places_BS is None:
             places_BS = torch.arange(seq_length)[None]
         cut = replace(self, positions_BS=places_BS, seq_length=seq_length, ranges=ranges)
-        return cut._with(own)
+        return cut._with(copied)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
         parts = {part.name: getattr(self, part.name) for part in fields(self)}

@@ -57,16 +57,16 @@ class DataConfig(DocumentRules):
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        given = self._sources()
-        if len(given) > 1:
-            raise contradiction(given[0], given[1])
+        flags = self._sources()
+        if len(flags) > 1:
+            raise contradiction(flags[0], flags[1])
         if self.data_phases is not None and self.train_data_path:
             raise contradiction(PHASES, "--train-data-path")
-        if not given:
+        if not flags:
             raise UserError("no data: give --data-path PREFIX, or --mock-data for synthetic tokens")
         blends = self.blends()
         if not (self.mock_data or self.phases() or "train" in blends):
-            raise UserError(f"{given[0]} is given and no training data: give --train-data-path")
+            raise UserError(f"{flags[0]} is given and no training data: give --train-data-path")
         if self.full_validation and self.mock_data:
             raise UserError("--full-validation needs a corpus: --mock-data have no end")
         if self.multiple_validation_sets:
@@ -83,7 +83,7 @@ class DataConfig(DocumentRules):
         if self.sft and self.mock_data:
             raise UserError("--sft needs a corpus of conversations: --mock-data have none")
         if self.is_per_split and self.split is not None:
-            raise contradiction("--split", given[0])
+            raise contradiction("--split", flags[0])
         check_between(1, MOST_TOKENS, seq_length=self.seq_length)
         check_between(0, MOST_WORKERS, num_workers=self.num_workers)
         check_between(0, MAX_SEED, seed=self.seed)

@@ -108,11 +108,11 @@ def check_tokenizer(
     prefix: str | Path, made_with: Fingerprint | None, tokenizer: TokenizerConfig | None
 ) -> None:
     """Raise `UserError` if another tokenizer made a corpus, as far as both are known."""
-    given = None if made_with is None or tokenizer is None else fingerprint_of(tokenizer)
-    if made_with is None or given is None or given.digest == made_with.digest:
+    other = None if made_with is None or tokenizer is None else fingerprint_of(tokenizer)
+    if made_with is None or other is None or other.digest == made_with.digest:
         return
     raise UserError(
         f"{prefix}.bin was made with {made_with.describe()}, and the tokenizer given is "
-        f"{given.describe()}: give the first one, or write the corpus again with the second; if "
+        f"{other.describe()}: give the first one, or write the corpus again with the second; if "
         f"you know that their ids mean the same, remove {fingerprint_path(prefix)}"
     )

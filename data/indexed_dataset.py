@@ -56,8 +56,8 @@ def idx_path(prefix: str | Path) -> Path:
 
 def remove_dataset(prefix: str | Path) -> None:
     """Remove all files of a data set, also those that Megatron-LM does not know."""
-    own = (checksums_path(prefix), fingerprint_path(prefix), *loss_mask_paths(prefix))
-    for path in (idx_path(prefix), bin_path(prefix), *own):
+    added_paths = (checksums_path(prefix), fingerprint_path(prefix), *loss_mask_paths(prefix))
+    for path in (idx_path(prefix), bin_path(prefix), *added_paths):
         path.unlink(missing_ok=True)
 
 

@@ -93,10 +93,10 @@ def tokenizer_config(flags: Mapping[str, Any]) -> TokenizerConfig | None:
 
     GPT-2's files without a type are enough: that type is Megatron's default.
     """
-    given: dict[str, Any] = {field.name: flags.get(field.name) for field in fields(TokenizerConfig)}
-    if given["tokenizer_type"] is None and (given["vocab_file"] or given["merge_file"]):
-        given["tokenizer_type"] = GPT2_TYPE
-    return None if given["tokenizer_type"] is None else TokenizerConfig(**given)
+    values: dict[str, Any] = {each.name: flags.get(each.name) for each in fields(TokenizerConfig)}
+    if values["tokenizer_type"] is None and (values["vocab_file"] or values["merge_file"]):
+        values["tokenizer_type"] = GPT2_TYPE
+    return None if values["tokenizer_type"] is None else TokenizerConfig(**values)
 
 
 def saved_tokenizer(common: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,17 +39,17 @@ def write_tokenizer_json(model: Path, folder: Path, *, begins_texts: bool = Fals
     if any(not processor.get_score(i).is_integer() for i in pieces.values()):
         return False  # the scores of a BPE model must be the indices of its merges
     whole = _tokenizer(processor)
-    own = SentencePieceTokenizer(str(model))
+    original = SentencePieceTokenizer(str(model))
     texts = [piece.replace(BLANK, " ") for piece in pieces]
     for text in (*_PROBES, *("".join(texts[i : i + 64]) for i in range(0, len(texts), 64))):
-        if list(whole.encode(text, add_special_tokens=False).ids) != own.encode(text):
+        if list(whole.encode(text, add_special_tokens=False).ids) != original.encode(text):
             return False
-    if begins_texts and own.bos is not None:
-        piece = processor.id_to_piece(own.bos)
+    if begins_texts and original.bos is not None:
+        piece = processor.id_to_piece(original.bos)
         whole.post_processor = TemplateProcessing(
             single=[piece, "$A"],
             pair=[piece, "$A", f"{piece}:1", "$B:1"],
-            special_tokens=[(piece, own.bos)],
+            special_tokens=[(piece, original.bos)],
         )
     ids = {"bos": processor.bos_id(), "eos": processor.eos_id(), "unk": processor.unk_id()}
     _save(whole, folder, {role: processor.id_to_piece(i) for role, i in ids.items() if i >= 0})

@@ -125,8 +125,8 @@ def attend_block(qkv: QKV, *, causal: bool = False, flash: bool = False) -> Part
     tensors = _heads_first(*qkv)
     kernel = _block_kernel(q_BSNH, k_BSKH, causal, flash)
     if kernel is None:
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, causal)
-        return PartialAttention(*_heads_first(*found))
+        result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, causal)
+        return PartialAttention(*_heads_first(*result))
     if kernel == SDPBackend.CUDNN_ATTENTION:
         attention = torch.ops.aten._scaled_dot_product_cudnn_attention
         out_BNSH, lse_BNS1, *_ = attention(*tensors, None, True, 0.0, causal)
@@ -149,7 +149,7 @@ def block_grads(
     lengths = None, None, q_BSNH.shape[1], k_BSKH.shape[1]
     lse_BNS, kernel = whole.lse_BSN.transpose(1, 2), _block_kernel(q_BSNH, k_BSKH, causal, flash)
     if kernel is None:
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *_heads_first(grad_BSNH, *qkv, whole.out_BSNH), lse_BNS, 0.0, causal
         )
     elif kernel == SDPBackend.FLASH_ATTENTION:
@@ -161,10 +161,10 @@ def block_grads(
         lse_BNS1 = lse_BNS.clone(memory_format=torch.contiguous_format)[..., None]
         tensors = _heads_first(grad_BSNH.contiguous(), *qkv, whole.out_BSNH.contiguous())
         unused = torch.zeros((), dtype=torch.int64, device=q_BSNH.device)  # as in `_flash_grads`
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *tensors, lse_BNS1, unused, unused, None, *lengths, 0.0, causal
         )
-    dq, dk, dv = _heads_first(*found)
+    dq, dk, dv = _heads_first(*grads)
     return dq, dk, dv
 
 

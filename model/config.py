@@ -99,7 +99,7 @@ class LoraConfig:
 
     def shapes(self, block: Mapping[str, Shape]) -> dict[str, Shape]:
         """Return the shapes of a block's adapters, given its weights' shapes."""
-        found: dict[str, Shape] = {}
+        shapes: dict[str, Shape] = {}
         for name in self.targets:
             rows, columns = block[name]
             if self.rank > min(rows, columns):
@@ -107,8 +107,8 @@ class LoraConfig:
                     f"--lora-rank {self.rank} is above the {min(rows, columns)} of {name}, a "
                     f"matrix of {rows} x {columns}: give a smaller rank"
                 )
-            found |= {down_name(name): (self.rank, columns), up_name(name): (rows, self.rank)}
-        return found
+            shapes |= {down_name(name): (self.rank, columns), up_name(name): (rows, self.rank)}
+        return shapes
 
 
 def down_name(weight: str) -> str:

@@ -69,15 +69,15 @@ def initial_values(
         for block in blocks:
             begin, end = block * BLOCK, min((block + 1) * BLOCK, spec.numel)
             low, high = max(start, begin), min(stop, end)
-            own = values[low - start : high - start]
+            part = values[low - start : high - start]
             if high - low == end - begin:
-                _draw(own, seed, spec, block)
+                _draw(part, seed, spec, block)
             else:
-                own.copy_(_whole_block(seed, spec, block, end - begin)[low - begin : high - begin])
+                part.copy_(_whole_block(seed, spec, block, end - begin)[low - begin : high - begin])
             if spec.bound is not None:
-                own.mul_(2 * spec.bound).sub_(spec.bound)
+                part.mul_(2 * spec.bound).sub_(spec.bound)
             elif spec.std is not None:
-                own.mul_(spec.std)
+                part.mul_(spec.std)
 
     blocks = range(start // BLOCK, -(-stop // BLOCK))
     parts = [blocks[first::num_threads] for first in range(min(num_threads, len(blocks)))]

@@ -35,9 +35,9 @@ def _magnitude(x):
 def _raise(largest, magnitude, written):
     """Update `largest` to the maximum with `magnitude`, rounded to the type of `written`."""
     value = tl.max(magnitude, None).to(tl.float32, bitcast=True)  # rounding keeps the order
-    found = _magnitude(value.to(written.dtype.element_ty))
+    rounded = _magnitude(value.to(written.dtype.element_ty))
     # Most programs skip the atomic, since the value is already larger: less contention.
-    tl.atomic_max(largest, found, mask=found > tl.load(largest), sem="relaxed")
+    tl.atomic_max(largest, rounded, mask=rounded > tl.load(largest), sem="relaxed")
 
 
 @triton.jit
@@ -120,9 +120,9 @@ def _to_fp8(x, MANTISSA: tl.constexpr, NATIVE: tl.constexpr):
     shifter = tl.full(x.shape, (127 + 24 - bias - MANTISSA) << 23, tl.int32)
     moved = tl.abs(x) + shifter.to(tl.float32, bitcast=True)
     small = moved.to(tl.int32, bitcast=True) - shifter
-    found = tl.where(magnitude < ((128 - bias) << 23), small, normal)
-    found = tl.where(magnitude > 0x7F800000, 0x7F, found)
-    return (found | ((bits >> 24) & 0x80)).to(tl.uint8)
+    code = tl.where(magnitude < ((128 - bias) << 23), small, normal)
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit

@@ -47,8 +47,8 @@ def embedding_scale(config: LlamaConfig) -> float:
 
 def logit_scale(config: LlamaConfig) -> float:
     """Return the factor on logits: by default 1 / the width."""
-    given = config.mup_output_mult if config.use_mup else 1.0
-    return 1.0 / width_of(config) if given == 1.0 else given
+    factor = config.mup_output_mult if config.use_mup else 1.0
+    return 1.0 / width_of(config) if factor == 1.0 else factor
 
 
 def query_key_scale(config: LlamaConfig) -> float:

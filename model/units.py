@@ -200,10 +200,10 @@ def flops_per_token(
     forward, backward = 0.0, 0.0
     reached = "embedding.weight" in trained  # True: some parameter up to here trains
     for block in unit_specs(config)[1:-1]:
-        own = {name for name in block.shapes if f"{block.name}.{name}" in trained}
-        block_forward, block_backward = _block_products(block.shapes, own, core, reached=reached)
+        names = {name for name in block.shapes if f"{block.name}.{name}" in trained}
+        block_forward, block_backward = _block_products(block.shapes, names, core, reached=reached)
         forward, backward = forward + block_forward, backward + block_backward
-        reached = reached or bool(own)
+        reached = reached or bool(names)
     logits = config.vocab_size * config.hidden_size
     tied = config.tie_embeddings_and_output_weights
     weight_trains = ("embedding.weight" if tied else "head.weight") in trained

@@ -144,7 +144,7 @@ class Topology:
     def in_order_of_shards(self, span: AxisSpan, rank: int) -> tuple[int, ...]:
         """Return the members of a span in the order of their shards at its fine degree."""
         members = self.members(span, rank)
-        return tuple(sorted(members, key=lambda one: nested_range(span, one, len(members))))
+        return tuple(sorted(members, key=lambda member: nested_range(span, member, len(members))))
 
     def shard_start(self, rank: int, degree: int, numel: int) -> int:
         """Return the offset of `rank`'s shard at `degree` in a flat buffer of `numel` elements.

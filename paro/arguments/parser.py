@@ -246,11 +246,11 @@ def take(config_type: type[Config], args: Namespace, **derived: Any) -> Config:
 def _describe_unknown(unknown: Sequence[str], parser: ArgumentParser) -> Iterator[str]:
     """Yield one line per unknown flag, and one for words that belong to no flag."""
     for flag, *values in by_flag(unknown):
-        given = " ".join((flag, *values))
+        words = " ".join((flag, *values))
         if flag.startswith("-"):
-            yield f"{given} is unknown: {hint_for(flag.split('=')[0], parser)}"
+            yield f"{words} is unknown: {hint_for(flag.split('=')[0], parser)}"
         else:
-            yield f"{given!r} belongs to no flag: --help lists all flags"
+            yield f"{words!r} belongs to no flag: --help lists all flags"
 
 
 def _ranks_or_auto(text: str) -> int | str:

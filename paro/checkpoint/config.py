@@ -131,8 +131,8 @@ class CheckpointConfig:
             non_persistent_save_interval=self.non_persistent_save_interval,
         )
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
-            one = "--override-opt_param-scheduler"
-            raise contradiction(one, "--use-checkpoint-opt_param-scheduler")
+            flag = "--override-opt_param-scheduler"
+            raise contradiction(flag, "--use-checkpoint-opt_param-scheduler")
         if self.start_over and self.save is None:
             raise UserError("--start-over needs --save")
         if self.start_over and is_url(str(self.save)):

@@ -64,16 +64,16 @@ class Endpoint:
     groups: Groups
 
     @property
-    def exposure(self) -> ExposedTimer:
+    def exposed_timer(self) -> ExposedTimer:
         """Counter of the time that compute waits for communication."""
-        return self.groups.links.exposure
+        return self.groups.resources.exposed_timer
 
     def _submit(
         self, kind: StreamKind, span: AxisSpan, job: Job, *, after: Event | None = None
     ) -> Event:
         """Queue a job on the comm stream of the process group for `kind` along `span`."""
-        kind = self.groups.links.stream_kind or kind
-        return self.groups.links.streams.submit((kind, *span), job, after=after)
+        kind = self.groups.resources.stream_kind or kind
+        return self.groups.resources.streams.submit((kind, *span), job, after=after)
 
 
 @dataclass(eq=False)
@@ -100,5 +100,5 @@ class Collectives(Endpoint, ABC):
 
     def close(self) -> None:
         """Close comm streams and process groups; call it on every rank with no work in flight."""
-        self.groups.links.streams.close()
+        self.groups.resources.streams.close()
         self.groups.close()

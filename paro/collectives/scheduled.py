@@ -64,7 +64,7 @@ class ScheduledCollectives(Collectives):
     def _start(self, request: CollectiveRequest) -> Event:
         kind, parts = request.stream_kind, ring_levels(self._algorithm, request.span)
         transfer = self._transfer(request, parts)
-        if self.groups.links.streams.runs_concurrently:
+        if self.groups.resources.streams.runs_concurrently:
             after, run = request.after, transfer.run_level
             jobs = (partial(run, level) for level in range(len(parts)))
             pairs = zip(parts, jobs, strict=True)

@@ -105,7 +105,7 @@ class Ring(Endpoint):
                 if in_place:
                     outgoing.copy_(incoming)
 
-        if not self.groups.links.streams.runs_concurrently:
+        if not self.groups.resources.streams.runs_concurrently:
             return self._submit(self.kind, self.span, exchange)
 
         def receive(number: int) -> Pending:

@@ -168,7 +168,7 @@ class Wire:
         return Link.INTRA if peer // group_size == self.groups.rank // group_size else Link.INTER
 
     def _count(self, peer: int, num_bytes: int) -> None:
-        self.groups.links.traffic.add(self._link_to(peer), num_bytes)
+        self.groups.resources.traffic.add(self._link_to(peer), num_bytes)
 
     def _count_ring(self, num_bytes: int) -> None:
         members = self.members

@@ -258,22 +258,22 @@ def check_profile(
         )
 
 
-def _check_writable(flag: str, place: str) -> None:
-    folder = path_of(place).absolute()
+def _check_writable(flag: str, path: str) -> None:
+    folder = path_of(path).absolute()
     if isinstance(folder, StorePath):
         return  # the lock of a run is its first object
     try:
         while not folder.exists():
             folder = folder.parent
         if not folder.is_dir():
-            raise UserError(f"{flag} {place}: {folder} is a file, not a folder")
+            raise UserError(f"{flag} {path}: {folder} is a file, not a folder")
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         # /proc and similar file systems report "No such file or directory", which would mislead.
         missing = isinstance(error, FileNotFoundError)
         reason = "files cannot be created there" if missing else error.strerror
-        raise UserError(f"{flag} {place} cannot be written: {folder}: {reason}") from error
+        raise UserError(f"{flag} {path} cannot be written: {folder}: {reason}") from error
 
 
 # The checks between fields of RunConfig. A check's parameters name the fields that it compares.

@@ -180,24 +180,24 @@ def data_parallel_size_of(world: World, degree: int | str) -> int:
 
 
 def possible_configs(
-    given: ContextParallelConfig, limits: ContextLimits, degrees: Sequence[int] = ()
+    base: ContextParallelConfig, limits: ContextLimits, degrees: Sequence[int] = ()
 ) -> Iterator[ContextParallelConfig]:
     """Yield each choice of what is left open that fits the limits, or only those of `degrees`.
 
     a2a+p2p is yielded with each split inside a group.
     """
-    types = TYPES if TYPE_FLAG in given.auto else (given.cp_comm_type,)
-    if not degrees and SIZE_FLAG in given.auto:
+    types = TYPES if TYPE_FLAG in base.auto else (base.cp_comm_type,)
+    if not degrees and SIZE_FLAG in base.auto:
         degrees = [n for n in range(1, limits.most + 1) if limits.world_size % n == 0]
-    for degree in degrees or [given.context_parallel_size]:
+    for degree in degrees or [base.context_parallel_size]:
         for name in types if degree > 1 else ["p2p"]:
-            splits: list[tuple[int, ...] | None] = [given.hierarchical_context_parallel_sizes]
+            splits: list[tuple[int, ...] | None] = [base.hierarchical_context_parallel_sizes]
             if name == "a2a+p2p" and splits == [None]:
                 inside = (n for n in range(2, degree // 2 + 1) if limits.group_size % n == 0)
                 splits = [(n, degree // n) for n in inside if degree % n == 0]
             for split in splits:
                 config = replace(
-                    given,
+                    base,
                     context_parallel_size=degree,
                     cp_comm_type=name,
                     hierarchical_context_parallel_sizes=split,

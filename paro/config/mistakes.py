@@ -85,8 +85,8 @@ def better_values(args: Namespace, missing: Collection[str] = ()) -> dict[str, o
 def _fitting_positions(args: Namespace) -> dict[str, object]:
     """Return max_position_embeddings for samples longer than the preset's positions."""
     preset = args.llama_preset and LLAMA_PRESETS[args.llama_preset]
-    given = args.max_position_embeddings or 0
-    if not preset or args.seq_length <= max(given, preset.max_position_embeddings):
+    max_positions = args.max_position_embeddings or 0
+    if not preset or args.seq_length <= max(max_positions, preset.max_position_embeddings):
         return {}
     return {"max_position_embeddings": args.seq_length}
 
@@ -96,11 +96,11 @@ def _fitting_tokenizer(args: Namespace) -> dict[str, object]:
 
     A dry run without tokenizer files gets a NullTokenizer with a vocabulary size.
     """
-    given, is_known = args.tokenizer_type, args.tokenizer_type in (None, *TOKENIZER_TYPES)
+    tokenizer_type, is_known = args.tokenizer_type, args.tokenizer_type in (None, *TOKENIZER_TYPES)
     if is_known and not args.dry_run:
         return {}
     files = [file for name in _FILES if (file := getattr(args, name)) is not None]
-    for name in (given,) if is_known else TOKENIZER_TYPES:
+    for name in (tokenizer_type,) if is_known else TOKENIZER_TYPES:
         better = {} if is_known else {"tokenizer_type": name}
         try:
             config = take_tokens(with_values(args, better)).tokenizer

@@ -21,17 +21,17 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
     default = {item.name: item.default for item in fields(LlamaConfig)}
     # Other fields are derived or chosen on the device; --vocab-size belongs to the tokenizer.
     named = default.keys() & vars(args).keys() - {"vocab_size"}
-    given = _given(args, *(name for name in default if name in named))
-    sizes = given
+    values = _values(args, *(name for name in default if name in named))
+    sizes = values
     if args.llama_preset is not None:
         preset = LLAMA_PRESETS[args.llama_preset]
         is_grouped = preset.num_query_groups < preset.num_attention_heads
-        if args.group_query_attention and not (is_grouped or "num_query_groups" in given):
+        if args.group_query_attention and not (is_grouped or "num_query_groups" in values):
             raise UserError(
                 f"--group-query-attention: --llama-preset {args.llama_preset} has no groups of "
                 "queries: give --num-query-groups"
             )
-        sizes = _published_sizes(preset, given) | given
+        sizes = _published_sizes(preset, values) | values
     if missing := missing_sizes(args):
         raise UserError(*missing)
     scalings = {
@@ -41,12 +41,12 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
         ),
         "mup_": ("--use-mup", sizes.get("use_mup")),
     }  # fmt: skip
-    others = {name: value for name, value in given.items() if value != default[name]}
+    others = {name: value for name, value in values.items() if value != default[name]}
     for prefix, (needed, is_given) in scalings.items():
         if not is_given:
             details = {name: others[name] for name in others if name.startswith(prefix)}
             _refuse_without(needed, details)
-    if scalings["yarn_"][1] and "yarn_rotary_scaling_factor" not in given:
+    if scalings["yarn_"][1] and "yarn_rotary_scaling_factor" not in values:
         raise UserError("--position-embedding-type yarn needs --yarn-rotary-scaling-factor")
     hidden_size, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     is_grouped = args.group_query_attention or args.llama_preset is not None
@@ -80,41 +80,41 @@ def vocab_size_given(args: Namespace) -> int | None:
     return next((size for size in sizes if size is not None), None)
 
 
-def _published_sizes(preset: LlamaConfig, given: dict[str, Any]) -> dict[str, Any]:
+def _published_sizes(preset: LlamaConfig, values: dict[str, Any]) -> dict[str, Any]:
     """Return the preset's sizes, without sizes that a flag replaces or that follow from it."""
     sizes = {field.name: getattr(preset, field.name) for field in fields(preset)}
     del sizes["vocab_size"], sizes["recompute"], sizes["lora"]
-    if given.get("position_embedding_type") == "yarn":
+    if values.get("position_embedding_type") == "yarn":
         sizes = {name: sizes[name] for name in sizes if "rope_scaling" not in name}
-    if "hidden_size" in given or "num_attention_heads" in given:
+    if "hidden_size" in values or "num_attention_heads" in values:
         del sizes["kv_channels"]
         if preset.num_query_groups == preset.num_attention_heads:
             del sizes["num_query_groups"]
     return sizes
 
 
-def _given(args: Namespace, *names: str) -> dict[str, Any]:
+def _values(args: Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
-def _refuse_without(needed: str, given: Mapping[str, object]) -> None:
+def _refuse_without(needed: str, values: Mapping[str, object]) -> None:
     """Raise `UserError` if arguments are given without the flag that they need."""
     ending = f"needs {needed}: give that too, or leave it out"
-    if given:
-        raise UserError(*(f"{' '.join(spelled(*each))} {ending}" for each in given.items()))
+    if values:
+        raise UserError(*(f"{' '.join(spelled(*each))} {ending}" for each in values.items()))
 
 
 def _take_lora(args: Namespace) -> LoraConfig | None:
-    given = _given(args, "lora_alpha", "lora_base_dtype", "lora_dropout", "lora_target_modules")
+    values = _values(args, "lora_alpha", "lora_base_dtype", "lora_dropout", "lora_target_modules")
     if args.lora_rank is None:
-        _refuse_without("--lora-rank", given)
+        _refuse_without("--lora-rank", values)
         return None
     if args.trainable != "all":
         reason = "with adapters all else is frozen"
         raise contradiction(f"--trainable {args.trainable}", "--lora-rank", reason)
-    modules = given.pop("lora_target_modules", None)
-    given.pop("lora_base_dtype", None)  # PrecisionConfig holds the type of frozen weights
-    detail = {name.removeprefix("lora_"): value for name, value in given.items()}
+    modules = values.pop("lora_target_modules", None)
+    values.pop("lora_base_dtype", None)  # PrecisionConfig holds the type of frozen weights
+    detail = {name.removeprefix("lora_"): value for name, value in values.items()}
     if modules is not None:
         detail["targets"] = targets_of(modules)
     return LoraConfig(rank=args.lora_rank, **detail)
@@ -127,9 +127,9 @@ def _take_recompute(args: Namespace) -> RecomputeConfig | None:
             full = "--recompute-granularity full"
             raise contradiction("--recompute-activations", full, "the first means selective")
         granularity = "selective"
-    given = _given(args, "recompute_method", "recompute_num_layers", "paro_recompute_keep")
+    values = _values(args, "recompute_method", "recompute_num_layers", "paro_recompute_keep")
     if granularity != "full":
-        _refuse_without("--recompute-granularity full", given)
+        _refuse_without("--recompute-granularity full", values)
     flag, modules = "--recompute-modules", args.recompute_modules
     if modules is not None and granularity != "selective":
         raise UserError(
@@ -147,6 +147,6 @@ def _take_recompute(args: Namespace) -> RecomputeConfig | None:
             )
     if granularity is None or (modules is not None and "core_attn" not in modules):
         return None  # norms are always recomputed
-    keeps_core = given.pop("paro_recompute_keep", None) is not None
-    detail = {name.removeprefix("recompute_"): value for name, value in given.items()}
+    keeps_core = values.pop("paro_recompute_keep", None) is not None
+    detail = {name.removeprefix("recompute_"): value for name, value in values.items()}
     return RecomputeConfig(granularity=granularity, keeps_core=keeps_core, **detail)

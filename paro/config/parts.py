@@ -83,19 +83,19 @@ def fitting_batches(args: Namespace, data_parallel_size: int) -> dict[str, objec
     if whole is not None and whole % data_parallel_size == 0:
         micro = gcd(micro, whole // data_parallel_size)
     unit = micro * data_parallel_size
-    found: dict[str, object] = {"micro_batch_size": micro}
+    values: dict[str, object] = {"micro_batch_size": micro}
     if steps is not None:
-        found |= {"global_batch_size": None, "step_batch_size_schedule": _steps(steps, unit)}
+        values |= {"global_batch_size": None, "step_batch_size_schedule": _steps(steps, unit)}
     elif whole is not None:
-        found["global_batch_size"] = whole = _multiple(whole, unit)
+        values["global_batch_size"] = whole = _multiple(whole, unit)
         if args.rampup_batch_size is not None:
             start, increment, samples = args.rampup_batch_size
             start = min(_multiple(max(start, 1), unit), whole)
             increment = min(_multiple(max(increment, 1), unit), max(whole - start, unit))
             while start < whole and (whole - start) % increment:
                 increment += unit
-            found["rampup_batch_size"] = [start, increment, samples]
-    return found
+            values["rampup_batch_size"] = [start, increment, samples]
+    return values
 
 
 def _multiple(size: int, unit: int) -> int:

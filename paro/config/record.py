@@ -110,8 +110,8 @@ def _group_lines(config: RunConfig) -> Iterator[str]:
         factors = groups.of(name, shape)
         if name in config.trained and factors != BY_SHAPE.of(name, shape):
             names[factors].append(name)
-    for factors, own in names.items():
-        yield f"> {factors}: {count_text(len(own), 'tensor')}, the first {own[0]}"
+    for factors, tensors in names.items():
+        yield f"> {factors}: {count_text(len(tensors), 'tensor')}, the first {tensors[0]}"
 
 
 _HASH_DIGITS = 12
@@ -124,21 +124,21 @@ def settings_of(config: RunConfig) -> dict[str, str]:
     """
     arguments = {n: value for n, value in config.arguments.items() if n != "ranks_per_node"}
     paths = path_flags()
-    found = {
+    settings = {
         "WORLD_SIZE": str(arguments["world_size"]),
         "torch": torch.__version__,
         "the code (a hash of paro, model and data)": code_version(),
     }
     for name, value in arguments.items():
         text = _without_paths(value) if name in paths else value_text(name, value)
-        found[option_of(name)] = text
+        settings[option_of(name)] = text
     machine = config.sharding.machine
     digest = sha256(repr(machine).encode()).hexdigest()
-    found["the content of --paro-machine"] = "none" if machine is None else digest[:_HASH_DIGITS]
+    settings["the content of --paro-machine"] = "none" if machine is None else digest[:_HASH_DIGITS]
     for name, value in recorded_arguments(config).items():
         if name not in paths and value != arguments.get(name):
-            found[f"{option_of(name)} in use"] = value_text(name, value)
-    return found
+            settings[f"{option_of(name)} in use"] = value_text(name, value)
+    return settings
 
 
 def path_flags() -> set[str]:

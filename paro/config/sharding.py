@@ -137,7 +137,7 @@ def strategy_text(args: Namespace) -> str:
 
 def take_sharding(args: Namespace, world: World) -> ShardingFlags:
     """Build the sharding from flags; `UserError` if groups or machine do not fit the ranks."""
-    given, text, machine = args.paro_strategy, strategy_text(args), None
+    strategy_flag, text, machine = args.paro_strategy, strategy_text(args), None
     group_size = world.ranks_per_node if args.paro_group_size is None else args.paro_group_size
     check_group_size(world.size, group_size)
     if args.paro_machine not in (None, MEASURE):
@@ -155,10 +155,10 @@ def take_sharding(args: Namespace, world: World) -> ShardingFlags:
     if text != AUTO:
         strategy = parse_strategy(text, world_size=world.size, group_size=group_size)
     degrees = strategy.degrees if strategy else None
-    if args.use_distributed_optimizer and given and degrees != (1, 1, world.size):
+    if args.use_distributed_optimizer and strategy_flag and degrees != (1, 1, world.size):
         raise UserError(
             f"--use-distributed-optimizer means --paro-strategy {DISTRIBUTED_OPTIMIZER_STRATEGY} "
-            f"and contradicts --paro-strategy {given}: give one of them"
+            f"and contradicts --paro-strategy {strategy_flag}: give one of them"
         )
     ahead = units_ahead(args.paro_updated_ahead, args.paro_prefetch_units, by_nccl=by_nccl)
     sharding = take(

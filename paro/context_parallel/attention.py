@@ -60,7 +60,7 @@ class AllToAll(Endpoint):
 
     def start(self, sent: Tensor, received: Tensor) -> Event:
         """Send row r to rank r of the span, and receive rows in rank order."""
-        with self.exposure.submitting(WaitKind.CONTEXT):
+        with self.exposed_timer.submitting(WaitKind.CONTEXT):
             job = partial(self._context_wire.all_to_all, sent, received)
             return self._submit(StreamKind.CONTEXT, self.span, job)
 
@@ -96,7 +96,7 @@ class AutogradAllToAll:
     def receive(self, *, back: bool = False) -> tuple[Tensor, ...]:
         assert self._underway is not None, "nothing is under way"
         _, received, event = self._underway
-        self._all_to_all.exposure.wait(WaitKind.CONTEXT, event)
+        self._all_to_all.exposed_timer.wait(WaitKind.CONTEXT, event)
         self._underway = None
         parts = received.split(self._widths, dim=3)
         if self._for_heads is not back:
@@ -197,7 +197,7 @@ def make_context_attention(
     exchange = layout.kv_exchange(groups.topology)
     if isinstance(exchange, GatheredKV):
         # Streams apart: attention never waits behind the collectives of model states.
-        apart = replace(groups, links=replace(groups.links, stream_kind=StreamKind.CONTEXT))
+        apart = replace(groups, resources=replace(groups.resources, stream_kind=StreamKind.CONTEXT))
         gather = GatherKVExchange(exchange, make_collectives(choice, apart))
         within = blockwise_attention(gather, backend)
     elif exchange.ranks > 1:

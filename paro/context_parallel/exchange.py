@@ -92,7 +92,7 @@ class _RingKV:
         route, ring = action.route, self._rings[action.route]
         buffers = self._buffers[route]
         if isinstance(action, WaitKV):
-            ring.exposure.wait(WaitKind.CONTEXT, self._events.pop(route))
+            ring.exposed_timer.wait(WaitKind.CONTEXT, self._events.pop(route))
             self._held[route] = buffers[-1]
             return
         if route is KVRoute.INNER and action.step == 0:
@@ -173,7 +173,7 @@ class _RingSum:
     def _receive(self) -> Tensor:
         """Return the sum that has arrived; it is valid until the next `add`."""
         assert self._event is not None, "nothing is on its way"
-        self._ring.exposure.wait(WaitKind.CONTEXT, self._event)
+        self._ring.exposed_timer.wait(WaitKind.CONTEXT, self._event)
         self._event = None
         self._buffers.reverse()
         return self._buffers[0]
@@ -184,7 +184,7 @@ class _RingSum:
 
 
 def _shift(ring: Ring, outgoing: Tensor, incoming: Tensor) -> Event:
-    with ring.exposure.submitting(WaitKind.CONTEXT):
+    with ring.exposed_timer.submitting(WaitKind.CONTEXT):
         return ring.shift(outgoing, incoming, ShiftDirection.CLOCKWISE)
 
 
@@ -209,7 +209,7 @@ class GatherKVExchange:
                 case SendKV():
                     event = self._start(Op.ALL_GATHER, gathered, local_2BTKH.view(-1))
                 case WaitKV():
-                    self._collectives.exposure.wait(WaitKind.CONTEXT, event)
+                    self._collectives.exposed_timer.wait(WaitKind.CONTEXT, event)
 
     def exchange_kv_and_grads(self, local_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
         gathered = local_2BTKH.new_empty(self.ring_size * local_2BTKH.numel())
@@ -232,13 +232,13 @@ class GatherKVExchange:
                 case SendKVGrads():
                     event, is_reduced = self._start(Op.REDUCE_SCATTER, total), True
                 case WaitKV() | WaitKVGrads():
-                    self._collectives.exposure.wait(WaitKind.CONTEXT, event)
+                    self._collectives.exposed_timer.wait(WaitKind.CONTEXT, event)
         for add in late:
             add()
         return own_2BTKH
 
     def _start(self, op: Op, whole: Tensor, shard: Tensor | None = None) -> Event:
-        with self._collectives.exposure.submitting(WaitKind.CONTEXT):
+        with self._collectives.exposed_timer.submitting(WaitKind.CONTEXT):
             return self._collectives.run(
                 CollectiveRequest(op, whole, self._exchange.span, whole.dtype, shard=shard)
             )

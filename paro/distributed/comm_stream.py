@@ -212,14 +212,14 @@ class CudaStreams(CommStreams):
     def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
         if stream not in self._streams:
             self._streams[stream] = torch.cuda.Stream(priority=_PRIORITY)
-        own = self._streams[stream]
-        own.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(own), torch.no_grad():
+        cuda_stream = self._streams[stream]
+        cuda_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(cuda_stream), torch.no_grad():
             if after is not None:
                 after.wait()
             with profile_range(f"lane:{stream_name(stream)}"):
                 job()
-            return _StreamEvent(own.record_event())
+            return _StreamEvent(cuda_stream.record_event())
 
     def close(self) -> None:
         for stream in self._streams.values():

@@ -31,11 +31,11 @@ def record_flights(folder: str, rank: int) -> None:
     """
     # torch appends to the name the rank in the first NCCL group that the process made. No NCCL
     # group has all ranks, so several ranks would write under the same number.
-    place = Path(folder).absolute()
-    place.mkdir(parents=True, exist_ok=True)
+    directory = Path(folder).absolute()
+    directory.mkdir(parents=True, exist_ok=True)
     for name, value in (
         ("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES)),
-        ("TORCH_FR_DUMP_TEMP_FILE", str(place / f"{_TIMEOUT_PREFIX}{rank}_in_group_")),
+        ("TORCH_FR_DUMP_TEMP_FILE", str(directory / f"{_TIMEOUT_PREFIX}{rank}_in_group_")),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
     ):
         os.environ.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""Process groups of a topology and the links under them; the only caller of new_group."""
+"""Process groups of a topology and their comm streams; the only caller of new_group."""
 
 # [Note: no communicator of the world]
 # The default group is gloo's under any backend: it sends scalars and objects, which are on the
@@ -92,18 +92,18 @@ class CommResources:
 
     streams: CommStreams
     traffic: ByteCounter = field(default_factory=ByteCounter)
-    exposure: ExposedTimer = field(default_factory=ExposedTimer)
+    exposed_timer: ExposedTimer = field(default_factory=ExposedTimer)
     stream_kind: StreamKind | None = None
 
 
-def make_links(device: torch.device, backend: str, *, overlap: bool = True) -> CommResources:
-    """Return links with comm streams of their own; without `overlap` jobs run when submitted."""
+def make_resources(device: torch.device, backend: str, *, overlap: bool = True) -> CommResources:
+    """Return comm streams and counters; without `overlap` jobs run when submitted."""
     has_cuda_streams = device.type == "cuda" and backend == "nccl"
-    exposure = ExposedTimer(on_streams=has_cuda_streams)
-    streams: CommStreams = InlineStreams(exposure.note)
+    exposed_timer = ExposedTimer(on_streams=has_cuda_streams)
+    streams: CommStreams = InlineStreams(exposed_timer.note)
     if overlap:
         streams = CudaStreams() if has_cuda_streams else ThreadStreams(device)
-    return CommResources(streams, exposure=exposure)
+    return CommResources(streams, exposed_timer=exposed_timer)
 
 
 @dataclass(slots=True)
@@ -180,14 +180,14 @@ class RegisteredMemory:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The process groups of this rank, all created in advance, and the links that they use.
+    """The process groups of this rank, all created in advance, and the resources that they share.
 
     Scalars, barriers and checkpoint loading use the default gloo group, from the training thread.
     """
 
     topology: Topology
     rank: int
-    links: CommResources
+    resources: CommResources
     _by_kind_and_span: dict[tuple[StreamKind, AxisSpan], dist.ProcessGroup] = field(
         default_factory=dict
     )
@@ -235,7 +235,7 @@ def make_groups(
     rank: int,
     spans: Spans,
     config: RuntimeConfig | None,
-    links: CommResources,
+    resources: CommResources,
     *,
     device: torch.device | None = None,
     communicators: int = 0,
@@ -246,9 +246,9 @@ def make_groups(
     `device`, where a rank makes `communicators` in the entire run; 0: only those of this call.
     """
     if config is None or not spans:
-        return Groups(topology, rank, links)
+        return Groups(topology, rank, resources)
     device = device if config.by_nccl else None
-    groups = Groups(topology, rank, links, copy_engine=config.paro_nccl_copy_engine)
+    groups = Groups(topology, rank, resources, copy_engine=config.paro_nccl_copy_engine)
     in_order = config.paro_nccl_launch_order == "implicit"
     number = None if in_order else max(communicators, sum(map(len, spans.values())))
     for kind in StreamKind:

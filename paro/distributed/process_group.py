@@ -139,17 +139,17 @@ def choose_interface(store: dist.Store, world: World) -> None:
     """
     if world.size <= world.ranks_per_node:
         return
-    own = _source_towards(read_address()[0])
-    store.set(f"address/{world.rank}", own)
+    ip = _source_towards(read_address()[0])
+    store.set(f"address/{world.rank}", ip)
     if os.environ.get(IFNAME):
         return
     of_nccl, names = os.environ.get("NCCL_SOCKET_IFNAME", ""), dict(socket.if_nameindex()).values()
     if of_nccl in names:
         os.environ[IFNAME] = of_nccl
         return
-    if _is_loopback(own) and world.rank < world.ranks_per_node:
-        own = _source_towards(store.get(f"address/{world.ranks_per_node}").decode())
-    reaching = [] if _is_loopback(own) else [name for name in names if own in _addresses_of(name)]
+    if _is_loopback(ip) and world.rank < world.ranks_per_node:
+        ip = _source_towards(store.get(f"address/{world.ranks_per_node}").decode())
+    reaching = [] if _is_loopback(ip) else [name for name in names if ip in _addresses_of(name)]
     if reaching:
         os.environ[IFNAME] = reaching[0]
 

@@ -120,15 +120,15 @@ def rendezvous(
     Settings that differ between ranks, or the `refusal` of a rank, raise the same error on all
     ranks. `PeerError` if a rank does not call within `timeout`.
     """
-    own = uuid.uuid4().hex
+    token = uuid.uuid4().hex
     answer: dict[str, Any] = {"settings": dict(settings), "refusal": _written(refusal)}
     try:
         if world.rank == 0:
-            prefix = own
-            verdict = _Meeting(store, own, world.size, timeout).lead(answer)
+            prefix = token
+            verdict = _Meeting(store, token, world.size, timeout).lead(answer)
         else:
-            store.set(f"asks/{world.rank}", own)
-            prefix = store.get(f"answer/{own}").decode()
+            store.set(f"asks/{world.rank}", token)
+            prefix = store.get(f"answer/{token}").decode()
             store.set(f"heard/{prefix}/{world.rank}", json.dumps(answer))
             verdict = _read(json.loads(store.get(f"verdict/{prefix}")))
             store.set(f"knows/{prefix}/{world.rank}", "")

@@ -184,5 +184,5 @@ def _is_python(pid: int) -> bool:
         program = Path(f"/proc/{pid}/exe").readlink()
     except OSError:  # another user's, or gone
         return False
-    own = Path("/proc/self/exe").readlink()
-    return program == own or program.name.startswith(("python", "pypy"))
+    interpreter = Path("/proc/self/exe").readlink()
+    return program == interpreter or program.name.startswith(("python", "pypy"))

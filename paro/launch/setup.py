@@ -133,9 +133,9 @@ def agree_on_kernels(config: RunConfig, control: Control) -> tuple[RunConfig, li
     everyone = control.gather(mine)
     lines = []
     for what, line in mine.items():
-        found = {rank: choices[what] for rank, choices in enumerate(everyone)}
-        if len(set(found.values())) > 1:
-            line = f"WARNING: ranks differ: {by_value(found)}"
+        by_rank = {rank: choices[what] for rank, choices in enumerate(everyone)}
+        if len(set(by_rank.values())) > 1:
+            line = f"WARNING: ranks differ: {by_value(by_rank)}"
             # Quantization kernels may differ: all implementations give the same bits.
             if what == "blocks":
                 config = replace(config, fusions=None)

@@ -8,25 +8,25 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 Self = TypeVar("Self")
-Found = TypeVar("Found")
-Method = Callable[Concatenate[Self, P], Found]
+Result = TypeVar("Result")
+Method = Callable[Concatenate[Self, P], Result]
 
 
 def cached_by(
     key: Callable[P, Hashable],
-) -> Callable[[Method[Self, P, Found]], Method[Self, P, Found]]:
+) -> Callable[[Method[Self, P, Result]], Method[Self, P, Result]]:
     """Make a method cache its results in the object, by the `key` of its arguments."""
 
-    def cached(method: Method[Self, P, Found]) -> Method[Self, P, Found]:
+    def cached(method: Method[Self, P, Result]) -> Method[Self, P, Result]:
         name = f"_{method.__name__}_of"
 
         @wraps(method)
-        def call(self: Self, *args: P.args, **kwargs: P.kwargs) -> Found:
-            known: dict[Hashable, Found] = vars(self).setdefault(name, {})
-            own = key(*args, **kwargs)
-            if own not in known:
-                known[own] = method(self, *args, **kwargs)
-            return known[own]
+        def call(self: Self, *args: P.args, **kwargs: P.kwargs) -> Result:
+            known: dict[Hashable, Result] = vars(self).setdefault(name, {})
+            cache_key = key(*args, **kwargs)
+            if cache_key not in known:
+                known[cache_key] = method(self, *args, **kwargs)
+            return known[cache_key]
 
         return call
 

@@ -30,7 +30,7 @@ from paro.collectives.choice import needed_groups
 from paro.collectives.interface import CollectiveRequest
 from paro.collectives.schedule import Op
 from paro.distributed.control import Control
-from paro.distributed.groups import make_groups, make_links
+from paro.distributed.groups import make_groups, make_resources
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.timers import synchronize, time_of
 from paro.layout import ALIGN
@@ -189,8 +189,8 @@ class CollectiveBenchmark:
         config, device = self.runtime, self.control.device
         choice = choice_of(name, self.machine, by_nccl=config.by_nccl)
         spans_of_groups = needed_groups(choice, dict.fromkeys(COLLECTIVE_STREAMS, spans))
-        links, rank = make_links(device, config.distributed_backend), self.control.world.rank
-        groups = make_groups(self.topology, rank, spans_of_groups, config, links, device=device)
+        shared, rank = make_resources(device, config.distributed_backend), self.control.world.rank
+        groups = make_groups(self.topology, rank, spans_of_groups, config, shared, device=device)
         made = make_collectives(choice, groups)
         yield made
         made.close()  # skipped after an exception: with a dead peer it would hang

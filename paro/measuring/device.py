@@ -38,7 +38,7 @@ from model.trainable import Trainable
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import CommStreams
 from paro.distributed.control import Control
-from paro.distributed.groups import make_links
+from paro.distributed.groups import make_resources
 from paro.distributed.timers import ActionTime, synchronize, time_of
 from paro.distributed.world import World
 from paro.machine.machine import Device, Slowed
@@ -110,7 +110,7 @@ def measure_device(
     matrix = torch.ones(_PRODUCT, _PRODUCT, dtype=kind, device=control.device)
     products = 2.0 * _PRODUCT**3 / timer.median(lambda: matrix @ matrix)
     coding = _QUANTIZED * CODING_BYTES / timer.median(_coding(control.device))
-    streams = make_links(control.device, config.runtime.distributed_backend).streams
+    streams = make_resources(control.device, config.runtime.distributed_backend).streams
     job = timer.median(_jobs(streams, control.device)) / _JOBS
     streams.close()
     memory = min(control.gather(memory_of_rank(control)))

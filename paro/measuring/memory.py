@@ -18,7 +18,7 @@ from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.interface import CollectiveRequest, Collectives
 from paro.collectives.schedule import Op
 from paro.distributed.control import Control
-from paro.distributed.groups import make_groups, make_links
+from paro.distributed.groups import make_groups, make_resources
 from paro.distributed.process_group import RuntimeConfig
 from paro.machine.machine import Device
 from paro.report.memory import anonymous_bytes
@@ -98,8 +98,8 @@ def _make_and_use(
 ) -> Collectives:
     """Return collectives with one process group, after running a first collective."""
     device, flat = control.device, AlgorithmChoice(names=("flat",))
-    spans, links = {kind: frozenset({span})}, make_links(device, config.distributed_backend)
-    groups = make_groups(topology, control.world.rank, spans, config, links, device=device)
+    spans, resources = {kind: frozenset({span})}, make_resources(device, config.distributed_backend)
+    groups = make_groups(topology, control.world.rank, spans, config, resources, device=device)
     collectives = make_collectives(flat, groups)
     numel = _NUM_BYTES // 4 // topology.world_size * topology.world_size
     buffer = torch.ones(numel, dtype=torch.float32, device=device)

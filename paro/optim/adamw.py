@@ -205,7 +205,7 @@ def choose_adamw(name: str, device: torch.device, *, rounds: bool = False) -> Ch
 
 def _compare(make: Callable[..., AdamW], device: torch.device, rounds: bool) -> None:
     """Raise `RuntimeError` unless two updates equal torch's up to rounding."""
-    found = []
+    results = []
     kind = torch.bfloat16 if rounds else torch.float32
     rounding = Rounding(seed=0, name="", low=0, width=7, stride=9, start=2) if rounds else None
     for each in (TorchAdamW, make):
@@ -216,7 +216,7 @@ def _compare(make: Callable[..., AdamW], device: torch.device, rounds: bool) -> 
         for step in (1, 2):
             grad = torch.linspace(-step, 2.0, 99, device=device)
             adam.step(grad, AdamWUpdate(0.1, 0.1, 0.5, copy, average, average_weight=0.3))
-        found.append((param, average, copy.float()))
-    errors = [float((a - b).abs().max()) for a, b in zip(*found, strict=True)]
+        results.append((param, average, copy.float()))
+    errors = [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]
     if not (max(errors[:2]) <= 1e-5 and errors[2] <= 2.0**-7):
         raise RuntimeError(f"updates differ by {max(errors):.2g} from torch's")

@@ -117,8 +117,8 @@ def _square(
     total *= of_square
     inside = (r[:, None] >= c[None, :]) & (r[:, None] < rows)
     if ADDS:
-        own = x + r[:, None] * row_stride + c[None, :] * column_stride
-        total += of_x * tl.load(own, mask=inside, other=0.0).to(tl.float32)
+        x_tile = x + r[:, None] * row_stride + c[None, :] * column_stride
+        total += of_x * tl.load(x_tile, mask=inside, other=0.0).to(tl.float32)
     rounded = total.to(out.dtype.element_ty)
     tl.store(out + r[:, None] * rows + c[None, :], rounded, mask=inside)
     inside = (r[None, :] >= c[:, None]) & (r[None, :] < rows)

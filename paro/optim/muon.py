@@ -218,7 +218,7 @@ class MuonStep(Endpoint):
 
     def _send_result(self, momentum: _AllToAll) -> _AllToAll:
         """Orthogonalize this rank's matrix of a round, and queue the all-to-all of the result."""
-        self.exposure.wait(WaitKind.REDUCE, momentum.event)
+        self.exposed_timer.wait(WaitKind.REDUCE, momentum.event)
         owned = self._owned(momentum.muon_round)
         sent: dict[int, Tensor] = {}
         if owned is not None and momentum.whole is not None:
@@ -236,7 +236,7 @@ class MuonStep(Endpoint):
 
     def _apply(self, result: _AllToAll, update: StepUpdate) -> None:
         """Update the masters of a round's matrices, once the result has arrived."""
-        self.exposure.wait(WaitKind.PARAM_ALL_GATHER, result.event)
+        self.exposed_timer.wait(WaitKind.PARAM_ALL_GATHER, result.event)
         for assignment, low, high in self._local_shards(result.muon_round):
             matrix = assignment.matrix
             unit = self.ranges[matrix.buffer].unit
@@ -272,7 +272,7 @@ class MuonStep(Endpoint):
             )
             Wire(self.groups, StreamKind.EXCHANGE, self._span).exchange(out, into)
 
-        with self.exposure.submitting(WaitKind.REDUCE):
+        with self.exposed_timer.submitting(WaitKind.REDUCE):
             if group_rank in received:
                 received[group_rank].copy_(sent[group_rank])
             return self._submit(StreamKind.EXCHANGE, self._span, job) if self._span else DONE

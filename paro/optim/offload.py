@@ -52,13 +52,13 @@ class Offload:
     """
 
     def __init__(self, units: Sequence[UnitShards], context: ShardingContext) -> None:
-        self._device, self._streams = context.device, context.collectives.groups.links.streams
-        own = offloaded([unit.spec for unit in units])
-        chosen = [units[number] for number in own.numbers]
+        self._device, self._streams = context.device, context.collectives.groups.resources.streams
+        host_states = offloaded([unit.spec for unit in units])
+        chosen = [units[number] for number in host_states.numbers]
         kinds = [_states(unit, torch.device("meta")) for unit in chosen]
         self._slots = [
             ElasticBuffer(size // 4, dtype=torch.float32, device=self._device, tally=BufferTally())
-            for size in own.slots
+            for size in host_states.slots
         ]
         for slot in self._slots:
             slot.alloc()
@@ -67,7 +67,7 @@ class Offload:
             for slot, kind in zip(cycle(self._slots), kinds, strict=False)
         ]
         where = "meta" if self._device.type == "meta" else "cpu"
-        block = torch.zeros(own.host_bytes, dtype=torch.uint8, device=where)
+        block = torch.zeros(host_states.host_bytes, dtype=torch.uint8, device=where)
         at_rest = iter(cut_up(block, [*chain.from_iterable(in_slots)], align=1))
         self.of_units = {
             unit: HostStates(

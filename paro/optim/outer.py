@@ -271,7 +271,7 @@ class OuterOptimizer:
             move(each)
             events.append(each.spread())
         for each, event in zip(units, events, strict=True):
-            each.context.exposure.wait(WaitKind.REDUCE, event)
+            each.context.exposed_timer.wait(WaitKind.REDUCE, event)
             yield each.unit
 
     def wait(self) -> None:

@@ -124,19 +124,19 @@ class ComputeTimes:
         config, tokens, device = self.model, self.run.num_tokens, self.device
         query = config.num_attention_heads * config.kv_channels
         in_parts = self.run.context.ring > 1 or (config.keeps_core and recomputed)
-        own = device.documents_flops if self.run.apart else in_parts and device.parts_flops
-        own, others = own or device.attention_flops, device.sustained_flops
-        return 2.0 * tokens * 2 * self.run.seq_length * query * (others / (own or others))
+        core = device.documents_flops if self.run.apart else in_parts and device.parts_flops
+        core, common = core or device.attention_flops, device.sustained_flops
+        return 2.0 * tokens * 2 * self.run.seq_length * query * (common / (core or common))
 
     @cached_property
     def _product_flops(self) -> dict[str, float]:
         """The FLOPs of a forward's products with weights, by method of the model."""
         embedding, block, *_ = unit_specs(self.model)
-        shapes, found = {**embedding.shapes, **block.shapes}, {}
+        shapes, flops = {**embedding.shapes, **block.shapes}, {}
         for part in (*embedding.parts, *block.parts):
             weights = (math.prod(shapes[name]) for name in part.cuts if len(shapes[name]) > 1)
-            found[part.method] = 2.0 * self.run.num_tokens * sum(weights)
-        return found | {"loss": found["look_up"]}
+            flops[part.method] = 2.0 * self.run.num_tokens * sum(weights)
+        return flops | {"loss": flops["look_up"]}
 
     def _of_slices(self, index: int) -> tuple[float, float]:
         """Compute the time that slices add to a part's forward, and to its backward."""

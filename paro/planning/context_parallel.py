@@ -191,19 +191,19 @@ class AttentionSchedules:
         if isinstance(exchange, GatheredKV) or exchange.ranks == 1:
             return self._in_order(actions)
         # Without sends of no messages and shares of nothing.
-        return (one for one in self._merged(exchange, actions) if one[-1])
+        return (entry for entry in self._merged(exchange, actions) if entry[-1])
 
     def _in_order(self, actions: Iterable[KVAction]) -> _Entries:
         """Yield the entries of actions in their order, consecutive computation as one."""
-        for is_compute, group in groupby(actions, lambda one: isinstance(one, AttendKV)):
+        for is_compute, group in groupby(actions, lambda action: isinstance(action, AttendKV)):
             if is_compute:
                 yield self._share(group)
                 continue
-            for one in group:
-                if isinstance(one, SendKV | SendKVGrads):
-                    yield self._send(one.route, [one])
-                elif isinstance(one, WaitKV | WaitKVGrads):
-                    yield AttentionWait(one.route.name)
+            for action in group:
+                if isinstance(action, SendKV | SendKVGrads):
+                    yield self._send(action.route, [action])
+                elif isinstance(action, WaitKV | WaitKVGrads):
+                    yield AttentionWait(action.route.name)
 
     def _merged(self, rings: DoubleRing, actions: Iterable[KVAction]) -> _Entries:
         """Yield the entries of a double ring, some of them empty.
@@ -219,15 +219,15 @@ class AttentionSchedules:
         last_turn: list[KVAction] = []  # without its last step, which sends no keys and values
         at_end: list[KVAction] = []
         held_back: list[KVAction] = []
-        for one in actions:
-            if isinstance(one, WaitKV | WaitKVGrads):
+        for action in actions:
+            if isinstance(action, WaitKV | WaitKVGrads):
                 continue
-            if one.heads.start >= first:
-                held_back.append(one)
-            elif one.turn < rings.turns - 1:
-                turns.append(one)
+            if action.heads.start >= first:
+                held_back.append(action)
+            elif action.turn < rings.turns - 1:
+                turns.append(action)
             else:
-                (last_turn if one.step < last_step else at_end).append(one)
+                (last_turn if action.step < last_step else at_end).append(action)
         inner, outer = KVRoute.INNER, KVRoute.OUTER
         if turns:
             yield self._send(outer, turns)
@@ -252,18 +252,18 @@ class AttentionSchedules:
     def _share(self, actions: Iterable[KVAction], steps: range | None = None) -> AttentionShare:
         """Compute which share of a pass's attention the actions are; `steps` leaves out others."""
         heads = sum(
-            len(one.heads)
-            for one in actions
-            if isinstance(one, AttendKV) and (steps is None or one.step in steps)
+            len(action.heads)
+            for action in actions
+            if isinstance(action, AttendKV) and (steps is None or action.step in steps)
         )
         return AttentionShare(heads / (self.sizes.kv_heads * self._exchange.ranks))
 
     def _send(self, route: KVRoute, actions: Iterable[KVAction]) -> AttentionSend:
         """Merge the sends of actions on a route; messages of equal size become one with a count."""
         sizes, span = self.sizes, self._exchange.spans[route]
-        sends = (one for one in actions if isinstance(one, SendKV | SendKVGrads))
+        sends = (action for action in actions if isinstance(action, SendKV | SendKVGrads))
         numbers = Counter(
-            (isinstance(one, SendKVGrads), len(one.heads)) for one in sends if one.route is route
+            (isinstance(kv, SendKVGrads), len(kv.heads)) for kv in sends if kv.route is route
         )
         messages = []
         for (of_grads, heads), number in numbers.items():
@@ -283,7 +283,7 @@ class AttentionSchedules:
         total = Sent()
         for kind, count in Counter(chain.from_iterable(map(self.passes, moves))).items():
             schedule = self.schedule(kind)
-            sends = (one.messages for one in schedule if isinstance(one, AttentionSend))
+            sends = (entry.messages for entry in schedule if isinstance(entry, AttentionSend))
             for to, span, num_bytes, number in chain.from_iterable(sends):
                 if isinstance(to, Op):
                     numel = num_bytes // span[0].inner

@@ -39,9 +39,9 @@ def describe(plan: SearchResult, *, chose: str = "chose") -> Iterator[str]:
     )
 
 
-def bits_text(own: Estimate, other: Estimate) -> str:
+def bits_text(estimate: Estimate, other: Estimate) -> str:
     """Write how step times differ with quantized values between groups and with 16 bits."""
-    full, quantized = (other, own) if own.precision.quantizes else (own, other)
+    full, quantized = (other, estimate) if estimate.precision.quantizes else (estimate, other)
     bits = quantized.precision.describe_inter_bits()
     text = (
         f"a step takes {seconds_text(quantized.seconds)} with {bits} between groups, "

@@ -23,7 +23,7 @@ from paro.topology import Sent
 BITS_GAIN = 0.02  # share of the step time that quantization must save to be chosen
 # The fields that a run has of a candidate.
 _CHOSEN = ("strategy", "micro_batch_size", "context", "collective", "recompute", "materialize")
-_GIVEN = {one.name for one in fields(RunSpec)} - {*_CHOSEN, "precision", "num_micro_batches"}
+_GIVEN = {each.name for each in fields(RunSpec)} - {*_CHOSEN, "precision", "num_micro_batches"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,12 +194,12 @@ class Estimator:
 
     def estimate_bits(self, candidate: Candidate) -> tuple[Estimate, Estimate | None]:
         """Predict a candidate with its bit width, given or chosen, and with the other one."""
-        own, other = self.estimate(candidate), self.with_other_bits(candidate)
+        estimate, other = self.estimate(candidate), self.with_other_bits(candidate)
         if other is None:
-            return own, None
+            return estimate, None
         second = self.estimate(other)
         if not self.request.chooses_bits:
-            return own, second
-        full, quantized = sorted((own, second), key=lambda e: e.precision.quantizes)
+            return estimate, second
+        full, quantized = sorted((estimate, second), key=lambda e: e.precision.quantizes)
         better = faster_bits(full, quantized)
         return (quantized, full) if better is quantized else (full, quantized)

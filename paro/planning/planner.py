@@ -279,7 +279,7 @@ def best_by_context(
 ) -> dict[ContextLayout, Estimate | None]:
     """Find the best candidate that fits for each context-parallel layout in the space."""
     search = _Search(request, space)
-    by_context: dict[ContextLayout, list[_Bounded]] = {own: [] for own, _ in space.contexts or ()}
+    by_context: dict[ContextLayout, list[_Bounded]] = {key: [] for key, _ in space.contexts or ()}
     for row in search.within(request.choice_bytes):
         by_context[row.candidate.context].append(row)
     return {context: search.best(rows) for context, rows in by_context.items()}

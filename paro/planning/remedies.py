@@ -47,11 +47,11 @@ def why_nothing_fits(request: PlanRequest, plan: SearchResult) -> str:
     More ranks are given with recomputation too, if that takes fewer ranks.
     """
     least = plan.least
-    found = [
+    single = [
         *(change.what for change in single_changes(request, least.candidate)),
         *(what for what, _ in rank_changes(request, least.candidate)),
     ]
-    changes = "; or ".join(found)
+    changes = "; or ".join(single)
     return (
         f"nothing fits the {request.choice_text}: the least is "
         f"{size_text(least.memory_bytes)} with {least.candidate.describe()} "
@@ -153,12 +153,12 @@ def more_ranks(
     recomputed = replace(run, recompute=every)
     plans = [("", run), *[(recompute_flags(every), recomputed)] * (not fits(recomputed))]
     step, fewest = lcm(run.group_size, ranks_per_node, run.context.size), MOST_RANKS_TRIED + 1
-    for flags, own in plans:
+    for flags, base in plans:
 
-        def fits_on(ranks: int, own: RunSpec = own) -> bool:
+        def fits_on(ranks: int, base: RunSpec = base) -> bool:
             strategy = Strategy(name="GGG", params=ranks, grads=ranks, optim=ranks)
             gathered = Materialize.GATHER
-            return fits(replace(own, world_size=ranks, strategy=strategy, materialize=gathered))
+            return fits(replace(base, world_size=ranks, strategy=strategy, materialize=gathered))
 
         ranks = fewest_ranks(run.world_size, step, fits_on)
         if ranks is not None and ranks < fewest:

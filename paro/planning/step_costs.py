@@ -258,11 +258,11 @@ class StepCosts:
         Both directions overlap, but for the first states that come and the last that go. Without
         overlap, and in a CPU's memory, they take turns.
         """
-        own, rate, ways = offloaded(self.comm_costs.specs), self.device.host_bytes_per_second, 2
+        host, rate, ways = offloaded(self.comm_costs.specs), self.device.host_bytes_per_second, 2
         if self.machine.is_of_gpus:
             rate, ways = rate or _HOST_RATE, 1 if self.run.overlaps else 2
-        alone = own.slot_bytes / NUM_SLOTS if ways == 1 else 0.0
-        return (ways * own.host_bytes + alone) / (rate or self.device.memory_bytes_per_second / 2)
+        alone = host.slot_bytes / NUM_SLOTS if ways == 1 else 0.0
+        return (ways * host.host_bytes + alone) / (rate or self.device.memory_bytes_per_second / 2)
 
     # Lower bound #
 

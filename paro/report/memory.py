@@ -69,11 +69,11 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 
 def _left_in_cgroups(root: Path) -> list[int]:
     """Return the bytes left under the limit of this process's cgroup, and of each parent cgroup."""
-    own = re.search(r"^0::/(.*)$", _text(root / "proc/self/cgroup"), re.MULTILINE)
-    if own is None:
+    cgroup = re.search(r"^0::/(.*)$", _text(root / "proc/self/cgroup"), re.MULTILINE)
+    if cgroup is None:
         return []
     mount, left = root / "sys/fs/cgroup", []
-    folder = mount / own[1]
+    folder = mount / cgroup[1]
     for group in (folder, *folder.parents):
         limit, used = (_text(group / f"memory.{name}").strip() for name in ("max", "current"))
         if limit.isdigit() and used.isdigit():

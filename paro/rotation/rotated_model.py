@@ -124,7 +124,7 @@ class RotatingUnit(UnitShards):
         assert slots[SliceSlot.SPARE] == shard, f"{self.name}: {slots} for slices of {shard}"
         self._spares = {
             slot: ElasticBuffer(
-                size, dtype=TORCH_TYPES[kind], tally=context.ledger.slices, device=context.device
+                size, dtype=TORCH_TYPES[kind], tally=context.counters.slices, device=context.device
             )
             for slot, (size, kind) in slots.items()
         }
@@ -193,7 +193,7 @@ class RotatingUnit(UnitShards):
 
     def wait_shifted(self) -> None:
         """Wait for the slice of weights that the last shift brings."""
-        self.context.exposure.wait(WaitKind.GATHER, self._weights_arrived)
+        self.context.exposed_timer.wait(WaitKind.GATHER, self._weights_arrived)
         self._weights_arrived = DONE
 
     def shift_grads(self, source: SliceSlot, to: SliceSlot, scratch: SliceSlot) -> None:
@@ -203,7 +203,7 @@ class RotatingUnit(UnitShards):
 
     def wait_grads(self) -> None:
         """Wait for the gradient that the last shift brings."""
-        self.context.exposure.wait(WaitKind.REDUCE, self._grads_arrived)
+        self.context.exposed_timer.wait(WaitKind.REDUCE, self._grads_arrived)
         self._grads_arrived = DONE
 
     def _shift(
@@ -215,7 +215,7 @@ class RotatingUnit(UnitShards):
         scratch: SliceSlot = SliceSlot.SCRATCH,
     ) -> Event:
         values, slots = self._slots[source], self._slots
-        with self.context.exposure.submitting(kind):  # without overlap the shift runs here
+        with self.context.exposed_timer.submitting(kind):  # without overlap the shift runs here
             if source == to:
                 return self._ring.shift_in_place(values, slots[scratch], direction)
             return self._ring.shift(values, slots[to], direction)

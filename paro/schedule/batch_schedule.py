@@ -188,8 +188,8 @@ class BatchSchedule:
 
     def _check_eval(self) -> None:
         at_once = self.eval_micro_batch * self.data_parallel_size
-        given = (self.eval_global_batch_size, self.eval_micro_batch_size)
-        if given != (None, None) and self.eval_batch % at_once != 0:
+        sizes = (self.eval_global_batch_size, self.eval_micro_batch_size)
+        if sizes != (None, None) and self.eval_batch % at_once != 0:
             raise UserError(
                 f"--eval-global-batch-size {self.eval_batch} is not divisible by "
                 f"--eval-micro-batch-size {self.eval_micro_batch} times {self.data_parallel_size} "

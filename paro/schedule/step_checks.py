@@ -141,8 +141,8 @@ def moments_after(
 ) -> tuple[float, float]:
     """Return a running mean and variance after the values of step number `count`."""
     part = 1.0 / min(count, _MEMORY)  # a plain mean over the first steps
-    own = fmean(values)
-    away, within = own - mean, fmean((value - own) ** 2 for value in values)
+    step_mean = fmean(values)
+    away, within = step_mean - mean, fmean((value - step_mean) ** 2 for value in values)
     # The variance of single values: of the step's mean, and within the step.
     return mean + part * away, (1.0 - part) * (variance + part * (away * away)) + part * within
 

@@ -47,14 +47,14 @@ class ShardedUnit(UnitShards):
         super().__init__(spec, context)
         self._gathered: Event = DONE
         self._grad_U_read: Event = DONE
-        ledger, resize = context.ledger, context.collectives.groups.registered.resize
+        counters, resize = context.counters, context.collectives.groups.registered.resize
         self._param_U: ElasticBuffer | None = None
         for gather in spec.collectives[ActionKind.GATHER]:
             of_kind = partial(resize, trains=spec.buffer.trains)
-            self._param_U = self._whole(gather, tally=ledger.whole_params, resize=of_kind)
+            self._param_U = self._whole(gather, tally=counters.whole_params, resize=of_kind)
         self._grad_U: ElasticBuffer | None = None
         for reduction in spec.collectives.get(ActionKind.REDUCE, ()):
-            self._grad_U = self._whole(reduction, tally=ledger.whole_grads)
+            self._grad_U = self._whole(reduction, tally=counters.whole_grads)
         self._fp8_caches = [Fp8WeightCache() for _ in spec.layout.chunks]
         self._grad_views: dict[str, Tensor] = {}
 
@@ -86,8 +86,8 @@ class ShardedUnit(UnitShards):
     def gather(self) -> None:
         """Queue the all-gather of unsharded parameters, after the step's all-gather of updates."""
         assert self._param_U is not None, f"{self.name} is whole"
-        exposure = self.context.exposure
-        with profile_range(f"gather:{self.name}"), exposure.submitting(WaitKind.GATHER):
+        exposed_timer = self.context.exposed_timer
+        with profile_range(f"gather:{self.name}"), exposed_timer.submitting(WaitKind.GATHER):
             self._param_U.alloc()
             _, self._gathered = self.queue(
                 self.spec.collectives[ActionKind.GATHER],
@@ -100,7 +100,7 @@ class ShardedUnit(UnitShards):
         """Wait until the parameters may be read."""
         assert self._param_U is None or self._param_U.alive, f"{self.name} is not gathered"
         self.wait_for_updated_params()
-        self.context.exposure.wait(WaitKind.GATHER, self._gathered)
+        self.context.exposed_timer.wait(WaitKind.GATHER, self._gathered)
         self._gathered = DONE
 
     wait = _use
@@ -140,9 +140,9 @@ class ShardedUnit(UnitShards):
             if self._grad_U is not None:
                 sent = self.spec.collectives[ActionKind.REDUCE]
                 run_after = self.context.collectives.run_after
-                with self.context.exposure.submitting(WaitKind.REDUCE):
-                    own, event = self.queue(sent, self._grad_U.values)
-                    accumulate = partial(store_grad, own, self.grad_shard, adds=not self._fresh)
+                with self.context.exposed_timer.submitting(WaitKind.REDUCE):
+                    shard, event = self.queue(sent, self._grad_U.values)
+                    accumulate = partial(store_grad, shard, self.grad_shard, adds=not self._fresh)
                     self._grad_U_read = run_after(sent[-1].span, accumulate, after=event)
                     self._reduced = self._grad_U_read
             self._fresh = False
@@ -150,7 +150,7 @@ class ShardedUnit(UnitShards):
     def free(self) -> None:
         """Free the unsharded gradients after waiting for their reduction."""
         assert self._grad_U is not None
-        self.context.exposure.wait(WaitKind.REDUCE, self._grad_U_read)
+        self.context.exposed_timer.wait(WaitKind.REDUCE, self._grad_U_read)
         self._grad_U.free()
 
 

@@ -47,7 +47,7 @@ class ShardingContext:
     strategy: Strategy
     collectives: Collectives
     device: torch.device
-    ledger: BufferCounters = field(default_factory=BufferCounters)
+    counters: BufferCounters = field(default_factory=BufferCounters)
 
     @property
     def topology(self) -> Topology:
@@ -58,8 +58,8 @@ class ShardingContext:
         return self.collectives.groups.rank
 
     @property
-    def exposure(self) -> ExposedTimer:
-        return self.collectives.exposure
+    def exposed_timer(self) -> ExposedTimer:
+        return self.collectives.exposed_timer
 
 
 class UnitShards:
@@ -225,7 +225,7 @@ class UnitShards:
         sent = (self.spec.exact if update is None else self.spec).collectives[
             ActionKind.PARAM_ALL_GATHER
         ]
-        with self.context.exposure.submitting(WaitKind.PARAM_ALL_GATHER):
+        with self.context.exposed_timer.submitting(WaitKind.PARAM_ALL_GATHER):
             whole = self._params_of_bucket if update is None else update.quantized
             _, updated = self.queue(sent, whole)
             if update is not None:
@@ -236,7 +236,7 @@ class UnitShards:
         self._is_quantized = False
 
     def wait_for_updated_params(self) -> None:
-        self.context.exposure.wait(WaitKind.PARAM_ALL_GATHER, self._updated)
+        self.context.exposed_timer.wait(WaitKind.PARAM_ALL_GATHER, self._updated)
         self._updated = DONE
 
     def grad_sync(self) -> None:
@@ -246,7 +246,7 @@ class UnitShards:
         """
         spec = self.step_spec
         sent, quantized = spec.collectives[ActionKind.GRAD_SYNC], spec.quantized_grad_sync
-        with self.context.exposure.submitting(WaitKind.REDUCE):
+        with self.context.exposed_timer.submitting(WaitKind.REDUCE):
             exact = (each for each in sent if each not in quantized)
             shard, reduced = self.queue(exact, self._grads_of_bucket, after=self._reduced)
             if quantized:
@@ -275,7 +275,7 @@ class UnitShards:
         )
 
     def wait_reduced(self) -> None:
-        self.context.exposure.wait(WaitKind.REDUCE, self._reduced)
+        self.context.exposed_timer.wait(WaitKind.REDUCE, self._reduced)
         self._reduced = DONE
 
     def form_bucket(self, units: Sequence[UnitShards]) -> None:

@@ -95,14 +95,14 @@ class StepUnit:
 
 def number_buffers(units: Sequence[Unit]) -> tuple[StepUnit, ...]:
     """Return the units with their buffers numbered."""
-    own: defaultdict[str, list[tuple[int, bool]]] = defaultdict(list)
+    numbers: defaultdict[str, list[tuple[int, bool]]] = defaultdict(list)
     for number, buffer in enumerate(buffers_of(units)):
-        own[buffer.unit.name].append((number, buffer.trains))
+        numbers[buffer.unit.name].append((number, buffer.trains))
     return tuple(
         StepUnit(
-            trainable=tuple(buffer for buffer, trains in own[unit.name] if trains),
-            frozen=tuple(buffer for buffer, trains in own[unit.name] if not trains),
-            borrowed=tuple(buffer for name in unit.borrows for buffer, _ in own[name]),
+            trainable=tuple(buffer for buffer, trains in numbers[unit.name] if trains),
+            frozen=tuple(buffer for buffer, trains in numbers[unit.name] if not trains),
+            borrowed=tuple(buffer for name in unit.borrows for buffer, _ in numbers[name]),
             backward_needs_weight=unit.backward_needs_weight,
             bucket_size=unit.bucket_size,
         )

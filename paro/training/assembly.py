@@ -26,7 +26,7 @@ from paro.collectives.shifts import Ring
 from paro.config.train import TrainConfig
 from paro.context_parallel.attention import ContextAttention, check_core, make_context_attention
 from paro.distributed.control import Control
-from paro.distributed.groups import Groups, group_among, make_groups, make_links
+from paro.distributed.groups import Groups, group_among, make_groups, make_resources
 from paro.distributed.timers import Timers, synchronize
 from paro.distributed.world import World
 from paro.machine.collective_time import choice_of
@@ -63,7 +63,7 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     run, device = config.spec, control.device
     units = units_of_run(run)
     specs = run.specs(units)
-    links = make_links(device, config.runtime.distributed_backend, overlap=run.overlaps)
+    resources = make_resources(device, config.runtime.distributed_backend, overlap=run.overlaps)
     # Ranks with different machine files would choose differently and deadlock: `settings_of`.
     choice = choice_of(run.collective, config.sharding.machine, by_nccl=config.runtime.by_nccl)
     spans, rank = groups_of(run, specs, choice), control.world.rank
@@ -73,8 +73,8 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
         # Copy engines are for parameters only.
         of_context = replace(settings, paro_nccl_copy_engine=False)
     make = partial(make_groups, device=device, communicators=spans.number)
-    groups = make(run.topology, rank, spans.states, settings, links)
-    context_groups = make(run.context_topology, rank, spans.context, of_context, links)
+    groups = make(run.topology, rank, spans.states, settings, resources)
+    context_groups = make(run.context_topology, rank, spans.context, of_context, resources)
     compute_dtype = TORCH_TYPES[run.precision.compute]
     kernels = usable_kernels(config.model, config.fusions, compute_dtype, device)
     with torch.device("meta"):
@@ -105,7 +105,7 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
         model=sharded,
         optimizer=optimizer,
         control=control,
-        traffic=links.traffic,
+        traffic=resources.traffic,
         device=device,
         checks=config.checks,
         timers=timers,
@@ -136,7 +136,7 @@ def _spread(
     policy = policy_of(shape_of_run(run, units), run.updated_ahead)
     if isinstance(policy, GatheringPolicy):
         return ShardedModel(model, make_sharded_units(model, specs, context), policy, timers)
-    (span,) = {one.span for spec in specs for one in spec.collectives[ActionKind.GATHER]}
+    (span,) = {gather.span for spec in specs for gather in spec.collectives[ActionKind.GATHER]}
     ring = Ring(context.collectives.groups, StreamKind.ROTATE, span)
     rotated = make_rotated_units(model, specs, context, ring)
     return RotatedModel(model, rotated, policy, timers, unit_specs(model.config))
@@ -151,9 +151,9 @@ def _context_attention(
     if control.device.type != "meta":
         dtype = TORCH_TYPES[run.precision.compute]
         head = torch.empty(run.model.kv_channels, dtype=dtype, device=control.device)
-        with groups.links.traffic.paused(), control.raise_on_all_ranks():
+        with groups.resources.traffic.paused(), control.raise_on_all_ranks():
             check_core(attention, layout, groups.rank, head, backend, apart=run.apart)
-        groups.links.exposure.take()
+        groups.resources.exposed_timer.take()
     return attention
 
 

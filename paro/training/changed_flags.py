@@ -193,8 +193,8 @@ def _corpora_text(record: Record, other: Record) -> str:
     """Describe the data flag and the corpora that `other` lacks; all corpora if it lacks none."""
     contents = _contents(other)
     pairs = list(zip(record["corpora"], _contents(record), strict=True))
-    own = [corpus for corpus, content in pairs if content not in contents]
-    corpora = own or record["corpora"]
+    changed = [corpus for corpus, content in pairs if content not in contents]
+    corpora = changed or record["corpora"]
     words = [
         f"{'' if corpus['weight'] is None else format(corpus['weight'], 'g') + ' '}"
         f"{corpus['prefix']} ({corpus['tokens']:,} tokens)"

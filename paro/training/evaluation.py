@@ -40,19 +40,19 @@ def evaluate(
     averages = optimizer.config.eval_ema and optimizer.num_averaged > 0
     at_once = _AT_ONCE if averages else num_micro_batches
     training.model.wait_for_updated_params()
-    own = torch.zeros(4, dtype=torch.float64)  # nats, tokens, bytes, nats of averaged weights
+    sums = torch.zeros(4, dtype=torch.float64)  # nats, tokens, bytes, nats of averaged weights
     for begin in range(0, num_micro_batches, at_once):
         batches = TimedBatches(micro_batches, training.device, Timers())
         batches.kept = [] if averages else None
         count = min(at_once, num_micro_batches - begin)
         with _exchanged(training, optimizer.outer.exchange):
-            own[:3] += _sums(training, islice(batches, count))
+            sums[:3] += _sums(training, islice(batches, count))
         if averages:
             batches = TimedBatches(iter(batches.kept or ()), training.device, Timers())
             with _exchanged(training, optimizer.exchange_averages):
-                own[3] += _sums(training, batches)[0]
-    nats, num_tokens, text_bytes, nats_of_ema = control.sum(own.tolist())
-    training.exposure.take()  # the rest: the GPU has finished by now
+                sums[3] += _sums(training, batches)[0]
+    nats, num_tokens, text_bytes, nats_of_ema = control.sum(sums.tolist())
+    training.exposed_timer.take()  # the rest: the GPU has finished by now
     has_tokens = num_tokens > 0.0
     return Evaluation(
         loss=nats / num_tokens if has_tokens else None,
@@ -72,7 +72,7 @@ def _sums(training: Training, batches: Iterable[Batch]) -> Tensor:
             )
             tokens += batch.mask_sum / training.context_parallel_size
             text_bytes += batch.text_bytes / training.context_parallel_size
-            training.exposure.take()  # waits of an evaluation belong to no step
+            training.exposed_timer.take()  # waits of an evaluation belong to no step
     return torch.tensor([float(nats), tokens, text_bytes], dtype=torch.float64)
 
 

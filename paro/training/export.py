@@ -67,14 +67,14 @@ def plan_export(
 
     flags, flag = config.checkpoint, Path(f"--save-hf {config.checkpoint.save_hf}")
     under = open_base(resumed.base, None, f"{flag}")
-    found = {} if under is None else tensors_in(under)
+    named = {} if under is None else tensors_in(under)
     for name, held in _held(training, resumed).items():
         name = name.removeprefix(f"{PARAM}.")
-        found[name] = LazyTensor(shape=held.shape, dtype=held.dtype, rows=_elsewhere, name=name)
+        named[name] = LazyTensor(shape=held.shape, dtype=held.dtype, rows=_elsewhere, name=name)
     record = {"iteration": state.iteration, **common_record(config, training, resumed, state)}
     common = common_in(json.dumps(record), f"{flag}")  # with the types that are read of a file
     root = path_of(flags.save or str(flags.save_hf))  # what is not there yet has no companions
-    source, dtype = source_of(common, found, flag, root), TORCH_TYPES.get(flags.save_hf_dtype or "")
+    source, dtype = source_of(common, named, flag, root), TORCH_TYPES.get(flags.save_hf_dtype or "")
     with about(f"{flag}: "):
         return HuggingFacePlan.of(source.with_each(lambda tensor: tensor.cast(dtype)))
 

@@ -86,7 +86,7 @@ class InMemoryCheckpointer:
                 num_steps=int(recovery.common["num_optimizer_steps"]),
                 num_averaged=int(recovery.common.get("num_averaged", 0)),
             )
-        training.exposure.take()  # discard waits during loading: they belong to no step
+        training.exposed_timer.take()  # discard waits during loading: they belong to no step
         recovery = replace(recovery, seconds=time.monotonic() - begin)
         self._log.log0(
             f"  recovered iteration {recovery.iteration} from local copies: "

@@ -218,7 +218,7 @@ class Loop:
             return
         alone = self._groups.are_alone(state.iteration)
         control = training.control_of_step(state.iteration - 1)
-        finite = control.gather(result.own.loss_is_finite)
+        finite = control.gather(result.own_times.loss_is_finite)
         first = training.control.world.rank - control.world.rank
         ranks = [str(first + rank) for rank, is_finite in enumerate(finite) if not is_finite]
         where = f"; the loss is not finite on ranks {', '.join(ranks)}" if ranks else ""
@@ -242,21 +242,21 @@ class Loop:
 
     def _peak_bytes(self) -> dict[str, int]:
         """Return the bytes of model states, and the peak bytes of unsharded buffers, by kind."""
-        ledger = self.training.model.context.ledger
+        counters = self.training.model.context.counters
         peaks = {
             **self._states,
-            "whole-parameters": ledger.whole_params.peak_bytes,
-            "whole-gradients": ledger.whole_grads.peak_bytes,
+            "whole-parameters": counters.whole_params.peak_bytes,
+            "whole-gradients": counters.whole_grads.peak_bytes,
         }
-        slices = ledger.slices.peak_bytes  # 0 unless weights rotate
+        slices = counters.slices.peak_bytes  # 0 unless weights rotate
         return peaks | ({"slices-under-way": slices} if slices else {})
 
     def _add_times(self, result: StepResult, seconds: float) -> None:
-        self._times.append(replace(result.own, step=seconds))
+        self._times.append(replace(result.own_times, step=seconds))
         timers = self.training.timers
         timers.add("interval-time", seconds, level=1)
         for kind in WaitKind:
-            exposed = getattr(result.own.exposed, kind.value)
+            exposed = getattr(result.own_times.exposed, kind.value)
             timers.add(f"paro-{kind.value}-exposed", exposed, level=1)
 
     def _report_ranks(self, record: IterationRecord) -> None:
@@ -307,11 +307,11 @@ class Loop:
             number = held_out.num_micro_batches
             if number is None:
                 number = training.config.eval_iters * training.batches.num_eval_micro_batches
-            found = evaluate(training, self._noted(held_out.batches), number)
+            evaluation = evaluate(training, self._noted(held_out.batches), number)
             done, samples = self.state.iteration, self.state.consumed_train_samples
             read = part if held_out.num_micro_batches is None else "all"
             name = f"validation-{held_out.name}" if held_out.name else data_set
-            nats, bits, of_average = found
+            nats, bits, of_average = evaluation
             self.report.validation(
                 Validation(done, samples, nats, read, bits, name, ema_loss=of_average)
             )

@@ -109,5 +109,5 @@ def origin_of(model: nn.Module, run: Callable[[], object], control: Control) -> 
     with _watched(model) as watch:
         run()
     everyone = control.gather((watch.origin is None, watch.order, watch.origin))
-    (is_fine, _, origin), rank = min((found, rank) for rank, found in enumerate(everyone))
+    (is_fine, _, origin), rank = min((result, rank) for rank, result in enumerate(everyone))
     return _SUMS if is_fine else f"rank {rank}: {origin}"

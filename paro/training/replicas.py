@@ -52,12 +52,12 @@ def check_replicas(training: Training, *, iteration: int) -> None:
 
 def first_difference(everyone: Sequence[Sequence[_Held]]) -> str:
     """Name the first range that differs and the deviating ranks; all ranks without a majority."""
-    found: defaultdict[tuple[str, Holders], dict[int, int]] = defaultdict(dict)
+    ranges: defaultdict[tuple[str, Holders], dict[int, int]] = defaultdict(dict)
     for rank, held_by_rank in enumerate(everyone):
         for held in held_by_rank:
-            found[held.name, held.replicas][rank] = held.hash
+            ranges[held.name, held.replicas][rank] = held.hash
     name, hashes = next(
-        (name, hashes) for (name, _), hashes in found.items() if len(set(hashes.values())) > 1
+        (name, hashes) for (name, _), hashes in ranges.items() if len(set(hashes.values())) > 1
     )
     (usual, most), *_ = Counter(hashes.values()).most_common(1)
     odd = [rank for rank, value in hashes.items() if value != usual]

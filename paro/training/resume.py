@@ -129,7 +129,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
     counts = {"num_steps": num_steps, "num_averaged": common.get("num_averaged", 0)}
     with training.traffic.paused():
         training.optimizer.loaded(**(counts if moments and not begins else {}))
-    training.exposure.take()  # discard waits during loading: they belong to no step
+    training.exposed_timer.take()  # discard waits during loading: they belong to no step
     with training.control.raise_on_all_ranks():
         base = base_of(config, saved)
     if None in training.control.gather(base):
@@ -158,11 +158,11 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
 
 def _new_positions(config: RunConfig) -> dict[str, Any]:
     """Return the model's fields of positions that flags give to a training from parameters."""
-    given = config.command_line if config.checkpoint.finetune else {}
+    flags = config.command_line if config.checkpoint.finetune else {}
     return {
         name: value
         for name, value in saved_fields(config.model).items()
-        if is_of_positions(name) and given.get(name) is not None
+        if is_of_positions(name) and flags.get(name) is not None
     }
 
 

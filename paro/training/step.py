@@ -96,7 +96,7 @@ class StepResult:
     data_wait_seconds: float = 0.0  # seconds of waiting for batches, mean over ranks
     # Exposed communication, mean over ranks.
     exposed: ExposedTime = field(default_factory=ExposedTime)
-    own: OwnTimes = field(default_factory=OwnTimes)
+    own_times: OwnTimes = field(default_factory=OwnTimes)
     origin: str | None = None  # of what is not finite, by --trace-nan
 
     @property
@@ -124,8 +124,8 @@ class Training:
     group_control: Control  # over the ranks of this rank's group, with outer steps; else over all
 
     @property
-    def exposure(self) -> ExposedTimer:
-        return self.model.context.exposure
+    def exposed_timer(self) -> ExposedTimer:
+        return self.model.context.exposed_timer
 
     @property
     def context_parallel_size(self) -> int:
@@ -175,7 +175,7 @@ def train_step(
     if state.iteration % FORGOTTEN_AFTER == 0:
         training.model.forget_grad_errors()
     loss_sum, weigh = _forward_backward(training, state, timed)
-    sums, exposed, own = _add_up(training, control, loss_sum, weigh, timed.seconds, reasons)
+    sums, exposed, own_times = _add_up(training, control, loss_sum, weigh, timed.seconds, reasons)
     unscale = weigh.unscale(sums["num_tokens"], sums["num_filled"])
     loss = sums["loss"] * unscale
     grad_norm = math.sqrt(sums["square_sum"]) * unscale if sums["square_sum"] >= 0 else math.nan
@@ -210,7 +210,7 @@ def train_step(
         data_wait_seconds=sums["data_wait"] / control.world.size,
         origin=origin,
         exposed=exposed,
-        own=own,
+        own_times=own_times,
     )
 
 
@@ -233,7 +233,7 @@ def _pass_over(
         verdict=StepVerdict.ASKED,
         sent=training.traffic.take(),
         reasons=ExitReasons.summed(dict(zip(mine, sums, strict=True))),
-        exposed=training.exposure.take(),
+        exposed=training.exposed_timer.take(),
     )
 
 
@@ -282,8 +282,8 @@ def _add_up(
         on_device.append(optimizer.local_square_sum())
     # The step's only copy to the host, which waits until the device has finished.
     own_loss, *others, square_sum = torch.stack(on_device).tolist()
-    own = training.exposure.take()
-    own_seconds = asdict(own)
+    exposed = training.exposed_timer.take()
+    own_seconds = asdict(exposed)
     mine = {
         "square_sum": square_sum,
         "loss": own_loss,
@@ -304,8 +304,8 @@ def _add_up(
     }
     times = OwnTimes(
         data=data_wait,
-        communication=own.total,
-        exposed=own,
+        communication=exposed.total,
+        exposed=exposed,
         agreement=agreement,
         loss_is_finite=math.isfinite(own_loss),
     )
@@ -378,7 +378,7 @@ def _trace(training: Training, state: TrainState, batches: Sequence[Batch]) -> s
     run = partial(_forward_backward, training, state, again)
     with training.traffic.paused():
         origin = origin_of(training.model.model, run, training.control_of_step(state.iteration))
-    training.exposure.take()
+    training.exposed_timer.take()
     head: Any = training.model.model.head
     head.take_z_loss()
     return origin

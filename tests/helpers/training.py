@@ -94,7 +94,7 @@ class Trained:
     # Whole, fp32: the optimizer's master parameters if it has them, and averages as ema.NAME.
     parameters: dict[str, Tensor]
     model_state_bytes: int
-    ledger: BufferCounters  # after training
+    counters: BufferCounters  # after training
     slice_bytes: int = 0  # of parameters, for the largest part that rotates
     # By parameter: the norm of its change. Of a single process, to which others are compared.
     movements: dict[str, float] = field(default_factory=dict)
@@ -145,7 +145,7 @@ def train(
         before(training)
     start = whole_parameters(training) if config.world.size == 1 else {}
     steps = run_steps(config, training)
-    ledger = training.model.context.ledger
+    counters = training.model.context.counters
     slices = Counter[str]()  # by part of the model: units may hold halves of a slice
     for unit in training.model.units:
         slices[unit.name.partition(" ")[0]] += unit.param_shard.nbytes
@@ -157,7 +157,7 @@ def train(
         steps=steps,
         parameters=parameters,
         model_state_bytes=training.optimizer.model_state_bytes(),
-        ledger=ledger,
+        counters=counters,
         slice_bytes=max(slices.values(), default=0),
         movements={name: float((parameters[name] - start[name]).norm()) for name in start},
     )

@@ -249,14 +249,12 @@ CAUGHT = {
     "collectives.wire Pending.wait: self._work.wait()": ("NNI", ""),
     "collectives.wire Wire.exchange: Pending(work, message.tensor, what).wait()": ("NIG", MUON),
     "distributed.exposed_time ExposedTimer.wait: event.wait()": ("IIG", ""),
-    "optim.muon MuonStep._send_result: self.exposure.wait(WaitKind.REDUCE, momentum.event)": (
+    "optim.muon MuonStep._send_result: self.exposed_timer.wait(WaitKind.REDUCE, momentum.event)": (
         "IIG",
         MUON,
     ),
-    "optim.muon MuonStep._apply: self.exposure.wait(WaitKind.PARAM_ALL_GATHER, result.event)": (
-        "IIG",
-        MUON,
-    ),
+    "optim.muon MuonStep._apply: "
+    "self.exposed_timer.wait(WaitKind.PARAM_ALL_GATHER, result.event)": ("IIG", MUON),
     **dict.fromkeys(
         (
             "optim.offload Offload.during_update: states.fetched.wait()",
@@ -265,7 +263,7 @@ CAUGHT = {
         ),
         ("IIG", OFFLOAD),
     ),
-    "optim.outer OuterOptimizer._move: each.context.exposure.wait(WaitKind.REDUCE, event)": (
+    "optim.outer OuterOptimizer._move: each.context.exposed_timer.wait(WaitKind.REDUCE, event)": (
         "NNN",
         f"{SAVED} {OUTER}",
     ),
@@ -281,26 +279,26 @@ CAUGHT = {
         f"{SAVED} {OUTER} {AT_THE_SAVE}",
     ),
     "rotation.rotated_model RotatingUnit.wait_shifted: "
-    "self.context.exposure.wait(WaitKind.GATHER, self._weights_arrived)": ("IIG", ROTATE),
+    "self.context.exposed_timer.wait(WaitKind.GATHER, self._weights_arrived)": ("IIG", ROTATE),
     "rotation.rotated_model RotatingUnit.wait_grads: "
-    "self.context.exposure.wait(WaitKind.REDUCE, self._grads_arrived)": ("IIG", ROTATE),
+    "self.context.exposed_timer.wait(WaitKind.REDUCE, self._grads_arrived)": ("IIG", ROTATE),
     "sharding.distributed_model DistributedModel.wait_for_updated_params: "
     "unit.wait_for_updated_params()": ("NIG", SAVED),
     "sharding.sharded_unit ShardedUnit.gather: after=self._updated": ("IIG", ""),
     "sharding.sharded_unit ShardedUnit._use: self.wait_for_updated_params()": ("NNI", ""),
     "sharding.sharded_unit ShardedUnit._use: "
-    "self.context.exposure.wait(WaitKind.GATHER, self._gathered)": ("IIG", ""),
+    "self.context.exposed_timer.wait(WaitKind.GATHER, self._gathered)": ("IIG", ""),
     "sharding.sharded_unit ShardedUnit.reduce: after=event": ("GGG", AUTO),
     "sharding.sharded_unit ShardedUnit.free: "
-    "self.context.exposure.wait(WaitKind.REDUCE, self._grad_U_read)": ("IIG", ""),
+    "self.context.exposed_timer.wait(WaitKind.REDUCE, self._grad_U_read)": ("IIG", ""),
     "sharding.shards UnitShards.wait_for_updated_params: "
-    "self.context.exposure.wait(WaitKind.PARAM_ALL_GATHER, self._updated)": ("IIG", ""),
+    "self.context.exposed_timer.wait(WaitKind.PARAM_ALL_GATHER, self._updated)": ("IIG", ""),
     "sharding.shards UnitShards.param_all_gather: after=updated": ("IIG", CODES),
     "sharding.shards UnitShards.grad_sync: after=reduced": ("IIG", CODES),
     "sharding.shards UnitShards.queue: after=after": ("IIG", ""),
     "sharding.shards UnitShards.grad_sync: after=self._reduced": ("IIG", ""),
     "sharding.shards UnitShards.wait_reduced: "
-    "self.context.exposure.wait(WaitKind.REDUCE, self._reduced)": ("IIG", ""),
+    "self.context.exposed_timer.wait(WaitKind.REDUCE, self._reduced)": ("IIG", ""),
     "training.replicas check_replicas: training.model.wait_for_updated_params()": ("NIG", SAVED),
 }
 

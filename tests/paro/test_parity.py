@@ -98,16 +98,16 @@ def assert_formulas(
 
 
 def assert_few_buffers(
-    ledger: BufferCounters, *, prefetch: int, tied: bool, frozen: bool = False
+    counters: BufferCounters, *, prefetch: int, tied: bool, frozen: bool = False
 ) -> None:
     """The number of whole units and gradient buffers alive at once is limited.
 
     A partly frozen unit has two buffers, one for trained parameters and one for frozen ones.
     """
     buffers_of_a_unit = 2 if frozen else 1
-    assert ledger.whole_params.peak_count <= (1 + prefetch + tied) * buffers_of_a_unit
-    assert ledger.whole_grads.peak_count <= (2 if prefetch else 1)
-    assert ledger.whole_params.count == ledger.whole_grads.count == 0
+    assert counters.whole_params.peak_count <= (1 + prefetch + tied) * buffers_of_a_unit
+    assert counters.whole_grads.peak_count <= (2 if prefetch else 1)
+    assert counters.whole_params.count == counters.whole_grads.count == 0
 
 
 def flags_for(
@@ -175,7 +175,7 @@ def test_strategies_train_as_one_process_does(
     for _, flags, _, trained in compared(world_size, group_size, variants):
         assert any(name.startswith("ema.") for name in trained.parameters)
         assert_formulas(trained, flags, world_size, group_size)
-        assert_few_buffers(trained.ledger, prefetch=1, tied=False)
+        assert_few_buffers(trained.counters, prefetch=1, tied=False)
 
 
 @pytest.mark.ranks
@@ -297,7 +297,7 @@ def test_all_strategies_on_all_worlds(world_size: int, group_size: int) -> None:
         variants = [(name, more, frozen) for name in strategies]
         tied, parts = more == TIED, bool(frozen) or more == DROPPING
         for _, flags, _, trained in compared(world_size, group_size, variants, MANY_STEPS):
-            assert_few_buffers(trained.ledger, prefetch=1, tied=tied, frozen=parts)
+            assert_few_buffers(trained.counters, prefetch=1, tied=tied, frozen=parts)
             if not frozen:
                 assert_formulas(trained, flags, world_size, group_size)
 

@@ -56,15 +56,15 @@ def assert_formulas(trained: Trained, flags: str, world_size: int, group_size: i
 
 
 def assert_few_slices(trained: Trained, flags: str) -> None:
-    slices, one = trained.ledger.slices, trained.slice_bytes
+    slices, one = trained.counters.slices, trained.slice_bytes
     in_place = IN_PLACE in flags
     # A slice of a single key/value head has no halves.
     room = 4 * 2 * chunk_numel(one // 4, 4, device_type="cpu") if GROUPED in flags else 0
     limit = one + room if in_place else 3 * one
     assert 0 < slices.peak_bytes <= limit, flags
     assert slices.count == slices.num_bytes == 0, flags
-    ledger = trained.ledger
-    assert ledger.whole_params.peak_count == ledger.whole_grads.peak_count == 0, flags
+    counters = trained.counters
+    assert counters.whole_params.peak_count == counters.whole_grads.peak_count == 0, flags
 
 
 def check(

@@ -120,7 +120,7 @@ def _runs(tensor: LazyTensor, offsets: Shape, values: Tensor) -> Iterator[tuple[
             yield index * row + offsets[1] * size, bytes_of(part)
 
 
-def _write_at(file: int, content: memoryview, place: int) -> None:
+def _write_at(file: int, content: memoryview, offset: int) -> None:
     while len(content) > 0:
-        count = os.pwrite(file, content, place)
-        content, place = content[count:], place + count
+        count = os.pwrite(file, content, offset)
+        content, offset = content[count:], offset + count

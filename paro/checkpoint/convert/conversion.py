@@ -163,22 +163,22 @@ class Conversion:
 
     def _check_adapters(self, source: ModelSource) -> None:
         """Raise `UserError` if flags leave adapters out, or name adapters that are not there."""
-        given = f"--input {self.source}"
+        words = f"--input {self.source}"
         if not source.adapters:
             if self.merge or self.target_format == PEFT:
                 flag = "--merge" if self.merge else "--to peft"
-                raise UserError(f"{flag}: {given} has no adapters: leave it out")
+                raise UserError(f"{flag}: {words} has no adapters: leave it out")
             return
         if self.merge and self.target_format == PEFT:
             raise UserError("--merge and --to peft contradict each other: give one of them")
         if not self.merge and not self.writes_adapters:
             raise UserError(
-                f"{given} has adapters: give --merge to write the model with them merged into its "
+                f"{words} has adapters: give --merge to write the model with them merged into its "
                 "weights, or --to peft to write them alone"
             )
         if self.writes_adapters and source.lora is None:
             raise UserError(
-                f"{given}: the adapters of a run have one rank and scaling, no rank above the size "
+                f"{words}: the adapters of a run have one rank and scaling, no rank above the size "
                 "of a matrix, and the same modules in all layers, unlike these: give --merge and "
                 f"--to {', '.join(t for t in TARGETS if t != PEFT)} to write the model with them "
                 "merged into its weights"

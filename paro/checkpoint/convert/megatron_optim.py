@@ -80,13 +80,13 @@ def written_optimizer(
         for kind, of_kind in {"param": source.tensors, **source.moments}.items()
         for name, tensor in fused(config, padded(of_kind, config.vocab_size)).items()
     }
-    state, schedule, given = (source.progress[each] for each in ("state", "schedule", "arguments"))
+    state, schedule, args = (source.progress[each] for each in ("state", "schedule", "arguments"))
     wd = schedule["start_weight_decay"]
     group = {
         **{"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False},
         **{"lr": schedule["lr"], "max_lr": schedule["lr"], "min_lr": schedule["min_lr"]},
-        "betas": (given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999)),
-        **{"eps": given.get("adam_eps", 1e-8), "bias_correction": True},
+        "betas": (args.get("adam_beta1", 0.9), args.get("adam_beta2", 0.999)),
+        **{"eps": args.get("adam_eps", 1e-8), "bias_correction": True},
         "step": source.progress["num_optimizer_steps"],
     }
     groups = [{**group, "wd_mult": mult, "weight_decay": wd * mult} for mult in (1.0, 0.0)]
@@ -110,9 +110,9 @@ def batches_of(progress: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(config: LlamaConfig, model: MegatronModel, prefix: str) -> dict[str, LazyTensor]:
-    found = unfused(config, model)
+    tensors = unfused(config, model)
     shapes = parameter_shapes(config)
-    return checked_tensors(shapes, found, model.path, lambda name: prefix + megatron_name(name))
+    return checked_tensors(shapes, tensors, model.path, lambda name: prefix + megatron_name(name))
 
 
 def _progress(model: MegatronModel, optimizer: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,17 +125,17 @@ def _progress(model: MegatronModel, optimizer: Mapping[str, Any]) -> dict[str, A
     num_steps = max((step for step in steps if step is not None), default=None)
     if num_steps is None:
         raise UserError(f"--with-optimizer: the optimizer of {model.path} has no step")
-    given: Mapping[str, Any] = {**model.args}
-    consumed = _count(given.get("consumed_train_samples")) or 0
+    args: Mapping[str, Any] = {**model.args}
+    consumed = _count(args.get("consumed_train_samples")) or 0
     scheduler = _dict(model.common.get("opt_param_scheduler"))
-    batch_size = _count(given.get("global_batch_size"))
+    batch_size = _count(args.get("global_batch_size"))
     return {
         "num_optimizer_steps": num_steps,
         "state": {
             "loss_scale": {"scale": 1.0, "growth_tracker": 0, "hysteresis_tracker": 0},
             "iteration": _count(model.common.get("iteration")) or 0,
             "consumed_train_samples": consumed,
-            "consumed_valid_samples": _count(given.get("consumed_valid_samples")) or 0,
+            "consumed_valid_samples": _count(args.get("consumed_valid_samples")) or 0,
             "scheduled_samples": _count(scheduler.get("num_steps")) or consumed,
         },
         "dynamic_loss_scale": False,  # with fp16 the scale begins anew

@@ -70,7 +70,7 @@ def open_meta(directory: Path) -> ModelSource:
     shards: list[Mapping[str, Tensor]] = [_tensors_in(path) for path in _files(directory)]
     config = _config(directory, params, shards)
     shapes, dims = parameter_shapes(config), cut_dims(config)
-    found = {
+    tensors = {
         name: _whole(config, name, dims.get(name), [shard[meta_name(name)] for shard in shards])
         for name in shapes
         if all(meta_name(name) in shard for shard in shards)
@@ -86,7 +86,7 @@ def open_meta(directory: Path) -> ModelSource:
         notes.append(f"{model} is left out: give tokenizer.json of the Hugging Face model instead")
     return ModelSource(
         config=config,
-        tensors=checked_tensors(shapes, found, directory, meta_name),
+        tensors=checked_tensors(shapes, tensors, directory, meta_name),
         companions=companions,
         tokenizer=tokenizer,
         begins_with_bos=True,

@@ -170,28 +170,28 @@ def _adapters_in(path: Path, weights: Sequence[str], fields: _Fields) -> dict[st
     """Return a file's tensors by this project's names; `UserError` if any is missing or strange."""
     stored = open_safetensors(path)
     names = {part(weight): weight for part in (down_name, up_name) for weight in weights}
-    found = {name: stored[peft_name(name)] for name in names if peft_name(name) in stored}
+    tensors = {name: stored[peft_name(name)] for name in names if peft_name(name) in stored}
     if strange := sorted(stored.keys() - map(peft_name, names)):
         raise UserError(
             f"{path} has {strange[0]}, and only {', '.join(MODULES)} of the "
             f"{len(weights) // len(MODULES)} layers of --base have adapters here: {_MERGED}"
         )
-    targets = {name for name, weight in names.items() if _is_target(weight, fields, found)}
-    for name in sorted(targets ^ found.keys()):
-        where = "only the file has" if name in found else "the file lacks"
+    targets = {name for name, weight in names.items() if _is_target(weight, fields, tensors)}
+    for name in sorted(targets ^ tensors.keys()):
+        where = "only the file has" if name in tensors else "the file lacks"
         raise UserError(f"{path} and target_modules of {CONFIG} differ: {where} {peft_name(name)}")
-    if not found:
+    if not tensors:
         raise UserError(f"{path} holds no adapters")
-    return found
+    return tensors
 
 
-def _is_target(weight: str, fields: _Fields, found: Mapping[str, LazyTensor]) -> bool:
+def _is_target(weight: str, fields: _Fields, tensors: Mapping[str, LazyTensor]) -> bool:
     """Return whether a weight has adapters, by the names of targets; by the file for a regex."""
     targets, excluded = fields.get("target_modules"), fields.get("exclude_modules") or []
     if targets == ALL_LINEAR:
         targets = list(MODULES)
     if targets is None or isinstance(targets, str) or isinstance(excluded, str):
-        return down_name(weight) in found or up_name(weight) in found
+        return down_name(weight) in tensors or up_name(weight) in tensors
     name, layer = _module_name(weight), int(weight.split(".")[1])
     if _is_among(excluded, name):
         return False

@@ -82,7 +82,7 @@ def open_torchtitan(directory: Path, assets: Path | None = None) -> ModelSource:
 
 def _tensors_in(folder: DcpFolder, head: int) -> dict[str, LazyTensor]:
     """Return the model's tensors by their names in the files, in this project's order of rows."""
-    found = {}
+    tensors = {}
     for name, state in folder.states.items():
         if name.startswith(_TRAINING) or core_name(name) == _BUFFER:
             continue
@@ -91,8 +91,8 @@ def _tensors_in(folder: DcpFolder, head: int) -> dict[str, LazyTensor]:
             raise UserError(f"{folder.directory}: {name:.99} is {kind}, which is no weight's type")
         tensor = folder.tensor(name)
         is_turned = name.removesuffix(".weight").endswith(TURNED)
-        found[name] = turned(tensor, head) if is_turned else tensor
-    return found
+        tensors[name] = turned(tensor, head) if is_turned else tensor
+    return tensors
 
 
 def write_torchtitan(source: ModelSource, directory: Path, *, older: bool) -> list[str]:

@@ -211,7 +211,7 @@ class _VerifiedSnapshots:
             else:
                 mine.append(snapshot)
         everyone = folder.control.gather(damaged)
-        for line in dict.fromkeys(line for one in everyone for line in one.values()):
+        for line in dict.fromkeys(line for each in everyone for line in each.values()):
             log(f"  passing over local copies: {line}")
         bad = {name for other in near for name in everyone[other]}
         self.of_node = [snapshot for snapshot in snapshots if snapshot.path.name not in bad]
@@ -248,7 +248,7 @@ class _VerifiedSnapshots:
     def commons(self) -> dict[int, Mapping[str, Any]]:
         """Return the contents of common.json that the snapshots of every group have."""
         mine = {snapshot.record.group: snapshot.record.common for snapshot in self.of_node}
-        return {key: of for one in self._folder.control.gather(mine) for key, of in one.items()}
+        return {key: of for each in self._folder.control.gather(mine) for key, of in each.items()}
 
     def fill(self, messages: Sequence[ChunkTransfer]) -> list[int]:
         """Fill the states; return the bytes from ranks' own nodes and from others, of all."""

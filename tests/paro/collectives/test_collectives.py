@@ -14,7 +14,7 @@ from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice, needed_groups
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import COLLECTIVES
-from paro.distributed.groups import ByteCounter, make_groups, make_links
+from paro.distributed.groups import ByteCounter, make_groups, make_resources
 from paro.distributed.process_group import RuntimeConfig
 from paro.topology import (
     COLLECTIVE_STREAMS,
@@ -58,13 +58,13 @@ def make(
     name: str, topology: Topology, *, spans: Collection[AxisSpan] = (), overlap: bool = True
 ) -> tuple[Collectives, ByteCounter]:
     """This rank's collectives over the given runs, or over all axes."""
-    links, choice = make_links(CPU, "gloo", overlap=overlap), AlgorithmChoice(names=(name,))
+    resources, choice = make_resources(CPU, "gloo", overlap=overlap), AlgorithmChoice(names=(name,))
     if name == PIPELINE:
         choice = AlgorithmChoice(names=("ho-ring",), num_chunks=lambda *sent: sent[-1] % 5 + 1)
     along = dict.fromkeys(COLLECTIVE_STREAMS, frozenset(spans or {topology.axes}))
     config = RuntimeConfig(distributed_backend="gloo")
-    groups = make_groups(topology, dist.get_rank(), needed_groups(choice, along), config, links)
-    return make_collectives(choice, groups), links.traffic
+    groups = make_groups(topology, dist.get_rank(), needed_groups(choice, along), config, resources)
+    return make_collectives(choice, groups), resources.traffic
 
 
 def check_all(group_size: int, degrees: tuple[int, ...]) -> list[str]:

@@ -20,7 +20,7 @@ from paro.collectives.hops import ALGORITHMS
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks
 from paro.collectives.scheduled import MessageBuffers, Transfer
 from paro.collectives.shifts import Ring, ShiftDirection
-from paro.distributed.groups import make_groups, make_links
+from paro.distributed.groups import make_groups, make_resources
 from paro.distributed.process_group import RuntimeConfig
 from paro.layout import chunk_numel
 from paro.topology import Sent, StreamKind, make_topology, nested_range
@@ -201,9 +201,9 @@ def rotate(degree: int, *, in_place: bool, overlap: bool) -> tuple[list[str], Se
     rank, size = dist.get_rank(), dist.get_world_size()
     topology = make_topology(world_size=size, group_size=degree, degrees=(degree,))
     config = RuntimeConfig(distributed_backend="gloo")
-    links = make_links(torch.device("cpu"), "gloo", overlap=overlap)
+    resources = make_resources(torch.device("cpu"), "gloo", overlap=overlap)
     span = topology.axes_between(1, degree)
-    groups = make_groups(topology, rank, {StreamKind.ROTATE: frozenset({span})}, config, links)
+    groups = make_groups(topology, rank, {StreamKind.ROTATE: frozenset({span})}, config, resources)
     ring = Ring(groups, StreamKind.ROTATE, span)
     group, wrong = rank // degree, []
     weights = Traveller(ring, slice_of(ring.position, group), in_place=in_place)
@@ -225,9 +225,9 @@ def rotate(degree: int, *, in_place: bool, overlap: bool) -> tuple[list[str], Se
     total = slice_of(ring.position, group) * (degree * (degree + 1) // 2)
     if not torch.equal(gradient.values, total):
         wrong.append("a gradient came home without every rank's part")
-    links.streams.close()
+    resources.streams.close()
     groups.close()
-    return wrong, links.traffic.take()
+    return wrong, resources.traffic.take()
 
 
 def rotate_all_ways() -> None:

@@ -116,16 +116,16 @@ class Ways:
         self.topology = make_topology(world_size=world, group_size=inner, degrees=())
         self.whole = self.topology.axes
         spans = frozenset({self.whole, *((axis,) for axis in self.whole)})
-        self.traffic, self.exposure = ByteCounter(), ExposedTimer()
-        by_kind, links = {StreamKind.CONTEXT: spans}, self.links(InlineStreams())
-        self.groups = make_groups(self.topology, self.rank, by_kind, CONFIG, links)
+        self.traffic, self.exposed_timer = ByteCounter(), ExposedTimer()
+        by_kind, resources = {StreamKind.CONTEXT: spans}, self.resources(InlineStreams())
+        self.groups = make_groups(self.topology, self.rank, by_kind, CONFIG, resources)
         self._closes: list[Callable[[], None]] = [self.groups.close]
 
-    def links(self, streams: CommStreams) -> CommResources:
-        return CommResources(streams, self.traffic, self.exposure)
+    def resources(self, streams: CommStreams) -> CommResources:
+        return CommResources(streams, self.traffic, self.exposed_timer)
 
     def ring(self, *spans: tuple[Any, ...], streams: CommStreams) -> RingKVExchange:
-        groups = replace(self.groups, links=self.links(streams))
+        groups = replace(self.groups, resources=self.resources(streams))
         return RingKVExchange(DoubleRing(*spans), groups)
 
     def rings(self, streams: CommStreams) -> Iterator[RingKVExchange]:
@@ -139,8 +139,8 @@ class Ways:
         choice = AlgorithmChoice(names=(algorithm,))
         along = dict.fromkeys(COLLECTIVE_STREAMS, frozenset({self.whole}))
         needed = needed_groups(choice, along)
-        links = replace(self.links(streams), stream_kind=StreamKind.CONTEXT)
-        groups = make_groups(self.topology, self.rank, needed, CONFIG, links)
+        resources = replace(self.resources(streams), stream_kind=StreamKind.CONTEXT)
+        groups = make_groups(self.topology, self.rank, needed, CONFIG, resources)
         collectives = make_collectives(choice, groups)
         self._closes.append(collectives.close)
         return GatherKVExchange(GatheredKV(self.whole), collectives)
@@ -209,7 +209,7 @@ def compare_on_hopper(ways: Ways) -> list[set[str]]:
 
 def by_heads(ways: Ways, streams: CommStreams, groups: int) -> list[Tensor]:
     """With heads exchanged, in pieces with keys and values of their own or shared, recomputed."""
-    exchange = AllToAll(replace(ways.groups, links=ways.links(streams)), ways.whole)
+    exchange = AllToAll(replace(ways.groups, resources=ways.resources(streams)), ways.whole)
     core = ContextAttention(ContextLayout(size=4, heads=4), exchange, attend_whole)
     given = inputs(4, groups, packed=True, num_heads=16)
     for _ in range(2):  # what a recomputation left under way is waited for
@@ -288,7 +288,7 @@ def test_a_mutation_of_receive_buffers_changes_rank_and_prediction(
 
     def both() -> tuple[Counter[KVRoute], int]:
         rings: dict[Any, Any] = {
-            route: SimpleNamespace(size=size, owner_of=lambda _: 0, exposure=ExposedTimer())
+            route: SimpleNamespace(size=size, owner_of=lambda _: 0, exposed_timer=ExposedTimer())
             for route, size in zip(double.spans, (steps, turns), strict=True)
         }
         kv, most = _RingKV(double, rings, torch.zeros(2, 1, 1, HEADS, 1)), Counter[KVRoute]()

@@ -27,39 +27,39 @@ SECONDS = 0.05
 
 
 def test_the_links_of_each_stage_get_the_time_that_was_waited_for_them() -> None:
-    streams, exposure = ThreadStreams(torch.device("cpu")), ExposedTimer()
+    streams, exposed_timer = ThreadStreams(torch.device("cpu")), ExposedTimer()
     gate = threading.Event()
     between = streams.submit(INTER, gate.wait)
     inside = streams.submit(INTRA, partial(time.sleep, SECONDS), after=between)
     threading.Timer(0.3, gate.set).start()
-    exposure.wait(WaitKind.GATHER, AllEvents([inside]))
-    exposed = exposure.take()
+    exposed_timer.wait(WaitKind.GATHER, AllEvents([inside]))
+    exposed = exposed_timer.take()
     assert exposed.inter > 0.1  # of the 0.3, even if this thread began to wait late
     assert exposed.intra > SECONDS / 2
     assert exposed.gather >= exposed.intra + exposed.inter
     assert exposed.reduce == exposed.publish == 0.0
-    assert exposure.take() == ExposedTime(intra=0.0, inter=0.0)
+    assert exposed_timer.take() == ExposedTime(intra=0.0, inter=0.0)
     streams.close()
 
 
 def test_what_overlaps_costs_nothing() -> None:
-    streams, exposure = ThreadStreams(torch.device("cpu")), ExposedTimer()
+    streams, exposed_timer = ThreadStreams(torch.device("cpu")), ExposedTimer()
     ended = threading.Event()
     event = streams.submit(INTER, lambda: (time.sleep(SECONDS), ended.set())[0])
     ended.wait()
     event.wait()
-    exposure.wait(WaitKind.REDUCE, event)
-    exposure.wait(WaitKind.REDUCE, DONE)
-    assert exposure.take().total < SECONDS / 5
+    exposed_timer.wait(WaitKind.REDUCE, event)
+    exposed_timer.wait(WaitKind.REDUCE, DONE)
+    assert exposed_timer.take().total < SECONDS / 5
     streams.close()
 
 
 def test_without_overlap_a_job_costs_what_it_takes() -> None:
-    exposure = ExposedTimer()
-    streams = InlineStreams(exposure.note)
-    with exposure.submitting(WaitKind.PARAM_ALL_GATHER):
+    exposed_timer = ExposedTimer()
+    streams = InlineStreams(exposed_timer.note)
+    with exposed_timer.submitting(WaitKind.PARAM_ALL_GATHER):
         streams.submit(INTER, partial(time.sleep, SECONDS))
-    exposed = exposure.take()
+    exposed = exposed_timer.take()
     assert exposed.publish >= SECONDS
     assert SECONDS <= exposed.inter <= exposed.publish
     assert exposed.intra == 0.0
@@ -67,7 +67,7 @@ def test_without_overlap_a_job_costs_what_it_takes() -> None:
 
 @pytest.mark.gpu
 def test_streams_are_measured_on_the_device() -> None:
-    streams, exposure = CudaStreams(), ExposedTimer(on_streams=True)
+    streams, exposed_timer = CudaStreams(), ExposedTimer(on_streams=True)
     matrix = torch.randn(4096, 4096, device="cuda")
 
     def work() -> None:
@@ -76,10 +76,10 @@ def test_streams_are_measured_on_the_device() -> None:
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    exposure.wait(WaitKind.GATHER, streams.submit(INTER, work))
+    exposed_timer.wait(WaitKind.GATHER, streams.submit(INTER, work))
     end.record()
     torch.cuda.synchronize()
-    exposed = exposure.take()
+    exposed = exposed_timer.take()
     assert exposed.gather > 0.001
     assert exposed.gather <= begin.elapsed_time(end) / 1000.0
     assert exposed.intra is exposed.inter is None

@@ -50,9 +50,9 @@ INSIDE, BETWEEN = TOPOLOGY.axes_between(1, 2), TOPOLOGY.axes_between(2, 4)
 CONFIG = RuntimeConfig(distributed_timeout_minutes=7)
 COPYING = replace(CONFIG, paro_nccl_copy_engine=True)
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
-LINKS = CommResources(InlineStreams())
+RESOURCES = CommResources(InlineStreams())
 ALONE = Control(World(), CPU)
-copying_groups = partial(make_groups, TOPOLOGY, 1, config=COPYING, links=LINKS, device=GPU)
+copying_groups = partial(make_groups, TOPOLOGY, 1, config=COPYING, resources=RESOURCES, device=GPU)
 
 
 def made_by(
@@ -67,7 +67,7 @@ def made_by(
     nccl = FakeNccl(monkeypatch, Options=options)
     spans = {StreamKind.ROTATE: frozenset({INSIDE})}
     where = {"device": torch.device("cuda", rank), "communicators": communicators}
-    make_groups(TOPOLOGY, rank, spans, replace(CONFIG, **config), LINKS, **where)  # type: ignore[arg-type]
+    make_groups(TOPOLOGY, rank, spans, replace(CONFIG, **config), RESOURCES, **where)  # type: ignore[arg-type]
     return nccl.calls
 
 

@@ -241,8 +241,8 @@ class LoneRank:
         """
         context, topology = self.model.context, self.model.context.topology
         world = World(size=topology.world_size, group=topology.group_size)
-        links = CommResources(InlineStreams(), self.traffic, context.exposure)
-        self.model.model.core = attention_of(layout, world, links)
+        resources = CommResources(InlineStreams(), self.traffic, context.exposed_timer)
+        self.model.model.core = attention_of(layout, world, resources)
 
     def step(
         self,
@@ -268,10 +268,10 @@ class LoneRank:
         return sent
 
 
-def attention_of(layout: ContextLayout, world: World, links: CommResources) -> ContextAttention:
+def attention_of(layout: ContextLayout, world: World, resources: CommResources) -> ContextAttention:
     """Attention of a rank that shares samples."""
     topology = layout.topology(world_size=world.size, group_size=world.group_size)
-    groups = make_groups(topology, world.rank, {}, None, links)
+    groups = make_groups(topology, world.rank, {}, None, resources)
     return make_context_attention(layout, groups, NATIVE, "auto")
 
 
@@ -281,14 +281,14 @@ def rank_of(run: RunSpec, *, device: str = "cpu") -> LoneRank:
     with torch.device("meta"):
         llama = Llama(run.config)
     llama.freeze(run.trained.__contains__, activations=TORCH_TYPES[run.precision.compute])
-    links = CommResources(InlineStreams())
+    resources = CommResources(InlineStreams())
     control = PlannedControl(world, torch.device(device))
-    groups = make_groups(run.topology, world.rank, {}, None, links)
+    groups = make_groups(run.topology, world.rank, {}, None, resources)
     collectives = make_collectives(assembly.choice_of(run.collective, None, by_nccl=False), groups)
     context = ShardingContext(run.strategy, collectives, control.device)
     model = assembly._spread(llama, run, run.specs(units_of_run(run)), context, Timers())
     optimizer = ParoOptimizer(model, OptimConfig(), run.precision, 0, MuonConfig(), run.outer)
-    return LoneRank(model=model, optimizer=optimizer, traffic=links.traffic)
+    return LoneRank(model=model, optimizer=optimizer, traffic=resources.traffic)
 
 
 def allocated_at_most(work: Callable[[], object], device: str = "cpu") -> int:

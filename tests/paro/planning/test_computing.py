@@ -216,11 +216,11 @@ def test_ranks_count_what_a_sender_sends(
         one = Collective(StreamKind.REDUCE, op, span, NUMEL, "bf16")
         total = Sent()
         for rank in range(world_size):
-            links, whole = CommResources(InlineStreams()), torch.zeros(NUMEL, dtype=torch.bfloat16)
-            groups = make_groups(topology, rank, {}, None, links)
+            comms, whole = CommResources(InlineStreams()), torch.zeros(NUMEL, dtype=torch.bfloat16)
+            groups = make_groups(topology, rank, {}, None, comms)
             collectives = make_collectives(choice, groups)
             collectives.run(CollectiveRequest(op, whole, span, whole.dtype))
-            counted = links.traffic.take()
+            counted = comms.traffic.take()
             sender = Sender(group_size=group_size, rank=rank, choice=choice)
             assert counted == sender.sent([one]), (rank, op)
             total += counted
@@ -327,9 +327,9 @@ def test_a_rank_sends_what_the_part_that_trains_needs(
     monkeypatch: pytest.MonkeyPatch, layout: str, recompute: str
 ) -> None:
     silence(monkeypatch)
-    shared, links = LAYOUTS[layout], CommResources(InlineStreams())
+    shared, resources = LAYOUTS[layout], CommResources(InlineStreams())
     world, sender = World(size=4, group=4), Sender(group_size=4, rank=0)
-    core, precision = attention_of(shared, world, links), PrecisionConfig(compute="fp32")
+    core, precision = attention_of(shared, world, resources), PrecisionConfig(compute="fp32")
     tokens_BS = torch.zeros(1, 16 // shared.size, dtype=torch.int64)
     for model, names in TRAINED:
         config = replace(model, recompute=RECOMPUTES[recompute])
@@ -343,4 +343,4 @@ def test_a_rank_sends_what_the_part_that_trains_needs(
         run = run_of(config, "NNG", precision, world_size=4, is_trained=is_trained, context=shared)
         moves = RunMemory(None).step(run).schedule(1).actions()
         said = AttentionSchedules(run).sent(moves, sender)
-        assert links.traffic.take() == said, names or config.lora
+        assert resources.traffic.take() == said, names or config.lora

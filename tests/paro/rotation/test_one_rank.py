@@ -114,7 +114,7 @@ def test_out_of_place_a_slice_leaves_before_it_is_computed_with(
     rank = rotating_rank(SMALL, in_place=in_place)
     model, notes = rank.model, list[str]()
     ring = model.units[-1]._ring
-    ring.groups = replace(ring.groups, links=CommResources(Noted(notes)))
+    ring.groups = replace(ring.groups, resources=CommResources(Noted(notes)))
     attention = next(part for part in model._parts if part.spec.method == "attention")
     computed = attention._of_slice
 

@@ -203,7 +203,7 @@ class Hold:
         self._patience = patience
         self.overlapped: bool | None = None
         original: Callable[..., None] = getattr(unit, method)
-        streams = unit.context.collectives.groups.links.streams
+        streams = unit.context.collectives.groups.resources.streams
 
         def held(**arguments: object) -> None:
             if self.overlapped is None:

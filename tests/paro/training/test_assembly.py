@@ -42,7 +42,7 @@ class Built:
 
 def built(monkeypatch: pytest.MonkeyPatch, flags: str) -> Built:
     nccl = FakeNccl(monkeypatch)
-    monkeypatch.setattr(assembly, "make_links", lambda *_, **__: CommResources(InlineStreams()))
+    monkeypatch.setattr(assembly, "make_resources", lambda *_, **__: CommResources(InlineStreams()))
     monkeypatch.setattr(assembly, "check_core", lambda *_, **__: None)  # it sends messages
     world = World(rank=RANK, size=WORLD_SIZE, ranks_per_node=4)
     config = configured(f"{MODEL} {flags}", world)
@@ -123,7 +123,7 @@ def test_whole_parameters_have_all_the_registered_memory_that_they_ever_take(
     num_notes = len(notes)
     train(run)
     assert len(notes) == num_notes  # nothing more is allocated, and nothing registered
-    assert 0 < context.ledger.whole_params.peak_bytes <= sum(reserved)
+    assert 0 < context.counters.whole_params.peak_bytes <= sum(reserved)
     predicted = RunMemory(None).of(run.config.spec).allocations
     assert predicted.whole_params == sum(reserved)
 
