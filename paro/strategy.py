@@ -99,7 +99,7 @@ def check_group_size(world_size: int, group_size: int) -> None:
 
 
 def fitting_group_size(group_size: int, world_size: int) -> int:
-    """Return the largest size that divides both; all ranks where they were or are one group."""
+    """Return the largest group size that divides both sizes; all ranks if one group has them."""
     return world_size if group_size >= world_size else math.gcd(group_size, world_size)
 
 

@@ -95,7 +95,7 @@ class WaitKind(Enum):
 
 
 class PlannedWait(NamedTuple):
-    """A wait of a planned step: for what, in words, and the kind as which a run measures it."""
+    """A kind of wait in a planned step: its words, and the kind that a run measures for it."""
 
     words: str
     measured: WaitKind | None  # None: as computing

@@ -65,7 +65,7 @@ def check_moments(optim: OptimConfig, precision: PrecisionConfig) -> None:
 
 
 def check_average(train: TrainConfig, optim: OptimConfig) -> None:
-    """Raise `UserError` if a run would average nothing, or evaluate an average that it lacks."""
+    """Raise `UserError` if a run averages no weights, or evaluates averages without having any."""
     first = optim.ema_start or optim.ema_interval
     if optim.ema_decay is not None and first > train.train_iters and not train.skip_train:
         raise UserError(

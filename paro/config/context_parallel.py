@@ -41,12 +41,12 @@ TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
 _SYNONYMS = {"all_gather": "allgather"}  # Megatron's name
 _CLEAR_GAIN = 0.05  # share of a step that another type must save for the log to suggest it
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallelConfig:
-    """The context-parallel degree and communication type, and which of them are yet to choose."""
+    """The context-parallel degree and communication type, and the flags left to the planner."""
 
     context_parallel_size: int = 1
     cp_comm_type: str = "p2p"
@@ -222,10 +222,10 @@ def preferred_config(
 def with_micro_batches(
     configs: Sequence[ContextParallelConfig],
     micro_batch_size: int,
-    make: Callable[[ContextParallelConfig, int], Made],
+    make: Callable[[ContextParallelConfig, int], T],
     *,
     grows: bool,
-) -> dict[tuple[ContextParallelConfig, int], Made]:
+) -> dict[tuple[ContextParallelConfig, int], T]:
     """Map each configuration and possible micro-batch size to `make(config, size)`.
 
     With `grows`, sizes are micro_batch_size times each divisor of the context-parallel degree.

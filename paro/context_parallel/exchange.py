@@ -132,7 +132,7 @@ class _RingGrads:
         self._sums: dict[KVRoute, _RingSum] = {}
 
     def add(self, action: AttendKV, share: AddGrads) -> None:
-        """Add gradients of the rank's own keys and values; keep others until their sum is sent."""
+        """Add the rank's own dKV; keep the dKV of other ranks' keys until their sums are sent."""
         if action.turn == action.step == 0:
             share(_select_heads(self.total_2BTKH, action.heads))
         else:
@@ -189,7 +189,7 @@ def _shift(ring: Ring, outgoing: Tensor, incoming: Tensor) -> Event:
 
 
 class GatherKVExchange:
-    """A `KVExchange` by collectives; attention to local keys overlaps with them."""
+    """A `KVExchange` by collectives, which overlap with attention to the rank's own keys."""
 
     def __init__(self, exchange: GatheredKV, collectives: Collectives) -> None:
         groups = collectives.groups

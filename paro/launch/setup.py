@@ -148,7 +148,7 @@ def agree_on_kernels(config: RunConfig, control: Control) -> tuple[RunConfig, li
 
 
 def _tried(config: RunConfig, control: Control) -> Iterator[tuple[str, str]]:
-    """Yield (purpose, kernel) that this rank would use; nothing where there is no choice."""
+    """Yield (purpose, kernel that this rank would use) wherever there is a choice of kernels."""
     device, dtype = control.device, TORCH_TYPES[config.precision.compute]
     check_matmul_types(config.model.fp8_format, dtype, device)
     check_compiler(config.model, device)

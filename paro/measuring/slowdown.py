@@ -25,7 +25,7 @@ def _spin(nanoseconds):
 
 
 def slowed_matmuls(device: torch.device) -> tuple[tuple[int, float], ...]:
-    """Time a bf16 matmul of LLaMA-7B next to busy thread blocks, for several numbers of them."""
+    """Time a bf16 matmul of LLaMA-7B next to several numbers of busy thread blocks."""
     a_RK = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device)
     b_KC = torch.randn(4096, 11008, dtype=torch.bfloat16, device=device)
     stream = torch.cuda.Stream(device, priority=-1)

@@ -99,7 +99,7 @@ class OuterUnit(UnitShards):
         self._reduced = self._after(ActionKind.PARAM_ALL_GATHER, self._move_anchor, gathered)
 
     def _after(self, kind: ActionKind, job: Job, after: Event) -> Event:
-        """Queue local work after collectives; a single group does it at once."""
+        """Queue `job` behind the collectives of an action, or run it now if there is one group."""
         if not (sent := self.spec.collectives[kind]):
             job()
             return DONE

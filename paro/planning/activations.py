@@ -200,7 +200,7 @@ class Activations:
         return self.run.num_tokens * (products + lora.rank * size) - self._matrix
 
     def _before_adapters(self) -> int:
-        """Count the bytes that the first block with adapters does not save: those before them."""
+        """Count bytes before the adapters of the first block that has some, which saves none."""
         lora = self.config.lora
         targets = {*lora.targets} if lora is not None else set()
         if not targets or targets & {"wq", "wk", "wv"}:

@@ -173,7 +173,7 @@ class CommCosts:
         return codes
 
     def _beside(self, name: str, other: TimedJob, seconds: float) -> QueuedJobs:
-        """Make work for the stream of another job; on CPU ranks it takes processor time."""
+        """Make work for the stream of `other`; on CPU ranks the work takes processor time."""
         cpu = 1.0 if self.device.cores is not None else 0.0
         seconds += self.device.job_seconds
         job = TimedJob(stream=other.stream, seconds=seconds, intra=0.0, inter=0.0, cpu=cpu)

@@ -250,7 +250,7 @@ class AttentionSchedules:
         yield AttentionWait(outer.name)
 
     def _share(self, actions: Iterable[KVAction], steps: range | None = None) -> AttentionShare:
-        """Compute which share of a pass's attention the actions are; `steps` leaves out others."""
+        """Compute the share of a pass's attention in actions, or in their ring steps in `steps`."""
         heads = sum(
             len(action.heads)
             for action in actions

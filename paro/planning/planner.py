@@ -114,7 +114,7 @@ class _Search:
             raise UserError(reason)
         self.rows = sorted(rows, key=lambda row: (row.memory_bytes, row.least_seconds))
         self._device_bytes = request.device_bytes
-        self.done: dict[_Bounded, Estimate | None] = {}  # those that were simulated
+        self.done: dict[_Bounded, Estimate | None] = {}  # estimates of rows simulated so far
         self._counts_blocks = space.recomputes is None
         first_trained = first_trained_unit(unit_specs(request.model), request.trained.__contains__)
         self._unsaved = max(0, first_trained - 1)  # number of blocks that save nothing
@@ -169,7 +169,7 @@ class _Search:
         return None if chosen is None else replace(candidate, recompute=chosen)
 
     def best(self, rows: Sequence[_Bounded]) -> Estimate | None:
-        """Return the best with 16 bits, or the best with quantized values if it saves enough."""
+        """Return the best candidate with 16 bits, or the best quantized one if it saves enough."""
         return faster_bits(*map(self._best, _by_bits(rows)))
 
     def about_fastest(self, rows: Sequence[_Bounded]) -> Estimate | None:
@@ -181,7 +181,7 @@ class _Search:
         return None if other is None else self._estimator.estimate(other)
 
     def _best(self, rows: Sequence[_Bounded]) -> Estimate | None:
-        """Return the first by `best_first` of candidates that fit, within `RESOLUTION` in time.
+        """Return the best of `rows` in the order of `best_first`, within `RESOLUTION` in time.
 
         Candidates that were not simulated cannot win a tie.
         """

@@ -287,7 +287,7 @@ class StepCosts:
     def _bound(
         self, counts: Counts, *, forwards: int = 0, backwards: int = 0, more: float = 0.0
     ) -> float:
-        """Bound from below the seconds of passes with these actions; `more` is other work."""
+        """Bound from below the seconds of passes with the actions; `more`: of other work."""
         busy = self.busy(counts)
         forward, collecting = self.computing.forward_seconds, self.counts.num_trained
         backward = self.computing.seconds - forward + self.collect_seconds(collecting)

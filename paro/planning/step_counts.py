@@ -16,7 +16,7 @@ from paro.step.rotating import RotationShape
 from paro.step.schedule import LISTED_MICRO_BATCHES, StepSchedule, step_schedule
 
 Counts = Mapping[Move, int]
-Made = TypeVar("Made")
+T = TypeVar("T")
 QUEUES = frozenset(chain.from_iterable(WAITED_BY.values()))
 
 
@@ -95,7 +95,7 @@ class StepCounts:
         first: dict[object, int] = {}
         return [first.setdefault(kind, number) for number, kind in enumerate(kinds)]
 
-    def by_kind(self, make: Callable[[int], Made]) -> list[Made]:
+    def by_kind(self, make: Callable[[int], T]) -> list[T]:
         """Call `make` with the number of every buffer, once for all buffers of equal kind."""
         made = {number: make(number) for number in dict.fromkeys(self.first_of_kind)}
         return [made[number] for number in self.first_of_kind]

@@ -94,7 +94,7 @@ class SendKVGrads(NamedTuple):
 
 
 class WaitKVGrads(NamedTuple):
-    """The wait for the complete sum of dKV, as far as a route brings it."""
+    """The wait for the sum of this rank's dKV that a route (a ring, or a collective) brings."""
 
     route: KVRoute
     heads: range
@@ -186,7 +186,7 @@ class DoubleRing:
 
 @dataclass(frozen=True, slots=True)
 class GatheredKV:
-    """An exchange of keys and values by collectives; attention to own ones overlaps with them."""
+    """An exchange of keys and values by collectives; the rank's own ones are attended meanwhile."""
 
     span: AxisSpan  # axes of the rank mesh
 

@@ -245,7 +245,7 @@ class ShardingSpec:
     def _quantized(
         self, span: AxisSpan, bits: int, block: int, number: int, dtype: str
     ) -> RangeFormat | None:
-        """Return the format if values sent in it cross groups and take fewer bytes than exact."""
+        """Return the format of quantized values; None if they are sent exactly or inside groups."""
         crosses = any(axis.link is Link.INTER for axis in span)
         if bits == FULL_BITS or not (crosses and self.buffer.trains):
             return None

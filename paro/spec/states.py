@@ -78,7 +78,7 @@ def muon_states(precision: PrecisionConfig) -> tuple[OptimState, ...]:
 
 
 def averages(precision: PrecisionConfig) -> tuple[OptimState, ...]:
-    """Return the averaged weights, which a run has of all that it trains, or nothing."""
+    """Return the state of averaged weights (EMA) of all trained parameters; empty without."""
     return () if precision.ema_decay is None else (OptimState(name=EMA),)
 
 

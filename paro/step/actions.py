@@ -155,7 +155,7 @@ class StepShape:
         return tuple(unit.needed for unit in self.units)
 
     def halves(self, index: int) -> tuple[tuple[int, ...], ...]:
-        """Return the buffers with which a unit computes, all at once: there are no halves."""
+        """Return a unit's buffers as one entry: only slices that rotate are cut in halves."""
         return (self.units[index].needed,)
 
     @property

@@ -16,13 +16,12 @@
 # training thread waits for a collective at once after queueing it.
 
 # [Note: updated parameters]
-# A step ends with the update, and the next forward is the first to read the result. There are two
-# times to queue the all-gather of a unit's updated parameters. At once: links have most time. Or
-# some units ahead of the unit's first use, behind the gathers queued at that point: no gather then
-# waits behind a collective that only later units need, which is faster where collectives begin in
-# the order in which they are queued on all streams (planning/simulation.py). A unit is gathered
-# `prefetch_units` ahead and after its updated parameters, so these are queued at least one unit
-# further ahead.
+# A step ends with the update, and the next forward is the first to read the result. The all-gather
+# of a unit's updated parameters is queued at once, when links have most time for it, or some units
+# ahead of the unit's first use, behind the gathers queued at that point. The latter is faster where
+# collectives begin in the order in which they are queued on all streams (planning/simulation.py):
+# no gather waits behind a collective that only later units need. Units are gathered
+# `prefetch_units` ahead, after their updated parameters, which are queued at least a unit earlier.
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ class ParamAllGatherPolicy:
 
 
 class GatheringPolicy:
-    """The policy of gathering: answers the events of a step with the actions to carry out.
+    """The policy of a step that gathers parameters: returns the actions to carry out at each event.
 
     The order of calls: `begin_step`, all micro-batches, `end_step`. A micro-batch is
     `begin_micro_batch`; `before_forward` and `after_forward` of every unit; from the last unit to

@@ -78,7 +78,7 @@ class RotationShape:
 
 
 class RotationPolicy:
-    """The policy of a step where weights rotate: answers events with the actions to carry out.
+    """The policy of a step that rotates weights: returns the actions to carry out at each event.
 
     The order of calls: `begin_step`, all micro-batches, `end_step`. A micro-batch is
     `begin_micro_batch`; `before_forward` and `after_forward` of every ring step; from the last

@@ -69,7 +69,7 @@ class RingShape:
 
 
 class SlicePolicy:
-    """The policy of one buffer's slices: answers events with the actions to carry out, in order.
+    """The policy of one buffer's slices: returns the actions to carry out at each event, in order.
 
     The actions are kinds and slots, without the number of the buffer.
 

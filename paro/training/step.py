@@ -220,7 +220,7 @@ def _pass_over(
     source: Iterator[Batch],
     reasons: Callable[[], ExitReasons],
 ) -> StepResult:
-    """Read the samples of a step and use them for nothing, as --iterations-to-skip asks."""
+    """Read the samples of a step without training on them, for --iterations-to-skip."""
     timed = TimedBatches(source, training.device, training.timers)
     for _ in range(training.batches.num_micro_batches_at(state.consumed_train_samples)):
         next(timed)
@@ -373,7 +373,7 @@ def _forward_backward(
 
 
 def _trace(training: Training, state: TrainState, batches: Sequence[Batch]) -> str:
-    """Repeat a step without its update, and return where it is not finite first."""
+    """Repeat a step without its update; describe its first operation that is not finite."""
     again = TimedBatches(iter(batches), training.device, training.timers)
     run = partial(_forward_backward, training, state, again)
     with training.traffic.paused():
