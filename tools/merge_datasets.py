@@ -65,8 +65,8 @@ def tokenizer_of(prefixes: Sequence[Path]) -> Fingerprint | None:
 
     Older data sets do not say what its ids stand for; if one of them does, it holds for all.
     """
-    found = {prefix: read_fingerprint(prefix) for prefix in prefixes}
-    known = {prefix: fingerprint for prefix, fingerprint in found.items() if fingerprint}
+    fingerprints = {prefix: read_fingerprint(prefix) for prefix in prefixes}
+    known = {prefix: fingerprint for prefix, fingerprint in fingerprints.items() if fingerprint}
     first = next(iter(known.items()), None)
     for prefix, fingerprint in known.items():
         if first is not None and fingerprint.digest != first[1].digest:
@@ -74,7 +74,7 @@ def tokenizer_of(prefixes: Sequence[Path]) -> Fingerprint | None:
                 f"{bin_path(first[0])} was made with {first[1].describe()}, and {bin_path(prefix)} "
                 f"with {fingerprint.describe()}: only data sets of one tokenizer can be joined"
             )
-    if first is None or len(known) < len(found):
+    if first is None or len(known) < len(fingerprints):
         return None
     return next((one for one in known.values() if one.token_bytes is not None), first[1])
 

@@ -150,20 +150,20 @@ def parse_args(
         raise UserError(*mistakes)
     if mistakes and wrong_values is None:
         check_flags(args, mistakes)
-    if trains and wrong_values is not None and (found := wrong_flags(args, mistakes)):
+    if trains and wrong_values is not None and (wrong := wrong_flags(args, mistakes)):
         if nothing_needed_is_given(args):
             check_flags(args, mistakes)
         lines, better = wrong_values(args)
         example = corrected(words, args, parser, better=better, refused=refused)
-        raise UserError(*dict.fromkeys([*found, *lines]), example=example)
+        raise UserError(*dict.fromkeys([*wrong, *lines]), example=example)
     return args
 
 
 def check_flags(args: Namespace, mistakes: Sequence[str] = ()) -> None:
     """Raise `UserError` with `mistakes`, then a line for every refused or missing flag."""
-    if found := wrong_flags(args, mistakes):
+    if wrong := wrong_flags(args, mistakes):
         bare = not mistakes and nothing_needed_is_given(args)
-        raise UserError(*found, example=f"This trains, on any machine:\n{EXAMPLE}" if bare else "")
+        raise UserError(*wrong, example=f"This trains, on any machine:\n{EXAMPLE}" if bare else "")
 
 
 def wrong_flags(args: Namespace, mistakes: Sequence[str] = ()) -> list[str]:

@@ -166,30 +166,30 @@ def report(task: Task, results: Results, peak: float | None, clocks: Path | None
     seq_length = task.batch.tokens_BS.shape[1]
     flops = flops_per_token(task.run.model, seq_length, causal=False)
     causal = flops_per_token(task.run.model, seq_length, causal=True)
-    measured = {name: one for name, one in results.items() if isinstance(one, Measured)}
+    measured = {name: result for name, result in results.items() if isinstance(result, Measured)}
     rows: list[Row] = []
-    for name, one in measured.items():
+    for name, result in measured.items():
         others = [other for other in measured if other in REFERENCES and other != name]
-        speed = one.tokens_per_second
+        speed = result.tokens_per_second
         row: Row = {
             "contender": name,
-            "first_loss": one.first_loss,
+            "first_loss": result.first_loss,
             "tokens_per_second": speed,
             "tflops": speed * flops / 1e12,
-            "ratios": {other: one.ratio(measured[other]) for other in others},
-            "seconds": one.seconds,
-            "turns": one.turns,
+            "ratios": {other: result.ratio(measured[other]) for other in others},
+            "seconds": result.seconds,
+            "turns": result.turns,
         }
         line = f"{name:22s}{speed:10.0f} tokens/s, {row['tflops']:.3f} TFLOP/s"
         if peak is not None:
             row |= {"mfu": speed * flops / peak, "mfu_causal": speed * causal / peak}
             line += f", MFU {row['mfu']:.1%} ({row['mfu_causal']:.1%} with attention halved)"
         if clocks is not None:
-            row |= clock_of(clocks, one.turns)
+            row |= clock_of(clocks, result.turns)
             line += clock_text(row)
-        if one.peak_bytes is not None:
-            row["peak_bytes"] = one.peak_bytes
-            line += f", {one.peak_bytes / 1e9:.2f} GB at most"
+        if result.peak_bytes is not None:
+            row["peak_bytes"] = result.peak_bytes
+            line += f", {result.peak_bytes / 1e9:.2f} GB at most"
         for other, ratio in row["ratios"].items():
             line += f", {ratio:.3f} of {other}"
         rows.append({**row, "line": line})

@@ -56,13 +56,13 @@ def batched(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def shapes_of(text: str) -> list[tuple[int, int]]:
-    found = []
+    shapes = []
     for word in text.split(","):
         rows, _, columns = word.partition("x")
         if not (rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
             raise UserError(f"--shapes {text}: {word!r} is no ROWSxCOLUMNS such as 4096x4096")
-        found.append((int(rows), int(columns)))
-    return found
+        shapes.append((int(rows), int(columns)))
+    return shapes
 
 
 def flops_of(rows: int, columns: int) -> int:

@@ -288,9 +288,9 @@ def _spelled(rule: FlagRule) -> str:
     return " ".join((f"`{rule.flag}`", ", ".join(f"`{value}`" for value in rule.values))).strip()
 
 
-def _short(given: str) -> str:
+def _short(words: str) -> str:
     """Return a flag with its value; without the value if that is long."""
-    return given if len(given) <= MOST_CHARACTERS else given.split()[0]
+    return words if len(words) <= MOST_CHARACTERS else words.split()[0]
 
 
 def _union(flags: Mapping[str, set[str]]) -> set[str]:

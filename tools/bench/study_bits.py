@@ -89,9 +89,9 @@ def early(losses: Losses, base: Losses) -> float:
 
     There, variants differ most: later all of them converge to much the same loss.
     """
-    own, other = dict(losses.loss), dict(base.loss)
-    end = max(own)
-    return mean(own[at] - other[at] for at in own if 0.1 * end < at <= 0.5 * end)
+    curve, other = dict(losses.loss), dict(base.loss)
+    end = max(curve)
+    return mean(curve[at] - other[at] for at in curve if 0.1 * end < at <= 0.5 * end)
 
 
 Pairs = list[tuple[Losses, Losses]]
@@ -109,8 +109,8 @@ def table(finished: Finished) -> str:
     for iterations, seeds in ((SHORT, SEEDS), (LONG, (1,))):
         for variant in VARIANTS:
             if pairs := pairs_of(finished, variant, iterations, seeds):
-                loss = mean(own.last for own, _ in pairs)
-                more = _all_of([own.last - base.last for own, base in pairs])
+                loss = mean(run.last for run, _ in pairs)
+                more = _all_of([run.last - base.last for run, base in pairs])
                 sooner = _all_of([early(*pair) for pair in pairs])
                 rows.append((variant.name, iterations, len(pairs), f"{loss:.4f}", more, sooner))
     apart = "more than 16/16: mean, by seed"
@@ -151,9 +151,9 @@ def plot(finished: Finished, path: Path) -> None:
         figure.legend(loc="outside right", fontsize="small", title="bits of gradients/updates")
 
 
-def _above(own: dict[int, float], base: dict[int, float]) -> tuple[list[int], list[float]]:
+def _above(curve: dict[int, float], base: dict[int, float]) -> tuple[list[int], list[float]]:
     """Return iterations, and by how much the first one's losses are above the second one's."""
-    return list(own), [own[at] - base[at] for at in own]
+    return list(curve), [curve[at] - base[at] for at in curve]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -107,14 +107,14 @@ class Launched:
 
     def unfinished(self) -> dict[tuple[str, int, int], int]:
         """Return iterations of the folders of unfinished saves; keys identify the folders."""
-        found = {}
+        iterations = {}
         for path in self.checkpoints.glob("iter_*.partial"):
             try:
                 status = path.stat()
             except OSError:
                 continue
-            found[path.name, status.st_ino, status.st_ctime_ns] = int(path.name[5:12])
-        return found
+            iterations[path.name, status.st_ino, status.st_ctime_ns] = int(path.name[5:12])
+        return iterations
 
     def is_saving(self) -> int | None:
         """Return the iteration being written, or None; saves that kills cut do not count."""
@@ -227,13 +227,13 @@ def judge(training: Launched, study: Study, undisturbed: dict[int, float]) -> No
     complaints = study.complaints
     if training.process.wait(600) != 0:
         complaints.append(f"the training failed: {training.text()[-2000:]}")
-    found = losses(training.metrics)
-    study.num_losses += len(found)
-    wrong = [(at, loss) for at, loss in found if loss != undisturbed[at]]
+    logged = losses(training.metrics)
+    study.num_losses += len(logged)
+    wrong = [(at, loss) for at, loss in logged if loss != undisturbed[at]]
     if wrong:
         complaints.append(f"losses differ from the undisturbed ones: {wrong[:5]}")
-    if {at for at, _ in found} != undisturbed.keys():
-        complaints.append(f"iterations are missing: {sorted({at for at, _ in found})}")
+    if {at for at, _ in logged} != undisturbed.keys():
+        complaints.append(f"iterations are missing: {sorted({at for at, _ in logged})}")
     text = training.text()
     study.num_starts += len(re.findall("holds no checkpoint|successfully loaded", text))
     study.num_passed_over += text.count("passing over iteration")

@@ -195,10 +195,10 @@ def _check_speed(part: StudyPart, folder: Path, speed: str) -> None:
     with about("--inter: "):
         wanted = part.inter(speed)
     for path in part.machine_files(folder):
-        found = _inter_of(read_machine(path))
-        if found != wanted:
+        rate = _inter_of(read_machine(path))
+        if rate != wanted:
             raise UserError(
-                f"--inter {speed}: {path} is of NICs of {found}, not {wanted}: choose another "
+                f"--inter {speed}: {path} is of NICs of {rate}, not {wanted}: choose another "
                 "--folder"
             )
 
@@ -236,7 +236,7 @@ def chapters_of(folder: Path) -> list[Chapter]:
     rows = rows_of(folder)
     if not rows:
         raise UserError(f"--folder {folder}: there are no rows: measure first")
-    found = []
+    chapters = []
     for part in parts():
         # By what the candidates of a chapter have in common, and by candidate.
         by_key: dict[tuple[str, int, bool], dict[str, list[dict[str, Any]]]] = {}
@@ -258,7 +258,7 @@ def chapters_of(folder: Path) -> list[Chapter]:
         cluster_name = f"{part.shape}, {nics.format(_inter_of(machine))}"
         for (collective, count, rotates), settings in by_key.items():
             request = plan_request_of_part(part, machine, collective, count)
-            found.append(
+            chapters.append(
                 Chapter(
                     cluster=cluster_name,
                     collective=f"{collective}, rotated" if rotates else collective,
@@ -266,7 +266,7 @@ def chapters_of(folder: Path) -> list[Chapter]:
                     compared=compare(request, [*settings.values()]),
                 )
             )
-    return found
+    return chapters
 
 
 def plan_request_of_part(

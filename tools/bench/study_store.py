@@ -92,8 +92,8 @@ def train(folder: Path, flags: Sequence[object], beside: Trained | None = None) 
     first, begin, replay = len(notes.read_text().splitlines()), time.time(), None
     if beside is not None:
         replay = start(0, (*HELPER, "replay", notes, *beside.requests), folder / "replay.log")
-    own = ("--metrics-file", metrics, "--object-storage-cache-path", cache)
-    status = start(0, ("pretrain_llama.py", *MODEL.split(), *flags, *own), log).wait()
+    extra = ("--metrics-file", metrics, "--object-storage-cache-path", cache)
+    status = start(0, ("pretrain_llama.py", *MODEL.split(), *flags, *extra), log).wait()
     if replay is not None and replay.wait() != 0:
         raise RunError(f"a request failed: {(folder / 'replay.log').read_text()[-1000:]}")
     shutil.rmtree(cache, ignore_errors=True)

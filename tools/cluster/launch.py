@@ -142,8 +142,8 @@ def torchrun(
 
 def hosts_file(spec: ClusterSpec) -> str:
     """Return the machine's own host names, and one for each NIC."""
-    own = Path("/etc/hosts")
-    lines = own.read_text(encoding="utf-8").splitlines() if own.exists() else []
+    hosts = Path("/etc/hosts")
+    lines = hosts.read_text(encoding="utf-8").splitlines() if hosts.exists() else []
     for node in range(spec.nodes):
         for index in range(spec.nics):
             host = f"node{node}-{nic(index)}"
@@ -159,10 +159,10 @@ def start(
 
     If this process is killed, torchrun gets SIGTERM and ends its ranks.
     """
-    own = {RUN_VARIABLE: spec.name, "GLOO_SOCKET_IFNAME": nic(0)}
+    variables = {RUN_VARIABLE: spec.name, "GLOO_SOCKET_IFNAME": nic(0)}
     return subprocess.Popen(
         command,
-        env={"OMP_NUM_THREADS": "1", **os.environ, **env, **own},
+        env={"OMP_NUM_THREADS": "1", **os.environ, **env, **variables},
         start_new_session=True,  # so that a terminal's Ctrl-C arrives once, forwarded from here
         preexec_fn=partial(_LIBC.prctl, _PR_SET_PDEATHSIG, signal.SIGTERM),
         **streams,

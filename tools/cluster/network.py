@@ -78,12 +78,12 @@ def remove(namespace: str) -> None:
 def links(namespace: str) -> list[dict[str, Any]]:
     """Return the links of a namespace as `ip -json` lists them; none for a dangling name."""
     try:
-        found: list[dict[str, Any]] = json.loads(
+        described: list[dict[str, Any]] = json.loads(
             run_tool(["ip", "-n", namespace, "-json", "-statistics", "link", "show"])
         )
     except UserError:
         return []
-    return found
+    return described
 
 
 def namespaces_of(name: str, *, unfinished: bool = False) -> tuple[list[str], list[str]]:
@@ -97,9 +97,9 @@ def namespaces_of(name: str, *, unfinished: bool = False) -> tuple[list[str], li
     for path in sorted(NETNS.glob("paro-*")):
         if not is_namespace_of(name, path.name):
             continue
-        found = links(path.name)
-        marked = any(link.get("ifalias") == mark_of(name) for link in found)
-        is_ours = marked or (unfinished and len(found) <= 1)
+        inside = links(path.name)
+        marked = any(link.get("ifalias") == mark_of(name) for link in inside)
+        is_ours = marked or (unfinished and len(inside) <= 1)
         (ours if is_ours else others).append(path.name)
     return ours, others
 

@@ -72,15 +72,15 @@ def run_algorithm(
     busy_too: bool,
 ) -> list[TimedRun]:
     """Time a run of each collective by one algorithm; its process groups exist only meanwhile."""
-    spans = frozenset(one.collective.span for one in checked)
+    spans = frozenset(check.collective.span for check in checked)
     with benchmark.collectives(name, spans) as collectives:
         # Starts threads and opens connections that are made lazily. The time is not used: a
         # rank that has just used its core is scheduled later in the run that counts.
         benchmark.run(collectives, checked[0], 1)
         pairs = [*zip(checked, repeats, strict=True)]
-        runs = [benchmark.run(collectives, one, times) for one, times in pairs]
+        runs = [benchmark.run(collectives, check, times) for check, times in pairs]
         if busy_too:
-            busy = [benchmark.run_and_compute(collectives, one, times) for one, times in pairs]
+            busy = [benchmark.run_and_compute(collectives, check, times) for check, times in pairs]
             runs = [run._replace(busy_seconds=s) for run, s in zip(runs, busy, strict=True)]
         by_rank: list[list[TimedRun]] = benchmark.control.gather(runs)
     return [over_ranks(of_ranks) for of_ranks in zip(*by_rank, strict=True)]

@@ -36,12 +36,12 @@ def scores_of(model: Llama, pairs: Sequence[Pair], *, max_length: int, size: int
     for pair in pairs:
         _check(*pair, max_length=max_length, rows=model.config.vocab_size)
     order = sorted(range(len(pairs)), key=lambda number: -sum(map(len, pairs[number])))
-    found: dict[int, Score] = {}
+    scores: dict[int, Score] = {}
     for begin in range(0, len(order), size):
         numbers = order[begin : begin + size]
         batch = [pairs[number] for number in numbers]
-        found |= zip(numbers, _scores_of_batch(model, batch, max_length), strict=True)
-    return [found[number] for number in range(len(pairs))]
+        scores |= zip(numbers, _scores_of_batch(model, batch, max_length), strict=True)
+    return [scores[number] for number in range(len(pairs))]
 
 
 def _check(

@@ -66,9 +66,9 @@ def expected(request: PlanRequest, found: SearchResult, failures: Failures) -> l
 
 def _rows(request: PlanRequest, setting: Estimate, failures: Failures) -> list[Row]:
     survives = request.limits.survival(setting.candidate.strategy).nodes
-    found = {"disk": from_disk(failures)}
+    by_state = {"disk": from_disk(failures)}
     if survives:
-        found["memory"] = from_memory(
+        by_state["memory"] = from_memory(
             failures,
             survives=survives,
             step_seconds=setting.seconds,
@@ -85,7 +85,7 @@ def _rows(request: PlanRequest, setting: Estimate, failures: Failures) -> list[R
             "copy_steps": goodput.copy_steps,  # --non-persistent-save-interval
             "tokens_per_second": goodput.share * setting.tokens_per_second,
         }
-        for name, goodput in found.items()
+        for name, goodput in by_state.items()
         for seconds in [goodput.checkpoint_seconds]
     ]
 

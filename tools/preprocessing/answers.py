@@ -107,14 +107,14 @@ class _Places:
         pieces = _MARKS.split(rendered)
         if "".join(pieces[::3]) != self._text:
             return {}
-        found: dict[int, list[tuple[str, int]]] = {}
+        marks_of: dict[int, list[tuple[str, int]]] = {}
         position = 0
         for passed, mark, number in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=False):
             position += len(passed)
-            found.setdefault(int(number), []).append((mark, position))
+            marks_of.setdefault(int(number), []).append((mark, position))
         return {
             number: (places[0][1], places[1][1])
-            for number, places in found.items()
+            for number, places in marks_of.items()
             if [mark for mark, _ in places] == [_OPENS, _CLOSES]
         }
 

@@ -88,10 +88,10 @@ class ChatTemplate:
             text.encode()
         except UnicodeEncodeError as error:  # JSON escapes can encode invalid text
             raise UserError("a text holds half a surrogate pair") from error
-        found = self._tokenizer(
+        encoded = self._tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
-        return list(found["input_ids"]), np.array(found["offset_mapping"], int).reshape(-1, 2)
+        return list(encoded["input_ids"]), np.array(encoded["offset_mapping"], int).reshape(-1, 2)
 
 
 class _Renderer:

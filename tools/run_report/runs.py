@@ -70,13 +70,13 @@ class Run:
 
     def validations(self, figure: str = "lm_loss") -> dict[str, tuple[list[float], list[float]]]:
         """Return iterations and figures of the evaluations during training, by validation set."""
-        found: dict[str, dict[float, float]] = {}
+        by_set: dict[str, dict[float, float]] = {}
         for at in self.evaluations:
             if at.get(figure) is not None and at["data_set"] != "test":
-                found.setdefault(at["data_set"], {})[at["iteration"]] = at[figure]
+                by_set.setdefault(at["data_set"], {})[at["iteration"]] = at[figure]
         return {
             name: (sorted(values), [values[iteration] for iteration in sorted(values)])
-            for name, values in found.items()
+            for name, values in by_set.items()
         }
 
 
@@ -137,12 +137,12 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
         "data_cache_path",
     }
     names = sorted({name for run in runs for name in run.arguments} - written)
-    found = {}
+    values_by_flag = {}
     for name in names:
         values = [_shown(name, run.arguments.get(name)) for run in runs]
         if len(set(values)) > 1:
-            found[option_of(name)] = values
-    return found
+            values_by_flag[option_of(name)] = values
+    return values_by_flag
 
 
 def _shown(name: str, value: Any) -> str:

@@ -19,10 +19,10 @@ def device_of(name: str | None) -> torch.device:
         return torch.device("cuda", 0) if there else torch.device("cpu")
     if name == "cpu":
         return torch.device(name)
-    found = re.fullmatch(r"cuda(?::(\d{1,4}))?", name)
-    if found is None:
+    match = re.fullmatch(r"cuda(?::(\d{1,4}))?", name)
+    if match is None:
         raise UserError(f"--device {name} is unknown: give cpu, cuda or cuda:1")
-    number = int(found[1] or 0)
+    number = int(match[1] or 0)
     if number >= there:
         sees = count_text(there, "CUDA device") if there else "no CUDA device"
         raise UserError(f"--device {name}: torch sees {sees} here")
@@ -34,5 +34,5 @@ def peak_flops(device: torch.device, compute: str, peak_tflops: float | None) ->
     if device.type != "cuda" and peak_tflops is None:
         return None
     control = Control(World(), device)
-    found = find_peak(device, compute=compute, peak_tflops=peak_tflops, control=control)
-    return found.flops_per_second
+    peak = find_peak(device, compute=compute, peak_tflops=peak_tflops, control=control)
+    return peak.flops_per_second

@@ -25,13 +25,13 @@ def watched_interfaces(names: str | None) -> tuple[str, ...]:
 
 def sent_bytes(interfaces: tuple[str, ...]) -> dict[str, int]:
     """Return bytes sent by each interface of this network namespace."""
-    found = psutil.net_io_counters(pernic=True, nowrap=False)
-    missing = [name for name in interfaces if name not in found]
+    nics = psutil.net_io_counters(pernic=True, nowrap=False)
+    missing = [name for name in interfaces if name not in nics]
     if missing:
         raise UserError(
-            f"GLOO_SOCKET_IFNAME names {', '.join(missing)}, but this node has {', '.join(found)}"
+            f"GLOO_SOCKET_IFNAME names {', '.join(missing)}, but this node has {', '.join(nics)}"
         )
-    return {name: found[name].bytes_sent for name in interfaces}
+    return {name: nics[name].bytes_sent for name in interfaces}
 
 
 def add_up_sent(ranks: list[tuple[str, dict[str, int]]]) -> int | None:

@@ -61,17 +61,15 @@ def outcome_of(runner: Runner, ended: Ended, report: ElementTree.Element) -> Out
     cases = list(report.iter("testcase"))[: -1 if ended.timed_out else None]  # it was stopped there
     for case in cases:
         name = f"{case.get('classname')}::{case.get('name')}"
-        for found in (*case.findall("failure"), *case.findall("error")):
-            message = (found.get("message") or "").strip().splitlines() or [""]
+        for tag in (*case.findall("failure"), *case.findall("error")):
+            message = (tag.get("message") or "").strip().splitlines() or [""]
             failed.append(f"{name}: {message[0]}")
-        skipped.update(found.get("message") or "" for found in case.findall("skipped"))
+        skipped.update(tag.get("message") or "" for tag in case.findall("skipped"))
     has_all = runner.rehearse or all(reason.startswith(_MAY_SKIP) for reason in skipped)
     num_passed = len(cases) - len(failed) - skipped.total()
     lines = [f"{num_passed} passed, {len(failed)} failed, {skipped.total()} skipped"]
     lines += [f"{count} skipped: {reason}" for reason, count in skipped.items()]
-    notes = [
-        found.get("value") or "" for found in report.iter("property") if found.get("name") == "note"
-    ]
+    notes = [tag.get("value") or "" for tag in report.iter("property") if tag.get("name") == "note"]
     lines += notes
     lines += [f"failed: {line}" for line in failed[:_MOST_FAILURES]]
     if ended.timed_out:

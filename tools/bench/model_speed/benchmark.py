@@ -88,8 +88,8 @@ def in_own_processes(
     One that fails, for example for want of memory, or is stopped after `most_seconds`, does not end
     the others. On a CPU all take turns; on a GPU one is there at a time.
     """
-    own = [_alone(start, name, most_seconds) for name in names]
-    return [own] if device.type == "cpu" else [[one] for one in own]
+    each_alone = [_alone(start, name, most_seconds) for name in names]
+    return [each_alone] if device.type == "cpu" else [[one] for one in each_alone]
 
 
 def _alone(start: Start, name: str, most_seconds: float | None) -> Benchmark:
@@ -128,12 +128,12 @@ def results_of(groups: Sequence[Sequence[Benchmark]], rounds: int) -> Iterator[R
                 stack.enter_context(closing(benchmark))
             for index in range(rounds):
                 for benchmark in order_of_round(group, index):
-                    found = next(benchmark)
-                    results |= found
-                    last = ", ".join(f"{name} {_last(one)}" for name, one in found.items())
+                    latest = next(benchmark)
+                    results |= latest
+                    last = ", ".join(f"{name} {_last(result)}" for name, result in latest.items())
                     print_line(f"round {index + 1:3d}, seconds: {last}")
         yield results
 
 
-def _last(one: Measured | str) -> str:
-    return "failed" if isinstance(one, str) else f"{one.seconds[-1]:.3f}"
+def _last(result: Measured | str) -> str:
+    return "failed" if isinstance(result, str) else f"{result.seconds[-1]:.3f}"

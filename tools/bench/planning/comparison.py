@@ -91,11 +91,11 @@ class Comparison:
 
         Compared turn by turn: a turn in which the machine is slow favours neither candidate.
         """
-        for one, other in permutations(self.rows, 2):
-            both = sorted(one.by_turn.keys() & other.by_turn.keys())
-            ratios = tuple(other.by_turn[turn] / one.by_turn[turn] for turn in both)
+        for fast, slow in permutations(self.rows, 2):
+            both = sorted(fast.by_turn.keys() & slow.by_turn.keys())
+            ratios = tuple(slow.by_turn[turn] / fast.by_turn[turn] for turn in both)
             if median(map(log, ratios)) > log(MOST_ALIKE):
-                yield Pair(fast=one, slow=other, ratios=ratios)
+                yield Pair(fast=fast, slow=slow, ratios=ratios)
 
 
 def setting_of(request: PlanRequest, text: str) -> Candidate:

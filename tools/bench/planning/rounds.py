@@ -27,11 +27,11 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     A truncated line is skipped.
     """
     path = folder / "steps.jsonl"
-    found: dict[tuple[object, ...], dict[str, Any]] = {}
+    rows: dict[tuple[object, ...], dict[str, Any]] = {}
     for row in rows_in(path) if path.exists() else ():
         if _busy_elsewhere(row) <= MOST_ELSEWHERE:
-            found[tuple(row[name] for name in NAMES)] = row
-    return list(found.values())
+            rows[tuple(row[name] for name in NAMES)] = row
+    return list(rows.values())
 
 
 def _busy_elsewhere(row: dict[str, Any]) -> float:
@@ -41,15 +41,15 @@ def _busy_elsewhere(row: dict[str, Any]) -> float:
 
 def median_row(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Reduce rows of steps.py for one candidate to medians, and the largest peak."""
-    found = dict(turns[0])
-    found["seconds"] = median(row["seconds"] for row in turns)
-    found["peak_in_use"] = max(
+    row_of_medians = dict(turns[0])
+    row_of_medians["seconds"] = median(row["seconds"] for row in turns)
+    row_of_medians["peak_in_use"] = max(
         (row["peak_in_use"] for row in turns if row["peak_in_use"] is not None), default=None
     )
-    found["exposed"] = {
+    row_of_medians["exposed"] = {
         kind: median(row["exposed"][kind] for row in turns) for kind in turns[0]["exposed"]
     }
-    return found
+    return row_of_medians
 
 
 def median_machine(rounds: Sequence[Machine]) -> Machine:
@@ -75,11 +75,11 @@ def _key(row: MeasuredTime) -> tuple[object, ...]:
 
 
 def _median_link(speeds: Sequence[LinkSpeed | None]) -> LinkSpeed | None:
-    found: LinkSpeed | None = _medians(speeds, "latency_seconds")
+    median_speed: LinkSpeed | None = _medians(speeds, "latency_seconds")
     bits = median_known(speed.bits_per_second for speed in speeds if speed is not None)
-    if found is None or bits is None:
+    if median_speed is None or bits is None:
         return None
-    return replace(found, bandwidth=rate_text(round(bits)))
+    return replace(median_speed, bandwidth=rate_text(round(bits)))
 
 
 def _medians(records: Sequence[Any], *names: str) -> Any:

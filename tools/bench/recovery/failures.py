@@ -43,9 +43,9 @@ class Study:
     @classmethod
     def read(cls, path: Path) -> Study:
         """Read a file of failures; empty if it does not exist."""
-        found = json.loads(path.read_text()) if path.exists() else {"failures": []}
-        failures = [Failure(**each) for each in found.pop("failures")]
-        return cls(path=path, failures=failures, **found)
+        content = json.loads(path.read_text()) if path.exists() else {"failures": []}
+        failures = [Failure(**each) for each in content.pop("failures")]
+        return cls(path=path, failures=failures, **content)
 
     def save(self) -> None:
         kept = {k: v for k, v in asdict(self).items() if k != "path"}
@@ -92,19 +92,19 @@ def _by_kind(study: Study) -> list[str]:
     names = {case.name for case in CASES if case.own_flags}
     kinds = dict.fromkeys(kind for case in CASES for kind in case.kinds)
     for kind in kinds:
-        found = [f for f in study.failures if f.kind == kind and f.case in names]
-        if found:
-            seconds = [failure.seconds for failure in found]
-            again = max(failure.computed_again for failure in found)
-            rows.append((kind, len(found), again, _median_and_most(seconds)))
+        failures = [f for f in study.failures if f.kind == kind and f.case in names]
+        if failures:
+            seconds = [failure.seconds for failure in failures]
+            again = max(failure.computed_again for failure in failures)
+            rows.append((kind, len(failures), again, _median_and_most(seconds)))
     heads = "failure, from memory | number | computed again, at most | s: median, most"
     return markdown_table(heads, rows)
 
 
 def _steady(study: Study) -> list[str]:
     rows = [
-        (name, f"{found['step_ratio'] - 1.0:+.1%}", f"{found['nic_bytes_ratio'] - 1.0:+.2%}")
-        for name, found in study.steady.items()
+        (name, f"{ratios['step_ratio'] - 1.0:+.1%}", f"{ratios['nic_bytes_ratio'] - 1.0:+.2%}")
+        for name, ratios in study.steady.items()
     ]
     return markdown_table("training | a step with a copy takes | NIC bytes", rows)
 
