@@ -209,6 +209,8 @@ def check_export(
     save = checkpoint.save
     if save is not None and path_of(save).resolve().is_relative_to(target.resolve()):
         raise UserError(f"{flag} must not be or hold --save {save}: give another folder")
+    if save is not None and target.name.startswith("iter_") and target.parent == Path(save):
+        raise UserError(f"{flag} is where a checkpoint goes: give another folder")
     if model.lora is not None:
         raise UserError(
             f"{flag} does not merge adapters: leave it out, and give --merge or --to peft to "
@@ -264,6 +266,8 @@ def _check_writable(flag: str, path: str) -> None:
         return  # the lock of a run is its first object
     try:
         while not folder.exists():
+            if folder.is_symlink():
+                raise UserError(f"{flag} {path}: {folder} links to a folder that is not there")
             folder = folder.parent
         if not folder.is_dir():
             raise UserError(f"{flag} {path}: {folder} is a file, not a folder")

@@ -153,6 +153,10 @@ MISTAKES = [
     ("--save-hf /proc", "--save-hf /proc exists: remove it"),
     ("--save-hf x --save x/y", "--save-hf x must not be or hold --save x/y"),
     ("--save-hf x --save ./x --load x", "--save-hf x must not be or hold --save ./x"),
+    (
+        "--save-hf x/iter_9 --save ./x",
+        "--save-hf x/iter_9 is where a checkpoint goes: give another",
+    ),
     ("--save-hf /proc/run/hf", "--save-hf /proc/run/hf cannot be written: /proc"),
     ("--non-persistent-save-interval 3", f"needs {LOCAL}"),
     (f"{LOCAL} --non-persistent-save-interval 0", "interval 0 must be at least 1"),

@@ -273,6 +273,14 @@ def test_the_folder_of_save_hf_may_exist_where_in_memory_copies_continue_a_run(
     configure(f"{SMALL} --save-hf {tmp_path} --non-persistent-ckpt-type local")
 
 
+@pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir"])
+def test_a_link_to_a_folder_that_is_gone_is_refused(flag: str, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    told = f"{flag} {link}: {link} links to a folder that is not there"
+    refused(lambda: configure(f"{SMALL} {flag} {link}"), told)
+
+
 def test_a_tracker_alone_is_a_checkpoint_and_an_unfinished_save_is_none(tmp_path: Path) -> None:
     begin_checkpoint(tmp_path / "unfinished", 3)
     configure(f"{SMALL} --save {tmp_path / 'unfinished'}")
