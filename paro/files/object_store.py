@@ -36,7 +36,7 @@ _SILENT_SECONDS = 15
 def _socket(address: Any) -> socket.socket:
     """Make a socket that the system closes once the other end has taken nothing for a while.
 
-    The client has no limit of its own for what it sends: an upload might never end.
+    Clients limit only how long they wait to read: an upload might never end.
     """
     made = socket.socket(*address[:3])
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENT_SECONDS)
@@ -257,6 +257,7 @@ def _limits(scheme: str) -> dict[str, Any]:
 def _file_system(scheme: str, process: int) -> Any:
     """Return fsspec's file system of a scheme, one in each process: none survives a fork."""
     import fsspec
+    from fsspec.asyn import sync
 
     # They would print a traceback of each error that they raise.
     for name in ("asyncio", "azure", "gcsfs"):
@@ -268,9 +269,13 @@ def _file_system(scheme: str, process: int) -> Any:
         store.retries = 2  # for a part of an upload; then the whole call is made again
     if scheme == "gs":
         store._request = partial(kind._request.__wrapped__, store)  # else each call is six
+        sync(store.loop, store._set_session)
+        store.session.connector._socket_factory = _socket
     if scheme == "az":
         config = store.service_client._config
         config.retry_policy.total_retries = 0  # else pauses take a minute
-        limits = config.transport.connection_config
+        transport, limits = config.transport, config.transport.connection_config
         limits.timeout, limits.read_timeout = _CONNECT_SECONDS, _SILENT_SECONDS
+        sync(store.loop, transport.open)
+        transport.session.connector._socket_factory = _socket
     return store

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -229,6 +230,34 @@ def test_an_upload_of_which_a_store_takes_nothing_is_sent_again(
     methods = [method for method, path, _ in server.requests if path.endswith("y.bin")]
     assert methods[:2] == ["PUT", "PUT"]
     assert stored.with_name("y.bin").read_bytes() == bytes(2**25)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize(
+    ("scheme", "package", "variable", "address"),
+    [
+        ("gs", "gcsfs==2026.10.1", "STORAGE_EMULATOR_HOST", "http://{}"),
+        (
+            *("az", "adlfs==2026.8.0", "AZURE_STORAGE_CONNECTION_STRING"),
+            "DefaultEndpointsProtocol=http;AccountName=a;AccountKey=a2V5;BlobEndpoint=http://{}/a;",
+        ),
+    ],
+)
+def test_an_upload_of_which_another_store_takes_nothing_fails(
+    scheme: str, package: str, variable: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a limit for what is sent it never ends: the server accepts, and reads nothing."""
+    pytest.importorskip(package.partition("==")[0], reason=f"pip install {package}")
+    monkeypatch.setattr(object_store, "_SILENT_SECONDS", 1)
+    monkeypatch.setenv("NO_GCE_CHECK", "true")  # no credentials are asked of Google's machines
+    object_store._file_system.cache_clear()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv(variable, address.format(f"127.0.0.1:{server.getsockname()[1]}"))
+        path = path_of(f"{scheme}://{BUCKET}/x")
+        with store_timeout(0), pytest.raises(TimeoutError) as caught:
+            path.write_bytes(bytes(2**25))
+    object_store._file_system.cache_clear()
+    says(str(caught.value), str(path), "waited")
 
 
 class TransportError(Exception):
