@@ -290,12 +290,12 @@ def split_range(whole: Chunk | ParamChunk, low: int, high: int) -> Iterator[tupl
             yield skipped + position, Chunk(corner, (1, *part.sizes))
 
 
-def overlap(one: Chunk, other: Chunk) -> Chunk | None:
+def overlap(first: Chunk, second: Chunk) -> Chunk | None:
     """Return the chunk of elements that are in both chunks; None if there are none."""
-    if len(one.offsets) != len(other.offsets):
+    if len(first.offsets) != len(second.offsets):
         return None
     offsets, sizes = [], []
-    for a, n, b, m in zip(*one, *other, strict=True):
+    for a, n, b, m in zip(*first, *second, strict=True):
         low, high = max(a, b), min(a + n, b + m)
         if low >= high:
             return None  # at once: most chunks of a state differ in their rows

@@ -30,7 +30,7 @@ Rate = Annotated[float, NumberRange(1 / _MAX, _MAX)]  # above 0
 Amount = Annotated[float, NumberRange(0, _MAX)]
 Share = Annotated[float, NumberRange(0, 0.999)]
 # (number of busy thread blocks (CTAs), factor of compute time), in increasing order of numbers.
-Slowed = tuple[tuple[Annotated[int, range(2**20)], Annotated[float, NumberRange(1.0, 1e3)]], ...]
+Slowdown = tuple[tuple[Annotated[int, range(2**20)], Annotated[float, NumberRange(1.0, 1e3)]], ...]
 LaunchOrder = Literal["free", "implicit"]
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
@@ -110,7 +110,7 @@ class Device:
     cores: Rate | None = None  # cores per CPU rank, for compute and communication; None: a GPU
     communicator_bytes: Count | None = None  # bytes of an NCCL communicator; None: a default
     fragmentation: Share | None = None  # share of tensors' bytes that torch's allocator adds
-    slowed: Slowed | None = None  # slowdown of computing by thread blocks that collectives occupy
+    slowed: Slowdown | None = None  # slowdown of computing by thread blocks that collectives occupy
 
     @staticmethod
     def mistakes(fields: Mapping[str, Any]) -> list[str]:

@@ -41,7 +41,7 @@ from paro.distributed.control import Control
 from paro.distributed.groups import make_resources
 from paro.distributed.timers import ActionTime, synchronize, time_of
 from paro.distributed.world import World
-from paro.machine.machine import Device, Slowed
+from paro.machine.machine import Device, Slowdown
 from paro.measuring.attention import attention_rates
 from paro.measuring.memory import BOOT_ID, bytes_in_use, memory_of_rank
 from paro.planning.comm_costs import CODING_BYTES
@@ -133,7 +133,7 @@ def measure_device(
     )
 
 
-def _slowed(run: RunSpec, fusions: Fusions | None, device: torch.device) -> Slowed | None:
+def _slowed(run: RunSpec, fusions: Fusions | None, device: torch.device) -> Slowdown | None:
     """Time matmuls during collectives on a GPU; None on a CPU, and where Triton does not run."""
     kernels = usable_kernels(run.model, fusions, TORCH_TYPES[run.precision.compute], device)
     if device.type != "cuda" or not kernels.config.fuses_loss:

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from paro.collectives.schedule import Op
 from paro.errors import count_text
-from paro.planning.sending import Sender, exchanged
+from paro.planning.sending import Sender, muon_sent
 from paro.planning.tally import StepTally
 from paro.step.actions import PASS_OF, WAITED_BY, ActionKind, Buckets, Move, number_buffers
 from paro.step.schedule import LISTED_MICRO_BATCHES, Pass, StepSchedule
@@ -115,7 +115,7 @@ def step_lines(
     yield f"> a step, action by action: {which}, the end of the step, and the update"
     yield "    MB that rank 0 sends inside its group and between groups, and that are alive after"
     yield "    an action, or at most while it computes (upper case); total: with model states"
-    muon = exchanged(tally.specs)
+    muon = muon_sent(tally.specs)
     if muon.intra or muon.inter:
         yield f"    before the updates, Muon's rounds send {_megabytes(muon.intra)} inside and " + (
             f"{_megabytes(muon.inter)} between groups on average"

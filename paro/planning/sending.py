@@ -96,7 +96,7 @@ def traffic_of(moves: Mapping[Move, int], specs: Sequence[ShardingSpec], sender:
     A step all-gathers the parameters that the previous step updated, so a run's first step sends
     less than counted.
     """
-    total = exchanged(specs, sender.rank)
+    total = muon_sent(specs, sender.rank)
     for (kind, number, *_), count in moves.items():
         spec = specs[number]
         # A pass of d - 1 shifts sends as much as a gather, or as a reduction.
@@ -106,7 +106,7 @@ def traffic_of(moves: Mapping[Move, int], specs: Sequence[ShardingSpec], sender:
     return total
 
 
-def exchanged(specs: Sequence[ShardingSpec], rank: int | None = None) -> Sent:
+def muon_sent(specs: Sequence[ShardingSpec], rank: int | None = None) -> Sent:
     """Count the bytes that a rank sends in a step for Muon's all-to-alls; None: the mean."""
     total, topology = Sent(), specs[0].topology
     of_element = BYTES_OF[specs[0].precision.matrix_wire]

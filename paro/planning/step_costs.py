@@ -26,10 +26,10 @@ from itertools import pairwise
 
 from paro.layout import Unit
 from paro.machine.collective_time import TimedJob, scalar_seconds
-from paro.machine.machine import Device, GroupSpeed, Machine, Nic, Slowed
+from paro.machine.machine import Device, GroupSpeed, Machine, Nic, Slowdown
 from paro.planning.comm_costs import THREAD, CommCosts, ContextCosts
 from paro.planning.computing import ComputeTimes, coding_seconds
-from paro.planning.sending import exchanged
+from paro.planning.sending import muon_sent
 from paro.planning.simulation import (
     ComputeOp,
     Program,
@@ -122,7 +122,7 @@ def _speeds(machine: Machine) -> list[GroupSpeed]:
     return [*([GroupSpeed(num_groups=others)] if others else []), *machine.uneven]
 
 
-def _slowdowns(curve: Slowed) -> list[float]:
+def _slowdowns(curve: Slowdown) -> list[float]:
     """Compute the factors by which 0, 1, ... concurrent collectives slow down computing.
 
     The factor is linear between points of the curve, and constant beyond the last point.
@@ -242,7 +242,7 @@ class StepCosts:
         steps = run.muon.muon_num_ns_steps
         flops = sum(rounds.newton_schulz_flops(steps)[0] for rounds in muon_rounds(specs))
         computing = flops / self.device.sustained_flops
-        sent = exchanged(specs)
+        sent = muon_sent(specs)
         machine = self.machine
         ranks_of_nic = machine.group_size if machine.nic is Nic.SHARED else 1
         links = ((machine.intra, sent.intra, 1), (machine.inter, sent.inter, ranks_of_nic))

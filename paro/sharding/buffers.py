@@ -21,9 +21,9 @@ TORCH_TYPES = {
 _SWAPPED = 2**20  # elements that are exchanged at a time
 
 
-def swap(one: Tensor, other: Tensor) -> None:
+def swap(first: Tensor, second: Tensor) -> None:
     """Exchange the values of two flat tensors, in parts: no copy of either is allocated."""
-    for ours, theirs in zip(one.split(_SWAPPED), other.split(_SWAPPED), strict=True):
+    for ours, theirs in zip(first.split(_SWAPPED), second.split(_SWAPPED), strict=True):
         before = ours.clone()
         ours.copy_(theirs)
         theirs.copy_(before)

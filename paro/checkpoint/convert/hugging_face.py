@@ -196,10 +196,10 @@ def core_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _AROUND)
 
 
-def _are_equal(one: LazyTensor, other: LazyTensor) -> bool:
-    if one.shape != other.shape or not one.shape:
+def _are_equal(first: LazyTensor, second: LazyTensor) -> bool:
+    if first.shape != second.shape or not first.shape:
         return False
-    return all(bool((one.rows(*rows) == other.rows(*rows)).all()) for rows in one.row_ranges())
+    return all(bool((first.rows(*rows) == second.rows(*rows)).all()) for rows in first.row_ranges())
 
 
 def companions_in(directory: Path) -> dict[str, Path]:
