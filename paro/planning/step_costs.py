@@ -44,14 +44,15 @@ from paro.spec.muon_rounds import muon_rounds
 from paro.spec.offload import NUM_SLOTS, offloaded
 from paro.spec.run_spec import RunSpec
 from paro.step.actions import OUTER_ROUND, PASS_OF, WAITED_BY, ActionKind, Move
-from paro.topology import PLANNED_WAITS, communicator_ctas
+from paro.topology import MOST_CTAS, PLANNED_WAITS
 
 _MAX_SIMULATED = 4  # the most micro-batches that are all simulated
 # Bytes a second to a GPU and from it at once where the machine file has no such rate: of PCIe 4,
 # which two GPUs share.
 _HOST_RATE = 12.5e9
-# Multiprocessors that every GPU of the machine files has, and the most communicators at once.
-_MULTIPROCESSORS, _MOST_COMMUNICATORS = 128, 8
+# The most collectives at once that slow computing further. Each has MOST_CTAS thread blocks, as
+# long as a GPU has so many multiprocessors for every communicator; one with fewer is overrated.
+_MOST_COLLECTIVES = 8
 # Collectives of an action (key) start after those of another action (value) on the same buffer.
 AFTER = {ActionKind.GATHER: ActionKind.PARAM_ALL_GATHER, ActionKind.GRAD_SYNC: ActionKind.REDUCE}
 _COMPUTES = {  # the kind of compute time of an action
@@ -134,8 +135,7 @@ def _slowdowns(curve: Slowdown) -> list[float]:
         (low, before), (high, after) = next(lines, (points[-1], points[-1]))
         return before + (after - before) * (ctas - low) / max(1, high - low)
 
-    ctas = communicator_ctas(_MULTIPROCESSORS, _MOST_COMMUNICATORS)
-    return [at(number * ctas) for number in range(_MOST_COMMUNICATORS + 1)]
+    return [at(number * MOST_CTAS) for number in range(_MOST_COLLECTIVES + 1)]
 
 
 @dataclass(frozen=True, kw_only=True)

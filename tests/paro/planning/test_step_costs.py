@@ -11,7 +11,6 @@ import pytest
 
 from model.config import RecomputeConfig
 from model.trainable import Trainable
-from paro import topology
 from paro.distributed.groups import bounded_ctas
 from paro.machine.collective_time import TimedJob
 from paro.machine.machine import GroupSpeed
@@ -149,14 +148,12 @@ def test_collectives_slow_computing_down_by_their_number() -> None:
     assert seconds(copy) == seconds(job, own, slowed=()) == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("most", [16, 4])
 def test_collectives_occupy_the_thread_blocks_of_communicators(
-    monkeypatch: pytest.MonkeyPatch, most: int
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(topology, "MOST_CTAS", most)
     monkeypatch.setattr(os, "environ", {})
-    assert bounded_ctas(132, communicators=4) == most
-    assert _slowdowns(((4, 1.25), (16, 1.5), (32, 2.0)))[:2] == [1.0, {16: 1.5, 4: 1.25}[most]]
+    blocks = bounded_ctas(132, communicators=4)
+    assert _slowdowns(((blocks, 1.5), (2 * blocks, 2.0)))[:4] == [1.0, 1.5, 2.0, 2.0]
 
 
 def test_uneven_groups_slow_all_down() -> None:
