@@ -43,6 +43,7 @@ from paro.config.sharding import (
     check_measurable,
     inter_bits_notices,
 )
+from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import World
 from paro.errors import UserError, check_multiple, flag_of
 from paro.files.schema import conform
@@ -158,6 +159,7 @@ class OpenChoices:
     bits: tuple[ShardingConfig, PrecisionConfig, tuple[str, ...]]  # result of `take_inter_bits`
     batch_flags: BatchFlags
     checkpoint: CheckpointConfig
+    runtime: RuntimeConfig
 
     def decide(self) -> Decision:
         """Let the planner choose settings that flags leave open; `UserError` if nothing fits.
@@ -166,6 +168,9 @@ class OpenChoices:
         """
         strategy, is_unmeasured = self.sharding_flags.strategy, self.sharding_flags.is_unmeasured
         sharding, precision, notices = self.bits
+        if sharding.machine is not None and self.runtime.by_nccl:
+            order = self.runtime.paro_nccl_launch_order
+            sharding = replace(sharding, machine=replace(sharding.machine, launch_order=order))
         world, context, size = sharding.world, sharding.context, self.batch_flags.micro_batch_size
         flags: dict[str, object] = {}
         lines: tuple[str, ...] = ()

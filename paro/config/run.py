@@ -181,8 +181,6 @@ class RunConfig:
     def on_measured(self, machine: Machine) -> RunConfig:
         """Build the configuration with a machine that was just measured; `UserError`."""
         assert self.open is not None, "the machine was known before"
-        if self.device_type == "cuda":
-            machine = replace(machine, launch_order=self.runtime.paro_nccl_launch_order)
         changes = self.open.on_measured(machine)._asdict()
         notices = self.notices + changes.pop("lines")
         arguments = {**self.arguments, **changes.pop("flags")}

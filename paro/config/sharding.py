@@ -149,8 +149,6 @@ def take_sharding(args: Namespace, world: World) -> ShardingFlags:
             any_ranks=args.paro_elastic,
         )
     by_nccl = args.distributed_backend == "nccl"
-    if machine is not None and by_nccl:
-        machine = replace(machine, launch_order=args.paro_nccl_launch_order)
     strategy = None
     if text != AUTO:
         strategy = parse_strategy(text, world_size=world.size, group_size=group_size)
