@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
@@ -31,8 +31,9 @@ from paro.planning.simulation import ComputeOp, Program, QueuedJobs, QueueOp, Si
 from paro.planning.step_counts import QUEUES, StepCounts
 from paro.precision import BYTES_OF
 from paro.spec.run_spec import RunSpec
-from paro.spec.sharding_spec import ShardingSpec
+from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import PASS_OF, ActionKind, Move
+from paro.topology import StreamKind
 
 # Bytes that all operations together read and write to quantize, dequantize or transform an element,
 # counted in paro/quantization/blocks.py.
@@ -44,19 +45,19 @@ CODING_BYTES = _ENCODED_BYTES + _DECODED_BYTES + _TRANSFORM_BYTES
 # three operations on fp32 values.
 _FEEDBACK_BYTES = 2 * _DECODED_BYTES + _ENCODED_BYTES + 3 * 12
 
-# The work that an action queues: the kind of its exposed time, by its name in `PLANNED_WAITS` but
-# for outer steps, and the use of its comm streams.
+# The kind of exposed time of the work that an action queues, by its name in `PLANNED_WAITS` but for
+# outer steps.
 _KINDS = {
-    ActionKind.GATHER: ("gather", "gather"),
-    ActionKind.REDUCE: ("reduce", "reduce"),
-    ActionKind.GRAD_SYNC: ("finish", "reduce"),
-    ActionKind.PARAM_ALL_GATHER: ("publish", "gather"),
-    ActionKind.SHIFT: ("gather", "rotate"),
-    ActionKind.SHIFT_BACK: ("gather", "rotate"),
-    ActionKind.SHIFT_GRADS: ("reduce", "rotate"),
-    ActionKind.OUTER_REDUCE: ("outer", "reduce"),
-    ActionKind.OUTER_GATHER: ("outer", "gather"),
-    ActionKind.OUTER_SPREAD: ("outer", "gather"),
+    ActionKind.GATHER: "gather",
+    ActionKind.REDUCE: "reduce",
+    ActionKind.GRAD_SYNC: "finish",
+    ActionKind.PARAM_ALL_GATHER: "publish",
+    ActionKind.SHIFT: "gather",
+    ActionKind.SHIFT_BACK: "gather",
+    ActionKind.SHIFT_GRADS: "reduce",
+    ActionKind.OUTER_REDUCE: "outer",
+    ActionKind.OUTER_GATHER: "outer",
+    ActionKind.OUTER_SPREAD: "outer",
 }
 _CONTEXT = "context"  # the kind of attention's exposed time, and the use of its comm streams
 THREAD = "thread"  # the name of the training thread among links and comm streams that are busy
@@ -105,6 +106,11 @@ class CommCosts:
         return device_of(self.times.machine)
 
     @cached_property
+    def _native_times(self) -> CollectiveTimes:
+        """The times of the backend's own algorithm."""
+        return replace(self.times, algorithm="native")
+
+    @cached_property
     def of_buffers(self) -> list[BufferCosts]:
         """The costs of every buffer, by number."""
         return self.counts.by_kind(lambda number: self._costs_of(self.specs[number]))
@@ -121,21 +127,30 @@ class CommCosts:
 
     def _queued(self, spec: ShardingSpec) -> Iterator[tuple[ActionKind, tuple[QueuedJobs, ...]]]:
         """Yield the work that each action queues: collectives, or shifts."""
-        way, times = self.run.materialize, self.times
+        others = PASS_OF.values() if self.run.materialize.rotates else PASS_OF
         for kind in _KINDS:
-            if kind in (PASS_OF.values() if way.rotates else PASS_OF):
-                continue
-            collectives = spec.collectives.get(PASS_OF.get(kind, kind), ())
+            work = () if kind in others else tuple(self._work(kind, spec.sent_by(kind)))
+            if work:
+                yield kind, work
+
+    def _work(self, kind: ActionKind, sent: Sequence[Collective]) -> Iterator[QueuedJobs]:
+        """Yield the work of the collectives of an action, each on its comm stream."""
+        wait_kind, exchanges = _KINDS[kind], [each.span for each in sent if each.is_exchange]
+        for each in sent:
+            use, span, num_bytes = each.stream_kind.value, each.span, each.num_bytes
             if kind in PASS_OF:
-                of_each = [times.shift(o.span, o.num_bytes, way.in_place) for o in collectives]
+                phases = self.times.shift(span, num_bytes, self.run.materialize.in_place)
+            elif each.is_exchange:  # the engine runs them as one job, on the stream of the first
+                stream = tuple(axis.index for axis in exchanges[0])
+                jobs = chain.from_iterable(self._native_times.phases(each.op, span, num_bytes))
+                phases = tuple((job._replace(stream=stream),) for job in jobs)
             else:
-                of_each = [times.phases(o.op, o.span, o.num_bytes) for o in collectives]
-            wait_kind, use = _KINDS[kind]
+                phases = self.times.phases(each.op, span, num_bytes)
             # On CPU ranks messages of weights and of gradients do not wait for each other.
             if kind is ActionKind.SHIFT_GRADS and self.device.cores is not None:
                 use = "gradients"
-            if phases := tuple(chain.from_iterable(of_each)):
-                yield kind, (QueuedJobs(wait_kind, wait_kind, use, phases),)
+            if phases:
+                yield QueuedJobs(wait_kind, wait_kind, use, phases)
 
     def _add_copies(
         self, spec: ShardingSpec, queued: dict[ActionKind, tuple[QueuedJobs, ...]]
@@ -148,36 +163,39 @@ class CommCosts:
         codes: dict[ActionKind, int] = {}
         if reduced := queued.get(ActionKind.REDUCE):
             added = grads * (wire + 2 * accumulate) / copy_rate
-            queued[ActionKind.REDUCE] = (
-                *reduced,
-                self._beside("add", reduced[-1].phases[-1][-1], added),
-            )
+            add = self._beside("add", reduced[-1], added, at=-1)
+            queued[ActionKind.REDUCE] = (*reduced, add)
         if synced := queued.get(ActionKind.GRAD_SYNC):
-            first = synced[0].phases[0][0]
             if exchange := spec.quantized_grad_sync:
                 feedback = _FEEDBACK_BYTES if precision.inter_grad_error_feedback else 0
                 encoded = numel // exchange[0].span[0].inner
                 codes[ActionKind.GRAD_SYNC] = encoded * (CODING_BYTES + feedback)
                 seconds = coding_seconds(self.device, codes[ActionKind.GRAD_SYNC])
-                synced = (self._beside("code", first, seconds), *synced)
+                exact = len(synced) - len(exchange)
+                code = self._beside("code", synced[exact], seconds)
+                synced = (*synced[:exact], code, *synced[exact:])
             if wire != accumulate:  # types are converted before and after
                 converted = (grads + optim) * spec.unit.bucket_size * (wire + accumulate)
-                synced = (self._beside("convert", first, converted / copy_rate), *synced)
+                synced = (self._beside("convert", synced[0], converted / copy_rate), *synced)
             queued[ActionKind.GRAD_SYNC] = synced
         if (gathered := queued.get(ActionKind.PARAM_ALL_GATHER)) and spec.update_format is not None:
             codes[ActionKind.UPDATE] = optim * (_ENCODED_BYTES + _DECODED_BYTES)
             codes[ActionKind.PARAM_ALL_GATHER] = (params - optim) * _DECODED_BYTES
             seconds = coding_seconds(self.device, codes[ActionKind.PARAM_ALL_GATHER])
-            code = self._beside("decode", gathered[0].phases[0][0], seconds)
-            queued[ActionKind.PARAM_ALL_GATHER] = (*gathered, code)
+            reductions = gathered[0]._replace(use=StreamKind.REDUCE.value)
+            queued[ActionKind.PARAM_ALL_GATHER] = (
+                *gathered,
+                self._beside("decode", reductions, seconds),
+            )
         return codes
 
-    def _beside(self, name: str, other: TimedJob, seconds: float) -> QueuedJobs:
-        """Make work for the stream of `other`; on CPU ranks the work takes processor time."""
+    def _beside(self, name: str, other: QueuedJobs, seconds: float, *, at: int = 0) -> QueuedJobs:
+        """Make work for the stream of a job of other work; on CPU ranks it takes processor time."""
         cpu = 1.0 if self.device.cores is not None else 0.0
         seconds += self.device.job_seconds
-        job = TimedJob(stream=other.stream, seconds=seconds, intra=0.0, inter=0.0, cpu=cpu)
-        return QueuedJobs(name, "reduce", "reduce", ((job,),))
+        stream = other.phases[at][at].stream
+        job = TimedJob(stream=stream, seconds=seconds, intra=0.0, inter=0.0, cpu=cpu)
+        return QueuedJobs(name, "reduce", other.use, ((job,),))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from paro.planning.tally import StepTally
 from paro.step.actions import PASS_OF, WAITED_BY, ActionKind, Buckets, Move, number_buffers
 from paro.step.schedule import LISTED_MICRO_BATCHES, Pass, StepSchedule
 from paro.text import align, size_text
-from paro.topology import Axis, Link, Sent, StreamKind
+from paro.topology import Axis, Link, Sent
 
 _ACTION_TEXTS = {
     ActionKind.WAIT: "wait for {}",
@@ -229,14 +229,13 @@ class _StepLister:
         kind, number, *_ = action
         if kind >= ActionKind.FORWARD:
             return
-        for each in self.tally.specs[number].collectives.get(PASS_OF.get(kind, kind), ()):
-            axes = ", ".join(map(self._axis_text, each.span))
-            stream_kind, sent = each.stream_kind, self.sender.sent([each])
+        for each in self.tally.specs[number].sent_by(kind):
+            axes, sent = ", ".join(map(self._axis_text, each.span)), self.sender.sent([each])
             if kind in PASS_OF:
-                shifts, stream_kind = self.run.strategy.params - 1, StreamKind.ROTATE
+                shifts = self.run.strategy.params - 1
                 sent = Sent(sent.intra // shifts, sent.inter // shifts)
             words = _COLLECTIVE_TEXTS[kind, each.op, each.is_quantized]
-            yield words, f"{stream_kind.value} {axes}", sent
+            yield words, f"{each.stream_kind.value} {axes}", sent
 
     def _axis_text(self, axis: Axis) -> str:
         """Name an axis by its links, and by its degrees if several axes have equal links."""

@@ -24,7 +24,7 @@ from paro.precision import BYTES_OF
 from paro.spec.muon_rounds import muon_rounds
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import PASS_OF, Move
-from paro.topology import AxisSpan, Link, Sent, StreamKind
+from paro.topology import AxisSpan, Link, Sent
 
 
 class Receivers(Enum):
@@ -62,7 +62,7 @@ class Sender:
         return sum((each for sent in collectives for each in self._messages(sent)), Sent())
 
     def _messages(self, sent: Collective) -> Iterator[Sent]:
-        choice = NATIVE if sent.stream_kind is StreamKind.EXCHANGE else self.choice
+        choice = NATIVE if sent.is_exchange else self.choice
         name = choice.of(sent.op, sent.span, sent.num_bytes)
         ways = _BY_BACKEND if choice.pipelines else _BY_GLOO
         whole = sent.num_bytes * sent.span[0].inner
@@ -101,7 +101,7 @@ def traffic_of(moves: Mapping[Move, int], specs: Sequence[ShardingSpec], sender:
         spec = specs[number]
         # A pass of d - 1 shifts sends as much as a gather, or as a reduction.
         shifts = spec.strategy.params - 1 if kind in PASS_OF else 1
-        whole = sender.sent(spec.collectives.get(PASS_OF.get(kind, kind), ()))
+        whole = sender.sent(spec.sent_by(kind))
         total += Sent(whole.intra // shifts, whole.inter // shifts) * count
     return total
 

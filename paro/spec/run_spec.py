@@ -208,7 +208,7 @@ def _state_groups(run: RunSpec, specs: Sequence[ShardingSpec], choice: Algorithm
     spans: defaultdict[StreamKind, set[AxisSpan]] = defaultdict(set)
     for variant in zip(*(spec.variants for spec in specs), strict=True):
         for sent in collectives_of(run, variant):
-            if sent.stream_kind is StreamKind.EXCHANGE and sent.op is Op.ALL_GATHER:
+            if sent.is_exchange and sent.op is Op.ALL_GATHER:
                 spans[sent.stream_kind].update((axis,) for axis in sent.span)
             else:
                 spans[sent.stream_kind].add(sent.span)

@@ -25,7 +25,7 @@ from paro.quantization.formats import (
 )
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.states import MASTER, OptimState, adamw_states, averages, bytes_of, muon_states
-from paro.step.actions import ActionKind
+from paro.step.actions import PASS_OF, ActionKind
 from paro.step.slices import SliceSlot
 from paro.strategy import ActionSpans, Strategy, action_spans, replicated
 from paro.topology import AxisSpan, Link, StreamKind, Topology, split_by_link
@@ -61,6 +61,11 @@ class Collective(NamedTuple):
     @property
     def is_quantized(self) -> bool:
         return self.dtype == UINT8
+
+    @property
+    def is_exchange(self) -> bool:
+        """True if the backend's own algorithm runs it, whatever runs other collectives."""
+        return self.stream_kind is StreamKind.EXCHANGE
 
 
 class ModelStateBytes(NamedTuple):
@@ -290,6 +295,13 @@ class ShardingSpec:
         if self.buffer.trains and self.outer is not None:
             by_kind |= self._outer_round()
         return {kind: tuple(each for each in sent if each.span) for kind, sent in by_kind.items()}
+
+    def sent_by(self, kind: ActionKind) -> tuple[Collective, ...]:
+        """Return the collectives of an action; of a shift, the collective of its whole pass."""
+        if kind not in PASS_OF:
+            return self.collectives.get(kind, ())
+        passes = self.collectives.get(PASS_OF[kind], ())
+        return tuple(each._replace(stream_kind=StreamKind.ROTATE) for each in passes)
 
     @property
     def quantized_grad_sync(self) -> tuple[Collective, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain, groupby, product
 from typing import Any
 
 import pytest
@@ -16,6 +16,8 @@ from paro.collectives import native, pipeline
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.wire import Wire
 from paro.distributed.groups import Groups
+from paro.machine.collective_time import CollectiveTimes, StreamAxes
+from paro.planning.comm_costs import CommCosts
 from paro.planning.estimator import Estimator
 from paro.planning.run_memory import (
     COMMUNICATOR_BYTES,
@@ -27,18 +29,21 @@ from paro.planning.run_memory import (
     device_memory,
 )
 from paro.planning.sending import traffic_of
+from paro.planning.simulation import QueuedJobs
 from paro.planning.tally import MemorySnapshot
 from paro.precision import PrecisionConfig
 from paro.spec.offload import state_bytes
 from paro.spec.run_spec import Materialize, groups_of
 from paro.spec.sharding_spec import specs_of
 from paro.spec.units import units_of_run
+from paro.step.actions import ActionKind
 from paro.strategy import legal_letters
 from paro.topology import AxisSpan, StreamKind
 from paro.training import assembly
 from tests.helpers.training import llama
 from tests.paro.planning.cases import (
     DEVICE,
+    machine,
     on_ranks,
     one_unit,
     plan_request,
@@ -197,6 +202,45 @@ def test_a_step_uses_all_groups_of_its_description_and_no_other(
         choice = AlgorithmChoice(names=(collective,))
         described = groups_of(run, run.specs(units_of_run(run)), choice).states.items()
         assert {(kind, span) for kind, spans in described for span in spans} == used, text
+
+
+def streams_of(work: Sequence[QueuedJobs]) -> list[tuple[str, StreamAxes]]:
+    """The streams of work in order, once where jobs follow each other on one."""
+    jobs = ((each.use, job.stream) for each in work for phase in each.phases for job in phase)
+    return [stream for stream, _ in groupby(jobs)]
+
+
+@pytest.mark.parametrize("collective", ["native", "flat"])
+@pytest.mark.parametrize("text", ["NNG", "IIG", "NNN", "III", "1,2,4"])
+def test_engine_and_planner_queue_on_the_same_streams(
+    monkeypatch: pytest.MonkeyPatch, text: str, collective: str
+) -> None:
+    precision = PrecisionConfig(compute="bf16", **CODES)
+    run = run_of(WIDE, text, precision, group_size=2, collective=collective)
+    silence(monkeypatch)
+    rank, used = rank_of(run), list[tuple[str, StreamAxes]]()
+
+    def note(stream: tuple[StreamKind, *AxisSpan], _: float) -> None:
+        kind, *span = stream
+        used.append((kind.value, tuple(axis.index for axis in span)))
+
+    rank.model.context.collectives.groups.resources.streams.note = note
+    rank.step(2)
+    rank.step(2)
+    plans, links = RunMemory(None), machine(world_size=8, group_size=2)
+    specs, times = run.specs(plans.units(run)), CollectiveTimes(links, collective)
+    of_buffers = CommCosts(run=run, counts=plans.step(run), specs=specs, times=times).of_buffers
+    queued = [work for costs in of_buffers for work in costs.queued.values()]
+    assert {*chain.from_iterable(map(streams_of, queued))} == {*used}
+    coded = 0
+    for spec, costs, unit in zip(specs, of_buffers, rank.model.trainable_units, strict=True):
+        used.clear()
+        unit.grad_sync()
+        assert [stream for stream, _ in groupby(used)] == streams_of(
+            costs.queued[ActionKind.GRAD_SYNC]
+        )
+        coded += bool(spec.quantized_grad_sync)
+    assert coded
 
 
 @pytest.mark.parametrize(
