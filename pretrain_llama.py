@@ -11,7 +11,7 @@ from paro.checkpoint.agreement import LockedFolders, lock_folders
 from paro.checkpoint.config import CheckpointConfig
 from paro.config.mistakes import wrong_values
 from paro.config.record import recorded_arguments, settings_of
-from paro.config.run import RunConfig, configure, take_world
+from paro.config.run import RunConfig, configure, take_early
 from paro.distributed.control import Control
 from paro.distributed.process_group import distributed
 from paro.distributed.rendezvous import refusals_are_shared
@@ -40,12 +40,12 @@ def main() -> None:
     with refusals_are_shared():
         with setup.early_watchdog():
             args = parse_args(wrong_values=wrong_values)
-        world = take_world(args)
-        watchdog = setup.watchdog_of(args, world)
+        early = take_early(args)
+        watchdog = setup.watchdog_of(early)
     with watchdog:
         watchdog.begins("checking the flags and the files that they name", 0)
         with refusals_are_shared():
-            config = configure(args, world)
+            config = configure(args, **early._asdict())
         if config.launch.dry_run:
             watchdog.close()
             run_dry(config)

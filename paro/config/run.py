@@ -195,10 +195,11 @@ class RunConfig:
         return frozenset() if self.train.skip_train else self.trainable.names(self.model)
 
 
-def configure(args: Namespace, world: World) -> RunConfig:
+def configure(args: Namespace, world: World, **early: object) -> RunConfig:
     """Build the configuration for `world`, whose ranks need not exist; `UserError` for mistakes.
 
-    The error names all wrong values, except values that another mistake hides.
+    The error names all wrong values, except values that another mistake hides. `early` has parts
+    that are built already, of `EarlyConfig`.
     """
     check_flags(args)
     command_line = vars(args)
@@ -208,7 +209,7 @@ def configure(args: Namespace, world: World) -> RunConfig:
         if args.use_checkpoint_args:  # the wrong values may come from the checkpoint
             raise
         raise UserError(*distinct([*error.args, *value_mistakes(args, world)])) from error
-    parts, wrong = _parts(args, world, saved, plans=True)
+    parts, wrong = _parts(args, world, saved | early, plans=True)
     if wrong:
         raise UserError(*wrong)
     decision, is_open = parts["decision"], parts["sharding_flags"].is_unmeasured
@@ -354,12 +355,23 @@ _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
 )
 
 
-def take_world(args: Namespace) -> World:
-    """Find the world of the run: the ranks of the launcher, or the ranks that --dry-run assumes.
+class EarlyConfig(NamedTuple):
+    """The parts of a configuration by which a process is watched while the others are built."""
+
+    world: World
+    launch: LaunchConfig
+    watch: WatchConfig
+    runtime: RuntimeConfig
+
+
+def take_early(args: Namespace) -> EarlyConfig:
+    """Build the parts that come first; ranks are the launcher's, or those that --dry-run assumes.
 
     In a dry run a node has the group size of --paro-machine by default (--ranks-per-node).
     """
     launch = take(LaunchConfig, args)
     if not launch.dry_run or args.paro_machine is None:
-        return launch.world()
-    return launch.world(find_machine(args.paro_machine).group_size)
+        world = launch.world()
+    else:
+        world = launch.world(find_machine(args.paro_machine).group_size)
+    return EarlyConfig(world, launch, take(WatchConfig, args), take(RuntimeConfig, args))

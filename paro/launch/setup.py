@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -16,15 +15,14 @@ from model.block_attention import check_attention
 from model.fusion import check_compiler, usable_kernels
 from model.matmul import check_matmul_types
 from model.units import num_parameters
-from paro.arguments.parser import take
 from paro.checkpoint.agreement import LockedFolders
 from paro.checkpoint.config import CheckpointConfig
 from paro.config.record import model_lines, precision_line, recorded_arguments
-from paro.config.run import RunConfig
+from paro.config.run import EarlyConfig, RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.rendezvous import by_value
-from paro.distributed.world import World, world_or_alone
+from paro.distributed.world import world_or_alone
 from paro.errors import RunError, UserError, flag_of
 from paro.files.object_cache import ObjectCache
 from paro.files.waits import LimitedWait
@@ -176,14 +174,14 @@ def early_watchdog() -> Iterator[None]:
         yield
 
 
-def watchdog_of(args: Namespace, world: World) -> Watchdog:
-    """Build the watchdog of this process by its flags; set the limit of waits, and a folder."""
-    watch, runtime = take(WatchConfig, args), take(RuntimeConfig, args)
+def watchdog_of(early: EarlyConfig) -> Watchdog:
+    """Build the watchdog of this process; set the limit of waits, and a folder."""
+    runtime = early.runtime
     LimitedWait.limit_seconds = runtime.timeout.total_seconds()
     ObjectCache.use(runtime.object_storage_cache_path)
     return Watchdog(
-        watch,
-        rank=world.rank,
+        early.watch,
+        rank=early.world.rank,
         timeout_minutes=runtime.distributed_timeout_minutes,
         flight_dir=runtime.flight_recorder_dir,
     )

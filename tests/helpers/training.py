@@ -25,7 +25,7 @@ from paro.checkpoint.chunks import ChunkedState
 from paro.checkpoint.directory import common_of, find_checkpoint, latest_iteration
 from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.storage import CheckedReader
-from paro.config.run import RunConfig, configure, take_world
+from paro.config.run import RunConfig, configure, take_early
 from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
 from paro.distributed.world import World
@@ -44,7 +44,7 @@ from tests.helpers.margins import Margin, margin_of, note
 def configured(flags: str | Sequence[str], world: World | None = None) -> RunConfig:
     """A run on the ranks of `world`: by default those of its dry run, or one process."""
     args = parse_args(flags.split() if isinstance(flags, str) else flags)
-    return configure(args, world or take_world(args))
+    return configure(args, world or take_early(args).world)
 
 
 Heads = tuple[int, int, int]  # of queries, of keys and values, and channels of each

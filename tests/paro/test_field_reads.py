@@ -48,8 +48,8 @@ DECIDES = {
     "sharding.context.auto": "paro.config.resolve.OpenChoices.decide",
     "sharding.inter_bits": "paro.config.resolve.OpenChoices.decide",
     "sharding.elastic": "paro.config.checks.keeps_copies",
-    "launch.ranks_per_node": "paro.config.run.take_world",
-    "launch.world_size": "paro.config.run.take_world",
+    "launch.ranks_per_node": "paro.config.run.take_early",
+    "launch.world_size": "paro.config.run.take_early",
     "precision.inter_grad_error_feedback": "paro.config.planned_checks.check_feedback",
 }
 TINY = (

@@ -28,7 +28,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.arguments.flag_parser import by_flag
 from paro.arguments.megatron import RULES, FlagRule, FlagTreatment, refused, rule_of
 from paro.arguments.parser import build_parser, names_in, parse_args, parse_known
-from paro.config.run import configure, take_world
+from paro.config.run import configure, take_early
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, flag_of
 from paro.launch.dry_run import run_dry
@@ -153,7 +153,7 @@ def why_no_dry_run(words: Sequence[str], world_size: int) -> str | None:
     plan = ("--dry-run", "--world-size", str(world_size))
     try:
         args = parse_args([*own_words, *STAND_IN, *size, *plan])
-        world = take_world(args)
+        world = take_early(args).world
         with redirect_stdout(io.StringIO()):
             run_dry(configure(args, world))
     except UserError as error:

@@ -11,7 +11,7 @@ import pytest
 from paro.arguments.parser import parse_args
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
 from paro.config.record import recorded_arguments
-from paro.config.run import RunConfig, configure, take_world
+from paro.config.run import RunConfig, configure, take_early
 from paro.config.sharding import ShardingConfig
 from paro.distributed.world import World
 from paro.errors import UserError
@@ -217,7 +217,8 @@ def test_nodes_of_a_dry_run_are_the_groups_of_the_machine_as_in_a_plan(tmp_path:
 
     def dry_run(flags: str) -> tuple[World, ShardingConfig]:
         args = parse_args(f"{RUN} {own} --dry-run {flags}".split())
-        return take_world(args), configure(args, take_world(args)).sharding
+        world = take_early(args).world
+        return world, configure(args, world).sharding
 
     world, sharding = dry_run("")
     assert world == World(size=16, ranks_per_node=4)
