@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from tests.helpers import margins, outcomes
-from tests.helpers.order import SLOWEST, in_order
 from tests.helpers.warm_python import warm_python
 
 # Set before this process imports torch, and for its children. Ranks share the cores of one machine.
@@ -37,6 +36,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 _num_frozen = 0  # modules that are not searched for garbage
+SLOWEST = Path(__file__).parents[1] / "examples" / "measured" / "slowest-tests.txt"
 
 
 @cache
@@ -157,12 +157,27 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Studies are left out unless -m names their mark, verify; the other tests are put in order."""
+    """Studies are left out unless -m names their mark, verify; the other tests are put in order.
+
+    Cheap tests run first, those of files with the slowest before others that start processes.
+
+    So no worker ends alone with one of these. What is slow for one reason runs in a row: a worker
+    that imports a library for the first has it for the others.
+    """
     if not re.search(r"\bverify\b", config.getoption("markexpr")):
         studies = [item for item in items if item.get_closest_marker("verify")]
         config.hook.pytest_deselected(items=studies)
         items[:] = [item for item in items if not item.get_closest_marker("verify")]
-    items[:] = in_order(items, getattr(config, "workerinput", {}).get("workercount", 1))
+    slowest = re.findall(r"^[\d.]+s +(\S+?)::", SLOWEST.read_text(encoding="utf-8"), re.M)
+    turns = {file: turn for turn, file in enumerate(dict.fromkeys(slowest))}
+
+    def turn_of(item: pytest.Item) -> tuple[int, str]:
+        if any(map(item.get_closest_marker, outcomes.MAY_START)):
+            return turns.get(item.nodeid.partition("::")[0], len(turns)), ""
+        slow = item.get_closest_marker("slow")
+        return -1, "" if slow is None else slow.args[0]
+
+    items.sort(key=turn_of)
 
 
 def pytest_collection_finish() -> None:

@@ -21,7 +21,6 @@ from paro.distributed.control import Control
 from paro.errors import RunError, UserError
 from tests.conftest import pytest_collection_modifyitems
 from tests.gpu.test_ranks import GROUPS, HO_RING, ROTATED, compare_all, flags_of, train_on_threads
-from tests.helpers.order import in_order
 from tests.helpers.outcomes import ProcessStartedError, held
 from tests.helpers.rank_threads import run_rank_threads
 from tests.helpers.ranks import RankError, run_ranks
@@ -155,8 +154,8 @@ def test_the_first_failure_ends_all() -> None:
         run_rank_threads(fail, 4, CPU)
 
 
-def item(*marks: str, nodeid: str = "the test") -> Any:
-    return SimpleNamespace(nodeid=nodeid, get_closest_marker=lambda name: name in marks or None)
+def item(*marks: str) -> Any:
+    return SimpleNamespace(nodeid="the test", get_closest_marker=lambda name: name in marks or None)
 
 
 def popen() -> None:
@@ -193,15 +192,7 @@ def test_studies_are_left_out_unless_m_names_them(expression: str, are_left: boo
     quick, study = item(), item("verify", "ranks")
     items = [quick, study]
     pytest_collection_modifyitems(config, items)
-    assert (items, deselected) == (([study, quick], []) if are_left else ([quick], [study]))
-
-
-def test_each_worker_starts_with_its_share_of_tests_that_start_processes() -> None:
-    items = [item(nodeid=f"{file}.py::{n}") for file in "ab" for n in range(4)]
-    items += [item("ranks", nodeid=f"{file}.py::0") for file in ("c", "d", "d", "e", "e", "e")]
-    names = [each.nodeid[0] for each in in_order(items, 2)]
-    assert "".join(names) == "eeeaaaa" + "ddcbbbb"
-    assert "".join(each.nodeid[0] for each in in_order(items, 1)) == "eeeddcaaaabbbb"
+    assert (items, deselected) == (([quick, study], []) if are_left else ([quick], [study]))
 
 
 def test_torch_computes_with_one_thread_in_the_tests_themselves() -> None:
