@@ -97,6 +97,7 @@ def apart(model: Llama, lengths: tuple[int, ...]) -> Tensor:
     return loss.detach()
 
 
+@pytest.mark.verify
 @pytest.mark.slow("traces a model")
 def test_other_documents_and_other_blocks_need_no_other_graph() -> None:
     counters = fresh_counters()

@@ -312,6 +312,7 @@ def sizes_after_training(width: int, more: str) -> list[float]:
     return sizes
 
 
+@pytest.mark.verify
 @pytest.mark.slow("trains models of widths up to 512")
 def test_activations_after_training_are_those_of_the_base_with_mup_alone() -> None:
     base = sizes_after_training(64, MUP)

@@ -57,11 +57,10 @@ from tests.paro.late_mutations import (
 SEEDS = (0, 1, 2)
 # A strategy, flags and a seed: some jobs of seed 1 run at submit.
 FEW = (
-    ("IIG", f"{SAVED} {AHEAD}", 0),
+    ("IIG", f"{OFFLOAD} {SAVED} {AHEAD}", 0),
     ("GGG", HO_RING, 1),
     ("IIG", IN_PLACE, 0),
     ("NII", OUTER, 0),
-    ("NIG", f"{OFFLOAD} {SAVED}", 1),
 )
 MORE = (
     *("", "--bf16", "--bf16 --recompute-granularity selective", FULL),

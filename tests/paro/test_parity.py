@@ -197,13 +197,14 @@ def test_strategies_train_as_one_process_does(
             6, 3, [("IIG", ""), ("GGG", ""), ("III", ""), ("NNG", "")], marks=pytest.mark.verify
         ),
         (6, 2, [("2,2,6", "--paro-prefetch-units 2 --paro-updated-ahead 3")]),
-        (
+        pytest.param(
             8,
             2,
             [
                 ("IIG", f"{FIVE} --paro-collective ho-ring"),
                 ("2,2,4", f"{FIVE} --group-query-attention --num-query-groups 1"),
             ],
+            marks=pytest.mark.verify,
         ),
     ],
 )

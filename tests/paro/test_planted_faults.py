@@ -91,6 +91,7 @@ def train_with_faults() -> list[Trained]:
     return trained
 
 
+@pytest.mark.verify
 @pytest.mark.ranks
 def test_every_fault_is_far_above_what_is_allowed() -> None:
     by_rank = run_ranks(train_with_faults, 4)

@@ -234,6 +234,7 @@ def bench(folder: str, *words: str, wrong: bool = False) -> tuple[object, str]:
     return status, printed.getvalue()
 
 
+@pytest.mark.verify
 @pytest.mark.ranks
 def test_the_command_line_on_four_ranks(tmp_path: Path) -> None:
     rows_file, machine_file = tmp_path / "rows.json", tmp_path / "four.json"

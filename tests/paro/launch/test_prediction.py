@@ -202,6 +202,7 @@ def trained_with_some_and_all() -> tuple[list[str], list[str]]:
     return trained_with((1,)), trained_with((0, 1))
 
 
+@pytest.mark.verify
 @pytest.mark.bits
 @pytest.mark.ranks
 def test_all_use_torchs_operations_where_a_rank_lacks_triton() -> None:

@@ -209,14 +209,16 @@ OUTER = "--paro-outer-steps 2 --paro-outer-delay 1 --paro-outer-warmup 0 --train
 BASE = "base"  # the case whose checkpoint others begin with
 CASES = {
     BASE: "--paro-strategy III",
+    "rotation": f"--paro-strategy IIG {IN_PLACE} --add-qkv-bias --save-hf-dtype bf16",
+    "outer": f"--paro-strategy NII {OUTER}",
+    "part-of-a-base": f"--paro-strategy GGG --bf16 {PART} --finetune",
+}
+MORE = {
     "unsharded": "--paro-strategy NNN --bf16 --save-hf-dtype bf16",
     "everywhere": "--paro-strategy GGG --tie-embeddings-and-output-weights --ema-decay 0.5",
     "between": "--paro-strategy NIG --bf16 --add-qkv-bias --qk-layernorm --save-hf-dtype fp16",
-    "rotation": f"--paro-strategy IIG {IN_PLACE} --add-qkv-bias --save-hf-dtype bf16",
-    "outer": f"--paro-strategy NII {OUTER}",
     "codes": "--paro-strategy NNI --paro-inter-grad-bits 8 --paro-inter-param-bits 8 --bf16",
     "part": f"--paro-strategy IIG --bf16 {PART}",
-    "part-of-a-base": f"--paro-strategy GGG --bf16 {PART} --finetune",
 }
 HALVES = {"unsharded": "bf16", "rotation": "bf16", "between": "fp16"}
 
@@ -268,12 +270,15 @@ def fails(root: Path, words: str, *, own_folder: bool = False, full: int | None 
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def each(root: Path) -> tuple[dict[str, list[str]], list[str]]:
-    """On this rank: the lines of each case, and the errors of those that fail."""
+def each(root: Path, cases: dict[str, str]) -> dict[str, list[str]]:
+    """On this rank: the lines of each case."""
     hugging_face.MAX_FILE_BYTES = 20_000
-    lines = {name: export(root, name, flags) for name, flags in CASES.items()}
-    failures = root / "failures"
-    return lines, [
+    return {name: export(root, name, flags) for name, flags in cases.items()}
+
+
+def all_that_fail(failures: Path) -> list[str]:
+    """On this rank: the errors of exports that fail."""
+    return [
         fails(failures, "--paro-strategy IGG", full=2),
         fails(failures, "--paro-strategy III --init-method-std 1e6 --save-hf-dtype fp16"),
         fails(failures, "--paro-strategy III", own_folder=True),
@@ -281,12 +286,13 @@ def each(root: Path) -> tuple[dict[str, list[str]], list[str]]:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.verify)])
 def test_it_is_the_conversion_of_the_final_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: dict[str, str]
 ) -> None:
-    found: Sequence[tuple[dict[str, list[str]], list[str]]] = run_ranks(each, RANKS, tmp_path)
+    first, *others = run_ranks(each, RANKS, tmp_path, cases)
     monkeypatch.setattr(hugging_face, "MAX_FILE_BYTES", 20_000)
-    for name in CASES:
+    for name in cases:
         words = ("--dtype", HALVES[name]) if name in HALVES else ()
         converted = convert(
             "paro", "hf", tmp_path / name / "saved", tmp_path / name / "one", *words
@@ -295,12 +301,16 @@ def test_it_is_the_conversion_of_the_final_checkpoint(
         for ours, theirs in zip(*both, strict=True):
             assert (ours.name, ours.read_bytes()) == (theirs.name, theirs.read_bytes()), name
         assert (converted / hugging_face.INDEX).exists()
-        assert any("successfully wrote the model" in line for line in found[0][0][name])
-    for number, (lines, errors) in enumerate(found):
-        assert errors[:2] == found[0][1][:2]
-        assert "another folder on 2 sets of ranks" in errors[2]
-        assert number == 0 or not any(map("".join, lines.values()))
-    full, large = found[0][1][:2]
+        assert any("successfully wrote the model" in line for line in first[name])
+    assert not any("".join(lines) for rank in others for lines in rank.values())
+
+
+@pytest.mark.ranks
+def test_all_ranks_have_the_error_of_one(tmp_path: Path) -> None:
+    errors: Sequence[list[str]] = run_ranks(all_that_fail, RANKS, tmp_path)
+    for full, large, own in errors:
+        assert [full, large] == errors[0][:2]
+        assert "another folder on 2 sets of ranks" in own
     assert full.startswith("StorageError: --save-hf")
     assert "rank 2: No space left" in full
     assert "UserError" in large
