@@ -45,7 +45,7 @@ def main() -> None:
     with watchdog:
         watchdog.begins("checking the flags and the files that they name", 0)
         with refusals_are_shared():
-            config = configure(args, **early._asdict())
+            config = configure(args, early)
         if config.launch.dry_run:
             watchdog.close()
             run_dry(config)

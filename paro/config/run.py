@@ -195,12 +195,14 @@ class RunConfig:
         return frozenset() if self.train.skip_train else self.trainable.names(self.model)
 
 
-def configure(args: Namespace, world: World, **early: object) -> RunConfig:
-    """Build the configuration for `world`, whose ranks need not exist; `UserError` for mistakes.
+def configure(args: Namespace, early: World | EarlyConfig) -> RunConfig:
+    """Build the configuration for ranks that need not exist; `UserError` for mistakes.
 
-    The error names all wrong values, except values that another mistake hides. `early` has parts
-    that are built already, of `EarlyConfig`.
+    The error names all wrong values, except values that another mistake hides. `early` has the
+    ranks, or the parts that are built already.
     """
+    known = {"world": early} if isinstance(early, World) else early._asdict()
+    world = known["world"]
     check_flags(args)
     command_line = vars(args)
     try:
@@ -209,7 +211,7 @@ def configure(args: Namespace, world: World, **early: object) -> RunConfig:
         if args.use_checkpoint_args:  # the wrong values may come from the checkpoint
             raise
         raise UserError(*distinct([*error.args, *value_mistakes(args, world)])) from error
-    parts, wrong = _parts(args, world, saved | early, plans=True)
+    parts, wrong = _parts(args, saved | known, plans=True)
     if wrong:
         raise UserError(*wrong)
     decision, is_open = parts["decision"], parts["sharding_flags"].is_unmeasured
@@ -238,15 +240,15 @@ def distinct(lines: Iterable[str]) -> tuple[str, ...]:
 
 def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
     """List a line for each part of the configuration that fails to build, without planning."""
-    return _parts(args, world, {"common": {}})[1]
+    return _parts(args, {"common": {}, "world": world})[1]
 
 
 def _parts(
-    args: Namespace, world: World, known: Mapping[str, object], *, plans: bool = False
+    args: Namespace, known: Mapping[str, object], *, plans: bool = False
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Build every part of the configuration that can be built; list a line for each failure."""
     wrong: list[str] = []
-    parts: dict[str, Any] = {"args": args, "world": world, **known}
+    parts: dict[str, Any] = {"args": args, **known}
     for name, make in _MAKERS:
         needs = needs_of(make)
         is_open = name not in parts and (name != "decision" or (plans and not wrong))

@@ -20,7 +20,7 @@ from paro.spec.muon_rounds import muon_bucket_size, muon_rounds
 from paro.spec.optim_config import MuonConfig
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.sharding_spec import Collective, ShardingSpec, specs_of
-from paro.step.actions import PASS_OF
+from paro.step.actions import PASS_OF, ActionKind
 from paro.strategy import Strategy
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Spans, StreamKind, Topology, make_topology
 
@@ -191,13 +191,9 @@ def groups_of(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoi
 
 def collectives_of(run: RunSpec, specs: Iterable[ShardingSpec]) -> set[Collective]:
     """Return the different collectives of a step; a pass of shifts counts as its collective."""
-    passes = PASS_OF.values() if run.materialize.rotates else ()
-    return {
-        sent._replace(stream_kind=StreamKind.ROTATE) if kind in passes else sent
-        for spec in {*specs}
-        for kind, collectives in spec.collectives.items()
-        for sent in collectives
-    }
+    others = {*PASS_OF.values()} if run.materialize.rotates else {*PASS_OF}
+    kinds = {*ActionKind} - others
+    return {sent for spec in {*specs} for kind in kinds for sent in spec.sent_by(kind)}
 
 
 def _state_groups(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> Spans:
