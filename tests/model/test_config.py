@@ -73,6 +73,7 @@ TRAINED = (
 )
 
 
+@pytest.mark.slow("counts operations of models")
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("config", OF_ALL_SIZES)
 def test_flops_are_those_that_torch_counts(config: LlamaConfig, trained: str) -> None:

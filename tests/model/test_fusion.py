@@ -74,6 +74,7 @@ def test_swiglu(dtype: torch.dtype, needed: str) -> None:
     compare(gated_linear, strided)
 
 
+@pytest.mark.slow("interprets kernels")
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("num_heads", [1, 19])
@@ -85,6 +86,7 @@ def test_rotary_embedding(dtype: torch.dtype, num_heads: int) -> None:
     compare(lambda x, fused: rotate(x, cos[positions], sin[positions], fused=fused), [x])
 
 
+@pytest.mark.slow("interprets kernels")
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", [(1, False, False), (7, True, False), (20, True, True)])
@@ -116,6 +118,7 @@ def test_a_residuals_gradient_is_added_with_the_bits_of_a_sum() -> None:
     assert torch.equal(both, alone + residual)
 
 
+@pytest.mark.slow("interprets kernels")
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("vocab_size", [5, 9001])

@@ -239,6 +239,7 @@ def assert_same_bits(found: Tensor, wanted: Tensor) -> None:
     assert torch.equal(found.view(whole)[numbers], wanted.view(whole)[numbers])
 
 
+@pytest.mark.slow("interprets kernels")
 @pytest.mark.bits
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy: of infinities
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

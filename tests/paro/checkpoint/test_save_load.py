@@ -58,6 +58,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return root
 
 
+@pytest.mark.slow("saves and loads")
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_any_cut_loads_what_any_other_saved(saved: Path, cut: Cut) -> None:
     for rank in range(cut.world_size):

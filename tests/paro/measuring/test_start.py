@@ -129,6 +129,7 @@ def test_a_machine_is_measured_once_and_again_when_asked(
     assert len(measured) == 3
 
 
+@pytest.mark.slow("trains several times")
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

@@ -321,6 +321,7 @@ TRAINED = [
 ]
 
 
+@pytest.mark.slow("builds trainings")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recompute", RECOMPUTES)
 def test_a_rank_sends_what_the_part_that_trains_needs(

@@ -68,6 +68,7 @@ def test_without_overlap_parts_add_up(way: Materialize, strategy: str) -> None:
         assert sum(timeline.exposed.values()) == pytest.approx(waited)
 
 
+@pytest.mark.slow("simulates steps of large models")
 @pytest.mark.parametrize(
     ("collective", "way", "strategy"),
     [

@@ -86,6 +86,7 @@ CASES: dict[str, tuple[LlamaConfig, Callable[[str], bool]]] = {
 }
 
 
+@pytest.mark.slow("trains a step")
 @pytest.mark.parametrize(
     ("name", "letters"),
     [
@@ -170,6 +171,7 @@ TINY = replace(WIDER, num_layers=3, vocab_size=192)
 SNAPSHOT = MemorySnapshot(name="the update", states=8_000_000_000, transient=2_000_000_000)
 
 
+@pytest.mark.slow("trains a step")
 @pytest.mark.parametrize(
     ("collective", "way", "changes", "strategies"),
     [

@@ -85,6 +85,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow("trains a step")
 @pytest.mark.parametrize(("name", "strategy"), PAIRS)
 def test_the_engine_does_what_the_plan_lists(
     name: str, strategy: str, monkeypatch: pytest.MonkeyPatch
@@ -195,6 +196,7 @@ ROTATED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow("trains a step")
 @pytest.mark.parametrize(
     ("name", "way"),
     [

@@ -230,6 +230,7 @@ FIRST = f"model.layers.0.{V_PROJ}"
 STABLE = 6 / sqrt(3)  # the scaling with use_rslora
 
 
+@pytest.mark.slow("saves and loads")
 @pytest.mark.parametrize(
     ("changes", "kept", "scalings"),
     [
