@@ -173,7 +173,7 @@ def differing_by_seed() -> list[str]:
 @pytest.mark.parametrize("more", MORE)
 def test_every_strategy(more: str) -> None:
     cases = [flags_for(strategy, more) for strategy in legal_letters() if is_legal(strategy, more)]
-    for wrong in run_ranks(differing, 4, cases, 2, SEEDS, timeout=1000):
+    for wrong in run_ranks(differing, 4, cases, 2, SEEDS[:2], timeout=1000):
         assert not wrong
 
 

@@ -160,7 +160,7 @@ def test_ranks_that_share_samples_train_as_one_process_does(
 
 
 def grid(world_size: int, group_size: int) -> list[Case]:
-    """Every strategy with two kinds, over all shapes with all; flags are drawn."""
+    """Every strategy with a kind, over all shapes with all; flags are drawn."""
     shape, random = SHAPES.index((world_size, group_size)), Random(world_size * 8 + group_size)
     flags = (
         "",
@@ -176,15 +176,14 @@ def grid(world_size: int, group_size: int) -> list[Case]:
     heads = ("", *(f"{GROUPED} {number}" for number in ((1, 3) if threes else (1, 2, 4))))
     cases = []
     for number, strategy in enumerate(legal_letters()):
-        for index in (number + shape, number + 2 * shape + 1):
-            kind = KINDS[index % len(KINDS)]
-            size = random.choice([n for n in sizes if n <= world_size])
-            if kind == "a2a+p2p":
-                size = max(size, sizes[1])
-                first = random.choice([n for n in sizes[:2] if n < size])
-                kind += f" {SIZES} {first} {size // first}"
-            more = f"{own} {random.choice(flags)} {random.choice(heads)}"
-            cases.append(Case(size, strategy, more, kind=kind))
+        kind = KINDS[(number + shape) % len(KINDS)]
+        size = random.choice([n for n in sizes if n <= world_size])
+        if kind == "a2a+p2p":
+            size = max(size, sizes[1])
+            first = random.choice([n for n in sizes[:2] if n < size])
+            kind += f" {SIZES} {first} {size // first}"
+        more = f"{own} {random.choice(flags)} {random.choice(heads)}"
+        cases.append(Case(size, strategy, more, kind=kind))
     return cases
 
 
