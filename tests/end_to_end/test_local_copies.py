@@ -275,8 +275,9 @@ def read_by_tools(url: str, tmp_path: Path) -> None:
     refused(run_script([*inspect[:1], "--load", f"gcs://{url}"]), "--load", "gcs://")
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize(
-    "how", [pytest.param([], marks=pytest.mark.verify, id="sync"), ["--async-save"]]
+    "how", [pytest.param([], id="sync"), pytest.param(["--async-save"], id="async")]
 )
 def test_a_run_saves_to_a_store_and_continues_from_it(
     store: ObjectServer, tmp_path: Path, how: list[str]

@@ -232,6 +232,7 @@ def finetune(
     return ended([FINETUNE, model, talks], own, on_path)
 
 
+@pytest.mark.verify
 @pytest.mark.ranks
 def test_from_a_folder_and_conversations_to_an_adapter_and_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

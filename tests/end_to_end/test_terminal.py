@@ -275,6 +275,7 @@ def test_a_run_that_goes_wrong_shows_it(tmp_path: Path) -> None:
     assert set(read_tensorboard(tmp_path)["iteration-time"]) == set(range(1, stopped + 1))
 
 
+@pytest.mark.verify
 @pytest.mark.ranks
 def test_killed_and_unwritable_trackers_cost_one_line_each(tmp_path: Path) -> None:
     pytest.importorskip("wandb")

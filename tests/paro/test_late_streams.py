@@ -59,7 +59,6 @@ SEEDS = (0, 1, 2)
 FEW = (
     ("IIG", f"{OFFLOAD} {SAVED} {AHEAD}", 0),
     ("GGG", HO_RING, 1),
-    ("IIG", IN_PLACE, 0),
     ("NII", OUTER, 0),
 )
 MORE = (

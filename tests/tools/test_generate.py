@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -172,7 +173,8 @@ def test_another_models_tokenizer_is_refused(
     mistake("310 ... 300", *words)
 
 
-def test_mistakes_are_named(checkpoint: Path) -> None:
+def test_mistakes_are_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "adlfs", None)  # also where it is installed
     for words, told in (
         ("--prompt=", "--prompt is empty"),
         ("", "nothing to continue"),

@@ -302,7 +302,9 @@ def test_errors_of_other_stores_are_told_apart(
 def test_a_missing_package_or_account_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec
 
-    refused(partial(path_of, "az://b/x"), "az://b/x", "adlfs")
+    with monkeypatch.context() as missing:
+        missing.setitem(sys.modules, "adlfs", None)  # also where it is installed
+        refused(partial(path_of, "az://b/x"), "az://b/x", "adlfs")
     opened = mock.Mock(side_effect=ValueError("Must provide an account"))
     monkeypatch.setattr(fsspec, "get_filesystem_class", lambda _: opened)
     path = StorePath("az://bucket/x")

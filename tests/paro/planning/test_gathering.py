@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -187,6 +188,12 @@ def shared(layout: ContextLayout = HEADS, *, size: int = 4, **config: Any) -> Ru
     return run("GGG", model, micro_batch_size=size, seq_length=length, context=layout)
 
 
+def every_third(names: Iterable[str]) -> list[Any]:
+    """The names of cases, of which `make verify` has the others."""
+    verify = pytest.mark.verify
+    return [pytest.param(name, marks=[verify] * (n % 3 > 0)) for n, name in enumerate(names)]
+
+
 HEADS_AND_RING = ContextLayout(size=8, heads=4, inner=4)
 TURNS = ContextLayout(size=8, inner=2)
 OF_SHARED_SAMPLES = {
@@ -206,7 +213,7 @@ OF_SHARED_SAMPLES = {
 
 
 @pytest.mark.slow("profiles a rank's memory")
-@pytest.mark.parametrize("name", OF_SHARED_SAMPLES)
+@pytest.mark.parametrize("name", every_third(OF_SHARED_SAMPLES))
 def test_prediction_holds_for_shared_samples(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert_predicted(monkeypatch, OF_SHARED_SAMPLES[name])
 
@@ -251,7 +258,7 @@ def allocate_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow("profiles a rank's memory")
-@pytest.mark.parametrize("name", IN_FP8)
+@pytest.mark.parametrize("name", every_third(IN_FP8))
 def test_prediction_holds_in_fp8(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     allocate_as_gpus(monkeypatch)
     monkeypatch.setattr("model.config.LOSS_CHUNK_TOKENS", 64)
