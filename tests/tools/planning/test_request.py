@@ -180,29 +180,35 @@ def test_a_machine_of_three_figures(tmp_path: Path) -> None:
     assert (per_rank.nic, per_rank.intra) == (Nic.PER_RANK, shipped.intra)
 
 
-@pytest.mark.slow("searches all candidates of a model")
-def test_why_another_strategy_is_not_the_best() -> None:
+def why_not(strategy: str, more: str = "") -> list[str]:
+    """The two lines of an answer, and the degrees of the best."""
     slow = f"{MODEL} --gpu a100 --gpus-per-node 4 --inter 1gbit --device-memory-gb 4"
     slow += " --micro-batch-size 1 --paro-collective native"
+    out, fields = measured(main, *f"{slow} {more} --why-not {strategy}".split())
+    lines = out.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(f"why not {strategy}"))
+    assert lines[first + 2] == ""
+    degrees = ",".join(map(str, fields["best"]["degrees"]))
+    assert ("it is the best" in lines[first]) is (strategy == degrees)
+    return [*lines[first : first + 2], degrees]
 
-    def told(strategy: str, more: str = "") -> list[str]:
-        out, fields = measured(main, *f"{slow} {more} --why-not {strategy}".split())
-        lines = out.splitlines()
-        first = next(i for i, line in enumerate(lines) if line.startswith(f"why not {strategy}"))
-        assert lines[first + 2] == ""
-        degrees = ",".join(map(str, fields["best"]["degrees"]))
-        assert ("it is the best" in lines[first]) is (strategy == degrees)
-        return [*lines[first : first + 2], degrees]
 
-    cost, spends, degrees = told("zero3")
+@pytest.mark.slow("searches all candidates of a model")
+def test_why_another_strategy_is_not_the_best() -> None:
+    cost, spends, _ = why_not("zero3")
     slower = re.search(r", is ([\d.]+)% slower: ", cost)
     assert slower
     assert float(slower[1]) > 0
     assert "for gathers, " in spends
-    told(degrees)
-    cost, needs, _ = told("ddp", "--num-layers 40 --device-memory-gb 4")
+
+
+@pytest.mark.verify
+def test_why_it_is_the_best_or_does_not_fit_or_is_refused() -> None:
+    *_, degrees = why_not("zero3")
+    why_not(degrees)
+    cost, needs, _ = why_not("ddp", "--num-layers 40 --device-memory-gb 4")
     assert "it does not fit, the least is " in cost
     assert "model states " in needs
-    cost, reason, _ = told("GGG", "--paro-survive 1")
+    cost, reason, _ = why_not("GGG", "--paro-survive 1")
     assert cost == "why not GGG: it is not among the candidates"
     assert reason.startswith("--paro-survive 1: under --paro-strategy GGG no rank may be lost")
