@@ -32,7 +32,7 @@ from paro.planning.step_counts import QUEUES, StepCounts
 from paro.precision import BYTES_OF
 from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import Collective, ShardingSpec
-from paro.step.actions import PASS_OF, ActionKind, Move
+from paro.step.actions import PASS_OF, Action, ActionKind
 from paro.topology import StreamKind
 
 # Bytes that all operations together read and write to quantize, dequantize or transform an element,
@@ -210,21 +210,21 @@ class ContextCosts:
         """The attention of the micro-batch that is computed."""
         return AttentionSchedules(self.computing.run)
 
-    def program(self, move: Move, whole: ComputeOp, name: str) -> Program:
+    def program(self, action: Action, whole: ComputeOp, name: str) -> Program:
         """Yield the requests of an action.
 
         Attention, which may wait, comes before the other work in forward, after it in backward.
         """
-        passes = self.passes(move)
+        passes = self.passes(action)
         attention = (self._requests(*each, name, whole.kind) for each in passes)
         rest = (whole._replace(seconds=whole.seconds - sum(seconds for _, seconds in passes)),)
-        parts = (rest, *attention) if move[0] is ActionKind.GRADIENTS else (*attention, rest)
+        parts = (rest, *attention) if action[0] is ActionKind.GRADIENTS else (*attention, rest)
         return chain.from_iterable(parts)
 
-    def passes(self, move: Move) -> tuple[tuple[AttentionPass, float], ...]:
+    def passes(self, action: Action) -> tuple[tuple[AttentionPass, float], ...]:
         """Return the attention passes of an action, each with its compute time."""
-        kind, number, *_ = move
-        passes = self.attention.passes(move)
+        kind, number, *_ = action
+        passes = self.attention.passes(action)
         whole = self.computing.per_unit[number].get(kind, 0.0) if passes else 0.0
         forward, forwards = 0.0, sum(each.forward_equivalents for each in passes)
         if not whole:
@@ -278,9 +278,11 @@ class ContextCosts:
         )
 
     def _load(self, *kinds: ActionKind) -> Mapping[Hashable, float]:
-        moves = ((kind, number) for kind in kinds for number in range(len(self.computing.per_unit)))
+        actions = (
+            (kind, number) for kind in kinds for number in range(len(self.computing.per_unit))
+        )
         busy: defaultdict[Hashable, float] = defaultdict(float)
-        for (attn_pass, seconds), count in Counter(chain(*map(self.passes, moves))).items():
+        for (attn_pass, seconds), count in Counter(chain(*map(self.passes, actions))).items():
             requests = self._schedules[attn_pass]
             parts = (part for each in requests if isinstance(each, QueueOp) for part in each.parts)
             loads = {**busy_of(parts), THREAD: self.exposed(attn_pass, seconds)}

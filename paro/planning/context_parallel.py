@@ -44,7 +44,7 @@ from paro.spec.kv_exchange import (
 )
 from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import UINT8, Collective
-from paro.step.actions import ActionKind, Move
+from paro.step.actions import Action, ActionKind
 from paro.topology import AxisSpan, Sent, StreamKind
 
 
@@ -139,9 +139,9 @@ class AttentionSchedules:
             AttentionWait("last"),
         )
 
-    def passes(self, move: Move) -> tuple[AttentionPass, ...]:
+    def passes(self, action: Action) -> tuple[AttentionPass, ...]:
         """Return the attention passes of an action; none if it computes no block."""
-        (kind, number, *_), recompute = move, self.config.recompute
+        (kind, number, *_), recompute = action, self.config.recompute
         if not 0 < number <= self.config.num_layers:  # the embedding is unit 0
             return ()
         if kind is ActionKind.FORWARD:
@@ -278,10 +278,10 @@ class AttentionSchedules:
                 )
         return AttentionSend(route.name, tuple(messages))
 
-    def sent(self, moves: Iterable[Move], sender: Sender) -> Sent:
+    def sent(self, actions: Iterable[Action], sender: Sender) -> Sent:
         """Compute the bytes that a rank sends for attention in the actions of a step."""
         total = Sent()
-        for kind, count in Counter(chain.from_iterable(map(self.passes, moves))).items():
+        for kind, count in Counter(chain.from_iterable(map(self.passes, actions))).items():
             schedule = self.schedule(kind)
             sends = (entry.messages for entry in schedule if isinstance(entry, AttentionSend))
             for to, span, num_bytes, number in chain.from_iterable(sends):

@@ -18,7 +18,7 @@ from paro.collectives.schedule import Op
 from paro.errors import count_text
 from paro.planning.sending import Sender, muon_sent
 from paro.planning.tally import StepTally
-from paro.step.actions import PASS_OF, WAITED_BY, ActionKind, Buckets, Move, number_buffers
+from paro.step.actions import PASS_OF, WAITED_BY, Action, ActionKind, Buckets, number_buffers
 from paro.step.schedule import LISTED_MICRO_BATCHES, Pass, StepSchedule
 from paro.text import align, size_text
 from paro.topology import Axis, Link, Sent
@@ -187,7 +187,7 @@ class _StepLister:
             listed += [_Segment(unit, whole, before, lines)] if lines else []
         return listed
 
-    def _subject(self, action: Move) -> tuple[int, str, bool]:
+    def _subject(self, action: Action) -> tuple[int, str, bool]:
         """Return an action's unit, the name of the buffer or unit, and whether it trains."""
         kind, number, *which = action
         buffer = self.step.buffers[self.step.buffer_of(action)]
@@ -200,7 +200,7 @@ class _StepLister:
             return index, f"{unit.name} to {self.step.buffers[last].unit.name}", buffer.trains
         return index, buffer.name, buffer.trains
 
-    def _lines(self, action: Move, index: int, segment_before: int) -> Iterator[_Line]:
+    def _lines(self, action: Action, index: int, segment_before: int) -> Iterator[_Line]:
         kind, number = action[0], action[1]
         before = self.tally.total
         now = self.tally.carry_out(action) or self.tally.at()
@@ -224,7 +224,7 @@ class _StepLister:
             key = (words, trains, size, held[:-1], now.total - segment_before)
             yield _Line(key, unit - index, words, (text, *moved, stream, *allocated))
 
-    def _sent(self, action: Move) -> Iterator[tuple[str, str, Sent]]:
+    def _sent(self, action: Action) -> Iterator[tuple[str, str, Sent]]:
         """Yield the collectives of an action: words, comm stream, bytes sent."""
         kind, number, *_ = action
         if kind >= ActionKind.FORWARD:

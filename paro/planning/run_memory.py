@@ -93,8 +93,8 @@ class RunMemory:
         """Count bytes that a rank sends in a step; None: the mean of all ranks."""
         step, sender = self.step(run), self.sender(run, rank)
         states = traffic_of(step.of_step(num_micro_batches), self.specs(run), sender)
-        moves = step.schedule(1).actions() if run.context.size > 1 else ()
-        attention = AttentionSchedules(run).sent(moves, sender)
+        actions = step.schedule(1).actions() if run.context.size > 1 else ()
+        attention = AttentionSchedules(run).sent(actions, sender)
         return states + attention * num_micro_batches
 
     def sent_in_rounds(self, run: RunSpec, rank: int | None = None) -> Sent:

@@ -23,7 +23,7 @@ from paro.collectives.schedule import Op
 from paro.precision import BYTES_OF
 from paro.spec.muon_rounds import muon_rounds
 from paro.spec.sharding_spec import Collective, ShardingSpec
-from paro.step.actions import PASS_OF, Move
+from paro.step.actions import PASS_OF, Action
 from paro.topology import AxisSpan, Link, Sent
 
 
@@ -90,14 +90,16 @@ class Sender:
         return Sent(num_bytes - between, between)
 
 
-def traffic_of(moves: Mapping[Move, int], specs: Sequence[ShardingSpec], sender: Sender) -> Sent:
+def traffic_of(
+    actions: Mapping[Action, int], specs: Sequence[ShardingSpec], sender: Sender
+) -> Sent:
     """Count the bytes that a rank sends for the actions of a step, given the count of each action.
 
     A step all-gathers the parameters that the previous step updated, so a run's first step sends
     less than counted.
     """
     total = muon_sent(specs, sender.rank)
-    for (kind, number, *_), count in moves.items():
+    for (kind, number, *_), count in actions.items():
         spec = specs[number]
         # A pass of d - 1 shifts sends as much as a gather, or as a reduction.
         shifts = spec.strategy.params - 1 if kind in PASS_OF else 1

@@ -43,7 +43,7 @@ from paro.planning.step_counts import QUEUES, Counts, StepCounts
 from paro.spec.muon_rounds import muon_rounds
 from paro.spec.offload import NUM_SLOTS, offloaded
 from paro.spec.run_spec import RunSpec
-from paro.step.actions import OUTER_ROUND, PASS_OF, WAITED_BY, ActionKind, Move
+from paro.step.actions import OUTER_ROUND, PASS_OF, WAITED_BY, Action, ActionKind
 from paro.topology import MOST_CTAS, PLANNED_WAITS
 
 _MAX_SIMULATED = 4  # the most micro-batches that are all simulated
@@ -163,8 +163,8 @@ class StepCosts:
         if self.host_seconds:
             yield ComputeOp(self.host_seconds, "optimizer states in host memory", "update")
         at_once, context = self.comm_costs.at_once, self.context
-        for move in self.counts.schedule(self.run.num_micro_batches).actions():
-            kind, number, *_ = move
+        for action in self.counts.schedule(self.run.num_micro_batches).actions():
+            kind, number, *_ = action
             for cause in WAITED_BY.get(kind, ()):
                 yield WaitOp((cause, number))
             if kind in QUEUES:
@@ -180,9 +180,9 @@ class StepCosts:
                 yield QueueOp(kind, (norm,))
                 yield WaitOp(kind)
             if kind in _COMPUTES:
-                unit, seconds = self.computed(move)
+                unit, seconds = self.computed(action)
                 whole = ComputeOp(seconds, f"{_COMPUTES[kind]} {unit.name}", _COMPUTES[kind])
-                yield from context.program(move, whole, unit.name) if context else (whole,)
+                yield from context.program(action, whole, unit.name) if context else (whole,)
 
     def round_program(self) -> Program:
         """Yield the requests of a training thread for a round of the largest fragment."""
@@ -204,9 +204,9 @@ class StepCosts:
             yield QueueOp((spread, number), costs[number].queued.get(spread, ()))
         yield from (WaitOp((spread, number)) for number in largest)
 
-    def computed(self, move: Move) -> tuple[Unit, float]:
+    def computed(self, action: Action) -> tuple[Unit, float]:
         """Return the unit that an action computes with, and the time it computes for."""
-        kind, number, *slots = move
+        kind, number, *slots = action
         shape, halves, seconds = self.counts.shape, None, 0.0
         # Duplicates `buffer_of`, since this method is called most of all.
         if kind >= ActionKind.FORWARD:
@@ -301,13 +301,13 @@ class StepCosts:
     def busy(self, counts: Counts) -> defaultdict[Hashable, float]:
         """Compute for how long actions keep busy each link, each comm stream and the thread."""
         busy: defaultdict[Hashable, float] = defaultdict(float)
-        for move, count in counts.items():
-            kind, number, *_ = move
+        for action, count in counts.items():
+            kind, number, *_ = action
             for load, seconds in self.comm_costs.of_buffers[number].busy.get(kind, {}).items():
                 if load != THREAD or kind in self.comm_costs.at_once:
                     busy[load] += count * seconds
             if kind in PASS_OF:  # the thread copies received slices
-                busy[THREAD] += count * self.computed(move)[1]
+                busy[THREAD] += count * self.computed(action)[1]
         return busy
 
     def _exposed_at_least(self, counts: Counts) -> float:

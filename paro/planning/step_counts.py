@@ -11,11 +11,11 @@ from typing import TypeVar
 
 from paro.layout import Buffer, Unit, buffers_of
 from paro.machine.caching import cached_by
-from paro.step.actions import WAITED_BY, ActionKind, Move, StepShape
+from paro.step.actions import WAITED_BY, Action, ActionKind, StepShape
 from paro.step.rotating import RotationShape
 from paro.step.schedule import LISTED_MICRO_BATCHES, StepSchedule, step_schedule
 
-Counts = Mapping[Move, int]
+Counts = Mapping[Action, int]
 T = TypeVar("T")
 QUEUES = frozenset(chain.from_iterable(WAITED_BY.values()))
 
@@ -36,9 +36,9 @@ class StepCounts:
     def num_trained(self) -> int:
         return sum(unit.trainable.numel for unit in self.units)
 
-    def buffer_of(self, move: Move) -> int:
+    def buffer_of(self, action: Action) -> int:
         """Return the buffer of an action, the first one if the action computes with several."""
-        kind, number, *which = move
+        kind, number, *which = action
         if kind < ActionKind.FORWARD:
             return number
         return self.shape.halves(number)[which[0] if which else 0][0]
@@ -56,7 +56,7 @@ class StepCounts:
         schedule = self.schedule(LISTED_MICRO_BATCHES)
         (first, _), (forward, backward), (_, last) = schedule.micro_batches
         passes = (schedule.update, first), (forward,), (backward,), (last, schedule.end)
-        return tuple(self._merged(Counter(_waited_for(*moves))) for moves in passes)
+        return tuple(self._merged(Counter(_waited_for(*actions))) for actions in passes)
 
     @cached_property
     def ends(self) -> tuple[Counts, Counts]:
@@ -66,9 +66,11 @@ class StepCounts:
         """
         schedule = self.schedule(1)
         ((forward, backward),) = schedule.micro_batches
-        moves = [*chain.from_iterable((*forward, *backward, *schedule.end))]
-        computing = [index for index, (kind, *_) in enumerate(moves) if kind >= ActionKind.FORWARD]
-        begin, end = moves[: computing[0]], moves[computing[-1] :]
+        actions = [*chain.from_iterable((*forward, *backward, *schedule.end))]
+        computing = [
+            index for index, (kind, *_) in enumerate(actions) if kind >= ActionKind.FORWARD
+        ]
+        begin, end = actions[: computing[0]], actions[computing[-1] :]
         return Counter(_waited_for((begin,))), Counter(_waited_for((end,)))
 
     @cached_by(lambda num_micro_batches: num_micro_batches)
@@ -77,13 +79,13 @@ class StepCounts:
         schedule = self.schedule(min(num_micro_batches, LISTED_MICRO_BATCHES))
         counts = Counter(schedule.actions())
         more = num_micro_batches - LISTED_MICRO_BATCHES
-        for move in chain.from_iterable(chain(*schedule.micro_batches[1])) if more > 0 else ():
-            counts[move] += more
-        queued = {move: count for move, count in counts.items() if move[0] in QUEUES}
+        for action in chain.from_iterable(chain(*schedule.micro_batches[1])) if more > 0 else ():
+            counts[action] += more
+        queued = {action: count for action, count in counts.items() if action[0] in QUEUES}
         return self._merged(queued)
 
     def _merged(self, counts: Counts) -> Counts:
-        by_kind: Counter[Move] = Counter()
+        by_kind: Counter[Action] = Counter()
         for (kind, number, *slots), count in counts.items():
             by_kind[kind, self.first_of_kind[number], *slots] += count
         return by_kind
@@ -101,11 +103,11 @@ class StepCounts:
         return [made[number] for number in self.first_of_kind]
 
 
-def _waited_for(*passes: Iterable[Iterable[Move]]) -> Iterable[Move]:
-    queued: dict[tuple[ActionKind, int], list[Move]] = {}
-    for move in chain.from_iterable(chain(*passes)):
-        kind, number = move[:2]
+def _waited_for(*passes: Iterable[Iterable[Action]]) -> Iterable[Action]:
+    queued: dict[tuple[ActionKind, int], list[Action]] = {}
+    for action in chain.from_iterable(chain(*passes)):
+        kind, number = action[:2]
         if kind in QUEUES:
-            queued.setdefault((kind, number), []).append(move)
+            queued.setdefault((kind, number), []).append(action)
         for cause in WAITED_BY.get(kind, ()):
             yield from queued.pop((cause, number), ())

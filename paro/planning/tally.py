@@ -25,7 +25,7 @@ from paro.spec.offload import offloaded, state_bytes
 from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.units import registered_param_buffers
-from paro.step.actions import ActionKind, Move
+from paro.step.actions import Action, ActionKind
 from paro.step.schedule import LISTED_MICRO_BATCHES
 
 _ALLOCATIONS = {  # the kind of bytes that an action allocates (1) or frees (-1)
@@ -138,16 +138,16 @@ class StepTally:
         most = 1 if self.run.materialize.rotates else LISTED_MICRO_BATCHES
         actions = self.step.schedule(min(self.run.num_micro_batches, most)).actions()
         largest: dict[tuple[int, ...], MemorySnapshot] = {}
-        for now in map(self.carry_out, (move for move in actions if move[0] in _COUNTED)):
+        for now in map(self.carry_out, (action for action in actions if action[0] in _COUNTED)):
             if now is not None:
                 copied = now.converted, now.bucket_size, now.updated
                 if now.total > largest.setdefault(copied, now).total:
                     largest[copied] = now
         return [*largest.values()]
 
-    def carry_out(self, move: Move) -> MemorySnapshot | None:
+    def carry_out(self, action: Action) -> MemorySnapshot | None:
         """Carry out an action; return a snapshot, without model states, if bytes may peak there."""
-        kind, number, *slots = move
+        kind, number, *slots = action
         if kind >= ActionKind.FORWARD:
             return self._compute(kind, number)
         unit, index = self.step.buffers[number].unit, self.step.buffers[number].unit_index

@@ -19,7 +19,7 @@ from model.matmul import GradSink
 from paro.distributed.timers import Timers
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import UnitShards
-from paro.step.actions import Move
+from paro.step.actions import Action
 from paro.step.gathering import GatheringPolicy
 from paro.step.rotating import RotationPolicy
 
@@ -123,7 +123,7 @@ class DistributedModel:
         while self._removals:
             self._removals.pop()()
 
-    def carry_out(self, actions: Iterable[Move]) -> None:
+    def carry_out(self, actions: Iterable[Action]) -> None:
         """Carry out the actions with which the policy answers an event, by methods of units."""
         for kind, number, *slots in actions:
             getattr(self.units[number], kind.name.lower())(*slots)

@@ -71,10 +71,9 @@ PASS_OF = {
 # The actions of a round of outer steps, in order.
 OUTER_ROUND = (ActionKind.OUTER_REDUCE, ActionKind.OUTER_GATHER, ActionKind.OUTER_SPREAD)
 
-Action = tuple[ActionKind, int]  # a kind, and the number of a buffer or a unit
-SliceMove = tuple[ActionKind, *tuple[int, ...]]  # an action on a slice: a kind and slots, no buffer
-# Any action: a kind, the number of a buffer or a unit, and slots if weights rotate.
-Move = tuple[ActionKind, int, *tuple[int, ...]]
+# A kind, the number of a buffer or a unit, and slots if weights rotate.
+Action = tuple[ActionKind, int, *tuple[int, ...]]
+SliceAction = tuple[ActionKind, *tuple[int, ...]]  # on a slice: a kind and slots, no buffer
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,7 @@ class GatheringPolicy:
         """Wait, after the last micro-batch, until all gradients are summed over all ranks."""
         assert not self._upcoming, f"the step has more to run: {self._upcoming}"
         assert not self._unsharded, f"live outside a step: {self._unsharded}"
-        actions = [(ActionKind.FREE, buffer) for buffer in self._reducing]
+        actions: list[Action] = [(ActionKind.FREE, buffer) for buffer in self._reducing]
         self._reducing.clear()
         actions += self._fp8_cache_of_the_step(ActionKind.DROP_FP8)
         return [*actions, *((ActionKind.WAIT_REDUCED, buffer) for buffer in self.shape.trainable)]

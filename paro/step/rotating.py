@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from paro.step.actions import ActionKind, Move, SliceMove
+from paro.step.actions import Action, ActionKind, SliceAction
 from paro.step.gathering import ParamAllGatherPolicy
 from paro.step.slices import RingShape, SlicePolicy, SliceSlot
 
@@ -104,25 +104,25 @@ class RotationPolicy:
 
     # Frame #
 
-    def begin_step(self, _num_micro_batches: int) -> list[Move]:
+    def begin_step(self, _num_micro_batches: int) -> list[Action]:
         return []
 
-    def begin_micro_batch(self, *, last: bool) -> list[Move]:
+    def begin_micro_batch(self, *, last: bool) -> list[Action]:
         self._last = last
         self._missing.update(self._trainable.intersection(self.shape.replicated))
         return self.begin_evaluation()
 
-    def begin_evaluation(self) -> list[Move]:
+    def begin_evaluation(self) -> list[Action]:
         """Begin a forward without a backward."""
         return [(ActionKind.WAIT, buffer) for buffer in self.shape.replicated]
 
-    def end_backward(self) -> list[Move]:
+    def end_backward(self) -> list[Action]:
         """End a micro-batch."""
         actions = self.after_backward()
         assert not self._missing, f"buffers {self._missing} received no gradient"
         return actions
 
-    def end_step(self) -> list[Move]:
+    def end_step(self) -> list[Action]:
         """Wait, after the last micro-batch, until all gradients are summed over all ranks."""
         return [(ActionKind.WAIT_REDUCED, buffer) for buffer in self.shape.trainable]
 
@@ -136,7 +136,7 @@ class RotationPolicy:
         """Return the slot of the sum of gradients of a buffer's slice."""
         return self._slices[buffer].grad_slot(step)
 
-    def before_forward(self, at: RingStep, *, backward_follows: bool) -> list[Move]:
+    def before_forward(self, at: RingStep, *, backward_follows: bool) -> list[Action]:
         """Begin a ring step; `backward_follows`: its activations are saved for a backward."""
         shifts_back = backward_follows and self.shape.parts[at.part].backward_needs_weight
         actions = self._ask(at, lambda one: one.before_forward(at.step, shifts_back=shifts_back))
@@ -144,10 +144,10 @@ class RotationPolicy:
             actions += self.param_all_gathers.before_forward(at.part)
         return actions
 
-    def after_forward(self, at: RingStep) -> list[Move]:
+    def after_forward(self, at: RingStep) -> list[Action]:
         return self._ask(at, lambda one: one.after_forward(at.step))
 
-    def before_backward(self, at: RingStep) -> list[Move]:
+    def before_backward(self, at: RingStep) -> list[Action]:
         """Begin the backward of a ring step, once the gradient of one of its outputs exists."""
         if at == self._in_backward:
             return []
@@ -156,13 +156,13 @@ class RotationPolicy:
         self._missing.update(self._trainable.intersection(self._half(at)))
         return actions + self._ask(at, lambda one: one.before_backward(at.step))
 
-    def after_backward(self) -> list[Move]:
+    def after_backward(self) -> list[Action]:
         """End the backward of a ring step if one has begun; the next ring step calls it as well."""
         at, self._in_backward = self._in_backward, None
         if at is None:
             return []
         assert self._missing.isdisjoint(self._half(at)), f"{at}: {self._missing} are missing"
-        actions: list[Move] = []
+        actions: list[Action] = []
         for buffer in self._half(at):
             actions += _of(buffer, self._slices[buffer].after_backward(at.step))
             is_last = at.step == 0 and self.param_all_gathers.first_use[buffer] == at.part
@@ -170,10 +170,14 @@ class RotationPolicy:
                 actions.append((ActionKind.GRAD_SYNC, buffer))
         return actions
 
-    def _ask(self, at: RingStep, answer: Callable[[SlicePolicy], list[SliceMove]]) -> list[Move]:
+    def _ask(
+        self, at: RingStep, answer: Callable[[SlicePolicy], list[SliceAction]]
+    ) -> list[Action]:
         """Return the answers of the policies of the buffers with which a ring step computes."""
         return [
-            move for buffer in self._half(at) for move in _of(buffer, answer(self._slices[buffer]))
+            action
+            for buffer in self._half(at)
+            for action in _of(buffer, answer(self._slices[buffer]))
         ]
 
     def _half(self, at: RingStep) -> tuple[int, ...]:
@@ -182,7 +186,7 @@ class RotationPolicy:
 
     # Gradients #
 
-    def first_gradient(self, buffer: int) -> list[Move]:
+    def first_gradient(self, buffer: int) -> list[Action]:
         """Prepare for the first gradient of a buffer, in a ring step if it rotates."""
         at = self._in_backward
         assert buffer in self._missing, f"a gradient of buffer {buffer} in the backward of {at}"
@@ -190,7 +194,7 @@ class RotationPolicy:
             return []
         return _of(buffer, self._slices[buffer].first_gradient(at.step))
 
-    def last_gradient(self, buffer: int) -> list[Move]:
+    def last_gradient(self, buffer: int) -> list[Action]:
         """Note that all gradients of a buffer have arrived, in a ring step if it rotates."""
         self._missing.remove(buffer)
         if buffer not in self.shape.replicated:
@@ -201,5 +205,5 @@ class RotationPolicy:
         ]
 
 
-def _of(buffer: int, moves: list[SliceMove]) -> list[Move]:
-    return [(move[0], buffer, *move[1:]) for move in moves]
+def _of(buffer: int, actions: list[SliceAction]) -> list[Action]:
+    return [(action[0], buffer, *action[1:]) for action in actions]

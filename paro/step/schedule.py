@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
-from paro.step.actions import ActionKind, Move, StepShape
+from paro.step.actions import Action, ActionKind, StepShape
 from paro.step.gathering import GatheringPolicy
 from paro.step.rotating import RotationPolicy, RotationShape
 
-UnitActions = tuple[Move, ...]  # the actions at the events of one unit
+UnitActions = tuple[Action, ...]  # the actions at the events of one unit
 Pass = tuple[UnitActions, ...]  # of a forward or backward of all units, the update or the end
 
 
@@ -27,7 +27,7 @@ class StepSchedule:
     micro_batches: tuple[tuple[Pass, Pass], ...]  # forward, backward
     end: Pass
 
-    def actions(self) -> Iterator[Move]:
+    def actions(self) -> Iterator[Action]:
         """Yield all actions in order."""
         passes = (self.update, *chain.from_iterable(self.micro_batches), self.end)
         return chain.from_iterable(chain.from_iterable(passes))
@@ -76,7 +76,7 @@ def policy_of(
     return GatheringPolicy(shape, updated_ahead)
 
 
-def _forward(policy: GatheringPolicy | RotationPolicy, index: int) -> Iterator[Move]:
+def _forward(policy: GatheringPolicy | RotationPolicy, index: int) -> Iterator[Action]:
     if isinstance(policy, RotationPolicy):
         again = index in chain.from_iterable(policy.shape.recomputed)
         follows = index >= policy.shape.first_trained and not again
@@ -92,7 +92,7 @@ def _forward(policy: GatheringPolicy | RotationPolicy, index: int) -> Iterator[M
     yield from policy.after_forward(index, backward_follows=index >= shape.first_trained)
 
 
-def _backward(policy: GatheringPolicy | RotationPolicy, index: int) -> Iterator[Move]:
+def _backward(policy: GatheringPolicy | RotationPolicy, index: int) -> Iterator[Action]:
     shape = policy.shape
     together = (other for group in shape.recomputed if group[-1] == index for other in group)
     if isinstance(policy, RotationPolicy):
@@ -118,7 +118,7 @@ def _forward_slices(
     *,
     backward_follows: bool,
     stops_early: bool = False,
-) -> Iterator[Move]:
+) -> Iterator[Action]:
     """Yield a part's forward; `stops_early` once it has saved all that backward needs."""
     steps = policy.shape.ring_steps(index)
     for at in steps:
@@ -128,7 +128,7 @@ def _forward_slices(
             yield from policy.after_forward(at)
 
 
-def _backward_slices(policy: RotationPolicy, index: int, again: Iterable[int]) -> Iterator[Move]:
+def _backward_slices(policy: RotationPolicy, index: int, again: Iterable[int]) -> Iterator[Action]:
     shape = policy.shape
     for other in again:
         follows = other >= shape.first_trained

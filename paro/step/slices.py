@@ -35,7 +35,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-from paro.step.actions import ActionKind, SliceMove
+from paro.step.actions import ActionKind, SliceAction
 
 
 class SliceSlot(IntEnum):
@@ -89,12 +89,12 @@ class SlicePolicy:
 
     # Forward #
 
-    def before_forward(self, step: int, *, shifts_back: bool) -> list[SliceMove]:
+    def before_forward(self, step: int, *, shifts_back: bool) -> list[SliceAction]:
         """Prepare the computation with a step's slice; out of place, start the next shift.
 
         With `shifts_back` a backward that reads the slices follows this forward.
         """
-        actions: list[SliceMove] = []
+        actions: list[SliceAction] = []
         if step == 0:
             actions += self._begin_forward(shifts_back=shifts_back)
         elif not self._in_place:
@@ -106,10 +106,10 @@ class SlicePolicy:
             actions.append((ActionKind.SHIFT, self.slot(step), self.slot(step + 1)))
         return actions
 
-    def _begin_forward(self, *, shifts_back: bool) -> list[SliceMove]:
+    def _begin_forward(self, *, shifts_back: bool) -> list[SliceAction]:
         assert self._state is not SliceState.SHIFTED, "the slices have not been shifted back"
         self._state = SliceState.SHIFTING if shifts_back else SliceState.COPYING
-        actions: list[SliceMove] = [(ActionKind.WAIT,)]
+        actions: list[SliceAction] = [(ActionKind.WAIT,)]
         if self._in_place:
             return actions + self._allocate(
                 SliceSlot.SCRATCH, *(() if shifts_back else (SliceSlot.SPARE,))
@@ -120,7 +120,7 @@ class SlicePolicy:
             actions.append((ActionKind.COPY, SliceSlot.SHARD, SliceSlot.SPARE))
         return actions
 
-    def after_forward(self, step: int) -> list[SliceMove]:
+    def after_forward(self, step: int) -> list[SliceAction]:
         """End the computation with a step's slice; in place, shift the slices."""
         if step + 1 < self._num_steps:
             shift = (ActionKind.SHIFT, self.slot(step), self.slot(step + 1))
@@ -140,14 +140,14 @@ class SlicePolicy:
 
     # Backward #
 
-    def before_backward(self, step: int) -> list[SliceMove]:
+    def before_backward(self, step: int) -> list[SliceAction]:
         """Prepare the backward of a step; out of place, start the shift of the previous slice.
 
         Nothing is done while the forward has not been recomputed yet.
         """
         if self._state is not SliceState.SHIFTED or self._shifted_back_to == step:
             return []
-        actions: list[SliceMove] = []
+        actions: list[SliceAction] = []
         if step + 1 == self._num_steps:
             # This slot is still allocated if a recomputed forward stopped early.
             actions += self._allocate(SliceSlot.SCRATCH if self._in_place else SliceSlot.SPARE)
@@ -158,7 +158,7 @@ class SlicePolicy:
             actions.append((ActionKind.SHIFT_BACK, self.slot(step), self.slot(step - 1)))
         return actions
 
-    def first_gradient(self, step: int) -> list[SliceMove]:
+    def first_gradient(self, step: int) -> list[SliceAction]:
         """Prepare the sum that rotates with a step's slice, before its first gradient is added."""
         actions = self.before_backward(step)  # not yet done if the forward was recomputed since
         if step + 1 < self._num_steps:
@@ -167,7 +167,7 @@ class SlicePolicy:
         actions += self._allocate(SliceSlot.GRAD, second)
         return [*actions, (ActionKind.ZERO_GAPS, SliceSlot.GRAD, step)]
 
-    def after_backward(self, step: int) -> list[SliceMove]:
+    def after_backward(self, step: int) -> list[SliceAction]:
         """End the backward of a step: move its gradients on, or accumulate them at step 0."""
         actions = self.before_backward(step)  # not yet done if recomputed and nothing trains
         if step == 0:
@@ -189,8 +189,8 @@ class SlicePolicy:
         in_first = self._in_place or (self._num_steps - 1 - step) % 2 == 0
         return SliceSlot.GRAD if in_first else SliceSlot.GRAD_2
 
-    def _end_backward(self) -> list[SliceMove]:
-        actions: list[SliceMove] = []
+    def _end_backward(self) -> list[SliceAction]:
+        actions: list[SliceAction] = []
         if self._state is SliceState.SHIFTED:
             if self.slot(0) is SliceSlot.SPARE:
                 actions.append((ActionKind.COPY, SliceSlot.SPARE, SliceSlot.SHARD))
@@ -203,12 +203,12 @@ class SlicePolicy:
 
     # Memory #
 
-    def _allocate(self, *slots: SliceSlot) -> list[SliceMove]:
+    def _allocate(self, *slots: SliceSlot) -> list[SliceAction]:
         new = [slot for slot in slots if slot not in self._allocated]
         self._allocated.update(new)
         return [(ActionKind.ALLOCATE_SLOT, slot) for slot in new]
 
-    def _free(self, *slots: SliceSlot) -> list[SliceMove]:
+    def _free(self, *slots: SliceSlot) -> list[SliceAction]:
         old = [slot for slot in slots if slot in self._allocated]
         self._allocated.difference_update(old)
         return [(ActionKind.FREE_SLOT, slot) for slot in old]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paro.optim.adamw import AdamWUpdate
 from paro.sharding.sharded_unit import ShardedUnit
-from paro.step.actions import Move
+from paro.step.actions import Action
 from paro.training.step import Training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import FP32, Trained, margin_between, train
@@ -25,7 +25,7 @@ def _spoil_gradients(training: Training, unit: int, spoil: Callable[[ShardedUnit
     policy, spoiled_number = model.policy, model.units.index(spoiled)
     last_gradient, backwards = policy.last_gradient, iter(range(10**9))
 
-    def last_gradient_and_spoiled(number: int) -> list[Move]:
+    def last_gradient_and_spoiled(number: int) -> list[Action]:
         if number == spoiled_number and next(backwards) == 1:
             spoil(spoiled)
         return last_gradient(number)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paro.step.actions import Move
+from paro.step.actions import Action
 from paro.training.step import Training
 from tests.helpers.corpora import write_conversations
 from tests.helpers.cpus import WITHOUT_AVX512, cpu_kind
@@ -74,7 +74,7 @@ def train_with_a_bad_rank(bad_rank: int) -> tuple[Trained, Trained]:
         policy, backwards = model.policy, iter(range(10**9))
         original = policy.last_gradient
 
-        def last_gradient(number: int) -> list[Move]:
+        def last_gradient(number: int) -> list[Action]:
             is_first = model.units[number] is unit and next(backwards) == 0
             if is_first and training.control.world.rank == bad_rank:
                 gradient, _ = unit.grad_view(unit.layout.chunks[0].chunk.name)

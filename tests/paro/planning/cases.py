@@ -46,7 +46,7 @@ from paro.spec.context_layout import ContextLayout
 from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.run_spec import RunSpec
 from paro.spec.units import units_of_run
-from paro.step.actions import ActionKind, Move
+from paro.step.actions import Action, ActionKind
 from paro.step.schedule import StepSchedule
 from paro.strategy import Strategy, parse_strategy
 from paro.topology import Sent, Topology, make_topology
@@ -189,7 +189,7 @@ def one_unit(numel: int, *, frozen: int = 0) -> tuple[Unit, ...]:
     return (Unit(name="all", trainable=trainable, frozen=rest),)
 
 
-def moves(count: int, *, frozen: int = 0) -> dict[Move, int]:
+def moves(count: int, *, frozen: int = 0) -> dict[Action, int]:
     """How often its collectives come in a step of `count` micro-batches."""
     of_step = {
         (ActionKind.GRAD_SYNC, 0): 1,

@@ -19,7 +19,7 @@ from paro.planning.estimator import Estimator
 from paro.planning.search_space import PlanRequest
 from paro.sharding.distributed_model import DistributedModel
 from paro.spec.run_spec import Materialize
-from paro.step.actions import ActionKind, Buckets, Move, number_buffers
+from paro.step.actions import Action, ActionKind, Buckets, number_buffers
 from paro.step.gathering import ParamAllGatherPolicy
 from paro.step.schedule import StepSchedule
 from tests.helpers.late_streams import LateStreams
@@ -50,10 +50,10 @@ def engine(given: PlanRequest, strategy: str) -> LoneRank:
     return rank_of(run)
 
 
-def recorded(rank: LoneRank) -> list[Move]:
-    record: list[Move] = []
+def recorded(rank: LoneRank) -> list[Action]:
+    record: list[Action] = []
 
-    def carry_out(actions: Iterable[Move]) -> None:
+    def carry_out(actions: Iterable[Action]) -> None:
         for action in actions:
             DistributedModel.carry_out(rank.model, [action])
             record.append(action)
@@ -62,7 +62,7 @@ def recorded(rank: LoneRank) -> list[Move]:
     return record
 
 
-def from_forward_on(listed: StepSchedule, kinds: Container[ActionKind]) -> list[Move]:
+def from_forward_on(listed: StepSchedule, kinds: Container[ActionKind]) -> list[Action]:
     """Actions of `kinds` in a step that begins with the forward, not the update."""
     at_once = [
         move
@@ -150,8 +150,8 @@ def test_an_evaluation_gathers_units_once(strategy: str, monkeypatch: pytest.Mon
 WAYS = (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE)
 
 
-def by_buffer(moves: list[Move]) -> dict[int, list[Move]]:
-    found: defaultdict[int, list[Move]] = defaultdict(list)
+def by_buffer(moves: list[Action]) -> dict[int, list[Action]]:
+    found: defaultdict[int, list[Action]] = defaultdict(list)
     for move in moves:
         found[move[1]].append(move)
     return dict(found)
