@@ -218,7 +218,7 @@ class Loop:
             return
         alone = self._groups.are_alone(state.iteration)
         control = training.control_of_step(state.iteration - 1)
-        finite = control.gather(result.own_times.loss_is_finite)
+        finite = control.gather(result.rank_times.loss_is_finite)
         first = training.control.world.rank - control.world.rank
         ranks = [str(first + rank) for rank, is_finite in enumerate(finite) if not is_finite]
         where = f"; the loss is not finite on ranks {', '.join(ranks)}" if ranks else ""
@@ -252,11 +252,11 @@ class Loop:
         return peaks | ({"slices-under-way": slices} if slices else {})
 
     def _add_times(self, result: StepResult, seconds: float) -> None:
-        self._times.append(replace(result.own_times, step=seconds))
+        self._times.append(replace(result.rank_times, step=seconds))
         timers = self.training.timers
         timers.add("interval-time", seconds, level=1)
         for kind in WaitKind:
-            exposed = getattr(result.own_times.exposed, kind.value)
+            exposed = getattr(result.rank_times.exposed, kind.value)
             timers.add(f"paro-{kind.value}-exposed", exposed, level=1)
 
     def _report_ranks(self, record: IterationRecord) -> None:

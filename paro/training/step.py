@@ -62,7 +62,7 @@ class TrainState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnTimes(RankTimes):
+class RankStepTimes(RankTimes):
     """Times of one rank in a step: its waits by kind, and whether its loss is finite."""
 
     exposed: ExposedTime = field(default_factory=ExposedTime)
@@ -96,7 +96,7 @@ class StepResult:
     data_wait_seconds: float = 0.0  # seconds of waiting for batches, mean over ranks
     # Exposed communication, mean over ranks.
     exposed: ExposedTime = field(default_factory=ExposedTime)
-    own_times: OwnTimes = field(default_factory=OwnTimes)
+    rank_times: RankStepTimes = field(default_factory=RankStepTimes)
     origin: str | None = None  # of what is not finite, by --trace-nan
 
     @property
@@ -175,7 +175,7 @@ def train_step(
     if state.iteration % FORGOTTEN_AFTER == 0:
         training.model.forget_grad_errors()
     loss_sum, weigh = _forward_backward(training, state, timed)
-    sums, exposed, own_times = _add_up(training, control, loss_sum, weigh, timed.seconds, reasons)
+    sums, exposed, rank_times = _add_up(training, control, loss_sum, weigh, timed.seconds, reasons)
     unscale = weigh.unscale(sums["num_tokens"], sums["num_filled"])
     loss = sums["loss"] * unscale
     grad_norm = math.sqrt(sums["square_sum"]) * unscale if sums["square_sum"] >= 0 else math.nan
@@ -210,7 +210,7 @@ def train_step(
         data_wait_seconds=sums["data_wait"] / control.world.size,
         origin=origin,
         exposed=exposed,
-        own_times=own_times,
+        rank_times=rank_times,
     )
 
 
@@ -265,7 +265,7 @@ def _add_up(
     weigh: TokenWeights,
     data_wait: float,
     reasons: Callable[[], ExitReasons],
-) -> tuple[dict[str, float], ExposedTime, OwnTimes]:
+) -> tuple[dict[str, float], ExposedTime, RankStepTimes]:
     """Sum scalars over the ranks of `control`, which train synchronously, in one all-reduce.
 
     Also return mean exposed times and this rank's own times.
@@ -302,7 +302,7 @@ def _add_up(
         kind: None if seconds is None else sums[kind] / num_ranks
         for kind, seconds in own_seconds.items()
     }
-    times = OwnTimes(
+    times = RankStepTimes(
         data=data_wait,
         communication=exposed.total,
         exposed=exposed,
