@@ -362,4 +362,4 @@ def test_collectives_chosen_by_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize("collective", [*ALGORITHMS, PIPELINE])
 def test_all_strategies_by_one_collective(collective: str) -> None:
     pairs = [(strategy, collective) for strategy in legal_letters()]
-    check(pairs, 8, steps=10, times=2)
+    check(pairs, 8, steps=MANY_STEPS, times=2)
