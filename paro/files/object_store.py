@@ -200,6 +200,8 @@ class StorePath(PosixPath):
         while True:
             try:
                 return attempt(_file_system(self.scheme, os.getpid()))
+            except UserError:
+                raise
             except Exception as error:  # of the libraries' own classes
                 why = f": {type(error).__name__}: {one_line(str(error), 300)}"
                 if not _is_transient(error):
@@ -262,7 +264,13 @@ def _file_system(scheme: str, process: int) -> Any:
     # They would print a traceback of each error that they raise.
     for name in ("asyncio", "azure", "gcsfs"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    kind = fsspec.get_filesystem_class(scheme)
+    try:
+        kind = fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
+        why = one_line(str(error.__cause__ or error), 300)
+        raise UserError(
+            f"{scheme}:// needs {PACKAGES[scheme]}, whose import fails: {why}"
+        ) from error
     # Another process may write what a listing that is kept does not have.
     store = kind(use_listings_cache=False, skip_instance_cache=True, **_limits(scheme))
     if scheme == "s3":

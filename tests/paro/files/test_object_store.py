@@ -305,6 +305,9 @@ def test_a_missing_package_or_account_is_one_line(monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as missing:
         missing.setitem(sys.modules, "adlfs", None)  # also where it is installed
         refused(partial(path_of, "az://b/x"), "az://b/x", "adlfs")
+    damaged = mock.Mock(side_effect=ImportError("no module aiohttp"))
+    monkeypatch.setattr(fsspec, "get_filesystem_class", damaged)
+    refused(partial(read_bytes, StorePath("az://bucket/x")), "az://", "adlfs, whose import fails")
     opened = mock.Mock(side_effect=ValueError("Must provide an account"))
     monkeypatch.setattr(fsspec, "get_filesystem_class", lambda _: opened)
     path = StorePath("az://bucket/x")
