@@ -53,6 +53,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_sentencepiece(tmp_path_factory.mktemp("spm") / "pieces.model")
 
 
+@pytest.mark.slow("makes tokenizers")
 def test_types_and_places_of_one_vocabulary_are_the_same(pieces: Path, tmp_path: Path) -> None:
     shutil.copyfile(pieces, tmp_path / "copy.model")
     assert write_tokenizer_json(pieces, tmp_path)

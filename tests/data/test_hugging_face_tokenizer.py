@@ -128,6 +128,7 @@ def gpt2(folder: Path) -> None:
 FOLDERS = [modern, tokens_beside, roles_beside, of_old, unigram, gpt2]
 
 
+@pytest.mark.slow("imports transformers")
 @pytest.mark.parametrize("make", FOLDERS)
 def test_ids_and_ends_are_transformers(make: Callable[[Path], None], tmp_path: Path) -> None:
     from transformers import AutoTokenizer

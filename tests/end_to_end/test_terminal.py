@@ -267,6 +267,7 @@ def service_of(process: int) -> int:
     raise AssertionError("wandb has no process of its own")
 
 
+@pytest.mark.slow("trains several times")
 def test_a_run_that_goes_wrong_shows_it(tmp_path: Path) -> None:
     words = f"--mock-data --tensorboard-dir {tmp_path} --train-iters 9 --lr 1e30"
     check = "--check-for-nan-in-loss-and-grad"

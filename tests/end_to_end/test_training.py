@@ -264,6 +264,7 @@ def written(
     return place
 
 
+@pytest.mark.slow("trains several times")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_resumes(written: Path, name: str) -> None:
     metrics = Path(f"{name}/metrics.jsonl")

@@ -230,6 +230,7 @@ def a_part(parts: Sequence[Tensor], *, causal: bool, flash: bool = False) -> lis
     return [*own, *block_grads(grad, (q, k, v), given, causal=causal, flash=flash)]
 
 
+@pytest.mark.slow("computes large tensors")
 @pytest.mark.parametrize("device", [CPU, GPU])
 @pytest.mark.parametrize("shift", [0, -120])
 @pytest.mark.parametrize(

@@ -141,6 +141,7 @@ def recomputing(variant: str, config: LlamaConfig = MHA) -> Llama:
     return build(replace(config, recompute=VARIANTS[variant][0]))
 
 
+@pytest.mark.slow("trains a step")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("config", [BOTH, CONFIGS["tied"]])
 def test_recomputation_changes_no_bit_and_computes_again_what_it_says(
@@ -254,6 +255,7 @@ def positions() -> Tensor:
     return torch.cat([torch.arange(length) for length in LENGTHS]).view(SAMPLES, TOKENS)
 
 
+@pytest.mark.slow("trains a step")
 @pytest.mark.parametrize(
     ("name", "variant"),
     [

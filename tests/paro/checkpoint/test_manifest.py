@@ -67,6 +67,7 @@ def test_lists_every_file_the_arguments_and_the_versions(saved: Path) -> None:
     assert manifest.verify() == sum(sizes.values())
 
 
+@pytest.mark.slow("saves and loads")
 @pytest.mark.parametrize("seed", range(6))
 def test_one_bit_anywhere_is_found(saved: Path, seed: int) -> None:
     drawn = random.Random(seed)
@@ -82,6 +83,7 @@ HARMS: list[Callable[[Path], object]] = [
 ]
 
 
+@pytest.mark.slow("saves and loads")
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.json", MANIFEST])
 @pytest.mark.parametrize("harm", HARMS)
 def test_damage_is_passed_over(saved: Path, name: str, harm: Callable[[Path], object]) -> None:

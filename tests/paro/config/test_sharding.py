@@ -83,6 +83,7 @@ def test_the_planner_describes_the_run_that_its_candidate_becomes(flags: str) ->
     assert estimator.run_spec(candidate) == config.spec
 
 
+@pytest.mark.slow("searches all candidates of a model")
 def test_auto_counts_the_averaged_weights_of_an_evaluation() -> None:
     flags = f"{RUN.replace(' 8 ', ' 1 ', 1)} --micro-batch-size 1 --paro-machine dgx-a100-roce100 "
     flags += "--ema-decay 0.9 --eval-ema --eval-micro-batch-size 64 --eval-global-batch-size 2048 "

@@ -277,6 +277,7 @@ def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[st
     assert f"\n{output}> " in printed(" ".join(shlex.split(command)), capsys)
 
 
+@pytest.mark.slow("profiles a rank's memory")
 @pytest.mark.parametrize(
     "words", [PAIRS, f"{BITS} --lora-rank 4", f"{ROTATE} --paro-rotate-in-place"]
 )

@@ -89,6 +89,7 @@ def in_fp32(
     return x.T if grad.shape[0] > grad.shape[1] else x
 
 
+@pytest.mark.slow("trains twenty steps")
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize("exact", [True, False])
 def test_twenty_steps_are_those_of_torch(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +180,7 @@ def test_matmuls_are_bf16_where_asked_and_possible(
     assert float((of_bf16 - exact).norm() / exact.norm()) < 0.02
 
 
+@pytest.mark.slow("interprets kernels")
 @pytest.mark.bits
 @pytest.mark.parametrize("shape", [(1, 7), (5, 70), (130, 65), (260, 40)])
 @pytest.mark.parametrize("tall", [False, True])

@@ -77,6 +77,7 @@ def _states(training: Training, kind: str) -> dict[str, Tensor]:
 ANEW, LEFT = "averaged weights begin anew", "averaged weights are left behind"
 
 
+@pytest.mark.slow("saves and loads")
 @pytest.mark.parametrize(
     ("before", "after", "told", "number"),
     [

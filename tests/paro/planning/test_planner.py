@@ -92,6 +92,7 @@ def test_ranks_that_would_hold_no_copies_of_states_are_no_advice() -> None:
         assert bool([*rank_changes(short, least.candidate)]) is is_advice, limit
 
 
+@pytest.mark.slow("searches all candidates of a model")
 @pytest.mark.parametrize("number", [0, 4, 10])
 def test_as_few_blocks_are_recomputed_as_fit(number: int) -> None:
     """Against every number of blocks, and every size of groups."""

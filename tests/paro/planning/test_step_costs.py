@@ -43,6 +43,7 @@ SOME = [*product([Materialize.GATHER], ["NNG", "IIG", "GGG", "2,4,16"])]
 LAST = Trainable(share=0.3)
 
 
+@pytest.mark.slow("simulates steps of large models")
 @pytest.mark.parametrize(("way", "strategy"), BY_WAY)
 def test_links_carry_the_bytes_of_the_cost_model(way: Materialize, strategy: str) -> None:
     for recompute, tied in product((None, EACH, PAIRS), (False, True)):
@@ -55,6 +56,7 @@ def test_links_carry_the_bytes_of_the_cost_model(way: Materialize, strategy: str
         assert busy["inter"] * 100e9 / 8 == pytest.approx(sent.inter)
 
 
+@pytest.mark.slow("simulates steps of large models")
 @pytest.mark.parametrize(("way", "strategy"), BY_WAY)
 def test_without_overlap_parts_add_up(way: Materialize, strategy: str) -> None:
     for recompute, trainable in product((None, EACH), (Trainable(), LAST)):
@@ -264,6 +266,7 @@ def test_attention_waits_for_all_that_it_sends(name: str, kind: AttentionPass) -
     assert not under_way
 
 
+@pytest.mark.slow("simulates steps of large models")
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("strategy", ["NNG", "IIG", "GGG"])
 def test_no_shared_sample_is_faster_than_its_bound(name: str, strategy: str) -> None:

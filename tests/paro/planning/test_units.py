@@ -136,6 +136,7 @@ CODES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow("trains a step")
 @pytest.mark.parametrize(
     ("letters", "config", "is_trained", "changes"),
     [
@@ -212,6 +213,7 @@ def streams_of(work: Sequence[QueuedJobs]) -> list[tuple[str, StreamAxes]]:
     return [stream for stream, _ in groupby(jobs)]
 
 
+@pytest.mark.slow("trains a step")
 @pytest.mark.parametrize("collective", ["native", "flat"])
 @pytest.mark.parametrize("text", ["NNG", "IIG", "NNN", "III", "1,2,4"])
 def test_engine_and_planner_queue_on_the_same_streams(
@@ -245,6 +247,7 @@ def test_engine_and_planner_queue_on_the_same_streams(
     assert coded
 
 
+@pytest.mark.slow("trains a step")
 @pytest.mark.parametrize(
     ("text", "trained", "precision"),
     [

@@ -141,6 +141,7 @@ def sent_with_feedback(values: Tensor, form: BlockFormat, times: int) -> tuple[T
     return hadamard(mean)[: values.numel()] / 32, error
 
 
+@pytest.mark.slow("quantizes hundreds of times")
 @pytest.mark.parametrize("numel", [31, 2049])
 def test_what_codes_lose_is_sent_later(numel: int) -> None:
     form, values = BlockFormat(bits=4, block=128), values_of(numel)

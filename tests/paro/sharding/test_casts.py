@@ -89,6 +89,7 @@ def test_a_kept_cast_is_an_input_of_a_compiled_graph(monkeypatch: pytest.MonkeyP
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "for all blocks"
 
 
+@pytest.mark.slow("trains a step")
 @pytest.mark.parametrize("strategy", ["NNG", "GGG"])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("recompute", [None, EACH])

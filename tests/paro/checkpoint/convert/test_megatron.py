@@ -51,6 +51,7 @@ def contents(path: Path) -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.slow("saves and loads")
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @pytest.mark.parametrize("dist", [False, True], ids=["torch", "torch_dist"])
 def test_every_bit_comes_back(

@@ -183,6 +183,7 @@ def _with(name: str, tensor: Tensor) -> Callable[[State], object]:
     return lambda state: state.update({name: tensor})
 
 
+@pytest.mark.slow("saves and loads")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
