@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -86,18 +87,18 @@ CASES = (
     Case(name="synchronous", seeds=3),
     Case(name="one group alone, half the batch", part=0.5, rates_of="synchronous", seeds=3),
     outer_case(FIRST, seeds=3),
+    outer_case("2 groups, without warm-up", warmup=0),
+    outer_case("4 groups, H 16", 4, seeds=3),
+    outer_case("2 groups, 4 bits", bits=4, seeds=3),
+    outer_case("2 groups, delay 2", delay=2),
     outer_case("2 groups, H 8", steps=8),
     outer_case("2 groups, H 32", steps=32),
-    outer_case("2 groups, without warm-up", warmup=0),
     *(
         outer_case(f"2 groups, outer rate {lr:g}, momentum {momentum:g}", lr=lr, momentum=momentum)
         for lr in (0.6, 0.8, 1.0)
         for momentum in (0.0, 0.5, 0.9)
         if (lr, momentum) != (0.8, 0.9)
     ),
-    outer_case("2 groups, 4 bits", bits=4, seeds=3),
-    outer_case("2 groups, delay 2", delay=2),
-    outer_case("4 groups, H 16", 4, seeds=3),
     Case(name="synchronous Muon", flags=MUON.flags),
     outer_case("2 groups, Muon", flags=MUON.flags),
 )
@@ -130,12 +131,17 @@ def best_rate(case: Case, finished: Finished) -> float | None:
 
 
 def jobs_for(finished: Finished) -> list[Job]:
-    """Return the jobs that can be done so far: sweeps first, then cases with the best rates."""
-    jobs = [Job(case, lr, SEEDS[0]) for case in CASES if not case.rates_of for lr in RATES]
-    for case in CASES:
-        lr = best_rate(case, finished)
-        if lr is not None:
-            jobs += [Job(case, lr, seed) for seed in SEEDS[: case.seeds]]
+    """Return the jobs in order, of the first seed first, up to one that waits for a sweep."""
+    jobs: list[Job] = []
+    for number, seed in enumerate(SEEDS):
+        for case in CASES:
+            if number == 0 and not case.rates_of:
+                jobs += [Job(case, lr, seed) for lr in RATES]
+            lr = best_rate(case, finished)
+            if lr is None:
+                return jobs
+            if number < case.seeds:
+                jobs.append(Job(case, lr, seed))
     return list(dict.fromkeys(jobs))
 
 
@@ -173,8 +179,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--train-iters", type=int, default=800, help="of a training, of 4,096 tokens; default 800")
     add("--eval-interval", type=int, default=100, help="default 100")
     add("--data", type=Path, default=QUICKSTART, metavar="DIR", help="quickstart's")
+    cores = len(os.sched_getaffinity(0))
+    add("--at-once", type=int, default=cores, metavar="N", help="trainings side by side")
     args = parser.parse_args(argv)
-    check_least(1, train_iters=args.train_iters, eval_interval=args.eval_interval)
+    check_least(
+        1,
+        train_iters=args.train_iters,
+        eval_interval=args.eval_interval,
+        at_once=args.at_once,
+    )
     data = data_flags(args.data)
     length = args.train_iters, args.eval_interval
 
@@ -182,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         jobs = jobs_for(finished)
         return {job.name: [*job.case.words(job.lr, job.seed, *length), *data] for job in jobs}
 
-    text = report(run_all(flags_for, args.folder))
+    text = report(run_all(flags_for, args.folder, at_once=args.at_once))
     write_text(args.folder / "report.md", text)
     print_line(text)
 
