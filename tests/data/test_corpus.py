@@ -166,6 +166,7 @@ def test_a_long_text_with_a_bad_part_is_left_out_whole(
         assert told == [f"{path} is not UTF-8 (byte {3 * place + 2}): convert it first"]
 
 
+@pytest.mark.slow("reads a corpus many times")
 @settings(max_examples=25, deadline=None)
 @given(
     documents=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), max_size=30),

@@ -199,6 +199,7 @@ def files_in(root: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files if not path.match("lease_*.json")}
 
 
+@pytest.mark.slow("trains and saves")
 def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path: Path) -> None:
     words = f"--train-iters 3 --save {tmp_path} --load {tmp_path}"
     run(words)
@@ -216,6 +217,7 @@ def bug(*_: object, **__: object) -> None:
     list(zip([1], [], strict=True))
 
 
+@pytest.mark.slow("trains a step")
 def test_a_bug_is_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = f"--mock-data --save {tmp_path} --load {tmp_path} --train-iters"
     launch(words, 2)

@@ -35,6 +35,7 @@ MACHINE = machine(world_size=8, group_size=4, inter=20, device=DEVICE)
 CHOSEN = "--paro-strategy auto --paro-inter-bits auto --bf16"
 
 
+@pytest.mark.slow("searches all candidates of a model")
 def test_ranks_that_met_before_it_was_measured_share_samples_as_is_then_chosen() -> None:
     long = "--seq-length 65536 --max-position-embeddings 65536 --distributed-backend gloo"
     own = replace(MACHINE, device=replace(DEVICE, memory_bytes=3 * 10**8))

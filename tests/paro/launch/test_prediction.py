@@ -94,6 +94,7 @@ def test_the_fewest_blocks_whose_recomputation_is_enough_are_named() -> None:
     assert f": give {shared}, or " in refusal(words, 2 * needs(f"{words} {shared}"))
 
 
+@pytest.mark.slow("searches all candidates of a model")
 @pytest.mark.parametrize("recompute", ["", " --recompute-granularity full"])
 def test_where_all_is_spread_the_fewest_ranks_are_named(recompute: str) -> None:
     words = "--paro-strategy GGG --hidden-size 256 --num-layers 8 --micro-batch-size 16"

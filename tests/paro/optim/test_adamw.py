@@ -278,6 +278,7 @@ def test_the_first_update_is_that_of_fp32(kinds: tuple[torch.dtype, torch.dtype]
     assert not torch.equal(rounded[0], exact[0])
 
 
+@pytest.mark.slow("interprets kernels")
 @pytest.mark.parametrize("stride", [7, 9])
 @pytest.mark.parametrize("kinds", KINDS)
 def test_the_kernel_rounds_by_the_same_bits(

@@ -226,6 +226,7 @@ def test_momentum_in_one_pass_is_torchs(nesterov: bool, rounding: Rounding | Non
     assert differ.float().mean() < 0.01  # one apart by rounding may be rounded to the other side
 
 
+@pytest.mark.slow("interprets kernels")
 @pytest.mark.bits
 def test_newton_schulz_multiplies_by_triton_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paro.optim.muon._has_bf16_matmuls", lambda device: True)

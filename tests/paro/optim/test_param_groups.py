@@ -31,6 +31,7 @@ def expected(name: str, values: Tensor) -> tuple[float, float]:
     return (0.0 if name.startswith(("blocks.1.", "head.")) else lr), DECAY * decays
 
 
+@pytest.mark.slow("interprets kernels")
 @pytest.mark.parametrize("implementation", ["torch", "triton", "torch --exp-avg-dtype bf16"])
 def test_updates_are_those_of_torchs_groups(implementation: str) -> None:
     flags = f"{FLAGS} {MUP} --optimizer adam --adam-implementation {implementation}"

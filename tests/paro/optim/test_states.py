@@ -42,6 +42,7 @@ DECAY = 0.8
 FLAGS = f"{TINY} --ema-decay {DECAY} --eval-ema --eval-iters 2 --train-iters 6"
 
 
+@pytest.mark.slow("trains several times")
 @pytest.mark.parametrize("more", ["", "--optimizer muon"])
 def test_the_average_is_that_of_torch_with_bias_correction(more: str) -> None:
     """Adam's correction of a sum that begins at 0, written as a step towards the parameters."""

@@ -83,6 +83,7 @@ def test_groups_that_train_alone_keep_all_states_inside() -> None:
     assert plan(given, NATIVE).best is not None
 
 
+@pytest.mark.slow("searches all candidates of a model")
 def test_ranks_that_would_hold_no_copies_of_states_are_no_advice() -> None:
     free = plan_request(machine=machine(world_size=8, group_size=2), group_size=2)
     for limit, is_advice in (({}, True), ({"survive": 1}, False), ({"outer": OUTER}, False)):
@@ -230,6 +231,7 @@ def test_what_would_do_does(changes: dict[str, Any], given: dict[str, Any], told
     assert told in why_nothing_fits(short, as_given[0]).split("; or ")
 
 
+@pytest.mark.slow("searches all candidates of a model")
 def test_groups_of_a_run_and_of_its_machine_both_nest() -> None:
     degrees = {d for s in legal_strategies(48, 24, 8) for d in s.degrees}
     assert degrees == {1, 2, 4, 8, 24, 48}

@@ -82,6 +82,7 @@ def two_micro_batches(model: DistributedModel, watched: AbstractContextManager[o
             model.forward_backward(tokens_BS, tokens_BS, weights_BS, last=index == 1)
 
 
+@pytest.mark.slow("trains a step")
 @pytest.mark.parametrize(
     "more", ["", "--bf16 --grad-reduce-in-bf16", "--recompute-granularity full"]
 )
@@ -160,6 +161,7 @@ def test_whole_gradients_are_written_by_matmuls_and_shards_once(
         assert written[name] == 2 * (norms * 20 + padding + units[name].grad_shard.numel()), name
 
 
+@pytest.mark.slow("trains a step")
 @pytest.mark.parametrize("is_trained", [lambda _name: True, upper_half], ids=["all", "upper"])
 def test_sums_that_rotate_are_written_by_matmuls(
     is_trained: Callable[[str], bool], monkeypatch: pytest.MonkeyPatch

@@ -186,6 +186,7 @@ def test_every_state_comes_back_from_a_folder_of_torch_dist(tmp_path: Path) -> N
     refused(again, "convert what it was converted from")
 
 
+@pytest.mark.slow("trains and saves")
 @pytest.mark.parametrize("flags", ["--optimizer muon", "--no-save-optim", "--decoupled-lr 0.1"])
 def test_a_run_without_such_an_optimizer_is_refused(flags: str, tmp_path: Path) -> None:
     trained(tmp_path / "run", flags)
@@ -260,6 +261,7 @@ def test_a_damaged_folder_is_one_line(
     refused(convert, told)
 
 
+@pytest.mark.slow("saves and loads")
 @pytest.mark.parametrize(
     ("optimizer", "words", "told"),
     [

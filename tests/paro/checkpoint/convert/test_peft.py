@@ -64,6 +64,7 @@ def assert_same_model(one: ModelSource, other: ModelSource) -> None:
         torch.testing.assert_close(tensor.whole(torch.float32), there, rtol=0, atol=1e-7)
 
 
+@pytest.mark.slow("imports peft")
 def test_names_are_those_of_peft(root: Path) -> None:
     stored = open_safetensors(root / "peft" / "adapter_model.safetensors")
     assert len(stored) == 3 * 3 * 2
