@@ -41,7 +41,8 @@ from tools.shared.output import markdown_table, write_json
 DESCRIPTION = """\
 Compares training with outer steps (--paro-outer-steps) with synchronous training of 6.8M parameters
 in an emulated cluster of 2 nodes x 4 ranks. Needs root, iproute2, and cores with instructions for
-bf16: on others computing takes so long that it hides what links cost.
+bf16: on others computing takes so long that it hides what links cost. There, --fp32 computes in
+fp32; synchronous training then sends gradients and parameters in 4 bytes each instead of 2.
 
   python tools/bench/bench_outer.py --folder runs/outer-speed --inter 10mbit --micro-batches 4
   python tools/bench/bench_outer.py --folder runs/outer-speed-shared --inter 10mbit --nic shared \\
@@ -49,7 +50,7 @@ bf16: on others computing takes so long that it hides what links cost.
 """
 STEPS = 16  # of a group between two rounds
 ALONE = "steps of a group alone"
-MODEL = f"{SHAPES['deep']} --make-vocab-size-divisible-by 1 --bf16"
+MODEL = f"{SHAPES['deep']} --make-vocab-size-divisible-by 1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ class Contender:
         common = (
             "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --lr 1e-5 "
             "--micro-batch-size 1 --eval-iters 0 --log-interval 1 --num-workers 0 --peak-tflops 1 "
-            f"--grad-reduce-in-bf16 --global-batch-size {size}"
+            f"--global-batch-size {size}{'' if args.fp32 else ' --bf16 --grad-reduce-in-bf16'}"
         )
         if args.machine_file is not None:
             own += f" --paro-machine {args.machine_file.absolute()}"
@@ -169,6 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--micro-batches", type=int, default=4, help="of a rank in a step; default 4")
     add("--delay", type=int, default=2, help="--paro-outer-delay of the last one; default 2")
     add("--rounds", type=int, default=3, help="turns of every contender; default 3")
+    add("--fp32", action="store_true", help="compute in fp32, on CPUs without bf16")
     machine = "of such a cluster, from tools/bench_collectives.py: steps are predicted for it"
     add("--machine-file", type=Path, metavar="FILE", help=machine)
     add("--json", type=Path, metavar="FILE", help="write all figures")

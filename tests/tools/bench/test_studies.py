@@ -52,7 +52,7 @@ def test_trainings_of_studies_have_flags_of_a_run() -> None:
     averages = [study_averages.flags_of(3, 800, 2e-3, saves) for saves in (None, Path("saves"))]
     outer = [case.words(1e-3, 1, 800, 100) for case in CASES]
     outer = [words[words.index("pretrain_llama.py") + 1 :] for words in outer]
-    timing = Namespace(micro_batches=4, machine_file=Path("machine"))
+    timing = Namespace(micro_batches=4, machine_file=Path("machine"), fp32=False)
     outer += [each.words(timing) for each in bench_outer.contenders(14)]
     for flags in (*bits, *sweeps, *averages, *outer):
         parse_args([*flags, "--mock-data", "--tokenizer-model", "x"])
@@ -131,7 +131,7 @@ def test_outer_steps_are_timed_beside_synchronous_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32"
-    shape += " --vocab-size 128 --seq-length 16 --make-vocab-size-divisible-by 1 --bf16"
+    shape += " --vocab-size 128 --seq-length 16 --make-vocab-size-divisible-by 1"
     monkeypatch.setattr(bench_outer, "MODEL", shape)
     words = ("--folder", tmp_path / "runs", "--rounds", 1, "--inter", "100mbit")
     _, found = measured(bench_outer.main, *words, "--micro-batches", 1)
