@@ -6,7 +6,7 @@ from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig, configure
 from paro.distributed.world import World
 
-SMALL = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --bf16"
+SMALL = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128"
 LARGE = "--llama-preset 7B --num-layers 2 --seq-length 2048 --bf16"
 
 
