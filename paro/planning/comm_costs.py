@@ -166,15 +166,16 @@ class CommCosts:
             add = self._beside("add", reduced[-1], added, at=-1)
             queued[ActionKind.REDUCE] = (*reduced, add)
         if synced := queued.get(ActionKind.GRAD_SYNC):
-            if exchange := spec.quantized_grad_sync:
+            exchange = spec.quantized_grad_sync
+            num_exact = len(synced) - len(exchange)
+            if exchange:
                 feedback = _FEEDBACK_BYTES if precision.inter_grad_error_feedback else 0
                 encoded = numel // exchange[0].span[0].inner
                 codes[ActionKind.GRAD_SYNC] = encoded * (CODING_BYTES + feedback)
                 seconds = coding_seconds(self.device, codes[ActionKind.GRAD_SYNC])
-                exact = len(synced) - len(exchange)
-                code = self._beside("code", synced[exact], seconds)
-                synced = (*synced[:exact], code, *synced[exact:])
-            if wire != accumulate:  # types are converted before and after
+                code = self._beside("code", synced[num_exact], seconds)
+                synced = (*synced[:num_exact], code, *synced[num_exact:])
+            if num_exact and wire != accumulate:  # types are converted before and after
                 converted = (grads + optim) * spec.unit.bucket_size * (wire + accumulate)
                 synced = (self._beside("convert", synced[0], converted / copy_rate), *synced)
             queued[ActionKind.GRAD_SYNC] = synced
