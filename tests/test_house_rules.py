@@ -132,8 +132,8 @@ PLANTED: list[tuple[Rule, str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "module", "text", "told"), PLANTED)
-def test_a_planted_offence_is_found(rule: Rule, module: str, text: str, told: str) -> None:
+@pytest.mark.parametrize(("rule", "module", "text", "message"), PLANTED)
+def test_a_planted_offence_is_found(rule: Rule, module: str, text: str, message: str) -> None:
     offences = list(rule(Source(module, text, ast.parse(text))))
     assert len(offences) == 1, offences
-    assert told in offences[0]
+    assert message in offences[0]

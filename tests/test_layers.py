@@ -141,8 +141,8 @@ def test_make_installs_what_a_target_needs_once(
         ["make", "--dry-run", target], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert re.findall(r"pip install -r (\S+) -c constraints.txt", done.stdout) == installed
-    told = re.findall(r"GB to download|pip install -r", done.stdout)
-    assert told == ["GB to download", "pip install -r"] * len(installed)
+    message = re.findall(r"GB to download|pip install -r", done.stdout)
+    assert message == ["GB to download", "pip install -r"] * len(installed)
     # What installs the larger file leaves nothing to install for the smaller one.
     both = "touch .venv/installed-for-training .venv/installed\n"
     assert (both in done.stdout) == (installed == ["requirements-dev.txt"])

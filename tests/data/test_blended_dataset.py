@@ -136,7 +136,7 @@ def test_weights_come_before_their_paths_or_lists_and_zero_is_no_corpus(
 
 
 def test_a_senseless_file_is_refused(tmp_path: Path) -> None:
-    for read, content, told in (
+    for read, content, message in (
         (read_blend, '[1, ["x", "y"], 2, "z"]', "a list inside a list has weights where"),
         (read_blend, '[1, {"x": 2}]', "is neither a path nor a weight"),
         (read_blend, '["x"', "is not valid JSON"),
@@ -152,11 +152,11 @@ def test_a_senseless_file_is_refused(tmp_path: Path) -> None:
         path = tmp_path / "blend"
         refused(partial(read, str(path), "--f"), f"--f {path}")
         path.write_text(content)
-        refused(partial(read, str(path), "--f"), f"--f {path} ... {told}")
+        refused(partial(read, str(path), "--f"), f"--f {path} ... {message}")
 
 
 def test_senseless_phases_are_refused(tmp_path: Path) -> None:
-    for content, told in (
+    for content, message in (
         ("[]", "has no phase"),
         ('{"name": "a"}', 'give [{"name": "web"'),
         ('[{"name": "a", "data": ["x"], "tokens": 5}]', "tokens"),
@@ -170,7 +170,7 @@ def test_senseless_phases_are_refused(tmp_path: Path) -> None:
     ):
         path = tmp_path / "phases.json"
         path.write_text(content)
-        refused(partial(read_phases, str(path)), f"--data-phases {path} ... {told}")
+        refused(partial(read_phases, str(path)), f"--data-phases {path} ... {message}")
 
 
 def test_a_blend_for_each_split(tmp_path: Path) -> None:
@@ -208,14 +208,16 @@ DISK = "x.bin cannot be read: Input/output error"
 
 @pytest.mark.parametrize("num_workers", NUM_WORKERS)
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (UserError("sample 3 is broken"), "sample 3 is broken"),
         (OSError(errno.EIO, DISK), DISK),
         (EMFILE, "ulimit -n"),
     ],
 )
-def test_an_error_in_the_data_stays_one_line(error: Exception, told: str, num_workers: int) -> None:
+def test_an_error_in_the_data_stays_one_line(
+    error: Exception, message: str, num_workers: int
+) -> None:
     broken = Numbered(broken_at=3, error=error)
     batches = batches_of(broken, micro_batch_size=2, num_workers=num_workers)
     next(batches)
@@ -223,9 +225,9 @@ def test_an_error_in_the_data_stays_one_line(error: Exception, told: str, num_wo
         next(batches)
     found = caught.value.with_traceback(None)
     del caught
-    assert told in describe(found)
+    assert message in describe(found)
     assert describe(found).splitlines() == [describe(found)]
-    assert is_storage_failure(found) or told is not DISK
+    assert is_storage_failure(found) or message is not DISK
 
 
 def test_an_error_of_the_system_that_is_no_disks_keeps_its_traceback() -> None:
@@ -255,7 +257,7 @@ NO_SHM = "--num-workers 1 needs /dev/shm"
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("place", "error", "told"),
+    ("place", "error", "message"),
     [
         ("utils.data.dataloader.DataLoader.__iter__", OSError(errno.EROFS, "Read-only"), NO_SHM),
         ("Tensor.share_memory_", RuntimeError("no shared memory(shm): full (28)"), NO_SHM),
@@ -264,12 +266,12 @@ NO_SHM = "--num-workers 1 needs /dev/shm"
     ],
 )
 def test_processes_are_told_which_resource_they_lack(
-    place: str, error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+    place: str, error: Exception, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"torch.{place}", Mock(side_effect=error))
-    line = refused(lambda: next(batches_of(num_workers=1)), told)
-    assert ("/dev/shm" in line) == (told is NO_SHM)
-    assert (str(error) in line) == (told is NO_SHM)
+    line = refused(lambda: next(batches_of(num_workers=1)), message)
+    assert ("/dev/shm" in line) == (message is NO_SHM)
+    assert (str(error) in line) == (message is NO_SHM)
 
 
 class Index(NamedTuple):
@@ -288,21 +290,21 @@ def test_a_stuck_builder_is_named_and_waited_for_no_longer_than_the_limit(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     entry = CacheEntry(folder=tmp_path / "cache", split_name="train", facts={"class": "one"})
-    told = ""
+    message = ""
 
     def builds_forever() -> Index:
-        nonlocal told
+        nonlocal message
         with pytest.raises(TimeoutError) as stuck:  # a second start, while this one builds
             cached(entry, Index, lambda: Index(np.arange(3)))
-        told = describe(stuck.value)
+        message = describe(stuck.value)
         assert is_storage_failure(stuck.value)
         return Index(np.arange(2))
 
     built, _ = cached(entry, Index, builds_forever)
     assert built.index[:].tolist() == [0, 1]
     held = f"process {os.getpid()} of this machine, which builds indices and holds the lock"
-    assert f"for {held} {tmp_path}/llama-paro-" in told
-    assert told.endswith("--distributed-timeout-minutes is the limit")
+    assert f"for {held} {tmp_path}/llama-paro-" in message
+    assert message.endswith("--distributed-timeout-minutes is the limit")
     assert capsys.readouterr().err.startswith(f"waiting for {held}")
 
 

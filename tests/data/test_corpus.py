@@ -72,8 +72,8 @@ def test_a_zstd_window_that_is_too_long_is_no_damage(tmp_path: Path) -> None:
     path.write_bytes(magic + bytes([(27 - 10) << 3]) + last_raw.to_bytes(3, "little") + line)
     assert texts(path) == [(["a"],)]
     path.write_bytes(magic + bytes([window]) + last_raw.to_bytes(3, "little") + line)
-    told = refused(lambda: texts(path), "128 MiB ... zstd -dc --long=31")
-    assert "damaged" not in told
+    message = refused(lambda: texts(path), "128 MiB ... zstd -dc --long=31")
+    assert "damaged" not in message
 
 
 def write_parquet(path: Path, values: list[object]) -> Path:
@@ -161,9 +161,9 @@ def test_a_long_text_with_a_bad_part_is_left_out_whole(
         path.write_bytes(b"ab\n" * place + b"a\xe9\n" + b"ab\n" * (299 - place))
         (batch,) = read_batches(find_chunks([path]), ["text"], skip_malformed=True)
         assert (batch.advance, batch.unfinished) == (path.stat().st_size, False)
-        told: list[str] = []
-        assert list(texts_of(batch, ["text"], told.append)) == []
-        assert told == [f"{path} is not UTF-8 (byte {3 * place + 2}): convert it first"]
+        message: list[str] = []
+        assert list(texts_of(batch, ["text"], message.append)) == []
+        assert message == [f"{path} is not UTF-8 (byte {3 * place + 2}): convert it first"]
 
 
 @pytest.mark.slow("reads a corpus many times")
@@ -239,8 +239,8 @@ def test_a_data_set_on_disk(tmp_path: Path) -> None:
     assert all(found)
     assert [text for share in found for text in share] == [([str(i)],) for i in range(50)]
     assert texts(find_chunks([tmp_path / "splits"], split="held")) == [([n],) for n in "012"]
-    told = "'test': give --dataset-split, one of train"
-    refused(lambda: find_chunks([tmp_path / "splits"], split="test"), told)
+    message = "'test': give --dataset-split, one of train"
+    refused(lambda: find_chunks([tmp_path / "splits"], split="test"), message)
     refused(lambda: list(read_batches([chunk], ["body"])), "'body' ... text, id")
 
 

@@ -180,7 +180,7 @@ EMPTY = {"model": {"type": "BPE", "vocab": {}, "merges": []}}
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         *((name, "{", f"{name} is not valid JSON") for name in (SAYS, MAP, "config.json")),
         (SAYS, {"eos_token": 5}, "eos_token: 5 is of the wrong type"),
@@ -196,14 +196,14 @@ EMPTY = {"model": {"type": "BPE", "vocab": {}, "merges": []}}
     ],
 )
 def test_a_file_that_is_damaged_or_says_too_little_is_named(
-    name: str, content: Any, told: str, tmp_path: Path
+    name: str, content: Any, message: str, tmp_path: Path
 ) -> None:
     gpt2(tmp_path)
     if content is None:
         (tmp_path / name).unlink()
     else:
         (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
-    refused(lambda: hugging_face_tokenizer(str(tmp_path)), told, str(tmp_path))
+    refused(lambda: hugging_face_tokenizer(str(tmp_path)), message, str(tmp_path))
 
 
 def test_a_folder_without_a_tokenizer_json_is_for_transformers(tmp_path: Path) -> None:
@@ -211,8 +211,8 @@ def test_a_folder_without_a_tokenizer_json_is_for_transformers(tmp_path: Path) -
     refused(lambda: hugging_face_tokenizer("an-owner/a-model"), "hf download an-owner/a-model")
     (tmp_path / "vocab.json").write_text("{}")
     os.mkfifo(tmp_path / "merges.txt")
-    told = "--tokenizer-model ... merges.txt is no regular file"
-    refused(lambda: hugging_face_tokenizer(str(tmp_path)), told)
+    message = "--tokenizer-model ... merges.txt is no regular file"
+    refused(lambda: hugging_face_tokenizer(str(tmp_path)), message)
 
 
 LINES = ["def main() -> None:", "    print('naïve 雪 text')", "the quick  brown fox", "a b c"] * 20

@@ -58,8 +58,8 @@ def test_a_file_cut_anywhere_or_missing_is_refused(tmp_path: Path, suffix: str) 
     content = path.read_bytes()
     for kept in range(len(content)):
         path.write_bytes(content[:kept])
-        told = refused(partial(IndexedDataset, tmp_path / "x"), path.name)
-        assert f"holds {kept} bytes" in told or (suffix == "idx" and kept < HEADER.size)
+        message = refused(partial(IndexedDataset, tmp_path / "x"), path.name)
+        assert f"holds {kept} bytes" in message or (suffix == "idx" and kept < HEADER.size)
     path.unlink()
     refused(partial(IndexedDataset, tmp_path / "x"), f"x.{suffix} is missing ... --data-path")
 
@@ -111,7 +111,7 @@ def test_files_of_other_kinds_are_named(tmp_path: Path) -> None:
 
 # DOCUMENTS make 3 sequences and 4 document entries: lengths at 34, pointers 46, documents 70.
 def test_a_damaged_index_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for at, content, told in (
+    for at, content, message in (
         (0, b"\x4e", "is not a Megatron index file"),
         (9, struct.pack("<Q", 2), "has format version 2"),
         (17, b"\6", "declares floating-point numbers"),
@@ -133,7 +133,7 @@ def test_a_damaged_index_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for entries in (1, 2, 2**20):  # also where a part of the check ends
             monkeypatch.setattr(indexed_dataset, "_CHECKED_AT_ONCE", entries)
             remedy = "tools/preprocess_data.py"
-            refused(partial(IndexedDataset, tmp_path / "x"), f"x.idx {told}", remedy)
+            refused(partial(IndexedDataset, tmp_path / "x"), f"x.idx {message}", remedy)
 
 
 # Writing
@@ -278,7 +278,7 @@ SIZE = 2 * NUM_TOKENS
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (forged(2, BLOCK_BYTES, SIZE), "has format version 2, only 1 is known ... {remedy}"),
         (forged(1, 0, SIZE), "is damaged ... {remedy}"),
@@ -292,12 +292,12 @@ SIZE = 2 * NUM_TOKENS
     ],
 )
 def test_checksums_that_do_not_fit_or_cannot_be_read_are_not_taken_for_absent(
-    prefix: Path, make: Callable[[Path], object], told: str
+    prefix: Path, make: Callable[[Path], object], message: str
 ) -> None:
     path = checksums_path(prefix)
     path.unlink()
     make(path)
-    refused(lambda: IndexedDataset(prefix), f"{path} ... {told.format(remedy=f'remove {path}')}")
+    refused(lambda: IndexedDataset(prefix), f"{path} ... {message.format(remedy=f'remove {path}')}")
 
 
 def test_a_file_that_changes_while_it_is_open_is_one_line(prefix: Path) -> None:
@@ -306,8 +306,8 @@ def test_a_file_that_changes_while_it_is_open_is_one_line(prefix: Path) -> None:
         path = Path(f"{prefix}.{suffix}")
         content = path.read_bytes()
         os.truncate(path, 20)
-        told = f"{path} has 20 bytes ... {len(content):,} ... restore it and run again"
-        refused(lambda: indexed.get(3), told)
+        message = f"{path} has 20 bytes ... {len(content):,} ... restore it and run again"
+        refused(lambda: indexed.get(3), message)
         path.write_bytes(content)
         indexed.get(3)
     path.write_bytes(content[:40] + b"\xff" * (len(content) - 40))

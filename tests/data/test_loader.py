@@ -205,8 +205,8 @@ def test_a_corpus_without_a_sample_is_left_out_of_a_held_out_blend(
     words = ("1", prefix, "2", str(write_corpus(tmp_path / "small", [[[1, 2, 3]]])))
     datasets = built(train_data_path=(prefix,), valid_data_path=words)
     assert f"nothing of {tmp_path / 'small'}: too few tokens" in datasets.describe()[1]
-    told = "3 tokens of --train-data-path ... small for training"
-    refused(lambda: built(train_data_path=words), told)
+    message = "3 tokens of --train-data-path ... small for training"
+    refused(lambda: built(train_data_path=words), message)
 
 
 def test_each_phase_has_an_order_of_its_own_and_those_that_are_over_are_not_opened(

@@ -155,8 +155,8 @@ def test_data_without_an_answered_token_are_refused(tmp_path: Path) -> None:
     wrong = {prefix: built(prefix, sft=True) for prefix in paths.values()}
     packed = {paths["first"]: built(paths["first"], **APART)}
     for prefix, datasets in (*wrong.items(), *packed.items()):
-        told = f"train ... --seq-length {SEQ} ... {prefix}"
-        refused(partial(check_answers, datasets.corpora()), told)
+        message = f"train ... --seq-length {SEQ} ... {prefix}"
+        refused(partial(check_answers, datasets.corpora()), message)
     apart = held_out(multiple_validation_sets=True).corpora()
     refused(partial(check_answers, apart), f"valid, none ... {paths['none']}")
 
@@ -167,7 +167,7 @@ def swap(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (swap, "x.answered does not belong to"),
         (lambda one, _: flip(Path(f"{one}.answered"), 3), "x.answered is damaged in bytes 0 to"),
@@ -176,13 +176,13 @@ def swap(one: Path, other: Path) -> None:
     ],
 )
 def test_marks_that_are_not_those_of_the_corpus_are_refused(
-    tmp_path: Path, damage: Callable[[Path, Path], None], told: str
+    tmp_path: Path, damage: Callable[[Path, Path], None], message: str
 ) -> None:
     talks = drawn(4)
     one = write_conversations(tmp_path / "x", talks)
     other = [([token + 1 for token in ids], marks) for ids, marks in talks]
     damage(one, write_conversations(tmp_path / "y", other))
-    refused(lambda: next(batches(built(str(one), sft=True), {"sft": True})), told)
+    refused(lambda: next(batches(built(str(one), sft=True), {"sft": True})), message)
 
 
 def test_a_corpus_written_again_without_conversations_has_no_marks(tmp_path: Path) -> None:
@@ -195,8 +195,8 @@ def test_flags_that_would_mix_conversations_are_refused(tmp_path: Path) -> None:
     talks = str(write_conversations(tmp_path / "talks", drawn(6)))
     plain = str(write_corpus(tmp_path / "plain", [[range(100)]]))
     for fields in ({}, {"reset_position_ids": True}, {"reset_attention_mask": True}):
-        told = "--sft ... --reset-position-ids ... --reset-attention-mask"
-        refused(partial(built, talks, **fields), talks, told)
+        message = "--sft ... --reset-position-ids ... --reset-attention-mask"
+        refused(partial(built, talks, **fields), talks, message)
     refused(partial(built, plain, sft=True), "--sft", f"{plain}.answered is missing")
 
 

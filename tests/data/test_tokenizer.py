@@ -274,10 +274,10 @@ def test_files_that_are_missing_are_named_together(files: tuple[Path, Path]) -> 
 
 def test_flags_that_contradict_are_refused() -> None:
     vocab, merge = {"vocab_file": "x"}, {"merge_file": "x"}
-    for given, told in (
+    for given, message in (
         (vocab, "GPT2BPETokenizer needs --merge-file"),
         (merge, "GPT2BPETokenizer needs --vocab-file"),
         ({**vocab, **merge, "tokenizer_model": "z"}, "leave --tokenizer-model"),
         ({**vocab, "tokenizer_type": "NullTokenizer"}, "--vocab-file ... NullTokenizer"),
     ):
-        refused(partial(tokenizer_config, given), told)
+        refused(partial(tokenizer_config, given), message)

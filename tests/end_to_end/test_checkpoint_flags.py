@@ -185,7 +185,7 @@ def test_training_goes_on_after_a_save_that_failed(
 ) -> None:
     """At iteration 2 the disk is full, or the folder vanishes; at iteration 4 all is well."""
     full = Mock(side_effect=NO_ROOM)
-    for act, told, how in (
+    for act, message, how in (
         (full, "No space left on device; training continues", ""),
         (shutil.rmtree, "No such file or directory", "--async-save"),
     ):
@@ -195,7 +195,7 @@ def test_training_goes_on_after_a_save_that_failed(
             words = f"--train-iters 4 --save {root} --save-interval 2 {how}"
             printed = run(words, "--on-save-failure continue")
         assert f"iteration 2 is not saved: --save {root}: " in printed
-        assert told in printed
+        assert message in printed
         assert iterations(root) == ["iter_0000004"]
 
 
@@ -203,9 +203,9 @@ def test_a_save_that_failed_stops_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     words = f"--mock-data --train-iters 6 --save {tmp_path} --load {tmp_path}"
     launch(words, "--exit-interval 1")
     at_the_disk(monkeypatch, 2, Mock(side_effect=NO_ROOM))
-    told = f"iteration 2 is not saved: --save {tmp_path}: ... No space left on device"
+    message = f"iteration 2 is not saved: --save {tmp_path}: ... No space left on device"
     for how in ("", "--async-save"):
-        refused(partial(launch, words, how, "--save-interval 2"), told, status=1)
+        refused(partial(launch, words, how, "--save-interval 2"), message, status=1)
     at_the_end = "--async-save --exit-interval 2 --on-save-failure continue"
     refused(lambda: launch(words, at_the_end), "the run ends unsaved at iteration 2", status=1)
     assert iterations(tmp_path) == ["iter_0000001"]
@@ -326,8 +326,8 @@ def test_a_folder_in_use_is_refused_to_runs_that_save(
     with lock_folders(tmp_path, control_here(), print, lambda: None):
         before = sorted(tmp_path.rglob("*"))
         where = f"process {os.getpid()} on {socket.gethostname()}"
-        told = f"--save {tmp_path} is in use by {where} ... give another --save"
-        refused(lambda: launch(words), told)
+        message = f"--save {tmp_path} is in use by {where} ... give another --save"
+        refused(lambda: launch(words), message)
         for reads in ("--dry-run --world-size 2 --ranks-per-node 2", "--skip-train --eval-iters 1"):
             launch(words, reads)
         assert sorted(tmp_path.rglob("*")) == before
@@ -344,8 +344,8 @@ def test_a_run_that_lost_the_folder_stops_and_changes_nothing(
     at_the_disk(monkeypatch, 4, lambda: folder_lock._create(tmp_path, 2, other))
     words = f"--mock-data --train-iters 8 --save {tmp_path} --save-interval 2 {how}"
     retain = "--save-retain-interval 8 --on-save-failure continue"
-    told = f"this run lost its lease of {tmp_path}: process {os.getpid()} on node7"
-    refused(lambda: launch(words, retain), told, status=1)
+    message = f"this run lost its lease of {tmp_path}: process {os.getpid()} on node7"
+    refused(lambda: launch(words, retain), message, status=1)
     assert iterations(tmp_path) == ["iter_0000002"]
     assert read_common(tmp_path)["iteration"] == 2
     assert json.loads((tmp_path / "lease_2.json").read_text())["released"] is False

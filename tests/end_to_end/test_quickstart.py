@@ -82,8 +82,10 @@ def summary(output: str) -> str:
 
 
 def check_summary(output: str, metrics: list[dict[str, float]]) -> None:
-    told = re.search(r"untrained model ([\d.]+), on held-out .* ([\d.]+): (-?[\d.]+) nats", output)
-    start, end, gained = map(float, told.groups())
+    message = re.search(
+        r"untrained model ([\d.]+), on held-out .* ([\d.]+): (-?[\d.]+) nats", output
+    )
+    start, end, gained = map(float, message.groups())
     assert start == pytest.approx(metrics[0]["lm_loss"], abs=0.006)
     assert gained == pytest.approx(start - end, abs=0.011)
     names = "tokenizer|token ids|checkpoints|metrics|report|loss curve|log"
@@ -179,7 +181,7 @@ case $1 in */torchrun.py) echo "trains: $*" ;; esac
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("share", "flags", "told"),
+    ("share", "flags", "message"),
     [
         (0.5, "", "{low:.2f} to {high:.2f} on held-out text, by 5 seeds: {loss:.2f} is inside"),
         (2.0, "", "{loss:.2f} is OUTSIDE (docs/quickstart.md#which-loss-to-expect)"),
@@ -188,7 +190,7 @@ case $1 in */torchrun.py) echo "trains: $*" ;; esac
     ],
 )
 def test_the_end_says_whether_the_loss_is_as_expected(
-    tmp_path: Path, share: float, flags: str, told: str
+    tmp_path: Path, share: float, flags: str, message: str
 ) -> None:
     """Tells of a loss at this share of the way through the range that the script expects."""
     found = re.search(r"^EXPECTED_LOSS=\(([\d.]+) ([\d.]+)\)$", SCRIPT.read_text(), re.M)
@@ -203,7 +205,7 @@ echo " validation loss at iteration $iters on validation set | lm loss value: {l
     done = quickstart(tmp_path / "run", on_path, EXTRA_FLAGS=flags)
     assert done.returncode == 0, done.stderr
     (expected,) = re.findall(r"^expected +(.*)$", done.stdout, re.M)
-    assert told.format(low=low, high=high, loss=loss) in expected
+    assert message.format(low=low, high=high, loss=loss) in expected
 
 
 @pytest.mark.process

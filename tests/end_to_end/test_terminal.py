@@ -186,12 +186,12 @@ def test_a_job_ends_with_the_status_and_the_line_of_the_rank_that_failed(tmp_pat
     """A bug keeps its traceback, and the launcher has none."""
     for what in ENDS:
         with start_job(tmp_path / "job.py", FAILS.format(what)) as job:
-            _, told = job.communicate()
+            _, message = job.communicate()
         assert job.returncode == ENDS[what][0]
-        assert told.endswith(ENDS[what][1])
+        assert message.endswith(ENDS[what][1])
         is_bug = "KeyError" in what
-        assert told.count("Traceback") == is_bug
-        assert is_bug or told == ENDS[what][1]
+        assert message.count("Traceback") == is_bug
+        assert is_bug or message == ENDS[what][1]
 
 
 @pytest.mark.ranks
@@ -208,8 +208,8 @@ def test_a_signal_reaches_the_ranks_which_have_time_to_end(tmp_path: Path) -> No
                     time.sleep(2 * torchrun.IMPATIENT_SECONDS)
                 else:
                     job.send_signal(number)
-            out, told = job.communicate()
-        assert (job.returncode, out, told) == (status, printed, said)
+            out, message = job.communicate()
+        assert (job.returncode, out, message) == (status, printed, said)
 
 
 def test_the_status_of_a_signal_stays_where_its_exception_is_lost(
@@ -271,8 +271,8 @@ def service_of(process: int) -> int:
 def test_a_run_that_goes_wrong_shows_it(tmp_path: Path) -> None:
     words = f"--mock-data --tensorboard-dir {tmp_path} --train-iters 9 --lr 1e30"
     check = "--check-for-nan-in-loss-and-grad"
-    told = refused(lambda: launch(words, check), "has a loss or gradient", status=1)
-    stopped = int(told.partition("iteration ")[2].split()[0])
+    message = refused(lambda: launch(words, check), "has a loss or gradient", status=1)
+    stopped = int(message.partition("iteration ")[2].split()[0])
     assert set(read_tensorboard(tmp_path)["iteration-time"]) == set(range(1, stopped + 1))
 
 
@@ -313,16 +313,16 @@ def test_what_cannot_be_written_is_refused_at_the_start(
     (tmp_path / "file").write_text("not a folder")
     train, place = "--mock-data --train-iters 2", tmp_path / "file" / "below"
     for flag in ("--tensorboard-dir", "--wandb-save-dir"):
-        words, told = f"{flag} {place}", f"{flag} {place} ... {tmp_path}/file is a file"
-        refused(lambda words=words: launch(train, words), told)
+        words, message = f"{flag} {place}", f"{flag} {place} ... {tmp_path}/file is a file"
+        refused(lambda words=words: launch(train, words), message)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     for flags, package in (
         ("--tensorboard-dir x", "tensorboard"),
         ("--wandb-project x", "wandb"),
         ("--terminal live", "rich"),
     ):
-        told = f"{flags.removesuffix(' x')} ... pip install {package}"
-        refused(lambda flags=flags: launch(train, flags), told)
+        message = f"{flags.removesuffix(' x')} ... pip install {package}"
+        refused(lambda flags=flags: launch(train, flags), message)
 
 
 @pytest.mark.ranks
@@ -336,6 +336,6 @@ def test_all_ranks_stop_where_the_one_that_writes_has_no_key(
     words = [*map(str, RUN), "--train-iters", "3", "--wandb-project", "p"]
     ended: list[Ended] = run_ranks(run_main, 2, words, init=False)
     for rank in ended:
-        told = "--wandb-project p: there is no API key ... rank 1 ... wandb login"
-        says(rank.mistake or "", told, "WANDB_MODE=offline")
+        message = "--wandb-project p: there is no API key ... rank 1 ... wandb login"
+        says(rank.mistake or "", message, "WANDB_MODE=offline")
         assert rank.printed == ""

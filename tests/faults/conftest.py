@@ -54,18 +54,18 @@ class Scenario:
         self.end = what
 
     def ends(
-        self, job: Job, statuses: Sequence[int], told: str | None = None, *, within: float
+        self, job: Job, statuses: Sequence[int], message: str | None = None, *, within: float
     ) -> None:
         """The job ends with these statuses, and one line without a traceback that says `told`."""
         found = job.end(within)
         self.ended(f"status {', '.join(map(str, dict.fromkeys(found)))}")
         assert found == list(statuses), job.tail()
-        if told is not None:
+        if message is not None:
             lines = set(job.errors())
-            assert [told in line for line in lines] == [True], job.tail()
+            assert [message in line for line in lines] == [True], job.tail()
             has_traceback = "Traceback (most recent call last)" in job.own_text()
             assert not has_traceback, job.tail()
-            self.end += f': "{told.strip()}"'
+            self.end += f': "{message.strip()}"'
 
     def continues(self, again: Job, saved: int, *, within: float = 60.0) -> None:
         """A later start, after iteration `saved`, ends like the undisturbed run."""
@@ -82,7 +82,7 @@ class Scenario:
         self.strikes()
         self.continues(self.start(**how), found)
 
-    def is_replaced(self, first: Job, told: str, *, started: float, ended: float) -> None:
+    def is_replaced(self, first: Job, message: str, *, started: float, ended: float) -> None:
         """An owner of --save stops until another start has ended; woken, it ends saying `told`."""
         for pid in first.tree():
             os.kill(pid, signal.SIGSTOP)
@@ -91,7 +91,7 @@ class Scenario:
         for pid in first.tree():
             os.kill(pid, signal.SIGCONT)
         self.strikes()
-        self.ends(first, [1], told, within=ended)
+        self.ends(first, [1], message, within=ended)
         self.is_whole()
 
     def is_whole(self) -> None:

@@ -161,8 +161,8 @@ def test_owner_stopped_for_longer_than_a_minute(scenario: Scenario) -> None:
     """It is replaced; when it is woken it ends and leaves everything to its successor."""
     scenario.ranks, scenario.plain = 1, True
     first = scenario.paused(Point.READ_BACK, 2, before=[other_host])
-    told = f"this run lost its lease of {scenario.run.save}"
-    scenario.is_replaced(first, told, started=90.0, ended=15.0)
+    message = f"this run lost its lease of {scenario.run.save}"
+    scenario.is_replaced(first, message, started=90.0, ended=15.0)
 
 
 @pytest.fixture
@@ -207,8 +207,8 @@ def test_a_stuck_builder_of_indices(scenario: Scenario, tmp_path: Path) -> None:
     builder, first = scenario.paused(Point.BUILD_INDEX, 1), scenario.run
     scenario.run = Run(tmp_path / "other")
     waiting = scenario.start()
-    told = f"for process {builder.pids()[0]} of this machine, which builds indices and holds the"
-    scenario.ends(waiting, [1], told, within=LIMIT_SECONDS + 20)
+    message = f"for process {builder.pids()[0]} of this machine, which builds indices and holds the"
+    scenario.ends(waiting, [1], message, within=LIMIT_SECONDS + 20)
     first.release()
     assert builder.end(30.0) == [0]
     scenario.resumes(0)
@@ -245,19 +245,19 @@ class FlippedBit:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "state", "told"),
+    ("strategy", "state", "message"),
     [
         ("NNG", "params", "the parameters of blocks.0 differs between ranks 0, 1"),
         ("NNN", "param", "the parameters of embedding differs between ranks 0, 1"),
         ("NNN", "exp_avg", "exp_avg of embedding.weight differs between ranks 0, 1"),
     ],
 )
-def test_a_flipped_bit(scenario: Scenario, strategy: str, state: str, told: str) -> None:
+def test_a_flipped_bit(scenario: Scenario, strategy: str, state: str, message: str) -> None:
     """Replicas are compared every third step, before each save."""
     flags = ["--check-weight-hash-across-dp-replicas-interval", 3, "--paro-strategy", strategy]
     scenario.strikes()
     job = scenario.start(*flags, before=[FlippedBit(6, state)])
-    scenario.ends(job, [1], f"after iteration 6 {told}", within=30.0)
+    scenario.ends(job, [1], f"after iteration 6 {message}", within=30.0)
     assert scenario.run.saved() == 3
     if strategy == "NNG":
         scenario.resumes(3)

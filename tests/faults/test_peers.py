@@ -27,7 +27,7 @@ def other_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "told"),
+    ("own", "message"),
     [
         ("--lr 0.001", "--lr must be the same on all ranks, and is 0.003 on rank 0, 0.001 on"),
         ("--seed 5", "--seed must be the same on all ranks, and is 1234 on rank 0, 5 on rank 1"),
@@ -37,10 +37,10 @@ def other_code() -> None:
         ("--tensorboard-dir board", "--tensorboard-dir must be the same on all ranks, and is not"),
     ],
 )
-def test_other_flags(scenario: Scenario, own: str, told: str) -> None:
+def test_other_flags(scenario: Scenario, own: str, message: str) -> None:
     scenario.strikes()
     job = scenario.start(plain=True, own=[[], own.split()])
-    scenario.ends(job, [2, 2], told, within=15.0)
+    scenario.ends(job, [2, 2], message, within=15.0)
     scenario.resumes(0)
 
 
@@ -104,8 +104,8 @@ def test_link_down(scenario: Scenario, down: float | None, statuses: Sequence[in
         if down is not None:
             time.sleep(down)
             nodes[0].set_link("up")
-        told = None if down else LOST
-        scenario.ends(job, statuses, told, within=LIMIT_SECONDS + 30)
+        message = None if down else LOST
+        scenario.ends(job, statuses, message, within=LIMIT_SECONDS + 30)
     if down is None:
         scenario.resumes(3)
     else:
@@ -120,8 +120,8 @@ def test_a_stopped_reader(scenario: Scenario, ranks: int) -> None:
     for reader in children(job.pids()[-1]):
         os.kill(reader, signal.SIGSTOP)
     scenario.run.release()
-    told = None if ranks == 1 else "no connection to another rank, which has ended, hangs or is"
-    scenario.ends(job, [1], told, within=LIMIT_SECONDS + 20)
+    message = None if ranks == 1 else "no connection to another rank, which has ended, hangs or is"
+    scenario.ends(job, [1], message, within=LIMIT_SECONDS + 20)
     assert ranks > 1 or "s while training, after iteration 4: the run ends" in job.text()
     scenario.resumes(3)
 
@@ -149,8 +149,8 @@ def test_a_dead_disk(scenario: Scenario, target: str, call: int, phase: str, sav
 def test_a_rank_stays_away_at_the_end(scenario: Scenario) -> None:
     """All is saved; the other rank says where it has waited."""
     job = scenario.paused(Point.BARRIER, 1, only=1, at=1)
-    told = "at the end, while waiting for the others: "
-    scenario.ends(job, [1], told, within=LIMIT_SECONDS + 20)
+    message = "at the end, while waiting for the others: "
+    scenario.ends(job, [1], message, within=LIMIT_SECONDS + 20)
     scenario.is_whole()
 
 

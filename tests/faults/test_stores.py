@@ -109,8 +109,8 @@ def test_a_store_that_is_gone_for_one_save(scenario: Scenario, store: ObjectServ
 def test_a_wrong_key(scenario: Scenario, store: ObjectServer) -> None:
     store.fails("403", times=10**6)
     scenario.strikes()
-    told = "the store refuses the credentials"
-    scenario.ends(scenario.start(ranks=1, plain=True), [2], told, within=30.0)
+    message = "the store refuses the credentials"
+    scenario.ends(scenario.start(ranks=1, plain=True), [2], message, within=30.0)
 
 
 def test_answers_cut_short_at_a_start(scenario: Scenario, store: ObjectServer) -> None:

@@ -311,11 +311,11 @@ def fault_of(script: str, status: int, stdout: str, stderr: str, names: list[str
         return "it prints no line with its name and the error, or several"
     if not all(map(PROGRESS.match, lines[:last])):
         return "a line stands before its error"
-    told = "\n".join(lines[last:])
+    message = "\n".join(lines[last:])
     if max(map(len, lines)) > 2000:
         return "it prints a line of more than 2,000 characters"
-    names_flag = re.search(r"(?<!\w)--?[a-z]|unrecognized arguments: ", told)
-    if names_flag is None and not any(name in told for name in names):
+    names_flag = re.search(r"(?<!\w)--?[a-z]|unrecognized arguments: ", message)
+    if names_flag is None and not any(name in message for name in names):
         return "its line names neither the file nor a flag"
     return None
 

@@ -146,7 +146,7 @@ def test_every_flag_of_every_program_is_damaged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "stderr", "told"),
+    ("status", "stderr", "message"),
     [
         (0, "", None),
         (2, "plan.py: error: m.json: what it is\n", None),
@@ -158,7 +158,7 @@ def test_every_flag_of_every_program_is_damaged() -> None:
         (1, "Traceback (most recent call last):\n", "traceback"),
     ],
 )
-def test_ends_are_judged(status: int, stderr: str, told: str | None) -> None:
+def test_ends_are_judged(status: int, stderr: str, message: str | None) -> None:
     fault = fault_of("tools/plan.py", status, "", stderr, ["m.json"])
-    assert (fault is None) == (told is None)
-    assert (told or "") in (fault or "")
+    assert (fault is None) == (message is None)
+    assert (message or "") in (fault or "")

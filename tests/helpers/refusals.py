@@ -17,23 +17,23 @@ from paro.errors import RunError, UserError
 _PRINTED = re.compile(r"\A[\w.-]+: error: (.+)\n\Z")  # a worker of pytest is called -c
 
 
-def refused(run: Callable[[], object] | CompletedProcess[str], *told: str, status: int = 2) -> str:
+def refused(run: Callable[[], object] | CompletedProcess[str], *parts: str, status: int = 2) -> str:
     """The one line with which `run` is refused, without the name of the program.
 
     `run` is a call that raises `UserError` (status 2) or `RunError` (status 1), the `main` of a
-    command, which prints the line and ends with the status, or a process that has ended. Every text
-    of `told` is in the line: the flag with its value or the file, and the remedy, not the sentence.
+    command, which prints the line and ends with the status, or a process that has ended. The line
+    has all `parts`: the flag with its value or the file, and the remedy, not the sentence.
     "--a 1 ... --b" asks for both in this order. A flag, word or number is met as a whole:
     "--lr" is not in "--lr-decay-iters 5", and "--lr-decay-iters 5" not in "--lr-decay-iters 50".
     """
-    return says(_line_of(run, status), *told)
+    return says(_line_of(run, status), *parts)
 
 
-def says(line: str, *told: str) -> str:
-    """The line itself, which names every text of `told`, as in `refused`; also for notices."""
-    for text in told:
+def says(line: str, *parts: str) -> str:
+    """The line itself, which has all `parts`, as in `refused`; also for notices."""
+    for text in parts:
         pattern = ".*".join(map(_whole, text.split("...")))
-        assert re.search(pattern, line), f"{text!r} is not told: {line}"
+        assert re.search(pattern, line), f"{text!r} is not in {line}"
     return line
 
 
@@ -53,7 +53,7 @@ def _line_of(run: Callable[[], object] | CompletedProcess[str], status: int) -> 
 
 
 def _printed(ended: object, text: str, status: int) -> str:
-    assert ended == status, f"it ended with {ended}, not {status}: {text or 'nothing is told'}"
+    assert ended == status, f"it ended with {ended}, not {status}: {text or 'nothing is message'}"
     line = _PRINTED.match(text)
     assert line, f"this is not one line with a mistake: {text}"
     return line[1]
@@ -86,9 +86,9 @@ def measured(main: Callable[[list[str]], object], *words: object) -> tuple[str, 
     """Returns what a script prints, and what it writes with --json, its only file there."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
-        told = printed(main, *words, "--json", file)
+        message = printed(main, *words, "--json", file)
         assert [*Path(folder).iterdir()] == [file]
-        return told, json.loads(file.read_text(encoding="utf-8"))
+        return message, json.loads(file.read_text(encoding="utf-8"))
 
 
 def write_lines(path: Path, *entries: object) -> Path:

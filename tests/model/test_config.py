@@ -131,10 +131,10 @@ def test_a_mistake_names_its_flag_and_what_it_contradicts() -> None:
         ("rope_scaling_high_freq_factor", 1.0, "--rope-scaling-low-freq-factor"),
     ):
         flag = f"--{name.replace('_', '-')}"
-        told = others.split() or [f"{flag} {value}"]
+        message = others.split() or [f"{flag} {value}"]
         stretched = {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0}
         changed: dict[str, Any] = stretched | {name: value}
-        refused(partial(replace, SMALL, **changed), flag, *told)
+        refused(partial(replace, SMALL, **changed), flag, *message)
 
 
 PAIRS = RecomputeConfig(granularity="full", num_layers=2)
@@ -182,8 +182,8 @@ def test_the_last_blocks_train_and_the_head_does_not_and_patterns_match_whole_na
 
 def test_other_words_are_refused() -> None:
     for text in ("full", "last-blocks", "last-blocks:x", "names", "names:", "names:a,,b", "all:1"):
-        told = f"'{text}' is none of all, last-blocks:SHARE, names:PATTERN"
-        refused(partial(names, text), told)
+        message = f"'{text}' is none of all, last-blocks:SHARE, names:PATTERN"
+        refused(partial(names, text), message)
     for share in ("0", "-1", "1.01", "nan", "inf"):
         refused(partial(names, f"last-blocks:{share}"), "above 0 and at most 1")
     refused(lambda: names("names:head.norm,wq"), "matches 'wq'; ... blocks.*.wq,")

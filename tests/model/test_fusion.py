@@ -241,14 +241,14 @@ def test_what_fails_is_left_to_torch_and_said(monkeypatch: pytest.MonkeyPatch, f
                     "largest values are",
                 ),
             ]
-        for config, name, wrong, told in cases:
+        for config, name, wrong, message in cases:
             with monkeypatch.context() as patch:
                 patch.setattr(imported, name, wrong)
                 for other in {"norm", "swiglu", "rotary", "loss"} - {name}:  # not tried again
                     patch.setattr(fusion, f"_try_{other}", Mock())
                 found, line = usable(config)
             assert found == config
-            says(line, told)
+            says(line, message)
     monkeypatch.setattr(fusion, "DEVICES", {"cpu"})
     monkeypatch.setitem(sys.modules, "model.kernels", None)
     found, line = usable()

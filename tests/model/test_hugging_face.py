@@ -64,11 +64,11 @@ def test_a_window_counts_where_it_is_switched_on() -> None:
     fields = hugging_face_config(LLAMA_PRESETS["qwen3-8B"]) | {"sliding_window": 4096}
     assert llama_config(fields) == LLAMA_PRESETS["qwen3-8B"]
     kinds = ["full_attention", "sliding_attention"]
-    for more, told in (
+    for more, message in (
         ({"use_sliding_window": True}, "sliding_window is 4096 there"),
         ({"layer_types": kinds}, "layer_types ... 'sliding_attention'"),
     ):
-        refused(partial(llama_config, fields | more), told)
+        refused(partial(llama_config, fields | more), message)
 
 
 ROTATIONS = [
@@ -90,11 +90,11 @@ ROTATIONS = [
 
 
 def test_a_field_that_is_wrong_or_of_another_model_is_named() -> None:
-    for field, value, told in (
+    for field, value, message in (
         ("vocab_size", "many", "vocab_size: 'many' ... a whole number"),
         ("model_type", [], "model_type is ... there ... has to be one of"),
         ("layer_types", [7], "layer_types[0]: 7 is of the wrong type"),
-        *(("rope_parameters", scaling, told) for scaling, told in ROTATIONS),
+        *(("rope_parameters", scaling, message) for scaling, message in ROTATIONS),
         ("mlp_bias", True, "mlp_bias is True there ... biases in its MLPs"),
         ("quantization_config", {"bits": 4}, "quantization_config is {'bits': 4} ... quantized"),
         ("transformers_weights", "x", "transformers_weights is ... file of another name"),
@@ -102,7 +102,7 @@ def test_a_field_that_is_wrong_or_of_another_model_is_named() -> None:
         ("model_type", "unheard", "model_type is 'unheard' there ... has to be one of ... 'qwen3'"),
     ):
         fields = hugging_face_config(LLAMA_PRESETS["7B"]) | {field: value}
-        refused(partial(llama_config, fields), told)
+        refused(partial(llama_config, fields), message)
 
 
 def test_what_no_architecture_has_is_said() -> None:

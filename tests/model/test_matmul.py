@@ -171,7 +171,7 @@ def test_a_gpu_multiplies_as_a_cpu_does(fp8: Fp8) -> None:
 
 def test_a_gpu_without_a_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, cpu, bf16 = torch.device("cuda"), torch.device("cpu"), torch.bfloat16
-    for gpu, capability, form, allowed, told in (
+    for gpu, capability, form, allowed, message in (
         ("A100", (8, 0), "e4m3", [bf16], "8.9 ... A100 has 8.0: leave it out"),
         ("T4", (7, 5), None, [torch.float16, torch.float32], "T4 has 7.5: give --fp16"),
     ):
@@ -180,7 +180,7 @@ def test_a_gpu_without_a_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         for dtype in allowed:
             check_matmul_types(None, dtype, cuda)
         check_matmul_types(form, bf16, cpu)
-        refused(partial(check_matmul_types, form, bf16, cuda), told)
+        refused(partial(check_matmul_types, form, bf16, cuda), message)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -76,7 +76,7 @@ FULL = OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/data/c7.bin")
 
 
 @pytest.mark.parametrize(
-    ("error", "cause", "told"),
+    ("error", "cause", "message"),
     [
         (FULL, None, "too many open files at /data/c7.bin ... ulimit -n"),
         (UserError("the corpus is damaged"), FULL, "at /data/c7.bin ... ulimit -n"),
@@ -86,11 +86,11 @@ FULL = OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/data/c7.bin")
         (OSError(errno.ENFILE, os.strerror(errno.ENFILE)), None, "fs.file-max"),
     ],
 )
-def test_open_files_name_the_limit(error: Exception, cause: Exception | None, told: str) -> None:
+def test_open_files_name_the_limit(error: Exception, cause: Exception | None, message: str) -> None:
     error.__cause__ = cause
     shared = for_all_ranks(error, 3)
     assert isinstance(shared, UserError)
-    line = says(str(shared), told)
+    line = says(str(shared), message)
     assert "corpus" not in line
     assert "again" not in line
     assert describe(error) == type_and_message(error) == open_files_limit(error) == line
@@ -119,14 +119,14 @@ PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."""
 
 
 def test_memory_that_runs_out_is_no_bug() -> None:
-    for error, told in (
+    for error, message in (
         (torch.OutOfMemoryError(ON_DEVICE), f"out of device memory, {ASKED}"),
         (MemoryError(), "out of host memory"),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors"), "out of device memory"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of host memory"),
     ):
         assert is_memory_failure(error)
-        assert describe(error) == told
+        assert describe(error) == message
         assert not is_memory_failure(RuntimeError("shapes differ"))
 
 
@@ -143,7 +143,7 @@ def test_what_other_ranks_raise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (GLOO, "Connection closed by peer [::1]"),
         (f"a message from rank 1 failed: {GLOO}", "a message from rank 1 failed: Connection close"),
@@ -151,15 +151,15 @@ def test_what_other_ranks_raise() -> None:
         ("a collective failed on this rank", None),
     ],
 )
-def test_a_lost_connection_is_the_fault_of_another_rank(text: str, told: str | None) -> None:
+def test_a_lost_connection_is_the_fault_of_another_rank(text: str, message: str | None) -> None:
     for error in (RuntimeError(text), RuntimeError("outer")):
         if error.args[0] == "outer":
             error.__cause__ = RuntimeError(text)
         lost = lost_peer(error)
-        assert (lost is None) == (told is None)
-        if lost is not None and told is not None:
+        assert (lost is None) == (message is None)
+        if lost is not None and message is not None:
             assert lost.startswith("no connection to another rank, which has ended, hangs or is ")
-            assert told in lost
+            assert message in lost
     assert lost_peer(ValueError(GLOO)) is None
 
 

@@ -313,13 +313,13 @@ def library(pytestconfig: pytest.Config) -> Path:
     return build(cache.mkdir("fake_cuda"))
 
 
-def told(found: dict[str, list[str]]) -> str:
+def listed(found: dict[str, list[str]]) -> str:
     return "\n".join(line for name, lines in found.items() for line in (name, *lines))
 
 
 def check(library: Path, names: Sequence[str]) -> None:
     found = run_apart(library, __name__, "problems", list(names))
-    assert not found, told(found)
+    assert not found, listed(found)
 
 
 def curve(_: object) -> list[Any]:
@@ -345,7 +345,7 @@ def test_it_does_so_in_every_kind_of_run(library: Path, cases: dict[str, Case]) 
 def test_a_gpu_waits_only_at_the_end_of_a_step_and_mistakes_are_told(library: Path) -> None:
     """In one test: the library and the process take long to make."""
     nothing, found = run_apart(library, __name__, "problems_without_and_with_mistakes", FEW)
-    assert not nothing, told(nothing)
+    assert not nothing, listed(nothing)
     for mistake, text in MISTAKES.items():
         line = mistake.__code__.co_firstlineno + 1
         told_there = f"{text}, at tests/paro/test_fake_cuda.py:{line} ("

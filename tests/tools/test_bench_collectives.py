@@ -172,7 +172,7 @@ def test_links_come_from_flags_before_the_machine(tmp_path: Path) -> None:
 
 
 def test_mistakes_say_what_and_where() -> None:
-    for words, told in (
+    for words, message in (
         (["--ops", "all_gather,gossip"], "--ops 'gossip' is none of all_gather, reduce_scatter"),
         (["--algorithms", "ring", "--distributed-backend", "nccl"], "'ring' ... ho-ring"),
         (["--sizes", "4K,big"], "--sizes 'big' is no size: write it as 4096, 64K or 1.5M"),
@@ -182,7 +182,7 @@ def test_mistakes_say_what_and_where() -> None:
         (["--plot", "picture.jpeg2"], "--plot picture.jpeg2: the name must end in .png, .svg"),
         (["--machine-file", "m.json", "--train=--llama-preset 7B"], "--train: --seq-length"),
     ):
-        refused(partial(settings, *words), told)
+        refused(partial(settings, *words), message)
 
 
 def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

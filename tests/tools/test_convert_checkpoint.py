@@ -38,8 +38,8 @@ from tools.generation.continuing import Sampling, continuations
 pytestmark = pytest.mark.slow("imports transformers")
 
 
-def mistake(told: str, *given: Any) -> None:
-    refused(lambda: convert(*given), told)
+def mistake(message: str, *given: Any) -> None:
+    refused(lambda: convert(*given), message)
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -137,9 +137,9 @@ def test_training_begins_with_a_converted_model(saved: Path, pieces: Path, tmp_p
     convert("hf", "paro", tmp_path / "hf", tmp_path / "again")
     flags = (*names_of(pieces), "--load", str(tmp_path / "again"), "--seed", "99")
     config, training = trained(tmp_path / "new", *flags)
-    told: list[str] = []
-    assert load_run(config, training, Log(rank=0, world_size=1, write=told.append)).state is None
-    assert any("is a converted model" in line for line in told)
+    message: list[str] = []
+    assert load_run(config, training, Log(rank=0, world_size=1, write=message.append)).state is None
+    assert any("is a converted model" in line for line in message)
     save_run(config, training)
     before, after = load_parameters(saved), load_parameters(tmp_path / "new")
     for name, tensor in before.items():
@@ -228,7 +228,7 @@ def test_a_failing_disk_is_one_line_and_leaves_nothing(
 ) -> None:
     save_folder(tmp_path / "hf", 0)
     out, full = tmp_path / "out", OSError(28, "No space left on device")
-    for target, owner, name, told in (
+    for target, owner, name, message in (
         ("hf", ModelSource, "copy_companions", f"{out} cannot be written: {full.strerror}"),
         ("paro", ChunkSavePlanner, "resolve_data", f"--output {out}: {full.strerror}"),
     ):
@@ -236,7 +236,7 @@ def test_a_failing_disk_is_one_line_and_leaves_nothing(
             patch.setattr(owner, name, Mock(side_effect=full))
             with pytest.raises((OSError, StorageError)) as failed:
                 convert("hf", target, tmp_path / "hf", out)
-        assert told in describe(failed.value)
+        assert message in describe(failed.value)
     # One that is too small is told before anything is written.
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 8, 1))
     mistake("1 bytes are free there", "hf", "megatron", tmp_path / "hf", out)

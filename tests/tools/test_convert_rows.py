@@ -94,8 +94,8 @@ def test_ids_that_can_never_be_learnt_are_refused_in_training_and_export(tmp_pat
     """A base has 279 rows, its tokenizer 280 ids; vocabulary rows are frozen, or they train."""
     model_and_tokenizer(tmp_path / "hf", 279, ENDS)
     save_folder(tmp_path / "small", 0, vocab_size=278)
-    told = output_of(lambda: convert("hf", "paro", tmp_path / "hf", tmp_path / "paro"))
-    assert "280 ids and the model 279 rows" in told
+    message = output_of(lambda: convert("hf", "paro", tmp_path / "hf", tmp_path / "paro"))
+    assert "280 ids and the model 279 rows" in message
     right = write_corpus(tmp_path / "right", [[[278] * 99]])
     wrong = write_corpus(tmp_path / "wrong", [[[*[1] * 98, 279]]])
     flags = ("--use-checkpoint-args", "--load", str(tmp_path / "paro"))
@@ -135,8 +135,8 @@ def test_rows_by_a_flag_are_named_and_stay(tmp_path: Path) -> None:
     assert (source.config.vocab_size, source.tokenizer["vocab_size"]) == (200, 99)
     flags += ["--load", str(tmp_path / "paro")]
     other = trained(tmp_path / "new", *flags)
-    told = "256 ... 128 ... give --padded-vocab-size 256"
-    refused(lambda: load_run(*other, Log(rank=0, world_size=1)), told)
+    message = "256 ... 128 ... give --padded-vocab-size 256"
+    refused(lambda: load_run(*other, Log(rank=0, world_size=1)), message)
     resumed_and_saved(tmp_path / "new", *flags, "--padded-vocab-size", "256")
     assert rows_in(convert("paro", "hf", tmp_path / "new", tmp_path / "new-hf")) == 200
 
@@ -161,7 +161,7 @@ FORMATS: dict[str, tuple[str, Callable[[ModelSource, Path], object]]] = {
 
 
 @pytest.mark.parametrize(
-    ("source", "value", "flags", "told"),
+    ("source", "value", "flags", "message"),
     [
         ("paro", math.nan, "", "infinity or NaN"),
         ("megatron", -math.inf, "--dtype bf16", "infinity or NaN"),
@@ -170,7 +170,7 @@ FORMATS: dict[str, tuple[str, Callable[[ModelSource, Path], object]]] = {
     ],
 )
 def test_no_format_is_written_with_such_a_weight(
-    source: str, value: float, flags: str, told: str, tmp_path: Path
+    source: str, value: float, flags: str, message: str, tmp_path: Path
 ) -> None:
     name, write = FORMATS[source]
     tensors = random_tensors(SMALL)
@@ -183,12 +183,12 @@ def test_no_format_is_written_with_such_a_weight(
     )
     for target in FORMATS:
         words = (source, target, folder, tmp_path / "out", *flags.split())
-        refused(partial(convert, *words), f"{folder} ... {name} ... {told}")
+        refused(partial(convert, *words), f"{folder} ... {name} ... {message}")
         assert [path.name for path in tmp_path.iterdir()] == ["wrong"]
     if source == "paro":
         dtype = {"": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[flags[-4:]]
         load = partial(load_model, open_native(folder), torch.device("cpu"), dtype)
-        refused(load, f"{folder} ... {name} ... {told}")
+        refused(load, f"{folder} ... {name} ... {message}")
 
 
 def inspected(folder: Path, *words: str) -> dict[str, Any]:

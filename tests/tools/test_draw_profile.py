@@ -57,8 +57,8 @@ def write_trace(path: Path, *more: dict[str, Any], rank: int = 2) -> Path:
 
 
 def test_a_step_is_computing_waits_and_the_rest(tmp_path: Path) -> None:
-    told, written = measured(main, write_trace(tmp_path / "rank2.json"))
-    header, row = told.splitlines()[-2:]
+    message, written = measured(main, write_trace(tmp_path / "rank2.json"))
+    header, row = message.splitlines()[-2:]
     assert header.endswith("gather 0 intra  reduce 1 inter")
     assert row.split() == ["2", "100.0", "25.0", "5.0", "5.0", "5.0", "0.0", "60.0", "14.0", "20.0"]
     assert written["device"] == "cpu"
@@ -158,7 +158,7 @@ def gpu_events() -> list[dict[str, Any]]:
 
 def test_every_figure_of_a_gpu(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "gpu.json", *gpu_events(), rank=3)
-    told, written = measured(main, trace)
+    message, written = measured(main, trace)
     assert written["device"] == "cuda"
     (found,) = written["ranks"]
     assert (found["rank"], found["num_steps"], found["compute_stream"]) == (3, 2, 7)
@@ -179,8 +179,8 @@ def test_every_figure_of_a_gpu(tmp_path: Path) -> None:
     assert set(kernels[:2]) == {(GEMM, MATRIX, 2), (GATHER, NCCL, 2)}
     assert set(kernels[2:4]) == {(FLASH, ATTENTION, 1), (ADD, ELEMENTWISE, 1)}
     assert kernels[4:] == [(ADD, OPTIMIZER, 1), (COPY, COPIES, 1)]
-    assert "rank 3: 50.000 ms a step (mean of 2); the GPU is busy for 78.0%" in told
-    assert "idle 15.000 ms at 30.000 ms, after pytorch_flash::flash_fwd_kernel" in told
+    assert "rank 3: 50.000 ms a step (mean of 2); the GPU is busy for 78.0%" in message
+    assert "idle 15.000 ms at 30.000 ms, after pytorch_flash::flash_fwd_kernel" in message
 
 
 def test_the_update_of_the_last_step_counts(tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ def text_checkpoint(pieces: Path, tmp_path_factory: pytest.TempPathFactory) -> t
     return save_untrained(folder / "saved", words), tokenizer
 
 
-def mistake(told: str, *words: object) -> None:
-    refused(lambda: main([*map(str, words)]), told)
+def mistake(message: str, *words: object) -> None:
+    refused(lambda: main([*map(str, words)]), message)
 
 
 def test_greedy_needs_no_seed_and_a_sample_is_that_of_its_seed(checkpoint: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_gpu_continues_as_the_cpu_does(checkpoint: Path) -> None:
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:
-    for dtype, told in ((torch.float32, "--ckpt-step"), (torch.float16, "--bf16")):
+    for dtype, message in ((torch.float32, "--ckpt-step"), (torch.float16, "--bf16")):
         model = Llama(replace(SMALL, num_layers=1)).to(dtype).requires_grad_(False)
         for name, parameter in model.named_parameters():
             parameter.fill_(0.0 if "blocks" in name else 1.0)
@@ -93,9 +93,9 @@ def test_logits_that_are_not_finite_are_refused() -> None:
         for temperature in (0.0, 1.0):
             sampling = Sampling(temperature=temperature, seed=1)
             tokens = continuations(model, [[0], [1]], sampling, num_ids=4)
-            refused(partial(next, tokens), f"--load ... logits ... {told}")
+            refused(partial(next, tokens), f"--load ... logits ... {message}")
         score = partial(scores_of, model, [([1], [2])], max_length=4, size=1)
-        refused(score, f"--load ... logits ... {told}")
+        refused(score, f"--load ... logits ... {message}")
 
 
 @pytest.mark.slow("draws 400 tokens")
@@ -175,7 +175,7 @@ def test_another_models_tokenizer_is_refused(
 
 def test_mistakes_are_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "adlfs", None)  # also where it is installed
-    for words, told in (
+    for words, message in (
         ("--prompt=", "--prompt is empty"),
         ("", "nothing to continue"),
         ("--prompt 1,2", "'1,2'"),
@@ -189,7 +189,7 @@ def test_mistakes_are_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -
         ("--prompt 1 --load tests", "--load tests holds no checkpoint"),
         ("--prompt 1 --load an-owner/a-model", "no checkpoint ... hf download an-owner/a-model"),
     ):
-        mistake(told, "--load", checkpoint, *words.split())
+        mistake(message, "--load", checkpoint, *words.split())
 
 
 TEXTS = [[5, 3, 9, 1, 1, 7, 100], [4], [8, 8, 2, 60, 61, 62, 63, 64, 65, 66, 67], [9, 2]]

@@ -209,14 +209,14 @@ def test_an_answer_that_has_no_likelihood_is_refused() -> None:
 
 
 def test_mistakes_name_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    for installed, flags, told in (
+    for installed, flags, message in (
         (None, "", INSTALL),
         ("found", "--batch-size 0", "--batch-size 0 must be at least 1"),
         ("found", "--num-fewshot -1", "--num-fewshot -1 must be at least 0"),
         ("found", "--include-path nowhere", "--include-path nowhere is no folder"),
     ):
         monkeypatch.setattr("importlib.util.find_spec", lambda _, found=installed: found)
-        refused(partial(evaluate, f"--load x --tasks y {flags}".split()), told)
+        refused(partial(evaluate, f"--load x --tasks y {flags}".split()), message)
 
 
 def test_the_table_has_every_figure_with_its_error() -> None:

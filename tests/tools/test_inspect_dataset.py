@@ -59,7 +59,7 @@ def test_counts_lengths_and_texts(tmp_path: Path) -> None:
     picture = tmp_path / "pictures" / "lengths.png"
     flags = ["--data-path", "0.5", prefix, "--documents", 9, "--histogram", picture]
     out = printed(main, *flags, *NULL)
-    for told in (
+    for message in (
         f"{prefix}: 4 documents, 4 sequences, 107 tokens as uint16 (0.0 MB)",
         "documents without a token: 1",
         "token ids: 1 to 1000",
@@ -67,28 +67,28 @@ def test_counts_lengths_and_texts(tmp_path: Path) -> None:
         "end with the end-of-document token: 1 of 3",
         *(f"document 0: '1 2 3 {EOD}'", "document 1: ''", "document 2: '4 5 6'"),
     ):
-        assert told in out
+        assert message in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_block_is_checked_and_checksums_are_written_where_there_are_none(
     corpus: Path,
 ) -> None:
-    told = partial(line_with, "checksums", "--data-path", corpus)
+    message = partial(line_with, "checksums", "--data-path", corpus)
     path = Path(f"{corpus}.bin.crc")
     written = path.read_bytes()
-    assert f"all blocks of .bin agree with {path}" in told("--write-checksums")
+    assert f"all blocks of .bin agree with {path}" in message("--write-checksums")
     path.unlink()
-    assert f"none, so damage of .bin is not noticed; --write-checksums writes {path}" in told()
+    assert f"none, so damage of .bin is not noticed; --write-checksums writes {path}" in message()
     assert not path.exists()
-    assert f"written to {path}" in told("--write-checksums")
+    assert f"written to {path}" in message("--write-checksums")
     assert path.read_bytes() == written
     content = bytearray(Path(f"{corpus}.bin").read_bytes())
     content[-1] ^= 128
     Path(f"{corpus}.bin").write_bytes(content)
-    refused(lambda: told("--write-checksums"), "corpus.bin is damaged in bytes 0 to")
+    refused(lambda: message("--write-checksums"), "corpus.bin is damaged in bytes 0 to")
     assert path.read_bytes() == written
-    both = partial(told, "--write-checksums", "--dump-samples", "x")
+    both = partial(message, "--write-checksums", "--dump-samples", "x")
     refused(both, "--dump-samples ... --write-checksums: give one")
 
 
@@ -107,17 +107,17 @@ def test_the_tokenizer_of_a_corpus_is_named_and_compared(corpus: Path, tmp_path:
     smaller = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
     said = "the tokenizer has 1,000 ids: this corpus was made with another"
     assert said in printed(main, "--data-path", corpus, *smaller)
-    told = partial(line_with, "made with", "--data-path", corpus)
-    assert "that no .tokenizer file names" in told()
+    message = partial(line_with, "made with", "--data-path", corpus)
+    assert "that no .tokenizer file names" in message()
     own = train_sentencepiece(tmp_path / "own.model")
     given = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model"]
     config = TokenizerConfig(tokenizer_type=given[1], tokenizer_model=str(own))
     write_corpus(corpus, [[[1]]], made_with=fingerprint_of(config))
-    assert f"made with SentencePieceTokenizer {tmp_path.name}/own.model (280 ids" in told()
-    assert told(*given, str(own)).endswith(", which is the one given")
+    assert f"made with SentencePieceTokenizer {tmp_path.name}/own.model (280 ids" in message()
+    assert message(*given, str(own)).endswith(", which is the one given")
     other = train_sentencepiece(tmp_path / "other.model", user_defined_symbols=["zz"])
     named = f"SentencePieceTokenizer {tmp_path.name}/other.model"
-    assert f", and not with {named}" in told(*given, str(other))
+    assert f", and not with {named}" in message(*given, str(other))
 
 
 @settings(max_examples=50, deadline=None)
@@ -194,13 +194,13 @@ def test_the_samples_of_an_iteration_have_numbers_and_text(corpus: Path, tmp_pat
     phased = ["--data-phases", tmp_path / "phases.json", *rising[2:], "--iteration", 3]
     assert len(dumped(tmp_path / "phased.jsonl", *phased)) == 4
     out = ["--dump-samples", str(tmp_path / "x")]
-    for words, told in (
+    for words, message in (
         ([*rising, *out, "--iteration", 9], "the training ends before"),
         ([*flags, *out, "--iteration", 1], "--iteration needs --global-batch-size"),
         ([*rising, "--iteration", 1], "--iteration needs --dump-samples"),
         ([*rising, *out, "--iteration", 0], "--iteration 0"),
     ):
-        refused(partial(printed, main, *words), told)
+        refused(partial(printed, main, *words), message)
 
 
 def test_mock_data_can_be_dumped_and_a_failure_leaves_what_was_there(
@@ -241,12 +241,12 @@ def test_half_data_sets_other_types_folders_and_targets_are_refused(tmp_path: Pa
     folder = tmp_path / "in"
     write_corpus(folder / "a", [[[1]]])
     before = (folder / "a.bin").read_bytes()
-    for source, target, told in (
+    for source, target, message in (
         (tmp_path / "none", tmp_path / "x", f"--input {tmp_path / 'none'} is no folder"),
         (tmp_path, tmp_path / "x", "holds no data set"),
         (folder, folder / "a", f"--output-prefix {folder / 'a'}"),
     ):
-        refused(partial(merged, source, target), told)
+        refused(partial(merged, source, target), message)
     for missing in ("b.bin", "b.idx"):
         (write_corpus(folder / "b", [[[1]]]).parent / missing).unlink()
         refused(lambda: merged(folder, tmp_path / "x"), f"{missing} is missing")
@@ -262,8 +262,8 @@ def test_a_damaged_part_is_refused_and_a_part_without_checksums_gets_them(tmp_pa
     write_corpus(folder / "b", [[[4, 5]]])
     (folder / "b.bin").write_bytes(b"\x05\0\x05\0")
     write_corpus(tmp_path / "x", [[[9]]])
-    told = f"{folder / 'b'}.bin is damaged in bytes 0 to 4,"
-    refused(lambda: merged(folder, tmp_path / "x"), told)
+    message = f"{folder / 'b'}.bin is damaged in bytes 0 to 4,"
+    refused(lambda: merged(folder, tmp_path / "x"), message)
     assert read_corpus(tmp_path / "x") == [[[9]]]
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["in", "x.bin", "x.bin.crc", "x.idx"]
@@ -289,5 +289,5 @@ def test_corpora_of_two_tokenizers_are_refused_and_one_is_carried(tmp_path: Path
     assert "an unknown tokenizer: not all of them say" in merged(folder, target)
     assert read_fingerprint(target) is None
     made(folder / "d", "two")
-    told = (f"{folder / 'a'}.bin ... one.model", f"{folder / 'd'}.bin ... two.model")
-    refused(lambda: merged(folder, target), *told)
+    message = (f"{folder / 'a'}.bin ... one.model", f"{folder / 'd'}.bin ... two.model")
+    refused(lambda: merged(folder, target), *message)

@@ -140,23 +140,23 @@ def test_two_pieces_are_in_memory_at_a_time() -> None:
 
 
 def test_what_cannot_be_merged_is_refused(run: Path, tmp_path: Path) -> None:
-    for words, told in (
+    for words, message in (
         ("--last 1", "--last 1 must be at least 2"),
         ("--last 4", "--last 4 ... iterations 1, 2, 4"),
         *((f"--iterations {x}", f"--iterations {x} ... 2 or more") for x in ("1", "1,x", "1,1")),
         ("--iterations 1,3", "3 is not there ... 1, 2, 4"),
     ):
-        refused(partial(merge, run, tmp_path / "out", *words.split()), told)
+        refused(partial(merge, run, tmp_path / "out", *words.split()), message)
         assert not (tmp_path / "out").exists()
     shutil.copytree(run / "iter_0000001", tmp_path / "run" / "iter_0000001")
     save_run(*built(f"{RUN} --num-layers 2 --save {tmp_path / 'other'}"))
     shutil.copytree(tmp_path / "other" / "iter_0000000", tmp_path / "run" / "iter_0000002")
-    for there, here, told in (
+    for there, here, message in (
         (tmp_path / "run", tmp_path / "out", "1 and 2 ... different"),
         (run, run, f"--output {run} exists"),
         (tmp_path / "no", tmp_path / "out", "--input ... is no folder"),
     ):
-        refused(partial(merge, there, here, "--last", 2), told)
+        refused(partial(merge, there, here, "--last", 2), message)
 
 
 TOOL = "tools/bench_checkpoint.py"

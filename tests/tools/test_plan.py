@@ -83,8 +83,8 @@ def test_rows_hold_every_letter_strategy_best_first() -> None:
 def test_a_model_that_fits_nowhere_is_one_line_and_a_status(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     words = [*CASE.split(), "--device-memory-gb", "2", "--json", str(path)]
-    told = "--device-memory-gb 2: ... use larger devices"
-    out = output_of(lambda: refused(lambda: main(words), told))
+    message = "--device-memory-gb 2: ... use larger devices"
+    out = output_of(lambda: refused(lambda: main(words), message))
     assert "as given nothing fits the 2 GB of a device\nGGG needs the least: " in out
     assert "; no flag is enough alone\n" in out
     assert len(re.findall(r"^[NIG=]{3,} .* no flag alone$", out, re.MULTILINE)) > 5

@@ -60,8 +60,8 @@ def test_a_bad_line_is_named_and_what_was_there_stays(tmp_path: Path) -> None:
     good = tmp_path / "a.jsonl"
     good.write_bytes(b'{"text": "1"}\n\n{"text": "1 word"}\n{"text": "2"}\n')
     for workers in (1, 2):
-        told = f"{good}, line 3: 'word' is no token id"
-        refused(partial(preprocess, good, workers=workers), told)
+        message = f"{good}, line 3: 'word' is no token id"
+        refused(partial(preprocess, good, workers=workers), message)
         assert list(tmp_path.iterdir()) == [good]
     preprocess(write_lines(good, {"text": "1 2"}))
     good.write_bytes(good.read_bytes() + b"{\n")
@@ -86,8 +86,8 @@ def test_a_key_that_cannot_be_finished_leaves_all_as_they_were(
 
     monkeypatch.setattr(IndexedDatasetWriter, "_write_index", fail)
     for failing in ("title", "body"):
-        told = f"x_{failing}_document.bin cannot be written: No space left on device"
-        with pytest.raises(OSError, match=told):
+        message = f"x_{failing}_document.bin cannot be written: No space left on device"
+        with pytest.raises(OSError, match=message):
             preprocess(path, *flags, "--append-eod")
         assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     assert len(before) == 6
@@ -254,7 +254,7 @@ def test_a_killed_worker_and_a_signal_are_one_line_and_leave_no_worker(
     killed = tmp_path / "killed"  # cannot remove what it has begun to write
     prefixes = [good_files, good_files, killed]
     processes = [start(text, prefix) for prefix in prefixes]  # all at once
-    for process, (stop, to_worker, status, told) in zip(processes, ENDS, strict=True):
+    for process, (stop, to_worker, status, message) in zip(processes, ENDS, strict=True):
         assert process.stderr.readline().startswith("Processed")
         spawned = ((child, Path(f"/proc/{child}/cmdline")) for child in children(process.pid))
         workers = [child for child, command in spawned if "spawn_main" in command.read_text()]
@@ -262,9 +262,9 @@ def test_a_killed_worker_and_a_signal_are_one_line_and_leave_no_worker(
         os.kill(workers[0] if to_worker else process.pid, stop)
         _, err = process.communicate(timeout=HANGS_AFTER)
         assert process.returncode == status, stop
-        if told:
+        if message:
             *others, last = err.splitlines()
-            assert last.startswith(f"preprocess_data.py: {told}")
+            assert last.startswith(f"preprocess_data.py: {message}")
             assert all(line.startswith("Processed") for line in others)
         wait_for(lambda workers=workers: not any(map(lives, workers)))
     assert not list(tmp_path.glob("killed*.idx"))

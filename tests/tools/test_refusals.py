@@ -147,16 +147,16 @@ MISTAKES: dict[tuple[ModuleType, str], dict[str, str]] = {
 
 
 @pytest.mark.parametrize(
-    ("tool", "words", "told"),
+    ("tool", "words", "message"),
     [
-        pytest.param(tool, f"{base} {flags}", told, id=f"{tool.__name__} {flags}")
+        pytest.param(tool, f"{base} {flags}", message, id=f"{tool.__name__} {flags}")
         for (tool, base), rows in MISTAKES.items()
-        for flags, told in rows.items()
+        for flags, message in rows.items()
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(
-    tool: ModuleType, words: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tool: ModuleType, words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    refused(lambda: tool.main(words.split()), told)
+    refused(lambda: tool.main(words.split()), message)
     assert not list(tmp_path.iterdir())

@@ -156,13 +156,13 @@ def test_sets_of_held_out_data_are_told_apart(tmp_path: Path) -> None:
 def test_files_that_are_no_metrics(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     refused(lambda: report([path], tmp_path), "cannot be read: No such file")
-    for content, told in (
+    for content, message in (
         ("", "is empty"),
         ('{"iteration": 1}\n', "line 1: lm_loss: is missing"),
         (f'{WHOLE}{{"iteration": 2, \n{WHOLE}', "line 2 is not valid JSON"),
     ):
         path.write_text(content)
-        refused(lambda: report([path], tmp_path), told)
+        refused(lambda: report([path], tmp_path), message)
         assert not (tmp_path / "report.html").exists()
 
 
@@ -170,8 +170,8 @@ def test_files_that_are_no_metrics(tmp_path: Path) -> None:
 def test_names_must_fit(two_runs: list[Path], tmp_path: Path) -> None:
     assert ">one</li>" in report(two_runs, tmp_path, "--names", "one", "two")
     assert r">\x1b[2J</li>" in report(two_runs, tmp_path, "--names", "\x1b[2J", "two")
-    for names, told in ((["one"], "1 names for 2 metrics files"), (["one"] * 2, "must differ")):
-        refused(partial(report, two_runs, tmp_path, "--names", *names), told)
+    for names, message in ((["one"], "1 names for 2 metrics files"), (["one"] * 2, "must differ")):
+        refused(partial(report, two_runs, tmp_path, "--names", *names), message)
 
 
 @pytest.mark.verify
@@ -209,14 +209,14 @@ def test_differences_are_relative_to_the_first_run(tmp_path: Path) -> None:
     other = dict.fromkeys(range(1, 22), 4.0) | {2: 4.04, 20: 3.0}
     second = write_curve(tmp_path / "b.jsonl", [*other.items(), (20, 3.9)])
     picture = tmp_path / "curves.png"
-    told, figures = measured(compare, first, second, "--plot", picture, "--names", "one", "two")
+    message, figures = measured(compare, first, second, "--plot", picture, "--names", "one", "two")
     (distance,) = figures["distances"]
     assert figures["reference"] == "one"
     assert figures["losses"]["two"]["20"] == 3.9
     wanted = {"first": 0.0, "early": 0.01, "largest": 0.025}
     wanted |= {"mean": (0.01 + 0.025) / 20, "mean_signed": (0.01 - 0.025) / 20}
     assert {name: distance[name] for name in wanted} == pytest.approx(wanted)
-    assert "2.5e-02" in told
+    assert "2.5e-02" in message
     assert picture.stat().st_size > 10_000
 
 
@@ -257,9 +257,9 @@ def test_the_library_takes_the_view_and_an_account_saves_it(
     workspace = make_workspace("team", "llama", "view")
     assert [section.name for section in workspace.sections] == list(SECTIONS)
     refused(lambda: make_view([*WORDS, "--name", "+1"]), "--name +1")
-    told = printed(make_view, *WORDS)
-    assert told.startswith(describe("team", "llama", "throughput and MFU"))
-    assert told.endswith("nothing was saved (no account: run `wandb login`)\n")
+    message = printed(make_view, *WORDS)
+    assert message.startswith(describe("team", "llama", "throughput and MFU"))
+    assert message.endswith("nothing was saved (no account: run `wandb login`)\n")
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
 
     class Saved:

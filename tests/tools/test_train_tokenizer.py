@@ -160,9 +160,9 @@ def test_a_corpus_is_made_and_looked_at(tmp_path: Path, flags: list[str]) -> Non
     assert config is not None, "the files name the type"
     expected = [*build_tokenizer(config).encode(TEXT), 300]
     assert IndexedDataset(tmp_path / "c_text_document")[0].tolist() == expected
-    told = printed(inspect_dataset.main, "--data-path", tmp_path / "c_text_document", *flags)
-    assert "end with the end-of-document token: 1 of 1" in told
-    assert repr(TEXT) in told
+    message = printed(inspect_dataset.main, "--data-path", tmp_path / "c_text_document", *flags)
+    assert "end with the end-of-document token: 1 of 1" in message
+    assert repr(TEXT) in message
 
 
 def test_partitions_of_other_files_are_no_partitions_of_these(
@@ -208,9 +208,9 @@ def test_files_that_moved_are_found_by_their_folder(tmp_path: Path, saved: Path)
     (tmp_path / "gpt2").rename(tmp_path / "elsewhere")
     refused(lambda: continued(saved), "--tokenizer-model")
     assert continued(saved, "--tokenizer-model", tmp_path / "elsewhere") == text
-    told = output_of(lambda: convert("paro", "hf", saved, tmp_path / "hf"))
+    message = output_of(lambda: convert("paro", "hf", saved, tmp_path / "hf"))
     assert not (tmp_path / "hf" / "tokenizer.json").exists()
-    assert "converted without it" in told
+    assert "converted without it" in message
 
 
 def test_rows_that_do_not_hold_the_vocabulary_are_refused(tmp_path: Path, saved: Path) -> None:

@@ -116,9 +116,9 @@ def test_a_word_behind_a_flag_without_effect_belongs_to_it_alone() -> None:
         "--test-mode",
         "--cuda-graph-scope a b",
     ]
-    for words, told in (("--seed 3 c", "'c' belongs to no flag"), ("-x", "-x is unknown")):
+    for words, message in (("--seed 3 c", "'c' belongs to no flag"), ("-x", "-x is unknown")):
         argv = ["--test-mode", *words.split()]
-        refused(lambda argv=argv: parse_args(argv, trains=False), told)
+        refused(lambda argv=argv: parse_args(argv, trains=False), message)
 
 
 LLAMA = (

@@ -41,7 +41,7 @@ NEEDED = [
 ]
 
 
-def told(words: Sequence[str]) -> list[str]:
+def lines_for(words: Sequence[str]) -> list[str]:
     """The lines printed to the user for these flags."""
     with pytest.raises(UserError, match="--") as error:
         check_flags(parse_args(words))
@@ -75,7 +75,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         "--num-layers many --hidden-sise 64 --fp4-format e2m1 --qk-clip --zzz 1 2 "
         "--lr-decay-style steps --learning-rate 1e-3 --rampup-batch-size 1 --mock-data"
     )
-    head, *lines = told(words.split())
+    head, *lines = lines_for(words.split())
     starts = [
         *("argument --num-layers:", "argument --lr-decay-style:", "argument --rampup-batch-size:"),
         *("--hidden-sise 64 is unknown", "--zzz 1 2 is unknown", "--learning-rate 1e-3 is unknown"),
@@ -90,11 +90,11 @@ def test_all_mistakes_are_told_at_once() -> None:
 
 
 def test_a_bare_start_names_all_that_is_needed_and_an_example() -> None:
-    text = "\n".join(told([]))
+    text = "\n".join(lines_for([]))
     for flag in (*NEEDED, "--tokenizer-type", "--llama-preset", "--data-path"):
         assert flag in text.replace(EXAMPLE, ""), flag
     assert text.endswith(EXAMPLE)
-    assert not any(EXAMPLE in line for line in told(["--lr", "1"]))
+    assert not any(EXAMPLE in line for line in lines_for(["--lr", "1"]))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_a_file_and_the_command_line_are_one_and_the_latter_wins(tmp_path: Path)
 def test_a_mistake_in_a_file_names_file_and_key(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    (line,) = told([*COMPLETE, "--yaml-cfg", str(path)])
+    (line,) = lines_for([*COMPLETE, "--yaml-cfg", str(path)])
     assert line.startswith(f"--yaml-cfg {path}") or "is not supported" in line
     assert message in line
 
@@ -237,14 +237,16 @@ VALUED = [action for action in build_parser()._actions if action.nargs != 0]
 
 
 @pytest.mark.parametrize(
-    ("value", "told", "of_paths"),
+    ("value", "message", "of_paths"),
     [("--", "expected", False), ("", "the path is empty", True), ("x" * 256, "too long", True)],
 )
-def test_no_flag_takes_what_is_no_value(value: str, told: str, *, of_paths: bool) -> None:
+def test_no_flag_takes_what_is_no_value(value: str, message: str, *, of_paths: bool) -> None:
     flags = [a.option_strings[0] for a in VALUED if not of_paths or a.metavar in PATHS]
     with pytest.raises(UserError) as caught:
         parse_args([f"{flag}={value}" for flag in flags if flag != "--yaml-cfg"], trains=False)
-    found = {line.split()[1].split("/")[0].strip(":") for line in caught.value.args if told in line}
+    found = {
+        line.split()[1].split("/")[0].strip(":") for line in caught.value.args if message in line
+    }
     assert found == {*flags} - {"--yaml-cfg"}
     assert len(found) > (15 if of_paths else 100)
 

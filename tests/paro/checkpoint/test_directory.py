@@ -75,9 +75,9 @@ def test_the_tracker_names_the_last_save_as_megatron_writes_it(tmp_path: Path) -
 def test_a_tracker_that_names_no_iteration(tmp_path: Path, text: str) -> None:
     (tmp_path / TRACKER).write_text(text)
     remedy = "write the number" if len(text) < 4096 else "4,096 that may be read"
-    told = refused(lambda: find_checkpoint(tmp_path), f"{TRACKER} ... {remedy}")
-    assert told.isprintable()
-    assert len(told) < 500
+    message = refused(lambda: find_checkpoint(tmp_path), f"{TRACKER} ... {remedy}")
+    assert message.isprintable()
+    assert len(message) < 500
     with pytest.raises(DamagedError):
         latest_iteration(tmp_path)
 

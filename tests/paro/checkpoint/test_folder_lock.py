@@ -68,9 +68,9 @@ def test_a_second_owner_is_refused_once_the_first_beats(tmp_path: Path) -> None:
     first = take(tmp_path, holder(**ELSEWHERE, slurm_job="77", since="2026-01-02 03:04:05+00:00"))
     second = LockWaiter(tmp_path, holder())
     before = files(tmp_path)
-    told = "process 4321 on node7, SLURM job 77, since 2026-01-02 03:04:05+00:00"
-    assert second.attempt() == told
-    assert second.attempt() == told
+    message = "process 4321 on node7, SLURM job 77, since 2026-01-02 03:04:05+00:00"
+    assert second.attempt() == message
+    assert second.attempt() == message
     first.beat()
     refused(second.attempt, f"--save {tmp_path} is in use by process 4321 on node7")
     assert files(tmp_path) == before == ["lease_1.json"]

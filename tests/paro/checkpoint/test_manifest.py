@@ -143,8 +143,8 @@ def test_a_file_that_is_not_listed_is_not_read(saved: Path) -> None:
     # A newer format is refused, and not passed over.
     path = saved / MANIFEST
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 99}))
-    told = "has format 99 ... use the version that wrote it"
-    refused(lambda: load_checkpoint(saved.parent, shards), told)
+    message = "has format 99 ... use the version that wrote it"
+    refused(lambda: load_checkpoint(saved.parent, shards), message)
 
 
 @pytest.mark.parametrize(

@@ -192,12 +192,12 @@ def test_shards_on_a_gpu_are_saved_from_and_loaded_to_it(tmp_path: Path) -> None
 
 
 def test_a_difference_to_the_model_is_told(one: Path) -> None:
-    for name, shape, told in (
+    for name, shape, message in (
         ("wide", (5, 7), "is 7x5 there and 5x7 here"),
         ("scale", (1,), "is a scalar there and 1 here"),
     ):
         shards = make_shards(ONE, 0, filled=False, shapes=SHAPES | {f"block.{name}": shape})
-        refused(partial(load_checkpoint, one, shards), f"param.block.{name} {told}")
+        refused(partial(load_checkpoint, one, shards), f"param.block.{name} {message}")
         assert not any(shard.values.any() for shard in shards)
     some, without = make_shards(ONE, 0, filled=False), one / "without"
     without_norm = [s for s in some if s.layout.chunks[0].chunk.name != "norm.weight"]
@@ -208,5 +208,5 @@ def test_a_difference_to_the_model_is_told(one: Path) -> None:
     now = {"hidden_size": 6, "position_embedding_type": "rope"}
     load_checkpoint(without, without_norm, request=LoadRequest(model=now))
     other = LoadRequest(model=now | {"position_embedding_type": "yarn"})
-    told = "position_embedding_type is rope there and yarn here"
-    refused(lambda: load_checkpoint(without, without_norm, request=other), told)
+    message = "position_embedding_type is rope there and yarn here"
+    refused(lambda: load_checkpoint(without, without_norm, request=other), message)

@@ -202,7 +202,7 @@ def test_a_folder_in_use_on_one_node_ends_all_ranks(found: Found, root: Path, fo
 def test_a_lease_that_one_node_loses_ends_all_ranks(found: Found, root: Path) -> None:
     ((_, _, error),) = set(found["lost"])
     lost = root / "lost/b"
-    told = f"LockLostError: --save: rank 2: this run lost its lease of {lost}: process 4321"
-    assert error.startswith(told)
+    message = f"LockLostError: --save: rank 2: this run lost its lease of {lost}: process 4321"
+    assert error.startswith(message)
     assert released(root / "lost/a")
     assert not released(lost)

@@ -134,8 +134,8 @@ def test_a_full_disk_is_called_by_its_name_and_leaves_nothing(tmp_path: Path, nu
     values = torch.zeros(layout.numel)
     shard = FlatShard(layout=layout, start=0, values=values, state="param")
     with small_files():
-        told = refused(lambda: save_checkpoint(tmp_path, 100, [shard], {}), status=1)
-    assert told.endswith(": File too large")
+        message = refused(lambda: save_checkpoint(tmp_path, 100, [shard], {}), status=1)
+    assert message.endswith(": File too large")
     assert list(tmp_path.iterdir()) == []
     assert latest_iteration(tmp_path) is None
     (tmp_path / "file").touch()

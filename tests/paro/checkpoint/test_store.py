@@ -148,11 +148,11 @@ def test_credentials_that_expire_while_loading_pass_over_no_checkpoint(
         save_checkpoint(root, iteration, make_shards(ONE, 0, filled=True), {})
     lines: list[str] = []
     load = partial(load_checkpoint, root, make_shards(ONE, 0, filled=False), log=lines.append)
-    told = "the store refuses the credentials (is a token old?)"
+    message = "the store refuses the credentials (is a token old?)"
     for request in (f"GET {MANIFEST}", f"GET {METADATA}", "GET distcp", "HEAD distcp"):
         method, name = request.split()
         server.fails("400", method, name, times=100)
-        line = refused(load, f"--load {root}", told)
+        line = refused(load, f"--load {root}", message)
         server.recovers()
         assert "damaged" not in line
     assert lines == []

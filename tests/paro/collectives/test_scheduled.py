@@ -164,10 +164,10 @@ def wait_for_a_silent_peer() -> str:
 
 @pytest.mark.ranks
 def test_a_silent_peer_is_named() -> None:
-    *told, _ = run_ranks(wait_for_a_silent_peer, 4)
+    *message, _ = run_ranks(wait_for_a_silent_peer, 4)
     for rank, link in ((1, "inter"), (2, "intra")):
-        assert f"from rank 3 over {link}-group links failed" in told[rank]
-    assert all("failed" in text for text in told)
+        assert f"from rank 3 over {link}-group links failed" in message[rank]
+    assert all("failed" in text for text in message)
 
 
 NUMEL = 1003  # several chunks, the last one shorter

@@ -55,7 +55,7 @@ def test_wrong_values_are_told_with_refused_and_unknown_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("--optimizer muon --trainable names:*norm*", "--optimizer muon updates matrices"),
         ("--adam-implementation apex --exp-avg-dtype bf16", "--adam-implementation apex keeps"),
@@ -63,7 +63,7 @@ def test_wrong_values_are_told_with_refused_and_unknown_flags() -> None:
     ],
 )
 def test_flags_that_contradict_each_other_are_told_beside_wrong_values(
-    words: str, told: str, monkeypatch: pytest.MonkeyPatch
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "paro.spec.optim_config.check_apex", lambda: None
@@ -73,7 +73,7 @@ def test_flags_that_contradict_each_other_are_told_beside_wrong_values(
         configured(f"{SMALL} --world-size 8 --ranks-per-node 4 {batch} {words}")
     of_batch, other = caught.value.args
     assert of_batch.startswith("--global-batch-size 12")
-    assert other.startswith(told)
+    assert other.startswith(message)
 
 
 @pytest.mark.parametrize("missing", ["seq-length", "lr", "vocab-size", "hidden-size", "mock-data"])
@@ -81,10 +81,10 @@ def test_a_missing_flag_hides_no_wrong_value(missing: str) -> None:
     words = f"{SMALL} --world-size 8 --micro-batch-size 2 --global-batch-size 12 --train-iters 9"
     kept = [group for group in words.split("--")[1:] if not group.startswith(missing)]
     mistakes, _ = answer(f"{' '.join(f'--{group}' for group in kept)} --eval-iters -1 --qk-clip")
-    told = " | ".join(mistakes)
-    assert "--qk-clip is not supported" in told
-    assert "--eval-iters -1 must be at least 0" in told
-    assert "--global-batch-size 12 is no multiple" in told
+    message = " | ".join(mistakes)
+    assert "--qk-clip is not supported" in message
+    assert "--eval-iters -1 must be at least 0" in message
+    assert "--global-batch-size 12 is no multiple" in message
 
 
 @pytest.mark.parametrize(

@@ -170,9 +170,9 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "told"), MISTAKES)
-def test_it_names_what_to_change(words: str, told: str) -> None:
-    refused(lambda: configure(f"{SMALL} {words}"), told)
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
+def test_it_names_what_to_change(words: str, message: str) -> None:
+    refused(lambda: configure(f"{SMALL} {words}"), message)
 
 
 TOKENIZER = "--tokenizer-type NullTokenizer --vocab-size 100 "
@@ -182,7 +182,7 @@ BATCH = " --global-batch-size 32"
 
 
 @pytest.mark.parametrize(
-    ("without", "words", "told"),
+    ("without", "words", "message"),
     [
         ("--num-layers 4 ", "", "--num-layers is missing; --llama-preset"),
         (ITERS, "", "--train-iters or --train-samples"),
@@ -198,13 +198,13 @@ BATCH = " --global-batch-size 32"
         (SMALL, f"{PRESET} --llama-preset 7B --vocab-size 0", "--vocab-size 0"),
     ],
 )
-def test_what_is_missing_or_stands_alone_is_named(without: str, words: str, told: str) -> None:
+def test_what_is_missing_or_stands_alone_is_named(without: str, words: str, message: str) -> None:
     assert without in SMALL
-    refused(lambda: configure(f"{SMALL.replace(without, '')} {words}"), told)
+    refused(lambda: configure(f"{SMALL.replace(without, '')} {words}"), message)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("--paro-strategy NIG", "NIG shards them over 1 and 4 ... use III or IIG"),
         ("--paro-strategy IGG", "IGG shards them over 4 and 8 ... --paro-group-size"),
@@ -216,8 +216,8 @@ def test_what_is_missing_or_stands_alone_is_named(without: str, words: str, told
         ("--ffn-hidden-size 3", "--ffn-hidden-size 3 is too small"),
     ],
 )
-def test_what_cannot_rotate_is_refused_with_what_could(words: str, told: str) -> None:
-    refused(lambda: configure(f"{SMALL} {ROTATE} {words}", EIGHT), told)
+def test_what_cannot_rotate_is_refused_with_what_could(words: str, message: str) -> None:
+    refused(lambda: configure(f"{SMALL} {ROTATE} {words}", EIGHT), message)
 
 
 CONTEXT = "--cp-comm-type a2a --context-parallel-size"
@@ -255,13 +255,13 @@ OF_SHARED_SAMPLES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "told"), OF_SHARED_SAMPLES)
-def test_what_ranks_cannot_share_is_refused_with_what_they_could(words: str, told: str) -> None:
-    refused(lambda: configure(f"{SMALL} {words}", EIGHT), told)
+@pytest.mark.parametrize(("words", "message"), OF_SHARED_SAMPLES)
+def test_what_ranks_cannot_share_is_refused_with_what_they_could(words: str, message: str) -> None:
+    refused(lambda: configure(f"{SMALL} {words}", EIGHT), message)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("--world-size 8", "--world-size 8 is for --dry-run"),
         ("--device-memory-gb 80", "--device-memory-gb 80.0 is for --dry-run"),
@@ -283,5 +283,5 @@ def test_what_ranks_cannot_share_is_refused_with_what_they_could(words: str, tol
         ("--distributed-timeout-minutes 1000000", "--distributed-timeout-minutes 1000000 must be"),
     ],
 )
-def test_what_no_launch_can_have_is_refused(words: str, told: str) -> None:
-    refused(lambda: configured(f"{SMALL} {words}"), told)
+def test_what_no_launch_can_have_is_refused(words: str, message: str) -> None:
+    refused(lambda: configured(f"{SMALL} {words}"), message)

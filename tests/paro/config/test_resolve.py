@@ -121,7 +121,7 @@ def settings(flags: str = "", world: World = FOUR) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ("--lr 1e-3", "--lr must be the same ... 0.1 on rank 0, 0.001 on rank 1"),
         ("--micro-batch-size 1", "--micro-batch-size must be the same"),
@@ -131,8 +131,8 @@ def settings(flags: str = "", world: World = FOUR) -> dict[str, str]:
         ("--paro-strategy NNG", "--paro-strategy must be the same"),
     ],
 )
-def test_a_flag_that_differs_is_named(flags: str, told: str) -> None:
-    says(first_difference({0: settings(), 1: settings(flags)}), told)
+def test_a_flag_that_differs_is_named(flags: str, message: str) -> None:
+    says(first_difference({0: settings(), 1: settings(flags)}), message)
 
 
 def test_paths_may_differ() -> None:
@@ -149,8 +149,10 @@ def test_values_that_the_launcher_decides_are_compared() -> None:
         settings("--distributed-backend gloo", World(size=8, ranks_per_node=ranks))
         for ranks in (8, 4)
     )
-    told = "--paro-group-size in use must be the same on all ranks, and is 8 on rank 0, 4 on rank 1"
-    assert first_difference({0: eight, 1: four}) == told
+    message = (
+        "--paro-group-size in use must be the same on all ranks, and is 8 on rank 0, 4 on rank 1"
+    )
+    assert first_difference({0: eight, 1: four}) == message
 
 
 def test_the_code_is_told_by_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +208,8 @@ def test_what_is_chosen_is_no_slower_than_anything_given(on: str, strategy: str)
     assert recorded["context_parallel_size"] == config.context.context_parallel_size
     assert recorded["cp_comm_type"] == [config.context.cp_comm_type]
     assert recorded["micro_batch_size"] == config.batches.micro_batch_size
-    told = f"{SIZE.strip()}: {config.context.describe()}, micro-batches of "
-    assert any(told in line for line in config.notices)
+    message = f"{SIZE.strip()}: {config.context.describe()}, micro-batches of "
+    assert any(message in line for line in config.notices)
 
 
 def test_ranks_share_samples_where_memory_asks_for_it(on: str) -> None:
@@ -288,8 +290,8 @@ def test_another_type_is_named_where_it_is_clearly_faster(on: str) -> None:
     request = config.estimator.request
     gain = seconds["allgather"].seconds / seconds[best].seconds - 1
     assert gain > 0.05
-    told = faster_comm_type(config.context, config.estimator, config.strategy)
-    assert told == f"--cp-comm-type {best} would be {gain:.0%} faster, as the planner predicts"
+    message = faster_comm_type(config.context, config.estimator, config.strategy)
+    assert message == f"--cp-comm-type {best} would be {gain:.0%} faster, as the planner predicts"
     split = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (4, 2)}
     for flags in ({}, split):  # flags that are as fast as any
         near = ContextParallelConfig(context_parallel_size=8, **flags)

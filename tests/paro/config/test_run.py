@@ -236,7 +236,7 @@ def used(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("", "2 checkpoints, iterations 2 to 4 ... no --load ... --start-over"),
         ("--load {used}/../other", "/other is another folder: give --load {used} to continue"),
@@ -245,10 +245,10 @@ def used(tmp_path: Path) -> Path:
         ("--load {used}/ --start-over", "--load names the same folder"),
     ],
 )
-def test_checkpoints_of_another_run_are_not_mixed_up(used: Path, words: str, told: str) -> None:
+def test_checkpoints_of_another_run_are_not_mixed_up(used: Path, words: str, message: str) -> None:
     before = sorted(used.rglob("*"))
     flags = f"{SMALL} --save {used} {words.format(used=used)}"
-    refused(lambda: configure(flags), told.format(used=used))
+    refused(lambda: configure(flags), message.format(used=used))
     assert sorted(used.rglob("*")) == before
 
 
@@ -277,8 +277,8 @@ def test_the_folder_of_save_hf_may_exist_where_in_memory_copies_continue_a_run(
 def test_a_link_to_a_folder_that_is_gone_is_refused(flag: str, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "gone")
-    told = f"{flag} {link}: {link} links to a folder that is not there"
-    refused(lambda: configure(f"{SMALL} {flag} {link}"), told)
+    message = f"{flag} {link}: {link} links to a folder that is not there"
+    refused(lambda: configure(f"{SMALL} {flag} {link}"), message)
 
 
 def test_a_tracker_alone_is_a_checkpoint_and_an_unfinished_save_is_none(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_tracker_alone_is_a_checkpoint_and_an_unfinished_save_is_none(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("--lr-wsd-decay-iters 2", "--lr-wsd-decay-iters has no effect without"),
         (
@@ -319,13 +319,13 @@ def test_a_tracker_alone_is_a_checkpoint_and_an_unfinished_save_is_none(tmp_path
         ("", None),
     ],
 )
-def test_flags_of_what_is_not_chosen_are_said(words: str, told: str | None) -> None:
+def test_flags_of_what_is_not_chosen_are_said(words: str, message: str | None) -> None:
     notices = configure(f"{SMALL} {words}").notices
-    if told is None:
+    if message is None:
         assert notices == ()
     else:
         (notice,) = notices
-        assert told in notice
+        assert message in notice
 
 
 def test_the_longest_sequence_is_the_checkpoints_whatever_the_flag_says() -> None:
@@ -336,8 +336,8 @@ def test_the_longest_sequence_is_the_checkpoints_whatever_the_flag_says() -> Non
     args = Namespace(seq_length=32, max_position_embeddings=64, **flags)
     assert with_checkpoint_args(args, common).max_position_embeddings == 32
     args.seq_length = 64
-    told = "--seq-length 64 is above --max-position-embeddings 32, which --use-checkpoint-args"
-    refused(lambda: with_checkpoint_args(args, common), told)
+    message = "--seq-length 64 is above --max-position-embeddings 32, which --use-checkpoint-args"
+    refused(lambda: with_checkpoint_args(args, common), message)
 
 
 def saved_by_muon(root: Path, momentum: object) -> str:

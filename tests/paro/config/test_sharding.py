@@ -41,8 +41,8 @@ def test_auto_chooses_among_what_rotates_where_that_is_asked_for(way: str) -> No
     rotate = f"--paro-materialize rotate {way}"
     config = configured(f"{rotate}--paro-strategy auto --paro-machine dgx-a100-roce100")
     assert 1 < config.strategy.params == config.strategy.grads <= 8
-    told = [line for line in config.notices if line.startswith("planner:")]
-    chosen, *_ = told[1].removeprefix("planner: chose ").split(" (")[0].split(", micro-batches")
+    message = [line for line in config.notices if line.startswith("planner:")]
+    chosen, *_ = message[1].removeprefix("planner: chose ").split(" (")[0].split(", micro-batches")
     assert chosen == f"{config.strategy.name} rotated{' in place' * bool(way)}"
 
 
@@ -165,7 +165,7 @@ def test_until_the_machine_is_measured_nothing_is_refused(flags: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ("--paro-strategy auto --dry-run --world-size 32", "starts no ranks ... --paro-machine"),
         (
@@ -186,15 +186,15 @@ def test_until_the_machine_is_measured_nothing_is_refused(flags: str) -> None:
         ("--paro-elastic --paro-strategy 2,2,x", "degrees are three positive numbers"),
     ],
 )
-def test_mistakes_are_told_in_one_line(flags: str, told: str) -> None:
-    refused(lambda: configured(flags), told)
+def test_mistakes_are_told_in_one_line(flags: str, message: str) -> None:
+    refused(lambda: configured(flags), message)
 
 
 H100 = "--paro-machine dgx-h100 --micro-batch-size 1 --global-batch-size"
 
 
 @pytest.mark.parametrize(
-    ("flags", "ranks", "per_node", "told"),
+    ("flags", "ranks", "per_node", "message"),
     [
         (f"{H100} 12 --paro-group-size 4", 12, 4, "of 8, which do not divide the 12 ranks"),
         (f"{H100} 48 --paro-group-size 12", 48, 8, "of 8 ... 12: take a divisor or a multiple"),
@@ -206,9 +206,9 @@ H100 = "--paro-machine dgx-h100 --micro-batch-size 1 --global-batch-size"
     ],
 )
 def test_what_a_world_does_not_allow_is_told(
-    flags: str, ranks: int, per_node: int, told: str
+    flags: str, ranks: int, per_node: int, message: str
 ) -> None:
-    refused(lambda: configured(flags, World(size=ranks, ranks_per_node=per_node)), told)
+    refused(lambda: configured(flags, World(size=ranks, ranks_per_node=per_node)), message)
 
 
 def test_nodes_of_a_dry_run_are_the_groups_of_the_machine_as_in_a_plan(tmp_path: Path) -> None:
@@ -259,8 +259,8 @@ def test_the_nearest_degrees_that_survive_are_named(
     batch = "--global-batch-size 64"
     flags = f"{batch} --paro-survive {survive} --paro-strategy "
     names = f"--paro-survive {survive} ... {strategy[:3]} ... --paro-strategy {nearest}"
-    told = refused(lambda: configured(flags + strategy, world), names)
-    assert re.search(r" [\d.]+ [MG]B more of model states a rank$", told)
+    message = refused(lambda: configured(flags + strategy, world), names)
+    assert re.search(r" [\d.]+ [MG]B more of model states a rank$", message)
     configured(flags + strategy.replace(strategy[:3], nearest), world)
 
 

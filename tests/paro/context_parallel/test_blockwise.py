@@ -325,12 +325,12 @@ def test_attention_to_own_tokens_alone_ends_the_run(
 ) -> None:
     head, shared = torch.empty(8, dtype=dtype), ContextLayout(size=2)
     check_core(attend_whole, ContextLayout(), 0, head, "auto", apart=apart)
-    for core, layout, told in (
+    for core, layout, message in (
         (alone, shared, f"rank {rank} ... 2 ranks that share a sample ... --cp-comm-type"),
         (broken, ContextLayout(), "nan"),
     ):
         check = partial(check_core, core, layout, rank % layout.size, head, "auto", apart=apart)
-        refused(check, told, status=1)
+        refused(check, message, status=1)
 
 
 def owned(ring_rank: int, ring_size: int, chunk: int) -> list[int]:

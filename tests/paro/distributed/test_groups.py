@@ -94,13 +94,13 @@ def test_communicators_that_begin_in_any_order_have_few_thread_blocks(
 
 
 def test_more_thread_blocks_than_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for communicators, environment, told in (
+    for communicators, environment, message in (
         (133, {}, "133 communicators ... at least 1 of the 132 ... --paro-nccl-launch-order"),
         (4, {"NCCL_MIN_NCHANNELS": "33"}, "33 (NCCL_MIN_NCHANNELS) ... unset NCCL_MIN_NCHANNELS"),
         (5, {"NCCL_MAX_CTAS": "17"}, "17 (NCCL_MAX_CTAS) ..."),  # 32 for messages
     ):
         monkeypatch.setattr(os, "environ", environment)
-        refused(partial(made_by, monkeypatch, 0, communicators=communicators), told)
+        refused(partial(made_by, monkeypatch, 0, communicators=communicators), message)
         assert made_by(
             monkeypatch, 0, communicators=communicators, paro_nccl_launch_order="implicit"
         )
@@ -282,12 +282,12 @@ def test_a_rank_has_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> No
     refused(lambda: check_gpu(4), "local rank 4 has no GPU: torch sees 4")
     arches = ["sm_75", "sm_80", "compute_120"]
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: arches)
-    told = "has no kernels for V100, of compute capability 7.0: it was built for sm_75, sm_80"
-    refused(lambda: check_gpu(0), told)
+    message = "has no kernels for V100, of compute capability 7.0: it was built for sm_75, sm_80"
+    refused(lambda: check_gpu(0), message)
 
 
 @pytest.mark.parametrize(
-    ("cuda", "warned", "told"),
+    ("cuda", "warned", "message"),
     [
         ("13.0", TOO_OLD, "too old (found version 12020) ... CUDA 13.0, 580 or newer"),
         ("12.8", None, "a driver for CUDA 12.8, 525 or newer, and CUDA_VISIBLE_DEVICES may hide"),
@@ -296,7 +296,7 @@ def test_a_rank_has_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_why_torch_sees_none(
-    cuda: str | None, warned: str | None, told: str, monkeypatch: pytest.MonkeyPatch
+    cuda: str | None, warned: str | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_available() -> bool:
         if warned is not None:
@@ -305,7 +305,7 @@ def test_why_torch_sees_none(
 
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    refused(lambda: device_for(RuntimeConfig(), World()), told)
+    refused(lambda: device_for(RuntimeConfig(), World()), message)
     assert device_for(RuntimeConfig(distributed_backend="gloo"), World()) == CPU
 
 
@@ -318,8 +318,8 @@ def test_nccl_s_recorder_is_read_where_any_group_is_nccl_s(
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(type(distributed_c10d._world), "pg_map", property(lambda _: groups))
     for name in ("_dump_nccl_trace", "_dump_fr_trace"):
-        told = pickle.dumps({"entries": [], "recorder": name})
-        monkeypatch.setattr(recorders, name, lambda told=told: told, raising=False)
+        message = pickle.dumps({"entries": [], "recorder": name})
+        monkeypatch.setattr(recorders, name, lambda message=message: message, raising=False)
     monkeypatch.setattr(flight_recorder, "read_world", lambda: World(local_rank=3))
     devices: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)

@@ -54,7 +54,7 @@ def test_torchrun(bare: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "message"),
     [
         ("RANK", "2", "RANK is 2 and WORLD_SIZE 2 in the environment: ranks count from 0 to 1"),
         ("RANK", "-1", "RANK is '-1' in the environment, and not a number"),
@@ -65,14 +65,16 @@ def test_torchrun(bare: pytest.MonkeyPatch) -> None:
         ("MASTER_ADDR", "", "the launcher must set MASTER_ADDR"),
     ],
 )
-def test_a_wrong_value_is_named(bare: pytest.MonkeyPatch, name: str, value: str, told: str) -> None:
+def test_a_wrong_value_is_named(
+    bare: pytest.MonkeyPatch, name: str, value: str, message: str
+) -> None:
     values = ("1", "2", "1", "2", None, "node0", "6000")
     for variable, right in zip(LAUNCHERS, values, strict=False):
         if right is not None:
             bare.setenv(variable, right)
     assert read_world() == World(rank=1, size=2, local_rank=1, ranks_per_node=2)
     bare.setenv(name, value)
-    refused(read_world, told)
+    refused(read_world, message)
     if "RANK" in name:  # no other rank knows, and this one may not be the one that prints
         with pytest.raises(UserError) as caught:
             read_world()
@@ -153,12 +155,16 @@ def test_how_a_script_ends(body: str, streams: str, status: int, stderr: str) ->
 
 @pytest.mark.process
 def test_a_bug_shows_its_traceback() -> None:
-    for body, told in (
+    for body, message in (
         ("raise BrokenPipeError(32, 'of a process')", "BrokenPipeError: [Errno 32] of a process"),
         ("list(zip([1], [], strict=True))", "ValueError: zip() argument 2 is shorter"),
     ):
         done = script(body)
-        assert (done.returncode, "Traceback" in done.stderr, told in done.stderr) == (1, True, True)
+        assert (done.returncode, "Traceback" in done.stderr, message in done.stderr) == (
+            1,
+            True,
+            True,
+        )
 
 
 PAGES = 1024  # of 4 KB, in a tensor

@@ -89,10 +89,10 @@ def test_the_first_setting_that_differs_is_named_on_all_ranks() -> None:
     same = {"torch": "2.13", "--lr": "0.1", "--seed": "1"}
     assert ends_of([same] * 3) == [("none", "")] * 3
     other = same | {"--lr": "0.2", "--seed": "2"}
-    told = "--lr must be the same on all ranks, and is 0.1 on ranks 0, 2, 0.2 on rank 1"
-    assert ends_of([same, other, same]) == [("UserError", told)] * 3
-    told = "--new must be the same on all ranks, and is absent on rank 0, 3 on rank 1"
-    assert ends_of([same, same | {"--new": "3"}]) == [("UserError", told)] * 2
+    message = "--lr must be the same on all ranks, and is 0.1 on ranks 0, 2, 0.2 on rank 1"
+    assert ends_of([same, other, same]) == [("UserError", message)] * 3
+    message = "--new must be the same on all ranks, and is absent on rank 0, 3 on rank 1"
+    assert ends_of([same, same | {"--new": "3"}]) == [("UserError", message)] * 2
 
 
 def test_a_rank_that_refuses_ends_all() -> None:
@@ -129,8 +129,8 @@ def test_a_name_that_does_not_resolve_is_named(
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", host)
     monkeypatch.setenv("MASTER_PORT", "29500")
-    told = rf"^rank {rank} cannot resolve MASTER_ADDR {re.escape(host)} \("
-    with pytest.raises(UserError, match=told) as error:
+    message = rf"^rank {rank} cannot resolve MASTER_ADDR {re.escape(host)} \("
+    with pytest.raises(UserError, match=message) as error:
         open_store(World(rank=rank, size=2), timedelta(seconds=0))
     assert error.value.on_this_rank
     assert "frame #" not in capfd.readouterr().err
@@ -152,9 +152,9 @@ def train_all() -> list[Ended]:
 @pytest.mark.ranks
 def test_ranks_with_different_flags_do_not_train() -> None:
     for of_rank in run_ranks(train_all, 2, init=False):
-        for told, ended in zip(CASES, of_rank, strict=True):
-            assert (ended.mistake or "").startswith(told)
-            assert "iteration" not in ended.printed, told
+        for message, ended in zip(CASES, of_rank, strict=True):
+            assert (ended.mistake or "").startswith(message)
+            assert "iteration" not in ended.printed, message
 
 
 class Pretended(Control):

@@ -273,7 +273,7 @@ def answer(text: str = "", **status: object) -> Exception:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "told"),
+    ("error", "kind", "message"),
     [
         (answer(status_code=503), None, ""),
         (answer(code="429"), None, ""),
@@ -287,7 +287,7 @@ def answer(text: str = "", **status: object) -> Exception:
     ],
 )
 def test_errors_of_other_stores_are_told_apart(
-    error: Exception, kind: type[OSError] | None, told: str, monkeypatch: pytest.MonkeyPatch
+    error: Exception, kind: type[OSError] | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = mock.Mock(cat_file=mock.Mock(side_effect=[error, b"1"]))
     monkeypatch.setattr(object_store, "_file_system", lambda *_: store)
@@ -297,7 +297,7 @@ def test_errors_of_other_stores_are_told_apart(
         return
     with pytest.raises(kind) as caught:
         path.read_bytes()
-    says(str(caught.value), told, str(path))
+    says(str(caught.value), message, str(path))
 
 
 def test_a_missing_package_or_account_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +347,7 @@ def test_folders_are_what_keys_have_in_common(
 
 
 def test_a_url_that_a_flag_does_not_take_is_refused() -> None:
-    for words, told in (
+    for words, message in (
         ("--data-path gcs://b/x", "gcs://b/x ... s3://, gs://, az://"),
         ("--metrics-file s3://b/x", "--metrics-file ... local"),
         ("--tokenizer-model msc://b/x", "msc://b/x"),
@@ -356,4 +356,4 @@ def test_a_url_that_a_flag_does_not_take_is_refused() -> None:
     ):
         with pytest.raises(ArgumentError) as caught:
             build_parser().parse_known_args(words.split())
-        says(str(caught.value), told)
+        says(str(caught.value), message)

@@ -97,9 +97,9 @@ def test_json_becomes_the_types() -> None:
 )
 def test_the_wrong_field_is_named(more: str, message: str) -> None:
     name = "" if more.startswith('"name"') else '"name": "x", '
-    told = refused(lambda: parse_json(f"{{{name}{more}}}", Open, "F"), "F", message)
-    assert len(told) < 300
-    assert told.isprintable()
+    line = refused(lambda: parse_json(f"{{{name}{more}}}", Open, "F"), "F", message)
+    assert len(line) < 300
+    assert line.isprintable()
 
 
 def test_all_wrong_fields_are_named() -> None:

@@ -113,8 +113,8 @@ def test_it_names_the_checkpoint_that_a_training_would_load(
     (tmp_path / "iter_0000003" / COMMON).write_text("{")
     (tmp_path / "iter_0000002" / MANIFEST).unlink()
     passed = f"passing over iteration {{}}: {tmp_path}/iter_000000{{}}/{{}}"
-    told = (passed.format(3, 3, COMMON), passed.format(2, 2, MANIFEST))
-    says(printed(words, capsys), f"> --load {tmp_path}: holds iter_0000001", *told)
+    message = (passed.format(3, 3, COMMON), passed.format(2, 2, MANIFEST))
+    says(printed(words, capsys), f"> --load {tmp_path}: holds iter_0000001", *message)
     (tmp_path / TRACKER).unlink()
     says(printed(words, capsys), "holds iter_0000001", f"{TRACKER} is missing")
     refused(lambda: run(f"{words} --ckpt-step 2"), "manifest.json ... another --ckpt-step")
@@ -128,9 +128,9 @@ def test_it_names_the_checkpoint_that_a_training_would_load(
 def test_too_little_memory_says_what_to_lower(capsys: pytest.CaptureFixture[str]) -> None:
     words = f"{HUGE} --dry-run --world-size 16 --device-memory-gb 80 --paro-strategy ddp"
     lower = "more than --device-memory-gb 80: lower --micro-batch-size, or spread more by"
-    told = refused(lambda: run(words), f"1243.3 GB at the reduction of blocks.79 ... {lower}")
+    message = refused(lambda: run(words), f"1243.3 GB at the reduction of blocks.79 ... {lower}")
     out = capsys.readouterr().out
-    assert out.splitlines()[1] == f"> the launch would fail: {told}"
+    assert out.splitlines()[1] == f"> the launch would fail: {message}"
     assert "the launch is sound" not in out
 
 
@@ -326,8 +326,8 @@ def test_a_vocabulary_stands_for_a_tokenizer_that_is_not_here(
     words = f"{common} {flags} --data-path {corpus} --dry-run --world-size 2"
     out = printed(words, capsys)
     rows = 32000 if "--llama-preset" in flags else 128 if "--padded" in flags else 100
-    told = f"> tokenizer: none on this machine; a vocabulary of {rows:,} instead\n"
-    assert (told in out) is not is_here
+    message = f"> tokenizer: none on this machine; a vocabulary of {rows:,} instead\n"
+    assert (message in out) is not is_here
     assert f"> data: {corpus} holds 60 tokens" in out
 
 

@@ -83,9 +83,9 @@ BLOCKS = "--recompute-granularity full --recompute-method block --recompute-num-
 def test_the_fewest_blocks_whose_recomputation_is_enough_are_named() -> None:
     words = "--num-layers 8 --micro-batch-size 16 --global-batch-size 64"
     left = needs(f"{words} {BLOCKS} 2") + needs(f"{words} {BLOCKS} 5")  # of two ranks
-    told = refusal(words, left)
+    message = refusal(words, left)
     shared = "--context-parallel-size 2 --cp-comm-type p2p"
-    assert f": give {BLOCKS} 4, or give {shared}, or lower --micro-batch-size, or " in told
+    assert f": give {BLOCKS} 4, or give {shared}, or lower --micro-batch-size, or " in message
     assert refusal(f"{words} {shared}", left) == ""
     assert refusal(f"{words} {BLOCKS} 4", left) == ""
     assert f": give {BLOCKS} 4, or " in refusal(f"{words} {BLOCKS} 3", left)
@@ -107,10 +107,10 @@ def test_where_all_is_spread_the_fewest_ranks_are_named(recompute: str) -> None:
 
     assert on(8) > on(10)
     words += " --global-batch-size 64"
-    told = refusal(words, on(10))
-    says(told, f"start 10 ranks{' with' * bool(recompute)}{recompute}, or lower --seq-length")
-    assert ("give --recompute-granularity" in told) is (recompute == "")
-    assert "spread more" not in told
+    message = refusal(words, on(10))
+    says(message, f"start 10 ranks{' with' * bool(recompute)}{recompute}, or lower --seq-length")
+    assert ("give --recompute-granularity" in message) is (recompute == "")
+    assert "spread more" not in message
     assert "start" not in refusal(words, 1)
 
 
@@ -140,9 +140,9 @@ def test_the_copy_of_an_async_save_counts() -> None:
 def test_a_device_must_have_what_a_rank_needs() -> None:
     free = needs("") // 2
     with mock.patch("torch.cuda.mem_get_info", return_value=(free, 8 * 10**10)):
-        told = refusal("", 2**62, GPU)
-    assert " of device memory at the backward of blocks.1, and cuda:0 has " in told
-    assert " free of 80.0 GB: " in told
+        message = refusal("", 2**62, GPU)
+    assert " of device memory at the backward of blocks.1, and cuda:0 has " in message
+    assert " free of 80.0 GB: " in message
 
 
 def test_estimates_of_the_rest_only_warn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,7 +253,7 @@ def test_what_is_written_is_read(machine: Machine, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "value", "told"),
+    ("keys", "value", "message"),
     [
         (("format",), "paro-machine-9", "format: 'paro-machine-9' is none of paro-machine-1"),
         (("world_size",), 1 << 40, "world_size: 1099511627776 is not allowed, it must be 1 to"),
@@ -266,12 +266,14 @@ def test_what_is_written_is_read(machine: Machine, tmp_path: Path) -> None:
         (("uneven",), [{"num_groups": 3, "inter": 0.5}], "uneven: it lists 3 groups of 2"),
     ],
 )
-def test_a_mistake_names_the_field(keys: tuple[str | int, ...], value: object, told: str) -> None:
+def test_a_mistake_names_the_field(
+    keys: tuple[str | int, ...], value: object, message: str
+) -> None:
     *places, last = keys
     fields: Any = json.loads(machine_to_json(replace(MACHINE, device=DEVICE)))
     reduce(getitem, places, fields)[last] = value
     made = partial(machine_from_json, json.dumps(fields), "machine file m.json")
-    refused(made, "m.json:", told)
+    refused(made, "m.json:", message)
 
 
 def test_all_mistakes_of_a_file_are_told_at_once() -> None:
@@ -279,8 +281,8 @@ def test_all_mistakes_of_a_file_are_told_at_once() -> None:
     del fields["source"], fields["nic"], fields["device"]["reserved_bytes"]
     fields |= {"group_size": 3, "intra": {}}
     fields["links"]["inter"] = {"bandwidth": "fast", "latency_seconds": -1}
-    told = refused(lambda: machine_from_json(json.dumps(fields), "file")).split("; ")
-    named = [text.removeprefix("file: ").split(": ")[0] for text in told]
+    message = refused(lambda: machine_from_json(json.dumps(fields), "file")).split("; ")
+    named = [text.removeprefix("file: ").split(": ")[0] for text in message]
     assert [name for name in named if not name.startswith("the fields are")] == [
         *("source", "nic", "intra"),
         *(f"links.inter.{name}" for name in ("bandwidth_source", "latency_seconds", "bandwidth")),
@@ -305,18 +307,18 @@ def test_the_page_shows_a_file_to_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (None, " cannot be read: No such file"),
         (b"fast", " is not valid JSON"),
         (b'{"name": "a", "name": "b"}', ": name: is there 2 times"),
     ],
 )
-def test_a_file_that_is_none(tmp_path: Path, content: bytes | None, told: str) -> None:
+def test_a_file_that_is_none(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "machine.json"
     if content is not None:
         path.write_bytes(content)
-    refused(lambda: read_machine(path), f"machine file {path}{told}")
+    refused(lambda: read_machine(path), f"machine file {path}{message}")
 
 
 @pytest.mark.parametrize("name", shipped_machines())

@@ -73,8 +73,10 @@ def test_as_many_layers_are_timed_as_fit_a_rank() -> None:
     assert layers_that_fit(lone.spec, 10**9) == 4
     assert layers_that_fit(one_rank(configure(f"{AUTO} --num-layers 3")).spec, 10**9) == 3
     assert 1 <= layers_that_fit(lone.spec, 3_000_000) < 4
-    told = refused(lambda: layers_that_fit(lone.spec, 10**5), "one block ... give --paro-machine")
-    assert "100.0 kB" in told
+    message = refused(
+        lambda: layers_that_fit(lone.spec, 10**5), "one block ... give --paro-machine"
+    )
+    assert "100.0 kB" in message
 
 
 @pytest.mark.parametrize(

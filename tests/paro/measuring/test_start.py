@@ -156,9 +156,9 @@ def test_what_is_in_a_file_decides_whether_it_is_taken_again(
     moved = path.rename(tmp_path / "moved.json")
     assert ("moved.json, 0:0" in output_of(lambda: found(flags))) is (why is None)
     moved.rename(path)
-    told = output_of(lambda: found(flags))
-    assert ("is measured again: " in told) is (why is not None)
-    assert (why or "taken again") in told
+    message = output_of(lambda: found(flags))
+    assert ("is measured again: " in message) is (why is not None)
+    assert (why or "taken again") in message
     assert len(measured) == (1 if why is None else 3)
 
 
@@ -167,8 +167,8 @@ def test_a_file_that_cannot_be_read_is_measured_again(measured: list[str], tmp_p
     path = tmp_path / f"{stem('')}.json"
     path.write_text("{", encoding="utf-8")
     (tmp_path / "another.json").write_text("[]", encoding="utf-8")
-    told = output_of(lambda: found(flags))
-    assert f"{path} is measured again: machine file {path} is not valid JSON" in told
+    message = output_of(lambda: found(flags))
+    assert f"{path} is measured again: machine file {path} is not valid JSON" in message
     assert replace(read_machine(path), conditions={}) == MACHINE
     assert len(measured) == 1
 
@@ -243,12 +243,12 @@ def test_a_signal_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name:
             assert start.plan_on_this_machine(config, alone(), watchdog) is None
 
         try:
-            told = output_of(leave)
+            message = output_of(leave)
             signal.raise_signal(number)  # late ones are ignored too
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
-    assert f"[exiting program after receiving {name} " in told
+    assert f"[exiting program after receiving {name} " in message
     assert not [*tmp_path.iterdir()]
 
 
@@ -280,12 +280,12 @@ def trained(*flags: object, iterations: int = 2) -> str:
 def test_ranks_measure_once_and_then_train_as_ever(tmp_path: Path) -> None:
     save = tmp_path / "run"
     saving = ("--save", save, "--load", save, "--override-opt_param-scheduler")
-    told = trained(*STRATEGY, *saving)
+    message = trained(*STRATEGY, *saving)
     (path,) = save.glob("machine-*.json")
-    assert "> measuring this machine, about 60 s: links, inter\n" in told
-    assert f"machine file {path}, which --paro-machine takes\n" in told
-    (chosen,) = re.findall(r"^> strategy: (\S+), 4 ranks in groups of 2", told, re.M)
-    assert f"planner: chose {chosen}, " in told
+    assert "> measuring this machine, about 60 s: links, inter\n" in message
+    assert f"machine file {path}, which --paro-machine takes\n" in message
+    (chosen,) = re.findall(r"^> strategy: (\S+), 4 ranks in groups of 2", message, re.M)
+    assert f"planner: chose {chosen}, " in message
     made = read_machine(path)
     assert (made.name, made.world_size, made.group_size) == (path.stem, 4, 2)
     assert {row.axes for row in made.measured} == {Axes.INTRA, Axes.INTER}
@@ -293,10 +293,12 @@ def test_ranks_measure_once_and_then_train_as_ever(tmp_path: Path) -> None:
     assert made.device is not None
 
     # Continued it keeps its strategy and measures nothing.
-    told = trained(*STRATEGY, *saving, iterations=3)
-    assert f"the run continues with --paro-strategy {chosen}, as its checkpoint in {save}" in told
-    assert "> strategy: " + chosen in told
-    assert "measuring" not in told
+    message = trained(*STRATEGY, *saving, iterations=3)
+    assert (
+        f"the run continues with --paro-strategy {chosen}, as its checkpoint in {save}" in message
+    )
+    assert "> strategy: " + chosen in message
+    assert "measuring" not in message
 
 
 def one_is_signalled() -> None:

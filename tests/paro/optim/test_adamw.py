@@ -137,8 +137,8 @@ def test_what_runs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_adamw("auto", CPU) == (TorchAdamW, None), "a CPU has no choice but torch"
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "paro.optim.kernels", None)
-        told = "--adam-implementation triton does not work here"
-        refused(lambda: choose_adamw("triton", CPU), told)
+        message = "--adam-implementation triton does not work here"
+        refused(lambda: choose_adamw("triton", CPU), message)
     with interpreter():
         found = choose_adamw("auto", CPU)
         assert found.make.__name__ == "TritonAdamW"

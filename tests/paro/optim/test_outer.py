@@ -291,7 +291,7 @@ def test_rounds_begin_and_end_in_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ("--paro-outer-steps 4 --paro-strategy 1,2,8", "give --paro-strategy NII"),
         ("--paro-outer-steps 0", "must be at least 1"),
@@ -306,7 +306,7 @@ def test_rounds_begin_and_end_in_turn() -> None:
         ("--paro-outer-steps 4 --context-parallel-size 4 --seq-length 16", "between groups"),
     ],
 )
-def test_groups_that_cannot_train_alone_are_refused(flags: str, told: str) -> None:
+def test_groups_that_cannot_train_alone_are_refused(flags: str, message: str) -> None:
     strategy = "" if "--paro-strategy" in flags else "--paro-strategy III"
     run = f"{PLAIN} --global-batch-size 8 --paro-group-size 2 {strategy} {flags}"
-    refused(lambda: configured(run, World(size=8, ranks_per_node=2)), told)
+    refused(lambda: configured(run, World(size=8, ranks_per_node=2)), message)

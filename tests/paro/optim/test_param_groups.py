@@ -92,5 +92,5 @@ def test_what_is_no_group_is_refused() -> None:
         *("names:*.wq lr-mult=-1", "names:*.wq lr-mult=inf", "names:*.wq lr-mult=x"),
         *("names:*.wq lr=2", "names:*.wq lr-mult=2 lr-mult=2", "names:*.wq lr-mult", ""),
     ):
-        told = f"--param-group {words!r}", "names:PATTERN[,PATTERN] lr-mult=X wd-mult=X"
-        refused(lambda words=words: OptimConfig(param_group=(words,)), *told)
+        message = f"--param-group {words!r}", "names:PATTERN[,PATTERN] lr-mult=X wd-mult=X"
+        refused(lambda words=words: OptimConfig(param_group=(words,)), *message)

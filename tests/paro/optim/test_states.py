@@ -80,7 +80,7 @@ ANEW, LEFT = "averaged weights begin anew", "averaged weights are left behind"
 
 @pytest.mark.slow("saves and loads")
 @pytest.mark.parametrize(
-    ("before", "after", "told", "number"),
+    ("before", "after", "message", "number"),
     [
         ("--ema-decay 0.8", "--ema-decay 0.8", None, 2),
         ("", "--ema-decay 0.8", ANEW, 0),
@@ -89,7 +89,7 @@ ANEW, LEFT = "averaged weights begin anew", "averaged weights are left behind"
     ],
 )
 def test_a_run_takes_over_an_average_or_says_that_it_does_not(
-    tmp_path: Path, before: str, after: str, told: str | None, number: int
+    tmp_path: Path, before: str, after: str, message: str | None, number: int
 ) -> None:
     run = f"{TINY} --train-iters 6 --global-batch-size 2"
     config, training = built(f"{run} {before} --save {tmp_path}")
@@ -100,7 +100,7 @@ def test_a_run_takes_over_an_average_or_says_that_it_does_not(
     lines: list[str] = []
     config, loaded = built(f"{run} {after} --load {tmp_path}")
     resumed = load_run(config, loaded, Log(rank=0, world_size=1, write=lines.append))
-    assert [line for line in (ANEW, LEFT) if line in "".join(lines)] == [told] * bool(told)
+    assert [line for line in (ANEW, LEFT) if line in "".join(lines)] == [message] * bool(message)
     assert loaded.optimizer.num_averaged == number
     if number == 0 and "ema" in after:
         state = resumed.state or state

@@ -195,7 +195,7 @@ WIDE_BLOCKS = {
 
 @pytest.mark.slow("searches all candidates of a model")
 @pytest.mark.parametrize(
-    ("changes", "given", "told"),
+    ("changes", "given", "message"),
     [
         ({"prefetch_units": 2}, {"prefetch_units": 0}, "--paro-prefetch-units 0"),
         (
@@ -215,7 +215,7 @@ WIDE_BLOCKS = {
         ),
     ],
 )
-def test_what_would_do_does(changes: dict[str, Any], given: dict[str, Any], told: str) -> None:
+def test_what_would_do_does(changes: dict[str, Any], given: dict[str, Any], message: str) -> None:
     """A limit between the memory of the flags as given and of those with one changed."""
     before = plan_request(**changes)
     model = replace(before.model, recompute=given.get("recompute"))
@@ -228,7 +228,7 @@ def test_what_would_do_does(changes: dict[str, Any], given: dict[str, Any], told
     ]  # fmt: skip
     limit = (as_given[0].least.memory_bytes + as_given[1].least.memory_bytes) // 2
     short = replace(before, memory_bytes=limit)
-    assert told in why_nothing_fits(short, as_given[0]).split("; or ")
+    assert message in why_nothing_fits(short, as_given[0]).split("; or ")
 
 
 @pytest.mark.slow("searches all candidates of a model")

@@ -67,8 +67,8 @@ def test_wandb_needs_no_tensorboard(wandb: MagicMock) -> None:
     open_dashboards(config, Log(rank=0, world_size=2), {}).write({"lm loss": 2.0}, 4, samples=32)
     assert wandb.log.call_count == 1, "only the last rank opens any"
     wandb.settings.mode = "offline"
-    told = output_of(lambda: open_dashboards(ReportConfig(wandb_project="p"), Log(), {}).close())
-    assert told == "> Weights & Biases: offline, until you run wandb sync wandb/offline-run-1\n"
+    message = output_of(lambda: open_dashboards(ReportConfig(wandb_project="p"), Log(), {}).close())
+    assert message == "> Weights & Biases: offline, until you run wandb sync wandb/offline-run-1\n"
 
 
 def test_tensorboard_has_each_tag_over_iterations_and_over_samples(
@@ -127,11 +127,11 @@ def test_a_failing_one_is_left_out(wandb: MagicMock, capsys: pytest.CaptureFixtu
     boards.write({"lm loss": 2.0}, iteration=2, samples=8)
     boards.close()
     assert (faulty.calls, wandb.log.call_count) == (1, 2)
-    told = capsys.readouterr().out
-    assert told.startswith(
+    message = capsys.readouterr().out
+    assert message.startswith(
         "> Weights & Biases: https://wandb.ai/e/p/runs/abc123\n> Faulty: nowhere"
     )
-    assert told.endswith("\nFaulty is left out from here on: OSError: no space left\n")
+    assert message.endswith("\nFaulty is left out from here on: OSError: no space left\n")
 
 
 def test_a_dashboard_that_hangs_holds_nobody(capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,8 +205,8 @@ def test_wandb_has_one_value_a_step_after_a_resume_from_an_earlier_iteration(
         open_dashboards(config, Log(), arguments).close()
     assert len({*ids}) == 1
     assert place.read_text() not in ids
-    told = "keeps its values up to iteration 5: it cannot rewind"
-    assert capsys.readouterr().out.count(told) == (not rewinds)
+    message = "keeps its values up to iteration 5: it cannot rewind"
+    assert capsys.readouterr().out.count(message) == (not rewinds)
 
 
 @pytest.mark.process

@@ -104,8 +104,8 @@ def test_multiples_of_the_interval_and_the_first_are_logged_and_none_twice(tmp_p
 def test_the_first_rank_writes_and_the_last_prints(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     config = ReportConfig(log_interval=1, metrics_file=str(path), tensorboard_dir=str(tmp_path))
-    told = run(make(config.without_records()), range(1, 2))
-    assert " iteration        1/      20 |" in told
+    message = run(make(config.without_records()), range(1, 2))
+    assert " iteration        1/      20 |" in message
     assert not list(tmp_path.iterdir()), "a run without records writes"
     config = ReportConfig(log_interval=1, metrics_file=str(path))
     assert run(make(config, rank=0, world_size=2), range(1, 2)) == ""
@@ -231,9 +231,9 @@ def test_the_line_is_megatrons_with_three_fields_appended() -> None:
         " number of skipped iterations:   0 | number of nan iterations:   0 |"
         " tokens/s: 8192.0 | MFU: 1.23% | time left: 1:02:03 |"
     )
-    told = line(entry(num_zeros=0.0, params_norm=3.45649), with_throughput=True)
-    assert " | throughput per GPU (TFLOP/s/GPU): 0.0 | learning rate: " in told
-    assert " | grad norm: 1.250 | num zeros: 0.0 | params norm: 3.456 | number of skip" in told
+    message = line(entry(num_zeros=0.0, params_norm=3.45649), with_throughput=True)
+    assert " | throughput per GPU (TFLOP/s/GPU): 0.0 | learning rate: " in message
+    assert " | grad norm: 1.250 | num zeros: 0.0 | params norm: 3.456 | number of skip" in message
 
 
 NAN = {"lm_loss": math.nan, "grad_norm": math.nan, "z_loss": math.nan, "skipped": True}
@@ -289,13 +289,13 @@ def test_timer_lines() -> None:
         ("max", " 300.00", " 30.00"),
         ("all", "\n rank 0: 200.00\n rank 1: 300.00", "\n rank 0: 10.00\n rank 1: 30.00"),
     ):
-        _, told = timer_lines(TIMERS, option=option, iterations=10).split("\n", 1)
-        told = re.sub(r" +", " ", re.sub(r" \.+:", ":", told))
-        assert told == f" forward-backward:{forward_backward}\n optimizer:{optimizer}"
+        _, message = timer_lines(TIMERS, option=option, iterations=10).split("\n", 1)
+        message = re.sub(r" +", " ", re.sub(r" \.+:", ":", message))
+        assert message == f" forward-backward:{forward_backward}\n optimizer:{optimizer}"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "told"),
+    ("ranks", "message"),
     [  # data, communication and agreement of each rank in a step of 1 s
         ([(0, 0.1, 0.3), (0, 0, 0), (0, 0.1, 0.3)], "rank: 1 ... compute, 400.0 ms above the med"),
         ([(0, 0.1, 0.3), (0, 0.1, 0.3), (0.3, 0.1, 0)], "rank: 2 ... cause: data, 300.0 ms above"),
@@ -303,13 +303,13 @@ def test_timer_lines() -> None:
         ([(0, 0.01, 0), (0, 0, 0.01)], "cause: none"),
     ],
 )
-def test_the_straggler_is_named(ranks: list[tuple[float, float, float]], told: str) -> None:
+def test_the_straggler_is_named(ranks: list[tuple[float, float, float]], message: str) -> None:
     of_step = [
         RankTimes(step=1.0, data=data, communication=sent, agreement=waited)
         for data, sent, waited in ranks
     ]
     line = straggler_line([times + times for times in of_step], iterations=2)
-    assert all(part in line for part in told.split(" ... ")), line
+    assert all(part in line for part in message.split(" ... ")), line
 
 
 def test_time_left_counts_what_comes_between_iterations_and_a_change_of_pace(

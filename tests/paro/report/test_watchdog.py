@@ -110,7 +110,7 @@ def test_the_first_rank_writes_the_heartbeat(tmp_path: Path) -> None:
     assert stream.getvalue().count("--heartbeat-file is left out from here on") == 1
 
 
-@pytest.mark.parametrize("stream", [Stream(), Failing(errno.EIO)], ids=["told", "gone"])
+@pytest.mark.parametrize("stream", [Stream(), Failing(errno.EIO)], ids=["open", "gone"])
 def test_a_standstill_past_the_limit_ends_the_run_also_where_it_cannot_say_so(
     stream: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,7 +156,7 @@ def test_the_way_through_a_long_schedule_is_not_walked() -> None:
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
-    for sizes, rampup, told in (
+    for sizes, rampup, message in (
         ({"global_batch_size": 36}, None, "36 ... 4 data-parallel ranks (= 8): choose 32 or 40"),
         ({"global_batch_size": 7}, None, "--global-batch-size 7 ... (= 8): choose 8"),
         ({"global_batch_size": 0}, None, "--global-batch-size 0"),
@@ -167,11 +167,11 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
         ({}, (8, 0, 96), "at least 1"),
         ({}, (8, 8, -1), "at least 0"),
     ):
-        refused(lambda sizes=sizes, rampup=rampup: batches(rampup, **sizes).check_from(0), told)
+        refused(lambda sizes=sizes, rampup=rampup: batches(rampup, **sizes).check_from(0), message)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "consumed", "told"),
+    ("schedule", "consumed", "message"),
     [
         (batches((12, 4, 80)), 79, "the size 28 is no multiple"),
         (batches((12, 4, 80)), 80, None),  # the ramp-up is past
@@ -181,12 +181,12 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
         (batches(steps=((0, 8), (40, 12), (100, 16))), 0, "the size 12 is no multiple"),
     ],
 )
-def test_past_sizes_may_differ(schedule: BatchSchedule, consumed: int, told: str | None) -> None:
+def test_past_sizes_may_differ(schedule: BatchSchedule, consumed: int, message: str | None) -> None:
     """The number of ranks may have changed since."""
-    if told is None:
+    if message is None:
         schedule.check_from(consumed)
     else:
-        refused(lambda: schedule.check_from(consumed), told)
+        refused(lambda: schedule.check_from(consumed), message)
 
 
 def test_tokens_become_samples_as_in_megatron() -> None:

@@ -81,14 +81,14 @@ def test_leaps_are_counted_in_deviations_where_they_are_asked_for() -> None:
     for in_a_row, found in ((1, StepVerdict.SPIKY_LOSS), (2, StepVerdict.FINE)):
         now = replace(expected, skipped_in_a_row=in_a_row)
         assert verdict_on(now, loss=50.0, config=some) is found
-    for wrong, told in (
+    for wrong, message in (
         ({"spike_deviations": 0.0}, "--spike-deviations 0.0"),
         ({"spikes_in_a_row": -1}, "--spikes-in-a-row -1"),
         ({"spikes_in_a_row": 20}, "--spikes-in-a-row 20 ... --exit-after-skipped-iterations 20"),
         ({"check_for_spiky_loss": False, "check_for_large_grads": False}, "--spikes-in-a-row"),
         ({"iterations_to_skip": (3, 0)}, "--iterations-to-skip 0"),
     ):
-        refused(partial(replace, some, **wrong), told)
+        refused(partial(replace, some, **wrong), message)
 
 
 def test_a_loss_that_stays_high_becomes_the_usual_one() -> None:
@@ -146,14 +146,14 @@ def test_when_to_stop() -> None:
     never = StepChecksConfig(exit_after_skipped_iterations=0)
     assert reason_to_stop(never, expected, StepVerdict.NOT_FINITE, iteration=7) is None
     third = StepChecksConfig(exit_after_skipped_iterations=3)
-    told = reason_to_stop(third, expected, StepVerdict.SPIKY_LOSS, iteration=7)
-    assert "last 3 iterations up to 7 were skipped (the last one: spiky loss)" in told
+    message = reason_to_stop(third, expected, StepVerdict.SPIKY_LOSS, iteration=7)
+    assert "last 3 iterations up to 7 were skipped (the last one: spiky loss)" in message
     fourth = StepChecksConfig(exit_after_skipped_iterations=4)
     assert reason_to_stop(fourth, expected, StepVerdict.NOT_FINITE, iteration=7) is None
     first = StepChecksConfig(check_for_nan_in_loss_and_grad=True)
     assert reason_to_stop(first, expected, StepVerdict.OVERFLOW, iteration=7) is None
-    told = reason_to_stop(first, expected, StepVerdict.NOT_FINITE, iteration=7)
-    assert "iteration 7" in told
+    message = reason_to_stop(first, expected, StepVerdict.NOT_FINITE, iteration=7)
+    assert "iteration 7" in message
     negative = partial(StepChecksConfig, exit_after_skipped_iterations=-1)
     refused(negative, "--exit-after-skipped-iterations -1")
 

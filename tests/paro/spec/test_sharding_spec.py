@@ -255,13 +255,13 @@ LIMITS = ContextLimits(model=MODEL, world_size=12, group_size=4, seq_length=24)
 
 
 def test_what_does_not_fit_is_told() -> None:
-    for size, heads, told in (
+    for size, heads, message in (
         (12, 3, "3 ranks and groups of 4"),
         (6, 1, "6 ranks and groups of 4"),
         (12, 1, None),
     ):
         found = LIMITS.reason_invalid(ContextLayout(size=size, heads=heads))
-        assert found == told or (found is not None and told is not None and told in found)
+        assert found == message or (found is not None and message is not None and message in found)
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,8 @@ def trained(words: str) -> Training:
     return training
 
 
-def refuses(words: str, *told: str) -> None:
-    refused(lambda: started(words), *told)
+def refuses(words: str, *message: str) -> None:
+    refused(lambda: started(words), *message)
 
 
 def assert_equal(here: Training, there: Training) -> None:
@@ -123,8 +123,8 @@ def test_all_is_saved_without_a_base_or_where_it_is_asked_for(
 def test_a_base_that_moved_is_named(base: Path, part: Path, tmp_path: Path) -> None:
     saved = started(f"{LAST} --load {part}")[1]
     base.rename(tmp_path / "moved")
-    told = f"{base}, iteration 0, the base of {part / 'iter_0000000'}, cannot be read"
-    refuses(f"{LAST} --load {part}", told, "give --base DIR")
+    message = f"{base}, iteration 0, the base of {part / 'iter_0000000'}, cannot be read"
+    refuses(f"{LAST} --load {part}", message, "give --base DIR")
     moved = f"--base {tmp_path / 'moved'}"
     _, training, resumed = started(f"{LAST} --load {part} {moved} --save {part}")
     assert_equal(training, saved)
@@ -266,13 +266,13 @@ def test_adapters_begin_on_a_model_without_them(whole_model: Path) -> None:
 
 
 def test_other_adapters_are_refused(adapters: Path) -> None:
-    for words, told in (
+    for words, message in (
         ("", "adapters of rank 3 on wq, wv: give the --lora-* flags of its run, or merge"),
         ("--lora-rank 4 --lora-alpha 6", "--lora-rank 3 ... has 4: give that"),
         ("--lora-rank 3", "--lora-alpha 6 ... has 8: give that"),
         (f"{LORA} --lora-target-modules k_proj", "--lora-target-modules wq,wv ... has wk"),
     ):
-        refuses(f"{words} --load {adapters}", told)
+        refuses(f"{words} --load {adapters}", message)
 
 
 def logits_of(training: Training, tokens_BS: Tensor) -> Tensor:
@@ -301,11 +301,11 @@ def test_tools_merge_what_was_trained(adapters: Path, whole_model: Path, tmp_pat
 
 
 def test_damaged_words_about_adapters_are_refused() -> None:
-    for lora, told in (
+    for lora, message in (
         ({"rank": "many"}, "common.json: lora: rank"),
         ([3], "common.json: lora"),
         ({"rank": 0}, "--lora-rank 0 must be at least 1"),
         ({"rank": 2, "targets": ["x"]}, "adapters of x"),
         ({"rank": 2, "more": 1}, "common.json: lora"),
     ):
-        refused(lambda lora=lora: adapters_of({"lora": lora}, Path("folder")), told)
+        refused(lambda lora=lora: adapters_of({"lora": lora}, Path("folder")), message)

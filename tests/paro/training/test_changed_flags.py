@@ -54,7 +54,7 @@ def changed(common: dict[str, Any], config: RunConfig) -> str | None:
     return schedule_change(common, config.schedule, config.train, config.batches)
 
 
-def told(common: dict[str, Any], words: str) -> list[str]:
+def notices(common: dict[str, Any], words: str) -> list[str]:
     config, consumed = run(words), common["state"]["consumed_train_samples"]
     start = TrainState.at_start(config.loss_scale)
     state = replace(start, iteration=consumed // 4, consumed_train_samples=consumed)
@@ -78,8 +78,8 @@ def test_a_flag_that_changes_the_order_is_named() -> None:
     ):
         words = FLAGS if before.startswith("--data-path") else f"{FLAGS} --data-path a"
         common = saved(f"{words} {before}")
-        assert told(common, f"{words} {before}") == []
-        (line,) = told(common, f"{words} {after}")
+        assert notices(common, f"{words} {before}") == []
+        (line,) = notices(common, f"{words} {after}")
         says(line, f"{before.split()[0]} {change} ... {TAIL}")
 
 
@@ -91,7 +91,7 @@ def test_what_leaves_the_order_as_it_was_is_not_told() -> None:
         ("0.3 a 0.7 b", "3 a 7 b"),
     ):
         words = f"{FLAGS} --data-path"
-        assert told(saved(f"{words} {before}"), f"{words} {after}") == []
+        assert notices(saved(f"{words} {before}"), f"{words} {after}") == []
 
 
 def of_phases(samples: int, first: str, second: str) -> str:
@@ -117,7 +117,7 @@ def test_a_change_of_the_phase_that_is_read_is_named(
     before: tuple[int, str, str], after: tuple[int, str, str], change: str | None
 ) -> None:
     common = saved(of_phases(*before))
-    lines = told(common, of_phases(*after))
+    lines = notices(common, of_phases(*after))
     assert len(lines) == (change is not None)
     says(" ".join(lines), change or "")
 
@@ -126,20 +126,20 @@ def test_a_run_that_is_complete_has_changed_nothing() -> None:
     words = of_phases(20, "a", "b")
     common = saved(words)
     common["state"]["consumed_train_samples"] = 40
-    assert told(common, words) == []
+    assert notices(common, words) == []
 
 
 def test_a_corpus_that_was_written_again_is_noticed() -> None:
     common = saved(f"{FLAGS} --data-path a")
     write_corpus("a", [[range(10)], [range(30)]] * 10)
-    (line,) = told(common, f"{FLAGS} --data-path a")
+    (line,) = notices(common, f"{FLAGS} --data-path a")
     says(line, f"--data-path {A} ... {TAIL}")
 
 
 def test_several_changes_are_a_line_each_and_a_long_blend_is_cut_short() -> None:
     common = saved(f"{FLAGS} --mock-data")
     names = " ".join(f"{weight} a" for weight in (1, 2, 3, 4, 5))
-    lines = told(common, f"{FLAGS} --seed 3 --data-path {names}")
+    lines = notices(common, f"{FLAGS} --seed 3 --data-path {names}")
     assert [line.split(" was ")[0] for line in lines[:1]] == ["--seed"]
     assert lines[-1].startswith("the training data were --mock-data and are --data-path 0.0666667 ")
     assert ", 2 more;" in lines[-1]
@@ -149,10 +149,10 @@ def test_checkpoints_without_a_record_know_epochs_or_nothing() -> None:
     words = f"{FLAGS} --data-path a"
     common = saved(words)
     epochs = common.pop("order")["epochs"]
-    assert told(common, f"{words} --seed 2") == []
+    assert notices(common, f"{words} --seed 2") == []
     common["train_order"] = epochs
-    assert told(common, f"{words} --seed 2") == []
-    (line,) = told(common, f"{words} --train-iters 20")
+    assert notices(common, f"{words} --seed 2") == []
+    (line,) = notices(common, f"{words} --train-iters 20")
     assert line.startswith("the number of samples changed: the data are shuffled for another ")
 
 
@@ -183,8 +183,8 @@ def test_a_schedule_of_before_there_was_a_record_names_what_it_may_be() -> None:
     common = saved(f"{FLAGS} --mock-data")
     del common["order"]
     longer = run(f"{FLAGS} --mock-data --train-iters 20")
-    told = changed(common, longer)
-    says(told or "", f"--train-iters, --train-samples or --global-batch-size changed: {LENGTH}")
+    message = changed(common, longer)
+    says(message or "", f"--train-iters, --train-samples or --global-batch-size changed: {LENGTH}")
 
 
 def test_a_schedule_of_before_there_was_a_flag_has_its_default() -> None:
@@ -192,5 +192,5 @@ def test_a_schedule_of_before_there_was_a_flag_has_its_default() -> None:
     common = saved(words)
     del common["schedule"]["decoupled_lr"], common["schedule"]["decoupled_min_lr"]
     assert changed(common, run(words)) is None
-    told = changed(common, run(f"{words} --decoupled-lr 0.2"))
-    says(told or "", "--decoupled-lr was not given and is 0.2")
+    message = changed(common, run(f"{words} --decoupled-lr 0.2"))
+    says(message or "", "--decoupled-lr was not given and is 0.2")

@@ -315,8 +315,8 @@ def test_a_lost_group_begins_with_the_anchor_and_the_others_continue_as_they_wer
         assert not differs, f"{name}: {differs}"
         lost = [line for line in lines if "is lost: it continues after" in line]
         assert len(lost) == (len(loss.lost) > 1 or loss.returned is not None), name
-        told = f"of samples {loss.samples}" if loss.samples else "of samples"
-        assert all((told in line) == bool(loss.samples) for line in lost), lost
+        message = f"of samples {loss.samples}" if loss.samples else "of samples"
+        assert all((message in line) == bool(loss.samples) for line in lost), lost
         printed = [
             int(line.split("iteration")[1].split("/")[0]) for line in lines if "/      10" in line
         ]
@@ -344,5 +344,5 @@ def test_groups_stop_after_a_step_that_none_has_passed(
         if iteration is not None:
             assert groups[group].reasons(ExitReasons(), iteration).stop_after == 0
     asked = groups[0].reasons(ExitReasons(signalled=True), (counted[0] or 0) + 1)
-    told = groups[1].reasons(ExitReasons(), (counted[1] or start) + 1)
-    assert asked.stop_after == told.stop_after == stop_after
+    message = groups[1].reasons(ExitReasons(), (counted[1] or start) + 1)
+    assert asked.stop_after == message.stop_after == stop_after

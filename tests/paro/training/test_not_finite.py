@@ -112,8 +112,8 @@ def test_what_is_not_finite_is_not_loaded(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ParoOptimizer, "step", spoil)
     train(tmp_path, "--train-iters 6 --exit-interval 1")
-    told = "iteration 1 exp_avg_sq.embedding.weight on rank 0 is not finite ... --ckpt-step"
-    refused(lambda: train(tmp_path, f"--train-iters 6 --load {tmp_path}"), told)
+    message = "iteration 1 exp_avg_sq.embedding.weight on rank 0 is not finite ... --ckpt-step"
+    refused(lambda: train(tmp_path, f"--train-iters 6 --load {tmp_path}"), message)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
@@ -154,7 +154,7 @@ def found(strategy: str, state: str, rank: int) -> str:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("strategy", "state", "told"),
+    ("strategy", "state", "message"),
     [
         ("NNN", "exp_avg_sq", "exp_avg_sq of embedding.weight on rank 2 differs from its 3 other"),
         ("NNG", "params", "the parameters of blocks.0 on rank 2 differs from its 3 other replicas"),
@@ -162,11 +162,13 @@ def found(strategy: str, state: str, rank: int) -> str:
         ("GGG", "param", ""),  # each range is on one rank
     ],
 )
-def test_the_rank_and_the_state_that_differ_are_named(strategy: str, state: str, told: str) -> None:
+def test_the_rank_and_the_state_that_differ_are_named(
+    strategy: str, state: str, message: str
+) -> None:
     everywhere = run_ranks(found, 4, strategy, state, 2)
     assert len(set(everywhere)) == 1
-    assert everywhere[0].removeprefix("after iteration 2 ").startswith(told)
-    assert bool(everywhere[0]) is bool(told)
+    assert everywhere[0].removeprefix("after iteration 2 ").startswith(message)
+    assert bool(everywhere[0]) is bool(message)
 
 
 # Where the first infinity or NaN comes from, as --trace-nan says

@@ -104,9 +104,9 @@ def test_a_schedule_of_batches_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_a_null_tokenizer_that_counted_otherwise_is_told(tmp_path: Path) -> None:
     run("--train-iters 2 --exit-interval 1 --save", tmp_path)
-    go_on, told = f"--train-iters 2 --load {tmp_path}", "to continue with the same data"
-    assert f"give --vocab-size 128 {told}" in run(go_on, "--vocab-size 127")
-    assert told not in run(go_on)
+    go_on, message = f"--train-iters 2 --load {tmp_path}", "to continue with the same data"
+    assert f"give --vocab-size 128 {message}" in run(go_on, "--vocab-size 127")
+    assert message not in run(go_on)
 
 
 def test_a_start_finds_its_checkpoint_once_and_loads_it_once(
@@ -157,8 +157,8 @@ def test_starting_over_sets_aside_what_was_there(tmp_path: Path) -> None:
 def test_a_folder_to_load_that_is_nowhere_is_refused(tmp_path: Path) -> None:
     missing = f"--mock-data --train-iters 2 --load {tmp_path}/nope"
     for more in ("", f"--save {tmp_path}/new", f"--save {tmp_path}/nope --finetune"):
-        told = f"--load {tmp_path}/nope does not exist"
-        refused(lambda more=more: launch(missing, more), told)
+        message = f"--load {tmp_path}/nope does not exist"
+        refused(lambda more=more: launch(missing, more), message)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -108,7 +108,7 @@ SIZES = [
 
 
 def test_all_contenders_start_from_the_same_loss() -> None:
-    told, written = measured(main, *SIZES)
+    message, written = measured(main, *SIZES)
     rows = written["rows"]
     assert [row["contender"] for row in rows] == list(DEFAULT)
     references = [row for row in rows if row["contender"].startswith("transformers")]
@@ -123,9 +123,9 @@ def test_all_contenders_start_from_the_same_loss() -> None:
             ratio = sum(theirs / own for theirs, own in pairs) / 2
             assert row["ratios"][other["contender"]] == pytest.approx(ratio)
     assert written["rows"][0]["first_loss"] == pytest.approx(math.log(VOCAB_SIZE), rel=0.05)
-    names = re.findall(r"^(\S+) +\d+ tokens/s, ", told, re.MULTILINE)
+    names = re.findall(r"^(\S+) +\d+ tokens/s, ", message, re.MULTILINE)
     assert names == list(DEFAULT)
-    assert len(re.findall(r"^round +\d, seconds: ", told, re.MULTILINE)) == 2
+    assert len(re.findall(r"^round +\d, seconds: ", message, re.MULTILINE)) == 2
 
 
 @pytest.mark.parametrize("name", ["ours", "trainer", "transformers", "transformers-fused"])
@@ -253,8 +253,8 @@ def test_parts_that_are_chosen() -> None:
 
 def test_a_machine_without_a_gpu_or_with_an_old_one_is_refused() -> None:
     args = gpu_parser().parse_args([])
-    told = "sees 0 GPUs; run it with a Python whose torch has CUDA, or give --rehearse"
-    refused(lambda: check_machine(TorchMachine(torch="2.13", gpus=0), args), told)
+    message = "sees 0 GPUs; run it with a Python whose torch has CUDA, or give --rehearse"
+    refused(lambda: check_machine(TorchMachine(torch="2.13", gpus=0), args), message)
     found = TorchMachine(torch="2.11.0", gpus=1, name="Tesla V100", bytes=2**34, capability=(7, 0))
     refused(lambda: check_machine(found, args), "Tesla V100 ... 7.0: 8.0 is needed")
     check_machine(
@@ -322,7 +322,7 @@ def test_a_command_over_its_limit_is_ended_with_its_children(
 
 
 def test_memory_that_contradicts_its_prediction() -> None:
-    for allocated, reserved, told in (
+    for allocated, reserved, message in (
         (97, 100, None),
         (101, 105, None),  # library workspaces and rounding are in the share for fragmentation
         (101, 106, "more is reserved than the "),
@@ -331,6 +331,6 @@ def test_memory_that_contradicts_its_prediction() -> None:
     ):
         predicted = {"predicted peak": 100, "predicted reserved": 105}
         found = memory_failure({**predicted, "max allocated": allocated, "max reserved": reserved})
-        assert (found is None) is (told is None)
-        assert (found or "").startswith(told or "")
+        assert (found is None) is (message is None)
+        assert (found or "").startswith(message or "")
     assert memory_failure({"max resident": 300, "predicted peak": 100}) is None, "of a CPU"

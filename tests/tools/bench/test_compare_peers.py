@@ -122,7 +122,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plan_that_cannot_be_is_refused() -> None:
-    for flags, told in (
+    for flags, message in (
         ("--warmup-steps 1", "--warmup-steps 1 must be at least 2"),
         ("--contenders ddp,horovod", "not 'horovod'"),
         ("--contenders paro:GNI", "GNI is not legal"),
@@ -136,7 +136,7 @@ def test_a_plan_that_cannot_be_is_refused() -> None:
         ("--group-size 3", "--group-size 3 does not divide the 4 ranks"),
     ):
         args = partial(make_parser().parse_args, flags.split())
-        refused(lambda args=args: plan_of(args(), WORLD), told)
+        refused(lambda args=args: plan_of(args(), WORLD), message)
 
 
 def test_a_file_that_could_not_be_written_is_told_before_the_turns(
@@ -144,12 +144,12 @@ def test_a_file_that_could_not_be_written_is_told_before_the_turns(
 ) -> None:
     monkeypatch.setattr(compare_peers, "read_world", lambda: WORLD)
     monkeypatch.delattr(compare_peers, "run_rounds")
-    for flag, name, told in (
+    for flag, name, message in (
         ("--json", "no/a.json", "written"),
         ("--plot", "a.txt", "end in .png"),
     ):
         monkeypatch.setattr(sys, "argv", ["compare_peers.py", flag, name])
-        refused(main, f"{flag} {name} ... {told}")
+        refused(main, f"{flag} {name} ... {message}")
     monkeypatch.setattr(compare_peers, "read_world", World)
     refused(main, "start it on 2 ranks or more")
 

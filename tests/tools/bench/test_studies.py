@@ -258,26 +258,26 @@ STUDIES = (
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize("told", STUDIES, ids=lambda told: told.folder)
-def test_recorded_steps_are_predicted(told: Told) -> None:
-    chapters = chapters_of(ROOT / "examples/measured" / told.folder)
+@pytest.mark.parametrize("message", STUDIES, ids=lambda message: message.folder)
+def test_recorded_steps_are_predicted(message: Told) -> None:
+    chapters = chapters_of(ROOT / "examples/measured" / message.folder)
     everything = [row for chapter in chapters for row in chapter.compared.rows]
-    assert all(abs(row.memory_error or 0.0) < told.memory for row in everything)
+    assert all(abs(row.memory_error or 0.0) < message.memory for row in everything)
     gathered = [c.compared for c in chapters if not c.collective.endswith("rotated")]
-    assert len(gathered) == told.num_tables
+    assert len(gathered) == message.num_tables
     assert all(len(comparison.rows) == len(legal_letters()) for comparison in gathered)
-    assert all(median(errors_of(comparison)) < told.median_error for comparison in gathered)
-    assert max(max(errors_of(comparison)) for comparison in gathered) < told.worst_error
+    assert all(median(errors_of(comparison)) < message.median_error for comparison in gathered)
+    assert max(max(errors_of(comparison)) for comparison in gathered) < message.worst_error
     pairs = [pair for comparison in gathered for pair in comparison.pairs()]
-    assert sum(pair.is_wrong for pair in pairs) <= told.num_wrong
+    assert sum(pair.is_wrong for pair in pairs) <= message.num_wrong
     clear = [pair for pair in pairs if pair.is_clear]
-    assert sum(pair.is_wrong for pair in clear) <= told.num_clear_wrong
-    assert len(clear) >= told.least_clear
+    assert sum(pair.is_wrong for pair in clear) <= message.num_clear_wrong
+    assert len(clear) >= message.least_clear
     ratios = [ratio for comparison in gathered for ratio in comparison.choices]
-    assert max(ratios) < 1 + told.auto
-    if told.folder.startswith("part"):  # docs/finetuning.md: under the largest limit all fit
+    assert max(ratios) < 1 + message.auto
+    if message.folder.startswith("part"):  # docs/finetuning.md: under the largest limit all fit
         assert all(chapter.compared.choices[-1] < 1.0325 for chapter in chapters)
-    if told.folder == "steps-25mbit":
+    if message.folder == "steps-25mbit":
         rotated = [c.compared for c in chapters if c.collective.endswith("rotated")]
         assert len(rotated) == 2
         assert max(max(errors_of(comparison)) for comparison in rotated) < 0.195

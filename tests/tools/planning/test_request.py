@@ -43,21 +43,21 @@ def requested(words: str) -> PlanRequest:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words", "told"),
+    ("ranks", "words", "message"),
     [
         *((4, *row) for row in MISTAKES if of_plan(row[0])),
         *((8, *row) for row in OF_SHARED_SAMPLES if of_plan(row[0])),
     ],
 )
 def test_what_a_training_refuses_a_plan_refuses(
-    ranks: int, words: str, told: str, tmp_path: Path
+    ranks: int, words: str, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "machine.json"
     path.write_text(machine_to_json(machine(world_size=ranks, group_size=ranks // 2, inter=20)))
     groups = [shlex.join(group) for group in by_flag(shlex.split(SMALL)) if group[0] in KNOWN]
     flags = f"{' '.join(groups)} --paro-machine {path}"
     requested(flags)
-    refused(lambda: requested(f"{flags} {words}"), told)
+    refused(lambda: requested(f"{flags} {words}"), message)
 
 
 def test_micro_batches_are_such_as_fp8_takes() -> None:
@@ -114,11 +114,11 @@ MODEL = f"{SIZES} {TOKENS}"
 
 def test_outer_steps_share_no_sample_between_groups() -> None:
     nodes = "--gpu h100 --gpus-per-node 4 --inter 25gbit --world-size 8 --global-batch-size 8"
-    for size, told in ((8, "--context-parallel-size 8 does not fit: "), (4, " s a step and ")):
+    for size, message in ((8, "--context-parallel-size 8 does not fit: "), (4, " s a step and ")):
         words = f"{MODEL} {nodes} --context-parallel-size {size} --paro-outer-steps 9"
         args = make_parser().parse_args(words.split())
         first, *_ = outer_lines(args, plan_request_of_args(args), None)
-        assert told in first
+        assert message in first
 
 
 def dry_run(lines: list[str]) -> RunPrediction:

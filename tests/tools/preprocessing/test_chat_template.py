@@ -122,14 +122,14 @@ def test_tools_are_written_where_their_key_is_given(tmp_path: Path, template: st
 
 
 def test_tools_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
-    for template, tools, told in (
+    for template, tools, message in (
         (WITH_TOOLS + PLAIN, "now", "line 1: the value of 'tools' is no list of tools"),
         (PLAIN, [TOOL], "line 1: the chat template does not write the tools"),
     ):
         source = write_lines(tmp_path / "a.jsonl", {"messages": TALK[1:3], "tools": tools})
         tokenizer = folder_with(tmp_path, template)
         run = partial(preprocess, source, tokenizer, *KEYS)
-        refused(run, told)
+        refused(run, message)
 
 
 def call(arguments: Any) -> dict[str, Any]:
@@ -240,7 +240,7 @@ END_MARKED = MARKED.replace(BODY, "{{ m.content }}").replace("{{ '\n' }}", "{{ '
 def test_a_line_says_whether_answers_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for template, flags, told in (
+    for template, flags, message in (
         (PLAIN, [], "4 of 4 answers end with a token that stops a generation (<|im_end|>)"),
         (END_MARKED, [], "warning: 0 of 4 answers end ... {% generation %} ... --append-eod"),
         (GLM, [], "warning: 0 of 4 answers end"),
@@ -250,8 +250,8 @@ def test_a_line_says_whether_answers_end(
         source = write_lines(tmp_path / "a.jsonl", {"messages": TALK}, {"messages": TALK})
         preprocess(source, folder_with(tmp_path, template), "--partitions", "2", *flags)
         out = capsys.readouterr().out.replace("\n", " ")
-        says(out, told)
-        assert ("date of today" in told) == ("date of today" in out)
+        says(out, message)
+        assert ("date of today" in message) == ("date of today" in out)
 
 
 def test_ends_of_the_generation_config_count(
@@ -281,16 +281,16 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("template", "entry", "told"), BAD)
+@pytest.mark.parametrize(("template", "entry", "message"), BAD)
 def test_a_bad_conversation_is_named_or_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str, entry: Any, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str, entry: Any, message: str
 ) -> None:
     tokenizer = folder_with(tmp_path, template)
     is_usable = template in (PLAIN, MARKED)
     good = [{"messages": TALK[1:3]}] * is_usable
     bad = write_lines(tmp_path / "a.jsonl", *good, entry)
     line = f"{bad}, line {2 if is_usable else 1}"
-    refused(lambda: preprocess(bad, tokenizer), f"{line} ... {told}")
+    refused(lambda: preprocess(bad, tokenizer), f"{line} ... {message}")
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "tokenizer"}
     if is_usable:
         preprocess(bad, tokenizer, "--skip-malformed")

@@ -113,7 +113,7 @@ CALL = "has tool_calls that are no list"
 
 
 def test_what_no_template_writes_as_it_is_meant_is_refused() -> None:
-    for value, told in (
+    for value, message in (
         # messages, what is told
         ("x", "the value of 'messages' is no list of messages"),
         (["x"], "the value of 'messages' is no list of messages"),
@@ -142,13 +142,13 @@ def test_what_no_template_writes_as_it_is_meant_is_refused() -> None:
         ),
         ([{"from": "gpt", "text": "x"}], "message 1 (assistant) ... its keys: from, text"),
     ):
-        refused(partial(conversation_of, ["messages"], [value]), told)
+        refused(partial(conversation_of, ["messages"], [value]), message)
 
 
 def test_what_is_no_tool_is_refused() -> None:
     for written in ("now", [5], {"a": 1}, [{"type": "search"}], [{"function": 1}]):
-        told = "the value of 'tools' is no list of tools"
-        refused(partial(conversation_of, ["messages", "tools"], [[ASK], written]), told)
+        message = "the value of 'tools' is no list of tools"
+        refused(partial(conversation_of, ["messages", "tools"], [[ASK], written]), message)
 
 
 Template = Callable[[list[Message], bool], str]
@@ -238,8 +238,10 @@ def test_texts_that_change_when_more_follow_or_are_prompted_are_refused() -> Non
     assert len(found(thinking, messages)[0]) == 6
     messages[7]["reasoning_content"] = "hm"
     refused(lambda: found(thinking, messages), "the first 8 messages become another text")
-    told = "message 2, an answer, with its own prompt ... {% generation %}"
-    refused(lambda: found(lambda m, prompt: chat_ml(m, prompt) + "(think)" * prompt, talk(4)), told)
+    message = "message 2, an answer, with its own prompt ... {% generation %}"
+    refused(
+        lambda: found(lambda m, prompt: chat_ml(m, prompt) + "(think)" * prompt, talk(4)), message
+    )
 
 
 CONFIG = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=11)

@@ -61,8 +61,8 @@ def test_a_path_beyond_the_systems_limits_or_none_is_refused() -> None:
             refused(partial(parser.parse_args, [flag, path]), f"{flag}: too long")
     assert parser.parse_args(["--file", "."]).file == Path()
     for words in (["--file", ""], ["--text="], ["--several", "a", ""], ["--input", "a", ""]):
-        told = f"{words[0].removesuffix('=')}: the path is empty"
-        refused(partial(parser.parse_args, words), told)
+        message = f"{words[0].removesuffix('=')}: the path is empty"
+        refused(partial(parser.parse_args, words), message)
 
 
 def test_flags_of_the_trainer_are_as_they_are_there_but_for_own_defaults() -> None:
@@ -106,9 +106,9 @@ def test_other_figures_of_an_earlier_call_are_kept(
     kept = [path, *(Path(f"{path}.earlier_{number}") for number in (1, 2))]
     assert [json.loads(each.read_text()) for each in kept] == [4, 1, 3]
     assert sorted(tmp_path.iterdir()) == kept
-    told = capsys.readouterr()
-    assert told.out == ""  # may be read by a program
-    assert [str(each) in told.err for each in kept[1:]] == [True, True]
+    message = capsys.readouterr()
+    assert message.out == ""  # may be read by a program
+    assert [str(each) in message.err for each in kept[1:]] == [True, True]
 
 
 def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:

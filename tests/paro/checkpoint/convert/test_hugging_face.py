@@ -68,8 +68,8 @@ def assert_read(folder: Path, expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def refuses(folder: Path, told: str) -> None:
-    refused(lambda: open_hugging_face(folder), told)
+def refuses(folder: Path, message: str) -> None:
+    refused(lambda: open_hugging_face(folder), message)
 
 
 @pytest.mark.parametrize(
@@ -91,16 +91,16 @@ def test_names_of_wrappers_and_frequencies_are_left_out(
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("model.layers.2.mlp.up_proj.weight", "which this model has not"),
         ("lm_head.bias", "which this model has not"),
         (f"module.{DOWN}", f"both are {DOWN}"),
     ],
 )
-def test_a_tensor_that_this_model_has_not_is_named(name: str, told: str, tmp_path: Path) -> None:
+def test_a_tensor_that_this_model_has_not_is_named(name: str, message: str, tmp_path: Path) -> None:
     more = {**TENSORS, name: torch.ones(3)}
-    refuses(written(tmp_path / "hf", more), f"{name} ... {told}")
+    refuses(written(tmp_path / "hf", more), f"{name} ... {message}")
 
 
 def test_the_index_decides_which_of_two_files_is_read(tmp_path: Path) -> None:
@@ -215,6 +215,6 @@ def test_a_model_that_transformers_has_not_is_one_line(tmp_path: Path) -> None:
     flags = "--use-rope-scaling --rotary-seq-len-interpolation-factor 2"
     null = "--tokenizer-type NullTokenizer --vocab-size 64"
     save_untrained(tmp_path / "saved", f"{SIZES} {flags} {null}")
-    told = "no model with both rope_type llama3 and --rotary-seq-len-interpolation-factor"
-    refused(lambda: convert("paro", "hf", tmp_path / "saved", tmp_path / "hf"), told)
+    message = "no model with both rope_type llama3 and --rotary-seq-len-interpolation-factor"
+    refused(lambda: convert("paro", "hf", tmp_path / "saved", tmp_path / "hf"), message)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]

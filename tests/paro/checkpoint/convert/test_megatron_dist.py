@@ -190,8 +190,8 @@ def test_every_state_comes_back_from_a_folder_of_torch_dist(tmp_path: Path) -> N
 @pytest.mark.parametrize("flags", ["--optimizer muon", "--no-save-optim", "--decoupled-lr 0.1"])
 def test_a_run_without_such_an_optimizer_is_refused(flags: str, tmp_path: Path) -> None:
     trained(tmp_path / "run", flags)
-    told = "--decoupled-lr" if "lr" in flags else "AdamW"
-    refused(partial(converted, "paro", "torch_dist", tmp_path / "run", tmp_path / "no"), told)
+    message = "--decoupled-lr" if "lr" in flags else "AdamW"
+    refused(partial(converted, "paro", "torch_dist", tmp_path / "run", tmp_path / "no"), message)
     assert not (tmp_path / "no").exists()
 
 
@@ -225,7 +225,7 @@ def forged(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "told"),
+    ("name", "damage", "message"),
     [
         ("common.pt", Path.unlink, "common.pt"),
         ("common.pt", cut, "common.pt ... damaged"),
@@ -250,7 +250,7 @@ def forged(path: Path) -> None:
     ],
 )
 def test_a_damaged_folder_is_one_line(
-    name: str, damage: Callable[[Path], object], told: str, tmp_path: Path
+    name: str, damage: Callable[[Path], object], message: str, tmp_path: Path
 ) -> None:
     damage(written(tmp_path / "dist") / name)
 
@@ -258,12 +258,12 @@ def test_a_damaged_folder_is_one_line(
         for tensor in open_megatron(tmp_path / "dist").tensors.values():
             tensor.whole(torch.float32)
 
-    refused(convert, told)
+    refused(convert, message)
 
 
 @pytest.mark.slow("saves and loads")
 @pytest.mark.parametrize(
-    ("optimizer", "words", "told"),
+    ("optimizer", "words", "message"),
     [
         (None, "", "has no optimizer"),
         ({"param_state_sharding_type": "of_model_space"}, "", "of_model_space"),
@@ -275,14 +275,14 @@ def test_a_damaged_folder_is_one_line(
     ],
 )
 def test_an_optimizer_that_is_not_there_is_refused(
-    optimizer: Any, words: str, told: str, tmp_path: Path
+    optimizer: Any, words: str, message: str, tmp_path: Path
 ) -> None:
     path = written(tmp_path / "dist") / "common.pt"
     common = torch.load(path, weights_only=False)
     torch.save({**common, **({} if optimizer is None else {"optimizer": optimizer})}, path)
     argv = ["--from", "torch_dist", "--to", "paro", "--with-optimizer", *words.split()]
     argv += ["--input", str(tmp_path / "dist"), "--output", str(tmp_path / "out")]
-    refused(lambda: convert(argv), told)
+    refused(lambda: convert(argv), message)
     assert not (tmp_path / "out").exists()
 
 

@@ -172,15 +172,15 @@ def test_adapters_name_the_folder_that_their_base_was_converted_from(
         assert "give --base-model-name-or-path" in capsys.readouterr().out
 
 
-def refuses(root: Path, words: Sequence[str], *told: str) -> None:
+def refuses(root: Path, words: Sequence[str], *message: str) -> None:
     out = root / "refused"
-    refused(lambda: main([*words, "--output", str(out)]), *told)
+    refused(lambda: main([*words, "--output", str(out)]), *message)
     assert not out.exists()
 
 
-def refuses_theirs(root: Path, theirs: Path, *told: str, to: Sequence[str] = ("paro",)) -> None:
+def refuses_theirs(root: Path, theirs: Path, *message: str, to: Sequence[str] = ("paro",)) -> None:
     words = ["--from", "peft", "--input", str(theirs), "--base", str(root / "base")]
-    refuses(theirs.parent, [*words, "--to", *to], *told)
+    refuses(theirs.parent, [*words, "--to", *to], *message)
 
 
 def test_flags_that_do_not_agree(root: Path) -> None:
@@ -188,7 +188,7 @@ def test_flags_that_do_not_agree(root: Path) -> None:
     run = ("--from", "paro", "--input", str(root / "run"))
     base = ("--base", str(root / "base"))
     plain = ("--from", "paro", "--input", str(root / "base"))
-    for words, told in (
+    for words, message in (
         ((*peft, "--to", "paro"), "--from peft needs --base"),
         ((*peft, "--to", "hf", *base), "give --merge to write the model"),
         ((*run, "--to", "hf"), "give --merge to write the model"),
@@ -200,11 +200,11 @@ def test_flags_that_do_not_agree(root: Path) -> None:
         (("--from", "hf", "--to", "paro", "--input", str(root), *base), "needs --from paro or"),
         (("--from", "peft", "--to", "paro", "--input", str(root), *base), "has no adapter_config"),
     ):
-        refuses(root, words, told)
+        refuses(root, words, message)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"r": 4}, "lora_A.weight is 3x20, and 4x20 by its configuration"),
         ({"peft_type": "IA3"}, "peft_type is IA3, and only LORA is supported"),
@@ -220,10 +220,10 @@ def test_flags_that_do_not_agree(root: Path) -> None:
     ],
 )
 def test_adapters_that_do_not_fit_are_refused(
-    root: Path, theirs: Path, changes: dict[str, Any], told: str
+    root: Path, theirs: Path, changes: dict[str, Any], message: str
 ) -> None:
     edited(theirs, changes)
-    refuses_theirs(root, theirs, told, str(theirs))
+    refuses_theirs(root, theirs, message, str(theirs))
 
 
 V_PROJ, O_PROJ, UP_PROJ = "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj"

@@ -248,10 +248,12 @@ def test_models_that_llama3_cannot_be_are_refused(tmp_path: Path) -> None:
 
 
 def test_flags_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    for source, target, words, told in (
+    for source, target, words, message in (
         ("torchtitan", "paro", "--with-optimizer", "--with-optimizer"),
         ("torchtitan", "torchtitan", "--padded-vocab-size 99", "--padded-vocab-size 99"),
         ("hf", "torchtitan", "--hf-assets-path x", "--hf-assets-path x ... --from torchtitan"),
     ):
-        refused(partial(convert, source, target, tmp_path, tmp_path / "out", *words.split()), told)
+        refused(
+            partial(convert, source, target, tmp_path, tmp_path / "out", *words.split()), message
+        )
         assert not (tmp_path / "out").exists()
