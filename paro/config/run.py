@@ -75,7 +75,7 @@ class RunConfig:
     sharding: ShardingConfig
     strategy: Strategy
     precision: PrecisionConfig
-    fusions: Fusions
+    fusions: Fusions | None  # flags of fused kernels; None: some rank has no Triton
     optim: OptimConfig
     muon: MuonConfig
     schedule: ScheduleConfig

@@ -37,13 +37,7 @@ from paro.report.report import Report, open_report
 from paro.report.watchdog import WatchConfig, Watchdog
 from paro.sharding.buffers import TORCH_TYPES
 from paro.spec.run_spec import RunSpec
-from paro.training.assembly import (
-    AgreedKernels,
-    build_data,
-    build_training,
-    initializer_of,
-    run_facts,
-)
+from paro.training.assembly import build_data, build_training, initializer_of, run_facts
 from paro.training.changed_flags import order_changes, order_record
 from paro.training.in_memory import InMemoryCheckpointer
 from paro.training.resume import FROM_NOTHING, Resumed, load_run
@@ -56,12 +50,12 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
         warning = check_memory(config, control.device)
     if warning is not None:
         log.log0(warning)
-    kernels, lines = agree_on_kernels(config, control)
+    agreed, lines = agree_on_kernels(config, control)
     for line in lines:
         log.log0(line)
     random.seed(config.train.seed)  # used by libraries; model and data have their own generators
     torch.manual_seed(config.train.seed)
-    training = build_training(config, control, kernels=kernels, initialized=False)
+    training = build_training(agreed, control, initialized=False)
     placement = placement_lines(config, training)
     for line in (*config.notices, *model_lines(config), *placement):
         log.log0(line)
@@ -127,15 +121,15 @@ def open_data(
 # Kernels: replicas of an optimizer shard stay equal only if the same kernel updates all of them.
 
 
-def agree_on_kernels(config: RunConfig, control: Control) -> tuple[AgreedKernels, list[str]]:
-    """Choose kernels that work on all ranks; also return log lines about them.
+def agree_on_kernels(config: RunConfig, control: Control) -> tuple[RunConfig, list[str]]:
+    """Leave out kernels that some rank lacks; also return log lines about kernels.
 
     Collective. `UserError` on all ranks if a kernel that flags request fails on any rank.
     """
     with control.raise_on_all_ranks(name_rank=True):
         mine = dict(_tried(config, control))
     everyone = control.gather(mine)
-    agreed = AgreedKernels(config.fusions, config.optim)
+    agreed = config
     lines = []
     for what, line in mine.items():
         by_rank = {rank: choices[what] for rank, choices in enumerate(everyone)}
@@ -143,10 +137,10 @@ def agree_on_kernels(config: RunConfig, control: Control) -> tuple[AgreedKernels
             line = f"WARNING: ranks differ: {by_value(by_rank)}"
             # Quantization kernels may differ: all implementations give the same bits.
             if what == "blocks":
-                agreed = agreed._replace(fusions=None)
+                agreed = replace(agreed, fusions=None)
             elif what == "update":
                 optim = replace(config.optim, adam_implementation="torch")
-                agreed = agreed._replace(optim=optim)
+                agreed = replace(agreed, optim=optim)
             line += ": all use torch's operations" * (what in ("blocks", "update"))
         if line:
             lines.append(f"> {line}")

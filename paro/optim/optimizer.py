@@ -26,14 +26,13 @@ from paro.optim.muon import MuonRange, MuonStep, choose_muon_kernels
 from paro.optim.offload import Offload
 from paro.optim.outer import OuterOptimizer
 from paro.optim.rounding import Rounding
-from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES, swap
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import Initializer, UnitShards
 from paro.spec.muon_rounds import muon_chunks, muon_rounds
-from paro.spec.optim_config import MuonConfig, OptimConfig
-from paro.spec.outer_steps import OuterConfig
+from paro.spec.optim_config import OptimConfig
 from paro.spec.param_groups import BY_SHAPE, GroupFactors, ParamGroups
+from paro.spec.run_spec import RunSpec
 from paro.spec.states import EMA, MOMENTS, MOMENTUM, PARAM, SENT, FlatShard, adamw_states
 
 
@@ -48,7 +47,6 @@ class UnitOptimizer:
         self,
         unit: UnitShards,
         config: OptimConfig,
-        precision: PrecisionConfig,
         seed: int,
         groups: ParamGroups,
         offload: Offload,
@@ -64,8 +62,8 @@ class UnitOptimizer:
         self.master = self.states[PARAM]
         self.average = self.states.get(EMA)  # of the masters; None: nothing is averaged
         self.num_muon = max(0, min(numel, spec.muon_stop - unit.optim_start))
-        moments = [self._updated[state.name] for state in adamw_states(precision)[1:]]
-        rounds, begin = precision.rounds_moments, self.num_muon
+        moments = [self._updated[state.name] for state in adamw_states(spec.precision)[1:]]
+        rounds, begin = spec.precision.rounds_moments, self.num_muon
         chosen = choose_adamw(config.adam_implementation, grad.device, rounds=rounds)
         master = self._updated[PARAM].detach()
         self._adamws: list[tuple[slice, GroupFactors, AdamW]] = [
@@ -178,11 +176,9 @@ class ParoOptimizer:
     def __init__(
         self,
         model: DistributedModel,
+        run: RunSpec,
         config: OptimConfig,
-        precision: PrecisionConfig,
         seed: int,
-        muon: MuonConfig,
-        outer: OuterConfig | None = None,
         groups: ParamGroups = BY_SHAPE,
     ) -> None:
         self.model = model
@@ -191,12 +187,13 @@ class ParoOptimizer:
         self.num_averaged = 0  # number of times that the parameters were averaged
         self._offload = Offload(model.units, model.context)
         self._parts = {
-            unit: UnitOptimizer(unit, config, precision, seed, groups, self._offload)
+            unit: UnitOptimizer(unit, config, seed, groups, self._offload)
             for unit in model.trainable_units
         }
         self._offload.free_slots()
         masters = {unit: part.master for unit, part in self._parts.items()}
-        self.outer = OuterOptimizer(model, masters, outer)  # the rounds of groups that train alone
+        # The rounds of groups that train alone.
+        self.outer = OuterOptimizer(model, masters, run.outer)
         # {first unit of a bucket: range of the bucket's unit that this rank updates}
         ranges = {
             number: MuonRange(member, part.master.detach(), part.states[MOMENTUM], seed)
@@ -210,9 +207,9 @@ class ParoOptimizer:
                 model.context.collectives.groups,
                 rounds=rounds,
                 ranges=ranges,
-                config=muon,
+                config=run.muon,
                 param_groups=groups,
-                wire=TORCH_TYPES[precision.matrix_wire],
+                wire=TORCH_TYPES[run.precision.matrix_wire],
                 kernels=choose_muon_kernels(config.adam_implementation, model.context.device),
             )
             for rounds in muon_rounds(model.specs)

@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +16,7 @@ from data.blend import starts_of
 from data.config import DataConfig
 from data.loader import Datasets, MicroBatches, Samples, SplitCounts, build_datasets
 from model.config import LlamaConfig
-from model.fusion import Fusions, usable_kernels
+from model.fusion import usable_kernels
 from model.initialization import initial_values, parameter_initializers
 from model.llama import Llama
 from model.units import flops_per_token, unit_specs
@@ -39,7 +39,6 @@ from paro.sharding.buffers import TORCH_TYPES
 from paro.sharding.distributed_model import DistributedModel, ShardedModel
 from paro.sharding.sharded_unit import make_sharded_units
 from paro.sharding.shards import Initializer, ShardingContext
-from paro.spec.optim_config import OptimConfig
 from paro.spec.run_spec import RunSpec, groups_of
 from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.units import registered_param_buffers, shape_of_run, units_of_run
@@ -56,27 +55,12 @@ if TYPE_CHECKING:
 _MAX_INIT_THREADS = 16
 
 
-class AgreedKernels(NamedTuple):
-    """The flags of kernels, without kernels that some rank of the run lacks."""
-
-    fusions: Fusions | None  # flags of fused kernels; None: some rank has no Triton
-    optim: OptimConfig
-
-
-def build_training(
-    config: RunConfig,
-    control: Control,
-    *,
-    kernels: AgreedKernels | None = None,
-    initialized: bool = True,
-) -> Training:
+def build_training(config: RunConfig, control: Control, *, initialized: bool = True) -> Training:
     """Build model, optimizer and schedules, with initial values if `initialized`; no data yet.
 
-    On the meta device there are shapes only: no storage and no process groups. Without `kernels`
-    the flags decide for this rank.
+    On the meta device there are shapes only: no storage and no process groups.
     """
     run, device = config.spec, control.device
-    fusions, optim = kernels or (config.fusions, config.optim)
     units = units_of_run(run)
     specs = run.specs(units)
     resources = make_resources(device, config.runtime.distributed_backend, overlap=run.overlaps)
@@ -92,7 +76,7 @@ def build_training(
     groups = make(run.topology, rank, spans.states, settings, resources)
     context_groups = make(run.context_topology, rank, spans.context, of_context, resources)
     compute_dtype = TORCH_TYPES[run.precision.compute]
-    llama_config = usable_kernels(run.model, fusions, compute_dtype, device).config
+    llama_config = usable_kernels(run.model, config.fusions, compute_dtype, device).config
     with torch.device("meta"):
         model = Llama(llama_config)
     model.freeze(config.trained.__contains__, activations=compute_dtype)
@@ -102,9 +86,7 @@ def build_training(
     groups.registered.reserve(registered_param_buffers(run, units), control)
     if run.context.size > 1:
         model.core = _context_attention(run, control, context_groups, choice)
-    optimizer = ParoOptimizer(
-        sharded, optim, run.precision, config.train.seed, run.muon, run.outer, config.param_groups
-    )
+    optimizer = ParoOptimizer(sharded, run, config.optim, config.train.seed, config.param_groups)
     if initialized and device.type != "meta":
         optimizer.initialize(initializer_of(config.model, config.train.seed, control.world))
     return Training(

@@ -192,7 +192,7 @@ def trained_with(ranks_with_triton: tuple[int, ...]) -> list[str]:
     config, control = configured(FLAGS, world), Control(world, torch.device("cpu"))
     with interpreter() if world.rank in ranks_with_triton else nullcontext():
         agreed, lines = agree_on_kernels(config, control)
-        training = build_training(config, control, kernels=agreed)
+        training = build_training(agreed, control)
         run_steps(config, training)
         check_replicas(training, iteration=2)
         training.close()

@@ -43,7 +43,7 @@ from paro.sharding.buffers import TORCH_TYPES
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import ShardingContext
 from paro.spec.context_layout import ContextLayout
-from paro.spec.optim_config import MuonConfig, OptimConfig
+from paro.spec.optim_config import OptimConfig
 from paro.spec.run_spec import RunSpec
 from paro.spec.units import units_of_run
 from paro.step.actions import Action, ActionKind
@@ -287,7 +287,7 @@ def rank_of(run: RunSpec, *, device: str = "cpu") -> LoneRank:
     collectives = make_collectives(assembly.choice_of(run.collective, None, by_nccl=False), groups)
     context = ShardingContext(run.strategy, collectives, control.device)
     model = assembly._spread(llama, run, run.specs(units_of_run(run)), context, Timers())
-    optimizer = ParoOptimizer(model, OptimConfig(), run.precision, 0, MuonConfig(), run.outer)
+    optimizer = ParoOptimizer(model, run, OptimConfig(), seed=0)
     return LoneRank(model=model, optimizer=optimizer, traffic=resources.traffic)
 
 
