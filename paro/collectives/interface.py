@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paro.collectives.choice import group_spans
 from paro.collectives.schedule import Op
-from paro.distributed.comm_stream import Event, Job
+from paro.distributed.comm_stream import DONE, Event, Job
 from paro.distributed.exposed_time import ExposedTimer
 from paro.distributed.groups import Groups
 from paro.topology import AxisSpan, StreamKind, by_units, nested_range
@@ -30,7 +30,7 @@ class CollectiveRequest(NamedTuple):
     span: AxisSpan
     comm_dtype: torch.dtype
     shard: Tensor | None = None  # an all-gather's input; None: this rank's range of `whole`
-    after: Event | None = None
+    after: Event = DONE
     units: int = 1  # number of equal units whose buffers `whole` concatenates; see `by_units`
 
     @property
@@ -68,9 +68,7 @@ class Endpoint:
         """Counter of the time that compute waits for communication."""
         return self.groups.resources.exposed_timer
 
-    def _submit(
-        self, kind: StreamKind, span: AxisSpan, job: Job, *, after: Event | None = None
-    ) -> Event:
+    def _submit(self, kind: StreamKind, span: AxisSpan, job: Job, *, after: Event = DONE) -> Event:
         """Queue a job on the comm stream of the process group for `kind` along `span`."""
         kind = self.groups.resources.stream_kind or kind
         return self.groups.resources.streams.submit((kind, *span), job, after=after)

@@ -11,7 +11,7 @@ from torch import Tensor
 from paro.collectives.interface import CollectiveRequest, Collectives
 from paro.collectives.schedule import Op
 from paro.collectives.wire import Wire, as_nested
-from paro.distributed.comm_stream import DONE, Event
+from paro.distributed.comm_stream import Event
 from paro.topology import nested_range
 
 # A collective along one axis: (wire, all of its buffer, this rank's part, type on the wire).
@@ -25,7 +25,7 @@ class NativeCollectives(Collectives):
     """
 
     def run(self, request: CollectiveRequest) -> Event:
-        op, depths, event = request.op, range(len(request.span)), request.after or DONE
+        op, depths, event = request.op, range(len(request.span)), request.after
         if op is Op.ALL_GATHER:
             return self._run(_gather, request, reversed(depths), event)
         if op is Op.REDUCE_SCATTER or not depths:
@@ -91,7 +91,7 @@ class FlatCollectives(Collectives):
     def run(self, request: CollectiveRequest) -> Event:
         whole, span, comm_dtype = request.whole, request.span, request.comm_dtype
         if not span:
-            return request.after or DONE
+            return request.after
         wire = Wire(self.groups, request.stream_kind, span)
 
         def job() -> None:

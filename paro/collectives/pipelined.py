@@ -54,7 +54,7 @@ class PipelinedCollectives(Collectives):
             if stage.after is not None:
                 ready = done[stage.after]
             else:  # later chunks follow the first chunk on the same comm stream
-                first = (request.after or DONE,) if stage.chunk == 0 else ()
+                first = (request.after,) if stage.chunk == 0 else ()
                 ready = AllEvents([*first, memory.left[slot]])
             level = wires[stage.level].span
             done.append(self._submit(kind, level, partial(jobs.run, stage), after=ready))

@@ -50,7 +50,7 @@ class ScheduledCollectives(Collectives):
     def run(self, request: CollectiveRequest) -> Event:
         op, whole, span, comm_dtype, shard, after, _ = request
         if not span:
-            return after or DONE
+            return after
         own = request._replace(shard=None).own(self.groups.rank)
         if shard is not None and shard.data_ptr() != own.data_ptr():
             outer = ring_levels(self._algorithm, span)[-1]

@@ -15,7 +15,7 @@ from paro.collectives.interface import CollectiveRequest, Collectives
 from paro.collectives.schedule import Op
 from paro.collectives.shifts import Ring, ShiftDirection
 from paro.context_parallel.blockwise import AddGrads, AttendTo, GradsOf
-from paro.distributed.comm_stream import Event
+from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.groups import Groups
 from paro.spec.kv_exchange import (
     AttendKV,
@@ -28,11 +28,6 @@ from paro.spec.kv_exchange import (
     WaitKVGrads,
 )
 from paro.topology import StreamKind, WaitKind, nested_range
-
-
-def _head_sizes(x_2BTKH: Tensor) -> tuple[int, int]:
-    """Return the number of heads, and the bytes of an element."""
-    return x_2BTKH.shape[3], x_2BTKH.element_size()
 
 
 def _select_heads(x_2BTKH: Tensor, heads: range) -> Tensor:
@@ -63,7 +58,7 @@ class RingKVExchange:
     def exchange_kv_and_grads(self, local_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
         kv = _RingKV(self._exchange, self._rings, local_2BTKH)
         grads = _RingGrads(self._rings, local_2BTKH)
-        for action in self._exchange.backward(*_head_sizes(local_2BTKH)):
+        for action in self._exchange.backward(local_2BTKH.shape[3], local_2BTKH.itemsize):
             match action:
                 case AttendKV():  # gradients have no variable, to be freed once summed
                     grads.add(action, grads_of(*kv.attended(action), action.heads.start))
@@ -157,24 +152,20 @@ class _RingSum:
 
     def __init__(self, ring: Ring, like: Tensor) -> None:
         self._ring = ring
-        # This rank's sum, and the sum that arrives.
-        self._buffers = [torch.zeros_like(like), torch.empty_like(like)]
-        self._event: Event | None = None
+        # The sum that arrives, and this rank's.
+        self._buffers = [torch.empty_like(like), torch.zeros_like(like)]
+        self._event: Event = DONE
 
     def add(self, shares: list[AddGrads]) -> None:
         """Add shares to the sum from the previous rank, if any, and send it to the next rank."""
-        if self._event is not None:
-            self._receive()
-        total, incoming = self._buffers
+        total = self._receive()
         for share in shares:
             share(total)
-        self._event = _shift(self._ring, total, incoming)
+        self._event = _shift(self._ring, total, self._buffers[1])
 
     def _receive(self) -> Tensor:
-        """Return the sum that has arrived; it is valid until the next `add`."""
-        assert self._event is not None, "nothing is on its way"
+        """Return the sum that has arrived, at first zeros; it is valid until the next `add`."""
         self._ring.exposed_timer.wait(WaitKind.CONTEXT, self._event)
-        self._event = None
         self._buffers.reverse()
         return self._buffers[0]
 
@@ -217,7 +208,7 @@ class GatherKVExchange:
         own_2BTKH = self._part(total, self.ring_rank).view_as(local_2BTKH)
         late: list[Callable[[], None]] = []  # what is computed while the sums are reduced
         is_reduced = False
-        for action in self._exchange.backward(*_head_sizes(local_2BTKH)):
+        for action in self._exchange.backward(local_2BTKH.shape[3], local_2BTKH.itemsize):
             match action:
                 case AttendKV(_, _, heads):
                     source, kv_2BTKH = self._attended(action, local_2BTKH, gathered)

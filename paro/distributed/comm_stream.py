@@ -43,23 +43,6 @@ class Event(Protocol):
 Stage = tuple[Hashable, Event]
 
 
-class CommStreams(Protocol):
-    """The comm streams of a rank, by key; each is created by its first job.
-
-    `runs_concurrently`: every comm stream is a thread, so jobs on different comm streams may wait
-    for each other. Otherwise a job may wait only for jobs submitted earlier.
-    """
-
-    runs_concurrently: bool = False
-
-    def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
-        """Queue `job` after the earlier jobs of `stream` and after the event `after`."""
-
-    def close(self) -> None:
-        """Close the comm streams after their jobs have run."""
-        return
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class AllEvents:
     """The completion of several jobs."""
@@ -76,6 +59,23 @@ class AllEvents:
 
 
 DONE = AllEvents(())  # the completed event: nothing to wait for
+
+
+class CommStreams(Protocol):
+    """The comm streams of a rank, by key; each is created by its first job.
+
+    `runs_concurrently`: every comm stream is a thread, so jobs on different comm streams may wait
+    for each other. Otherwise a job may wait only for jobs submitted earlier.
+    """
+
+    runs_concurrently: bool = False
+
+    def submit(self, stream: Hashable, job: Job, *, after: Event = DONE) -> Event:
+        """Queue `job` after the earlier jobs of `stream` and after the event `after`."""
+
+    def close(self) -> None:
+        """Close the comm streams after their jobs have run."""
+        return
 
 
 def link_of_stream(stream: Hashable) -> Link:
@@ -99,7 +99,7 @@ class InlineStreams(CommStreams):
 
     note: Callable[[Hashable, float], None] | None = None
 
-    def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
+    def submit(self, stream: Hashable, job: Job, *, after: Event = DONE) -> Event:
         begin = time.perf_counter()
         with torch.no_grad(), profile_range(f"lane:{stream_name(stream)}"):
             job()
@@ -114,7 +114,7 @@ _GLANCE_SECONDS = 0.5  # interval at which a waiting thread checks for failures 
 @dataclass(slots=True, eq=False)
 class _ThreadEvent:
     stream: Hashable
-    after: Event | None
+    after: Event
     failures: list[BaseException]
     finished: threading.Event = field(default_factory=threading.Event)
 
@@ -126,18 +126,16 @@ class _ThreadEvent:
             raise RuntimeError("a collective failed on this rank") from self.failures[0]
 
     def stages(self) -> Iterator[Stage]:
-        after = self.after
         if not self.finished.is_set():
-            if after is not None:
-                yield from after.stages()
+            yield from self.after.stages()
             yield self.stream, self
 
     def finish(self) -> None:
-        self.after = None  # otherwise every event would keep all earlier ones alive
+        self.after = DONE  # otherwise every event would keep all earlier ones alive
         self.finished.set()
 
 
-_Task = tuple[Job, Event | None, _ThreadEvent]
+_Task = tuple[Job, Event, _ThreadEvent]
 
 
 class ThreadStreams(CommStreams):
@@ -155,7 +153,7 @@ class ThreadStreams(CommStreams):
         self._threads: list[threading.Thread] = []
         self._failures: list[BaseException] = []
 
-    def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
+    def submit(self, stream: Hashable, job: Job, *, after: Event = DONE) -> Event:
         if stream not in self._queues:
             self._queues[stream] = queue.SimpleQueue()
             name = f"comm stream {stream_name(stream)}"
@@ -179,8 +177,7 @@ class ThreadStreams(CommStreams):
         while (task := self._queues[stream].get()) is not None:
             job, after, event = task
             try:
-                if after is not None:
-                    after.wait()
+                after.wait()
                 if not self._failures:
                     with profile_range(f"lane:{stream_name(stream)}"):
                         job()
@@ -209,14 +206,13 @@ class CudaStreams(CommStreams):
     def __init__(self) -> None:
         self._streams: dict[Hashable, torch.cuda.Stream] = {}
 
-    def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
+    def submit(self, stream: Hashable, job: Job, *, after: Event = DONE) -> Event:
         if stream not in self._streams:
             self._streams[stream] = torch.cuda.Stream(priority=_PRIORITY)
         cuda_stream = self._streams[stream]
         cuda_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(cuda_stream), torch.no_grad():
-            if after is not None:
-                after.wait()
+            after.wait()
             with profile_range(f"lane:{stream_name(stream)}"):
                 job()
             return _StreamEvent(cuda_stream.record_event())

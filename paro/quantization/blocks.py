@@ -104,20 +104,16 @@ def hadamard(values: Tensor) -> Tensor:
     return spread.view(-1)
 
 
-class _Part(NamedTuple):
-    """Scales and packed quantized values of a chunk, as views of a quantized range."""
-
-    scales: Tensor
-    packed: Tensor
+_Part = tuple[Tensor, Tensor]  # scales and packed quantized values of a chunk
 
 
 def _part(quantized: Tensor, form: BlockFormat, numel: int, begin: int, end: int) -> _Part:
-    """Return the part for a chunk: elements [begin, end) of the range's `numel`."""
+    """Return views of a range's part for a chunk: elements [begin, end) of the range's `numel`."""
     assert quantized.numel() == form.num_bytes(numel), f"{quantized.numel()} for {numel} elements"
     cut, first = form.scale_bytes(numel), begin // form.block
     scales = quantized[:cut].view(torch.float32)[first : first + form.num_blocks(end - begin)]
     start, length = cut + begin * form.bits // 8, padded(end - begin) * form.bits // 8
-    return _Part(scales, quantized[start : start + length])
+    return scales, quantized[start : start + length]
 
 
 def _write(values: Tensor, form: BlockFormat, part: _Part) -> None:
@@ -127,21 +123,22 @@ def _write(values: Tensor, form: BlockFormat, part: _Part) -> None:
     # Divide by a tensor: on a GPU torch divides by a number as a product with the reciprocal.
     scale = largest / torch.full_like(largest, form.top)
     scale = torch.where(scale == 0, 1.0, scale)  # a block of zeros or tiny values
-    part.scales.copy_(scale)
+    scales_out, packed_out = part
+    scales_out.copy_(scale)
     levels = (blocks / scale[:, None]).round_().clamp_(-form.top, form.top).view(-1)
-    packed = (levels[: part.packed.numel() * 8 // form.bits] + (form.top + 1)).to(torch.uint8)
+    packed = (levels[: packed_out.numel() * 8 // form.bits] + (form.top + 1)).to(torch.uint8)
     if form.bits == 4:
         packed = packed[0::2] | packed[1::2] << 4
-    part.packed.copy_(packed)
+    packed_out.copy_(packed)
 
 
 def _read(part: _Part, form: BlockFormat, numel: int) -> Tensor:
     """Return the first `numel` float32 values of one chunk, in new memory."""
-    packed = part.packed
+    scales, packed = part
     if form.bits == 4:
         packed = torch.stack((packed & 15, packed >> 4), dim=1).view(-1)
     blocks = _in_blocks(packed.to(torch.float32) - (form.top + 1), form.block)
-    blocks *= part.scales[:, None]
+    blocks *= scales[:, None]
     return blocks.view(-1)[:numel]
 
 

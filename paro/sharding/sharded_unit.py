@@ -96,14 +96,12 @@ class ShardedUnit(UnitShards):
                 after=self._updated,
             )
 
-    def _use(self) -> None:
+    def wait(self) -> None:
         """Wait until the parameters may be read."""
         assert self._param_U is None or self._param_U.alive, f"{self.name} is not gathered"
         self.wait_for_updated_params()
         self.context.exposed_timer.wait(WaitKind.GATHER, self._gathered)
         self._gathered = DONE
-
-    wait = _use
 
     def cache_fp8(self) -> None:
         """Cache fp8 casts of weights from now on, for forward and backward."""
@@ -118,7 +116,7 @@ class ShardedUnit(UnitShards):
     def release(self) -> None:
         """Free the unsharded parameters."""
         assert self._param_U is not None, f"{self.name} stays whole"
-        self._use()  # an unused gather may still be writing the buffer
+        self.wait()  # an unused gather may still be writing the buffer
         self.drop_fp8()
         self._param_U.free()
 

@@ -131,12 +131,11 @@ def _forward_slices(
 def _backward_slices(policy: RotationPolicy, index: int, again: Iterable[int]) -> Iterator[Action]:
     shape = policy.shape
     for other in again:
-        follows = other >= shape.first_trained
         yield from _forward_slices(
             policy,
             other,
             ActionKind.RECOMPUTE,
-            backward_follows=follows,
+            backward_follows=other >= shape.first_trained,
             stops_early=other == index,
         )
     for at in reversed(shape.ring_steps(index)):

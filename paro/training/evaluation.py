@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, tee
 from typing import NamedTuple
 
 import torch
@@ -42,15 +42,13 @@ def evaluate(
     training.model.wait_for_updated_params()
     sums = torch.zeros(4, dtype=torch.float64)  # nats, tokens, bytes, nats of averaged weights
     for begin in range(0, num_micro_batches, at_once):
-        batches = TimedBatches(micro_batches, training.device, Timers())
-        batches.kept = [] if averages else None
-        count = min(at_once, num_micro_batches - begin)
+        part = islice(micro_batches, min(at_once, num_micro_batches - begin))
+        batches, *again = tee(part) if averages else (part,)
         with _exchanged(training, optimizer.outer.exchange):
-            sums[:3] += _sums(training, islice(batches, count))
-        if averages:
-            batches = TimedBatches(iter(batches.kept or ()), training.device, Timers())
+            sums[:3] += _sums(training, batches)
+        for of_averages in again:
             with _exchanged(training, optimizer.exchange_averages):
-                sums[3] += _sums(training, batches)[0]
+                sums[3] += _sums(training, of_averages)[0]
     nats, num_tokens, text_bytes, nats_of_ema = control.sum(sums.tolist())
     training.exposed_timer.take()  # the rest: the GPU has finished by now
     has_tokens = num_tokens > 0.0
@@ -61,12 +59,12 @@ def evaluate(
     )
 
 
-def _sums(training: Training, batches: Iterable[Batch]) -> Tensor:
+def _sums(training: Training, micro_batches: Iterator[Batch]) -> Tensor:
     """Sum this rank's loss, its share of unmasked tokens and that of the bytes of their text."""
     nats = torch.zeros((), dtype=torch.float64, device=training.device)
     tokens = text_bytes = 0.0
     with training.traffic.paused():
-        for batch in batches:
+        for batch in TimedBatches(micro_batches, training.device, Timers()):
             nats += training.model.evaluate(
                 batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS, **batch.documents()
             )

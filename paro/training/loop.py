@@ -216,13 +216,12 @@ class Loop:
         )
         if reason is None:
             return
-        alone = self._groups.are_alone(state.iteration)
         control = training.control_of_step(state.iteration - 1)
         finite = control.gather(result.rank_times.loss_is_finite)
         first = training.control.world.rank - control.world.rank
         ranks = [str(first + rank) for rank, is_finite in enumerate(finite) if not is_finite]
         where = f"; the loss is not finite on ranks {', '.join(ranks)}" if ranks else ""
-        if alone:  # the first rank of the group says so
+        if self._groups.are_alone(state.iteration):  # the first rank of the group says so
             if self.snapshots is not None:
                 self.snapshots.forget()
             text = f"the group of rank {training.control.world.rank}: {reason}{where}"

@@ -23,7 +23,6 @@ class TimedBatches(Iterator[Batch]):
     device: torch.device
     timers: Timers
     seconds: float = 0.0
-    kept: list[Batch] | None = None  # all that were read; None: they are not kept
 
     def __next__(self) -> Batch:
         begin = time.perf_counter()
@@ -34,11 +33,10 @@ class TimedBatches(Iterator[Batch]):
         except UserError as error:
             raise UserError(*error.args, on_this_rank=True) from error
         self.seconds += time.perf_counter() - begin
-        if self.kept is not None:
-            self.kept.append(batch)
         return batch.to(self.device, non_blocking=True)
 
 
+@dataclass(slots=True)
 class TokenWeights:
     """The weight of every token in the loss that backward starts from; collectives only sum.
 
@@ -51,30 +49,25 @@ class TokenWeights:
     of whole samples, so the tokens of a sample have equal weights on all of them.
     """
 
-    def __init__(
-        self, num_parts: int, context_parallel_size: int, *, scale: float, per_token: bool
-    ) -> None:
-        """Weigh `num_parts` micro-batches, of all ranks, each on `context_parallel_size` ranks."""
-        self._per_token = per_token
-        self._context_parallel_size = context_parallel_size
-        self._num_parts = num_parts
-        self._factor = scale / self._num_parts
-        self._scale = scale
-        self._nominal_tokens = 0
-        self._mask_sum = 0.0
-        self.num_filled = 0  # micro-batches so far with at least one unmasked token
+    num_parts: int  # micro-batches of all ranks
+    context_parallel_size: int  # ranks of a micro-batch
+    scale: float  # loss scale
+    per_token: bool
+    num_filled: int = 0  # micro-batches so far with at least one unmasked token
+    _nominal_tokens: int = 0
+    _mask_sum: float = 0.0
 
     def __call__(self, batch: Batch) -> Tensor:
-        self._nominal_tokens = batch.loss_mask_BS.numel() * self._context_parallel_size
+        self._nominal_tokens = batch.loss_mask_BS.numel() * self.context_parallel_size
         self._mask_sum += batch.mask_sum
         self.num_filled += batch.mask_sum > 0.0
-        tokens = self._nominal_tokens if self._per_token else max(batch.mask_sum, 1.0)
-        return batch.loss_mask_BS * (self._factor / tokens)
+        tokens = self._nominal_tokens if self.per_token else max(batch.mask_sum, 1.0)
+        return batch.loss_mask_BS * (self.scale / self.num_parts / tokens)
 
     @property
     def num_tokens(self) -> float:
         """The number of unmasked tokens in this step so far, divided by the ranks of a sample."""
-        return self._mask_sum / self._context_parallel_size
+        return self._mask_sum / self.context_parallel_size
 
     def unscale(self, num_tokens: float, num_filled: float) -> float:
         """Compute the factor from the accumulated loss and gradients to the true ones.
@@ -83,6 +76,6 @@ class TokenWeights:
         """
         if num_tokens == 0.0:
             return math.nan
-        if not self._per_token:
-            return self._num_parts * self._context_parallel_size / num_filled / self._scale
-        return self._num_parts * self._nominal_tokens / num_tokens / self._scale
+        if not self.per_token:
+            return self.num_parts * self.context_parallel_size / num_filled / self.scale
+        return self.num_parts * self._nominal_tokens / num_tokens / self.scale

@@ -205,9 +205,8 @@ class Saver:
         With --async-save it runs on the save thread, and records that the new one is complete.
         """
         interval = self._config.checkpoint.save_retain_interval
-        with store_timeout(
-            LimitedWait.limit_seconds / 3
-        ):  # other ranks wait meanwhile, for the limit at most
+        # Other ranks wait meanwhile, for the limit at most.
+        with store_timeout(LimitedWait.limit_seconds / 3):
             if interval is not None and good is not None and self._ranks.is_first_of_folder:
                 # A failed removal does not stop the run; a lost lock makes the write below fail.
                 with suppress(OSError, UserError, LockLostError):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import tee
 from typing import Any
 
 import torch
@@ -169,9 +170,8 @@ def train_step(
     if state.iteration + 1 in training.checks.iterations_to_skip:
         return _pass_over(training, state, micro_batches, reasons)
     control = training.control_of_step(state.iteration)
-    timed = TimedBatches(micro_batches, training.device, training.timers)
-    if training.config.trace_nan:
-        timed.kept = []
+    read, *again = tee(micro_batches) if training.config.trace_nan else (micro_batches,)
+    timed = TimedBatches(read, training.device, training.timers)
     if state.iteration % FORGOTTEN_AFTER == 0:
         training.model.forget_grad_errors()
     loss_sum, weigh = _forward_backward(training, state, timed)
@@ -190,8 +190,8 @@ def train_step(
     )
     sent = training.traffic.take()  # the param all-gather below counts for the next step
     origin = None
-    if verdict is StepVerdict.NOT_FINITE and timed.kept is not None:
-        origin = _trace(training, state, timed.kept)
+    if verdict is StepVerdict.NOT_FINITE and again:
+        origin = _trace(training, state, *again)
     if verdict is StepVerdict.FINE:
         _update(training, state, grad_norm=grad_norm, unscale=unscale)
     else:  # drop the errors of quantized gradients that were not applied, maybe not even finite
@@ -337,10 +337,10 @@ def _forward_backward(
     """Compute this rank's weighted loss, a float32 scalar, and reduce all gradients."""
     model, control = training.model, training.control_of_step(state.iteration)
     num_micro_batches = training.batches.num_micro_batches_at(state.consumed_train_samples)
-    num_parts = num_micro_batches * control.world.size // training.context_parallel_size
+    shared_by = training.context_parallel_size
     weigh = TokenWeights(
-        num_parts,
-        training.context_parallel_size,
+        num_parts=num_micro_batches * control.world.size // shared_by,
+        context_parallel_size=shared_by,
         scale=state.loss_scale.scale,
         per_token=training.config.calculate_per_token_loss,
     )
@@ -353,9 +353,7 @@ def _forward_backward(
         for index in range(num_micro_batches):
             batch = next(micro_batches)
             # A sample's number in the global batch is the same for any number of ranks.
-            part = (
-                index * training.batches.data_parallel_size + rank // training.context_parallel_size
-            )
+            part = index * training.batches.data_parallel_size + rank // shared_by
             samples = range(part * len(batch.tokens_BS), (part + 1) * len(batch.tokens_BS))
             config, seed = model.model.config, training.config.seed
             loss_sum += model.forward_backward(
@@ -372,9 +370,9 @@ def _forward_backward(
     return loss_sum, weigh
 
 
-def _trace(training: Training, state: TrainState, batches: Sequence[Batch]) -> str:
+def _trace(training: Training, state: TrainState, batches: Iterator[Batch]) -> str:
     """Repeat a step without its update; describe its first operation that is not finite."""
-    again = TimedBatches(iter(batches), training.device, training.timers)
+    again = TimedBatches(batches, training.device, training.timers)
     run = partial(_forward_backward, training, state, again)
     with training.traffic.paused():
         origin = origin_of(training.model.model, run, training.control_of_step(state.iteration))

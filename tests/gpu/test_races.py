@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from paro.distributed.comm_stream import CommStreams, Event, Job
+from paro.distributed.comm_stream import DONE, CommStreams, Event, Job
 from tests.gpu.test_ranks import (
     RANKS,
     NcclRefusedError,
@@ -46,7 +46,7 @@ class LateStreams:
         self._late, self._streams, self._device = late, streams, device
         self.runs_concurrently = streams.runs_concurrently
 
-    def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
+    def submit(self, stream: Hashable, job: Job, *, after: Event = DONE) -> Event:
         def late() -> None:
             if self._late == "communication":
                 pause(self._device)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paro.collectives.scheduled import MessageBuffers
-from paro.distributed.comm_stream import AllEvents, Event, Job, Stage
+from paro.distributed.comm_stream import DONE, AllEvents, Event, Job, Stage
 from paro.sharding.buffers import ElasticBuffer
 
 
@@ -55,8 +55,8 @@ class LateStreams:
         self._begun: list[_LateEvent] = []  # what has run once the last submitted job has begun
         self._after: list[_LateEvent] | None = None  # collects what `after` stands for
 
-    def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
-        needs = [] if after is None else self._needed_by(after)
+    def submit(self, stream: Hashable, job: Job, *, after: Event = DONE) -> Event:
+        needs = self._needed_by(after)
         if stream in self._last:
             needs.append(self._last[stream])
         if self._in_order:

@@ -17,6 +17,7 @@ from typing import Any
 from paro.collectives.interface import Collectives
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
+from paro.distributed.comm_stream import DONE
 from paro.sharding.shards import UnitShards
 from paro.step.gathering import GatheringPolicy, ParamAllGatherPolicy
 from paro.step.rotating import RotationPolicy
@@ -29,6 +30,7 @@ _FOLDERS = (
 )
 _NAMES = ("wait", "_await", "synchronize")
 _BEGINNINGS = ("wait_", "synchronize_")
+_DONE = f"__import__({DONE.__module__!r}, fromlist=['DONE']).DONE"  # in any module
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Wait:
 
     @contextmanager
     def removed(self) -> Iterator[None]:
-        """The function runs without it: a call becomes True, `after` becomes empty."""
+        """The function runs without it: a call becomes True, `after` becomes `DONE`."""
         tree = ast.parse(_path(self.module).read_text(encoding="utf-8"))
         (node,) = [node for wait, node in _waits_in(self.module, tree) if wait == self]
         _empty(tree, node)
@@ -132,7 +134,7 @@ def _is_wait(node: ast.AST) -> bool:
 
 def _empty(tree: ast.Module, node: ast.AST) -> None:
     if isinstance(node, ast.keyword):
-        node.value = ast.Constant(None)
+        node.value = ast.parse(_DONE, mode="eval").body
         return
     for parent in ast.walk(tree):
         for field, value in ast.iter_fields(parent):
@@ -230,10 +232,10 @@ MUTATIONS = (
     _muon("param_all_gather", "unit._updated = updated", "pass"),
     _native("[outermost], event)", "[outermost], DONE)", "NNI"),
     _native("reversed(inner), event)", "reversed(inner), DONE)", "NNN"),
-    Mutation(Collectives, "run_after", "after=after", "after=None", "IIG", f"{CODES} {HO_RING}"),
+    Mutation(Collectives, "run_after", "after=after", "after=DONE", "IIG", f"{CODES} {HO_RING}"),
     _pipelined("ready = done[stage.after]", "ready = DONE", "GGG"),
     _pipelined("[*first, memory.left[slot]]", "[*first]", "GGG"),
-    _pipelined("(request.after or DONE,)", "(DONE,)", "1,2,8", world_size=8, group_size=4),
+    _pipelined("(request.after,)", "(DONE,)", "1,2,8", world_size=8, group_size=4),
 )
 
 # Every wait and `after=` of the product, by name: a run, as a strategy and flags, that goes wrong
@@ -285,8 +287,8 @@ CAUGHT = {
     "sharding.distributed_model DistributedModel.wait_for_updated_params: "
     "unit.wait_for_updated_params()": ("NIG", SAVED),
     "sharding.sharded_unit ShardedUnit.gather: after=self._updated": ("IIG", ""),
-    "sharding.sharded_unit ShardedUnit._use: self.wait_for_updated_params()": ("NNI", ""),
-    "sharding.sharded_unit ShardedUnit._use: "
+    "sharding.sharded_unit ShardedUnit.wait: self.wait_for_updated_params()": ("NNI", ""),
+    "sharding.sharded_unit ShardedUnit.wait: "
     "self.context.exposed_timer.wait(WaitKind.GATHER, self._gathered)": ("IIG", ""),
     "sharding.sharded_unit ShardedUnit.reduce: after=event": ("GGG", AUTO),
     "sharding.sharded_unit ShardedUnit.free: "

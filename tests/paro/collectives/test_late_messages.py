@@ -101,7 +101,7 @@ OTHERS = (
     (*_LEVEL, "self._await(lambda: self._unsent[level] == 0)", "pass"),
     (*_LEVEL, f"{_LAST_SENDS}.wait()", _LAST_SENDS),
     (*_RUN, "partial(own.copy_, shard), after=after", "partial(own.copy_, shard)"),
-    (*_RUN, "request._replace(after=after)", "request._replace(after=None)"),
+    (*_RUN, "request._replace(after=after)", "request._replace(after=DONE)"),
     (*_RUN, "own.to(comm_dtype)), after=event)", "own.to(comm_dtype)), after=DONE)"),
     (
         *("scheduled", "ScheduledCollectives._start"),

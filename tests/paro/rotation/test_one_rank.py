@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from model.config import LlamaConfig, LoraConfig, RecomputeConfig, is_adapter
-from paro.distributed.comm_stream import Event, InlineStreams, Job
+from paro.distributed.comm_stream import DONE, Event, InlineStreams, Job
 from paro.distributed.groups import CommResources
 from paro.spec.run_spec import Materialize
 from paro.training.evaluation import evaluate
@@ -97,7 +97,7 @@ class Noted(InlineStreams):
         super().__init__()
         self._notes = notes
 
-    def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
+    def submit(self, stream: Hashable, job: Job, *, after: Event = DONE) -> Event:
         self._notes.append("shift")
         return super().submit(stream, job, after=after)
 
