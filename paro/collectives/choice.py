@@ -27,11 +27,6 @@ class AlgorithmChoice:
     best: BestOf | None = None
     num_chunks: ChunkCount | None = None
 
-    @property
-    def pipelines(self) -> bool:
-        """True if ho-ring is a pipeline of the backend's own collectives, not of messages."""
-        return self.num_chunks is not None
-
     def of(self, op: Op, span: AxisSpan, num_bytes: int) -> str:
         """Return the algorithm for a collective of `num_bytes` along a span that is not empty."""
         return self.names[0] if self.best is None else self.best(op, axes_of(span), num_bytes)
@@ -44,7 +39,7 @@ def needed_groups(choice: AlgorithmChoice, spans: Spans) -> Spans:
             part
             for span in of_kind
             for name in choice.names
-            for part in group_spans(name, span, pipelined=choice.pipelines)
+            for part in group_spans(name, span, pipelined=choice.num_chunks is not None)
         )
         for kind, of_kind in spans.items()
     }

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -95,17 +95,6 @@ class ScheduledCollectives(Collectives):
         return Transfer(schedule, levels, members, whole, comm_dtype, ranges)
 
 
-class GroupResources:
-    """Message tags and scratch buffers of a process group, shared by all algorithms on it."""
-
-    def __init__(self) -> None:
-        self.next_tag = 0
-        self.scratch = MessageBuffers()
-
-
-Resources = defaultdict[tuple[StreamKind, AxisSpan], GroupResources]
-
-
 class MessageBuffers:
     """Buffers for messages that are not received in place, reused by later messages.
 
@@ -123,6 +112,17 @@ class MessageBuffers:
             slot = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             self._slots[number] = slot
         return slot[:num_bytes].view(dtype)
+
+
+@dataclass(slots=True)
+class GroupResources:
+    """Message tags and scratch buffers of a process group, shared by all algorithms on it."""
+
+    next_tag: int = 0
+    scratch: MessageBuffers = field(default_factory=MessageBuffers)
+
+
+Resources = defaultdict[tuple[StreamKind, AxisSpan], GroupResources]
 
 
 class LevelChannel(NamedTuple):
@@ -236,8 +236,8 @@ class Transfer:
         for index in indices:
             step = self._steps[index]
             level, send = self.levels[step.level], step.send
-            outgoing, peer = self._outgoing(send.chunks), self.members[send.peer]
-            pending = level.wire.send(outgoing, peer, self._tags[index])
+            outgoing = self._view(send.chunks).to(self.comm_dtype)  # a view, or a copy
+            pending = level.wire.send(outgoing, self.members[send.peer], self._tags[index])
             with self._changed:
                 self._sends[step.level].append(pending)
                 self._unsent[step.level] -= 1
@@ -248,10 +248,6 @@ class Transfer:
         ranges = sorted(self.ranges[chunk.owner][chunk.number] for chunk in chunks)
         assert all(a[1] == b[0] for a, b in pairwise(ranges)), f"{chunks} are no neighbours"
         return self.whole[ranges[0][0] : ranges[-1][1]]
-
-    def _outgoing(self, chunks: Chunks) -> Tensor:
-        """Return the chunks to send: the view, or a copy in the communication dtype."""
-        return self._view(chunks).to(self.comm_dtype)
 
     def _all_arrived(self, steps: Sequence[int]) -> bool:
         return all(self._arrived[index] for index in steps)

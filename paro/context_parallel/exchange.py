@@ -105,11 +105,9 @@ class _RingKV:
         source = inner.owner_of(step) + inner.size * outer.owner_of(turn)
         if turn == step == 0:
             return source, _select_heads(self._local, heads)
-        route, is_last = (
-            (KVRoute.INNER, step == inner.size - 1)
-            if step
-            else (KVRoute.OUTER, turn == outer.size - 1)
-        )
+        route, is_last = KVRoute.OUTER, turn == outer.size - 1
+        if step:
+            route, is_last = KVRoute.INNER, step == inner.size - 1
         kv_2BTKH = self._held[route]
         if is_last:  # frees the ring's memory
             del self._held[route]

@@ -142,11 +142,9 @@ def momentum(kept: Tensor, grad: Tensor, update: MomentumUpdate) -> Tensor:
 
 def _random_args(at: Rounding | None, step: int) -> tuple[int, ...]:
     """Return the arguments of `_random_bits` except the first and the last."""
-    return (
-        (0, 0, 0, 1, 1, 0)
-        if at is None
-        else (*at.keys(step), at.low, at.width, at.stride, at.start)
-    )
+    if at is None:
+        return 0, 0, 0, 1, 1, 0
+    return *at.keys(step), at.low, at.width, at.stride, at.start
 
 
 def _is_cut(at: Rounding | None) -> bool:

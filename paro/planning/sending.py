@@ -64,9 +64,9 @@ class Sender:
     def _messages(self, sent: Collective) -> Iterator[Sent]:
         choice = NATIVE if sent.is_exchange else self.choice
         name = choice.of(sent.op, sent.span, sent.num_bytes)
-        ways = _BY_BACKEND if choice.pipelines else _BY_GLOO
+        ways = _BY_BACKEND if choice.num_chunks else _BY_GLOO
         whole = sent.num_bytes * sent.span[0].inner
-        for part in group_spans(name, sent.span, pipelined=choice.pipelines):
+        for part in group_spans(name, sent.span, pipelined=choice.num_chunks is not None):
             inner, outer = part[0].inner, part[-1].outer
             assert whole % outer == 0, f"{sent} is not padded for {part}"
             shard = whole // outer

@@ -90,12 +90,10 @@ def judge(
     """Return the verdict on a step, from values that are equal on all ranks."""
     if not has_tokens:
         return StepVerdict.NO_TOKENS
-    if not math.isfinite(grad_norm) or not math.isfinite(loss):
-        return (
-            StepVerdict.OVERFLOW
-            if scale_can_fall and math.isfinite(loss)
-            else StepVerdict.NOT_FINITE
-        )
+    if not math.isfinite(loss):
+        return StepVerdict.NOT_FINITE
+    if not math.isfinite(grad_norm):
+        return StepVerdict.OVERFLOW if scale_can_fall else StepVerdict.NOT_FINITE
     if expected.num_steps < _WARMUP_STEPS:
         return StepVerdict.FINE
     if config.spikes_in_a_row and expected.skipped_in_a_row >= config.spikes_in_a_row:

@@ -310,10 +310,8 @@ class Loop:
             done, samples = self.state.iteration, self.state.consumed_train_samples
             read = part if held_out.num_micro_batches is None else "all"
             name = f"validation-{held_out.name}" if held_out.name else data_set
-            nats, bits, of_average = evaluation
-            self.report.validation(
-                Validation(done, samples, nats, read, bits, name, ema_loss=of_average)
-            )
+            nats, bits, ema_loss = evaluation
+            self.report.validation(Validation(done, samples, nats, read, bits, name, ema_loss))
         return any(held_out.num_micro_batches is None for held_out in sets)
 
     def _reasons(self) -> ExitReasons:

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from paro.collectives import schedule
 from paro.collectives.hops import ALGORITHMS
-from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks
-from paro.collectives.scheduled import MessageBuffers, Transfer
+from paro.collectives.schedule import MESSAGES_UNDER_WAY
+from paro.collectives.scheduled import MessageBuffers
 from paro.collectives.shifts import Ring, ShiftDirection
+from paro.collectives.wire import Pending, Wire
 from paro.distributed.groups import make_groups, make_resources
 from paro.distributed.process_group import RuntimeConfig
 from paro.layout import chunk_numel
@@ -111,13 +112,12 @@ def measure_room(name: str, numel: int) -> tuple[int, Sent]:
             alive += num_bytes
             peak = max(peak, alive)
 
-    outgoing, slot = Transfer._outgoing, MessageBuffers.slot
+    send, slot = Wire.send, MessageBuffers.slot
 
-    def counted_outgoing(self: Transfer, chunks: Chunks) -> Tensor:
-        tensor = outgoing(self, chunks)
+    def counted_send(self: Wire, tensor: Tensor, peer: int, tag: int) -> Pending:
         count(tensor.nbytes)
         weakref.finalize(tensor, count, -tensor.nbytes)
-        return tensor
+        return send(self, tensor, peer, tag)
 
     def counted_slot(
         self: MessageBuffers, number: int, numel: int, dtype: torch.dtype, device: torch.device
@@ -128,7 +128,7 @@ def measure_room(name: str, numel: int) -> tuple[int, Sent]:
 
     buffer = torch.ones(numel)
     with (
-        mock.patch.object(Transfer, "_outgoing", counted_outgoing),
+        mock.patch.object(Wire, "send", counted_send),
         mock.patch.object(MessageBuffers, "slot", counted_slot),
     ):
         all_reduce(collectives, buffer, topology.axes, torch.bfloat16).wait()
