@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import count, pairwise
 
 import torch
 from torch import Tensor
@@ -87,12 +86,8 @@ class ScheduledCollectives(Collectives):
         hops, position = ALGORITHMS[self._algorithm], members.index(self.groups.rank)
         schedule = make_schedule(op, hops, sizes, position, num_chunks)
         ranges = [cut(*request.range_of(member), num_chunks) for member in members]
-        levels = []
-        for wire, steps in zip(wires, schedule.of_level, strict=True):
-            group = self.resources[wire.kind, wire.span]
-            levels.append(LevelChannel(wire, group.next_tag, group.scratch))
-            group.next_tag += len(steps)
-        return Transfer(schedule, levels, members, whole, comm_dtype, ranges)
+        groups = [self.resources[wire.kind, wire.span] for wire in wires]
+        return Transfer(schedule, wires, groups, members, whole, comm_dtype, ranges)
 
 
 class MessageBuffers:
@@ -118,19 +113,11 @@ class MessageBuffers:
 class GroupResources:
     """Message tags and scratch buffers of a process group, shared by all algorithms on it."""
 
-    next_tag: int = 0
+    tags: Iterator[int] = field(default_factory=count)
     scratch: MessageBuffers = field(default_factory=MessageBuffers)
 
 
 Resources = defaultdict[tuple[StreamKind, AxisSpan], GroupResources]
-
-
-class LevelChannel(NamedTuple):
-    """The wire, first message tag and scratch buffers of one level of a schedule."""
-
-    wire: Wire
-    first_tag: int
-    scratch: MessageBuffers
 
 
 @dataclass(eq=False)
@@ -138,7 +125,8 @@ class Transfer:
     """A schedule in execution: by one thread per level, or step by step."""
 
     schedule: Schedule
-    levels: Sequence[LevelChannel]
+    wires: Sequence[Wire]  # [level]
+    groups: Sequence[GroupResources]  # [level]
     members: Sequence[int]  # [position] -> rank
     whole: Tensor
     comm_dtype: torch.dtype
@@ -147,15 +135,15 @@ class Transfer:
     def __post_init__(self) -> None:
         self._steps = self.schedule.steps
         self._tags = {
-            index: self.levels[level].first_tag + number
-            for level, indices in enumerate(self.schedule.of_level)
-            for number, index in enumerate(indices)
+            index: next(group.tags)
+            for group, indices in zip(self.groups, self.schedule.of_level, strict=True)
+            for index in indices
         }
         # State shared by the threads of all levels.
         self._changed = threading.Condition()
         self._arrived = [False] * len(self._steps)
         self._unsent = [len(indices) for indices in self.schedule.of_level]
-        self._sends: list[deque[Pending]] = [deque() for _ in self.levels]
+        self._sends: list[deque[Pending]] = [deque() for _ in self.wires]
         self._failure: BaseException | None = None  # the first exception on any level
 
     def run_step(self, index: int) -> None:
@@ -206,13 +194,13 @@ class Transfer:
             self._sends[level].popleft().wait()
 
     def _post(self, index: int, slot: int) -> tuple[Tensor, Pending]:
-        step = self._steps[index]
-        level, receive = self.levels[step.level], step.receive
+        level, _, receive = self._steps[index]
         landing = self._view(receive.chunks)
         if receive.adds or landing.dtype != self.comm_dtype:  # else received in place
-            landing = level.scratch.slot(slot, landing.numel(), self.comm_dtype, landing.device)
+            scratch = self.groups[level].scratch
+            landing = scratch.slot(slot, landing.numel(), self.comm_dtype, landing.device)
         peer = self.members[receive.peer]
-        return landing, level.wire.receive(landing, peer, self._tags[index])
+        return landing, self.wires[level].receive(landing, peer, self._tags[index])
 
     def _take(self, index: int, landed: Tensor) -> None:
         """Add a received message to its chunks, or copy it there."""
@@ -234,13 +222,13 @@ class Transfer:
 
     def _send(self, indices: Sequence[int]) -> None:
         for index in indices:
-            step = self._steps[index]
-            level, send = self.levels[step.level], step.send
+            level, send, _ = self._steps[index]
             outgoing = self._view(send.chunks).to(self.comm_dtype)  # a view, or a copy
-            pending = level.wire.send(outgoing, self.members[send.peer], self._tags[index])
+            peer = self.members[send.peer]
+            pending = self.wires[level].send(outgoing, peer, self._tags[index])
             with self._changed:
-                self._sends[step.level].append(pending)
-                self._unsent[step.level] -= 1
+                self._sends[level].append(pending)
+                self._unsent[level] -= 1
                 self._changed.notify_all()
 
     def _view(self, chunks: Chunks) -> Tensor:

@@ -130,12 +130,8 @@ class _ThreadEvent:
             yield from self.after.stages()
             yield self.stream, self
 
-    def finish(self) -> None:
-        self.after = DONE  # otherwise every event would keep all earlier ones alive
-        self.finished.set()
 
-
-_Task = tuple[Job, Event, _ThreadEvent]
+_Task = tuple[Job, _ThreadEvent]
 
 
 class ThreadStreams(CommStreams):
@@ -161,7 +157,7 @@ class ThreadStreams(CommStreams):
             thread.start()
             self._threads.append(thread)
         event = _ThreadEvent(stream, after, self._failures)
-        self._queues[stream].put((job, after, event))
+        self._queues[stream].put((job, event))
         return event
 
     def close(self) -> None:
@@ -175,9 +171,9 @@ class ThreadStreams(CommStreams):
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         while (task := self._queues[stream].get()) is not None:
-            job, after, event = task
+            job, event = task
             try:
-                after.wait()
+                event.after.wait()
                 if not self._failures:
                     with profile_range(f"lane:{stream_name(stream)}"):
                         job()
@@ -185,7 +181,8 @@ class ThreadStreams(CommStreams):
                 if not self._failures:  # otherwise this is the first failure raised by `wait`
                     self._failures.append(failure)
             finally:
-                event.finish()
+                event.after = DONE  # otherwise every event would keep all earlier ones alive
+                event.finished.set()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

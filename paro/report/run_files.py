@@ -277,22 +277,14 @@ class ProgressFile(RunFile):
     """Megatron's progress.txt in the folder of --save, by the first rank."""
 
     def __init__(
-        self,
-        folder: str,
-        facts: RunFacts,
-        log: Log,
-        *,
-        start_samples: int,
-        job_id: str,
-        clock: Callable[[], datetime] = datetime.now,
+        self, folder: str, facts: RunFacts, log: Log, *, start_samples: int, job_id: str
     ) -> None:
         super().__init__("--log-progress", log)
         self.is_open = log.rank == 0
         self._path = Path(folder) / PROGRESS_FILE
         self._facts = facts
         self._job_id = job_id
-        self._clock = clock
-        self._start = clock()
+        self._start = datetime.now()
         self._start_flops = self._flops(start_samples)
         self._append(_START)
 
@@ -321,7 +313,7 @@ class ProgressFile(RunFile):
 
     def _tflops(self, flops: float, *, since: datetime) -> float:
         """Compute TFLOP/s per device."""
-        seconds = (self._clock() - since).total_seconds()
+        seconds = (datetime.now() - since).total_seconds()
         return flops / (seconds * 1e12 * self._facts.world_size) if seconds > 0 else 0.0
 
     def _first_start(self) -> tuple[datetime, float]:
@@ -348,7 +340,7 @@ class ProgressFile(RunFile):
         return start or (self._start, self._start_flops)
 
     def _append(self, text: str) -> None:
-        now, ranks = self._clock().strftime(_TIME), self._facts.world_size
+        now, ranks = datetime.now().strftime(_TIME), self._facts.world_size
         line = f"{now}\tJob ID: {self._job_id}\t# GPUs: {ranks}\t{text}\n"
 
         def write() -> None:

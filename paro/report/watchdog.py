@@ -19,7 +19,6 @@ import traceback
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 import psutil
 
@@ -69,7 +68,6 @@ class Watchdog(Observer, AbstractContextManager["Watchdog"]):
         rank: int,
         timeout_minutes: float,
         flight_dir: str | None = None,
-        stream: TextIO | None = None,
     ) -> None:
         minutes = config.hang_dump_minutes
         self._limit = 60.0 * (timeout_minutes / 2.0 if minutes is None else minutes)
@@ -77,7 +75,7 @@ class Watchdog(Observer, AbstractContextManager["Watchdog"]):
         self._rank = rank
         self._flights = None if flight_dir is None else Path(flight_dir) / f"{FLIGHT_PREFIX}{rank}"
         self._heartbeat: Path | None = None
-        self._stream = stream or sys.__stderr__ or sys.stderr
+        self._stream = sys.__stderr__ or sys.stderr
         self._state: _State = ("starting", 0, time.monotonic())
         self._reported: _State | None = None
         self._beaten: _State | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +52,20 @@ def prepare_export(
             f"--save-hf {target} is another folder on {len(folders)} sets of ranks: give one that "
             "all share"
         )
-    return partial(_export, plan, config, training, resumed, log)
+
+    def export() -> None:
+        """Write the folder from the states of all ranks; collective."""
+        from paro.checkpoint.convert.by_ranks import write_by_ranks
+
+        training.model.wait_for_updated_params()
+        training.optimizer.outer.wait()
+        log.log0(f"writing the model to --save-hf {target}")
+        ranks, states = with_one_folder(control), _held(training, resumed)
+        notes = write_by_ranks(plan, states, target, ranks, "--save-hf")
+        for line in (*plan.source.notes, *notes, f"  successfully wrote the model to {target}"):
+            log.log0(line)
+
+    return export
 
 
 def plan_export(
@@ -77,22 +89,6 @@ def plan_export(
     source, dtype = source_of(common, named, flag, root), TORCH_TYPES.get(flags.save_hf_dtype or "")
     with about(f"{flag}: "):
         return HuggingFacePlan.of(source.with_each(lambda tensor: tensor.cast(dtype)))
-
-
-def _export(
-    plan: HuggingFacePlan, config: RunConfig, training: Training, resumed: Resumed, log: Log
-) -> None:
-    """Write the folder of --save-hf from the states of all ranks; collective."""
-    from paro.checkpoint.convert.by_ranks import write_by_ranks
-
-    target = Path(str(config.checkpoint.save_hf))
-    training.model.wait_for_updated_params()
-    training.optimizer.outer.wait()
-    log.log0(f"writing the model to --save-hf {target}")
-    ranks, states = with_one_folder(training.control), _held(training, resumed)
-    notes = write_by_ranks(plan, states, target, ranks, "--save-hf")
-    for line in (*plan.source.notes, *notes, f"  successfully wrote the model to {target}"):
-        log.log0(line)
 
 
 def _held(training: Training, resumed: Resumed) -> dict[str, ChunkedState]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -90,14 +90,13 @@ def _all_finite(values: Any) -> bool:
 def _watched(model: nn.Module) -> Iterator[_Watch]:
     watch, blocks = _Watch(), model.get_submodule("blocks").named_children()
     names = ("embedding", *(f"blocks.{name}" for name, _ in blocks), "head")
-    handles = [handle for name in names for handle in watch.hook(name, model.get_submodule(name))]
-    try:
+    with ExitStack() as hooks:
+        for name in names:
+            for handle in watch.hook(name, model.get_submodule(name)):
+                hooks.enter_context(handle)
         with watch:
             yield watch
         watch.enter("the end", None)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def origin_of(model: nn.Module, run: Callable[[], object], control: Control) -> str:

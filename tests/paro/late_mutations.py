@@ -341,8 +341,8 @@ ELSEWHERE = {
     "optim.offload Offload.during_update: torch.cuda.current_stream().synchronize()": _HOST,
     "training.replicas check_replicas: training.optimizer.outer.wait()": _HASHES,
     "optim.optimizer ParoOptimizer.loaded: self.model.wait_for_updated_params()": _COUNTS,
-    "training.export _export: training.model.wait_for_updated_params()": _SAVES,
-    "training.export _export: training.optimizer.outer.wait()": _EXPORT,
+    "training.export prepare_export: training.model.wait_for_updated_params()": _SAVES,
+    "training.export prepare_export: training.optimizer.outer.wait()": _EXPORT,
     "training.loop Loop._evaluate: self.snapshots.wait()": (
         "an evaluation replaces masters; tests/paro/training/test_loop.py removes it"
     ),

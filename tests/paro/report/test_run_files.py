@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from paro.report import run_files
 from paro.report.config import run_record_path
 from paro.report.earlier import earlier_file, next_number
 from paro.report.log import Log
@@ -161,10 +162,17 @@ NOON, LATER = datetime(2026, 3, 1, 12), timedelta(seconds=64)
 LARGE = replace(LARGER, flops_per_token=1e12)
 
 
-def begin(folder: Path, clock: Mock, *, samples: int = 0, ranks: int = 4) -> ProgressFile:
-    facts = replace(LARGE, world_size=ranks)
-    job = {"start_samples": samples, "job_id": "77", "clock": clock}
-    return ProgressFile(str(folder), facts, Log(rank=0, world_size=ranks), **job)  # type: ignore[arg-type]
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """The time of the progress file."""
+    now = Mock(return_value=NOON)
+    monkeypatch.setattr(run_files, "datetime", Mock(wraps=datetime, now=now))
+    return now
+
+
+def begin(folder: Path, *, samples: int = 0, ranks: int = 4) -> ProgressFile:
+    facts, log = replace(LARGE, world_size=ranks), Log(rank=0, world_size=ranks)
+    return ProgressFile(str(folder), facts, log, start_samples=samples, job_id="77")
 
 
 def lines(folder: Path) -> list[list[str]]:
@@ -172,9 +180,8 @@ def lines(folder: Path) -> list[list[str]]:
     return [line.split("\t") for line in text.splitlines()]
 
 
-def test_lines_are_megatrons(tmp_path: Path) -> None:
-    clock = Mock(return_value=NOON)
-    progress = begin(tmp_path / "new", clock)
+def test_lines_are_megatrons(tmp_path: Path, clock: Mock) -> None:
+    progress = begin(tmp_path / "new")
     clock.return_value += LATER
     progress.saved(10, 40)
     assert (tmp_path / "new" / PROGRESS_FILE).read_text() == (
@@ -189,14 +196,13 @@ def test_lines_are_megatrons(tmp_path: Path) -> None:
     assert saves == [[f"{verb} async checkpoint", "Iteration: 20"] for verb in ("Saving", "Saved")]
 
 
-def test_pauses_between_jobs_on_as_many_ranks_count(tmp_path: Path) -> None:
-    clock = Mock(return_value=NOON)
-    begin(tmp_path, clock, ranks=8).saved(10, 1000)
+def test_pauses_between_jobs_on_as_many_ranks_count(tmp_path: Path, clock: Mock) -> None:
+    begin(tmp_path, ranks=8).saved(10, 1000)
     with (tmp_path / PROGRESS_FILE).open("a") as stream:
         stream.write("half a li\n")  # of a job that was killed
-    begin(tmp_path, clock, samples=1000)
+    begin(tmp_path, samples=1000)
     clock.return_value += LATER
-    progress = begin(tmp_path, clock, samples=1000)
+    progress = begin(tmp_path, samples=1000)
     clock.return_value += LATER
     progress.saved(20, 1040)
     assert lines(tmp_path)[-1][5:7] == [
@@ -212,7 +218,7 @@ def test_only_the_first_rank_writes_and_a_disk_that_fails_costs_one_line(
     ProgressFile(str(tmp_path), LARGE, log, start_samples=0, job_id="").saved(1, 1)
     assert not list(tmp_path.iterdir())
     (tmp_path / PROGRESS_FILE).mkdir()
-    progress = begin(tmp_path, Mock(return_value=NOON))
+    progress = begin(tmp_path)
     progress.saved(1, 1)
     progress.finished(1)
     assert capsys.readouterr().out.count("--log-progress is left out from here on: ") == 1

@@ -6,11 +6,13 @@ import errno
 import io
 import json
 import pickle
+import sys
 import threading
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -45,10 +47,16 @@ class Stream(io.StringIO):
         return 2
 
 
+def telling(stream: Any, config: WatchConfig, **settings: Any) -> Watchdog:
+    """One whose standard error is a stream."""
+    with mock.patch.object(sys, "__stderr__", stream):
+        return Watchdog(config, **settings)
+
+
 def watchdog(stream: Any, *, dump: float, limit: float = 600.0, rank: int = 0) -> Watchdog:
     """One that shows stacks after `dump` seconds (0: never) and ends the run after `limit`."""
     config = WatchConfig(hang_dump_minutes=dump / 60)
-    return Watchdog(config, rank=rank, timeout_minutes=limit / 60, stream=stream)
+    return telling(stream, config, rank=rank, timeout_minutes=limit / 60)
 
 
 def test_a_standstill_shows_once_where_every_thread_stands() -> None:
@@ -56,7 +64,7 @@ def test_a_standstill_shows_once_where_every_thread_stands() -> None:
     stuck = threading.Thread(target=gate.wait, name="lane of a peer", daemon=True)
     stuck.start()
     # By default at half the limit.
-    dog = Watchdog(WatchConfig(), rank=3, timeout_minutes=30.0 / 60, stream=stream)
+    dog = telling(stream, WatchConfig(), rank=3, timeout_minutes=30.0 / 60)
     assert dog._limit == 15.0
     dog.close()
     dog = watchdog(stream, dump=0.2, rank=3)
@@ -103,7 +111,7 @@ def test_the_first_rank_writes_the_heartbeat(tmp_path: Path) -> None:
         refused(partial(dog.open_heartbeat, config), "--heartbeat-file")
     stream = Stream()  # where it is told once that a heartbeat cannot be written
     config = WatchConfig(heartbeat_file=str(tmp_path), hang_dump_minutes=0.0)  # a folder
-    dog = Watchdog(config, rank=0, timeout_minutes=10.0, stream=stream)
+    dog = telling(stream, config, rank=0, timeout_minutes=10.0)
     dog.open_heartbeat(config)
     dog.begins("training", 1)
     dog.close()
@@ -198,7 +206,7 @@ def stand_still(folder: str) -> tuple[str, list[str]]:
     rank, stream, tensor = dist.get_rank(), Stream(), torch.ones(ODD_SIZE)
     begun = dist.all_reduce(tensor, async_op=True) if rank == 0 else None
     config = WatchConfig(hang_dump_minutes=0.2 / 60)
-    dog = Watchdog(config, rank=rank, timeout_minutes=10.0, flight_dir=folder, stream=stream)
+    dog = telling(stream, config, rank=rank, timeout_minutes=10.0, flight_dir=folder)
     dog.begins("training", 7)
     while len(list(Path(folder).glob("rank_?"))) < 2:
         time.sleep(0.02)
