@@ -323,6 +323,7 @@ _CONTEXT = "what attention waits for; tests/paro/context_parallel/test_blockwise
 _HASHES = "hashes of a moving anchor; tests/paro/optim/test_outer.py compares them in flight"
 _FORWARD = "each forward of an evaluation has waited for all units; one that fails has not"
 _EXPORT = "a message that arrives when waited for; tests/paro/training/test_resume.py"
+_USED = "for a gather that nothing has waited for: the policy releases units that have run"
 _CLOSE = "no order needs it: a lost peer is named by it, before streams close"
 
 # The others, and why no run on late streams goes wrong without them: all those of a module, or one.
@@ -346,6 +347,7 @@ ELSEWHERE = {
     "training.loop Loop._evaluate: self.snapshots.wait()": (
         "an evaluation replaces masters; tests/paro/training/test_loop.py removes it"
     ),
+    "sharding.sharded_unit ShardedUnit.release: self.wait()": _USED,
     "training.loop Loop._reasons: self.snapshots.wait()": _COPIES,
     "training.loop Loop.run: self.training.model.wait_for_updated_params()": _SAVES,
     "training.loop Loop.run: self.training.model.wait_for_updated_params() #2": _SAVES,
