@@ -58,7 +58,7 @@ class Wire:
     @property
     def group(self) -> dist.ProcessGroup:
         """Process group of the wire."""
-        return self.groups.by_kind_and_span[self.kind, self.span]
+        return self.groups.of(self.kind, self.span)
 
     @property
     def members(self) -> tuple[int, ...]:

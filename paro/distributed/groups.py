@@ -188,11 +188,15 @@ class Groups:
     topology: Topology
     rank: int
     resources: CommResources
-    by_kind_and_span: dict[tuple[StreamKind, AxisSpan], dist.ProcessGroup] = field(
+    _by_kind_and_span: dict[tuple[StreamKind, AxisSpan], dist.ProcessGroup] = field(
         default_factory=dict
     )
     registered: RegisteredMemory = field(default_factory=RegisteredMemory)
     copy_engine: bool = False
+
+    def of(self, kind: StreamKind, span: AxisSpan) -> dist.ProcessGroup:
+        """Return this rank's group for a kind of stream along an axis span."""
+        return self._by_kind_and_span[kind, span]
 
     def copies(self, kind: StreamKind, span: AxisSpan) -> bool:
         """Return whether copy engines carry out the collectives of `kind` along `span`."""
@@ -202,8 +206,8 @@ class Groups:
     def close(self) -> None:
         """Destroy the groups: threads of existing gloo groups keep waking up."""
         self.registered.close()
-        while self.by_kind_and_span:  # popped, as this object may outlive the groups
-            dist.destroy_process_group(self.by_kind_and_span.popitem()[1])
+        while self._by_kind_and_span:  # popped, as this object may outlive the groups
+            dist.destroy_process_group(self._by_kind_and_span.popitem()[1])
 
 
 def make_save_groups(
@@ -263,7 +267,7 @@ def make_groups(
                     device_id=device if rank in members else None,
                 )
                 if rank in members:
-                    groups.by_kind_and_span[kind, span] = group
+                    groups._by_kind_and_span[kind, span] = group
                     if copies and device is not None:
                         groups.registered.add(group, device)
     return groups
