@@ -39,7 +39,7 @@ def _norm(
 def _norm_backward(
     grad_BSD: Tensor, x_BSD: Tensor, scale_D: Tensor, rstd_BS1: Tensor, needs_grad: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the gradients of x and scale that are `needed`."""
+    """Compute the gradients of x and scale, each None unless `needs_grad` says so."""
     needs_x, needs_scale = needs_grad
     if x_BSD.device.type != "cpu":
         shape, scale = (x_BSD.shape[-1],), scale_D.to(x_BSD.dtype)

@@ -176,7 +176,7 @@ class Wire:
 
 
 def as_nested(by_rank: Tensor, *levels: AxisSpan) -> Tensor:
-    """Return a buffer in the order of backends, viewed with the dims of `Request.nested`.
+    """Return a buffer in the order of backends, viewed as `CollectiveRequest.nested`.
 
     Backends order shards by rank of the inner level, then by rank of the outer level, if any. The
     most significant digit of a rank belongs to the outermost axis.

@@ -172,7 +172,7 @@ class _Meeting:
     timeout: timedelta
 
     def lead(self, answer: dict[str, Any]) -> SharedError | None:
-        """Return the verdict; `own` is rank 0's own text."""
+        """Write and return the verdict; `answer` is rank 0's own text."""
         answers = self._listen(answer)
         verdict = self._verdict(answers)
         self.store.set(f"verdict/{self.prefix}", json.dumps(_written(verdict)))

@@ -136,7 +136,7 @@ class WeightsAndBiases:
 
 
 def _continued(begin: Callable[..., Any], run_id: str, start_iteration: int) -> Any:
-    """Return the wandb run `known`, rewound to an iteration if it has later values.
+    """Return the wandb run of an id, rewound to an iteration if it has later values.
 
     Offline, the values on the server are unknown; `wandb sync` rewinds the run later.
     """
