@@ -76,8 +76,7 @@ def predict_run(config: RunConfig) -> RunPrediction:
         request = replace(estimator.request, memory_margin=MEMORY_MARGIN)
         if config.trained:
             candidate = request.candidate(config.strategy)
-            launch, other = estimator.estimate(candidate), estimator.with_other_bits(candidate)
-            other_bits = None if other is None else estimator.estimate(other)
+            launch, other_bits = estimator.estimate(candidate), estimator.other_bits(candidate)
     return RunPrediction(
         config=config,
         training=training,

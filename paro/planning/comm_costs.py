@@ -24,7 +24,6 @@ from paro.planning.context_parallel import (
     AttentionSchedules,
     AttentionSend,
     AttentionShare,
-    AttentionWait,
 )
 from paro.planning.sending import Receivers
 from paro.planning.simulation import ComputeOp, Program, QueuedJobs, QueueOp, Simulation, WaitOp
@@ -184,10 +183,8 @@ class CommCosts:
             codes[ActionKind.PARAM_ALL_GATHER] = (params - optim) * _DECODED_BYTES
             seconds = coding_seconds(self.device, codes[ActionKind.PARAM_ALL_GATHER])
             reductions = gathered[0]._replace(use=StreamKind.REDUCE.value)
-            queued[ActionKind.PARAM_ALL_GATHER] = (
-                *gathered,
-                self._beside("decode", reductions, seconds),
-            )
+            decode = self._beside("decode", reductions, seconds)
+            queued[ActionKind.PARAM_ALL_GATHER] = (*gathered, decode)
         return codes
 
     def _beside(self, name: str, other: QueuedJobs, seconds: float, *, at: int = 0) -> QueuedJobs:
@@ -253,7 +250,7 @@ class ContextCosts:
                 if not self.computing.run.overlaps:
                     yield WaitOp(request.key)
             else:
-                yield WaitOp(request.key) if isinstance(request, AttentionWait) else request
+                yield request
 
     def _phases(self, message: AttentionMessage) -> tuple[ParallelJobs, ...]:
         to, span, num_bytes, number = message
@@ -274,9 +271,8 @@ class ContextCosts:
 
         Keys are links (by name), comm streams, and the thread, which waits at least so long.
         """
-        return self._load(ActionKind.FORWARD), self._load(
-            ActionKind.RECOMPUTE, ActionKind.GRADIENTS
-        )
+        backward = self._load(ActionKind.RECOMPUTE, ActionKind.GRADIENTS)
+        return self._load(ActionKind.FORWARD), backward
 
     def _load(self, *kinds: ActionKind) -> Mapping[Hashable, float]:
         actions = (

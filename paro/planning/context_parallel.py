@@ -29,6 +29,7 @@ from model.config import down_name, up_name
 from model.units import first_trained_unit, unit_specs
 from paro.collectives.schedule import Op
 from paro.planning.sending import Receivers, Sender
+from paro.planning.simulation import WaitOp
 from paro.spec.context_layout import head_exchange
 from paro.spec.kv_exchange import (
     AttendKV,
@@ -89,14 +90,8 @@ class AttentionShare(NamedTuple):
     share: float
 
 
-class AttentionWait(NamedTuple):
-    """The wait for the last send of a key, if any."""
-
-    key: str
-
-
-AttentionSchedule = tuple[AttentionSend | AttentionShare | AttentionWait, ...]
-_Entries = Iterator[AttentionSend | AttentionShare | AttentionWait]
+AttentionSchedule = tuple[AttentionSend | AttentionShare | WaitOp, ...]
+_Entries = Iterator[AttentionSend | AttentionShare | WaitOp]
 
 
 class AttentionSchedules:
@@ -131,12 +126,12 @@ class AttentionSchedules:
             last = last._replace(num_bytes=sizes.qkv - (num_chunks - 1) * queries)
         return (
             AttentionSend("first", (first,)),
-            AttentionWait("first"),
+            WaitOp("first"),
             AttentionSend("others", others),
             *kv_exchange,
-            AttentionWait("others"),
+            WaitOp("others"),
             AttentionSend("last", (last,)),
-            AttentionWait("last"),
+            WaitOp("last"),
         )
 
     def passes(self, action: Action) -> tuple[AttentionPass, ...]:
@@ -203,7 +198,7 @@ class AttentionSchedules:
                 if isinstance(action, SendKV | SendKVGrads):
                     yield self._send(action.route, [action])
                 elif isinstance(action, WaitKV | WaitKVGrads):
-                    yield AttentionWait(action.route.name)
+                    yield WaitOp(action.route.name)
 
     def _merged(self, rings: DoubleRing, actions: Iterable[KVAction]) -> _Entries:
         """Yield the entries of a double ring, some of them empty.
@@ -211,10 +206,8 @@ class AttentionSchedules:
         All turns but the last are merged into one, then come the last turn and the heads that
         backward computes at the end.
         """
-        first, last_step = (
-            heads_at_first(self.sizes.kv_heads, self.sizes.item_bytes),
-            rings.steps - 1,
-        )
+        sizes, last_step = self.sizes, rings.steps - 1
+        first = heads_at_first(sizes.kv_heads, sizes.item_bytes)
         turns: list[KVAction] = []
         last_turn: list[KVAction] = []  # without its last step, which sends no keys and values
         at_end: list[KVAction] = []
@@ -233,21 +226,21 @@ class AttentionSchedules:
             yield self._send(outer, turns)
             yield self._send(inner, turns)
             yield self._share(turns, range(last_step))
-            yield AttentionWait(inner.name)
+            yield WaitOp(inner.name)
             yield self._share(turns, range(last_step, rings.steps))
-            yield AttentionWait(outer.name)
+            yield WaitOp(outer.name)
         yield self._send(inner, last_turn)
         yield self._share(last_turn)
-        yield AttentionWait(inner.name)
+        yield WaitOp(inner.name)
         yield self._share(at_end)
         yield self._send(inner, at_end)
         if turns:
-            yield AttentionWait(inner.name)
+            yield WaitOp(inner.name)
             yield self._send(outer, last_turn + at_end)
             yield self._send(inner, held_back)
         yield self._share(held_back)
-        yield AttentionWait(inner.name)
-        yield AttentionWait(outer.name)
+        yield WaitOp(inner.name)
+        yield WaitOp(outer.name)
 
     def _share(self, actions: Iterable[KVAction], steps: range | None = None) -> AttentionShare:
         """Compute the share of a pass's attention in actions, or in their ring steps in `steps`."""

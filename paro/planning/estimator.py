@@ -182,24 +182,21 @@ class Estimator:
         """Say whether a candidate sends quantized values between groups."""
         return self._comm_costs_of(self.run_spec(candidate)).coding_bytes > 0
 
-    def with_other_bits(self, candidate: Candidate) -> Candidate | None:
-        """Return a candidate with 16 bits for quantized values, or the reverse; None: no change."""
+    def other_bits(self, candidate: Candidate) -> Estimate | None:
+        """Predict a candidate with 16 bits for quantized values, or the reverse; None: no change."""
         if candidate.precision(self.request).quantizes:
             quantized, other = candidate, replace(candidate, inter_bits=FULL_BITS)
         elif self.request.chooses_bits:
             quantized = other = replace(candidate, inter_bits=FEWEST_BITS)
         else:
             return None
-        return other if self.quantizes(quantized) else None
+        return self.estimate(other) if self.quantizes(quantized) else None
 
     def estimate_bits(self, candidate: Candidate) -> tuple[Estimate, Estimate | None]:
         """Predict a candidate with its bit width, given or chosen, and with the other one."""
-        estimate, other = self.estimate(candidate), self.with_other_bits(candidate)
-        if other is None:
-            return estimate, None
-        second = self.estimate(other)
-        if not self.request.chooses_bits:
-            return estimate, second
-        full, quantized = sorted((estimate, second), key=lambda e: e.precision.quantizes)
+        estimate, other = self.estimate(candidate), self.other_bits(candidate)
+        if other is None or not self.request.chooses_bits:
+            return estimate, other
+        full, quantized = sorted((estimate, other), key=lambda e: e.precision.quantizes)
         better = faster_bits(full, quantized)
         return (quantized, full) if better is quantized else (full, quantized)

@@ -97,14 +97,14 @@ class _Search:
     """A search among the candidates of a request that simulates as few candidates as possible."""
 
     def __init__(self, request: PlanRequest, space: SearchSpace, enough: float = _NO_LIMIT) -> None:
-        self._estimator, self._model = Estimator(request), request.model
+        self.estimator, self._model = Estimator(request), request.model
         bounds = (
             (candidate, self._least_seconds(candidate))
             for candidate in all_candidates(request, space)
-            if candidate.inter_bits != FEWEST_BITS or self._estimator.quantizes(candidate)
+            if candidate.inter_bits != FEWEST_BITS or self.estimator.quantizes(candidate)
         )
         rows = [
-            _Bounded(candidate, self._estimator.memory(candidate).total, least)
+            _Bounded(candidate, self.estimator.memory(candidate).total, least)
             for candidate, least in bounds
             if least <= enough
         ]
@@ -125,7 +125,7 @@ class _Search:
             candidate: Candidate | None = row.candidate
             if row.limit is not None:
                 candidate = self._with_more_blocks(row.candidate, row.limit)
-            self.done[row] = None if candidate is None else self._estimator.estimate(candidate)
+            self.done[row] = None if candidate is None else self.estimator.estimate(candidate)
         return self.done[row]
 
     def within(self, limit: int) -> list[_Bounded]:
@@ -143,12 +143,12 @@ class _Search:
 
     @cached_by(lambda candidate: candidate)
     def _least_seconds(self, candidate: Candidate) -> float:
-        return self._estimator.costs(candidate).least_seconds()
+        return self.estimator.costs(candidate).least_seconds()
 
     @cached_by(lambda candidate: (candidate.micro_batch_size, candidate.context))
     def _saved_bytes(self, candidate: Candidate) -> float:
         """Compute the most bytes that recomputing one more block may save."""
-        memory, run = self._estimator.memory(candidate), self._estimator.run_spec(candidate)
+        memory, run = self.estimator.memory(candidate), self.estimator.run_spec(candidate)
         activations = Activations(run)
         saved = activations.of_block - activations.residual
         return saved * memory.reserved / memory.allocated
@@ -159,7 +159,7 @@ class _Search:
         assert fewest_blocks is not None, "some blocks are recomputed"
 
         def fits(recompute: RecomputeConfig) -> bool:
-            return self._estimator.memory(replace(candidate, recompute=recompute)).total <= limit
+            return self.estimator.memory(replace(candidate, recompute=recompute)).total <= limit
 
         sizes = (n for n in divisors(model.num_layers)[1:] if n <= _LARGEST_GROUP)
         groups = (replace(first_blocks(model.num_layers, model), num_layers=size) for size in sizes)
@@ -175,10 +175,6 @@ class _Search:
     def about_fastest(self, rows: Sequence[_Bounded]) -> Estimate | None:
         """Find a candidate at most `MEMORY_TIE` slower than the fastest."""
         return faster_bits(*(self._fastest(part, MEMORY_TIE) for part in _by_bits(rows)))
-
-    def other_bits(self, best: Estimate | None) -> Estimate | None:
-        other = None if best is None else self._estimator.with_other_bits(best.candidate)
-        return None if other is None else self._estimator.estimate(other)
 
     def _best(self, rows: Sequence[_Bounded]) -> Estimate | None:
         """Return the best of `rows` in the order of `best_first`, within `RESOLUTION` in time.
@@ -209,7 +205,7 @@ class _Search:
     def _least_as_fast(self, rows: Sequence[_Bounded], enough: float) -> Estimate | None:
         """Find the candidate of at most `enough` seconds that sends the least between groups."""
         tied = [
-            (self._estimator.sent(row.candidate).inter, row.memory_bytes, row.least_seconds, row)
+            (self.estimator.sent(row.candidate).inter, row.memory_bytes, row.least_seconds, row)
             for row in rows
             if row.least_seconds <= enough
         ]
@@ -303,6 +299,6 @@ def plan(request: PlanRequest, search_space: SearchSpace = _ALL_CHOICES) -> Sear
         num_simulated=len([*filter(None, search.done.values())]),
         searched=search_space.describe(),
         limit_text=request.choice_text,
-        other_bits=search.other_bits(best),
+        other_bits=search.estimator.other_bits(best.candidate) if best else None,
         with_memory=lambda limit: search.about_fastest(search.within(limit)),
     )

@@ -265,4 +265,4 @@ def test_bits_that_were_asked_for_are_kept_and_compared() -> None:
     assert bits_text(own, other).endswith(": packing costs more than it saves")
     assert bits_text(own, other) == bits_text(other, own)
     whole = case.candidate(case.strategy("GGG"))
-    assert estimator.with_other_bits(whole) is None  # nothing that codes could shorten
+    assert estimator.other_bits(whole) is None  # nothing that codes could shorten

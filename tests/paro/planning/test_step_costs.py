@@ -15,7 +15,7 @@ from paro.distributed.groups import bounded_ctas
 from paro.machine.collective_time import TimedJob
 from paro.machine.machine import GroupSpeed
 from paro.planning.comm_costs import THREAD
-from paro.planning.context_parallel import AttentionPass, AttentionSend, AttentionWait
+from paro.planning.context_parallel import AttentionPass, AttentionSend
 from paro.planning.estimator import Estimator
 from paro.planning.search_space import PlanRequest
 from paro.planning.sending import Sender
@@ -261,7 +261,7 @@ def test_attention_waits_for_all_that_it_sends(name: str, kind: AttentionPass) -
             assert one.messages
             assert one.key not in under_way
             under_way.add(one.key)
-        elif isinstance(one, AttentionWait):
+        elif isinstance(one, WaitOp):
             under_way.discard(one.key)
     assert not under_way
 
