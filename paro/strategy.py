@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import pairwise, product
 from typing import NamedTuple
 
 from paro.errors import UserError, count_text
-from paro.topology import AxisSpan, Topology, count_nodes, divisors
+from paro.topology import AxisSpan, Topology, divisors
 
 LETTERS = "NIG"  # replicated on every rank, sharded inside a group, sharded over all ranks
 
@@ -65,11 +65,6 @@ def action_spans(strategy: Strategy, topology: Topology, sum_degree: int) -> Act
         replicas=between(optim, sum_degree),
         param_all_gather=between(params, optim),
     )
-
-
-def replicated(strategy: Strategy) -> Strategy:
-    """Return the strategy of norms where all other weights rotate: params and grads replicated."""
-    return replace(strategy, params=1, grads=1)
 
 
 def is_legal(letters: str) -> bool:
@@ -189,64 +184,3 @@ def strategy_of(
 
 def _divisors(number: int) -> str:
     return ", ".join(map(str, divisors(number)))
-
-
-# [Note: copies of shards]
-# A shard at degree d is on every d-th rank: shard s on the ranks s, s + d, s + 2d, ... No state is
-# sharded more finely than the optimizer's (`is_legal`), so its master parameters and moments have
-# the fewest copies: where they survive, so do the parameters. Gradients are computed again. With
-# the degrees (m, m, d) in groups of m ranks, m | d | n and r = n / d copies, a rank sends of V
-# bytes of gradients and W of parameters
-#
-#     (1/m - 1/d) V + 2 (r - 1) / (r d) V + (1/m - 1/d) W = (V + W) / m + (V - W) / d - 2 V / n
-#
-# between groups: the same for every d if gradients are sent in the type of the parameters.
-
-
-@dataclass(frozen=True, slots=True)
-class Survival:
-    """The number of any ranks, and of any nodes, that may be lost with every state still held."""
-
-    ranks: int
-    nodes: int
-    alone: bool = False  # True: of groups that train alone one is left whole, with the anchor
-
-    def describe(self) -> str:
-        """Describe the ranks and nodes that may be lost."""
-        if self.ranks == 0:
-            return "no rank may be lost: each optimizer shard is on one"
-        nodes = f" or {count_text(self.nodes, 'node')}" if self.nodes else ", but no node,"
-        held = "a group and the anchor" if self.alone else "every state"
-        return f"any {count_text(self.ranks, 'rank')}{nodes} may be lost with {held} held"
-
-
-def survival(
-    strategy: Strategy, *, world_size: int, ranks_per_node: int, alone: int | None = None
-) -> Survival:
-    """Count the losses that a strategy survives on nodes of consecutive ranks.
-
-    Of groups of `alone` ranks that train alone, each holds the parameters on which groups agreed,
-    with which a lost group begins again.
-    """
-    degree = max(strategy.optim, alone or 1)
-    nodes = _fewest_nodes(degree, world_size, ranks_per_node) - 1
-    return Survival(ranks=world_size // degree - 1, nodes=nodes, alone=alone is not None)
-
-
-def check_nodes(survive: int, world_size: int, ranks_per_node: int) -> None:
-    """Raise `UserError` unless some node is left when `survive` are lost."""
-    num_nodes = count_nodes(world_size, ranks_per_node)
-    if 0 < num_nodes <= survive:
-        raise UserError(
-            f"--paro-survive {survive}: the {count_text(world_size, 'rank')} are on "
-            f"{count_text(num_nodes, 'node')}, of which at most {num_nodes - 1} can be lost"
-        )
-
-
-@cache
-def _fewest_nodes(degree: int, world_size: int, ranks_per_node: int) -> int:
-    """Count the nodes that hold the optimizer shard which fewest nodes hold."""
-    return min(
-        len({rank // ranks_per_node for rank in range(shard, world_size, degree)})
-        for shard in range(degree)
-    )

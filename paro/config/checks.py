@@ -123,7 +123,7 @@ def check_outer(sharding: ShardingConfig, precision: PrecisionConfig) -> None:
 def keeps_copies(checkpoint: CheckpointConfig, sharding: ShardingConfig) -> bool:
     """Return whether in-memory checkpoints are on, with which a run without --save continues."""
     is_given = checkpoint.non_persistent_ckpt_type is not None
-    return is_given or sharding.needs_in_memory_checkpoints
+    return is_given or sharding.survive > 0 or sharding.elastic
 
 
 def check_sizes(

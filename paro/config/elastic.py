@@ -27,7 +27,6 @@ from paro.strategy import (
     FLAG,
     Strategy,
     check_group_size,
-    check_nodes,
     degrees_of,
     fitting_group_size,
     parse_strategy,
@@ -150,8 +149,8 @@ def check_strategy(
 
     If states do not survive the loss of nodes, the error names the nearest degrees that do.
     """
-    world, limits = sharding.world, sharding.limits
-    check_nodes(sharding.survive, world.size, world.ranks_per_node)
+    limits = sharding.limits
+    limits.check_nodes()
     rotated = model if sharding.materialize == "rotate" else None
     reason = limits.infeasible_reason(strategy, rotated)
     if reason is None:

@@ -16,7 +16,7 @@ from paro.errors import UserError
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.states import is_for_muon
-from paro.spec.strategy_limits import muon_conflict
+from paro.spec.strategy_limits import MUON_CONFLICT
 
 
 def check_sequence(model: LlamaConfig, data: DataConfig) -> None:
@@ -69,9 +69,8 @@ def check_muon(
     """Raise `UserError` if Muon would have no unsharded matrix to update."""
     if precision.optimizer != "muon":
         return
-    conflict = muon_conflict(precision.optimizer, rotates=sharding.materialize == "rotate")
-    if conflict is not None:
-        raise UserError(conflict)
+    if sharding.materialize == "rotate":
+        raise UserError(MUON_CONFLICT)
     shapes = parameter_shapes(model)
     names = trainable.names(model)
     if not any(is_for_muon(name, shapes[name]) for name in names):

@@ -25,7 +25,7 @@ from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.outer_steps import OuterConfig
 from paro.spec.run_spec import Materialize, RunSettings
 from paro.spec.strategy_limits import StrategyLimits
-from paro.strategy import FLAG, Strategy, Survival, check_group_size, parse_strategy, strategy_of
+from paro.strategy import FLAG, Strategy, check_group_size, parse_strategy, strategy_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +53,11 @@ class ShardingConfig:
         check_least(0, "prefetches nothing", paro_prefetch_units=self.prefetch_units)
 
     @property
-    def needs_in_memory_checkpoints(self) -> bool:
-        """True if in-memory checkpoints are on without a flag of their own."""
-        return self.survive > 0 or self.elastic
-
-    @property
     def limits(self) -> StrategyLimits:
         """The limits of strategies on the ranks of the run."""
         world = self.world
         sizes = world.size, world.group_size, world.ranks_per_node
         return StrategyLimits(*sizes, self.survive, self.outer)
-
-    def survival(self, strategy: Strategy) -> Survival:
-        """Count the ranks and nodes that a run may lose under a strategy."""
-        return self.limits.survival(strategy)
 
 
 def units_ahead(text: str | None, prefetch_units: int, *, by_nccl: bool) -> int | None:

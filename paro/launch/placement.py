@@ -13,7 +13,8 @@ from paro.errors import count_text
 from paro.sharding.shards import UnitShards
 from paro.spec.offload import state_bytes
 from paro.spec.sharding_spec import ModelStateBytes
-from paro.strategy import FLAG, Strategy, Survival, effective_letters
+from paro.spec.strategy_limits import Survival
+from paro.strategy import FLAG, Strategy, effective_letters
 from paro.text import align, ranks_text, size_text
 from paro.topology import Topology
 from paro.training.step import Training
@@ -34,7 +35,7 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
     )
     if same is not None and same != strategy.name:
         title += f" (here this is the same as {same})"
-    outer, survival = config.sharding.outer, config.sharding.survival(strategy)
+    outer, survival = config.sharding.outer, config.sharding.limits.survival(strategy)
     table = describe_placement(strategy, topology, states)
     copies = f"> copies: {survival.describe()}"
     if config.sharding.survive:

@@ -183,7 +183,7 @@ class Estimator:
         return self._comm_costs_of(self.run_spec(candidate)).coding_bytes > 0
 
     def other_bits(self, candidate: Candidate) -> Estimate | None:
-        """Predict a candidate with 16 bits for quantized values, or the reverse; None: no change."""
+        """Predict a candidate with 16 bits if it quantizes, or the reverse; None: no change."""
         if candidate.precision(self.request).quantizes:
             quantized, other = candidate, replace(candidate, inter_bits=FULL_BITS)
         elif self.request.chooses_bits:

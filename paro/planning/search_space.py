@@ -18,8 +18,8 @@ from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.spec.context_layout import ContextLayout
 from paro.spec.run_spec import Materialize, RunSettings
-from paro.spec.strategy_limits import StrategyLimits, muon_conflict
-from paro.strategy import Strategy, check_nodes, effective_letters, parse_strategy, strategy_of
+from paro.spec.strategy_limits import MUON_CONFLICT, StrategyLimits
+from paro.strategy import Strategy, effective_letters, parse_strategy, strategy_of
 from paro.text import listed
 from paro.topology import divisors
 
@@ -43,7 +43,7 @@ class PlanRequest(RunSettings):
 
     def __post_init__(self) -> None:
         device_of(self.machine)
-        check_nodes(self.survive, self.world_size, self.ranks_per_node or self.machine.group_size)
+        self.limits.check_nodes()
         self.micro_batches(self.micro_batch_size)
 
     @property
@@ -120,9 +120,9 @@ class PlanRequest(RunSettings):
     def infeasible_reason(self, strategy: Strategy, materialize: Materialize) -> str | None:
         """Say why a run cannot have a strategy and `materialize` parameters so; None if it can."""
         rotates = materialize.rotates
-        return muon_conflict(self.precision.optimizer, rotates=rotates) or (
-            self.limits.infeasible_reason(strategy, self.model if rotates else None)
-        )
+        if rotates and self.precision.optimizer == "muon":
+            return MUON_CONFLICT
+        return self.limits.infeasible_reason(strategy, self.model if rotates else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from paro.spec.outer_steps import OuterConfig
 from paro.spec.states import MASTER, OptimState, adamw_states, averages, bytes_of, muon_states
 from paro.step.actions import PASS_OF, ActionKind
 from paro.step.slices import SliceSlot
-from paro.strategy import ActionSpans, Strategy, action_spans, replicated
+from paro.strategy import ActionSpans, Strategy, action_spans
 from paro.topology import AxisSpan, Link, StreamKind, Topology, split_by_link
 
 UINT8 = "uint8"  # the type of quantized values
@@ -391,7 +391,7 @@ def specs_of(
     return [
         ShardingSpec(
             buffer=buffer,
-            strategy=replicated(strategy) if buffer.unit.replicated else strategy,
+            strategy=replace(strategy, params=1, grads=1) if buffer.unit.replicated else strategy,
             topology=topology,
             precision=precision,
             outer=outer,

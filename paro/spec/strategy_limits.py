@@ -3,12 +3,48 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from model.config import LlamaConfig
+from paro.errors import UserError, count_text
 from paro.spec.outer_steps import OuterConfig
-from paro.strategy import FLAG, Strategy, Survival, survival
-from paro.topology import divisors
+from paro.strategy import FLAG, Strategy
+from paro.topology import count_nodes, divisors
+
+MUON_CONFLICT = (
+    "--optimizer muon needs whole matrices, and --paro-materialize rotate cuts them along columns "
+    "too: leave one of them out"
+)
+
+# [Note: copies of shards]
+# A shard at degree d is on every d-th rank: shard s on the ranks s, s + d, s + 2d, ... No state is
+# sharded more finely than the optimizer's (`is_legal`), so its master parameters and moments have
+# the fewest copies: where they survive, so do the parameters. Gradients are computed again. With
+# the degrees (m, m, d) in groups of m ranks, m | d | n and r = n / d copies, a rank sends of V
+# bytes of gradients and W of parameters
+#
+#     (1/m - 1/d) V + 2 (r - 1) / (r d) V + (1/m - 1/d) W = (V + W) / m + (V - W) / d - 2 V / n
+#
+# between groups: the same for every d if gradients are sent in the type of the parameters.
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """The number of any ranks, and of any nodes, that may be lost with every state still held."""
+
+    ranks: int
+    nodes: int
+    alone: bool = False  # True: of groups that train alone one is left whole, with the anchor
+
+    def describe(self) -> str:
+        """Describe the ranks and nodes that may be lost."""
+        if self.ranks == 0:
+            return "no rank may be lost: each optimizer shard is on one"
+        nodes = f" or {count_text(self.nodes, 'node')}" if self.nodes else ", but no node,"
+        held = "a group and the anchor" if self.alone else "every state"
+        return f"any {count_text(self.ranks, 'rank')}{nodes} may be lost with {held} held"
 
 
 class StrategyLimits(NamedTuple):
@@ -20,10 +56,25 @@ class StrategyLimits(NamedTuple):
     survive: int  # number of nodes that may be lost at once without losing any state
     outer: OuterConfig | None = None  # outer steps between groups; None: ranks are synchronous
 
+    def check_nodes(self) -> None:
+        """Raise `UserError` unless some node is left when `survive` are lost."""
+        num_nodes = count_nodes(self.world_size, self.ranks_per_node)
+        if 0 < num_nodes <= self.survive:
+            raise UserError(
+                f"--paro-survive {self.survive}: the {count_text(self.world_size, 'rank')} are on "
+                f"{count_text(num_nodes, 'node')}, of which at most {num_nodes - 1} can be lost"
+            )
+
     def survival(self, strategy: Strategy) -> Survival:
-        """Count the ranks and nodes that may be lost under a strategy."""
-        node, alone = self.ranks_per_node, None if self.outer is None else self.group_size
-        return survival(strategy, world_size=self.world_size, ranks_per_node=node, alone=alone)
+        """Count the losses that a strategy survives on nodes of consecutive ranks.
+
+        Of groups that train alone, each holds the parameters on which groups agreed, with which a
+        lost group begins again.
+        """
+        alone = self.outer is not None
+        degree = max(strategy.optim, self.group_size if alone else 1)
+        nodes = _fewest_nodes(degree, self.world_size, self.ranks_per_node) - 1
+        return Survival(ranks=self.world_size // degree - 1, nodes=nodes, alone=alone)
 
     def loss_reason(self, strategy: Strategy) -> str | None:
         """Say that a strategy holds too few copies of states; None if it holds enough."""
@@ -42,17 +93,48 @@ class StrategyLimits(NamedTuple):
         if reason is None and self.outer is not None:
             reason = self.outer.infeasible_reason(strategy, **sizes)
         if reason is None and rotated is not None:
-            reason = rotation_infeasible_reason(strategy, rotated, **sizes)
+            reason = self._rotation_reason(strategy, rotated)
         return reason
 
+    def _rotation_reason(self, strategy: Strategy, config: LlamaConfig) -> str | None:
+        """Say why a model's weights cannot rotate under a strategy; None if they can.
 
-def muon_conflict(optimizer: str, *, rotates: bool) -> str | None:
-    """Say why an optimizer does not let weights rotate; None if it does, or they are gathered."""
-    if optimizer != "muon" or not rotates:
+        Weights rotate only inside groups, and only if each matrix has a slice for every ring rank.
+        """
+        degree = strategy.params
+        if (conflict := rotation_conflict(config)) is not None:
+            return conflict
+        if not 1 < degree == strategy.grads <= self.group_size:
+            return (
+                "--paro-materialize rotate needs params and grads sharded over the same 2 or more "
+                f"ranks of a group: {FLAG} {strategy.name} shards them over {degree} and "
+                f"{strategy.grads}, in groups of {self.group_size} of the {self.world_size} ranks; "
+                "use III or IIG in groups of 2 or more (--paro-group-size)"
+            )
+        heads, groups = config.num_attention_heads, config.num_query_groups
+        if heads % degree or groups % degree:
+            common = math.gcd(heads, groups, self.world_size)
+            some = ", ".join(map(str, divisors(common)[1:])) or "none"
+            return (
+                f"--paro-materialize rotate over {degree} ranks cannot cut --num-attention-heads "
+                f"{heads} with --num-query-groups {groups}: both must be multiples of {degree}; of "
+                f"these heads, numbers of ranks that would work: {some} (--paro-group-size)"
+            )
+        for flag, size in (
+            ("--ffn-hidden-size", config.ffn_hidden_size),
+            ("--vocab-size", config.vocab_size),
+        ):
+            if size < degree:
+                return f"{flag} {size} is too small to rotate over {degree} ranks"
         return None
-    return (
-        "--optimizer muon needs whole matrices, and --paro-materialize rotate cuts them along "
-        "columns too: leave one of them out"
+
+
+@cache
+def _fewest_nodes(degree: int, world_size: int, ranks_per_node: int) -> int:
+    """Count the nodes that hold the optimizer shard which fewest nodes hold."""
+    return min(
+        len({rank // ranks_per_node for rank in range(shard, world_size, degree)})
+        for shard in range(degree)
     )
 
 
@@ -68,38 +150,3 @@ def rotation_conflict(config: LlamaConfig) -> str | None:
     else:
         return None
     return f"--paro-materialize rotate {conflict} out, or gather parameters"
-
-
-def rotation_infeasible_reason(
-    strategy: Strategy, config: LlamaConfig, *, world_size: int, group_size: int
-) -> str | None:
-    """Say why a model's weights cannot rotate under a strategy; None if they can.
-
-    Weights rotate only inside groups, and only if each matrix has a slice for every ring rank.
-    """
-    degree = strategy.params
-    if (conflict := rotation_conflict(config)) is not None:
-        return conflict
-    if not 1 < degree == strategy.grads <= group_size:
-        return (
-            "--paro-materialize rotate needs params and grads sharded over the same 2 or more "
-            f"ranks of a group: {FLAG} {strategy.name} shards them over {degree} and "
-            f"{strategy.grads}, in groups of {group_size} of the {world_size} ranks; use III or "
-            "IIG in groups of 2 or more (--paro-group-size)"
-        )
-    heads, groups = config.num_attention_heads, config.num_query_groups
-    if heads % degree or groups % degree:
-        common = math.gcd(heads, groups, world_size)
-        some = ", ".join(map(str, divisors(common)[1:])) or "none"
-        return (
-            f"--paro-materialize rotate over {degree} ranks cannot cut --num-attention-heads "
-            f"{heads} with --num-query-groups {groups}: both must be multiples of {degree}; of "
-            f"these heads, numbers of ranks that would work: {some} (--paro-group-size)"
-        )
-    for flag, size in (
-        ("--ffn-hidden-size", config.ffn_hidden_size),
-        ("--vocab-size", config.vocab_size),
-    ):
-        if size < degree:
-            return f"{flag} {size} is too small to rotate over {degree} ranks"
-    return None

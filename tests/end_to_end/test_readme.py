@@ -14,7 +14,8 @@ from paro.planning.run_memory import RunMemory
 from paro.precision import PrecisionConfig
 from paro.report.record import Metrics
 from paro.spec.offload import state_bytes
-from paro.strategy import legal_letters, parse_strategy, survival
+from paro.spec.strategy_limits import StrategyLimits
+from paro.strategy import legal_letters, parse_strategy
 from tests.helpers.closed_form import GATHER, GRAD_SYNC, PARAM_ALL_GATHER, REDUCE, Multiples
 from tests.helpers.ranks import ROOT
 from tests.paro.planning.cases import run_of
@@ -144,7 +145,7 @@ def strategy_row(letters: str) -> str:
         *(fraction[letter] for letter in letters),
         multiples(GATHER[params], REDUCE[grads]),
         multiples(GRAD_SYNC[grads + optim], PARAM_ALL_GATHER[params + optim]),
-        str(survival(strategy, world_size=32, ranks_per_node=8).nodes),
+        str(StrategyLimits(32, 8, 8, survive=0).survival(strategy).nodes),
         f"{stored / 1e9:.1f}",
         f"{sent.intra / 1e9:.1f}",
         f"{sent.inter / 1e9:.2f}",

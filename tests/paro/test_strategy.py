@@ -19,13 +19,13 @@ from paro.layout import (
     split_range,
 )
 from paro.planning.search_space import legal_strategies
+from paro.spec.strategy_limits import StrategyLimits
 from paro.strategy import (
     LETTERS,
     dominating_letters,
     effective_letters,
     is_legal,
     parse_strategy,
-    survival,
 )
 from paro.topology import make_topology, nested_range
 from tests.helpers.refusals import refused
@@ -105,17 +105,17 @@ def test_it_is_the_most_that_any_loss_leaves_whole(num_nodes: int, ranks_per_nod
         set(range(first, first + ranks_per_node)) for first in range(0, world_size, ranks_per_node)
     ]
     for strategy in legal_strategies(world_size, ranks_per_node):
-        found = survival(strategy, world_size=world_size, ranks_per_node=ranks_per_node)
+        found = StrategyLimits(world_size, 1, ranks_per_node, survive=0).survival(strategy)
         assert found.ranks == most_lost(ranks, strategy.degrees, world_size), strategy
         assert found.nodes == most_lost(nodes, strategy.degrees, world_size), strategy
 
 
 def test_groups_need_not_be_nodes() -> None:
     strategy = parse_strategy("III", world_size=16, group_size=2)
-    assert survival(strategy, world_size=16, ranks_per_node=4).nodes == 3
+    assert StrategyLimits(16, 2, 4, survive=0).survival(strategy).nodes == 3
     strategy = parse_strategy("2,2,6", world_size=12, group_size=2)  # shard 0 is on ranks 0 and 6
-    assert survival(strategy, world_size=12, ranks_per_node=4).nodes == 1
-    assert survival(strategy, world_size=12, ranks_per_node=8).nodes == 0
+    assert StrategyLimits(12, 2, 4, survive=0).survival(strategy).nodes == 1
+    assert StrategyLimits(12, 2, 8, survive=0).survival(strategy).nodes == 0
 
 
 # Axes, peers and nested shards

@@ -16,7 +16,6 @@ from paro.config.sharding import ShardingConfig
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.machine.files import machine_to_json
-from paro.strategy import survival
 from tests.helpers.refusals import refused
 from tests.helpers.training import configured as configured_on
 from tests.paro.planning.cases import machine
@@ -238,8 +237,7 @@ def test_auto_chooses_among_what_survives() -> None:
     flags = "--paro-strategy auto --paro-machine dgx-a100-roce100"
     for survive in (0, 3):
         config = configured(f"{flags} --paro-survive {survive}")
-        kept = survival(config.strategy, world_size=WORLD.size, ranks_per_node=8)
-        assert kept.nodes >= survive
+        assert config.sharding.limits.survival(config.strategy).nodes >= survive
     refused(lambda: configured(f"{flags} --paro-survive 4"), "--paro-survive 4 ... on 4 nodes")
 
 
